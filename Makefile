@@ -29,14 +29,14 @@
 #   make smollm2 qwen2.5   trained models for gpu-day, 138 and 469 MiB
 # One stage on any checkpoint, with all earlier stages that are not up to date:
 #   make generate MODEL=path/to/checkpoint VRAM=8GiB PROMPT="Once upon a time"
-#   make convert | profile | solve MODEL=... [CORPUS=text.txt] [SPARSITY=0.5 for SiLU models]
+#   make convert | profile | solve MODEL=... [CORPUS=text.txt]
 # The plan is for the fastest mode that costs at most 1 % of the perplexity on that text, or for mode
 # dense if there is none; MAX_LOSS=0.05 allows 5 %, and MODE=exact plans for exact whatever it costs.
 
 PYTHON ?= python3
 BIN := .venv/bin
 TYPES := build/types/hotsplit
-STAGES := convert profile measure solver sparsify runtime serve report run
+STAGES := convert profile measure solver runtime serve report run
 HOTSPLIT := $(BIN)/hotsplit
 # For the tests of the GPU kernels, which run in Triton's interpreter; PyTorch for CUDA requires it.
 TRITON := triton==3.6.0
@@ -50,7 +50,6 @@ TOKENS ?= 131072
 NUM_TOKENS ?= 96
 TEMPERATURE ?= 0.8
 OUTTYPE ?= f16
-SPARSITY ?=
 MAX_LOSS ?=
 MODE ?=
 CONTEXT ?=
@@ -131,7 +130,7 @@ $(DIR)/settings-%: FORCE
 	@echo '$($*)' | cmp -s - $@ || echo '$($*)' > $@
 
 CONVERT_SETTINGS := $(MODEL) $(OUTTYPE)
-PROFILE_SETTINGS := $(CORPUS) $(TOKENS) $(RANK) $(SPARSITY)
+PROFILE_SETTINGS := $(CORPUS) $(TOKENS) $(RANK)
 SOLVE_SETTINGS := $(VRAM) $(CONTEXT) $(MAX_LOSS) $(MODE)
 
 $(BASE): $(filter %.gguf,$(MODEL)) $(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors $(MODEL)/*.bin) $(DIR)/settings-CONVERT_SETTINGS
@@ -141,20 +140,20 @@ $(BASE): $(filter %.gguf,$(MODEL)) $(wildcard $(MODEL)/*.json $(MODEL)/*.safeten
 	then echo "a model file of this format already: copied"; cp -f $(MODEL) $@; \
 	else $(HOTSPLIT) convert $(MODEL) -o $@ --outtype $(OUTTYPE) --force; fi
 
-# A mixture of experts has routers instead of predictors.
-IS_MIXTURE = $(HOTSPLIT) inspect $(BASE) --json | grep -q '"num_used"'
+# There is nothing to predict in a mixture of experts, which has routers, and where every neuron fires.
+HAS_NONE = $(HOTSPLIT) inspect $(BASE) --json | \
+  grep -qE '"num_used"|"activation": "(silu|gelu|gelu_tanh|swiglu_oai)"'
 
 $(PROFILE): $(BASE) $(CORPUS) $(DIR)/settings-PROFILE_SETTINGS
-	@trains="--train-predictors $(DIR)/predictors"; ! $(IS_MIXTURE) || trains=; \
+	@trains="--train-predictors $(DIR)/predictors"; ! $(HAS_NONE) || trains=; \
 	echo "== profile: $(BASE) on $(CORPUS) -> $(PROFILE)$${trains:+, $(PREDICTORS)}"; \
 	$(HOTSPLIT) profile $(BASE) --corpus $(CORPUS) -o $(PROFILE) --tokens $(TOKENS) --force \
-	  $$trains $(if $(RANK),--predictor-rank $(RANK)) $(if $(SPARSITY),--target-sparsity $(SPARSITY))
+	  $$trains $(if $(RANK),--predictor-rank $(RANK))
 
 $(FULL): $(BASE) $(PROFILE)
-	@if $(IS_MIXTURE); then ln -sf $(<F) $@; else \
+	@if $(HAS_NONE); then ln -sf $(<F) $@; else \
 	echo "== convert: $(BASE) and its predictors -> $@"; \
-	$(HOTSPLIT) convert $(BASE) -o $@ --predictors $(DIR)/predictors --force \
-	  $(if $(SPARSITY),--thresholds $(PROFILE)); fi
+	$(HOTSPLIT) convert $(BASE) -o $@ --predictors $(DIR)/predictors --force; fi
 
 $(MACHINE):
 	@echo "== calibrate: this machine -> $@"

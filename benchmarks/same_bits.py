@@ -5,7 +5,7 @@
 
 Each case runs one row per step, many rows in one step, and many rows layer by layer. Plans have
 both roles on the CPU, as two blocks of neurons and as a hybrid step. The models are those of
-tests/models.py and tests/test_limits.py. The second form names the cases that differ, and fails if
+tests/models.py. The second form names the cases that differ, and fails if
 there are any."""
 
 import dataclasses
@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -24,9 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from hybrid_plans import PLANS, F, L, planned, stepped
 from models import FAMILIES, family_model, make_model, make_sizes
 from test_hybrid_step import hybrid, steps
-from test_limits import Reference
-from test_limits import model_of as limited_model
-from test_runtime import IDS, make_split
+from test_runtime import IDS
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
@@ -87,24 +84,6 @@ def hashes() -> Iterator[tuple[str, list[str]]]:
                         found = of_engine(engine)
                         step = hybrid(engine, split, plain_backend(reference_kernels()))
                         yield f"{title}, {mode}, {plan}", [*found, digest(steps(step))]
-        yield from of_limits(folder)
-
-
-def of_limits(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """A model with limits, and the same with a plan that divides its neurons."""
-    model = limited_model("q8_0")
-    reference = Reference(model)
-    reference.logits(IDS)
-    model = model.with_limits(reference.made(), "here")
-    model = dataclasses.replace(model, path=folder / "limits.gguf")
-    model.save(model.path)
-    for mode in ("dense", "exact"):
-        with Engine.load(model.path, mode=mode) as engine:
-            yield f"limits of gates, {mode}", of_engine(engine)
-    split = make_split(model, [np.arange(5, 70), [5]], context_length=64)
-    split.save(folder / "s.gguf")
-    with Engine.load(model.path, split=folder / "s.gguf", mode="exact") as engine:
-        yield "limits of gates, divided", of_engine(engine)
 
 
 def main() -> None:

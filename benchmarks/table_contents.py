@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
@@ -17,11 +16,6 @@ TYPES = ("q8_0", "q4_0", "f16")
 # apart (25: Zen 4, 26: Zen 5).
 ZEN_4, ZEN_5 = "amd-epyc-family-25", "amd-epyc-family-26"
 ZEN_4_EARLIER = "amd-epyc"  # in names of before the family was part of them
-RULES = f"rules-{ZEN_5}"
-SPARSIFY = f"sparsify-smollm2-{ZEN_5}"
-TRAINED_SPEED = f"trained-speed-smollm2-{ZEN_5}"
-TRAINED_SPEED_WIDE = f"trained-speed-wide-smollm2-{ZEN_5}"
-SPARSIFY_CONTINUED = f"sparsify-smollm2-continued-{ZEN_5}"
 
 
 def path_of(name: str, folder: Path = RESULTS) -> Path:
@@ -55,108 +49,6 @@ def signed(share: float, digits: int = 1) -> str:
 
 
 # ---- what sparsity costs --------------------------------------------------------------------------
-
-
-def rules() -> str:
-    """KL and perplexity of each rule, share and type; "-" where a rule cannot save that much."""
-    found = result(RULES)
-    rows = []
-    for kind, measured in found["types"].items():
-        points = {(p["rule"], p["share"]): p for p in measured["points"]}
-        for share in found["shares"]:
-            cells = [points.get((rule, share)) for rule in ("cats", "gates")]
-            rows.append([kind, percent(share), *map(_cost, cells)])
-    return markdown(["type", "bytes not read", "CATS", "gates"], rows)
-
-
-def _cost(point: Any) -> str:
-    return "-" if point is None else f"{point['kl']:.4f}, {signed(point['perplexity_increase'])}"
-
-
-def silu_thresholds() -> str:
-    found = result("silu-thresholds-intel-xeon-processor-2.50ghz")["rows"]
-    rows = []
-    for target in dict.fromkeys(row["target"] for row in found):
-        cells = [percent(target)]
-        for kind in ("uniform", "greedy", "weighed"):
-            (row,) = (r for r in found if r["target"] == target and r["thresholds"] == kind)
-            cells += [signed(row["perplexity_increase"], 2), f"{row['kl']:.4f}"]
-        rows.append(cells)
-    header = ["silenced, about", "one share: perplexity", "KL", "greedy: perplexity", "KL",
-              "greedy, neurons weighed: perplexity", "KL"]  # fmt: skip
-    return markdown(header, rows)
-
-
-def sparsify_quality() -> str:
-    texts = {"held-out.txt": "prose, as in the corpus", "code.txt": "Python code",
-             "chat.txt": "conversations"}  # fmt: skip
-    rows = []
-    measured = [
-        *((row, "800,000") for row in result(SPARSIFY)["rows"]),
-        *((row, "and 150,000 more") for row in result(SPARSIFY_CONTINUED)["rows"]),
-    ]
-    for row, trained_on in measured:
-        for name, words in texts.items():
-            before, after = row["untrained"][name], row["trained"][name]
-            kls = [f"{found['kl']:.3f} ± {found['kl_95']:.3f}" for found in (before, after)]
-            rows.append([percent(after["silent_share"], 1), trained_on, words, *kls,
-                         percent(after["same_top"], 1), f"{after['num_tokens']:,}"])  # fmt: skip
-    header = ["silent", "trained on", "text", "KL untrained", "KL trained", "same top token",
-              "tokens"]  # fmt: skip
-    return markdown(header, rows)
-
-
-def in_turns(runs: Any, name: str, other: str) -> float:
-    """Median over the rounds of the seconds of `name` over those of `other`."""
-    pairs = zip(runs[name]["round_s"], runs[other]["round_s"], strict=True)
-    return median(one / two for one, two in pairs)
-
-
-def trained_speed() -> str:
-    return _trained_speed(TRAINED_SPEED, "q8_0 dense")
-
-
-def trained_speed_wide() -> str:
-    return _trained_speed(TRAINED_SPEED_WIDE, "dense-q8_0 dense")
-
-
-def _trained_speed(name_of_result: str, untrained: str) -> str:
-    """A row for each trained file: its mode exact against its mode dense, and against the untrained
-    q8_0."""
-    found = result(name_of_result)
-    runs, losses = found["speed"]["runs"], found["loss"]["runs"]
-    rows = []
-    for name in (name for name in runs if name.endswith(" exact")):
-        file, run, loss = name.removesuffix(" exact"), runs[name], losses[name]
-        kind, own = file.rsplit("-", 1)[1], f"{file} dense"
-        saved = runs[own]["bytes"] / run["bytes"]
-        rows.append([kind, percent(run["silent_share"]), f"{loss['kl']:.3f} ± {loss['kl_error']:.3f}",
-                     f"{run['bytes'] / 1e6:.0f} MB of {runs[own]['bytes'] / 1e6:.0f}", times(saved),
-                     times(in_turns(runs, own, name)), times(in_turns(runs, untrained, name))])  # fmt: skip
-    header = ["type", "silent", "KL from the untrained f16", "bytes a token", "dense over exact: bytes",
-              "time", "untrained q8_0 over exact: time"]  # fmt: skip
-    return markdown(header, rows)
-
-
-def sparsify_curve() -> str:
-    """The untrained model at each share, and every third point of each run."""
-    rows = []
-    for run in result(SPARSIFY)["runs"]:
-        record = run["record"]
-        for share, found in record["untrained"].items():
-            rows.append([percent(float(share)), "untrained", "-", *_measured(found)])
-        for point in record["curve"][2::3]:
-            rows.append([percent(point["wanted_share"]), f"{point['tokens']:,}",
-                         f"{point['trained_kl']:.3f}", *_measured(point["quality"])])  # fmt: skip
-    header = ["asked", "tokens", "KL in training", "silent", "KL held out", "perplexity",
-              "same top token"]  # fmt: skip
-    return markdown(header, rows)
-
-
-def _measured(found: dict) -> list[str]:
-    silent = sum(found["silent_share_L"]) / len(found["silent_share_L"])
-    return [percent(silent, 1), f"{found['kl']:.3f} ± {found['kl_95']:.3f}",
-            f"{found['perplexity']:.1f}", percent(found["same_top"])]  # fmt: skip
 
 
 def predictors() -> str:
@@ -316,12 +208,6 @@ def fair_share() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "rules": rules,
-    "silu-thresholds": silu_thresholds,
-    "sparsify-quality": sparsify_quality,
-    "sparsify-curve": sparsify_curve,
-    "trained-speed": trained_speed,
-    "trained-speed-wide": trained_speed_wide,
     "predictors": predictors,
     "kv-selection": kv_selection,
     "kv-tasks": kv_tasks,

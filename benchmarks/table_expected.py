@@ -4,18 +4,12 @@ the expectation rests on. The numbers of both are the same by construction."""
 from dataclasses import dataclass
 
 from table_contents import (
-    RULES,
-    SPARSIFY,
-    TRAINED_SPEED,
     TYPES,
     ZEN_4,
     ZEN_5,
-    in_turns,
     markdown,
     path_of,
-    percent,
     result,
-    signed,
     times,
 )
 from table_gpu import DIVIDED, WHOLE, rows_of
@@ -39,12 +33,6 @@ class Words:
     larger: str
     mixtures: str
     layers: str
-    skipped: str
-    no_faster: str
-    cost: str
-    trained: str
-    of_q8_0: str
-    divergence: str
     relu: str
     twin: str
     unknown_loss: str
@@ -65,12 +53,6 @@ ENGLISH = Words(
     larger="dense, larger, q8_0",
     mixtures="mixture of experts, on the CPU",
     layers="synthetic: layers of Qwen3-30B, Qwen3.6-35B, gpt-oss-20b",
-    skipped="SiLU chat model, small gates skipped, untrained",
-    no_faster="no faster yet",
-    cost="{perplexity} perplexity for {share} fewer bytes",
-    trained="the same, trained to be {share} silent",
-    of_q8_0="q8_0: {own} its dense mode, {plain} the untrained model",
-    divergence="KL {kl} from dense: too much to recommend",
     relu="ReLU model, a tenth of the neurons fire, q8_0",
     twin="{range} with a twin without silent neurons",
     unknown_loss="unknown: the weights mean nothing",
@@ -90,12 +72,6 @@ CHINESE = Words(
     larger="dense，更大的模型，q8_0",
     mixtures="混合专家模型，在 CPU 上",
     layers="合成：Qwen3-30B、Qwen3.6-35B、gpt-oss-20b 的若干层",
-    skipped="SiLU 对话模型，未经训练，跳过小的门控值",
-    no_faster="目前没有更快",
-    cost="少读 {share} 字节时困惑度 {perplexity}",
-    trained="同上，训练到 {share} 的神经元静默",
-    of_q8_0="q8_0：自身 dense 模式的 {own}，未训练模型的 {plain}",
-    divergence="与 dense 的 KL 为 {kl}：损失过大，不推荐",
     relu="ReLU 模型，十分之一的神经元激活，q8_0",
     twin="{range}；它运行没有静默神经元的同形模型",
     unknown_loss="未知：权重没有意义",
@@ -145,20 +121,6 @@ def expected(words: Words) -> str:
     larger = between(words, planted("dense"))
     rows.append([words.larger, words.synthetic, larger, words.no_loss])
     rows.append([words.mixtures, words.layers, between(words, of_experts()), words.no_loss])
-    points = result(RULES)["types"]["f16"]["points"]
-    (rule,) = (p for p in points if (p["rule"], p["share"]) == ("gates", 0.08))
-    cost = words.cost.format(
-        perplexity=signed(rule["perplexity_increase"]), share=percent(rule["share"])
-    )
-    rows.append([words.skipped, words.real, words.no_faster, cost])
-    row = result(SPARSIFY)["rows"][0]["trained"]["held-out.txt"]
-    trained = words.trained.format(share=percent(row["silent_share"]))
-    divergence = words.divergence.format(kl=f"{row['kl']:.2f}")
-    runs = result(TRAINED_SPEED)["speed"]["runs"]
-    exact = "trained-60-q8_0 exact"
-    own, plain = (in_turns(runs, name, exact) for name in ("trained-60-q8_0 dense", "q8_0 dense"))
-    speed = words.of_q8_0.format(own=times(own), plain=times(plain))
-    rows.append([trained, words.real, speed, divergence])
     twin = words.twin.format(range=between(words, planted("predicted")))
     rows.append([words.relu, words.synthetic, twin, words.unknown_loss])
     ratio_of = {row["mode"]: row["times_rival"] for row in rows_of("7B", WHOLE)}

@@ -1,7 +1,7 @@
 """Converts a checkpoint (a folder, or a name on the hub), or any GGUF, to a model file.
 
-    HF checkpoint (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
-    GGUF          (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
+    HF checkpoint (+ predictors)  ->  model.gguf
+    GGUF          (+ predictors)  ->  model.gguf
 
 The model's tensors are encoded and written a few rows at a time; only `verify` needs whole ones in
 memory."""
@@ -16,10 +16,7 @@ import gguf
 import numpy as np
 from gguf import LlamaFileType
 
-from hotsplit.artifacts.changed_model import with_thresholds
 from hotsplit.artifacts.importance_file import Importances
-from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_NAME
-from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import gguf_source, tensors
 from hotsplit.convert.checkpoint import Checkpoint
@@ -80,8 +77,6 @@ def convert(
     model, notes = draft.model, draft.notes
     if draft.source.is_file():
         check_text_keys(draft.source, model.extra_keys)
-    if config.thresholds is not None:  # before the predictors, whose quality depends on thresholds
-        model = with_thresholds(model, config.thresholds)
     if config.predictors is not None:
         kind = "f32" if draft.outtype == "f32" else "f16"
         offset = config.predictor_input_layer_offset
@@ -117,7 +112,7 @@ def convert(
 
 
 def draft_of(config: ConvertConfig) -> Draft:
-    """The source as a model file, without the predictors and thresholds asked for.
+    """The source as a model file, without the predictors asked for.
 
     Tensors are read on demand. Of a checkpoint's weights only the samples for the model id are read
     here, and a stored output head with the embedding that it has to equal."""
@@ -133,11 +128,8 @@ def _check_output(config: ConvertConfig, source: Path) -> None:
     """Raises HotsplitError for an output that exists (unless `force`), or is among the inputs.
 
     Those are the model file or everything in the checkpoint folder, the importance matrix, the
-    predictors, the profile with the thresholds, the limits, and the tokenizer."""
-    extras = (
-        source, config.importances, config.thresholds, config.limits, config.predictors,
-        config.tokenizer,
-    )  # fmt: skip
+    predictors, and the tokenizer."""
+    extras = (source, config.importances, config.predictors, config.tokenizer)
     files = [path for path in extras if path is not None]
     folders = [path for path in (source, config.predictors) if path is not None and path.is_dir()]
     check_output(config.output, force=config.force, inputs=files, folders=folders)
@@ -145,6 +137,11 @@ def _check_output(config: ConvertConfig, source: Path) -> None:
 
 def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
     _check_output(config, folder)
+    if (limits := folder / "hotsplit_limits.safetensors").is_file():
+        raise HotsplitError(
+            f"{limits}: the checkpoint was trained to run with these limits of gates, which are no"
+            " longer supported; remove the file to run it without them"
+        )
     checkpoint = Checkpoint.open(folder)
     plan = read_blueprint(folder / "config.json", checkpoint.config, checkpoint.max_rows)
     if config.activation is not None:
@@ -153,8 +150,6 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
         )
     if config.layout == "stock":
         _refuse_stock(config.source, plan.spec)
-    limits_path = _limits_path(config, folder)
-    limits = None if limits_path is None else Limits.load(limits_path)
     outtype: Outtype = config.outtype or "f16"
     names = map(plan.name_of, checkpoint.tensors)
     is_tied = bool(plan.is_tied) or "output.weight" not in names
@@ -192,8 +187,6 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
         notes.append(fallen)
     if model.is_tied and plan.is_tied is None:
         notes.append("no output head in the checkpoint: the embedding matrix is used for it")
-    if limits is not None:
-        model = model.with_limits(limits, str(limits_path))
     return Draft(
         model=model,
         outtype=outtype,
@@ -211,19 +204,6 @@ def _left_out(checkpoint: Checkpoint, plan: Blueprint) -> list[str]:
     return [
         f"{len(found)} tensors left out, on which the next token does not depend, such as {found[0]}"
     ]
-
-
-def _limits_path(config: ConvertConfig, folder: Path) -> Path | None:
-    """The limits asked for, or else those in the checkpoint's folder: part of the model."""
-    own = folder / LIMITS_NAME
-    if config.limits is not None or not own.is_file():
-        return config.limits
-    if config.layout == "stock":
-        raise HotsplitError(
-            f"{own}: the checkpoint was made to run with these limits, which llama.cpp does not"
-            " support; use the sparse layout, or remove the file to run it without them"
-        )
-    return own
 
 
 def _refuse_stock(source: Path, spec: ModelSpec) -> None:
@@ -254,14 +234,6 @@ def _refuse_stock(source: Path, spec: ModelSpec) -> None:
 def _from_model_file(config: ConvertConfig) -> Draft:
     """A draft from any GGUF: as it is, or in another layout or type."""
     model, types, notes = gguf_source.model_of_gguf(config)
-    if config.limits is not None:
-        before = model.limits.sha256
-        model = model.with_limits(Limits.load(config.limits), str(config.limits))
-        if model.predictor and not config.predictors and model.limits.sha256 != before:
-            raise HotsplitError(
-                f"{config.source}: its predictors were not trained with the limits of"
-                f" {config.limits}; give --predictors that were, or convert a file without any"
-            )
     if config.layout == "stock":
         _refuse_stock(config.source, model.bare_spec)
         if model.predictor is not None or any(model.threshold_L):

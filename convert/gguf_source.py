@@ -41,7 +41,7 @@ BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
 def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[str, ...]]:
     """The model in `config.source`, in the layout and types asked for, these, and notes for the user.
 
-    Raises HotsplitError for a file that cannot be run, for types or limits that do not fit it,
+    Raises HotsplitError for a file that cannot be run, for types that do not fit it,
     and if there is nothing to change."""
     keys, tensors = read_model_gguf(config.source)
     if config.tokenizer is not None:
@@ -62,17 +62,14 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
     }
     types.check_used(entries)
     model = ModelFile.of(config.source, keys, entries)
-    is_more = (
-        config.predictors or config.thresholds or config.limits or config.activation
-        or config.tokenizer
-    )  # fmt: skip
+    is_more = config.predictors or config.activation or config.tokenizer
     fallen = types.fallen_note(entries) if config.outtype else None
     if entries == tensors and not is_more and fallen is not None:
         raise HotsplitError(f"{config.source}: the file would not change: {fallen}")
     if entries == tensors and not is_more:
         raise HotsplitError(
-            f"{config.source}: is a {found} model file already; give predictors, thresholds, limits,"
-            " another type or the other layout"
+            f"{config.source}: is a {found} model file already; give predictors, another type or"
+            " the other layout"
         )
     notes = (
         *activation_notes(keys, model), *([model.skipped_note] if model.num_skipped else []),
@@ -119,12 +116,12 @@ def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str
 
 
 def restored(source: Path, types: TensorTypes, written: ModelFile) -> Iterator[Restored]:
-    """Every tensor of a GGUF except predictors and limits, with the values in `written`."""
+    """Every tensor of a GGUF except predictors, with the values in `written`."""
     keys, tensors = read_model_gguf(source)
     keys = keys | {"hotsplit.ffn.activation": written.activation}
     _, tensors = KeyReader(source, keys, tensors).model()
     for name, entry in tensors.items():
-        if "ffn_pred_" in name or name.endswith(".limit"):
+        if "ffn_pred_" in name:
             continue
         same = in_layout(name, written.layout)
         is_transposed, new = same != name, written.tensors[same]

@@ -37,10 +37,7 @@ class ConvertConfig:
     - `predictors`: a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt and
       so on; or the file predictors.safetensors itself.
     - `predictor_input_layer_offset`: the layer whose input they read, if the folder does not state
-      it: 0 their own, 1 the one before.
-    - `thresholds`: a profile whose thresholds the model is to run with.
-    - `limits`: a limits file (artifacts.limits_file); by default the one in the checkpoint's
-      folder, if any."""
+      it: 0 their own, 1 the one before."""
 
     source: Path
     output: Path
@@ -52,8 +49,6 @@ class ConvertConfig:
     layout: Layout = "sparse"
     predictors: Path | None = None
     predictor_input_layer_offset: int | None = None
-    thresholds: Path | None = None
-    limits: Path | None = None
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -79,11 +74,9 @@ class ConvertConfig:
             raise HotsplitError(
                 "a predictor input layer offset was given, but no predictors; give a folder of them"
             )
-        given = {name: getattr(self, name) for name in ("predictors", "thresholds", "limits")}
-        extra = [name for name, path in given.items() if path]
-        if self.layout == "stock" and extra:
+        if self.layout == "stock" and self.predictors:
             raise HotsplitError(
-                f"the stock layout cannot hold {extra[0]}: llama.cpp would refuse or ignore them;"
+                "the stock layout cannot hold predictors: llama.cpp would refuse or ignore them;"
                 " leave them out, or use the sparse layout"
             )
 

@@ -17,7 +17,6 @@ from typing import cast
 
 import numpy as np
 
-from hotsplit.artifacts.limits_file import check_made_with
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
 from hotsplit.convert.checkpoint import DTYPES
@@ -27,7 +26,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.files.json_file import read_object
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
-from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.spec import ModelSpec
 
 LAYER_FILE = re.compile(r"model_(0|[1-9]\d*)\.pt")
@@ -51,7 +49,6 @@ class PredictorSource:
     read: Callable[[int], LayerPredictor]
     notes: tuple[str, ...] = ()
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
-    limits: str | None = None  # as in predictor_file.Predictors
 
 
 def add_predictors(
@@ -63,7 +60,7 @@ def add_predictors(
 
     Raises HotsplitError for predictors of another model, for broken ones, and if the user and the
     folder contradict each other."""
-    model.refuse_chosen("predictors are", f"leave {folder} out")
+    model.refuse_predictors(f"leave {folder} out")
     source = _open(folder, model, input_layer_offset)
     entries = {n: e for n, e in model.tensors.items() if MARK not in n}
     for layer in range(model.spec.num_layers):
@@ -76,21 +73,9 @@ def add_predictors(
             read = partial(_read_rows, source, layer, name, array_kind)
             entries[name] = TensorEntry(shape=array.shape, kind=array_kind, read_rows=read)
     model = dataclasses.replace(
-        model, predictor=source.info, tensors=entries, quality=_quality(model, source)
+        model, predictor=source.info, tensors=entries, quality=dict(source.quality)
     )
     return model, source.notes
-
-
-def _quality(model: ModelFile, source: PredictorSource) -> dict[SparseMode, ModeQuality]:
-    """The recorded quality of the model with these predictors. It was measured together with
-    thresholds or limits, so for SiLU and GELU models it holds only if the model has those of the
-    same run; otherwise the model keeps its own record of mode exact."""
-    if model.activation not in SMOOTH or (model.has_limits and source.limits):
-        return dict(source.quality)
-    own = model.quality.get("exact")
-    if own is not None and own == source.quality.get("exact"):
-        return dict(source.quality)
-    return {} if own is None else {"exact": own}
 
 
 def _read_rows(
@@ -133,8 +118,6 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
             f"{path}: made for model {str(predictors.model_id)[:12]}, this is"
             f" {model.model_id[:12]}; train predictors for this model"
         )
-    again = "train predictors for this model file"
-    check_made_with(predictors.limits, path, model.limits, model.path, again)
     if len(predictors.layers) != model.spec.num_layers:
         raise HotsplitError(
             f"{path}: has {len(predictors.layers)} layers, but the model {model.spec.num_layers}"
@@ -146,7 +129,6 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
         info=predictors.info,
         read=predictors.layers.__getitem__,
         quality=predictors.quality,
-        limits=predictors.limits,
     )
 
 

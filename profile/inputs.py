@@ -8,7 +8,6 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_output
-from hotsplit.model.modes import Mode
 from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig, check_model
 from hotsplit.profile.corpus.corpus import Windows, read_windows, spread_windows
 from hotsplit.profile.corpus.processes import Ranks
@@ -20,7 +19,7 @@ from hotsplit.profile.report.report import report_paths
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.arithmetic import arithmetic
-from hotsplit.runtime.resolved_options import check_limits, device_of
+from hotsplit.runtime.resolved_options import device_of
 
 
 def check_inputs(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:
@@ -41,9 +40,7 @@ def stream_plan_of(
     """The plan for streaming; None for a model that fits into memory, and for a mixture of experts or one
     with a wider hidden state between its layers, which stay in the mapped file.
 
-    Raises HotsplitError for limits that do not run on the device, if not even one layer fits, and
-    if a run of several processes would be streamed."""
-    check_limits(model, device_of(device))
+    Raises HotsplitError if not even one layer fits, and if a run of several processes would be streamed."""
     if model.spec.has_experts or model.spec.x_size > model.spec.hidden_size:
         return None
     choices = predictor_choices(config.predictors, model) if config.train_predictors else None
@@ -62,20 +59,10 @@ def stream_plan_of(
     return plan
 
 
-def load_engine(
-    config: ProfileConfig, model: ModelFile, ranks: Ranks, device: str | None
-) -> Engine:
-    # Without thresholds, which a search sets and resets, "exact" computes what "dense" does.
-    mode: Mode = counted_mode(model) if config.perplexity_budget is None else "exact"
+def load_engine(config: ProfileConfig, ranks: Ranks, device: str | None) -> Engine:
     return ranks.together(
-        lambda: Engine.load(config.model, mode=mode, device=device, is_resident=False)
+        lambda: Engine.load(config.model, mode="dense", device=device, is_resident=False)
     )
-
-
-def counted_mode(model: ModelFile) -> Mode:
-    """The mode in which firings are counted. Limits change what later layers see, so a model with
-    limits is counted as it will run."""
-    return "exact" if model.has_limits else "dense"
 
 
 def windows_of(engine: Engine | LayerStream, config: ProfileConfig, ranks: Ranks) -> Windows:
@@ -102,15 +89,12 @@ def settings_of(engine: Engine, windows: Windows, config: ProfileConfig, ranks: 
         "model": engine.model.model_id,
         "types": _types(engine.model),
         "thresholds of the model": str(engine.model.threshold_L),
-        "limits of the model": engine.model.limits.sha256,
         "corpus": ", ".join(f"{c.name} {c.sha256}" for c in windows.corpora),
         "text key": config.text_key,
         "tokens": config.max_tokens or DEFAULT_TOKENS,
         "seed": config.seed,
         "windows": windows.sha256,
         "arithmetic": arithmetic(engine.device),
-        "target sparsity": config.target_sparsity,
-        "perplexity budget": config.perplexity_budget,
         "training": trains,
         "predictors": str(config.predictors) if trains else None,
         "threads": torch.get_num_threads() if trains else None,

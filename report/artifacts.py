@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotsplit.artifacts.limits_file import check_made_with
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import FILE_NAME, Predictors
@@ -98,7 +97,7 @@ def _check_model(
     found: Profile | Predictors | EvalReport,
     shape: tuple[int, ...] | None = None,
 ) -> None:
-    """Raises HotsplitError for a file of another model, shape or limits; predictors without a model
+    """Raises HotsplitError for a file of another model or shape; predictors without a model
     id (None) are of any model."""
     if found.model_id not in (None, model.model_id):
         raise HotsplitError(
@@ -107,7 +106,6 @@ def _check_model(
         )
     if shape is not None:
         _check_shape(path, shape, (model.spec.num_layers, model.spec.most_neurons))
-    check_made_with(found.limits, path, model.limits, model.path, "give files of one model file")
 
 
 def _check_shape(path: Path, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:

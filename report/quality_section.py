@@ -3,7 +3,6 @@ records given."""
 
 from dataclasses import dataclass
 
-from hotsplit.costs.default_mode import is_smooth
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import ModeQuality
 from hotsplit.model.modes import Mode
@@ -63,9 +62,9 @@ def cost_of(found: Artifacts, mode: Mode) -> Measured | None:
     return next((one for one in measured_of(found) if one.mode == mode), None)
 
 
-def costs_nothing(found: Artifacts, mode: Mode) -> bool:
+def costs_nothing(mode: Mode) -> bool:
     """True if a mode by definition computes the same as the dense model."""
-    return mode == "dense" or (mode == "exact" and not is_smooth(found.model))
+    return mode != "predicted"
 
 
 def quality_section(found: Artifacts, names: Names) -> Section:

@@ -114,7 +114,7 @@ def _summary(found: Artifacts, speeds: Speeds, mode: Mode) -> str:
         parts.append(speed)
     if cost is not None and mode != "dense":
         parts.append(f"perplexity {cost.perplexity_text} against dense")
-    elif costs_nothing(found, mode):
+    elif costs_nothing(mode):
         parts.append("the same text as the dense model")
     return ", ".join(parts) + "."
 
@@ -148,7 +148,7 @@ def _cost(found: Artifacts, mode: Mode) -> Tile:
     label, cost = "Cost in perplexity", cost_of(found, mode)
     if mode == "dense":
         return Tile(label=label, value="none", note="everything is computed")
-    if cost is None and costs_nothing(found, mode):
+    if cost is None and costs_nothing(mode):
         return Tile(label=label, value="none", note="what is left out is zero")
     if cost is None:
         return Tile(label=label, value="unknown", note=NEEDS_EVAL)

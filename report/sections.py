@@ -177,7 +177,7 @@ def _firing_table(profile: Profile) -> Table:
                   profile.never_fired_L(), profile.threshold_L, strict=True)  # fmt: skip
     rows = tuple(
         (str(layer), f"{density:.2%}", f"{five:.1%}", f"{fifth:.1%}", f"{half:.1%}",
-         f"{silent:,}", "limits" if profile.limits else f"{threshold:.4g}")
+         f"{silent:,}", f"{threshold:.4g}")
         for layer, (density, five, fifth, half, silent, threshold) in enumerate(columns)
     )  # fmt: skip
     head = ("layer", "neurons that fire", "firings of the hottest 5 %", "20 %", "50 %",

@@ -16,7 +16,6 @@ from hotsplit.costs.bytes_read import neurons_read
 from hotsplit.costs.default_mode import (
     can_silence,
     computes_every_neuron,
-    is_smooth,
     mode_meant,
 )
 from hotsplit.costs.part_bytes import (
@@ -193,9 +192,8 @@ def choose_layout(source: Source, outtype: Outtype | None, wishes: Wishes, room:
 def _reads_all(model: ModelFile, wishes: Wishes, room: Room) -> bool:
     """True if every neuron, or every one of the chosen experts, is read for every token, on the CPU or
     by a plan of whole experts."""
-    is_silent = not is_smooth(model) or can_silence(model) or model.predictor is not None
     is_covered = not room.gpus or model.spec.has_experts
-    return is_covered and wishes.engine.mode in (None, "dense") and not is_silent
+    return is_covered and wishes.engine.mode in (None, "dense") and not model.spec.silences
 
 
 # ---- the type -----------------------------------------------------------------------------------
@@ -292,12 +290,7 @@ def _type_line(source: Source, kind: Outtype | None, fits: str) -> str:
 
 def _check_mode(source: Source, model: ModelFile, wishes: Wishes) -> None:
     if wishes.engine.mode == "predicted":
-        model.refuse_chosen("predictors are", "leave --mode out")
-    if wishes.engine.mode == "predicted" and model.predictor is None and not can_silence(model):
-        raise HotsplitError(
-            f"{source.name}: every neuron of this {model.activation} model fires, so there is"
-            " nothing to predict; leave --mode out, or make it sparse first: hotsplit sparsify"
-        )
+        model.refuse_predictors("leave --mode out")
 
 
 def choose_predictors(
@@ -320,11 +313,9 @@ def choose_predictors(
         return True, "mode predicted: asked for"
     if not can_silence(model):
         return False, (
-            f"mode dense: every neuron of a {model.activation} model fires, so a profile would"
-            " be useless (hotsplit sparsify makes a model sparse)"
+            f"mode dense: every neuron of a {model.activation} model fires, so a profile would be"
+            " useless"
         )
-    if is_smooth(model) or model.has_limits:
-        return False, "the file has thresholds or limits: the fastest mode by its own record"
     if is_on_gpu:
         return False, (
             f"mode exact: {model.activation}, and all of it fits into VRAM, where it is fast"
@@ -378,8 +369,6 @@ def _fits_lines(model: ModelFile, wishes: Wishes, size: int, budget: int) -> lis
 
 def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
     """Why no GPU can run this model as wished; None if one can."""
-    if model.has_limits:
-        return "on the CPU: limits run only there so far"
     if not model.spec.has_experts:
         return None
     if wishes.engine.mode == "exact":

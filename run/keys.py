@@ -20,7 +20,6 @@ from hotsplit.artifacts import (
     split_file,
     trial_file,
 )
-from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_NAME
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
@@ -121,7 +120,7 @@ def identity_of_source(path: Path, tokenizer: Path | None = None) -> str:
     if path.is_file():
         first, *others = map(_identity, part_paths(path))
         return digest([first, *others] if others else first)
-    patterns = (*DESCRIPTIONS, *SAFETENSORS, *PICKLED, LIMITS_NAME)
+    patterns = (*DESCRIPTIONS, *SAFETENSORS, *PICKLED)
     files = [
         file
         for file in sorted(path.iterdir())

@@ -9,16 +9,12 @@ runtime.loading loads it, runtime.step computes the forward pass."""
 
 import gc
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
 import torch
 from torch import Tensor
 
-from hotsplit.artifacts.changed_model import replace_thresholds
-from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
@@ -33,12 +29,10 @@ from hotsplit.runtime.device.device_memory import (
 )
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.text_engine import TextEngine
-from hotsplit.runtime.gpu_setup import set_aside
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.loading import Loaded, load, open_plan, with_positions
-from hotsplit.runtime.model.layers import Layer, limited
+from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.observers import Observation, Observe, Wants
-from hotsplit.runtime.resolved_options import check_limits
 from hotsplit.runtime.step.batch import rows_of
 
 
@@ -53,7 +47,6 @@ class Engine(TextEngine):
         self.load_s = loaded.load_s  # seconds of loading, after the file was opened
         self.memories = loaded.memories  # by GPU
         self.neuron_cache = loaded.neuron_cache
-        self._step_of = loaded.step_of
 
     @classmethod
     @kinds_checked
@@ -66,7 +59,7 @@ class Engine(TextEngine):
         """Loads a model file, with or without a plan. `options` are the fields of
         hotsplit.options.engine_config.EngineConfig, which documents them.
 
-        Raises HotsplitError for a wrong file, plan, mode, device, profile, limits or types."""
+        Raises HotsplitError for a wrong file, plan, mode, device or types."""
         return load_engine(model, split, EngineConfig(**options))
 
     @classmethod
@@ -83,47 +76,6 @@ class Engine(TextEngine):
     def _of(cls, file: ModelFile, plan: Split | None, config: EngineConfig) -> "Engine":
         with torch.inference_mode(mode=False):  # a caller may leave that mode
             return cls(load(file, plan, config))
-
-    @kinds_checked
-    @out_of_memory_as_error()
-    def set_thresholds(self, threshold_L: Sequence[float]) -> None:
-        """Replaces the thresholds of a SiLU or GELU model from now on.
-
-        They replace limits too. Raises HotsplitError for other models, and unless there is
-        one finite threshold, at least 0, per layer."""
-        source, own = str(self.model.path), self.model.limits
-        other = tuple(replace(layer, gate_F=None) for layer in own.layers)
-        model = self.model.with_limits(replace(own, layers=other), source)
-        self._run_as(replace_thresholds(model, threshold_L, source))
-
-    @kinds_checked
-    @out_of_memory_as_error()
-    def set_limits(self, limits: Limits | None) -> None:
-        """Replaces the limits of a SiLU or GELU model from now on; None removes them.
-
-        Limits replace thresholds. Raises HotsplitError for other models, for limits of another model
-        or shape, and for limits on a GPU."""
-        none = (LayerLimits(),) * self.model.spec.num_layers
-        limits = limits or Limits(model_id=None, layers=none)
-        model = self.model.with_limits(limits, "limits")
-        check_limits(model, self.device)
-        self._run_as(model)
-
-    def _run_as(self, model: ModelFile) -> None:
-        """Applies the thresholds and limits of `model` to the same weights."""
-        layers = tuple(
-            limited(layer.with_threshold(threshold), limits)
-            for layer, threshold, limits in zip(
-                self.layers, model.threshold_L, model.limits.layers, strict=True
-            )
-        )
-        self.model = model
-        weights, captured = replace(self._live.weights, layers=layers), self._live.captured
-        self._sequences.decoder = replace(
-            self._live, weights=weights, native=self._step_of(weights),
-            captured=None if captured is None else captured.emptied(),
-        )  # fmt: skip
-        set_aside(self.memories)
 
     def _prefill(self, ids_T: Tensor) -> Tensor:
         """The logits f32 [V] after the last token. Overwrites the first sequence, even

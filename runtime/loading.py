@@ -13,12 +13,10 @@ from pathlib import Path
 
 import torch
 
-from hotsplit.artifacts.changed_model import for_context, with_rope_scaling, with_thresholds
-from hotsplit.artifacts.limits_file import Limits
+from hotsplit.artifacts.changed_model import for_context, with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import text_words
-from hotsplit.costs.default_mode import mode_meant
 from hotsplit.costs.part_bytes import placed_units, stored_neuron_bytes
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode
@@ -38,7 +36,6 @@ from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
 from hotsplit.runtime.kernels.threads import use_default_threads
 from hotsplit.runtime.model.expert_loader import check_routers
-from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
 from hotsplit.runtime.model.placement import Placement
@@ -55,7 +52,6 @@ from hotsplit.runtime.resolved_options import (
     Notice,
     bytes_by_role_of,
     cache_types_of,
-    check_limits,
     context_of,
     device_of,
     gpus_of,
@@ -75,7 +71,6 @@ from hotsplit.runtime.step.workspace import step_rows
 log = logging.getLogger(__name__)
 
 CHECKED = 64  # positions that the check of a step may write to
-StepOf = Callable[[Weights], DecodeStep | str]
 
 
 def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
@@ -98,7 +93,6 @@ def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
 def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "Loaded":
     """Loads a model for this configuration; loads it again, on the CPU, if a GPU stops answering
     during the checks."""
-    model, config = _with_rules(model, config, has_plan=plan is not None)
     if model.num_skipped:
         log.info(f"{model.path}: {model.skipped_note}")
     try:
@@ -108,23 +102,6 @@ def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "Loaded"
     # Outside the handler, where the exception no longer keeps the lost weights alive.
     log.warning(f"{model.path}: {why}")
     return Loaded(model, plan, replace(config, device="cpu"))
-
-
-def _with_rules(
-    model: ModelFile, config: EngineConfig, *, has_plan: bool
-) -> tuple[ModelFile, EngineConfig]:
-    """The model with the thresholds and limits of the configuration, and the configuration with the
-    mode that they are for, unless it or a plan sets the mode."""
-    mode = config.mode
-    if config.thresholds is not None:
-        model = with_thresholds(model, Path(config.thresholds))
-        if mode is None and not has_plan:
-            mode = mode_meant(model)
-    if config.limits is not None:
-        model = model.with_limits(Limits.load(Path(config.limits)), str(config.limits))
-        if mode is None and not has_plan:
-            mode = "exact" if model.predictor is None else "predicted"
-    return model, replace(config, mode=mode)
 
 
 class Loaded:
@@ -162,7 +139,6 @@ class Loaded:
         self.gpus = gpus_of(plan, torch.device("cpu")) if self.check is None else gpus
         self.device = self.gpus[0]
         use_default_threads(beside_gpu=self.check is not None)
-        check_limits(self.model, self.device)
 
     def _place(self) -> None:
         self.placement = placement_of(self.model, self.plan, self.gpus, self.config)
@@ -317,15 +293,13 @@ class Loaded:
         )
 
     def _make_decoder(self) -> None:
-        """Builds the decode step and the decoder; `step_of` builds later steps, for the same
-        weights with other thresholds or limits."""
+        """Builds the decode step and the decoder."""
         step_by = partial(
             decode_step, placement=self.placement, traffic=self.traffic, max_rows=self.max_rows,
             on_capture=partial(set_aside, self.memories),
         )  # fmt: skip
         backend = self._backend(step_by)
-        self.step_of: StepOf = partial(step_by, backend=backend, neuron_cache=self.neuron_cache)
-        step = self.step_of(self.weights)
+        step = step_by(self.weights, backend=backend, neuron_cache=self.neuron_cache)
         set_aside(self.memories)
         if isinstance(step, str) and self.check is not None:
             self.warn(f"{step}: tokens go through torch layer by layer, several times slower")

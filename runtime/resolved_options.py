@@ -115,15 +115,6 @@ def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
         )
 
 
-def check_limits(file: ModelFile, gpu: torch.device) -> None:
-    """Raises HotsplitError for limits if the device is a GPU."""
-    if gpu.type == "cuda" and file.has_limits:
-        raise HotsplitError(
-            f"{file.path}: limits run only on the CPU so far; use device cpu, or convert the model"
-            " without them"
-        )
-
-
 def without_gpu(
     model: ModelFile, plan: Split | None, config: EngineConfig, notice: Notice
 ) -> EngineConfig:

@@ -54,7 +54,6 @@ def every_neuron(model: ModelFile) -> Profile:
         corpora=(),
         active_count_LF=(np.arange(most) < number_L1).astype(np.int64),
         gate_histogram_LB=histogram_LB,
-        limits=model.limits.sha256,
         num_neurons_L=uneven(model.spec.num_neurons_L),
     )
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hotsplit.artifacts.changed_model import with_rope_scaling
 from hotsplit.artifacts.data_sheets import has_assumed_memory, load_machine
-from hotsplit.artifacts.limits_file import check_made_with
 from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
@@ -227,8 +226,6 @@ def inputs_from(
         num_sequences=num_sequences,
         kv_offload=kv_offload,
     )
-    again = "run hotsplit profile on this model"
-    check_made_with(profile.limits, paths[1] or paths[0], model.limits, paths[0], again)
     _check_profile(inputs)
     _check_machine(inputs)
     return inputs.with_workspace(workspace)
@@ -281,7 +278,7 @@ def _check_profile(inputs: Inputs) -> None:
     if not profile.active_count_LF.any():
         raise HotsplitError(
             f"{profile_path}: no neuron fired in {profile.num_tokens:,} tokens, so none is hotter"
-            " than another; run hotsplit profile with other text or thresholds"
+            " than another; run hotsplit profile with other text"
         )
     if 0 in wanted:
         raise HotsplitError(

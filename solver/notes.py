@@ -65,11 +65,6 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     if silent:
         some = ", ".join(map(str, silent[:4])) + (", ..." if len(silent) > 4 else "")
         notes.append(f"no neuron of {len(silent)} layers ({some}) fired in the profile")
-    if model.has_limits and any(inputs.budgets):
-        notes.append(
-            "the file has limits, which run only on the CPU so far: on a machine with a GPU, this"
-            " plan runs with --device cpu alone"
-        )
     if not np.allclose(inputs.profile.threshold_L, model.threshold_L, rtol=1e-6):
         notes.append("the profile was taken with other activation thresholds than the model has")
     if inputs.machine.gpus:

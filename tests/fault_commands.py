@@ -74,13 +74,6 @@ COMMANDS = (
         inputs=("plan.gguf", "a.safetensors"), outputs=("x-6.gguf",),
     ),
     Command(
-        name="sparsify",
-        arguments="sparsify {in}/silu --corpus {in}/t.txt -o {out}/s.gguf --tokens 768 --share 0.6"
-        " --held-out-tokens 64 --check-tokens 64 --checks 2 --window 32 --batch-tokens 128"
-        " --micro-tokens 128 --precision f32 --save-checkpoint {out}/trained",
-        inputs=("silu", "t.txt"), outputs=("s.gguf", "trained"), state=("s.gguf.sparsify",),
-    ),
-    Command(
         name="report",
         arguments="report {in}/model.gguf --profile {in}/a.safetensors --machine {in}/machine.json"
         " --split {in}/plan.gguf -o {out}/r.html",
@@ -110,7 +103,6 @@ def make_inputs(folder: Path) -> None:
     folder.mkdir()
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
     random_llama(folder / "hf", **sizes)
-    random_llama(folder / "silu", hidden_act="silu", **sizes)
     keys, vocab_size = byte_level_keys()
     shape = make_sizes(vocab_size=vocab_size, context_length=64)
     make_model(sizes=shape, extra_keys=keys).save(folder / "model.gguf")
@@ -148,13 +140,10 @@ def prepare() -> None:
     import hotsplit.report.report
     import hotsplit.runtime.generate.prompt_cache
     import hotsplit.solver.plots
-    import hotsplit.sparsify.run
     import hotsplit.system.save_schedule
     from hotsplit.profile.config import ProfileConfig
-    from hotsplit.sparsify.config import SparsifyConfig
 
-    for config in (ProfileConfig, SparsifyConfig):
-        config.__init__.__kwdefaults__["save_every_s"] = 0.01
+    ProfileConfig.__init__.__kwdefaults__["save_every_s"] = 0.01
     hotsplit.system.save_schedule.SAVE_SHARE = 10.0
     machine: Any = make_machine()
     calibrate.measure_cpu = lambda say, on_probe: (
@@ -179,10 +168,7 @@ def _plan(path: Path) -> object:
 
     if path.read_bytes()[:4] != b"GGUF":
         return path.read_bytes()
-    try:
-        split = Split.load(path)
-    except Exception:  # noqa: BLE001  # s.gguf of sparsify is a model
-        return path.read_bytes()
+    split = Split.load(path)
     hot = [ids.tolist() for ids in split.hot]
     return repr(dataclasses.replace(split, solve_s=0.0, hot=())), hot
 

@@ -26,8 +26,6 @@ from hotsplit.run.rates import Rates
 from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 from hotsplit.runtime.text.chat_template import chat_template_of
 from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.sparsify.source import as_checkpoint
-from hotsplit.sparsify.texts import codec_of as codec_to_train
 
 PROMPT = "the fox, 12 times"
 KEPT = "look-0123456789abcdef01234567"  # a folder of the cache of `run`
@@ -72,13 +70,6 @@ def find_template(case: Case) -> None:
         with contextlib.closing(chat_template_of(model, codec, name)) as template:
             if case.number % 50 == 1:  # rendering starts a process
                 codec.encode_rendered(template.render([{"role": "user", "content": "a"}]))
-
-
-def train_from(case: Case) -> None:
-    """Reads a model as sparsify does: a checkpoint, or a GGUF, which it converts to one."""
-    is_file = case.path.suffix == ".gguf"
-    folder = as_checkpoint(case.path if is_file else case.folder, case.output)
-    codec_to_train(folder).encode(PROMPT)
 
 
 # ------------------------------------------------------------------ shown and exported

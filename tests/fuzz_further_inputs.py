@@ -115,9 +115,6 @@ def _further_tokenizers(folder: Path) -> None:
     (folder / "named" / "additional_chat_templates").mkdir()
     (folder / "named" / "additional_chat_templates" / "tool_use.jinja").write_text(template)
     convert(ConvertConfig(source=folder / "named", output=folder / "templates" / "model.gguf"))
-    shutil.copytree(folder / "silu", folder / "trainable")
-    (folder / "retrained").mkdir()
-    shutil.copy(folder / "silu.gguf", folder / "retrained" / "model.gguf")
 
 
 def _without_whole_tokenizer(source: Path, path: Path) -> None:

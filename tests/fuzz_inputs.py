@@ -3,7 +3,7 @@ ones make them."""
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,6 @@ from texts import byte_level_tokenizer, put_tokenizer, sentencepiece_tokenizer
 
 from hotsplit import Engine
 from hotsplit.artifacts.importance_file import Importance, Importances
-from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
 from hotsplit.artifacts.profile_file import Corpus
@@ -93,8 +92,8 @@ def _checkpoints(folder: Path) -> None:
     (folder / "pt" / "config.json").write_text('{"sparse_threshold": 0.5, "input_layer_offset": 1}')
 
 
-def predictors_of(model: ModelFile, limits: Limits | None = None, **changes: object) -> Predictors:
-    """Predictors of rank 4, with all weights 1, for a model with these limits."""
+def predictors_of(model: ModelFile, **changes: object) -> Predictors:
+    """Predictors of rank 4, with all weights 1."""
     shape, num_layers = sizes_of(model.bare_spec), model.spec.num_layers
     down, up = (
         np.ones((4, shape.hidden_size), np.float32),
@@ -107,7 +106,6 @@ def predictors_of(model: ModelFile, limits: Limits | None = None, **changes: obj
         info=PredictorInfo(**(info | changes)),
         layers=(LayerPredictor.of(down_RD=down, up_FR=up),) * num_layers,
         quality={"exact": QUALITY, "predicted": QUALITY},
-        limits=None if limits is None else limits.sha256,
     )
 
 
@@ -124,17 +122,8 @@ def save_importances(folder: Path) -> None:
     (folder / "imatrix-dat" / TARGETS["imatrix-dat"]).write_bytes(dat(entries))
 
 
-def limits_for(model: ModelFile, model_id: str | None = None, limit: float = 0.01) -> Limits:
-    """The same limit for all gates."""
-    layers = (
-        LayerLimits(gate_F=np.full(layer.neurons.number, limit, np.float32))
-        for layer in model.spec.layers
-    )
-    return Limits(model_id=model_id, layers=tuple(layers))
-
-
 def _model_files(folder: Path) -> None:
-    """plain.gguf (ReLU), silu.gguf, files with predictors and limits, files of other layouts."""
+    """plain.gguf (ReLU), silu.gguf, files with predictors, files of other layouts."""
     convert(ConvertConfig(source=folder / "safetensors", output=folder / "plain.gguf"))
     predictors_of(ModelFile.load(folder / "plain.gguf")).save(folder / "ours" / FILE_NAME)
     for kind in ("gguf", "stock", "run", "theirs", "powerinfer"):
@@ -145,14 +134,7 @@ def _model_files(folder: Path) -> None:
     (silu / "chat_template.jinja").write_text(TEMPLATE)
     convert(ConvertConfig(source=silu, output=folder / "stock" / "model.gguf", layout="stock"))
     convert(ConvertConfig(source=silu, output=folder / "silu.gguf"))
-    model = ModelFile.load(folder / "silu.gguf")
-    limits = limits_for(model)
-    limits.save(folder / "own.safetensors")
-    trained = predictors_of(model, limits, kind="gate")
-    replace(trained, quality={}).save(folder / "trained" / FILE_NAME)
-    convert(ConvertConfig(source=silu, output=folder / "run" / "model.gguf",
-                          predictors=folder / "trained",
-                          limits=folder / "own.safetensors"))  # fmt: skip
+    shutil.copy(folder / "gguf" / "model.gguf", folder / "run" / "model.gguf")
     keys, tensors = read_gguf(folder / "stock" / "model.gguf", "model")
     own = (TOKENIZER_KEY, "general.architecture")
     write_gguf(folder / "theirs" / "model.gguf", "llama",
@@ -163,15 +145,14 @@ def _model_files(folder: Path) -> None:
 
 
 def _artifacts(folder: Path) -> None:
-    """Profiles, a plan, machines, limits, reports, and saved states of runs."""
+    """Profiles, a plan, machines, reports, and saved states of runs."""
     plain, silu = (ModelFile.load(folder / f"{name}.gguf") for name in ("plain", "silu"))
-    for kind in ("profile", "machine", "figures", "thresholds", "merge", "resume", "prompt",
-                 "conversation", "limits", "imatrix", "imatrix-dat", "comparison", "told"):  # fmt: skip
+    for kind in ("profile", "machine", "figures", "merge", "resume", "prompt",
+                 "conversation", "imatrix", "imatrix-dat", "comparison", "told"):  # fmt: skip
         (folder / kind).mkdir()
     made = make_profile(plain)
     made.save(folder / "profile" / TARGETS["profile"])
     made.save(folder / "merge" / TARGETS["merge"])
-    make_profile(silu).save(folder / "thresholds" / TARGETS["thresholds"])
     other = (Corpus(name="other", sha256="1" * 64, num_tokens=10_000),)
     type(made)(**{**vars(made), "corpora": other}).save(folder / "other.profile.safetensors")
     for kind in ("machine", "figures"):
@@ -180,10 +161,9 @@ def _artifacts(folder: Path) -> None:
     hot = [np.arange(9, dtype=np.int32)] * plain.spec.num_layers
     cache = a_cache(plain.spec.num_layers, plain.spec.most_neurons)
     make_split(plain, hot, cache=cache).save(folder / "plan" / TARGETS["plan"])
-    limits_for(silu).save(folder / "limits" / TARGETS["limits"])
     save_importances(folder)
     _written_reports(folder)
-    arrays = {"counter/num_tokens": np.array(5), "thresholds/x": np.ones(3)}
+    arrays = {"counter/num_tokens": np.array(5), "train/x": np.ones(3)}
     save_position(folder / "resume" / TARGETS["resume"], SETTINGS,
                   Position(phase=1, done=2, arrays=arrays))  # fmt: skip
     with (
@@ -201,7 +181,7 @@ def _artifacts(folder: Path) -> None:
 def _written_reports(folder: Path) -> None:
     """A comparison as eval prints it, and the part of profile's report that is read again."""
     comparison = EvalReport(
-        model_id="0" * 64, limits=None, mode="exact", num_tokens=100, perplexity=5.1,
+        model_id="0" * 64, mode="exact", num_tokens=100, perplexity=5.1,
         perplexity_own_half_width=0.5, dense_perplexity=5.0, dense_perplexity_half_width=0.5,
         perplexity_increase=0.02, perplexity_half_width=0.01, kl_mean=0.01, kl_half_width=0.001,
         kl_p99=0.1, kl_p99_interval=(0.05, 0.2), top1_agreement=0.97, top1_half_width=0.01,

@@ -16,7 +16,7 @@ READERS = (
     "profile/count/resume.py", "profile/report/report.py", "run/cache_folder.py", "run/rates.py",
     "runtime/generate/chat.py", "runtime/generate/constraints.py", "runtime/generate/gbnf*.py",
     "runtime/generate/json_schema.py", "runtime/generate/prompt_cache.py", "runtime/text/*.py",
-    "sparsify/source.py", "src/hotsplit/artifacts/*.py", "src/hotsplit/commands/terminal/prompts.py",
+    "src/hotsplit/artifacts/*.py", "src/hotsplit/commands/terminal/prompts.py",
     "src/hotsplit/export/*.py", "src/hotsplit/families/*.py", "src/hotsplit/files/gguf_*.py",
     "src/hotsplit/files/json_file.py", "src/hotsplit/files/safetensors_file.py",
     "src/hotsplit/files/typed.py", "src/hotsplit/inspection/*.py",

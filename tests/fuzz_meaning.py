@@ -108,7 +108,6 @@ MEANINGS = {
     for name, meaning in {
         "profile": Meaning(kind="profile", changes=wrong.PROFILE),
         "predictors": Meaning(kind="ours", changes=wrong.PREDICTORS),
-        "limits": Meaning(kind="limits", changes=wrong.LIMITS),
         "machine": Meaning(kind="machine", changes=wrong.MACHINE),
         "plan": Meaning(kind="plan", changes=wrong.PLAN),
         "model": Meaning(kind="run", changes=wrong.MODEL),

@@ -15,10 +15,10 @@ from fuzz_readers import KINDS
 # For each kind, the kind of fuzz_readers that has its file and its reader.
 ODDS = {
     f"odd-{kind}": kind
-    for kind in ("profile", "ours", "limits", "thresholds", "merge", "plan", "run", "gguf", "stock",
+    for kind in ("profile", "ours", "merge", "plan", "run", "gguf", "stock",
                  "theirs", "prompt", "resume", "safetensors", "falcon-weights", "phi-weights",
                  "falcon-gguf", "opt-gguf", "qwen-gguf", "yarn-gguf", "scores", "templates",
-                 "shown", "retrained", "export")
+                 "shown", "export")
 }  # fmt: skip
 # Possible values of a GGUF key.
 VALUES = (

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 from fuzz_guide import Chain
-from fuzz_inputs import QUALITY, limits_for, predictors_of
+from fuzz_inputs import QUALITY, predictors_of
 from models import byte_level_keys, make_machine, make_model, make_profile, make_sizes
 from test_runtime import make_split
 
 from hotsplit import Engine
-from hotsplit.artifacts.changed_model import with_thresholds
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
@@ -135,10 +134,6 @@ def make_prompt(model: ModelFile, path: Path) -> None:
 # ------------------------------------------------------------------ what is done with the two
 
 
-def as_thresholds(model: Path, artifact: Path, output: Path) -> None:
-    with_thresholds(ModelFile.load(model), artifact).validate()
-
-
 def solve_with(model: Path, artifact: Path, output: Path) -> None:
     machine = output.parent / "machine.json"
     try:
@@ -171,11 +166,6 @@ def convert_with(model: Path, artifact: Path, output: Path) -> None:
         shutil.rmtree(folder)
 
 
-def limit_with(model: Path, artifact: Path, output: Path) -> None:
-    with Engine.load(model, limits=artifact, device="cpu") as engine:
-        engine.hidden([1, 2])
-
-
 def run_by(model: Path, artifact: Path, output: Path) -> None:
     with Engine.load(model, split=artifact, device="cpu") as engine:
         engine.hidden([1, 2])
@@ -205,9 +195,6 @@ def guess_with(model: Path, artifact: Path, output: Path) -> None:
 
 SIZES = frozenset(OTHERS) - {"weights"}
 PAIRS = {
-    "pair-thresholds": Pair(
-        make=save_profile, use=as_thresholds, sees=SIZES - {"width", "heads", "vocabulary"}
-    ),
     "pair-solve": Pair(
         make=save_profile, use=solve_with, sees=SIZES - {"width", "heads", "vocabulary"}
     ),
@@ -218,11 +205,6 @@ PAIRS = {
         make=lambda model, path: predictors_of(model).save(path),
         use=convert_with,
         sees=SIZES - {"heads", "vocabulary"},
-    ),
-    "pair-limits": Pair(
-        make=lambda model, path: limits_for(model, model.model_id).save(path),
-        use=limit_with,
-        sees=SIZES - {"heads", "vocabulary", "width"},
     ),
     "pair-plan": Pair(make=make_plan, use=run_by, sees=SIZES, suffix=".gguf"),
     # The sizes of keys and values depend on neither.

@@ -5,24 +5,23 @@ is damaged):
 
     config.json                         config, values, yarn, llama3 (RoPE scalings)
     config.json of other families       falcon, opt, phi, qwen, gemma
-    checkpoints by inspect; by sparsify folder; trainable, retrained (from a GGUF)
+    checkpoints by inspect              folder
     weights                             safetensors, index, bin (our own readers of zip and pickle),
                                         bin-index, falcon-weights, opt-weights, phi-weights
     files of tokenizers                 tokenizer, tokens, unigram, vocab, merges, sentencepiece
     names and numbers of special tokens special, generation
     chat templates, rendered; by name   template; templates
-    GGUF of ours                        gguf, run (predictors, limits and tokenizer; it is run),
+    GGUF of ours                        gguf, run (predictors and tokenizer; it is run),
                                         falcon-gguf, opt-gguf, qwen-gguf, gemma-gguf, yarn-gguf
     GGUF of others, their tokenizers    stock, theirs (merges), scores, powerinfer
     shown by inspect                    shown, shown-theirs, shown-predictors, gpuidx, model-split
     predictors                          ours, pt (DejaVu's)
-    profile; merged; as thresholds      profile, merge, thresholds
+    profile; merged                     profile, merge
     plan; run by it, exported           plan; export (with a damaged profile)
     machine; solved with it             machine, figures
-    limits                              limits
     importance matrices                 imatrix, imatrix-dat
     what eval prints, profile's report  comparison, told
-    what a run saved                    resume (of profile and sparsify), prompt, conversation
+    what a run saved                    resume (of profile), prompt, conversation
     the cache of run, checks of GPUs    entry, rates, checks
     grammars                            gbnf, rules (regular parts), schema, regex, lark
     corpora, as messages; prompts       text, jsonl, parquet, messages; prompts
@@ -37,7 +36,6 @@ from fuzz_further import PROMPT
 from fuzz_kind import Case, Kind, codec_of
 
 from hotsplit import Engine
-from hotsplit.artifacts.changed_model import with_thresholds
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
@@ -114,11 +112,6 @@ def add_predictors(case: Case) -> None:
     ModelFile.load(case.output)
 
 
-def add_limits(case: Case) -> None:
-    convert(ConvertConfig(source=case.inputs / "silu.gguf", limits=case.path, output=case.output))
-    ModelFile.load(case.output)
-
-
 def search_by(case: Case) -> None:
     """Shows an importance matrix, and converts by it."""
     further.inspect(case)
@@ -128,10 +121,6 @@ def search_by(case: Case) -> None:
     )
     convert(options)
     ModelFile.load(case.output)
-
-
-def add_thresholds(case: Case) -> None:
-    with_thresholds(ModelFile.load(case.inputs / "silu.gguf"), case.path).validate()
 
 
 def inspect_and_run_plan(case: Case) -> None:
@@ -225,11 +214,9 @@ KINDS = {
     "run": Kind(target="model.gguf", read=run),
     "pt": Kind(target="model_0.pt", read=add_predictors),
     "ours": Kind(target="predictors.safetensors", read=add_predictors),
-    "limits": Kind(target="limits.safetensors", read=add_limits),
     "imatrix": Kind(target="i.gguf", read=search_by),
     "imatrix-dat": Kind(target="i.dat", read=search_by),
     "profile": Kind(target=PROFILE, read=further.inspect_and_export),
-    "thresholds": Kind(target=PROFILE, read=add_thresholds),
     "merge": Kind(target=PROFILE, read=merge_profiles),
     "plan": Kind(target="model.split.gguf", read=inspect_and_run_plan),
     "machine": Kind(target="machine.json", read=further.inspect_and_export),
@@ -268,8 +255,6 @@ KINDS = {
     "scores": Kind(target="model.gguf", read=tokenise),
     "unigram": Kind(target="tokenizer.json", read=convert_tokenizer, is_values=True),
     "templates": Kind(target="model.gguf", read=further.find_template),
-    "trainable": Kind(target="config.json", read=further.train_from, is_values=True),
-    "retrained": Kind(target="model.gguf", read=further.train_from),
     # Shown, exported, kept.
     "folder": Kind(target="config.json", read=further.inspect_folder, is_values=True),
     "shown": Kind(target="model.gguf", read=further.inspect_model),

@@ -200,21 +200,6 @@ PREDICTORS = {
     "a key is missing": without("*"),
     **QUALITY,
 }
-LIMITS = {
-    "limit below 0": element(".limit", -1e-9, -1.0, -INF),
-    "limit that is not finite": element(".limit", NAN, INF),
-    **_shapes(".limit"),
-    "invalid layers": one_of("num_layers", 0, *NOT_COUNTS),
-    "layers of another model": one_of("num_layers", 2, 4096),
-    "an unknown array": more("blk.0.ffn_up.limit"),
-    "a layer that is not there": more("blk.1.ffn_gate.limit"),
-    "another model": one_of("model_id", "0" * 64, "", 0, [], True),
-    "invalid trained": one_of("is_trained", "yes", 1, 0, None, []),
-    "another version": one_of("version", "99", "0", "x"),
-    "an unknown key": one_of("other", 1),
-    "a key is missing": without("*"),
-    "invalid quality": one_of("quality", None, [], "x", {"dense": {}}, {"exact": {}}),
-}
 FIGURES = ("gpus/*/bandwidth_gb_per_s", "gpus/*/launch_s", "cpu_bandwidth_gb_per_s/*",
            "cpu_costs/all_rows_gb_per_s/*", "cpu_costs/layer_s/*", "cpu_costs/token_s")  # fmt: skip
 MACHINE = {
@@ -314,10 +299,10 @@ MODEL = {
     "another rank": one_of(P + "rank", [0], [3], [-1], [0.5], [4, 4], "4"),
     "another kind": one_of(P + "kind", "tanh", np.uint32(1), "relu\n"),
     "another offset": one_of(P + "input_layer_offset", np.uint32(2), np.int32(-1), "0", True),
-    "neurons' threshold": one_of("hotsplit.ffn.threshold", [-0.1], [NAN], [INF], [0.5], [0, 0]),
-    "another activation": one_of("hotsplit.ffn.activation", "relu", "tanh", np.uint32(1)),
+    "neurons' threshold": one_of("hotsplit.ffn.threshold", [-0.1], [NAN], [INF], [0, 0]),
+    "another activation": one_of("hotsplit.ffn.activation", "silu", "tanh", np.uint32(1)),
     "invalid norms": one_of("hotsplit.is_post_norm", True, np.uint32(1), "x", [True]),
-    "invalid trained": one_of("hotsplit.limits.trained", np.uint32(1), "yes", [True]),
+    "limits of gates": one_of("hotsplit.limits.trained", True),
     "an unknown key of ours": one_of("hotsplit.other", np.uint32(1), False),
     "an unknown key of the graph": one_of("llama.other", np.uint32(1), True, "x"),
     "another version": one_of("hotsplit.version", np.uint32(99), np.uint32(0), "1"),
@@ -458,8 +443,8 @@ RESUME = {
     "a setting is missing": without("settings/*"),
     "no settings": one_of("settings", None, [], "x", {}),
     "another digest": one_of("digest", "0" * 128, "", None, 0),
-    "another value": element("thresholds/x", 2.0, NAN),
+    "another value": element("train/x", 2.0, NAN),
     "another array": more("counter/other"),
     "an array is missing": lacking("x"),
-    **{name: change for name, change in _shapes("thresholds/x").items() if "f64" not in name},
+    **{name: change for name, change in _shapes("train/x").items() if "f64" not in name},
 }

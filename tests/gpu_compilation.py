@@ -100,8 +100,7 @@ def launch_for_kind(kind: str) -> None:
     kernels.dot(weights, out, x, out, has_relu=True)
     named = torch.empty(NEURONS // 32, dtype=torch.int32)
     predictor = matrix(kind, NEURONS, RANK)
-    kernels.predict(predictor, out, x[:RANK], 0.5, "gate", "gelu_tanh", named)
-    kernels.predict(predictor, None, x[:RANK], 0.5, "linear", "relu", named)
+    kernels.predict(predictor, None, x[:RANK], 0.5, named)
     ids = torch.empty(NEURONS, dtype=torch.int32)
     kernels.gate_up(
         weights, None, weights, None, None, None, x, Gate(activation="silu", computes_all=True), out

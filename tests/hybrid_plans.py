@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import torch
-from models import make_model, make_sizes
+from models import make_sizes, sparse_model
 from test_runtime import IDS, make_split
 
 F, L = 96, 4
@@ -44,11 +44,7 @@ def stepped(engine, ids=IDS):
 
 def make(tmp_path, **options):
     sizes = options.pop("sizes", None) or make_sizes(num_layers=L, num_neurons=F)
-    threshold = options.pop("threshold", 0.05)
-    model = make_model(sizes=sizes, predictor_rank=8, **options)
-    return dataclasses.replace(
-        model, threshold_L=(threshold,) * sizes.num_layers, path=tmp_path / "m.gguf"
-    )
+    return dataclasses.replace(sparse_model(sizes=sizes, **options), path=tmp_path / "m.gguf")
 
 
 def made(tmp_path, plan, **options):

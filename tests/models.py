@@ -25,6 +25,7 @@ from hotsplit.families.sizes import Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
 from hotsplit.model.blocks import PredictorKind
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.rope import NO_SCALING, RopeScaling
 from hotsplit.model.spec import (
     Activation,
@@ -219,6 +220,19 @@ def make_model(
         model,
         tensors={name: _random_entry(name, dims, kind, random) for name, dims in wanted.items()},
     )
+
+
+def sparse_model(
+    *,
+    activation: Activation = "relu",
+    predictor_rank: int = 8,
+    threshold: float = 0.05,
+    **options: Any,
+) -> ModelFile:
+    """`make_model` with a threshold and predictors, unless every neuron of the activation fires."""
+    silences = activation not in SMOOTH
+    model = make_model(activation=activation, predictor_rank=predictor_rank * silences, **options)
+    return replace(model, threshold_L=(threshold * silences,) * model.spec.num_layers)
 
 
 def _without_tensors(

@@ -75,21 +75,6 @@ def test_prompts_have_the_bits_of_launched_passes(num_sequences):
     assert torch.equal(*found) and read[0] == read[1] > 0
 
 
-def test_graphs_follow_a_new_threshold():
-    model, split = planned()
-    found = []
-    for captures in (False, True):
-        with (
-            checked_cuda(captures=captures),
-            Engine.of(model, split, mode="exact", device="cuda") as engine,
-        ):
-            before = prompts(engine)
-            engine.set_thresholds([0.5])
-            found.append(prompts(engine))
-            assert not torch.equal(before, found[-1])
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("fault", ["a wrong value", "no graph"])
 @lines_on_stderr()
 def test_graphs_that_fail_are_not_used(tmp_path, monkeypatch, capsys, fault):

@@ -396,15 +396,13 @@ def paths(kind: type | None) -> set[tuple[str, str]]:
 
 OUTPUTS = {
     ("convert", "output"), ("calibrate", "output"), ("profile", "output"), ("solve", "output"),
-    ("solve", "heat_map"), ("export", "output"), ("sparsify", "output"), ("advise", "limits_path"),
-    ("advise", "plot"), ("generate", "prompt_cache"), ("report", "output"), ("doctor", "report"),
-    ("profile", "importances"),
+    ("solve", "heat_map"), ("export", "output"), ("generate", "prompt_cache"), ("report", "output"),
+    ("doctor", "report"), ("profile", "importances"),
 }  # fmt: skip
 FOLDERS = {
-    ("profile", "train_predictors"), ("profile", "plots"), ("sparsify", "save_checkpoint"),
-    ("advise", "work"),
+    ("profile", "train_predictors"), ("profile", "plots"),
 }  # fmt: skip
-MANY = ("corpora", "held_out", "files", "sources")
+MANY = ("corpora", "files", "sources")
 
 
 def test_every_option_that_names_a_file_is_an_input_or_an_output():

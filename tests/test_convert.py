@@ -14,7 +14,6 @@ import pytest
 import torch
 from checkpoints import edit_config, random_dejavu, random_llama
 from gguf.quants import dequantize, quantize
-from models import make_profile
 from reference import logits_ref, rel_error
 from safetensors.torch import load_file, save_file
 from texts import (
@@ -270,9 +269,8 @@ def test_the_stock_layout_is_what_llama_cpp_loads(silu, relu, tmp_path):
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
     assert [k for k in fields if k.startswith("hotsplit")] == ["hotsplit.model_id"]
     refuse(relu, tmp_path, "SiLU", "relu", layout="stock")
-    for extra in ("predictors", "thresholds"):
-        with pytest.raises(HotsplitError, match=f"cannot hold {extra}"):
-            ConvertConfig(source=silu, output=tmp_path / "x", layout="stock", **{extra: tmp_path})
+    with pytest.raises(HotsplitError, match="cannot hold predictors"):
+        ConvertConfig(source=silu, output=tmp_path / "x", layout="stock", predictors=tmp_path)
     (bare := tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(silu / name, bare)
@@ -654,23 +652,6 @@ def test_predictors_that_do_not_fit_are_refused(relu, tmp_path, monkeypatch):
     wide = random_llama(tmp_path / "wide", intermediate_size=192)
     refuse(wide, tmp_path, "is [160, 24], wanted [192, 24]",
            predictors=random_dejavu(tmp_path / "dejavu"))  # fmt: skip
-
-
-def test_thresholds_of_a_profile(silu, relu, tmp_path):
-    model = run(silu, tmp_path / "m.gguf")
-    profile = dataclasses.replace(make_profile(model), threshold_L=(0.125, 0.25, 0.5))
-    profile.save(tmp_path / "p.safetensors")
-    added = run(model.path, tmp_path / "a.gguf", thresholds=tmp_path / "p.safetensors")
-    assert added.threshold_L == (0.125, 0.25, 0.5) and added.model_id == model.model_id
-    run(silu, tmp_path / "b.gguf", thresholds=tmp_path / "p.safetensors")
-    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
-    refuse(relu, tmp_path, "a profile of model", thresholds=tmp_path / "p.safetensors")
-    negative = dataclasses.replace(profile, threshold_L=(0.1, -0.1, 0.0))
-    negative.save(tmp_path / "n.safetensors")
-    refuse(model.path, tmp_path, "thresholds are", thresholds=tmp_path / "n.safetensors")
-    of_relu = make_profile(run(relu, tmp_path / "r.gguf"))
-    of_relu.save(tmp_path / "r.safetensors")
-    refuse(relu, tmp_path, "for SiLU and GELU models", thresholds=tmp_path / "r.safetensors")
 
 
 # ------------------------------------------------------------------ tokenizer

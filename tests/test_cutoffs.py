@@ -14,7 +14,6 @@ from test_runtime import IDS, make_split
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
 from hotsplit import Engine, HotsplitError
-from hotsplit.artifacts.changed_model import replace_thresholds
 from hotsplit.costs.default_mode import choose_mode
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Neurons
@@ -135,9 +134,9 @@ def test_exact_is_the_default_and_nothing_chooses_neurons_otherwise(tmp_path):
     model = make_model(spec=cut_spec())
     assert choose_mode(model).mode == "exact"
     with pytest.raises(
-        HotsplitError, match="thresholds of gates are not supported for models that"
+        HotsplitError, match="predictors are not supported for models that need all"
     ):
-        replace_thresholds(model, [0.1] * 3, "x")
+        model.refuse_predictors("leave them out")
     plan = make_split(model, [[0]] * 3)
     with pytest.raises(HotsplitError, match="divides layer 0, in which a neuron needs the gates"):
         plan.check_against(model, tmp_path / "p.gguf")

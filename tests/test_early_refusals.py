@@ -48,11 +48,8 @@ def ended(words: str, cwd) -> tuple[int, bool, list[str]]:
         ("eval m.gguf --tasks a --num-fewshot -1", "num_fewshot is -1"),
         ("eval m.gguf --tasks a --task-folder f", "f: no such folder"),
         ("bench m.gguf -r 0", "-r is 0"),
-        ("advise m.gguf --corpus t --tokens 1", "tokens is 1, wanted 2048"),
         ("profile m.gguf --corpus t -o p --tokens 0", "tokens is 0"),
-        ("profile m.gguf --corpus t -o p --target-sparsity 7", "target_sparsity is 7.0"),
         ("profile m.gguf --corpus t -o p --target-contribution 7", "target contribution is 7.0"),
-        ("sparsify m --corpus t -o x.gguf --share 7", "share is 7.0"),
         ("convert m.gguf -o x.gguf --activation tanh", "activation 'tanh'"),
     ],
 )

@@ -36,8 +36,6 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConf
         ({"cache_type_k": "q3"}, "cache type 'q3' is unknown; known: f32"),
         ({"cache_type_v": "q3"}, "cache type 'q3' is unknown; known: f32"),
         ({"kv_offload": "window"}, "'window' in 'window'; wanted on or NAME=VALUE"),
-        ({"mode": "dense", "thresholds": "p"}, "p: mode dense uses no thresholds"),
-        ({"mode": "dense", "limits": "l"}, "l: mode dense uses no limits"),
     ],
 )
 def test_what_no_model_allows_is_refused(options, message):
@@ -51,7 +49,7 @@ def test_what_some_model_allows_is_accepted():
     for device in (None, "cpu", "cpu:0", "cuda", "cuda:0", "cuda:15"):
         assert EngineConfig(device=device).device == device
     EngineConfig(
-        mode="exact", thresholds="p", limits="l", num_sequences=1024, max_loss=math.inf,
+        mode="exact", num_sequences=1024, max_loss=math.inf,
         cache_type_k="q8_0", cache_type_v="f16", kv_offload="window=2048",
     )  # fmt: skip
 

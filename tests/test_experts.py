@@ -15,7 +15,6 @@ from reference import Bounds, rel_error
 from test_sequences import CONTEXT, ROOM, Alone, schedule
 
 from hotsplit import Engine
-from hotsplit.artifacts.changed_model import replace_thresholds
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.artifacts.profile_file import Corpus, Profile
@@ -409,9 +408,7 @@ def test_experts_and_their_neurons_are_counted(activation):
     model = mixture(route=ROUTES["groups"], activation=activation, num_dense=1)
     spec, chosen = model.spec, {}
     with Engine.of(model, mode="dense") as engine:
-        counter = Counter(
-            gates_of(model, model.threshold_L), spec.most_neurons, experts_L=experts_of(model)
-        )
+        counter = Counter(gates_of(model), spec.most_neurons, experts_L=experts_of(model))
         seen = {}
         with (
             engine.observe(counter.observe, counter.wants),
@@ -567,11 +564,8 @@ def test_gates_and_ups_in_one_tensor_are_two_views(tmp_path):
 def test_what_mixtures_cannot_do_is_refused(tmp_path):
     model = mixture(path=tmp_path / "m.gguf")
     for words, refused in {
-        "thresholds of gates are not supported for mixtures": lambda: replace_thresholds(
-            model, (0.1, 0.1), "p"
-        ),
-        "limits of gates are not supported for mixtures": lambda: model.with_limits(
-            dataclasses.replace(model.limits, model_id=None), "l"
+        "predictors are not supported for mixtures": lambda: model.refuse_predictors(
+            "leave them out"
         ),
         "GPUs without a plan are not supported for mixtures|sees 0 CUDA": lambda: Engine.of(
             model, device="cuda"

@@ -595,7 +595,7 @@ def test_predictors_near_chance_are_noticed(tmp_path):
     assert check_predictors(tmp_path / "none.gguf") is None
 
 
-def test_a_silu_layer_that_always_fires_gives_no_verdict_on_predictors(silu, tmp_path):
+def test_predictors_of_a_model_whose_neurons_all_fire_are_refused(silu, tmp_path):
     random_dejavu(tmp_path / "p", width=256, num_neurons=512)
-    run(silu, tmp_path / "m.gguf", predictors=tmp_path / "p")
-    assert check_predictors(tmp_path / "m.gguf") is None
+    with pytest.raises(HotsplitError, match="every neuron of this silu model fires.*leave .*p out"):
+        run(silu, tmp_path / "m.gguf", predictors=tmp_path / "p")

@@ -204,9 +204,9 @@ def test_unpack_to_f16_into_rows_with_gaps(kernels):
 # ---- predictors ----------------------------------------------------------------------------
 
 
-def predicted(kernels, matrix, bias, inner, threshold, kind="linear", activation="relu"):
+def predicted(kernels, matrix, bias, inner, threshold):
     out = torch.full((-(-matrix.num_rows // 32),), -1, dtype=torch.int32, device=device())
-    return both(kernels, "predict", out, matrix, bias, inner, threshold, kind, activation)
+    return both(kernels, "predict", out, matrix, bias, inner, threshold)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8])
@@ -216,7 +216,7 @@ def test_bits_are_written_twice(kernels, num_rows):
     shape = (2,) if num_rows == 1 else (num_rows, 2)
     inner = inner if num_rows == 1 else inner.view(num_rows, 32)
     named, copy = (torch.full(shape, -1, dtype=torch.int32, device=device()) for _ in range(2))
-    kernels.predict(matrix, None, inner, 0.0, "linear", "relu", named, copy)
+    kernels.predict(matrix, None, inner, 0.0, named, copy)
     assert torch.equal(named, copy) and named.any() and not (named == -1).all()
 
 
@@ -239,15 +239,6 @@ def test_bits_past_the_last_neuron_are_zero(kernels, num_neurons):
         got, want = predicted(kernels, matrix, None, inner, -1e9)
         assert_same_bits(got, want)
         assert unpack_bits(got).sum() == num_neurons
-
-
-@pytest.mark.filterwarnings("ignore:overflow")
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_predict_of_a_gate(kernels, activation):
-    matrix = make_matrix("f16", 64, 32)
-    got, want = predicted(kernels, matrix, None, vector(32), 0.15, "gate", activation)
-    assert_same_bits(got, want)
-    assert 20 < unpack_bits(got).sum() < 60
 
 
 def test_a_score_at_the_threshold_names_no_neuron(kernels):

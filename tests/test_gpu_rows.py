@@ -144,7 +144,7 @@ def test_predict(kernels, kind, num_rows):
     matrix = make_matrix(kind, 37, block_width(kind))
     found = assert_rows_as_alone(
         kernels, "predict", up=matrix, bias_F=vector(37, 2), inner_R=vectors(num_rows, matrix.width),
-        threshold=1.5, kind="linear", activation="relu", named_B=empty(num_rows, 2, dtype=torch.int32),
+        threshold=1.5, named_B=empty(num_rows, 2, dtype=torch.int32),
     )  # fmt: skip
     assert len({tuple(row.tolist()) for row in found["named_B"]}) > 1
 

@@ -20,7 +20,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.files.typed import MAX_SHOWN, Fields, one_line, shown
 from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.sparsify.texts import codec_of
 from hotsplit.tokens.tokenizer_text import MAX_TOKENS, read_tokenizer
 
 FOUND = Path(__file__).parent / "fuzz_corpus"
@@ -89,9 +88,6 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_where_a_file_has_it(silu, tm
     assert str(path) in line and "data did not match" in line
     again = ConvertConfig(source=path, output=tmp_path / "again.gguf", outtype="q8_0")
     assert "data did not match" in refusal_of(convert, again)
-    (silu.parent / "other").mkdir()
-    (silu.parent / "other" / "tokenizer.json").write_text(json.dumps(values))
-    assert "data did not match" in refusal_of(codec_of, silu.parent / "other")
 
 
 def test_a_panic_of_the_library_is_a_refusal(capfd):

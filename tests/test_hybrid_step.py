@@ -19,7 +19,6 @@ from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
-from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
@@ -30,7 +29,6 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import LogitsMemory
 from hotsplit.runtime.step.cuda_backend import without_collection
@@ -131,12 +129,12 @@ def test_every_activation(tmp_path, activation):
             assert rel_error(steps(step), stepped(engine)) < BOUNDS["f32"]
 
 
-@pytest.mark.parametrize("kind", ["linear", "relu", "gate"])
+@pytest.mark.parametrize("kind", ["linear", "relu"])
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("plan", ["every kind of layer", "attention on the CPU", "two GPUs",
                                   "last layers on the CPU"])  # fmt: skip
 def test_predictors_of_every_kind_and_of_the_layer_before(tmp_path, plan, offset, kind):
-    model = make(tmp_path, predictor_kind=kind, activation="silu" if kind == "gate" else "relu")
+    model = make(tmp_path, predictor_kind=kind)
     info = dataclasses.replace(model.predictor, input_layer_offset=offset)
     dataclasses.replace(model, predictor=info).save(model.path)
     split = planned(tmp_path, model, plan)
@@ -411,24 +409,3 @@ def test_triton_kernels_give_the_references_logits(tmp_path):
         want = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS[:1])
         got = steps(hybrid(engine, split, plain_backend(triton_kernels())), IDS[:1])
         assert rel_error(got, want) < BOUNDS["q4_0"]
-
-
-def test_limits_of_neurons_on_a_gpu_are_refused_rather_than_ignored(tmp_path):
-    """If all neurons with limits are on the CPU, the step applies the limits."""
-    made = make(tmp_path, activation="silu", threshold=0.0)
-    tensors = {n: e for n, e in made.tensors.items() if "ffn_pred_" not in n}
-    model = dataclasses.replace(made, predictor=None, tensors=tensors)
-    limits = tuple(LayerLimits(gate_F=np.full(F, 0.02, np.float32)) for _ in range(L))
-    model.with_limits(Limits(model_id=None, layers=limits), "here").save(model.path)
-    for plan, is_refused in (("random", True), ("no neuron on the GPU", False)):
-        split = planned(tmp_path, ModelFile.load(model.path), plan)
-        with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
-            if is_refused:
-                with pytest.raises(NotNative, match="not support limits of neurons"):
-                    hybrid(engine, split, plain_backend(reference_kernels()))
-                continue
-            want = stepped(engine)
-            step = hybrid(engine, split, plain_backend(reference_kernels()))
-            assert rel_error(steps(step), want) < BOUNDS["f32"]
-        with Engine.load(model.path, mode="dense") as dense:
-            assert rel_error(stepped(dense), want) > 1e-3

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,8 +27,8 @@ FIELDS = [(kind, field.name) for kind in OPTIONS for field in dataclasses.fields
 METHODS = [
     (kind, name, argument)
     for kind, names in {
-        Engine: ("load", "of", "generate", "generate_many", "chat", "observe", "set_thresholds",
-                 "set_limits", "decode_seconds"),
+        Engine: ("load", "of", "generate", "generate_many", "chat", "observe",
+                 "decode_seconds"),
         Conversation: ("say", "save", "load"),
         Speculation: ("__init__",),
     }.items()
@@ -74,7 +73,6 @@ def test_no_method_takes_a_value_of_another_kind(kind, name, argument):
         (lambda: GenerationOptions(num_logprobs="3"), "num_logprobs is '3', wanted a whole number"),
         (lambda: EngineConfig(context_length=True), "context_length is True, wanted a whole number"),
         (lambda: EngineConfig(max_loss="0.1"), "max_loss is '0.1', wanted a number"),
-        (lambda: EngineConfig(thresholds=3), "thresholds is 3, wanted a string or a Path"),
         (lambda: EngineConfig(neuron_cache="on"),
          "neuron_cache is 'on', wanted an object of class CacheOptions, an object of class OwnPolicy"
          " or 'off'"),
@@ -108,7 +106,7 @@ def test_values_of_the_declared_kinds_are_accepted():
         temperature=np.float32(0.5), top_k=np.int32(5), min_p=0, samplers=["top_k"],
         logit_bias=[[1, 2]], seed=np.uint64(7),
     )  # fmt: skip
-    EngineConfig(thresholds=Path("p"), limits="l", neuron_cache="off", rope_scale=2)
+    EngineConfig(neuron_cache="off", rope_scale=2)
     for kind in (int, float):
         with pytest.raises(HotsplitError):
             check_kind("number", np.bool_(True), kind)
@@ -125,16 +123,11 @@ def test_texts_of_a_wrong_kind_are_refused(codec_model):
             (lambda: engine.generate("a", temperature="0"), "temperature is '0', wanted a number"),
             (lambda: engine.generate(5), "prompt is 5, wanted a string or a list"),
             (
-                lambda: engine.set_thresholds(["a"]),
-                "threshold_L is ..a.., wanted a list of numbers",
-            ),
-            (
                 lambda: engine.generate_many(["a"], constraints=[3]),
                 "constraints is .3., wanted a list",
             ),
             (lambda: engine.run([3]), "a part is 3, wanted an object of class Part"),
             (lambda: engine.run([Part(sequence=3, tokens=[1])]), "sequence is 3, wanted an object"),
-            (lambda: engine.set_limits({}), "limits is {}, wanted an object of class Limits"),
             (lambda: engine.decode_seconds(steps=0), "0 steps from position 0"),
         ):
             with pytest.raises(HotsplitError, match=words):

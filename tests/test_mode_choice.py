@@ -33,7 +33,6 @@ from hotsplit.costs.default_mode import (
 from hotsplit.errors import HotsplitError
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
-from hotsplit.model.neurons import SMOOTH
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.resolved_options import mode_of
 from hotsplit.solver.inputs import Inputs
@@ -58,20 +57,15 @@ def quality_of(model: ModelFile, loss: float, share: float) -> ModeQuality:
 
 
 def a_model(
-    activation="silu", *, exact=None, predicted=None, has_predictors=True, **changes
+    activation="relu", *, exact=None, predicted=None, has_predictors=True, **changes
 ) -> ModelFile:
-    """A model whose modes have these records, each (loss, share of the dense bytes); a smooth
-    activation gets thresholds."""
-    kind = "gate" if activation in SMOOTH else "linear"
+    """A model whose modes have these records, each (loss, share of the dense bytes)."""
     model = make_model(
-        activation=activation, predictor_rank=8 * has_predictors, predictor_kind=kind, kind="f16",
-        **changes,
-    )  # fmt: skip
+        activation=activation, predictor_rank=8 * has_predictors, kind="f16", **changes
+    )
     records = {"exact": exact, "predicted": predicted}
     quality = {m: quality_of(model, *record) for m, record in records.items() if record}
-    threshold = 0.05 if activation in SMOOTH else 0.0
-    thresholds = (threshold,) * model.spec.num_layers
-    return dataclasses.replace(model, threshold_L=thresholds, quality=quality)
+    return dataclasses.replace(model, quality=quality)
 
 
 # ---- the choice ------------------------------------------------------------------------------
@@ -80,22 +74,17 @@ def a_model(
 @pytest.mark.parametrize(
     ("changes", "mode", "words"),
     [
-        # Modes that cost more than 1 % are not chosen, and the line has the numbers.
-        ({"exact": (0.18, 0.76), "predicted": (0.21, 0.8)}, "dense",
-         "exact would read 24 % less and cost +18 % of perplexity (limit 1 %); --mode exact,"
+        # Every neuron of a smooth activation fires.
+        ({"activation": "silu", "has_predictors": False}, "dense", None),
+        # Predictors that cost more than 1 % are not chosen, and the line has the numbers.
+        ({"exact": (0.0, 0.76), "predicted": (0.18, 0.6)}, "exact",
+         "predicted would read 40 % less and cost +18 % of perplexity (limit 1 %); --mode predicted,"
          " or --max-loss 0.2, runs it"),
-        ({"exact": (0.18, 0.76), "has_predictors": False}, "dense", "--mode exact"),
-        ({"exact": (0.0101, 0.5), "has_predictors": False}, "dense", "--max-loss 0.02"),
-        # A mode within the limit is chosen if it reads less than dense does; of two, the one that
-        # reads less.
-        ({"exact": (0.01, 0.76), "predicted": (0.004, 0.6)}, "predicted", None),
-        ({"exact": (0.004, 0.76), "predicted": (-0.003, 0.8)}, "exact", "the predictors save less"),
-        ({"exact": (0.004, 0.76), "predicted": (0.03, 0.6)}, "exact",
-         "predicted would read 40 % less and cost +3 %"),
-        ({"exact": (0.004, 1.2), "has_predictors": False}, "dense", "the thresholds save less"),
-        # A smooth activation without a record: dense, and the line names the options to type.
-        ({"has_predictors": False}, "dense", "--mode exact runs them, hotsplit eval measures"),
-        ({}, "dense", "--mode predicted runs them"),
+        ({"exact": (0.0, 0.76), "predicted": (0.0101, 0.5)}, "exact", "--max-loss 0.02"),
+        # Within the limit, the mode that reads less is chosen.
+        ({"exact": (0.0, 0.76), "predicted": (0.01, 0.6)}, "predicted", None),
+        ({"exact": (0.0, 0.76), "predicted": (-0.003, 0.8)}, "exact", "the predictors save less"),
+        ({"exact": (0.0, 1.0), "has_predictors": False}, "dense", "the silent neurons save less"),
         # An activation sparse by itself: exact costs nothing, and predictors without a record are
         # used.
         ({"activation": "relu"}, "predicted", None),
@@ -118,23 +107,23 @@ def test_the_choice(changes, mode, words):
 
 
 def test_the_limit_is_the_users():
-    model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.5))
+    model = a_model(exact=(0.0, 0.76), predicted=(0.21, 0.5))
     assert choose_mode(model, 0.2).mode == "exact"
     assert choose_mode(model, 0.3).mode == "predicted"
-    assert choose_mode(model, 0.17).mode == "dense"
     for wrong in (-0.1, math.nan):
         with pytest.raises(HotsplitError, match="wanted 0 or more"):
             EngineConfig(max_loss=wrong)
 
 
 def test_a_requested_mode_is_used_with_a_warning():
-    model = a_model(exact=(0.18, 0.76))
-    for mode, count in (("dense", 0), ("exact", 1), ("predicted", 0)):
+    model = a_model(predicted=(0.18, 0.76))
+    for mode, count in (("dense", 0), ("exact", 0), ("predicted", 1)):
         lines, others = [], []
         config = EngineConfig(mode=mode)
         assert mode_of(model, config, notice=others.append, warn=lines.append) == mode
         assert len(lines) == count and not others
-    assert "+18 %" in loss_line(model, "exact", 0.01) and loss_line(model, "exact", 0.18) is None
+    assert "+18 %" in loss_line(model, "predicted", 0.01)
+    assert loss_line(model, "predicted", 0.18) is None
     assert refusal(model, "dense", 0.0) is None
 
 
@@ -228,85 +217,47 @@ def predictors_of(model: ModelFile) -> Predictors:
         LayerPredictor.of(down_RD=weights, up_FR=ups) for _ in range(model.spec.num_layers)
     )
     info = PredictorInfo(
-        kind="gate" if model.activation in SMOOTH else "linear",
+        kind="linear",
         rank_L=(8,) * len(layers),
         threshold_L=(0.0,) * len(layers),
     )
     return Predictors(model_id=model.model_id, info=info, layers=layers, quality=model.quality)
 
 
-@pytest.fixture
-def artifacts(tmp_path):
-    """A base file without thresholds and predictors, and the profile and predictors of one run."""
-    model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8))
-    zeros = (0.0,) * model.spec.num_layers
-    base = dataclasses.replace(held_in(model, "exact"), quality={}, threshold_L=zeros)
+def test_convert_keeps_the_record_of_the_predictors(tmp_path):
+    model = a_model(exact=(0.0, 0.76), predicted=(0.21, 0.8))
+    base = dataclasses.replace(held_in(model, "exact"), quality={})
     base.save(tmp_path / "base.gguf")
-    dataclasses.replace(make_profile(model), quality=model.quality).save(tmp_path / "p")
     predictors_of(model).save(tmp_path / "pred" / FILE_NAME)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("has_thresholds", "has_predictors", "known"),
-    [(True, True, {"exact", "predicted"}), (True, False, {"exact"}), (False, True, set())],
-)
-def test_convert_keeps_only_records_that_were_measured_together(
-    artifacts, has_thresholds, has_predictors, known
-):
-    convert(
-        ConvertConfig(
-            source=artifacts / "base.gguf", output=artifacts / "m.gguf",
-            thresholds=artifacts / "p" if has_thresholds else None,
-            predictors=artifacts / "pred" if has_predictors else None,
-        )
-    )  # fmt: skip
-    found = ModelFile.load(artifacts / "m.gguf")
-    assert set(found.quality) == known
-    assert all(found.quality[m] == Profile.load(artifacts / "p").quality[m] for m in known)
-
-
-def test_thresholds_of_another_run_drop_the_record_of_the_predictors(artifacts):
-    whole = {"thresholds": artifacts / "p", "predictors": artifacts / "pred"}
-    convert(ConvertConfig(source=artifacts / "base.gguf", output=artifacts / "m.gguf", **whole))
-    profile = Profile.load(artifacts / "p")
-    other = {
-        mode: dataclasses.replace(quality, num_tokens=quality.num_tokens + 1)
-        for mode, quality in profile.quality.items()
-    }
-    dataclasses.replace(profile, quality=other).save(artifacts / "other")
-    convert(ConvertConfig(source=artifacts / "m.gguf", output=artifacts / "m2.gguf",
-                          thresholds=artifacts / "other"))  # fmt: skip
-    assert set(ModelFile.load(artifacts / "m2.gguf").quality) == {"exact"}
-    convert(ConvertConfig(source=artifacts / "m.gguf", output=artifacts / "same.gguf",
-                          thresholds=artifacts / "p"))  # fmt: skip
-    assert set(ModelFile.load(artifacts / "same.gguf").quality) == {"exact", "predicted"}
+    convert(ConvertConfig(source=tmp_path / "base.gguf", output=tmp_path / "m.gguf",
+                          predictors=tmp_path / "pred"))  # fmt: skip
+    assert ModelFile.load(tmp_path / "m.gguf").quality == model.quality
 
 
 # ---- the engine ------------------------------------------------------------------------------
 
 
 @lines_on_stderr()
-def test_the_engine_says_why_it_runs_dense(tmp_path, capsys):
-    model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8))
+def test_the_engine_says_why_it_runs_no_predictors(tmp_path, capsys):
+    model = a_model(exact=(0.0, 0.76), predicted=(0.18, 0.5))
     model.save(tmp_path / "m.gguf")
     ids = torch.arange(9)
     with Engine.load(tmp_path / "m.gguf") as engine:
-        assert engine.mode == "dense"
+        assert engine.mode == "exact"
         got = engine.logits(ids)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "+18 %" in said and "--max-loss 0.2" in said
-    with Engine.load(tmp_path / "m.gguf", mode="dense") as engine:
+    with Engine.load(tmp_path / "m.gguf", mode="exact") as engine:
         assert (engine.logits(ids) == got).all()
     assert not capsys.readouterr().err
     with Engine.load(tmp_path / "m.gguf", max_loss=0.2) as engine:
-        assert engine.mode == "exact"
+        assert engine.mode == "predicted"
 
 
 def test_a_plan_sets_the_mode(tmp_path):
     """Mode dense, set by a plan with neurons on both sides, gives the logits of mode dense without
     a plan."""
-    model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8), sizes=make_sizes(num_layers=3))
+    model = a_model(exact=(0.0, 0.76), predicted=(0.21, 0.8), sizes=make_sizes(num_layers=3))
     model.save(tmp_path / "m.gguf")
     half = np.arange(0, 96, 2, dtype=np.int32)
     everything = np.arange(96, dtype=np.int32)
@@ -394,25 +345,21 @@ def test_the_plan_is_dense_where_whole_layers_are_fastest():
 
 
 def test_modes_that_lose_too_much_are_not_planned():
-    model = a_model(exact=(0.18, 0.5), predicted=(0.21, 0.4))
+    model = a_model(exact=(0.0, 0.5), predicted=(0.21, 0.4))
     frequency_LF = shares(2, 96, 0.2)
     inputs = inputs_of(model, frequency_LF, make_machine(launch_s=1e-9), 0)
     found = fastest(inputs)
-    assert found.inputs.mode == "dense"
+    assert found.inputs.mode == "exact"
     reasons = {o.name: o.why_not for o in found.others if o.seconds is None}
-    assert reasons == {"exact": "it costs +18 % of perplexity",
-                       "predicted": "it costs +21 % of perplexity"}  # fmt: skip
-    assert fastest(inputs, 0.2).inputs.mode == "exact"
+    assert reasons == {"predicted": "it costs +21 % of perplexity"}
+    assert fastest(inputs, 0.3).inputs.mode == "predicted"
 
 
 def random_inputs(seed: int, num_gpus: int) -> Inputs:
     random = np.random.default_rng(seed)
     num_layers, num_neurons = int(random.integers(2, 5)), 96
-    is_smooth = bool(random.integers(2))
     known = {"exact": (0.0, 0.6), "predicted": (0.0, 0.5)}
-    model = a_model(
-        "silu" if is_smooth else "relu", sizes=make_sizes(num_layers=num_layers), seed=seed, **known
-    )  # fmt: skip
+    model = a_model(sizes=make_sizes(num_layers=num_layers), seed=seed, **known)
     density_L = tuple(random.uniform(0.1, 1.0, num_layers))
     model = dataclasses.replace(
         model, predictor=dataclasses.replace(model.predictor, density_L=density_L)
@@ -468,7 +415,7 @@ def test_the_plan_is_never_slower_than_an_alternative(tmp_path, num_gpus):
 
 
 def test_the_command_names_the_fastest_mode(tmp_path, capsys):
-    model = a_model(exact=(0.18, 0.5), predicted=(0.21, 0.4), sizes=make_sizes(num_layers=3))
+    model = a_model(exact=(0.0, 0.5), predicted=(0.21, 0.4), sizes=make_sizes(num_layers=3))
     model.save(tmp_path / "m.gguf")
     make_profile(model).save(tmp_path / "p")
     make_machine().save(tmp_path / "c")
@@ -476,11 +423,10 @@ def test_the_command_names_the_fastest_mode(tmp_path, capsys):
     arguments = [str(part) for part in (*files, "-o", tmp_path / "plan", "-vb", "1MiB", "--force")]
     assert main(arguments) == 0
     said = capsys.readouterr().err
-    assert "mode dense is the fastest" in said and "exact: it costs +18 % of perplexity" in said
-    assert "--max-loss 0.2" in said
-    assert Split.load(tmp_path / "plan").mode == "dense"
-    assert main([*arguments, "--max-loss", "0.2"]) == 0
-    assert "mode exact is the fastest" in capsys.readouterr().err
+    assert "is the fastest" in said and "predicted: it costs +21 % of perplexity" in said
+    assert Split.load(tmp_path / "plan").mode == "exact"
+    assert main([*arguments, "--max-loss", "0.3"]) == 0
+    assert "predicted: it costs" not in capsys.readouterr().err
     assert main([*arguments, "--mode", "predicted"]) == 0
     said = capsys.readouterr().err
     assert "mode predicted costs +21 %" in said and "is the fastest" not in said
@@ -489,5 +435,5 @@ def test_the_command_names_the_fastest_mode(tmp_path, capsys):
         output=tmp_path / "plan", vram_budget_bytes=0, force=True,
     )  # fmt: skip
     report = solve(config, workspace)
-    assert {other.name for other in report.alternatives} == {"exact", "predicted", "whole layers"}
+    assert {other.name for other in report.alternatives} == {"dense", "predicted", "whole layers"}
     assert workspace(model, 32, "dense") == report.cpu_bytes["workspace"]

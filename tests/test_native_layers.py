@@ -5,15 +5,14 @@ import dataclasses
 
 import pytest
 import torch
-from models import make_model, make_sizes
+from models import make_model, make_sizes, sparse_model
 from reference import logits_ref, rel_error
 from test_by_output import stock_of
 from test_experts import ROUTES, mixture
-from test_native_step import BOUNDS, PAIRS
+from test_native_step import BOUNDS, CASES
 from test_runtime import PATTERNS, make_split, saved
 
 from hotsplit import Engine
-from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.families.sizes import sizes_of
 from hotsplit.measure.evaluate.quality import compare_all
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of
@@ -46,12 +45,11 @@ def observed(engine, names, ids=IDS):
     return seen
 
 
-@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
-@pytest.mark.parametrize("activation, kind", PAIRS)
+@pytest.mark.parametrize("activation, kind, mode", CASES)
 def test_observers_see_what_torch_computes(tmp_path, calls, mode, kind, activation):
     shape = make_sizes(width=256 if kind.endswith("_k") else 64)
-    model = make_model(sizes=shape, kind=kind, activation=activation, predictor_rank=8)
-    model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
+    model = sparse_model(sizes=shape, kind=kind, activation=activation)
+    model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
     with Engine.load(model.path, mode=mode) as engine:
         got = observed(engine, SHOWN)
@@ -77,21 +75,11 @@ def compare(got, want, bound):
         assert rel_error(mine, other) < bound, key
 
 
-@pytest.mark.parametrize("kind", ["linear", "relu", "gate"])
+@pytest.mark.parametrize("kind", ["linear", "relu"])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_scores_of_predictors(tmp_path, calls, kind, offset):
-    shape = make_sizes(num_layers=3)
-    if kind == "gate":
-        model = make_model(sizes=shape, activation="silu")
-        tensors = dict(model.tensors)
-        for layer in range(3):
-            tensors[f"blk.{layer}.ffn_pred_up.weight"] = tensors[f"blk.{layer}.ffn_gate.weight"]
-        info = PredictorInfo(kind=kind, rank_L=(0,) * 3, threshold_L=(0.1,) * 3)
-        model = dataclasses.replace(model, tensors=tensors)
-    else:
-        model = make_model(sizes=shape, predictor_rank=8, predictor_kind=kind)
-        info = model.predictor
-    info = dataclasses.replace(info, input_layer_offset=offset)
+    model = make_model(sizes=make_sizes(num_layers=3), predictor_rank=8, predictor_kind=kind)
+    info = dataclasses.replace(model.predictor, input_layer_offset=offset)
     dataclasses.replace(model, predictor=info).save(tmp_path / "m.gguf")
     with Engine.load(tmp_path / "m.gguf", mode="predicted") as engine:
         got = observed(engine, SHOWN)
@@ -153,7 +141,7 @@ def test_mixtures(calls, layout, mode, kind):
         found = []
         for names in (SHOWN, SHOWN | {"ffn_out"}):
             counter = Counter(
-                gates_of(model, model.threshold_L), model.spec.most_neurons,
+                gates_of(model), model.spec.most_neurons,
                 experts_L=experts_of(model),
             )  # fmt: skip
             with engine.observe(counter.observe, counter.wants):
@@ -273,16 +261,6 @@ def test_torch_can_be_asked_for(tmp_path, calls):
         with engine.observe(lambda *a: seen.append(a[0]), lambda n, i: n in SHOWN, in_torch=True):
             engine.hidden(IDS)
     assert set(seen) == OF_ALL and not calls
-
-
-def test_new_thresholds_apply(tmp_path):
-    model = saved(tmp_path, activation="silu")
-    with Engine.load(model.path, mode="exact") as engine:
-        shares = []
-        for threshold in (0.0, 0.3):
-            engine.set_thresholds((threshold,) * 2)
-            shares.append((observed(engine, SHOWN)["ffn_hidden", 1] != 0).float().mean())
-    assert shares[0] > 0.99 and 0 < shares[1] < 0.9
 
 
 def test_bytes_are_counted(tmp_path):

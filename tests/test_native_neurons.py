@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from models import make_model, make_sizes
+from models import make_sizes, sparse_model
 from reference import rel_error
 
 from hotsplit import Engine
@@ -28,9 +28,10 @@ def layer_of(
     tmp_path, kind="f32", activation="relu", is_resident=True, mode="predicted", width=D, num=F
 ):
     shape = make_sizes(width=width, num_neurons=num)
-    model = make_model(sizes=shape, kind=kind, activation=activation, predictor_rank=8)
-    model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
+    model = sparse_model(sizes=shape, kind=kind, activation=activation)
+    model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
+    mode = "exact" if model.predictor is None and mode == "predicted" else mode
     with Engine.load(model.path, mode=mode, is_resident=is_resident) as engine:
         return engine.layers[0].ffn
 
@@ -95,14 +96,12 @@ def test_biases_are_those_of_the_named_rows(tmp_path):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("kind", BOUNDS)
-def test_a_part_of_a_layer_has_biases_and_limits_of_its_own(tmp_path, level, kind, mode):
-    """Biases belong to rows of the matrices, limits to positions in the block."""
+def test_a_part_of_a_layer_has_the_biases_of_its_rows(tmp_path, level, kind, mode):
     num = 601
-    ffn = layer_of(tmp_path, kind, "silu", mode=mode, num=num)
+    ffn = layer_of(tmp_path, kind, mode=mode, num=num)
     generator = torch.Generator().manual_seed(2)
     rows = torch.arange(1, num, 3)
     gate_F, up_F = (torch.randn(num, generator=generator) for _ in range(2))
-    gate_limit_N = 0.3 * torch.rand(len(rows), generator=generator)
     (whole,) = ffn.blocks
     part = dataclasses.replace(
         whole,
@@ -111,7 +110,6 @@ def test_a_part_of_a_layer_has_biases_and_limits_of_its_own(tmp_path, level, kin
         id_N=rows,
         row_N=rows,
         is_whole=False,
-        gate_limit_N=gate_limit_N,
     )
     x_D = torch.randn(D, generator=generator)
     named_F = torch.rand(num, generator=generator) < (0.4 if mode == "predicted" else 2)
@@ -122,8 +120,7 @@ def test_a_part_of_a_layer_has_biases_and_limits_of_its_own(tmp_path, level, kin
     neurons.run()
     gates_N = whole.gate.weight.rows(rows).double() @ x_D.double() + gate_F[rows]
     ups_N = whole.up.weight.rows(rows).double() @ x_D.double() + up_F[rows]
-    gates_N = torch.nn.functional.silu(gates_N)
-    fires_N = (gates_N.abs() > gate_limit_N) & named_F[rows]
+    fires_N = (gates_N > 0) & named_F[rows]
     assert 0.1 < fires_N.double().mean() < 0.8
     want = (gates_N * ups_N * fires_N) @ whole.down.rows(rows).double()
     assert rel_error(neurons.y_D, want) < BOUNDS[kind]

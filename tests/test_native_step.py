@@ -6,18 +6,20 @@ import dataclasses
 import os
 import resource
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from models import make_model, make_sizes
+from models import make_model, make_sizes, sparse_model
 from reference import Bounds, logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split, saved
 
 from hotsplit import Engine
 from hotsplit import model as model_package
 from hotsplit.files.gguf_file import array_entry
+from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.structs import NotNative
@@ -40,14 +42,19 @@ def watched(engine, ids):
 
 ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 PAIRS = [*((a, "f32") for a in ACTIVATIONS), *(("relu", kind) for kind in BOUNDS if kind != "f32")]
+MODES = ("dense", "exact", "predicted")
+CASES = [  # every neuron of SiLU and GELU fires, so that there is nothing to predict
+    (activation, kind, mode)
+    for (activation, kind), mode in product(PAIRS, MODES)
+    if mode != "predicted" or activation not in SMOOTH
+]
 
 
-@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
-@pytest.mark.parametrize("activation, kind", PAIRS)
+@pytest.mark.parametrize("activation, kind, mode", CASES)
 def test_it_agrees_with_the_ordinary_path(tmp_path, mode, kind, activation):
     shape = make_sizes(width=256 if kind.endswith("_k") else 64)
-    model = make_model(sizes=shape, kind=kind, activation=activation, predictor_rank=8)
-    model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
+    model = sparse_model(sizes=shape, kind=kind, activation=activation)
+    model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
     with Engine.load(model.path, mode=mode) as engine:
         assert engine.not_native is None

@@ -373,8 +373,7 @@ OTHER_DIGITS = {
         ["generate", "m", "-p", "a", "--kv-offload", "top=512"],
         ["bench", "m", "-p", "128,512"],
         ["serve", "m", "--port", "8080"],
-        ["profile", "m", "--corpus", "t", "-o", "o", "--target-sparsity", "0.25"],
-        ["sparsify", "m", "--corpus", "t", "-o", "o", "--share", "0.5"],
+        ["profile", "m", "--corpus", "t", "-o", "o", "--target-precision", "0.25"],
     ],
 )
 def test_numbers_in_other_digits_are_refused(capsys, tmp_path, monkeypatch, arguments, digits):
@@ -810,27 +809,6 @@ def test_a_text_with_fewer_tokens_than_requested_is_noted(codec_model, tmp_path,
     assert re.fullmatch(r"note: \d+ tokens of text, fewer than the 4,000 of --tokens", first)
 
 
-def test_a_profile_says_where_the_tokens_went_that_it_does_not_count(tmp_path, codec_model, capsys):
-    text, path = tmp_path / "text.txt", tmp_path / "silu.gguf"
-    text.write_text("ab cd " * 2000)
-    model = ModelFile.load(codec_model)
-    spec = changed(model.bare_spec, Neurons, activation="silu")
-    dataclasses.replace(model, bare_spec=spec).save(path)
-    words = ["profile", path, "--corpus", text, "--tokens", 2000]
-    for more in ([], ["--target-sparsity", 0.25]):
-        output = tmp_path / f"{len(more)}.safetensors"
-        lines = lines_of(capsys, [*words, *more, "-o", output], 0)
-        found = re.search(
-            r"thresholds are chosen on ([\d,]+) tokens, and firings counted on the other ([\d,]+)",
-            "\n".join(lines),
-        )
-        assert (found is None) == (not more)
-        parts = ["0", "2000"] if found is None else found.groups()
-        others, counted = (int(part.replace(",", "")) for part in parts)
-        assert counted + others == 2000
-        assert Profile.load(output).num_tokens == counted
-
-
 def test_a_profile_without_silent_neurons_says_what_to_do(
     tmp_path, codec_model, capsys, monkeypatch
 ):
@@ -850,6 +828,6 @@ def test_a_profile_without_silent_neurons_says_what_to_do(
         notes[activation] = [line for line in lines if line.startswith("note: nearly every")]
         assert any("on the text in the package" in line for line in lines) == (activation == "relu")
     (note,) = notes["silu"]
-    assert "--target-sparsity" in note and "advise" in note
+    assert "SiLU" in note
     assert Profile.load(tmp_path / "relu.safetensors").corpora[0].name == "default.txt"
     assert not notes["relu"]

@@ -1,7 +1,6 @@
 """Outputs never replace an input, nor other files without --force, and failed runs leave nothing
 behind."""
 
-import dataclasses
 import errno
 import fcntl
 import os
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 from checkpoints import random_dejavu, random_llama
 from models import make_machine, make_model, make_profile, make_sizes
-from sparsify_runs import tiny_config
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
@@ -25,7 +23,6 @@ from hotsplit.files.atomic import partial_file, partial_folder, remove_stale
 from hotsplit.files.outputs import check_output, check_output_folder, check_outputs
 from hotsplit.files.safetensors_file import save_arrays
 from hotsplit.files.steady import reading
-from hotsplit.sparsify.plan import check_outputs as check_sparsify
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +50,13 @@ def test_an_output_is_never_a_file_of_the_checkpoint(silu, tmp_path, name):
     assert contents(silu) == before
 
 
-def test_an_output_is_never_a_file_of_the_predictors_or_the_profile(silu, tmp_path):
+def test_an_output_is_never_a_file_of_the_predictors(silu, tmp_path):
     folder, model = random_dejavu(tmp_path / "p"), tmp_path / "m.gguf"
     convert(ConvertConfig(source=silu, output=model))
-    profile = tmp_path / "profile.safetensors"
-    make_profile(ModelFile.load(model)).save(profile)
     before = contents(tmp_path)
     for output, extra in (
         (folder / "model_1.pt", {"predictors": folder}),
         (folder / "config.json", {"predictors": folder}),  # would be read if it were there
-        (profile, {"thresholds": profile}),
         (model, {"predictors": folder}),
     ):
         with pytest.raises(HotsplitError, match="is read by|lies among the files"):
@@ -405,36 +399,6 @@ def test_only_regular_files_are_replaced(tmp_path):
     (tmp_path / "file").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     check_outputs([tmp_path / "link"], force=True)
-
-
-@pytest.fixture
-def trained(silu, tmp_path):
-    corpus = tmp_path / "t.txt"
-    corpus.write_text("a text")
-    return tiny_config((silu, corpus), tmp_path)
-
-
-def test_a_trained_checkpoint_never_replaces_an_input(silu, trained, tmp_path):
-    before = contents(silu)
-    (tmp_path / "link").symlink_to(silu)
-    inside = tmp_path / "out.gguf.sparsify" / "mine"
-    inside.mkdir(parents=True)
-    for changes, match in (
-        ({"save_checkpoint": silu}, "is read by|holds"),
-        ({"save_checkpoint": silu.parent}, "holds .* read by this command"),
-        ({"save_checkpoint": tmp_path / "link"}, "is read by"),
-        ({"save_checkpoint": tmp_path / "c", "start_from": tmp_path / "c"}, "is read by"),
-        ({"output": silu / "model.safetensors"}, "is read by|lies among"),
-        ({"save_checkpoint": tmp_path / "out.gguf"}, "written twice"),
-        # The folder that `inside` is in is removed in the end.
-        ({"save_checkpoint": inside}, "holds .* read by this command"),
-        ({"start_from": inside}, "holds .* read by this command"),
-    ):
-        config = dataclasses.replace(trained, force=True, **changes)
-        with pytest.raises(HotsplitError, match=match):
-            check_sparsify(config)
-    check_sparsify(trained)
-    assert contents(silu) == before
 
 
 @pytest.fixture

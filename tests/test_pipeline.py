@@ -23,7 +23,7 @@ from hotsplit.artifacts.data_sheets import load_machine
 from hotsplit.artifacts.machine_file import Figure
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import Predictors
-from hotsplit.artifacts.profile_file import EDGES, NUM_BINS, Profile
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import plan_bytes
@@ -35,7 +35,6 @@ from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.predictors.options import PredictorOptions, Target
-from hotsplit.profile.sparsity.thresholds import thresholds_for
 from hotsplit.runtime.step.workspace import workspace_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -233,31 +232,6 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(
     assert 0 < result.kl_mean < 0.1
 
 
-def test_magnitude_thresholds_silence_the_share_asked_for(tmp_path):
-    folder = random_llama(tmp_path / "hf", hidden_act="silu")
-    convert(ConvertConfig(source=folder, output=tmp_path / "m", outtype="f32"))
-    (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    report = profile(ProfileConfig(model=tmp_path / "m", corpora=(tmp_path / "t.txt",),
-                                   output=tmp_path / "p", max_tokens=3000, target_sparsity=0.6))  # fmt: skip
-    assert all(0.3 < density < 0.5 for density in report.density_L)
-    convert(ConvertConfig(source=tmp_path / "m", output=tmp_path / "m2", thresholds=tmp_path / "p"))
-    result = evaluate(
-        EvalConfig(model=tmp_path / "m2", corpora=(tmp_path / "t.txt",), max_tokens=400)
-    )
-    assert result.mode == "exact"
-    assert all(0.3 < share < 0.5 for share in result.hidden_share_L)
-    assert result.kl_mean > 0
-
-
-def test_thresholds_of_a_known_histogram():
-    histogram = np.zeros((1, NUM_BINS), np.int64)
-    histogram[0, [100, 110, 120]] = [50, 30, 20]
-    assert thresholds_for(histogram, 0.5) == (np.float32(EDGES[110]),)
-    within = EDGES[110] + 29 / 30 * (EDGES[111] - EDGES[110])
-    assert thresholds_for(histogram, 0.79) == pytest.approx((within,), rel=1e-6)
-    assert thresholds_for(histogram, 0.8) == (np.float32(EDGES[120]),)
-
-
 def test_eval_of_dense_against_itself_is_perfect(random_model):
     result = evaluate(EvalConfig(model=random_model / "m.gguf", corpora=(random_model / "text.txt",),
                                  engine=EngineConfig(mode="dense"), max_tokens=300))  # fmt: skip
@@ -294,11 +268,11 @@ def test_too_little_text_to_train_on_is_refused(tmp_path, random_model):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_silu_model_needs_thresholds_before_predictors(tmp_path):
+def test_a_silu_model_has_nothing_to_predict(tmp_path):
     folder = random_llama(tmp_path / "hf", hidden_act="silu")
     convert(ConvertConfig(source=folder, output=tmp_path / "m"))
     (tmp_path / "t").write_text("fox " * 4000)
-    with pytest.raises(HotsplitError, match="--target-sparsity"):
+    with pytest.raises(HotsplitError, match="every neuron of this silu model fires"):
         profile(ProfileConfig(model=tmp_path / "m", corpora=(tmp_path / "t",), output=tmp_path / "p",
                               train_predictors=tmp_path))  # fmt: skip
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
-from models import make_model, make_sizes
+from models import changed, make_model, make_sizes
 from reference import rel_error
 from torch.nn import functional as F
 
@@ -22,7 +22,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import LayerBytes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
-from hotsplit.files.gguf_file import array_entry
+from hotsplit.model.spec import Neurons
 from hotsplit.profile.predictors.candidates import Choices, predictor_choices
 from hotsplit.profile.predictors.dejavu import save_dejavu
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, LayerTrainer, phases
@@ -32,7 +32,6 @@ from hotsplit.profile.predictors.options import PredictorOptions, Target
 from hotsplit.profile.predictors.output import PredictorOutput
 from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedback
 from hotsplit.profile.predictors.selection import Candidate, Examiner, Tally, choose
-from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.model.loader import load_predictors
 from hotsplit.runtime.weights.matrix import Matrix
@@ -215,7 +214,7 @@ def test_thresholds_and_qualities_agree_with_brute_force():
 
 def test_the_fewest_bytes_win_among_the_precise():
     gate_FD, x_TD = weights(NEURONS, WIDTH), inputs(300)
-    candidate = Candidate(predictor=whole(start_of(gate_FD, x_TD), "q8_0", RELU), is_trained=False)
+    candidate = Candidate(predictor=whole(start_of(gate_FD, x_TD), "q8_0"), is_trained=False)
     tally = Tally(candidate, 1.0, x_TD.device)
     batch = batch_of(x_TD, gate_FD)
     tally.add(candidate.predictor.scores(x_TD), batch.fires_TF, batch.given_TF, 1e9)
@@ -285,28 +284,6 @@ def test_a_trained_layer_meets_its_target_and_its_start_is_reported():
     kinds = {(q.form, q.matrix_kind) for q in quality.candidates}
     assert kinds == {(f, k) for f in ("low-rank", "whole") for k in ("q8_0", "q4_0")}
     assert not quality.start.is_trained and quality.start.rank == quality.chosen.rank
-
-
-@pytest.mark.parametrize("form", ["whole", "low-rank"])
-def test_silu_neurons_are_named_on_both_sides_of_zero(form):
-    gate_FD = 0.15 * weights(NEURONS, WIDTH)
-    gate = Gate(activation="silu", threshold=0.15)
-    x_TD = inputs(400, seed=77)
-    gate_TF = x_TD @ gate_FD.T
-    fires_TF = gate.act(gate_TF)[1]
-    below_TF = fires_TF & (gate_TF < 0)
-    assert below_TF.float().mean() > 0.02
-    start = start_of(gate_FD, inputs(2000))
-    predictor = (
-        whole(start, "q8_0", gate) if form == "whole"
-        else LowRank(start, WIDTH, gate).predictor("q8_0")
-    )  # fmt: skip
-    named_TF = predictor.scores(x_TD) > 0.15
-    assert (named_TF & below_TF).sum() > 0.9 * below_TF.sum()
-    assert (named_TF & fires_TF).sum() > 0.9 * named_TF.sum()
-    # The logit itself, without its activation, names those above zero only.
-    logit_TF = dataclasses.replace(predictor, kind="linear").scores(x_TD)
-    assert ((logit_TF > 0.15) & below_TF).sum() < 0.1 * below_TF.sum()
 
 
 # ---- files -----------------------------------------------------------------------------------
@@ -412,37 +389,14 @@ def test_a_file_has_the_bytes_of_the_type(tmp_path, kind):
 
 def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
     model = make_model(predictor_rank=8)
-    info = dataclasses.replace(model.predictor, kind="gate")
-    with pytest.raises(HotsplitError, match="predictors of kind gate are for silu"):
-        dataclasses.replace(model, predictor=info).save(tmp_path / "m")
+    spec = changed(model.bare_spec, Neurons, activation="silu")
+    with pytest.raises(HotsplitError, match="every neuron of this silu model fires"):
+        dataclasses.replace(model, bare_spec=spec).save(tmp_path / "m")
     info = dataclasses.replace(model.predictor, kind="relu", rank_L=(0, 8))
     tensors = {n: e for n, e in model.tensors.items() if n != "blk.0.ffn_pred_down.weight"}
     tensors["blk.0.ffn_pred_up.weight"] = tensors["blk.0.ffn_gate.weight"]
     with pytest.raises(HotsplitError, match="have two matrices"):
         dataclasses.replace(model, predictor=info, tensors=tensors).save(tmp_path / "m")
-
-
-def test_a_silu_predictor_with_the_gate_itself_gives_what_exact_gives(tmp_path):
-    model = make_model(activation="silu")
-    count = model.spec.num_layers
-    tensors = dict(model.tensors)
-    for layer in range(count):
-        gate = model.tensors[f"blk.{layer}.ffn_gate.weight"].read()
-        tensors[f"blk.{layer}.ffn_pred_up.weight"] = array_entry(gate, "f32")
-    thresholds = (0.1,) * count
-    info = PredictorInfo(kind="gate", rank_L=(0,) * count, threshold_L=(0.0999,) * count)
-    dataclasses.replace(
-        model, tensors=tensors, predictor=info, threshold_L=thresholds
-    ).save(tmp_path / "m")  # fmt: skip
-    ids = list(range(3, 30))
-    with (
-        Engine.load(tmp_path / "m", mode="exact") as exact,
-        Engine.load(tmp_path / "m", mode="predicted") as predicted,
-        Engine.load(tmp_path / "m", mode="dense") as dense,
-    ):
-        want = exact.logits(ids)
-        assert rel_error(predicted.logits(ids), want) < 1e-5
-        assert rel_error(dense.logits(ids), want) > 1e-3
 
 
 # ---- DejaVu's format -------------------------------------------------------------------------
@@ -583,8 +537,3 @@ def test_the_options_that_the_error_suggests_are_accepted(kind, advice):
             predictor_choices(PredictorOptions(**given | {"form": "low-rank"}), narrow)
     wide = make_model(sizes=make_sizes(width=64))
     assert predictor_choices(PredictorOptions(form="whole", type="q4_0"), wide).kinds == ("q4_0",)
-
-
-def test_dejavus_format_is_refused_for_silu():
-    with pytest.raises(HotsplitError, match="both sides of zero"):
-        predictor_choices(PredictorOptions(format="dejavu"), make_model(activation="silu"))

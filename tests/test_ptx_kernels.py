@@ -29,7 +29,7 @@ HOPPER, BLACKWELL = 90, 120
 QUICK = [
     ("dot q4_k", HOPPER), ("dot q4_0", BLACKWELL), ("dot q8_0", HOPPER), ("unpack q4_k", HOPPER),
     ("unpack to bf16", BLACKWELL), ("unpack q6_k in tiles", HOPPER),
-    ("unpack f16 in groups", BLACKWELL), ("unpack to f16", HOPPER), ("predict gate", HOPPER),
+    ("unpack f16 in groups", BLACKWELL), ("unpack to f16", HOPPER), ("predict", HOPPER),
     ("gate_up of ids", BLACKWELL), ("silu", HOPPER), ("down, zeros skipped", HOPPER),
     ("norm", BLACKWELL), ("norm, term and copy", HOPPER), ("rotation", BLACKWELL), ("rotation of pairs", HOPPER),
     ("attention", BLACKWELL), ("down of q6_k", HOPPER), ("experts chosen", HOPPER),
@@ -107,7 +107,7 @@ def test_the_comparison_rejects_wrong_results(monkeypatch, wrong):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    ["dot q4_k", "unpack q4_k", "predict gate", "silu", "down, zeros skipped", "norm", "rotation",
+    ["dot q4_k", "unpack q4_k", "predict", "silu", "down, zeros skipped", "norm", "rotation",
      "attention"],
 )  # fmt: skip
 def test_three_architectures_have_the_same_text(case):

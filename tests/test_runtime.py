@@ -103,22 +103,6 @@ def test_the_measure_rejects_wrong_logits(wrong):
     assert rel_error(np.ascontiguousarray(wrong(want)), want) > 0.1
 
 
-def test_a_dense_silu_model_ignores_the_threshold_and_an_exact_one_obeys_it(tmp_path):
-    model = dataclasses.replace(
-        make_model(activation="silu"), path=tmp_path / "m.gguf", threshold_L=(0.1, 0.3)
-    )
-    model.save(model.path)
-    with Engine.load(model.path, mode="dense") as engine:
-        assert rel_error(engine.logits(IDS), logits_ref(model, IDS)) < F32_BOUND
-    cut = dataclasses.replace(model, threshold_L=(0.1, 0.1))
-    cut.save(model.path)
-    with Engine.load(model.path, mode="exact") as engine:
-        want = logits_ref(cut, IDS, silent=lambda value: abs(value) <= 0.1)
-        assert rel_error(engine.logits(IDS), want) < F32_BOUND
-        assert rel_error(decoded(engine, IDS), want[-1]) < F32_BOUND
-    assert rel_error(want, logits_ref(cut, IDS)) > 1e-3  # the threshold does something
-
-
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"])
 def test_stored_types_are_computed_in_f32(tmp_path, kind):
     """The reference unpacks the same stored values, so only roundings differ: of the f16 KV cache

@@ -221,19 +221,6 @@ def test_streamed_predictors_equal_the_ordinary_ones(folder, tmp_path, case, off
             assert (array == other.arrays(layer)[name]).all(), name
 
 
-def test_streamed_thresholds_equal_the_ordinary_ones(tmp_path, folder, request):
-    save_tokenizer(random_model(tmp_path / "hf", LlamaConfig(**GATED, hidden_act="silu")), 320)
-    convert(ConvertConfig(source=tmp_path / "hf", output=tmp_path / "m"))
-    config = ProfileConfig(model=tmp_path / "m", corpora=(folder / "text.txt",), device="cpu",
-                           output=tmp_path / "p", max_tokens=2000, target_sparsity=0.5)  # fmt: skip
-    whole = profile(config)
-    request.getfixturevalue("always_streams")
-    streamed = profile(dataclasses.replace(config, output=tmp_path / "q"))
-    assert whole.threshold_L == streamed.threshold_L
-    assert whole.density_L == streamed.density_L
-    assert_same_quality(whole.quality, streamed.quality)
-
-
 def test_the_streamed_head_caps_its_logits():
     model = make_model()
     model = dataclasses.replace(

@@ -55,7 +55,6 @@ def test_imported_packages_are_required():
         "convert",
         "profile",
         "solver",
-        "sparsify",
         "runtime",
         "serve",
         "bench",

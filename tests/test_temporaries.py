@@ -61,8 +61,8 @@ def random_model(seed: int):
         model = family_model(family, sizes=sizes, input_layer_offset=offset, **options)
     else:
         activation = choose.choice(["silu", "gelu", "gelu_tanh", "drelu", "fatrelu"])
-        is_smooth = activation not in ("drelu", "fatrelu")
-        kind = choose.choice(["linear", "relu", *["gate"] * is_smooth])
+        kind = choose.choice(["linear", "relu"])
+        options["predictor_rank"] *= activation in ("drelu", "fatrelu")
         model = make_model(sizes=sizes, activation=activation, predictor_kind=kind, **options)
     mode = choose.choice(["dense", "exact", *["predicted"] * (options["predictor_rank"] > 0)])
     tokens = choose.choice([1, 2, 7, 40, 64, 128, 129, 200, 300])

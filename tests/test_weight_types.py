@@ -11,7 +11,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize
 from small_blocks import CODED
 
-from hotsplit.commands.advise import SMALLER
 from hotsplit.model import weight_types
 from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, SMALLEST, TYPES, file_kind
 from hotsplit.options.cache_types import NAMES as CACHE_NAMES
@@ -72,8 +71,6 @@ def test_numbers_are_those_of_the_kernels():
 
 def test_derived_lists():
     assert BY_QUALITY == ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0") and SMALLEST == "q4_0"
-    small = ("q8_0", "q4_0")
-    assert {"f32": small, "f16": small, "bf16": small, "q8_0": ("q4_0",)} == SMALLER
     assert CACHE_NAMES == ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
     assert get_args(PredictorType) == ("auto", "f16", "q8_0", "q4_0")
     own = ("q6_k", "q3_k", "q2_k", "iq4_xs")
@@ -91,7 +88,7 @@ def test_the_table_needs_no_other_module_of_the_package():
 
 def test_few_files_name_a_type():
     """A new type is a row of the table and its arithmetic, so few files can list types."""
-    stages = ["src", "convert", "profile", "measure", "solver", "sparsify", "runtime", "serve",
+    stages = ["src", "convert", "profile", "measure", "solver", "runtime", "serve",
               "report", "run"]  # fmt: skip
     files = [p for stage in stages for p in (ROOT / stage).rglob("*") if p.is_file()]
     code = [p for p in files if p.suffix in (".py", ".h", ".cpp", ".cu", ".html", ".js")]

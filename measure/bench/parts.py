@@ -166,12 +166,10 @@ def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 
 def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
-    """Adds norms and biases, and limits outside mode dense; leaves out those of predictors."""
+    """Adds norms and biases; leaves out those of predictors."""
     for layer, side in enumerate(sides.layers):
         for name, entry in layer_tensors(engine.model, layer).items():
-            is_used = not computes_all(engine.mode) or not name.endswith(".limit")
-            is_used &= not is_predictor(name)
-            if len(entry.shape) == 1 and is_used:
+            if len(entry.shape) == 1 and not is_predictor(name):
                 found[OTHER, side] += entry.num_bytes
 
 
@@ -214,7 +212,7 @@ def _add_traffic(found: Bytes, steps: Steps) -> None:
 
 
 def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
-    """Adds all projections and predictors in full: there are no limits on a GPU."""
+    """Adds all projections and predictors in full."""
     for layer, side in enumerate(sides.layers):
         for name, entry in layer_tensors(engine.model, layer).items():
             if len(entry.shape) == 2 and is_dense(name):

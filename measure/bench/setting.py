@@ -41,11 +41,11 @@ def setting_of(
 
 
 def num_params(model: ModelFile) -> int:
-    """The model's parameters, without predictors and limits."""
+    """The model's parameters, without predictors."""
     count = 0
     for name, entry in model.tensors.items():
         of_layer = name.split(".", 2)[-1] if name.startswith("blk.") else name
-        if not is_predictor(of_layer) and not name.endswith(".limit"):
+        if not is_predictor(of_layer):
             count += torch.Size(entry.shape).numel()
     return count
 

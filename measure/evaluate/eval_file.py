@@ -50,7 +50,6 @@ def load_eval(path: Path) -> EvalReport:
 def _report(read: Fields) -> EvalReport:
     return EvalReport(
         model_id=read.line("model_id"),
-        limits=read.line_or_none("limits"),
         mode=cast(Mode, read.choice("mode", get_args(Mode))),
         num_tokens=read.count("num_tokens", least=1),
         perplexity=_number(read, "perplexity", 1),

@@ -39,7 +39,6 @@ class EvalReport:
     increase comes from a paired comparison, token by token."""
 
     model_id: str
-    limits: str | None  # Limits.sha256 of the model file's limits; None: it has none
     mode: Mode
     num_tokens: int
     perplexity: float
@@ -120,7 +119,7 @@ def evaluate(
     `on_total` is called once with the number of tokens to run, `on_tokens` after each window with
     its number of tokens. The total is below `max_tokens` for a short text, and may be above it with
     a chat template, whose own tokens are run too."""
-    own = ("thresholds", "limits", "cache_type_k", "cache_type_v", "kv_offload", "neuron_cache")
+    own = ("cache_type_k", "cache_type_v", "kv_offload", "neuron_cache")
     plain: dict[str, Any] = dict.fromkeys(own)
     # Whole windows only, no decode steps; no limit of the loss: it is about to be measured.
     common = replace(config.engine, is_resident=False, max_loss=math.inf)
@@ -137,7 +136,7 @@ def evaluate(
 
 def _mode(config: EvalConfig, model: ModelFile) -> Mode | None:
     engine = config.engine
-    if engine.mode is not None or config.split is not None or engine.thresholds is not None:
+    if engine.mode is not None or config.split is not None:
         return engine.mode
     return mode_meant(model)
 
@@ -208,7 +207,6 @@ def report_of(
     own, dense = perplexity_of(found.loss), perplexity_of(found.dense_loss)
     return EvalReport(
         model_id=model.model_id,
-        limits=model.limits.sha256,
         mode=mode,
         num_tokens=found.num_tokens,
         perplexity=own.mean,

@@ -1,7 +1,6 @@
 """Counts, while the model runs, how often each neuron fires and how large its gate is.
 
-The sums stay on the layer's device, in int64; without limits, nothing synchronises with it after
-its first pass until they are read.
+The sums stay on the layer's device, in int64; nothing synchronises with it after its first pass until they are read.
 
 Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape, E experts, K experts
 of a token, R slots for tokens whose experts are recorded."""
@@ -13,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import NUM_BINS
 from hotsplit.errors import HotsplitError
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.native.library import count, tables
-from hotsplit.runtime.kernels.gate import Gate, above
+from hotsplit.runtime.kernels.gate import Gate
 
 _MAX_ADDED = 255  # ones that a uint8 can count
 # Tokens whose experts are recorded, of all processes together. With half as many, plans for 8 and 12
@@ -31,8 +29,7 @@ class Counter:
     """An observer of `ffn_gate`, `ffn_experts` and the last `layer_out`; it counts what this process
     runs.
 
-    `limits` has one entry per layer (() for none): a neuron with a limit fires if the magnitude of
-    its activated gate is above it. Such a model must run in mode exact. `experts_L`: the number of
+    `experts_L`: the number of
     each layer's experts (() for none), which are counted too, and those of the first tokens are
     recorded. `share`: the number of this process, and of processes that record. Neurons of experts that a router does
     not choose, and those that a layer lacks of `num_neurons`, do not fire; their gates count as 0."""
@@ -40,11 +37,10 @@ class Counter:
     is_sum = True  # the counts of several processes add up; see profile.count.run.Part
 
     def __init__(
-        self, gates: tuple[Gate, ...], num_neurons: int, limits: Sequence[LayerLimits] = (),
-        experts_L: Sequence[int] = (), share: tuple[int, int] = (0, 1),
+        self, gates: tuple[Gate, ...], num_neurons: int, experts_L: Sequence[int] = (),
+        share: tuple[int, int] = (0, 1),
     ) -> None:  # fmt: skip
         self.gates, self.num_neurons, self.num_tokens = gates, num_neurons, 0
-        self.limits = tuple(limits) or (LayerLimits(),) * len(gates)
         self.experts_L = tuple(experts_L) or (1,) * len(gates)
         self._chosen: dict[int, Tensor] = {}  # i64 [E] a layer with experts
         self._id_TK: Tensor | None = None  # of the tokens whose gates come next
@@ -115,34 +111,15 @@ class Counter:
         fire."""
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
         histogram_B = self._histogram[layer]
-        # For SiLU and GELU the histogram has every magnitude, even those that a threshold silences.
-        value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
-        limit_F, is_on_cpu = self.limits[layer].gate_F, gate_TF.device.type == "cpu"
-        if limit_F is None and is_on_cpu:
-            if is_magnitude and gate.threshold > 0:
-                no_bins_B = torch.zeros_like(histogram_B)
-                count(value_TF, gate.threshold, count_F, no_bins_B, is_magnitude=True)
-                self._add_magnitudes(layer, value_TF)
-            else:
-                threshold = gate.threshold if is_magnitude else gate.opens_above
-                count(value_TF, threshold, count_F, histogram_B, is_magnitude=is_magnitude)
+        if gate_TF.device.type == "cpu":
+            value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
+            above = 0.0 if is_magnitude else gate.opens_above
+            count(value_TF, above, count_F, histogram_B, is_magnitude=is_magnitude)
             return
-        if limit_F is None:
-            active_TF, fires_TF = gate.act(gate_TF)
-            histogram_B += histogram(value_TF if is_magnitude else active_TF)
-        else:
-            fires_TF = above(value_TF, torch.tensor(limit_F, device=value_TF.device))
-            self._add_magnitudes(layer, value_TF)
+        active_TF, fires_TF = gate.act(gate_TF)
+        histogram_B += histogram(active_TF)
         for part_TF in fires_TF.view(torch.uint8).split(_MAX_ADDED):
             count_F += part_TF.sum(dim=0, dtype=torch.uint8)
-
-    def _add_magnitudes(self, layer: int, value_TF: Tensor) -> None:
-        """Adds every |value| to the histogram alone."""
-        if value_TF.device.type == "cpu":
-            none_F = torch.zeros(value_TF.shape[1], dtype=torch.int64)
-            count(value_TF, -1.0, none_F, self._histogram[layer], is_magnitude=True)
-        else:
-            self._histogram[layer] += histogram(value_TF)
 
     def check(self) -> None:
         """Raises HotsplitError for NaN: such a model has no firings to count."""
@@ -212,9 +189,9 @@ def experts_of(model: ModelFile) -> tuple[int, ...]:
     return tuple(layer.neurons.num_experts for layer in model.spec.layers)
 
 
-def gates_of(model: ModelFile, threshold_L: Sequence[float]) -> tuple[Gate, ...]:
-    """The gates of all layers with these thresholds."""
-    return tuple(Gate(activation=model.activation, threshold=t) for t in threshold_L)
+def gates_of(model: ModelFile) -> tuple[Gate, ...]:
+    """The gates of all layers."""
+    return tuple(Gate(activation=model.activation, threshold=t) for t in model.threshold_L)
 
 
 def routing_of(arrays: dict[str, Tensor]) -> np.ndarray | None:

@@ -35,7 +35,7 @@ class MergeReport:
 def merge(config: MergeConfig) -> MergeReport:
     """Writes the sum of the profiles.
 
-    Raises HotsplitError for profiles of different models, sizes, thresholds or limits, and,
+    Raises HotsplitError for profiles of different models, sizes or thresholds, and,
     unless `force`, if two have a text in common: a profile does not record which parts of a text
     it counted, so both may have counted the same ones."""
     check_output(config.output, force=config.force, inputs=config.profiles)
@@ -68,10 +68,6 @@ def _check_alike(path_a: Path, a: Profile, path_b: Path, b: Profile) -> None:
         raise HotsplitError(
             f"{pair}: profiles of two models ({a.model_id[:12]}, {b.model_id[:12]});"
             " only those of one model add up"
-        )
-    if a.limits != b.limits:
-        raise HotsplitError(
-            f"{pair}: counted by different limits; profile again with one model file"
         )
     for layer, thresholds in enumerate(zip(a.threshold_L, b.threshold_L, strict=True)):
         if thresholds[0] != thresholds[1]:

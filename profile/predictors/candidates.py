@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.weight_types import PREDICTOR_NAMES, SMALL_BLOCK_NAMES, SMALLEST
 from hotsplit.profile.predictors.options import PredictorOptions, Target
 
@@ -66,11 +65,6 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
             f" type smaller than f16; give --predictor-type {SMALLEST} or --predictor-form low-rank"
         )
     if options.format == "dejavu":
-        if model.activation in SMOOTH:
-            raise HotsplitError(
-                f"{model.path}: neurons of a {model.activation} model fire on both sides of zero,"
-                " which DejaVu's form cannot express; leave --predictor-format out"
-            )
         forms, kinds = ("low-rank",), ("f16",)
     return Choices(
         ranks=ranks, kinds=kinds, forms=forms, target=options.target,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.measure.evaluate.verify_conversion import text_token_ids
-from hotsplit.model.modes import Mode
 from hotsplit.profile.count.counting import gates_of
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.model.loader import load_predictors
@@ -74,10 +73,7 @@ def check_predictors(path: Path) -> PredictorCheck | None:
 
 def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
     """Each layer on a short text: its input [T, D], and which neurons fire, bool [T, F]."""
-    gates = gates_of(model, model.threshold_L)
-    # With limits, a neuron fires if its hidden value is not 0 in mode exact.
-    mode: Mode
-    mode, fired = ("exact", "ffn_hidden") if model.has_limits else ("dense", "ffn_gate")
+    gates = gates_of(model)
     inputs: list[Tensor] = []
     fires: list[Tensor] = []
 
@@ -85,17 +81,15 @@ def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
         assert layer is not None
         if name == "ffn_norm":
             inputs.append(tensor.clone())
-        elif name == "ffn_hidden":
-            fires.append(tensor != 0)
         else:
             fires.append(gates[layer].act(tensor)[1])
 
     ids = text_token_ids(model)
     with (
         Engine.load(
-            model.path, mode=mode, device="cpu", context_length=len(ids), is_resident=False
+            model.path, mode="dense", device="cpu", context_length=len(ids), is_resident=False
         ) as engine,
-        engine.observe(observe, lambda name, layer: name in ("ffn_norm", fired)),
+        engine.observe(observe, lambda name, layer: name in ("ffn_norm", "ffn_gate")),
     ):
         engine.hidden(ids)
     return inputs, fires

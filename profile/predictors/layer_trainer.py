@@ -68,12 +68,9 @@ class LayerTrainer:
         sizes: LayerBytes,
         choices: Choices,
         gate_bias_F: Tensor | None = None,
-        gate_limit_F: Tensor | None = None,
         is_own_input: bool = True,
     ) -> None:
-        """With limits, gates and hidden values must come from mode exact."""
         self.gate, self.down, self.sizes, self.choices = gate, down, sizes, choices
-        self.gate_limit_F = gate_limit_F
         self.down_norm_F = row_norms(down)
         self.num_neurons, self.width = gate_FD.shape
         self.device = gate_FD.device
@@ -116,7 +113,7 @@ class LayerTrainer:
 
     def fires(self, gate_TF: Tensor) -> Tensor:
         """bool [T, F]: the labels of the predictor."""
-        return self.gate.act(gate_TF, limit=self.gate_limit_F)[1]
+        return self.gate.act(gate_TF)[1]
 
     def _keep(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         left = KEPT_TOKENS - sum(len(batch.x_TD) for batch in self.kept)
@@ -134,7 +131,7 @@ class LayerTrainer:
         if "whole" in self.choices.forms:
             for kind in self._kinds(self.start.map_FD.shape[1]):
                 if kind != "f16":  # in f16 it is no smaller than a gate in f16
-                    made = whole(self.start, kind, self.gate, self.gate_limit_F)
+                    made = whole(self.start, kind)
                     self.candidates.append(Candidate(predictor=made, is_trained=False))
         if "low-rank" in self.choices.forms:
             self._begin_low_rank(num_steps, agree)
@@ -218,9 +215,7 @@ class LayerTrainer:
         return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))
 
     def _low_rank(self, rank: int) -> LowRank:
-        return LowRank(
-            self.start, rank, self.gate, self.gate_limit_F, has_bias=self.choices.has_bias
-        )
+        return LowRank(self.start, rank, self.gate, has_bias=self.choices.has_bias)
 
     def _kinds(self, *widths: int) -> list[str]:
         return [k for k in self.choices.kinds if all(is_whole_blocks(w, k) for w in widths)]

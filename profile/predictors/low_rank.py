@@ -9,11 +9,6 @@ Training is AdamW on a logistic loss, in which a neuron that fires is weighted b
 to the output, |h_j| |down_j|, so that the neurons missed are the least important ones. It stops
 early once the loss on held-out tokens no longer falls, and keeps the best weights.
 
-SiLU and GELU neurons fire on both sides of zero, which no linear logit can express; their predictor
-imitates the gate, and its score is |act(estimate)|. All neurons of a layer share one threshold of
-the score. If each has a limit of its own, the predictor imitates multiples of the gates, such that
-the score reaches the layer's median limit where |act(gate)| reaches the neuron's own (`Level`).
-
 Letters: T tokens, D model width, F or N neurons, R rank."""
 
 from collections.abc import Callable
@@ -23,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.moments import Start
 from hotsplit.profile.predictors.rounding import rounded, values_of
@@ -36,7 +30,6 @@ LEARNING_RATE = 0.01
 LOGISTIC = 1.7  # normal to logistic
 MAX_WEIGHT = 20.0  # of a firing neuron in the loss, in units of the mean contribution
 CHECKS = 16  # the held-out loss is checked about this often
-MOST_STRETCH = 8.0  # largest multiple of a gate; the smallest is its inverse
 PATIENCE = 4  # checks without a better loss before training stops
 Agree = Callable[[Tensor], None]
 
@@ -56,35 +49,6 @@ class Batch:
         return torch.where(self.fires_TF, share_TF.float(), 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Level:
-    """The score at which neurons fire, and the multiples of the gates, f32 [F], that share it."""
-
-    score: float
-    stretch_F: Tensor
-
-    @classmethod
-    def of(cls, gate: Gate, limit_F: Tensor | None, like_F: Tensor) -> "Level":
-        """The level for these limits; without limits, or if their median is 0, the gate's
-        threshold and the gates themselves."""
-        if limit_F is None or not (score := limit_F.median().item()):
-            return cls(score=gate.threshold, stretch_F=torch.ones_like(like_F))
-        edges_F = _inverse(gate, torch.cat([limit_F, limit_F.new_tensor([score])]).double())
-        stretch_F = (edges_F[-1] / edges_F[:-1]).clamp(1 / MOST_STRETCH, MOST_STRETCH)
-        return cls(score=score, stretch_F=stretch_F.float())
-
-
-def _inverse(gate: Gate, value_N: Tensor) -> Tensor:
-    """The positive x with act(x) = value, by bisection: x - act(x) is between 0 and 0.3."""
-    low_N, high_N = value_N.clone(), value_N + 0.3
-    for _ in range(60):
-        middle_N = (low_N + high_N) / 2
-        is_above_N = gate.smooth(middle_N) > value_N
-        low_N = torch.where(is_above_N, low_N, middle_N)
-        high_N = torch.where(is_above_N, middle_N, high_N)
-    return (low_N + high_N) / 2
-
-
 class LowRank:
     """A predictor in training: z = up (right whiten x) + bias. `is_trained` is true if training
     improved the held-out loss."""
@@ -94,18 +58,13 @@ class LowRank:
         start: Start,
         rank: int,
         gate: Gate,
-        limit_F: Tensor | None = None,
         *,
         has_bias: bool = True,
     ) -> None:
-        self.start, self.gate, self.rank = start, gate, rank
-        self.is_smooth, self.has_bias = gate.activation in SMOOTH, has_bias
-        self.scale_F = LOGISTIC / start.residual_F(rank)
-        self.level = Level.of(gate, limit_F, self.scale_F)
-        self.scale_F = self.scale_F / self.level.stretch_F
-        unit_F = self.level.stretch_F if self.is_smooth else self.scale_F
-        shift = gate.threshold if gate.activation == "fatrelu" else 0.0
-        bias_F = (start.bias_F - shift) * unit_F if has_bias else torch.zeros_like(unit_F)
+        self.start, self.rank, self.has_bias = start, rank, has_bias
+        unit_F = LOGISTIC / start.residual_F(rank)
+        shifted_F = (start.bias_F - gate.opens_above) * unit_F
+        bias_F = shifted_F if has_bias else torch.zeros_like(unit_F)
         self.right_RD = nn.Parameter(start.right_RD[:rank].clone())
         self.up_FR = nn.Parameter((start.left_FR[:, :rank] * unit_F[:, None]).contiguous())
         self.bias_F = nn.Parameter(bias_F, requires_grad=has_bias)
@@ -113,15 +72,11 @@ class LowRank:
         self.optimizer: torch.optim.AdamW | None = None
 
     def scores(self, x_TD: Tensor) -> Tensor:
-        z_TF = (x_TD @ self.start.whiten_DD @ self.right_RD.T) @ self.up_FR.T + self.bias_F
-        return self.gate.smooth(z_TF).abs() if self.is_smooth else z_TF
+        return (x_TD @ self.start.whiten_DD @ self.right_RD.T) @ self.up_FR.T + self.bias_F
 
     def loss(self, batch: Batch) -> Tensor:
-        logit_TF = self.scores(batch.x_TD)
-        if self.is_smooth:
-            logit_TF = (logit_TF - self.level.score) * self.scale_F
         return F.binary_cross_entropy_with_logits(
-            logit_TF, batch.fires_TF.float(), weight=batch.weight_TF
+            self.scores(batch.x_TD), batch.fires_TF.float(), weight=batch.weight_TF
         )
 
     def begin(self, num_steps: int, held_out: Batch, agree: Agree = lambda tensor: None) -> None:
@@ -217,7 +172,7 @@ class LowRank:
             cross_FR = up_FR.double() @ (down_RD.double() @ through_DR)
             up_FR = torch.linalg.solve(moment_RR + ridge * eye_RR, cross_FR.T).T.float()
         up = rounded(up_FR, kind, moment_RR)
-        return _predictor(self.gate, Linear(weight=down), up, self.bias_F.detach())
+        return _predictor(Linear(weight=down), up, self.bias_F.detach())
 
     def _parameters(self) -> tuple[nn.Parameter, ...]:
         return (self.right_RD, self.up_FR, self.bias_F)
@@ -238,19 +193,11 @@ class LowRank:
         return loss.item()
 
 
-def whole(start: Start, kind: str, gate: Gate, limit_F: Tensor | None = None) -> Predictor:
-    """A predictor that is the whole map of `start` (with limits, multiples of its rows) in one
-    matrix of `kind`; it is not trained."""
-    stretch_F = Level.of(gate, limit_F, start.bias_F).stretch_F
-    up = rounded(start.map_FD * stretch_F[:, None], kind, start.moment_DD)
-    return _predictor(gate, None, up, start.bias_F * stretch_F)
+def whole(start: Start, kind: str) -> Predictor:
+    """A predictor that is the whole map of `start` in one matrix of `kind`; it is not trained."""
+    return _predictor(None, rounded(start.map_FD, kind, start.moment_DD), start.bias_F)
 
 
-def _predictor(gate: Gate, down: Linear | None, up: Matrix, bias_F: Tensor) -> Predictor:
-    return Predictor(
-        kind="gate" if gate.activation in SMOOTH else "linear",
-        down=down,
-        up=Linear(weight=up, bias_N=bias_F if bias_F.any() else None),
-        threshold=0.0,
-        gate=gate,
-    )
+def _predictor(down: Linear | None, up: Matrix, bias_F: Tensor) -> Predictor:
+    up_linear = Linear(weight=up, bias_N=bias_F if bias_F.any() else None)
+    return Predictor(kind="linear", down=down, up=up_linear, threshold=0.0)

@@ -18,7 +18,6 @@ from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
 from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.costs.pass_length import SHORT_CHUNK
-from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.run import Part, Run, Tensors
@@ -49,7 +48,6 @@ def layer_trainer(
         gate=gate,
         gate_FD=block.gate.weight.rows(block.id_N),
         gate_bias_F=block.gate.bias_N,
-        gate_limit_F=block.gate_limit_N,
         down=block.down,
         sizes=layer_bytes(model, index),
         choices=predictor_choices(config.predictors, model),
@@ -135,15 +133,13 @@ def _sums(parts: Sequence[Tally] | Sequence[Examiner]) -> dict[str, Tensor]:
 def _together(finished: Sequence[Finished], model: ModelFile, config: ProfileConfig) -> Trained:
     weights, quality = zip(*finished, strict=True)
     info = PredictorInfo(
-        kind="gate" if model.activation in SMOOTH else "linear",
+        kind="linear",
         rank_L=tuple(layer.rank for layer in weights),
         threshold_L=tuple(q.chosen.threshold for q in quality),
         input_layer_offset=config.input_layer_offset,
         density_L=tuple(q.chosen.predicted_density for q in quality),
     )
-    predictors = Predictors(
-        model_id=model.model_id, info=info, layers=weights, limits=model.limits.sha256
-    )
+    predictors = Predictors(model_id=model.model_id, info=info, layers=weights)
     return predictors, quality
 
 

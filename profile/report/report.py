@@ -1,4 +1,4 @@
-"""Reports on a profile's predictors, thresholds and limits: a few lines, JSON, and Markdown; and
+"""Reports on a profile's predictors: a few lines, JSON, and Markdown; and
 reads the predictors' section of the JSON.
 
 The quality of a layer's chosen predictor is measured on held-out text, that of its candidates on
@@ -18,7 +18,6 @@ from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import Fields, shown
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality
-from hotsplit.model.weight_types import SMALLEST
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.predictors.selection import Form, Quality
 from hotsplit.system.sizes import format_bytes
@@ -37,22 +36,9 @@ def report_paths(output: Path) -> tuple[Path, Path]:
 
 
 def short_lines(report: "ProfileReport") -> list[str]:
-    """Lines for the terminal about predictors, thresholds and limits, if there are any."""
-    return [*_of_limits(report), *_of_trained(report)]
-
-
-def _of_limits(report: "ProfileReport") -> list[str]:
-    if report.limits is None:
-        return []
-    return [
-        f"the file has limits (sha256 {report.limits[:12]}): firings are counted in mode exact, which"
-        " is compared with the file without them"
-    ]
-
-
-def _of_trained(report: "ProfileReport") -> list[str]:
+    """Lines for the terminal about predictors, if there are any."""
     if not report.quality_L:
-        return [_of_model(report.quality), *warnings(report)] if report.quality else []
+        return []
     forms = [q.chosen.name for q in report.quality_L]
     counted = {name: forms.count(name) for name in sorted(set(forms))}
     what = ", ".join(f"{count} x {name}" for name, count in counted.items())
@@ -75,15 +61,7 @@ def warnings(report: "ProfileReport") -> list[str]:
         return lines
     each = ", ".join(f"{mode} {_cost(quality)}" for mode, quality in sorted(costly.items()))
     line = f"warning: more than {MAX_LOSS:.0%} of the perplexity is lost: {each}"
-    if len(costly) < len(report.record):
-        return [*lines, f"{line}; a model file made with this uses them only on request"]
-    return [
-        *lines,
-        f"{line}; a model file made with this runs dense unless asked otherwise."
-        f" --perplexity-budget {MAX_LOSS:g} finds thresholds that cost no more, a smaller type may"
-        f" save more for less (hotsplit convert --outtype {SMALLEST}), and hotsplit sparsify trains a"
-        " model to be sparse",
-    ]
+    return [*lines, f"{line}; a model file made with this uses them only on request"]
 
 
 def _cost(quality: ModeQuality) -> str:
@@ -151,8 +129,6 @@ def markdown(report: "ProfileReport") -> str:
         f"Model {report.model_id[:12]}, {report.num_tokens:,} tokens, {report.seconds:.0f} s.",
         "",
     ]
-    for line in _of_limits(report):
-        lines += [f"{line[:1].upper()}{line[1:]}.", ""]
     if report.quality is not None:
         lines += [f"On text that this run fitted nothing to, {_of_model(report.quality)}.", ""]
         lines += ["± is half of the 95 % confidence interval.", ""]
@@ -164,8 +140,7 @@ def markdown(report: "ProfileReport") -> str:
     columns = zip(report.density_L, report.hottest_fifth_L, report.threshold_L, strict=True)
     lines += _table(
         head,
-        [(str(layer), f"{density:.2%}", f"{fifth:.1%}",
-          "limits" if report.limits else f"{threshold:.4g}")
+        [(str(layer), f"{density:.2%}", f"{fifth:.1%}", f"{threshold:.4g}")
          for layer, (density, fifth, threshold) in enumerate(columns)],
     )  # fmt: skip
     if report.quality_L:

@@ -24,8 +24,7 @@ class GateStruct(Structure):
 @dataclass(frozen=True, kw_only=True)
 class Gate:
     """The activation of a layer; `threshold` as in model_file.ModelFile. `computes_all`: neurons that
-    do not fire are computed too, so that the thresholds of SiLU and GELU, and limits, which are
-    approximations, have no effect."""
+    do not fire are computed too."""
 
     activation: Activation
     threshold: float = 0.0
@@ -59,37 +58,28 @@ class Gate:
         deviation_T1, mean_T1 = torch.std_mean(exact_TF, dim=-1, correction=0, keepdim=True)
         return F.relu(gate_TF - (mean_T1 + self.cutoff * deviation_T1).to(gate_TF.dtype))
 
-    def act(self, gate: Tensor, *, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def act(self, gate: Tensor) -> tuple[Tensor, Tensor]:
         """Applies the activation; returns (activated values, whether the neuron fires). Neurons
-        that do not fire give zero. A `limit` per neuron, for SiLU and GELU only, replaces the
-        threshold.
+        that do not fire give zero.
 
         ReLU squared is that of Primer (So et al. 2021). The threshold of FATReLU is part of the model (ProSparse, arXiv 2402.13516), so it always
         counts. NaN fires, so that it is not lost."""
-        value = self.before_threshold(gate)
-        if self.computes_all and self.activation in SMOOTH:
+        is_smooth = self.activation in SMOOTH
+        value = self.smooth(gate) if is_smooth else gate
+        if self.computes_all and is_smooth:
             return value, torch.ones_like(value, dtype=torch.bool)
-        fires = self._fires(value) if limit is None else above(value, limit)
+        fires = value != 0 if is_smooth else ~(value <= self.opens_above)
         value = torch.where(fires, value, 0.0)  # a product would turn -inf into NaN
         return value.square_() if self.activation == "relu2" else value, fires
 
-    def before_threshold(self, gate: Tensor) -> Tensor:
-        """The value compared with a threshold: SiLU or GELU of the gate, else the gate."""
-        return self.smooth(gate) if self.activation in SMOOTH else gate
-
-    def _fires(self, value: Tensor) -> Tensor:
-        if self.activation in SMOOTH:
-            return ~(value.abs() <= self.threshold)
-        return ~(value <= self.opens_above)
-
     @property
     def opens_above(self) -> float:
-        """The gate value above which a ReLU neuron fires; SiLU and GELU compare their output."""
+        """The gate value above which a ReLU neuron fires."""
         assert self.activation not in SMOOTH, self.activation
         return self.threshold if self.activation == "fatrelu" else 0.0
 
     def smooth(self, gate: Tensor) -> Tensor:
-        """SiLU or GELU, without a threshold."""
+        """SiLU or GELU."""
         if self.activation == "silu":
             return F.silu(gate)
         if self.activation == "swiglu_oai":
@@ -105,8 +95,3 @@ class Gate:
         if self.activation == "swiglu_oai":
             return activated * (up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1.0)
         return activated * (F.relu(up) if self.activation == "drelu" else up)
-
-
-def above(value: Tensor, limit: Tensor) -> Tensor:
-    """True where a magnitude is above its limit or NaN."""
-    return ~(value.abs() <= limit)

@@ -1,12 +1,11 @@
 """The loaded parts of a model that a forward pass needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
@@ -42,12 +41,6 @@ class Layer:
     @property
     def delta(self) -> DeltaNet | None:
         return self.mixer if isinstance(self.mixer, DeltaNet) else None
-
-    def with_threshold(self, threshold: float) -> "Layer":
-        """The layer with another activation threshold."""
-        gate = replace(self.ffn.gate, threshold=threshold)
-        shared = self.shared and replace(self.shared, ffn=replace(self.shared.ffn, gate=gate))
-        return replace(self, ffn=replace(self.ffn, gate=gate), shared=shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +84,3 @@ class Weights:
     def attending(self) -> tuple[Layer, ...]:
         """The layers with attention, of which a model has one at least."""
         return tuple(layer for layer in self.layers if layer.delta is None)
-
-
-def limited(layer: Layer, limits: LayerLimits) -> Layer:
-    """The layer with these limits instead of its own; without any if it computes all neurons."""
-    gate_F = None
-    if limits.gate_F is not None and not layer.ffn.gate.computes_all:
-        gate_F = torch.from_numpy(limits.gate_F.copy())
-    blocks = tuple(block.limited(gate_F) for block in layer.ffn.blocks)
-    return replace(layer, ffn=replace(layer.ffn, blocks=blocks))

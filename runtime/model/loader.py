@@ -27,7 +27,7 @@ from hotsplit.runtime.cache.state_slots import StateSlots
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.model.delta_loader import load_delta
 from hotsplit.runtime.model.expert_loader import ExpertLoader
-from hotsplit.runtime.model.layers import Layer, Weights, limited
+from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.block import Attention
@@ -167,7 +167,7 @@ class Builder:
     def layer(self, index: int) -> Layer:
         device, spec = self.placement.dense_device(index), self.spec.layers[index]
         experts = self.expert_loader(index)
-        layer = Layer(
+        return Layer(
             spec=spec,
             device=device,
             norms=self.norms(index, device),
@@ -186,7 +186,6 @@ class Builder:
             shared=self.shared(experts),
             own=load_all(self, spec.position_wise, index, device),
         )
-        return limited(layer, self.model.limits.layers[index])
 
     def expert_loader(self, index: int) -> ExpertLoader:
         return ExpertLoader(
@@ -348,7 +347,6 @@ class Builder:
             else None,
             up=self.linear(f"blk.{index}.ffn_pred_up", device, "predictor"),
             threshold=info.threshold_L[index],
-            gate=self.gate(index),
         )
 
 

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotsplit.model.blocks import PredictorKind
-from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights.gpu_products import Factor
 from hotsplit.runtime.weights.matrix import Linear, side_by_side
 
-_KINDS = ("linear", "relu", "gate")  # in the order of step.h's PredictorKind
+_KINDS = ("linear", "relu")  # in the order of step.h's PredictorKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,6 @@ class Predictor:
     down: Linear | None  # [R, D]; None: `up` is the only matrix
     up: Linear  # [F, R], or [F, D]
     threshold: float
-    gate: Gate
 
     def scores(self, x: Tensor | Factor, *, is_small: bool = False) -> Tensor:
         """[T, F] for inputs [T, D]; a neuron is predicted if its score is above the threshold or NaN. `is_small`: see
@@ -35,10 +33,8 @@ class Predictor:
         first = self.up if self.down is None else self.down
         inner_TR = side_by_side((first,), x, is_small=is_small)
         if self.down is None:
-            logits_TF = inner_TR
-        else:
-            logits_TF = self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
-        return self.gate.smooth(logits_TF).abs() if self.kind == "gate" else logits_TF
+            return inner_TR
+        return self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
 
     @property
     def num_bytes(self) -> int:
@@ -72,14 +68,13 @@ def launch_predict(
 ) -> None:
     """Writes the bits of the predicted neurons, int32 [F / 32 rounded up] for each row, and again to
     `copy_W` in pinned memory. `inner_R`: memory for the product with `down`, if there is one."""
-    up, activation = predictor.up, predictor.gate.activation
+    up = predictor.up
     if predictor.down:
         on.dot(predictor.down, x_D, inner_R, has_relu=predictor.kind == "relu")
         x_D = inner_R
     on.launch(
         lambda: on.kernels.predict(
-            up.weight, up.bias_N, x_D, predictor.threshold, predictor.kind, activation, named_W,
-            copy_W,
+            up.weight, up.bias_N, x_D, predictor.threshold, named_W, copy_W
         ),
         [up.weight.data, up.bias_N, x_D], [named_W, copy_W],
     )  # fmt: skip

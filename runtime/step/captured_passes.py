@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,10 +174,6 @@ class CapturedPasses:
         init=False, default_factory=dict
     )
     _launched: set[int] = field(init=False, default_factory=set)  # lengths without a graph
-
-    def emptied(self) -> Self:
-        """The same memory without graphs, for layers with other thresholds."""
-        return replace(self)
 
     def has_graph(self, num_tokens: int) -> bool:
         """True if passes of so many tokens have been captured."""

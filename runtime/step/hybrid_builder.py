@@ -24,7 +24,6 @@ from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
-from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.batch import LogitsMemory
 from hotsplit.runtime.step.divided_layer import (
     DividedLayer,
@@ -111,8 +110,6 @@ class _Builder:
         if layer.router is not None:
             return self._divide_experts(index, layer, room)
         hot, cold = by_role(layer.ffn.blocks)
-        if hot is not None and hot.gate_limit_N is not None:
-            raise NotNative("the GPU kernels do not support limits of neurons")
         native, named_W, fired_W, hot_bits = None, self.host.named_TW, None, None
         is_named = layer.spec.predict is not None
         if self.cache is not None:
@@ -341,7 +338,7 @@ def _submit(main: Stream, submissions: Mapping[int, Submission], needed: Mapping
 @contextmanager
 def _spared(weights: Weights) -> Iterator[None]:
     """Lets a trial step write to the first position of the first sequence, and restores its keys and
-    values afterwards: a step may be built again (for new thresholds) while texts are open."""
+    values afterwards."""
     lent = [table for table in weights.cache.tables if table.lend()]
     caches = [layer for layer in weights.cache.layers if layer.table not in lent]
     kept = [each.read(0, 0, 1) for each in caches]

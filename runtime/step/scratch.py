@@ -180,11 +180,11 @@ def _delta_on_gpu(p: Pass, index: int, d: DeltaNet) -> PoolBytes:
 
 
 def predict(p: Pass, index: int) -> PoolBytes:
-    """Scores, with a bias or an activation once more; then two masks."""
+    """Scores, with a bias once more; then two masks."""
     layer, width, name = p.spec.layers[index], p.spec.hidden_size, f"blk.{index}.ffn_pred"
     predictor, number = layer.predict, layer.neurons.number
     assert predictor is not None
-    is_again = predictor.kind == "gate" or f"{name}_up.bias" in p.model.tensors
+    is_again = f"{name}_up.bias" in p.model.tensors
     scores, masks = p.floats(number), p.tensor(p.num_tokens * number) * 2
     found = scores + (scores | masks if is_again else masks) + p.floats(predictor.rank) * 2
     if p.is_on_gpu:

@@ -37,8 +37,6 @@ class NeuronBlock:
     row_N: Tensor | None
     is_whole: bool = False  # all neurons of the layer, in order
     is_by_output: bool = False
-    # f32 limits at or below which |act(gate)| counts as silent.
-    gate_limit_N: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -67,23 +65,10 @@ class NeuronBlock:
         """D."""
         return self.down.num_rows if self.is_by_output else self.down.width
 
-    def limited(self, gate_F: Tensor | None) -> "NeuronBlock":
-        """The block with these limits, given for all neurons of the layer."""
-        if gate_F is None:
-            return replace(self, gate_limit_N=None)
-        own_N = gate_F[self.id_N.cpu().long()].contiguous().to(self.device)
-        return replace(self, gate_limit_N=own_N)
-
-    def gate_limit(self, position_A: Tensor | None) -> Tensor | None:
-        """Limits of the neurons at these positions of the block (None: all)."""
-        limit_N = self.gate_limit_N
-        return limit_N if limit_N is None or position_A is None else limit_N[position_A]
-
     def part(self, start: int, stop: int) -> "NeuronBlock":
         """A range of consecutive neurons, as a view."""
         assert not self.is_by_output
-        limit_N = None if self.gate_limit_N is None else self.gate_limit_N[start:stop]
-        block = replace(self, id_N=self.id_N[start:stop], gate_limit_N=limit_N, is_whole=False)
+        block = replace(self, id_N=self.id_N[start:stop], is_whole=False)
         if self.row_N is not None:
             return replace(block, row_N=self.row_N[start:stop])
         return replace(

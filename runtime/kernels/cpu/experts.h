@@ -347,7 +347,7 @@ inline bool fits(const HsExperts& e, int64_t num_used, int64_t D, bool computes_
     const HsBlock& b = e.first;
     if (e.num_experts < 1 || e.num_experts > MAX_EXPERTS || num_used < 1 || num_used > MAX_USED)
         return false;
-    if (b.row || b.id || b.gate_limit || b.num_neurons < 1) return false;
+    if (b.row || b.id || b.num_neurons < 1) return false;
     for (int64_t bytes : {e.gate_bytes, e.up_bytes, e.down_bytes})
         if (bytes < 0) return false;
     return fits(b, D, b.num_neurons, b.up.data != nullptr, computes_all);

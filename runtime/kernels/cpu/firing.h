@@ -3,24 +3,6 @@
 #pragma once
 #include "row_sums.h"
 
-// Limits of a block's neurons, by position in the block.
-struct NeuronLimits {
-    NeuronLimits(const HsBlock& block, const Gate& gate)
-        : threshold(gate.threshold), gate(block.gate_limit) {}
-
-    float of_gate(int64_t p) const { return gate ? gate[p] : threshold; }
-    // Bit i says whether the smooth gate at position p + i fires, for i < n <= 64.
-    uint64_t open_gates(const float* value, int64_t p, int64_t n) const {
-        if (gate) return kernels().beyond(value, n, gate + p);
-        float same[64];
-        std::fill_n(same, n, threshold);
-        return kernels().beyond(value, n, same);
-    }
-
-    const float threshold;
-    const float* const gate;  // or null
-};
-
 // The predicted neurons of a layer, given by bits, or by scores above a threshold or NaN.
 struct Named {
     const uint32_t* bits;  // or null

@@ -73,11 +73,11 @@ struct Gate : HsGate {
         for (int64_t i = 0; activation == ACTIVATION_RELU2 && i < n; ++i) gate[i] *= gate[i];
     }
 
-    // True if the neuron fires: its gate, after smooth(), is above the threshold (SiLU and GELU: its
-    // magnitude above `limit`), or NaN; always if all are computed. ReLU and its variants set a gate that is not
-    // above the threshold to 0, and ReLU squared squares the others.
-    bool act(float& gate, float limit) const {
-        if (is_smooth()) return computes_all || !(std::fabs(gate) <= limit);
+    // True if the neuron fires: its gate, after smooth(), is above the threshold (SiLU and GELU, behind a
+    // cutoff: not 0), or NaN; always if all are computed. ReLU and its variants set a gate that is not above
+    // the threshold to 0, and ReLU squared squares the others.
+    bool act(float& gate) const {
+        if (is_smooth()) return computes_all || gate != 0.0f;
         const bool fires = !(gate <= least());
         if (!fires) gate = 0.0f;
         square(&gate, 1);

@@ -337,8 +337,6 @@ struct Kernels {
     void (*soft_cap)(float* x, int64_t n, float cap);
     // Bit i says whether x[i] is above the limit or NaN. n <= 64.
     uint64_t (*above)(const float* x, int64_t n, float limit);
-    // Bit i says whether the magnitude of x[i] is above limit[i] or NaN. n <= 64.
-    uint64_t (*beyond)(const float* x, int64_t n, const float* limit);
     // Sets values i < 64 whose bit is not set to 0.
     void (*keep_only)(float* x, uint64_t mask);
     // y[i] += x[i]

@@ -294,7 +294,6 @@ class Neurons {
     // Activates the gates of a group; clears the bits of those that do not fire.
     void open_group(const HsBlock& block, const Gate& gate, int64_t T, int64_t g, uint64_t* needed) {
         const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
-        const NeuronLimits limits(block, gate);
         const Biases bias{block.gate.bias, block.row, p0};
         uint64_t any = 0;
         for (int64_t t = 0; t < T; ++t) {
@@ -302,7 +301,7 @@ class Neurons {
             for (int64_t i = 0; bias.data && i < count; ++i) of[i] += bias[i];
             seen_.keep_gates(block, t, p0, of, count, needed[t]);
             gate.smooth(of, count);
-            any |= needed[t] &= act(gate, limits, p0, of, count);
+            any |= needed[t] &= act(gate, of, count);
         }
         num_read_[g].fired = __builtin_popcountll(any);
     }
@@ -323,11 +322,13 @@ class Neurons {
         }
     }
 
-    // Activates gates of the group at position p0; the mask of those that fire. The values of others
-    // are not used.
-    static uint64_t act(const Gate& gate, const NeuronLimits& limits, int64_t p0, float* value,
-                        int64_t count) {
-        if (gate.is_smooth()) return gate.computes_all ? ~0ull : limits.open_gates(value, p0, count);
+    // Activates gates of a group; the mask of those that fire. The values of others are not used.
+    static uint64_t act(const Gate& gate, float* value, int64_t count) {
+        if (gate.is_smooth()) {
+            uint64_t fired = 0;
+            for (int64_t i = 0; i < count; ++i) fired |= static_cast<uint64_t>(value[i] != 0.0f) << i;
+            return gate.computes_all ? ~0ull : fired;
+        }
         const uint64_t fired = kernels().above(value, count, gate.least());
         if (gate.computes_all) kernels().keep_only(value, fired);
         gate.square(value, count);

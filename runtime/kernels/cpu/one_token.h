@@ -42,7 +42,6 @@ class OneToken {
           gate(gate),
           gate_x(gate_x),
           up_x(up_x),
-          limits(block, gate),
           room(room),
           all(all),
           is_together(block.gate.stride > row_bytes(block.gate)) {}
@@ -183,7 +182,7 @@ class OneToken {
         for (int64_t a = g0; a < g1; ++a) {
             float value = room.gate[a];
             const int32_t place = all.position ? all.position[a] : static_cast<int32_t>(a);
-            const bool fires = gate.act(value, limits.of_gate(place));
+            const bool fires = gate.act(value);
             room.open[at] = all.row ? all.row[a] : static_cast<int32_t>(a);
             room.position[at] = place;
             room.hidden[at] = value;
@@ -225,7 +224,6 @@ class OneToken {
     const HsBlock& block;
     const Gate& gate;
     const Input &gate_x, &up_x;
-    const NeuronLimits limits;
     const TokenRoom& room;
     const Candidates& all;
     const bool is_together;  // gate, up and down of a neuron are adjacent

@@ -95,7 +95,7 @@ class PerLayer final : public OperationOf<HsPerLayer, PerLayerRoom> {
         call.rows(16 * P, [&](int64_t t) {
             float* y = room.inner.row(t);
             gate.smooth(y, P);
-            for (int64_t p = 0; p < P; ++p) gate.act(y[p], 0.0f), y[p] *= own[t * P + p];
+            for (int64_t p = 0; p < P; ++p) gate.act(y[p]), y[p] *= own[t * P + p];
         });
         call.multiply(l.output, room.inner, call.written[0]->f32);
     }

@@ -442,8 +442,7 @@ constexpr Kernels all_kernels() {
     all.weigh_keys[KIND_Q8_0] = weigh_keys<Q8_0>, all.mix_values[KIND_Q8_0] = mix_values<Q8_0>;
     all.weigh_keys[KIND_Q4_0] = weigh_keys<Q4_0>, all.mix_values[KIND_Q4_0] = mix_values<Q4_0>;
     all.choose = choose, all.smooth = smooth, all.soft_cap = soft_cap;
-    all.above = above, all.beyond = beyond;
-    all.keep_only = keep_only, all.add_to = add_to, all.sum_parts = sum_parts;
+    all.above = above, all.keep_only = keep_only, all.add_to = add_to, all.sum_parts = sum_parts;
     all.rms_norm = rms_norm, all.layer_norm = layer_norm, all.rotate = rotate;
     all.gate_by = gate_by, all.delta_head = delta_head;
     all.store_f16 = store_f16, all.dot_bytes = dot_bytes, all.dot_codes = dot_codes;

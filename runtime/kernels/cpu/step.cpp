@@ -512,13 +512,6 @@ class Step {
         }
         multiply(&p.up, 1, *inner, T, w.named, F);
         s.predictor_bytes += num_bytes(p.up);
-        if (p.kind != PREDICTOR_GATE) return;
-        const Gate gate{{l.feed_forward.gate.activation, false, 0.0f}};
-        rows(16 * F, [&](int64_t t) {
-            float* score = w.named + t * F;
-            gate.smooth(score, F);
-            for (int64_t j = 0; j < F; ++j) score[j] = std::fabs(score[j]);
-        });
     }
 
     HsStep& s;

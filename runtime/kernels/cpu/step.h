@@ -26,7 +26,7 @@ constexpr int64_t MAX_USED = 64;           // experts of a token
 constexpr int64_t MAX_GROUPS = 64;         // of a layer's experts
 
 enum Gating : int32_t { GATING_SOFTMAX, GATING_SIGMOID, GATING_SOFTMAX_OF_CHOSEN, NUM_GATINGS };
-enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE };
+enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU };
 // The parts of a step that are timed. The clock is read between parts, so they sum to the whole.
 enum Timed : int32_t {
     TIMED_INPUTS,  // query, key and value projection, or those of a delta net
@@ -40,13 +40,10 @@ enum Timed : int32_t {
     NUM_TIMED
 };
 
-// With SiLU and GELU, a neuron does not fire if |act(gate)| is at or below its gate limit, which replaces
-// the layer's threshold. Without effect if silent neurons are computed too.
 struct HsBlock {
     HsMatrix gate, up, down;
-    const int32_t* id;        // [N] the neurons' ids in the layer, or null: 0 .. N-1
-    const int32_t* row;       // [N] their rows in the matrices, or null: 0 .. N-1
-    const float* gate_limit;  // [N], or null: the layer's threshold
+    const int32_t* id;   // [N] the neurons' ids in the layer, or null: 0 .. N-1
+    const int32_t* row;  // [N] their rows in the matrices, or null: 0 .. N-1
     int64_t num_neurons;
     // down: one row per output, [D, F], as llama.cpp's files have it; all neurons are computed, in order
     int32_t is_by_output;

@@ -103,22 +103,6 @@ uint64_t above(const float* x, int64_t n, float limit) {
     return open;
 }
 
-uint64_t beyond(const float* x, int64_t n, const float* limit) {
-    uint64_t open = 0;
-#ifdef LEVEL_AVX512
-    for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 there = first_of_16(n - i);
-        const __m512 values = _mm512_abs_ps(_mm512_maskz_loadu_ps(there, x + i));
-        const __m512 limits = _mm512_maskz_loadu_ps(there, limit + i);
-        open |= static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(there, values, limits, _CMP_NLE_UQ)) << i;
-    }
-#else
-    for (int64_t i = 0; i < n; ++i)
-        open |= static_cast<uint64_t>(!(__builtin_fabsf(x[i]) <= limit[i])) << i;
-#endif
-    return open;
-}
-
 void keep_only(float* x, uint64_t mask) {
     for (int64_t i = 0; i < 64; ++i) {
 #ifdef LEVEL_AVX512

@@ -37,7 +37,7 @@ inline void activate_whole(const HsBlock& block, const Gate& gate, int64_t t, in
     for (int64_t a = a0; block.gate.bias && a < a1; ++a) value[a] += block.gate.bias[a];
     seen.keep(seen.gate, block, t, a0, value + a0, a1 - a0);
     gate.smooth(value + a0, a1 - a0);
-    for (int64_t a = a0; !gate.is_smooth() && a < a1; ++a) gate.act(value[a], 0.0f);
+    for (int64_t a = a0; !gate.is_smooth() && a < a1; ++a) gate.act(value[a]);
     for (int64_t a = a0; up.bias && a < a1; ++a) by[a] += up.bias[a];
     if (up.data) gate.turn_ups(by + a0, a1 - a0);
     for (int64_t a = a0; up.data && a < a1; ++a) value[a] *= by[a];

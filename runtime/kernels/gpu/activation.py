@@ -55,7 +55,7 @@ def activate(gate, threshold, ACTIVATION: tl.constexpr):
     IS_GELU: tl.constexpr = ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh"
     if ACTIVATION == "silu" or ACTIVATION == "swiglu_oai" or IS_GELU:
         value = smooth(gate, ACTIVATION)
-        is_silent = tl.abs(value) <= threshold
+        is_silent = value == 0.0
     else:
         if ACTIVATION == "fatrelu":
             is_silent = gate <= threshold

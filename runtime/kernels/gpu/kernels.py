@@ -29,8 +29,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hotsplit.model.blocks import PLAIN_SUM, PredictorKind, SumFactors
-from hotsplit.model.spec import Activation, Attention
+from hotsplit.model.blocks import PLAIN_SUM, SumFactors
+from hotsplit.model.spec import Attention
 from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.delta_kernels import Convolve, DeltaRule, GateNorm
@@ -172,16 +172,14 @@ class Predict(Protocol):
         bias_F: Tensor | None,
         inner_R: Tensor,
         threshold: float,
-        kind: PredictorKind,
-        activation: Activation,
         named_B: Tensor,
         copy_B: Tensor | None = None,
     ) -> None:
         """Writes `named_B`, int32 [ceil(F / 32)]: bit j % 32 of word j // 32 is 1 if neuron j is
         predicted. `copy_B`: the same again, for example in pinned memory of the host.
 
-        Its score is up_j inner + bias, or the magnitude of the activation of that for "gate"; it is
-        predicted unless score <= threshold. Bits past F are 0."""
+        Its score is up_j inner + bias; it is predicted unless score <= threshold. Bits past F are
+        0."""
 
 
 class GateUp(Protocol):

@@ -7,10 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotsplit.model.blocks import PredictorKind
-from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.spec import Activation
-from hotsplit.runtime.kernels.gpu.activation import smooth
 from hotsplit.runtime.kernels.gpu.blocks import dot_rows, rows_at
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, ceil_div, overlap_options
 from hotsplit.runtime.kernels.gpu.overlap import admit_next
@@ -38,7 +34,6 @@ def _predict(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -59,8 +54,6 @@ def _predict(
         score_R = results[t]
         if bias is not None:
             score_R += tl.load(bias + row_R, mask=live_R, other=0.0)
-        if ACTIVATION is not None:
-            score_R = tl.abs(smooth(score_R, ACTIVATION))
         is_named_R = ((score_R <= threshold) == 0) & live_R
         bits = tl.sum(is_named_R.to(tl.int32) << tl.arange(0, ROWS), axis=0)
         tl.store(named + byte, bits.to(tl.uint8))
@@ -77,13 +70,10 @@ def predict(
     bias_F: Tensor | None,
     inner_R: Tensor,
     threshold: float,
-    kind: PredictorKind,
-    activation: Activation,
     named_B: Tensor,
     copy_B: Tensor | None = None,
 ) -> None:
     layout = Layout.of(up)
-    assert kind != "gate" or activation in SMOOTH, (kind, activation)
     assert named_B.shape[-1] == ceil_div(up.num_rows, 32), (named_B.shape, up.num_rows)
     assert inner_R.is_contiguous() and named_B.dim() == inner_R.dim(), (inner_R.stride(), named_B)
     assert copy_B is None or (copy_B.shape, copy_B.stride()) == (named_B.shape, named_B.stride())
@@ -105,7 +95,6 @@ def predict(
         ALIGN=layout.align,
         ROWS=_ROWS,
         UNITS=layout.units_of_tile(_ROWS),
-        ACTIVATION=activation if kind == "gate" else None,
         GROUP=groups.size,
         NUM_GROUPS=groups.count,
         **overlap_options(),

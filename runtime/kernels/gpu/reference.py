@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from hotsplit.model.blocks import PLAIN_SUM, PredictorKind, SumFactors
+from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.spec import Activation, Attention, Norm, Rotary
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
@@ -202,14 +202,10 @@ def predict(
     bias_F: Tensor | None,
     inner_R: Tensor,
     threshold: float,
-    kind: PredictorKind,
-    activation: Activation,
     named_B: Tensor,
     copy_B: Tensor | None = None,
 ) -> None:
     score_F = product(up, bias_F, inner_R)
-    if kind == "gate":
-        score_F = _smooth(score_F, activation).abs()
     named_B.copy_(pack_bits(~(score_F <= threshold)))
     if copy_B is not None:
         copy_B.copy_(named_B)
@@ -358,7 +354,7 @@ def _activate(gate_N: Tensor, rule: Gate) -> tuple[Tensor, Tensor]:
     """(value, whether it fires)."""
     if rule.activation in SMOOTH:
         value_N = _smooth(gate_N, rule.activation)
-        return value_N, ~(value_N.abs() <= rule.threshold)
+        return value_N, value_N != 0
     fires_N = ~(gate_N <= (rule.threshold if rule.activation == "fatrelu" else 0.0))
     value_N = torch.where(fires_N, gate_N, 0.0)
     return value_N**2 if rule.activation == "relu2" else value_N, fires_N

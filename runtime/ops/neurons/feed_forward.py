@@ -8,13 +8,10 @@ the up projection.
 
 `exact` computes every gate, and `up` and `down` only for neurons that fire; `predicted` computes
 the gates of predicted neurons, and `up` and `down` for those of them that fire. Both give the
-results of `dense` up to rounding, except for neurons that the predictor misses and, for SiLU and
-GELU, those silenced by a threshold or limit. In blocks that the C++ kernels compute
+results of `dense` up to rounding, except for neurons that the predictor misses. In blocks that the C++ kernels compute
 (native_neurons), a token's result is the same as if it were alone. In others, several tokens
 compute all rows that any of them needs, or every row; on a GPU, and for observers of several
 tokens, every row is computed. Values that a token does not need are then masked.
-
-Except in mode `dense`, limits may silence gates; see hotsplit.artifacts.limits_file.
 
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
@@ -165,8 +162,7 @@ class FeedForward:
             position = named_TN[0].nonzero().flatten()
             rows = block.rows(position)
         gate_A = self._prepared(_dot(block.gate, x_D, rows))
-        limit_A = block.gate_limit(position)
-        activated_A, fires_A = self.gate.act(gate_A, limit=limit_A)
+        activated_A, fires_A = self.gate.act(gate_A)
         open_A = fires_A.nonzero().flatten()
         open_position = open_A if position is None else position[open_A]
         open_rows = block.rows(open_position)
@@ -236,7 +232,6 @@ class FeedForward:
     ) -> Tensor:
         """Adds the output of a block, of which all rows are read, because finding those that fire
         would synchronise with the device; None: to zeros."""
-        assert block.gate_limit_N is None
         count, size = len(block.id_N), gpu_part_neurons(len(x))
         if self.gate.needs_all:
             assert count == self.num_neurons, (count, self.num_neurons)
@@ -265,8 +260,7 @@ class FeedForward:
                 rows, named_TN = part.rows(position), named_TN[:, position]
         gate_TA = self._prepared(_product(part.gate, x_TD, rows))
         num_gates = gate_TA.shape[1]
-        limit_A = part.gate_limit(position)
-        hidden_TA, _ = self.gate.act(gate_TA, limit=limit_A)
+        hidden_TA, _ = self.gate.act(gate_TA)
         if named_TN is not None:
             hidden_TA = hidden_TA * named_TN
         # Silent neurons are 0. NaN is not silent: it must reach the result.
@@ -310,8 +304,7 @@ class FeedForward:
         self, block: NeuronBlock, gate_TN: Tensor, up_TN: Tensor | None, named_TN: Tensor | None
     ) -> Tensor:
         """The inputs of `down` for all neurons of a block."""
-        limit_N = block.gate_limit(None)
-        activated_TN, _ = self.gate.act(gate_TN, limit=limit_N)
+        activated_TN, _ = self.gate.act(gate_TN)
         hidden_TN = self.gate.hidden(activated_TN, up_TN)
         if named_TN is not None:
             hidden_TN = hidden_TN * named_TN

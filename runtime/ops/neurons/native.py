@@ -26,7 +26,7 @@ from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 class BlockStruct(Structure):
     _fields_ = [("gate", MatrixStruct), ("up", MatrixStruct), ("down", MatrixStruct), ("id", c_void_p),
-                ("row", c_void_p), ("gate_limit", c_void_p), ("num_neurons", c_int64),
+                ("row", c_void_p), ("num_neurons", c_int64),
                 ("is_by_output", c_int32)]  # fmt: skip
 
 
@@ -50,7 +50,6 @@ def block_struct(structs: Structs, block: NeuronBlock) -> BlockStruct:
         down=structs.matrix(block.down),
         id=None if block.is_whole else structs.indices(block.id_N),
         row=None if block.row_N is None else structs.indices(block.row_N),
-        gate_limit=structs.vector(block.gate_limit_N, len(block.id_N)),
         num_neurons=len(block.id_N),
         is_by_output=block.is_by_output,
     )

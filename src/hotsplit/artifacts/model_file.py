@@ -7,16 +7,15 @@ what llama.cpp loads.
 Letters: L layers, D model width, F feed-forward neurons of a layer, R predictor rank."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
-from hotsplit.artifacts.limits_file import GATE, LayerLimits, Limits
 from hotsplit.artifacts.model_gguf import read_model_gguf
-from hotsplit.errors import HotsplitError, about
+from hotsplit.errors import HotsplitError
 from hotsplit.families.family import Architecture
 from hotsplit.families.key_reader import QUALITY, VERSION, KeyReader
 from hotsplit.families.spec_keys import spec_keys
@@ -24,7 +23,6 @@ from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import (
     TensorEntry,
     Value,
-    array_entry,
     can_unpack,
     write_gguf,
 )
@@ -56,11 +54,10 @@ _GENERAL = ("general.architecture", "general.alignment")
 class PredictorInfo:
     """The arithmetic of the predictors of all layers.
 
-    logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, where act is the identity ("linear",
-    "gate") or ReLU ("relu", DejaVu's form). A layer of rank 0 has one matrix: logits_F = up_FD x_D
-    + up_bias. A neuron is computed if its score is above its layer's threshold. The score is the
-    logit or, for "gate" (only with smooth activations), |activation(logit)|. x is the FFN input of
-    the layer that is `input_layer_offset` layers earlier."""
+    logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, where act is the identity ("linear")
+    or ReLU ("relu", DejaVu's form). A layer of rank 0 has one matrix: logits_F = up_FD x_D + up_bias.
+    A neuron is computed if its logit is above its layer's threshold. x is the FFN input of the layer
+    that is `input_layer_offset` layers earlier."""
 
     kind: PredictorKind
     rank_L: tuple[int, ...]
@@ -75,14 +72,13 @@ class ModelFile:
     layout: Layout
     model_id: str
     bare_spec: ModelSpec  # what the model is, without predictors
-    # A neuron fires above it: gate > t, or |act(gate)| > t if smooth.
+    # FATReLU's, above which a gate fires; 0 for other activations.
     threshold_L: tuple[float, ...]
     predictor: PredictorInfo | None
     tensors: dict[str, TensorEntry]
     extra_keys: dict[str, Value]  # tokenizer, name and the like, kept as they are
-    # The measured quality of modes with these thresholds, limits and predictors; {}: unknown.
+    # The measured quality of modes with these predictors; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
-    is_trained_sparse: bool = False  # see limits.Limits.is_trained
     # Layers of the file that only predict tokens further ahead, which nothing here runs.
     num_skipped: int = 0
     runs_as_it_is: bool = False  # a stock file on the CPU in mode dense: nothing is transposed
@@ -110,7 +106,6 @@ class ModelFile:
             tensors=tensors,
             extra_keys={k: v for k, v in keys.items() if not k.startswith(own)},
             quality=read.quality(),
-            is_trained_sparse=read.flag("hotsplit.limits.trained"),
             num_skipped=read.num_skipped,
         )
         model.validate()
@@ -134,8 +129,9 @@ class ModelFile:
 
     def validate(self) -> None:
         """Raises HotsplitError unless all required tensors and no unknown ones are there, in
-        valid shapes and types, and limits, rotary factors and predictors are valid for the model."""
-        self._check_limits()
+        valid shapes and types, and thresholds, rotary factors and predictors are valid for the
+        model."""
+        self._refuse_limits()
         required, optional = self.expected_shapes()
         unknown = sorted(self.tensors.keys() - required.keys() - optional.keys())
         missing = sorted(required.keys() - self.tensors.keys())
@@ -170,7 +166,7 @@ class ModelFile:
                 )
         self._check_rotary()
         if self.predictor is not None:
-            self.refuse_chosen("predictors are", "convert it without them")
+            self.refuse_predictors("convert its checkpoint without them")
             self._check_predictor(self.predictor)
 
     def expected_shapes(self) -> tuple[Shapes, Shapes]:
@@ -182,36 +178,20 @@ class ModelFile:
             in_layer = layer_shapes(spec, layer, self.layout)
             required |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
             in_layer = optional_layer_shapes(layer)
-            if layer.route is None:
-                in_layer |= {GATE: (layer.neurons.number,)}
             optional |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
         return required, optional
 
-    def _check_limits(self) -> None:
-        """Raises HotsplitError for malformed limits, or limits that this model cannot have."""
-        found = [n for n in self.tensors if n.startswith("blk.") and n.endswith(".limit")]
-        if not found:
-            return
-        if self.activation not in SMOOTH or self.layout == "stock":
-            what = "the stock layout" if self.layout == "stock" else f"this {self.activation} model"
+    def _refuse_limits(self) -> None:
+        """Raises HotsplitError for what made neurons of SiLU and GELU models silent, which would
+        change the output if it were ignored: thresholds and limits of gates."""
+        limits = [name for name in self.tensors if name.endswith(".ffn_gate.limit")]
+        is_below = self.activation in SMOOTH and any(self.threshold_L)
+        if limits or is_below:
+            what = f"limits of gates ({limits[0]})" if limits else "thresholds of gates"
             raise HotsplitError(
-                f"{self.path}: {found[0]}: limits are for SiLU and GELU models in the sparse layout;"
-                f" {what} cannot have them; convert it without them"
+                f"{self.path}: has {what}, which made neurons of a {self.activation} model silent and"
+                " are no longer supported; convert its checkpoint again"
             )
-        for name in found:
-            if self.tensors[name].kind != "f32" or len(self.tensors[name].shape) != 1:
-                raise HotsplitError(
-                    f"{self.path}: {name} is {self.tensors[name].kind}"
-                    f" {list(self.tensors[name].shape)}, wanted a vector of f32; convert it again"
-                )
-        with about(self.path, "; convert it again"):
-            limits = self.limits
-        for layer, threshold in enumerate(self.threshold_L):
-            if threshold and limits.layers[layer].gate_F is not None:
-                raise HotsplitError(
-                    f"{self.path}: layer {layer} has a threshold ({threshold:g}) and limits for the"
-                    " same gates, blk.N.ffn_gate.limit; leave one of the two out"
-                )
 
     def _check_rotary(self) -> None:
         """Raises HotsplitError unless the divisors of the frequencies are finite and positive."""
@@ -224,11 +204,6 @@ class ModelFile:
                 )
 
     def _check_predictor(self, info: PredictorInfo) -> None:
-        if info.kind == "gate" and self.activation not in SMOOTH:
-            raise HotsplitError(
-                f"{self.path}: predictors of kind gate are for {', '.join(SMOOTH)}, but the activation"
-                f" here is {self.activation}; train predictors for this model"
-            )
         if info.kind == "relu" and 0 in info.rank_L:
             raise HotsplitError(
                 f"{self.path}: predictors of kind relu have two matrices, but layer"
@@ -260,16 +235,6 @@ class ModelFile:
             for layer, rank, threshold in per_layer
         ])  # fmt: skip
 
-    @cached_property
-    def limits(self) -> Limits:
-        """The limits of gates; empty if there are none. Raises like `Limits.validate`."""
-        num_layers = self.bare_spec.num_layers
-        entries = [self.tensors.get(f"blk.{layer}.{GATE}") for layer in range(num_layers)]
-        layers = tuple(LayerLimits(gate_F=None if e is None else e.read()) for e in entries)
-        limits = Limits(model_id=self.model_id, layers=layers)
-        limits.validate()
-        return limits
-
     def refuse_chosen(self, what: str, instead: str) -> None:
         """Raises HotsplitError for a model that chooses a token's neurons itself, for which `what` is
         not supported: a mixture of experts, or one whose neurons depend on all gates of their layer."""
@@ -278,6 +243,16 @@ class ModelFile:
         if spec.has_experts or spec.needs_all_gates:
             raise HotsplitError(f"{self.path}: {what} not supported for {kind}; {instead}")
 
+    def refuse_predictors(self, instead: str) -> None:
+        """Raises HotsplitError for a model that has nothing to predict: its neurons all fire, or it
+        chooses them itself."""
+        self.refuse_chosen("predictors are", instead)
+        if not self.bare_spec.silences:
+            raise HotsplitError(
+                f"{self.path}: every neuron of this {self.activation} model fires, so there is nothing"
+                f" to predict; {instead}"
+            )
+
     @property
     def skipped_note(self) -> str:
         """A clause on the layers of the file that nothing runs; "" without any."""
@@ -285,37 +260,6 @@ class ModelFile:
             return "the last layer, which predicts tokens further ahead (MTP), is not used"
         count = f"the last {self.num_skipped} layers, which predict tokens further ahead (MTP),"
         return f"{count} are not used" if self.num_skipped else ""
-
-    @property
-    def has_limits(self) -> bool:
-        return bool(self.limits)
-
-    def with_limits(self, limits: Limits, source: str) -> "ModelFile":
-        """The model with these limits instead of its own, and with their recorded quality; limits
-        of gates also replace thresholds.
-
-        Raises HotsplitError, which quotes `source`, for limits that the model cannot have."""
-        if limits.model_id not in (None, self.model_id):
-            raise HotsplitError(
-                f"{source}: limits of model {str(limits.model_id)[:12]}, this is"
-                f" {self.model_id[:12]}; make them for this model"
-            )
-        self.refuse_chosen("limits of gates are", f"leave {source} out")
-        with about(source, "; make the limits again"):
-            limits.validate()
-        limits.check_shape(self.bare_spec, source)
-        tensors = {name: e for name, e in self.tensors.items() if not name.endswith(".limit")}
-        threshold_L = tuple(
-            0.0 if layer.gate_F is not None else threshold
-            for layer, threshold in zip(limits.layers, self.threshold_L, strict=True)
-        )
-        tensors |= {name: array_entry(limit, "f32") for name, limit in limits.arrays().items()}
-        model = replace(
-            self, tensors=tensors, threshold_L=threshold_L, quality=limits.quality,
-            is_trained_sparse=limits.is_trained,
-        )  # fmt: skip
-        model._check_limits()
-        return model
 
     @cached_property
     def own_type(self) -> str:
@@ -362,8 +306,6 @@ class ModelFile:
             keys["hotsplit.predictor.input_layer_offset"] = np.uint32(p.input_layer_offset)
             if p.density_L:
                 keys["hotsplit.predictor.density"] = list(p.density_L)
-        if self.is_trained_sparse:
-            keys["hotsplit.limits.trained"] = True
         for mode, values in quality_values(self.quality).items():
             for name, value in values.items():
                 stored = np.uint64 if isinstance(value, int) else np.float64

@@ -157,17 +157,14 @@ class Predictors:
     model_id: str | None  # None: unknown, for predictors from elsewhere
     info: PredictorInfo
     layers: tuple[LayerPredictor, ...]
-    # The quality of mode predicted with these predictors, and of mode exact with the same
-    # thresholds; {}: unknown.
+    # The quality of mode predicted with these predictors, and of mode exact; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     arithmetic: str | None = None  # in which they were trained; None: unknown
-    # Limits.sha256 of the model's limits when these were trained; None: it had none.
-    limits: str | None = None
 
     @classmethod
     def load(cls, path: Path) -> "Predictors":
         """Raises HotsplitError for anything but a whole, valid file."""
-        names, optional = {"model_id", "info", "matrix_kind_L"}, {"quality", "arithmetic", "limits"}
+        names, optional = {"model_id", "info", "matrix_kind_L"}, {"quality", "arithmetic"}
         metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional, older=OLDER)
         try:
             read = Fields(metadata)
@@ -184,7 +181,6 @@ class Predictors:
                 layers=tuple(layers),
                 quality=read_quality(metadata.get("quality", {}), "quality"),
                 arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
-                limits=read.line("limits") if "limits" in metadata else None,
             )
             predictors.validate()
         except (HotsplitError, KeyError) as error:  # KeyError: a layer has no predictor
@@ -206,8 +202,6 @@ class Predictors:
             metadata["quality"] = quality_values(self.quality)
         if self.arithmetic is not None:
             metadata["arithmetic"] = self.arithmetic
-        if self.limits is not None:
-            metadata["limits"] = self.limits
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:

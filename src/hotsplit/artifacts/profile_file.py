@@ -1,7 +1,6 @@
 """model.profile.safetensors: counts of each neuron's firings, and histograms of gate magnitudes.
 
-Specified in docs/formats.md. Two profiles of one model, with the same thresholds and limits, can be
-added.
+Specified in docs/formats.md. Two profiles of one model, with the same thresholds, can be added.
 
 Letters: L layers, F neurons, B histogram bins, E experts, T recorded tokens, K experts of a token."""
 
@@ -46,12 +45,9 @@ class Profile:
     expert_count_LE: np.ndarray | None = None
     # The experts of some of its tokens, ascending, int16; -1 in layers without experts.
     routing_LTK: np.ndarray | None = None
-    # The quality of modes with these thresholds or limits and the predictors of the same run.
-    # {}: unknown.
+    # The quality of modes with the predictors of the same run. {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     arithmetic: str | None = None  # in which firings were counted; None: unknown
-    # Limits.sha256 of the model file's limits, which decided what fired; None: it had none.
-    limits: str | None = None
     # Neurons of each layer, the others of F are no neurons; (): all have F.
     num_neurons_L: tuple[int, ...] = ()
 
@@ -98,11 +94,11 @@ class Profile:
     def merge(self, other: "Profile") -> "Profile":
         """The profile of both texts, without quality, which cannot be added.
 
-        Raises HotsplitError for different models, thresholds or limits."""
-        rules = [(each.model_id, each.threshold_L, each.limits) for each in (self, other)]
+        Raises HotsplitError for different models or thresholds."""
+        rules = [(each.model_id, each.threshold_L) for each in (self, other)]
         if rules[0] != rules[1]:
             raise HotsplitError(
-                "profiles of two models, thresholds or limits cannot be added: model"
+                "profiles of two models or thresholds cannot be added: model"
                 f" {self.model_id[:12]} and {other.model_id[:12]}"
             )
         return replace(
@@ -124,7 +120,7 @@ class Profile:
     def load(cls, path: Path) -> "Profile":
         """Raises HotsplitError for anything but a whole, valid profile."""
         names = {"model_id", "num_tokens", "threshold_L", "corpora"}
-        optional = {"quality", "arithmetic", "limits", "num_neurons_L"}
+        optional = {"quality", "arithmetic", "num_neurons_L"}
         metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional, older=OLDER)
         if arrays.keys() - {"expert_count_LE", "routing_LTK"} != {
             "active_count_LF",
@@ -147,7 +143,6 @@ class Profile:
                 ),
                 quality=read_quality(metadata.get("quality", {}), "quality"),
                 arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
-                limits=read.line("limits") if "limits" in metadata else None,
                 num_neurons_L=tuple(read.counts("num_neurons_L"))
                 if "num_neurons_L" in metadata
                 else (),
@@ -170,8 +165,6 @@ class Profile:
             "quality": quality_values(self.quality),
             "arithmetic": self.arithmetic,
         }
-        if self.limits is not None:
-            metadata["limits"] = self.limits
         if self.num_neurons_L:
             metadata["num_neurons_L"] = list(self.num_neurons_L)
         arrays = {

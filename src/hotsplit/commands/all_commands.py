@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.advise import advise
 from hotsplit.commands.bench import bench
 from hotsplit.commands.cache import cache
 from hotsplit.commands.chat import chat
@@ -38,7 +37,6 @@ from hotsplit.commands.profile_command import profile
 from hotsplit.commands.report import report
 from hotsplit.commands.run import run as run_command
 from hotsplit.commands.serve import serve
-from hotsplit.commands.sparsify import sparsify
 from hotsplit.files.written import Written
 from hotsplit.options.key_selection import DEFAULT
 from hotsplit.system.sizes import format_bytes
@@ -72,7 +70,7 @@ def cli() -> None:
     options."""
 
 
-for _command in (help_command, completion, plan, profile, advise, doctor, sparsify, run_command,
+for _command in (help_command, completion, plan, profile, doctor, run_command,
                  cache, generate, chat, serve, bench, evaluate, report):  # fmt: skip
     cli.add_command(_command)
 
@@ -102,10 +100,6 @@ for _command in (help_command, completion, plan, profile, advise, doctor, sparsi
 @click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
               help="The input that the predictors read: 0 for their own layer's, 1 for that of the"
                    " layer before.")  # fmt: skip
-@click.option(
-    "--thresholds", type=FILE, help="A profile whose thresholds to add, for SiLU and GELU models."
-)
-@click.option("--limits", type=FILE, help="A limits file to add, made by hotsplit advise.")
 @click.option("--verify/--no-verify", "is_verified", default=True, show_default=True,
               help="Compare the file's logits with the source's before keeping it.")  # fmt: skip
 @report_options

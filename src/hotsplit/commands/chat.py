@@ -27,7 +27,6 @@ from hotsplit.commands.options.shared import (
     placement_options,
     running_options,
     say,
-    thresholds_option,
 )
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.commands.options.speculation import speculating, take_speculation_options
@@ -86,7 +85,6 @@ A message that begins with / is written with //."""
               help="When the context is full, drop the oldest turns and continue.")  # fmt: skip
 @decoding_options
 @neuron_cache_option
-@thresholds_option
 @running_options
 def chat(**options: Any) -> None:
     """Talk with a model.

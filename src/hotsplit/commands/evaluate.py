@@ -20,7 +20,6 @@ from hotsplit.commands.options.shared import (
     mode_option,
     take_engine_options,
     threads_option,
-    thresholds_option,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +54,6 @@ ONLY_TASKS = ("limit", "num_fewshot", "task_folder")
 @click.option("--seed", default=0, show_default=True)
 @context_option("Context length in tokens. [default: the model's, up to 4,096]")
 @long_text_options
-@thresholds_option
 @mode_option
 @threads_option
 @device_option
@@ -110,8 +108,6 @@ def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> Non
 
 def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[str]:
     """Notes on the figures; `num_found` is the number of tokens of the text."""
-    from hotsplit.artifacts.model_file import ModelFile
-
     notes = []
     if report.mode == "dense" and not (
         config.engine.cache_type_k or config.engine.cache_type_v or config.engine.kv_offload
@@ -121,9 +117,6 @@ def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[s
     if num_found < config.max_tokens:
         notes.append(f"{num_found:,} tokens of text, fewer than the {config.max_tokens:,} of"
                      " --tokens")  # fmt: skip
-    if ModelFile.load(config.model).is_trained_sparse:
-        notes.append("dense is this file without its limits, not the model that it was trained"
-                     " from: hotsplit advise --dense compares with that")  # fmt: skip
     return notes
 
 

@@ -30,7 +30,6 @@ from hotsplit.commands.options.shared import (
     placement_options,
     running_options,
     say,
-    thresholds_option,
 )
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.commands.options.speculation import speculating, take_speculation_options
@@ -115,7 +114,6 @@ text_options = joined(
 @force_option
 @decoding_options
 @neuron_cache_option
-@thresholds_option
 @running_options
 @json_option
 def generate(**options: Any) -> None:

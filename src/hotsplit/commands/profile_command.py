@@ -72,15 +72,6 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
               help="Share of the predicted neurons that should actually fire.")  # fmt: skip
 @click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
               help="1 to predict from the input of the layer before.")  # fmt: skip
-@click.option(
-    "--target-sparsity",
-    type=float,
-    help="For SiLU and GELU models: find thresholds that silence this share of neurons.",
-)
-@click.option("--perplexity-budget", type=float,
-              help="For SiLU and GELU models: find thresholds, layer by layer, that raise the"
-                   " perplexity by at most this share, e.g. 0.01. With --target-sparsity, stop at"
-                   " whichever comes first.")  # fmt: skip
 @click.option("--max-memory", "max_memory_bytes", type=SIZE,
               help="Device memory to use, e.g. 4GiB; a larger model is run layer by layer.")  # fmt: skip
 @click.option(
@@ -181,20 +172,9 @@ def _lines(report: "ProfileReport") -> list[str]:
     ]
     if report.importances:
         lines.append(f"wrote {report.importances}: how large the inputs of each matrix are")
-    if report.search:
-        found = report.search
-        lines.append(
-            f"thresholds silence {mean(found.sparsity_L):.1%} ("
-            + " ".join(f"{share:.0%}" for share in found.sparsity_L)
-            + f"): perplexity {found.perplexity_increase:+.2%} on {found.check_tokens:,} other"
-            f" tokens (the same share for every layer: {found.uniform_increase:+.2%}),"
-            f" {found.num_runs} measurements, {found.seconds:.0f} s"
-        )
     if density > NEARLY_ALL:
         lines.append(
-            "note: nearly every neuron fires, as in SiLU and GELU models without thresholds and limits,"
-            " so there are none to leave out: --target-sparsity chooses thresholds, and hotsplit advise"
-            " measures what pays"
+            "note: nearly every neuron fires, as in SiLU and GELU models, so there are none to leave out"
         )
     return lines + short_lines(report)
 

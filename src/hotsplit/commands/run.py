@@ -131,7 +131,7 @@ def _speak(job: "Job", ready: "Ready", options: dict[str, Any], more: dict[str, 
     """Writes the text or holds the conversation."""
     options |= {
         "model": ready.model, "split": ready.split, "mode": ready.mode, "device": ready.device,
-        "context_length": ready.context_length, "thresholds": None, "cpu_ffn": False,
+        "context_length": ready.context_length, "cpu_ffn": False,
     }  # fmt: skip
     if _has_prompt(options):
         write(prompt_cache=None, force=False, more=more, **options)

@@ -27,7 +27,6 @@ from hotsplit.commands.options.shared import (
     running_options,
     say,
     take_engine_options,
-    thresholds_option,
 )
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.commands.terminal.prompts import template_variables, variables_option
@@ -94,7 +93,6 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--log-json", is_flag=True, help="Write log lines as JSON.")
 @sampling_options
 @long_text_options
-@thresholds_option
 @running_options
 @json_option
 def serve(

@@ -2,9 +2,8 @@
 nothing.
 
 A mode is allowed by default if it cannot change the output (dense, and exact if neurons are zero by
-themselves), if the model was trained to run in it (exact), or if by the file's own record
-(mode_quality) it raises the perplexity by no more than a given share; so are predictors of a ReLU
-model without a record. Of those, the mode that reads the fewest bytes per token is chosen, with a
+themselves), or if by the file's own record (mode_quality) it raises the perplexity by no more than
+a given share; so are predictors without a record. Of those, the mode that reads the fewest bytes per token is chosen, with a
 line that explains the choice if it is not the expected one.
 
 The solver chooses by seconds instead."""
@@ -17,7 +16,6 @@ from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, SparseMode
 from hotsplit.model.modes import Mode, runs_predictors
-from hotsplit.model.weight_types import LARGE_NAMES, SMALLEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,32 +46,19 @@ def computes_every_neuron(model: ModelFile, mode: Mode | None) -> bool:
 
 
 def can_silence(model: ModelFile) -> bool:
-    """True if the activation, thresholds or limits can silence values, as mode exact requires. Not
-    in experts of the stock layout, whose down projections have no row for each neuron."""
-    if model.spec.has_experts and model.layout == "stock":
-        return False
-    return not is_smooth(model) or any(model.threshold_L) or model.has_limits
-
-
-def is_smooth(model: ModelFile) -> bool:
-    """True if a silenced neuron would have contributed, as with SiLU and GELU."""
-    return not model.spec.silences
+    """True if the activation can silence values, as mode exact requires. Not in experts of the stock
+    layout, whose down projections have no row for each neuron."""
+    return model.spec.silences and not (model.spec.has_experts and model.layout == "stock")
 
 
 def refusal(model: ModelFile, mode: Mode, max_loss: float) -> str | None:
-    """Why a mode is not run by default; None if it may be.
+    """Why a mode is not run by default; None if it may be: modes dense and exact lose nothing.
 
-    Predictors of a ReLU model without a record are allowed, since older files have no records."""
-    quality = None if mode == "dense" else model.quality.get(mode)
-    if mode == "dense" or (mode == "exact" and not is_smooth(model)):
+    Predictors without a record are allowed, since older files have no records."""
+    quality = model.quality.get("predicted") if runs_predictors(mode) else None
+    if quality is None or quality.perplexity_increase <= max_loss:
         return None
-    if mode == "exact" and model.is_trained_sparse:
-        return None
-    if quality is None:
-        return "its cost is unknown" if is_smooth(model) else None
-    if quality.perplexity_increase > max_loss:
-        return f"it costs {_percent(quality.perplexity_increase)} of perplexity"
-    return None
+    return f"it costs {_percent(quality.perplexity_increase)} of perplexity"
 
 
 def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
@@ -130,58 +115,33 @@ def _line(
     say."""
     if mode == mode_meant(model):
         return None
-    unknown = [m for m in modes if m not in model.quality and refusal(model, m, max_loss)]
-    costly = [(m, model.quality[m]) for m in modes if m in model.quality
-              and refusal(model, m, max_loss) is not None]  # fmt: skip
-    if costly:
-        return _costly_line(model, mode, costly, max_loss)
-    if unknown:
-        what = "predictors" if "predicted" in unknown else _silencers(model)
-        return (
-            f"mode {mode}: the file has {what}, and no record of what they cost: --mode {unknown[0]}"
-            " runs them, hotsplit eval measures them, and after hotsplit profile and convert"
-            " the file has the record"
-        )
+    if refusal(model, "predicted", max_loss) is not None:
+        return _costly_line(model, mode, model.quality["predicted"], max_loss)
     return _no_gain_line(model, mode, modes)
 
 
-def _costly_line(
-    model: ModelFile, mode: Mode, costly: list[tuple[SparseMode, ModeQuality]], max_loss: float
-) -> str:
+def _costly_line(model: ModelFile, mode: Mode, quality: ModeQuality, max_loss: float) -> str:
     whole = dense_bytes(model)
-    parts = []
-    for other, quality in costly:
-        saved = 1 - (bytes_per_token(model, other) or whole) / whole
-        reads = f"read {abs(100 * saved):.0f} % {'less' if saved >= 0 else 'more'}"
-        parts.append(f"{other} would {reads} and cost {_percent(quality.perplexity_increase)}")
-    best, quality = min(costly, key=lambda pair: pair[1].perplexity_increase)
-    line = (
-        f"mode {mode}: {', '.join(parts)} of perplexity (limit {_share(max_loss)});"
-        f" --mode {best}, or --max-loss {_above(quality.perplexity_increase):g}, runs it"
+    saved = 1 - (bytes_per_token(model, "predicted") or whole) / whole
+    reads = f"read {abs(100 * saved):.0f} % {'less' if saved >= 0 else 'more'}"
+    return (
+        f"mode {mode}: predicted would {reads} and cost {_percent(quality.perplexity_increase)} of"
+        f" perplexity (limit {_share(max_loss)}); --mode predicted, or --max-loss"
+        f" {_above(quality.perplexity_increase):g}, runs it"
     )
-    if not is_smooth(model):
-        return line
-    line += "; better: "
-    if model.own_type in LARGE_NAMES:
-        line += f"a smaller type saves more for less (hotsplit convert --outtype {SMALLEST}), and "
-    return line + "hotsplit sparsify trains a model to be sparse"
 
 
 def _no_gain_line(model: ModelFile, mode: Mode, modes: tuple[SparseMode, ...]) -> str | None:
-    """The line for predictors, thresholds or limits that save nothing."""
+    """The line for predictors, or silent neurons, that save nothing."""
     own = dense_bytes(model) if mode == "dense" else bytes_per_token(model, mode)
     first = bytes_per_token(model, modes[0])
     if own is None or first is None:
         return None
-    what = "predictors" if modes[0] == "predicted" else _silencers(model)
+    what = "predictors" if modes[0] == "predicted" else "silent neurons"
     return (
         f"mode {mode}: the {what} save less than they cost: a token reads {first / 1e6:,.1f} MB in"
         f" mode {modes[0]} and {own / 1e6:,.1f} MB in mode {mode}"
     )
-
-
-def _silencers(model: ModelFile) -> str:
-    return "limits" if model.has_limits else "thresholds"
 
 
 def _percent(share: float) -> str:

@@ -27,7 +27,7 @@ OWN = "hotsplit."
 OWN_KEYS = {
     f"{OWN}{name}"
     for name in (
-        "version", "model_id", "ffn.activation", "ffn.threshold", "limits.trained",
+        "version", "model_id", "ffn.activation", "ffn.threshold",
         "predictor.kind", "predictor.rank", "predictor.threshold", "predictor.input_layer_offset",
         "predictor.density",
     )

@@ -86,10 +86,10 @@ def all_or_none() -> Iterator[None]:
 
 
 @contextmanager
-def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A new folder in `parent` (None: the system's place for temporary files), which is removed at
-    the end of the block, and by `remove_unfinished`."""
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A new folder in the system's place for temporary files, which is removed at the end of the
+    block, and by `remove_unfinished`."""
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
         folder = Path(name)
         _unfinished.add(folder)
         mapped_files.set_unfinished(_unfinished)
@@ -98,45 +98,6 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         finally:
             _unfinished.discard(folder)
             mapped_files.set_unfinished(_unfinished)
-
-
-@contextmanager
-def locked_folder(path: Path) -> Iterator[None]:
-    """Holds the lock of the folder `path` within the block. Makes the folder first if it is missing,
-    and removes it at the end if it is empty. Raises HotsplitError if another run holds the lock,
-    or if the folder cannot be made."""
-    with _folders_for(path):
-        descriptor = _locked(path)
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # not empty
-                path.rmdir()
-            os.close(descriptor)
-
-
-def _locked(path: Path) -> int:
-    """A descriptor that holds the lock of the folder `path`; makes the folder if it is missing."""
-    tries = 0
-    while True:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            tries += 1
-            if isinstance(error, FileNotFoundError) and tries < TRIES:  # another run has removed it
-                continue
-            raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
-        is_ours = _lock(descriptor)
-        with suppress(FileNotFoundError):
-            if is_ours is not False and os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        os.close(descriptor)
-        if is_ours is False:
-            raise HotsplitError(
-                f"{path}: another run is at work in this folder; wait until it ends, or give the"
-                " output another name"
-            )
 
 
 def remove_stale(path: Path) -> None:

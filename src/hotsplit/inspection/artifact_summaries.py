@@ -44,19 +44,17 @@ class ProfileSummary(Summary):
             "never_fired_L": profile.never_fired_L().tolist(),
             "experts": self._experts(),
             "threshold_L": profile.threshold_L,
-            "limits": profile.limits,
             "arithmetic": profile.arithmetic,
         }
 
     @property
     def facts(self) -> list[Row]:
         profile = self.profile
-        limits, corpora, count_LE = profile.limits, profile.corpora, profile.expert_count_LE
+        corpora, count_LE = profile.corpora, profile.expert_count_LE
         return [
             ("model id", profile.model_id),
             ("tokens", f"{profile.num_tokens:,}"),
             ("counted with", profile.arithmetic or "unknown"),
-            *([("limits", f"of a model file, sha256 {limits[:12]}")] if limits else []),
             *(
                 ("corpus", f"{c.name}: {c.num_tokens:,} tokens, sha256 {c.sha256[:12]}")
                 for c in corpora

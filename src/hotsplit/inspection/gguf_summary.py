@@ -143,7 +143,6 @@ class GgufSummary(Summary):
             "spec": model.bare_spec,
             "activation": model.activation,
             "threshold_L": model.threshold_L,
-            "limits": model.limits.sha256,
             "predictor": model.predictor,
             "is_tied": model.is_tied,
         }
@@ -186,12 +185,11 @@ class GgufSummary(Summary):
         if self.refusal is not None:
             rows.append(("refused by the runtime", self.refusal))
         if self.model is not None:
-            m, limits = self.model, self.model.limits.sha256
+            m = self.model
             rows += [
                 ("layout", m.layout),
                 ("activation", m.activation),
                 ("thresholds", span(m.threshold_L)),
-                *([("limits", f"sha256 {limits[:12]}")] if limits else []),
                 *spec_facts(m.bare_spec),
                 *([("note", m.skipped_note)] if m.num_skipped else []),
                 *([("a text keeps", kept)] if (kept := text_words(m)) else []),

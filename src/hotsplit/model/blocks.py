@@ -8,7 +8,7 @@ from typing import Literal
 
 from hotsplit.model.position_wise import Shapes
 
-PredictorKind = Literal["linear", "relu", "gate"]
+PredictorKind = Literal["linear", "relu"]
 NormKind = Literal["rms", "layer", "layer_without_bias"]
 
 
@@ -41,7 +41,7 @@ class Norm:
 @dataclass(frozen=True, kw_only=True)
 class Predict:
     """Names the neurons that are computed: logits_F = up_FR act(down_RD x_D + bias) + bias, where
-    act is the identity ("linear", "gate") or ReLU ("relu", DejaVu's form). Of rank 0: one matrix
+    act is the identity ("linear") or ReLU ("relu", DejaVu's form). Of rank 0: one matrix
     up_FD. `input_layer_offset` 1: x is the previous layer's feed-forward input."""
 
     kind: PredictorKind

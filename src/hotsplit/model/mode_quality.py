@@ -1,7 +1,7 @@
 """The measured quality of a mode compared with the same model run densely, and the bytes that it
 reads.
 
-`profile` measures it and writes it into the profile and the predictors, `advise` into its limits;
+`profile` measures it and writes it into the profile and the predictors;
 `convert` puts it into the model file, and mode_choice uses it."""
 
 import math

@@ -21,5 +21,5 @@ def runs_predictors(mode: Mode) -> bool:
 
 
 def computes_all(mode: Mode) -> bool:
-    """True if silent neurons are computed too, without thresholds or limits."""
+    """True if silent neurons are computed too."""
     return mode == "dense"

@@ -18,7 +18,7 @@ Suffix = Literal["", "_exps", "_shexp"]
 @dataclass(frozen=True, kw_only=True)
 class ActivationFacts:
     """`names`: transformers' names of it; () if the graphs that have it give none. `is_smooth`: its small
-    values are not zero, and only thresholds, limits and cutoffs silence neurons. `needs_gates`: layers without
+    values are not zero, and only a cutoff silences neurons. `needs_gates`: layers without
     gates cannot have it."""
 
     title: str

@@ -46,7 +46,7 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
 
 
 def optional_layer_shapes(layer: LayerSpec) -> Shapes:
-    """The shapes of the tensors that a layer may have: biases of its predictor, limits of gates."""
+    """The shapes of the tensors that a layer may have: biases of its predictor."""
     shapes: Shapes = {}
     if layer.predict is not None:
         if layer.predict.rank:

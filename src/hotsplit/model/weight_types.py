@@ -32,7 +32,7 @@ class WeightType:
     - `file_type`: the member of gguf.LlamaFileType for a file in this type.
     - `forms`: the CPU's layouts. Small blocks with a planar one have sums of integers, and caches
       and predictors store them too; the rows of other blocks are summed in f32.
-    - `is_chosen`: whether `run` and `advise` choose it by themselves.
+    - `is_chosen`: whether `run` chooses it by itself.
     - `levels`: what the codes of a block with nibbles (and perhaps fifth bits) stand for, in units
       of its scale.
     - `planes`: (first byte in a block, bytes) of the parts of a planar row; (): GPUs read the rows
@@ -233,7 +233,6 @@ assert tuple(BY_NAME) == NAMES, "a type's place is its number in C++"
 FLOAT_NAMES = tuple(each.name for each in TYPES if each.is_float)
 # Small blocks with sums of integers.
 SMALL_BLOCK_NAMES = tuple(each.name for each in TYPES if each.has_integer_sums)
-LARGE_NAMES = tuple(each.name for each in TYPES if each.is_large)
 K_QUANT_NAMES = tuple(each.name for each in TYPES if each.is_k_quant)
 # Types that are chosen, from nearly lossless to the smallest. Of two with as many bytes, the one with
 # larger blocks loses less.

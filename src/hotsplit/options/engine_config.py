@@ -6,7 +6,6 @@ the plan or the machine is checked at load (runtime.resolved_options)."""
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypedDict, runtime_checkable
 
 from hotsplit.errors import HotsplitError
@@ -38,13 +37,11 @@ class EngineOptions(TypedDict, total=False):
     mode: Mode | None
     device: str | None
     context_length: int | None
-    thresholds: str | Path | None
     is_resident: bool | None
     graph: bool
     cpu_ffn: bool
     num_sequences: int
     max_loss: float
-    limits: str | Path | None
     cache_type_k: str | None
     cache_type_v: str | None
     kv_offload: str | None
@@ -59,8 +56,7 @@ class EngineConfig:
 
     mode: "dense", "exact" or "predicted"; None takes the plan's. Without a plan it takes the mode
     that reads the fewest bytes among those that cannot change the output or cost at most `max_loss`
-    of the perplexity by the file's record (costs.default_mode has the details); with `thresholds` or
-    `limits`, the mode that they and the predictors are for.
+    of the perplexity by the file's record (costs.default_mode has the details).
 
     device: "cpu" or "cuda[:n]", for everything that the plan does not put on the CPU; None takes
     CUDA if there is a device. A GPU is checked when it is first used (runtime.check); a part that
@@ -68,9 +64,6 @@ class EngineConfig:
 
     context_length: tokens per text that the KV cache holds; None takes the plan's, or the model's
     up to 4,096; 0 takes the plan's, or all of the model's.
-
-    thresholds: a profile whose thresholds replace those of a SiLU or GELU model; mode "dense" uses
-    none.
 
     is_resident: true copies the CPU's weights into memory, in the layout for decoding; false leaves
     them in the mapped file, which loads at once but decodes more slowly; None copies them if the
@@ -86,9 +79,6 @@ class EngineConfig:
     at most as many as it budgets.
 
     max_loss: the relative rise of the perplexity that the choice of a mode accepts.
-
-    limits: a limits file (hotsplit.artifacts.limits_file) that replaces the limits of a SiLU or GELU model; mode
-    "dense" uses none.
 
     cache_type_k, cache_type_v: storage types of keys and values (hotsplit.options.cache_types), where
     the CPU holds them: on device cpu without a plan, or with cpu_ffn and kv_offload; None takes f32
@@ -111,13 +101,11 @@ class EngineConfig:
     mode: Mode | None = None
     device: str | None = None
     context_length: int | None = None
-    thresholds: str | Path | None = None
     is_resident: bool | None = None
     graph: bool = True
     cpu_ffn: bool = False
     num_sequences: int = 1
     max_loss: float = MAX_LOSS
-    limits: str | Path | None = None
     cache_type_k: str | None = None
     cache_type_v: str | None = None
     kv_offload: str | None = None
@@ -149,9 +137,6 @@ class EngineConfig:
         if self.kv_offload is not None:
             KeySelection.parse(self.kv_offload)
         check_scaling(self.rope_scaling, self.rope_scale)
-        for name, path in (("thresholds", self.thresholds), ("limits", self.limits)):
-            if path is not None and self.mode == "dense":
-                raise HotsplitError(f"{path}: mode dense uses no {name}; leave one of the two out")
 
 
 def check_device(device: str | None) -> None:

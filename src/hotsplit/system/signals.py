@@ -2,7 +2,7 @@
 
 Python runs signal handlers between its own instructions, so they cannot stop long-running native
 code; in that case a thread removes unfinished files and ends the process. Stages that save on a
-signal (profile.count.run, sparsify.run), conversations and servers install handlers of their own."""
+signal (profile.count.run), conversations and servers install handlers of their own."""
 
 import os
 import signal

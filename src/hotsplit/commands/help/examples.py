@@ -14,7 +14,6 @@ EXAMPLES = {
     "profile": (
         "hotsplit profile model.gguf --corpus text.txt -o model.profile.safetensors",
         "hotsplit profile model.gguf --corpus texts -o p.safetensors --train-predictors predictors",
-        "hotsplit profile silu.gguf --corpus text.txt -o p.safetensors --perplexity-budget 0.01",
         "hotsplit profile --merge a.safetensors b.safetensors -o both.safetensors",
     ),
     "plan": (
@@ -27,15 +26,6 @@ EXAMPLES = {
         "hotsplit solve model.gguf --machine rtx-4060-8gb -vb 7GiB -o plan.gguf",
         "hotsplit solve model.gguf --profile p.safetensors --machine machine.json"
         " --sweep 2GiB:24GiB -o curve.json",
-    ),
-    "advise": (
-        "hotsplit advise model.gguf --corpus text.txt",
-        "hotsplit advise model.gguf --corpus text.txt --limits limits.safetensors --plot points.png",
-        "hotsplit advise trained.gguf --dense model.gguf --corpus text.txt",
-    ),
-    "sparsify": (
-        "hotsplit sparsify CHECKPOINT --corpus text.txt -o sparse.gguf",
-        "hotsplit sparsify CHECKPOINT --corpus text.txt -o sparse.gguf --share 0.6 --share 0.75",
     ),
     "generate": (
         'hotsplit generate model.gguf -p "Once upon a time" -n 200',

@@ -37,13 +37,6 @@ GROUPS: tuple[tuple[str, str], ...] = (
      "train_predictors predictor_rank predictor_form predictor_type "
      "predictor_format target_contribution target_lost_norm target_precision "
      "input_layer_offset"),
-    ("Thresholds of SiLU and GELU models",
-     "target_sparsity perplexity_budget"),
-    ("Sparsity",
-     "shares rule allocation rank"),
-    ("Training",
-     "learning_rate layer_weight window batch_tokens micro_tokens precision "
-     "held_out checks"),
     ("Address and access",
      "host port api_key origins hosts alias"),
     ("Load",
@@ -57,7 +50,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("KV cache",
      "cache_type_k cache_type_v kv_offload"),
     ("Computation",
-     "split cpu_ffn mode max_loss thresholds threads device max_memory_bytes"),
+     "split cpu_ffn mode max_loss threads device max_memory_bytes"),
 )  # fmt: skip
 _TITLES = {name: title for title, names in reversed(GROUPS) for name in names.split()}
 

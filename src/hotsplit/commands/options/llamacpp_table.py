@@ -16,7 +16,7 @@ TALKS = ("chat", "run")
 TEXTS = ("generate", *TALKS)
 TEXT_COMMANDS = (*TEXTS, "serve")
 HUB_COMMANDS = (*TEXT_COMMANDS, "bench", "plan", "convert")
-RUN_COMMANDS = (*TEXT_COMMANDS, "eval", "profile", "advise", "bench")
+RUN_COMMANDS = (*TEXT_COMMANDS, "eval", "profile", "bench")
 MODEL_COMMANDS = (*RUN_COMMANDS, "plan", "convert", "inspect", "solve", "report")
 
 

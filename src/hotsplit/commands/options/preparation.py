@@ -106,7 +106,6 @@ def preparation(
             return
         for name, option in (
             ("split", "--split"),
-            ("thresholds", "--thresholds"),
             ("cpu_ffn", "-cffn"),
         ):
             if options.get(name):

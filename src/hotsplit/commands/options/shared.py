@@ -214,12 +214,6 @@ cpu_ffn_option = engine_option(
     is_flag=True,
     help="Without a plan: all neurons on the CPU, the rest on the GPU.",
 )
-thresholds_option = engine_option(
-    "thresholds",
-    "--thresholds",
-    type=FILE,
-    help="A profile whose thresholds to run with, for SiLU and GELU models.",
-)
 mode_option = engine_option(
     "mode",
     "--mode",
