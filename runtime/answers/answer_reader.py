@@ -214,9 +214,14 @@ class AnswerReader:
             return True
         if mark in ends:
             yield self._thought("markup", len(mark))
-        self._inside, self._is_blank, self._channel = None, True, ""
-        self._before = "reasoning" if self._splits else "nothing"
+        self._inside, self._channel = None, ""
+        self._begin_blank()
         return True
+
+    def _begin_blank(self) -> None:
+        """The space that follows is next to reasoning, and so no content."""
+        self._is_blank = True
+        self._before = "reasoning" if self._splits else "nothing"
 
     def _thought(self, kind: Kind, count: int) -> Part:
         return self._held.take(kind if self._splits else "content", count)
@@ -233,8 +238,12 @@ class AnswerReader:
             if count:
                 yield held.take("markup", count)
             return (yield from self._begin(mark, end))
-        if end == "open" and any(mark.startswith(rest) for mark in (*marks, " ")):
+        may_begin = any(mark.startswith(rest) for mark in marks)
+        if end == "open" and (may_begin or not rest):
             return False
+        if end == "cut" and may_begin and self._before == "calls":  # half a mark
+            yield held.take("markup", len(held.text))
+            return True
         is_markup = self._before == "reasoning" or (self._before == "calls" and not rest)
         if count and is_markup:
             yield held.take("markup", count)
@@ -280,12 +289,15 @@ class AnswerReader:
             self._inside, self._may_skip = marks, [marks.label, "\n"]
         elif mark in self._ends:
             yield self._thought("markup", len(mark))
+            self._begin_blank()
         elif mark in self._format.hidden:
             yield held.take("markup", len(mark))
-        elif mark in self._format.wrapper:
+        elif mark.lstrip() in self._format.wrapper:
             yield held.take("markup", len(mark))
-            if mark == self._format.wrapper[0]:
-                self._everywhere = (*self._everywhere, self._format.wrapper[1])
+            self._begin_blank()
+            _, close = self._format.wrapper
+            if mark != close:
+                self._everywhere = (*self._everywhere, f"\n{close}", close)
         else:
             held.begin(mark, {**self._calls, **self._first_calls}[mark])
         return True

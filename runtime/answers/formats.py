@@ -349,6 +349,10 @@ FORMATS = (
         ),
     ),
     AnswerFormat(
+        name="ERNIE 4.5", in_template=("<tool_call>", "<response>"), reasoning=(THINK,),
+        wrapper=("<response>", "</response>"), calls=HERMES,
+    ),
+    AnswerFormat(
         name="Hermes", in_template=("<tool_call>", "arguments"),
         reasoning=(THINK,), calls=HERMES,
     ),

@@ -107,11 +107,10 @@ class Scanner:
         are there."""
         start = self.at
         yield from self.space()
-        if self._is_cut_off(marks, least):
-            self.at = len(self.text)
-            return True
         is_there = yield from self.skip(*marks)
-        if not is_there and (yield from self.skip("}", "]")):
+        if not is_there and self._is_cut_off(marks, least):
+            self.at, is_there = len(self.text), True
+        elif not is_there and (yield from self.skip("}", "]")):
             is_there = yield from self.skip_after_space(*marks)
         if not is_there:
             self.at = start
