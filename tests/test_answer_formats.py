@@ -390,7 +390,7 @@ def test_an_answer_that_the_model_ends_has_calls_as_its_reason():
 
 
 def test_results_in_the_message_with_the_calls():
-    """As the first template of Gemma 4 wants them."""
+    """The first template of Gemma 4 reads them there."""
     calls = [{"id": "1", "function": {"name": "f"}}, {"id": "2", "function": {"name": "g"}}]
     messages = [
         {"role": "user", "content": "?"},

@@ -15,7 +15,7 @@ from hotsplit.runtime.kernels.cpu import library
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 FIRST = {"name": "f", "arguments": {"city": "K\u00f6ln", "n": 2}}
 SECOND = {"name": "f", "arguments": {"city": "Paris"}}
-NAMES = ("qwen", "mistral, nine", "deepseek", "qwen-coder", "no calls", "llama")
+NAMES = ("qwen", "mistral, nine", "deepseek", "qwen-coder", "no calls", "llama", "gemma")
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +167,38 @@ def test_items_of_a_response_are_in_the_models_order(client, name, is_stream):
     assert json.loads(response.output[3].arguments) == SECOND["arguments"]
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_reasoning_between_the_templates_marks_is_apart(served, client, name, is_stream):
+    if name != "gemma":
+        pytest.skip("reasoning has other marks")
+    text = "<|channel>thought\nIt is easy.<channel|>Paris"
+    chat = {"messages": SAID, "grammar": grammar_of(text)}
+    if is_stream:
+        deltas = [
+            chunk["choices"][0]["delta"] for chunk in served.stream("/v1/chat/completions", chat)
+        ]
+        said, thought = (
+            "".join(delta.get(key) or "" for delta in deltas)
+            for key in ("content", "reasoning_content")
+        )
+    else:
+        message = served.chat(**chat)["choices"][0]["message"]
+        said, thought = message["content"], message["reasoning_content"]
+    assert (said, thought) == ("Paris", "It is easy.")
+    response = client.responses.create(
+        model="any", input="Hello", extra_body={"grammar": grammar_of(text)}, stream=is_stream
+    )
+    if is_stream:
+        *_, last = response
+        response = last.response
+    reasoning, message = response.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "It is easy.")
+    assert (message.type, message.content[0].text) == ("message", "Paris")
+    asked = {"role": "assistant", "content": said, "reasoning_content": thought}
+    _, rendered = served.ask("/apply-template", {"messages": [*SAID, asked, *SAID]})
+    assert "It is easy" not in rendered["prompt"] and "Paris" in rendered["prompt"]
+
+
 # ---- required calls ------------------------------------------------------------------------------
 
 CHOICE = {
@@ -224,7 +256,7 @@ def test_a_schema_that_cannot_be_enforced(served, name):
     loose = {**asked, "tools": [tool_of("f", schema)]}
     before = len(served.log)
     assert served.ask("/v1/chat/completions", loose)[0] == 200
-    if name != "qwen-coder":  # whose grammar has a rule for each property
+    if name not in ("qwen-coder", "gemma"):  # whose grammars have a rule for each property
         served.until(lambda: any("any object" in line for line in served.log[before:]))
         strict = {**asked, "tools": [tool_of("f", schema, strict=True)]}
         status, answer = served.ask("/v1/chat/completions", strict)

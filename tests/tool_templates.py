@@ -61,6 +61,26 @@ GPT_OSS = _template(
     " + f.arguments | tojson + '<|call|>' }}"
 )
 
+# Gemma 4's first template: arguments without quotes, results in the message with the calls.
+GEMMA = _template(
+    "{{ '<|tool_call>call:' + f.name + '{' }}{% for key, value in f.arguments.items() %}"
+    "{{ key + ':' + ('<|\"|>' + value + '<|\"|>' if value is string else value | tojson) }}"
+    "{{ ',' if not loop.last }}{% endfor %}{{ '}<tool_call|>' }}"
+    "{% if loop.last and message.tool_responses %}{% for found in message.tool_responses %}"
+    "{{ '<|tool_response>response:' + found.name + '{' + found.response + '}<tool_response|>' }}"
+    "{% endfor %}{{ message.content }}{% endif %}"
+)
+GLM = _template(
+    "{{ '<tool_call>' + f.name }}{% for key, value in f.arguments.items() %}"
+    "{{ '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}"
+    "{{ value if value is string else value | tojson(ensure_ascii=False) }}"
+    "{{ '</arg_value>' }}{% endfor %}{{ '\\n</tool_call>' }}"
+)
+COHERE = _template(
+    '{{ \'<|CHATBOT_TOKEN|><|START_ACTION|>[{"tool_call_id": "0", "tool_name": "\' }}'
+    '{{ f.name + \'", "parameters": \' }}{{ f.arguments | tojson }}}]<|END_ACTION|>'
+)
+
 TEXT_STYLE = CallStyle(has_text_arguments=True)
 SHORT_STYLE = CallStyle(has_short_ids=True)
 # The template, the name of its format and its style.
@@ -80,5 +100,8 @@ CALL_TEMPLATES = {
     "qwen-coder": (QWEN_CODER, "Qwen-Coder", CallStyle()),
     "granite": (GRANITE, "Granite", CallStyle()),
     "no calls": (NO_CALLS, "Granite", CallStyle(has_calls_as_content=True)),
+    "gemma": (GEMMA, "Gemma 4", CallStyle(has_responses_in_calls=True)),
+    "glm": (GLM, "GLM-4.5", CallStyle()),
+    "cohere": (COHERE, "Cohere 2", CallStyle()),
     "gpt-oss": (GPT_OSS, "gpt-oss", CallStyle()),
 }

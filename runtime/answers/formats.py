@@ -386,7 +386,7 @@ def format_of(template: str, tokens: Collection[str] = ()) -> AnswerFormat:
     known = replace(known, reasoning=(*known.reasoning, *more))
     if "tools" in template or known.has_channels:
         return known
-    # The model is told Hermes's form, but may write the one that it was trained to write.
+    # Hermes's form is described, but the model may write the one of its training.
     calls = replace(
         known.calls,
         begins={**known.calls.begins, **HERMES.begins},
