@@ -116,10 +116,8 @@ def draft_of(config: ConvertConfig) -> Draft:
 
     Tensors are read on demand. Of a checkpoint's weights only the samples for the model id are read
     here, and a stored output head with the embedding that it has to equal."""
-    if config.source.is_file() or config.source.suffix == ".gguf":
-        return _from_model_file(config)
     found = find_source(config.source)
-    if found.is_file():
+    if found.is_file() or found.suffix == ".gguf":
         return _from_model_file(replace(config, source=found))
     return _from_checkpoint(config, found)
 

@@ -5,7 +5,7 @@ Only data is fetched, no Python file."""
 import glob
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hotsplit.convert.chat_templates import OTHERS
+from hotsplit.convert.hub_names import RAW_PIECE, Named, named_on_hub
 from hotsplit.errors import HotsplitError
 
-# A path has one slash where an address has two.
-HUB_NAME = re.compile(
-    r"(https?:/)?((www\.)?huggingface\.co/|hf\.co/)?"
-    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<kind>[A-Za-z0-9_-]+))?"
-)
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 # A model for images, an importance matrix, layers that only predict tokens further ahead.
 _BESIDE = re.compile(r"mmproj|imatrix|(^|/)mtp-", re.IGNORECASE)
@@ -37,27 +33,18 @@ IN_FOLDERS = [
 
 
 def find_source(source: Path) -> Path:
-    """`source` itself if it exists, if its parent folder does, or if it is not of the form
-    `org/name`, with or without the hub's address before it and `:TYPE` after it; otherwise, in the
-    hub's usual cache, with missing files downloaded, the folder of the checkpoint, or the GGUF of that
-    type, in one file or several: without TYPE, if there is no checkpoint, that in Q4_K_M, or the only one.
+    """`source` itself if it is a path and no name on the hub (`hub_names`); otherwise, in the hub's usual
+    cache, with missing files downloaded, the folder of the checkpoint, or the GGUF, in one file or
+    several.
 
-    Raises HotsplitError if files are missing there and cannot be downloaded, or if there is no such
-    type."""
+    Raises HotsplitError if files are missing there and cannot be downloaded, if there is no such type or
+    file, and for another address."""
     found = named_on_hub(source)
     if found is None:
         return source
     with hub_errors(found.name):
         files = files_of(found)
-        return files.place(fetched(found.name, files))
-
-
-@dataclass(frozen=True)
-class Named:
-    """A model as it is named: a repository, and the type of one of its GGUFs."""
-
-    name: str
-    kind: str | None
+        return files.place(fetched(found, files))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +60,17 @@ class Files:
         return folder / self.weights[0] if self.is_gguf else folder
 
 
-def named_on_hub(source: Path) -> Named | None:
-    """What a source names on the hub; None for a path."""
-    found = HUB_NAME.fullmatch(source.as_posix())
-    # models/llama beside a folder `models` is a mistyped path rather than an organisation, and so is
-    # the name of a file.
-    is_path = source.exists() or source.parent.is_dir() or source.suffix == ".gguf"
-    return None if is_path or found is None else Named(found["name"], found["kind"])
-
-
 def files_of(given: Named) -> Files:
-    """Which files of the repository are the model. Raises HotsplitError for a type that is not there,
-    and exceptions for `hub_errors` if the hub does not answer."""
-    names, kind = _names(given.name), given.kind
-    for patterns in (SAFETENSORS, PICKLED) if kind is None else ():
+    """Which files of the repository are the model. Raises HotsplitError for a type or a file that is not
+    there, and exceptions for `hub_errors` if the hub does not answer."""
+    names = _names(given)
+    is_free = given.kind is None and given.file is None and given.folder is None
+    for patterns in (SAFETENSORS, PICKLED) if is_free else ():
         weights = [each for each in names if any(fnmatchcase(each, p) for p in patterns)]
         if weights:
             return Files(weights=tuple(weights), is_gguf=False)
-    if kind is not None or any(map(_is_gguf, names)):
-        chosen = _gguf(given.name, kind, list(filter(_is_gguf, names)))
-        return Files(weights=tuple(chosen), is_gguf=True)
+    if not is_free or any(_is_gguf(each) or RAW_PIECE.search(each) for each in names):
+        return Files(weights=tuple(_gguf(given, names)), is_gguf=True)
     return Files(weights=(), is_gguf=False)  # they will be missed
 
 
@@ -113,9 +91,10 @@ def hub_errors(name: str) -> Iterator[None]:
             reason = str(error.__cause__).strip().splitlines()[0][:160]
             tried = f"{constants.ENDPOINT} answers with an error ({reason})"
         else:
+            reason = str(error.__cause__ or "no answer").strip().splitlines()[0][:160]
             tried = (
-                f"no list of its files came from {constants.ENDPOINT}, and"
-                f" {constants.HF_HUB_CACHE} has no copy"
+                f"{constants.ENDPOINT} cannot be reached ({reason}), and {constants.HF_HUB_CACHE} has"
+                " no copy"
             )
         _refuse(name, tried, "download it elsewhere and give its folder", error)
     except HfHubHTTPError as error:
@@ -135,55 +114,110 @@ def _library() -> Any:
     return sys.modules[type(get_session()).__module__.partition(".")[0]]
 
 
-def _names(name: str) -> list[str]:
+def _names(given: Named) -> list[str]:
     """The names of the files of a repository; of those in the cache if the hub cannot be asked."""
     from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    name, revision = given.name, given.revision
     if not constants.HF_HUB_OFFLINE:
         try:
-            return [each.rfilename for each in HfApi().model_info(name).siblings or ()]
-        except RepositoryNotFoundError:
+            info = HfApi().model_info(name, revision=revision)
+            return [each.rfilename for each in info.siblings or ()]
+        except (RepositoryNotFoundError, RevisionNotFoundError):
             raise
         except (OSError, HfHubHTTPError, _library().HTTPError):
             pass  # the next call says why, if there is no copy
-    folder = Path(snapshot_download(name, allow_patterns=[]))
+    folder = Path(snapshot_download(name, revision=revision, allow_patterns=[]))
     return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 
-def fetched(name: str, files: Files, *, has_weights: bool = True) -> Path:
+def fetched(given: Named, files: Files, *, has_weights: bool = True) -> Path:
     """The folder of these files in the hub's cache; without weights, only what describes them."""
     from huggingface_hub import snapshot_download
 
     patterns = [] if files.is_gguf else list(DESCRIPTIONS)
     patterns += [glob.escape(each) for each in files.weights if has_weights]
     ignored = [] if files.is_gguf else IN_FOLDERS
-    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
+    found = snapshot_download(
+        given.name, revision=given.revision, allow_patterns=patterns, ignore_patterns=ignored
+    )
+    return Path(found)
 
 
 def _is_gguf(name: str) -> bool:
     return name.endswith(".gguf") and not _BESIDE.search(name)
 
 
-def _gguf(name: str, kind: str | None, names: list[str]) -> list[str]:
-    """The files of the GGUF of a type, of those with these names."""
+def _gguf(given: Named, names: list[str]) -> list[str]:
+    """The files of the GGUF that is named, of a repository's files. Raises HotsplitError with the choices
+    unless it is one, and for pieces of a file that was cut."""
+    asked = {name for name in names if name == given.file and name.endswith(".gguf")}
+    whole = asked | {name for name in names if _is_gguf(name)}
     by_stem: dict[str, list[str]] = {}  # of a file, or of the parts of one model
-    for each in sorted(names):
+    for each in sorted(whole):
         by_stem.setdefault(_PART.sub("", each.removesuffix(".gguf")), []).append(each)
-    wanted = (kind or "Q4_K_M").upper()
-    chosen = [
-        stem for stem in by_stem if re.search(rf"(^|[-._/]){re.escape(wanted)}$", stem.upper())
-    ]
-    plain = [stem for stem in chosen if not re.search(rf"UD-{re.escape(wanted)}$", stem.upper())]
-    chosen = plain if len(plain) == 1 else chosen  # unsloth's mixtures have names of their own
-    if kind is None and not chosen and len(by_stem) == 1:
-        chosen = list(by_stem)
+    cut: dict[str, list[str]] = {}  # the pieces of a file
+    for each in sorted(names):
+        if RAW_PIECE.search(each):
+            cut.setdefault(RAW_PIECE.sub("", each), []).append(each)
+    chosen = _chosen(given, [*by_stem], by_stem)
+    if not chosen and (pieces := _chosen(given, [*cut], cut)):
+        _refuse_pieces(given, cut[pieces[0]])
+    is_alone = given.kind is None and given.file is None and len(by_stem) == 1 and not cut
+    chosen = [*by_stem] if is_alone and not chosen else chosen
     if len(chosen) != 1:
-        shown = ", ".join(Path(stem).name for stem in (chosen or by_stem))[:600]
-        what = "several GGUFs" if chosen else f"no GGUF of type {wanted}" if by_stem else "no GGUF"
-        more = f"; it has {shown}: give the type after a colon, {name}:Q8_0" if by_stem else ""
-        raise HotsplitError(f"{name}: on the hub there is {what}{more}")
+        _refuse_choice(
+            given, {stem: by_stem[stem] for stem in chosen or by_stem}, [*cut], len(chosen)
+        )
     return by_stem[chosen[0]]
+
+
+def _chosen(given: Named, stems: list[str], files: Mapping[str, list[str]]) -> list[str]:
+    """Those of the stems that are named: by a file, by a folder, or by a type, Q4_K_M unless told."""
+    if given.file is not None:
+        name, is_bare = given.file, "/" not in given.file
+        exact = [stem for stem in stems if name in files[stem]]
+        return exact or [s for s in stems if is_bare and name in (Path(f).name for f in files[s])]
+    if given.folder is not None:
+        stems = [stem for stem in stems if stem.startswith(given.folder.rstrip("/") + "/")]
+        if len(stems) == 1:
+            return stems
+    wanted = re.escape((given.kind or "Q4_K_M").upper())
+    chosen = [stem for stem in stems if re.search(rf"(^|[-._/]){wanted}$", stem.upper())]
+    plain = [stem for stem in chosen if not re.search(rf"UD-{wanted}$", stem.upper())]
+    return plain if len(plain) == 1 else chosen  # unsloth's mixtures have names of their own
+
+
+def _refuse_pieces(given: Named, pieces: list[str]) -> NoReturn:
+    whole = RAW_PIECE.sub(".gguf", Path(pieces[0]).name)
+    shown = ", ".join(Path(piece).name for piece in pieces)[:300]
+    raise HotsplitError(
+        f"{given.name}: on the hub this file is cut into {len(pieces)} pieces ({shown}); download them,"
+        f" join them in this order (cat PIECES > {whole}), and give the path of {whole}"
+    )
+
+
+def _refuse_choice(
+    given: Named, by_stem: Mapping[str, list[str]], cut: list[str], count: int
+) -> NoReturn:
+    """Says what a repository has, in names that can be given."""
+    where = "" if given.folder is None else f" in {given.folder}"
+    wanted = given.file or f"GGUF of type {(given.kind or 'Q4_K_M').upper()}"
+    what = "several GGUFs" if count else f"no {wanted}" if by_stem else "no GGUF"
+    at = "" if given.revision is None else f"@{given.revision}"
+    shown = ", ".join(Path(stem).name for stem in by_stem)[:600]
+    line = f"{given.name}: on the hub there is {what}{where}"
+    if by_stem:
+        first = next(iter(by_stem.values()))[0]
+        line += f"; it has {shown}: give a type or a file after a colon, {given.name}{at}:{first}"
+    if cut:
+        line += f"; cut into pieces that have to be joined first: {', '.join(Path(each).name for each in cut)[:300]}"
+    raise HotsplitError(line)
 
 
 def _refuse(name: str, what: str, next_step: str, error: Exception) -> NoReturn:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hotsplit.convert.hub import Files, Named, fetched, files_of, hub_errors
+from hotsplit.convert.hub import Files, fetched, files_of, hub_errors
+from hotsplit.convert.hub_names import Named
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import MAX_HEADER_BYTES, header_reach, read_header
 from hotsplit.files.mapped_files import map_whole
@@ -38,11 +39,11 @@ def headers_of(given: Named, folder: Path) -> Headers:
         files = files_of(given)
         if not files.is_gguf:
             _check_weights(given.name, files)
-            described = fetched(given.name, files, has_weights=False)
+            described = fetched(given, files, has_weights=False)
             for file in filter(Path.is_file, described.rglob("*")):
                 _link(folder / file.relative_to(described), file)
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            sizes = list(pool.map(partial(_place, given.name, folder), files.weights))
+            sizes = list(pool.map(partial(_place, given, folder), files.weights))
     return Headers(path=files.place(folder), num_bytes=sum(sizes))
 
 
@@ -60,19 +61,19 @@ def _link(path: Path, file: Path) -> None:
         path.symlink_to(file.resolve())
 
 
-def _place(name: str, folder: Path, file: str) -> int:
+def _place(given: Named, folder: Path, file: str) -> int:
     """Puts a file's header, or a link to the whole file, in its place; returns the bytes that are
     missing."""
     from huggingface_hub import try_to_load_from_cache
 
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(cached := try_to_load_from_cache(name, file), str):
+    if isinstance(cached := try_to_load_from_cache(given.name, file, revision=given.revision), str):
         path.unlink(missing_ok=True)
         _link(path, Path(cached))
         return 0
     is_gguf = file.endswith(".gguf")
-    data, total = _part(name, file, 0, GGUF_BYTES if is_gguf else SHARD_BYTES)
+    data, total = _part(given, file, 0, GGUF_BYTES if is_gguf else SHARD_BYTES)
     most = min(total, MAX_HEADER_BYTES if is_gguf else MOST_SHARD_BYTES)
     while True:
         with path.open("wb") as written:
@@ -82,13 +83,13 @@ def _place(name: str, folder: Path, file: str) -> int:
         if len(data) >= min(wanted, most):
             break
         more = min(most, 2 * len(data)) if is_gguf else min(most, wanted)
-        data += _part(name, file, len(data), more)[0]
+        data += _part(given, file, len(data), more)[0]
     if is_gguf:
-        _add_factors(name, path, file)
+        _add_factors(given, path, file)
     return total
 
 
-def _add_factors(name: str, path: Path, file: str) -> None:
+def _add_factors(given: Named, path: Path, file: str) -> None:
     """Adds the factors of rotary embeddings, small tensors whose values a model's description needs."""
     with path.open("rb") as stream, map_whole(stream) as whole, suppress(HotsplitError):
         _, _, tensors = read_header(path, "model file (GGUF)", whole)
@@ -96,7 +97,7 @@ def _add_factors(name: str, path: Path, file: str) -> None:
         with path.open("r+b") as written:
             for info in factors:
                 written.seek(info.start)
-                written.write(_part(name, file, info.start, info.start + info.num_bytes)[0])
+                written.write(_part(given, file, info.start, info.start + info.num_bytes)[0])
 
 
 def _gguf_end(path: Path) -> int:
@@ -104,19 +105,21 @@ def _gguf_end(path: Path) -> int:
         return header_reach(file)
 
 
-def _part(name: str, file: str, start: int, stop: int) -> tuple[bytes, int]:
+def _part(given: Named, file: str, start: int, stop: int) -> tuple[bytes, int]:
     """Bytes start .. stop-1 of a file on the hub, fewer at its end, and the size of the file."""
     from huggingface_hub import constants, get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
     asked = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     headers = build_hf_headers() | asked
-    with get_session().stream("GET", hf_hub_url(name, file), headers=headers) as answer:
+    with get_session().stream(
+        "GET", hf_hub_url(given.name, file, revision=given.revision), headers=headers
+    ) as answer:
         hf_raise_for_status(answer)
         found = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
         if answer.status_code != 206 or found is None:
             raise HotsplitError(
-                f"{name}: {constants.ENDPOINT} sends no part of {file}, so its header cannot be read"
+                f"{given.name}: {constants.ENDPOINT} sends no part of {file}, so its header cannot be read"
                 " alone; download the model and plan from its path"
             )
         return answer.read(), int(found[1])

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
+from urllib.parse import unquote
 
 import pytest
 from checkpoints import random_llama
@@ -45,10 +46,16 @@ class FakeHub(BaseHTTPRequestHandler):
     asked: ClassVar[list[str]] = []
     sends_parts: ClassVar[bool] = True
     num_bytes: ClassVar[int] = 0  # sent in parts
+    revisions: ClassVar[set[str]] = set()  # asked for
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path.startswith(f"/api/models/{NAME}"):
+            if found_revision := re.search("/(revision|tree)/([^/]+)", path):
+                self.revisions.add(unquote(found_revision[2]))
+            if "missing" in self.revisions:
+                self.reply(b"", {"X-Error-Code": "RevisionNotFound"}, 404)
+                return
             siblings = [{"rfilename": name} for name in self.files]
             found: object = {"id": NAME, "sha": COMMIT, "siblings": siblings}
             if "/tree/" in path:
@@ -104,6 +111,7 @@ def files(tmp_path, monkeypatch) -> Iterator[dict[str, bytes]]:
     monkeypatch.setattr(FakeHub, "files", {name: name.encode() for name in names})
     monkeypatch.setattr(FakeHub, "asked", [])
     monkeypatch.setattr(FakeHub, "num_bytes", 0)
+    monkeypatch.setattr(FakeHub, "revisions", set())
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -122,8 +130,26 @@ def files(tmp_path, monkeypatch) -> Iterator[dict[str, bytes]]:
         (f"{NAME}:q4_k_m", ["tiny-Q4_K_M.gguf"]),
         (f"hf.co/{NAME}:Q8_0", ["tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf"]),
         (f"https:/huggingface.co/{NAME}:UD-Q2_K_XL", ["UD/tiny-UD-Q2_K_XL.gguf"]),
+        (f"hf://{NAME}:Q8_0", ["tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf"]),
+        (f"{NAME}:tiny-UD-Q4_K_M.gguf", ["tiny-UD-Q4_K_M.gguf"]),
+        (f"{NAME}:tiny-UD-Q4_K_M", ["tiny-UD-Q4_K_M.gguf"]),
+        (f"{NAME}:UD/tiny-UD-Q2_K_XL.gguf", ["UD/tiny-UD-Q2_K_XL.gguf"]),
+        (f"{NAME}:tiny-UD-Q2_K_XL.gguf", ["UD/tiny-UD-Q2_K_XL.gguf"]),
+        (f"{NAME}:mtp-tiny-Q8_0.gguf", ["mtp-tiny-Q8_0.gguf"]),
+        (f"{NAME}:tiny-Q8_0-00002-of-00002.gguf",
+         ["tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf"]),
+        (f"https://huggingface.co/{NAME}/blob/main/tiny-Q4_K_M.gguf", ["tiny-Q4_K_M.gguf"]),
+        (f"https://huggingface.co/{NAME}/resolve/main/UD/tiny-UD-Q2_K_XL.gguf?download=true",
+         ["UD/tiny-UD-Q2_K_XL.gguf"]),
+        (f"https://huggingface.co/{NAME}/tree/main", ["tiny-Q4_K_M.gguf"]),
+        (f"https://huggingface.co/{NAME}/tree/main/UD", ["UD/tiny-UD-Q2_K_XL.gguf"]),
+        (f"huggingface.co/{NAME}/tree/main/", ["tiny-Q4_K_M.gguf"]),
+        (f"{NAME}@v1.0", ["tiny-Q4_K_M.gguf"]),
+        (f"{NAME}@v1.0:UD-Q4_K_M", ["tiny-UD-Q4_K_M.gguf"]),
+        (f"{NAME}@refs/pr/1:tiny-UD-Q4_K_M.gguf", ["tiny-UD-Q4_K_M.gguf"]),
+        (f"https://hf.co/{NAME}/blob/refs%2Fpr%2F1/tiny-Q4_K_M.gguf", ["tiny-Q4_K_M.gguf"]),
     ],
-)
+)  # fmt: skip
 def test_a_gguf_is_fetched_by_its_type_and_found_again_without_the_hub(
     files, monkeypatch, name, wanted
 ):
@@ -131,10 +157,21 @@ def test_a_gguf_is_fetched_by_its_type_and_found_again_without_the_hub(
 
     path = hub.find_source(Path(name))
     assert sorted(FakeHub.asked) == wanted
+    revision = "v1.0" if "v1.0" in name else "refs/pr/1" if "refs" in name else "main"
+    assert FakeHub.revisions & {"v1.0", "refs/pr/1"} == {revision} - {"main"}
     assert path.as_posix().endswith(f"{COMMIT}/{wanted[0]}")
     assert [(path.parent / Path(each).name).read_bytes() for each in wanted] == [files[each] for each in wanted]  # fmt: skip
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.find_source(Path(name)) == path
+
+
+PIECES = [
+    "x.Q2_K.gguf",
+    "x.Q8_0.gguf.part1of2",
+    "x.Q8_0.gguf.part2of2",
+    "y.gguf-split-a",
+    "y.gguf-split-b",
+]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +183,36 @@ def test_a_gguf_is_fetched_by_its_type_and_found_again_without_the_hub(
             "no GGUF of type Q3_K; it has tiny-UD-Q2_K_XL, tiny-Q4_K_M, tiny-Q8_0, tiny-UD-Q4_K_M:",
         ),
         ("", ["a-Q8_0.gguf", "b-Q6_K.gguf"], "no GGUF of type Q4_K_M; it has a-Q8_0, b-Q6_K:"),
-        (":Q8_0", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "several GGUFs; it has a-Q8_0, b-Q8_0:"),
+        (
+            ":Q8_0",
+            ["a-Q8_0.gguf", "b-Q8_0.gguf"],
+            f"several GGUFs; it has a-Q8_0, b-Q8_0: give a type or a file after a colon, {NAME}:a-Q8_0.gguf",
+        ),
+        ("", ["d/a-Q4_K_M.gguf", "e/a-Q4_K_M.gguf"], f"after a colon, {NAME}:d/a-Q4_K_M.gguf"),
+        (
+            "@v1:c.gguf",
+            ["a-Q8_0.gguf"],
+            f"no c.gguf; it has a-Q8_0: give a type or a file after a colon, {NAME}@v1:a-Q8_0.gguf",
+        ),
+        (
+            "",
+            PIECES,
+            "no GGUF of type Q4_K_M; it has x.Q2_K: give a type or a file after a colon,"
+            f" {NAME}:x.Q2_K.gguf; cut into pieces that have to be joined first: x.Q8_0, y",
+        ),
+        (
+            ":Q8_0",
+            PIECES,
+            "cut into 2 pieces (x.Q8_0.gguf.part1of2, x.Q8_0.gguf.part2of2); download them,"
+            " join them in this order (cat PIECES > x.Q8_0.gguf), and give the path of x.Q8_0.gguf",
+        ),
+        (":x.Q8_0.gguf.part2of2", PIECES, "cut into 2 pieces (x.Q8_0.gguf.part1of2, "),
+        (
+            ":y.gguf-split-b",
+            PIECES,
+            "cut into 2 pieces (y.gguf-split-a, y.gguf-split-b); download them",
+        ),
+        ("", PIECES[1:], "no GGUF; cut into pieces that have to be joined first: x.Q8_0, y"),
         (":Q8_0", ["README.md"], "there is no GGUF"),
     ],
 )
@@ -157,6 +223,32 @@ def test_a_type_that_is_not_there_is_refused_in_one_line(files, monkeypatch, kin
         hub.find_source(Path(NAME + kind))
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert not FakeHub.asked
+
+
+def test_a_file_that_a_refusal_names_can_be_given(files, monkeypatch):
+    monkeypatch.setattr(FakeHub, "files", {f"{d}/a-Q4_K_M.gguf": d.encode() for d in "de"})
+    with pytest.raises(HotsplitError) as caught:
+        hub.find_source(Path(NAME))
+    named = str(caught.value).rpartition("after a colon, ")[2]
+    assert hub.find_source(Path(named)).read_bytes() == b"d"
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        (f"{NAME}@missing", "refuses it ("),
+        ("https://example.org/a/b/x.gguf", "not an address of the hub (huggingface.co/ORG/NAME)"),
+        (f"https://huggingface.co/{NAME}/discussions/1", "not an address of the hub"),
+        ("none/tiny.gguf", "none/tiny.gguf: no such"),
+        ("some/where/tiny.gguf", "some/where/tiny.gguf: no such"),
+    ],
+)
+def test_what_is_no_name_on_the_hub_is_refused_in_one_line(files, capsys, tmp_path, name, line):
+    for words in (["convert", name, "-o", str(tmp_path / "o.gguf")], ["run", name, "-p", "a"],
+                  ["generate", name, "-p", "a"], ["plan", name]):  # fmt: skip
+        assert main(words) == 1
+        (shown,) = capsys.readouterr().err.splitlines()
+        assert line in shown, words
 
 
 def test_the_name_of_a_file_is_not_looked_for_on_the_hub(files, capsys):
@@ -171,10 +263,11 @@ def test_the_only_gguf_needs_no_type_and_is_run(files, tmp_path, monkeypatch, ca
     monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "kept"))
     asked = ("-p", "the", "-n", "3", "--temp", "0", "-t", "1", "--json", "--mode", "exact")
     texts = []
-    for model in ([NAME], ["-hf", NAME], ["m.gguf"]):
+    for model in ([NAME], ["-hf", NAME], ["-hf", f"{NAME}:Q2_K", "-hff", "m.gguf"], [f"{NAME}:m.gguf"],
+                  ["-mu", f"https://huggingface.co/{NAME}/resolve/main/m.gguf"], ["m.gguf"]):  # fmt: skip
         assert main(["generate", *model, *asked]) == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
-    assert texts[0] == texts[1] == texts[2]
+    assert len(set(texts)) == 1
 
 
 def report_of_plan(capsys, source: object) -> dict:
@@ -190,6 +283,9 @@ def test_a_plan_reads_only_the_header_of_a_gguf(files, tmp_path, monkeypatch, ca
     first = write_parts(tmp_path, header, 2)
     monkeypatch.setattr(FakeHub, "files", {part.name: Sparse(part) for part in part_paths(first)})
     there, here = (report_of_plan(capsys, each) for each in (f"{NAME}:Q4_K_M", first))
+    other = report_of_plan(capsys, f"{NAME}@v2:{first.name}")
+    assert other["token_s"] == here["token_s"] and "v2" in FakeHub.revisions
+    monkeypatch.setattr(FakeHub, "num_bytes", FakeHub.num_bytes // 2)
     size = sum(part.stat().st_size for part in part_paths(first))
     assert there["download_bytes"] == size and FakeHub.num_bytes < 40_000 and not FakeHub.asked
     same = ("token_s", "cpu_bytes", "reasons", "outtype", "layer_split")

@@ -85,7 +85,9 @@ def said_when_ready(ready: "Ready") -> None:
 
 def needs_preparation(model: Path) -> bool:
     """True for all but a GGUF: a folder, or a name on the hub."""
-    return not (model.is_file() or model.suffix == ".gguf")
+    from hotsplit.convert.hub_names import named_on_hub
+
+    return named_on_hub(model) is not None or not (model.is_file() or model.suffix == ".gguf")
 
 
 @contextmanager
