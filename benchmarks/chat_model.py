@@ -108,8 +108,6 @@ def measure(
     generator, kind = random.Random(0), model.stem
     measured = {count: Measured() for count in threads}
     with Engine.load(model, mode="dense", device="cpu", context_length=CONTEXT) as engine:
-        if engine.not_native:
-            print(f"{kind}: a decode step is not one native call: {engine.not_native}")
         rounds = [Round(engine, rival, count, bandwidth, tests) for count in threads]
         for number in range(arguments.rounds + 1):
             round_began = time.perf_counter()

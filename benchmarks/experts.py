@@ -127,7 +127,7 @@ def _by_kind(engine: Engine, run: Callable[[], object], num_tokens: int) -> dict
     """Seconds a token: of all, of attention in its layers, and of the delta nets in theirs, both
     without products."""
     native = engine._live.native
-    assert isinstance(native, NativeStep), engine.not_native
+    assert isinstance(native, NativeStep)
     attends_L = torch.tensor([layer.delta is None for layer in engine.model.spec.layers])
     with timed_parts(native) as counts_LP2:
         began = time.perf_counter()
@@ -178,7 +178,7 @@ def _modes(path: Path, threads: int, rounds: int, rival: Rival | None) -> dict[s
 def _parts(engine: Engine, ids: list[int]) -> tuple[float, int, float, float]:
     """Seconds and bytes of a token, then those of its experts."""
     native = engine._live.native
-    assert isinstance(native, NativeStep), engine.not_native
+    assert isinstance(native, NativeStep)
     engine._prefill(torch.tensor(PROMPT))
     with timed_parts(native) as counts_LP2:
         seconds, read = decode_s(engine, ids)

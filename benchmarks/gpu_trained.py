@@ -80,8 +80,7 @@ def measure(case: Case, device: str, cache: Path, tokens: int) -> list[Table]:
     row = [case.title, f"{rate:.1f}", f"{1e3 / rate:.2f}",
            "-" if predicted is None else f"{1e3 * predicted:.2f}",
            f"{1e3 * report['prefill_s']:.1f}", memory]  # fmt: skip
-    note = f"not native: {report['not_native']}" if report["not_native"] else ""
-    return [Table(title="hotsplit run, as a user types it", columns=COLUMNS, rows=[row], note=note)]
+    return [Table(title="hotsplit run, as a user types it", columns=COLUMNS, rows=[row])]
 
 
 def run(

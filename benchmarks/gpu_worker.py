@@ -71,7 +71,6 @@ class Worker:
         )
         return {
             "load_s": self.engine.load_s,
-            "not_native": self.engine.not_native,
             "streams_from": min(
                 (layer.ffn.cold.least_tokens for layer in self.engine.layers if layer.ffn.cold),
                 default=None,

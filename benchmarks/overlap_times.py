@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hotsplit.runtime.device.streams import CudaStream, PlainStream
 from hotsplit.runtime.kernels.gate import Gate
-from hotsplit.runtime.kernels.gpu.kernels import Kernels, overlapped
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, overlapped, reference_kernels
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
-from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
 from hotsplit.runtime.step.cuda_backend import cuda_backend
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights import gpu_products
@@ -30,7 +29,7 @@ def overlap(device: torch.device, *, is_small: bool) -> list[Table]:
 
 
 def _row(device: torch.device, width: int, neurons: int) -> list[str]:
-    kernels = gpu_products.kernels() if device.type == "cuda" else torch_kernels()
+    kernels = gpu_products.kernels() if device.type == "cuda" else reference_kernels()
     dense = _matrix(width, width, device)
     gate, up, down = (_matrix(neurons, width, device) for _ in range(3))
     x, normed, weight = (torch.ones(width, device=device) for _ in range(3))
@@ -66,7 +65,7 @@ def _matrix(num_rows: int, width: int, device: torch.device) -> Matrix:
 def _seconds(device: torch.device, on: Kernels, submit: Callable[[Kernels], None]) -> float:
     """Median seconds of a graph, which runs as often in both forms."""
     is_cuda = device.type == "cuda"
-    backend = cuda_backend(None, has_graph=True, kernels=on) if is_cuda else plain_backend(on)
+    backend = cuda_backend(None, has_graph=True) if is_cuda else plain_backend(on)
     main = CudaStream(device) if is_cuda else PlainStream()
     main.follow()
     empty: list[Tensor] = []

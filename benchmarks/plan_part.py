@@ -34,10 +34,9 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.measure.timing.interleave import take_turns
-from hotsplit.runtime.check.launches import NAMES
 from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.doorbells import HandoverStruct, ServingStruct

@@ -3,7 +3,6 @@
     CACHE/model-0123456789abcdef01234567/   entry.json, lock, and the artifact's files
     CACHE/rates.json                        see hotsplit.run.rates
     CACHE/said.json                         see hotsplit.run.said
-    CACHE/device-checks/                    see hotsplit.artifacts.device_checks
     CACHE/prefetch-distance.json            see hotsplit.runtime.kernels.prefetch_distance
 
 An artifact exists once its entry.json does, which is written last; before that, its folder may hold

@@ -11,7 +11,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from hotsplit.artifacts.device_checks import forget_checks
 from hotsplit.errors import HotsplitError
 from hotsplit.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
 from hotsplit.run.keys import STAGES
@@ -56,8 +55,8 @@ def list_cache(cache: Path) -> tuple[CachedArtifact, ...]:
 
 def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -> Cleared:
     """Removes artifacts: all, or those with these names (of a folder, a kind or a source), and with
-    `stale_only` only stale and unfinished ones. Removing all includes the results of GPU checks,
-    the rates, and what was said.
+    `stale_only` only stale and unfinished ones. Removing all includes the rates and
+    what was said.
 
     Raises HotsplitError for a name that matches nothing."""
     artifacts = list_cache(cache)
@@ -78,7 +77,6 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
         else:
             kept.append((each.name, why))
     if not names and not stale_only:
-        forget_checks(cache)
         for file in (RATES, SAID, PREFETCH_FILE):
             with suppress(OSError):
                 (cache / file).unlink()

@@ -153,8 +153,7 @@ class Engine(TextEngine):
 
     def close(self) -> None:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
-        if library.is_available():
-            library.set_spin_time()
+        library.set_spin_time()
         for device in self.memories:  # waits for interrupted uploads too
             torch.cuda.synchronize(device)
         self._sequences.decoder = None

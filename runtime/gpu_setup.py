@@ -24,7 +24,6 @@ from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.options.prompt_rates import PromptRates
-from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.device_memory import (
     LEAST_BUDGET_BYTES,
     DeviceMemory,
@@ -45,7 +44,6 @@ from hotsplit.runtime.step.captured_passes import (
     MOST_BYTES,
     CapturedPasses,
     PassMemory,
-    TryPass,
     is_capturable,
 )
 from hotsplit.runtime.step.hybrid_device import Take
@@ -83,12 +81,11 @@ def memories_of(
     context_length: int,
     notice: Callable[[str], None],
     *,
-    keeps_budget: bool = True,
     max_rows: int = 1,
     num_sequences: int = 1,
 ) -> Memories:
-    """A slab for each GPU of a placement, for everything permanent. Without `keeps_budget`, torch's
-    allocator is not limited to the budget. `max_rows`: the most rows of a decode step.
+    """A slab for each GPU of a placement, for everything permanent. `max_rows`: the most rows of a
+    decode step.
 
     Raises HotsplitError if a GPU does not have enough memory."""
     if placement.homes[0].type != "cuda":
@@ -100,7 +97,7 @@ def memories_of(
         items, budgets = plan.items_of_gpus(model)[0], list(plan.budgets)
     found: Memories = {}
     for device, number in dict(zip(placement.homes, placement.numbers, strict=True)).items():
-        budget = budgets[number] if keeps_budget else None
+        budget = budgets[number]
         if budget is not None and budget < LEAST_BUDGET_BYTES:
             notice(
                 f"torch's allocator cannot keep a budget of {format_bytes(budget)} on {device};"
@@ -194,8 +191,6 @@ def uploading(
 def pin(residence: Residence, notice: Callable[[str], None]) -> None:
     """Pins the weights on the CPU; if the system refuses, they are copied through staging
     buffers."""
-    if not pinned.is_possible():
-        return
     try:
         residence.pin()
     except HotsplitError as error:
@@ -302,7 +297,6 @@ def captured_passes(
     weights: Weights,
     memories: Memories,
     traffic: Traffic,
-    try_pass: TryPass,
 ) -> CapturedPasses | None:
     """Passes of prompts as graphs, of up to as many tokens as `p` has and as leave room for the longest
     launched pass; None if there is no room, or if captured_passes does not cover the model."""
@@ -322,7 +316,7 @@ def captured_passes(
             return None
         return CapturedPasses(
             memory=reserved, lengths=tuple(n for n in LENGTHS if n <= most),
-            traffic=traffic, on_capture=partial(set_aside, memories), try_pass=try_pass,
+            traffic=traffic, on_capture=partial(set_aside, memories),
         )  # fmt: skip
     return None
 

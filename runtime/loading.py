@@ -1,17 +1,16 @@
 """Loads an engine: places the weights of a model file as the plan and the options say, and builds a
 decode step.
 
-If a GPU is lost during a load, the whole load is repeated on the CPU."""
+If a GPU fails during a load (runtime.device_check), the whole load is repeated on the CPU."""
 
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from hotsplit.artifacts.changed_model import for_context, with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
@@ -19,10 +18,18 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import text_words
 from hotsplit.costs.part_bytes import placed_units, stored_neuron_bytes
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
+from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.runtime.check.device_check import MORE, checked
-from hotsplit.runtime.device.cuda_runtime import DeviceLost
+from hotsplit.runtime.device_check import (
+    LIMIT_S,
+    DeviceFails,
+    check_logits,
+    failures_of_device,
+    logits_of,
+    logits_on_cpu,
+    within_time,
+)
 from hotsplit.runtime.gpu_setup import (
     captured_passes,
     memories_of,
@@ -48,6 +55,7 @@ from hotsplit.runtime.neuron_cache.setup import (
 )
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
+from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.resolved_options import (
     Notice,
     bytes_by_role_of,
@@ -61,16 +69,17 @@ from hotsplit.runtime.resolved_options import (
     sequences_of,
     without_gpu,
 )
-from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
+from hotsplit.runtime.step.cuda_backend import can_overlap, cuda_backend
+from hotsplit.runtime.step.decode_step import decode_step
 from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.doorbells import can_ring
 from hotsplit.runtime.step.host_mixers import HostMixers, host_ways
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.workspace import step_rows
+from hotsplit.runtime.weights import gpu_products
 
 log = logging.getLogger(__name__)
-
-CHECKED = 64  # positions that the check of a step may write to
 
 
 def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
@@ -91,21 +100,31 @@ def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
 
 
 def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "Loaded":
-    """Loads a model for this configuration; loads it again, on the CPU, if a GPU stops answering
-    during the checks."""
+    """Loads a model for this configuration; loads it again, on the CPU, if a GPU fails.
+
+    Raises HotsplitError if the C++ library is missing, or does not cover the model."""
+    library.check_available()
     if model.num_skipped:
         log.info(f"{model.path}: {model.skipped_note}")
+    device = device_of(config.device)
+    if device.type == "cuda":
+        try:
+            with failures_of_device(device):
+                return Loaded(model, plan, config)
+        except DeviceFails as failed:
+            why = str(failed)
+        # Outside the handler, where the exception no longer keeps the weights alive.
+        log.warning(f"{model.path}: {why}: everything runs on the CPU; hotsplit doctor says more")
+        config = replace(config, device="cpu")
     try:
         return Loaded(model, plan, config)
-    except DeviceLost as lost:
-        why = f"{lost}: everything runs on the CPU this time; {MORE}"
-    # Outside the handler, where the exception no longer keeps the lost weights alive.
-    log.warning(f"{model.path}: {why}")
-    return Loaded(model, plan, replace(config, device="cpu"))
+    except NotNative as reason:
+        raise HotsplitError(f"{model.path}: {reason}") from None
 
 
 class Loaded:
-    """A load and its result. Each method sets what the following ones need. Raises DeviceLost."""
+    """A load and its result. Each method sets what the following ones need. Raises NotNative for a
+    model that the kernels do not cover, and what a GPU's libraries raise."""
 
     def __init__(self, model: ModelFile, plan: Split | None, config: EngineConfig) -> None:
         began = time.perf_counter()
@@ -115,7 +134,7 @@ class Loaded:
         self.warn: Notice = lambda line: log.warning(f"{model.path}: {line}")
         self.traffic = Traffic()
         self.mode: Mode = mode_of(model, config, plan, self.notice, self.warn)
-        self._check_devices()
+        self._choose_devices()
         self._place()
         self._size_cache()
         self._count_bytes()
@@ -124,21 +143,22 @@ class Loaded:
         self._load_weights()
         self._stream_cold_weights()
         self._make_neuron_cache()
-        self._make_decoder()
-        self._try_pass()
-        self._capture_passes()
+        if self.is_on_gpu:
+            self._check(within_time(self._first_logits, LIMIT_S))
+        else:
+            self._make_decoder()
         self.load_s = time.perf_counter() - began  # from an open file
 
-    def _check_devices(self) -> None:
-        """If a device fails its check, everything runs on the CPU; so do mixtures without a plan."""
-        plan = self.plan
+    def _choose_devices(self) -> None:
+        """Mixtures without a plan run on the CPU."""
         if self.model.spec.has_experts:
-            self.config = without_gpu(self.model, plan, self.config, self.notice)
-        gpus = gpus_of(plan, device_of(self.config.device))
-        self.check = checked(gpus, self.warn, has_budget=plan is not None)
-        self.gpus = gpus_of(plan, torch.device("cpu")) if self.check is None else gpus
+            self.config = without_gpu(self.model, self.plan, self.config, self.notice)
+        self.gpus = gpus_of(self.plan, device_of(self.config.device))
         self.device = self.gpus[0]
-        use_default_threads(beside_gpu=self.check is not None)
+        self.is_on_gpu = self.device.type == "cuda"
+        if self.is_on_gpu:
+            gpu_products.kernels()  # raises if Triton is missing
+        use_default_threads(beside_gpu=self.is_on_gpu)
 
     def _place(self) -> None:
         self.placement = placement_of(self.model, self.plan, self.gpus, self.config)
@@ -194,13 +214,10 @@ class Loaded:
         self.resident_LN = None
         if self.setup is None:
             return
-        if self.setup.units == "experts" and self.check is None:
+        if self.setup.units == "experts" and not self.is_on_gpu:
             self.notice(
                 "the neuron cache swaps experts in a GPU's memory, so it is off without one"
             )
-            self.setup = None
-            return
-        if self.setup.units == "neurons" and self.check and not self.check.check_neuron_cache():
             self.setup = None
             return
         self.resident_LN = first_residents(model, plan)
@@ -219,7 +236,7 @@ class Loaded:
 
     def _take_memory(self) -> None:
         set_for_this_processor()
-        model, plan, check = self.model, self.plan, self.check
+        model, plan = self.model, self.plan
         self.residence = residence_of(
             model, self.config.is_resident, self.bytes_by_role, self.device
         )
@@ -233,8 +250,7 @@ class Loaded:
         self.max_rows = self._step_rows()
         self.memories = memories_of(
             model, plan, self.placement, self.bytes_by_role, self.context_length, self.warn,
-            keeps_budget=check is None or check.keeps_budget, max_rows=self.max_rows,
-            num_sequences=self.num_sequences,
+            max_rows=self.max_rows, num_sequences=self.num_sequences,
         )  # fmt: skip
 
     def _step_rows(self) -> int:
@@ -263,16 +279,9 @@ class Loaded:
                 resident_LN=self.resident_LN, are_slots_joined=self.has_joined_slots,
             )  # fmt: skip
         check_routers(self.model, self.weights.layers)  # once the uploads are done
-        if not library.is_available():
-            self.warn("the C++ kernels are not built; torch is used instead and is many"
-                      " times slower; run make build")  # fmt: skip
 
     def _stream_cold_weights(self) -> None:
-        """Checks the kernels that the weights need, attaches the streams of cold weights, and sets
-        the maximum number of tokens per pass."""
-        takes = step_takes(self.memories)
-        if self.check is not None:
-            self.check.check_kernels(self.weights, self.placement, takes, self.max_rows)
+        """Attaches the streams of cold weights, and sets the maximum number of tokens per pass."""
         self.chunk = min(self.chunk, self.context_length)
         self.weights, self.chunk = with_cold_streams(
             self.model, self.weights, self.memories, self.placement, self.mode,
@@ -298,72 +307,52 @@ class Loaded:
             decode_step, placement=self.placement, traffic=self.traffic, max_rows=self.max_rows,
             on_capture=partial(set_aside, self.memories),
         )  # fmt: skip
-        backend = self._backend(step_by)
-        step = step_by(self.weights, backend=backend, neuron_cache=self.neuron_cache)
+        step = step_by(self.weights, backend=self._backend(), neuron_cache=self.neuron_cache)
         set_aside(self.memories)
-        if isinstance(step, str) and self.check is not None:
-            self.warn(f"{step}: tokens go through torch layer by layer, several times slower")
-        self.decoder = self._decoder_with(step, chunk=self.chunk)
+        self.decoder = Decoder(
+            weights=self.weights, observers=Observers(), native=step, chunk=self.chunk,
+            host=self._host_mixers(),
+        )  # fmt: skip
 
-    def _try_pass(self) -> None:
-        """Runs the longest pass at the end of the context, and the longest of half of its tokens, until
-        one fits into the GPUs' memory."""
-        if self.check is None or not self.memories:
-            return
-        sizes = [
-            (str(m.device), m.budget_bytes, len(m.slab), m.aside) for m in self.memories.values()
-        ]
-        about = f"{self.context_length} {self.num_sequences} {sizes}"
-        while not self.check.fits_pass(self.decoder, self.context_length, about):
-            self.decoder.length.shorten(min(self.decoder.most_tokens, self.context_length))
+    def _first_logits(self) -> dict[str, Tensor]:
+        """Builds the decoder on a GPU, and computes the logits that are checked."""
+        self._make_decoder()
+        self._capture_passes()
+        return logits_of(self.decoder, self.model.spec.vocab_size, repeats=True)
+
+    def _check(self, got: dict[str, Tensor]) -> None:
+        check_logits(got, logits_on_cpu(self.model, self.mode, self.cache_types))
 
     def _capture_passes(self) -> None:
-        """Lets prompts run as graphs where that works."""
-        if self.check is None or not self.check.has_graph or not self.memories:
+        """Lets prompts run as graphs."""
+        if not self.config.graph or not self.memories:
             return
         tokens = min(self.decoder.most_tokens, self.context_length)
         p = Pass(model=self.model, mode=self.mode, num_tokens=tokens, way="gpu",
                  context_length=self.context_length, num_sequences=self.num_sequences)  # fmt: skip
-        found = captured_passes(p, self.weights, self.memories, self.traffic, self.check.try_pass)
+        found = captured_passes(p, self.weights, self.memories, self.traffic)
         self.decoder = replace(self.decoder, captured=found)
 
-    def _backend(self, step_by: Callable[..., DecodeStep | str]) -> Backend | str | None:
-        """The fastest backend that works on the GPU, or the reason why none does; None without a
-        GPU."""
-        if self.check is None:
+    def _backend(self) -> Backend | None:
+        """The backend of a decode step on GPUs; None without one."""
+        if not self.is_on_gpu:
             return None
-        plain = self._decoder_with("this is layer by layer")
-        cache = self.weights.cache
-        cache.reserve(0, 0, min(CHECKED, self.context_length))  # the check's steps write there
-        try:
-            return self.check.backend(
-                lambda backend: step_by(self.weights, backend=backend), plain.step,
-                step_takes(self.memories), has_graph=self.config.graph,
-                can_overlap=self.setup is None,  # a neuron cache writes weights
-            )  # fmt: skip
-        finally:
-            cache.release(0)
-            if self.weights.states is not None:
-                self.weights.states.release(0)
-
-    def _decoder_with(self, step: DecodeStep | str, chunk: int = SHORT_CHUNK) -> Decoder:
-        return Decoder(
-            weights=self.weights,
-            observers=Observers(),
-            native=step,
-            chunk=chunk,
-            host=self._host_mixers(),
-        )
+        rings = can_ring(self.device)
+        if not rings:
+            self.notice(
+                "this driver has no stream memory operations: it calls the CPU for its part of each"
+                " layer, which takes longer"
+            )
+        # A neuron cache writes weights while kernels run.
+        overlaps = self.setup is None and self.config.graph and all(map(can_overlap, self.gpus))
+        return cuda_backend(
+            step_takes(self.memories), has_graph=self.config.graph, has_doorbells=rings,
+            overlaps=overlaps,
+        )  # fmt: skip
 
     def _host_mixers(self) -> HostMixers | None:
         """What the CPU computes of attention and delta nets in prompts beside a GPU."""
         ways = host_ways(self.weights)
-        if self.device.type == "cpu" or not ways:
+        if not self.is_on_gpu or not ways:
             return None
-        found = HostMixers.of(self.weights, ways)
-        if isinstance(found, str):
-            self.warn(
-                f"{found}: torch computes the CPU's attention of prompts, which is many times slower"
-            )
-            return None
-        return found
+        return HostMixers.of(self.weights, ways)

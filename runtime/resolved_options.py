@@ -17,7 +17,6 @@ from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
@@ -34,12 +33,7 @@ def residence_of(
     model: ModelFile, is_resident: bool | None, bytes_by_role: dict[str, Items], gpu: torch.device
 ) -> Residence | None:
     """The memory for weights on the CPU; None if they stay in the file."""
-    if is_resident and not library.is_available():
-        raise HotsplitError(
-            f"{model.path}: only the C++ kernels, which are not built, can arrange weights in memory"
-            " (is_resident); run make build, or leave is_resident out"
-        )
-    if is_resident is False or not library.is_available():
+    if is_resident is False:
         return None
     on_cpu = [items for role, items in bytes_by_role.items() if role == "cpu" or gpu.type == "cpu"]
     wanted, free = sum(sum(items.values()) for items in on_cpu), free_memory_bytes()

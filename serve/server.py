@@ -98,11 +98,10 @@ class Server:
             with self._open_engine() as engine:
                 served = served_of(self.config, engine)
                 prefix_cache = PrefixCache(engine, self._num_places)
-                # Texts that take turns in steps of one row still begin sooner than in a queue.
-                parallel = self.config.parallel if engine.not_native is None else 1
                 scheduler = Scheduler(
-                    engine, prefix_cache, self._post, parallel=parallel, queue=self.config.queue
-                )
+                    engine, prefix_cache, self._post, parallel=self.config.parallel,
+                    queue=self.config.queue,
+                )  # fmt: skip
                 self._scheduler = scheduler
                 if self.service.is_stopping:  # signalled while the model was loading
                     scheduler.stop()

@@ -30,8 +30,7 @@ from hotsplit.runtime.kernels.cpu import library
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Loading a model on a GPU stores the results of the GPU's checks: in tests, in a folder that is
-# deleted after them.
+# What commands keep for later is, in tests, in a folder that is deleted after them.
 _cache = tempfile.TemporaryDirectory(prefix="hotsplit-tests-")
 os.environ.setdefault("HOTSPLIT_CACHE", _cache.name)
 
@@ -176,23 +175,6 @@ def several_rows(monkeypatch):
     """A program of a GPU kernel takes several rows of small matrices, as it does of large ones.
     This also saves time: the interpreter takes about 10 ms per program."""
     monkeypatch.setattr("hotsplit.runtime.kernels.gpu.launch.LEAST_PROGRAMS", 1)
-
-
-@pytest.fixture
-def nothing_checked(tmp_path, monkeypatch):
-    """A separate cache for the test, in a process without results of earlier checks of devices."""
-    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("hotsplit.runtime.weights.gpu_products._replaced", set())
-    monkeypatch.setattr("hotsplit.runtime.weights.gpu_products._in_f32_only", set())
-    monkeypatch.setattr("hotsplit.runtime.device.pinned._refused", [])
-
-
-@pytest.fixture(scope="module")
-def one_cache(tmp_path_factory):
-    """One cache for the results of the devices' checks, which later loads need not repeat."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOTSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from pathlib import Path
 from fuzz_kind import Case, codec_of
 
 from hotsplit import Engine
-from hotsplit.artifacts.device_checks import read_checks
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.commands.terminal.prompts import prompts_of
 from hotsplit.convert.checkpoint_summary import summarise_checkpoint
@@ -159,13 +158,6 @@ def _rates_of_others(path: Path) -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
     others = found if isinstance(found, dict) else {}
     return json.dumps({name: rates for name, rates in others.items() if name != "m"})
-
-
-def read_verdicts(case: Case) -> None:
-    """Reads checks of a GPU; unreadable ones count as none."""
-    found = read_checks(case.path)
-    if found is not None:
-        json.dumps([vars(verdict) for verdict in found.verdicts.values()]).encode()
 
 
 # ------------------------------------------------------------------ texts

@@ -3,7 +3,6 @@ tokenizers, exports, what `run` keeps in its cache, and texts."""
 
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,9 +19,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from hotsplit.artifacts.device_checks import FORMAT as CHECKS_FORMAT
-from hotsplit.artifacts.device_checks import VERSION as CHECKS_VERSION
-from hotsplit.artifacts.device_checks import DeviceKey, Verdict
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.export.export import ExportConfig, export
@@ -58,8 +54,6 @@ number ::= "-"? ("0" | [1-9] [0-9]*) ("." digit+)?
 digit ::= [0-9]
 letters ::= [a-y] | [\x41-\x5A] | "z" # one of each
 """
-KEY = DeviceKey(index=0, device="a GPU", capability="8.9", memory_bytes=1 << 30, driver="1",
-                torch="2", triton="3", package="0.1")  # fmt: skip
 
 
 def make_further(folder: Path) -> None:
@@ -159,8 +153,8 @@ def _shown(folder: Path) -> None:
 
 
 def _kept(folder: Path) -> None:
-    """An entry of the cache of `run`, its rates, and checks of a GPU; prompts, a corpus, a grammar."""
-    for kind in ("entry", "rates", "checks", "prompts", "messages", "rules"):
+    """An entry of the cache of `run`, its rates; prompts, a corpus, a grammar."""
+    for kind in ("entry", "rates", "prompts", "messages", "rules"):
         (folder / kind).mkdir()
     entry = {
         "format": ENTRY_FORMAT, "version": current_version("look"), "kind": "look", "source": "m",
@@ -171,10 +165,6 @@ def _kept(folder: Path) -> None:
     (folder / "entry" / "look.safetensors").write_bytes(b"abcd")
     rates = {"m": {"encode": 1e9, "write": 2.5e8}, "another": {"encode": 1.0}}
     (folder / "rates" / "rates.json").write_text(json.dumps(rates))
-    verdicts = [Verdict(part="norm", why="", seconds=0.5), Verdict(part="b", why="w", seconds=1.0)]
-    checks = {"format": CHECKS_FORMAT, "version": CHECKS_VERSION, "key": asdict(KEY),
-              "started": None, "verdicts": [asdict(verdict) for verdict in verdicts]}  # fmt: skip
-    (folder / "checks" / f"{KEY.digest}.json").write_text(json.dumps(checks))
     prompts = [{"prompt": "the fox"}, "a text \u00c4", {"prompt": "12\n", "id": 3}]
     text = "\n".join(json.dumps(prompt) for prompt in prompts)
     (folder / "prompts" / "prompts.jsonl").write_text(text)

@@ -22,7 +22,7 @@ is damaged):
     importance matrices                 imatrix, imatrix-dat
     what eval prints, profile's report  comparison, told
     what a run saved                    resume (of profile), prompt, conversation
-    the cache of run, checks of GPUs    entry, rates, checks
+    the cache of run                    entry, rates
     grammars                            gbnf, rules (regular parts), schema, regex, lark
     corpora, as messages; prompts       text, jsonl, parquet, messages; prompts
 
@@ -192,7 +192,6 @@ def load_told(case: Case) -> None:
 
 
 PROFILE = "model.profile.safetensors"
-CHECKS = "69417464ba20ba50b52f54a3.json"  # the digest of the key within
 KINDS = {
     "safetensors": Kind(target="model.safetensors", read=convert_folder),
     "bin": Kind(target="pytorch_model.bin", read=convert_folder),
@@ -265,7 +264,6 @@ KINDS = {
     "export": Kind(target=PROFILE, read=further.export_split),
     "entry": Kind(target="entry.json", read=further.list_entry, is_values=True),
     "rates": Kind(target="rates.json", read=further.remember_rates),
-    "checks": Kind(target=CHECKS, read=further.read_verdicts, is_values=True),
     "rules": Kind(target="grammar.gbnf", read=follow_grammar),
 }
 TARGETS = {name: kind.target for name, kind in KINDS.items()}

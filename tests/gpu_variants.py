@@ -23,6 +23,7 @@ os.environ["TRITON_CACHE_DIR"] = _cache.name
 
 import torch  # noqa: E402
 from gpu_compilation import AbsentDevice, compile_instead_of_launching  # noqa: E402
+from kernel_launches import Launch, launches_of  # noqa: E402
 from models import family_spec, make_sizes, required_shapes  # noqa: E402
 from test_runtime import make_split  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
@@ -30,7 +31,6 @@ from triton.runtime.driver import driver  # noqa: E402
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo  # noqa: E402
 from hotsplit.files.gguf_file import TensorEntry, row_bytes  # noqa: E402
 from hotsplit.runtime import gpu_setup  # noqa: E402
-from hotsplit.runtime.check.launches import Launch, launches_of  # noqa: E402
 from hotsplit.runtime.device.device_memory import DeviceMemory  # noqa: E402
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
 from hotsplit.runtime.model.loader import load_weights  # noqa: E402

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gpu_matrices import EPS, assert_close, make_matrix, product_bound, rounding, sizes
+from kernel_launches import Launch, launches_of
 from models import make_sizes, shape_only
 from test_gpu_attention import norm_bound
 from test_gpu_neurons import down_bound, hidden_bound
@@ -25,7 +26,6 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime import gpu_setup
-from hotsplit.runtime.check.launches import Launch, launches_of
 from hotsplit.runtime.device.bits import unpack_bits
 from hotsplit.runtime.device.device_memory import DeviceMemory
 from hotsplit.runtime.kernels.gpu import launch as layouts

@@ -56,7 +56,6 @@ def dequantised(entry):
 def test_logits_equal_the_reference(tmp_path, kind):
     model = stock_of(tmp_path, kind)
     with Engine.load(model.path, mode="dense", device="cpu") as engine:
-        assert engine.not_native is None
         (block,) = engine.layers[0].ffn.blocks
         assert block.is_by_output and block.down.num_rows == 256 and block.down.width == 512
         want = logits_ref(as_sparse(model), IDS)

@@ -293,7 +293,6 @@ IDS = [(7 * i + i * i) % 50 for i in range(70)]
 def test_a_model_agrees_with_torch(model_path, restore_library, level):
     library.set_level(level)
     with Engine.load(model_path, mode="dense") as engine:
-        assert engine.not_native is None
         got = engine._prefill(torch.tensor(IDS))
         for position, token in enumerate(IDS):
             one_by_one = engine._step(token, position)

@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from failing_parts import KEY
 
-from hotsplit.artifacts.device_checks import DeviceKey, installed_version
 from hotsplit.doctor import gpu, machine
 from hotsplit.doctor.children import Child, Result
 from hotsplit.doctor.finding import scrubbed
@@ -72,13 +70,6 @@ def light(broken):
         broken(name, f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')")
 
 
-def current(**changes):
-    """The key of a check with the versions installed here."""
-    here = {name: installed_version(name) for name in ("torch", "triton")}
-    values = {**here, "package": installed_version("hotsplit")} | changes
-    return DeviceKey(**{**vars(KEY), **values})
-
-
 def test_on_this_machine_nothing_is_wrong(tmp_path):
     report = tmp_path / "report.txt"
     found = Doctor("--report", str(report))
@@ -99,7 +90,7 @@ def test_missing_torch_and_triton_are_reported(light):
     assert found.code == 1 and found.wrong() == ["torch"]
     assert "is not installed" in found.of("torch")[0]["text"]
     assert "pip install torch" in found.of("torch")[0]["advice"]
-    assert "is not installed: torch replaces its kernels" in found.of("triton")[0]["text"]
+    assert "is not installed: models run on the CPU" in found.of("triton")[0]["text"]
     assert "agree with numpy" in found.of("kernels")[0]["text"]
 
 
@@ -178,7 +169,7 @@ def test_a_library_that_is_missing_broken_or_for_another_processor_is_reported(b
 
 
 def test_a_kernel_that_computes_wrongly_is_found(monkeypatch):
-    from hotsplit.runtime.check import cpu_kernels
+    from hotsplit.doctor import cpu_kernels
 
     was = cpu_kernels.rows_of
 

@@ -1,20 +1,20 @@
-"""What `hotsplit doctor` says about torch, drivers, GPUs and the results of their checks."""
+"""What `hotsplit doctor` says about torch, drivers, GPUs and trials of them."""
 
 import dataclasses
 import shutil
 import subprocess
 
 import pytest
-from failing_parts import fake_parts, halved, with_kernel
-from test_doctor import Doctor, broken, cache, current, light  # noqa: F401
+from fake_cuda import library as fake_library
+from fake_cuda.kernels import launched
+from fake_cuda.torch_cuda import fake_cuda
+from test_doctor import broken  # noqa: F401
 
-from hotsplit.artifacts.device_checks import CheckBook, Verdict
-from hotsplit.doctor import examine as examining
 from hotsplit.doctor import gpu
 from hotsplit.doctor.children import Child, Result
 from hotsplit.doctor.probes import probe_gpu
-from hotsplit.runtime.check import parts as device_parts
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
@@ -136,115 +136,28 @@ def test_the_driver_is_queried_without_torch(tmp_path, monkeypatch):
     assert result.done == DRIVER
 
 
-# ---- checks of GPUs ------------------------------------------------------------------------------
+# ---- trials of GPUs ------------------------------------------------------------------------------
 
 
-def test_parts_that_failed_a_check_are_named(light):  # noqa: F811
-    with CheckBook(current()) as book:
-        book.finish(Verdict(part="device", why="", seconds=1.0))
-        book.finish(Verdict(part="kernel dot f16[64]x1", why="out is off by 1", seconds=1.0))
-        book.finish(Verdict(part="kernel attend 4", why="out is off by 1", seconds=1.0))
-        book.finish(Verdict(part="graph 0123456789ab", why="RuntimeError: no", seconds=1.0))
-    found = Doctor()
-    assert found.code == 1 and len(found.wrong()) == 3
-    texts = [each["text"] for each in found.of("check of Fake GPU, number 0")]
-    assert texts[0].startswith("1 part works with ") and len(texts) == 3
-    assert texts[1:] == ["kernels attend, dot: out is off by 1", "graph: RuntimeError: no"]
-    assert not Doctor("--again").of("check of Fake GPU, number 0")
-
-
-def test_a_check_of_other_versions_is_only_a_note():
-    with CheckBook(current(torch="1.0")) as book:
-        book.finish(Verdict(part="device", why="bad", seconds=1.0))
-        book.start("graph x")
-    found = gpu.checks(examining.stored_checks(), has_gpu=True, unfinished=None)
-    assert {each.state for each in found} == {"note"}
-    assert "graph x: is being checked, or its check crashed" in lines(found)
-
-
-def test_a_gpu_without_results_is_checked_with_a_small_model(monkeypatch):
-    """In this process, on the CPU. The parts are those that a first load without a plan checks."""
-    parts = fake_parts(key=current(), kernels=with_kernel("predict", halved))
-    monkeypatch.setattr(device_parts, "parts_of", lambda device: parts)
-    monkeypatch.setattr("hotsplit.runtime.weights.gpu_products._replaced", set())
-    probe_gpu("cpu")
-    found = gpu.checks(examining.stored_checks(), has_gpu=True, unfinished=None)
+def test_trials_of_gpus_are_lines():
+    results = [
+        Result(done={"why": None}),
+        Result(done={"why": "cuda:1: the logits of a step are off by 0.9"}),
+        Result(done=None, how="crashed by SIGSEGV", at="a small model on cuda:2"),
+    ]
+    found = gpu.trials(results)
     assert [each.state for each in found] == ["ok", "wrong", "wrong"]
-    # With a part of the neurons on the CPU, the kernel writes the bits twice: a variant of its own.
-    assert all("kernel predict" in each.text for each in found[1:])
-    names = {name.split()[0] for name in examining.stored_checks()[0].verdicts}
-    # No graph, since torch computes a kernel.
-    assert names == {"device", "pinned", "kernel", "products", "host", "doorbell", "step"}
-    crashed = Result(done=None, how="crashed by SIGSEGV", at="a small model on cuda:0")
-    assert gpu.checks([], has_gpu=True, unfinished=crashed)[0].state == "wrong"
+    assert [each.about for each in found] == [f"trial of GPU {n}" for n in range(3)]
+    assert "off by 0.9" in found[1].text and "crashed by SIGSEGV" in found[2].text
 
 
-class Started:
-    """Stands in for Child: records what would be started."""
-
-    arguments: list[tuple[str, ...]] = []
-
-    def __init__(self, *arguments, **options):
-        self.arguments.append(arguments)
-
-    def result(self):
-        return Result(done={})
-
-    def end(self):
-        pass
-
-
-@pytest.fixture
-def started(monkeypatch):
-    monkeypatch.setattr(Started, "arguments", [])
-    monkeypatch.setattr(examining, "Child", Started)
-    return Started.arguments
-
-
-def seen(index, **changes):
-    """A GPU as torch sees it."""
-    return {**CARD, "index": index, "key": dataclasses.asdict(current(index=index, **changes))}
-
-
-def test_only_gpus_without_results_are_checked(started):
-    assert examining._check([]) is None
-    with CheckBook(current()) as book:
-        book.finish(Verdict(part="device", why="", seconds=1.0))
-    assert examining._check([seen(0)]) is None and not started
-    said = []
-    examining._check([seen(0), seen(1)], said.append)
-    assert started == [("gpu", "cuda:1")]
-    (line,) = said
-    assert line.startswith("checking cuda:1 with a small model")
-    assert examining._check([CARD]) is None  # no key: torch works, but the runtime does not
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"driver": "9.9"}, "driver"), ({"triton": "9"}, "Triton"),
-     ({"memory_bytes": 1, "torch": "9"}, "amount of memory, torch")],
-)  # fmt: skip
-def test_after_an_update_old_results_count_for_another_configuration(started, changes, words):
-    """A load repeats the checks, and so does the doctor."""
-    with CheckBook(current()) as book:
-        book.finish(Verdict(part="device", why="", seconds=1.0))
-        book.finish(Verdict(part="graph 0123456789ab", why="no", seconds=1.0))
-    stored, now = examining.stored_checks(), [seen(0, **changes)]
-    found = gpu.checks(stored, now, has_gpu=True, unfinished=None)
-    assert [each.state for each in found] == ["note", "note"]
-    assert f"was made with another {words} (driver 1.2, " in found[0].text
-    assert examining._check(now) is not None and len(started) == 1
-    found = gpu.checks(stored, [seen(0)], has_gpu=True, unfinished=None)
-    assert [each.state for each in found] == ["ok", "wrong"]
-
-
-def test_results_that_a_load_would_use_are_shown_even_if_others_are_newer(started):
-    for key in (current(), current(driver="9.9")):
-        with CheckBook(key) as book:
-            book.finish(Verdict(part="device", why="", seconds=1.0))
-    (finding,) = gpu.checks(examining.stored_checks(), [seen(0)], has_gpu=True, unfinished=None)
-    assert finding.state == "ok" and "driver 1.2" in finding.text
-    (finding,) = gpu.checks(
-        examining.stored_checks(), [seen(0, driver="9.9")], has_gpu=True, unfinished=None
-    )
-    assert finding.state == "ok" and "driver 9.9" in finding.text
+@pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_gpu_is_tried_with_a_small_model(is_right):
+    """In this process."""
+    right = reference_kernels()
+    wrong = dataclasses.replace(right, down=lambda *arguments, **options: None)
+    with fake_cuda(is_checked=True, kernels=launched(right if is_right else wrong)):
+        found = probe_gpu("cuda:0")
+    assert (found["why"] is None) == is_right
+    assert is_right or "the logits of a step are off by" in found["why"]

@@ -15,7 +15,6 @@ from test_fake_step import slow_unless
 from test_runtime import IDS
 
 from hotsplit import Engine
-from hotsplit.runtime.check.device_check import DeviceCheck
 from hotsplit.runtime.device import cuda_runtime
 from hotsplit.runtime.device.cuda_runtime import DeviceLost, StreamMemory
 from hotsplit.runtime.kernels.cpu import library
@@ -24,7 +23,6 @@ from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import doorbells, hybrid_builder
 from hotsplit.runtime.step.batch import Row
 from hotsplit.runtime.step.cuda_backend import cuda_backend
-from hotsplit.system.log_lines import lines_on_stderr
 
 pytestmark = [
     pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built"),
@@ -33,17 +31,6 @@ pytestmark = [
 QUERY = CFUNCTYPE(c_int, c_void_p)
 NOT_READY, FAILED = 600, 719
 QUICK = ["mixed", "attention on the CPU", "every kind of layer", "two GPUs, layers on the CPU"]
-
-
-def unchecked(monkeypatch) -> None:
-    """Parts count as working, so that no load spends time on their checks."""
-    monkeypatch.setattr(doorbells, "POLL_S", 0.0)
-    monkeypatch.setattr(DeviceCheck, "_try", lambda *arguments, **options: "")
-    monkeypatch.setattr(
-        DeviceCheck,
-        "check_kernels",
-        lambda self, *_: setattr(self, "_fast", self.parts[0].kernels()),
-    )
 
 
 def small(tmp_path, plan):
@@ -63,7 +50,7 @@ def logits_of(step, num_rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("plan", slow_unless(PLANS, QUICK))
 def test_doorbells_give_the_bits_of_host_functions(tmp_path, monkeypatch, plan):
-    unchecked(monkeypatch)
+    monkeypatch.setattr(doorbells, "POLL_S", 0.0)
     case = small(tmp_path, plan)
     with (
         fake_cuda(num_devices=2),
@@ -102,7 +89,7 @@ def lost_line(engine) -> str:
 
 
 def test_a_gpu_or_a_server_that_stops_ends_in_one_line_within_the_timeout(tmp_path, monkeypatch):
-    unchecked(monkeypatch)
+    monkeypatch.setattr(doorbells, "POLL_S", 0.0)
     case = small(tmp_path, "random")
     advice = "; start again, or use the CPU alone (--device cpu)"
     answers: list[int] = []  # the last one is the driver's, if there is one
@@ -132,14 +119,14 @@ def test_a_gpu_or_a_server_that_stops_ends_in_one_line_within_the_timeout(tmp_pa
         engine.close()
 
 
-def test_without_stream_memory_operations_the_driver_calls_the_cpu(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
+def test_without_stream_memory_operations_the_driver_calls_the_cpu(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
     case = small(tmp_path, "one neuron")
-    with fake_cuda(), lines_on_stderr():
+    with fake_cuda():
         monkeypatch.setattr(cuda_runtime, "_DRIVER", "libc.so.6")  # which lacks them
         with Engine.load(case.path, split=case.split, mode="predicted", device="cuda") as engine:
             logits_of(engine._live.native)
         assert not {"write flag", "wait for flag"} & set(fake.text("log"))
         assert not fake.text("violations")
-    (line,) = [each for each in capsys.readouterr().err.splitlines() if "doctor" in each]
-    assert "the doorbell: this driver has no stream memory operations: the driver calls" in line
+    lines = [each.getMessage() for each in caplog.records]
+    assert sum("this driver has no stream memory operations" in line for line in lines) == 1

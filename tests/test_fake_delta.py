@@ -21,7 +21,6 @@ from hotsplit.system.log_lines import lines_on_stderr
 pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
     pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
-    pytest.mark.usefixtures("one_cache"),
 ]
 BOUND = 1e-3
 
@@ -29,7 +28,6 @@ BOUND = 1e-3
 def run(model, *given, ids=IDS, **options):
     """Logits of single steps, and after a prompt."""
     with Engine.of(model, *given, mode="dense", **options) as engine:
-        assert engine.not_native is None, engine.not_native
         return stepped(engine, ids), prompted(engine, ids)
 
 

@@ -461,7 +461,6 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
     """Bit for bit, however a layer arranges attention, feed-forward and norms."""
     path = converted(checkpoints(case), tmp_path / "q8_0.gguf", outtype="q8_0")
     with Engine.load(path, mode="exact") as engine:
-        assert engine.not_native is None
         got = engine.logits(IDS)
         for position, token in enumerate(IDS):
             assert torch.equal(engine._step(token, position), got[position])

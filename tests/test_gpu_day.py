@@ -376,7 +376,7 @@ def test_a_model_is_run_as_a_user_types_it(tmp_path, monkeypatch):
 
 
 def test_a_prediction_is_that_of_the_plan_for_the_budget(tmp_path, monkeypatch):
-    report = {"decode_per_s": 100.0, "prefill_s": 0.5, "not_native": None, "run": {"made": ["plan"]},
+    report = {"decode_per_s": 100.0, "prefill_s": 0.5, "run": {"made": ["plan"]},
               "memory": [{"peak_reserved": 3 << 20}]}  # fmt: skip
     calls = []
     monkeypatch.setattr(gpu_trained, "run", lambda *given: calls.append(given) or report)

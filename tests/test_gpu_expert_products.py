@@ -10,22 +10,24 @@ import numpy as np
 import pytest
 import torch
 from gpu_matrices import EPS, FLOATS, REFERENCE, TILE_KINDS, device, make_matrix, make_tiles, sizes
+from kernel_check import Wrong, check_launch
+from kernel_launches import Launch
 from ptx import DataRace, Uninitialised
 from ptx.kernels import PtxKernels
 from test_gpu_products import F16, is_right, powers, tokens
 
-from hotsplit.runtime.check.kernels import Wrong, check_launch
-from hotsplit.runtime.check.launches import Launch
 from hotsplit.runtime.kernels.gpu.expert_pairs import Pairs, Part, pairs_of
-from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
 
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
 
-from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
+from hotsplit.runtime.kernels.gpu.kernels import (  # noqa: E402
+    reference_kernels,
+    triton_kernels,
+)
 
 NUM_USED = 2
-WAYS = {"triton": triton_kernels, "torch": torch_kernels}
+WAYS = {"triton": triton_kernels, "reference": reference_kernels}
 # Experts' places and numbers of pairs: a whole tile, one more, one, several tiles; two parts.
 PARTS = [{2: 32, 0: 33}, {1: 1}]
 LONG = [{1: 129, 0: 90}]
@@ -135,9 +137,9 @@ def test_sums_of_experts(kind):
     assert_sums(triton_kernels(), kind)
 
 
-def test_torchs_products():
-    assert_outputs(torch_kernels(), "q4_0_planar")
-    assert_sums(torch_kernels(), "q5_k")
+def test_the_references_products():
+    assert_outputs(reference_kernels(), "q4_0_planar")
+    assert_sums(reference_kernels(), "q5_k")
 
 
 def test_experts_with_many_tokens_take_longer_tiles():
@@ -176,7 +178,7 @@ def test_wrong_pairs_are_found(fault):
 
         return run
 
-    right = torch_kernels()
+    right = reference_kernels()
     kernels = replace(right, multiply=wrong(right.multiply))
     with pytest.raises(AssertionError):
         assert_outputs(kernels, "q8_0_planar")
@@ -219,7 +221,7 @@ def test_the_check_of_a_device_knows_a_wrong_product():
     x_TD, out_PN = torch.empty(33, 64, dtype=torch.float16), torch.empty(own.number, 40)
     given = {"tile_G3": own.tile_G3, "row_2P": own.in_2P, "tile_size": own.tile_size}
     launch = Launch.of("multiply", matrix, None, x_TD, torch.empty(33), out_PN, **given)
-    check_launch(launch, triton_kernels(), plain := torch_kernels(), lambda: None)
+    check_launch(launch, triton_kernels(), plain := reference_kernels(), lambda: None)
 
     def halved(**given):
         plain.multiply(**given)

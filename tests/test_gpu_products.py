@@ -19,20 +19,22 @@ from gpu_matrices import (
     make_matrix,
     sizes,
 )
+from kernel_check import Wrong, check_launch
+from kernel_launches import Launch
 
-from hotsplit.runtime.check.kernels import Wrong, check_launch
-from hotsplit.runtime.check.launches import Launch
 from hotsplit.runtime.kernels.gpu.products import tokens_of_tile
-from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
 
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
 
-from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
+from hotsplit.runtime.kernels.gpu.kernels import (  # noqa: E402
+    reference_kernels,
+    triton_kernels,
+)
 
 F16 = 2.0**-11  # the relative error of rounding a weight to f16
 BLOCKS = [kind for kind in KINDS if kind not in FLOATS] + ["q4_0", "q8_0", "q6_k"]
-WAYS = {"triton": triton_kernels, "torch": torch_kernels}
+WAYS = {"triton": triton_kernels, "reference": reference_kernels}
 
 
 def tokens(num_tokens: int, width: int, seed: int = 1) -> torch.Tensor:
@@ -117,7 +119,7 @@ def test_the_check_of_a_device_knows_a_wrong_product():
     matrix = make_matrix("q4_0_planar", 40, 64)
     x_TD, out_TN = torch.empty(3, 64, dtype=torch.float16), torch.empty(3, 40)
     hidden_TN, out_TD, power_T = x_TD[:, :40], torch.empty(3, 64), torch.empty(3)
-    fast, plain = triton_kernels(), torch_kernels()
+    fast, plain = triton_kernels(), reference_kernels()
     for launch, name in (
         (Launch.of("multiply", matrix, None, x_TD, power_T, out_TN), "out_TN"),
         (

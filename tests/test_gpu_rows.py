@@ -26,8 +26,6 @@ from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu import ranges
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.gpu.step_rows import AXES
-from hotsplit.runtime.kernels.gpu.torch_kernels import ROWS as PIECE_ROWS
-from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
 
 # Groups of two and of four rows, and several groups.
 KINDS_AND_ROWS = [
@@ -356,26 +354,6 @@ def test_a_repeated_row_appends_once_and_attends(kernels):
 
 
 # ---- other kernels, and the comparison itself ----------------------------------------------
-
-
-def test_the_torch_kernels_take_rows():
-    """The fallback agrees with the reference: `dot` bit for bit, `down` and `attend` up to
-    rounding. The neurons of each part of `down` are more than it reads in one piece."""
-    num_rows = 2 * (PIECE_ROWS + 44)
-    plain, matrix = torch_kernels(), make_matrix("f16", num_rows, 64)
-    x, got, want = vectors(4, 64), empty(4, num_rows), empty(4, num_rows)
-    for which, out in ((plain, got), (REFERENCE, want)):
-        which.dot(matrix, None, x, out)
-    assert torch.equal(got, want)
-    sums = [empty(2, 4, 64) for _ in range(2)]
-    for which, out in zip((plain, REFERENCE), sums, strict=True):
-        which.down(matrix, want, out, skips_zeros=True)
-    assert_close(*sums, 1e-4 * sums[1].abs().max())
-    given, size = attending(8) | {"spec": heads_of(window=70)}, ranges.attend_scratch(256, 4, 32)
-    outs = [empty(8, 4 * 32) for _ in range(2)]
-    for which, out in zip((plain, REFERENCE), outs, strict=True):
-        which.attend(**given, scratch=empty(8 * size), out_HW=out)
-    assert_close(*outs, 1e-6)
 
 
 @pytest.mark.parametrize("wrong", ["another row", "the sum of two rows"])

@@ -153,7 +153,6 @@ def test_a_dense_model_adds_groups_with_the_bits_of_its_file(
     shape = make_sizes(width=width, num_neurons=num_neurons)
     make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
     with copied_and_mapped(tmp_path / "m.gguf", "dense") as (copied, mapped):
-        assert copied.not_native is None
         for layer in copied.layers:
             (block,) = layer.ffn.blocks
             assert is_grouped(block.down.kind)

@@ -160,7 +160,6 @@ def assert_plans_agree(
     for seed in seeds:
         split = random_plan(model, seed)
         with loaded(model, split, mode=mode) as engine:
-            assert engine.not_native is None
             undivided = stepped(engine, IDS)
             got = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS)
         assert rel_error(undivided, want) < bound, seed

@@ -57,7 +57,7 @@ def test_texts_share_a_step_of_several_rows_only(tmp_path, capsys, max_rows, par
     model = saved(tmp_path)
     config = ServeConfig(model=model.path, parallel=parallel, kept=0)
     with loaded(tmp_path, model, "random", 2, max_rows=max_rows) as engine:
-        assert engine.not_native is None and engine.has_row_steps == (max_rows > 1)
+        assert engine.has_row_steps == (max_rows > 1)
         _say_loaded(engine, config, 2)
     assert ("requests take turns" in capsys.readouterr().err) == is_said
 
@@ -280,36 +280,6 @@ def test_k_quants_on_a_gpu_refuse_drafts(tmp_path, kind):
         assert not engine._live.native.has_equal_rows
         with pytest.raises(HotsplitError, match="leave --speculate out"):
             check_rows(engine._live)
-
-
-@pytest.mark.parametrize(
-    "wrong", ["raises", "writes zeros", "mixes rows", "makes a small logit NaN"]
-)
-def test_a_number_of_rows_that_fails_is_not_used(tmp_path, wrong, caplog):
-    """Steps then have fewer rows, and a line says so for each number that fails."""
-    right, model = reference_kernels(), saved(tmp_path)
-
-    def dot(matrix, bias_N, x_D, out_N, **options):
-        if x_D.dim() == 2 and len(x_D) > 2 and wrong == "raises":
-            raise RuntimeError("no such kernel\nand more")
-        right.dot(matrix, bias_N, x_D, out_N, **options)
-        if x_D.dim() == 2 and len(x_D) > 2:
-            if wrong != "makes a small logit NaN":
-                out_N.copy_(torch.zeros_like(out_N) if wrong == "writes zeros" else out_N.flip(0))
-            elif out_N.shape[-1] == model.spec.vocab_size:
-                out_N[0, out_N[0].abs().argmin()] = torch.nan
-
-    backend = plain_backend(dataclasses.replace(right, dot=dot))
-    with loaded(tmp_path, model, "random", 1, backend=backend) as engine:
-        native = engine._live.native
-        alone = torch.stack(
-            [native.run(token, at).clone() for at, token in enumerate([1, 2, 3, 4, 5])]
-        )
-        got = native.run_rows(rows_of([1, 2, 3, 4, 5], 0, "all"))
-        assert torch.equal(got, alone)
-        assert native.max_rows == 2 and set(native.segments) == {1, 2}
-    lines = [record.getMessage() for record in caplog.records]
-    assert sum("they have at most" in line for line in lines) == 2 and "\n" not in lines[0]
 
 
 def test_a_step_with_room_for_one_row_takes_one_at_a_time(tmp_path):

@@ -214,7 +214,6 @@ def test_layers_that_differ_in_the_native_step(restore_library, model, want, lev
     """Token by token, in one prompt, in several, and with any number of threads."""
     library.set_level(level)
     with Engine.of(model, mode="dense", cache_type_k="f32") as engine:
-        assert engine.not_native is None
         library.set_threads(1)
         alone = stepped(engine, IDS[:100])
         assert rel_error(alone, want) < BOUND

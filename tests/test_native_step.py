@@ -18,6 +18,7 @@ from test_runtime import IDS, PATTERNS, decoded, make_split, saved
 
 from hotsplit import Engine
 from hotsplit import model as model_package
+from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.position_wise import PositionWise
@@ -57,7 +58,6 @@ def test_it_agrees_with_the_ordinary_path(tmp_path, mode, kind, activation):
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
     with Engine.load(model.path, mode=mode) as engine:
-        assert engine.not_native is None
         assert rel_error(decoded(engine, IDS), watched(engine, IDS)) < BOUNDS[kind]
 
 
@@ -67,7 +67,6 @@ def test_divided_layers_agree_with_the_ordinary_path(tmp_path, mode, pattern):
     model = saved(tmp_path, kind="q8_0", predictor_rank=8)
     make_split(model, PATTERNS[pattern]).save(tmp_path / "s.gguf")
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
-        assert engine.not_native is None
         before = dataclasses.replace(engine.traffic)
         got = decoded(engine, IDS)
         middle = dataclasses.replace(engine.traffic)
@@ -106,7 +105,6 @@ def test_neurons_with_nan_scores_are_named(tmp_path, level, num_neurons):
         assert rel_error(decoded(engine, IDS), want) > 0.01
         for layer in engine.layers:
             layer.ffn.predictor.up.weight.data.fill_(torch.nan)
-        assert engine.not_native is None
         assert rel_error(decoded(engine, IDS), want) < BOUNDS["f32"]
 
 
@@ -225,19 +223,18 @@ def test_scores_all_of_minus_infinity_give_nan_as_in_torch(
 def test_heads_that_are_too_wide_are_refused(tmp_path):
     shape = make_sizes(num_heads=1, num_kv_heads=1, head_width=544)
     model = saved(tmp_path, sizes=shape)
-    with Engine.load(model.path, mode="exact") as engine:
-        assert "rejects the model's sizes" in engine.not_native
+    with pytest.raises(HotsplitError, match="gguf: the C.. library rejects the model's sizes"):
+        Engine.load(model.path, mode="exact")
 
 
-def test_without_the_library_a_line_says_so_and_torch_agrees(tmp_path, monkeypatch, caplog):
+def test_without_the_library_one_line_says_what_to_install(tmp_path, monkeypatch):
     model = saved(tmp_path)
-    with Engine.load(model.path) as engine:
-        want = decoded(engine, IDS)
     monkeypatch.setattr(library, "_lib", None)
-    with Engine.load(model.path) as engine:
-        assert engine.not_native == "the C++ kernels are not built"
-        assert rel_error(decoded(engine, IDS), want) < BOUNDS["f32"]
-    assert caplog.text.count("C++ kernels are not built") == 1
+    with pytest.raises(
+        HotsplitError, match=r"C\+\+ library is missing: .* make build .* g\+\+"
+    ) as error:
+        Engine.load(model.path)
+    assert "\n" not in str(error.value)
 
 
 def test_a_model_on_another_device_is_not_native(tmp_path):
@@ -248,8 +245,8 @@ def test_a_model_on_another_device_is_not_native(tmp_path):
             weights.embedding, data=torch.empty(weights.embedding.data.shape, device="meta")
         )
         weights = dataclasses.replace(weights, embedding=moved)
-        reason = native_step.build(weights, engine.traffic)
-    assert reason == "a part of the model is on meta"
+        with pytest.raises(NotNative, match="a part of the model is on meta"):
+            native_step.build(weights, engine.traffic)
 
 
 def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
@@ -258,8 +255,8 @@ def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
         weights = engine._live.weights
         head = dataclasses.replace(weights.head.weight, width=32)
         weights = dataclasses.replace(weights, head=dataclasses.replace(weights.head, weight=head))
-        reason = native_step.build(weights, engine.traffic)
-    assert "rejects the model's sizes" in reason and "make build" in reason
+        with pytest.raises(NotNative, match="rejects the model's sizes .* make build"):
+            native_step.build(weights, engine.traffic)
 
 
 @pytest.mark.parametrize("token, position", [(-1, 0), (50, 0), (0, -1), (0, 32)])

@@ -88,7 +88,6 @@ def grown_alike(model, mode, num_tokens, seed=0, **options):
         Engine.load(model.path, mode=mode, num_sequences=4) as plain,
         Engine.load(model.path, split, mode=mode, neuron_cache=setup) as cached,
     ):
-        assert plain.not_native is None and cached.not_native is None
         texts, done = Texts((plain, cached), seed), 0
         while done < num_tokens:
             want, got = texts.step()

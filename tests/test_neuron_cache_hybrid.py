@@ -379,9 +379,3 @@ def test_the_comparison_finds_what_is_not_moved(tmp_path, wrong):
     if wrong == "cold":
         cached.cache.residency.cold = lambda layer: cached.weights.layers[layer].ffn.blocks[1].id_N
     assert not all(are_static(cached, IDS))
-
-
-def test_kernels_that_are_missing_are_refused(tmp_path):
-    backend = dataclasses.replace(plain_backend(reference_kernels()), slot_kernels=None)
-    with pytest.raises(HotsplitError, match="needs Triton's kernels"):
-        Cached.of(tmp_path, backend=backend)

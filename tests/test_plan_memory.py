@@ -34,7 +34,6 @@ from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.ops.neurons.expert_pass import Choices
 from hotsplit.runtime.prefill.expert_stream import ExpertStream
-from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.workspace import workspace_bytes as workspace_of_plans
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.system.log_lines import lines_on_stderr
@@ -201,24 +200,13 @@ def test_a_pass_that_no_longer_fits_is_repeated_in_halves(capsys):
 
 
 @lines_on_stderr()
-def test_a_bound_that_is_too_low_is_found_at_load_and_kept(monkeypatch, capsys):
+def test_a_bound_that_is_too_low_shortens_passes(monkeypatch, capsys):
     case = wide(0.9)
     monkeypatch.setattr(gpu_setup, "reserved_bytes", lambda p, piece_bytes=0: 0)
     monkeypatch.setattr(gpu_setup, "pass_pools", lambda p: PoolBytes())
     monkeypatch.setattr(gpu_setup, "temporaries", lambda p, piece_bytes: PoolBytes())
-    found, forward, passes = [], Decoder.forward, []
-
-    def counted(decoder, ids_T, *where):
-        passes.append(len(ids_T))
-        return forward(decoder, ids_T, *where)
-
-    monkeypatch.setattr(Decoder, "forward", counted)
-    for _ in range(2):
-        passes.clear()
-        with loaded(case) as engine:
-            found.append((engine._live.most_tokens, tuple(passes)))
-            take_texts(engine, case.plan)
-            assert engine._live.most_tokens == found[-1][0]
-    (tokens, tried), (again, none) = found
-    assert tokens == again < tried[0] == 2 * tried[1] and not none, found
+    with loaded(case) as engine:
+        before = engine._live.most_tokens
+        take_texts(engine, case.plan)
+        assert engine._live.most_tokens < before
     assert "is short for a pass of" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from ptx import Fault
 from ptx.kernels import PtxKernels
 
 from hotsplit.model.attention import HeadVector
-from hotsplit.runtime.kernels.gpu import torch_kernels
 
 pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
@@ -114,12 +113,6 @@ def test_every_edge(case):
 def test_a_card_without_tensor_cores(monkeypatch):
     monkeypatch.setattr(prompt_attention, "has_tensor_cores", lambda device: False)
     assert is_right(CASES[8].run(triton_kernels()), CASES[8])
-
-
-@pytest.mark.parametrize("case", CASES[3:6] + CASES[-5:-3] + CASES[-1:])
-def test_torch_in_pieces(case, monkeypatch):
-    monkeypatch.setattr(torch_kernels, "SCORES", 300)
-    assert is_right(case.run(torch_kernels.torch_kernels()), case)
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.5 * t, lambda t: t.flip(0)])

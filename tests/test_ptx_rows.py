@@ -10,11 +10,11 @@ import pytest
 import test_gpu_rows as rows
 import torch
 from gpu_matrices import KINDS
+from kernel_check import check_launch
+from kernel_launches import NAMES, PROMPTS
 from models import make_model, make_sizes
 from ptx.kernels import PtxKernels
 
-from hotsplit.runtime.check.kernels import check_launch
-from hotsplit.runtime.check.launches import NAMES, PROMPTS
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 
 ARCHITECTURES = (89, 90, 120)

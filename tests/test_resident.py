@@ -80,7 +80,6 @@ def test_mapped_and_resident_weights_give_the_same_logits(model, tmp_path, mode)
             Engine.load(model, plan, mode=mode, is_resident=False) as mapped,
             Engine.load(model, plan, mode=mode, is_resident=True) as copied,
         ):
-            assert mapped.not_native is copied.not_native is None
             assert rel_error(decoded(copied, IDS), decoded(mapped, IDS)) < 1e-3
             assert rel_error(copied.logits(IDS), mapped.logits(IDS)) < 1e-5
             # Copies of these few neurons have some more, which complete tiles and groups.
@@ -147,16 +146,6 @@ def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys)
     assert said.count("\n") == 1 and "the weights stay in the file" in said
     with Engine.load(model, mode="exact", is_resident=True) as engine:
         assert any(m.stride_bytes > m.row_bytes for ms in neurons(engine) for m in ms)
-
-
-@lines_on_stderr()
-def test_without_the_kernels_weights_cannot_be_arranged(model, monkeypatch, capsys):
-    monkeypatch.setattr(library, "_lib", None)
-    with pytest.raises(HotsplitError, match=r"only the C\+\+ kernels, which are not built"):
-        Engine.load(model, is_resident=True)
-    with Engine.load(model) as engine:  # is_resident was not requested
-        assert all(m.stride_bytes == m.row_bytes for ms in neurons(engine) for m in ms)
-    assert "kernels are not built" in capsys.readouterr().err
 
 
 # ---- pinned memory, with a fake CUDA ----------------------------------------------------------

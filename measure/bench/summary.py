@@ -120,9 +120,7 @@ def _least_s(read: StepBytes, bandwidth: dict[str, float], setting: Setting) -> 
 def _parts_missing(engine: Engine, rounds: Rounds) -> str | None:
     if rounds.runner.native is not None:
         return None
-    if engine.device.type == "cuda":
-        return "a step on a GPU is one CUDA graph"
-    return str(engine.not_native)
+    return "a step on a GPU is one CUDA graph"
 
 
 def _notes(

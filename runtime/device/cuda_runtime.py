@@ -38,8 +38,6 @@ class CudaRuntime:
 
     def host_function(self, stream: int, function: int, argument: int) -> None:
         """Calls `void function(void* argument)` on the host, in stream order."""
-        if not hasattr(self.library, "cudaLaunchHostFunc"):  # before CUDA 10
-            raise HotsplitError("this CUDA runtime has no cudaLaunchHostFunc")
         self._check(self.library.cudaLaunchHostFunc(stream, function, argument), "a host function")
 
     def _check(self, status: int, what: str) -> None:
@@ -97,9 +95,8 @@ def load() -> CudaRuntime:
     torch.cuda.init()
     library = CDLL(loaded_library(_MAPS.read_text() if _MAPS.exists() else ""))
     library.cudaMemcpyAsync.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_void_p]
-    if hasattr(library, "cudaLaunchHostFunc"):
-        library.cudaLaunchHostFunc.argtypes = [c_void_p, c_void_p, c_void_p]
-        library.cudaLaunchHostFunc.restype = c_int
+    library.cudaLaunchHostFunc.argtypes = [c_void_p, c_void_p, c_void_p]
+    library.cudaLaunchHostFunc.restype = c_int
     library.cudaGetErrorString.argtypes = [c_int]
     library.cudaGetErrorString.restype = c_char_p
     library.cudaMemcpyAsync.restype = c_int

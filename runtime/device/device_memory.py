@@ -23,6 +23,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from weakref import WeakSet
 
@@ -156,7 +157,7 @@ class DeviceMemory:
         products, which should have been freed: see the module's docstring.
 
         Must be called again after a graph capture, which empties the allocator's cache. If memory is
-        short, as beside other programs, nothing is set aside: `Decoder.fits` tells what is left."""
+        short, as beside other programs, nothing is set aside."""
         if self.device.type != "cuda":
             return
         torch.cuda.empty_cache()
@@ -250,20 +251,10 @@ def limit(device: torch.device, budget_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
 
 
+@cache
 def has_bf16(device: torch.device) -> bool:
     """True if a CUDA device has bf16 products: from compute capability 8.0 on."""
     return bool(torch.cuda.get_device_properties(device).major >= 8)
-
-
-@contextmanager
-def temporarily_limited(device: torch.device, num_bytes: int) -> Iterator[None]:
-    """Within the block, lets torch's allocator reserve `num_bytes` more than it has."""
-    limit(device, torch.cuda.memory_reserved(device) + num_bytes)
-    try:
-        yield
-    finally:
-        torch.cuda.empty_cache()
-        _limit_all(device)
 
 
 def free_workspaces() -> None:

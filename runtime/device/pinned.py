@@ -11,18 +11,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.system.sizes import format_bytes
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
-# Reasons, if a check of this process's devices found that memory cannot be pinned.
-_refused: list[str] = []
-
-
-def refuse(why: str) -> None:
-    """Makes `is_possible` false from now on: callers leave memory unpinned, and copies go through
-    the driver's staging buffers, which is slower."""
-    _refused.append(why)
-
-
-def is_possible() -> bool:
-    return not _refused
 
 
 class PinnableMemory(mmap.mmap):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import CudaStream, PlainStream, Stream
 
 
@@ -25,7 +24,6 @@ def finish(event: Any) -> None:
 class Staging:
     def __init__(self, num_bytes: int, stream: Stream, *, is_pinned: bool) -> None:
         self.stream = stream
-        is_pinned = is_pinned and pinned.is_possible()
         self._buffers = [
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)
         ]

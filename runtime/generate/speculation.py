@@ -57,13 +57,10 @@ def check_rows(decoder: Decoder) -> None:
     step."""
     if has_equal_steps(decoder):
         return
-    native = decoder.native
-    reason = native if isinstance(native, str) else "a part of the model is on a GPU"
-    if isinstance(native, HybridStep):
-        reason = "K-quants on a GPU are rounded differently in steps of several rows"
     raise HotsplitError(
-        f"speculation could change the text here, because a row of a step may differ from a single"
-        f" token's step ({reason}); leave --speculate out"
+        "speculation could change the text here, because a row of a step may differ from a single"
+        " token's step (K-quants on a GPU are rounded differently in steps of several rows); leave"
+        " --speculate out"
     )
 
 

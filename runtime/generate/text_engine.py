@@ -252,7 +252,7 @@ class TextEngine:
             model_id=self.model.model_id,
             weights=weights_digest(self.model),
             mode=self.mode,
-            arithmetic="torch" if self.not_native else library.level(),
+            arithmetic=library.level(),
             vocab_size=self.model.spec.vocab_size,
             cache=str(self._live.weights.cache.types),
             thresholds=tuple(self.model.threshold_L),
@@ -273,12 +273,6 @@ class TextEngine:
         is a neuron cache, or keys are in main memory, or the workspace has no room for more."""
         native = self._live.native
         return self.has_equal_rows or (isinstance(native, HybridStep) and native.max_rows > 1)
-
-    @property
-    def not_native(self) -> str | None:
-        """The reason why tokens are computed layer by layer; None if there is a decode step."""
-        native = self._live.native
-        return native if isinstance(native, str) else None
 
     @property
     def _live(self) -> Decoder:

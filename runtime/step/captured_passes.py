@@ -7,7 +7,7 @@ such passes: their products compute a token alone, so a graph gives the bits of 
 and need no workspace of cuBLAS. Streamed weights and neurons on the CPU take longer than launches.
 
 At the first use of a length, the pass is launched kernel by kernel and timed. If the device had to wait
-for its launches, it is captured, and the graph is used from then on if it gives the same bits.
+for its launches, it is captured, and the graph is used from then on.
 
 The graphs share a pool of torch's allocator, reserved at load if the budget has room for it beside
 the longest pass. They run one at a time, so they may use the same memory; only the inputs and the
@@ -15,7 +15,6 @@ output are kept between passes.
 
 Letters: T tokens, D model width, S sequences, N blocks of a sequence."""
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -25,16 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.attention.rotary import Places, Turns
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.cuda_backend import without_collection
-from hotsplit.runtime.step.hybrid_step import tried
-
-log = logging.getLogger(__name__)
 
 # Products have tiles of 32 tokens or 128 (kernels.gpu.products), so any length between two of these
 # takes as long as the longer one. There are few, because each takes a graph of all kernels.
@@ -45,9 +40,6 @@ LEAST_SHARE = 0.8  # of a pass's time that its launches take, if it is to be cap
 
 # Runs all layers over [T, D] with the tokens' places in the cache; returns the hidden state after them.
 RunLayers = Callable[[Tensor, Turns], Tensor]
-# Tries a length by calling a function that raises if it is wrong; returns the reason why it must not be
-# used, "" if it works. A stored result may replace the trial.
-TryPass = Callable[[int, Callable[[], None]], str]
 
 
 def is_bound_by_launches(device: torch.device, run: Callable[[], None]) -> bool:
@@ -169,7 +161,6 @@ class CapturedPasses:
     lengths: tuple[int, ...]  # ascending
     traffic: Traffic
     on_capture: Callable[[], None]  # a capture empties the allocator's cache
-    try_pass: TryPass = lambda length, run: tried(run)
     _graphs: dict[int, tuple[torch.cuda.CUDAGraph, Traffic]] = field(
         init=False, default_factory=dict
     )
@@ -203,39 +194,17 @@ class CapturedPasses:
         memory.out_TD[:length].copy_(run_layers(memory.x_TD[:length], memory.turns(length)))
 
     def _first(self, length: int, run: Callable[[], None]) -> None:
-        """Runs a pass, and captures it if that pays and works."""
+        """Runs a pass, and captures it if that pays."""
         before = replace(self.traffic)
         run()
         after = replace(self.traffic)
         read = _between(before, after)
         if is_bound_by_launches(self.memory.x_TD.device, run):
-            why = self.try_pass(length, partial(self._compare, length, run, read))
-            if not why and length not in self._graphs:  # known to work
-                why = tried(partial(self._capture, length, run, read))
-            if why:
-                self._graphs.pop(length, None)
-                self._launched.update(self.lengths)
-                log.warning(
-                    "prompts as graphs fail on this GPU (%s): their kernels are launched one by one, which"
-                    " is slower for short prompts; hotsplit doctor says more", why
-                )  # fmt: skip
-                run()
+            self._capture(length, run, read)
         else:  # so are longer passes
             self._launched.update(each for each in self.lengths if each >= length)
         for each in fields(Traffic):  # the same pass several times
             setattr(self.traffic, each.name, getattr(after, each.name))
-
-    def _compare(self, length: int, run: Callable[[], None], read: Traffic) -> None:
-        """Captures a pass. Raises HotsplitError if the graph's result is not the launched pass's."""
-        out_TD = self.memory.out_TD[:length]
-        want_TD = out_TD.cpu()
-        self._capture(length, run, read)
-        out_TD.zero_()
-        self._graphs[length][0].replay()
-        got_TD = out_TD.cpu()
-        count = int(((got_TD != want_TD) & ~(got_TD.isnan() & want_TD.isnan())).sum())
-        if count:
-            raise HotsplitError(f"{count:,} of {got_TD.numel():,} values differ")
 
     def _capture(self, length: int, run: Callable[[], None], read: Traffic) -> None:
         memory, graph = self.memory, torch.cuda.CUDAGraph()

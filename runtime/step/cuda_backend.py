@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import CudaStream, Stream
-from hotsplit.runtime.kernels.gpu.kernels import Kernels, triton_kernels
-from hotsplit.runtime.kernels.gpu.slots import SlotKernels, triton_slot_kernels
+from hotsplit.runtime.kernels.gpu.kernels import overlapped, triton_kernels
+from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
 from hotsplit.runtime.step.doorbells import DoorbellStream
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
+
+_OVERLAPPING = 9  # compute capability
 
 
 def cuda_backend(
@@ -20,28 +22,28 @@ def cuda_backend(
     *,
     has_graph: bool,
     has_doorbells: bool = False,
-    kernels: Kernels | None = None,
+    overlaps: bool = False,
 ) -> Backend:
     """Builds the backend. `take` allocates on a device; None is torch's allocator. Without a graph,
     every step launches its kernels one by one: slower, with the same results. `has_doorbells`: the
-    CPU's parts are handed over by flags instead of callbacks (doorbells.py).
+    CPU's parts are handed over by flags instead of callbacks (doorbells.py). `overlaps`: a kernel
+    begins before the last one has ended.
 
-    Raises ImportError if no `kernels` are given and Triton is not installed."""
+    Raises ImportError if Triton is not installed."""
+    kernels = triton_kernels()
     return Backend(
-        kernels=kernels or triton_kernels(),
+        kernels=overlapped(kernels) if overlaps else kernels,
         stream=DoorbellStream if has_doorbells else CudaStream,
         take=take or _allocated,
         prepare=_captured if has_graph else _submitted,
         is_pinned=True,
-        slot_kernels=_slot_kernels(),
+        slot_kernels=triton_slot_kernels(),
     )
 
 
-def _slot_kernels() -> SlotKernels | None:
-    try:
-        return triton_slot_kernels()
-    except ImportError:
-        return None
+def can_overlap(device: torch.device) -> bool:
+    """True if kernels of a CUDA device may begin before the last one has ended (kernels.gpu.overlap)."""
+    return bool(torch.cuda.get_device_properties(device).major >= _OVERLAPPING)
 
 
 def _allocated(device: torch.device) -> Take:

@@ -1,5 +1,5 @@
-"""Chooses how a token is decoded: in one native call on the CPU, by a hybrid step on GPUs and the
-CPU, or, if neither is possible, layer by layer in torch."""
+"""Chooses how a token is decoded: in one native call on the CPU, or by a hybrid step on GPUs and the
+CPU."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -10,7 +10,6 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import hybrid_builder, native_step
 from hotsplit.runtime.step.hybrid_step import Backend
 
@@ -26,22 +25,17 @@ def decode_step(
     weights: Weights,
     placement: Placement,
     traffic: Traffic,
-    backend: Backend | str | None,
+    backend: Backend | None,
     neuron_cache: NeuronCache | None = None,
     max_rows: int = 1,
     on_capture: Callable[[], None] = lambda: None,
-) -> DecodeStep | str:
-    """The decode step for a model with this placement, or the reason why there is none.
+) -> DecodeStep:
+    """The decode step for a model with this placement. `backend`: None without a GPU. `max_rows` and
+    `on_capture` are for hybrid steps: see hybrid_builder.build.
 
-    `backend`: None without a GPU; the reason if a step on the GPU does not work. `max_rows` and
-    `on_capture` are for hybrid steps: see hybrid_builder.build."""
+    Raises NotNative for a model that the kernels do not cover."""
     if backend is None:
         return native_step.build(weights, traffic, neuron_cache)
-    if isinstance(backend, str):
-        return backend
-    try:
-        return hybrid_builder.build(
-            weights, placement, traffic, backend, neuron_cache, max_rows, on_capture
-        )
-    except NotNative as reason:
-        return str(reason)
+    return hybrid_builder.build(
+        weights, placement, traffic, backend, neuron_cache, max_rows, on_capture
+    )

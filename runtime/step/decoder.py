@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.costs.pass_length import LOGITS_CHUNK, SHORT_CHUNK
+from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.model.position_wise import TOKEN
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime.cache.state_slots import StateRun
@@ -26,7 +26,7 @@ from hotsplit.runtime.ops.norm import HiddenState, Normed
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.position_wise import run_in_turn
 from hotsplit.runtime.ops.sums import summed
-from hotsplit.runtime.step.batch import Row, is_decoded, prepared, rows_of, runs_of, slots_of
+from hotsplit.runtime.step.batch import Row, is_decoded, prepared, runs_of, slots_of
 from hotsplit.runtime.step.captured_passes import CapturedPasses
 from hotsplit.runtime.step.decode_step import DecodeStep
 from hotsplit.runtime.step.host_mixers import HostMixers
@@ -163,23 +163,6 @@ class Decoder:
         if not wanted_T.any():
             return self._no_logits()
         return self.logits(hidden_TD[wanted_T.to(hidden_TD.device)])
-
-    @torch.inference_mode()
-    def fits(self, num_tokens: int, context_length: int) -> bool:
-        """True if a pass of so many tokens at the end of the context fits into the GPUs' memory, with
-        logits of the last ones. Overwrites the first sequence, which must be empty."""
-        rows = rows_of([0] * num_tokens, context_length - num_tokens)
-        last = [replace(row, has_logits=True) for row in rows[-LOGITS_CHUNK:]]
-        cache, states = self.weights.cache, self.weights.states
-        cache.reserve(0, 0, context_length - num_tokens)
-        if states is not None and rows[0].position:
-            states.take(0, [rows[0].position])
-        try:
-            return self._tried([*rows[:-LOGITS_CHUNK], *last]) is not None
-        finally:
-            cache.release(0)
-            if states is not None:
-                states.release(0)
 
     def _copy(self, source: Row, target: Row) -> None:
         """Copies a row's keys and values to the same position of another sequence."""

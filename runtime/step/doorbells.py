@@ -36,6 +36,22 @@ MOST = 1024  # hand-overs of a graph: five for each of 200 layers
 _LINE = 16  # int32 values in a cache line
 
 
+def can_ring(device: torch.device) -> bool:
+    """True if streams of a CUDA device write and await values in pinned memory: tried once, because
+    drivers that have these operations may refuse them, as under WSL."""
+    flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    stream = torch.cuda.Stream(device)
+    try:
+        memory = cuda_runtime.stream_memory()
+        with torch.cuda.device(device):
+            memory.write(stream.cuda_stream, flag.data_ptr(), 1)
+            memory.wait(stream.cuda_stream, flag.data_ptr(), 1)
+    except HotsplitError:
+        return False
+    stream.synchronize()
+    return bool(flag[0] == 1)
+
+
 class HandoverStruct(Structure):
     _fields_ = [("function", c_void_p), ("argument", c_void_p), ("ready", c_void_p),
                 ("done", c_void_p)]  # fmt: skip

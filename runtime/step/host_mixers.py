@@ -18,7 +18,7 @@ from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer, Weights
-from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative, Structs
+from hotsplit.runtime.ops.structs import MAX_ROWS, Structs
 from hotsplit.runtime.step.native_ops import VALUES, attend_op, mix_op
 from hotsplit.runtime.step.native_parts import PartStruct
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
@@ -62,10 +62,8 @@ class HostMixers:
     kept: tuple[object, ...]
 
     @classmethod
-    def of(cls, weights: Weights, ways: Mapping[int, Way]) -> "HostMixers | str":
-        """The operations, or the reason why the kernels do not support one of them."""
-        if not library.is_available():
-            return "the C++ kernels are not built"
+    def of(cls, weights: Weights, ways: Mapping[int, Way]) -> "HostMixers":
+        """Raises NotNative if the kernels do not cover one of the operations."""
         builder = StepBuilder({})
         layers = {index: weights.layers[index] for index in ways}
         buffers: dict[str, Tensor] = {}
@@ -80,25 +78,22 @@ class HostMixers:
             for name, size in ((in_name, in_size), (out_name, out_size)):
                 if name not in buffers or len(buffers[name]) < MAX_ROWS * size:
                     buffers[name] = torch.zeros(MAX_ROWS * size)
-        try:
-            step = builder.frame(
-                weights,
-                [builder.mixer(x, projects=ways[i] == "whole") for i, x in layers.items()],
-            )
-            builder.ops(
-                step,
-                [
-                    attend_op(n) if ways[i] == "attend" else mix_op(n, layers[i].delta is not None)
-                    for n, i in enumerate(layers)
-                ],
-            )
-            step.max_rows, step.num_neurons = MAX_ROWS, 1
-            for name, buffer in buffers.items():
-                step.vector[VALUES.index(name)] = buffer.data_ptr()
-            num_bytes = library.step_bytes(step)
-            builder.workspace(min(num_bytes, 0))  # raises if sizes are inconsistent
-        except NotNative as reason:
-            return str(reason)
+        step = builder.frame(
+            weights,
+            [builder.mixer(x, projects=ways[i] == "whole") for i, x in layers.items()],
+        )
+        builder.ops(
+            step,
+            [
+                attend_op(n) if ways[i] == "attend" else mix_op(n, layers[i].delta is not None)
+                for n, i in enumerate(layers)
+            ],
+        )
+        step.max_rows, step.num_neurons = MAX_ROWS, 1
+        for name, buffer in buffers.items():
+            step.vector[VALUES.index(name)] = buffer.data_ptr()
+        num_bytes = library.step_bytes(step)
+        builder.workspace(min(num_bytes, 0))  # raises if sizes are inconsistent
         rows, num_rows = (RowStruct * MAX_ROWS)(), c_int64()
         part = PartStruct(step=pointer(step), row=addressof(rows), num_rows=addressof(num_rows))
         calls = {

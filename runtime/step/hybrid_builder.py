@@ -180,7 +180,6 @@ class _Builder:
             logits=LogitsMemory(vocab_size=self.weights.head.weight.num_rows),
             segments={1: single},
             prepare=self._more,
-            try_rows=partial(self.backend.try_rows, self.weights),
             states=self.weights.states,
             has_equal_rows=self._has_equal_rows(),
             has_host_work=self._has_host_work(),

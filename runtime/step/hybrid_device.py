@@ -174,7 +174,7 @@ class DeviceKernels(Launcher):
     """Submits the operations of a GPU, on its buffers, to its stream."""
 
     buffers: DeviceBuffers
-    slot_kernels: SlotKernels | None = None
+    slot_kernels: SlotKernels
 
     def value(self, name: str, divided: DividedLayer | None) -> Tensor:
         """The buffer of a value in the program; for the terms of a layer's sums, its place depends
@@ -320,6 +320,5 @@ class DeviceKernels(Launcher):
             hidden_N, parts_SD, b.first(rest, len(hot.id_N)) if ffn.gate.needs_all else None,
         )  # fmt: skip
         if divided.hot_bits is not None:
-            assert self.slot_kernels is not None
             (slot_F, open_W), pack_open = divided.hot_bits, self.slot_kernels.pack_open
             self.launch(lambda: pack_open(hidden_N, slot_F, open_W), [hidden_N, slot_F], [open_W])

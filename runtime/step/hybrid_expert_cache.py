@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
@@ -29,7 +28,7 @@ class HybridExpertCache(HybridCache):
         self, weights: Weights, placement: Placement, backend: Backend, cache: NeuronCache
     ) -> None:
         super().__init__(placement, cache)
-        self._backend, self._is_pinned = backend, backend.is_pinned and pinned.is_possible()
+        self._backend, self._is_pinned = backend, backend.is_pinned
         self._layers: dict[int, ExpertLayer] = {}
         self._num_used: dict[int, int] = {}
         for index in np.flatnonzero(cache.residency.num_slots_L).tolist():

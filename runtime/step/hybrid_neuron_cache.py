@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotsplit.errors import HotsplitError
-from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
@@ -79,17 +77,12 @@ class HybridNeuronCache(HybridCache):
     def __init__(
         self, weights: Weights, placement: Placement, backend: Backend, cache: NeuronCache
     ) -> None:
-        if backend.slot_kernels is None:
-            raise HotsplitError(
-                "the neuron cache needs Triton's kernels on a GPU, found none: pip install triton, or"
-                " leave --neuron-cache out"
-            )
         super().__init__(placement, cache)
         self._backend = backend
         # Without predictors, each side finds out which of its neurons a token reads.
         self.packs_bits = not any(layer.predict for layer in weights.spec.layers)
         num_layers, num_neurons = cache.residency.slot_LF.shape
-        self._is_pinned = backend.is_pinned and pinned.is_possible()
+        self._is_pinned = backend.is_pinned
         self._bits_LW = self._host(num_layers, -(-num_neurons // 32))  # exact: of cold neurons only
         self._all_1LW = torch.zeros_like(self._bits_LW, pin_memory=False)[None]
         self._layers: dict[int, dict[int, SlotLayer]] = {}  # by GPU, by layer
@@ -140,7 +133,6 @@ class HybridNeuronCache(HybridCache):
 
     def connect(self, mains: Mapping[int, Stream]) -> None:
         residency, kernels = self.cache.residency, self._backend.slot_kernels
-        assert kernels is not None
         devices = []
         for number, layers in self._layers.items():
             device = self._placement.gpu(number)

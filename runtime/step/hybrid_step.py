@@ -3,25 +3,19 @@ one for the consecutive work of each GPU and one for each copy between GPUs.
 
 Each number of rows in ROWS, up to `max_rows`, has segments of its own; those for several rows are
 made at first use. Other numbers are rounded up: GPUs repeat the last row, the CPU does not compute
-the copies. More rows than `max_rows` are divided among several steps. The first step of each number
-of several rows is compared with steps of one row unless a stored result exists; if it fails or its
-logits are off by more than ROWS_BOUND, a warning is logged and steps have fewer rows from then on.
+the copies. More rows than `max_rows` are divided among several steps.
 
 Letters: T rows, R rows with logits, V vocabulary, C positions of a context, D model width, S
 sequences, N blocks of a sequence."""
 
-import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import NO_SLOT, StateSlots
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
@@ -30,7 +24,6 @@ from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import ROWS, Kernels
 from hotsplit.runtime.kernels.gpu.slots import SlotKernels
-from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NeuronsStruct
@@ -39,34 +32,12 @@ from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.native_parts import HostBuffers
 from hotsplit.runtime.step.native_step import StepStruct
 
-log = logging.getLogger(__name__)
-
-# The largest |got - want| / |want| of the logits of a step's rows against those of single rows: for
-# K-quants sums differ in the last bits, and a prediction or activation close to a threshold may flip.
-ROWS_BOUND = 0.1
 # Microseconds that the CPU's idle threads wait for their part of the next layer, about as long as the
 # GPU's part may take: to wake them takes as long as their work. Engine.close() undoes it.
 GPU_SPIN_TIME = 1000
 
 # Turns a submission to a stream into a function that is called for every step.
 Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
-# Tries a step of these weights with this many rows by calling a function that raises if the step is
-# wrong; returns the reason why the step must not be used, "" if it works. A stored result may replace
-# the trial.
-TryRows = Callable[[Weights, int, Callable[[], None]], str]
-
-
-def tried(run: Callable[[], None]) -> str:
-    """The reason why a function fails, "" if it does not."""
-    try:
-        run()
-    except DeviceLost:
-        raise
-    except HotsplitError as error:
-        return str(error)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
-    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +49,7 @@ class Backend:
     take: Callable[[torch.device], Take]  # zeroed memory for buffers
     prepare: Prepare
     is_pinned: bool
-    try_rows: TryRows = lambda weights, num_rows, run: tried(run)
-    slot_kernels: SlotKernels | None = None  # for a neuron cache; None: it cannot run
+    slot_kernels: SlotKernels  # for a neuron cache
 
 
 class StepHooks(Protocol):
@@ -115,16 +85,14 @@ class HybridStep:
     states: StateSlots | None = None  # of recurrent states, if the model has any
     # Makes the segments for a number of rows; the rows of the first step are in `host`.
     prepare: Callable[[int], tuple[Segment, ...]] | None = None
-    try_rows: Callable[[int, Callable[[], None]], str] = lambda num_rows, run: tried(run)
     # The CPU computes during the segments, with all cores: the waiting thread must not take one.
     has_host_work: bool = False
     has_equal_rows: bool = True  # a row's result is bit-identical to that of a single row
     lost: str = ""  # why a GPU no longer answers: its last step may still be running
-    most: int = 0  # the most rows of a step; 0: as many as `host` has room for
 
     @property
     def max_rows(self) -> int:
-        return self.most or self.host.max_rows
+        return self.host.max_rows
 
     @out_of_memory_as_error()
     @torch.inference_mode()
@@ -146,8 +114,8 @@ class HybridStep:
         while start < len(rows):
             piece = rows[start : start + self.max_rows]
             num_rows = next(count for count in ROWS if count >= len(piece))
-            if num_rows not in self.segments and not self._is_right(piece, num_rows):
-                continue  # with fewer rows
+            if num_rows not in self.segments:
+                self._prepare(piece, num_rows)
             self._run_slotted(piece, num_rows)
             for number, row in enumerate(piece):
                 if row.has_logits:
@@ -156,50 +124,10 @@ class HybridStep:
             start += len(piece)
         return logits_RV
 
-    def _is_right(self, rows: Sequence[Row], num_rows: int) -> bool:
-        """Prepares steps of this many rows and checks them; if they are wrong, steps have fewer
-        rows from now on."""
-        why = self.try_rows(num_rows, partial(self._try, rows, num_rows))
-        if not why and num_rows not in self.segments:  # known to work
-            why = tried(partial(self._prepare, rows, num_rows))
-        if why:
-            self.segments.pop(num_rows, None)
-            self.most = ROWS[ROWS.index(num_rows) - 1]
-            log.warning(
-                "steps of %d rows fail on this GPU (%s): they have at most %d now, which is slower for"
-                " several texts and for drafts; hotsplit doctor says more", num_rows, why, self.most
-            )  # fmt: skip
-        return not why
-
     def _prepare(self, rows: Sequence[Row], num_rows: int) -> None:
         self._fill(rows, num_rows)
         assert self.prepare is not None
         self.segments[num_rows] = self.prepare(num_rows)
-
-    def _try(self, rows: Sequence[Row], num_rows: int) -> None:
-        """Compares a step of several rows with steps of one row each."""
-        with self._spared(rows):
-            alone = torch.stack([self._single(row) for row in rows])
-        self._prepare(rows, num_rows)
-        with self._spared(rows):
-            self._run_slotted(rows, num_rows)
-        got, want = self.host.logits_TV[: len(rows)], alone
-        if not torch.equal(got.isnan(), want.isnan()):
-            raise HotsplitError("logits are NaN in the wrong places")
-        got, want = got.nan_to_num(), want.nan_to_num()
-        error, size = float((got - want).norm()), float(want.norm())
-        if error > ROWS_BOUND * size:
-            raise HotsplitError(f"logits are off by {error / size if size else float('inf'):.2g}")
-
-    def _single(self, row: Row) -> Tensor:
-        self._run_slotted([row], 1)
-        return self.host.logits_TV[0].clone()
-
-    def _spared(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        """Restores the states of the rows' sequences afterwards."""
-        if self.states is None:
-            return nullcontext()
-        return self.states.trial(list(dict.fromkeys(row.sequence for row in rows)))
 
     def _run_slotted(self, rows: Sequence[Row], num_rows: int) -> None:
         with prepared(self.cache, self.states, rows) as slotted:

@@ -22,7 +22,6 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
-from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.native_ops import OpStruct, overwritten
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
 from hotsplit.runtime.step.program import Op, name_of
@@ -172,8 +171,6 @@ class NativeParts:
     def of(cls, weights: Weights, ops: Sequence[Op], host: HostBuffers) -> "NativeParts":
         """Builds the parts for these operations, in order. Raises NotNative if the CPU kernels do
         not support the model."""
-        if not library.is_available():
-            raise NotNative("the C++ kernels are not built")
         builder = StepBuilder(weights.spec.value_sizes)
         with_neurons = {op.layer for op in ops if op.kind == "neurons"}
         projected = {op.layer for op in ops if op.kind == "attend"}  # by a GPU

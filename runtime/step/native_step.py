@@ -35,7 +35,7 @@ from hotsplit.runtime.ops.norm import NormStruct, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
 from hotsplit.runtime.ops.route import RouteStruct, route_struct
-from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, NotNative, Structs
+from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs
 from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.forms import host_form
 from hotsplit.runtime.step.native_ops import NUM_OWN, NUM_VALUES, OpStruct, StepValues, native_ops
@@ -141,14 +141,9 @@ def _struct_of(row: Row) -> RowStruct:
 
 def build(
     weights: Weights, traffic: Traffic, neuron_cache: NeuronCache | None = None
-) -> NativeStep | str:
-    """The native step of this model, or the reason why there is none."""
-    if not library.is_available():
-        return "the C++ kernels are not built"
-    try:
-        return StepBuilder(weights.spec.value_sizes).step(weights, traffic, neuron_cache)
-    except NotNative as reason:
-        return str(reason)
+) -> NativeStep:
+    """The native step of this model. Raises NotNative for one that the kernels do not cover."""
+    return StepBuilder(weights.spec.value_sizes).step(weights, traffic, neuron_cache)
 
 
 def types_of(layers: Sequence[Layer]) -> CacheTypes:

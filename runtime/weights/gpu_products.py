@@ -1,8 +1,8 @@
 """Matrix products of several tokens on a GPU, accumulated in f32.
 
 Matrices of floats are multiplied by torch, as they are. Those in blocks are multiplied by a kernel
-that unpacks their weights in registers (kernels.gpu.products), in one launch; where it is missing
-or wrong, they are unpacked to tiles of rows, which torch multiplies in some three launches each.
+that unpacks their weights in registers (kernels.gpu.products), in one launch; on a GPU without tensor
+cores, they are unpacked to tiles of rows, which torch multiplies in some three launches each.
 
 Weights are rounded to f16; bf16 stays, because its values may exceed f16's range, and so does f32,
 whose results are compared with other programs'. Tensor cores multiply the 16-bit types and return
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import file_kind
+from hotsplit.runtime.device.device_memory import has_bf16
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import Pairs
 from hotsplit.runtime.kernels.gpu.launch import has_tensor_cores
@@ -54,49 +54,17 @@ def tile_dtype(kind: str) -> torch.dtype:
     return {"f32": torch.float32, "bf16": torch.bfloat16}.get(file_kind(kind), torch.float16)
 
 
-# Faults that the check of this process's devices found (runtime.check), for all engines.
-_replaced: set[str] = set()  # names of kernels that torch computes instead
-_in_f32_only: set[torch.dtype] = set()  # types that tensor cores must not multiply
-
-
-def replace_kernels(names: Iterable[str]) -> None:
-    """Lets torch compute these kernels from now on."""
-    _replaced.update(names)
-
-
-def multiply_in_f32(dtype: torch.dtype) -> None:
-    """Converts tiles of this type to f32 before multiplying them, from now on."""
-    _in_f32_only.add(dtype)
-
-
-def kernels() -> "Kernels":
-    """Triton's kernels, except those replaced by torch's. Raises HotsplitError if Triton is
-    needed but missing."""
-    return _kernels(frozenset(_replaced))
-
-
 @cache
-def _kernels(replaced: frozenset[str]) -> "Kernels":
-    from hotsplit.runtime.kernels.gpu.kernels import NAMES, triton_kernels
-    from hotsplit.runtime.kernels.gpu.torch_kernels import mixed, torch_kernels
+def kernels() -> "Kernels":
+    """Triton's kernels. Raises ImportError if it is missing."""
+    from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 
-    plain = torch_kernels()
-    if replaced.issuperset(NAMES):
-        return plain
-    try:
-        return mixed(triton_kernels(), plain, replaced)
-    except ImportError as error:
-        raise HotsplitError(
-            f"a GPU needs Triton, which is missing ({error}); install it or use --device cpu"
-        ) from error
-
-
-_BLOCK_KERNELS = {"multiply", "multiply_down"}
+    return triton_kernels()
 
 
 def multiplies_blocks(device: torch.device) -> bool:
     """True if kernels multiply matrices in blocks on a device, without tiles."""
-    return not _BLOCK_KERNELS & _replaced and has_tensor_cores(device)
+    return has_tensor_cores(device)
 
 
 def multiply(matrix: StoredMatrix, x: "Tensor | Factor", out: Tensor | None = None) -> Tensor:
@@ -310,7 +278,8 @@ def as_tensor(x: Tensor | Factor) -> Tensor:
 
 
 def _in_f32(left: Tensor, right: Tensor) -> Tensor:
-    """A product of two 16-bit types with f32 sums and results, which torch has only on CUDA."""
-    if left.is_cuda and left.dtype not in _in_f32_only:
+    """A product of two 16-bit types with f32 sums and results, which torch has only on CUDA, and for bf16
+    not on every card."""
+    if left.is_cuda and (left.dtype != torch.bfloat16 or has_bf16(left.device)):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

@@ -19,7 +19,6 @@ from fake_cuda.tensors import Dispatch, leaves, mapped, meta_of, on_meta, writte
 from fake_cuda.torch_cuda import fake_cuda
 from torch import Tensor
 
-from hotsplit.artifacts.device_checks import CheckBook, Verdict
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.runtime.device.cuda_runtime import CudaRuntime
@@ -79,13 +78,6 @@ def _kernel(self: Dispatch, func: Any, name: str, args: Any, kwargs: Any) -> Any
     return mapped(lambda like: self._new(index, like), _results[key])
 
 
-def _is_known(book: CheckBook, part: str) -> Verdict | None:
-    """Kernels and steps are right; passes, which fail for lack of memory, are tried."""
-    if part.startswith("passes "):
-        return book.verdicts.get(part)
-    return Verdict(part=part, why="", seconds=0.0)
-
-
 def _nothing(*args: object, **options: object) -> None:
     pass
 
@@ -113,7 +105,7 @@ def _replaced(seed: int) -> list[tuple[object, str, object]]:
     return [
         (library, "launch", _nothing), (CudaRuntime, "copy", _nothing),
         (CudaRuntime, "host_function", _nothing), (Dispatch, "_copy_bytes", _nothing),
-        (Dispatch, "_kernel", _kernel), (HostNode, "run", _nothing), (Staging, "send", send), (CheckBook, "known", _is_known),
+        (Dispatch, "_kernel", _kernel), (HostNode, "run", _nothing), (Staging, "send", send),
         (Norm, "fits_f16", fits), (cpu_kernels, "dot_rows", dot_rows),
         (cpu_kernels, "unpack_rows", _nothing), (attention_block, "attend", attend),
         (HostMixers, "run", host_run), (mixture, "experts_on_cpu", experts_on_cpu),

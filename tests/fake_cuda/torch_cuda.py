@@ -21,8 +21,8 @@ from fake_cuda.kernels import launched, launched_slots
 from fake_cuda.tensors import DeviceTensor, Dispatch
 from torch import Tensor
 
-from hotsplit.runtime.check.parts import DeviceParts
-from hotsplit.runtime.device import cuda_runtime
+from hotsplit.runtime import loading
+from hotsplit.runtime.device import cuda_runtime, device_memory
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels
 from hotsplit.runtime.step import captured_passes, doorbells
@@ -97,12 +97,14 @@ def fake_cuda(
     kernels: Kernels | None = None,
     is_hollow: bool = False,
     captures: bool = False,
+    is_checked: bool = False,
 ) -> Iterator[FakeCuda]:
     """CUDA devices for the code in the block.
 
     `seed` selects one of the orders that streams and events allow. `kernels` take Triton's place
     (kernels.launched, ptx_kernels.StreamedPtx); None: the float64 reference. `is_hollow`:
-    memory is not written (hollow.hollow_cuda). `captures`: launches take most of a prompt's time."""
+    memory is not written (hollow.hollow_cuda). `captures`: launches take most of a prompt's time.
+    `is_checked`: loads end with the check of a device, which tests of other things need not repeat."""
     library.add_device_guard()
     library.load().fakeReset(num_devices, total_bytes, seed, is_hollow)
     _forget_cached()
@@ -135,14 +137,14 @@ def fake_cuda(
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is then a copy
         stack.enter_context(declarations())
         stack.enter_context(mock.patch.object(cuda_runtime, "_DRIVER", library.load()._name))
-        # Times would be those of the fake runtime.
-        hand_over_s = lambda parts, backends: [1e-5] * len(backends)  # noqa: E731
-        stack.enter_context(mock.patch.object(DeviceParts, "hand_over_s", hand_over_s))
+        if not is_checked:
+            for name in ("logits_of", "logits_on_cpu"):
+                stack.enter_context(mock.patch.object(loading, name, lambda *a, **options: {}))
         stack.enter_context(
             mock.patch.object(captured_passes, "is_bound_by_launches", lambda device, run: captures)
         )
-        # One more step would be captured at each load.
-        stack.enter_context(mock.patch.object(DeviceParts, "can_overlap", False))
+        # The emulated kernels do not overlap.
+        stack.enter_context(mock.patch.object(loading, "can_overlap", lambda device: False))
         # The queue runs while the server asks whether the stream still runs.
         stack.enter_context(mock.patch.object(doorbells, "QUERY_US", 0))
         stack.callback(_finish, cuda)
@@ -179,6 +181,6 @@ def _finish(cuda: FakeCuda) -> None:
 
 def _forget_cached() -> None:
     """Clears what hotsplit caches about devices for the life of a process."""
-    for module in (cuda_runtime, gpu_products):
+    for module in (cuda_runtime, device_memory, gpu_products):
         for function in vars(module).values():
             getattr(function, "cache_clear", lambda: None)()

@@ -3,8 +3,8 @@ functions; and that a server that stops leaves no stream waiting. `-s` prints th
 
 import pytest
 import torch
+from handed_over import assert_echo, hand_over_s, node_of
 
-from hotsplit.runtime.check import step_check
 from hotsplit.runtime.device.cuda_runtime import NOT_READY, DeviceLost
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.cuda_backend import cuda_backend
@@ -16,19 +16,19 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize("has_doorbells", [True, False])
 @pytest.mark.parametrize("has_graph", [False, True])
 def test_values_go_to_the_cpu_and_back(cuda, has_graph, has_doorbells):
-    step_check.echo(cuda_backend(has_graph=has_graph, has_doorbells=has_doorbells), GPU)
+    assert_echo(cuda_backend(has_graph=has_graph, has_doorbells=has_doorbells), GPU)
 
 
 def test_flags_take_less_than_callbacks(cuda):
     backends = [cuda_backend(has_graph=True, has_doorbells=has) for has in (True, False)]
-    flags, calls = step_check.hand_over_s(backends, GPU)
+    flags, calls = hand_over_s(backends, GPU)
     print(f"a hand-over of nothing: {1e6 * flags:.1f} us by flags, {1e6 * calls:.1f} by callbacks")
     assert flags < calls
 
 
 def test_a_server_that_stops_releases_the_stream(cuda, monkeypatch):
     backend = cuda_backend(has_graph=True, has_doorbells=True)
-    main, node = backend.stream(GPU), step_check.node_of(lambda argument: None)
+    main, node = backend.stream(GPU), node_of(lambda argument: None)
 
     def submit() -> None:
         for _ in range(4):

@@ -57,7 +57,6 @@ def test_files_of_llama_cpps_quantiser(llama_cpp, stock, tmp_path, kind):
     )["ids"]
     want_TV = torch.from_numpy(np.load(tmp_path / "logits.npy"))
     with Engine.load(path, mode="dense", device="cpu") as engine:
-        assert engine.not_native is None
         got_TV = engine.logits(IDS + theirs[:-1])[len(IDS) - 1 :]
         errors = [rel_error(got, want) for got, want in zip(got_TV, want_TV, strict=True)]
         assert max(errors) < BOUNDS[kind], errors

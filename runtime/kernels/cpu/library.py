@@ -13,7 +13,7 @@ Rows of a matrix may be strided. A list of rows, index_A, is int32 [A], in any o
 allowed; None means all rows, A = F. Functions raise ValueError for a wrong dtype, shape or layout,
 and IndexError for a row that W lacks.
 
-If the C++ is not built, `is_available()` is False, and callers use torch.
+If the C++ is not built, all of these raise HotsplitError, and `is_available()` is False.
 
 Shapes: F rows of the matrix, D values in a row, A chosen rows."""
 
@@ -87,13 +87,21 @@ _lib = _load()
 
 def _built() -> ctypes.CDLL:
     if _lib is None:
-        raise ImportError("the C++ kernels are not built; run `make build`")
+        raise HotsplitError(
+            "hotsplit's C++ library is missing: install the package again, or run make build in the"
+            " repository, which needs a C++ compiler (apt install g++, or the like)"
+        )
     return _lib
 
 
 def is_available() -> bool:
-    """True if the C++ kernels are built. If not, functions that call them raise ImportError."""
+    """True if the C++ library is built."""
     return _lib is not None
+
+
+def check_available() -> None:
+    """Raises HotsplitError, with what to do, if the C++ library is not built."""
+    _built()
 
 
 def level() -> str:

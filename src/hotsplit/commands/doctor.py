@@ -17,10 +17,8 @@ from hotsplit.commands.options.shared import (
 @click.command(cls=FileCommand, short_help="Check this machine, and say what to fix.")
 @click.option("--report", type=OUTPUT,
               help="Write the findings, without names and paths, to a file for an issue.")  # fmt: skip
-@click.option("--again", is_flag=True,
-              help="Forget the results of earlier GPU checks, and check again.")  # fmt: skip
 @report_options
-def doctor(report: Path | None, again: bool, force: bool, as_json: bool) -> None:
+def doctor(report: Path | None, force: bool, as_json: bool) -> None:
     """Show what works on this machine, what does not, and what to do about it.
 
     Looks at the processor and its kernels, memory, torch, Triton, NVIDIA's driver and GPUs. Exits
@@ -32,7 +30,7 @@ def doctor(report: Path | None, again: bool, force: bool, as_json: bool) -> None
 
     if report is not None:
         check_output(report, force=force)
-    found = examine(again=again, say=say)
+    found = examine(say)
     lines = [finding.line for finding in found.findings]
     count = sum(finding.state == "wrong" for finding in found.findings)
     lines.append("nothing is wrong" if found.is_fine else f"{count} wrong")

@@ -234,9 +234,6 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None
     if plan_places == 1:
         say("note: the plan is for one text, so requests are answered one at a time; hotsplit"
             " solve with --sequences budgets KV cache for more")  # fmt: skip
-    elif engine.not_native is not None:
-        say(f"note: {engine.not_native}: steps go through torch, several times slower, and requests"
-            " are answered one at a time")  # fmt: skip
     elif config.parallel > 1 and not engine.has_row_steps:
         say("note: a step computes one token here, because of a neuron cache, of keys in main memory"
             " or of a small workspace; requests take turns, and together are no faster than in"

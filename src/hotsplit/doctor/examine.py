@@ -1,16 +1,15 @@
 """Examines this machine. Everything that may crash or take long runs in child processes: first the
-probes of kernels, torch, Triton and the driver, in parallel, then the check of GPUs."""
+probes of kernels, torch, Triton and the driver, in parallel, then the trial of GPUs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from hotsplit.artifacts.device_checks import Say, forget_checks, stored_checks
 from hotsplit.doctor import gpu, machine
 from hotsplit.doctor.children import Child, Result
 from hotsplit.doctor.finding import Finding
 
-CHECK_S = 300.0  # compiling a small model's kernels, with room for a slow machine
+TRIAL_S = 300.0  # compiling a small model's kernels, with room for a slow machine
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +20,11 @@ class Examination:
     findings: tuple[Finding, ...]
 
 
-def examine(*, again: bool = False, say: Say = lambda line: None) -> Examination:
-    """All findings. With `again`, the stored results of GPU checks are removed first; a GPU is then
-    checked again, which takes a minute. `say` gets a line for every longer wait."""
-    if again:
-        forget_checks()
+def examine(say: Say = lambda line: None) -> Examination:
+    """All findings. `say` gets a line for every longer wait."""
     kernels, torch, triton, driver = _results(("kernels", "torch", "triton", "driver"), say)
     seen = gpu.gpus_of(torch)
-    unfinished = _check(seen, say)
+    trials = [_trial(each["index"], say) for each in seen]
     has_gpu = bool(seen) or bool(driver.done and driver.done["gpus"])
     findings = (
         *machine.system(),
@@ -40,7 +36,7 @@ def examine(*, again: bool = False, say: Say = lambda line: None) -> Examination
         *gpu.driver(driver, torch),
         *gpu.gpus(torch, driver),
         *machine.trials(),
-        *gpu.checks(stored_checks(), seen, has_gpu=has_gpu, unfinished=unfinished),
+        *gpu.trials(trials),
     )
     is_fine = all(finding.state != "wrong" for finding in findings)
     return Examination(is_fine=is_fine, findings=findings)
@@ -57,14 +53,11 @@ def _results(names: Sequence[str], say: Say = lambda line: None) -> list[Result]
             child.end()
 
 
-def _check(seen: Sequence[Mapping[str, Any]], say: Say = lambda line: None) -> Result | None:
-    """Checks GPUs without a stored result for this configuration; None if there are none."""
-    stored = stored_checks()
-    missing = [f"cuda:{each['index']}" for each in seen if not gpu.is_checked(each, stored)]
-    if not missing:
-        return None
-    say(f"checking {', '.join(missing)} with a small model: a minute, at most {CHECK_S:g} s")
-    child = Child("gpu", *missing, limit_s=CHECK_S)
+def _trial(index: int, say: Say = lambda line: None) -> Result:
+    """The result of loading a small model on a GPU."""
+    device = f"cuda:{index}"
+    say(f"trying {device} with a small model: up to a minute, at most {TRIAL_S:g} s")
+    child = Child("gpu", device, limit_s=TRIAL_S)
     try:
         return child.result()
     finally:

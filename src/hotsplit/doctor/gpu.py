@@ -1,16 +1,8 @@
-"""Findings on torch, Triton, the driver and GPUs, and the stored results of their checks."""
+"""Findings on torch, Triton, the driver and GPUs, and on trials of these."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from hotsplit.artifacts.device_checks import (
-    Checks,
-    DeviceKey,
-    Verdict,
-    installed_version,
-    name_of_part,
-)
 from hotsplit.doctor.children import Result
 from hotsplit.doctor.finding import Finding, note, ok, wrong
 from hotsplit.doctor.machine import REBUILD, is_wsl
@@ -20,8 +12,6 @@ LEAST_CAPABILITY = 7.5  # the lowest for which torch's wheels for CUDA 12.8 and 
 BF16_CAPABILITY = 8.0
 INSTALL_TORCH = "pip install torch"
 MOST_LETTERS = 300
-# Display names of a key's fields.
-_WORDS = {"package": "hotsplit", "triton": "Triton", "memory_bytes": "amount of memory"}
 
 
 def torch(found: Result) -> list[Finding]:
@@ -85,7 +75,7 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
         text = (
             "is not installed" if done["is_missing"] else f"fails: {done['error'][:MOST_LETTERS]}"
         )
-        return [problem("triton", f"{text}: torch replaces its kernels, more slowly{later}",
+        return [problem("triton", f"{text}: models run on the CPU{later}",
                         "pip install triton")]  # fmt: skip
     size = f"{done['num_files']:,} files of {format_bytes(done['num_bytes'])} in its cache"
     lines = [ok("triton", f"{done['version']}, {size}")]
@@ -124,81 +114,20 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
     return [ok(about, text)]
 
 
-def is_checked(gpu: Mapping[str, Any], stored: Sequence[Checks]) -> bool:
-    """True if a load would find results for this GPU (without a key: for its number)."""
-    now = gpu.get("key")
-    if now is not None:
-        return any(asdict(each.key) == now for each in stored)
-    return any(each.key.index == gpu["index"] for each in stored)
-
-
-def checks(
-    stored: Sequence[Checks],
-    seen: Sequence[Mapping[str, Any]] = (),
-    *,
-    has_gpu: bool,
-    unfinished: Result | None,
-) -> list[Finding]:
-    """Findings from the stored results of GPU checks: for each GPU those that a load would use, or
-    the latest. `seen` are the GPUs as torch reports them."""
-    crash = []
-    if unfinished is not None and unfinished.done is None:
-        crash = [wrong("check of the GPU", _ended(unfinished), "load a model: parts that crashed the"
-                       " process are not used")]  # fmt: skip
-    now = {gpu["index"]: gpu["key"] for gpu in seen if gpu.get("key") is not None}
-    by_use = sorted(reversed(stored), key=lambda each: not _changes(each.key, now))  # noqa: C414  # of equals the last comes first
-    used = {(each.key.index, each.key.device): each for each in by_use}
-    found = [finding for each in used.values() for finding in _check(each, now)]
-    if not found and not crash and has_gpu:
-        return [note("check of the GPU", "has not been run", "load a model with the GPU")]
-    return crash + found
-
-
-def _changes(key: DeviceKey, now: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """The fields in which the system differs from the one that was checked. If torch does not see
-    the GPU, only the versions of torch, Triton and hotsplit are compared."""
-    if key.index in now:
-        found, of = asdict(key), now[key.index]
-        return [name for name in found if found[name] != of.get(name)]
-    packages = {"torch": "torch", "triton": "triton", "package": "hotsplit"}
-    return [
-        field for field, name in packages.items() if getattr(key, field) != installed_version(name)
-    ]
-
-
-def _check(stored: Checks, now: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    key = stored.key
-    about = f"check of {key.device}, number {key.index}"
-    with_ = f"driver {key.driver}, torch {key.torch}, Triton {key.triton or 'none'}"
-    changes = _changes(key, now)
-    failed = [verdict for verdict in stored.verdicts.values() if not verdict.is_fine]
-    reasons = list(dict.fromkeys(verdict.why for verdict in failed))
-    lines = [
-        (note if changes else wrong)(
-            about, f"{_parts(failed, why)}: {why}",
-            "its fallback is used; if the system has changed, hotsplit doctor --again checks again",
+def trials(results: Sequence[Result]) -> list[Finding]:
+    """Whether a small model on each GPU gives the CPU's logits."""
+    found = []
+    for index, result in enumerate(results):
+        about, why = f"trial of GPU {index}", f"a small model {_ended(result)}"
+        if result.done is not None:
+            if result.done["why"] is None:
+                found.append(ok(about, "a small model gives the CPU's logits"))
+                continue
+            why = result.done["why"]
+        found.append(
+            wrong(about, why, "models run on the CPU; update NVIDIA's driver, torch and triton")
         )
-        for why in reasons
-    ]  # fmt: skip
-    if stored.started is not None:
-        lines.append(note(about, f"{stored.started}: is being checked, or its check crashed"))
-    if changes:
-        words = ", ".join(_WORDS.get(name, name) for name in changes)
-        return [
-            note(about, f"was made with another {words} ({with_}); the next load checks again"),
-            *lines,
-        ]
-    count = len(stored.verdicts) - len(failed)
-    work = "part works" if count == 1 else "parts work"
-    return [ok(about, f"{count} {work} with {with_}"), *lines]
-
-
-def _parts(failed: Sequence[Verdict], why: str) -> str:
-    """The parts that failed for one reason; if all of them are kernels, only the kernels' names."""
-    parts = [verdict.part for verdict in failed if verdict.why == why]
-    if len(parts) > 1 and all(part.startswith("kernel ") for part in parts):
-        return f"kernels {', '.join(sorted({part.split(' ')[1] for part in parts}))}"
-    return ", ".join(map(name_of_part, parts))
+    return found
 
 
 def gpus_of(found: Result) -> list[Mapping[str, Any]]:

@@ -4,10 +4,10 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hotsplit.artifacts.device_checks import installed_version
 from hotsplit.artifacts.trial_file import MISSED, Trial
 from hotsplit.doctor.children import Result
 from hotsplit.doctor.finding import Finding, note, ok, wrong
@@ -26,7 +26,10 @@ REBUILD = "install the package again, or run make build in the repository"
 
 def system() -> list[Finding]:
     """Versions, and the kind of system."""
-    own = installed_version("hotsplit") or "not installed"
+    try:
+        own = version("hotsplit")
+    except PackageNotFoundError:
+        own = "not installed"
     python = f"Python {platform.python_version()}, hotsplit {own}"
     where = f"{platform.system()} on {platform.machine()}"
     if is_wsl():
@@ -57,8 +60,7 @@ def processor(kernels: Result) -> list[Finding]:
         return [*found, wrong("kernels", text, advice)]
     done = kernels.done
     if not done["is_built"]:
-        return [*found, wrong("kernels", "the C++ library is missing: torch is used instead and is"
-                              " many times slower", REBUILD)]  # fmt: skip
+        return [*found, wrong("kernels", "the C++ library is missing: no model can be run", REBUILD)]  # fmt: skip
     found += _levels(done)
     if done["wrong"]:
         bad = {line.partition(",")[0] for line in done["wrong"]}

@@ -10,7 +10,6 @@ import shutil
 import sys
 import sysconfig
 from ctypes import byref, c_char_p, c_int, c_uint, c_ulonglong, c_void_p, create_string_buffer
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def tell_at(what: str) -> None:
 
 def probe_kernels() -> dict[str, Any]:
     """The CPU's levels, and the runtime's check of its C++ kernels at each."""
-    from hotsplit.runtime.check.cpu_kernels import KINDS, faults_of_levels, usable_levels
+    from hotsplit.doctor.cpu_kernels import KINDS, faults_of_levels, usable_levels
     from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, open_library
 
     tell_at("loading the library")
@@ -105,18 +104,11 @@ def _runtime_error() -> str | None:
 
 
 def _gpu_of_torch(torch: Any, number: int) -> dict[str, Any]:
-    """`key` is that of this GPU's checks; None if the runtime cannot be imported."""
     properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
-    try:
-        from hotsplit.runtime.check.parts import key_of
-    except (ImportError, OSError, AttributeError):
-        key = None
-    else:
-        key = asdict(key_of(torch.device("cuda", number)))
     return {
         "index": number, "name": properties.name, "free": free, "total": total,
-        "capability": f"{properties.major}.{properties.minor}", "key": key,
+        "capability": f"{properties.major}.{properties.minor}",
     }  # fmt: skip
 
 
@@ -199,13 +191,16 @@ def _gpu_of_driver(nvml: ctypes.CDLL, number: int) -> dict[str, Any]:
 
 
 def probe_gpu(*devices: str) -> dict[str, Any]:
-    """Checks GPUs by loading a small random model with predictors on each, once with all neurons on
-    the GPU and once on the CPU; hotsplit.artifacts.device_checks stores the results."""
+    """Loads a small random model with predictors on each GPU, once with all neurons there and once with
+    them on the CPU. `why`: why one of the GPUs fails the check of a load; None if all pass."""
     from hotsplit.artifacts.random_model import random_model
     from hotsplit.families.llama import llama_spec
     from hotsplit.families.sizes import Sizes
     from hotsplit.model.spec import Rotary
-    from hotsplit.runtime.engine import Engine
+    from hotsplit.options.engine_config import EngineConfig
+    from hotsplit.runtime.device_check import DeviceFails, failures_of_device
+    from hotsplit.runtime.loading import Loaded
+    from hotsplit.runtime.resolved_options import device_of
 
     sizes = Sizes(
         num_layers=2, hidden_size=512, num_neurons=1408, num_heads=8, num_kv_heads=4, head_dim=64,
@@ -217,9 +212,13 @@ def probe_gpu(*devices: str) -> dict[str, Any]:
         for cpu_ffn in (False, True):
             where = "the CPU" if cpu_ffn else device
             tell_at(f"a small model on {device}, neurons on {where}")
-            with Engine.of(model, mode="predicted", device=device, cpu_ffn=cpu_ffn) as engine:
-                engine.decode_seconds(steps=2)
-    return {}
+            config = EngineConfig(mode="predicted", device=device, cpu_ffn=cpu_ffn)
+            try:
+                with failures_of_device(device_of(device)):
+                    Loaded(model, None, config)
+            except DeviceFails as failed:
+                return {"why": str(failed)}
+    return {"why": None}
 
 
 if __name__ == "__main__":

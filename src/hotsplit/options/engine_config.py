@@ -59,15 +59,15 @@ class EngineConfig:
     of the perplexity by the file's record (costs.default_mode has the details).
 
     device: "cpu" or "cuda[:n]", for everything that the plan does not put on the CPU; None takes
-    CUDA if there is a device. A GPU is checked when it is first used (runtime.check); a part that
-    fails is replaced by its fallback, with a warning.
+    CUDA if there is a device. A load with a GPU ends with a check of its logits (runtime.device_check); if
+    it fails, the CPU is used, with a warning.
 
     context_length: tokens per text that the KV cache holds; None takes the plan's, or the model's
     up to 4,096; 0 takes the plan's, or all of the model's.
 
     is_resident: true copies the CPU's weights into memory, in the layout for decoding; false leaves
     them in the mapped file, which loads at once but decodes more slowly; None copies them if the
-    C++ kernels are built and the CPU needs at most nine tenths of the free memory.
+    CPU needs at most nine tenths of the free memory.
 
     graph: whether a step on CUDA is captured as a CUDA graph; without one, results are the same and
     decoding is slower, but can be debugged.

@@ -1,5 +1,5 @@
-"""Locates the user's cache folder, which holds artifacts (hotsplit.run.cache_folder), the results
-of checking GPUs (hotsplit.artifacts.device_checks) and PREFETCH_FILE."""
+"""Locates the user's cache folder, which holds artifacts (hotsplit.run.cache_folder) and
+PREFETCH_FILE."""
 
 import os
 from pathlib import Path

@@ -35,7 +35,7 @@ def report_of(
     """The report, and its lines for the user; `seed`: one that was drawn."""
     from hotsplit.runtime.generate.generation import NOT_STOPPED
 
-    roles, not_native = engine.bytes_by_role, engine.not_native
+    roles = engine.bytes_by_role
     memory = [asdict(report) for report in engine.memory_report()]
     runs = engine.last_runs if is_many else [engine.last_run]
     texts = [
@@ -44,7 +44,7 @@ def report_of(
         for w, run in zip(writings, runs, strict=True)
     ]  # fmt: skip
     common: dict[str, Any] = {"mode": engine.mode, "load_s": engine.load_s, "num_threads": num_threads,
-              "not_native": not_native, "bytes": roles, "memory": memory}  # fmt: skip
+              "bytes": roles, "memory": memory}  # fmt: skip
     if seed is not None:
         common |= {"seed": seed}
     cache = engine.neuron_cache
@@ -63,10 +63,9 @@ def report_of(
         where += f"; rotary embeddings: {scaling.words}"
     ends = [run.stopped_by for run in runs]
     ends = ["Ctrl-C or a signal" if end == NOT_STOPPED else end for end in ends]
-    slow = f", steps in Python because {not_native}" if not_native else ""
     line = (
         f"[{engine.mode} on {engine.device}; loaded in {engine.load_s:.2f} s; {_speed(runs)},"
-        f" {num_threads} threads{slow}; {where}; {'' if seed is None else f'seed {seed}; '}stopped by"
+        f" {num_threads} threads; {where}; {'' if seed is None else f'seed {seed}; '}stopped by"
         f" {', '.join(dict.fromkeys(ends))}]"
     )
     return report, [line] if cache is None else [line, f"[{cache.line}]"]

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from kernel_launches import SLOTS, Launch
 from torch import Tensor
 
-from hotsplit.runtime.check.launches import SLOTS, Launch
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.weights import gpu_products
 

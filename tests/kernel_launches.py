@@ -10,7 +10,6 @@ Letters: see runtime.kernels.gpu.kernels."""
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,13 +21,13 @@ from hotsplit.model.blocks import SumFactors
 from hotsplit.model.rope import Rotary
 from hotsplit.model.spec import Attention, Norm, Route
 from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
-from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels, reference_kernels
 from hotsplit.runtime.kernels.gpu.launch import rows_of_program
 from hotsplit.runtime.kernels.gpu.own_kernels import OwnKernel
+from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels
 from hotsplit.runtime.kernels.gpu.step_rows import AXES
 from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together
 from hotsplit.runtime.model.layers import Layer, Weights
@@ -38,7 +37,6 @@ from hotsplit.runtime.ops.attention.rotary import Places
 from hotsplit.runtime.ops.delta.block import DeltaNet
 from hotsplit.runtime.ops.delta.gpu import calls
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
@@ -192,18 +190,15 @@ def launches_of(
         stream=lambda device: NoStream(),
         take=take,
         prepare=lambda stream, submit: submit,
-        is_pinned=has_gpu and pinned.is_possible(),
+        is_pinned=has_gpu,
+        slot_kernels=reference_slot_kernels(),
     )
-    # A model that is not native has no such step, nor has a GPU without pinned memory; both read
-    # prompts.
-    if pinned.is_possible() or not has_gpu:
-        with suppress(NotNative):
-            step = hybrid_builder.build(weights, placement, Traffic(), backend, max_rows=max_rows)
-            if num_rows > 1:
-                found.clear()
-                assert step.prepare is not None
-                step.prepare(num_rows)
-                return tuple(found.values())
+    step = hybrid_builder.build(weights, placement, Traffic(), backend, max_rows=max_rows)
+    if num_rows > 1:
+        found.clear()
+        assert step.prepare is not None
+        step.prepare(num_rows)
+        return tuple(found.values())
     for matrix, device, is_down in _multiplied(weights, placement):
         _note_products(noting, matrix, device, is_down=is_down)
     for index, layer in enumerate(weights.layers):
