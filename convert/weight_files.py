@@ -1,19 +1,22 @@
 """The tensors of one weights file of a checkpoint: safetensors, or a state dict written by torch.save
-(.bin, .pt). No pickle is executed."""
+(.bin, .pt), which torch maps. Its unpickler for weights runs no code of a file."""
 
-import mmap
+import re
+import warnings
+import zipfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hotsplit.convert.torch_file import RESAVE, Broken, TorchZip, View, open_torch_zip, read_views
 from hotsplit.errors import HotsplitError
+from hotsplit.files.atomic import require_file
 from hotsplit.files.safetensors_file import check_header
 
 
@@ -68,60 +71,94 @@ def _broken(path: Path, error: Exception) -> HotsplitError:
     )
 
 
-TORCH_TYPES = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
+_DTYPES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+# What torch's unpickler refuses to call, in its message.
+_CALLED = re.compile(r"GLOBAL ([\w.]+)")
+RESAVE = "load it with torch and save it again with torch.save, or as safetensors"
 
 
 def read_state_dict(path: Path) -> dict[str, SourceTensor]:
-    """Reads names, shapes and types, but no weights; the file stays mapped while its tensors live.
+    """Maps a file; its weights are read when they are used, and stay mapped while its tensors live.
 
     Raises HotsplitError for a missing, truncated or foreign file, and if it holds anything but
-    tensors that lie within their storages."""
-    archive = open_torch_zip(path, "state dict")
-    try:
-        views = read_views(archive.pickle)
-        for view in views.values():
-            _check_storage(archive, view)
-    except Broken as error:
-        raise HotsplitError(
-            f"{path}: not a whole state dict ({error}); download it again, or {RESAVE}"
-        ) from error
-    last_name = {view: name for name, view in sorted(views.items())}
+    tensors."""
+    require_file(path, "state dict")
+    sizes = _record_sizes(path)
+    state = _loaded(path)
+    if not isinstance(state, dict):
+        raise _not_a_state_dict(path, f"holds {_kind(state)}, wanted a dict of tensors")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise _not_a_state_dict(
+                path, f"{str(name)[:64]!r} is {_kind(value)}, wanted tensors by name"
+            )
+        if value.dtype not in _DTYPES or value.layout != torch.strided or value.is_quantized:
+            raise _not_a_state_dict(
+                path, f"{name[:64]!r} has {value.dtype} in layout {value.layout}"
+            )
+    _check_sizes(path, state, sizes)
+    places = {name: _place(tensor) for name, tensor in sorted(state.items())}
+    last_name = {place: name for name, place in places.items()}
     return {
         name: SourceTensor(
             file=path,
-            shape=view.shape,
-            dtype=view.storage.dtype,
-            read=partial(_read_view, archive.mapping, archive.storages[view.storage.key][0], view),
-            same_as=None if last_name[view] == name else last_name[view],
+            shape=tuple(state[name].shape),
+            dtype=_DTYPES[state[name].dtype],
+            read=state[name].detach,
+            same_as=None if last_name[place] == name else last_name[place],
         )
-        for name, view in sorted(views.items())
+        for name, place in places.items()
     }
 
 
-def _check_storage(archive: TorchZip, view: View) -> None:
-    storage = view.storage
-    _, size = archive.storages.get(storage.key, (0, -1))
-    if size != storage.num_values * storage.value_bytes:
-        found = "is missing" if size < 0 else f"has {size:,} bytes"
-        raise Broken(
-            f"storage {storage.key[:64]!r} {found}, wanted"
-            f" {storage.num_values:,} values of {storage.value_bytes} bytes"
-        )
+def _record_sizes(path: Path) -> Counter[int]:
+    """The bytes of each storage in the file, of which torch trusts the pickle."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        reason = "it is cut short, was saved before torch 1.6, or is something else"
+        raise _not_a_state_dict(path, reason) from error
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise HotsplitError(f"{path}: is a compressed zip, which cannot be mapped; {RESAVE}")
+    return Counter(record.file_size for record in records if "/data/" in record.filename)
 
 
-def _read_view(mapping: mmap.mmap, start: int, view: View) -> Tensor:
-    """A view of the mapping; a copy if another tool's zip misaligns the values."""
-    dtype, size = TORCH_TYPES[view.storage.dtype], view.storage.value_bytes
-    if not prod(view.shape):
-        return torch.empty(view.shape, dtype=dtype)
-    first = start + view.offset * size
-    count = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
-    if first % size:
-        values = torch.frombuffer(bytearray(mapping[first : first + count * size]), dtype=dtype)
-    else:
-        values = torch.frombuffer(mapping, dtype=dtype, count=count, offset=first)
-    return values.as_strided(view.shape, view.stride)
+def _loaded(path: Path) -> Any:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # noqa: BLE001  # of any type, by what the file's bytes lead to
+        reason = "its pickle is damaged, or has what no state dict has"
+        if called := _CALLED.search(str(error)):
+            reason = f"its pickle calls {called[1]!r}, which no state dict needs"
+        raise _not_a_state_dict(path, reason) from error
+
+
+def _check_sizes(path: Path, state: dict[str, Tensor], sizes: Counter[int]) -> None:
+    """Raises HotsplitError unless each storage has as many bytes as one of the file's."""
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage() for each in state.values()
+    }
+    missing = Counter(each.nbytes() for each in storages.values() if each.nbytes()) - sizes
+    if missing:
+        raise _not_a_state_dict(path, f"no storage in it has {next(iter(missing)):,} bytes")
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """What names of the same values have in common."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _kind(value: object) -> str:
+    return "a tensor" if isinstance(value, Tensor) else f"a value of type {type(value).__name__}"
+
+
+def _not_a_state_dict(path: Path, reason: str) -> HotsplitError:
+    return HotsplitError(
+        f"{path}: not a whole state dict ({reason}); download it again, or {RESAVE}"
+    )
