@@ -11,7 +11,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Pooling
 from hotsplit.options.generation import SamplingOptions
 from hotsplit.runtime.answers.call_style import CallStyle
-from hotsplit.runtime.answers.formats import DESCRIBED, AnswerFormat, format_of
+from hotsplit.runtime.answers.formats import DESCRIBED, AnswerFormat, format_for
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
 from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.text.chat_template import ChatTemplate
@@ -93,8 +93,7 @@ class ServedModel:
         """How the model answers."""
         if isinstance(self.template, str):
             return DESCRIBED
-        special = self.codec.special_texts.values()
-        return format_of(self.template.tool_text or self.template.text, special)
+        return format_for(self.template, self.codec)
 
     @cached_property
     def marks(self) -> tuple[tuple[int, str], ...]:

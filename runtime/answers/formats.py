@@ -29,6 +29,7 @@ from hotsplit.runtime.answers.parsers import (
     python_calls,
     qwen_xml,
 )
+from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec
 
 _WORD = re.compile(r"\w+")
@@ -374,14 +375,20 @@ DESCRIBED = FORMATS[-1]
 _AS_TOKENS = (_CHANNEL, _BRACKETS, _START_END)
 
 
+def format_for(template: ChatTemplate, codec: TextCodec) -> AnswerFormat:
+    """The format of a model's answers, by its template and its vocabulary."""
+    added = codec.tokenizer.get_added_tokens_decoder().values()
+    return format_of(template.tool_text or template.text, {token.content for token in added})
+
+
 def format_of(template: str, tokens: Collection[str] = ()) -> AnswerFormat:
-    """The format of a template's answers. `tokens`: texts of the vocabulary's special tokens, among
+    """The format of a template's answers. `tokens`: texts of the vocabulary's added tokens, among
     which may be marks of reasoning that the template leaves out."""
     known = next(known for known in FORMATS if known.is_of(template))
     more = tuple(
         marks
         for marks in _AS_TOKENS
-        if marks not in known.reasoning and {marks.begin, marks.end} <= set(tokens)
+        if marks not in known.reasoning and {marks.begin, marks.end} <= {*tokens}
     )
     known = replace(known, reasoning=(*known.reasoning, *more))
     if "tools" in template or known.has_channels:

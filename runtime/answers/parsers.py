@@ -3,6 +3,7 @@ calls; what it returns has been written between there and `scanner.at`."""
 
 import ast
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping
 
 from hotsplit.runtime.answers.calls import Call, call_of, calls_of, json_text
@@ -308,7 +309,9 @@ def python_calls(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
         raise Malformed
     lines = [line.strip() for line in text.strip().split("\n")]
     try:
-        calls = [_python_call(statement) for statement in ast.parse("\n".join(lines)).body]
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            parsed = ast.parse("\n".join(lines))
+        calls = [_python_call(statement) for statement in parsed.body]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise Malformed from error
     if not calls:
