@@ -19,10 +19,10 @@ from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import Syntax, TextRequest
-from hotsplit.serve.texts import Ended, Report
+from hotsplit.serve.texts import Arrival, Ended, Report
 
 Body = dict[str, object]
-Parse = Callable[[Fields, ServedModel, float], TextRequest]  # the last argument is --timeout
+Parse = Callable[[Fields, ServedModel, Arrival], TextRequest]
 
 
 @dataclass(kw_only=True)
@@ -150,8 +150,12 @@ async def answered(
     service: Service, request: Request, parse: Parse, answer_of: type[Answer]
 ) -> Response:
     """Parses a request, submits its texts and answers it, as a stream if it asks for one."""
+    arrival = service.arrival()
     fields = await service.fields(request)
-    asked = await service.prepared(lambda: parse(fields, service.served, service.config.timeout_s))
+    asked = await service.prepared(lambda: parse(fields, service.served, arrival))
+    if asked.wanted.grammar is not None:
+        masked = service.with_masks(asked, asked.wanted.grammar)
+        asked = await while_there(request.receive, masked)
     exchange = service.exchange(asked.jobs, is_stream=asked.wanted.is_stream)
     answer = answer_of(service, asked, request)
     if asked.wanted.is_stream:

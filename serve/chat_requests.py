@@ -14,20 +14,20 @@ from hotsplit.runtime.answers.described import with_described
 from hotsplit.runtime.answers.formats import AnswerFormat
 from hotsplit.runtime.answers.scanner import sound_json
 from hotsplit.runtime.generate.call_grammar import forced_calls
-from hotsplit.runtime.generate.constraints import Constraint
-from hotsplit.runtime.generate.reasoning import AfterReasoning
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import (
     MAX_LOGPROBS,
+    Grammar,
     Syntax,
     TextRequest,
     Wanted,
     jobs_of,
     take_wanted,
 )
+from hotsplit.serve.texts import Arrival
 from hotsplit.serve.tool_choice import Choice, chosen, tools_of
 
 MAX_MESSAGES = 4096
@@ -44,7 +44,7 @@ class Rendering:
     choice: Choice
 
 
-def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
+def chat_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextRequest:
     """The request of /v1/chat/completions. Raises ApiError."""
     rendering = take_rendering(fields, served)
     rules = None
@@ -59,10 +59,10 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextR
     reasoning = fields.choice("reasoning_format", ("auto", "deepseek", "none")) or "auto"
     codec, stops = served.chat_codec()
     num_logprobs = _num_logprobs(fields)
-    wanted = take_wanted(fields, served, num_logprobs, codec, timeout_s, stops, served.marks)
+    wanted = take_wanted(fields, served, num_logprobs, codec, arrival, stops, served.marks)
     if choice.forced:
         forced = _forced(wanted, choice.forced, served, codec, is_parallel)
-        wanted = replace(wanted, constraint=forced)
+        wanted = replace(wanted, grammar=forced)
     fields.only("modalities", ["text"], why="this server writes text")
     fields.only("audio", why="this server writes text")
     fields.only("functions", [], why="use tools instead")
@@ -75,8 +75,6 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextR
         format=served.format, rules=rules, splits_reasoning=reasoning != "none", opened=opened
     )
     jobs = jobs_of(served, ids, wanted, codec, "messages")
-    if opened is not None and (constraint := wanted.constraint) is not None:
-        jobs = [replace(job, mask=AfterReasoning.of(constraint.fork(), codec)) for job in jobs]
     return TextRequest(wanted=wanted, jobs=jobs, syntax=syntax)
 
 
@@ -247,16 +245,18 @@ def _forced(
     served: ServedModel,
     codec: TextCodec,
     is_parallel: bool,
-) -> Constraint:
-    if wanted.constraint is not None:
+) -> Grammar:
+    if wanted.grammar is not None:
         raise wrong(
             "tool_choice", "tool_choice requires a call, which response_format, json_schema and"
             " grammar exclude; give one of them"
         )  # fmt: skip
-    try:
-        return forced_calls(served.format.calls, tools, codec, is_parallel=is_parallel)
-    except HotsplitError as error:
-        raise wrong("tool_choice", f"tool_choice: {error}") from error
+    calls = served.format.calls
+    return Grammar(
+        param="tool_choice",
+        size=len(json.dumps(tools)),
+        make=lambda: forced_calls(calls, tools, codec, is_parallel=is_parallel),
+    )
 
 
 def _num_logprobs(fields: Fields) -> int | None:

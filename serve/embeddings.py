@@ -8,7 +8,6 @@ Letters: D hidden size."""
 
 import base64
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +22,7 @@ from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import check_room, prompts_of
-from hotsplit.serve.texts import EmbeddingJob, Ended, Report
+from hotsplit.serve.texts import Arrival, EmbeddingJob, Ended, Report
 
 log = logging.getLogger("hotsplit.serve")
 MAX_INPUTS = 2048  # as OpenAI's
@@ -37,11 +36,10 @@ class EmbeddingRequest:
 
 
 async def embeddings(service: Service, request: Request) -> Response:
+    arrival = service.arrival()
     fields = await service.fields(request)
     served = service.served
-    asked = await service.prepared(
-        lambda: embedding_request(fields, served, service.config.timeout_s)
-    )
+    asked = await service.prepared(lambda: embedding_request(fields, served, arrival))
     exchange = service.exchange(asked.jobs, is_stream=False)
     found: dict[int, tuple[np.ndarray, Report]] = {}
 
@@ -70,7 +68,7 @@ async def embeddings(service: Service, request: Request) -> Response:
     )
 
 
-def embedding_request(fields: Fields, served: ServedModel, timeout_s: float) -> EmbeddingRequest:
+def embedding_request(fields: Fields, served: ServedModel, arrival: Arrival) -> EmbeddingRequest:
     """The request of /v1/embeddings. Raises ApiError."""
     fields.ignore("model", "user")
     prompts = prompts_of(fields.take("input"), served, "input", MAX_INPUTS)
@@ -79,7 +77,7 @@ def embedding_request(fields: Fields, served: ServedModel, timeout_s: float) -> 
     fields.finish()
     if served.pooling is None:
         _say_mean(served.name)
-    deadline = time.monotonic() + timeout_s
+    deadline, _ = arrival.deadline()
     pooling = served.pooling or "mean"
     for _, ids in prompts:
         check_room(served, ids, "input", "a text of input has {}")

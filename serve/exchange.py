@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hotsplit.runtime.generate.constraints import ConstraintError
-from hotsplit.serve.api_error import ApiError, unavailable, wrong
+from hotsplit.serve.api_error import ApiError, busy, unavailable, wrong
 from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.texts import (
     EmbeddingJob,
@@ -60,13 +60,10 @@ class Exchange:
         try:
             self.texts = scheduler.submit(jobs, self._listen)
         except QueueFull:
-            raise ApiError(
-                429,
-                f"{scheduler.num_waiting} texts are waiting in a queue for"
-                f" {scheduler.queue}; try again later",
-                kind="rate_limit_error", code="rate_limit_exceeded",
-                headers={"Retry-After": str(retry_s)},
-            ) from None  # fmt: skip
+            raise busy(
+                f"{scheduler.num_waiting} texts are waiting in a queue for {scheduler.queue}",
+                retry_s,
+            ) from None
         except Stopping:
             raise unavailable("the server is stopping") from None
 

@@ -12,6 +12,7 @@ from hotsplit.serve.chat_requests import MAX_TOOLS, chat_request
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import TextRequest
+from hotsplit.serve.texts import Arrival
 
 log = logging.getLogger("hotsplit.serve")
 MAX_ITEMS = 4096
@@ -23,11 +24,11 @@ _PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens",
            "response_format": "text.format"}  # fmt: skip
 
 
-def responses_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
+def responses_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextRequest:
     """Parses a request as a chat. Raises ApiError if it is invalid or has no equivalent chat."""
     chat = _chat_fields(fields)
     try:
-        return chat_request(Fields(chat, is_strict=fields.is_strict), served, timeout_s)
+        return chat_request(Fields(chat, is_strict=fields.is_strict), served, arrival)
     except ApiError as error:
         error.param = _PARAMS.get(error.param or "", error.param)
         raise

@@ -2,25 +2,28 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from hotsplit.serve.api_error import ApiError, too_large, unavailable
+from hotsplit.serve.api_error import ApiError, busy, too_large, unavailable
 from hotsplit.serve.config import ServeConfig
-from hotsplit.serve.exchange import Exchange, Gone, drop_body
+from hotsplit.serve.exchange import Exchange, Gone, drop_body, error_of
 from hotsplit.serve.fields import Fields, fields_of
+from hotsplit.serve.lane import Lane
 from hotsplit.serve.metrics import Metrics
 from hotsplit.serve.request_log import RequestLine
-from hotsplit.serve.scheduler import Scheduler
+from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.served_model import ServedModel
-from hotsplit.serve.texts import EmbeddingJob, Job, Report
+from hotsplit.serve.text_requests import Grammar, TextRequest
+from hotsplit.serve.texts import Arrival, EmbeddingJob, Job, Late, Report
 
 log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
-NUM_PREPARING = 8  # threads that tokenise, and wait for the processes of templates and grammars
+NUM_PREPARING = 8  # threads that tokenise, and wait for the process of templates
 MAX_RETRY_S = 60
 
 
@@ -36,6 +39,7 @@ class Service:
         self._served: ServedModel | None = None
         self._scheduler: Scheduler | None = None
         self._preparing = ThreadPoolExecutor(NUM_PREPARING, thread_name_prefix="prepare")
+        self._grammars = Lane(config.queue)
         self._text_s = 1.0  # moving average of seconds per text
 
     def begin(self, served: ServedModel, scheduler: Scheduler) -> None:
@@ -45,6 +49,7 @@ class Service:
         gauge, cache = self.metrics.gauge, scheduler.prefix_cache
         gauge("running", "Texts in progress.", lambda: scheduler.num_running)
         gauge("waiting", "Texts in the queue.", lambda: scheduler.num_waiting)
+        gauge("compiling", "Grammars that wait to be compiled.", lambda: self._grammars.num_waiting)
         gauge("kept_texts", "Finished texts in the cache.", lambda: cache.num_kept)
         gauge("kept_tokens", "Tokens of kept texts.", lambda: cache.num_kept_tokens)
         if self.state == "loading":
@@ -108,6 +113,24 @@ class Service:
         """Runs `make`, which would block the loop, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
 
+    def arrival(self) -> Arrival:
+        """That of a request which is read from now on."""
+        return Arrival(at_s=time.monotonic(), timeout_s=self.config.timeout_s)
+
+    async def with_masks(self, asked: TextRequest, grammar: Grammar) -> TextRequest:
+        """The request with the masks of its grammar. Raises ApiError if the grammar is wrong, if too
+        many others wait to be compiled, or at the request's deadline."""
+        late_s = asked.wanted.deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(late_s):
+                return await self._grammars.run(lambda: asked.with_masks(grammar), grammar.size)
+        except TimeoutError:
+            raise error_of(Late(asked.wanted.deadline_by)) from None
+        except QueueFull:
+            waiting = self._grammars.num_waiting
+            raise busy(f"{waiting} grammars are waiting to be compiled, in a queue for"
+                       f" {self.config.queue}", min(waiting, MAX_RETRY_S)) from None  # fmt: skip
+
     def exchange(self, jobs: Sequence[Job | EmbeddingJob], *, is_stream: bool) -> Exchange:
         """Submits the jobs. Raises ApiError if the queue has no room, or if the server is loading
         its model or stopping."""
@@ -129,3 +152,4 @@ class Service:
 
     def close(self) -> None:
         self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()

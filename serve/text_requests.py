@@ -1,8 +1,7 @@
 """Parses completion requests, and the fields that they share with chats, into jobs."""
 
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -15,12 +14,13 @@ from hotsplit.runtime.generate.constraints import (
     gbnf_constraint,
     json_schema_constraint,
 )
+from hotsplit.runtime.generate.reasoning import AfterReasoning, Mask
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import wrong
 from hotsplit.serve.fields import Fields
 from hotsplit.serve.sampling_fields import take_sampling, texts_of
 from hotsplit.serve.served_model import ServedModel
-from hotsplit.serve.texts import DeadlineBy, Job
+from hotsplit.serve.texts import Arrival, DeadlineBy, Job
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256
@@ -47,6 +47,22 @@ UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """What each answer to a request must follow, given by its field `param`, in `size` characters."""
+
+    param: str
+    size: int
+    make: Callable[[], Constraint]
+
+    def compiled(self) -> Constraint:
+        """May take seconds. Raises ApiError."""
+        try:
+            return self.make()
+        except HotsplitError as error:
+            raise wrong(self.param, str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wanted:
     """How each text of a request is generated and returned."""
 
@@ -55,10 +71,10 @@ class Wanted:
     has_usage: bool  # in a stream
     sampling: SamplingOptions
     options: GenerationOptions
-    constraint: Constraint | None
+    grammar: Grammar | None
     reuses: bool
-    timeout_s: float
-    timeout_by: DeadlineBy
+    deadline: float
+    deadline_by: DeadlineBy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +97,14 @@ class Syntax:
             opened=self.opened,
         )
 
+    def mask(self, constraint: Constraint, codec: TextCodec) -> Mask:
+        """The constraint, applied to what follows the reasoning."""
+        return constraint if self.opened is None else AfterReasoning.of(constraint, codec)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest:
-    """A completion or a chat, ready to be submitted. `prompts` and `echoes` are a completion's:
+    """A completion or a chat, ready to be submitted once `with_masks`. `prompts` and `echoes` are a completion's:
     texts ("" if given as ids) with their tokens, and whether its answers repeat them."""
 
     wanted: Wanted
@@ -93,8 +113,14 @@ class TextRequest:
     prompts: tuple[tuple[str, list[int]], ...] = ()
     echoes: bool = False
 
+    def with_masks(self, grammar: Grammar) -> "TextRequest":
+        """The request with the masks of its grammar. May take seconds. Raises ApiError."""
+        found = grammar.compiled()
+        jobs = [replace(j, mask=self.syntax.mask(found.fork(), j.codec)) for j in self.jobs]
+        return replace(self, jobs=jobs)
 
-def completion_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
+
+def completion_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextRequest:
     """The request of /v1/completions. Raises ApiError."""
     prompts = prompts_of(fields.take("prompt"), served, "prompt", MAX_PROMPTS)
     echoes = fields.flag("echo")
@@ -106,7 +132,7 @@ def completion_request(fields: Fields, served: ServedModel, timeout_s: float) ->
         raise wrong("echo", "echo with logprobs is not supported: prompts have no logprobs here")
     fields.only("suffix", "", why="fill-in-the-middle is not supported")
     best_of = fields.whole("best_of", 1, MAX_CHOICES)
-    wanted = take_wanted(fields, served, count, served.codec, timeout_s)
+    wanted = take_wanted(fields, served, count, served.codec, arrival)
     if best_of not in (None, wanted.count):
         raise wrong("best_of", f"best_of is {best_of}, n is {wanted.count}: both must be the same")
     fields.finish()
@@ -121,7 +147,7 @@ def take_wanted(
     served: ServedModel,
     num_logprobs: int | None,
     codec: TextCodec,
-    timeout_s: float,
+    arrival: Arrival,
     stops: Sequence[str] = (),
     marks: Sequence[tuple[int, str]] = (),
 ) -> Wanted:
@@ -150,12 +176,11 @@ def take_wanted(
     asked_s = fields.number("timeout")
     if asked_s is not None and asked_s <= 0:
         raise wrong("timeout", f"timeout is {asked_s}, wanted a number over 0, in seconds")
-    is_asked = asked_s is not None and asked_s < timeout_s
+    deadline, deadline_by = arrival.deadline(asked_s)
     return Wanted(
         count=count, is_stream=is_stream, has_usage=has_usage, sampling=sampling, options=options,
-        constraint=_constraint(fields, codec), reuses=fields.flag("cache_prompt", True),
-        timeout_s=timeout_s if asked_s is None else min(timeout_s, asked_s),
-        timeout_by="timeout" if is_asked else "--timeout",
+        grammar=_grammar(fields, codec), reuses=fields.flag("cache_prompt", True),
+        deadline=deadline, deadline_by=deadline_by,
     )  # fmt: skip
 
 
@@ -180,16 +205,14 @@ def jobs_of(
 ) -> list[Job]:
     """A job for each choice; with a seed, choice n is drawn with seed + n."""
     check_room(served, ids, param, "the prompt has {}, which leaves no room for an answer", 1)
-    deadline = time.monotonic() + wanted.timeout_s
     jobs = []
     for number in range(wanted.count):
-        sampling, mask = wanted.sampling, wanted.constraint
+        sampling = wanted.sampling
         if sampling.seed is not None and number:
             sampling = replace(sampling, seed=(sampling.seed + number) % (1 << 64))
         job = Job(
             ids=ids, codec=codec, draws=served.chain(sampling), options=wanted.options,
-            mask=mask.fork() if mask is not None else None, deadline=deadline,
-            deadline_by=wanted.timeout_by, reuses=wanted.reuses,
+            deadline=wanted.deadline, deadline_by=wanted.deadline_by, reuses=wanted.reuses,
         )  # fmt: skip
         jobs.append(job)
     return jobs
@@ -248,8 +271,8 @@ def _max_tokens(fields: Fields, served: ServedModel) -> int:
     return asked if served.max_tokens == ENDLESS else min(asked, served.max_tokens)
 
 
-def _constraint(fields: Fields, codec: TextCodec) -> Constraint | None:
-    """The constraint of response_format, json_schema or grammar; at most one of them."""
+def _grammar(fields: Fields, codec: TextCodec) -> Grammar | None:
+    """The grammar of response_format, json_schema or grammar; at most one of them."""
     given = [name for name in ("json_schema", "grammar") if fields.has(name)]
     schema, param = fields.take("json_schema"), "json_schema"
     grammar = fields.text("grammar", MAX_GRAMMAR_BYTES)
@@ -264,17 +287,16 @@ def _constraint(fields: Fields, codec: TextCodec) -> Constraint | None:
         shape.finish()
     if len(given) > 1:
         raise wrong(given[-1], f"{' and '.join(given)} exclude each other; give one")
-    try:
-        if grammar:
-            return gbnf_constraint(grammar, codec)
-        if schema is None:
-            return None
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        if len(text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
-            raise wrong(param, f"{param}: the schema has more than {MAX_GRAMMAR_BYTES} bytes")
-        return json_schema_constraint(text, codec)
-    except HotsplitError as error:
-        raise wrong("grammar" if grammar else param, str(error)) from error
+    if grammar:
+        return Grammar(
+            param="grammar", size=len(grammar), make=lambda: gbnf_constraint(grammar, codec)
+        )
+    if schema is None:
+        return None
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    if len(text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
+        raise wrong(param, f"{param}: the schema has more than {MAX_GRAMMAR_BYTES} bytes")
+    return Grammar(param=param, size=len(text), make=lambda: json_schema_constraint(text, codec))
 
 
 def _schema(shape: Fields, kind: str) -> object:

@@ -23,6 +23,20 @@ DeadlineBy = Literal["--timeout", "timeout"]  # the server's option, or a reques
 
 
 @dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """When a request has arrived, by time.monotonic, and the server's --timeout."""
+
+    at_s: float
+    timeout_s: float
+
+    def deadline(self, asked_s: float | None = None) -> tuple[float, DeadlineBy]:
+        """The request's deadline, and what set it; `asked_s` is its field `timeout`."""
+        if asked_s is not None and asked_s < self.timeout_s:
+            return self.at_s + asked_s, "timeout"
+        return self.at_s + self.timeout_s, "--timeout"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A text to be continued. After `deadline`, by time.monotonic, it fails; `deadline_by` is what set
     it. `reuses`: whether it may reuse the keys and values of other texts, and leave its own for

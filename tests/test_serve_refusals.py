@@ -72,7 +72,7 @@ def served(model):
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"json_schema": {"type": "object", "nonsense": 1}}, "json_schema"),
+        ({"json_schema": {"type": "object", "not": {}}}, "json_schema"),
         ({"json_schema": {"description": "x" * (64 << 10)}}, "json_schema"),
         ({"grammar": "root ::= oops"}, "grammar"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar"),
