@@ -259,7 +259,7 @@ def test_tools_are_described_to_a_template_without_them(served):
 def test_a_described_tool_is_called(served, choice):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    answer = served.chat(tools=[tool], tool_choice=choice, parallel_tool_calls=False)
+    answer = served.chat(tools=[tool], tool_choice=choice, parallel_tool_calls=False, seed=1)
     (choice,) = ChatCompletion.model_validate(answer).choices
     assert choice.finish_reason == "tool_calls"
     assert [call.function.name for call in choice.message.tool_calls] == ["f"]

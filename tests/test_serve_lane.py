@@ -12,7 +12,6 @@ import time
 import pytest
 from serving import SAID, Served
 
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve.lane import NUM_AT_ONCE, Lane
 from hotsplit.serve.scheduler import QueueFull
 
