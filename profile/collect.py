@@ -35,7 +35,6 @@ from hotsplit.profile.predictors.layer_trainer import LayerQuality, phases
 from hotsplit.profile.predictors.output import (
     MAX_TOKENS,
     Measured,
-    PredictorOutput,
     measure,
     recorded,
     sha256_of_corpora,
@@ -89,15 +88,10 @@ def profile(
 
     A model that does not fit into memory is streamed layer by layer, which `say` reports."""
     began = time.perf_counter()
-    files = None
-    if config.train_predictors is not None:
-        files = PredictorOutput(
-            folder=config.train_predictors, format=config.predictors.format, force=config.force
-        )
     with Ranks() as ranks:
         device = ranks.together(lambda: ranks.device(config.device))
         model = ranks.together(lambda: ModelFile.load(config.model))
-        ranks.first_only(lambda: check_inputs(config, model, files))
+        ranks.first_only(lambda: check_inputs(config, model))
         plan = ranks.together(lambda: stream_plan_of(config, model, device, ranks))
         run = None
         if plan is not None:
@@ -116,9 +110,9 @@ def profile(
                     save_every_s=config.save_every_s,
                 )
                 with run.signals():
-                    outcome = _run_whole(config, run, windows, files, say)
-        report = _report(config, model, files, outcome, time.perf_counter() - began)
-        ranks.first_only(lambda: _save(config, files, outcome, report))
+                    outcome = _run_whole(config, run, windows, say)
+        report = _report(config, model, outcome, time.perf_counter() - began)
+        ranks.first_only(lambda: _save(config, outcome, report))
         if run is not None:
             run.finish()
     return report
@@ -166,9 +160,7 @@ def _count_streamed(
     return counter, trained
 
 
-def _run_whole(
-    config: ProfileConfig, run: Run, windows: Windows, files: PredictorOutput | None, say: Say
-) -> Outcome:
+def _run_whole(config: ProfileConfig, run: Run, windows: Windows, say: Say) -> Outcome:
     engine, model = run.engine, run.engine.model
     gates = gates_of(model)
     counter = Counter(
@@ -183,7 +175,7 @@ def _run_whole(
         engine.observe(counter.observe, counter.wants),
         engine.observe(squares.observe, squares.wants) if squares else nullcontext(),
     ):
-        if files:
+        if config.train_predictors is not None:
             trained = train_whole(run, gates, windows.ids, config)
         else:
             run.phase(windows.ids)
@@ -243,7 +235,6 @@ def _outcome(
 def _report(
     config: ProfileConfig,
     model: ModelFile,
-    files: PredictorOutput | None,
     outcome: Outcome,
     seconds: float,
 ) -> ProfileReport:
@@ -259,7 +250,7 @@ def _report(
         hottest_fifth_of_experts_L=() if of_experts_L is None else tuple(of_experts_L.tolist()),
         threshold_L=result.threshold_L,
         importances=config.importances,
-        predictors=files.path if files else None,
+        predictors=config.predictor_path,
         predictor_bytes=sum(q.chosen.num_bytes for q in quality_L),
         ffn_bytes=all_neuron_bytes(model),
         quality_L=quality_L,
@@ -269,14 +260,13 @@ def _report(
     )
 
 
-def _save(
-    config: ProfileConfig, files: PredictorOutput | None, outcome: Outcome, report: ProfileReport
-) -> None:
+def _save(config: ProfileConfig, outcome: Outcome, report: ProfileReport) -> None:
     result = outcome.profile
     result.validate()
-    if files and outcome.trained:
+    if config.predictor_path is not None and outcome.trained:
         predictors = outcome.trained[0]
-        files.save(replace(predictors, quality=result.quality, arithmetic=result.arithmetic))
+        predictors = replace(predictors, quality=result.quality, arithmetic=result.arithmetic)
+        predictors.save(config.predictor_path)
     result.save(config.output)
     if outcome.importances is not None:
         outcome.importances.save(outcome.importances.path)

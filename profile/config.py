@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.predictor_file import FILE_NAME
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.count.resume import SAVE_EVERY_S
 from hotsplit.profile.predictors.candidates import predictor_choices
@@ -32,6 +33,11 @@ class ProfileConfig:
     seed: int = 0
     force: bool = False
     save_every_s: float = SAVE_EVERY_S
+
+    @property
+    def predictor_path(self) -> Path | None:
+        """The file of predictors that is written; None if none are trained."""
+        return None if self.train_predictors is None else self.train_predictors / FILE_NAME
 
     def __post_init__(self) -> None:
         if not self.corpora:

@@ -14,7 +14,6 @@ from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.corpus.sources import STDIN
 from hotsplit.profile.count.resume import Settings
 from hotsplit.profile.predictors.candidates import predictor_choices
-from hotsplit.profile.predictors.output import PredictorOutput
 from hotsplit.profile.report.report import report_paths
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
 from hotsplit.runtime.engine import Engine
@@ -22,16 +21,13 @@ from hotsplit.runtime.kernels.arithmetic import arithmetic
 from hotsplit.runtime.resolved_options import device_of
 
 
-def check_inputs(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:
+def check_inputs(config: ProfileConfig, model: ModelFile) -> None:
     """Raises HotsplitError for errors that can be found before text is read."""
     inputs = (config.model, *(path for path in config.corpora if path != STDIN))
-    extras = () if config.importances is None else (config.importances,)
-    outputs = (config.output, *report_paths(config.output), *extras)
-    for path in outputs:
+    extras = [path for path in (config.importances, config.predictor_path) if path is not None]
+    for path in (config.output, *report_paths(config.output), *extras):
         check_output(path, force=config.force, inputs=inputs)
     check_model(config, model)
-    if files:
-        files.check(model.spec.num_layers, inputs, outputs)
 
 
 def stream_plan_of(

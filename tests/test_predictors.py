@@ -2,9 +2,7 @@
 gguf.quants and brute force."""
 
 import dataclasses
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,12 +22,10 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
 from hotsplit.model.spec import Neurons
 from hotsplit.profile.predictors.candidates import Choices, predictor_choices
-from hotsplit.profile.predictors.dejavu import save_dejavu
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, LayerTrainer, phases
 from hotsplit.profile.predictors.low_rank import Batch, LowRank, whole
 from hotsplit.profile.predictors.moments import Moments
 from hotsplit.profile.predictors.options import PredictorOptions, Target
-from hotsplit.profile.predictors.output import PredictorOutput
 from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedback
 from hotsplit.profile.predictors.selection import Candidate, Examiner, Tally, choose
 from hotsplit.runtime.kernels.gate import Gate
@@ -399,102 +395,7 @@ def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
         dataclasses.replace(model, predictor=info, tensors=tensors).save(tmp_path / "m")
 
 
-# ---- DejaVu's format -------------------------------------------------------------------------
-
-
-def linear_predictors(model, thresholds, **changes) -> Predictors:
-    shape = sizes_of(model.bare_spec)
-    layers = tuple(
-        LayerPredictor.of(
-            down_RD=weights(32, shape.hidden_size, seed=layer).numpy(),
-            up_FR=weights(shape.num_neurons, 32, seed=10 + layer).numpy(),
-            **changes,
-        )
-        for layer in range(shape.num_layers)
-    )
-    info = PredictorInfo(kind="linear", rank_L=(32,) * len(layers), threshold_L=thresholds,
-                         input_layer_offset=1)  # fmt: skip
-    return Predictors(model_id=model.model_id, info=info, layers=layers)
-
-
-def test_dejavus_format_names_the_same_neurons(tmp_path):
-    plain = small_model(tmp_path)
-    made = linear_predictors(plain, (-2.0, -0.5))
-    folder = tmp_path / "dejavu"
-    assert save_dejavu(made, folder) == -2.0
-    assert json.loads((folder / "config.json").read_text())["input_layer_offset"] == 1
-    state = torch.load(folder / "model_1.pt", weights_only=True)
-    assert {n: tuple(t.shape) for n, t in state.items()} == {
-        "fc1.weight": (64, 64), "fc2.weight": (plain.spec.most_neurons, 64)}  # fmt: skip
-    convert(ConvertConfig(source=plain.path, output=tmp_path / "m", predictors=folder,
-                          outtype="f32"))  # fmt: skip
-    model = ModelFile.load(tmp_path / "m")
-    assert model.predictor.kind == "relu" and model.predictor.input_layer_offset == 1
-    x_TD = weights(50, 64, seed=20)
-    for layer, read in enumerate(load_predictors(model, torch.device("cpu"))):
-        ours = made.layers[layer]
-        down_RD, up_FR = (torch.from_numpy(m.values()) for m in (ours.down, ours.up))
-        logit_TF = x_TD @ down_RD.T @ up_FR.T
-        margin_TF = logit_TF - made.info.threshold_L[layer]
-        named_TF = read.scores(x_TD) > read.threshold
-        assert (named_TF == (margin_TF > 0))[margin_TF.abs() > 1e-3].all()
-        assert 0.1 < named_TF.float().mean() < 0.9
-
-
-@pytest.mark.parametrize(
-    "thresholds, changes, words",
-    [
-        ((-1.0, 1.0), {}, "of one sign"),
-        ((-1.0, -math.inf), {}, "finite"),
-        ((-2e-6, -9.0), {}, "layer 0 has a value of .*, wanted at most 65504"),
-        ((-1.0, -1.0), {"up_bias_F": np.ones(192, np.float32)}, "with biases"),
-    ],
-)
-def test_predictors_that_dejavus_format_cannot_hold_are_refused(
-    tmp_path, thresholds, changes, words
-):
-    with pytest.raises(HotsplitError, match=words):
-        save_dejavu(linear_predictors(small_model(tmp_path), thresholds, **changes), tmp_path / "d")
-    assert not (tmp_path / "d").exists()
-
-
-def test_dejavus_folder_is_replaced_as_a_whole(tmp_path, monkeypatch):
-    """A failure midway leaves the old predictors with their old threshold."""
-    plain, folder = small_model(tmp_path), tmp_path / "d"
-    save_dejavu(linear_predictors(plain, (-2.0, -0.5)), folder)
-    (folder / "model_7.pt").touch()
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    write, written = Path.write_bytes, []
-
-    def fails_at_the_second(path, data):
-        written.append(path)
-        if len(written) == 2:
-            raise OSError(28, "No space left on device")
-        return write(path, data)
-
-    with monkeypatch.context() as patch, pytest.raises(HotsplitError, match="cannot be written"):
-        patch.setattr(Path, "write_bytes", fails_at_the_second)
-        save_dejavu(linear_predictors(plain, (3.0, 1.0)), folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    save_dejavu(linear_predictors(plain, (3.0, 1.0)), folder)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "config.json", "model_0.pt", "model_1.pt"]  # fmt: skip
-    assert json.loads((folder / "config.json").read_text())["sparse_threshold"] == 3.0
-
-
-def test_dejavus_folder_must_hold_nothing_else(tmp_path):
-    folder, model = tmp_path / "d", tmp_path / "m.gguf"
-    output = PredictorOutput(folder=folder, format="dejavu", force=True)
-    output.check(2, [model], [tmp_path / "p.safetensors"])
-    with pytest.raises(HotsplitError, match="written by this command; give another folder"):
-        output.check(2, [model], [folder / "p.safetensors"])
-    save_dejavu(linear_predictors(small_model(tmp_path), (-2.0, -0.5)), folder)
-    output.check(2, [model], [])
-    with pytest.raises(HotsplitError, match="give another name or --force"):
-        dataclasses.replace(output, force=False).check(2, [model], [])
-    (folder / "notes.txt").touch()
-    with pytest.raises(HotsplitError, match="holds 'notes.txt', which this command has not"):
-        output.check(2, [model], [])
+# ---- options --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -503,7 +404,6 @@ def test_dejavus_folder_must_hold_nothing_else(tmp_path):
         ({"rank": 0}, "wanted 1 or more"),
         ({"form": "fourier"}, "is unknown"),
         ({"rank": 8, "form": "whole"}, "has no rank"),
-        ({"format": "dejavu", "type": "q4_0"}, "DejaVu's form"),
         ({"rank": 65}, "wanted at most 64"),
         ({"rank": 40, "type": "q4_0"}, "whole blocks"),
         ({"form": "whole", "type": "f16"}, "as many values as the gate"),

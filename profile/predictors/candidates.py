@@ -25,7 +25,6 @@ class Choices:
     ranks: tuple[int, ...]
     kinds: tuple[str, ...] = PREDICTOR_NAMES
     forms: tuple[str, ...] = ("low-rank", "whole")
-    has_bias: bool = True
     target: Target = Target()
 
 
@@ -64,9 +63,4 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
             "a whole predictor has as many values as the gate matrix, so that it pays only in a"
             f" type smaller than f16; give --predictor-type {SMALLEST} or --predictor-form low-rank"
         )
-    if options.format == "dejavu":
-        forms, kinds = ("low-rank",), ("f16",)
-    return Choices(
-        ranks=ranks, kinds=kinds, forms=forms, target=options.target,
-        has_bias=options.format != "dejavu",
-    )  # fmt: skip
+    return Choices(ranks=ranks, kinds=kinds, forms=forms, target=options.target)

@@ -215,7 +215,7 @@ class LayerTrainer:
         return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))
 
     def _low_rank(self, rank: int) -> LowRank:
-        return LowRank(self.start, rank, self.gate, has_bias=self.choices.has_bias)
+        return LowRank(self.start, rank, self.gate)
 
     def _kinds(self, *widths: int) -> list[str]:
         return [k for k in self.choices.kinds if all(is_whole_blocks(w, k) for w in widths)]

@@ -53,21 +53,12 @@ class LowRank:
     """A predictor in training: z = up (right whiten x) + bias. `is_trained` is true if training
     improved the held-out loss."""
 
-    def __init__(
-        self,
-        start: Start,
-        rank: int,
-        gate: Gate,
-        *,
-        has_bias: bool = True,
-    ) -> None:
-        self.start, self.rank, self.has_bias = start, rank, has_bias
+    def __init__(self, start: Start, rank: int, gate: Gate) -> None:
+        self.start, self.rank = start, rank
         unit_F = LOGISTIC / start.residual_F(rank)
-        shifted_F = (start.bias_F - gate.opens_above) * unit_F
-        bias_F = shifted_F if has_bias else torch.zeros_like(unit_F)
         self.right_RD = nn.Parameter(start.right_RD[:rank].clone())
         self.up_FR = nn.Parameter((start.left_FR[:, :rank] * unit_F[:, None]).contiguous())
-        self.bias_F = nn.Parameter(bias_F, requires_grad=has_bias)
+        self.bias_F = nn.Parameter((start.bias_F - gate.opens_above) * unit_F)
         self.is_trained, self.is_done = False, False
         self.optimizer: torch.optim.AdamW | None = None
 
@@ -88,9 +79,8 @@ class LowRank:
             {"params": [p], "lr": LEARNING_RATE * p.detach().square().mean().sqrt().item()}
             for p in (self.right_RD, self.up_FR)
         ]
-        if self.has_bias:
-            typical = self.bias_F.detach().square().mean().sqrt().item()
-            groups.append({"params": [self.bias_F], "lr": LEARNING_RATE * max(1.0, typical)})
+        typical = self.bias_F.detach().square().mean().sqrt().item()
+        groups.append({"params": [self.bias_F], "lr": LEARNING_RATE * max(1.0, typical)})
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.02, self.num_steps)
         self.best_loss, self.num_worse = self._held_out_loss(), 0

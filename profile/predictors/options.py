@@ -10,7 +10,6 @@ from hotsplit.model.weight_types import PredictorTypeName
 
 PredictorForm = Literal["auto", "low-rank", "whole"]
 PredictorType = Literal["auto", PredictorTypeName]
-PredictorFormat = Literal["hotsplit", "dejavu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +36,12 @@ class PredictorOptions:
     rank: int | None = None
     form: PredictorForm = "auto"
     type: PredictorType = "auto"
-    format: PredictorFormat = "hotsplit"
     target: Target = Target()
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
             raise HotsplitError(f"predictor rank is {self.rank}, wanted 1 or more")
-        for name, known in (
-            ("form", PredictorForm), ("type", PredictorType), ("format", PredictorFormat)
-        ):  # fmt: skip
+        for name, known in (("form", PredictorForm), ("type", PredictorType)):
             value = getattr(self, name)
             if value not in get_args(known):
                 raise HotsplitError(
@@ -53,8 +49,3 @@ class PredictorOptions:
                 )
         if self.rank is not None and self.form == "whole":
             raise HotsplitError("a whole predictor has no rank; leave --predictor-rank out")
-        if self.format == "dejavu" and (self.form == "whole" or self.type not in ("auto", "f16")):
-            raise HotsplitError(
-                "predictors in DejaVu's form are two matrices of f32 or f16;"
-                " leave --predictor-form and --predictor-type out"
-            )

@@ -1,60 +1,21 @@
-"""Measures how predictors change the model, and writes the predictors' files."""
+"""Measures how predictors change the model."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.predictor_file import FILE_NAME, Predictors
+from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Corpus
-from hotsplit.files.outputs import check_output_folder, check_outputs
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter, compare_all, mean_bytes
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
-from hotsplit.profile.predictors.dejavu import dejavu_paths, is_dejavu_file, save_dejavu
-from hotsplit.profile.predictors.options import PredictorFormat
 from hotsplit.runtime.engine import Engine
 
 # The model is compared with its dense self on at most this many tokens, and one more if the last
 # window would otherwise have a single one.
 MAX_TOKENS = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictorOutput:
-    """A folder for predictors in one of two formats."""
-
-    folder: Path
-    format: PredictorFormat
-    force: bool
-
-    @property
-    def path(self) -> Path:
-        return self.folder if self.format == "dejavu" else self.folder / FILE_NAME
-
-    def check(self, num_layers: int, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
-        """Raises HotsplitError if the predictors' files exist already (unless `force`) or are
-        among `inputs`, and if a folder of DejaVu's form, which is replaced as a whole, holds other
-        files, or `outputs` are to be written into it."""
-        check_outputs(self.paths(num_layers), force=self.force, inputs=inputs)
-        if self.format == "dejavu":
-            check_output_folder(
-                self.folder, force=self.force, is_ours=is_dejavu_file, inputs=inputs,
-                outputs=outputs,
-            )  # fmt: skip
-
-    def paths(self, num_layers: int) -> list[Path]:
-        """All files of a model with `num_layers` layers."""
-        is_ours = self.format == "hotsplit"
-        return [self.path] if is_ours else dejavu_paths(self.folder, num_layers)
-
-    def save(self, predictors: Predictors) -> None:
-        if self.format == "dejavu":
-            save_dejavu(predictors, self.folder)
-        else:
-            predictors.save(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)

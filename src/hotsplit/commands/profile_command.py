@@ -61,9 +61,6 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 @click.option("--predictor-type", type=click.Choice(["auto", *PREDICTOR_NAMES]),
               default="auto", show_default=True,
               help="Type of the predictors' matrices; auto chooses by measuring.")  # fmt: skip
-@click.option("--predictor-format", type=click.Choice(["hotsplit", "dejavu"]),
-              default="hotsplit", show_default=True,
-              help="dejavu writes model_N.pt, which PowerInfer and SparkInfer load.")  # fmt: skip
 @click.option("--target-contribution", default=0.992, show_default=True,
               help="Share of the neurons' contribution that predictors must find.")  # fmt: skip
 @click.option("--target-lost-norm", default=0.04, show_default=True,
@@ -107,7 +104,7 @@ def profile(
     from hotsplit.profile.predictors.options import PredictorOptions, Target
 
     target = Target(**{each.name: options.pop(f"target_{each.name}") for each in fields(Target)})
-    names = ("rank", "form", "type", "format")
+    names = ("rank", "form", "type")
     predictors = PredictorOptions(
         **{name: options.pop(f"predictor_{name}") for name in names}, target=target
     )
@@ -141,17 +138,13 @@ def profile(
 
 def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
     """Checks all outputs at once: the profile, reports, resume file, predictors and plots."""
-    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.profile.count.resume import resume_path
-    from hotsplit.profile.predictors.output import PredictorOutput
     from hotsplit.profile.report.plots import PICTURES
     from hotsplit.profile.report.report import report_paths
 
     outputs = [config.output, *report_paths(config.output)]
     outputs += [config.importances] if config.importances else []
-    if (folder := config.train_predictors) is not None:
-        to = PredictorOutput(folder=folder, format=config.predictors.format, force=config.force)
-        outputs += to.paths(ModelFile.load(config.model).spec.num_layers)
+    outputs += [config.predictor_path] if config.predictor_path else []
     if plots is not None:
         outputs += [plots / name for name in PICTURES]
     inputs = texts_and_model(config.model, config.corpora)

@@ -35,8 +35,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
      "neuron_cache"),
     ("Predictors",
      "train_predictors predictor_rank predictor_form predictor_type "
-     "predictor_format target_contribution target_lost_norm target_precision "
-     "input_layer_offset"),
+     "target_contribution target_lost_norm target_precision input_layer_offset"),
     ("Address and access",
      "host port api_key origins hosts alias"),
     ("Load",
