@@ -26,7 +26,7 @@ _PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens",
 
 def responses_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextRequest:
     """Parses a request as a chat. Raises ApiError if it is invalid or has no equivalent chat."""
-    chat = _chat_fields(fields)
+    chat = chat_fields(fields)
     try:
         return chat_request(Fields(chat, is_strict=fields.is_strict), served, arrival)
     except ApiError as error:
@@ -34,7 +34,8 @@ def responses_request(fields: Fields, served: ServedModel, arrival: Arrival) -> 
         raise
 
 
-def _chat_fields(fields: Fields) -> dict[str, object]:
+def chat_fields(fields: Fields) -> dict[str, object]:
+    """The fields of the chat that a response is. Raises ApiError."""
     for name in ("previous_response_id", "conversation"):
         fields.only(name, why=_REFERS)
     fields.only("prompt", why="there are no stored prompts here")
@@ -70,6 +71,7 @@ def _messages(items: object, instructions: str | None) -> list[object]:
         raise wrong("input", f"input: wanted a text, or a list of 1 to {MAX_ITEMS} items")
     messages: list[object] = []
     rules = [] if instructions is None else [_part(instructions)]
+    thought = ""  # belongs to the answer or call that follows it
     for number, item in enumerate(items):
         if _is_rule(item):
             content = item.get("content")
@@ -79,6 +81,10 @@ def _messages(items: object, instructions: str | None) -> list[object]:
             rules += [_part(content)] if isinstance(content, str) else content
         else:
             _add(messages, item, f"input[{number}]")
+            last = messages[-1] if messages else None
+            if thought and isinstance(last, dict) and last["role"] == "assistant":
+                last.setdefault("reasoning_content", thought)
+            thought = _thought(item)
     return [{"role": "system", "content": rules}, *messages] if rules else messages
 
 
@@ -91,6 +97,16 @@ def _is_rule(item: object) -> TypeGuard[dict[str, object]]:
 
 def _part(text: str) -> object:
     return {"type": "input_text", "text": text}
+
+
+def _thought(item: object) -> str:
+    """The text of a reasoning item, if it has one; encrypted ones and summaries are not its own."""
+    if not isinstance(item, dict) or item.get("type") != "reasoning":
+        return ""
+    content = item.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _add(messages: list[object], item: object, place: str) -> None:
@@ -115,7 +131,8 @@ def _add(messages: list[object], item: object, place: str) -> None:
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
 
 
-# Thoughts, and actions without their results: nothing that a template shows to the model.
+# Actions without their results: nothing that a template shows to the model. Thoughts go to the
+# message behind them.
 _SKIPPED_ITEMS = ("reasoning", "web_search_call")
 _KINDS = (
     "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",

@@ -18,6 +18,8 @@ from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.text.template_process import TemplateProcess
 from hotsplit.serve.answers import Voice, finish_reason
+from hotsplit.serve.fields import Fields
+from hotsplit.serve.responses_requests import chat_fields
 from hotsplit.serve.text_requests import Syntax
 from hotsplit.serve.texts import Report
 
@@ -182,6 +184,35 @@ def test_a_continued_message_opens_reasoning_only_by_its_own_mark():
     assert known.opens_reasoning("<|channel>thought\nWe", "<|channel>thought\nWe") is not None
     for closed in ("Paris", "<|channel>thought\n<channel|>Par", "The mark <|channel>"):
         assert known.opens_reasoning(f"<|turn>model\n{closed}", closed) is None
+
+
+@pytest.mark.parametrize(
+    "name, tokens, num_reasoning",
+    [
+        ("gpt-oss", ["<|channel|>", "analysis", "<|message|>", "h", "m", "<|end|>", "<|start|>",
+                     "assistant", "<|channel|>", "final", "<|message|>", "Paris"], 6),
+        ("gpt-oss", ["<|channel|>", "final", "<|message|>", "Paris"], 0),
+        ("Gemma 4", ["<|channel>", "thought", "\n", "hm", "<channel|>", "Pa", "ris"], 5),
+        ("Hermes", ["<", "think", ">", "hm", "</", "think", ">", "\n", "Paris"], 7),
+        ("Hermes", ["<", "b", ">", "Paris"], 0),
+    ],
+)  # fmt: skip
+def test_tokens_of_reasoning_are_counted_with_their_marks(name, tokens, num_reasoning):
+    voice = Voice(Syntax(format=BY_NAME[name], rules=RULES, splits_reasoning=True))
+    voice.say([Token(5, text) for text in tokens])
+    voice.finish()
+    assert voice.num_reasoning == num_reasoning
+
+
+def test_what_ends_an_answer(codec):
+    tokenizer = Tokenizer.from_str(codec.tokenizer.to_str())
+    tokenizer.add_special_tokens(["<|user|>", "<end>"])
+    plain = TextCodec(tokenizer, None, frozenset({0}))
+    found, stops = BY_NAME["GLM-4.5"].with_ends(plain, "<end>")
+    ids = {tokenizer.token_to_id("<|user|>"), tokenizer.token_to_id("<end>")}
+    assert found.end_ids == {0} | ids and stops == ()
+    found, stops = BY_NAME["Hermes"].with_ends(plain, "<none>")
+    assert found is plain and stops == ("<none>",)
 
 
 # ---- headers of channels -------------------------------------------------------------------------
@@ -406,3 +437,19 @@ def test_results_in_the_message_with_the_calls():
         {"name": "g", "response": "two"}, {"name": "f", "response": "one"},
     ]  # fmt: skip
     assert messages[1] == {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def test_the_thoughts_of_a_response_go_to_what_follows_them():
+    thought = {"type": "reasoning", "summary": [], "content": [
+        {"type": "reasoning_text", "text": "hm"}]}  # fmt: skip
+    hidden = {"type": "reasoning", "content": None, "encrypted_content": "gA"}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "1", "output": "2"}
+    user = {"role": "user", "content": "?"}
+    answer = {"type": "message", "role": "assistant", "content": "Yes."}
+    items = [user, thought, call, output, thought, answer, user, thought, user, hidden, answer]
+    found = chat_fields(Fields({"input": items}, is_strict=True))["messages"]
+    assert [message.get("reasoning_content") for message in found] == [
+        None, "hm", None, "hm", None, None, None,
+    ]  # fmt: skip
+    assert found[1]["tool_calls"] and found[3]["content"] == "Yes."

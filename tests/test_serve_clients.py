@@ -14,7 +14,7 @@ from serving import CALL, SAID, TOOL, Served, save_model
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.fields import Fields
-from hotsplit.serve.responses_requests import _chat_fields
+from hotsplit.serve.responses_requests import chat_fields
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 PATH = "/v1/responses"
@@ -126,20 +126,20 @@ def test_what_is_too_long_is_refused_whatever_truncation_says(served):
     ],
 )
 def test_there_is_one_system_message_at_the_beginning(served, items):
-    messages = _chat_fields(Fields({"instructions": "A", "input": items}))["messages"]
+    messages = chat_fields(Fields({"instructions": "A", "input": items}))["messages"]
     status, answer = served.ask("/apply-template", {"messages": messages})
     system = "<|im_start|>system\nA\nB\nC<|im_end|>\n"
     assert status == 200 and answer["prompt"].startswith(f"{system}<|im_start|>user\nu<|im_end|>")
-    without = _chat_fields(Fields({"input": [said("user", "u")]}))["messages"]
+    without = chat_fields(Fields({"input": [said("user", "u")]}))["messages"]
     assert [message["role"] for message in without] == ["user"]
 
 
 def test_tools_of_other_kinds_are_left_out(caplog):
     with caplog.at_level(logging.INFO, "hotsplit.serve"):
-        chat = _chat_fields(Fields({"input": "a", "tools": [*OTHER_TOOLS, FUNCTION]}))
+        chat = chat_fields(Fields({"input": "a", "tools": [*OTHER_TOOLS, FUNCTION]}))
     assert [tool["function"]["name"] for tool in chat["tools"]] == ["f"]
     assert "namespace" in caplog.text and "web_search" in caplog.text
-    assert "tools" not in _chat_fields(Fields({"input": "a", "tools": OTHER_TOOLS}))
+    assert "tools" not in chat_fields(Fields({"input": "a", "tools": OTHER_TOOLS}))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_tools_of_other_kinds_are_left_out(caplog):
 )  # fmt: skip
 def test_what_would_be_missed_is_refused(more, param):
     with pytest.raises(ApiError) as caught:
-        _chat_fields(Fields({"input": "a", **more}))
+        chat_fields(Fields({"input": "a", **more}))
     assert caught.value.status == 400 and caught.value.param == param
 
 
