@@ -14,7 +14,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
      "prompt prompt_file prompts_file corpora profile machine output "
      "heat_map explained experts text_key is_merge plots num_logprobs is_shown "
      "json_lines as_json as_markdown force prompt_cache yes "
-     "save_checkpoint start_from log_json is_strict"),
+     "log_json is_strict"),
     ("Memory",
      "budgets host_budget_bytes"),
     ("Search",
@@ -23,8 +23,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
      "is_chat system system_file template variables"),
     ("Length",
      "max_tokens context_length rope_scaling rope_scale num_sequences shifts "
-     "drops_oldest stops ignores_end keep tokens held_out_tokens "
-     "check_tokens"),
+     "drops_oldest stops ignores_end keep tokens"),
     ("Preparing the model",
      "vram outtype tokenizer activation is_verified"),
     ("Measurements",
