@@ -196,8 +196,6 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @click.option("--neuron-cache", metavar="on|most_rows=N",
               help="Plan memory and times for a neuron cache, which swaps hot neurons, or experts, as"
                    " the text needs: up to N per token (on: 64, or 8 experts).")  # fmt: skip
-@click.option("--time-limit", "time_limit_s", default=30.0, show_default=True,
-              help="Seconds that the integer program may take.")  # fmt: skip
 @click.option(
     "--explain", "explained", is_flag=True, help="Show what each byte of VRAM is used for."
 )
@@ -208,18 +206,15 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @click.option(
     "--heat-map", type=OUTPUT, help="Write a picture (PNG) of the plan: layers by hotness."
 )
-@click.option("--sweep", "sweep_range", metavar="FROM:TO",
+@click.option("--sweep", "sweep_range", metavar="FROM:TO[:NUMBER]",
               help="Instead of a plan, compute the speed over a range of budgets, e.g."
-                   " 2GiB:24GiB.")  # fmt: skip
-@click.option(
-    "--sweep-points", default=23, show_default=True, help="Number of budgets for --sweep."
-)
+                   " 2GiB:24GiB; at 23 of them unless NUMBER says another.")  # fmt: skip
 @click.option("--check", "is_check", is_flag=True,
               help="Check that the plan at --output is still valid for these files; write nothing.")  # fmt: skip
 @report_options
 def solve(
     budgets: tuple[int, ...], explained: bool, experts: tuple[tuple[int, int], ...],
-    heat_map: Path | None, sweep_range: str | None, sweep_points: int, is_check: bool, as_json: bool, neuron_cache: str | None, **options: Any,
+    heat_map: Path | None, sweep_range: str | None, is_check: bool, as_json: bool, neuron_cache: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Plan what goes on the GPU under a VRAM budget, and write the plan.
 
@@ -248,7 +243,7 @@ def solve(
     if is_check:
         report, lines = run_check(config, budgets)
     elif sweep_range:
-        report, lines = run_sweep(config, sweep_range, sweep_points)
+        report, lines = run_sweep(config, sweep_range)
     else:
         report, lines = run_solve(config, explained=explained, experts=experts, heat_map=heat_map)
     finish(report, as_json, lines)

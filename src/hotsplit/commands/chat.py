@@ -30,7 +30,7 @@ from hotsplit.commands.options.shared import (
 )
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.commands.options.speculation import speculating, take_speculation_options
-from hotsplit.commands.terminal.prompts import system_message, template_variables, variables_option
+from hotsplit.commands.terminal.prompts import chat_options, system_message, template_variables
 from hotsplit.commands.terminal.terminal import (
     Lines,
     PipedLines,
@@ -43,7 +43,6 @@ from hotsplit.commands.terminal.terminal import (
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.generation import GenerationOptions
-from hotsplit.runtime.text.built_in_templates import BUILT_IN
 
 if TYPE_CHECKING:
     from hotsplit.runtime.generate.chat import Conversation
@@ -68,21 +67,12 @@ A message that begins with / is written with //."""
 @click.argument("model", type=FILE)
 @placement_options
 @preparation_options
-@click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
-              help="The system message.")  # fmt: skip
-@click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
-              help="The same, from a file.")  # fmt: skip
-@click.option("--chat-template", "template", metavar="NAME|FILE",
-              help=f"Instead of the model's own: {', '.join(BUILT_IN)}, a template that the model"
-              " names, or a Jinja file.")  # fmt: skip
-@variables_option
+@chat_options
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
               help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
 @click.option("--stop", "-r", "--reverse-prompt", "stops", multiple=True, metavar="TEXT",
               help="End an answer where this text appears; may be repeated.")  # fmt: skip
 @context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")
-@click.option("--context-shift", "--drop-oldest", "drops_oldest", is_flag=True,
-              help="When the context is full, drop the oldest turns and continue.")  # fmt: skip
 @decoding_options
 @neuron_cache_option
 @running_options
@@ -96,7 +86,7 @@ def chat(**options: Any) -> None:
 
 def talk(
     *, model: Path, split: Path | None, system: str | None, system_file: Path | None,
-    template: str | None, variables: tuple[str, ...], max_tokens: int, drops_oldest: bool,
+    template: str | None, variables: tuple[str, ...], max_tokens: int, shifts: bool,
     stops: tuple[str, ...], threads: int | None, name: str | None = None,
     ignores_end: bool = False, **options: Any,
 ) -> None:  # fmt: skip
@@ -112,9 +102,7 @@ def talk(
     from hotsplit.runtime.generate.chat import ChatOptions
     from hotsplit.runtime.kernels.threads import use_threads
 
-    chat_options = ChatOptions(
-        generation=endings, variables=template_values, drops_oldest=drops_oldest
-    )
+    chat_options = ChatOptions(generation=endings, variables=template_values, drops_oldest=shifts)
     use_threads(threads)
     with load_engine(model, split, config) as engine:
         warn_of_slow_plan(engine, split)

@@ -34,11 +34,11 @@ from hotsplit.commands.options.shared import (
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.commands.options.speculation import speculating, take_speculation_options
 from hotsplit.commands.terminal.prompts import (
+    chat_options,
     note_unread,
     prompts_of,
     system_message,
     template_variables,
-    variables_option,
 )
 from hotsplit.commands.terminal.written_texts import Writing, event_of, logprobs_of, report_of
 from hotsplit.errors import HotsplitError, Interrupted
@@ -99,15 +99,9 @@ text_options = joined(
 @click.option("--chat", "is_chat", is_flag=True,
               help="Treat the prompt as a message and print the answer; for a conversation:"
                    " hotsplit chat.")  # fmt: skip
-@click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
-              help="With --chat: the system message.")  # fmt: skip
-@click.option("--chat-template", "template", metavar="NAME|FILE",
-              help="With --chat: a template to use instead of the model's own.")  # fmt: skip
-@variables_option
+@chat_options
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True,
               help="Maximum tokens to generate; -1: until the text or the context ends.")  # fmt: skip
-@click.option("--context-shift", "shifts", is_flag=True,
-              help="When the context is full, drop the older half of the text and continue.")  # fmt: skip
 @click.option("--prompt-cache", type=OUTPUT,
               help="Save the prompt's state to this file, and load it from there the next time.")  # fmt: skip
 @context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")

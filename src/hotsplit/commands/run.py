@@ -35,11 +35,11 @@ from hotsplit.commands.options.shared import (
 )
 from hotsplit.commands.options.speculation import take_speculation_options
 from hotsplit.commands.terminal.prompts import (
+    chat_options,
     note_unread,
     prompts_of,
     system_message,
     template_variables,
-    variables_option,
 )
 from hotsplit.errors import HotsplitError
 
@@ -56,19 +56,11 @@ _own_options = joined(
     click.option("--chat", "is_chat", is_flag=True,
                  help="With a prompt: treat it as a message and print the answer. Without one, run"
                  " always holds a conversation."),
-    click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
-                 help="The system message."),
-    click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
-                 help="The same, from a file."),
-    click.option("--chat-template", "template", metavar="NAME|FILE",
-                 help="A template to use instead of the model's own."),
-    variables_option,
+    chat_options,
     click.option("-n", "--max-tokens", "--n-predict", "max_tokens", type=int,
                  help="Maximum tokens to generate. [default: 128 for a text; for an answer, as many as"
                  " the context has room for]"),
     context_option("Context length in tokens. [default: the model's, up to 4,096]"),
-    click.option("--context-shift", "shifts", is_flag=True,
-                 help="When the context is full, drop the oldest part and continue."),
     click.option("--corpus", "corpora", type=FILE, multiple=True,
                  help="Text like yours to profile on, if profiling pays off; may be repeated. [default: a"
                  " text in the package]"),
@@ -138,7 +130,7 @@ def _speak(job: "Job", ready: "Ready", options: dict[str, Any], more: dict[str, 
         return
     for name in _WRITE:
         del options[name]
-    talk(name=job.source.name, drops_oldest=options.pop("shifts"), **options)
+    talk(name=job.source.name, **options)
 
 
 # ---- checks before anything is made: of the options alone, then of those that depend on the model

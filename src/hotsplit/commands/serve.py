@@ -29,7 +29,7 @@ from hotsplit.commands.options.shared import (
     take_engine_options,
 )
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
-from hotsplit.commands.terminal.prompts import template_variables, variables_option
+from hotsplit.commands.terminal.prompts import template_options, template_variables
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.system.sizes import format_bytes
@@ -85,9 +85,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option(
     "-a", "--alias", metavar="NAME", help="The model's name in the API. [default: its file's]"
 )
-@click.option("--chat-template", "template", metavar="NAME|FILE",
-              help="Instead of the model's own: a name, or a Jinja file.")  # fmt: skip
-@variables_option
+@template_options
 @click.option("--strict", "is_strict", is_flag=True,
               help="Refuse requests with unknown fields, which are otherwise said in the log and ignored.")  # fmt: skip
 @click.option("--log-json", is_flag=True, help="Write log lines as JSON.")

@@ -2,6 +2,7 @@
 
 This module has the runtime measure the memory of a pass, since the solver only reads files."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from hotsplit.solver.solve import SolveConfig, SolveReport, check, solve
 from hotsplit.solver.sweep import Sweep, sweep
 from hotsplit.system.sizes import format_bytes, parse_bytes
 
+NUM_BUDGETS = 23  # of a curve, unless told
 MEANINGS = {
     "attention": "attention and norms",
     "predictor": "predictors",
@@ -79,12 +81,12 @@ def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[
     return {"plan": str(config.output), "is_valid": True, "gap": split.gap}, [line]
 
 
-def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
+def run_sweep(config: SolveConfig, text: str) -> tuple[Any, list[str]]:
     """Writes the curve of predicted speed, and its plot; returns (JSON, lines for the user)."""
     from hotsplit.runtime.step.workspace import workspace_bytes
     from hotsplit.solver.plots import plot_sweep
 
-    first, last = parse_range(text)
+    first, last, num_budgets = parse_range(text)
     picture = config.output.with_suffix(".png")
     if picture == config.output:
         raise HotsplitError(
@@ -100,15 +102,16 @@ def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, li
     return asdict(found), [*_sweep_lines(found), f"wrote {config.output} and {picture}"]
 
 
-def parse_range(text: str) -> tuple[int, int]:
-    """Parses e.g. "2GiB:24GiB" to bytes. Raises HotsplitError for anything else."""
+def parse_range(text: str) -> tuple[int, int, int]:
+    """Parses e.g. "2GiB:24GiB", or "2GiB:24GiB:12" for 12 budgets, to bytes and their number. Raises
+    HotsplitError for anything else."""
     parts = text.split(":")
-    if len(parts) != 2:
-        raise HotsplitError(f"{text!r} is not a range; wanted e.g. 2GiB:24GiB")
-    first, last = (parse_bytes(part) for part in parts)
+    if len(parts) not in (2, 3) or (len(parts) == 3 and not re.fullmatch("[0-9]{1,4}", parts[2])):
+        raise HotsplitError(f"{text!r} is not a range; wanted e.g. 2GiB:24GiB, or 2GiB:24GiB:12")
+    first, last = (parse_bytes(part) for part in parts[:2])
     if not first < last:
         raise HotsplitError(f"{text!r}: wanted a smaller budget before a larger one")
-    return first, last
+    return first, last, int(parts[2]) if len(parts) == 3 else NUM_BUDGETS
 
 
 def _gpu_lines(report: SolveReport) -> list[str]:

@@ -242,7 +242,6 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("-bf --binary-file", _refuse("texts are UTF-8: -f FILE", "one")),
     ("-o --output --output-file", _refuse("the text goes to stdout: end the command with > FILE", "one",
                                           TEXTS)),
-    ("-sysf --system-prompt-file", _refuse("hotsplit run MODEL --chat takes it", "one", ("generate",))),
     ("--prompt-cache", _refuse("hotsplit generate MODEL takes it", "one", TALKS)),
     ("--prompt-cache-all --prompt-cache-ro",
      _refuse("--prompt-cache keeps only the prompt, never the text after it; leave it out")),
