@@ -2,15 +2,18 @@
 
 import dataclasses
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partialmethod
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 from checkpoints import random_llama
 from models import byte_level_keys, make_model, make_sizes
@@ -19,6 +22,8 @@ from published_headers import HEADERS, write_parts
 from hotsplit.cli import main
 from hotsplit.convert import hub, hub_headers
 from hotsplit.errors import HotsplitError
+from hotsplit.files import gguf_file
+from hotsplit.files.gguf_file import TensorEntry, read_gguf
 from hotsplit.files.gguf_parts import part_paths
 
 NAME, COMMIT = "some-org/tiny-GGUF", "1" * 40
@@ -313,3 +318,58 @@ def test_a_plan_of_a_checkpoint_reads_its_descriptions_and_headers(
     monkeypatch.setattr(FakeHub, "files", {"config.json": b"{}", "pytorch_model.bin": b""})
     assert main(["plan", NAME, "--machine", "rtx-4060-8gb"]) == 1
     assert "are pickles, which have no header" in capsys.readouterr().err.splitlines()[-1]
+
+
+def with_tensor(path: Path, name: str, shape: tuple[int, ...]) -> Path:
+    """The header of a file with one more tensor, of nothing but zeros, as a sparse file."""
+    keys, tensors = read_gguf(path, "model")
+    own = {name: value for name, value in keys.items() if name != "general.architecture"}
+    entry = TensorEntry(shape=shape, kind="f32", read_rows=lambda start, stop: np.zeros(0))
+    gguf_file._write_header(path, keys["general.architecture"], own, tensors | {name: entry})
+    os.truncate(
+        path,
+        path.stat().st_size
+        + 64
+        + sum(e.num_bytes + 32 for e in tensors.values())
+        + entry.num_bytes,
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"]
+)
+def test_a_plan_fetches_no_factors_beyond_what_they_can_be(
+    files, tmp_path, monkeypatch, capsys, name
+):
+    model = make_model(sizes=make_sizes(), kind="q8_0")
+    model.save(tmp_path / "m.gguf")
+    path = with_tensor(tmp_path / "m.gguf", name, (150_000_000,))
+    monkeypatch.setattr(FakeHub, "files", {"m.gguf": Sparse(path)})
+    assert main(["plan", NAME, "--machine", "rtx-4060-8gb"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert "rope_f" in line and FakeHub.num_bytes < 2 * hub_headers.GGUF_BYTES
+
+
+def test_the_headers_of_a_model_are_bounded_together(files, tmp_path, monkeypatch, capsys):
+    """Each shard claims the longest header that one may have."""
+    monkeypatch.setattr(hub_headers, "MOST_SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr(
+        hub_headers._Parts, "__init__", partialmethod(hub_headers._Parts.__init__, num_left=4 << 20)
+    )
+    shard = (1 << 19).to_bytes(8, "little") + b" " * (1 << 19)
+    names = [f"model-{number:05d}-of-00064.safetensors" for number in range(1, 65)]
+    monkeypatch.setattr(FakeHub, "files", {"config.json": b"{}"} | dict.fromkeys(names, shard))
+    assert main(["plan", NAME, "--machine", "rtx-4060-8gb"]) == 1
+    assert "the headers of its files take more than" in capsys.readouterr().err.splitlines()[-1]
+    assert FakeHub.num_bytes <= 4 << 20
+
+
+def test_a_hub_that_sends_more_than_a_part_is_not_listened_to(files, tmp_path, monkeypatch, capsys):
+    class Long(bytes):
+        def __getitem__(self, part):
+            return bytes(self)
+
+    monkeypatch.setattr(FakeHub, "files", {"m.gguf": Long(5 << 20)})
+    assert main(["plan", NAME, "--machine", "rtx-4060-8gb"]) == 1
+    assert "sends more than the part of m.gguf" in capsys.readouterr().err.splitlines()[-1]

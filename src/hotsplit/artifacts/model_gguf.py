@@ -5,6 +5,7 @@ files are translated.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from hotsplit.errors import HotsplitError, about
-from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, open_gguf, unpacked
+from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, open_gguf, stacked, unpacked
 from hotsplit.files.typed import shown
 from hotsplit.model.tensors import OUTPUT_GATE, is_vector
 
@@ -54,7 +55,7 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
     tensors = _with_vectors(tensors)
     if file.magic == "GGUF":
         with about(path, "; get the file again"):
-            return keys, _with_experts_apart(tensors)
+            return keys, _with_experts_apart(_with_experts_together(tensors))
     with about(path, "; convert its checkpoint again"):
         return _adopted(keys, tensors)
 
@@ -78,6 +79,33 @@ def _row_of(entry: TensorEntry) -> TensorEntry:
     return replace(
         entry, shape=entry.shape[1:], read_rows=lambda start, stop: entry.read()[0, start:stop]
     )
+
+
+_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)(\.weight)")
+
+
+def _with_experts_together(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors, with the experts of files from before April 2024, which have one tensor for each, as one
+    of all. Raises HotsplitError for experts that are missing, or of several types or shapes."""
+    found: dict[str, TensorEntry] = {}
+    experts: dict[str, dict[int, TensorEntry]] = {}
+    for name, entry in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(f"{match[1]}_exps{match[3]}", {})[int(match[2])] = entry
+        else:
+            found[name] = entry
+    for name, by_number in experts.items():
+        each = [by_number[number] for number in sorted(by_number)]
+        if name in found or [*sorted(by_number)] != [*range(len(each))]:
+            raise HotsplitError(f"has experts {sorted(by_number)} of {name}, wanted all, once")
+        kinds = sorted({f"{entry.kind} {list(entry.shape)}" for entry in each})
+        if kinds[1:]:
+            raise HotsplitError(
+                f"has experts of {name} in {' and '.join(kinds)}, which cannot be one tensor: it was made"
+                " by a llama.cpp of before April 2024; later files of this model have one type"
+            )
+        found[name] = stacked(each)
+    return found
 
 
 _JOINED = ".ffn_gate_up_exps.weight"

@@ -34,6 +34,7 @@ from hotsplit.families.llama import whole_sizes
 from hotsplit.families.row_order import Rows
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import Value, chosen_rows
+from hotsplit.files.typed import shown
 from hotsplit.model.spec import Activation, DeltaNet, ModelSpec, Rotary, Route
 
 if TYPE_CHECKING:
@@ -235,10 +236,23 @@ def delta_spec(
 
 
 def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
+    kv_heads = "attention.head_count_kv"
+    read, has_keys_L = read.with_one(kv_heads)  # ollama lists it, with zeros for delta nets
     sizes, name = read.sizes(is_partly_rotated=True), read.graph.name
     attends_L = [not has_state for has_state in read.other_layers(
         sizes.num_layers, "attention.recurrent_layers", "full_attention_interval", PERIOD
     )]  # fmt: skip
+    if has_keys_L is not None and has_keys_L[: sizes.num_layers] != attends_L:
+        raise HotsplitError(
+            f"{read.path}: {name}.{kv_heads} has key heads in other layers than those that attend by its"
+            " other keys: get the file again"
+        )
+    for key, wanted in (("ssm.v_head_reordered", name != "qwen3next"), ("norm_top_k_prob", True)):
+        if read.keys.get(f"{name}.{key}", wanted) is not wanted:  # ollama's
+            raise HotsplitError(
+                f"{read.path}: {name}.{key} is {shown(read.keys[f'{name}.{key}'])}, wanted"
+                f" {str(wanted).lower()}: this file is not supported"
+            )
     experts = None
     if has_experts:
         experts = experts_of_keys(read, has_shared=True, has_shared_gate=True)
@@ -349,6 +363,9 @@ _KEYS = (
     "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers",
     "rope.dimension_sections", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
     "ssm.time_step_rank", "ssm.inner_size",
+    # Of ollama's files; how places in an image rotate changes nothing in a text.
+    "ssm.v_head_reordered", "norm_top_k_prob", "mrope_sections", "rope.mrope_section",
+    "rope.mrope_interleaved",
 )  # fmt: skip
 GRAPHS = tuple(
     Architecture(

@@ -155,6 +155,7 @@ FALCON = Family(
 GRAPH = Architecture(
     name="falcon",
     of_keys=of_keys,
+    fuses_attention=True,
     options=(*BIASES, *OWN_NORM, *NEXT_NORM),
     # llama.cpp computes the tanh form for both; transformers computes gelu exactly.
     stock_activations=("gelu", "gelu_tanh"),

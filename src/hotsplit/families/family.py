@@ -25,13 +25,15 @@ class Architecture:
     compute otherwise. `keys` writes what `of_keys` reads beyond the
     keys that all architectures have (spec_keys); `known_keys` are the names of these. `apart` takes
     apart what files of llama.cpp's converter have in one tensor, and `joined` makes one of what its graph
-    wants in one."""
+    wants in one. `fuses_attention`: its queries, keys and values are one matrix; what others have in one is
+    taken apart before `of_keys`."""
 
     name: str
     of_keys: Callable[["KeyReader"], ModelSpec]
     keys: Callable[[ModelSpec], Mapping[str, Value]] = lambda spec: {}
     known_keys: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    fuses_attention: bool = False
     stock_activations: tuple[Activation, ...] = ()
     stock_options: tuple[str, ...] = ()
     not_in_stock: Callable[[ModelSpec], str | None] = lambda spec: None

@@ -19,7 +19,7 @@ from hotsplit.model.spec import Activation, ModelSpec, Rotary
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
 
-BIASES = (*PROJECTION_BIASES[:3], "attn_qkv.bias")
+BIASES = PROJECTION_BIASES[:3]
 ARCHES = {"glm4": gguf.MODEL_ARCH.GLM4, "chatglm": gguf.MODEL_ARCH.CHATGLM}
 
 
@@ -44,23 +44,20 @@ def glm(read: ConfigReader, *, name: str) -> Blueprint:
 
 
 def glm_spec(
-    name: str, sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str] = (),
-    *, is_fused: bool = False,
+    name: str, sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str] = ()
 ) -> ModelSpec:  # fmt: skip
     arrange = sizes.arrangement()
     arranged = arrange.sandwich if name == "glm4" else arrange.pre_norm
-    attention = sizes.attention(rotary, options, is_fused=is_fused)
+    attention = sizes.attention(rotary, options)
     layer = arranged(attention, sizes.neurons(activation))
     return sizes.model(name, sizes.alike(layer))
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
-    """Files of the first GLM-4, whose checkpoints run code of their own, have fused queries, keys and
-    values."""
     sizes = read.sizes(is_partly_rotated=True)
     return glm_spec(
         read.graph.name, sizes, read.rotary("adjacent", sizes.head_dim), read.activation(),
-        read.options(sizes.num_layers), is_fused="blk.0.attn_qkv.weight" in read.tensors,
+        read.options(sizes.num_layers),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 embeddings, residual sums, scores and logits are multiplied by factors of the config."""
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
@@ -164,18 +164,10 @@ def granite_spec(
     )
 
 
-def _of_all_layers(read: "KeyReader") -> "KeyReader":
-    """The reader, with one number of key heads where a file lists it for each layer: llama.cpp's
-    converter takes a Granite 4 without recurrent layers for one of the hybrids that its class has."""
-    key = f"{read.graph.name}.attention.head_count_kv"
-    found = read.keys.get(key)
-    if not isinstance(found, list) or len(set(map(str, found))) != 1:
-        return read
-    return type(read)(read.path, {**read.keys, key: cast(Value, found[0])}, read.tensors)
-
-
 def of_keys(read: "KeyReader") -> ModelSpec:
-    read = _of_all_layers(read)
+    """llama.cpp's converter lists the key heads of layers of a Granite 4 without recurrent layers, which it
+    takes for one of the hybrids that its class has."""
+    read, _ = read.with_one("attention.head_count_kv")
     sizes, name = read.sizes(), read.graph.name
     activation, options = read.activation(), read.options(sizes.num_layers)
     neurons: Neurons | Mixture = sizes.neurons(activation, options)

@@ -11,6 +11,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.family import Architecture
 from hotsplit.families.pooling_key import pooling_of
 from hotsplit.families.rope_scalings import SCALING_KEYS, scaling_of_keys
+from hotsplit.families.row_order import projections_apart
 from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value
@@ -72,7 +73,7 @@ class KeyReader:
         self, path: Path, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
     ) -> None:
         """Raises HotsplitError for what is no model, and an unknown architecture, version or key."""
-        self.path, self.keys, self.tensors = path, keys, tensors
+        self.path, self.keys = path, keys
         check_is_model(path, keys)
         found = str(keys.get("general.architecture", "none"))
         if found not in ARCHITECTURES:
@@ -82,6 +83,7 @@ class KeyReader:
                 f"{path}: architecture {shown(found)}{why}{elsewhere(found)}; known: {known}"
             )
         self.graph: Architecture = ARCHITECTURES[found]
+        self.tensors = tensors if self.graph.fuses_attention else projections_apart(tensors)
         version = keys.get("hotsplit.version", np.uint32(VERSION))
         if not isinstance(version, np.integer) or version != VERSION:
             which = other_version(version, VERSION, "convert the checkpoint again")
@@ -310,6 +312,17 @@ class KeyReader:
                     " but not in both; convert the checkpoint again"
                 )
         return first
+
+    def with_one(self, key: str) -> tuple["KeyReader", list[bool] | None]:
+        """The reader, with one number where a file lists one for each layer, and whether each has it: zeros
+        are of layers that have none. None if the file has no list, or several numbers in it."""
+        name = f"{self.graph.name}.{key}"
+        found = self.keys.get(name)
+        numbers = {value for value in found if value} if isinstance(found, list) else set()
+        if not isinstance(found, list) or len(numbers) != 1:
+            return self, None
+        one = KeyReader(self.path, {**self.keys, name: cast(Value, numbers.pop())}, self.tensors)
+        return one, [bool(value) for value in found]
 
     def of_layer(self, layer: int, num_layers: int, own: Mapping[str, Value]) -> "KeyReader":
         """A reader of this layer's numbers, where keys have one for each layer, and of `own` keys."""

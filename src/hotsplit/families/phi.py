@@ -100,6 +100,7 @@ PHI3 = Family(
 GRAPH = Architecture(
     name="phi3",
     of_keys=of_keys,
+    fuses_attention=True,
     known_keys=KEYS[:1],
     stock_activations=("silu",),
     apart=apart,

@@ -1,6 +1,7 @@
 """The order in which a model file has the rows of a checkpoint's tensors, such as rotary pairs that
 are neighbours, and tensors that another file has in one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -44,6 +45,25 @@ def rotary_rows(sizes: Sizes) -> dict[str, Rows]:
         for part in (".weight", ".bias"):
             rows[name + part] = Rows(source=name + part, order=order, num_rows=count)
     return rows
+
+
+def projections_apart(tensors: Mapping[str, TensorEntry]) -> Tensors:
+    """The tensors, with queries, keys and values that a file has in one `attn_qkv`, in this order, as three
+    views of it, and its bias; how many rows are queries, the columns of the output projection say. What
+    cannot be divided so stays, and is refused as unknown."""
+    found = dict(tensors)
+    for name, entry in tensors.items():
+        stem, fused, part = name.partition("attn_qkv.")
+        output = tensors.get(f"{stem}attn_output.weight")
+        rest = 0 if output is None else entry.shape[0] - output.shape[-1]
+        if not fused or output is None or rest < 2 or rest % 2:
+            continue
+        begin = 0
+        for own, rows in zip("qkv", (output.shape[-1], rest // 2, rest // 2), strict=True):
+            found[f"{stem}attn_{own}.{part}"] = row_range(entry, begin, begin + rows)
+            begin += rows
+        del found[name]
+    return found
 
 
 def gates_apart(spec: ModelSpec, tensors: Tensors) -> Tensors:

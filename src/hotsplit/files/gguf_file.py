@@ -5,7 +5,7 @@ Keys and tensors are interpreted in model_file and split_file."""
 
 import errno
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,6 +96,30 @@ def row_range(entry: TensorEntry, begin: int, end: int) -> TensorEntry:
     return replace(entry, shape=(end - begin, *entry.shape[1:]), read_rows=read_rows)
 
 
+def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:
+    """Matrices of one type and shape as one, numbered by its first dimension: a view if they lie at equal
+    distances in a mapped file, otherwise copied when it is read."""
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        each = [entry.read() for entry in entries[start:stop]]
+        places = [_mapped_at(raw) for raw in each]
+        mapping, begin = places[0]
+        steps = np.diff([place for _, place in places])
+        is_even = all(own is mapping for own, _ in places) and len({*steps.tolist()}) <= 1
+        if (
+            mapping is None
+            or not is_even
+            or (steps < 0).any()
+            or not all(r.flags.c_contiguous for r in each)
+        ):
+            return np.stack(each)
+        first, step = each[0], int(steps[0]) if len(steps) else each[0].nbytes
+        shape, strides = (len(each), *first.shape), (step, *first.strides)
+        return np.ndarray(shape, first.dtype, mapping, begin, strides)
+
+    return replace(entries[0], shape=(len(entries), *entries[0].shape), read_rows=read_rows)
+
+
 def type_of(kind: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[kind.upper()]
 
@@ -170,18 +194,26 @@ def prefetch(entry: TensorEntry) -> None:
 
 def _advise(entry: TensorEntry, advice: str) -> None:
     """Calls madvise on a tensor's pages if it is mapped and the system knows this advice."""
-    raw = base = entry.read()
-    while isinstance(base, np.ndarray) and base.base is not None:
-        base = base.base
-    mapping = base.obj if isinstance(base, memoryview) else base
-    if not isinstance(mapping, mmap.mmap) or not hasattr(mmap, advice) or not raw.nbytes:
+    raw = entry.read()
+    mapping, begin = _mapped_at(raw)
+    if mapping is None or not hasattr(mmap, advice) or not raw.nbytes:
         return
-    begin = raw.__array_interface__["data"][0]
-    begin -= np.frombuffer(mapping, np.uint8, 1).__array_interface__["data"][0]
     start = begin - begin % mmap.PAGESIZE
     steps = zip(raw.shape, raw.strides, strict=True)  # of a view there may be gaps between rows
     end = begin + raw.itemsize + sum((count - 1) * stride for count, stride in steps)
     mapping.madvise(getattr(mmap, advice), start, end - start)
+
+
+def _mapped_at(raw: np.ndarray) -> tuple[mmap.mmap | None, int]:
+    """The mapping of which an array is a view, and its place there in bytes; None if there is none."""
+    base: object = raw
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    mapping = base.obj if isinstance(base, memoryview) else base
+    if not isinstance(mapping, mmap.mmap):
+        return None, 0
+    begin = np.frombuffer(mapping, np.uint8, 1).__array_interface__["data"][0]
+    return mapping, raw.__array_interface__["data"][0] - begin
 
 
 @dataclass(frozen=True, kw_only=True)

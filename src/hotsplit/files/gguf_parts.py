@@ -18,6 +18,8 @@ SPLIT_KEYS = NUMBER, COUNT, NUM_TENSORS = "split.no", "split.count", "split.tens
 NAME_FORMAT = "{:s}-{:05d}-of-{:05d}.gguf"
 _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MOST_NAMED = 5  # of the missing parts
+# Pieces of a file that was cut anywhere, because a hub took none of more than 50 GB.
+_PIECE = re.compile(r"(.*\.gguf)(\.part\d+of\d+|[.-](?:split|part)-?[a-z]+)")
 
 
 class Content(Protocol):
@@ -159,4 +161,17 @@ def _difference(
         None
         if other is None
         else f"{other} is {shown(keys[other])} instead of {shown(first[other])}"
+    )
+
+
+def raw_cut_of(path: Path) -> str | None:
+    """What a file is that has the name of a piece of a GGUF cut anywhere, and what to do with it; None for
+    another name."""
+    match = _PIECE.fullmatch(path.name)
+    if match is None:
+        return None
+    whole, pieces = match[1], re.sub(r"\d+(?=of)|[a-z]$", "*", match[2])
+    return (
+        f"is by its name one piece of {whole}, which was cut anywhere; join its pieces in order, as cat"
+        f" {whole}{pieces} > {whole} does"
     )

@@ -18,6 +18,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import known_as, refuse_old_name
+from hotsplit.files.gguf_parts import raw_cut_of
 
 Magic = Literal["GGUF", "PWRI"]
 # A number outside an array is a numpy scalar of its type in the file.
@@ -75,8 +76,9 @@ class Unsupported(Exception):
 def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
     """Magic, keys and tensors of a mapped file; `what` describes the file wanted.
 
-    Strings must be UTF-8. Those in arrays may hold other bytes, as some of llama.cpp's vocabularies
-    do; such bytes become lone surrogates, which .encode("utf-8", "surrogateescape") turns back.
+    Names must be UTF-8. Strings in arrays may hold other bytes, as some of llama.cpp's vocabularies
+    do; such bytes become lone surrogates, which .encode("utf-8", "surrogateescape") turns back. In other
+    values (names of authors, ...) they become U+FFFD.
     Raises HotsplitError for a file that is damaged, foreign or of an unknown version, or that has
     too many tensors or keys."""
     try:
@@ -84,6 +86,8 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
     except Unsupported as error:
         raise HotsplitError(f"{path}: {error} (wanted a {what})") from error
     except Broken as error:
+        if (cut := raw_cut_of(path)) is not None:
+            raise HotsplitError(f"{path}: {cut} (wanted a {what})") from error
         other = known_as(path)
         if other and "GGUF" not in other:
             raise HotsplitError(f"{path}: {other}; wanted a {what}") from error
@@ -177,26 +181,27 @@ class _Cursor:
         return count
 
     def name(self, what: str, known: Container[str]) -> str:
-        name = self.text(f"a {what}'s name", MAX_NAME_BYTES)
+        data = self.text(f"a {what}'s name", MAX_NAME_BYTES)
+        try:
+            name = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise Broken(f"a {what}'s name before byte {self.offset} is not UTF-8") from error
         if name in known:
             raise Broken(f"{what} {_short(name)} appears twice")
         return name
 
-    def text(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
+    def text(self, what: str, most: int = MAX_HEADER_BYTES) -> bytes:
         size = self.integer("<Q", what)
         if size > most:
             raise Broken(
                 f"{what} at byte {self.offset:,} claims {size:,} bytes, wanted at most {most:,}"
             )
-        try:
-            return self.take(size, what).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise Broken(f"{what} before byte {self.offset} is not UTF-8") from error
+        return self.take(size, what)
 
     def value(self, what: str) -> Value:
         type_number = self.integer("<I", what)
         if type_number == STRING:
-            return self.text(what)
+            return self.text(what).decode("utf-8", "replace")
         if type_number == ARRAY:
             return self.array(what)
         value = self.numbers(type_number, 1, what)[0]
