@@ -28,7 +28,7 @@ from hotsplit.report.svg import (
     new_figure,
     plot_of,
 )
-from hotsplit.solver.plots import device_of_ranks, firings_on_gpu, units_of
+from hotsplit.solver.placed import device_of_ranks, firings_on_gpu, units_of
 from hotsplit.solver.sweep import Sweep
 from hotsplit.system.sizes import format_bytes, unit_of
 

@@ -143,7 +143,6 @@ def why_line(
         f"{line}. Those that the profile's tokens choose most often have the places: in layer {layer},"
         f" say, expert {edge.hot_expert} is the last on the GPU, chosen by {edge.least_hot:.2%} of the"
         f" tokens, and expert {edge.cold_expert} the first on the CPU, by {edge.most_cold:.2%}"
-        " (--explain: each layer)"
     )
 
 

@@ -1,4 +1,5 @@
-"""The placement as an integer program, solved with HiGHS through PuLP: for problems that it finishes.
+"""The placement as an integer program, solved with HiGHS through PuLP: for problems that it
+finishes.
 
 Sets     l = 0..L-1 layers, j = 0..F-1 neurons of a layer, by rank, k = 0..K-1 GPUs
 Binary   hot_l_j_k    neuron j is on GPU k

@@ -54,7 +54,7 @@ class SolveConfig:
     context_length: int | None = None  # None: the model's, up to DEFAULT_CONTEXT
     mode: Mode | None = None  # None: the fastest that costs at most `max_loss`
     max_loss: float = MAX_LOSS  # of the perplexity, by the model file's record
-    time_limit_s: float = 30.0  # for the integer program
+    time_limit_s: float = 10.0  # for the integer program, which ends before on most small models
     neuron_cache: CacheOptions | None = None  # None: hot neurons stay as planned
     num_sequences: int = 1  # texts at a time, each with a context of its own
     rope_scaling: str | None = None  # as in EngineConfig: for a context above the trained one

@@ -425,7 +425,7 @@ def test_a_heat_map_never_replaces_an_input(stage_files, capsys):
     (here / "predictors.safetensors").hardlink_to(t)
     for arguments in (
         [*solve, "-vb", "14MiB", "-o", here / "s.gguf", "--heat-map", m],
-        [*solve, "--sweep", "1MiB:2MiB", "-o", here / "x.json"],
+        [*solve, "--sweep", "1MiB:2MiB", "-o", m],
         [*profile, t, "-o", here / "x"],
         [*profile, t, "-o", here / "z", "--plots", here],
         [*profile, t, "-o", here / "y"],

@@ -30,7 +30,7 @@ from hotsplit.report.plots import firing_curves, plot_map
 from hotsplit.report.report import report
 from hotsplit.report.speeds import Speeds, speeds_of
 from hotsplit.run.cached_files import CachedFiles
-from hotsplit.solver.plots import device_of_ranks
+from hotsplit.solver.placed import device_of_ranks
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import plan_seconds
 

@@ -54,11 +54,12 @@ def _json(path: Path, value: int) -> None:
 def _picture(path: Path, value: int) -> None:
     from matplotlib.figure import Figure
 
-    from hotsplit.solver.plots import _save
+    from hotsplit.files.atomic import partial_file
 
     figure = Figure(figsize=(1 + value, 1))
     figure.subplots().plot([0, value])
-    _save(figure, path)
+    with partial_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _folder(path: Path, value: int) -> None:

@@ -20,7 +20,6 @@ from hotsplit.commands.help.command import completion, help_command
 from hotsplit.commands.options.engine import rope_options
 from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.options.shared import (
-    EXPERT,
     FILE,
     OUTPUT,
     SIZE,
@@ -179,8 +178,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @click.option("--host-budget", "host_budget_bytes", type=SIZE,
               help="Main memory to use, e.g. 16GiB. [default: all of it]")  # fmt: skip
 @click.option("-o", "--output", type=OutputPath(".gguf", ".json"), required=True,
-              help="The plan (split file) to write; with --sweep the curve (JSON), with a plot next"
-                   " to it.")  # fmt: skip
+              help="The plan (split file) to write; with --sweep the curve (JSON).")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
               help="Context length to reserve KV cache for. [default: the model's, up to 4,096]")  # fmt: skip
 @rope_options
@@ -197,12 +195,8 @@ def calibrate(as_json: bool, **options: Any) -> None:
               help="Plan memory and times for a neuron cache, which swaps hot neurons, or experts, as"
                    " the text needs: up to N per token (on: 64, or 8 experts).")  # fmt: skip
 @click.option(
-    "--explain", "explained", is_flag=True, help="Show what each byte of VRAM is used for."
+    "--explain", "explained", is_flag=True, help="Explain in words what is where, and why."
 )
-@click.option(
-    "--explain-expert", "experts", type=EXPERT, multiple=True,
-    metavar="LAYER:EXPERT", help="Show where an expert of a mixture is, and why; may be repeated.",
-)  # fmt: skip
 @click.option(
     "--heat-map", type=OUTPUT, help="Write a picture (PNG) of the plan: layers by hotness."
 )
@@ -213,8 +207,8 @@ def calibrate(as_json: bool, **options: Any) -> None:
               help="Check that the plan at --output is still valid for these files; write nothing.")  # fmt: skip
 @report_options
 def solve(
-    budgets: tuple[int, ...], explained: bool, experts: tuple[tuple[int, int], ...],
-    heat_map: Path | None, sweep_range: str | None, is_check: bool, as_json: bool, neuron_cache: str | None, **options: Any,
+    budgets: tuple[int, ...], explained: bool, heat_map: Path | None, sweep_range: str | None, is_check: bool,
+    as_json: bool, neuron_cache: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Plan what goes on the GPU under a VRAM budget, and write the plan.
 
@@ -228,7 +222,7 @@ def solve(
         context = click.get_current_context()
         (option,) = (param for param in context.command.params if param.name == "budgets")
         raise click.MissingParameter(ctx=context, param=option)
-    pictured = explained or experts or heat_map
+    pictured = explained or heat_map
     if (is_check or sweep_range) and (pictured or (is_check and sweep_range)):
         raise click.UsageError("--check, --sweep, and --explain or --heat-map exclude each other.")
     if sweep_range and budgets:
@@ -245,7 +239,7 @@ def solve(
     elif sweep_range:
         report, lines = run_sweep(config, sweep_range)
     else:
-        report, lines = run_solve(config, explained=explained, experts=experts, heat_map=heat_map)
+        report, lines = run_solve(config, explained=explained, heat_map=heat_map)
     finish(report, as_json, lines)
 
 

@@ -242,7 +242,7 @@ def _machine_words(machine: "Machine", found: "Forecast") -> str:
 
 def _places(job: "Job", found: "Forecast") -> list[str]:
     """What is where, in MiB."""
-    from hotsplit.commands.solve import meanings_of
+    from hotsplit.solver.explain import meanings_of
 
     meanings = meanings_of(has_experts=job.choice.model.spec.has_experts)
     rows = [(meanings[item], found.gpu_bytes[item], found.cpu_bytes[item]) for item in ITEMS]

@@ -1,9 +1,8 @@
-"""`hotsplit solve`: makes and checks plans, computes the curve over budgets, and plots them.
+"""`hotsplit solve`: makes, checks, explains and plots plans, and computes the curve over budgets.
 
 This module has the runtime measure the memory of a pass, since the solver only reads files."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,39 +11,21 @@ from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import all_or_none
 from hotsplit.files.outputs import check_outputs
-from hotsplit.solver.explain import explain, where_is
+from hotsplit.solver.explain import explain, meanings_of
 from hotsplit.solver.solve import SolveConfig, SolveReport, check, solve
 from hotsplit.solver.sweep import Sweep, sweep
 from hotsplit.system.sizes import format_bytes, parse_bytes
 
 NUM_BUDGETS = 23  # of a curve, unless told
-MEANINGS = {
-    "attention": "attention and norms",
-    "predictor": "predictors",
-    "kv_cache": "keys, values, states",
-    "head": "output head",
-    "embedding": "embedding",
-    "neurons": "neurons",
-    "neuron_cache": "neuron cache",
-    "workspace": "workspace",
-}
-
-
-def meanings_of(*, has_experts: bool) -> dict[str, str]:
-    """What the items of a plan are called."""
-    own = {"neurons": "experts", "attention": "attention, router"} if has_experts else {}
-    return MEANINGS | own
 
 
 def run_solve(
     config: SolveConfig,
     *,
     explained: bool,
-    experts: Sequence[tuple[int, int]],
     heat_map: Path | None,
 ) -> tuple[Any, list[str]]:
-    """Writes a plan; returns (report for JSON, lines for the user). `experts`: layer and number of those
-    that the user asks about."""
+    """Writes a plan; returns (report for JSON, lines for the user)."""
     from hotsplit.runtime.step.workspace import workspace_bytes
 
     outputs = [config.output] if heat_map is None else [config.output, heat_map]
@@ -61,9 +42,6 @@ def run_solve(
         explanation = explain(config, workspace_bytes)
         content["explanation"] = asdict(explanation)
         lines += explanation.lines
-    places = [where_is(config, *asked) for asked in experts]
-    content |= {"experts": [asdict(place) for place in places]} if places else {}
-    lines += [place.line for place in places]
     if heat_map is not None:
         lines.append(f"wrote {heat_map}")
     return content, lines + _speed_lines(report) + _mode_lines(report) + [_last_line(report)]
@@ -82,24 +60,15 @@ def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[
 
 
 def run_sweep(config: SolveConfig, text: str) -> tuple[Any, list[str]]:
-    """Writes the curve of predicted speed, and its plot; returns (JSON, lines for the user)."""
+    """Writes the curve of predicted speed; returns (JSON, lines for the user)."""
     from hotsplit.runtime.step.workspace import workspace_bytes
-    from hotsplit.solver.plots import plot_sweep
 
     first, last, num_budgets = parse_range(text)
-    picture = config.output.with_suffix(".png")
-    if picture == config.output:
-        raise HotsplitError(
-            f"{picture}: the curve is JSON, and its plot would have the same name; give -o another"
-            " ending"
-        )
-    check_outputs([config.output, picture], force=config.force, inputs=config.inputs)
+    check_outputs([config.output], force=config.force, inputs=config.inputs)
     found = sweep(config, first=first, last=last, num_budgets=num_budgets,
                   workspace=workspace_bytes)  # fmt: skip
-    with all_or_none():
-        found.save(config.output)
-        plot_sweep(found, picture)
-    return asdict(found), [*_sweep_lines(found), f"wrote {config.output} and {picture}"]
+    found.save(config.output)
+    return asdict(found), [*_sweep_lines(found), f"wrote {config.output}"]
 
 
 def parse_range(text: str) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ ALL, REST = "Options", "Other options"
 GROUPS: tuple[tuple[str, str], ...] = (
     ("Input and output",
      "prompt prompt_file prompts_file corpora profile machine output "
-     "heat_map explained experts text_key is_merge plots num_logprobs is_shown "
+     "heat_map explained text_key is_merge plots num_logprobs is_shown "
      "json_lines as_json as_markdown force prompt_cache yes "
      "log_json is_strict"),
     ("Memory",

@@ -258,17 +258,6 @@ class Parsed(click.ParamType):
 SIZE = Parsed("size", parse_bytes)
 
 
-def _expert_of(text: str) -> tuple[int, int]:
-    """Parses LAYER:EXPERT. Raises HotsplitError for anything else."""
-    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text, re.ASCII)
-    if found is None:
-        raise HotsplitError(f"{text!r} is not LAYER:EXPERT, e.g. 20:237")
-    return int(found[1]), int(found[2])
-
-
-EXPERT = Parsed("expert", _expert_of)
-
-
 def given(ctx: click.Context) -> list[click.Parameter]:
     """The parameters that are given on the command line."""
     source = click.core.ParameterSource.COMMANDLINE
