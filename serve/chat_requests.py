@@ -70,10 +70,10 @@ def chat_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextR
     fields.finish()
     served.check_length(rendering.text, "messages")
     ids = served.encode_plain(rendering.text, "messages")
-    opened = served.format.opens_reasoning(rendering.text, rendering.continued)
     syntax = Syntax(
-        format=served.format, rules=rules, splits_reasoning=reasoning != "none", opened=opened
-    )
+        format=served.format, rules=rules, splits_reasoning=reasoning != "none",
+        prompt=rendering.text, continued=rendering.continued, has_forced_calls=bool(choice.forced),
+    )  # fmt: skip
     jobs = jobs_of(served, ids, wanted, codec, "messages")
     return TextRequest(wanted=wanted, jobs=jobs, syntax=syntax)
 

@@ -8,13 +8,13 @@ from typing import TypeGuard
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.answers.answer_reader import AnswerReader, CallRules
-from hotsplit.runtime.answers.formats import AnswerFormat, Reasoning
+from hotsplit.runtime.answers.formats import AnswerFormat
+from hotsplit.runtime.generate.answer_mask import Mask, answer_mask
 from hotsplit.runtime.generate.constraints import (
     Constraint,
     gbnf_constraint,
     json_schema_constraint,
 )
-from hotsplit.runtime.generate.reasoning import AfterReasoning, Mask
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import wrong
 from hotsplit.serve.fields import Fields
@@ -79,13 +79,16 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Syntax:
-    """How an answer is read; without a format, all of it is content. The fields are those of
-    AnswerReader."""
+    """How an answer to a prompt is read, and where a grammar holds in it; without a format, all of it
+    is content. `rules` and `splits_reasoning` are those of AnswerReader. `continued`: the message
+    that the answer continues."""
 
     format: AnswerFormat | None = None
     rules: CallRules | None = None
     splits_reasoning: bool = False
-    opened: Reasoning | None = None
+    prompt: str = ""
+    continued: str = ""
+    has_forced_calls: bool = False
 
     def reader(self) -> AnswerReader | None:
         if self.format is None:
@@ -94,12 +97,17 @@ class Syntax:
             self.format,
             rules=self.rules,
             splits_reasoning=self.splits_reasoning,
-            opened=self.opened,
+            opened=self.format.opens_reasoning(self.prompt, self.continued),
         )
 
     def mask(self, constraint: Constraint, codec: TextCodec) -> Mask:
         """The constraint, applied to what follows the reasoning."""
-        return constraint if self.opened is None else AfterReasoning.of(constraint, codec)
+        if self.format is None:
+            return constraint
+        return answer_mask(
+            constraint, self.format, codec, self.prompt,
+            continued=self.continued, is_of_calls=self.has_forced_calls,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

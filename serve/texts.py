@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from hotsplit.model.spec import Pooling
+from hotsplit.runtime.generate.answer_mask import Mask
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions, Token
-from hotsplit.runtime.generate.reasoning import Mask
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic

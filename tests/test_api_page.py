@@ -23,7 +23,7 @@ LONGEST = 30  # the page repeats defaults whose repr is shorter
 # Named by the page without their arguments, or of no use to programs.
 UNNAMED = {
     Sequence: {"number", "yields", "owner", "check_room"},
-    Conversation: {"answer", "options", "is_reasoning_open", "num_dropped"},
+    Conversation: {"answer", "options", "num_dropped"},
     Observation: {"observe", "wants", "registry"},
 }
 OPTIONS = {

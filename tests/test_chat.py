@@ -19,7 +19,6 @@ from hotsplit.runtime.generate import dry
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.constraints import regex_constraint
 from hotsplit.runtime.generate.dry import cached_breakers
-from hotsplit.runtime.generate.reasoning import ReasoningSplitter, close_reasoning, opens_reasoning
 from hotsplit.runtime.generate.sampler_chain import chain_of
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
 
@@ -311,83 +310,181 @@ def test_each_answer_has_its_own_constraint(engine):
         assert text_of(chat.say("Hello")) == text_of(chat.say("And?")) == "z" * LENGTH
     assert [mask.can_end for mask in made] == [True, True]  # each has taken the whole answer
     with talk(engine, CHATML + "<think>", new_mask=new_mask) as chat:
-        assert text_of(chat.say("Hello")) != "z" * LENGTH
-        assert chat.is_reasoning_open and not made[-1].can_end
+        assert text_of(chat.say("Hello")) != "z" * LENGTH and not made[-1].can_end
+        assert chat.messages[-1]["reasoning_content"] and not chat.messages[-1]["content"]
 
 
 # ---- reasoning -----------------------------------------------------------------------------
 
+# Templates in the style of published ones, with the marks that are special tokens there.
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+GPT_OSS = """\
+{%- for message in messages %}
+{%- if '<|channel|>' in message.content %}{{ raise_exception('marks in the content') }}{% endif %}
+{%- if message.role == 'assistant' and message.thinking and loop.last and not add_generation_prompt %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}
+{{- '<|start|>' + message.role + ('<|channel|>final' if message.role == 'assistant' else '') }}
+{{- '<|message|>' + message.content + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+GEMMA4 = """\
+{%- for message in messages %}
+{{- '<|turn>' + message.role + '\\n' }}
+{%- if message.reasoning_content and loop.last %}{{ '<|channel>thought\\n' + message.reasoning_content + '<channel|>' }}{% endif %}
+{{- message.content + '<turn|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
+CHANNEL = ("<|channel>", "<channel|>", "<|turn>", "<turn|>")
+TAGS = ("<think>", "</think>")
+OPENS = CHATML + "{{ '<think>\\n' }}"
+# Template, special tokens, what the model writes, and (reasoning, content).
 ANSWERS = {
-    "<think>a b</think>c": [("<think>a b</think>", True), ("c", False)],
-    "\n <think></think>\n\nc": [("\n <think></think>", True), ("\n\nc", False)],
-    "<think>never closed </thin": [("<think>never closed </thin", True)],
-    "no <think>a</think>": [("no <think>a</think>", False)],
-    "<thin": [("<thin", False)],
-    "<think>a</think>b<think>c</think>": [
-        ("<think>a</think>", True), ("b<think>c</think>", False),
-    ],
-    "": [],
+    "final": (GPT_OSS, HARMONY, "<|channel|>final<|message|>Paris", ("", "Paris")),
+    "two channels": (
+        GPT_OSS, HARMONY,
+        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Paris",
+        ("Easy.", "Paris"),
+    ),
+    "cut in the analysis": (
+        GPT_OSS, HARMONY, "<|channel|>analysis<|message|>Let me see", ("Let me see", ""),
+    ),
+    "tags as special tokens": (CHATML, TAGS, "<think>\nEasy.\n</think>\n\nParis", ("Easy.", "Paris")),
+    "tags as text": (CHATML, (), "<think>\nEasy.\n</think>\n\nParis", ("Easy.", "Paris")),
+    "opened by the prompt": (OPENS, TAGS, "Easy.\n</think>\n\nParis", ("Easy.", "Paris")),
+    "empty": (CHATML, TAGS, "<think>\n\n</think>\n\nParis", ("", "Paris")),
+    "later tags are text": (
+        CHATML, (), "<think>a</think>b<think>c</think>", ("a", "b<think>c</think>"),
+    ),
+    "Gemma 4": (GEMMA4, CHANNEL, "<|channel>thought\nEasy.<channel|>Paris", ("Easy.", "Paris")),
+    "Gemma 4, empty": (GEMMA4, CHANNEL, "<|channel>thought\n<channel|>Paris", ("", "Paris")),
+    "brackets": (CHATML, ("[THINK]", "[/THINK]"), "[THINK]Easy.[/THINK]Paris", ("Easy.", "Paris")),
+    "none": (CHATML, TAGS, "Paris <thin", ("", "Paris <thin")),
 }  # fmt: skip
 
 
-def joined(parts) -> list[tuple[str, bool]]:
-    found: list[tuple[str, bool]] = []
-    for text, is_reasoning in parts:
-        if found and found[-1][1] == is_reasoning:
-            text = found.pop()[0] + text
-        found.append((text, is_reasoning))
-    return found
+class Script:
+    """In place of a chain of samplers: answers that the model is to write, each up to its end."""
+
+    def __init__(self, codec, *answers):
+        self.codec, self.answers = codec, answers
+        self.ids = [id for answer in answers for id in (*codec.encode_rendered(answer), END_ID)]
+
+    def sample(self, logits_V, ids, mask_V=None):
+        token_id = self.ids.pop(0)
+        assert mask_V is None or mask_V[token_id], self.codec.tokenizer.id_to_token(token_id)
+        return token_id
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_reasoning_is_separated_wherever_pieces_end(answer, size):
-    splitter = ReasoningSplitter(is_open=False)
-    pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
-    parts = [part for piece in pieces for part in splitter.push(piece)] + splitter.flush()
-    assert joined(parts) == ANSWERS[answer]
-    if answer.startswith("<think>"):  # begun by the template
-        splitter = ReasoningSplitter(is_open=True)
-        parts = splitter.push(answer.removeprefix("<think>")) + splitter.flush()
-        assert ("<think>" + joined(parts)[0][0], True) == ANSWERS[answer][0]
+END_ID = 97  # <|im_end|>
 
 
-def test_an_interrupted_reasoning_is_closed():
-    assert close_reasoning("<think>a", is_open=False) == "<think>a\n</think>\n\n"
-    assert close_reasoning("a", is_open=True) == "a\n</think>\n\n"
-    for whole in ("<think>a</think>b", "a <think> b"):
-        assert close_reasoning(whole, is_open=False) == whole
-    assert opens_reasoning("<|Assistant|><think>\n") and not opens_reasoning("<think></think>")
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """An engine whose vocabulary has all these marks as special tokens, by those that are there."""
+    engines = {}
+
+    def made(marks):
+        if marks not in engines:
+            keys, _ = chat_keys()
+            tokenizer = Tokenizer.from_str(keys["tokenizer.huggingface.json"])
+            assert tokenizer.token_to_id("<|im_end|>") == END_ID
+            tokenizer.add_special_tokens(list(marks))
+            keys["tokenizer.huggingface.json"] = tokenizer.to_str()
+            sizes = make_sizes(vocab_size=tokenizer.get_vocab_size(), context_length=1024)
+            path = tmp_path_factory.mktemp("marked") / "m.gguf"
+            make_model(sizes=sizes, extra_keys=keys).save(path)
+            engines[marks] = Engine.load(path, num_sequences=2)
+        return engines[marks]
+
+    yield made
+    for engine in engines.values():
+        engine.close()
+
+
+def scripted(engine, template, *answers, **more) -> Conversation:
+    template = replace(chat_template_of(engine.model, engine.codec), text=template)
+    options = ChatOptions(generation=GenerationOptions(max_tokens=400))
+    return Conversation(
+        engine.sequence(), engine.codec, template, engine.traffic,
+        Script(engine.codec, *answers), options=options, **more,
+    )  # fmt: skip
+
+
+def parts_of(tokens) -> tuple[str, str]:
+    """(reasoning, content)."""
+    found = {True: "", False: ""}
+    for token in tokens:
+        found[token.is_reasoning] += token.text
+    return found[True], found[False]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_reasoning_and_text_are_apart_and_so_in_the_next_prompt(marked, name):
+    template, marks, answer, (reasoning, content) = ANSWERS[name]
+    engine = marked(marks)
+    with scripted(engine, template, answer, answer) as chat:
+        assert parts_of(chat.say("Hello")) == (reasoning, content)
+        thoughts = {"reasoning_content": reasoning} if reasoning else {}
+        assert chat.messages[-1] == {"role": "assistant", "content": content, **thoughts}
+        assert parts_of(chat.say("And?")) == (reasoning, content)
+        chat.messages.append({"role": "user", "content": "So?"})
+        _, first = chat._prompt()
+        text = engine.codec.tokenizer.decode(first, skip_special_tokens=False)
+        assert text.count(content) >= 2 and "Easy." not in text and "Let me see" not in text
+        whole = replace(chat_template_of(engine.model, engine.codec), text=template)
+        with closing(whole):  # as the template writes messages with both
+            assert text == whole.render(chat.messages)
+
+
+@pytest.mark.parametrize("name", ["two channels", "tags as special tokens", "Gemma 4"])
+def test_an_answer_that_is_stopped_keeps_what_was_said(marked, name):
+    template, marks, answer, (reasoning, content) = ANSWERS[name]
+    for count in range(1, len(marked(marks).codec.encode_rendered(answer))):
+        with scripted(marked(marks), template, answer) as chat:
+            said = chat.say("Hello")
+            shown = parts_of(next(said) for _ in range(count))
+            said.close()
+            if not chat.messages:
+                assert shown == ("", "")
+                continue
+            kept = chat.messages[-1]
+            both = (kept.get("reasoning_content", ""), kept["content"])
+            assert reasoning.startswith(shown[0]) and content.startswith(shown[1])
+            assert both[0].startswith(shown[0]) and both[1].startswith(shown[1])
 
 
 @pytest.mark.parametrize(
-    "continued, is_open",
+    ("name", "answer"),
     [
-        ("<think>Let me see, ", True),
-        ("\n<think>", True),
-        ("<think>So.</think>Four", False),
-        ("The tag <think>", False),  # reasoning only begins an answer
-        ("Well,", False),
-        (" ", False),
+        ("two channels",
+         "<|channel|>analysis<|message|>y or n?<|end|><|start|>assistant<|channel|>final<|message|>yes"),
+        ("final", "<|channel|>final<|message|>yes"),
+        ("tags as special tokens", "<think>y or n?</think>yes"),
+        ("tags as special tokens", "yes"),
+        ("opened by the prompt", "y or n?</think>yes"),
+        ("Gemma 4", "<|channel>thought\ny or n?<channel|>yes"),
+        ("brackets", "[THINK]y or n?[/THINK]yes"),
     ],
-)
-def test_a_continued_message_decides_whether_reasoning_is_open(continued, is_open):
-    prompt = "user: What is <think>?\nassistant: "
-    assert opens_reasoning(prompt + continued, continued) == is_open
-    assert not opens_reasoning(prompt)
+)  # fmt: skip
+def test_a_constraint_holds_behind_the_reasoning(marked, name, answer):
+    template, marks, *_ = ANSWERS[name]
+    engine = marked(marks)
+    new_mask = lambda: regex_constraint("yes|no", engine.codec)  # noqa: E731
+    with scripted(engine, template, answer, new_mask=new_mask) as chat:
+        assert parts_of(chat.say("Well?"))[1] == "yes"
+    wrong = answer.replace("yes", "maybe")
+    with (
+        scripted(engine, template, wrong, new_mask=new_mask) as chat,
+        pytest.raises(AssertionError),
+    ):
+        list(chat.say("Well?"))
 
 
-@pytest.mark.parametrize(("template", "is_open"), [(DEEPSEEK, True), (QWEN_REASONING, False)])
-def test_reasoning_is_left_out_of_the_next_prompt(engine, template, is_open):
+@pytest.mark.parametrize("template", [DEEPSEEK, QWEN_REASONING])
+def test_earlier_reasoning_in_a_saved_conversation_is_left_out(engine, template):
+    """One that has its thoughts in the content, as other programs write it."""
     with talk(engine, template) as chat:
-        tokens = chat.say("Hello")
-        next(tokens)
-        tokens.close()
-        assert chat.is_reasoning_open == is_open
-        assert ("</think>" in chat.messages[-1]["content"]) == is_open
-        whole = text_of(chat.regenerate())  # up to the token limit, in the middle of the reasoning
-        assert chat.messages[-1]["content"] == whole + ("\n</think>\n\n" if is_open else "")
-        chat.messages[-1]["content"] = "<think>\nsecret\n</think>\n\nPlain."
+        list(chat.say("Hello"))
+        chat.messages[-1] = {"role": "assistant", "content": "<think>\nsecret\n</think>\n\nPlain."}
         got = text_of(chat.say("And?"))
         assert got == alone(engine, chat.messages[:-1], template)
         text = engine.codec.tokenizer.decode(chat._sequence.ids)

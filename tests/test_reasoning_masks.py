@@ -8,8 +8,9 @@ from serving import SAID, TEMPLATE, TOKENIZER, Served, save_model
 from tokenizers import AddedToken, Tokenizer
 
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.answers.formats import format_of
+from hotsplit.runtime.generate.answer_mask import answer_mask
 from hotsplit.runtime.generate.constraints import gbnf_constraint, json_schema_constraint
-from hotsplit.runtime.generate.reasoning import END, AfterReasoning
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.codec import TextCodec
 
@@ -22,40 +23,129 @@ ANSWERS = {
 }  # fmt: skip
 
 
-def codec_with_tag(special):
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+GPT_OSS = format_of("<|channel|><|message|>")
+TAGS = format_of("")
+GEMMA4 = format_of("", ("<|channel>", "<channel|>"))
+
+
+def codec_with(*marks, special, ends=()):
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    tokenizer.add_tokens([AddedToken(END, special=special)])
-    return TextCodec(tokenizer, 0, frozenset({0}))
+    tokenizer.add_tokens([AddedToken(mark, special=special) for mark in marks])
+    return TextCodec(tokenizer, 0, frozenset({0, *map(tokenizer.token_to_id, ends)}))
+
+
+def ids_of(mask, size):
+    return mask.mask_V(size).nonzero().flatten().tolist()
+
+
+def written(mask, codec, text, free=False):
+    """Accepts the tokens of a text, each of which has to be allowed; `free`: among most others."""
+    size = codec.tokenizer.get_vocab_size()
+    for token_id in codec.encode_rendered(text):
+        allowed_V = mask.mask_V(size + 8)
+        assert allowed_V[token_id] and not allowed_V[0] and not allowed_V[size:].any(), text
+        assert (allowed_V.sum() > size // 2) == free, text
+        assert not free or mask.is_ready(0.0)
+        mask.accept(token_id)
+
+
+def has_ended(mask, codec):
+    return set(ids_of(mask, codec.tokenizer.get_vocab_size())) == set(codec.end_ids)
 
 
 @pytest.mark.parametrize("special", [None, False, True])
-def test_the_reasoning_is_free_and_the_answer_is_not(special):
-    codec = tiny_codec() if special is None else codec_with_tag(special)
-    mask = AfterReasoning.of(json_schema_constraint({"enum": [1]}, codec), codec)
-    size = codec.tokenizer.get_vocab_size()
-    for token_id in codec.encode_rendered('Well, {"a": 2} > <thin'):
-        allowed_V = mask.mask_V(size + 8)
-        assert allowed_V[token_id] and not allowed_V[0] and not allowed_V[size:].any()
-        assert mask.is_ready(0.0)
-        mask.accept(token_id)
-    tag = codec.encode_rendered(END)
-    assert (
-        len(tag) == (1 if special is not None else len(tag)) and special is not None or len(tag) > 1
-    )
-    for token_id in tag:
-        assert mask.mask_V(size)[token_id]
-        mask.accept(token_id)
+@pytest.mark.parametrize(
+    ("known", "prompt", "begin", "end"),
+    [
+        (TAGS, "A: <think>\n", "<think>", "</think>"),
+        (GEMMA4, "<|turn>model\n<|channel>thought\n", "<|channel>", "<channel|>"),
+    ],
+)
+def test_the_reasoning_is_free_and_the_answer_is_not(known, prompt, begin, end, special):
+    codec = tiny_codec() if special is None else codec_with(begin, end, special=special)
+    mask = answer_mask(json_schema_constraint({"enum": [1]}, codec), known, codec, prompt)
+    written(mask, codec, 'Well, {"a": 2} > <thin', free=True)
+    tag = codec.encode_rendered(end)
+    assert (len(tag) == 1) == (special is not None)
+    written(mask, codec, end, free=True)
     (one,) = codec.encode_rendered("1")
-    assert mask.mask_V(size).nonzero().flatten().tolist() == [one]
+    size = codec.tokenizer.get_vocab_size()
+    assert ids_of(mask, size) == [one]
     with pytest.raises(HotsplitError, match="does not allow"):
         mask.accept(tag[-1])
     mask.accept(one)
-    assert mask.mask_V(size).nonzero().flatten().tolist() == [0]
+    assert ids_of(mask, size) == [0]
+
+
+@pytest.mark.parametrize("known", [TAGS, GEMMA4])
+def test_an_answer_may_begin_to_think_or_not(known):
+    begin, end = known.reasoning[-1].begin, known.reasoning[-1].end
+    codec = codec_with(begin, end, special=True)
+    size = codec.tokenizer.get_vocab_size()
+    (one,) = codec.encode_rendered("1")
+    for thought in ("", f"{begin}Hm. 1 >{end}"):
+        mask = answer_mask(json_schema_constraint({"enum": [1]}, codec), known, codec, "A: ")
+        assert ids_of(mask, size) == [one, codec.tokenizer.token_to_id(begin)]
+        for token_id in codec.encode_rendered(thought):
+            assert mask.mask_V(size)[token_id] and not mask.mask_V(size)[0]
+            mask.accept(token_id)
+        if thought:  # once
+            assert ids_of(mask, size) == [one]
+        mask.accept(one)
+        assert has_ended(mask, codec)
+
+
+@pytest.mark.parametrize("thoughts", [0, 1, 2])
+@pytest.mark.parametrize("special", [True, False])
+def test_the_final_channel_of_gpt_oss(thoughts, special):
+    """Headers are those of the channels analysis and final, and nothing holds before but them."""
+    codec = codec_with(*HARMONY, special=special, ends=("<|return|>", "<|call|>"))
+    constraint = json_schema_constraint({"enum": [1]}, codec)
+    mask = answer_mask(
+        constraint, GPT_OSS, codec, "<|start|>user<|message|>?<|end|><|start|>assistant"
+    )
+    for _ in range(thoughts):
+        written(mask, codec, "<|channel|>analysis<|message|>")
+        written(mask, codec, 'They want {"a": 1}. final', free=True)
+        size = codec.tokenizer.get_vocab_size()
+        ends = [codec.tokenizer.token_to_id(mark) for mark in HARMONY if mark != "<|end|>"]
+        assert not set(ends) & set(ids_of(mask, size))
+        written(mask, codec, "<|end|>", free=True)
+        written(mask, codec, "<|start|>assistant")
+    written(mask, codec, "<|channel|>final<|message|>1")
+    assert has_ended(mask, codec)
+
+
+def test_the_prompt_has_opened_a_channel_or_the_answer_goes_on():
+    codec = codec_with(*HARMONY, special=True, ends=("<|return|>",))
+    constraint = json_schema_constraint({"enum": [1]}, codec)
+    opened = "<|start|>assistant<|channel|>analysis<|message|>"
+    mask = answer_mask(constraint.fork(), GPT_OSS, codec, opened)
+    written(mask, codec, "Hm.<|end|>", free=True)
+    written(mask, codec, "<|start|>assistant<|channel|>final<|message|>1")
+    assert has_ended(mask, codec)
+    said = "<|start|>assistant<|channel|>final<|message|>It is "
+    assert answer_mask(constraint, GPT_OSS, codec, said, continued="It is ") is constraint
+
+
+def test_where_a_constraint_is_of_the_whole_answer():
+    codec = codec_with("<think>", "</think>", special=True)
+    schema = json_schema_constraint({"enum": [1]}, codec)
+    writes = gbnf_constraint('root ::= "hm</think>ok"', codec)
+    assert answer_mask(writes, TAGS, codec, "A: <think>") is writes
+    assert answer_mask(schema, TAGS, codec, "A: <think>\n\n</think>\n\n") is schema
+    assert answer_mask(schema, TAGS, codec, "A: 1", continued="1") is schema
+    harmony = codec_with(*HARMONY, special=True)
+    schema = json_schema_constraint({"enum": [1]}, harmony)
+    assert answer_mask(schema, GPT_OSS, harmony, "<|start|>assistant", is_of_calls=True) is schema
+    plain = json_schema_constraint({"enum": [1]}, tiny_codec())  # the mark is not one token
+    assert answer_mask(plain, TAGS, tiny_codec(), "A: ") is plain
 
 
 def test_no_token_closes_the_reasoning_and_goes_on():
     codec = tiny_codec()
-    mask = AfterReasoning.of(gbnf_constraint('root ::= "x"', codec), codec)
+    mask = answer_mask(gbnf_constraint('root ::= "x"', codec), TAGS, codec, "<think>")
     for token_id in codec.encode_rendered("</think"):
         mask.accept(token_id)
     allowed_V = mask.mask_V(4096)
@@ -65,17 +155,12 @@ def test_no_token_closes_the_reasoning_and_goes_on():
     ) > 2
 
 
-def test_a_grammar_that_writes_the_tag_covers_the_reasoning():
-    constraint = gbnf_constraint('root ::= "hm</think>ok"', tiny_codec())
-    assert AfterReasoning.of(constraint, tiny_codec()) is constraint
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A template that opens the reasoning; the closing tag is token 4096."""
     if not library.is_available():
         pytest.skip("no C++ kernels")
-    codec = codec_with_tag(special=False)
+    codec = codec_with("</think>", special=False)
     text = TEMPLATE.replace("'assistant: '", "'assistant: <think>\\n'")
     model = save_model(
         tmp_path_factory.mktemp("serve"), tokenizer=codec.tokenizer.to_str(), template=text,

@@ -137,6 +137,11 @@ class AnswerReader:
         self.has_calls = False
 
     @property
+    def inside(self) -> Reasoning | None:
+        """The marks of the reasoning that goes on; None outside reasoning."""
+        return self._inside
+
+    @property
     def is_reasoning(self) -> bool:
         return self._inside is not None
 

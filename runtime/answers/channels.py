@@ -15,6 +15,7 @@ ENDS = ("<|end|>", "<|return|>", "<|call|>")
 MARKS = (*BEGINS, MESSAGE, *ENDS, CONSTRAIN)
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
+ASSISTANT = "<|start|>assistant"  # before the channel of a further message
 TO = "to="  # a recipient may come first: the prompt ends in <|start|>assistant
 _MAX_HEADER = 512  # characters
 _STOPS = re.compile("|".join(map(re.escape, (MESSAGE, *ENDS, "<|start|>"))))

@@ -9,7 +9,7 @@ sequence."""
 
 import json
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,15 +21,12 @@ from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import shown
 from hotsplit.options.generation import GenerationOptions
 from hotsplit.options.kinds import check_fields, kinds_checked
+from hotsplit.runtime.answers.answer_reader import AnswerReader, Part
+from hotsplit.runtime.answers.formats import format_for
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
+from hotsplit.runtime.generate.answer_mask import Mask, answer_mask
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.generation import ENDLESS, Generation, Run, Token, num_common
-from hotsplit.runtime.generate.reasoning import (
-    AfterReasoning,
-    Mask,
-    close_reasoning,
-    opens_reasoning,
-)
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -63,7 +60,8 @@ class ChatOptions:
 class Conversation:
     """A conversation. `chain` samples the tokens; `new_mask` creates the constraint of each answer.
     `messages` has all messages but the system message, which is `system`; both may be changed
-    between turns.
+    between turns. An answer's reasoning is in a field of its own, `reasoning_content`, and its
+    tokens are marked as such; the marks around it have no text.
 
     `run` has the statistics of the latest answer. A `with` block closes the sequence and the
     template."""
@@ -84,12 +82,14 @@ class Conversation:
         self.system, self.messages = system, list[dict[str, object]]()
         self.options = options or ChatOptions()
         self.run = Run()
-        self.is_reasoning_open = False  # whether the latest answer began inside its reasoning
         self.num_dropped = 0  # messages at the beginning that are no longer rendered
         self._sequence, self._template, self._traffic = sequence, template, traffic
         self._chain, self._new_mask, self._drafts = chain, new_mask, drafts
-        self._codec, self._generation = _with_turn_end(
-            codec, self.options.generation, template.turn_end
+        self._format = format_for(template, codec)
+        self._codec, stops = self._format.with_ends(codec, template.turn_end)
+        asked = self.options.generation
+        self._generation = replace(
+            asked, stops=(*asked.stops, *stops), marks=self._format.tokens_of(codec)
         )
 
     @property
@@ -119,7 +119,10 @@ class Conversation:
     def answer(self) -> Generator[Token, None, None]:
         """Yields the answer to the present messages and appends it to them; otherwise like
         `say`."""
-        ids = self._prompt()
+        rendered, ids = self._prompt()
+        mask: Mask | None = None
+        if self._new_mask is not None:
+            mask = answer_mask(self._new_mask(), self._format, self._codec, rendered)
         generation = Generation(
             self._sequence,
             ids,
@@ -127,27 +130,30 @@ class Conversation:
             self._chain,
             self._generation,
             self._traffic,
-            self._mask(),
+            mask,
             self._drafts,
         )
         self.run = generation.run
-        said: list[str] = []
+        reader = AnswerReader(self._format, opened=self._format.opens_reasoning(rendered))
+        said: list[Part] = []
         try:
-            yield from self._computed(generation, said)
+            for token in self._computed(generation):
+                said += (parts := reader.push(token.text))
+                yield from _tokens(parts, token)
+            said += (parts := reader.flush())
+            yield from _tokens(parts)
         finally:
             if self._sequence.is_open:  # drops an unfinished step if interrupted
                 self._sequence.rollback(self._sequence.length)
-            text = "".join(said)
-            if text:
-                text = close_reasoning(text, is_open=self.is_reasoning_open)
-            if text or generation.is_over:
-                self.messages.append({"role": "assistant", "content": text})
+            self._keep([*said, *reader.flush()], is_over=generation.is_over)
 
-    def _mask(self) -> Mask | None:
-        if self._new_mask is None:
-            return None
-        mask = self._new_mask()
-        return AfterReasoning.of(mask, self._codec) if self.is_reasoning_open else mask
+    def _keep(self, said: Sequence[Part], *, is_over: bool) -> None:
+        """Appends the answer to the messages, unless it was stopped before its first text."""
+        content = "".join(part.text for part in said if part.kind == "content")
+        reasoning = "".join(part.text for part in said if part.kind == "reasoning")
+        if content or reasoning or is_over:
+            thoughts = {"reasoning_content": reasoning} if reasoning else {}
+            self.messages.append({"role": "assistant", "content": content, **thoughts})
 
     def regenerate(self) -> Generator[Token, None, None]:
         """Yields another answer in place of the last one, which is kept if the new one is stopped
@@ -223,8 +229,8 @@ class Conversation:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _prompt(self) -> list[int]:
-        """Tokens of the messages, except dropped turns, and of the answer's header. Raises
+    def _prompt(self) -> tuple[str, list[int]]:
+        """(text, tokens) of the messages, except dropped turns, and of the answer's header. Raises
         HotsplitError if they leave no room for an answer."""
         context = self.context_length
         later = self._turns()[1:] if self.options.drops_oldest else []
@@ -241,8 +247,8 @@ class Conversation:
                 " (/reset), take messages back (/undo), or load with a longer context (-c) or with"
                 " --context-shift, which leaves out the oldest messages"
             )
-        self.num_dropped, self.is_reasoning_open = dropped, opens_reasoning(rendered)
-        return ids
+        self.num_dropped = dropped
+        return rendered, ids
 
     def _turns(self) -> list[int]:
         """Indices of the user messages that start the turns still rendered."""
@@ -259,12 +265,12 @@ class Conversation:
             variables=self.options.variables,
         )
 
-    def _computed(self, generation: Generation, said: list[str]) -> Generator[Token, None, None]:
-        """Yields the answer's tokens and appends their texts to `said`."""
+    def _computed(self, generation: Generation) -> Generator[Token, None, None]:
+        """Yields the answer's tokens."""
         sequence, ids = self._sequence, generation.ids
         known = sequence.reusable(num_common(sequence.ids, ids[:-1]))
         sequence.rollback(known)
-        seconds = 0.0
+        seconds, is_first = 0.0, True
         with out_of_memory_as_error():
             for start in range(known, len(ids) - PIECE, PIECE):
                 began = time.perf_counter()
@@ -273,24 +279,21 @@ class Conversation:
                 yield Token(None, "")
             with closing(generation.tokens()) as tokens:
                 for token in tokens:
-                    if not said:
+                    if is_first:
                         self.run.cached_tokens = known
                         self.run.prefill_s += seconds
-                    said.append(token.text)
+                        is_first = False
                     yield token
 
 
-def _with_turn_end(
-    codec: TextCodec, options: GenerationOptions, turn_end: str | None
-) -> tuple[TextCodec, GenerationOptions]:
-    """Adds the template's end of turn, as an end token if it is one token, else as a stop
-    string."""
-    if turn_end is None:
-        return codec, options
-    token_id = codec.tokenizer.token_to_id(turn_end)
-    if token_id is None:
-        return codec, replace(options, stops=(*options.stops, turn_end))
-    return replace(codec, end_ids=codec.end_ids | {token_id}), options
+def _tokens(parts: Sequence[Part], token: Token | None = None) -> Iterator[Token]:
+    """The token with the text of the first part, and one without an id for each further part."""
+    texts = [(part.text, part.kind == "reasoning") for part in parts if part.kind != "markup"]
+    if token is not None:
+        text, is_reasoning = texts.pop(0) if texts else ("", False)
+        yield replace(token, text=text, is_reasoning=is_reasoning)
+    for text, is_reasoning in texts:
+        yield Token(None, text, is_reasoning=is_reasoning)
 
 
 def _read(path: Path) -> tuple[str | None, list[dict[str, object]]]:

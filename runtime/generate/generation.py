@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation import ENDLESS, GenerationOptions
-from hotsplit.runtime.generate.reasoning import Mask
+from hotsplit.runtime.generate.answer_mask import Mask
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.generate.stops import StopFilter
@@ -30,12 +30,14 @@ class Token:
     """A generated token. `text` is empty while it is held back: the first bytes of a character, or
     a possible start of a stop string. `id` is None for text that was still held back at the end,
     and, without text, between the pieces of a conversation's long prompt. `logprobs` are the most
-    probable tokens and their natural log probabilities before samplers."""
+    probable tokens and their natural log probabilities before samplers. `is_reasoning`: the text
+    belongs to the reasoning of a conversation's answer."""
 
     id: int | None
     text: str
     logprob: float | None = None
     logprobs: tuple[tuple[int, float], ...] = ()
+    is_reasoning: bool = False
 
 
 @dataclass

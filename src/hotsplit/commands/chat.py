@@ -202,21 +202,14 @@ class Talk:
             )
 
     def _show(self, tokens: "Generator[Token, None, None]", hint: str = "") -> None:
-        from hotsplit.runtime.generate.reasoning import ReasoningSplitter
-
-        splitter: ReasoningSplitter | None = None
         count = 0
         try:
             with stopping() if self.is_typed else nullcontext(Stop()) as stop, closing(tokens):
                 for token in tokens:
-                    splitter = splitter or ReasoningSplitter(is_open=self.chat.is_reasoning_open)
-                    for text, is_reasoning in splitter.push(token.text):
-                        self._screen.write(text, is_dim=is_reasoning)
+                    self._screen.write(token.text, is_reasoning=token.is_reasoning)
                     count += token.id is not None
                     if stop.is_asked:
                         break
-            for text, is_reasoning in splitter.flush() if splitter else ():
-                self._screen.write(text, is_dim=is_reasoning)
         finally:
             self._screen.end()
         # The end token counts, though it has no text: as in llama.cpp.

@@ -40,6 +40,7 @@ from hotsplit.commands.terminal.prompts import (
     system_message,
     template_variables,
 )
+from hotsplit.commands.terminal.terminal import Screen
 from hotsplit.commands.terminal.written_texts import Writing, event_of, logprobs_of, report_of
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.engine_config import EngineConfig
@@ -217,10 +218,13 @@ def _write_one(
             tokens = _answer(engine, wanted, sampling, endings, make, drafts, stack)
         else:
             tokens = _continuation(engine, wanted, sampling, endings, make, drafts, stack)
-        if wanted.output == "text" and wanted.is_shown and not wanted.is_chat:
-            click.echo(wanted.prompts[0], nl=False)
-        code = _take(((0, token) for token in tokens), [writing], wanted)
-        if wanted.output == "text":
+        screen = Screen() if wanted.output == "text" else None
+        if screen and wanted.is_shown and not wanted.is_chat:
+            screen.write(wanted.prompts[0])
+        code = _take(((0, token) for token in tokens), [writing], wanted, screen)
+        if screen and wanted.is_chat:
+            screen.end()
+        elif screen:
             click.echo()
     return code, [writing]
 
@@ -279,19 +283,25 @@ def _write_many(
     return code, writings
 
 
-def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted) -> int:
-    """Collects the tokens, and prints them as they come unless they are for a JSON report or for
-    several texts. Returns 0, or the exit code of an interrupt: the report is still printed."""
+def _take(
+    tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted,
+    screen: Screen | None = None,
+) -> int:  # fmt: skip
+    """Collects the tokens, and shows them on the screen as they come, or as lines of JSON. Returns 0,
+    or the exit code of an interrupt: the report is still printed."""
     try:
         for number, token in tokens:
             writing = writings[number]
-            writing.text += token.text
+            if token.is_reasoning:
+                writing.reasoning += token.text
+            else:
+                writing.text += token.text
             if token.id is not None:
                 writing.ids.append(token.id)
                 if token.logprob is not None:
                     writing.logprobs.append(logprobs_of(token))
-            if wanted.output == "text" and not wanted.is_many:
-                click.echo(token.text, nl=False)
+            if screen is not None:
+                screen.write(token.text, is_reasoning=token.is_reasoning)
             elif wanted.output == "lines":
                 click.echo(json.dumps(event_of(number, token)))
     except KeyboardInterrupt as error:

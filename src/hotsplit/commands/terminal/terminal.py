@@ -75,30 +75,42 @@ class TypedLines:
 
 
 class Screen:
-    """Writes answers to stdout; on a terminal, parts of them may be dimmed."""
+    """Shows an answer: its text on stdout, its reasoning dim on a terminal, and otherwise on stderr,
+    so that a program that reads stdout gets the answer alone."""
 
     def __init__(self) -> None:
-        self._is_terminal = sys.stdout.isatty()
-        self._has_style = self._is_terminal and "NO_COLOR" not in os.environ
-        self._is_dim = False
-        self._is_at_start = True
+        self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        is_dim = self._is_terminal and "NO_COLOR" not in os.environ
+        self._marks = (_DIM, _PLAIN) if is_dim else ("[reasoning]\n", "\n[/reasoning]")
+        self._is_reasoning = False
+        self._is_at_start = True  # of a line
 
-    def write(self, text: str, *, is_dim: bool = False) -> None:
+    def write(self, text: str, *, is_reasoning: bool = False) -> None:
         if not text:
             return
+        if is_reasoning and not self._is_reasoning:
+            self.end()
+            self._is_reasoning = True
+            self._put(self._marks[0])
+        elif self._is_reasoning and not is_reasoning:
+            self.end()
+            self._put("\n" if self._is_terminal else "")
         self._is_at_start = text.endswith("\n")
-        text = text.translate(_CONTROLS) if self._is_terminal else text
-        if self._has_style and is_dim != self._is_dim:
-            text = (_DIM if is_dim else _PLAIN) + text
-            self._is_dim = is_dim
-        _put(text)
+        self._put(text.translate(_CONTROLS) if self._is_terminal else text)
 
     def end(self) -> None:
         """Ends the line, unless nothing is on it."""
-        text = _PLAIN if self._is_dim else ""
-        text += "" if self._is_at_start else "\n"
-        self._is_dim, self._is_at_start = False, True
-        _put(text)
+        if self._is_reasoning:
+            self._put(f"{self._marks[1]}\n")
+        elif not self._is_at_start:
+            self._put("\n")
+        self._is_reasoning, self._is_at_start = False, True
+
+    def _put(self, text: str) -> None:
+        stream = sys.stderr if self._is_reasoning and not self._is_terminal else sys.stdout
+        if stream is not None:
+            stream.write(text)
+            stream.flush()
 
 
 class Stop:
@@ -136,11 +148,6 @@ def state_folder() -> Path:
     named = os.environ.get("XDG_STATE_HOME", "")
     base = Path(named) if Path(named).is_absolute() else Path.home() / ".local" / "state"
     return base / "hotsplit"
-
-
-def _put(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _decoded(line: bytes) -> str:

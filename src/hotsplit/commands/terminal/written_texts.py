@@ -16,11 +16,14 @@ class Writing:
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    reasoning: str = ""  # of an answer
     logprobs: list[dict] = field(default_factory=list)
 
 
 def event_of(number: int, token: "Token") -> dict:
-    more = {} if token.logprob is None else logprobs_of(token)
+    more: dict = {} if token.logprob is None else logprobs_of(token)
+    if token.is_reasoning:
+        more["is_reasoning"] = True
     return {"type": "token", "prompt": number, "id": token.id, "text": token.text, **more}
 
 
@@ -39,7 +42,8 @@ def report_of(
     memory = [asdict(report) for report in engine.memory_report()]
     runs = engine.last_runs if is_many else [engine.last_run]
     texts = [
-        {"text": w.text, "token_ids": w.ids, **asdict(run), "prefill_per_s": run.prefill_per_s,
+        {"text": w.text, **({"reasoning": w.reasoning} if w.reasoning else {}),
+         "token_ids": w.ids, **asdict(run), "prefill_per_s": run.prefill_per_s,
          "decode_per_s": run.decode_per_s, **({"logprobs": w.logprobs} if w.logprobs else {})}
         for w, run in zip(writings, runs, strict=True)
     ]  # fmt: skip
