@@ -168,16 +168,55 @@ def test_control_characters_of_the_model_do_not_reach_a_terminal(monkeypatch, ca
         assert shown.endswith("c\n\t\U0001f98a\u72d0\n")
 
 
-def test_reasoning_is_dim_only_on_a_terminal(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("is_terminal", "variables", "out", "err"),
+    [
+        (True, {}, "\x1b[2mab\x1b[0m\n\nc\n\x1b[2md\x1b[0m\n", ""),
+        (True, {"NO_COLOR": "1"},
+         "[reasoning]\nab\n[/reasoning]\n\nc\n[reasoning]\nd\n[/reasoning]\n", ""),
+        (False, {}, "c\n", "[reasoning]\nab\n[/reasoning]\n[reasoning]\nd\n[/reasoning]\n"),
+    ],
+)  # fmt: skip
+def test_reasoning_is_told_from_the_answer(monkeypatch, capsys, is_terminal, variables, out, err):
+    """Dim or marked on a terminal; what reads a pipe gets the answer alone."""
     monkeypatch.delenv("NO_COLOR", raising=False)
-    for is_terminal in (True, False):
-        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        screen = terminal.Screen()
-        for text, is_dim in (("a", True), ("b", True), ("c", False), ("d", True)):
-            screen.write(text, is_dim=is_dim)
-        screen.end()
-        shown = capsys.readouterr().out
-        assert shown == ("\x1b[2mab\x1b[0mc\x1b[2md\x1b[0m\n" if is_terminal else "abcd\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    screen = terminal.Screen()
+    for text, is_reasoning in (("a", True), ("b", True), ("c", False), ("", False), ("d", True)):
+        screen.write(text, is_reasoning=is_reasoning)
+    screen.end()
+    assert capsys.readouterr() == (out, err)
+
+
+# What a random model writes if it may write nothing else: a thought, then one of two words.
+THINKS = 'root ::= "<think>\\nHm.\\n</think>\\n\\n" ("yes" | "no")'
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "--chat"], ["run", "--chat"], ["chat"], ["run"]], ids=" ".join
+)
+def test_all_commands_show_thoughts_apart(monkeypatch, capsys, model, tmp_path, command):
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Well?\n")))
+    name, *more = command
+    options = [*more, "-p", "Well?"] if more else []
+    shared = [name, str(model), "--temp", "0", "-n", "60", "-t", "1", "--grammar", THINKS]
+    code = main([*shared, *options])
+    found = capsys.readouterr()
+    assert code == 0 and found.out in ("yes\n", "no\n"), found
+    assert "[reasoning]\nHm.\n[/reasoning]\n" in found.err
+    if not more:
+        return
+    assert main([*shared, *options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["text"] + "\n", report["reasoning"]) == (found.out, "Hm.")
+    assert main([*shared, *options, "--json-lines"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()][:-1]
+    thought = "".join(event["text"] for event in events if event.get("is_reasoning"))
+    text = "".join(event["text"] for event in events if not event.get("is_reasoning"))
+    assert (text + "\n", thought) == (found.out, "Hm.")
 
 
 def test_history_that_cannot_be_written_is_reported(monkeypatch, capsys, tmp_path):

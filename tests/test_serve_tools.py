@@ -19,7 +19,7 @@ from hotsplit.runtime.answers.answer_reader import CallRules
 from hotsplit.runtime.answers.call_style import CallStyle, call_style
 from hotsplit.runtime.answers.calls import is_short_id, short_id
 from hotsplit.runtime.answers.described import with_described
-from hotsplit.runtime.answers.formats import DESCRIBED, FORMATS, THINK, format_of
+from hotsplit.runtime.answers.formats import DESCRIBED, FORMATS, format_of
 from hotsplit.runtime.generate.call_grammar import forced_calls
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.runtime.text.chat_template import ChatTemplate
@@ -676,8 +676,8 @@ def test_a_grammar_allows_calls_as_the_format_has_them(name, codec):
     ],
 )
 def test_reasoning_is_separated_from_content(text, is_open, reasoning, content, size):
-    opened = THINK if is_open else None
-    found = output_of(Syntax(format=DESCRIBED, opened=opened, splits_reasoning=True), text, size)
+    prompt = "A: <think>" if is_open else "A: "
+    found = output_of(Syntax(format=DESCRIBED, prompt=prompt, splits_reasoning=True), text, size)
     assert (found.reasoning, found.content) == (reasoning, content)
     assert "".join(part.text for part in found.parts) == text
     plain = output_of(Syntax(), text, size)
