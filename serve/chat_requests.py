@@ -8,7 +8,7 @@ from typing import Any
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.answers.answer_reader import MAX_CALLS, CallRules
-from hotsplit.runtime.answers.call_style import CallStyle, with_responses
+from hotsplit.runtime.answers.call_style import CallStyle, with_descriptions, with_responses
 from hotsplit.runtime.answers.calls import Tool, json_text, name_of, schema_of, short_id
 from hotsplit.runtime.answers.described import with_described
 from hotsplit.runtime.answers.formats import AnswerFormat
@@ -99,6 +99,8 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     if served.call_style.describes_tools:
         is_known = served.call_style.has_system
         messages, in_template = with_described(messages, choice.tools, has_system=is_known), []
+    if served.call_style.has_descriptions:
+        in_template = with_descriptions(in_template)
     if served.call_style.has_responses_in_calls:
         messages = with_responses(messages)
     is_answered = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")

@@ -9,9 +9,16 @@ from answer_templates import PUBLISHED
 from serving import TOKENIZER
 from test_serve_tools import BY_NAME, ONE, TOOLS, TWO, WRITERS
 from tokenizers import Tokenizer
+from tool_templates import CALL_TEMPLATES
 
+from hotsplit.errors import HotsplitError
 from hotsplit.runtime.answers.answer_reader import AnswerReader, CallRules
-from hotsplit.runtime.answers.call_style import with_responses
+from hotsplit.runtime.answers.call_style import (
+    CallStyle,
+    call_style,
+    with_descriptions,
+    with_responses,
+)
 from hotsplit.runtime.answers.formats import FORMATS, format_of
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.runtime.text.chat_template import ChatTemplate
@@ -437,6 +444,20 @@ def test_results_in_the_message_with_the_calls():
         {"name": "g", "response": "two"}, {"name": "f", "response": "one"},
     ]  # fmt: skip
     assert messages[1] == {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def test_a_template_that_refuses_a_tool_without_a_description(process):
+    text = "{% for tool in tools or [] %}{{ '// ' + tool.function.description }}{% endfor %}"
+    with_calls = CALL_TEMPLATES["gpt-oss"][0]
+    template = ChatTemplate(name="it", text=text + with_calls, process=process)
+    assert call_style(template) == CallStyle(has_descriptions=True)
+    bare = [{"type": "function", "function": {"name": "f"}}]
+    asked = [{"role": "user", "content": "?"}]
+    with pytest.raises(HotsplitError, match="description"):
+        template.render(asked, tools=bare)
+    assert template.render(asked, tools=with_descriptions(bare)).startswith("// ")
+    kept = {"name": "f", "description": "d"}
+    assert with_descriptions([{"type": "function", "function": kept}])[0]["function"] == kept
 
 
 def test_the_thoughts_of_a_response_go_to_what_follows_them():

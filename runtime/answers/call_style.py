@@ -10,20 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.answers.calls import json_text
+from hotsplit.runtime.answers.calls import Tool, json_text
 from hotsplit.runtime.answers.formats import format_of
 from hotsplit.runtime.text.chat_template import ChatTemplate, Message
 
 _KEY, _VALUE = "probe_key", "probe_value"
 _LONG_ID, _SHORT_ID = "call_0123456789abcdef01234567", "abcDEF012"
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "A probe.",
-        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
-    },
+_FUNCTION = {
+    "name": "probe",
+    "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
 }
+_BARE_TOOL: Tool = {"type": "function", "function": _FUNCTION}
+_TOOL: Tool = {"type": "function", "function": {**_FUNCTION, "description": "A probe."}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +32,7 @@ class CallStyle:
     has_single_calls: bool = False  # one in a message
     has_calls_as_content: bool = False  # the template leaves calls out
     has_responses_in_calls: bool = False  # results are in the message with the calls
+    has_descriptions: bool = False  # it refuses a tool without one
     describes_tools: bool = False  # the server does, because the template's form is not known
     has_system: bool = True  # the template writes such a message; tried only if `describes_tools`
 
@@ -57,6 +56,7 @@ def call_style(template: ChatTemplate) -> CallStyle:
                 style,
                 has_single_calls=not _are_written(template, style, 2),
                 has_responses_in_calls="tool_responses" in text and "tool_call_id" not in text,
+                has_descriptions=not _are_written(template, style, 1, _BARE_TOOL),
             )
     return CallStyle()
 
@@ -86,6 +86,11 @@ def with_responses(messages: Sequence[Message]) -> list[dict[str, object]]:
     return found
 
 
+def with_descriptions(tools: Sequence[Tool]) -> list[Tool]:
+    """The tools with an empty description where they have none."""
+    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+
+
 def _has_system(template: ChatTemplate) -> bool:
     """Whether the template writes a system message."""
     messages = [{"role": "system", "content": _VALUE}, {"role": "user", "content": "Hello"}]
@@ -95,8 +100,8 @@ def _has_system(template: ChatTemplate) -> bool:
         return False
 
 
-def _are_written(template: ChatTemplate, style: CallStyle, count: int) -> bool:
-    """Whether the template writes a message with this number of calls whole."""
+def _are_written(template: ChatTemplate, style: CallStyle, count: int, tool: Tool = _TOOL) -> bool:
+    """Whether the template writes a message with this number of calls of the tool whole."""
     first_id = _SHORT_ID if style.has_short_ids else _LONG_ID
     call_ids = [f"{first_id[:-1]}{number}" for number in range(count)]
     calls, results = list[object](), list[Message]()
@@ -114,7 +119,7 @@ def _are_written(template: ChatTemplate, style: CallStyle, count: int) -> bool:
         *results,
     ]
     try:
-        text = template.render(messages, tools=[_TOOL], keeps_none=style.has_null_content)
+        text = template.render(messages, tools=[tool], keeps_none=style.has_null_content)
     except HotsplitError:
         return False
     is_printed = f"'{_KEY}': '{_VALUE}" in text  # as Python writes an object
