@@ -115,7 +115,7 @@ JOINED = {
 @pytest.mark.parametrize("kind", JOINED)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_messages_of_one_role_in_succession(name, kind, process, oracle):
-    """As they are where the template takes them, otherwise as one message."""
+    """They stay as they are where the template takes them, otherwise as one message."""
     for messages in JOINED[kind]:
         try:
             want = oracle.apply_chat_template(
@@ -342,7 +342,7 @@ LOOKS_BACK = """\
 
 
 def test_4096_messages_of_which_each_looks_at_all_others(process):
-    """As in Gemma 4's template."""
+    """Gemma 4's template does so."""
     roles = ["user", "assistant", "tool", "tool"] * 1024
     messages = [{"role": role, "content": str(n)} for n, role in enumerate(roles)]
     text = template(LOOKS_BACK, process).render(messages).split(";")

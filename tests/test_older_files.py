@@ -57,7 +57,7 @@ def logits(path: Path, **options) -> torch.Tensor:
 
 
 def of_each_expert(tensors, order=None, kinds=None):
-    """As llama.cpp's converter wrote them in 2023: expert by expert, the matrices of one after another."""
+    """llama.cpp's converter of 2023 wrote files like these: expert by expert, the matrices of one after another."""
     found, apart = {}, {}
     for name, entry in tensors.items():
         match = re.fullmatch(r"(blk\.\d+\.ffn_\w+)_exps\.weight", name)
