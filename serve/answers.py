@@ -76,12 +76,13 @@ class Voice:
     def _parts(self, token: Token) -> list[Part]:
         if self._reader is None:
             return [Part(kind="content", text=token.text)] if token.text else []
-        was_reasoning = self._reader.is_reasoning
+        was_inside = self._reader.inside is not None
         parts = self._reader.push(token.text)
         self._num_undecided += token.id is not None
-        if was_reasoning or self._reader.is_reasoning:
+        is_reasoning = was_inside or self._reader.inside is not None
+        if is_reasoning:
             self.num_reasoning += self._num_undecided
-        if was_reasoning or self._reader.is_reasoning or not self._reader.is_holding:
+        if is_reasoning or not self._reader.is_holding:
             self._num_undecided = 0
         return parts
 

@@ -460,6 +460,34 @@ def test_a_template_that_refuses_a_tool_without_a_description(process):
     assert with_descriptions([{"type": "function", "function": kept}])[0]["function"] == kept
 
 
+BLOCKS = (
+    "{% for message in messages %}{% if message.content is string %}"
+    "{% if not message.content %}{{ raise_exception('empty') }}{% endif %}{{ message.content }}"
+    "{% else %}{% for block in message.content %}{% if block['type'] == 'thinking' %}"
+    "{{ '[THINK]' + block['thinking'] + '[/THINK]' }}{% else %}{{ block['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '|' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "message, rendered",
+    [
+        ({"content": "Paris", "reasoning_content": "hm"}, "[THINK]hm[/THINK]Paris|"),
+        ({"content": "", "reasoning_content": "hm"}, "[THINK]hm[/THINK]|"),  # was interrupted
+        ({"content": "Paris"}, "Paris|"),
+        ({"content": "Paris", "reasoning_content": ""}, "Paris|"),
+        ({"content": [{"type": "text", "text": "Paris"}], "reasoning_content": "hm"}, "Paris|"),
+    ],
+)
+def test_reasoning_in_a_block_of_the_content(message, rendered, process):
+    """The templates of Ministral 3 Reasoning and Magistral read it there alone."""
+    template = ChatTemplate(name="it", text=BLOCKS, process=process)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", **message}]
+    assert template.render(messages) == f"?|{rendered}"
+    asked = [{"role": "user", "content": "?", "reasoning_content": "hm"}]
+    assert template.render(asked) == "?|"
+
+
 def test_the_thoughts_of_a_response_go_to_what_follows_them():
     thought = {"type": "reasoning", "summary": [], "content": [
         {"type": "reasoning_text", "text": "hm"}]}  # fmt: skip

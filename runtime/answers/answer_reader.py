@@ -142,10 +142,6 @@ class AnswerReader:
         return self._inside
 
     @property
-    def is_reasoning(self) -> bool:
-        return self._inside is not None
-
-    @property
     def is_answering(self) -> bool:
         """True where the answer proper goes on: not in reasoning and, if the format has channels,
         in the final one. A grammar or a schema of the answer holds there."""

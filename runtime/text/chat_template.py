@@ -36,6 +36,7 @@ _SPECIAL = {
 }
 # transformers' names for reasoning in a message; templates read the first or the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_BLOCK = "block['thinking']"  # in templates that read reasoning from a block of the content
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -109,6 +110,8 @@ class ChatTemplate:
             messages = [*messages[:-1], _marked(messages[-1])]
         has_tools = inputs["tools"] is not None
         text = self.tool_text if has_tools and self.tool_text is not None else self.text
+        if _BLOCK in text and "reasoning_content" not in text:
+            messages = [_with_block(message) for message in messages]
         rendered = self.process.render(self.name, text, {**inputs, "messages": messages})
         return self._cut(rendered) if is_continued else rendered
 
@@ -207,6 +210,15 @@ def _normal(message: Message, *, keeps_none: bool) -> dict[str, object]:
     if reasoning is None:
         return known
     return {"thinking": reasoning, **known, "reasoning_content": reasoning}
+
+
+def _with_block(message: dict[str, object]) -> dict[str, object]:
+    """An answer's message with its reasoning as the first block of the content."""
+    reasoning, content = message.get("reasoning_content"), message.get("content")
+    if message["role"] != "assistant" or not reasoning or not isinstance(content, str):
+        return message
+    text = [{"type": "text", "text": content}] if content else []
+    return message | {"content": [{"type": "thinking", "thinking": reasoning}, *text]}
 
 
 def _marked(message: dict[str, object]) -> dict[str, object]:
