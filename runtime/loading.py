@@ -24,10 +24,9 @@ from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.device_check import (
     LIMIT_S,
     DeviceFails,
-    check_logits,
+    check_against_cpu,
     failures_of_device,
     logits_of,
-    logits_on_cpu,
     within_time,
 )
 from hotsplit.runtime.gpu_setup import (
@@ -321,7 +320,7 @@ class Loaded:
         return logits_of(self.decoder, self.model.spec.vocab_size, repeats=True)
 
     def _check(self, got: dict[str, Tensor]) -> None:
-        check_logits(got, logits_on_cpu(self.model, self.mode, self.cache_types))
+        check_against_cpu(got, self.model, self.mode, self.cache_types)
 
     def _capture_passes(self) -> None:
         """Lets prompts run as graphs."""

@@ -13,7 +13,8 @@ import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
 from models import changed as changed_spec
-from models import make_sizes, mixture_spec
+from models import make_model, make_sizes, mixture_spec
+from reference import rel_error
 from safetensors.torch import load_file, save_file
 from test_verify_conversion import MARGIN, verification
 from transformers import (
@@ -29,14 +30,18 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import convert as convert_module
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import array_entry
 from hotsplit.measure.evaluate.verify_conversion import BOUND
 from hotsplit.model.route import Route
-from hotsplit.runtime.check.expert_choices import Followed
+from hotsplit.options.cache_types import CacheTypes
+from hotsplit.runtime import device_check
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.ops.expert_choices import Followed
 from hotsplit.runtime.step import native_step
 
 BASE = {
@@ -300,3 +305,51 @@ def test_a_tie_of_groups_is_followed():
         score[:, 0] = 1.0 - 1e-6
         assert score.topk(2).indices.tolist() == [[5, 4]]
     assert followed.fault is None and followed.num_ties == 2
+
+
+# ---- the check of a load with a GPU -------------------------------------------------------------------
+
+
+def mixture_with_near_ties(path: Path, distance: float):
+    """The scores of each second expert are `distance`, relative to their size, from those before it."""
+    route = Route(num_experts=6, num_used=1)
+    model = make_model(
+        spec=mixture_spec(make_sizes(num_layers=3, context_length=64), route=route), kind="f16"
+    )
+    tensors, chance = dict(model.tensors), np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith("ffn_gate_inp.weight")]:
+        values = tensors[name].read().copy()
+        values[1::2] = values[::2] * (1 + distance * chance.standard_normal(values[::2].shape))
+        tensors[name] = array_entry(values, "f32")
+    dataclasses.replace(model, tensors=tensors).save(path)
+    return ModelFile.load(path)
+
+
+def test_a_gpu_that_decides_ties_otherwise_is_used(tmp_path, caplog):
+    caplog.set_level("INFO")
+    model = mixture_with_near_ties(tmp_path / "m.gguf", 1e-3)
+    asked = model, "dense", CacheTypes.of("f32")
+    plain, near = device_check._routed_on_cpu(*asked, ())
+    assert rel_error(plain["a step"], device_check.logits_on_cpu(*asked)["a step"]) < 1e-5
+    # Of the prompt's last token and of the step's.
+    assert {token for _, token in near} == {31, 32} and len(near) == 6
+    got, _ = device_check._routed_on_cpu(*asked, near[1:5])
+    assert min(device_check._errors(got, plain)) > device_check.BOUND
+    device_check.check_against_cpu(got, *asked)
+    assert (
+        "choices of experts are ties within the GPU's rounding" in caplog.records[-1].getMessage()
+    )
+    halved = {name: 0.5 * values for name, values in got.items()}
+    with pytest.raises(device_check.DeviceFails, match="are off by"):
+        device_check.check_against_cpu(halved, *asked)
+
+
+def test_a_gpu_that_takes_other_experts_is_not(tmp_path):
+    model = mixture_with_near_ties(tmp_path / "m.gguf", 1.0)
+    asked = model, "dense", CacheTypes.of("f32")
+    _, near = device_check._routed_on_cpu(*asked, ())
+    places = {(router, token) for router in range(3) for token in (31, 32)} - {*near}
+    assert len(places) >= 4
+    got, _ = device_check._routed_on_cpu(*asked, places)
+    with pytest.raises(device_check.DeviceFails, match="are off by"):
+        device_check.check_against_cpu(got, *asked)

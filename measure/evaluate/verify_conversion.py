@@ -5,7 +5,7 @@ with the file's values put back into it, so that both sides have the rounding of
 whose effect grows from layer to layer. The other side is the runtime's graph with the file's values
 unpacked to f32, hence with an f32 KV cache. The logits can then differ by the order of f32 sums and
 by errors: wrong names, a wrong order of rows, a wrong graph. Where a router's choice of experts is a tie within
-such differences, the reference takes the runtime's (see runtime.check.expert_choices). Reading the values back
+such differences, the reference takes the runtime's (see runtime.ops.expert_choices). Reading the values back
 (see hotsplit.files.written) also checks that they equal the source's up to rounding. What the rounding cost is
 another question, and has an answer of its own: the divergence from the source as it is.
 
@@ -32,9 +32,9 @@ from hotsplit.files.typed import shown
 from hotsplit.files.written import Restored, Written
 from hotsplit.measure.evaluate.comparison import PIECE, Compared, Comparison
 from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES
-from hotsplit.runtime.check.expert_choices import Followed
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.ops.expert_choices import Followed
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.weights.matrix import matrix_of
 from hotsplit.system.sizes import format_bytes
