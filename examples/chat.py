@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
     ):
         for message in wanted.messages:
             print(f"> {message}")
-            answers.append("".join(token.text for token in conversation.say(message)))
+            tokens = list(conversation.say(message))
+            answers.append("".join(token.text for token in tokens if not token.is_reasoning))
             run = conversation.run
             computed = run.prefill_tokens - run.cached_tokens
             print(f"{answers[-1]}\n[{run.cached_tokens} kept, {computed} computed]")
