@@ -87,12 +87,11 @@ def test_captured_and_submitted_steps_give_the_same_bits_in_any_order(tmp_path, 
 
 
 @pytest.mark.parametrize("mode", slow_unless(["exact", "predicted"], ["exact"]))
-@pytest.mark.parametrize("plan", slow_unless(["random", "two GPUs"], ["random"]))
-def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
+def test_neurons_swap_slots_beside_a_captured_step(tmp_path, mode):
     """Staging and slots are in the slab with the step's vectors, and are freed with the engine."""
-    model, _ = made(tmp_path, plan)
+    model, _ = made(tmp_path, "random")
     want, _ = on_the_cpu(model.path, mode)
-    with checked_cuda(num_devices=2, seed=2):
+    with checked_cuda(num_devices=1, seed=2):
         with Engine.load(
             model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda",
             neuron_cache=random_setup(most_rows=12),
@@ -100,8 +99,7 @@ def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
             got = stepped(engine, TOKENS)
             assert engine.neuron_cache.num_swaps > 5
             engine.neuron_cache.complete()
-            for number in range(2):
-                torch.cuda.synchronize(number)
+            torch.cuda.synchronize(0)
             engine.neuron_cache.slots.check()
             assert library.text("log").count("scatter") >= 3  # one of them is the check's
         assert not [line for line in library.text("left") if not line.startswith("pinned")]

@@ -459,3 +459,6 @@ def test_a_cache_that_cannot_work_is_refused(tmp_path):
     refused("stay in the file", random_setup(), split=split, mode="exact", is_resident=False)
     split = planned(tmp_path, model, [np.arange(F), np.arange(0), np.arange(F)])
     refused("divides no layer", random_setup(), split=split, mode="exact")
+    half = make_split(model, [np.arange(F // 2)] * 3, home=(0, 0, 1, 1))
+    half.save(split)
+    refused("is on one GPU, and the plan has 2", random_setup(), split=split, mode="exact")

@@ -25,10 +25,11 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.planar import planar
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.neuron_cache.expert_slots import ExpertLayer, ExpertSlots, as_bytes
+from hotsplit.runtime.neuron_cache.expert_parts import ExpertLayer, ExpertParts, as_bytes
 from hotsplit.runtime.neuron_cache.native.library import SWAP
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.setup import first_residents, not_copied
+from hotsplit.runtime.neuron_cache.slots import GpuSlots
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import hybrid_builder
@@ -90,7 +91,10 @@ class Cached:
     def static(self):
         """(a step without a cache, its weights), with the experts that tables name now, and the same
         keys and values."""
-        layers, resident = self.cache.slots.layers, list(first_residents(self.model, self.split))
+        layers, resident = (
+            self.cache.slots.carrier.layers,
+            list(first_residents(self.model, self.split)),
+        )
         hot = list(self.split.hot)
         for layer, own in layers.items():
             hot[layer] = resident[layer] = np.flatnonzero(own.hot.places >= 0).astype(np.int32)
@@ -222,7 +226,7 @@ def test_bytes_are_those_of_the_plan():
     """Staging on the GPU; in main memory a copy of each expert in a slot, and tables."""
     cached = Cached.of("beside the CPU's attention", kind="q8_0", num_neurons=32)
     size, num_hot = CacheSize(most_rows=3, packs_bits=True), [2, 3]
-    slots, step, policy = cached.cache.slots, cached.step.neuron_cache, size.host_bytes
+    slots, step, policy = cached.cache.slots.carrier, cached.step.neuron_cache, size.host_bytes
     expert = 2 * 32 * 68 + 64 * 34
     tables_of_layouts = 4 * 16 * (68 + 34)  # of tiles of gate and up, and of down
     assert slots._staging_B.nbytes == 3 * expert
@@ -267,10 +271,9 @@ def test_experts_get_the_layout_of_a_gpu(kind, layout):
     hot = dataclasses.replace(hot, place_E=torch.full((E,), -1, dtype=torch.int32))
     residency = Residency([NONE, np.array([0, 2, 9], np.int32)], E)
     main, take = PlainStream(), lambda shape, dtype: torch.zeros(shape, dtype=dtype)
-    slots = ExpertSlots(
-        {1: ExpertLayer(hot=hot, cold=cold)}, residency, main, main, take, most_rows=2,
-        is_pinned=False,
-    )  # fmt: skip
+    layers = {1: ExpertLayer(hot=hot, cold=cold)}
+    carrier = ExpertParts(layers, residency, take, most_rows=2, is_pinned=False)
+    slots = GpuSlots(carrier, residency, main, main)
     slots.start(np.array([(1, 1, 7, 2, 0.0), (1, 0, 11, 0, 0.0)], SWAP))
     slots.finish()
     slots.check()
@@ -303,7 +306,7 @@ def test_a_table_that_changes_before_its_copy_has_ended_is_found():
 
 def test_a_slot_that_is_overwritten_while_a_step_reads_it_is_found():
     cached = Cached.of(backend=FakeDevice().backend(reference_kernels()))
-    slots = cached.cache.slots
+    slots = cached.cache.slots.carrier
 
     def straight(number, swap, parts=slots._parts):
         return ((as_bytes(part.slots[int(swap["slot"])]), part) for _, part in parts(number, swap))
@@ -318,12 +321,14 @@ def test_wrong_bytes_in_a_slot_are_found():
     right = ran(Cached.of(), IDS)
     for wrong in ("another's down", "no down", "no gate"):
         cached = Cached.of()
-        slots, move = cached.cache.slots, cached.cache.slots._move
+        slots, move = cached.cache.slots.carrier, cached.cache.slots.carrier._write
         of = {layer: own.hot for layer, own in slots.layers.items()}
         downs = {block.down.data.untyped_storage().data_ptr(): n for n, block in of.items()}
         gates = {block.gate.data.untyped_storage().data_ptr() for block in of.values()}
 
-        def moves(staging_B, slot, table, wrong=wrong, slots=slots, move=move, d=downs, g=gates):
+        def moves(
+            staging_B, slot, table, main, wrong=wrong, slots=slots, move=move, d=downs, g=gates
+        ):
             first = slot.untyped_storage().data_ptr()
             if wrong == "another's down" and first in d:
                 staging_B = as_bytes(slots.layers[d[first]].cold.down.data[0])
@@ -331,9 +336,9 @@ def test_wrong_bytes_in_a_slot_are_found():
                 "no gate",
                 True,
             ):
-                move(staging_B, slot, table)
+                move(staging_B, slot, table, main)
 
-        slots._move = moves
+        slots._write = moves
         assert not all(map(torch.equal, ran(cached, IDS), right)), wrong
         cached.cache.complete()
         with pytest.raises(AssertionError):
@@ -344,12 +349,12 @@ def test_an_expert_that_both_sides_or_neither_compute_is_found():
     right = ran(Cached.of(), IDS)
     for both in (True, False):
         cached = Cached.of()
-        slots = cached.cache.slots
+        slots = cached.cache.slots.carrier
 
-        def change(layer, change=slots._change_tables, slots=slots, both=both):
+        def change(layer, main, change=slots._change_tables, slots=slots, both=both):
             new = slots.layers[layer].cold.place_E
             old = new.clone()
-            change(layer)
+            change(layer, main)
             new[:] = torch.maximum(old, new) if both else torch.minimum(old, new)
 
         slots._change_tables = change

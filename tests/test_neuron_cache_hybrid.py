@@ -37,13 +37,11 @@ F, L = 96, 4
 IDS = TOKENS[:5]
 ALL, NONE = np.arange(F), np.arange(0)
 SOME = np.random.default_rng(5).permutation(F)[:37]
-# Hot neurons of each layer, which layers have attention on the GPU, whether the head is there, and
-# the GPU of each layer and of the head.
+# Hot neurons of each layer, which layers have attention on the GPU, whether the head is there.
 PLANS = {
-    "random": ([SOME] * L, [1] * L, True, None),
-    "all but one": ([ALL[1:]] * L, [1] * L, True, None),
-    "every kind of layer": ([SOME, ALL, NONE, SOME], [1, 1, 0, 0], False, None),
-    "two GPUs": ([SOME, NONE, SOME, ALL[:2]], [1, 1, 0, 1], True, [0, 0, 1, 1, 1]),
+    "random": ([SOME] * L, [1] * L, True),
+    "all but one": ([ALL[1:]] * L, [1] * L, True),
+    "every kind of layer": ([SOME, ALL, NONE, SOME], [1, 1, 0, 0], False),
 }
 
 
@@ -61,12 +59,12 @@ class Cached:
     @classmethod
     def of(cls, tmp_path, plan="random", mode="predicted", backend=None, seed=0, **options):
         shape = options.pop("sizes", None) or make_sizes(num_layers=L, num_neurons=F)
-        hot, dense, head, home = PLANS[plan] if isinstance(plan, str) else plan
+        hot, dense, head = PLANS[plan] if isinstance(plan, str) else plan
         model = make_model(sizes=shape, predictor_rank=8, **options)
         model = dataclasses.replace(
             model, threshold_L=(0.05,) * shape.num_layers, path=tmp_path / "m.gguf"
         )
-        split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home)
+        split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head)
         setup = random_setup(seed=seed, most_rows=12)
         resident = first_residents(model, split)
         weights = weights_of(model, split, mode, resident)
@@ -148,7 +146,7 @@ def test_every_step_equals_a_static_one_bit_for_bit(tmp_path, plan, mode):
 def test_every_type_of_rows(tmp_path, kind, mode):
     shape = make_sizes(num_layers=2, num_neurons=F, width=256 if kind == "q6_k" else 64)
     cached = Cached.of(
-        tmp_path, mode=mode, kind=kind, sizes=shape, plan=([SOME, SOME], [1, 0], True, None)
+        tmp_path, mode=mode, kind=kind, sizes=shape, plan=([SOME, SOME], [1, 0], True)
     )
     assert all(are_static(cached, IDS[:3]))
 
@@ -201,9 +199,7 @@ def test_prompts_follow_the_tables(tmp_path):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(
-    "plan, mode", [("random", "exact"), ("every kind of layer", "predicted"), ("two GPUs", "exact")]
-)
+@pytest.mark.parametrize("plan, mode", [("random", "exact"), ("every kind of layer", "predicted")])
 def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan, mode):
     want = Cached.of(tmp_path, plan, mode)
     logits = ran(want, IDS)
@@ -216,7 +212,7 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan, mod
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_every_event_is_needed(tmp_path, mode):
-    plan = ([SOME, SOME], [1, 0], True, None)
+    plan = ([SOME, SOME], [1, 0], True)
     shape = make_sizes(num_layers=2, num_neurons=F)
 
     def made(**options):
@@ -329,7 +325,7 @@ def test_rows_of_a_file_become_planar_on_a_gpu(tmp_path, kind):
     that becomes hot."""
     width = 256 if kind == "q6_k" else 64
     shape = make_sizes(num_layers=1, num_neurons=24, width=width, vocab_size=20)
-    plan = ([np.arange(9)], [1], True, None)
+    plan = ([np.arange(9)], [1], True)
     cached = Cached.of(tmp_path, mode="exact", kind=kind, sizes=shape, plan=plan)
     (layer,) = cached.weights.layers
     hot, cold = layer.ffn.blocks
@@ -374,8 +370,7 @@ def test_the_comparison_finds_what_is_not_moved(tmp_path, wrong):
         backend = dataclasses.replace(backend, slot_kernels=kernels)
     cached = Cached.of(tmp_path, backend=backend)
     if wrong == "ids":
-        (device,) = cached.cache.slots._devices
-        device._ids = lambda swaps: (np.zeros((len(swaps), 0), np.int64),) * 2
+        cached.cache.slots.carrier._ids = lambda swaps: (np.zeros((len(swaps), 0), np.int64),) * 2
     if wrong == "cold":
         cached.cache.residency.cold = lambda layer: cached.weights.layers[layer].ffn.blocks[1].id_N
     assert not all(are_static(cached, IDS))

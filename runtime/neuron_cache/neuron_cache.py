@@ -7,7 +7,7 @@ next step.
     after step t + 1  staged rows are moved to their slots, and the tables of hot and cold neurons
                       change; step t + 2 is the first that uses them
 
-Experts of a mixture are swapped in the same way, but not gathered: expert_slots.py. Below, a neuron may
+Experts of a mixture are swapped in the same way, but not gathered (expert_parts.py). Below, a neuron may
 be an expert.
 
 Nothing is written back: main memory holds every row of a layer that has slots. Results do not
@@ -28,13 +28,12 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.neuron_cache.expert_slots import ExpertSlots
 from hotsplit.runtime.neuron_cache.policy import CacheReport
 from hotsplit.runtime.neuron_cache.residency import Residency
-from hotsplit.runtime.neuron_cache.slots import DeviceSlots, JoinedSlots
+from hotsplit.runtime.neuron_cache.slots import GpuSlots, JoinedSlots
 from hotsplit.system.sizes import format_bytes
 
-Slots = JoinedSlots | DeviceSlots | ExpertSlots
+Slots = JoinedSlots | GpuSlots
 
 
 class Policy(Protocol):

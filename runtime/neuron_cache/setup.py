@@ -15,7 +15,7 @@ from hotsplit.options.engine_config import OwnPolicy
 from hotsplit.options.neuron_cache import OFF, CacheOptions, Off, Units
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.neuron_cache.expert_slots import ExpertLayer
+from hotsplit.runtime.neuron_cache.expert_parts import ExpertLayer
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache, Policy
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.neuron_cache.residency import Residency
@@ -102,6 +102,11 @@ class CacheSetup:
             raise HotsplitError(
                 f"{model.path}: the plan and its neuron cache are for mode {plan.mode}, and the mode is"
                 f" {mode}; leave --mode out, or run hotsplit solve with --mode {mode}"
+            )
+        if plan is not None and len(plan.budgets) > 1:
+            raise HotsplitError(
+                f"{model.path}: the neuron cache is on one GPU, and the plan has {len(plan.budgets)}; give a"
+                " plan for one, or leave --neuron-cache out"
             )
         if not is_resident:
             why = (

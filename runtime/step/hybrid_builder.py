@@ -33,8 +33,11 @@ from hotsplit.runtime.step.divided_layer import (
 )
 from hotsplit.runtime.step.forms import placed_form
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels
-from hotsplit.runtime.step.hybrid_expert_cache import HybridExpertCache
-from hotsplit.runtime.step.hybrid_neuron_cache import HybridCache, HybridNeuronCache
+from hotsplit.runtime.step.hybrid_neuron_cache import (
+    HybridCache,
+    HybridExpertCache,
+    HybridNeuronCache,
+)
 from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
 from hotsplit.runtime.step.hybrid_submissions import Lowering, Submission, is_in_line, joins
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts

@@ -1,23 +1,17 @@
-"""The slots of experts on a GPU. An expert is a few large pieces of pinned memory, so nothing is
-gathered:
-
-    start    copier   copy the experts to staging                               beside a step
-    finish   main     wait for the copier | move them to the slots | tables     between steps
-
-On their way to the slots, tiles and groups of the CPU's become the GPU's rows: a table for each pair of
-layouts says where each byte is.
+"""Carries experts to the slots of a GPU. An expert is a few large pieces of pinned memory, so nothing is
+gathered: the copier copies them to staging. On their way from there to the slots, tiles and groups of
+the CPU's become the GPU's rows: a table for each pair of layouts says where each byte is.
 
 A step's kernels, the CPU's functions and prompts read where an expert is from tables, so a captured
 step stays valid. Main memory has all experts of these layers; those in slots are marked there, and
-not computed twice. The methods are those of slots.py.
+not computed twice.
 
-Letters: L layers, E experts of a layer, N slots of a layer, S swaps, B bytes of
-staging, U bytes of a tile or row."""
+Letters: L layers, E experts of a layer, N slots of a layer, S swaps, B bytes of staging, U bytes of
+a tile or row."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,23 +61,19 @@ class _Part:
     layout: tuple[str, str, int] | None
 
 
-class ExpertSlots:
-    """The slots of the layers in `layers`, all on the GPU of the two streams. At most `most_rows`
-    experts are swapped at a time."""
+class ExpertParts:
+    """The experts of `layers`. At most `most_rows` are swapped at a time."""
 
     def __init__(
         self,
         layers: Mapping[int, ExpertLayer],
         residency: Residency,
-        main: Stream,
-        copier: Stream,
         take: Take,
         *,
         most_rows: int,
         is_pinned: bool,
     ) -> None:
         self.layers, self._residency = layers, residency
-        self._main, self._copier = main, copier
         self._expert_bytes = max(
             sum(staged(part.slots[0].nbytes) for part in own.parts) for own in layers.values()
         )
@@ -93,18 +83,14 @@ class ExpertSlots:
         # What the GPU's tables become: the slot of each expert.
         shape = residency.slot_LF.shape
         self._place_LE = torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned)
-        self._pending: tuple[np.ndarray, Any] | None = None
 
-    def start(self, swaps_S: np.ndarray) -> int:
-        assert self._pending is None
-        self._copier.follow()
+    def stage(self, swaps_S: np.ndarray, copier: Stream) -> int:
         num_bytes = 0
         for number, swap in enumerate(swaps_S):
             for staging_B, part in self._parts(number, swap):
                 expert = part.every[int(swap["in"])]
-                self._copier.copy(staging_B, as_bytes(expert))
+                copier.copy(staging_B, as_bytes(expert))
                 num_bytes += expert.nbytes
-        self._pending = swaps_S.copy(), self._copier.record()
         return num_bytes
 
     def _parts(self, number: int, swap: np.void) -> Iterator[tuple[Tensor, _Part]]:
@@ -115,47 +101,40 @@ class ExpertSlots:
             yield self._staging_B[first : first + size], part
             first += staged(size)
 
-    def _move(self, staging_B: Tensor, slot: Tensor, position_U: Tensor | None) -> None:
+    def move(self, swaps_S: np.ndarray, main: Stream) -> None:
+        for number, swap in enumerate(swaps_S):
+            for staging_B, part in self._parts(number, swap):
+                position_U = None if part.layout is None else self._positions[part.layout]
+                self._write(staging_B, part.slots[int(swap["slot"])], position_U, main)
+        for layer in np.unique(swaps_S["layer"]).tolist():
+            self._change_tables(layer, main)
+
+    def _write(
+        self, staging_B: Tensor, slot: Tensor, position_U: Tensor | None, main: Stream
+    ) -> None:
         """Writes an expert's bytes in staging to its slot, in the GPU's layout."""
         slot_B = as_bytes(slot)
         if position_U is None:
-            self._main.copy(slot_B, staging_B)
+            main.copy(slot_B, staging_B)
             return
         source, target = (each.view(-1, len(position_U)) for each in (staging_B, slot_B))
 
         def move() -> None:
             torch.index_select(source, 1, position_U, out=target)
 
-        self._main.launch(move, reads=[staging_B, position_U], writes=[slot])
+        main.launch(move, reads=[staging_B, position_U], writes=[slot])
 
-    def finish(self) -> None:
-        """Moves the experts to their slots and changes the tables; between steps."""
-        assert self._pending is not None
-        (swaps_S, arrived), self._pending = self._pending, None
-        self._residency.swap(swaps_S)
-        self._main.follow()  # a prompt may still read what leaves
-        self._main.wait(arrived)
-        for number, swap in enumerate(swaps_S):
-            for staging_B, part in self._parts(number, swap):
-                position_U = None if part.layout is None else self._positions[part.layout]
-                self._move(staging_B, part.slots[int(swap["slot"])], position_U)
-        for layer in np.unique(swaps_S["layer"]).tolist():
-            self._change_tables(layer)
-        self._main.finish()  # prompts read the slots on another stream
-
-    def _change_tables(self, layer: int) -> None:
+    def _change_tables(self, layer: int, main: Stream) -> None:
         hot, cold, place_E = self.layers[layer].hot, self.layers[layer].cold, self._place_LE[layer]
         assert hot.place_E is not None and cold.place_E is not None
         place_E.numpy()[:] = slot_E = self._residency.slot_LF[layer]
-        self._main.copy(hot.place_E, place_E)
+        main.copy(hot.place_E, place_E)
         hot.places[:] = slot_E
         cold.places[:] = np.where(slot_E < 0, np.arange(len(slot_E)), -1)
         cold.place_E.numpy()[:] = cold.places
 
     def check(self) -> None:
-        """Raises AssertionError unless all tables agree and slots have their experts' bytes. All
-        streams must have finished."""
-        self._residency.check()
+        """Also that slots have their experts' bytes."""
         for layer, own in self.layers.items():
             slot_E, id_N = self._residency.slot_LF[layer], self._residency.id_N(layer)
             assert own.hot.place_E is not None and own.cold.place_E is not None
