@@ -42,7 +42,7 @@ COMMANDS = (
     Command(
         name="profile",
         arguments="profile {in}/model.gguf --corpus {in}/t.txt -o {out}/p.safetensors --tokens 1500"
-        " --train-predictors {out}/pred --predictor-rank 8 --predictor-type f16",
+        " --train-predictors {out}/pred --predictor-rank 8",
         inputs=("model.gguf", "t.txt"),
         outputs=("p.safetensors", "p.report.json", "p.report.md", "pred/predictors.safetensors"),
         state=("p.safetensors.resume",),

@@ -402,11 +402,7 @@ def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
     "options, words",
     [
         ({"rank": 0}, "wanted 1 or more"),
-        ({"form": "fourier"}, "is unknown"),
-        ({"rank": 8, "form": "whole"}, "has no rank"),
         ({"rank": 65}, "wanted at most 64"),
-        ({"rank": 40, "type": "q4_0"}, "whole blocks"),
-        ({"form": "whole", "type": "f16"}, "as many values as the gate"),
     ],
 )
 def test_wrong_options_are_refused(options, words):
@@ -415,25 +411,11 @@ def test_wrong_options_are_refused(options, words):
         predictor_choices(PredictorOptions(**options), model)
 
 
-@pytest.mark.parametrize(
-    "kind, advice",
-    [
-        ("auto", {"form": "low-rank"}),
-        ("f16", {"form": "low-rank"}),
-        ("q8_0", {"form": "low-rank", "type": "f16"}),
-        ("q4_0", {"form": "low-rank", "type": "f16"}),
-    ],
-)
-def test_the_options_that_the_error_suggests_are_accepted(kind, advice):
-    """A whole predictor in q8_0 or q4_0 needs rows of whole blocks, as any in these types does."""
-    given = {"form": "whole", "type": kind}
-    narrow = make_model(sizes=make_sizes(width=48))
-    words = " and ".join(f"--predictor-{name} {value}" for name, value in advice.items())
-    with pytest.raises(HotsplitError, match=f"the model's width is 48: give {words}$"):
-        predictor_choices(PredictorOptions(**given), narrow)
-    predictor_choices(PredictorOptions(**given | advice), narrow)
-    if kind in ("q8_0", "q4_0"):
-        with pytest.raises(HotsplitError, match="whole blocks"):
-            predictor_choices(PredictorOptions(**given | {"form": "low-rank"}), narrow)
-    wide = make_model(sizes=make_sizes(width=64))
-    assert predictor_choices(PredictorOptions(form="whole", type="q4_0"), wide).kinds == ("q4_0",)
+def test_what_is_tried_follows_from_the_rank_alone():
+    for width, rank, ranks, forms in (
+        (256, None, (32, 64, 128), ("low-rank", "whole")), (48, None, (32,), ("low-rank", "whole")),
+        (256, 40, (40,), ("low-rank",)), (16, None, (4,), ("low-rank", "whole")),
+    ):  # fmt: skip
+        model = make_model(sizes=make_sizes(width=width, num_neurons=512))
+        found = predictor_choices(PredictorOptions(rank=rank), model)
+        assert (found.ranks, found.forms, found.kinds) == (ranks, forms, ("q8_0", "q4_0"))

@@ -47,7 +47,7 @@ def config(files, output, **options):
 def training(files, output):
     return {
         "train_predictors": files / f"{output}-pred",
-        "predictors": PredictorOptions(rank=32, type="q8_0"),
+        "predictors": PredictorOptions(rank=32),
     }
 
 
@@ -389,7 +389,7 @@ def test_two_processes_give_the_counts_of_one(files):
     neurons."""
     one = profile(config(files, "one", **training(files, "one")))
     done = two_ranks(files, "-o", files / "two", "--train-predictors", files / "two-pred",
-                     "--predictor-rank", 32, "--predictor-type", "q8_0")  # fmt: skip
+                     "--predictor-rank", 32)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tokens, density") == 1
     assert same_profile(files / "one", files / "two", has_same_predictors=False)

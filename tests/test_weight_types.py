@@ -12,9 +12,15 @@ from gguf.quants import dequantize
 from small_blocks import CODED
 
 from hotsplit.model import weight_types
-from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, SMALLEST, TYPES, file_kind
+from hotsplit.model.weight_types import (
+    BY_NAME,
+    BY_QUALITY,
+    SMALLEST,
+    TYPES,
+    PredictorTypeName,
+    file_kind,
+)
 from hotsplit.options.cache_types import NAMES as CACHE_NAMES
-from hotsplit.profile.predictors.options import PredictorType
 from hotsplit.runtime.kernels.cpu.library import _LAYOUTS
 from hotsplit.runtime.kernels.gpu.kernels import INEXACT_ROWS
 from hotsplit.runtime.kernels.gpu.slots import FORMS
@@ -72,7 +78,7 @@ def test_numbers_are_those_of_the_kernels():
 def test_derived_lists():
     assert BY_QUALITY == ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0") and SMALLEST == "q4_0"
     assert CACHE_NAMES == ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
-    assert get_args(PredictorType) == ("auto", "f16", "q8_0", "q4_0")
+    assert get_args(PredictorTypeName) == ("f16", "q8_0", "q4_0")
     own = ("q6_k", "q3_k", "q2_k", "iq4_xs")
     assert {*INEXACT_ROWS} == {"q4_k", "q5_k", *own, *(f"{name}_planar" for name in own)}
     assert {*FORMS} == {"", "q4_0", "q8_0", *own, *CODED}

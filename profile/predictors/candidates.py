@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.model.weight_types import PREDICTOR_NAMES, SMALL_BLOCK_NAMES, SMALLEST
+from hotsplit.model.weight_types import PREDICTOR_NAMES, SMALL_BLOCK_NAMES
 from hotsplit.profile.predictors.options import PredictorOptions, Target
 
 # Ranks tried by default are multiples of it, so that every type can hold them; in models too small
@@ -39,28 +39,6 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
     blocks = {max(1, round(share * width / BLOCK)) * BLOCK for share in RANK_SHARES}
     fitting = tuple(sorted(rank for rank in blocks if rank < width and rank <= neurons))
     ranks = (options.rank,) if options.rank else fitting or (max(1, width // 4),)
+    forms = ("low-rank", "whole") if options.rank is None else ("low-rank",)
     # q8_0 is as good as f16 at about half the bytes.
-    kinds = SMALL_BLOCK_NAMES if options.type == "auto" else (options.type,)
-    if options.form == "whole" and width % BLOCK:
-        is_blocks = options.type not in ("auto", "f16")
-        raise HotsplitError(
-            f"a whole predictor needs a type smaller than f16, whose rows are whole blocks of {BLOCK};"
-            f" the model's width is {width}: give --predictor-form low-rank"
-            + (" and --predictor-type f16" if is_blocks else "")
-        )
-    rows_fit = width % BLOCK == 0 and (options.form == "whole" or options.rank is None
-                                       or options.rank % BLOCK == 0)  # fmt: skip
-    if options.type not in ("auto", "f16") and not rows_fit:
-        raise HotsplitError(
-            f"predictors of type {options.type} need a width ({width}) and a rank of whole blocks"
-            f" of {BLOCK}; give --predictor-type f16"
-        )
-    forms = ("low-rank", "whole") if options.form == "auto" else (options.form,)
-    if options.rank is not None:
-        forms = ("low-rank",)
-    if options.form == "whole" and options.type == "f16":
-        raise HotsplitError(
-            "a whole predictor has as many values as the gate matrix, so that it pays only in a"
-            f" type smaller than f16; give --predictor-type {SMALLEST} or --predictor-form low-rank"
-        )
-    return Choices(ranks=ranks, kinds=kinds, forms=forms, target=options.target)
+    return Choices(ranks=ranks, kinds=SMALL_BLOCK_NAMES, forms=forms, target=options.target)

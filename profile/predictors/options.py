@@ -3,13 +3,8 @@
 Does not import torch, so that wrong options are refused at once."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from hotsplit.errors import HotsplitError
-from hotsplit.model.weight_types import PredictorTypeName
-
-PredictorForm = Literal["auto", "low-rank", "whole"]
-PredictorType = Literal["auto", PredictorTypeName]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,22 +25,12 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorOptions:
-    """With `auto`, form and type are chosen by measurement. Without a rank several are tried; with
-    one, only low-rank predictors are."""
+    """Form and type are chosen by measurement. Without a rank several are tried; with one, only
+    low-rank predictors are."""
 
     rank: int | None = None
-    form: PredictorForm = "auto"
-    type: PredictorType = "auto"
     target: Target = Target()
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
             raise HotsplitError(f"predictor rank is {self.rank}, wanted 1 or more")
-        for name, known in (("form", PredictorForm), ("type", PredictorType)):
-            value = getattr(self, name)
-            if value not in get_args(known):
-                raise HotsplitError(
-                    f"predictor {name} {value!r} is unknown; known: {', '.join(get_args(known))}"
-                )
-        if self.rank is not None and self.form == "whole":
-            raise HotsplitError("a whole predictor has no rank; leave --predictor-rank out")

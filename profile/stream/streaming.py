@@ -99,7 +99,7 @@ def _room(model: ModelFile, plan: StreamPlan) -> Room:
         raise HotsplitError(
             f"{model.path}: {room.says}, one layer at a time takes"
             f" {format_bytes(room.taken_bytes + plan.needs.layer_bytes)}; give that much memory,"
-            " or, if predictors are trained, --predictor-form whole or a small --predictor-rank"
+            " or, if predictors are trained, a small --predictor-rank"
         )
     return room
 

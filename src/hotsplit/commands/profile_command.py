@@ -24,7 +24,6 @@ from hotsplit.commands.options.shared import (
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_apart, check_outputs
-from hotsplit.model.weight_types import PREDICTOR_NAMES
 
 if TYPE_CHECKING:
     from hotsplit.profile.collect import ProfileReport
@@ -55,12 +54,6 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
     "--train-predictors", type=FOLDER, help="Train predictors too, and write them to this folder."
 )
 @click.option("--predictor-rank", type=int, help="Use low-rank predictors of this rank only.")
-@click.option("--predictor-form", type=click.Choice(["auto", "low-rank", "whole"]),
-              default="auto", show_default=True,
-              help="Two thin matrices, or the whole gate matrix; auto chooses by measuring.")  # fmt: skip
-@click.option("--predictor-type", type=click.Choice(["auto", *PREDICTOR_NAMES]),
-              default="auto", show_default=True,
-              help="Type of the predictors' matrices; auto chooses by measuring.")  # fmt: skip
 @click.option("--target-contribution", default=0.992, show_default=True,
               help="Share of the neurons' contribution that predictors must find.")  # fmt: skip
 @click.option("--target-lost-norm", default=0.04, show_default=True,
@@ -104,10 +97,7 @@ def profile(
     from hotsplit.profile.predictors.options import PredictorOptions, Target
 
     target = Target(**{each.name: options.pop(f"target_{each.name}") for each in fields(Target)})
-    names = ("rank", "form", "type")
-    predictors = PredictorOptions(
-        **{name: options.pop(f"predictor_{name}") for name in names}, target=target
-    )
+    predictors = PredictorOptions(rank=options.pop("predictor_rank"), target=target)
     with texts_or_default(options.pop("corpora")) as texts:
         config = ProfileConfig(
             model=files[0], output=output, force=force, predictors=predictors, corpora=texts,

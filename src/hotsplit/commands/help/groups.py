@@ -33,7 +33,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("Neuron cache",
      "neuron_cache"),
     ("Predictors",
-     "train_predictors predictor_rank predictor_form predictor_type "
+     "train_predictors predictor_rank "
      "target_contribution target_lost_norm target_precision input_layer_offset"),
     ("Address and access",
      "host port api_key origins hosts alias"),
