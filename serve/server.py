@@ -38,9 +38,11 @@ from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import Batch, Scheduler
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
+from hotsplit.system.system_memory import check_address_space
 
 log = logging.getLogger("hotsplit.serve")
 LAST_S = 2.0  # time to send the last answers
+_REQUESTS_BYTES = 128 << 20  # of address space: stacks of threads, bodies, answers
 M_ARENA_MAX = -8  # mallopt(3)
 FALLBACK = "chatml"  # the template of files without one
 
@@ -97,6 +99,7 @@ class Server:
         try:
             with self._open_engine() as engine:
                 served = served_of(self.config, engine)
+                check_address_space(_REQUESTS_BYTES, "of requests")
                 prefix_cache = PrefixCache(engine, self._num_places)
                 scheduler = Scheduler(
                     engine, prefix_cache, self._post, parallel=self.config.parallel,

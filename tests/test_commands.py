@@ -7,6 +7,7 @@ import sys
 import time
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from shutil import which
 
 import click
 import pytest
@@ -124,6 +125,25 @@ def test_a_limit_on_address_space_is_named(tmp_path, megabytes):
     assert done.returncode == 1 and "bug" not in line
     what = f"raise the limit on address space (ulimit -v), now {format_bytes(megabytes << 20)}"
     assert line.endswith(what) == (megabytes < 6000), line
+
+
+# A user that is not root, for whom the limit on processes holds, but who may read everything.
+OTHER_USER = [
+    "setpriv", "--reuid=65533", "--clear-groups", "--inh-caps", "-all,+dac_override,+dac_read_search",
+    "--ambient-caps", "-all,+dac_override,+dac_read_search",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or which("setpriv") is None, reason="needs another user")
+@pytest.mark.parametrize("processes", [1, 3, 5, 7])
+def test_a_limit_on_processes_is_named(tmp_path, processes):
+    path = tmp_path / "m.gguf"
+    make_model().save(path)
+    code = LIMITED.replace("RLIMIT_AS", "RLIMIT_NPROC").replace(" << 20", "")
+    command = [*OTHER_USER, sys.executable, "-c", code, str(processes), path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "raise the limit on processes (ulimit -u)" in line
 
 
 def test_free_memory_is_within_the_limit_on_address_space():
@@ -366,6 +386,33 @@ def test_a_mapped_input_that_is_truncated_is_named(tmp_path):
     line = f"hotsplit: {tmp_path}/in put: was changed while it was read; run the command again\n"
     assert result.stderr.decode() == line
     assert [path.name for path in tmp_path.iterdir()] == ["in put"]
+
+
+ABORTED = """
+import ctypes, sys, hotsplit.files.mapped_files as mapped
+from pathlib import Path
+from hotsplit.files.atomic import partial_file
+assert mapped.guard()
+with partial_file(Path(sys.argv[1])) as partial:
+    partial.write_bytes(b"half")
+    ctypes.CDLL(None).abort()
+"""
+
+
+def test_a_library_that_aborts_ends_the_command_in_one_line(tmp_path):
+    result = run(ABORTED, tmp_path / "out")
+    assert (result.returncode, result.stdout) == (1, b"")
+    (line,) = result.stderr.decode().splitlines()
+    assert line.startswith("hotsplit: a library has given up, most likely for want of memory")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_abort_from_outside_still_kills_the_process():
+    code = (
+        "import os, subprocess, sys, time, hotsplit.files.mapped_files as m\n"
+        "assert m.guard(); subprocess.run(['kill', '-ABRT', str(os.getpid())]); time.sleep(9)"
+    )
+    assert run(code).returncode == -signal.SIGABRT
 
 
 def test_a_bus_error_outside_mapped_files_still_kills_the_process():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from hotsplit.errors import HotsplitError
 from hotsplit.runtime.text import worker_inside
 
 # A worker limits its own time; this limit is for one that is stopped, or hangs in the kernel.
@@ -37,6 +38,16 @@ class Worker:
     Ctrl-C does not reach it. `ask` must not be called by two threads at a time."""
 
     def __init__(self, module: str, packages: Sequence[str]) -> None:
+        """Raises HotsplitError if the system refuses a process or open files."""
+        try:
+            self._start(module, packages)
+        except OSError as error:
+            raise HotsplitError(
+                f"a helper process cannot be started ({error.strerror}); raise the limits on processes"
+                " and open files (ulimit -u, ulimit -n)"
+            ) from error
+
+    def _start(self, module: str, packages: Sequence[str]) -> None:
         self.connection, theirs = socket.socketpair()
         self.connection.settimeout(WALL_S)
         folders = {name: _folders_of(name) for name in ("hotsplit", "hotsplit.runtime")}

@@ -23,10 +23,11 @@ from hotsplit.runtime.device.pinned import PinnableMemory
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights.matrix import Matrix, matrix_of
 from hotsplit.system.sizes import format_bytes
-from hotsplit.system.system_memory import advice_on_memory
+from hotsplit.system.system_memory import advice_on_memory, check_address_space
 
 SEGMENT_BYTES = 256 << 20
 _ALIGNMENT = 64
+_BESIDE = 96 << 20  # bytes of address space that tokenizers, threads and temporaries need
 _CPU = torch.device("cpu")
 
 
@@ -152,6 +153,7 @@ def _copy(
 
 def _segment(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
     """A new segment of zeros, aligned to a huge page, that takes no memory until written."""
+    check_address_space(num_bytes + _BESIDE, "of weights and what a text needs")
     try:
         return untouched(num_bytes)
     except OSError as error:  # the address space is limited; free memory was checked earlier

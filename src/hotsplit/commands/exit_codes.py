@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING
 
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.files.typed import printed_line
-from hotsplit.system.processors import let_threads_sleep, limit_libraries
+from hotsplit.system.processors import (
+    can_start_threads,
+    let_threads_sleep,
+    limit_libraries,
+    processors,
+)
 from hotsplit.system.signals import INTERRUPTED, MESSAGE, ending, message_of
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import address_space_bytes, advice_on_memory
@@ -32,6 +37,8 @@ MOST_LETTERS = 300  # of another library's error message
 LEAST_ALIKE, LEAST_ALIKE_COMMAND = 0.7, 0.65
 # What these modules' imports need, as measured with two processors.
 LEAST_ADDRESS_SPACE = {"numpy": 240 << 20, "torch": 768 << 20}
+# Beside those that compute: a library that is refused one interrupts, exits or aborts.
+LEAST_THREADS = 6
 # Messages of the loader where a library does not fit into the address space.
 NO_SPACE = ("failed to map", "cannot allocate memory")
 # torch's out-of-memory messages, which are plain RuntimeErrors on the CPU.
@@ -51,6 +58,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if is_program:
         _open_closed_streams()
+        if not can_start_threads(LEAST_THREADS + processors().threads):
+            _say(
+                "hotsplit: the system refuses to start threads; raise the limit on processes (ulimit -u)"
+            )
+            return 1
     with ending(is_program=is_program) as signals:
         try:
             with _nothing_printed(arguments) if is_program else nullcontext():

@@ -1,4 +1,4 @@
-"""Reports a mapped input that is truncated while it is read.
+"""Reports a mapped input that is truncated while it is read, and a library that aborts.
 
 The system then sends SIGBUS, possibly while native code runs, where a Python handler cannot run, so
 the handler is C++ (native/mapped_files.cpp). Continuing with other bytes in place of the lost ones
@@ -23,7 +23,7 @@ _lib: ctypes.CDLL | None = None
 
 
 def guard() -> bool:
-    """Installs the handler in this process; true if it is installed. Python's own handler
+    """Installs the handlers in this process; true if they are installed. Python's own handler
     (PYTHONFAULTHANDLER) takes precedence."""
     global _lib
     spec = find_spec("hotsplit._mapped")  # finds the file in every kind of install

@@ -1,7 +1,11 @@
+// Ends the process in one line where a library or the system would kill it: both handlers remove the
+// files set by hs_set_unfinished, and call only async-signal-safe functions.
+//
 // Touching a page of a mapped file beyond the end to which the file was truncated raises SIGBUS, in
 // whichever thread and library touches it. This handler prints the file's name, from
-// /proc/self/maps, in one line, removes the files set by hs_set_unfinished, and ends the
-// process. It calls only async-signal-safe functions.
+// /proc/self/maps.
+//
+// Rust's libraries, and C++ that does not catch, abort where memory or threads run out.
 
 #include <atomic>
 #include <cstdint>
@@ -13,6 +17,7 @@
 namespace {
 
 constexpr int EXIT_CODE = 74;  // sysexits.h: EX_IOERR
+constexpr int ABORTED = 1;     // as other failures for want of memory
 constexpr int MAX_UNFINISHED = 16;
 constexpr size_t PATH_BYTES = 4096;
 
@@ -69,6 +74,11 @@ void say(const char* text) {
     if (write(STDERR_FILENO, text, strlen(text)) < 0) return;
 }
 
+[[noreturn]] void end(int exit_code) {
+    for (int i = 0; i < num_unfinished; i++) unlink(unfinished[i]);
+    _exit(exit_code);
+}
+
 void on_bus_error(int number, siginfo_t* info, void*) {
     if (is_ending.test_and_set()) {
         for (;;) pause();  // another thread handles it
@@ -82,18 +92,33 @@ void on_bus_error(int number, siginfo_t* info, void*) {
     say("hotsplit: ");
     say(path);
     say(": was changed while it was read; run the command again\n");
-    for (int i = 0; i < num_unfinished; i++) unlink(unfinished[i]);
-    _exit(EXIT_CODE);
+    end(EXIT_CODE);
+}
+
+void on_abort(int number, siginfo_t* info, void*) {
+    if (info->si_pid != getpid()) {  // sent by another process
+        signal(number, SIG_DFL);
+        raise(number);
+        return;
+    }
+    if (is_ending.test_and_set()) {
+        for (;;) pause();
+    }
+    say("hotsplit: a library has given up, most likely for want of memory or threads; use smaller"
+        " sizes, or raise the limits (ulimit -v, ulimit -u)\n");
+    end(ABORTED);
 }
 
 }  // namespace
 
-// Installs the handler; 0 on success.
+// Installs the handlers; 0 on success.
 extern "C" __attribute__((visibility("default"))) int32_t hs_guard_mapped_files() {
     struct sigaction action{};
     action.sa_sigaction = on_bus_error;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    return sigaction(SIGBUS, &action, nullptr);
+    if (sigaction(SIGBUS, &action, nullptr) != 0) return -1;
+    action.sa_sigaction = on_abort;
+    return sigaction(SIGABRT, &action, nullptr);
 }
 
 // Sets the files that the handler removes, at most MAX_UNFINISHED: `count` names, each terminated

@@ -6,10 +6,14 @@ system stops them all together for most of the time."""
 
 import os
 import platform
+import resource
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from hotsplit.system import control_groups, memory_nodes
+
+_MANY = 4096  # a limit on processes that is not asked about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,26 @@ def processors() -> Processors:
         quota=min((quota for quota in quotas if quota is not None), default=None),
         nodes=memory_nodes.nodes_of(allowed),
     )
+
+
+def can_start_threads(count: int) -> bool:
+    """True if the limit on processes and threads (ulimit -u) leaves room for `count` more threads."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if most == resource.RLIM_INFINITY or most > _MANY:
+        return True
+    gate, started = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=gate.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        return False
+    finally:
+        gate.set()
+        for thread in started:
+            thread.join()
+    return True
 
 
 def load_now() -> float | None:

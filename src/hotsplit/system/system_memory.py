@@ -4,6 +4,7 @@ import os
 import resource
 from pathlib import Path
 
+from hotsplit.errors import HotsplitError
 from hotsplit.system.control_groups import groups_of
 from hotsplit.system.sizes import format_bytes
 
@@ -44,6 +45,16 @@ def advice_on_memory() -> str:
     if most is None:
         return "use smaller sizes, or more memory"
     return f"raise the limit on address space (ulimit -v), now {format_bytes(most)}"
+
+
+def check_address_space(num_bytes: int, what: str) -> None:
+    """Raises HotsplitError if the limit on address space leaves less than `num_bytes`. Libraries abort
+    where they find out themselves."""
+    most = address_space_bytes()
+    if most is not None and most - _mapped_bytes() < num_bytes:
+        raise HotsplitError(
+            f"no address space for {format_bytes(num_bytes)} {what}; {advice_on_memory()}"
+        )
 
 
 def _mapped_bytes() -> int:
