@@ -126,10 +126,10 @@ class Engine(TextEngine):
         ends with `.remove()` or with the `with` block. A tensor must not be changed, or kept
         without a copy.
 
-        Passes that are observed go layer by layer: of two tokens or more in native operations, if
-        these support the model and show all that is wanted (native_layers.SHOWN); with `in_torch`,
-        and if nothing is wanted, in torch. The two differ in the order of summation. An observer that
-        is added during a pass takes part from the next one on."""
+        Passes that are observed go layer by layer: in native operations, with the bits of a decode
+        step, if these support the model and show all that is wanted (native_layers.SHOWN); with
+        `in_torch` in torch, which differs in the order of summation. An observer that is added during
+        a pass takes part from the next one on."""
         return self._live.observers.add(observe, wants, in_torch=in_torch)
 
     @property

@@ -297,7 +297,7 @@ def test_a_model_agrees_with_torch(model_path, restore_library, level):
         for position, token in enumerate(IDS):
             one_by_one = engine._step(token, position)
         assert torch.equal(got, one_by_one)
-        with engine.observe(lambda name, layer, x: None, lambda name, layer: False):
+        with engine.observe(lambda name, layer, x: None, lambda name, layer: False, in_torch=True):
             want = engine._prefill(torch.tensor(IDS))
         assert rel_error(got, want) < 1e-5
 

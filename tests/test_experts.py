@@ -103,8 +103,8 @@ def with_expert_in(model: ModelFile, expert: int, value: float) -> ModelFile:
 
 
 def watched(engine: Engine, ids) -> torch.Tensor:
-    """Logits through torch, which is used because an observer is present."""
-    with engine.observe(lambda n, i, t: None, lambda n, i: False):
+    """Logits through torch."""
+    with engine.observe(lambda n, i, t: None, lambda n, i: False, in_torch=True):
         return engine.logits(ids)
 
 

@@ -194,8 +194,8 @@ def test_rotaries_are_shared_by_layers_with_equal_ones(model):
 
 
 def in_torch(engine, ids):
-    """Logits of a prompt whose passes an observer sees, which go through torch."""
-    with engine.observe(lambda name, layer, tensor: None, lambda name, layer: False):
+    """Logits of a prompt whose passes go through torch."""
+    with engine.observe(lambda name, layer, tensor: None, lambda name, layer: False, in_torch=True):
         return engine.logits(ids)
 
 

@@ -2,17 +2,20 @@
 that must go through torch."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
-from models import make_model, make_sizes, sparse_model
+from models import FAMILIES, family_model, make_model, make_sizes, sparse_model
 from reference import logits_ref, rel_error
 from test_by_output import stock_of
 from test_experts import ROUTES, mixture
 from test_native_step import BOUNDS, CASES
+from test_own_operations import NUMBERS
 from test_runtime import PATTERNS, make_split, saved
 
 from hotsplit import Engine
+from hotsplit.families.gemma3n import gemma3n_spec
 from hotsplit.families.sizes import sizes_of
 from hotsplit.measure.evaluate.quality import compare_all
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of
@@ -24,13 +27,33 @@ IDS = [(7 * i + i * i) % 50 for i in range(30)]
 OF_ALL = SHOWN - {"ffn_predicted", "ffn_experts", "ffn_shared_hidden"}  # what every layer has
 
 
+def gemma3n():
+    sizes = make_sizes(width=128, context_length=64)
+    spec = gemma3n_spec([sizes] * 2, [False] * 2, [None] * 2, [None] * 2, NUMBERS)
+    return make_model(spec=spec, kind="q8_0")
+
+
+# Models by what differs in their embedding, layers or head.
+SEEN = {
+    **{
+        kind: partial(make_model, kind=kind, sizes=make_sizes(width=256))
+        for kind in ("f32", "bf16", "q8_0", "q4_k")
+    },
+    **{family: partial(family_model, family, kind="q8_0") for family in FAMILIES},
+    "mixture": mixture,
+    "gemma3n": gemma3n,
+}
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """The layers that ran natively."""
-    seen, run = [], NativeLayers.run
+    seen, run = [], NativeLayers._layer
     monkeypatch.setattr(
-        NativeLayers, "run", lambda self, index, *a, **k: (seen.append(index), run(self, index, *a, **k))[1]
-    )  # fmt: skip
+        NativeLayers,
+        "_layer",
+        lambda self, index, *a: (seen.append(index), run(self, index, *a))[1],
+    )
     return seen
 
 
@@ -239,7 +262,7 @@ def test_a_pass_that_is_seen_leaves_the_same_keys_and_values(tmp_path, calls):
     assert rel_error(logits, logits_ref(model, IDS[:21])[-1]) < BOUNDS["f32"]
 
 
-@pytest.mark.parametrize("names", [set(), {"attn_out"}, {"ffn_norm", "ffn_out"}])
+@pytest.mark.parametrize("names", [{"attn_out"}, {"ffn_norm", "ffn_out"}])
 def test_other_tensors_are_shown_by_torch(tmp_path, calls, names):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine:
@@ -247,11 +270,47 @@ def test_other_tensors_are_shown_by_torch(tmp_path, calls, names):
     assert not calls
 
 
-def test_single_tokens_go_through_torch(tmp_path, calls):
+@pytest.mark.parametrize(
+    "names", [set(), {"logits", "output_norm"}, {"layer_out"}, {*SHOWN, "embedding"}]
+)
+@pytest.mark.parametrize("case", SEEN)
+def test_a_pass_that_is_seen_has_the_bits_of_the_steps(calls, case, names):
+    """Whatever of it is seen, for a text and for a single token."""
+    seen = {}
+    with Engine.of(SEEN[case]()) as engine:
+        ids = [token % engine.model.spec.vocab_size for token in IDS]
+        want = torch.stack([engine._step(token, at).clone() for at, token in enumerate(ids)])
+        assert torch.equal(engine.logits(ids), want)
+        with engine.observe(
+            lambda name, layer, tensor: seen.setdefault(name, []).append(tensor.clone()),
+            lambda name, layer: name in names,
+        ):
+            got, alone = engine.logits(ids), engine.logits(ids[:1])
+    assert torch.equal(got, want)
+    assert calls, "the pass went through torch"
+    assert torch.equal(alone, want[:1])
+    if "logits" in names:
+        assert torch.equal(seen["logits"][0], want) and len(seen["output_norm"][0]) == len(ids)
+
+
+def test_the_comparison_of_bits_notices_another_head():
+    """The head of the native step alone is changed."""
+    with Engine.of(SEEN["q8_0"]()) as engine:
+        want = engine.logits(IDS)
+        engine._live.native.step.logit_cap = 0.5
+        assert not torch.equal(engine.logits(IDS), want)
+        with engine.observe(lambda *a: None, lambda *a: False):
+            assert torch.equal(engine.logits(IDS), want)
+
+
+def test_single_tokens_are_seen(tmp_path, calls):
     model = saved(tmp_path)
     with Engine.load(model.path, mode="exact") as engine:
-        assert len(observed(engine, SHOWN, IDS[:1])["ffn_gate", 1]) == 1
-    assert not calls
+        got = observed(engine, SHOWN, IDS[:1])
+        want = observed(engine, SHOWN, IDS[:2])
+    assert calls == [0, 1] * 2
+    for key, tensor in got.items():
+        assert torch.equal(tensor[0].nan_to_num(), want[key][0].nan_to_num()), key
 
 
 def test_torch_can_be_asked_for(tmp_path, calls):

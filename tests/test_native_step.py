@@ -36,8 +36,8 @@ BOUNDS = Bounds(
 
 
 def watched(engine, ids):
-    """Runs `decoded` on the ordinary path, which is used because an observer is present."""
-    with engine.observe(lambda n, i, t: None, lambda n, i: False):
+    """Runs `decoded` in torch."""
+    with engine.observe(lambda n, i, t: None, lambda n, i: False, in_torch=True):
         return decoded(engine, ids)
 
 
@@ -146,7 +146,7 @@ def test_attention_over_parts_of_the_cache(
                 library.set_threads(count)
                 seen.append(engine._step(ids[position], position))
             assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
-            with engine.observe(lambda n, i, t: None, lambda n, i: False):
+            with engine.observe(lambda n, i, t: None, lambda n, i: False, in_torch=True):
                 want = engine._step(ids[position], position)
             assert rel_error(seen[0], want) < BOUNDS[kind]
 
@@ -185,8 +185,8 @@ def test_a_part_of_the_cache_with_infinite_scores(tmp_path, restore_library, nam
 
 
 def in_torch(engine, token, position):
-    """The logits of a step that is observed, which is not native."""
-    with engine.observe(lambda name, layer, tensor: None, lambda name, layer: False):
+    """The logits of a step in torch."""
+    with engine.observe(lambda name, layer, tensor: None, lambda name, layer: False, in_torch=True):
         return engine._step(token, position)
 
 
@@ -212,7 +212,7 @@ def test_scores_all_of_minus_infinity_give_nan_as_in_torch(
         key_CKW = engine.layers[0].attention.cache.key_CKW
         key_CKW[:position] = key_CKW[position]
         native = engine._step(7, position)
-        with engine.observe(lambda n, i, t: None, lambda n, i: False):
+        with engine.observe(lambda n, i, t: None, lambda n, i: False, in_torch=True):
             want = engine._step(7, position)
         assert native.isnan().all() and want.isnan().all()
         if position:

@@ -154,7 +154,7 @@ def test_observers_see_the_same_bits_layer_by_layer(folder, tmp_path, case, spil
 
 @pytest.mark.parametrize("case", CASES)
 def test_native_layers_show_the_same_bits_one_at_a_time(folder, tmp_path, case):
-    """Chunks of 128, one of them of a single token, which goes through torch."""
+    """Chunks of 128, one of them of a single token."""
     want, got, in_torch = Record(), Record(), Record()
     with Engine.load(folder / case, mode="dense", device="cpu") as engine:
         for record, names in ((want, SHOWN), (in_torch, SHOWN | {"attn_out"})):

@@ -327,7 +327,7 @@ class StreamedLayer:
             ids_T = waiting.windows[window][start : start + count]
             beside = self.stream.beside.of_layer(self.index, ids_T)
             slots = slots_in_turn(start // SHORT_CHUNK, count)
-            if native is not None and count > 1:
+            if native is not None:
                 x_TD, ffn_input_TD = native.run(
                     self.index, x_TD, start=start, slots=slots, predictor_input_TD=before_TD,
                     beside=beside, observers=observers,

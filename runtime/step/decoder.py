@@ -157,6 +157,9 @@ class Decoder:
         return None
 
     def _computed(self, rows: Sequence[Row]) -> Tensor:
+        native = self._native_layers if self._is_seen_natively() else None
+        if native is not None:
+            return native.logits(rows, self.observers)
         ids_T = torch.tensor([row.token for row in rows])
         hidden_TD = self.forward(ids_T, rows[0].position, rows[0].sequence, slots_of(rows))
         wanted_T = torch.tensor([row.has_logits for row in rows])
@@ -205,20 +208,11 @@ class Decoder:
     ) -> Tensor:  # fmt: skip
         """The hidden state [T, D] after all layers. `beside`: values that layers read, of operations before
         them."""
-        weights, host, num_tokens = self.weights, self.host, x.shape[0]
-        is_native = num_tokens > 1 and self._is_seen_natively()
-        native = self._native_layers if is_native else None
+        weights, host = self.weights, self.host
         before: Tensor | Factor | None = None
         for index, layer in enumerate(weights.layers):
             predict = layer.spec.predict
             before = before if predict and predict.input_layer_offset else None
-            if native is not None:
-                x, before = native.run(
-                    index, as_tensor(x), sequence=sequence, start=start, slots=slots,
-                    predictor_input_TD=None if before is None else as_tensor(before),
-                    beside=beside or {}, observers=self.observers,
-                )  # fmt: skip
-                continue
             x, before = run_layer(
                 index, layer, x, sequence=sequence, start=start, turns=turns, slots=slots,
                 predictor_input=before, beside=beside or {}, observers=self.observers,
@@ -247,9 +241,7 @@ class Decoder:
         """Layers whose tensors observers see; None if the model does not support them."""
         if not isinstance(self.native, NativeStep):
             return None
-        return NativeLayers.build(
-            dict(enumerate(self.weights.layers)), self.weights.spec.value_sizes
-        )
+        return NativeLayers.of(self.weights)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits f32 [T, V] on the CPU."""

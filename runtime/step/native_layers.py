@@ -1,12 +1,11 @@
 """Layers in native operations, one layer in each call, for passes whose tensors observers see.
 
-`build` takes all layers of a model or, where a model is streamed, one of them; results are the same
-to the bit if native layers support all of them. What they do not support goes through torch
-(decoder.run_layer).
+`of` takes a model, whose passes have the bits of its native step; `build` takes some layers alone, where a
+model is streamed. Tensors that native operations do not show go through torch (decoder.run_layer).
 
 Letters: T tokens, D model width, F neurons of a layer, L layers, K experts of a token."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from ctypes import Array, addressof, c_int64, pointer
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,11 +16,12 @@ from torch import Tensor
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.model.layers import Layer
+from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative
-from hotsplit.runtime.step.forms import host_place, roles_of
+from hotsplit.runtime.step.batch import Row, slots_of
+from hotsplit.runtime.step.forms import host_form, host_place, roles_of
 from hotsplit.runtime.step.native_ops import OpStruct
 from hotsplit.runtime.step.native_parts import PartStruct
 from hotsplit.runtime.step.native_step import (
@@ -30,7 +30,7 @@ from hotsplit.runtime.step.native_step import (
     StepStruct,
     take_traffic,
 )
-from hotsplit.runtime.step.program import ffn_in, layer_ops, name_of
+from hotsplit.runtime.step.program import Op, ffn_in, layer_ops, name_of, step_program
 
 # The tensors within a layer that observers of these passes can see.
 SHOWN = frozenset({
@@ -62,9 +62,26 @@ class NativeLayers:
     seen: Mapping[str, Tensor]  # f32, by name, with room for [max_rows, width] of the widest layer
     traffic: Traffic
     kept: tuple[object, ...]
+    weights: Weights | None = None  # of a whole model
+    outside: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # the ends of embedding, of other first and of last operations
     _rows: Array[RowStruct] | None = field(default=None, repr=False)
     # Sequence, first position, number and slots of the rows.
     _place: tuple[int, int, int, StateRun | None] | None = None
+
+    @classmethod
+    def of(cls, weights: Weights) -> "NativeLayers | None":
+        """All of a model, from token ids to logits; None if the native operations do not support it."""
+        layers = dict(enumerate(weights.layers))
+        if not all(map(_is_supported, weights.layers)):
+            return None
+        try:
+            return cls._build(layers, weights.spec.value_sizes, weights)
+        except NotNative:
+            return None
 
     @classmethod
     def build(
@@ -72,8 +89,7 @@ class NativeLayers:
     ) -> "NativeLayers | None":
         """None if the native operations do not support one of the layers. `value_sizes`: those of the
         model's spec."""
-        is_supported = library.is_available() and all(map(_is_supported, layers.values()))
-        if not is_supported:
+        if not all(map(_is_supported, layers.values())):
             return None
         try:
             return cls._build(layers, value_sizes)
@@ -81,11 +97,24 @@ class NativeLayers:
             return None
 
     @classmethod
-    def _build(cls, layers: Mapping[int, Layer], value_sizes: Mapping[str, int]) -> "NativeLayers":
+    def _build(
+        cls,
+        layers: Mapping[int, Layer],
+        value_sizes: Mapping[str, int],
+        weights: Weights | None = None,
+    ) -> "NativeLayers":
         builder, all_layers = StepBuilder(value_sizes), tuple(layers.values())
         (width,) = {layer.mixer.output.num_outputs for layer in all_layers}
         structs = [builder.layer(layer) for layer in layers.values()]
-        step = builder.frame_of(all_layers, structs, width=width)
+        before: Sequence[Op] = ()
+        after: Sequence[Op] = ()
+        if weights is None:
+            step = builder.frame_of(all_layers, structs, width=width)
+        else:
+            step = builder.with_ends(weights, structs)
+            outer = [op for op in step_program(host_form(weights)) if op.layer is None]
+            before, after = outer[: 1 + len(weights.first)], outer[1 + len(weights.first) :]
+        outside = {} if weights is None else weights.outer
         step.max_rows = min(MAX_ROWS, step.context_length)
         x_TD = torch.zeros(step.max_rows, step.x_size or width)
         attn_in_TD, ffn_in_2TD = (
@@ -101,7 +130,8 @@ class NativeLayers:
                   "ffn_in.1": ffn_in_2TD[1], "routed": routed_TR}  # fmt: skip
         for name, values in (shared | own_values).items():
             step.vector[builder.values.number(name)] = values.data_ptr()
-        ops: list[OpStruct] = []
+        first = list(chain.from_iterable(builder.lowered(before, layers, outside)))
+        ops: list[OpStruct] = list(first)
         ranges: dict[int, tuple[int, int]] = {}
         mixed: dict[int, str] = {}
         for index, layer in layers.items():
@@ -111,6 +141,7 @@ class NativeLayers:
             mixed[index] = name_of(mixer.reads[0])
             ops += chain.from_iterable(builder.lowered(own, layers, {}))
             ranges[index] = (begin, len(ops))
+        ops += chain.from_iterable(builder.lowered(after, layers, outside))
         builder.ops(step, ops)
         step.workspace = builder.workspace(library.step_bytes(step))
         widths = {index: _widths(layer) for index, layer in layers.items()}
@@ -125,7 +156,45 @@ class NativeLayers:
             num_used=num_used, mixed=mixed,
             widths=widths,
             seen={name: torch.empty(step.max_rows * size) for name, size in most.items()},
-            traffic=traffic, kept=tuple(builder.kept),
+            traffic=traffic, kept=tuple(builder.kept), weights=weights,
+            outside=(min(1, len(first)), len(first), len(ops)),
+        )  # fmt: skip
+
+    def logits(self, rows: Sequence[Row], observers: Observers) -> Tensor:
+        """Logits f32 [R, V] of consecutive rows of one sequence that have them, with the bits of the native
+        step; appends to the cache, which must have room."""
+        assert self.weights is not None
+        spec, slots = self.weights.spec, slots_of(rows)
+        self._set_rows(rows[0].sequence, rows[0].position, len(rows), slots)
+        assert self._rows is not None
+        for struct, row in zip(self._rows, rows, strict=True):
+            struct.token, struct.has_logits = row.token, row.has_logits
+        embedded, first, last = self.outside
+        self._run(0, embedded)
+        if observers.want("embedding", None):
+            x = self.x_TD if spec.embedded == "x" else self.own[spec.embedded]
+            size = len(rows) * self.step.width
+            found = x.flatten()[:size].view(len(rows), -1).clone()
+            observers.show("embedding", None, found)
+        self._run(embedded, first)
+        for index in self.ranges:
+            self._layer(index, observers)
+        logits_RV = torch.empty(sum(row.has_logits for row in rows), spec.vocab_size)
+        self._run(max(end for _, end in self.ranges.values()), last, logits_RV)
+        if len(logits_RV):
+            observers.show("output_norm", None, self.attn_in_TD[: len(logits_RV)].clone())
+            observers.show("logits", None, logits_RV)
+        return logits_RV
+
+    def _run(self, begin: int, end: int, logits_RV: Tensor | None = None) -> None:
+        assert self._rows is not None
+        count = c_int64(len(self._rows))
+        library.run_part(
+            PartStruct(
+                step=pointer(self.step), row=addressof(self._rows), num_rows=addressof(count),
+                named=None, logits=None if logits_RV is None else logits_RV.data_ptr(),
+                begin=begin, end=end,
+            )
         )  # fmt: skip
 
     def run(
@@ -140,38 +209,38 @@ class NativeLayers:
         beside: Mapping[str, Tensor],
         observers: Observers,
     ) -> tuple[Tensor, Tensor]:
-        """Does what decoder.run_layer does, for at least two tokens."""
+        """Does what decoder.run_layer does."""
         T = len(x_TD)
-        assert 1 < T <= self.step.max_rows, T
+        assert self.step.max_rows >= T, T
         self._set_rows(sequence, start, T, slots)
         self.x_TD[:T].copy_(x_TD)
         if predictor_input_TD is not None:
             self._ffn_in(index - 1)[:T].copy_(predictor_input_TD)
         for name, values in beside.items():
             self.own[name][: values.numel()].copy_(values.flatten())
+        self._layer(index, observers)
+        return self.x_TD[:T].clone(), self._ffn_in(index)[:T].clone()
+
+    def _layer(self, index: int, observers: Observers) -> None:
+        """Runs a layer on the values in the buffers."""
+        assert self._rows is not None
+        T = len(self._rows)
+        reads_x = self.mixed[index] == "x" and observers.want("attn_norm", index)
+        x_TD = self.x_TD[:T].clone() if reads_x else self.x_TD
         wanted = [name for name in self.widths[index] if observers.want(name, index)]
         for name, place in _WITHIN.items():
             setattr(self.step, place, self.seen[name].data_ptr() if name in wanted else None)
-        assert self._rows is not None
-        begin, end = self.ranges[index]
-        count = c_int64(T)
-        library.run_part(
-            PartStruct(
-                step=pointer(self.step), row=addressof(self._rows), num_rows=addressof(count),
-                named=None, logits=None, begin=begin, end=end,
-            )
-        )  # fmt: skip
+        self._run(*self.ranges[index])
         take_traffic(self.step, self.traffic)
-        ffn_in_TD, out_TD = self._ffn_in(index)[:T].clone(), self.x_TD[:T].clone()
-        self._show(index, x_TD, ffn_in_TD, wanted, observers)
-        observers.show("layer_out", index, out_TD)
-        return out_TD, ffn_in_TD
+        self._show(index, x_TD, self._ffn_in(index)[:T].clone(), wanted, observers)
+        if observers.want("layer_out", index):
+            observers.show("layer_out", index, self.x_TD[:T].clone())
 
     def _show(
         self, index: int, x_TD: Tensor, ffn_in_TD: Tensor, wanted: Collection[str],
         observers: Observers,
     ) -> None:  # fmt: skip
-        T, num_used = len(x_TD), self.num_used[index]
+        T, num_used = len(ffn_in_TD), self.num_used[index]
         if observers.want("attn_norm", index):
             inputs = {"x": x_TD, "attn_in": self.attn_in_TD[:T].clone()}
             observers.show("attn_norm", index, inputs.get(self.mixed[index], ffn_in_TD))
@@ -203,9 +272,8 @@ class NativeLayers:
 
 
 def shows_all(wanted: Collection[str]) -> bool:
-    """True if native layers can show these tensors within layers. Not if nothing is wanted: such a
-    pass goes through torch, as the reference."""
-    return bool(wanted) and SHOWN.issuperset(wanted)
+    """True if native layers can show these tensors within layers."""
+    return SHOWN.issuperset(wanted)
 
 
 def _is_supported(layer: Layer) -> bool:

@@ -192,11 +192,16 @@ class StepBuilder(Structs):
 
     def without_workspace(self, weights: Weights) -> StepStruct:
         layers = [self.layer(layer) for layer in weights.layers]
-        step = self.frame(weights, layers)
+        step = self.with_ends(weights, layers)
         program = step_program(host_form(weights))
         lowered = self.lowered(program, dict(enumerate(weights.layers)), weights.outer)
         self.ops(step, [struct for structs in lowered for struct in structs])
         step.max_rows = min(MAX_ROWS, step.context_length * self.tables.each[0].num_sequences)
+        return step
+
+    def with_ends(self, weights: Weights, layer_structs: list[LayerStruct]) -> StepStruct:
+        """A step with these layers, embedding, output norm and head, without operations and workspace."""
+        step = self.frame(weights, layer_structs)
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
         step.output_norm = self.output_norm(weights)

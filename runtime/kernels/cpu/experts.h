@@ -56,14 +56,14 @@ class Experts {
     }
 
     // Writes the sum of the outputs of the chosen experts that are stored, each times its weight, to
-    // out [T, D]. `routed`: [T, 2 K]. `seen`: of rows [T, K], for two tokens or more.
+    // out [T, D]. `routed`: [T, 2 K]. `seen`: of rows [T, K].
     void run(const HsExperts& experts, const Gate& gate, const float* routed, int64_t num_used,
              Operand& x, int64_t T, float* out, NeuronBytes& read, const Seen& seen = {}) {
         e_ = &experts, K = num_used, F = experts.first.num_neurons, T_ = T, seen_ = seen;
         sort(routed);
         if (experts.first.is_by_output)
             run_by_output(gate, x, read);
-        else if (T == 1)
+        else if (T == 1 && !seen.is_wanted())
             run_one(gate, x, read);
         else
             run_many(gate, x, read);
@@ -270,7 +270,7 @@ class Experts {
 
     // ---- a row of `down` per neuron --------------------------------------------------------------
 
-    // One row: one pass over a list of jobs, chunks of neurons of all chosen experts.
+    // One row that is not seen: one pass over a list of jobs, chunks of neurons of all chosen experts.
     void run_one(const Gate& gate, Operand& x, NeuronBytes& read) {
         const HsBlock& b = e_->first;
         const int64_t chunk = groups_of_chunk(F) * SUM_ROWS, chunks = (F + chunk - 1) / chunk;
@@ -310,7 +310,7 @@ class Experts {
         return OneToken(block, gate, gate_x_, up_x_, room, {nullptr, nullptr, F}).run(c0, c1);
     }
 
-    // Several rows: one expert after another.
+    // Several rows, or one that is seen: one expert after another.
     void run_many(const Gate& gate, Operand& x, NeuronBytes& read) {
         for (const Used* u = used_; u < used_ + num_used_; ++u) {
             Operand own = vectors(x_, *u, D);
