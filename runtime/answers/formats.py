@@ -239,7 +239,7 @@ FORMATS = (
     ),
     AnswerFormat(
         name="Cohere 2", in_template=("<|CHATBOT_TOKEN|>", "<|START_ACTION|>"),
-        reasoning=(_START_END,),
+        reasoning=(_START_END,), ends=("<|END_OF_TURN_TOKEN|>",),
         hidden=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         calls=CallForm(
             begins={"<|START_ACTION|>": action}, marks=("<|START_ACTION|>", "<|END_ACTION|>"),
