@@ -141,11 +141,15 @@ def files(tmp_path, monkeypatch) -> Iterator[dict[str, bytes]]:
         (f"{NAME}:UD/tiny-UD-Q2_K_XL.gguf", ["UD/tiny-UD-Q2_K_XL.gguf"]),
         (f"{NAME}:tiny-UD-Q2_K_XL.gguf", ["UD/tiny-UD-Q2_K_XL.gguf"]),
         (f"{NAME}:mtp-tiny-Q8_0.gguf", ["mtp-tiny-Q8_0.gguf"]),
-        (f"{NAME}:tiny-Q8_0-00002-of-00002.gguf",
-         ["tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf"]),
+        (
+            f"{NAME}:tiny-Q8_0-00002-of-00002.gguf",
+            ["tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf"],
+        ),
         (f"https://huggingface.co/{NAME}/blob/main/tiny-Q4_K_M.gguf", ["tiny-Q4_K_M.gguf"]),
-        (f"https://huggingface.co/{NAME}/resolve/main/UD/tiny-UD-Q2_K_XL.gguf?download=true",
-         ["UD/tiny-UD-Q2_K_XL.gguf"]),
+        (
+            f"https://huggingface.co/{NAME}/resolve/main/UD/tiny-UD-Q2_K_XL.gguf?download=true",
+            ["UD/tiny-UD-Q2_K_XL.gguf"],
+        ),
         (f"https://huggingface.co/{NAME}/tree/main", ["tiny-Q4_K_M.gguf"]),
         (f"https://huggingface.co/{NAME}/tree/main/UD", ["UD/tiny-UD-Q2_K_XL.gguf"]),
         (f"huggingface.co/{NAME}/tree/main/", ["tiny-Q4_K_M.gguf"]),
@@ -154,7 +158,7 @@ def files(tmp_path, monkeypatch) -> Iterator[dict[str, bytes]]:
         (f"{NAME}@refs/pr/1:tiny-UD-Q4_K_M.gguf", ["tiny-UD-Q4_K_M.gguf"]),
         (f"https://hf.co/{NAME}/blob/refs%2Fpr%2F1/tiny-Q4_K_M.gguf", ["tiny-Q4_K_M.gguf"]),
     ],
-)  # fmt: skip
+)
 def test_a_gguf_is_fetched_by_its_type_and_found_again_without_the_hub(
     files, monkeypatch, name, wanted
 ):
@@ -191,7 +195,8 @@ PIECES = [
         (
             ":Q8_0",
             ["a-Q8_0.gguf", "b-Q8_0.gguf"],
-            f"several GGUFs; it has a-Q8_0, b-Q8_0: give a type or a file after a colon, {NAME}:a-Q8_0.gguf",
+            "several GGUFs; it has a-Q8_0, b-Q8_0: give a type or a file after a colon,"
+            f" {NAME}:a-Q8_0.gguf",
         ),
         ("", ["d/a-Q4_K_M.gguf", "e/a-Q4_K_M.gguf"], f"after a colon, {NAME}:d/a-Q4_K_M.gguf"),
         (
@@ -249,8 +254,12 @@ def test_a_file_that_a_refusal_names_can_be_given(files, monkeypatch):
     ],
 )
 def test_what_is_no_name_on_the_hub_is_refused_in_one_line(files, capsys, tmp_path, name, line):
-    for words in (["convert", name, "-o", str(tmp_path / "o.gguf")], ["run", name, "-p", "a"],
-                  ["generate", name, "-p", "a"], ["plan", name]):  # fmt: skip
+    for words in (
+        ["convert", name, "-o", str(tmp_path / "o.gguf")],
+        ["run", name, "-p", "a"],
+        ["generate", name, "-p", "a"],
+        ["plan", name],
+    ):
         assert main(words) == 1
         (shown,) = capsys.readouterr().err.splitlines()
         assert line in shown, words
@@ -268,8 +277,14 @@ def test_the_only_gguf_needs_no_type_and_is_run(files, tmp_path, monkeypatch, ca
     monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "kept"))
     asked = ("-p", "the", "-n", "3", "--temp", "0", "-t", "1", "--json", "--mode", "exact")
     texts = []
-    for model in ([NAME], ["-hf", NAME], ["-hf", f"{NAME}:Q2_K", "-hff", "m.gguf"], [f"{NAME}:m.gguf"],
-                  ["-mu", f"https://huggingface.co/{NAME}/resolve/main/m.gguf"], ["m.gguf"]):  # fmt: skip
+    for model in (
+        [NAME],
+        ["-hf", NAME],
+        ["-hf", f"{NAME}:Q2_K", "-hff", "m.gguf"],
+        [f"{NAME}:m.gguf"],
+        ["-mu", f"https://huggingface.co/{NAME}/resolve/main/m.gguf"],
+        ["m.gguf"],
+    ):
         assert main(["generate", *model, *asked]) == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert len(set(texts)) == 1

@@ -195,16 +195,21 @@ DIFFERENT = {"--kv-offload", "--spec-type", "--device"}  # other values, under t
 
 
 @pytest.mark.parametrize(
-    "command, letters, count", [("serve", "s", 412), ("run", "cp", 363), ("generate", "p", 260), ("chat", "c", 343)]
-)  # fmt: skip
+    "command, letters, count",
+    [("serve", "s", 412), ("run", "cp", 363), ("generate", "p", 260), ("chat", "c", 343)],
+)
 def test_every_option_of_llamacpp_is_taken_or_answered(command, letters, count):
-    """Each with its value, before the model: what is taken is ours, and neither the model nor the value
-    is lost or taken for another argument."""
+    """Each stands with its value before the model: what is taken is ours, and neither the model nor
+    the value is lost or taken for another argument."""
     context = click.Context(
         cli.commands[command], info_name=command, help_option_names=["-h", "--help"]
     )
-    own = {n: p for p in cli.commands[command].get_params(context) if isinstance(p, click.Option)
-           for n in (*p.opts, *p.secondary_opts)}  # fmt: skip
+    own = {
+        n: p
+        for p in cli.commands[command].get_params(context)
+        if isinstance(p, click.Option)
+        for n in (*p.opts, *p.secondary_opts)
+    }
     options = llamacpps(letters)
     assert len(options) >= count
     for name, has_value in options:
@@ -243,9 +248,15 @@ def test_the_walk_over_the_options_finds_a_missing_row(monkeypatch):
     rows = [(names.replace(" --swa-full ", " "), flag) for names, flag in TABLE]
     for wrong in (
         [(names, flag) for names, flag in rows if names != "--swa-full"],
-        [(names, dataclasses.replace(flag, values="none") if names.startswith("-dt") else flag) for names, flag in rows],
-        [(names, dataclasses.replace(flag, text="--logging") if names == "--log-jsonl" else flag) for names, flag in rows],
-    ):  # fmt: skip
+        [
+            (names, dataclasses.replace(flag, values="none") if names.startswith("-dt") else flag)
+            for names, flag in rows
+        ],
+        [
+            (names, dataclasses.replace(flag, text="--logging") if names == "--log-jsonl" else flag)
+            for names, flag in rows
+        ],
+    ):
         monkeypatch.setattr(llamacpp_table, "TABLE", tuple(wrong))
         with pytest.raises(AssertionError):
             test_every_option_of_llamacpp_is_taken_or_answered("serve", "s", 412)
@@ -254,22 +265,42 @@ def test_the_walk_over_the_options_finds_a_missing_row(monkeypatch):
 @pytest.mark.parametrize(
     "given, taken, noted",
     [
-        ("serve a --reasoning-budget 0", ["a", "--chat-template-kwargs", '{"enable_thinking": false}'], 0),
+        (
+            "serve a --reasoning-budget 0",
+            ["a", "--chat-template-kwargs", '{"enable_thinking": false}'],
+            0,
+        ),
         ("run a -rea on", ["a", "--chat-template-kwargs", '{"enable_thinking": true}'], 0),
-        ("chat a --reasoning off", ["a", "--chat-template-kwargs", '{"enable_thinking": false}'], 0),
-        ("serve a --reasoning-effort low", ["a", "--chat-template-kwargs", '{"reasoning_effort": "low"}'], 0),
+        (
+            "chat a --reasoning off",
+            ["a", "--chat-template-kwargs", '{"enable_thinking": false}'],
+            0,
+        ),
+        (
+            "serve a --reasoning-effort low",
+            ["a", "--chat-template-kwargs", '{"reasoning_effort": "low"}'],
+            0,
+        ),
         ("serve a -rea auto --reasoning-budget -1 --reasoning-effort default", ["a"], 0),
         ("serve a --reasoning-format deepseek --cache-reuse 0 --fit on", ["a"], 0),
         ("serve a --cache-reuse 256 --fit off -cram 4096 -kvu --swa-full --slots -v", ["a"], 7),
-        ("serve a --cors-origins=http://x:1,https://y", ["a", "--cors", "http://x:1", "--cors", "https://y"], 0),
-        ("run a --spec-draft-model b --spec-draft-n-max 3", ["a", "-md", "b", "--draft-max", "3"], 0),
+        (
+            "serve a --cors-origins=http://x:1,https://y",
+            ["a", "--cors", "http://x:1", "--cors", "https://y"],
+            0,
+        ),
+        (
+            "run a --spec-draft-model b --spec-draft-n-max 3",
+            ["a", "-md", "b", "--draft-max", "3"],
+            0,
+        ),
         ("serve -hf o/n:Q4_K_M -hff a.gguf -c 512", ["o/n:a.gguf", "-c", "512"], 0),
         ("serve -hff d/a.gguf -hf o/n", ["o/n:d/a.gguf"], 0),
         ("generate --kv-offload -hf o/n -p x", ["o/n", "--kv-offload", "-p", "x"], 0),
         ("plan -hf o/n:Q8_0 --machine m", ["o/n:Q8_0", "--machine", "m"], 0),
         ("inspect -m a.gguf", ["a.gguf"], 0),
     ],
-)  # fmt: skip
+)
 def test_options_of_llama_server_become_ours(given, taken, noted):
     command, *arguments = given.split()
     found, notes = translated(command, *arguments)
@@ -279,7 +310,10 @@ def test_options_of_llama_server_become_ours(given, taken, noted):
 @pytest.mark.parametrize(
     "given, told",
     [
-        ("serve a --reasoning-budget 512", "--reasoning-budget 512 is llama.cpp's: thoughts are not counted"),
+        (
+            "serve a --reasoning-budget 512",
+            "--reasoning-budget 512 is llama.cpp's: thoughts are not counted",
+        ),
         ("serve a --reasoning-budget on", "--reasoning-budget on is llama.cpp's"),
         ("serve a --reasoning 0", "--reasoning 0 is llama.cpp's"),
         ("serve a --reasoning-format none", '"reasoning_format": "none"'),
@@ -292,7 +326,7 @@ def test_options_of_llama_server_become_ours(given, taken, noted):
         ("serve -hff b.gguf", "-hff b.gguf is a file of a repository: -hf ORG/NAME"),
         ("solve -hf o/n", "hotsplit convert ORG/NAME -o model.gguf"),
     ],
-)  # fmt: skip
+)
 def test_options_of_llama_server_that_cannot_be_taken_are_answered(given, told):
     command, *arguments = given.split()
     with pytest.raises(click.UsageError) as error:
@@ -403,11 +437,15 @@ STUBS = {  # of make setup: a Python that stops where a virtual environment woul
         ({"c++": "c++"}, [], "python3 -m venv .venv"),
         ({"clang++": "c++"}, [], "python3 -m venv .venv"),
         ({}, [], "set-up: no C++17 compiler among c++, g++, clang++: install one"),
-        ({"c++": "broken", "g++": "broken"}, [], "set-up: no C++17 compiler among c++, g++, clang++"),
+        (
+            {"c++": "broken", "g++": "broken"},
+            [],
+            "set-up: no C++17 compiler among c++, g++, clang++",
+        ),
         ({"c++": "c++"}, ["CXX=broken"], "set-up: no C++17 compiler among broken: install one"),
         ({"c++": "c++"}, ["PYTHON=old"], "set-up: old has to be Python 3.11 or later with venv"),
     ],
-)  # fmt: skip
+)
 def test_set_up_looks_for_a_compiler_before_it_downloads(tmp_path, compilers, variables, words):
     make, shell = shutil.which("make"), shutil.which("sh")
     (tmp_path / "Makefile").write_text((SOURCE.parent / "Makefile").read_text())
@@ -434,8 +472,9 @@ def test_set_up_looks_for_a_compiler_before_it_downloads(tmp_path, compilers, va
         (tmp_path / each).mkdir()
     (tmp_path / "bin" / "sh").symlink_to(shell)
     environment = {"PATH": str(tmp_path / "bin")} | dict(each.split("=") for each in variables)
-    done = subprocess.run([make, "setup", *variables], cwd=tmp_path, env=environment, text=True,
-                          capture_output=True)  # fmt: skip
+    done = subprocess.run(
+        [make, "setup", *variables], cwd=tmp_path, env=environment, text=True, capture_output=True
+    )
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "find:" not in line]
     assert done.returncode and any(line.startswith(words) for line in lines), lines
     assert ("python3 -m venv .venv" in lines) == words.startswith("python3")
@@ -507,9 +546,19 @@ OF_LLAMACPP = ("DbrxForCausalLM", "MambaForCausalLM", "Qwen2VLForConditionalGene
 
 @pytest.mark.parametrize(
     "architecture, is_theirs",
-    [("deepseek2", True), ("granitehybrid", True), ("ernie4_5-moe", True), ("lfm2", True), ("rwkv7", True),
-     ("bert", False), ("nomic-bert-moe", False), ("clip", False), ("t5encoder", False), ("made-up", False)],
-)  # fmt: skip
+    [
+        ("deepseek2", True),
+        ("granitehybrid", True),
+        ("ernie4_5-moe", True),
+        ("lfm2", True),
+        ("rwkv7", True),
+        ("bert", False),
+        ("nomic-bert-moe", False),
+        ("clip", False),
+        ("t5encoder", False),
+        ("made-up", False),
+    ],
+)
 def test_a_refusal_names_llamacpp_if_it_runs_the_architecture(tmp_path, architecture, is_theirs):
     """The oracle is gguf's table of architectures, which is llama.cpp's."""
     with pytest.raises(HotsplitError) as error:

@@ -80,7 +80,7 @@ def test_published_headers_end_in_a_plan_or_in_one_true_sentence(tmp_path, capsy
 
 
 def test_gpt_oss_has_the_published_types_and_size(tmp_path):
-    """ggml-org/gpt-oss-20b-GGUF: 12.11 GB, of which the words and merges that are left out take 12 MB."""
+    """ggml-org/gpt-oss-20b-GGUF has 12.11 GB, 12 MB of them for words and merges, left out here."""
     header = next(each for each in HEADERS if each.name.startswith("gpt-oss"))
     kinds = {name: kind for name, _, kind in tensors_of(header)}
     experts = {kind for name, kind in kinds.items() if name.endswith("_exps.weight")}
@@ -217,13 +217,27 @@ ASSUMED = "(assumed; --host-budget gives another size)"
     "name, more, ends",
     [  # sizes of main memory that do not hold it, then what the plan is for
         ("Qwen3-8B", (), ["32.00 GiB of main memory are assumed, --host-budget gives another"]),
-        ("Llama-3.3-70B", (), [f"and 32.00 GiB of main memory {ASSUMED}; the smallest that works is",
-                               "64.00 GiB of main memory are assumed, --host-budget gives another"]),
-        ("Qwen3-235B", (), [f"32.00 GiB of main memory {ASSUMED}", f"64.00 GiB of main memory {ASSUMED}"]),
+        (
+            "Llama-3.3-70B",
+            (),
+            [
+                f"and 32.00 GiB of main memory {ASSUMED}; the smallest that works is",
+                "64.00 GiB of main memory are assumed, --host-budget gives another",
+            ],
+        ),
+        (
+            "Qwen3-235B",
+            (),
+            [f"32.00 GiB of main memory {ASSUMED}", f"64.00 GiB of main memory {ASSUMED}"],
+        ),
         ("Qwen3-235B", ("--host-budget", "48GiB"), ["and 48.00 GiB of main memory; the smallest"]),
-        ("Llama-3.3-70B", ("--vram", "0"), [f"there are 32.00 GiB of main memory {ASSUMED}", "64.00 GiB"]),
+        (
+            "Llama-3.3-70B",
+            ("--vram", "0"),
+            [f"there are 32.00 GiB of main memory {ASSUMED}", "64.00 GiB"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
     tmp_path, capsys, monkeypatch, name, more, ends
 ):
@@ -236,7 +250,9 @@ def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
     assert len(told) == len(ends) and all(end in line for end, line in zip(ends, told, strict=True))
     is_refused = name == "Qwen3-235B"
     assert code == is_refused and ("hotsplit: " in lines[-1]) == is_refused
-    assert len(lines) == len(set(lines)) and not any("read from the disk, token" in x for x in lines[:3] if not more)  # fmt: skip
+    assert len(lines) == len(set(lines)) and not any(
+        "read from the disk, token" in x for x in lines[:3] if not more
+    )
     for line in told:
         for size, unit, count in re.findall(r"([\d.]+) ([GM]iB) \(([\d,]+) bytes\)", line):
             number, unit_bytes = int(count.replace(",", "")), 2 ** {"M": 20, "G": 30}[unit[0]]
@@ -246,9 +262,14 @@ def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
 
 @pytest.mark.parametrize(
     "size_bytes, words",
-    [(0.5, "it fits: use llama.cpp"), (1.0, "it fits: "), (1.04, "it fits but for 4%: use llama.cpp"),
-     (1.1, "it fits but for 10%: "), (1.11, None)],
-)  # fmt: skip
+    [
+        (0.5, "it fits: use llama.cpp"),
+        (1.0, "it fits: "),
+        (1.04, "it fits but for 4%: use llama.cpp"),
+        (1.1, "it fits but for 10%: "),
+        (1.11, None),
+    ],
+)
 def test_a_model_that_fits_the_card_or_nearly_is_llamacpps(tmp_path, size_bytes, words):
     keys, vocab_size = byte_level_keys()
     kwargs = {"sizes": make_sizes(vocab_size=vocab_size), "kind": "f16", "extra_keys": keys}
@@ -268,9 +289,14 @@ def test_a_model_that_fits_the_card_or_nearly_is_llamacpps(tmp_path, size_bytes,
 
 
 @pytest.mark.parametrize(
-    "name, advised", [("gpt-oss", ""), ("Llama-3.1-8B", ""), ("DeepSeek-R1-Distill-Llama", "q4_0"),
-                      ("gemma-3-27b", "")],
-)  # fmt: skip
+    "name, advised",
+    [
+        ("gpt-oss", ""),
+        ("Llama-3.1-8B", ""),
+        ("DeepSeek-R1-Distill-Llama", "q4_0"),
+        ("gemma-3-27b", ""),
+    ],
+)
 def test_only_a_smaller_type_is_advised(tmp_path, monkeypatch, name, advised):
     monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
     header = next(each for each in HEADERS if each.name.startswith(name))
@@ -298,8 +324,12 @@ def test_a_size_in_the_next_command_is_the_same_and_short(size):
 
 
 def test_a_model_that_is_faster_on_the_cpu_is_planned_there_as_solve_does(tmp_path, capsys):
-    model = make_model(sizes=make_sizes(num_layers=3, num_neurons=4096), activation="silu",
-                       kind="f16", extra_keys=byte_level_keys()[0])  # fmt: skip
+    model = make_model(
+        sizes=make_sizes(num_layers=3, num_neurons=4096),
+        activation="silu",
+        kind="f16",
+        extra_keys=byte_level_keys()[0],
+    )
     path = tmp_path / "m.gguf"
     model.save(path)
     plan = planned(capsys, path, "--vram", "1GiB")
@@ -310,7 +340,12 @@ def test_a_model_that_is_faster_on_the_cpu_is_planned_there_as_solve_does(tmp_pa
     assert plan["device"] == "cpu" and not plan["budgets"] and want["num_hot"] == 0
     assert plan["next"] == f"hotsplit run {path} --vram 0"
     fast = load_machine(Path(CARD))
-    gpu = dataclasses.replace(fast.gpus[0], token_s=Figure(best=1e-6), kernel_s=Figure(best=1e-7), launch_s=Figure(best=1e-7))  # fmt: skip
+    gpu = dataclasses.replace(
+        fast.gpus[0],
+        token_s=Figure(best=1e-6),
+        kernel_s=Figure(best=1e-7),
+        launch_s=Figure(best=1e-7),
+    )
     dataclasses.replace(fast, gpus=(gpu,)).save(tmp_path / "fast.json")
     assert (
         main(["plan", str(path), "--vram", "1GiB", "--machine", str(tmp_path / "fast.json")]) == 0

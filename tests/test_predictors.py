@@ -413,9 +413,11 @@ def test_wrong_options_are_refused(options, words):
 
 def test_what_is_tried_follows_from_the_rank_alone():
     for width, rank, ranks, forms in (
-        (256, None, (32, 64, 128), ("low-rank", "whole")), (48, None, (32,), ("low-rank", "whole")),
-        (256, 40, (40,), ("low-rank",)), (16, None, (4,), ("low-rank", "whole")),
-    ):  # fmt: skip
+        (256, None, (32, 64, 128), ("low-rank", "whole")),
+        (48, None, (32,), ("low-rank", "whole")),
+        (256, 40, (40,), ("low-rank",)),
+        (16, None, (4,), ("low-rank", "whole")),
+    ):
         model = make_model(sizes=make_sizes(width=width, num_neurons=512))
         found = predictor_choices(PredictorOptions(rank=rank), model)
         assert (found.ranks, found.forms, found.kinds) == (ranks, forms, ("q8_0", "q4_0"))

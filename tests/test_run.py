@@ -124,8 +124,22 @@ def test_a_stock_file_is_run_in_place_unless_something_else_is_asked_for(
 
 
 def test_what_was_chosen_is_said_once_and_again_if_it_changes(capsys, cache, silu, tmp_path):
-    assert main(["convert", str(silu), "-o", str(tmp_path / "s.gguf"), "--layout", "stock",
-                 "--outtype", "q8_0", "--no-verify"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "convert",
+                str(silu),
+                "-o",
+                str(tmp_path / "s.gguf"),
+                "--layout",
+                "stock",
+                "--outtype",
+                "q8_0",
+                "--no-verify",
+            ]
+        )
+        == 0
+    )
 
     def said(*words: object) -> list[str]:
         capsys.readouterr()

@@ -272,9 +272,21 @@ def test_messages_that_end_with_the_assistant_are_continued(served):
 
 def test_the_servers_variables_of_templates_are_defaults(tmp_path):
     """And options of llama-server that are the same, or have no effect, do not keep it from starting."""
-    given = ("--chat-template-kwargs", '{"enable_shouting": false}', "--reasoning-effort", "low",
-             "--slots", "--cache-reuse", "256", "-rea", "auto", "--reasoning-format", "deepseek",
-             "--chat-template-kwargs", '{"enable_shouting": true}')  # fmt: skip
+    given = (
+        "--chat-template-kwargs",
+        '{"enable_shouting": false}',
+        "--reasoning-effort",
+        "low",
+        "--slots",
+        "--cache-reuse",
+        "256",
+        "-rea",
+        "auto",
+        "--reasoning-format",
+        "deepseek",
+        "--chat-template-kwargs",
+        '{"enable_shouting": true}',
+    )
     with Served(save_model(tmp_path), *given) as served:
         for more, shouted in ({}, True), ({"a": 1}, True), ({"enable_shouting": False}, False):
             asked = {"messages": SAID, "chat_template_kwargs": more}

@@ -23,25 +23,41 @@ from hotsplit.runtime.text.built_in_templates import BUILT_IN
 STDIN = "-"
 template_options = joined(
     click.option(
-        "--chat-template", "template", metavar="NAME|FILE",
-        help=f"Instead of the model's own: {', '.join(BUILT_IN)}, a template that the model names, or a"
-        " Jinja file.",
+        "--chat-template",
+        "template",
+        metavar="NAME|FILE",
+        help=f"Instead of the model's own: {', '.join(BUILT_IN)}, a template that the model"
+        " names, or a Jinja file.",
     ),
     click.option(
-        "--chat-template-kwargs", "variables", metavar="JSON", multiple=True,
+        "--chat-template-kwargs",
+        "variables",
+        metavar="JSON",
+        multiple=True,
         help='Variables for the template, e.g. {"enable_thinking": false}; may be repeated.',
     ),
-)  # fmt: skip
+)
 # Of a conversation, or of one answer. `template_variables` and `system_message` take their values.
 chat_options = joined(
-    click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
-                 help="The system message."),
-    click.option("-sysf", "--system-file", "--system-prompt-file", "system_file",
-                 type=FILE, help="The same, from a file."),
+    click.option(
+        "-sys", "--system", "--system-prompt", "system", metavar="TEXT", help="The system message."
+    ),
+    click.option(
+        "-sysf",
+        "--system-file",
+        "--system-prompt-file",
+        "system_file",
+        type=FILE,
+        help="The same, from a file.",
+    ),
     template_options,
-    click.option("--context-shift", "shifts", is_flag=True,
-                 help="When the context is full, drop the oldest part and continue."),
-)  # fmt: skip
+    click.option(
+        "--context-shift",
+        "shifts",
+        is_flag=True,
+        help="When the context is full, drop the oldest part and continue.",
+    ),
+)
 MAX_BYTES = 64 << 20
 MOST_PROMPTS = 256  # continued together
 
@@ -134,8 +150,8 @@ def system_message(text: str | None, path: Path | None) -> str | None:
 
 
 def template_variables(texts: Sequence[str]) -> dict[str, object]:
-    """The variables of all --chat-template-kwargs, later ones before earlier ones. Raises HotsplitError
-    for anything but objects."""
+    """The variables of all --chat-template-kwargs; later ones replace earlier ones. Raises
+    HotsplitError for anything but objects."""
     found: dict[str, object] = {}
     for text in texts:
         value = _json_of(text, "--chat-template-kwargs")
