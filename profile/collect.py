@@ -1,22 +1,17 @@
-"""Profiles a model: runs text through it and counts firings; on request, trains predictors. A model that does not fit into memory is streamed; such a run cannot be resumed."""
+"""Profiles a model: runs text through it and counts firings; on request, trains predictors."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile, uneven
 from hotsplit.costs.part_bytes import all_neuron_bytes
-from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter
+from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
-from hotsplit.model.modes import Mode
 from hotsplit.profile.config import ProfileConfig, check_text
 from hotsplit.profile.corpus.corpus import Windows
 from hotsplit.profile.corpus.processes import Ranks
@@ -28,33 +23,25 @@ from hotsplit.profile.inputs import (
     check_inputs,
     load_engine,
     settings_of,
-    stream_plan_of,
     windows_of,
 )
 from hotsplit.profile.predictors.layer_trainer import LayerQuality, phases
 from hotsplit.profile.predictors.output import (
-    MAX_TOKENS,
     Measured,
     measure,
-    recorded,
     sha256_of_corpora,
-    with_predictors,
 )
-from hotsplit.profile.predictors.train import Trained, train_streamed, train_whole
-from hotsplit.profile.report.report import save_report
-from hotsplit.profile.stream.streamed_quality import compare_streamed
-from hotsplit.profile.stream.streaming import LayerStream, StreamPlan
+from hotsplit.profile.predictors.train import Trained, train
+from hotsplit.profile.report import save_report
 from hotsplit.runtime.kernels.arithmetic import arithmetic
 
 OnTokens = Callable[[float], None]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
     """Results of a profile. `quality_L` is the quality of the predictors, empty if none were
-    trained. `quality` is that of the model with them; None without any, and if a streamed model left
-    no room for hidden states."""
+    trained. `quality` is that of the model with them; None without any."""
 
     output: Path
     model_id: str
@@ -81,137 +68,65 @@ class Outcome:
     measured: Measured | None = None  # None: no predictors
 
 
-def profile(
-    config: ProfileConfig, on_tokens: OnTokens = lambda count: None, say: Say = lambda line: None
-) -> ProfileReport:
+def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> ProfileReport:
     """Writes the profile, a report and, if asked, the predictors; `on_tokens` reports progress.
 
-    A model that does not fit into memory is streamed layer by layer, which `say` reports."""
+    On the CPU, weights stay in the mapped file, whose pages the system reads and drops as needed."""
     began = time.perf_counter()
     with Ranks() as ranks:
         device = ranks.together(lambda: ranks.device(config.device))
         model = ranks.together(lambda: ModelFile.load(config.model))
         ranks.first_only(lambda: check_inputs(config, model))
-        plan = ranks.together(lambda: stream_plan_of(config, model, device, ranks))
-        run = None
-        if plan is not None:
-            outcome = _run_streamed(config, model, plan, on_tokens, say)
-        else:
-            with load_engine(config, ranks, device) as engine:
-                windows = windows_of(engine, config, ranks)
-                ranks.first_only(lambda: check_text(config, windows.ids))
-                run = Run(
-                    engine,
-                    ranks,
-                    resume_path(config.output),
-                    settings_of(engine, windows, config, ranks),
-                    on_tokens,
-                    force=config.force,
-                    save_every_s=config.save_every_s,
-                )
-                with run.signals():
-                    outcome = _run_whole(config, run, windows, say)
+        with load_engine(config, model, ranks, device) as engine:
+            windows = windows_of(engine, config, ranks)
+            ranks.first_only(lambda: check_text(config, windows.ids))
+            run = Run(
+                engine,
+                ranks,
+                resume_path(config.output),
+                settings_of(engine, windows, config, ranks),
+                on_tokens,
+                force=config.force,
+                save_every_s=config.save_every_s,
+            )
+            with run.signals():
+                outcome = _outcome(config, run, windows)
         report = _report(config, model, outcome, time.perf_counter() - began)
         ranks.first_only(lambda: _save(config, outcome, report))
-        if run is not None:
-            run.finish()
+        run.finish()
     return report
 
 
 # ---- the work -----------------------------------------------------------------------------------
 
 
-def _run_streamed(
-    config: ProfileConfig, model: ModelFile, plan: StreamPlan, on_tokens: OnTokens, say: Say
-) -> Outcome:
-    with LayerStream(model, plan, say) as stream:
-        windows = windows_of(stream, config, Ranks())
-        check_text(config, windows.ids)
-        squares = InputSquares(model) if config.importances is not None else None
-        with stream.observe(squares.observe, squares.wants) if squares else nullcontext():
-            counter, trained = _count_streamed(stream, windows.ids, config, on_tokens)
-
-    def compare(predictors: Predictors, examined: Sequence[Tensor]) -> Measured:
-        others: list[tuple[ModelFile, Mode]] = [(with_predictors(model, predictors), "predicted")]
-        dense_shares = ShareCounter(model)
-        reports = compare_streamed(model, others, plan, examined, MAX_TOKENS, dense_shares)
-        sha256 = sha256_of_corpora(windows.corpora)
-        return recorded(model, reports[0], dense_shares, sha256) if reports else Measured()
-
-    outcome = _outcome(model, windows, counter.arrays(), trained, compare, plan.device)
-    return _with_importances(
-        outcome, config, squares, squares.arrays() if squares else None, windows
-    )
-
-
-def _count_streamed(
-    stream: LayerStream, windows: Sequence[Tensor], config: ProfileConfig, on_tokens: OnTokens
-) -> tuple[Counter, Trained | None]:
-    """(counts, predictors if asked for). Raises HotsplitError if the model gives NaN."""
-    model, gates = stream.model, gates_of(stream.model)
-    counter = Counter(gates, model.spec.most_neurons, experts_of(model))
-    trained = None
-    with stream.observe(counter.observe, counter.wants):
-        if config.train_predictors:
-            trained = train_streamed(stream, gates, windows, config, on_tokens)
-        else:
-            stream.run(windows, on_tokens)
-    counter.check()
-    return counter, trained
-
-
-def _run_whole(config: ProfileConfig, run: Run, windows: Windows, say: Say) -> Outcome:
-    engine, model = run.engine, run.engine.model
-    gates = gates_of(model)
-    counter = Counter(
-        gates, model.spec.most_neurons, experts_of(model), (run.ranks.rank, run.ranks.size)
-    )
+def _outcome(config: ProfileConfig, run: Run, windows: Windows) -> Outcome:
+    """The counts as a profile and what else was asked for; modes are compared on text that nothing was
+    fitted to."""
+    engine, model, ids = run.engine, run.engine.model, windows.ids
+    gates, ranks = gates_of(model), run.ranks
+    counter = Counter(gates, model.spec.most_neurons, experts_of(model), (ranks.rank, ranks.size))
     run.add("counter", counter)
-    trained = None
     squares = InputSquares(model) if config.importances is not None else None
     if squares:
         run.add("inputs", squares)
+    trained = measured = importances = None
     with (
         engine.observe(counter.observe, counter.wants),
         engine.observe(squares.observe, squares.wants) if squares else nullcontext(),
     ):
         if config.train_predictors is not None:
-            trained = train_whole(run, gates, windows.ids, config)
+            trained = train(run, gates, ids, config)
         else:
-            run.phase(windows.ids)
+            run.phase(ids)
     counted = run.total("counter")
-
-    def compare(predictors: Predictors, examined: Sequence[Tensor]) -> Measured | None:
-        sha256 = sha256_of_corpora(windows.corpora)
-        return run.ranks.first_only(lambda: measure(engine, predictors, examined, sha256))
-
-    outcome = _outcome(model, windows, counted, trained, compare, engine.device)
-    sums = run.total("inputs") if squares else None
-    return _with_importances(outcome, config, squares, sums, windows)
-
-
-def _with_importances(
-    outcome: Outcome, config: ProfileConfig, squares: InputSquares | None,
-    sums: dict[str, Tensor] | None, windows: Windows,
-) -> Outcome:  # fmt: skip
-    if squares is None or sums is None or config.importances is None:
-        return outcome
-    return replace(outcome, importances=squares.importances(config.importances, sums, windows))
-
-
-def _outcome(
-    model: ModelFile,
-    windows: Windows,
-    counted: dict[str, Tensor],
-    trained: Trained | None,
-    compare: Callable[[Predictors, Sequence[Tensor]], Measured | None],
-    device: torch.device,
-) -> Outcome:
-    """The counts as a profile; modes are compared on text that nothing was fitted to."""
-    measured, ids = None, windows.ids
     if trained:
-        measured = compare(trained[0], ids[phases(len(ids))["examine"]])
-    result = Profile(
+        predictors, examined = trained[0], ids[phases(len(ids))["examine"]]
+        sha256 = sha256_of_corpora(windows.corpora)
+        measured = ranks.first_only(lambda: measure(engine, predictors, examined, sha256))
+    if squares and config.importances is not None:
+        importances = squares.importances(config.importances, run.total("inputs"), windows)
+    found = Profile(
         model_id=model.model_id,
         num_tokens=int(counted["num_tokens"]),
         threshold_L=model.threshold_L,
@@ -223,10 +138,10 @@ def _outcome(
         else None,
         routing_LTK=routing_of(counted),
         quality={} if measured is None else measured.record,
-        arithmetic=arithmetic(device),
+        arithmetic=arithmetic(engine.device),
         num_neurons_L=uneven(model.spec.num_neurons_L),
     )
-    return Outcome(profile=result, trained=trained, measured=measured)
+    return Outcome(profile=found, trained=trained, importances=importances, measured=measured)
 
 
 # ---- what comes out -----------------------------------------------------------------------------

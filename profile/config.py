@@ -28,7 +28,6 @@ class ProfileConfig:
     train_predictors: Path | None = None  # a folder for them
     predictors: PredictorOptions = PredictorOptions()
     input_layer_offset: int = 0
-    max_memory_bytes: int | None = None  # see profile.memory.room_of
     device: str | None = None
     seed: int = 0
     force: bool = False

@@ -1,9 +1,10 @@
-"""What a profile is made from: the files, checked before any text is read; the engine, or the plan
-to stream the layers; the text; and all settings that a run's numbers depend on."""
+"""What a profile is made from: the files, checked before any text is read; the engine; the text; and
+all settings that a run's numbers depend on."""
 
 import hashlib
 
 import torch
+from torch.cuda import mem_get_info
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
@@ -13,55 +14,45 @@ from hotsplit.profile.corpus.corpus import Windows, read_windows, spread_windows
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.corpus.sources import STDIN
 from hotsplit.profile.count.resume import Settings
-from hotsplit.profile.predictors.candidates import predictor_choices
-from hotsplit.profile.report.report import report_paths
-from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
+from hotsplit.profile.predictors.memory import check_memory
+from hotsplit.profile.report import report_path
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.arithmetic import arithmetic
 from hotsplit.runtime.resolved_options import device_of
+from hotsplit.system.sizes import format_bytes
 
 
 def check_inputs(config: ProfileConfig, model: ModelFile) -> None:
     """Raises HotsplitError for errors that can be found before text is read."""
     inputs = (config.model, *(path for path in config.corpora if path != STDIN))
     extras = [path for path in (config.importances, config.predictor_path) if path is not None]
-    for path in (config.output, *report_paths(config.output), *extras):
+    for path in (config.output, report_path(config.output), *extras):
         check_output(path, force=config.force, inputs=inputs)
     check_model(config, model)
+    if config.train_predictors is not None:
+        check_memory(config, model)
 
 
-def stream_plan_of(
-    config: ProfileConfig, model: ModelFile, device: str | None, ranks: Ranks
-) -> StreamPlan | None:
-    """The plan for streaming; None for a model that fits into memory, and for a mixture of experts or one
-    with a wider hidden state between its layers, which stay in the mapped file.
+def load_engine(
+    config: ProfileConfig, model: ModelFile, ranks: Ranks, device: str | None
+) -> Engine:
+    """Loads the model. Raises HotsplitError if it is larger than the GPU's free memory."""
 
-    Raises HotsplitError if not even one layer fits, and if a run of several processes would be streamed."""
-    if model.spec.has_experts or model.spec.x_size > model.spec.hidden_size:
-        return None
-    choices = predictor_choices(config.predictors, model) if config.train_predictors else None
-    plan = plan_stream(
-        model,
-        device=device_of(device),
-        max_memory_bytes=config.max_memory_bytes,
-        choices=choices,
-        folder=config.output.parent,
-    )
-    if plan is not None and ranks.size > 1:
-        raise HotsplitError(
-            f"{config.model}: does not fit into the memory, and several processes cannot stream"
-            " its layers; run one process, or raise --max-memory"
-        )
-    return plan
+    def load() -> Engine:
+        gpu = device_of(device)
+        if gpu.type == "cuda":
+            size, free = sum(e.num_bytes for e in model.tensors.values()), mem_get_info(gpu)[0]
+            if size > free:
+                raise HotsplitError(
+                    f"{config.model}: {format_bytes(size)} of weights, {format_bytes(free)} are free on"
+                    f" {gpu}; give --device cpu, which reads them from the file"
+                )
+        return Engine.load(config.model, mode="dense", device=device, is_resident=False)
+
+    return ranks.together(load)
 
 
-def load_engine(config: ProfileConfig, ranks: Ranks, device: str | None) -> Engine:
-    return ranks.together(
-        lambda: Engine.load(config.model, mode="dense", device=device, is_resident=False)
-    )
-
-
-def windows_of(engine: Engine | LayerStream, config: ProfileConfig, ranks: Ranks) -> Windows:
+def windows_of(engine: Engine, config: ProfileConfig, ranks: Ranks) -> Windows:
     """The first process reads the corpus, so that all have the same windows."""
     found = ranks.first_only(
         lambda: read_windows(

@@ -12,7 +12,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.eval_file import load_eval
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
-from hotsplit.profile.report.report import load_predictor_report, report_paths
+from hotsplit.profile.report import load_predictor_report, report_path
 from hotsplit.report.config import ReportConfig
 from hotsplit.solver.verify import verify
 
@@ -49,14 +49,14 @@ def load_artifacts(config: ReportConfig) -> Artifacts:
     for path, found_eval in zip(config.evals, evals, strict=True):
         _check_model(model, path, found_eval)
     split = None if config.split is None else _load_split(config, model, profile, machine)
-    report_path = None if config.profile is None else report_paths(config.profile)[0]
+    beside = None if config.profile is None else report_path(config.profile)
     quality_L: tuple[LayerQuality, ...] = ()
-    if report_path is not None and report_path.exists():
-        quality_L = load_predictor_report(report_path, model.model_id)
+    if beside is not None and beside.exists():
+        quality_L = load_predictor_report(beside, model.model_id)
         num_layers = model.spec.num_layers
-        _check_shape(report_path, (len(quality_L) or num_layers,), (num_layers,))
+        _check_shape(beside, (len(quality_L) or num_layers,), (num_layers,))
     named = [("model", config.model), ("profile", config.profile),
-             ("report of the profile", report_path if quality_L else None),
+             ("report of the profile", beside if quality_L else None),
              ("plan", config.split), ("machine", config.machine), ("predictors", predictors_path),
              *(("comparison", path) for path in config.evals)]  # fmt: skip
     return Artifacts(

@@ -11,7 +11,7 @@ from hotsplit.files.gguf_parts import part_paths
 from hotsplit.files.outputs import check_outputs
 from hotsplit.model.modes import Mode
 from hotsplit.model.spec_facts import spec_facts
-from hotsplit.profile.report.report import report_paths
+from hotsplit.profile.report import report_path
 from hotsplit.report.artifacts import Artifacts, load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig, ReportSummary
 from hotsplit.report.machine_section import machine_section
@@ -36,7 +36,7 @@ NEEDS_EVAL = "needs a comparison (--eval-json)"
 def report(config: ReportConfig) -> ReportSummary:
     """Writes the page. Raises HotsplitError for files that do not belong together, and for a page
     that gets too large."""
-    beside = () if config.profile is None else (report_paths(config.profile)[0],)
+    beside = () if config.profile is None else (report_path(config.profile),)
     check_outputs([config.output], force=config.force, inputs=(*config.inputs, *beside))
     found = load_artifacts(config)
     page = page_of(config, found)

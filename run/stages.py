@@ -29,7 +29,7 @@ from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.predictors.check import check_predictors
-from hotsplit.profile.report.report import warnings
+from hotsplit.profile.report import warnings
 from hotsplit.run.cache_folder import Cache, Entry
 from hotsplit.run.choice import Choice, Wishes
 from hotsplit.run.keys import STAGES, conversion_key, identity_of_texts
@@ -168,6 +168,13 @@ def conversion_name(job: Job) -> str:
     return f"convert {job.source.own_type} to {job.choice.outtype}{more}"
 
 
+def profile_device(job: Job) -> str | None:
+    """Where text is run to count firings: on the CPU, from the mapped file, if the GPU does not hold the
+    whole model."""
+    is_divided = job.choice.budgets or job.choice.model.spec.has_experts
+    return "cpu" if is_divided else job.choice.device
+
+
 def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
     """Profiles a few tokens, to find how many neurons fire and how many tokens are counted per
     second."""
@@ -175,7 +182,7 @@ def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
     tokens = available(model, texts, look_tokens(job))
     config = ProfileConfig(
         model=model, corpora=texts, output=folder / LOOK, max_tokens=tokens,
-        device="cpu" if job.choice.model.spec.has_experts else job.choice.device, force=True,
+        device=profile_device(job), force=True,
     )  # fmt: skip
     heard: list[tuple[float, float]] = []  # (time, tokens counted since the last call)
 
@@ -185,7 +192,7 @@ def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
             heard.append((time.perf_counter(), count))
             advance(count)
 
-        report = profile(config, on_tokens, job.say)
+        report = profile(config, on_tokens)
     density = sum(report.density_L) / len(report.density_L)
     per_s = counted_per_s(heard, report.seconds)
     job.rates.note("count", per_s * flop_per_token(job.choice.model))
@@ -195,9 +202,8 @@ def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
 def counted_per_s(heard: Sequence[tuple[float, float]], seconds: float) -> float:
     """Tokens per second, from (time, tokens counted since the last call).
 
-    The first call's tokens do not count: their time is unknown. A model in memory makes it before
-    the first window, with none; a streamed one after its first window and layer. If that was all,
-    `seconds` is taken, the whole profile's time."""
+    The first call, before the first window, has none. If that was all, `seconds` is taken, the whole
+    profile's time."""
     (first, tokens), (last, _) = heard[0], heard[-1]
     if len(heard) == 1:
         return tokens / seconds
@@ -210,10 +216,10 @@ def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[st
     count = job.wishes.tokens or available(model, texts, tokens)
     config = ProfileConfig(
         model=model, corpora=texts, output=folder / PROFILE, max_tokens=count,
-        train_predictors=folder / PREDICTORS, device=job.choice.device, force=True,
+        train_predictors=folder / PREDICTORS, device=profile_device(job), force=True,
     )  # fmt: skip
     with reading(model, *texts), progress("profiling", count, "tokens") as advance:
-        report = profile(config, advance, job.say)
+        report = profile(config, advance)
     if report.quality is not None:
         job.say(
             f"mode {report.quality.mode} on text that it was not trained on: {report.quality.line}"

@@ -44,7 +44,7 @@ COMMANDS = (
         arguments="profile {in}/model.gguf --corpus {in}/t.txt -o {out}/p.safetensors --tokens 1500"
         " --train-predictors {out}/pred --predictor-rank 8",
         inputs=("model.gguf", "t.txt"),
-        outputs=("p.safetensors", "p.report.json", "p.report.md", "pred/predictors.safetensors"),
+        outputs=("p.safetensors", "p.report.json", "pred/predictors.safetensors"),
         state=("p.safetensors.resume",),
     ),
     Command(
@@ -136,7 +136,6 @@ def prepare() -> None:
     import hotsplit.measure.evaluate.verify_conversion
     import hotsplit.profile.collect
     import hotsplit.profile.count.run
-    import hotsplit.profile.report.plots
     import hotsplit.report.report
     import hotsplit.runtime.generate.prompt_cache
     import hotsplit.solver.plots
@@ -181,10 +180,6 @@ def _report(path: Path) -> object:
     return {k: v for k, v in content.items() if k not in ("seconds", "free_bytes", "output")}
 
 
-def _markdown(path: Path) -> object:
-    return re.sub(r"[\d.]+ s\b", "", path.read_text())
-
-
 READERS: dict[str, Callable[[Path], object]] = {
-    "s.gguf": _plan, "p.report.json": _report, "machine.json": _report, "p.report.md": _markdown,
+    "s.gguf": _plan, "p.report.json": _report, "machine.json": _report,
 }  # fmt: skip

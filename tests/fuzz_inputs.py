@@ -34,7 +34,7 @@ from hotsplit.model.mode_quality import ModeQuality
 from hotsplit.profile.count.resume import Position, save_position
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.predictors.selection import Quality
-from hotsplit.profile.report.report import FORMAT, VERSION
+from hotsplit.profile.report import FORMAT, VERSION
 from hotsplit.runtime.generate.prompt_cache import save_prompt
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 300}

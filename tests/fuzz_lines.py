@@ -13,7 +13,7 @@ from pathlib import Path
 # Modules that read what others may have written, by folder of the repository.
 READERS = (
     "convert/*.py", "measure/evaluate/eval_file.py", "profile/corpus/*.py", "profile/count/merge.py",
-    "profile/count/resume.py", "profile/report/report.py", "run/cache_folder.py", "run/rates.py",
+    "profile/count/resume.py", "profile/report.py", "run/cache_folder.py", "run/rates.py",
     "runtime/generate/chat.py", "runtime/generate/constraints.py", "runtime/generate/gbnf*.py",
     "runtime/generate/json_schema.py", "runtime/generate/prompt_cache.py", "runtime/text/*.py",
     "src/hotsplit/artifacts/*.py", "src/hotsplit/commands/terminal/prompts.py",

@@ -48,7 +48,7 @@ from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.merge import MergeConfig, merge
 from hotsplit.profile.count.resume import load_position
-from hotsplit.profile.report.report import load_predictor_report
+from hotsplit.profile.report import load_predictor_report
 from hotsplit.report.plots import plot_predictors, plot_quality
 from hotsplit.runtime.generate import constraints as made
 from hotsplit.runtime.generate.prompt_cache import restore_prompt

@@ -447,7 +447,7 @@ OUTPUTS = {
     ("doctor", "report"), ("profile", "importances"),
 }  # fmt: skip
 FOLDERS = {
-    ("profile", "train_predictors"), ("profile", "plots"),
+    ("profile", "train_predictors"), 
 }  # fmt: skip
 MANY = ("corpora", "files", "sources")
 

@@ -11,7 +11,16 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGUFValueType
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import GgufFile, open_gguf, read_gguf, row_bytes, write_gguf
+from hotsplit.files.gguf_file import (
+    GgufFile,
+    array_entry,
+    open_gguf,
+    prefetch,
+    read_gguf,
+    release,
+    row_bytes,
+    write_gguf,
+)
 from hotsplit.files.gguf_reader import MAX_TENSORS, TYPES
 
 SCALARS = {
@@ -234,3 +243,16 @@ def test_arrays_are_written_as_they_were_read(tmp_path):
     again, _ = read_gguf(tmp_path / "b.gguf", "model")
     assert {n: again[n] for n in keys} == keys
     assert (again["floats"], again["big"]) == ([1e300], [2**31])
+
+
+def test_released_pages_are_read_again(tmp_path):
+    """Pages of a mapped file are read again; values that are only in memory are not released."""
+    values = np.random.default_rng(0).standard_normal((300, 300)).astype(np.float32)
+    write_gguf(tmp_path / "m.gguf", "test", {}, {"a": array_entry(values, "f32")})
+    entry = read_gguf(tmp_path / "m.gguf", "model")[1]["a"]
+    prefetch(entry)
+    release(entry)
+    assert (entry.read() == values).all()
+    own = array_entry(np.ones((300, 300)), "f32")
+    release(own)
+    assert own.read().all()

@@ -413,25 +413,22 @@ def stage_files(tmp_path) -> Path:
 
 
 def test_a_heat_map_never_replaces_an_input(stage_files, capsys):
-    """Nor do files that a command names itself, such as reports, predictors and plots."""
+    """Nor do files that a command names itself, such as reports and predictors."""
     here, before = stage_files, contents(stage_files)
     m, p, t = here / "m.gguf", here / "p.safetensors", here / "t.txt"
     solve = ["solve", m, "--profile", p, "--machine", here / "machine.json", "--force"]
     profile = ["profile", m, "--force", "--corpus"]
     (here / "x.png").symlink_to(m)
-    (here / "x.report.md").symlink_to(t)
-    (here / "density.png").hardlink_to(t)
+    (here / "x.report.json").symlink_to(t)
     (here / "y.resume").hardlink_to(m)
     (here / "predictors.safetensors").hardlink_to(t)
     for arguments in (
         [*solve, "-vb", "14MiB", "-o", here / "s.gguf", "--heat-map", m],
         [*solve, "--sweep", "1MiB:2MiB", "-o", m],
         [*profile, t, "-o", here / "x"],
-        [*profile, t, "-o", here / "z", "--plots", here],
         [*profile, t, "-o", here / "y"],
         [*profile, t, "-o", here / "z", "--train-predictors", here],
         [*profile, here, "-o", t],  # one of the texts in a folder
-        [*profile, t, "-o", here / "predictors.png", "--plots", here],
     ):
         assert main([str(argument) for argument in arguments]) == 1
         error = capsys.readouterr().err

@@ -31,8 +31,6 @@ from hotsplit.families.gemma3n import Numbers, gemma3n_spec
 from hotsplit.inspection.summary import to_json
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary
-from hotsplit.profile import memory
-from hotsplit.profile.stream.streaming import plan_stream
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
@@ -247,17 +245,6 @@ def test_what_operations_take_is_within_a_bound(way, monkeypatch):
         assert bound.total < 8 * peak.total, own.block
     most = max((peak_of(own).total for own in outer), default=0)
     assert not outer or most <= scratch.outside(p).total < 3 * most
-
-
-def test_layers_of_a_state_that_operations_begin_are_not_profiled_alone(tmp_path, monkeypatch):
-    sizes = make_sizes(width=128)
-    spec = gemma3n_spec([sizes] * 2, [False] * 2, [None] * 2, [None] * 2, NUMBERS)
-    monkeypatch.setattr(memory, "resident_bytes", lambda: 0)
-    with pytest.raises(
-        HotsplitError, match="layers whose hidden state is not the embedding are not"
-    ):
-        plan_stream(make_model(spec=spec), device=torch.device("cpu"), max_memory_bytes=1 << 20,
-                    choices=None, folder=tmp_path)  # fmt: skip
 
 
 def test_operations_are_told_apart_in_json():

@@ -318,7 +318,7 @@ def test_every_command_of_the_pipeline(tmp_path, random_model):
     gpu_bytes = reports["solve"]["gpu_bytes"]
     assert 0 < sum(gpu_bytes.values()) <= int(half.removesuffix("B"))
     assert gpu_bytes["neurons"] < whole["neurons"]
-    made = {"base.gguf", "p.safetensors", "p.report.json", "p.report.md", "pred", "m.gguf",
+    made = {"base.gguf", "p.safetensors", "p.report.json", "pred", "m.gguf",
             "card.json", "machine.json", "m.split.gguf"}  # fmt: skip
     assert {p.name for p in tmp_path.iterdir()} == made
     again = run_command(*steps[5], cwd=tmp_path)

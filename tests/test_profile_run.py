@@ -279,7 +279,7 @@ def test_a_signal_between_phases_ends_at_once_and_loses_no_window(files, monkeyp
 def test_a_signal_before_anything_is_saved_says_so(files, monkeypatch):
     from hotsplit.profile import collect
 
-    monkeypatch.setattr(collect, "train_whole", killing(collect.train_whole))
+    monkeypatch.setattr(collect, "train", killing(collect.train))
     with pytest.raises(Interrupted, match="nothing was saved yet"):
         profile(config(files, "cut", **training(files, "cut")))
     assert not list(files.glob("cut*"))

@@ -22,7 +22,7 @@ from hotsplit.cli import main
 from hotsplit.commands.options.kept_files import report_line
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.eval_file import load_eval
-from hotsplit.profile.report.report import load_predictor_report
+from hotsplit.profile.report import load_predictor_report
 from hotsplit.report import svg
 from hotsplit.report.artifacts import Artifacts, load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig

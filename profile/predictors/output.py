@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -22,8 +22,8 @@ MAX_TOKENS = 8192
 class Measured:
     """A comparison of mode predicted with the dense model, and the record of every mode."""
 
-    report: EvalReport | None = None  # None: no room for the hidden states
-    record: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
+    report: EvalReport
+    record: Mapping[SparseMode, ModeQuality]
 
 
 def measure(

@@ -1,13 +1,12 @@
-"""Trains the predictors of all layers, with the model in memory or streamed.
+"""Trains the predictors of all layers.
 
-Both ways run the same phases on the same windows in the same order, and in one process give the
-same predictors. How one layer's predictor is trained is in layer_trainer (its phases) and low_rank
+How one layer's predictor is trained is in layer_trainer (its phases) and low_rank
 (the network and its steps); here are the loops over layers and windows, and the state that a run
 saves and that processes share.
 
 Letters: T tokens, D model width, F or N neurons of a layer, L layers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +31,6 @@ from hotsplit.profile.predictors.layer_trainer import (
 )
 from hotsplit.profile.predictors.low_rank import Batch
 from hotsplit.profile.predictors.selection import Examiner, Tally
-from hotsplit.profile.stream.streaming import LayerStream, StreamedLayer
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.model.layers import Layer
 
@@ -55,7 +53,7 @@ def layer_trainer(
     )
 
 
-def train_whole(
+def train(
     run: Run, gates: Sequence[Gate], windows: Sequence[Tensor], config: ProfileConfig
 ) -> Trained:
     """Trains all layers at once, on as many processes as `run` has; can be interrupted and resumed.
@@ -93,37 +91,6 @@ def train_whole(
         piece = enter("examine")
         gather("examine", Sums([_sums(layer.examiners) for layer in layers]), piece)
     return _together([layer.finish() for layer in layers], model, config)
-
-
-def train_streamed(
-    stream: LayerStream,
-    gates: Sequence[Gate],
-    windows: Sequence[Tensor],
-    config: ProfileConfig,
-    on_tokens: Callable[[float], None],
-) -> Trained:
-    """Trains each layer from start to end while it is loaded: only one layer's trainer is in memory
-    at a time, and one pass over the weights serves all phases."""
-    pieces = phases(len(windows))
-    steps = num_steps(windows[pieces["train"]], 1)
-
-    def train(step: StreamedLayer) -> Finished:
-        trainer = layer_trainer(stream.model, step.index, step.layer, gates[step.index], config)
-        inner = PredictorTrainer([trainer], 0)
-
-        def observe(name: str, layer: int | None, tensor: Tensor) -> None:
-            before_TD = step.before_TD if config.input_layer_offset and name == "ffn_norm" else None
-            inner.observe(name, 0, tensor if before_TD is None else before_TD)
-
-        with stream.observe(observe, inner.wants):
-            for phase, piece in pieces.items():
-                trainer.enter(phase, steps)
-                step.advance(piece.start, piece.stop)
-        return trainer.finish()
-
-    # `train` is a function so that a layer's memory is freed before the next one is loaded.
-    all_steps = stream.steps(windows, on_tokens, keeps_inputs=config.input_layer_offset == 1)
-    return _together([train(step) for step in all_steps], stream.model, config)
 
 
 def _sums(parts: Sequence[Tally] | Sequence[Examiner]) -> dict[str, Tensor]:

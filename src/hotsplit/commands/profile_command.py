@@ -11,7 +11,6 @@ from hotsplit.commands.options.preparation import texts_or_default
 from hotsplit.commands.options.shared import (
     FILE,
     FOLDER,
-    SIZE,
     FileCommand,
     OutputPath,
     device_option,
@@ -19,10 +18,8 @@ from hotsplit.commands.options.shared import (
     given,
     mean,
     report_options,
-    say,
     texts_and_model,
 )
-from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_apart, check_outputs
 
 if TYPE_CHECKING:
@@ -62,11 +59,6 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
               help="Share of the predicted neurons that should actually fire.")  # fmt: skip
 @click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
               help="1 to predict from the input of the layer before.")  # fmt: skip
-@click.option("--max-memory", "max_memory_bytes", type=SIZE,
-              help="Device memory to use, e.g. 4GiB; a larger model is run layer by layer.")  # fmt: skip
-@click.option(
-    "--plots", type=FOLDER, help="Folder for plots of density, firings and predictors (PNG)."
-)
 @click.option("--seed", default=0, show_default=True)
 @device_option
 @report_options
@@ -77,7 +69,6 @@ def profile(
     output: Path,
     force: bool,
     is_merge: bool,
-    plots: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -109,41 +100,30 @@ def profile(
 
         is_first = rank_here() == 0
         if is_first:
-            _check_outputs(config, plots)
+            _check_outputs(config)
         total = config.max_tokens or DEFAULT_TOKENS
         with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:
-            report = run(config, advance or (lambda count: None), say)
+            report = run(config, advance or (lambda count: None))
     if not is_first:
         return
-    lines = _lines(report)
-    if plots:
-        from hotsplit.profile.report.plots import draw
-
-        try:
-            lines += [f"wrote {path}" for path in draw(output, plots)]
-        except HotsplitError as error:
-            raise HotsplitError(f"{error}; the profile {output} is whole") from error
-    finish(report, as_json, lines)
+    finish(report, as_json, _lines(report))
 
 
-def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
-    """Checks all outputs at once: the profile, reports, resume file, predictors and plots."""
+def _check_outputs(config: "ProfileConfig") -> None:
+    """Checks all outputs at once: the profile, its report, resume file and predictors."""
     from hotsplit.profile.count.resume import resume_path
-    from hotsplit.profile.report.plots import PICTURES
-    from hotsplit.profile.report.report import report_paths
+    from hotsplit.profile.report import report_path
 
-    outputs = [config.output, *report_paths(config.output)]
+    outputs = [config.output, report_path(config.output)]
     outputs += [config.importances] if config.importances else []
     outputs += [config.predictor_path] if config.predictor_path else []
-    if plots is not None:
-        outputs += [plots / name for name in PICTURES]
     inputs = texts_and_model(config.model, config.corpora)
     check_outputs(outputs, force=config.force, inputs=inputs)
     check_apart([resume_path(config.output)], [*inputs, *outputs])
 
 
 def _lines(report: "ProfileReport") -> list[str]:
-    from hotsplit.profile.report.report import short_lines
+    from hotsplit.profile.report import short_lines
 
     density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
     experts = ""

@@ -106,11 +106,6 @@ class WeightType:
         return self.block_bytes / self.block_values
 
     @property
-    def is_large(self) -> bool:
-        """True if a smaller type takes far fewer bytes."""
-        return self.bytes_per_value > 1
-
-    @property
     def transposed(self) -> TypeName:
         """The type of a matrix that is transposed at load: blocks become f16, because they run
         along the other dimension."""

@@ -12,7 +12,7 @@ ALL, REST = "Options", "Other options"
 GROUPS: tuple[tuple[str, str], ...] = (
     ("Input and output",
      "prompt prompt_file prompts_file corpora profile machine output "
-     "heat_map explained text_key is_merge plots num_logprobs is_shown "
+     "heat_map explained text_key is_merge num_logprobs is_shown "
      "json_lines as_json as_markdown force prompt_cache yes "
      "log_json is_strict"),
     ("Memory",
@@ -48,7 +48,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("KV cache",
      "cache_type_k cache_type_v kv_offload"),
     ("Computation",
-     "split cpu_ffn mode max_loss threads device max_memory_bytes"),
+     "split cpu_ffn mode max_loss threads device"),
 )  # fmt: skip
 _TITLES = {name: title for title, names in reversed(GROUPS) for name in names.split()}
 

@@ -1,5 +1,5 @@
-"""Reports on a profile's predictors: a few lines, JSON, and Markdown; and
-reads the predictors' section of the JSON.
+"""Reports on a profile: a few lines about its predictors, and JSON, of which the report page reads the
+predictors' section.
 
 The quality of a layer's chosen predictor is measured on held-out text, that of its candidates on
 the text that the choice was made on.
@@ -28,16 +28,14 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "hotsplit.profile_report", 1
 
 
-def report_paths(output: Path) -> tuple[Path, Path]:
-    """The JSON and the Markdown beside a profile: for model.profile.safetensors,
-    model.profile.report.json and model.profile.report.md."""
-    stem = output.name.removesuffix(".safetensors")
-    return output.with_name(stem + ".report.json"), output.with_name(stem + ".report.md")
+def report_path(output: Path) -> Path:
+    """The JSON beside a profile: for model.profile.safetensors, model.profile.report.json."""
+    return output.with_name(output.name.removesuffix(".safetensors") + ".report.json")
 
 
 def short_lines(report: "ProfileReport") -> list[str]:
     """Lines for the terminal about predictors, if there are any."""
-    if not report.quality_L:
+    if not report.quality_L or report.quality is None:
         return []
     forms = [q.chosen.name for q in report.quality_L]
     counted = {name: forms.count(name) for name in sorted(set(forms))}
@@ -85,9 +83,7 @@ def _not_paying(quality_L: Sequence[LayerQuality]) -> list[str]:
     ]
 
 
-def _of_model(quality: EvalReport | None) -> str:
-    if quality is None:
-        return "not compared with its dense self: no room for its hidden states"
+def _of_model(quality: EvalReport) -> str:
     return f"mode {quality.mode} compared with dense: {quality.line}"
 
 
@@ -112,98 +108,10 @@ def _summary(qualities: Sequence[Quality]) -> str:
 
 
 def save_report(report: "ProfileReport") -> None:
-    """Writes both files beside the profile."""
-    json_path, markdown_path = report_paths(report.output)
+    """Writes the JSON beside the profile."""
     content = {"format": FORMAT, "version": VERSION, **asdict(report)}
-    with partial_file(json_path) as partial:
+    with partial_file(report_path(report.output)) as partial:
         partial.write_text(json.dumps(content, default=str, indent=1) + "\n")
-    with partial_file(markdown_path) as partial:
-        partial.write_text(markdown(report))
-
-
-def markdown(report: "ProfileReport") -> str:
-    """The whole report as Markdown."""
-    lines = [
-        "# Profile",
-        "",
-        f"Model {report.model_id[:12]}, {report.num_tokens:,} tokens, {report.seconds:.0f} s.",
-        "",
-    ]
-    if report.quality is not None:
-        lines += [f"On text that this run fitted nothing to, {_of_model(report.quality)}.", ""]
-        lines += ["± is half of the 95 % confidence interval.", ""]
-    for line in warnings(report):
-        lines += [f"**{line[:1].upper()}{line[1:]}.**", ""]
-    if report.record:
-        lines += _of_modes(report)
-    head = ("layer", "density: neurons that fire", "firings of the hottest fifth", "threshold")
-    columns = zip(report.density_L, report.hottest_fifth_L, report.threshold_L, strict=True)
-    lines += _table(
-        head,
-        [(str(layer), f"{density:.2%}", f"{fifth:.1%}", f"{threshold:.4g}")
-         for layer, (density, fifth, threshold) in enumerate(columns)],
-    )  # fmt: skip
-    if report.quality_L:
-        lines += _of_predictors(report)
-    return "\n".join(lines) + "\n"
-
-
-def _of_modes(report: "ProfileReport") -> list[str]:
-    head = ("mode", "perplexity", "KL", "same top token", "bytes a token", "of dense")
-    rows = [
-        (mode, f"{q.perplexity_increase:+.2%} ± {q.perplexity_half_width:.2%}", f"{q.kl_mean:.5f}",
-         f"{q.top1_agreement:.2%}", f"{q.bytes_per_token:,}",
-         f"{q.bytes_per_token / q.dense_bytes_per_token:.1%}")
-        for mode, q in sorted(report.record.items())
-    ]  # fmt: skip
-    return [*_table(head, rows), ""]
-
-
-def _of_predictors(report: "ProfileReport") -> list[str]:
-    lines = [
-        "",
-        "# Predictors",
-        "",
-        f"They take {format_bytes(report.predictor_bytes)},"
-        f" {report.predictor_bytes / report.ffn_bytes:.1%} of the feed-forward bytes.",
-        "",
-        "## Chosen",
-        "",
-        "On text that this run fitted nothing to. *Lost norm*: |y - y_named| / |y| of the layer."
-        " *Break-even*: the density below which predicted mode reads fewer bytes than exact.",
-        "",
-    ]
-    lines += _chosen_table(report.quality_L)
-    lines += ["", "## The same without training", ""]
-    lines += _quality_table([(str(i), q.start) for i, q in enumerate(report.quality_L)])
-    lines += ["", "## All candidates", "", "On the text that the choice was made on.", ""]
-    lines += _quality_table(
-        [(str(i), q) for i, layer in enumerate(report.quality_L) for q in layer.candidates]
-    )
-    return lines
-
-
-def _chosen_table(quality_L: Sequence[LayerQuality]) -> list[str]:
-    rows = _quality_table([(str(i), q.chosen) for i, q in enumerate(quality_L)])
-    extra = [" hottest fifth | break-even |", " --- | --- |"]
-    extra += [f" {q.hottest_fifth:.1%} | {q.break_even_density:.1%} |" for q in quality_L]
-    return [row + more for row, more in zip(rows, extra, strict=True)]
-
-
-def _quality_table(rows: Sequence[tuple[str, Quality]]) -> list[str]:
-    head = ("layer", "predictor", "trained", "bytes", "density", "named", "recall", "precision",
-            "contribution", "lost norm", "bytes a token")  # fmt: skip
-    return _table(head, [
-        (label, q.name, "yes" if q.is_trained else "no", f"{q.num_bytes:,}", f"{q.density:.2%}",
-         f"{q.predicted_density:.2%}", f"{q.recall:.2%}", f"{q.precision:.2%}",
-         f"{q.contribution:.3%}", f"{q.lost_norm:.2%}", f"{q.bytes_per_token:,.0f}")
-        for label, q in rows
-    ])  # fmt: skip
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
-    return [lines[0], "|" + " --- |" * len(head), *lines[1:]]
 
 
 def _mean(values: Sequence[float]) -> float:
