@@ -83,12 +83,6 @@ class StateRun:
         return self._placed[device]
 
 
-def slots_in_turn(number: int, count: int) -> StateRun:
-    """The slots of the passes of a text that is alone and only goes on: two of them in turn."""
-    reads = NO_SLOT if number == 0 else (number - 1) % 2
-    return StateRun(reads, (*[NO_SLOT] * (count - 1), number % 2))
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerState:
     """The slots of one layer."""

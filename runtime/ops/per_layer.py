@@ -6,8 +6,8 @@ Letters: T tokens, D model width, L layers, P values of a layer's input, I of al
 import math
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure, c_int32, c_int64
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,22 +42,16 @@ class LayerInputs(Loaded):
     table: Matrix  # [V, L P]
     projection: Linear  # [L P, D]
     norm: Norm  # of P values
-    first: int = 0  # the column of the table with which these layers' values begin
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return (self.projection,)
 
-    def of_layer(self, index: int) -> Self:
-        begin, end = (i * self.block.size for i in (index, index + 1))
-        return replace(self, projection=self.projection.part(begin, end), first=begin)
-
     def forward(self, x_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, ...]:
         """[L, T, P], from tokens and their embeddings."""
         size = self.block.size
         own_TLP = self.projection.apply(x_TD).unflatten(1, (-1, size)) / math.sqrt(x_TD.shape[1])
-        row_TI = self.table.rows(ids_T.cpu())[:, self.first :][:, : self.projection.num_outputs]
-        row_TLP = row_TI.unflatten(1, (-1, size)) * math.sqrt(size)
+        row_TLP = self.table.rows(ids_T.cpu()).unflatten(1, (-1, size)) * math.sqrt(size)
         sum_TLP = (self.norm.apply(own_TLP) + row_TLP) * math.sqrt(0.5)
         return (sum_TLP.transpose(0, 1).contiguous(),)
 
@@ -72,8 +66,8 @@ class LayerInputs(Loaded):
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayer(Loaded):
-    """What a layer makes of its own input, which is the one at `index` of `num_inputs`: those of all layers
-    of the model, or its own alone."""
+    """What a layer makes of its own input, which is the one at `index` of `num_inputs`, those of all
+    layers."""
 
     block: blocks_of.PerLayer
     index: int
@@ -86,9 +80,6 @@ class PerLayer(Loaded):
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.gate, self.output
-
-    def of_layer(self, index: int) -> Self:
-        return replace(self, index=0, num_inputs=1)
 
     def forward(self, x: Any, per_layer_LTP: Tensor) -> tuple[Tensor, ...]:
         """[T, D], from the hidden state and the inputs, which may be on another device."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import Structure
 from importlib import import_module
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,11 +47,6 @@ class Loaded(ABC):
         """Submits its kernels. `read`, `written`: buffers of its inputs and outputs, [T, size], or [size]
         for one row; `scratch`: flat memory for `block.scratch` values of each row."""
         raise NotImplementedError(f"{self.block.kind} on a GPU")
-
-    def of_layer(self, index: int) -> Self:
-        """The operation in passes over this layer alone: of a value that has a part for each layer, it
-        makes or reads this layer's."""
-        return self
 
 
 def load_all(
