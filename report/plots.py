@@ -1,11 +1,14 @@
-"""The report's plots. They contain no text from files; file names are in the page, escaped.
+"""The plots of the report page, and the map of a plan as a picture. Those of the page contain no
+text from files; file names are in the page, escaped.
 
 Letters: L layers, F neurons, R columns of ranks, N plotted shares of the neurons."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
@@ -27,6 +30,7 @@ from hotsplit.report.svg import (
     gridded,
     new_figure,
     plot_of,
+    save_picture,
 )
 from hotsplit.solver.placed import device_of_ranks, firings_on_gpu, units_of
 from hotsplit.solver.sweep import Sweep
@@ -142,42 +146,62 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
 
 
 def plot_map(split: Split, profile: Profile) -> Plot:
-    """Plots a row per layer, coloured by device: dense block, neurons by hotness, and firings, or experts
-    and choices."""
-    device_LR, units = device_of_ranks(split, profile, num_columns=200), units_of(split, profile)
-    num_layers, num_gpus = len(split.hot), len(split.budgets)
+    """Plots a row per layer, coloured by device: dense block, neurons by hotness, and firings, or
+    experts and choices."""
+    units, share_L = units_of(split, profile), firings_on_gpu(split, profile)
+    fired_LF = units.count_LF
+    hot = sum(map(len, units.hot)) / fired_LF.size
+    hot_fired = (share_L * fired_LF.sum(axis=1)).sum() / max(1, fired_LF.sum())
+    with new_figure(_map_height(split)) as figure:
+        _draw_map(figure, split, profile)
+        return plot_of(
+            "map",
+            figure,
+            alt=f"{hot:.1%} of the {units.name}, with {hot_fired:.1%} of the {units.events}, are on"
+            f" a GPU; so are the dense blocks of {sum(split.dense_on_gpu)} of {len(split.hot)} layers.",
+            caption="A dense block is the attention, norms and predictor of a layer"
+            + (
+                ", with its KV cache."
+                if split.kv_offload is None
+                else "; the KV cache is in main memory."
+            ),
+        )
+
+
+def save_map(split: Split, profile: Profile, model: str, path: Path) -> None:
+    """Writes the same plot as PNG, with the model's name and the predicted speed as its title."""
+    with new_figure(_map_height(split) + 20, is_picture=True) as figure:
+        _draw_map(figure, split, profile)
+        figure.suptitle(f"{model}: {1 / split.objective_s:,.1f} tokens/s predicted", fontsize=8)
+        save_picture(figure, path)
+
+
+def _map_height(split: Split) -> int:
+    return min(560, 120 + max(6 * len(split.hot), 100))
+
+
+def _draw_map(figure: Figure, split: Split, profile: Profile) -> None:
+    units, num_layers, num_gpus = units_of(split, profile), len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)
     dense_L = np.where(split.dense_on_gpu, home_L + 1, 0)
-    share_L = firings_on_gpu(split, profile)
-    with new_figure(int(min(560, 120 + max(6 * num_layers, 100)))) as figure:
-        blocks, ranks, firings = figure.subplots(1, 3, width_ratios=(1.2, 10, 4), sharey=True)
-        _rows(blocks, dense_L[:, None], num_gpus)
-        _rows(ranks, device_LR, num_gpus)
-        at_L = np.arange(num_layers)
-        firings.barh(at_L, 100, height=0.86, color=CPU)
-        colours = [GPUS[home % len(GPUS)] for home in home_L]
-        firings.barh(at_L, 100 * share_L, height=0.86, color=colours)
-        blocks.set(xticks=[], ylabel="layer", ylim=(num_layers - 0.5, -0.5), xlabel="dense\nblock")
-        blocks.xaxis.label.set_fontsize(8)
-        blocks.yaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
-        ranks.set(xlabel=f"{units.name}, hottest first (%)", xlim=(0, 100))
-        firings.set(xlabel=f"{units.events} (%)", xlim=(0, 100), xticks=[0, 50, 100])
-        for axes in (blocks, ranks, firings):
-            axes.tick_params(length=0)
-            axes.spines[:].set_visible(False)
-        handles = [Patch(color=CPU, label="CPU")]
-        handles += [Patch(color=GPUS[k % len(GPUS)], label=f"GPU {k}") for k in range(num_gpus)]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-        fired_LF = units.count_LF
-        hot = sum(map(len, units.hot)) / fired_LF.size
-        hot_fired = (share_L * fired_LF.sum(axis=1)).sum() / max(1, fired_LF.sum())
-        return plot_of(
-            "map", figure,
-            alt=f"{hot:.1%} of the {units.name}, with {hot_fired:.1%} of the {units.events}, are on a GPU;"
-            f" so are the dense blocks of {sum(split.dense_on_gpu)} of {num_layers} layers.",
-            caption="A dense block is the attention, norms and predictor of a layer"
-            + (", with its KV cache." if split.kv_offload is None else "; the KV cache is in main memory."),
-        )  # fmt: skip
+    blocks, ranks, firings = figure.subplots(1, 3, width_ratios=(1.2, 10, 4), sharey=True)
+    _rows(blocks, dense_L[:, None], num_gpus)
+    _rows(ranks, device_of_ranks(split, profile), num_gpus)
+    at_L = np.arange(num_layers)
+    firings.barh(at_L, 100, height=0.86, color=CPU)
+    colours = [GPUS[home % len(GPUS)] for home in home_L]
+    firings.barh(at_L, 100 * firings_on_gpu(split, profile), height=0.86, color=colours)
+    blocks.set(xticks=[], ylabel="layer", ylim=(num_layers - 0.5, -0.5), xlabel="dense\nblock")
+    blocks.xaxis.label.set_fontsize(8)
+    blocks.yaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
+    ranks.set(xlabel=f"{units.name}, hottest first (%)", xlim=(0, 100))
+    firings.set(xlabel=f"{units.events} (%)", xlim=(0, 100), xticks=[0, 50, 100])
+    for axes in (blocks, ranks, firings):
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    handles = [Patch(color=CPU, label="CPU")]
+    handles += [Patch(color=GPUS[k % len(GPUS)], label=f"GPU {k}") for k in range(num_gpus)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
 def name_of(item: str, units: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 
-NUM_COLUMNS = 512  # maximum columns of ranks
+NUM_COLUMNS = 200  # maximum columns of ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ def firings_on_gpu(split: Split, profile: Profile) -> np.ndarray:
     return hot_L / np.maximum(1, units.count_LF.sum(axis=1))
 
 
-def device_of_ranks(split: Split, profile: Profile, num_columns: int = NUM_COLUMNS) -> np.ndarray:
+def device_of_ranks(split: Split, profile: Profile) -> np.ndarray:
     """The device of most neurons, or experts, in each column of ranks, int [L, R]: 0 is the CPU,
     k + 1 GPU k."""
     units = units_of(split, profile)
     num_layers, num_neurons = units.count_LF.shape
-    num_columns = min(num_columns, num_neurons)
+    num_columns = min(NUM_COLUMNS, num_neurons)
     column_F = np.arange(num_neurons) * num_columns // num_neurons
     sizes_R = np.bincount(column_F)
     device_LR = np.zeros((num_layers, num_columns), np.int64)

@@ -136,9 +136,9 @@ def prepare() -> None:
     import hotsplit.measure.evaluate.verify_conversion
     import hotsplit.profile.collect
     import hotsplit.profile.count.run
+    import hotsplit.report.plots
     import hotsplit.report.report
     import hotsplit.runtime.generate.prompt_cache
-    import hotsplit.solver.plots
     import hotsplit.system.save_schedule
     from hotsplit.profile.config import ProfileConfig
 

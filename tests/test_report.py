@@ -227,13 +227,14 @@ def test_the_map_shows_the_plan(folder):
             "hotsplit.report.plots.plot_of", lambda name, figure, **k: drawn.append(figure)
         )
         plot_map(split, profile)
-    device_LR = device_of_ranks(split, profile, num_columns=200)
+    device_LR = device_of_ranks(split, profile)
     patches = drawn[0].axes[1].patches
-    area = {svg.CPU: 0.0, svg.GPUS[0]: 0.0}
+    cpu, gpu = map(to_hex, (svg.CPU, svg.GPUS[0]))
+    area = {cpu: 0.0, gpu: 0.0}
     for outline in patches:
         boxes = outline.get_path().vertices.reshape(-1, 5, 2)
         area[to_hex(outline.get_facecolor())] += np.ptp(boxes[:, :, 0], axis=1).sum()
-    for device, colour in ((0, svg.CPU), (1, svg.GPUS[0])):
+    for device, colour in ((0, cpu), (1, gpu)):
         wanted = 100 * (device_LR == device).mean(axis=1).sum()
         assert area[colour] == pytest.approx(wanted) and 0 < wanted < 200
 
@@ -290,7 +291,6 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
     make_machine(cpu_gb_per_s=9).save(tmp_path / "machine.json")
     evals = (
         (found | {"model_id": "0" * 64}, "give files of one model"),
-        (found | {"limits": "a" * 64}, "made with limits aaaaaaaaaaaa, but .* has no"),
         (found | {"version": 1}, "version 1; wanted .* of version 3"),
         (found | {"kl_mean": "much"}, "kl_mean is 'much'"),
         (found | {"perplexity_increase": 1e300}, "wanted -1 to 1e\\+12"),

@@ -7,10 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import all_or_none
 from hotsplit.files.outputs import check_outputs
+from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.explain import explain, meanings_of
 from hotsplit.solver.solve import SolveConfig, SolveReport, check, solve
 from hotsplit.solver.sweep import Sweep, sweep
@@ -33,9 +36,11 @@ def run_solve(
     with all_or_none():
         report = solve(config, workspace_bytes)
         if heat_map is not None:
-            from hotsplit.solver.plots import plot_heat_map
+            from hotsplit.report.plots import save_map
 
-            plot_heat_map(config, heat_map)
+            split = Split.load(config.output)
+            profile = profile_for(ModelFile.load(config.model), config.profile, split.mode)
+            save_map(split, profile, config.model.name, heat_map)
     content, lines = asdict(report), [f"note: {note}" for note in report.notes]
     lines += _gpu_lines(report)
     if explained:
