@@ -67,7 +67,8 @@ class NeuronLoader:
             return apart(block, self._block(index, down, "cold", cold, "shared"), cold)
         blocks = []
         if len(hot):
-            blocks.append(self._block(index, down, "hot", hot, "own"))
+            is_whole = not len(cold) and self.placement.homes[index] == CPU
+            blocks.append(self._block(index, down, "hot", hot, "all" if is_whole else "own"))
         if len(cold):
             some: Rows = "shared" if self.stores.on(CPU).is_mapped else "own"
             blocks.append(self._block(index, down, "cold", cold, some if len(hot) else "all"))
