@@ -362,9 +362,8 @@ def _fits_lines(model: ModelFile, wishes: Wishes, size: int, budget: int) -> lis
     of = f"{format_bytes(size)} with its context, for {format_bytes(budget)} of VRAM"
     if size <= budget:
         return [f"it fits: use llama.cpp, which is at least as fast where all is on the GPU ({of})"]
-    return [
-        f"it fits but for {size / budget - 1:.0%}: use llama.cpp, with a shorter context if need be ({of})"
-    ]
+    more = max(1, round(100 * (size / budget - 1)))
+    return [f"it fits but for {more}%: use llama.cpp, with a shorter context if need be ({of})"]
 
 
 def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:

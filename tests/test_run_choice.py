@@ -65,7 +65,9 @@ def test_a_file_in_llamacpps_layout_keeps_its_type(silu, tmp_path):
     assert kind is None and line.startswith("type q8_0: the file's own (")
     kind, line = choose_type(given, Wishes(), Room(main=1000, gpus=(MIB,)))  # rounded twice by none
     assert kind is None and line.startswith("type q8_0: the file's own; its ")
-    assert "read from the disk" in line and "--outtype q4_0" in line
+    assert "of both memories that a model should take" in line and "--outtype q4_0" in line
+    _, line = choose_type(given, Wishes(), Room(main=1000))
+    assert "read from the disk" in line
 
 
 def wishes_of(**options):
@@ -85,7 +87,8 @@ def test_a_plan_is_made_only_where_one_is_needed(source):
     short = wishes_of(outtype="q8_0", context_length=32, vram=(less,))
     found = choose(source, short, Room(main=1 << 40, gpus=(less,)))
     assert (found.budgets, found.device) == ((less,), None)
-    assert f"a plan for {format_bytes(less)} of VRAM" in found.lines[-1]
+    assert f"a plan for {format_bytes(less)} of VRAM" in found.lines[-2]
+    assert found.lines[-1].startswith("it fits but for 1%: use llama.cpp")
 
 
 @pytest.mark.parametrize(
