@@ -1,6 +1,7 @@
 """Answers requests that generate texts, and builds OpenAI's response objects from tokens, whole or
 as chunks of a stream."""
 
+import math
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -275,6 +276,11 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
+def _is_unpredicted(token: Token) -> bool:
+    """True for the first token of a prompt."""
+    return token.logprob is not None and math.isnan(token.logprob)
+
+
 def completion_logprobs(served: ServedModel, tokens: Sequence[Token], start: int) -> Body | None:
     """Logprobs in OpenAI's older completions format. `start`: characters before the first token."""
     if not tokens:
@@ -287,9 +293,13 @@ def completion_logprobs(served: ServedModel, tokens: Sequence[Token], start: int
         start += len(token.text)
     return {
         "tokens": names,
-        "token_logprobs": [_finite(token.logprob or 0.0) for token in tokens],
+        "token_logprobs": [
+            None if _is_unpredicted(token) else _finite(token.logprob or 0.0) for token in tokens
+        ],
         "top_logprobs": [
-            {
+            None
+            if _is_unpredicted(token)
+            else {
                 served.token_bytes(i).decode("utf-8", "replace"): _finite(logprob)
                 for i, logprob in token.logprobs
             }

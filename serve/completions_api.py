@@ -105,7 +105,7 @@ class CompletionAnswer(Answer):
 
     def _prompt(self, number: int) -> str:
         """The prompt's text if the answer repeats it (`echo`), else ""."""
-        if not self._asked.echoes:
+        if not self._asked.echoes or self._asked.jobs[number].scores:  # whose tokens are said
             return ""
         text, ids = self._asked.prompts[number // self._asked.wanted.count]
         return text or self._service.served.codec.tokenizer.decode(ids, skip_special_tokens=False)

@@ -302,6 +302,15 @@ class Scheduler:
         if part.wanted == "none":
             return
         assert text.generation is not None
+        if text.is_scored:
+            self._batch.append((text, Said(text.score(part, logits_RV))))
+            if not text.is_scored and text.job.only_scores:
+                text.generation.run.stopped_by = "max tokens"
+                self._end(text, Ended(text.report()), is_kept=False)
+                return
+            if text.is_scored or text.num_unread:
+                return
+            logits_RV = logits_RV[-1:]
         text.generation.take(logits_RV, seconds)
         self._undrawn.append(text)
 

@@ -75,6 +75,7 @@ class Wanted:
     reuses: bool
     deadline: float
     deadline_by: DeadlineBy
+    generates: bool  # tokens beside those of a prompt that it repeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +137,19 @@ def completion_request(fields: Fields, served: ServedModel, arrival: Arrival) ->
     count = _logprobs(logprobs) if logprobs is not False else None
     if (number := fields.whole("n_probs", 0, MAX_LOGPROBS)) is not None and number > 0:
         count = number
-    if echoes and count is not None:
-        raise wrong("echo", "echo with logprobs is not supported: prompts have no logprobs here")
+    scores = echoes and count is not None
     fields.only("suffix", "", why="fill-in-the-middle is not supported")
     best_of = fields.whole("best_of", 1, MAX_CHOICES)
-    wanted = take_wanted(fields, served, count, served.codec, arrival)
+    wanted = take_wanted(fields, served, count, served.codec, arrival, may_be_empty=scores)
     if best_of not in (None, wanted.count):
         raise wrong("best_of", f"best_of is {best_of}, n is {wanted.count}: both must be the same")
     fields.finish()
     jobs = [
         job for _, ids in prompts for job in jobs_of(served, ids, wanted, served.codec, "prompt")
     ]
+    if scores:  # of a prefix that is reused there are no logits
+        only = not wanted.generates
+        jobs = [replace(job, scores=True, only_scores=only, reuses=False) for job in jobs]
     return TextRequest(wanted=wanted, prompts=tuple(prompts), echoes=echoes, jobs=jobs)
 
 
@@ -158,8 +161,11 @@ def take_wanted(
     arrival: Arrival,
     stops: Sequence[str] = (),
     marks: Sequence[tuple[int, str]] = (),
+    *,
+    may_be_empty: bool = False,
 ) -> Wanted:
-    """Reads the fields shared by completions and chats; `stops` and `marks` are the template's."""
+    """Reads the fields shared by completions and chats; `stops` and `marks` are the template's.
+    `may_be_empty`: the answer may have no token of its own."""
     fields.ignore(*NEUTRAL)
     for name, values, why in UNSUPPORTED:
         fields.only(name, *values, why=why)
@@ -174,8 +180,9 @@ def take_wanted(
         stream_options.finish()
     count = fields.whole("n", 1, MAX_CHOICES) or fields.whole("n_cmpl", 1, MAX_CHOICES) or 1
     sampling = take_sampling(fields, served.defaults, served.encode_plain, served.vocab_size)
+    max_tokens = _max_tokens(fields, served, may_be_empty=may_be_empty)
     options = GenerationOptions(
-        max_tokens=_max_tokens(fields, served),
+        max_tokens=max_tokens or 1,
         stops=(*texts_of(fields, "stop", MAX_STOPS, MAX_STOP_LENGTH), *stops),
         ignores_end=fields.flag("ignore_eos"),
         num_logprobs=num_logprobs,
@@ -188,7 +195,7 @@ def take_wanted(
     return Wanted(
         count=count, is_stream=is_stream, has_usage=has_usage, sampling=sampling, options=options,
         grammar=_grammar(fields, codec), reuses=fields.flag("cache_prompt", True),
-        deadline=deadline, deadline_by=deadline_by,
+        deadline=deadline, deadline_by=deadline_by, generates=max_tokens != 0,
     )  # fmt: skip
 
 
@@ -265,12 +272,12 @@ def _logprobs(value: object) -> int | None:
     return value
 
 
-def _max_tokens(fields: Fields, served: ServedModel) -> int:
+def _max_tokens(fields: Fields, served: ServedModel, *, may_be_empty: bool) -> int:
     """The request's limit, under any of its names, but at most the server's."""
     asked = None
     for name in ("max_completion_tokens", "max_tokens", "n_predict"):
         found = fields.whole(name, -1, (1 << 31) - 1)
-        if found == 0:
+        if found == 0 and not may_be_empty:
             raise wrong(name, f"{name} is 0, wanted 1 or more")
         asked = found if asked is None else asked
     if asked in (None, ENDLESS):

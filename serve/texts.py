@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from math import inf, nan
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -15,11 +15,15 @@ from hotsplit.runtime.generate.generation import Generation, GenerationOptions, 
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.step.batch import Wanted
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 from hotsplit.runtime.text.codec import TextCodec
 
 DeadlineBy = Literal["--timeout", "timeout"]  # the server's option, or a request's field
+SCORED_ROWS = (
+    32  # of a prompt whose logits are all wanted, in a step: 20 MB for a vocabulary of 150,000
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,8 @@ class Arrival:
 class Job:
     """A text to be continued. After `deadline`, by time.monotonic, it fails; `deadline_by` is what set
     it. `reuses`: whether it may reuse the keys and values of other texts, and leave its own for
-    others."""
+    others. `scores`: the prompt's tokens are said, too, with their log probabilities; `only_scores`: nothing
+    else is."""
 
     ids: Sequence[int]
     codec: TextCodec
@@ -50,6 +55,8 @@ class Job:
     deadline: float = inf
     deadline_by: DeadlineBy = "--timeout"
     reuses: bool = True
+    scores: bool = False
+    only_scores: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +157,8 @@ class Text:
         self.is_writing = False
         self.num_cached = 0
         self.num_drawn = 0  # tokens, the end token included, as llama-server counts them
+        self._num_scored = 0  # tokens of the prompt that have been said
+        self._prompt = job.codec.stream() if isinstance(job, Job) and job.scores else None
         self._submitted_s = time.monotonic()
         self._began_s = self._first_s = self._submitted_s
         self.last_s = self._submitted_s  # when the latest token was drawn
@@ -177,14 +186,43 @@ class Text:
     def part(self, most: int) -> Part:
         """The next rows to compute: at most `most` tokens of its prompt, or its last token."""
         assert self.sequence is not None and self.generation is not None
+        wanted: Wanted = "all" if self.is_scored else "none"
+        most = min(most, SCORED_ROWS) if self.is_scored else most
         if self.num_unread <= most:
             part = self.generation.part()
             assert part is not None, "there are no drafts"
-            return part
+            return replace(part, wanted="all") if self.is_scored else part
         start = self.sequence.length
         return Part(
-            sequence=self.sequence, tokens=self.job.ids[start : start + most], wanted="none"
+            sequence=self.sequence, tokens=self.job.ids[start : start + most], wanted=wanted
         )
+
+    @property
+    def is_scored(self) -> bool:
+        """True while tokens of the prompt are to be said."""
+        return self._prompt is not None and self._num_scored < len(self.job.ids)
+
+    def score(self, part: Part, logits_RV: Tensor) -> list[Token]:
+        """The prompt's tokens that follow from the logits of `part`, which has been computed; the first
+        token of all comes with the first part, and nothing predicts it."""
+        job, stream = self.job, self._prompt
+        assert isinstance(job, Job) and stream is not None and self.sequence is not None
+        ids, count, tokens = job.ids, job.options.num_logprobs, list[Token]()
+        assert count is not None
+        if self._num_scored == 0:
+            tokens.append(Token(ids[0], stream.text(ids[0]), nan))
+            self._num_scored = 1
+        first = self.sequence.length - len(part.tokens)
+        for row, logits_V in enumerate(logits_RV):
+            number = first + row + 1
+            if number != self._num_scored or number == len(ids):  # repeated, or the answer's
+                continue
+            found = job.draws.logprobs(logits_V, count, ids[number])
+            own = next(logprob for i, logprob in found if i == ids[number])
+            text = stream.text(ids[number]) + (stream.flush() if number == len(ids) - 1 else "")
+            tokens.append(Token(ids[number], text, own, tuple(found[:count])))
+            self._num_scored += 1
+        return tokens
 
     def draw(self) -> Sequence[Token]:
         """Draws the next token; `generation` has its logits."""

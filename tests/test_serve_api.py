@@ -7,6 +7,7 @@ import threading
 import jsonschema
 import openai
 import pytest
+import torch
 from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, save_model, text_of_chunks
 
 from hotsplit import Engine
@@ -312,6 +313,69 @@ def test_completions(served, engine):
     )
     expected = "Once upon" + alone(engine, ids, 10, temperature=0.0)
     assert answer["choices"][0]["text"] == said == expected
+
+
+def scored(engine, ids):
+    """(the float64 log probability of each token after the first, the most probable tokens) of a text."""
+    logprob_TV = engine.logits(ids).double().log_softmax(-1)[:-1]
+    own_T = logprob_TV.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return own_T, logprob_TV
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 4])
+@pytest.mark.parametrize("length", [1, 2, 31, 33, 70])
+def test_an_echo_has_the_log_probabilities_of_the_prompt(served, engine, length, num_tokens):
+    """OpenAI's older form, which evaluation programs read; prompts of several steps, too."""
+    ids = [(7 * n + n * n) % 200 + 20 for n in range(length)]
+    body = {
+        "prompt": [ids, ids],
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 3,
+    }
+    status, answer = served.ask("/v1/completions", body)
+    assert status == 200, answer
+    assert answer["choices"][0] == {**answer["choices"][1], "index": 0}
+    (text, found) = (answer["choices"][0][name] for name in ("text", "logprobs"))
+    assert {len(values) for values in found.values()} == {length + num_tokens}
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    want_T, logprob_TV = scored(engine, ids)
+    got_T = torch.tensor(found["token_logprobs"][1:length], dtype=torch.float64)
+    assert torch.allclose(got_T, want_T, atol=1e-5)
+    for top, logprob_V in zip(found["top_logprobs"][1:length], logprob_TV, strict=True):
+        assert max(top.values()) == pytest.approx(float(logprob_V.max()), abs=1e-5)
+    assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
+    assert text.startswith(engine.codec.tokenizer.decode(ids)[: len(text) // 2])
+    assert answer["usage"]["completion_tokens"] == 2 * num_tokens
+    assert answer["choices"][0]["finish_reason"] == "length"
+    if num_tokens:
+        plain = {**body, "prompt": ids, "echo": False}
+        _, alone_ = served.ask("/v1/completions", plain)
+        own = alone_["choices"][0]["logprobs"]["token_logprobs"]
+        assert found["token_logprobs"][length:] == pytest.approx(own, abs=1e-5)
+
+
+def test_an_echo_is_the_prompts_text_and_is_streamed(served):
+    body = {
+        "prompt": "Once upon a time",
+        "max_tokens": 5,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 1,
+    }
+    _, answer = served.ask("/v1/completions", body)
+    choice = answer["choices"][0]
+    assert choice["text"].startswith("Once upon a time")
+    names, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    for name, begin, end in zip(names, offsets, [*offsets[1:], len(choice["text"])], strict=True):
+        piece = choice["text"][begin:end]  # with what was held back before it
+        assert piece.endswith(name) or not piece or not name.isascii()
+    chunks = [chunk["choices"][0] for chunk in served.stream("/v1/completions", body)]
+    assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
+    several = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+    assert sum((each["tokens"] for each in several), []) == names
+    assert sum((each["text_offset"] for each in several), []) == offsets
 
 
 def test_completions_with_logprobs(served):
