@@ -86,7 +86,7 @@ def _held(items: Items, split: Split) -> str:
     """The items in words, the largest first."""
     meanings = meanings_of(has_experts=split.units == "experts")
     there = sorted((item for item in items if items[item]), key=lambda item: -items[item])
-    named = [f"{format_bytes(items[item])} of {meanings[item]}" for item in there]
+    named = [f"{meanings[item]} ({format_bytes(items[item])})" for item in there]
     return (
         f"{', '.join(named[:-1])} and {named[-1]}"
         if len(named) > 1

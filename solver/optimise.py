@@ -36,11 +36,14 @@ from hotsplit.solver.problem import (
     ROUNDING,
     Placement,
     Problem,
+    held_bytes,
     is_feasible,
+    of_counts,
     on_one_device,
     placement_bytes,
     placement_seconds,
 )
+from hotsplit.solver.refine import fill
 from hotsplit.solver.together import find_undivided
 from hotsplit.system.sizes import format_bytes
 
@@ -171,7 +174,23 @@ def _start_run(problem: Problem) -> tuple[list[Placement], float]:
     if problem.num_layers == 0:
         return _head_alone(problem)
     found = search(problem)
-    return [] if found.placement is None else [found.placement], found.bound_s
+    placements = [] if found.placement is None else [found.placement]
+    if problem.replayed and problem.need_bytes == 0:
+        placements += [_hottest_first(problem, placement) for placement in placements]
+    return placements, found.bound_s
+
+
+def _hottest_first(problem: Problem, placement: Placement) -> Placement:
+    """The same dense blocks and head, and the experts that save most seconds per byte: the bound's
+    numbers of experts jump where its lines meet, and distribute them up to 0.5 % worse."""
+    none = replace(placement, hot_LF=np.zeros_like(placement.hot_LF))
+    num_hot_L = fill(
+        problem,
+        num_hot_L=none.num_hot_L,
+        dense_L=placement.dense_L,
+        room_bytes=problem.room_bytes - held_bytes(problem, none),
+    )
+    return of_counts(problem, num_hot_L, placement.dense_L, placement.head)
 
 
 def _head_alone(problem: Problem) -> tuple[list[Placement], float]:

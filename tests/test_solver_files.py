@@ -82,7 +82,7 @@ def test_a_plan_is_explained_and_drawn_and_checked(folder, capsys):
     assert sum(items.values()) + report["explanation"]["unused_bytes"][0] == 700 << 10
     page = "\n".join(report["explanation"]["lines"])
     for item, meaning in meanings_of(has_experts=False).items():
-        held = f"{format_bytes(items[item])} of {meaning}" in page.splitlines()[0]
+        held = f"{meaning} ({format_bytes(items[item])})" in page.splitlines()[0]
         assert held == (items[item] > 0), item
     num_neurons = report["num_neurons"] // report["num_layers"]
     check_layers(page, Split.load(folder / "plan"), num_neurons)
