@@ -126,7 +126,7 @@ def test_texts_of_a_wrong_kind_are_refused(codec_model):
                 lambda: engine.generate_many(["a"], constraints=[3]),
                 "constraints is .3., wanted a list",
             ),
-            (lambda: engine.run([3]), "a part is 3, wanted an object of class Part"),
+            (lambda: engine.run([3]), "parts is .3., wanted a list of objects of class Part"),
             (lambda: engine.run([Part(sequence=3, tokens=[1])]), "sequence is 3, wanted an object"),
             (lambda: engine.decode_seconds(steps=0), "0 steps from position 0"),
         ):

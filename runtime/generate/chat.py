@@ -18,7 +18,7 @@ from typing import Self
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.json_file import read_object
-from hotsplit.files.typed import shown
+from hotsplit.files.typed import one_line, shown
 from hotsplit.options.generation import GenerationOptions
 from hotsplit.options.kinds import check_fields, kinds_checked
 from hotsplit.runtime.answers.answer_reader import AnswerReader, Part
@@ -209,8 +209,9 @@ class Conversation:
             text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
             with partial_file(path) as partial:
                 partial.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
+        except (OSError, UnicodeError) as error:  # a name that the system cannot have
+            why = error.strerror if isinstance(error, OSError) else one_line(error)
+            raise HotsplitError(f"{shown(str(path))}: cannot be written: {why}") from error
 
     @kinds_checked
     def load(self, path: str | Path) -> None:

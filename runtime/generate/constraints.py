@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.options.kinds import kinds_checked
 from hotsplit.runtime.generate.grammar_process import LIMITS, GrammarProcess, Matcher, State
 from hotsplit.runtime.generate.grammar_text import Kind
 from hotsplit.runtime.text.codec import TextCodec, check_unicode
@@ -47,11 +48,14 @@ class Constraint:
         self._has_ended = False
         self._allowed: np.ndarray | None = None  # the tokens that may come next, once known
 
+    @kinds_checked
     def mask_V(self, vocab_size: int) -> Tensor:
         """bool [V], True where a token is allowed; False for logits without a token.
 
         Raises ConstraintError if no token is allowed: the grammar cannot continue from here, or
         exceeds its limits of time and memory."""
+        if not 1 <= vocab_size < 1 << 31:
+            raise HotsplitError(f"vocab_size is {shown(vocab_size)}, wanted 1 to 2^31")
         mask = np.zeros(vocab_size, dtype=bool)
         allowed = self._allowed_now()[:vocab_size]
         mask[: len(allowed)] = allowed
@@ -59,6 +63,7 @@ class Constraint:
             raise ConstraintError(f"the {self._what} allows no token from here on; change it")
         return torch.from_numpy(mask)
 
+    @kinds_checked
     def accept(self, token_id: int) -> None:
         """Advances by a token. Raises HotsplitError and keeps its state if it is not allowed."""
         is_token = 0 <= token_id < self._num_tokens
@@ -71,6 +76,7 @@ class Constraint:
         self._matcher.take(token_id)
         self._allowed = None
 
+    @kinds_checked
     def is_ready(self, within_s: float) -> bool:
         """Waits up to `within_s` for the next mask; true if it has been computed."""
         return self._has_ended or self._allowed is not None or self._matcher.is_ready(within_s)

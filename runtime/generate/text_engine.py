@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import shown
 from hotsplit.model.modes import Mode
 from hotsplit.options.generation import SamplingOptions
-from hotsplit.options.kinds import kinds_checked
+from hotsplit.options.kinds import check_kind, kinds_checked
 from hotsplit.options.model_sampling import sampling_of
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
@@ -75,8 +76,14 @@ class TextEngine:
         file with impossible ones."""
         return self.sampling_with({})
 
+    @kinds_checked
     def sampling_with(self, given: Mapping[str, object]) -> SamplingOptions:
         """`sampling`, in which the `given` fields replace those of the file."""
+        known = [field.name for field in fields(SamplingOptions)]
+        if unknown := [name for name in given if name not in known]:
+            raise HotsplitError(
+                f"no sampling option {shown(unknown[0])}; known: {', '.join(known)}"
+            )
         return sampling_of(self.model.path, self.model.extra_keys, given)
 
     def _chain(self, sampling: SamplingOptions) -> SamplerChain:
@@ -87,6 +94,7 @@ class TextEngine:
         """Runs a text through all layers but not the head; for observers."""
         self._run_alone(token_ids, "none")
 
+    @kinds_checked
     @out_of_memory_as_error()
     def hidden_states(self, sequence: TextSequence, token_ids: Sequence[int]) -> Tensor:
         """Appends and computes tokens of a sequence, layer by layer (see `observe`); returns their
@@ -119,6 +127,7 @@ class TextEngine:
         Raises HotsplitError if all `num_sequences` are in use."""
         return self._sequences.open()
 
+    @kinds_checked
     @out_of_memory_as_error()
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
         """Computes tokens of several sequences, in shared steps if the engine `has_row_steps`.
@@ -208,10 +217,12 @@ class TextEngine:
         rounding in shared steps may change it. `last_runs` has one entry per prompt.
 
         Raises HotsplitError for more prompts than free sequences."""
+        held = list(constraints)
+        check_kind("constraints", held, list[Constraint])
         makers = [
             self._generation_of(
                 prompt, sampling or self.sampling, options or GenerationOptions(),
-                constraints[n] if constraints else None, None,
+                held[n] if held else None, None,
             )
             for n, prompt in enumerate(prompts)
         ]  # fmt: skip

@@ -64,6 +64,10 @@ class Decoder:
         return self.run([row])[0]
 
     @property
+    def vocab_size(self) -> int:
+        return self.weights.head.weight.num_rows
+
+    @property
     def _native_rows(self) -> NativeStep | None:
         """The native step, whose rows are bit-identical to single steps; None if it cannot be
         used."""

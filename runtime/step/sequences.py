@@ -23,7 +23,7 @@ from torch import Tensor
 from hotsplit.costs.state_bytes import SAVED_STATES
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
-from hotsplit.options.kinds import check_kind
+from hotsplit.options.kinds import check_fields, check_kind, kinds_checked
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
@@ -177,8 +177,7 @@ class Sequences:
             check_kind("sequence", part.sequence, Sequence)
             if part.sequence.owner is not self:
                 raise HotsplitError("a sequence of another engine cannot be run by this one")
-            if not _are_tokens(part.tokens):
-                raise not_tokens(part.tokens)
+            self.check_tokens(part.tokens)
             if part.wanted not in WANTED_NAMES:
                 raise HotsplitError(f"wanted={part.wanted!r}; known: {WANTED_NAMES}")
             if not len(part.tokens):
@@ -186,6 +185,14 @@ class Sequences:
             part.sequence.check_room(len(part.tokens))
         if len({part.sequence.number for part in parts}) < len(parts):
             raise HotsplitError("a sequence is in two parts of one step; join them into one part")
+
+    def check_tokens(self, tokens: Several[int]) -> None:
+        """Raises HotsplitError for anything but a list of the model's token ids."""
+        if not _are_tokens(tokens):
+            raise not_tokens(tokens)
+        vocab_size = self.live.vocab_size
+        if len(tokens) and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+            raise HotsplitError(f"token ids must be in 0..{vocab_size - 1}")
 
     def _rows(self, part: Part) -> list[Row]:
         """The rows of a part. Rows before them repeat the tokens after the position from which the
@@ -262,11 +269,13 @@ class Sequence:
         """Number of tokens that still fit into the context."""
         return self._live.context_length - self.length
 
+    @kinds_checked
     def reusable(self, length: int) -> int:
         """How many of the first `length` tokens need not be computed again after a rollback to there:
         all of them, unless the model has recurrent states, or layers that keep a window only."""
-        return self._live.nearest(self.number, length)
+        return self._live.nearest(self.number, self._some_of(length, "reusable up"))
 
+    @kinds_checked
     def mark(self, position: int) -> None:
         """Asks for what a text is continued with after its first `position` tokens to be kept, once they
         are computed: recurrent states and windows. Without those, every position is kept."""
@@ -296,14 +305,18 @@ class Sequence:
         """Forgets all but the first `length` tokens. Raises HotsplitError if there are fewer.
 
         Those after `reusable(length)` are computed again in the next pass."""
+        self._live.rollback(self.number, self._some_of(length, "rollback"))
+        del self.ids[length:]
+
+    def _some_of(self, length: int, what: str) -> int:
+        """The length, a number of tokens of this text; raises HotsplitError for anything else."""
         is_count = isinstance(length, Integral) and not isinstance(length, bool)
         if not is_count or not 0 <= length <= self.length:
             raise HotsplitError(
-                f"rollback to {shown(length)} of {self.length} tokens; wanted a number of tokens to"
+                f"{what} to {shown(length)} of {self.length} tokens; wanted a number of tokens to"
                 " keep, 0 for none"
             )
-        self._live.rollback(self.number, length)
-        del self.ids[length:]
+        return length
 
     def fork(self) -> "Sequence":
         """Opens a sequence with the same tokens; keys and values are shared copy-on-write, and states
@@ -335,7 +348,14 @@ class Sequence:
 
         Raises HotsplitError if the state does not have this model's shapes and types, or the
         tokens do not fit into the context."""
-        assert not self.length, "only an empty sequence can take a state over"
+        check_kind("state", state, TextState)
+        check_fields(state)
+        self._live.check_tokens(ids)
+        if self.length:
+            raise HotsplitError(
+                f"the sequence has {self.length} tokens; a state is written to an empty one: roll it"
+                " back to 0, or open another"
+            )
         live = self._live
         self.check_room(len(ids))
         live.check_recurrent(len(ids), state)
@@ -346,6 +366,7 @@ class Sequence:
                 own.write(slots, given)
         self.ids = list(ids)
 
+    @kinds_checked
     def check_room(self, count: int) -> None:
         if count > self.room:
             raise HotsplitError(

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.options.kinds import check_kind, kinds_checked
 from hotsplit.runtime.text.end_tokens import end_ids
 from hotsplit.runtime.text.token_ids import named_id
 from hotsplit.tokens.ggml_tokenizer import ggml_tokenizer
@@ -30,6 +31,7 @@ class TextCodec:
     end_ids: frozenset[int]
 
     @classmethod
+    @kinds_checked
     def of(cls, model: ModelFile) -> "TextCodec":
         """The codec for the file's tokenizer.json or, in a third-party file, for its keys.
 
@@ -65,6 +67,7 @@ class TextCodec:
         self.warn_of_two_begins(ids)
         return ids or ([] if self.begin_id is None else [self.begin_id])
 
+    @kinds_checked
     def warn_of_two_begins(self, ids: Sequence[int]) -> None:
         """Warns, once, of `ids` of a text that begins with the token that the tokenizer has put
         before it; models are trained on one."""
@@ -84,6 +87,7 @@ class TextCodec:
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         """Token ids of many texts, tokenised in parallel."""
+        check_kind("texts", texts if isinstance(texts, list) else None, list[str])
         with refused("its tokenizer cannot encode a text"):
             return [list(encoding.ids) for encoding in self.tokenizer.encode_batch(texts)]
 
@@ -94,11 +98,13 @@ class TextCodec:
         with refused("its tokenizer cannot encode the text"):
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    @kinds_checked
     def stream(
         self, after: Sequence[int] = (), marks: Mapping[int, str] = MappingProxyType({})
     ) -> "TextStream":
         """A decoder for the tokens that follow `after`. `marks`: special tokens that have a text
         there; the others have none."""
+        check_kind("after", list(after), list[int])
         return TextStream(self.tokenizer, after, marks)
 
 

@@ -152,6 +152,7 @@ def shown(value: object, most: int = MAX_SHOWN) -> str:
         return "a number of more than 60 digits"
     try:
         text = repr(value[: most + 1] if isinstance(value, str) else value)
+        text = " ".join(text.split()) if "\n" in text else text  # an array's
     except RecursionError:  # json nests up to the limit, and repr needs more of the stack
         return f"a {type(value).__name__} in a {type(value).__name__}, and so on"
     return text if len(text) <= most + 2 else text[: most - 3] + "..."

@@ -6,7 +6,7 @@ used."""
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -85,7 +85,8 @@ def _is_of(value: object, kind: Any) -> bool:
         if isinstance(value, list | tuple):
             return _is_tuple(value, (parts[0], ...))
         # Arrays are checked where they are used; reading an iterator would end it.
-        return hasattr(value, "__iter__") and not isinstance(value, str | bytes | Mapping)
+        needed = "__getitem__" if issubclass(origin, Sequence) else "__iter__"
+        return hasattr(type(value), needed) and not isinstance(value, str | bytes | Mapping)
     if origin is not None:
         return isinstance(value, origin)
     if kind in (int, float):  # numpy's numbers too
