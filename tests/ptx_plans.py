@@ -94,7 +94,7 @@ def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons:
         predictor_info = PredictorInfo(kind=predictor, rank_L=(rank,) * layers, threshold_L=zeros)
     made = dataclasses.replace(
         model, bare_spec=spec, layout="sparse", model_id="0" * 64, threshold_L=zeros,
-        predictor=predictor_info, quality={}, is_trained_sparse=False,
+        predictor=predictor_info, quality={},
     )  # fmt: skip
     return dataclasses.replace(made, tensors=_zeros(model, made, kind))
 
