@@ -138,7 +138,7 @@ def fake_cuda(
         stack.enter_context(declarations())
         stack.enter_context(mock.patch.object(cuda_runtime, "_DRIVER", library.load()._name))
         if not is_checked:
-            for name in ("logits_of", "logits_on_cpu"):
+            for name in ("logits_of", "check_against_cpu"):
                 stack.enter_context(mock.patch.object(loading, name, lambda *a, **options: {}))
         stack.enter_context(
             mock.patch.object(captured_passes, "is_bound_by_launches", lambda device, run: captures)
