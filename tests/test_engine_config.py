@@ -11,7 +11,7 @@ from hotsplit.commands.all_commands import cli
 from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.config import BenchConfig
-from hotsplit.measure.evaluate.config import EvalConfig, TasksConfig
+from hotsplit.measure.evaluate.config import EvalConfig
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.run.choice import Wishes
 from hotsplit.runtime.engine import Engine
@@ -103,7 +103,7 @@ def test_another_default_is_found():
     assert sorted(others(wrong)) == ["cpu_ffn", "max_loss"]
 
 
-@pytest.mark.parametrize("config", [BenchConfig, EvalConfig, TasksConfig, Wishes])
+@pytest.mark.parametrize("config", [BenchConfig, EvalConfig, Wishes])
 def test_configurations_of_stages_have_an_engines_whole(config):
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     assert defaults["engine"] == EngineConfig() and not {*defaults} & {*DEFAULTS}

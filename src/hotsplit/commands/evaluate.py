@@ -1,8 +1,6 @@
-"""`hotsplit eval`: compares a mode with the dense model on text, or runs lm-eval's tasks."""
+"""`hotsplit eval`: compares a mode with the dense model on text."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,11 +9,9 @@ from hotsplit.commands.options.engine import long_text_options, scaling_lines
 from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
-    Parsed,
     context_option,
     device_option,
     finish,
-    given,
     json_option,
     mode_option,
     take_engine_options,
@@ -26,15 +22,10 @@ if TYPE_CHECKING:
     from hotsplit.measure.evaluate.config import EvalConfig
     from hotsplit.measure.evaluate.quality import EvalReport
 
-ONLY_TEXT = (
-    "corpora", "max_tokens", "chat_template", "cache_type_k", "cache_type_v", "kv_offload",
-)  # fmt: skip
-ONLY_TASKS = ("limit", "num_fewshot", "task_folder")
-
 
 @click.command("eval", cls=FileCommand)
 @click.argument("model", type=FILE)
-@click.option("--corpus", "corpora", type=FILE, multiple=True,
+@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
               help="Text to compare on: a text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
 @click.option("--split", type=FILE, help="Plan made by hotsplit solve.")
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True,
@@ -42,15 +33,6 @@ ONLY_TASKS = ("limit", "num_fewshot", "task_folder")
 @click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
               help="Wrap paragraphs as messages in the model's own template or the one given; tokens"
                    " that the template adds are not counted.")  # fmt: skip
-@click.option("--tasks", type=Parsed("names", lambda text: tuple(name.strip() for name in text.split(","))), metavar="NAME[,NAME...]",
-              help="Tasks of lm-eval instead of a corpus (pip install lm-eval).")  # fmt: skip
-@click.option("--limit", type=int, help="Documents of each task. [default: all]")
-@click.option(
-    "--num-fewshot",
-    type=int,
-    help="Solved examples before each question. [default: the task's number]",
-)
-@click.option("--task-folder", type=FILE, help="Folder of your own tasks (YAML).")
 @click.option("--seed", default=0, show_default=True)
 @context_option("Context length in tokens. [default: the model's, up to 4,096]")
 @long_text_options
@@ -58,28 +40,11 @@ ONLY_TASKS = ("limit", "num_fewshot", "task_folder")
 @threads_option
 @device_option
 @json_option
-@click.pass_context
-def evaluate(
-    ctx: click.Context, tasks: tuple[str, ...] | None, threads: int | None, as_json: bool,
-    **options: Any,
-) -> None:  # fmt: skip
-    """Compare a mode with the dense model, or run tasks.
+def evaluate(threads: int | None, as_json: bool, **options: Any) -> None:
+    """Compare a mode with the dense model on text.
 
-    On text: perplexity, KL divergence, how often the likeliest token is the same. With --tasks:
-    accuracy on tasks of lm-eval."""
-    if (tasks is None) == (not options["corpora"]):
-        raise click.UsageError("give either --corpus, to compare on text, or --tasks.")
-    others, chosen = (ONLY_TASKS, "--corpus") if tasks is None else (ONLY_TEXT, "--tasks")
-    for param in given(ctx):
-        if param.name in others:
-            raise click.UsageError(f"{param.opts[-1]} has no effect with {chosen}.")
-    if tasks is None:
-        _on_text({k: v for k, v in options.items() if k not in ONLY_TASKS}, threads, as_json)
-    else:
-        _by_tasks({k: v for k, v in options.items() if k not in ONLY_TEXT}, tasks, threads, as_json)
-
-
-def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> None:
+    Prints perplexity, KL divergence, and how often the likeliest token is the same. For tasks of
+    lm-eval, see docs/reading-a-report.md."""
     from hotsplit.measure.evaluate.config import EvalConfig
 
     # Refuses wrong options before the imports, which take seconds.
@@ -118,24 +83,3 @@ def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[s
         notes.append(f"{num_found:,} tokens of text, fewer than the {config.max_tokens:,} of"
                      " --tokens")  # fmt: skip
     return notes
-
-
-def _by_tasks(
-    options: dict[str, Any], tasks: tuple[str, ...], threads: int | None, as_json: bool
-) -> None:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; we show our own progress
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from hotsplit.measure.evaluate.config import TasksConfig
-
-    folder: Path | None = options.pop("task_folder")
-    # Refuses wrong options before the imports, which take seconds.
-    engine = take_engine_options(options)
-    config = TasksConfig(tasks=tasks, folder=folder, engine=engine, **options)
-    from hotsplit.measure.evaluate.tasks import run_tasks
-    from hotsplit.runtime.kernels.threads import use_threads
-    from hotsplit.system.progress import progress
-
-    use_threads(threads)
-    with progress("answering", None, "requests") as advance:
-        report = run_tasks(config, advance)
-    finish(report, as_json, [*report.lines, *scaling_lines(config.model, config.engine)])
