@@ -4,6 +4,7 @@ Nothing is stored here, so references to an earlier response are refused."""
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from typing import TypeGuard
 
@@ -18,6 +19,7 @@ log = logging.getLogger("hotsplit.serve")
 MAX_ITEMS = 4096
 MAX_INCLUDED = 64
 MAX_INSTRUCTIONS = 1 << 24
+_MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
 _REFERS = "nothing is stored here; send the whole conversation as input"
 # Fields of a chat that have another name in this API.
 _PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens",
@@ -26,16 +28,22 @@ _PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens",
 
 def responses_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextRequest:
     """Parses a request as a chat. Raises ApiError if it is invalid or has no equivalent chat."""
-    chat = chat_fields(fields)
+    chat, places = chat_fields(fields)
     try:
         return chat_request(Fields(chat, is_strict=fields.is_strict), served, arrival)
     except ApiError as error:
-        error.param = _PARAMS.get(error.param or "", error.param)
-        raise
+        param = _PARAMS.get(error.param or "", error.param)
+        named = _MESSAGE.sub(lambda found: places[int(found[1])], param) if param else None
+        message = _MESSAGE.sub(lambda found: places[int(found[1])], error.message)
+        raise ApiError(
+            error.status, message, kind=error.kind, param=named, code=error.code,
+            headers=error.headers,
+        ) from error  # fmt: skip
 
 
-def chat_fields(fields: Fields) -> dict[str, object]:
-    """The fields of the chat that a response is. Raises ApiError."""
+def chat_fields(fields: Fields) -> tuple[dict[str, object], list[str]]:
+    """(the fields of the chat that a response is, the place in the request of each of its messages).
+    Raises ApiError."""
     for name in ("previous_response_id", "conversation"):
         fields.only(name, why=_REFERS)
     fields.only("prompt", why="there are no stored prompts here")
@@ -47,7 +55,8 @@ def chat_fields(fields: Fields) -> dict[str, object]:
     fields.only("n", 1, why="a response has one answer")
     fields.only("top_logprobs", 0, why="logprobs are available from /v1/chat/completions")
     instructions = fields.text("instructions", MAX_INSTRUCTIONS)
-    chat: dict[str, object] = {"messages": _messages(fields.take("input"), instructions)}
+    messages, places = _messages(fields.take("input"), instructions)
+    chat: dict[str, object] = {"messages": messages}
     if (most := fields.whole("max_output_tokens", 1, (1 << 31) - 1)) is not None:
         chat["max_completion_tokens"] = most
     if tools := _tools(fields.items("tools", MAX_TOOLS)):
@@ -61,15 +70,16 @@ def chat_fields(fields: Fields) -> dict[str, object]:
         reasoning.ignore("summary", "generate_summary")
         chat["reasoning_effort"] = reasoning.take("effort")
         reasoning.finish()
-    return chat | fields.rest()
+    return chat | fields.rest(), places
 
 
-def _messages(items: object, instructions: str | None) -> list[object]:
+def _messages(items: object, instructions: str | None) -> tuple[list[object], list[str]]:
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not 0 < len(items) <= MAX_ITEMS:
         raise wrong("input", f"input: wanted a text, or a list of 1 to {MAX_ITEMS} items")
     messages: list[object] = []
+    places: list[str] = []
     rules = [] if instructions is None else [_part(instructions)]
     thought = ""  # belongs to the answer or call that follows it
     for number, item in enumerate(items):
@@ -81,11 +91,14 @@ def _messages(items: object, instructions: str | None) -> list[object]:
             rules += [_part(content)] if isinstance(content, str) else content
         else:
             _add(messages, item, f"input[{number}]")
+            places += [f"input[{number}]"] * (len(messages) - len(places))
             last = messages[-1] if messages else None
             if thought and isinstance(last, dict) and last["role"] == "assistant":
                 last.setdefault("reasoning_content", thought)
             thought = _thought(item)
-    return [{"role": "system", "content": rules}, *messages] if rules else messages
+    if rules:
+        return [{"role": "system", "content": rules}, *messages], ["instructions", *places]
+    return messages, places
 
 
 def _is_rule(item: object) -> TypeGuard[dict[str, object]]:

@@ -497,7 +497,7 @@ def test_the_thoughts_of_a_response_go_to_what_follows_them():
     user = {"role": "user", "content": "?"}
     answer = {"type": "message", "role": "assistant", "content": "Yes."}
     items = [user, thought, call, output, thought, answer, user, thought, user, hidden, answer]
-    found = chat_fields(Fields({"input": items}, is_strict=True))["messages"]
+    found = chat_fields(Fields({"input": items}, is_strict=True))[0]["messages"]
     assert [message.get("reasoning_content") for message in found] == [
         None, "hm", None, "hm", None, None, None,
     ]  # fmt: skip

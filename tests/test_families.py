@@ -730,6 +730,18 @@ REFUSED = {
         "phi4-mini",
         {"rope_parameters": LONGROPE | {"long_factor": [1.0] * 8}},
     ),
+    "long_factor is .*1e.39.*, wanted 6 positive numbers": (
+        "phi4-mini",
+        {"rope_parameters": LONGROPE | {"long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 1e39]}},
+    ),
+    "short_factor is .*, wanted 6 positive numbers": (
+        "phi4-mini",
+        {"rope_parameters": LONGROPE | {"short_factor": [1e-60, 2.0, 3.0, 5.0, 7.0, 9.0]}},
+    ),
+    "rope_parameters.factor is 1e.39, wanted a positive number": (
+        "phi4-mini",
+        {"rope_parameters": LONGROPE | {"factor": 1e39}},
+    ),
     "short_factor is .*, wanted 8 positive": ("phi3", {"rope_parameters": {"type": "su"}}),
     "original_max_position_embeddings is 1, wanted at least 2": (
         "phi3",

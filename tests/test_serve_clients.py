@@ -126,20 +126,20 @@ def test_what_is_too_long_is_refused_whatever_truncation_says(served):
     ],
 )
 def test_there_is_one_system_message_at_the_beginning(served, items):
-    messages = chat_fields(Fields({"instructions": "A", "input": items}))["messages"]
+    messages = chat_fields(Fields({"instructions": "A", "input": items}))[0]["messages"]
     status, answer = served.ask("/apply-template", {"messages": messages})
     system = "<|im_start|>system\nA\nB\nC<|im_end|>\n"
     assert status == 200 and answer["prompt"].startswith(f"{system}<|im_start|>user\nu<|im_end|>")
-    without = chat_fields(Fields({"input": [said("user", "u")]}))["messages"]
+    without = chat_fields(Fields({"input": [said("user", "u")]}))[0]["messages"]
     assert [message["role"] for message in without] == ["user"]
 
 
 def test_tools_of_other_kinds_are_left_out(caplog):
     with caplog.at_level(logging.INFO, "hotsplit.serve"):
-        chat = chat_fields(Fields({"input": "a", "tools": [*OTHER_TOOLS, FUNCTION]}))
+        chat, _ = chat_fields(Fields({"input": "a", "tools": [*OTHER_TOOLS, FUNCTION]}))
     assert [tool["function"]["name"] for tool in chat["tools"]] == ["f"]
     assert "namespace" in caplog.text and "web_search" in caplog.text
-    assert "tools" not in chat_fields(Fields({"input": "a", "tools": OTHER_TOOLS}))
+    assert "tools" not in chat_fields(Fields({"input": "a", "tools": OTHER_TOOLS}))[0]
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,40 @@ def test_a_text_part_without_text_is_not_called_a_picture(served):
         ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id"),
         ("/v1/responses", {"input": "a", "background": True}, "background"),
         ("/v1/responses", {"input": [{"type": "computer_call"}]}, "input[0]"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "reasoning"}, {"role": "user", "content": 5}]},
+            "input[1].content",
+        ),
+        (
+            "/v1/responses",
+            {
+                "instructions": "a",
+                "input": [{"role": "user", "content": "a"}, {"role": "x", "content": "a"}],
+            },
+            "input[1].role",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {"role": "user", "content": "a"},
+                    {"type": "function_call", "name": "f", "arguments": "[1]"},
+                ]
+            },
+            "input[1].tool_calls",
+        ),
+        ("/v1/responses", {"input": [{"type": "function_call_output"}]}, "input[0].content"),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {"role": "developer", "content": [{"type": "input_image"}]},
+                    {"role": "user", "content": "a"},
+                ]
+            },
+            "instructions.content",
+        ),
         ("/tokenize", {}, "content"),
         ("/tokenize", {"content": "a" * ((1 << 20) + 1)}, "content"),
         ("/detokenize", {"tokens": [1] * ((1 << 17) + 1)}, "tokens"),
@@ -159,3 +193,4 @@ def test_a_text_part_without_text_is_not_called_a_picture(served):
 def test_other_paths_refuse_wrong_values_too(served, path, body, param):
     status, answer = served.ask(path, body)
     assert status == 400 and answer["error"]["param"] == param, answer
+    assert path != "/v1/responses" or "messages[" not in answer["error"]["message"]

@@ -102,7 +102,7 @@ class Scanner:
             raise Malformed
 
     def close(self, *marks: str, least: int = 1) -> Steps[bool]:
-        """Reads the mark that ends a call, behind white space and perhaps a bracket too many;
+        """Reads the mark that ends a call, behind white space and perhaps brackets too many;
         returns whether it did. What the end of the answer has cut off counts, if `least` characters
         are there."""
         start = self.at
@@ -110,7 +110,7 @@ class Scanner:
         is_there = yield from self.skip(*marks)
         if not is_there and self._is_cut_off(marks, least):
             self.at, is_there = len(self.text), True
-        elif not is_there and (yield from self.skip("}", "]")):
+        while not is_there and (yield from self.skip("}", "]")):
             is_there = yield from self.skip_after_space(*marks)
         if not is_there:
             self.at = start

@@ -44,7 +44,7 @@ class ConfigReader:
         """A positive number; `default` replaces a key that is null or missing."""
         value = self.values.get(key)
         number = _number(default if value is None else value)
-        if number is None or not 0 < np.float32(number) < np.inf:  # as stored in a model file
+        if number is None or not _is_positive(number):
             found = f"is {shown(value)}" if key in self.values else "is missing"
             raise HotsplitError(
                 f"{self.path}: {self.prefix}{key} {found}, wanted a positive number"
@@ -68,7 +68,7 @@ class ConfigReader:
         """`count` positive numbers; `what`: which, for an error."""
         values = self.values.get(key)
         found = [_number(value) for value in values] if isinstance(values, list) else []
-        numbers = [number for number in found if number is not None and number > 0]
+        numbers = [number for number in found if number is not None and _is_positive(number)]
         if not len(found) == len(numbers) == count:
             raise HotsplitError(
                 f"{self.path}: {self.prefix}{key} is {shown(values)}, wanted {count} positive numbers,"
@@ -279,6 +279,12 @@ class ConfigReader:
                 f"{self.path}: layer_types has {shown(found[0])}, wanted {' or '.join(known)}:"
                 f" {why}; this checkpoint is not supported"
             )
+
+
+def _is_positive(number: float) -> bool:
+    """True if it is positive and finite as a model file stores it, in f32."""
+    with np.errstate(over="ignore"):
+        return bool(0 < np.float32(number) < np.inf)
 
 
 def _number(value: object) -> float | None:
