@@ -382,9 +382,10 @@ def test_arguments_under_other_names(name, call, arguments):
         assert found == ["", "", [(call.get("name", "f"), arguments)]]
 
 
-def test_a_bracket_too_many_is_no_content():
-    text = '<tool_call>\n{"name": "now", "arguments": {}}}\n</tool_call>'
-    assert read(AnswerReader(BY_NAME["Hermes"], rules=TYPED), list(text))[0] == ""
+@pytest.mark.parametrize("more", ["}", "}}", "]", "} }", "}]\n}"])
+def test_brackets_too_many_are_no_content(more):
+    text = f'<tool_call>\n{{"name": "now", "arguments": {{}}}}{more}\n</tool_call>ok'
+    assert read(AnswerReader(BY_NAME["Hermes"], rules=TYPED), list(text))[0] == "ok"
     text = '<tool_call>{"name": "now", "arguments": {}} } and so'
     assert read(AnswerReader(BY_NAME["Hermes"], rules=TYPED), list(text))[0] == " } and so"
 

@@ -110,7 +110,7 @@ class Scanner:
         is_there = yield from self.skip(*marks)
         if not is_there and self._is_cut_off(marks, least):
             self.at, is_there = len(self.text), True
-        while not is_there and (yield from self.skip("}", "]")):
+        while not is_there and (yield from self.skip_after_space("}", "]")):
             is_there = yield from self.skip_after_space(*marks)
         if not is_there:
             self.at = start
