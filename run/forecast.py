@@ -18,7 +18,7 @@ from hotsplit.convert.hub_headers import headers_of
 from hotsplit.convert.hub_names import named_on_hub
 from hotsplit.costs.default_mode import sparse_modes
 from hotsplit.costs.part_bytes import Items
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import DoesNotFitError, HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.choice import Choice
@@ -68,12 +68,16 @@ class Forecast:
     assumed: tuple[str, ...]
 
     @property
+    def fits_cpu(self) -> bool:
+        """True if main memory could hold everything."""
+        return self.fits_from_bytes + self.cpu_bytes["embedding"] <= self.host_bytes
+
+    @property
     def is_faster_on_cpu(self) -> bool:
         """True if the CPU alone is faster than a GPU that holds everything, and could hold it; a plan
         takes that into account itself."""
-        needed = sum(self.gpu_bytes.values()) + self.cpu_bytes["embedding"]
         is_whole = bool(self.budgets) and self.gap is None
-        return is_whole and needed <= self.host_bytes and self.cpu_only_s < self.token_s
+        return is_whole and self.fits_cpu and self.cpu_only_s < self.token_s
 
 
 def source_of(
@@ -107,7 +111,7 @@ def forecast(
     job: Job, machine: Machine, where: Path, room: Room, host_budget: int | None
 ) -> Forecast:
     """Prices what was chosen on a machine with this room, whose file or name is `where`. Raises
-    HotsplitError if the memories do not hold the model."""
+    DoesNotFitError if the memories do not hold the model."""
     choice = job.choice
     uses_gpu = bool(room.gpus) and choice.device != "cpu"
     budgets = choice.budgets or (room.gpus[:1] if uses_gpu else (0,))
@@ -164,8 +168,8 @@ def _placed(source: Source, inputs: Inputs, choice: Choice, *, uses_gpu: bool) -
     else:
         try:
             check_whole_host(inputs)
-        except HotsplitError as error:
-            raise HotsplitError(
+        except DoesNotFitError as error:
+            raise DoesNotFitError(
                 f"{source.name}: {error}; the rest would be read from the disk for every token"
             ) from error
     seconds = plan_seconds(pipeline, plan)

@@ -7,7 +7,7 @@ that of the mode that needs least."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import DoesNotFitError
 from hotsplit.solver.fullest import fullest_plan, least_room
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, bytes_of_gpus
@@ -27,7 +27,7 @@ class Smallest:
     context: int | None = None  # the longest that fits, where keys and values are in main memory
 
 
-class TooSmallError(HotsplitError):
+class TooSmallError(DoesNotFitError):
     """Memories that hold no plan of one mode."""
 
     def __init__(self, inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Winner
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import DoesNotFitError
 from hotsplit.solver.answer import Answer
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.mode_choice import Found, obvious_plans
@@ -115,11 +115,11 @@ def cpu_alone_seconds(inputs: Inputs) -> float:
 
 
 def check_whole_host(inputs: Inputs) -> None:
-    """Raises HotsplitError unless main memory can hold the whole model with its context."""
+    """Raises DoesNotFitError unless main memory can hold the whole model with its context."""
     pipeline = inputs.pipeline()
     if pipeline.need_bytes > 0:
         num_bytes = pipeline.model.placeable_bytes + inputs.always_on_host
-        raise HotsplitError(f"it takes {format_bytes(num_bytes)}; there are {inputs.host_words}")
+        raise DoesNotFitError(f"it takes {format_bytes(num_bytes)}; there are {inputs.host_words}")
 
 
 def _are_equal(one: PipelinePlacement, other: PipelinePlacement) -> bool:

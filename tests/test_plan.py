@@ -261,6 +261,39 @@ def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
 
 
 @pytest.mark.parametrize(
+    "name, more, words",
+    [
+        ("DeepSeek-V3", (), "MLA"),
+        ("Qwen3-8B", ("-c", "10000000"), "the model has up to"),
+        ("Qwen3-8B", ("--activation", "foo"), "activation 'foo'"),
+    ],
+)
+def test_what_no_memory_would_change_is_refused_once(
+    tmp_path, capsys, monkeypatch, name, more, words
+):
+    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
+    header = next(each for each in HEADERS if each.name.startswith(name))
+    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
+    assert main(["plan", str(tmp_path / "h.gguf"), "--machine", CARD, *more]) == 1
+    assert capsys.readouterr().err.count(words) == 1
+
+
+@pytest.mark.parametrize("memory, is_said", [("32GiB", False), ("16GiB", True)])
+def test_the_cpu_alone_has_a_condition_where_main_memory_does_not_hold_the_model(
+    tmp_path, capsys, monkeypatch, memory, is_said
+):
+    """17.7 GiB."""
+    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
+    header = next(each for each in HEADERS if each.name.startswith("Qwen3-30B"))
+    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
+    words = ("--machine", "rtx-3060-12gb", "--host-budget", memory)
+    assert main(["plan", str(tmp_path / "h.gguf"), *words]) == 0
+    shown = capsys.readouterr().err
+    (line,) = (line for line in shown.splitlines() if "the CPU alone" in line)
+    assert line.endswith("(if main memory held the model)") == is_said
+
+
+@pytest.mark.parametrize(
     "size_bytes, words",
     [
         (0.5, "it fits: use llama.cpp"),

@@ -11,6 +11,10 @@ class HotsplitError(Exception):
     where, what was wanted and what to do next."""
 
 
+class DoesNotFitError(HotsplitError):
+    """The memories do not hold the model; larger ones would."""
+
+
 def refuse_together(source: Path | str, *checks: Callable[[], object]) -> None:
     """Runs all checks of a source. Raises HotsplitError with the messages of all that do."""
     found: list[str] = []

@@ -27,7 +27,7 @@ from hotsplit.commands.options.shared import (
     take_engine_options,
 )
 from hotsplit.costs.part_bytes import ITEMS
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import DoesNotFitError, HotsplitError
 from hotsplit.system.sizes import format_bytes, size_words
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def plan(
             try:
                 job, figures, found = _priced(read, wishes, cache, other, machine, host_budget)
                 break
-            except HotsplitError as error:
+            except DoesNotFitError as error:
                 if number == len(others):
                     raise
                 cache.say(f"note: {error}")
@@ -145,7 +145,7 @@ def _priced(
     host_budget: int | None,
 ) -> "tuple[Job, Machine, Forecast]":  # fmt: skip
     """What `run` would choose on a machine, the machine's figures, and the speeds; for the CPU alone, if
-    that is faster than a GPU that holds everything. Raises HotsplitError for a model that does not
+    that is faster than a GPU that holds everything. Raises DoesNotFitError for a model that does not
     fit."""
     from hotsplit.run.default_budgets import room_here, room_of
     from hotsplit.run.forecast import forecast
@@ -275,7 +275,8 @@ def _speeds(job: "Job", found: "Forecast") -> list[str]:
     if found.budgets:
         if found.equal_s is not None:
             rows.append(("with equal experts", found.equal_s, "each chosen as often as any other"))
-        rows.append(("the CPU alone", found.cpu_only_s, ""))
+        missing = "if main memory held the model" * (not found.fits_cpu)
+        rows.append(("the CPU alone", found.cpu_only_s, missing))
     if found.layer_split is not None:
         count, seconds = found.layer_split
         rows.append(("llama.cpp's layer split", seconds, f"{count} {of} on the GPU"))
