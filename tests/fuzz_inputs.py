@@ -134,7 +134,11 @@ def _model_files(folder: Path) -> None:
     (silu / "chat_template.jinja").write_text(TEMPLATE)
     convert(ConvertConfig(source=silu, output=folder / "stock" / "model.gguf", layout="stock"))
     convert(ConvertConfig(source=silu, output=folder / "silu.gguf"))
-    shutil.copy(folder / "gguf" / "model.gguf", folder / "run" / "model.gguf")
+    relu = random_llama(folder / "relu", **SIZES)
+    (relu / "chat_template.jinja").write_text(TEMPLATE)
+    predictors_of(ModelFile.load(folder / "plain.gguf")).save(folder / "trained" / FILE_NAME)
+    convert(ConvertConfig(source=relu, output=folder / "run" / "model.gguf",
+                          predictors=folder / "trained"))  # fmt: skip
     keys, tensors = read_gguf(folder / "stock" / "model.gguf", "model")
     own = (TOKENIZER_KEY, "general.architecture")
     write_gguf(folder / "theirs" / "model.gguf", "llama",

@@ -83,7 +83,7 @@ def model_file(path: Path, seed: int, sizes: dict[str, int]) -> Path:
     keys, vocab_size = byte_level_keys()
     sizes = {"vocab_size": vocab_size, "context_length": CONTEXT, **sizes}
     model = make_model(
-        sizes=make_sizes(**sizes), seed=seed, path=path, predictor_rank=8, activation="silu",
+        sizes=make_sizes(**sizes), seed=seed, path=path, predictor_rank=8,
         extra_keys=keys, predictor_density=0.5,
     )  # fmt: skip
     dataclasses.replace(model, quality={"exact": QUALITY, "predicted": QUALITY}).save(path)
