@@ -4,6 +4,8 @@ the limits of their process, which ends alone."""
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -169,3 +171,19 @@ def test_a_large_grammar_is_followed(name, right, wrong):
 def test_a_large_schema_is_followed_to_the_end(schema):
     constraint = json_schema_constraint(schema, tiny_codec())
     jsonschema.validate(json.loads(written(constraint)), schema)
+
+
+WITHOUT_PROC = """
+import resource
+from pathlib import Path
+from hotsplit.runtime.text import worker_inside
+def missing(path): raise FileNotFoundError(path)
+Path.read_text = missing
+worker_inside.confine(more_memory_bytes=1 << 20, open_files=8)
+print(resource.getrlimit(resource.RLIMIT_AS)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def test_a_process_is_confined_where_proc_is_not_mounted():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_PROC], capture_output=True, text=True)
+    assert done.stdout.split() == [str((1 << 30) + (1 << 20)), "8"], done.stderr

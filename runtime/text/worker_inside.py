@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 WALL_S = 10.0  # for one message, on an overloaded machine
+_UNKNOWN_BYTES = 1 << 30  # of address space in use, where /proc is not mounted
 _LENGTH = struct.Struct("<Q")
 
 
@@ -38,9 +39,13 @@ def _exactly(connection: socket.socket, count: int) -> bytes | None:
 def confine(*, more_memory_bytes: int, open_files: int) -> None:
     """Limits this process to its address space and `more_memory_bytes`, and to the files below
     `open_files`; it can write no file and (unless it is root) start no process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        used_bytes = pages * resource.getpagesize()
+    except OSError:
+        used_bytes = _UNKNOWN_BYTES
     limits = {
-        resource.RLIMIT_AS: pages * resource.getpagesize() + more_memory_bytes,
+        resource.RLIMIT_AS: used_bytes + more_memory_bytes,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: open_files,
