@@ -255,6 +255,12 @@ FINAL = "<|channel|>final<|message|>Paris"
         (f"<|channel|>final Paris is it.<|end|>{START}{FINAL}", "Paris is it.Paris", "", []),
         (f"<|channel|>final{' ' * 600}Paris", "Paris", "", []),
         ("<|channel|>anal", "", "", []),
+        # Nothing or a type before it.
+        ("<|message|>Paris", "Paris", "", []),
+        ("<|constrain|>json<|message|>Paris", "Paris", "", []),
+        (f"{ANALYSIS}{START}<|message|>Paris", "Paris", "hm", []),
+        # A function in the final channel, which is the user's.
+        (f"<|channel|>commentary to=h{FINAL}", "Paris", "", []),
         (f"{ANALYSIS}{START}", "", "hm", []),
     ],
 )  # fmt: skip

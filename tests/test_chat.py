@@ -333,6 +333,15 @@ GEMMA4 = """\
 {%- if message.reasoning_content and loop.last %}{{ '<|channel>thought\\n' + message.reasoning_content + '<channel|>' }}{% endif %}
 {{- message.content + '<turn|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
+COHERE = """\
+{%- set action = '<|START_ACTION|>' %}{%- for message in messages %}
+{{- '<|START_OF_TURN_TOKEN|>' + message.role + '<|START_RESPONSE|>' + message.content + '<|END_RESPONSE|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
+COHERE_MARKS = (
+    "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>",
+    "<|CHATBOT_TOKEN|>",
+)  # fmt: skip
 CHANNEL = ("<|channel>", "<channel|>", "<|turn>", "<turn|>")
 TAGS = ("<think>", "</think>")
 OPENS = CHATML + "{{ '<think>\\n' }}"
@@ -357,6 +366,11 @@ ANSWERS = {
     "Gemma 4": (GEMMA4, CHANNEL, "<|channel>thought\nEasy.<channel|>Paris", ("Easy.", "Paris")),
     "Gemma 4, empty": (GEMMA4, CHANNEL, "<|channel>thought\n<channel|>Paris", ("", "Paris")),
     "brackets": (CHATML, ("[THINK]", "[/THINK]"), "[THINK]Easy.[/THINK]Paris", ("Easy.", "Paris")),
+    "Cohere 2": (
+        COHERE, COHERE_MARKS,
+        "<|START_THINKING|>Easy.<|END_THINKING|><|START_RESPONSE|>Paris<|END_RESPONSE|>",
+        ("Easy.", "Paris"),
+    ),
     "none": (CHATML, TAGS, "Paris <thin", ("", "Paris <thin")),
 }  # fmt: skip
 
@@ -463,6 +477,7 @@ def test_an_answer_that_is_stopped_keeps_what_was_said(marked, name):
         ("opened by the prompt", "y or n?</think>yes"),
         ("Gemma 4", "<|channel>thought\ny or n?<channel|>yes"),
         ("brackets", "[THINK]y or n?[/THINK]yes"),
+        ("Cohere 2", "<|START_THINKING|>y or n?<|END_THINKING|>yes"),
     ],
 )  # fmt: skip
 def test_a_constraint_holds_behind_the_reasoning(marked, name, answer):

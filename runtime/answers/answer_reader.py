@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hotsplit.runtime.answers.calls import Call, ToolCall, is_short_id, new_id
-from hotsplit.runtime.answers.channels import BEGINS, ENDS, TO, header_of
+from hotsplit.runtime.answers.channels import BEGINS, ENDS, MARKS, TO, header_of
 from hotsplit.runtime.answers.formats import AnswerFormat, Reasoning
 from hotsplit.runtime.answers.parsers import Parser, Tools, message_to
 from hotsplit.runtime.answers.scanner import Malformed, Scanner, Steps, Unfinished
@@ -125,7 +125,7 @@ class AnswerReader:
             *(mark for marks in anywhere for mark in (marks.begin, marks.end)),
         )
         if known.has_channels:
-            self._everywhere = (*BEGINS, *ENDS)
+            self._everywhere = MARKS
         self._inside: Reasoning | None = opened  # the marks of the reasoning that goes on
         self._may_skip = [] if opened is None else [opened.label, "\n"]  # behind the opening mark
         self._is_blank = opened is None  # nothing but space since what is before

@@ -65,10 +65,11 @@ def header_of(text: str, tools: Collection[str], *, is_over: bool) -> Header | N
 
 def _header(text: str, tools: Collection[str], *, has_message: bool) -> Header:
     named = _CHANNELS.findall(text)
+    channel = named[-1] if named else ""
     return Header(
         length=len(text),
-        channel=named[-1] if named else "",
-        recipient=recipient_of(text, tools),
+        channel=channel,
+        recipient=None if channel == "final" else recipient_of(text, tools),  # it is for the user
         has_message=has_message,
     )
 

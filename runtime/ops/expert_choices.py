@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hotsplit.model.route import Route
 from hotsplit.model.spec import ModelSpec
 
+_ROUNDING = 8 * torch.finfo(torch.float32).eps  # of two scores, relative to the largest
 _TOP, _SORTED = torch.ops.aten.topk.default, torch.ops.aten.sort.stable
 
 
@@ -88,11 +89,13 @@ class _Choices(TorchDispatchMode):
 
 class Followed(_Choices):
     """The routers of a reference take the experts `id_LTK` where their own scores are within `bound`, relative
-    to the largest of a token, of a choice of these. `is_complete` says afterwards whether all did."""
+    to the largest of a token or to their spread, of a choice of these. `is_complete` says afterwards whether
+    all did."""
 
     def __init__(self, spec: ModelSpec, id_LTK: Sequence[Tensor], bound: float) -> None:
         super().__init__(spec)
         self._id_LTK, self._bound = id_LTK, bound
+        self._spread: dict[tuple[int, int], float] = {}  # of scores, by router and their number
         self.num_ties = 0
         self.fault: Fault | None = None  # the first
 
@@ -113,7 +116,7 @@ class Followed(_Choices):
         given_TC = self._id_LTK[self._router][self._start :][: len(score_TN)].to(score_TN.device)
         given_TC = given_TC if is_last else _groups_of(given_TC, score_TN, route)
         is_given, is_own = _are_in(given_TC, score_TN), _are_in(own_TC, score_TN)
-        gap_T, tie_T = _gap(score_TN, is_given), _tie(score_TN, self._bound)
+        gap_T, tie_T = _gap(score_TN, is_given), self._tie(score_TN)
         is_other, is_open = (is_given != is_own).any(1), gap_T <= tie_T
         self.num_ties += int((is_other & is_open).sum())
         faults = (is_other & ~is_open).nonzero()
@@ -124,6 +127,19 @@ class Followed(_Choices):
                 wanted=_ids(is_own[t] & ~is_given[t]), gap=float(gap_T[t]), tie=float(tie_T[t]),
             )  # fmt: skip
         return torch.where(is_open[:, None], given_TC, own_TC)
+
+    def _tie(self, score_TN: Tensor) -> Tensor:
+        """The largest gap that rounding explains, f32 [T]: both scores may be off by `bound` of the largest
+        or, if that is less, of the spread of this router's scores so far, and by a few ulp. Scores that are
+        all but equal, or that share a large bias, are thus no ties for that alone."""
+        is_score = score_TN.isfinite() & (score_TN != 0)  # of groups that are taken
+        highest_T = score_TN.masked_fill(~is_score, -torch.inf).amax(1)
+        lowest_T = score_TN.masked_fill(~is_score, torch.inf).amin(1)
+        router = self._router, score_TN.shape[1]
+        spread = max(self._spread.get(router, 0.0), float((highest_T - lowest_T).max()))
+        self._spread[router] = spread
+        largest_T = _largest(score_TN)
+        return 2 * self._bound * largest_T.clamp(max=spread) + _ROUNDING * largest_T
 
 
 Place = tuple[int, int]  # the number of a router, and a token
@@ -146,7 +162,7 @@ class Swapped(_Choices):
         is_own = _are_in(own_TC, score_TN)
         last_T = score_TN.gather(1, own_TC).argmin(1)
         next_T = score_TN.masked_fill(is_own, -torch.inf).argmax(1)
-        is_tie_T = -_gap(score_TN, is_own) <= _tie(score_TN, self._bound)
+        is_tie_T = -_gap(score_TN, is_own) <= 2 * self._bound * _largest(score_TN)
         taken_TC = own_TC.clone()
         for t in range(max(0, self._first - self._start), len(score_TN)):
             place = self._router, self._start + t
@@ -163,9 +179,9 @@ def _gap(score_TN: Tensor, is_taken: Tensor) -> Tensor:
     return score_TN.masked_fill(is_taken, -torch.inf).amax(1) - lowest_T
 
 
-def _tie(score_TN: Tensor, bound: float) -> Tensor:
-    """The largest gap that rounding explains: both scores may be off by `bound` of the largest."""
-    return 2 * bound * score_TN.masked_fill(score_TN.isinf(), 0.0).abs().amax(1)
+def _largest(score_TN: Tensor) -> Tensor:
+    """Largest magnitudes of a token's scores, f32 [T]."""
+    return score_TN.masked_fill(score_TN.isinf(), 0.0).abs().amax(1)
 
 
 def _are_in(id_TC: Tensor, score_TN: Tensor) -> Tensor:
