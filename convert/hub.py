@@ -96,7 +96,7 @@ def hub_errors(name: str) -> Iterator[None]:
                 f"{constants.ENDPOINT} cannot be reached ({reason}), and {constants.HF_HUB_CACHE} has"
                 " no copy"
             )
-        _refuse(name, tried, "download it elsewhere and give its folder", error)
+        _refuse(name, tried, "download it elsewhere and give its folder or file", error)
     except HfHubHTTPError as error:
         reason = str(error).strip().splitlines()[-1][:160]
         next_step = "check the name, and HF_TOKEN if the model is private or gated"

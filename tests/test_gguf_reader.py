@@ -200,7 +200,7 @@ def test_a_file_for_another_program_is_not_called_damaged(tmp_path, content, wor
 
 def test_an_empty_file_and_a_big_endian_one_are_refused(tmp_path):
     (tmp_path / "a.gguf").touch()
-    with pytest.raises(HotsplitError, match="empty"):
+    with pytest.raises(HotsplitError, match="is empty; wanted a"):
         read_gguf(tmp_path / "a.gguf", "model")
     write(tmp_path / "b.gguf", order=gguf.GGUFEndian.BIG)
     with pytest.raises(HotsplitError, match="big-endian"):

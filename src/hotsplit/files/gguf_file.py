@@ -269,9 +269,12 @@ def _open_one(path: Path, what: str) -> GgufFile:
     try:
         with path.open("rb") as stream:
             mapping = map_whole(stream)
-    except (ValueError, OSError) as error:  # ValueError: the file is empty
-        is_short = isinstance(error, OSError) and error.errno == errno.ENOMEM
-        wanted = advice_on_memory() if is_short else f"wanted a {what}"
+    except ValueError:
+        raise HotsplitError(
+            f"{path}: is empty; wanted a {what}; make or download it again"
+        ) from None
+    except OSError as error:
+        wanted = advice_on_memory() if error.errno == errno.ENOMEM else f"wanted a {what}"
         raise HotsplitError(f"{path}: cannot be read ({error}); {wanted}") from error
     magic, keys, infos = read_header(path, what, mapping)
     tensors = {name: _entry(mapping, info) for name, info in infos.items()}
