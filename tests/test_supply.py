@@ -74,7 +74,7 @@ def requirements() -> list[str]:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    own = ("grammar", "serve", "parquet", "tasks")
+    own = ("grammar", "serve", "parquet")
     return [*project["dependencies"], *(name for extra in own for name in extras[extra])]
 
 
