@@ -45,7 +45,7 @@ def named_on_hub(source: Path) -> Named | None:
     found = _PAGE.fullmatch(text) or _NAMED.fullmatch(text)
     if found is None and _OTHER_ADDRESS.match(text) and not source.exists():
         raise HotsplitError(
-            f"{source}: not an address of the hub (huggingface.co/ORG/NAME); download the file and give"
+            f"{text.replace(':/', '://', 1)}: not an address of the hub (huggingface.co/ORG/NAME); download the file and give"
             " its path, or name a mirror of the hub in the variable HF_ENDPOINT"
         )
     if found is None or source.exists():

@@ -247,7 +247,7 @@ def test_a_file_that_a_refusal_names_can_be_given(files, monkeypatch):
     "name, line",
     [
         (f"{NAME}@missing", "refuses it ("),
-        ("https://example.org/a/b/x.gguf", "not an address of the hub (huggingface.co/ORG/NAME)"),
+        ("https://example.org/a/x.gguf", "https://example.org/a/x.gguf: not an address of the hub"),
         (f"https://huggingface.co/{NAME}/discussions/1", "not an address of the hub"),
         ("none/tiny.gguf", "none/tiny.gguf: no such"),
         ("some/where/tiny.gguf", "some/where/tiny.gguf: no such"),
