@@ -20,7 +20,7 @@ from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import placement_bytes
 from hotsplit.solver.solve import SolveConfig, inputs_of
 
-FORMAT, VERSION = "hotsplit.sweep", 2
+FORMAT, VERSION = "hotsplit.sweep", 1
 TIME_LIMIT_S = 2.0  # for the integer program, at each budget
 
 

@@ -152,27 +152,8 @@ def test_a_plan_keeps_its_cache_in_its_file(tmp_path, model):
     assert np.array_equal(again.cache.frequency_LF, plan.cache.frequency_LF)
     assert again.cache.frequency_LF.dtype == np.float32
     keys, tensors = read_gguf(tmp_path / "plan", "plan")
-    assert keys[S + "version"] == 4 and keys[S + "cache.rest_s"] == 1 / 3
+    assert keys[S + "version"] == 1 and keys[S + "cache.rest_s"] == 1 / 3
     assert tensors["cache.hot_s"].read().tolist() == [1e-6, 1e-5]
-
-
-def test_plans_of_older_versions_have_no_cache(tmp_path, model):
-    plan = make_split(model, [np.arange(9, dtype=np.int32)] * 2)
-    plan.save(tmp_path / "plan")
-    keys, tensors = own_content(tmp_path / "plan")
-    assert not any("cache." in name for name in (*keys, *tensors))
-    old = {k: v for k, v in keys.items() if not k.endswith(".neuron_cache")}
-    for version in (2, 3):
-        old[S + "version"] = np.uint32(version)
-        write_gguf(tmp_path / "old", SPLIT_ARCHITECTURE, old, tensors)
-        again = Split.load(tmp_path / "old")
-        assert again.cache is None and again.gpu_bytes == plan.gpu_bytes
-        again.check_against(model, tmp_path / "old")
-        for more in ({S + "cache.most_rows": np.uint32(4)}, {S + "gpu_bytes.neuron_cache": keys[
-                S + "gpu_bytes.neuron_cache"]}):  # fmt: skip
-            write_gguf(tmp_path / "new", SPLIT_ARCHITECTURE, old | more, tensors)
-            with pytest.raises(HotsplitError, match="is unknown; run hotsplit solve again"):
-                Split.load(tmp_path / "new")
 
 
 def own_content(path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import make_inputs, make_machine, make_profile, make_sizes, shape_only
 
-from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
+from hotsplit.artifacts.machine_file import CpuCosts, Machine
 from hotsplit.costs import part_bytes
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS
 from hotsplit.measure.calibrate.step_costs import (
@@ -117,9 +117,9 @@ def test_steps_run_as_planned_and_give_the_undivided_logits():
         assert torch.allclose(other, logits[0], rtol=1e-4, atol=1e-5)
 
 
-# ---- an old machine file -----------------------------------------------------------------------
+# ---- an H100, some of whose figures were not measured --------------------------------------------
 
-OLD = Path(__file__).parent / "machines" / "h100-version-4.json"
+H100 = Path(__file__).parent / "machines" / "h100.json"
 SMOLLM2 = shape_only(
     make_sizes(
         num_layers=30, width=576, num_neurons=1536, num_heads=9, num_kv_heads=3, head_width=64,
@@ -131,22 +131,9 @@ SMOLLM2 = shape_only(
 CPU_ALONE_S, ON_CARD_S = 3.18e-3, 1.09e-3
 
 
-def test_an_old_file_is_read_by_stated_rules():
-    machine = Machine.load(OLD)
-    (gpu,) = machine.gpus
-    assert gpu.hand_over_s == gpu.cpu_run_s == Figure(best=1e-4)  # 18 us by round trip
-    assert gpu.kernel_s == Figure(best=3e-6) and gpu.token_s == Figure(best=1.5e-4)
-    assert gpu.chosen_rows_gb_per_s.median == pytest.approx(2111.67 / 3, rel=1e-4)
-    # 10.7 us, and five regions of 8 us with 16 threads.
-    assert machine.costs.layer_s["exact"].median == pytest.approx(50.7e-6, rel=1e-2)
-    assert machine.costs.logit_s.median == 5e-10
-    slow = make_machine(hand_over_s=1.0)
-    assert slow.gpus[0].hand_over_s.median == 1.0
-
-
 def smollm2_inputs(vram_bytes: int):
     profile = make_profile(SMOLLM2, np.ones((30, 1536)))
-    machine = Machine.load(OLD)
+    machine = Machine.load(H100)
     return make_inputs(
         SMOLLM2, profile, machine, vram_bytes, mode="dense", workspace=1 << 20, context_length=1024
     )

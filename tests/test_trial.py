@@ -170,7 +170,7 @@ def test_the_record_is_read_back_and_others_are_refused(tmp_path):
     trial.save(path)
     assert Trial.load(path) == trial and "whole layers 2 ms (predicted 4 ms)" in trial.line
     for old, new in (('"runs": "whole', '"runs": "hole'), ('"the plan": 0.003', '"the plan": null'),
-                     ('"version": 3', '"version": 2'), ('"hand_over": 6.0', '"hand": 6.0'),
+                     ('"version": 1', '"version": 2'), ('"hand_over": 6.0', '"hand": 6.0'),
                      ('"measured_s"', '"cpu"'), ('"the CPU alone": 0.009', '"no": 1'),
                      ('"runs": "whole layers"', '"runs": "experts on the CPU"')):  # fmt: skip
         path.write_text(path.read_text().replace(old, new))

@@ -12,7 +12,7 @@ from hotsplit.files.typed import Fields, shown
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.modes import Mode
 
-FORMAT, VERSION = "hotsplit.eval", 3
+FORMAT, VERSION = "hotsplit.eval", 1
 MOST = 1e12  # the largest float that is accepted
 _WHAT = "comparison (hotsplit eval --json)"
 _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}

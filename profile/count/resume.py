@@ -18,7 +18,7 @@ from hotsplit.files.typed import shown
 if TYPE_CHECKING:
     from hotsplit.profile.corpus.processes import Ranks
 
-FORMAT, VERSION = "hotsplit.resume", 4
+FORMAT, VERSION = "hotsplit.resume", 1
 SAVE_EVERY_S = 60.0
 Settings = dict[str, str | int | float | bool | None]
 

@@ -18,7 +18,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.runtime.step.sequences import Sequence, TextState
 
-FORMAT, VERSION = "hotsplit.prompt", 4
+FORMAT, VERSION = "hotsplit.prompt", 1
 MAX_HEADER_BYTES = 1 << 20  # of a file, searched for the format's name
 # Names of the tensors of a layer, with the number of the layer among those of its kind.
 _ATTENDS, _RECURS = ("key", "value"), ("state", "conv")

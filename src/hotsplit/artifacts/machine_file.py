@@ -4,7 +4,7 @@ Specified in docs/formats.md."""
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,11 @@ from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import MAX_SHOWN, Fields, one_line, other_version, shown
 
 FORMAT = "hotsplit.machine"
-VERSION = 5
+VERSION = 1
 # Bounds on the figures of a machine, within which computations stay finite.
 LEAST, MOST = 1e-18, 1e18
 MOST_S = 1e3  # the longest copy, kernel, hand-over, layer or token; keeps the solver in range
 RATE = "gb_per_s"
-OLD_VERSION = 4
-# What `upgraded` takes for the figures that such a file lacks.
-HAND_OVER_S, TOKEN_S, KERNEL_S, CHOSEN_OF_ALL = 1e-4, 1.5e-4, 3e-6, 1 / 3
-REGIONS, REGION_S, LOGIT_S, MOST_THREADS = 5, 5e-7, 5e-10, 1024
 # If the interquartile range exceeds this share of the median, other load probably disturbed the
 # rounds.
 DOUBTFUL_SPREAD = 0.25
@@ -117,7 +113,7 @@ class CpuCosts:
     `kv_gb_per_s` is the rate at which a token's attention reads keys and values. `layer_s` (by
     mode) and `token_s` are the fixed costs of a layer and of a token, in seconds, `logit_s` that of
     one of a token's logits: to copy it, and to find the largest. `pass_rows_gb_per_s` is the rate at
-    which all rows are read if they are multiplied by PASS_TOKENS tokens; older files lack it."""
+    which all rows are read if they are multiplied by PASS_TOKENS tokens."""
 
     all_rows_gb_per_s: dict[str, Figure]
     chosen_rows_gb_per_s: dict[str, Figure]
@@ -209,22 +205,15 @@ class Machine:
 
     @classmethod
     def load(cls, path: Path) -> "Machine":
-        """Reads a file of this version or of OLD_VERSION, which `upgraded` converts.
-
-        Raises HotsplitError for anything but a whole, valid machine file."""
+        """Raises HotsplitError for anything but a whole, valid machine file."""
         values = read_object(path, "machine file (hotsplit calibrate)")
         found, version = values.pop("format", None), values.pop("version", None)
-        if found == FORMAT and version not in (OLD_VERSION, VERSION):
+        if found == FORMAT and version != VERSION:
             again = "run hotsplit calibrate again"
             raise HotsplitError(f"{path}: {other_version(version, VERSION, again)}")
         try:
             if found != FORMAT:
                 raise HotsplitError(f"format {shown(found)}, wanted {FORMAT!r}")
-            if version == OLD_VERSION:
-                values = upgraded(values)
-            costs = values.get("cpu_costs")
-            if isinstance(costs, dict):
-                costs.setdefault("pass_rows_gb_per_s", {})
             machine = _record(cls, Fields(values, keys=_names(cls)))
             machine.validate()
         except HotsplitError as error:
@@ -278,65 +267,6 @@ def _rate_between(whole: Figure, chosen: Figure, density: float) -> float:
     whole_s, chosen_s = 1e-9 / whole.median, 1e-9 / chosen.median
     way = math.log(min(1.0, max(density, CHOSEN_SHARE))) / math.log(CHOSEN_SHARE)
     return 1 / (whole_s + way * (chosen_s - whole_s))
-
-
-def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a file of OLD_VERSION as one of VERSION. Fields that it lacks get values that
-    were measured on an H100 beside 16 processors, or follow from what it has:
-
-    - a GPU's `hand_over_s` and `cpu_run_s`: its `round_trip_s`, which was no host function, but at
-      least HAND_OVER_S; `token_s`: TOKEN_S; `kernel_s`: its `launch_s`, but at least KERNEL_S;
-      `chosen_rows_gb_per_s`: CHOSEN_OF_ALL of its bandwidth
-    - the CPU's `logit_s`: LOGIT_S; its `layer_s`, measured on layers too small for more than one
-      thread: plus REGIONS parallel regions of REGION_S for each thread
-
-    A part of another shape is left as it is, for the reader to refuse."""
-    new = dict(values)
-    threads, costs = new.get("num_threads"), new.get("cpu_costs")
-    if isinstance(costs, dict) and isinstance(threads, int):
-        region_s = REGIONS * REGION_S * min(threads, MOST_THREADS)
-        layer_s = costs.get("layer_s")
-        if isinstance(layer_s, dict):
-            layer_s = {
-                mode: _changed(figure, lambda s: s + region_s) for mode, figure in layer_s.items()
-            }
-        new["cpu_costs"] = {**costs, "layer_s": layer_s, "logit_s": _unmeasured(LOGIT_S)}
-    gpus = new.get("gpus")
-    if isinstance(gpus, list):
-        new["gpus"] = [_upgraded_gpu(gpu) if isinstance(gpu, dict) else gpu for gpu in gpus]
-    return new
-
-
-def _upgraded_gpu(old: Mapping[str, Any]) -> dict[str, Any]:
-    gpu = dict(old)
-    hand_over = _changed(gpu.pop("round_trip_s", None), lambda s: max(s, HAND_OVER_S))
-    return gpu | {
-        "chosen_rows_gb_per_s": _changed(
-            gpu.get("bandwidth_gb_per_s"), lambda r: CHOSEN_OF_ALL * r
-        ),
-        "kernel_s": _changed(gpu.get("launch_s"), lambda s: max(s, KERNEL_S)),
-        "token_s": _unmeasured(TOKEN_S),
-        "hand_over_s": hand_over,
-        "cpu_run_s": hand_over,
-    }
-
-
-def _changed(figure: object, change: Callable[[float], float]) -> object:
-    """A figure's JSON with its median changed, as one that was not measured; other values as they
-    are."""
-    if not isinstance(figure, dict) or not isinstance(figure.get("best"), int | float):
-        return figure
-    quartiles = figure.get("quartiles")
-    median = figure["best"]
-    if isinstance(quartiles, list) and len(quartiles) == 3:
-        median = quartiles[1]
-    if set(figure) != {"best", "quartiles", "rounds"} or not isinstance(median, int | float):
-        return figure
-    return _unmeasured(change(median))
-
-
-def _unmeasured(value: float) -> dict[str, Any]:
-    return {"best": value, "quartiles": None, "rounds": 0}
 
 
 def _check_free(name: str, free_bytes: int, memory_bytes: int) -> None:

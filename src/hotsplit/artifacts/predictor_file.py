@@ -22,8 +22,7 @@ from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values,
 from hotsplit.model.weight_types import PREDICTOR_NAMES
 
 FORMAT = "hotsplit.predictors"
-VERSION = 3
-OLDER = (2,)  # without arithmetic
+VERSION = 1
 FILE_NAME = "predictors.safetensors"
 CHECKED_VALUES = 1 << 22  # values unpacked and checked at a time
 
@@ -165,7 +164,7 @@ class Predictors:
     def load(cls, path: Path) -> "Predictors":
         """Raises HotsplitError for anything but a whole, valid file."""
         names, optional = {"model_id", "info", "matrix_kind_L"}, {"quality", "arithmetic"}
-        metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional, older=OLDER)
+        metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional)
         try:
             read = Fields(metadata)
             info = _info(read.part("info", {each.name for each in fields(PredictorInfo)}))

@@ -16,8 +16,7 @@ from hotsplit.files.typed import MAX_COUNT, Fields, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 
 FORMAT = "hotsplit.profile"
-VERSION = 3
-OLDER = (1, 2)  # without quality; without arithmetic
+VERSION = 1
 # Bin b holds magnitudes m with EDGES[b] <= m < EDGES[b + 1]; the first bin starts at zero and the
 # last one has no end. Eight bins per octave: the edges of a bin are 9 % apart.
 EDGES = np.concatenate([[0.0], np.exp2(np.arange(-16 * 8, 8 * 8 + 1) / 8)])
@@ -119,9 +118,9 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> "Profile":
         """Raises HotsplitError for anything but a whole, valid profile."""
-        names = {"model_id", "num_tokens", "threshold_L", "corpora"}
-        optional = {"quality", "arithmetic", "num_neurons_L"}
-        metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional, older=OLDER)
+        names = {"model_id", "num_tokens", "threshold_L", "corpora", "quality", "arithmetic"}
+        optional = {"num_neurons_L"}
+        metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional)
         if arrays.keys() - {"expert_count_LE", "routing_LTK"} != {
             "active_count_LF",
             "gate_histogram_LB",
@@ -141,8 +140,8 @@ class Profile:
                     )
                     for corpus in read.parts("corpora", {"name", "sha256", "num_tokens"})
                 ),
-                quality=read_quality(metadata.get("quality", {}), "quality"),
-                arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
+                quality=read_quality(metadata["quality"], "quality"),
+                arithmetic=read.text_or_none("arithmetic"),
                 num_neurons_L=tuple(read.counts("num_neurons_L"))
                 if "num_neurons_L" in metadata
                 else (),

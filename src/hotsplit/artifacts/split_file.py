@@ -35,8 +35,7 @@ from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.prompt_rates import PromptRates
 
-VERSION = 4
-OLDER = (2, 3)  # 3 has no neuron cache; the bytes in 2 include predictors in mode exact too
+VERSION = 1
 _PREFIX = "hotsplit.split."
 UNKNOWN = "unknown"
 
@@ -99,12 +98,12 @@ class Split:
         if keys.get("general.architecture") != SPLIT_ARCHITECTURE:
             raise HotsplitError(f"{path}: not a split file; make one with hotsplit solve")
         version = keys.get(_PREFIX + "version")
-        if not isinstance(version, np.integer) or version not in (VERSION, *OLDER):
+        if not isinstance(version, np.integer) or version != VERSION:
             again = "run hotsplit solve again"
             raise HotsplitError(f"{path}: {other_version(version, VERSION, again)}")
         try:
             read = Fields({k.removeprefix(_PREFIX): v for k, v in keys.items()})
-            _refuse_unknown(keys, int(version))
+            _refuse_unknown(keys)
             counts = read.counts("hot_count")
             names = [f"blk.{layer}.ffn_hot" for layer in range(len(counts))]
             none = np.zeros(0, np.int32)
@@ -118,8 +117,8 @@ class Split:
             split = cls(
                 hot=hot,
                 dense_on_gpu=tuple(map(bool, read.counts("dense_on_gpu", most=1))),
-                gpu_bytes=_items(read, "gpu_bytes", int(version)),
-                cpu_bytes=_items(read, "cpu_bytes", int(version)),
+                gpu_bytes=_items(read, "gpu_bytes"),
+                cpu_bytes=_items(read, "cpu_bytes"),
                 **{name: take(read, name) for name, (_, take) in _SCALARS.items()},
                 home=tuple(read.counts("home")) if "home" in read.values else (),
                 gpu_budget_bytes=_sizes(read) if "home" in read.values else (),
@@ -361,24 +360,16 @@ def held_in(model: ModelFile, mode: Mode) -> ModelFile:
     return replace(model, predictor=None, tensors=kept)
 
 
-def _items_of(version: int) -> tuple[str, ...]:
-    """The items of a plan of this version."""
-    return ITEMS if version == VERSION else tuple(i for i in ITEMS if i != "neuron_cache")
+def _items(read: Fields, side: str) -> Items:
+    return {item: read.count(f"{side}.{item}") for item in ITEMS}
 
 
-def _items(read: Fields, side: str, version: int) -> Items:
-    found = {item: read.count(f"{side}.{item}") for item in _items_of(version)}
-    return dict.fromkeys(ITEMS, 0) | found
-
-
-def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
+def _refuse_unknown(keys: Mapping[str, Value]) -> None:
     """Raises HotsplitError for an unknown key of a plan, and if only some of several keys that
     belong together are there."""
     known = {"version", "dense_on_gpu", "hot_count", *_SCALARS, *_OF_GPUS}
-    known |= {
-        f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in _items_of(version)
-    }
-    known |= {*KEYS, *_RATES, _SEQUENCES, _OFFLOAD, _EXPERTS} if version == VERSION else set()
+    known |= {f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in ITEMS}
+    known |= {*KEYS, *_RATES, _SEQUENCES, _OFFLOAD, _EXPERTS}
     own = {k.removeprefix(_PREFIX) for k in keys if not k.startswith(("general.", "GGUF."))}
     if not own <= known:
         raise HotsplitError(f"key {shown(min(own - known))} is unknown")

@@ -13,7 +13,7 @@ from hotsplit.files.atomic import partial_file
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import Fields, shown
 
-FORMAT, VERSION = "hotsplit.trial", 3
+FORMAT, VERSION = "hotsplit.trial", 1
 MISSED = 1.3  # times what was predicted, from which on a prediction was missed
 PARTS = {"cpu": "the CPU", "hand_over": "hand-overs", "gpu": "the GPU"}
 Winner = Literal[

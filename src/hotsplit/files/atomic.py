@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -297,17 +297,6 @@ def require_file(path: Path, what: str) -> None:
                     f"{path}: is a {kind} pointer to a file of {int(pointer[1]):,} bytes, wanted a"
                     f" {what}; get the file itself with {command} there, or download it"
                 )
-
-
-def refuse_old_name(path: Path, names: Iterable[str]) -> None:
-    """Raises HotsplitError if one of a header's names is of the time when this program was called
-    sparkinfer. SparkInfer's own files have no such names."""
-    for name in names:
-        if name == "sparkinfer-split" or name.startswith("sparkinfer."):
-            raise HotsplitError(
-                f"{path}: was made under this program's old name ({name[:60]!r}); convert the"
-                " checkpoint again, and make what was made from the model again"
-            )
 
 
 def known_as(path: Path) -> str | None:

@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files.atomic import known_as, refuse_old_name
+from hotsplit.files.atomic import known_as
 from hotsplit.files.gguf_parts import raw_cut_of
 
 Magic = Literal["GGUF", "PWRI"]
@@ -96,7 +96,6 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
         raise HotsplitError(
             f"{path}: not a whole GGUF file ({error}); wanted a {what}; make or copy it again"
         ) from error
-    refuse_old_name(path, (str(keys.get("general.architecture")), *keys))
     return magic, keys, tensors
 
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files.atomic import known_as, refuse_old_name, require_file
+from hotsplit.files.atomic import known_as, require_file
 from hotsplit.files.typed import json_kind
 
 # The largest tokenizer.json in use (Gemma 3) has 35 MiB and 2.5 million values. MAX_VALUES limits
@@ -58,5 +58,4 @@ def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
         ) from error
     if not isinstance(value, dict):
         raise HotsplitError(f"{path}: holds {json_kind(value)}, wanted a {what} (an object)")
-    refuse_old_name(path, (str(value.get("format")),))
     return value

@@ -8,7 +8,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files.atomic import known_as, partial_file, refuse_old_name, require_file
+from hotsplit.files.atomic import known_as, partial_file, require_file
 from hotsplit.files.typed import other_version, shown
 
 # A tensor's entry takes about 100 bytes. The safetensors package reads headers of up to 100 MB and
@@ -73,12 +73,11 @@ def load_arrays(
     keys: set[str],
     *,
     optional: Set[str] = frozenset(),
-    older: tuple[int, ...] = (),
 ) -> tuple[dict, dict[str, np.ndarray]]:
     """Metadata (parsed) and arrays of a file written by `save_arrays`.
 
-    Raises HotsplitError for a missing, truncated or foreign file, a version that is neither
-    `version` nor in `older`, and metadata other than `keys` and some of `optional`."""
+    Raises HotsplitError for a missing, truncated or foreign file, a version other than
+    `version`, and metadata other than `keys` and some of `optional`."""
     what = f"{format} file"
     check_header(path, what)
     try:
@@ -93,10 +92,9 @@ def load_arrays(
         ) from error
     own = header.pop("format", None)
     if own != format:
-        refuse_old_name(path, (str(own),))
         raise HotsplitError(f"{path}: not a {what}")
     found = header.pop("version", None)
-    if found not in map(str, (version, *older)):
+    if found != str(version):
         raise HotsplitError(f"{path}: {other_version(found, version, 'make it again')}")
     wrong_keys = (header.keys() ^ keys) - optional
     if wrong_keys:

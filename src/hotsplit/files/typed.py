@@ -22,11 +22,8 @@ LONGEST_END = 700  # characters kept at either end of a printed line
 
 def other_version(found: object, known: int, again: str) -> str:
     """What an error says of a file of version `found`, without the file's name. `again`: how to make
-    an older file again."""
-    number = str(found)
-    is_newer = number.isdecimal() and known < int(number[:9]) <= known + 1000
-    advice = "a later version of hotsplit made it; install that" if is_newer else again
-    return f"version {shown(found)}, this program reads {known}; {advice}"
+    the file anew."""
+    return f"version {shown(found)}, this program reads {known}; {again}"
 
 
 class Fields:
