@@ -584,7 +584,7 @@ def test_drafts_for_several_prompts_are_refused(tmp_path, drafts):
 
 def test_options_of_llamacpp_are_explained():
     for args, message in (
-        (("-ngl", "20"), "hotsplit run MODEL --vram 8GiB does everything"),
+        (("-ngl", "20"), "in bytes, not in layers: --vram 8GiB"),
         (("-cnv",), "hotsplit chat"),
     ):
         done = run("m.gguf", "-p", "a", *args, code=2)

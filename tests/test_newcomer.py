@@ -154,8 +154,11 @@ def test_layers_for_a_gpu_that_is_not_there_are_noted(monkeypatch):
     "given, told",
     [
         ("generate a --reset-gpu-index", "--split"),
-        ("generate a -ngl 20", "hotsplit solve"),
-        ("serve a -ot x=CPU", "hotsplit solve"),
+        ("generate a -ngl 20", "in bytes, not in layers: --vram 8GiB"),
+        ("serve a -ngl 20", "in bytes, not in layers: --vram 8GiB"),
+        ("eval a -ngl 20", "hotsplit solve"),
+        ("serve a -ot x=CPU", "--vram 8GiB makes one"),
+        ("serve a -ncmoe 20", "--vram 8GiB makes one"),
         ("run a --n-cpu-moe 20", "run makes the plan itself"),
         ("run a -nkvo", "run makes the plan itself"),
         ("solve a -ngl 20", "--vram-budget 8GiB"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from hotsplit.commands.options.llamacpp_table import BUDGET, Flag, flag_of
+from hotsplit.commands.options.llamacpp_table import BUDGET, PREPARING, Flag, flag_of
 
 WORDS = ("on", "off", "auto", "all", "0", "1", "-1")  # taken as the value if one is optional
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver on Linux and in WSL
@@ -130,7 +130,10 @@ def _gpu_layers(name: str, values: list[str], notes: list[str], command: str) ->
         if not any(Path(device).exists() for device in GPU_DEVICES):
             notes.append(f"note: {name} {text[:9]} has no effect: there is no NVIDIA GPU here")
         return []
-    how = "GPU memory is given in bytes, not in layers: --vram 8GiB" if command == "run" else BUDGET
+    how = BUDGET
+    if command in ("run", *PREPARING):
+        how = "GPU memory is given in bytes, not in layers: --vram 8GiB"
+        how += " makes a plan, --split PLAN takes one" * (command != "run")
     raise click.UsageError(f"{name} {text} is llama.cpp's: {how}")
 
 

@@ -76,6 +76,11 @@ _RUN_PLANS = (
     "run makes the plan itself: leave the option out, or give --vram SIZE for less of the GPU, and"
     " --device cuda:N for another one"
 )
+_VRAM_PLANS = (
+    "a plan decides what is on the GPU: --vram 8GiB makes one, --split PLAN takes one of hotsplit solve;"
+    " without a plan, everything is on the GPU if there is one"
+)
+PREPARING = ("generate", "chat", "serve", "bench")  # they have --vram, as run has
 BUDGET = (
     "hotsplit run MODEL --vram 8GiB does everything within a budget; here the plan decides:"
     " hotsplit solve MODEL --profile P --machine M --vram-budget 8GiB -o PLAN, then --split PLAN"
@@ -156,6 +161,9 @@ TABLE: tuple[tuple[str, Flag], ...] = (
              ("solve", "plan"))),
     ("-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
      " -mg --main-gpu -nkvo --no-kv-offload -ncffn --n-cpu-ffn", _refuse(_RUN_PLANS, commands=("run",))),
+    ("-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
+     " -mg --main-gpu -nkvo --no-kv-offload -ncffn --n-cpu-ffn",
+     _refuse(_VRAM_PLANS, commands=PREPARING)),
     ("-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
      " -mg --main-gpu -nkvo --no-kv-offload -ncffn --n-cpu-ffn", _refuse(_PLAN)),
     ("-vb --vram --vram-budget",
