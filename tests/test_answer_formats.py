@@ -365,10 +365,13 @@ def test_a_call_behind_reasoning_without_an_end():
         ({"name": "f", "input": "x"}, {"input": "x"}),  # a parameter of this name
         ({"name": "f", "arguments": {"a": "x"}, "id": "1", "type": "function"}, {"a": "x"}),
         ({"tool_name": "f", "parameters": {"a": "x"}}, {"a": "x"}),
+        ({"name": "f", "arguments": {"a": "x"}, "b": 2}, {"a": "x", "b": 2}),
+        ({"name": "f", "arguments": {"a": "x"}, "why": "?"}, {"a": "x"}),
         ({"name": "now"}, {}),
         # What would be lost makes it a text.
         ({"name": "f", "z": 1}, None),
         ({"name": "f", "arguments": {"a": "x"}, "parameters": {"a": "y"}}, None),
+        ({"name": "f", "arguments": {"a": "x"}, "a": "y"}, None),
         ({"name": "f", "arguments": ["x"]}, None),
         ({"name": "now", "city": "Paris"}, None),
     ],

@@ -99,8 +99,8 @@ def _call_of_object(item: object, tools: Mapping[str, Mapping[str, object]]) -> 
 
 
 def _arguments(function: Mapping[str, object], schema: Mapping[str, object]) -> object:
-    """The arguments of a call under any of their names or, if those are empty, beside the
-    function's name. Raises Malformed where a call would lose some: if there are several arguments,
+    """The arguments of a call under any of their names, and those beside the function's name that
+    are its parameters. Raises Malformed where a call would lose some: if there are several arguments,
     or keys that are neither arguments nor parameters of the function."""
     given = {
         key: value
@@ -110,11 +110,17 @@ def _arguments(function: Mapping[str, object], schema: Mapping[str, object]) -> 
     full = [value for value in given.values() if value not in (None, {}) and value != ""]
     if len(full) > 1:
         raise Malformed
-    if full:
-        return full[0]
     beside = {k: v for k, v in function.items() if k not in given and k not in _OTHERS}
-    properties = schema.get("properties")
-    if beside and isinstance(properties, dict) and beside.keys() <= properties.keys():
+    known = schema.get("properties")
+    properties = known.keys() if isinstance(known, dict) else set[str]()
+    if full:
+        inside, more = full[0], {k: v for k, v in beside.items() if k in properties}
+        if not more:
+            return inside
+        if not isinstance(inside, dict) or inside.keys() & more.keys():
+            raise Malformed
+        return {**inside, **more}
+    if beside and beside.keys() <= properties:
         return beside
     if beside and not given:
         raise Malformed
