@@ -114,8 +114,6 @@ class HybridStep:
         while start < len(rows):
             piece = rows[start : start + self.max_rows]
             num_rows = next(count for count in ROWS if count >= len(piece))
-            if num_rows not in self.segments:
-                self._prepare(piece, num_rows)
             self._run_slotted(piece, num_rows)
             for number, row in enumerate(piece):
                 if row.has_logits:
@@ -124,13 +122,14 @@ class HybridStep:
             start += len(piece)
         return logits_RV
 
-    def _prepare(self, rows: Sequence[Row], num_rows: int) -> None:
-        self._fill(rows, num_rows)
-        assert self.prepare is not None
-        self.segments[num_rows] = self.prepare(num_rows)
-
     def _run_slotted(self, rows: Sequence[Row], num_rows: int) -> None:
+        """Runs a step. The first one of its number of rows runs twice, into the same blocks and slots
+        of states: it is captured behind a run that stores what it computes."""
         with prepared(self.cache, self.states, rows) as slotted:
+            if num_rows not in self.segments:
+                assert self.prepare is not None
+                self._fill(slotted, num_rows)
+                self.segments[num_rows] = self.prepare(num_rows)
             self._run(slotted, num_rows)
 
     def _fill(self, rows: Sequence[Row], num_rows: int) -> None:
