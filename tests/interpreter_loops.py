@@ -1,6 +1,9 @@
-"""Lets Triton 3.6's interpreter run loops with a bound that is known only at run time: it converts
-the bound, an array of one element, as numpy did before 2.4. Import it for this effect."""
+"""Changes of Triton 3.6's interpreter; import it for this effect. It runs loops with a bound that is
+known only at run time: it converts the bound, an array of one element, as numpy did before 2.4. Its
+products are rounded from float64: as on a GPU, a row then does not depend on how many rows a tile has, as
+it does in the sums of some processors' BLAS."""
 
+import numpy as np
 from triton.runtime import interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
@@ -12,3 +15,11 @@ def _patch(tensor, scope) -> None:
 
 
 interpreter._patch_lang_tensor = _patch
+
+
+def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    product = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+    return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot

@@ -178,19 +178,6 @@ def test_tests_may_be_longer_than_the_training_with_scaled_embeddings(bench_file
     assert report.results[0].test.depth == depth and report.results[0].ours
 
 
-def test_without_the_kernels_bytes_are_known_and_parts_are_not(
-    bench_files, monkeypatch, small_buffer
-):
-    monkeypatch.setattr(library, "_lib", None)
-    report = bench(
-        config_of(bench_files / "dense.gguf", mode="dense", device="cpu", gen_lengths=(6,))
-    )
-    text = report.results[1]
-    assert text.limit.bytes_a_token == by_hand(bench_files / "dense.gguf", 0, 6)
-    assert report.parts_missing and all(part.ns is None for part in text.parts)
-    assert any("not measured by part" in line for line in lines_of(report))
-
-
 # ---- parts --------------------------------------------------------------------------------------
 
 

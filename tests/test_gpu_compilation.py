@@ -16,7 +16,7 @@ from gpu_compilation import FILE_KINDS, FLOATS, TILE_KINDS
 from gpu_matrices import KINDS
 
 SCRIPT = Path(__file__).with_name("gpu_compilation.py")
-FOR_MATRICES = {"_unpack": 4, "_dot": 1, "_predict": 2, "_gate_up": 3, "_down": 2,
+FOR_MATRICES = {"_unpack": 4, "_dot": 1, "_predict": 1, "_gate_up": 3, "_down": 2,
                 "_expert_gate_up": 1, "_expert_down": 1, "_expert_sum": 1}  # fmt: skip
 FOR_BLOCKS = {"_multiply": 3, "_multiply_down": 2}  # and for these kinds alone
 FOR_VECTORS = {"_round_tokens": 2, "_hidden_tokens": 3, "_add_norm": 3, "_rotate_append": 4, "_attend_part": 8, "_attend_join": 8,

@@ -239,7 +239,7 @@ def test_every_part_is_a_command_that_its_program_accepts(tmp_path):
     first, rest = ({job.name for job in gpu_run.chosen(gpu_run.jobs_of("cuda"), only, without)}
                    for only, without in ((gpu_day.TESTS, None), (None, gpu_day.TESTS)))  # fmt: skip
     assert first | rest == {job.name for job in gpu_run.jobs_of("cuda")} and not first & rest
-    assert {"test_memory", "test_check", "test_step-0"} <= first
+    assert {"test_memory", "test_step-0"} <= first
 
 
 def test_tests_that_ended_are_not_repeated(tmp_path):

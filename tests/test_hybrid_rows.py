@@ -231,6 +231,28 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
     assert all(torch.equal(each, found[0]) for each in found)
 
 
+def test_the_first_step_of_a_number_of_rows_has_its_blocks(tmp_path):
+    """It runs once before it is captured, when nothing else has given the rows a place."""
+    model, seen = saved(tmp_path), []
+    with loaded(tmp_path, model, "random", 3) as engine:
+        step = engine._live.native
+        prepare = step.prepare
+
+        def watched(num_rows):
+            rows = zip(
+                step.host.sequence_T[:num_rows], step.host.position_T[:num_rows], strict=True
+            )
+            for sequence, position in rows:
+                for table, block_SN in step.host.tables.items():
+                    seen.append(int(block_SN[sequence, int(position) // table.block_length]))
+            return prepare(num_rows)
+
+        step.prepare = watched
+        texts = [engine.sequence() for _ in range(2)]
+        engine.run([Part(sequence=each, tokens=[1, 2], wanted="all") for each in texts])
+    assert len(seen) >= 4 and min(seen) >= 0
+
+
 def test_rows_without_logits_and_prompts_between(tmp_path):
     """A prompt is computed in a pass and the tokens of other sequences in steps; the logits are in
     the order of the parts."""

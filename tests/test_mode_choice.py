@@ -31,7 +31,6 @@ from hotsplit.costs.default_mode import (
     refusal,
 )
 from hotsplit.errors import HotsplitError
-from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.resolved_options import mode_of
@@ -164,19 +163,6 @@ def test_models_profiles_and_predictors_keep_a_record(tmp_path):
     assert Predictors.load(tmp_path / "pred").quality == model.quality
     dataclasses.replace(predictors, quality={}).save(tmp_path / "pred")
     assert Predictors.load(tmp_path / "pred").quality == {}
-
-
-def test_profiles_of_older_versions_are_read(tmp_path):
-    profile = make_profile(make_model())
-    profile.save(tmp_path / "p")
-    names = {"model_id", "num_tokens", "threshold_L", "corpora", "quality"}
-    metadata, arrays = load_arrays(tmp_path / "p", "hotsplit.profile", 3, names | {"arithmetic"})
-    for version, left_out in ((2, "arithmetic"), (1, "quality")):
-        del metadata[left_out]
-        save_arrays(tmp_path / "old", "hotsplit.profile", version, metadata, arrays)
-        old = Profile.load(tmp_path / "old")
-        assert (old.quality, old.arithmetic) == ({}, None)
-        assert (old.active_count_LF == profile.active_count_LF).all()
 
 
 @pytest.mark.parametrize(

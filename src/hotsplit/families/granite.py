@@ -167,7 +167,8 @@ def granite_spec(
 def of_keys(read: "KeyReader") -> ModelSpec:
     """llama.cpp's converter lists the key heads of layers of a Granite 4 without recurrent layers, which it
     takes for one of the hybrids that its class has."""
-    read, _ = read.with_one("attention.head_count_kv")
+    one, has_keys_L = read.with_one("attention.head_count_kv")
+    read = one if all(has_keys_L or ()) else read  # without keys a layer is a recurrent one
     sizes, name = read.sizes(), read.graph.name
     activation, options = read.activation(), read.options(sizes.num_layers)
     neurons: Neurons | Mixture = sizes.neurons(activation, options)
