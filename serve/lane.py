@@ -42,7 +42,10 @@ class Lane:
 
         task = self._threads.submit(work)
         task.add_done_callback(leave)
-        return await asyncio.wrap_future(task)
+        try:
+            return await asyncio.wrap_future(task)
+        finally:
+            del task  # an error refers to this frame: in a cycle, it would keep a grammar's process
 
     async def _turn(self, size: int) -> None:
         if self._num_free:
