@@ -113,14 +113,6 @@ def change(texts: Folded, chance: random.Random) -> None:
         length = chance.randint(0, len(texts.texts[number]))
         assert slots.nearest(number, length) == slots.rollback(number, length) <= length
         del texts.texts[number][length:]
-    elif slots.nearest(number, len(texts.texts[number])) == len(texts.texts[number]):
-        before, length = slots.states(number)[-1], len(texts.texts[number])
-        for _ in range(2):  # one by one, then together
-            with slots.trial([number]):
-                for token in range(chance.randint(1, 3)):
-                    texts.run({number: [token]}, chance, fails=chance.random() < 0.2)
-            del texts.texts[number][length:]
-            assert slots.states(number) == (before,)
 
 
 def schedule(seed: object, steps: int) -> None:

@@ -213,22 +213,6 @@ class StateSlots:
         return StateRun(current.slot, tuple(writes)), tuple(saved)
 
     @contextmanager
-    def trial(self, sequences: Sequence[int]) -> Iterator[None]:
-        """Forgets afterwards what passes inside have done to these sequences, of which only the
-        current states are kept."""
-        for sequence in sequences:
-            self._set(sequence, self._states[sequence][-1:])
-        before = {sequence: self._states[sequence] for sequence in sequences}
-        for states in before.values():
-            self._use(states, 1)
-        try:
-            yield
-        finally:
-            for sequence, states in before.items():
-                self._set(sequence, states)
-                self._use(states, -1)
-
-    @contextmanager
     def restoring(self, sequences: Sequence[int]) -> Iterator[None]:
         """If the block raises, the states of these sequences before it are current again, although passes
         inside may have gone on; unless their slots were needed."""

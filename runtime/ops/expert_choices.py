@@ -7,6 +7,7 @@ its own scores leave them open; then all values can be compared. A choice that t
 
 Letters: T tokens, E experts, K experts of a token, N experts or groups of experts, C of them taken."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class Fault:
         )
 
 
-class _Choices(TorchDispatchMode):
+class _Choices(TorchDispatchMode, ABC):
     """Within its `with` block, the choices of routers in torch are those of `_taken`.
 
     All tokens run in order, in one pass or several. Each router takes the largest of scores [T, E] once, by
@@ -82,9 +83,9 @@ class _Choices(TorchDispatchMode):
         """True after the last token, when other values of this shape may be sorted."""
         return False
 
+    @abstractmethod
     def _taken(self, score_TN: Tensor, own_TC: Tensor, *, is_last: bool) -> Tensor:
         """The experts or, unless `is_last`, the groups that are taken, where the router takes `own_TC`."""
-        raise NotImplementedError
 
 
 class Followed(_Choices):

@@ -9,6 +9,7 @@ with slots has memory of its own for it, from which the step's bits are made.
 
 Letters: L layers, F neurons or E experts of a layer, K experts of a token, W words of F or E bits."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -27,7 +28,7 @@ from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights.neuron_block import by_role
 
 
-class HybridCache:
+class HybridCache(ABC):
     """What a step asks of its cache, which is built before its layers. `connect` attaches it to the
     GPU's stream."""
 
@@ -60,12 +61,13 @@ class HybridCache:
         None: in a buffer that layers share."""
         return None
 
+    @abstractmethod
     def _carrier(self) -> Carrier:
-        raise NotImplementedError
+        """What moves units to the slots."""
 
+    @abstractmethod
     def _read_bits(self) -> None:
         """Writes to `_bits_1LW` which units a token has read."""
-        raise NotImplementedError
 
     def connect(self, mains: Mapping[int, Stream]) -> None:
         """Attaches the cache to a step whose GPUs have these streams."""
