@@ -57,8 +57,14 @@ def _row(device: torch.device, heads: int, kv_heads: int, tokens: int, positions
             )
 
     mine, other = _seconds(ours, device), _seconds(theirs, device)
-    return [f"{heads}, {kv_heads}", str(tokens), str(positions), f"{1e6 * mine:.1f}",
-            f"{1e6 * other:.1f}", f"{mine / other:.2f}"]  # fmt: skip
+    return [
+        f"{heads}, {kv_heads}",
+        str(tokens),
+        str(positions),
+        f"{1e6 * mine:.1f}",
+        f"{1e6 * other:.1f}",
+        f"{mine / other:.2f}",
+    ]
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:

@@ -36,8 +36,13 @@ def main() -> None:
     arguments = _arguments()
     library.set_threads(arguments.threads)
     modes = arguments.modes.split(",")
-    result = result_of("batch", model=arguments.model.stem, level=library.level(),
-                       threads=arguments.threads, rounds=arguments.rounds)  # fmt: skip
+    result = result_of(
+        "batch",
+        model=arguments.model.stem,
+        level=library.level(),
+        threads=arguments.threads,
+        rounds=arguments.rounds,
+    )
     result |= {**measure(arguments, modes, COUNTS), "load_after": os.getloadavg()}
     print(f"wrote {write_result(result, f'batch-{arguments.name}', arguments.output)}")
 
@@ -58,11 +63,14 @@ def _samples(
     rival = Rival(arguments.rival, arguments.stock, CONTEXT, max(counts))
     engines = {
         mode: Engine.load(
-            arguments.model, mode=mode, device="cpu", context_length=CONTEXT,
+            arguments.model,
+            mode=mode,
+            device="cpu",
+            context_length=CONTEXT,
             num_sequences=max(counts),
         )
         for mode in modes
-    }  # fmt: skip
+    }
     generator = random.Random(0)
     texts = [
         [[generator.randrange(3, 30_000) for _ in range(max(counts))] for _ in range(STEPS)]

@@ -37,8 +37,9 @@ def main() -> None:
     counts = arguments.threads or [int(n) for n in THREADS if int(n) <= processors().usable]
     files = {
         (model, kind): made(arguments.folder, model, kind)
-        for model in arguments.models.split(",") for kind in arguments.types.split(",")
-    }  # fmt: skip
+        for model in arguments.models.split(",")
+        for kind in arguments.types.split(",")
+    }
     if arguments.only_make:
         return
     began = time.monotonic()

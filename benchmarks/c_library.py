@@ -15,8 +15,20 @@ def compiled(source: Path, *flags: str) -> ctypes.CDLL:
     if compiler is None:
         raise OSError("no C compiler here")
     library = Path(tempfile.mkdtemp(prefix=f"{source.stem}-")) / f"{source.stem}.so"
-    command = [compiler, "-x", "c", "-O3", "-march=native", *flags, "-shared", "-fPIC", "-pthread",
-               str(source), "-o", str(library)]  # fmt: skip
+    command = [
+        compiler,
+        "-x",
+        "c",
+        "-O3",
+        "-march=native",
+        *flags,
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        str(source),
+        "-o",
+        str(library),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{source.name} does not compile: {done.stderr.strip()[-200:]}")

@@ -84,8 +84,13 @@ def run(arguments: argparse.Namespace, benchmark: str, model: str, name: str) ->
     """Measures all types of a folder and adds them to the result, by default results/NAME-PROCESSOR.json."""
     torch.set_num_threads(arguments.torch_threads)
     bandwidth = cpu_bandwidth()
-    result = result_of(benchmark, model=model, level=library.level(),
-                       torch_threads=arguments.torch_threads, rounds=arguments.rounds)  # fmt: skip
+    result = result_of(
+        benchmark,
+        model=model,
+        level=library.level(),
+        torch_threads=arguments.torch_threads,
+        rounds=arguments.rounds,
+    )
     print(f"{library.level()}, torch with {arguments.torch_threads} threads")
     threads, tests = list(numbers(arguments.threads)), Tests.of(arguments)
     types = arguments.types.split(",")
@@ -98,9 +103,12 @@ def run(arguments: argparse.Namespace, benchmark: str, model: str, name: str) ->
 
 
 def measure(
-    model: Path, arguments: argparse.Namespace, threads: list[int], tests: Tests,
+    model: Path,
+    arguments: argparse.Namespace,
+    threads: list[int],
+    tests: Tests,
     bandwidth: Bandwidth,
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, object]:
     """Measures a model, which both sides run as it is; reports by number of threads. Of the rounds,
     those that fit into `tests.seconds` are run."""
     began = time.perf_counter()
@@ -241,8 +249,12 @@ def _decode_report(measured: Measured) -> dict[str, object]:
     for side in (OURS, found.rival):
         rounds = zip(measured.bandwidths, measured.decode[side], strict=True)
         shares.append(statistics.median(measured.step_bytes / b / second for b, second in rounds))
-    found.print("decode", f"{1 / found.ours_s:.1f}/s", f"{1 / found.theirs_s:.1f}/s",
-                f"   {shares[0]:.0%}, llama.cpp {shares[1]:.0%}")  # fmt: skip
+    found.print(
+        "decode",
+        f"{1 / found.ours_s:.1f}/s",
+        f"{1 / found.theirs_s:.1f}/s",
+        f"   {shares[0]:.0%}, llama.cpp {shares[1]:.0%}",
+    )
     return {
         "tokens_per_s": 1 / found.ours_s,
         "rival_tokens_per_s": 1 / found.theirs_s,

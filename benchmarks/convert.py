@@ -144,8 +144,11 @@ def _copy(checkpoint: Path) -> Run:
 
 def _summary(outtype: str, rounds: list[dict[str, Run]]) -> dict[str, object]:
     """Medians of each program, and the median of the rounds' ratios."""
-    names = {"ours": f"ours {outtype}", "ours_without_fsync": f"no fsync {outtype}",
-             "rival": f"rival {RIVAL_OUTTYPE[outtype]}"}  # fmt: skip
+    names = {
+        "ours": f"ours {outtype}",
+        "ours_without_fsync": f"no fsync {outtype}",
+        "rival": f"rival {RIVAL_OUTTYPE[outtype]}",
+    }
     ratios = {
         f"rival_over_{key}": statistics.median(
             r[names["rival"]].seconds / r[names[key]].seconds for r in rounds

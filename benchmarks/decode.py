@@ -57,8 +57,10 @@ class Tenth:
         ]
         order = torch.rand(engine.model.spec.most_neurons).argsort()
         named = [torch.zeros(len(order), dtype=torch.bool) for _ in range(10)]
-        self.masks = [pack_bits(n.index_fill_(0, ids, True)) for n, ids in
-                      zip(named, order.chunk(10), strict=True)]  # fmt: skip
+        self.masks = [
+            pack_bits(n.index_fill_(0, ids, True))
+            for n, ids in zip(named, order.chunk(10), strict=True)
+        ]
         for neurons in self.neurons:
             neurons.x_D.fill_(1.0)
 
@@ -222,10 +224,20 @@ def make_models(folder: Path, kind: str, num_layers: int) -> None:
         print("making the checkpoint", flush=True)
         make_planted(source, replace(TINYLLAMA, num_layers=num_layers))
     print(f"converting to {kind}", flush=True)
-    convert(ConvertConfig(source=source / "relu", output=ours, outtype=kind,
-                          predictors=source / "predictors", force=True))  # fmt: skip
-    convert(ConvertConfig(source=source / "silu", output=theirs, outtype=kind,
-                          layout="stock", force=True))  # fmt: skip
+    convert(
+        ConvertConfig(
+            source=source / "relu",
+            output=ours,
+            outtype=kind,
+            predictors=source / "predictors",
+            force=True,
+        )
+    )
+    convert(
+        ConvertConfig(
+            source=source / "silu", output=theirs, outtype=kind, layout="stock", force=True
+        )
+    )
 
 
 def _arguments() -> argparse.Namespace:

@@ -51,8 +51,14 @@ class Routing:
 
 
 def zipf(
-    name: str, *, drift: float, exponent: float, seed: int, tokens: int = TOKENS, layers: int = LAYERS
-) -> Routing:  # fmt: skip
+    name: str,
+    *,
+    drift: float,
+    exponent: float,
+    seed: int,
+    tokens: int = TOKENS,
+    layers: int = LAYERS,
+) -> Routing:
     """Tokens choose 8 of 128 experts without replacement, by Zipf's law of their ranks. Every 64 tokens
     a share `drift` of each layer's experts exchange their ranks; those of the plan are the first."""
     random, num_experts, num_used = np.random.default_rng(seed), 128, 8
@@ -67,9 +73,11 @@ def zipf(
         noisy_LE = logit_E[rank_LE] + random.gumbel(size=rank_LE.shape)
         found[:, token] = np.sort(np.argpartition(-noisy_LE, num_used)[:, :num_used], axis=1)
     return Routing(
-        name=name, planned_LTK=found[:, :tokens], replayed_LTK=found[:, tokens:],
+        name=name,
+        planned_LTK=found[:, :tokens],
+        replayed_LTK=found[:, tokens:],
         num_experts=num_experts,
-    )  # fmt: skip
+    )
 
 
 def judged() -> list[Routing]:
@@ -86,10 +94,16 @@ def of_tuning() -> list[Routing]:
     """The random routings by which options are chosen."""
     kinds = (0.0, 0.9), (0.02, 1.0), (0.08, 0.7), (0.3, 1.1), (0.3, 1.0)
     return [
-        zipf(f"drift {drift}, exponent {exponent}", drift=drift, exponent=exponent, seed=100 + number,
-             tokens=TUNING_TOKENS, layers=TUNING_LAYERS)
+        zipf(
+            f"drift {drift}, exponent {exponent}",
+            drift=drift,
+            exponent=exponent,
+            seed=100 + number,
+            tokens=TUNING_TOKENS,
+            layers=TUNING_LAYERS,
+        )
         for number, (drift, exponent) in enumerate(kinds)
-    ]  # fmt: skip
+    ]
 
 
 def recorded(planned: Path, replayed: Path) -> Routing:
@@ -97,9 +111,11 @@ def recorded(planned: Path, replayed: Path) -> Routing:
     assert one is not None and two is not None, "the profiles are of a model without experts"
     has_experts_L = (one >= 0).all(axis=(1, 2))  # -1 in the other layers
     return Routing(
-        name=replayed.stem, planned_LTK=one[has_experts_L], replayed_LTK=two[has_experts_L],
+        name=replayed.stem,
+        planned_LTK=one[has_experts_L],
+        replayed_LTK=two[has_experts_L],
         num_experts=int(max(one.max(), two.max())) + 1,
-    )  # fmt: skip
+    )
 
 
 def case_of(routing: Routing, share: float, link: float) -> Case:
@@ -110,9 +126,13 @@ def case_of(routing: Routing, share: float, link: float) -> Case:
     for id_TK in routing.planned_LTK:
         count_E = np.bincount(id_TK.ravel(), minlength=num_experts)
         sides = Sides(
-            rank_TK=id_TK, num_experts=num_experts, hot_s=size / GPU, cold_s=size / CPU,
-            kernels_s=KERNELS_S, hand_over_s=HAND_OVER_S,
-        )  # fmt: skip
+            rank_TK=id_TK,
+            num_experts=num_experts,
+            hot_s=size / GPU,
+            cold_s=size / CPU,
+            kernels_s=KERNELS_S,
+            hand_over_s=HAND_OVER_S,
+        )
         is_hot_E = np.zeros(num_experts, bool)
         is_hot_E[np.argsort(-count_E, kind="stable")[:count]] = True
         slots.append(np.flatnonzero(polished(sides, is_hot_E)))
@@ -125,14 +145,18 @@ def case_of(routing: Routing, share: float, link: float) -> Case:
         slots_LN=tuple(slots),
         frequency_LF=np.stack(frequency_LE),
         costs=CacheCosts(
-            hot_s_L=KERNELS_S * every_L, hot_row_s_L=size / GPU * every_L,
-            cold_s_L=HAND_OVER_S * every_L, cold_row_s_L=size / CPU * every_L,
-            copy_row_s_L=size / link * every_L, gather_row_s_L=(EXPERT_SWAP_S + MOVED_BYTES * size / GPU) * every_L,
-            rest_s=REST_S * num_layers / 48, copy_s=COPY_S,
+            hot_s_L=KERNELS_S * every_L,
+            hot_row_s_L=size / GPU * every_L,
+            cold_s_L=HAND_OVER_S * every_L,
+            cold_row_s_L=size / CPU * every_L,
+            copy_row_s_L=size / link * every_L,
+            gather_row_s_L=(EXPERT_SWAP_S + MOVED_BYTES * size / GPU) * every_L,
+            rest_s=REST_S * num_layers / 48,
+            copy_s=COPY_S,
         ),
         options=CacheOptions(),
         units="experts",
-    )  # fmt: skip
+    )
 
 
 def reports(routing: Routing) -> Iterator[tuple[str, dict[str, float]]]:
@@ -140,9 +164,13 @@ def reports(routing: Routing) -> Iterator[tuple[str, dict[str, float]]]:
     for share, link in product(SHARES, LINKS):
         report = compare(case_of(routing, share, link))
         times = {r.name: r.ms for r in (*report.policies, report.hindsight)}
-        times |= {"bound": report.bound_ms, "static hits": report.of["static"].hit_rate,
-                  "hits": report.of["ours"].hit_rate, "copied": report.of["ours"].copied,
-                  "most hits": report.belady_hit_rate}  # fmt: skip
+        times |= {
+            "bound": report.bound_ms,
+            "static hits": report.of["static"].hit_rate,
+            "hits": report.of["ours"].hit_rate,
+            "copied": report.of["ours"].copied,
+            "most hits": report.belady_hit_rate,
+        }
         yield f"{share:.0%} in slots, link {link / 1e9:.0f} GB/s", times
 
 
@@ -160,8 +188,14 @@ def tune(routings: Sequence[Routing]) -> Iterator[tuple[str, dict[str, float]]]:
         of_static = [s / of["static"] for s, of in zip(own, rivals, strict=True)]
         of_best = [s / min(of.values()) for s, of in zip(own, rivals, strict=True)]
         name = ",".join(f"{value:g}" for value in (margin, burst_weight, start_gain, decay, stay))
-        yield name, {"mean of static": float(np.mean(of_static)), "most of static": max(of_static),
-                     "most of best": max(of_best)}  # fmt: skip
+        yield (
+            name,
+            {
+                "mean of static": float(np.mean(of_static)),
+                "most of static": max(of_static),
+                "most of best": max(of_best),
+            },
+        )
 
 
 def main() -> int:

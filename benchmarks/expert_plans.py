@@ -94,9 +94,15 @@ def model_of(name: str) -> ModelFile:
     """A model file without weights."""
     spec = _spec_of(name)
     model = ModelFile(
-        path=Path(name), layout="stock", model_id="0" * 64, bare_spec=spec,
-        threshold_L=(0.0,) * spec.num_layers, predictor=None, tensors={}, extra_keys={},
-    )  # fmt: skip
+        path=Path(name),
+        layout="stock",
+        model_id="0" * 64,
+        bare_spec=spec,
+        threshold_L=(0.0,) * spec.num_layers,
+        predictor=None,
+        tensors={},
+        extra_keys={},
+    )
     shapes, _ = model.expected_shapes()
     shapes["output.weight"] = (spec.vocab_size, spec.hidden_size)
     type_of = partial(Roles.of(spec, is_tied=False).type_in, "q4_k_m")
@@ -142,21 +148,27 @@ def profile_of(model: ModelFile, id_LTK: np.ndarray) -> Profile:
     histogram_LB = np.zeros((num_layers, NUM_BINS), np.int64)
     histogram_LB[:, 0] = num_tokens * spec.most_neurons
     return Profile(
-        model_id=model.model_id, num_tokens=num_tokens, threshold_L=model.threshold_L,
+        model_id=model.model_id,
+        num_tokens=num_tokens,
+        threshold_L=model.threshold_L,
         corpora=(Corpus(name="drawn", sha256="0" * 64, num_tokens=num_tokens),),
         active_count_LF=np.ones((num_layers, spec.most_neurons), np.int64),
-        gate_histogram_LB=histogram_LB, routing_LTK=id_LTK,
+        gate_histogram_LB=histogram_LB,
+        routing_LTK=id_LTK,
         expert_count_LE=np.stack([np.bincount(i.ravel(), minlength=num_experts) for i in id_LTK]),
-    )  # fmt: skip
+    )
 
 
 def machine_of(cpu_gb_per_s: float) -> Machine:
     rates = dict.fromkeys(NAMES, Figure(best=cpu_gb_per_s))
     costs = CpuCosts(
-        all_rows_gb_per_s=rates, chosen_rows_gb_per_s=rates, kv_gb_per_s=rates["f16"],
+        all_rows_gb_per_s=rates,
+        chosen_rows_gb_per_s=rates,
+        kv_gb_per_s=rates["f16"],
         layer_s=dict.fromkeys(("exact", "predicted"), Figure(best=LAYER_S)),
-        token_s=Figure(best=TOKEN_S), logit_s=Figure(best=LOGIT_S),
-    )  # fmt: skip
+        token_s=Figure(best=TOKEN_S),
+        logit_s=Figure(best=LOGIT_S),
+    )
     card = machine_of_sheets(CARD)
     gpu = replace(card.gpus[0], bandwidth_gb_per_s=Figure(best=CARD_GB_PER_S))
     return replace(card, gpus=(gpu,), cpu_costs=costs, memory_bytes=64 << 30, free_bytes=60 << 30)
@@ -167,10 +179,16 @@ def machine_of(cpu_gb_per_s: float) -> Machine:
 
 def inputs_of(model: ModelFile, machine: Machine, id_LTK: np.ndarray, budget: int) -> Inputs:
     return Inputs(
-        model=model, profile=profile_of(model, id_LTK), machine=machine,
-        paths=(model.path,) * 3, context_length=CONTEXT, mode="dense", workspace=0,
-        budgets=(budget,), host_budget=1 << 60,
-    ).with_workspace(workspace_bytes)  # fmt: skip
+        model=model,
+        profile=profile_of(model, id_LTK),
+        machine=machine,
+        paths=(model.path,) * 3,
+        context_length=CONTEXT,
+        mode="dense",
+        workspace=0,
+        budgets=(budget,),
+        host_budget=1 << 60,
+    ).with_workspace(workspace_bytes)
 
 
 def times_of(
@@ -204,14 +222,21 @@ def times_of(
     hot = answer.placement.num_hot_L
     return {
         "bytes": sum(entry.num_bytes for entry in model.tensors.values()),
-        "seconds": seconds, "processor_s": processor_s, "gap": answer.gap, "status": answer.status,
-        "hot": int(hot.sum()), "experts": int(hot.size * problem.num_neurons),
-        "least_hot": int(hot.min()), "most_hot": int(hot.max()),
-        "blocks": int(answer.placement.dense_L.sum()), "head": answer.placement.head,
-        "planned_ms": 1e3 * answer.objective_s, "layers": layers.num_layers,
+        "seconds": seconds,
+        "processor_s": processor_s,
+        "gap": answer.gap,
+        "status": answer.status,
+        "hot": int(hot.sum()),
+        "experts": int(hot.size * problem.num_neurons),
+        "least_hot": int(hot.min()),
+        "most_hot": int(hot.max()),
+        "blocks": int(answer.placement.dense_L.sum()),
+        "head": answer.placement.head,
+        "planned_ms": 1e3 * answer.objective_s,
+        "layers": layers.num_layers,
         "n_cpu_moe": None if moe is None else moe[0],
         "ms": times | {"layers": 1e3 * layers.seconds},
-    }  # fmt: skip
+    }
 
 
 def on(problem: Problem, other: Problem, placement: Placement) -> Placement:

@@ -50,8 +50,19 @@ from hotsplit.solver.solve import SolveConfig, solve
 # workspace.
 WHOLE, BESIDE_BYTES = 1.1, 1 << 30
 CARD = Path("rtx-4060-8gb")  # by its data sheet
-PLAN = ("status", "gap", "solve_s", "objective_s", "num_hot", "num_neurons", "num_dense_on_gpu",
-        "head_on_gpu", "hot_traffic_share", "gpu_bytes", "cpu_bytes")  # fmt: skip
+PLAN = (
+    "status",
+    "gap",
+    "solve_s",
+    "objective_s",
+    "num_hot",
+    "num_neurons",
+    "num_dense_on_gpu",
+    "head_on_gpu",
+    "hot_traffic_share",
+    "gpu_bytes",
+    "cpu_bytes",
+)
 NO_HOST_LIMIT = 1 << 40  # main memory must not limit a plan here
 LEAST_SECONDS = 150.0  # with less time left, no further shape is started
 
@@ -69,29 +80,65 @@ class Scale:
     steps: int
 
 
-def shape_of(layers: int, width: int, neurons: int, heads: int, kv_heads: int, vocab: int = 32_000,
-           context_length: int = 2048) -> Sizes:  # fmt: skip
+def shape_of(
+    layers: int,
+    width: int,
+    neurons: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int = 32_000,
+    context_length: int = 2048,
+) -> Sizes:
     return Sizes(
-        num_layers=layers, hidden_size=width, num_neurons=neurons, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=width // heads, vocab_size=vocab,
+        num_layers=layers,
+        hidden_size=width,
+        num_neurons=neurons,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width // heads,
+        vocab_size=vocab,
         context_length=context_length,
-    )  # fmt: skip
+    )
 
 
 SEVEN_B_8 = Scale(
-    name="7B/4", sizes=shape_of(8, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
-    resident=("predicted",), context_length=1024, steps=32,
-)  # fmt: skip
+    name="7B/4",
+    sizes=shape_of(8, 4096, 11008, 32, 32),
+    rank=256,
+    budgets=(0.45, 0.6, 0.8),
+    resident=("predicted",),
+    context_length=1024,
+    steps=32,
+)
 SCALES = (
-    Scale(name="7B", sizes=shape_of(32, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
-          resident=("dense", "exact", "predicted"), context_length=1024, steps=32),
-    Scale(name="70B/10", sizes=shape_of(8, 8192, 28672, 64, 8), rank=256, budgets=(0.45, 0.6, 0.8),
-          resident=(), context_length=1024, steps=32),
-)  # fmt: skip
+    Scale(
+        name="7B",
+        sizes=shape_of(32, 4096, 11008, 32, 32),
+        rank=256,
+        budgets=(0.45, 0.6, 0.8),
+        resident=("dense", "exact", "predicted"),
+        context_length=1024,
+        steps=32,
+    ),
+    Scale(
+        name="70B/10",
+        sizes=shape_of(8, 8192, 28672, 64, 8),
+        rank=256,
+        budgets=(0.45, 0.6, 0.8),
+        resident=(),
+        context_length=1024,
+        steps=32,
+    ),
+)
 SMOKE = Scale(
-    name="toy", sizes=shape_of(3, 256, 1024, 8, 4, vocab=384, context_length=64), rank=32,
-    budgets=(0.6,), resident=("dense",), context_length=64, steps=4,
-)  # fmt: skip
+    name="toy",
+    sizes=shape_of(3, 256, 1024, 8, 4, vocab=384, context_length=64),
+    rank=32,
+    budgets=(0.6,),
+    resident=("dense",),
+    context_length=64,
+    steps=4,
+)
 
 
 def main() -> int:
@@ -226,14 +273,19 @@ class Bench:
         plan = folder / f"{len(list(folder.glob('*.split.gguf')))}.split.gguf"
         report = solve(
             SolveConfig(
-                model=model.path, profile=folder / "profile.safetensors",
-                machine=self._calibrated(), output=plan, vram_budget_bytes=budget,
-                context_length=scale.context_length, force=True, time_limit_s=4.0,
+                model=model.path,
+                profile=folder / "profile.safetensors",
+                machine=self._calibrated(),
+                output=plan,
+                vram_budget_bytes=budget,
+                context_length=scale.context_length,
+                force=True,
+                time_limit_s=4.0,
                 host_budget_bytes=NO_HOST_LIMIT,
                 mode="predicted" if mode == "predicted" else "exact",
             ),
             workspace_bytes,
-        )  # fmt: skip
+        )
         limit, predicted = report.advice.limit_s, report.objective_s
         if mode == "dense":
             figures = Machine.load(self._calibrated())
@@ -245,14 +297,27 @@ class Bench:
             f" {1e3 * limit:.2f} ms at best"
         )
         program = Path(__file__).with_name("gpu_worker.py")
-        command = (sys.executable, program, model.path, "--mode", mode, "--split", plan,
-                   "--device", self.device.type)  # fmt: skip
+        command = (
+            sys.executable,
+            program,
+            model.path,
+            "--mode",
+            mode,
+            "--split",
+            plan,
+            "--device",
+            self.device.type,
+        )
         log = self.folder / f"{re.sub('[^A-Za-z0-9]+', '-', name)}-{mode}.log"
         return Case(
-            name=name, mode=mode, budget_bytes=budget, limit_s=limit, predicted_s=predicted,
+            name=name,
+            mode=mode,
+            budget_bytes=budget,
+            limit_s=limit,
+            predicted_s=predicted,
             plan={name: getattr(report, name) for name in PLAN},
             process=Process.of(command, f"{name} {mode}", log),
-        )  # fmt: skip
+        )
 
     def _measure(
         self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case], what: str
@@ -260,9 +325,11 @@ class Bench:
         if not cases:
             return
         amount = Amount(
-            prompt=scale.context_length // 2, steps=scale.steps,
-            vocab_size=scale.sizes.vocab_size, rounds=self.asked.rounds,
-        )  # fmt: skip
+            prompt=scale.context_length // 2,
+            steps=scale.steps,
+            vocab_size=scale.sizes.vocab_size,
+            rounds=self.asked.rounds,
+        )
         try:
             with self.timed(f"{scale.name}: load, {what}"):
                 gpu_cases.load(cases)
@@ -280,10 +347,12 @@ class Bench:
         """Starts one rival per budget; modes with the same budget share it, or its error."""
         sizes = layer_bytes(model, 0)
         rival = RivalModel(
-            folder=self.asked.rival, model=folder / "stock.gguf",
-            context_length=scale.context_length, num_layers=scale.sizes.num_layers,
+            folder=self.asked.rival,
+            model=folder / "stock.gguf",
+            context_length=scale.context_length,
+            num_layers=scale.sizes.num_layers,
             layer_bytes=sizes.attention + model.spec.most_neurons * sizes.neuron,
-        )  # fmt: skip
+        )
         found: dict[int, Rival | str] = {}  # by budget
         for case in cases:
             budget = case.budget_bytes

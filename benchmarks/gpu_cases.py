@@ -107,9 +107,9 @@ def _theirs(case: Case, rival: Rival, amount: Amount, ids: list[int], *, is_warm
         count = max(FIRST_TOKENS, min(amount.steps, round(RIVAL_SECONDS / case.rival_decode_s[-1])))
     try:
         (prefill,) = rival.process.ask("prefill", threads=threads, ids=ids)["seconds"]
-        decode = rival.process.ask(
-            "decode", threads=threads, ids=ids[:count], start=amount.prompt
-        )["seconds"]  # fmt: skip
+        decode = rival.process.ask("decode", threads=threads, ids=ids[:count], start=amount.prompt)[
+            "seconds"
+        ]
     except ProcessError as error:
         rival.process.close()
         case.rival, case.rival_error = None, str(error)

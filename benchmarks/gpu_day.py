@@ -70,22 +70,77 @@ def parts_of(folder: Path, models: Path, rival: Path | None) -> list[Part]:
     models_there = [str(models / name) for name in MODELS]
     file, tests, bench = "results.json", "tests/gpu/run.py", "benchmarks/gpu.py"
     return [
-        part("handover", 75, "benchmarks/gpu_handover.py", *seconds, *output("handover", file),
-             file=file),
-        part("tests", 150, tests, "--only", TESTS, "--resume", *minutes, *output("tests"),
-             file="test-gpu.json"),
-        part("trained", 170, "benchmarks/gpu_trained.py", *models_there, *seconds,
-             *output("trained", file), file=file),
-        part("experts", 420, "benchmarks/gpu_experts.py", *seconds, *beside, *output("experts", file),
-             file=file),
-        part("plans", 100, bench, str(folder / "plans"), "--short", "--rounds", "3", *minutes,
-             *beside, file="gpu.json"),
-        part("prompts", 110, "benchmarks/gpu_prompts.py", *seconds, *beside, *output("prompts", file),
-             file=file),
-        part("other-tests", 150, tests, "--without", TESTS, "--resume", *minutes,
-             *output("other-tests"), file="test-gpu.json"),
+        part(
+            "handover",
+            75,
+            "benchmarks/gpu_handover.py",
+            *seconds,
+            *output("handover", file),
+            file=file,
+        ),
+        part(
+            "tests",
+            150,
+            tests,
+            "--only",
+            TESTS,
+            "--resume",
+            *minutes,
+            *output("tests"),
+            file="test-gpu.json",
+        ),
+        part(
+            "trained",
+            170,
+            "benchmarks/gpu_trained.py",
+            *models_there,
+            *seconds,
+            *output("trained", file),
+            file=file,
+        ),
+        part(
+            "experts",
+            420,
+            "benchmarks/gpu_experts.py",
+            *seconds,
+            *beside,
+            *output("experts", file),
+            file=file,
+        ),
+        part(
+            "plans",
+            100,
+            bench,
+            str(folder / "plans"),
+            "--short",
+            "--rounds",
+            "3",
+            *minutes,
+            *beside,
+            file="gpu.json",
+        ),
+        part(
+            "prompts",
+            110,
+            "benchmarks/gpu_prompts.py",
+            *seconds,
+            *beside,
+            *output("prompts", file),
+            file=file,
+        ),
+        part(
+            "other-tests",
+            150,
+            tests,
+            "--without",
+            TESTS,
+            "--resume",
+            *minutes,
+            *output("other-tests"),
+            file="test-gpu.json",
+        ),
         part("bench", 480, bench, str(folder / "bench"), *minutes, *beside, file="gpu.json"),
-    ]  # fmt: skip
+    ]
 
 
 class Day:
@@ -99,8 +154,11 @@ class Day:
         self.content: dict[str, Any] = {"benchmark": "gpu-day", "parts": {}}
         if self.path.exists():
             self.content = json.loads(self.path.read_text())
-        self.content |= {"time": datetime.now(UTC).isoformat(timespec="seconds"),
-                         "commit": commit(), "device": device()}  # fmt: skip
+        self.content |= {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "device": device(),
+        }
         self.deadline = time.monotonic() + seconds - END_SECONDS
 
     @property
@@ -145,9 +203,12 @@ class Day:
         command = [word.format(**figures) for word in part.command]
         with self._log(part).open("wb") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=self._log(part, "err").open("ab"), cwd=ROOT,
+                command,
+                stdout=log,
+                stderr=self._log(part, "err").open("ab"),
+                cwd=ROOT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -207,8 +268,9 @@ def text_of_part(found: dict[str, Any]) -> str:
 
 def commit() -> str:
     """The first digits of the commit, or "unknown" in a tree without one."""
-    done = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     return done.stdout.strip() or "unknown"
 
 

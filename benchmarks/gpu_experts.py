@@ -36,9 +36,14 @@ SHAPE, LAYERS, KIND = "qwen3-30b-a3b", 16, "q4_k_m"
 SHARES, THREADS, PROMPTS = (0.25, 0.5, 0.75), (8, 16), (512, 4096)
 CONTEXT, STEPS, ROUNDS, TRIED_TOKENS = 4352, 24, 3, 8
 COLUMNS = (
-    "budget, threads", "runs", "predicted, ms", "measured, ms", "llama.cpp, ms", "times as fast",
+    "budget, threads",
+    "runs",
+    "predicted, ms",
+    "measured, ms",
+    "llama.cpp, ms",
+    "times as fast",
     *(f"prompt of {n:,}, times as fast" for n in PROMPTS),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,11 @@ class Mixture:
         paths: dict[str, list[Path]] = {"plan": [], "trial": []}
         for entry in list_cache(cache):
             paths.setdefault(entry.kind, []).append(cache / entry.name / entry.file)
-        plans = {Split.load(path).objective_s: path for path in paths["plan"]
-                 if Split.load(path).vram_budget_bytes == budget}  # fmt: skip
+        plans = {
+            Split.load(path).objective_s: path
+            for path in paths["plan"]
+            if Split.load(path).vram_budget_bytes == budget
+        }
         for path in paths["trial"]:
             trial = Trial.load(path)
             if (plan := plans.get(trial.predicted_s["the plan"])) is not None:
@@ -108,8 +116,18 @@ class Mixture:
     def _ours(self, split: Path | None, threads: int) -> Times:
         program = Path(__file__).with_name("gpu_worker.py")
         device = self.asked.device if split else "cpu"
-        command = (sys.executable, program, self.path, "--mode", "dense", "--device", device,
-                   "--threads", str(threads), *(("--split", split) if split else ()))  # fmt: skip
+        command = (
+            sys.executable,
+            program,
+            self.path,
+            "--mode",
+            "dense",
+            "--device",
+            device,
+            "--threads",
+            str(threads),
+            *(("--split", split) if split else ()),
+        )
         process = Process.of(command, "hotsplit", self.folder / "ours.log")
         try:
             process.ask("load")
@@ -122,9 +140,12 @@ class Mixture:
         spec = self.model.spec
         of_layer = sum(e.num_bytes for n, e in layer_tensors(self.model, 0).items() if is_expert(n))
         rival = RivalModel(
-            folder=self.asked.rival, model=self.path, context_length=self.context,
-            num_layers=spec.num_layers, layer_bytes=of_layer,
-        )  # fmt: skip
+            folder=self.asked.rival,
+            model=self.path,
+            context_length=self.context,
+            num_layers=spec.num_layers,
+            layer_bytes=of_layer,
+        )
         log = self.folder / "rival.log"
         process = best_rival(rival, budget, log, moves_experts=True).process
         try:

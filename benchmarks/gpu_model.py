@@ -19,14 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from planted_checkpoint import (
-    COMMON,
-    MARGIN,
-    UNSEEN,
-    gate_rows,
-    plant_factors,
-    planted_frequencies,
-)
+from planted_checkpoint import COMMON, MARGIN, UNSEEN, gate_rows, plant_factors, planted_frequencies
 from random_checkpoint import write_tokenizer
 from torch import Tensor
 

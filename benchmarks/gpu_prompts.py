@@ -55,8 +55,12 @@ class Prompts:
                 write_dense(planted, folder / "stock.gguf", layout="stock", kind=kind)
                 theirs = self._theirs(folder / "stock.gguf", kind)
         is_known = not isinstance(theirs, str)
-        row = [kind, f"{1e3 * ours:.1f}", f"{1e3 * theirs:.1f}" if is_known else theirs[:60],
-               f"{ours / theirs:.2f}" if is_known else "-"]  # fmt: skip
+        row = [
+            kind,
+            f"{1e3 * ours:.1f}",
+            f"{1e3 * theirs:.1f}" if is_known else theirs[:60],
+            f"{ours / theirs:.2f}" if is_known else "-",
+        ]
         title = f"{self.num_tokens} tokens through {self.sizes.num_layers} layers, all on the card"
         return [Table(title=title, columns=COLUMNS, rows=[row])]
 
@@ -74,9 +78,12 @@ class Prompts:
     def _theirs(self, model: Path, kind: str) -> float | str:
         """Seconds, or why there are none."""
         rival = RivalModel(
-            folder=self.asked.rival, model=model, context_length=self.sizes.context_length,
-            num_layers=self.sizes.num_layers, layer_bytes=1,
-        )  # fmt: skip
+            folder=self.asked.rival,
+            model=model,
+            context_length=self.sizes.context_length,
+            num_layers=self.sizes.num_layers,
+            layer_bytes=1,
+        )
         try:
             process = best_rival(rival, NO_LIMIT, self.folder / f"rival-{kind}.log").process
         except ProcessError as error:

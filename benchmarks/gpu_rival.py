@@ -66,10 +66,13 @@ def best_rival(
 
 def _loaded(rival: RivalModel, count: int, log: Path, *, moves_experts: bool) -> Rival:
     options = {
-        "model": str(rival.model), "context": rival.context_length, "sequences": 1, "batch": None,
+        "model": str(rival.model),
+        "context": rival.context_length,
+        "sequences": 1,
+        "batch": None,
         "gpu_layers": rival.num_layers + 1 if moves_experts else count,
         "cpu_experts": rival.num_layers - count if moves_experts else 0,
-    }  # fmt: skip
+    }
     command = (sys.executable, PROGRAM, json.dumps(options))
     process = Process.of(command, "llama.cpp", log, rival.folder)
     try:

@@ -30,9 +30,15 @@ SHARES = (0.3, 0.6, 0.9)  # of the file
 CPU, CARD = "the CPU alone", "the card alone"
 CONTEXT, TOKENS = 1024, 96
 SMOLLM2 = Sizes(
-    num_layers=30, hidden_size=576, num_neurons=1536, num_heads=9, num_kv_heads=3, head_dim=64,
-    vocab_size=49_152, context_length=2048,
-)  # fmt: skip
+    num_layers=30,
+    hidden_size=576,
+    num_neurons=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    vocab_size=49_152,
+    context_length=2048,
+)
 TEXT = (
     "The following is a short account of the history of the steam engine, from the first atmospheric"
     " pumps to the turbines of power stations. In 1712 Thomas Newcomen built an engine that pumped"
@@ -61,10 +67,15 @@ class Case:
 def cases_of(model: Path) -> list[Case]:
     """The two processors alone, then the budgets."""
     size = model.stat().st_size
-    plans = [Case(model=model, name=f"a plan for {share:.0%}", vram_bytes=int(share * size))
-             for share in SHARES]  # fmt: skip
-    return [Case(model=model, name=CPU, vram_bytes=0),
-            Case(model=model, name=CARD, vram_bytes=None), *plans]  # fmt: skip
+    plans = [
+        Case(model=model, name=f"a plan for {share:.0%}", vram_bytes=int(share * size))
+        for share in SHARES
+    ]
+    return [
+        Case(model=model, name=CPU, vram_bytes=0),
+        Case(model=model, name=CARD, vram_bytes=None),
+        *plans,
+    ]
 
 
 def measure(case: Case, device: str, cache: Path, tokens: int) -> list[Table]:
@@ -77,9 +88,14 @@ def measure(case: Case, device: str, cache: Path, tokens: int) -> list[Table]:
     if case.vram_bytes:
         memory += f" of {case.vram_bytes / 2**20:.0f}"
     rate = report["decode_per_s"]
-    row = [case.title, f"{rate:.1f}", f"{1e3 / rate:.2f}",
-           "-" if predicted is None else f"{1e3 * predicted:.2f}",
-           f"{1e3 * report['prefill_s']:.1f}", memory]  # fmt: skip
+    row = [
+        case.title,
+        f"{rate:.1f}",
+        f"{1e3 / rate:.2f}",
+        "-" if predicted is None else f"{1e3 * predicted:.2f}",
+        f"{1e3 * report['prefill_s']:.1f}",
+        memory,
+    ]
     return [Table(title="hotsplit run, as a user types it", columns=COLUMNS, rows=[row])]
 
 
@@ -87,9 +103,28 @@ def run(
     case: Case, device: str, cache: Path, tokens: int, more: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The command's report. Raises CommandError."""
-    command = [sys.executable, "-m", "hotsplit", "run", str(case.model), "-p", TEXT, "--json",
-               "-n", str(tokens), "-c", str(CONTEXT), "--temp", "0", "--ignore-eos", "--yes",
-               "--speculate", "none", "--device", "cpu" if case.vram_bytes == 0 else device]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "hotsplit",
+        "run",
+        str(case.model),
+        "-p",
+        TEXT,
+        "--json",
+        "-n",
+        str(tokens),
+        "-c",
+        str(CONTEXT),
+        "--temp",
+        "0",
+        "--ignore-eos",
+        "--yes",
+        "--speculate",
+        "none",
+        "--device",
+        "cpu" if case.vram_bytes == 0 else device,
+    ]
     if case.vram_bytes is not None:
         command += ["--vram", f"{case.vram_bytes // 2**20}MiB" if case.vram_bytes else "0"]
     command += more
@@ -148,9 +183,11 @@ def main() -> int:
         for case in cases_of(model):
             names.append(case.title)
             sections.run(
-                case.title, lambda c=case: measure(c, asked.device, cache, asked.tokens),
-                least_s=10.0, most_s=90.0,
-            )  # fmt: skip
+                case.title,
+                lambda c=case: measure(c, asked.device, cache, asked.tokens),
+                least_s=10.0,
+                most_s=90.0,
+            )
     print(page_of(sections.content, names))
     return 0 if sections.is_fine(names) else 1
 

@@ -53,8 +53,11 @@ def _row(device: torch.device, width: int, neurons: int) -> list[str]:
         parts.zero_()
         found.append((_seconds(device, on, submit), x.clone()))
     (plain_s, want), (overlapping_s, got) = found
-    return [f"{width}, {neurons}", *(f"{1e6 * s / LAYERS / KERNELS:.2f}" for s in (plain_s, overlapping_s)),
-            str(torch.equal(got, want))]  # fmt: skip
+    return [
+        f"{width}, {neurons}",
+        *(f"{1e6 * s / LAYERS / KERNELS:.2f}" for s in (plain_s, overlapping_s)),
+        str(torch.equal(got, want)),
+    ]
 
 
 def _matrix(num_rows: int, width: int, device: torch.device) -> Matrix:

@@ -47,10 +47,20 @@ def built(folder: Path) -> str:
     """Compiles the program of our pool and OpenMP's."""
     program = folder / "jobs"
     subprocess.run(
-        ["g++", "-O2", "-std=c++17", "-fopenmp", "-pthread", f"-I{KERNELS}", HERE / "jobs.cpp",
-         KERNELS / "thread_pool.cpp", "-o", program],
+        [
+            "g++",
+            "-O2",
+            "-std=c++17",
+            "-fopenmp",
+            "-pthread",
+            f"-I{KERNELS}",
+            HERE / "jobs.cpp",
+            KERNELS / "thread_pool.cpp",
+            "-o",
+            program,
+        ],
         check=True,
-    )  # fmt: skip
+    )
     return str(program)
 
 
@@ -63,9 +73,12 @@ def measured(pool: str, command: list[str], threads: int, num_bytes: int) -> dic
     else:
         words.append(str(processors().usable))
     done = subprocess.run(
-        [*words, *map(str, PAUSES_US.values())], check=True, capture_output=True, text=True,
+        [*words, *map(str, PAUSES_US.values())],
+        check=True,
+        capture_output=True,
+        text=True,
         env=environment_as_found(),
-    )  # fmt: skip
+    )
     lines = [[int(ns) / 1000 for ns in line.split()] for line in done.stdout.splitlines()]
     return dict(zip(names, lines, strict=True))
 

@@ -42,8 +42,14 @@ def main() -> None:
     threads = [int(count) for count in arguments.threads.split(",")]
     for kind in types:
         make_models(arguments.folder, kind, arguments.num_layers)
-    result = result_of("prefill", model=MODEL, level=library.level(), forced=forced,
-                       tokens=arguments.tokens, rounds=arguments.rounds)  # fmt: skip
+    result = result_of(
+        "prefill",
+        model=MODEL,
+        level=library.level(),
+        forced=forced,
+        tokens=arguments.tokens,
+        rounds=arguments.rounds,
+    )
     print(f"{library.level()}, forced: {forced or 'nothing'}")
     result["types"] = {kind: _type(arguments, kind, threads) for kind in types}
     result["load_after"] = os.getloadavg()

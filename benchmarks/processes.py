@@ -35,9 +35,13 @@ class Process:
             environment["PYTHONPATH"] = os.pathsep.join([str(path), *([known] if known else [])])
         with log.open("w") as errors:
             process = subprocess.Popen(
-                [str(part) for part in command], bufsize=0, env=environment,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            )  # fmt: skip
+                [str(part) for part in command],
+                bufsize=0,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
         return cls(process, name, log)
 
     @property

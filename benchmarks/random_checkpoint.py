@@ -23,9 +23,15 @@ SPACE = "\u2581"
 
 # TinyLlama's shape, of 1.1 B parameters.
 TINYLLAMA = Sizes(
-    num_layers=22, hidden_size=2048, num_neurons=5632, num_heads=32, num_kv_heads=4, head_dim=64,
-    vocab_size=32_000, context_length=2048,
-)  # fmt: skip
+    num_layers=22,
+    hidden_size=2048,
+    num_neurons=5632,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=64,
+    vocab_size=32_000,
+    context_length=2048,
+)
 
 
 def make_checkpoint(folder: Path, shape: Sizes, layers_a_file: int = 8) -> None:
@@ -51,8 +57,12 @@ def make_checkpoint(folder: Path, shape: Sizes, layers_a_file: int = 8) -> None:
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(vocab_size)))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>",
-             "bos_token": "<s>", "eos_token": "</s>"}  # fmt: skip
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
@@ -121,8 +131,15 @@ def _tokenizer(vocab_size: int) -> dict[str, object]:
     return {
         "version": "1.0",
         "added_tokens": [
-            {"id": number, "content": text, "single_word": False, "lstrip": False,
-             "rstrip": False, "normalized": False, "special": True}
+            {
+                "id": number,
+                "content": text,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
             for number, text in enumerate(special)
         ],
         "normalizer": {
@@ -152,7 +169,7 @@ def _tokenizer(vocab_size: int) -> dict[str, object]:
             "vocab": {text: number for number, text in enumerate(texts)},
             "merges": [f"{a} {b}" for a, b in merges],
         },
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

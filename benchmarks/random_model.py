@@ -63,25 +63,33 @@ def _qwen3(sizes: Sizes, route: Route) -> ModelSpec:
     experts = Experts(route=route, num_neurons=sizes.num_neurons)
     return llama_spec(
         sizes, rotary, "silu", architecture="qwen3moe", has_head_norms=True, experts=experts
-    )  # fmt: skip
+    )
 
 
 def _gpt_oss(sizes: Sizes, route: Route) -> ModelSpec:
     has_window_L = [layer % 2 == 0 for layer in range(sizes.num_layers)]
     return gpt_oss_spec(
-        sizes, Rotary(theta=150_000.0, pairing="halves"), "swiglu_oai",
-        Experts(route=route, num_neurons=sizes.num_neurons), has_window_L, 128,
+        sizes,
+        Rotary(theta=150_000.0, pairing="halves"),
+        "swiglu_oai",
+        Experts(route=route, num_neurons=sizes.num_neurons),
+        has_window_L,
+        128,
         (*PROJECTION_BIASES, *EXPERT_BIASES),
-    )  # fmt: skip
+    )
 
 
 def _smallthinker(sizes: Sizes, route: Route) -> ModelSpec:
     has_window_L = [layer % 4 != 0 for layer in range(sizes.num_layers)]
     return smallthinker_spec(
-        sizes, Rotary(theta=1.5e6, pairing="halves"), "relu",
-        Experts(route=route, num_neurons=sizes.num_neurons), STOCK_WINDOW, has_window_L,
+        sizes,
+        Rotary(theta=1.5e6, pairing="halves"),
+        "relu",
+        Experts(route=route, num_neurons=sizes.num_neurons),
+        STOCK_WINDOW,
         has_window_L,
-    )  # fmt: skip
+        has_window_L,
+    )
 
 
 def _nemotron(sizes: Sizes) -> ModelSpec:
@@ -91,9 +99,14 @@ def _nemotron(sizes: Sizes) -> ModelSpec:
 def _gemma3n(sizes: Sizes) -> ModelSpec:
     layers = range(sizes.num_layers)
     numbers = gemma3n.Numbers(
-        num_planes=4, rank=64, window=512, activation="gelu_tanh", logit_cap=30.0, inputs=256,
+        num_planes=4,
+        rank=64,
+        window=512,
+        activation="gelu_tanh",
+        logit_cap=30.0,
+        inputs=256,
         rotaries=(Rotary(theta=1e6, pairing="halves"), Rotary(theta=1e4, pairing="halves")),
-    )  # fmt: skip
+    )
     cutoffs = [gemma3n.STOCK_CUTOFF if x < gemma3n.SPARSE_LAYERS else None for x in layers]
     is_local_L = [(layer + 1) % gemma3n.PERIOD != 0 for layer in layers]
     num_shared = max(0, sizes.num_layers - gemma3n.STOCK_OWN_LAYERS)
@@ -103,50 +116,90 @@ def _gemma3n(sizes: Sizes) -> ModelSpec:
 
 def _qwen3_6(sizes: Sizes, route: Route) -> ModelSpec:
     delta = DeltaNet(
-        num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128,
+        num_key_heads=16,
+        num_value_heads=32,
+        key_head_dim=128,
+        value_head_dim=128,
         epsilon=sizes.epsilon,
-    )  # fmt: skip
+    )
     experts = Experts(
         route=route, num_neurons=sizes.num_neurons, num_shared=512, has_shared_gate=True
     )
     return delta_spec(
-        "qwen35moe", "random", sizes, Rotary(theta=1e7, pairing="halves", num_values=64), "silu",
-        delta, [(layer + 1) % PERIOD == 0 for layer in range(sizes.num_layers)], experts,
-    )  # fmt: skip
+        "qwen35moe",
+        "random",
+        sizes,
+        Rotary(theta=1e7, pairing="halves", num_values=64),
+        "silu",
+        delta,
+        [(layer + 1) % PERIOD == 0 for layer in range(sizes.num_layers)],
+        experts,
+    )
 
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(
         sizes=Sizes(
-            num_layers=12, hidden_size=2048, num_neurons=768, num_heads=32, num_kv_heads=4,
-            head_dim=128, vocab_size=32_000, context_length=4096, epsilon=1e-6,
+            num_layers=12,
+            hidden_size=2048,
+            num_neurons=768,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            vocab_size=32_000,
+            context_length=4096,
+            epsilon=1e-6,
         ),
         route=Route(num_experts=128, num_used=8),
         spec_of=_qwen3,
     ),
     "qwen3.6-35b-a3b": Shape(
         sizes=Sizes(
-            num_layers=8, hidden_size=2048, num_neurons=512, num_heads=16, num_kv_heads=2,
-            head_dim=256, vocab_size=32_000, context_length=40_960, epsilon=1e-6,
+            num_layers=8,
+            hidden_size=2048,
+            num_neurons=512,
+            num_heads=16,
+            num_kv_heads=2,
+            head_dim=256,
+            vocab_size=32_000,
+            context_length=40_960,
+            epsilon=1e-6,
         ),
         route=Route(num_experts=256, num_used=8),
         spec_of=_qwen3_6,
     ),
     "gpt-oss-20b": Shape(
         sizes=Sizes(
-            num_layers=8, hidden_size=2880, num_neurons=2880, num_heads=64, num_kv_heads=8,
-            head_dim=64, vocab_size=32_000, context_length=4096, epsilon=1e-5,
+            num_layers=8,
+            hidden_size=2880,
+            num_neurons=2880,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=64,
+            vocab_size=32_000,
+            context_length=4096,
+            epsilon=1e-5,
         ),
         route=Route(
-            num_experts=32, num_used=4, gating="softmax_of_chosen", renormalises=False,
+            num_experts=32,
+            num_used=4,
+            gating="softmax_of_chosen",
+            renormalises=False,
             has_bias=True,
         ),
         spec_of=_gpt_oss,
     ),
     "smallthinker-4b": Shape(
         sizes=Sizes(
-            num_layers=12, hidden_size=1536, num_neurons=768, num_heads=12, num_kv_heads=2,
-            head_dim=128, vocab_size=32_000, context_length=8192, epsilon=1e-6,
+            num_layers=12,
+            hidden_size=1536,
+            num_neurons=768,
+            num_heads=12,
+            num_kv_heads=2,
+            head_dim=128,
+            vocab_size=32_000,
+            context_length=8192,
+            epsilon=1e-6,
         ),
         route=Route(num_experts=32, num_used=4, reads="x"),
         spec_of=_smallthinker,
@@ -154,21 +207,35 @@ SHAPES = {
     ),
     "gemma3n-e2b": Shape(
         sizes=Sizes(
-            num_layers=30, hidden_size=2048, num_neurons=8192, num_heads=8, num_kv_heads=2,
-            head_dim=256, vocab_size=32_000, context_length=4096, epsilon=1e-6,
+            num_layers=30,
+            hidden_size=2048,
+            num_neurons=8192,
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=256,
+            vocab_size=32_000,
+            context_length=4096,
+            epsilon=1e-6,
         ),
         spec_of=_gemma3n,
         layout="sparse",
     ),
     "minitron-4b": Shape(
         sizes=Sizes(
-            num_layers=8, hidden_size=3072, num_neurons=9216, num_heads=24, num_kv_heads=8,
-            head_dim=128, vocab_size=32_000, context_length=4096, epsilon=1e-5,
+            num_layers=8,
+            hidden_size=3072,
+            num_neurons=9216,
+            num_heads=24,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=32_000,
+            context_length=4096,
+            epsilon=1e-5,
         ),
         spec_of=_nemotron,
         layout="sparse",
     ),
-}  # fmt: skip
+}
 
 
 Entry = Callable[[str, tuple[int, ...]], TensorEntry]  # of a tensor's name and shape
@@ -207,10 +274,15 @@ def _make(path: Path, spec: ModelSpec, layout: Layout, entry: Entry) -> None:
     folder.mkdir(exist_ok=True)
     write_tokenizer(folder, spec.vocab_size)
     model = ModelFile(
-        path=path, layout=layout, model_id="0" * 64, bare_spec=spec,
-        threshold_L=(0.0,) * spec.num_layers, predictor=None, tensors={},
+        path=path,
+        layout=layout,
+        model_id="0" * 64,
+        bare_spec=spec,
+        threshold_L=(0.0,) * spec.num_layers,
+        predictor=None,
+        tensors={},
         extra_keys=dict(tokenizer_keys(folder, spec.vocab_size, "stock").keys),
-    )  # fmt: skip
+    )
     shutil.rmtree(folder)
     shapes, _ = model.expected_shapes()
     shapes["output.weight"] = (spec.vocab_size, spec.hidden_size)
@@ -225,9 +297,13 @@ def _type_of(roles: Roles, kind: str, name: str) -> str:
 
 
 def _entry(
-    type_of: Callable[[str], str], route: Route | None, activation: str, random: np.random.Generator,
-    name: str, dims: tuple[int, ...],
-) -> TensorEntry:  # fmt: skip
+    type_of: Callable[[str], str],
+    route: Route | None,
+    activation: str,
+    random: np.random.Generator,
+    name: str,
+    dims: tuple[int, ...],
+) -> TensorEntry:
     if name.endswith(".bias") or "sinks" in name:
         return array_entry(0.1 * random.standard_normal(dims), "f32")
     if name.endswith(DECAY):

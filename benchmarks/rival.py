@@ -39,9 +39,12 @@ class Rival:
         self, python: str, model: Path, context_length: int, num_sequences: int = 1
     ) -> None:
         options = {
-            "model": str(model), "context": context_length, "sequences": num_sequences,
-            "batch": min(2048, context_length), "gpu_layers": None,
-        }  # fmt: skip
+            "model": str(model),
+            "context": context_length,
+            "sequences": num_sequences,
+            "batch": min(2048, context_length),
+            "gpu_layers": None,
+        }
         log = Path(tempfile.mkdtemp(prefix="llamacpp-")) / "log"
         self.process = Process.of([python, PROGRAM, json.dumps(options)], "llama.cpp", log)
         self.about = str(self.process.about["about"])

@@ -41,8 +41,16 @@ CASES = {
     "default, penalties": {"repeat_penalty": 1.1, "presence_penalty": 0.1, "seed": 1},
     "default, DRY": {"dry_multiplier": 0.8, "dry_penalty_last_n": -1, "seed": 1} | NO_BREAKERS,
     "default, no top-k": {"top_k": 0, "seed": 1},
-    "everything": {"repeat_penalty": 1.1, "dry_multiplier": 0.8, "top_n_sigma": 4.0, "typ_p": 0.95,
-                   "xtc_probability": 0.5, "dynatemp_range": 0.2, "seed": 1} | NO_BREAKERS,
+    "everything": {
+        "repeat_penalty": 1.1,
+        "dry_multiplier": 0.8,
+        "top_n_sigma": 4.0,
+        "typ_p": 0.95,
+        "xtc_probability": 0.5,
+        "dynatemp_range": 0.2,
+        "seed": 1,
+    }
+    | NO_BREAKERS,
     "greedy, penalties": {"temperature": 0.0, "repeat_penalty": 1.1},
     "penalties": OFF | {"repeat_penalty": 1.1},
     "dry": OFF | {"dry_multiplier": 0.8} | NO_BREAKERS,
@@ -58,7 +66,7 @@ CASES = {
     "mirostat_1": OFF | {"mirostat": 1},
     "mirostat_2": OFF | {"mirostat": 2},
     "logit_bias": OFF | {"logit_bias": tuple((i, 1.0) for i in range(100, 130)), "top_k": 40},
-}  # fmt: skip
+}
 MIN_SECONDS = 0.03  # of a measurement
 ROWS = 8  # of logits, used in turn, since in generation every step has new logits
 

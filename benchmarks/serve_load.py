@@ -256,18 +256,28 @@ def _result(arguments: argparse.Namespace, tally: Tally, seconds: float) -> dict
     if grown > MAX_GROWTH:
         tally.failures.append(f"resident memory grew by {grown:.1%}")
     return {
-        "benchmark": "serve-load", "model": arguments.model.stem,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(),
-        "load_after": os.getloadavg(), "clients": arguments.clients, "seconds": seconds,
-        "parallel": arguments.parallel, "queue": arguments.queue,
-        "finished": tally.finished, "cancelled": tally.cancelled, "refused": tally.refused,
-        "failures": tally.failures[:20], "num_failures": len(tally.failures),
+        "benchmark": "serve-load",
+        "model": arguments.model.stem,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "load_after": os.getloadavg(),
+        "clients": arguments.clients,
+        "seconds": seconds,
+        "parallel": arguments.parallel,
+        "queue": arguments.queue,
+        "finished": tally.finished,
+        "cancelled": tally.cancelled,
+        "refused": tally.refused,
+        "failures": tally.failures[:20],
+        "num_failures": len(tally.failures),
         "tokens_per_s": tally.tokens / seconds,
-        "most_running": tally.most_running, "most_waiting": tally.most_waiting,
-        "first_token_ms": _percentiles(tally.first_s), "token_gap_ms": _percentiles(tally.gaps_s),
+        "most_running": tally.most_running,
+        "most_waiting": tally.most_waiting,
+        "first_token_ms": _percentiles(tally.first_s),
+        "token_gap_ms": _percentiles(tally.gaps_s),
         "rss_mib": [round(each / (1 << 20), 1) for each in _thinned(tally.rss_bytes)],
         "rss_growth": grown,
-    }  # fmt: skip
+    }
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:

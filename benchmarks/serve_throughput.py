@@ -60,18 +60,24 @@ Samples = dict[str, dict[str, list[float]]]  # by side and figure, one per round
 def main() -> None:
     arguments = _arguments()
     result = result_of(
-        "serve-throughput", model=arguments.model.stem, threads=arguments.threads,
-        tokens=arguments.tokens, rounds=arguments.rounds,
-    )  # fmt: skip
+        "serve-throughput",
+        model=arguments.model.stem,
+        threads=arguments.threads,
+        tokens=arguments.tokens,
+        rounds=arguments.rounds,
+    )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ports = start(arguments, Path(folder), stack)
         samples = asyncio.run(measure(arguments, ports))
     result |= {
         "load_after": os.getloadavg(),
-        "medians": {side: {k: statistics.median(v) for k, v in of_side.items()}
-                    for side, of_side in samples.items()},
-        "ratios": ratios(samples), "samples": samples,
-    }  # fmt: skip
+        "medians": {
+            side: {k: statistics.median(v) for k, v in of_side.items()}
+            for side, of_side in samples.items()
+        },
+        "ratios": ratios(samples),
+        "samples": samples,
+    }
     _print(result)
     path = write_result(result, f"serve-throughput-{arguments.name}", arguments.output)
     print(f"wrote {path}", file=sys.stderr)
@@ -92,9 +98,15 @@ def start(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> dict
 def _rival(arguments: argparse.Namespace, flash: str, log: Path) -> Iterator[int]:
     most, port = max(COUNTS), arguments.port + (flash == "on")
     options = {
-        "-m": arguments.stock, "--port": port, "-np": most, "-c": most * CONTEXT, "-fa": flash,
-        "-t": arguments.threads, "-tb": arguments.threads, "--cache-ram": 0,
-    }  # fmt: skip
+        "-m": arguments.stock,
+        "--port": port,
+        "-np": most,
+        "-c": most * CONTEXT,
+        "-fa": flash,
+        "-t": arguments.threads,
+        "-tb": arguments.threads,
+        "--cache-ram": 0,
+    }
     command = [str(part) for pair in options.items() for part in pair]
     with log.open("w") as output:
         process = subprocess.Popen([arguments.rival, *command], stdout=output, stderr=output)
@@ -156,8 +168,10 @@ async def _prefix(port: int, beginning: str) -> dict[str, float]:
     """Milliseconds to the first token of a text, and of a second one with the same prefix."""
     await asyncio.sleep(PAUSE_S)
     found = {}
-    for name, ending in (("new 1,000 tokens, first token ms", "one two"),
-                         ("kept 1,000 tokens, first token ms", "three four")):  # fmt: skip
+    for name, ending in (
+        ("new 1,000 tokens, first token ms", "one two"),
+        ("kept 1,000 tokens, first token ms", "three four"),
+    ):
         answer = await _asked(port, f"{beginning}\n{ending} five", 4, True)
         found[name] = 1e3 * answer.first_s
     return found
@@ -165,9 +179,12 @@ async def _prefix(port: int, beginning: str) -> dict[str, float]:
 
 def _asked(port: int, text: str, num_tokens: int, is_kept: bool) -> Any:
     body = {
-        "prompt": text, "max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True,
+        "prompt": text,
+        "max_tokens": num_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
         "cache_prompt": is_kept,
-    }  # fmt: skip
+    }
     return _checked(stream(port, COMPLETE, body, seconds=600))
 
 

@@ -55,10 +55,15 @@ def span(results: list[dict[str, Any]], name: str) -> str:
 def cache_types() -> str:
     rows = []
     for name, found in result(TYPES)["loss"]["types"].items():
-        rows.append([f"`{name}`", f"{found['bytes_of_f16']:.2f}",
-                     f"{found['kl']:.2g} ± {found['kl_error']:.1g}",
-                     signed(exp(found["loss_difference"]) - 1, 2),
-                     percent(found["same_top_token"], 1)])  # fmt: skip
+        rows.append(
+            [
+                f"`{name}`",
+                f"{found['bytes_of_f16']:.2f}",
+                f"{found['kl']:.2g} ± {found['kl_error']:.1g}",
+                signed(exp(found["loss_difference"]) - 1, 2),
+                percent(found["same_top_token"], 1),
+            ]
+        )
     return markdown(
         ["keys, values", "bytes relative to f16", "KL", "perplexity", "same top token"], rows
     )
@@ -73,8 +78,4 @@ def cache_speed() -> str:
     return markdown(["keys, values", *(f"after {int(depth):,} tokens" for depth in DEPTHS)], rows)
 
 
-TABLES = {
-    "cache-replay": cache_replay,
-    "cache-types": cache_types,
-    "cache-speed": cache_speed,
-}
+TABLES = {"cache-replay": cache_replay, "cache-types": cache_types, "cache-speed": cache_speed}

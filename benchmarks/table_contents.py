@@ -56,9 +56,16 @@ def predictors() -> str:
     rows = []
     for name, row in found.items():
         predictor, lost = name.rsplit(", lost norm ", 1)
-        rows.append([percent(float(lost)), predictor, f"{row['num_bytes'] / 1e3:.0f} kB",
-                     percent(row["predicted_density"], 1), percent(row["precision"]),
-                     f"{row['bytes_per_token'] / 1e3:.0f} kB"])  # fmt: skip
+        rows.append(
+            [
+                percent(float(lost)),
+                predictor,
+                f"{row['num_bytes'] / 1e3:.0f} kB",
+                percent(row["predicted_density"], 1),
+                percent(row["precision"]),
+                f"{row['bytes_per_token'] / 1e3:.0f} kB",
+            ]
+        )
     header = [
         "lost norm",
         "predictor",
@@ -71,19 +78,33 @@ def predictors() -> str:
 
 
 def kv_selection() -> str:
-    names = {"oracle": "the best positions, known in advance", "window": "sinks and a window",
-             "infllm": "InfLLM's units", "mean 32": "mean of 32", "minmax 32": "bounds of 32 (Quest)",
-             "codes 1": "every key by codes of 1 bit", "codes 2": "every key by codes of 2 bits",
-             "64 > codes 2": "bounds of 64, then codes of 2 bits",
-             "64 > rest": "bounds of 64, then codes of the residuals (the runtime's rule)",
-             "32 > rest": "the same with 32"}  # fmt: skip
-    recalls = [result(name)["recall"] for name in
-               (f"kv-selection-{ZEN_4}", f"kv-selection-planted-{ZEN_5}")]  # fmt: skip
+    names = {
+        "oracle": "the best positions, known in advance",
+        "window": "sinks and a window",
+        "infllm": "InfLLM's units",
+        "mean 32": "mean of 32",
+        "minmax 32": "bounds of 32 (Quest)",
+        "codes 1": "every key by codes of 1 bit",
+        "codes 2": "every key by codes of 2 bits",
+        "64 > codes 2": "bounds of 64, then codes of 2 bits",
+        "64 > rest": "bounds of 64, then codes of the residuals (the runtime's rule)",
+        "32 > rest": "the same with 32",
+    }
+    recalls = [
+        result(name)["recall"]
+        for name in (f"kv-selection-{ZEN_4}", f"kv-selection-planted-{ZEN_5}")
+    ]
     rows = [
-        [words, *(f"{recall[name][s]['mean']:.3f}" if s in recall[name] else "-"
-                  for recall in recalls for s in ("0.02", "0.05", "0.1"))]
+        [
+            words,
+            *(
+                f"{recall[name][s]['mean']:.3f}" if s in recall[name] else "-"
+                for recall in recalls
+                for s in ("0.02", "0.05", "0.1")
+            ),
+        ]
         for name, words in names.items()
-    ]  # fmt: skip
+    ]
     header = ["share of the cache's bytes read", "2 %", "5 %", "10 %"]
     return markdown([*header, *(f"planted, {share}" for share in header[1:])], rows)
 
@@ -91,9 +112,12 @@ def kv_selection() -> str:
 def kv_tasks() -> str:
     ways = {
         **result(f"kv-tasks-{ZEN_5}")["ways"],
-        **{name: way for name, way in result(f"kv-tasks-in-full-{ZEN_5}")["ways"].items()
-           if "after_full" not in way},
-    }  # fmt: skip
+        **{
+            name: way
+            for name, way in result(f"kv-tasks-in-full-{ZEN_5}")["ways"].items()
+            if "after_full" not in way
+        },
+    }
 
     def told(found: dict[str, Any] | None) -> str:
         if found is None:
@@ -107,16 +131,27 @@ def kv_tasks() -> str:
     def row(name: str, way: dict[str, Any]) -> list[str]:
         found = way.get("after_full") or way["under_rule"]
         return [
-            name, share(way, "share_of_keys"), share(way, "share_of_bytes"),
-            share(way, "share_of_tables"), str(found["facts"]), f"{found['probability']:.3f}",
-            told(way.get("after_full")), told(way.get("under_rule")),
-        ]  # fmt: skip
+            name,
+            share(way, "share_of_keys"),
+            share(way, "share_of_bytes"),
+            share(way, "share_of_tables"),
+            str(found["facts"]),
+            f"{found['probability']:.3f}",
+            told(way.get("after_full")),
+            told(way.get("under_rule")),
+        ]
 
     rows = [row(name, way) for name, way in ways.items()]
     header = [
-        "read", "keys and values", "with tables", "size of tables", "facts", "probability",
-        "after full attention", "under the rule",
-    ]  # fmt: skip
+        "read",
+        "keys and values",
+        "with tables",
+        "size of tables",
+        "facts",
+        "probability",
+        "after full attention",
+        "under the rule",
+    ]
     return markdown(header, rows)
 
 
@@ -143,22 +178,48 @@ def placement() -> str:
     rows = []
     for row in result("placement")["rows"]:
         ours = row["seconds"]["ours"]
-        rows.append([row["shape"], row["machine"], percent(row["share"]),
-                     f"{row['budget_bytes'] / 2**30:.1f} GiB", f"{1 / ours:.1f}",
-                     *(signed(row["seconds"][other] / ours - 1) for other in ("random", "hottest", "powerinfer")),
-                     percent(row["gap"], 4), f"{row['solve_cpu_s']:.1f} s"])  # fmt: skip
-    header = ["shape", "machine", "share", "budget", "our tokens/s", "random", "hottest first",
-              "PowerInfer", "gap", "processor time"]  # fmt: skip
+        rows.append(
+            [
+                row["shape"],
+                row["machine"],
+                percent(row["share"]),
+                f"{row['budget_bytes'] / 2**30:.1f} GiB",
+                f"{1 / ours:.1f}",
+                *(
+                    signed(row["seconds"][other] / ours - 1)
+                    for other in ("random", "hottest", "powerinfer")
+                ),
+                percent(row["gap"], 4),
+                f"{row['solve_cpu_s']:.1f} s",
+            ]
+        )
+    header = [
+        "shape",
+        "machine",
+        "share",
+        "budget",
+        "our tokens/s",
+        "random",
+        "hottest first",
+        "PowerInfer",
+        "gap",
+        "processor time",
+    ]
     return markdown(header, rows)
 
 
 def predicted_time() -> str:
     name = "predicted-time-f16-intelr-xeonr-processor-@-2.50ghz"
     rows = [
-        [row["size"], f"{row['predicted_s'] * 1e3:.1f} ms", f"{row['measured_s'] * 1e3:.1f} ms",
-         signed(row["error"]), f"{row['median_s'] * 1e3:.1f} ms"]
+        [
+            row["size"],
+            f"{row['predicted_s'] * 1e3:.1f} ms",
+            f"{row['measured_s'] * 1e3:.1f} ms",
+            signed(row["error"]),
+            f"{row['median_s'] * 1e3:.1f} ms",
+        ]
         for row in result(name)["rows"]
-    ]  # fmt: skip
+    ]
     return markdown(["shape", "predicted", "best measured", "error", "median measured"], rows)
 
 
@@ -166,8 +227,15 @@ def convert() -> str:
     rows = []
     for kind, found in result("convert-intel-xeon-processor-2.50ghz")["types"].items():
         ours, rival = found["ours"], found["rival"]
-        rows.append([kind, found["rival_outtype"], f"{found['rival_over_ours']:.1f}x",
-                     f"{ours['max_rss_mib']:.0f} MiB", f"{rival['max_rss_mib']:.0f} MiB"])  # fmt: skip
+        rows.append(
+            [
+                kind,
+                found["rival_outtype"],
+                f"{found['rival_over_ours']:.1f}x",
+                f"{ours['max_rss_mib']:.0f} MiB",
+                f"{rival['max_rss_mib']:.0f} MiB",
+            ]
+        )
     header = ["ours", "llama.cpp's converter", "times as fast", "our peak memory", "theirs"]
     return markdown(header, rows)
 
@@ -189,10 +257,15 @@ def samplers() -> str:
     found = result(f"samplers-{ZEN_4}")
     sizes = [size for size in ("32000", "49152", "151936", "262144") if size in found]
     rows = [
-        [words, *(f"{found[size]['us'][name]:.0f} ({found[size]['llama_cpp_us'][name]:.0f})"
-                  for size in sizes)]
+        [
+            words,
+            *(
+                f"{found[size]['us'][name]:.0f} ({found[size]['llama_cpp_us'][name]:.0f})"
+                for size in sizes
+            ),
+        ]
         for name, words in (("default chain", "the default chain"), ("greedy", "greedy"))
-    ]  # fmt: skip
+    ]
     header = ["microseconds a token, ours (llama.cpp's), by vocabulary"]
     return markdown([*header, *(f"{int(size):,}" for size in sizes)], rows)
 
@@ -218,4 +291,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "profile-overhead": profile_overhead,
     "samplers": samplers,
     "fair-share": fair_share,
-}  # fmt: skip
+}

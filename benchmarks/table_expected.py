@@ -3,15 +3,7 @@ the expectation rests on. The numbers of both are the same by construction."""
 
 from dataclasses import dataclass
 
-from table_contents import (
-    TYPES,
-    ZEN_4,
-    ZEN_5,
-    markdown,
-    path_of,
-    result,
-    times,
-)
+from table_contents import TYPES, ZEN_4, ZEN_5, markdown, path_of, result, times
 from table_gpu import DIVIDED, WHOLE, rows_of
 from table_speed import EXPERTS, GEMMA, chat
 

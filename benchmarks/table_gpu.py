@@ -19,16 +19,29 @@ def rows_of(name: str, what: str) -> list[Any]:
 
 def decode() -> str:
     """Decode and a prompt of 512 tokens, each against llama.cpp within the same budget."""
-    header = ("model, memory on the card", "mode", "tokens/s", "llama.cpp's layers there",
-              "times llama.cpp", "predicted over measured", "prompt, times llama.cpp")  # fmt: skip
+    header = (
+        "model, memory on the card",
+        "mode",
+        "tokens/s",
+        "llama.cpp's layers there",
+        "times llama.cpp",
+        "predicted over measured",
+        "prompt, times llama.cpp",
+    )
     rows = []
     for row in (*rows_of("", DIVIDED), *rows_of("", WHOLE)):
         predicted = row.get("predicted_over_measured")
-        rows.append([
-            row["name"].replace("%", " %"), row["mode"], f"{row['decode_tokens_per_s']:.0f}",
-            f"{row['rival_layers']}", times(row["times_rival"]),
-            "-" if predicted is None else percent(predicted), times(row["times_rival_prefill"]),
-        ])  # fmt: skip
+        rows.append(
+            [
+                row["name"].replace("%", " %"),
+                row["mode"],
+                f"{row['decode_tokens_per_s']:.0f}",
+                f"{row['rival_layers']}",
+                times(row["times_rival"]),
+                "-" if predicted is None else percent(predicted),
+                times(row["times_rival_prefill"]),
+            ]
+        )
     return markdown(header, rows)
 
 
@@ -43,10 +56,14 @@ def trained() -> str:
     rows = []
     for row in result(TRAINED)["rows"]:
         predicted = row["predicted_s"]
-        rows.append([
-            row["name"], f"{1e3 * row['seconds_per_token']:.1f}",
-            "-" if predicted is None else f"{1e3 * predicted:.1f}", f"{1e3 * row['prompt_s']:.0f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                row["name"],
+                f"{1e3 * row['seconds_per_token']:.1f}",
+                "-" if predicted is None else f"{1e3 * predicted:.1f}",
+                f"{1e3 * row['prompt_s']:.0f}",
+            ]
+        )
     return markdown(header, rows)
 
 

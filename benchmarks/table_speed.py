@@ -21,12 +21,16 @@ def chat_model_of(columns: list[tuple[str, Any]], model: str = SMOLLM2) -> str:
     """A model's speeds against llama.cpp's. `columns`: (header, the measurements of a type)."""
     decode = [found["decode"] for _, found in columns]
     rows = [
-        ["decode, tokens/s, ours and theirs",
-         *(f"{d['tokens_per_s']:.0f}, {d['rival_tokens_per_s']:.0f}" for d in decode)],
-        ["share of the byte limit, ours and theirs",
-         *(f"{d['share_of_limit']:.0%}, {d['rival_share_of_limit']:.0%}" for d in decode)],
+        [
+            "decode, tokens/s, ours and theirs",
+            *(f"{d['tokens_per_s']:.0f}, {d['rival_tokens_per_s']:.0f}" for d in decode),
+        ],
+        [
+            "share of the byte limit, ours and theirs",
+            *(f"{d['share_of_limit']:.0%}, {d['rival_share_of_limit']:.0%}" for d in decode),
+        ],
         ["decode, times llama.cpp", *(times(d["times_rival"]) for d in decode)],
-    ]  # fmt: skip
+    ]
     for count in (1, 5, 16, 64, 256):
         found = [each[f"prompt of {count}"] for _, each in columns]
         rows.append([f"prompt of {count}", *(times(p["times_rival"]) for p in found)])
@@ -71,9 +75,13 @@ OTHERS = ("hottest_first", "uniform", "cpu_moe", "layers", "cpu")
 
 
 ROUTINGS = {
-    "1": "Zipf 1", "0.7": "Zipf 0.7", "0.5": "Zipf 0.5", "1:8": "8 topics",
-    "1@200": "Zipf 1, 200 GB/s", "1:8@200": "8 topics, 200 GB/s",
-}  # fmt: skip
+    "1": "Zipf 1",
+    "0.7": "Zipf 0.7",
+    "0.5": "Zipf 0.5",
+    "1:8": "8 topics",
+    "1@200": "Zipf 1, 200 GB/s",
+    "1:8@200": "8 topics, 200 GB/s",
+}
 
 
 def expert_routings() -> str:
@@ -102,10 +110,28 @@ def expert_plans() -> str:
         plan = row["ms"]["plan"]
         others = [times(row["ms"][way] / plan) if way in row["ms"] else "-" for way in OTHERS]
         there = f"{row['hot']:,} of {row['experts']:,}"
-        rows.append([f"{SHAPES[row['model']]}, {row['gib']:g}", f"{row['processor_s']:.1f}",
-                     f"{row['gap']:.2%}", there, f"{plan:.1f}", *others])  # fmt: skip
-    header = ["GiB", "solver, s", "gap", "experts on the GPU", "ms a token", "hottest first", "any experts",
-              "`--n-cpu-moe`", "whole layers", "the CPU alone"]  # fmt: skip
+        rows.append(
+            [
+                f"{SHAPES[row['model']]}, {row['gib']:g}",
+                f"{row['processor_s']:.1f}",
+                f"{row['gap']:.2%}",
+                there,
+                f"{plan:.1f}",
+                *others,
+            ]
+        )
+    header = [
+        "GiB",
+        "solver, s",
+        "gap",
+        "experts on the GPU",
+        "ms a token",
+        "hottest first",
+        "any experts",
+        "`--n-cpu-moe`",
+        "whole layers",
+        "the CPU alone",
+    ]
     return markdown(header, rows)
 
 
@@ -137,10 +163,15 @@ def silent_neurons() -> str:
     for threads, words in (("2", "2 threads"), ("1", "1 thread")):
         modes, ratios = found[threads], found[threads]["dense_over_exact"]
         seconds = {name: modes[name]["a_token"]["s"] for name in ("dense", "exact", "llama.cpp")}
-        rows.append([
-            words, *(f"{1e3 * of:.1f} ms" for of in seconds.values()), times(ratios["s"]),
-            times(ratios["bytes"]), times(seconds["llama.cpp"] / seconds["exact"]),
-        ])  # fmt: skip
+        rows.append(
+            [
+                words,
+                *(f"{1e3 * of:.1f} ms" for of in seconds.values()),
+                times(ratios["s"]),
+                times(ratios["bytes"]),
+                times(seconds["llama.cpp"] / seconds["exact"]),
+            ]
+        )
     header = [
         "a token",
         "dense",
@@ -273,8 +304,15 @@ def serve_throughput() -> str:
     for clients in (1, 4, 16):
         rate, first = f"tokens/s, {clients} clients", f"first token ms, {clients} clients"
         theirs = max(found["medians"][name][rate] for name in names)
-        rows.append([str(clients), f"{ours[rate]:.0f}", f"{theirs:.0f}", times(ratios[rate]),
-                     times(ratios[first])])  # fmt: skip
+        rows.append(
+            [
+                str(clients),
+                f"{ours[rate]:.0f}",
+                f"{theirs:.0f}",
+                times(ratios[rate]),
+                times(ratios[first]),
+            ]
+        )
     header = [
         "clients",
         "tokens/s, ours",
@@ -305,10 +343,13 @@ def serve_load() -> str:
         ["refused by the full queue", f"{found['refused']:,}"],
         ["lost, mixed up or stuck", str(found["num_failures"])],
         ["tokens/s, alongside other work", f"{found['tokens_per_s']:.0f}"],
-        ["first token, queue included, p50 and p99", f"{first['p50'] / 1e3:.1f} s, {first['p99'] / 1e3:.1f} s"],
+        [
+            "first token, queue included, p50 and p99",
+            f"{first['p50'] / 1e3:.1f} s, {first['p99'] / 1e3:.1f} s",
+        ],
         ["between tokens, p50 and p99", f"{gap['p50']:.0f} ms, {gap['p99']:.0f} ms"],
         ["growth of resident memory after the first minutes", signed(found["rss_growth"])],
-    ]  # fmt: skip
+    ]
     return markdown(["", ""], rows)
 
 
@@ -350,8 +391,14 @@ def decode_small() -> str:
     rows = []
     for mode in ("dense", "exact", "predicted"):
         of_mode = found[mode]
-        rows.append([mode, f"{of_mode['native_ms']:.2f}", f"{of_mode['times_torch']:.0f}x",
-                     percent(of_mode["share_of_limit"])])  # fmt: skip
+        rows.append(
+            [
+                mode,
+                f"{of_mode['native_ms']:.2f}",
+                f"{of_mode['times_torch']:.0f}x",
+                percent(of_mode["share_of_limit"]),
+            ]
+        )
     return markdown(["mode", "ms a token", "times torch alone", "share of the byte limit"], rows)
 
 

@@ -63,8 +63,10 @@ def _of_json(path: Path) -> dict[str, str]:
         return {}
     found = read_object(path, path.name).get("chat_template")
     if isinstance(found, list):
-        pairs = [(item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
-                 for item in found]  # fmt: skip
+        pairs = [
+            (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+            for item in found
+        ]
     else:
         pairs = [] if found is None else [(DEFAULT, found)]
     named: dict[str, str] = {}

@@ -154,10 +154,12 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
     roles = Roles.of(plan.spec, is_tied=is_tied)
     importances = Importances.load(config.importances) if config.importances else None
     types = TensorTypes(
-        outtype=outtype, roles=roles, overrides=config.tensor_types,
+        outtype=outtype,
+        roles=roles,
+        overrides=config.tensor_types,
         keeps_packed=config.outtype is None,
         importances=importances,
-    )  # fmt: skip
+    )
     tokenizer = tokenizer_keys(
         checkpoint.folder, plan.spec.vocab_size, config.layout, config.tokenizer
     )

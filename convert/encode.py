@@ -18,9 +18,14 @@ DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
 def encode(
-    values: np.ndarray | Tensor, kind: str, name: str, *, rows: np.ndarray | None = None,
-    importance: np.ndarray | None = None, wider: str = "bf16",
-) -> np.ndarray:  # fmt: skip
+    values: np.ndarray | Tensor,
+    kind: str,
+    name: str,
+    *,
+    rows: np.ndarray | None = None,
+    importance: np.ndarray | None = None,
+    wider: str = "bf16",
+) -> np.ndarray:
     """The bytes of f32, f16 or bf16 values [M] or [N, M]; each row taken becomes a row of bytes.
 
     `rows` are the indices of the rows to take, in order; None means all. A transposed view is read

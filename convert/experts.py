@@ -105,9 +105,13 @@ def find_experts(
 
 
 def _add(
-    found: Found, checkpoint: Checkpoint, source: str, place: ExpertPlace, wanted: Shapes,
+    found: Found,
+    checkpoint: Checkpoint,
+    source: str,
+    place: ExpertPlace,
+    wanted: Shapes,
     form: ExpertForm,
-) -> None:  # fmt: skip
+) -> None:
     """Adds the experts of one tensor of the checkpoint."""
     count, num_rows = wanted[place.names[0]][:2]
     are_columns = form == "columns" and place.expert is None and not place.is_packed
@@ -125,9 +129,14 @@ def _add(
                     " checkpoint again"
                 )
             own[expert] = ExpertSource(
-                name=source, expert=expert if place.expert is None else None, begin=begin, end=end,
-                step=step, are_columns=are_columns, is_packed=place.is_packed,
-            )  # fmt: skip
+                name=source,
+                expert=expert if place.expert is None else None,
+                begin=begin,
+                end=end,
+                step=step,
+                are_columns=are_columns,
+                is_packed=place.is_packed,
+            )
 
 
 def _check_shape(
@@ -155,9 +164,14 @@ def _check_shape(
 
 
 def expert_entry(
-    checkpoint: Checkpoint, sources: list[ExpertSource], shape: tuple[int, ...], kind: str,
-    *, is_transposed: bool, importance_EM: np.ndarray | None,
-) -> TensorEntry:  # fmt: skip
+    checkpoint: Checkpoint,
+    sources: list[ExpertSource],
+    shape: tuple[int, ...],
+    kind: str,
+    *,
+    is_transposed: bool,
+    importance_EM: np.ndarray | None,
+) -> TensorEntry:
     """A tensor of all experts [E, N, M], of which rows are experts; `is_transposed`: the checkpoint
     has [M, N] of each. `importance_EM` is `encode`'s, of each."""
 

@@ -52,9 +52,11 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
     roles = Roles.of(spec, is_tied="output.weight" not in tensors)
     importances = Importances.load(config.importances) if config.importances else None
     types = TensorTypes(
-        outtype=config.outtype or "f16", roles=roles, overrides=config.tensor_types,
+        outtype=config.outtype or "f16",
+        roles=roles,
+        overrides=config.tensor_types,
         importances=importances,
-    )  # fmt: skip
+    )
     names = _targets(config, tensors)
     entries = {
         target: _entry(config, types, target, tensors[name], is_transposed=target != name)
@@ -72,11 +74,12 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
             " the other layout"
         )
     notes = (
-        *activation_notes(keys, model), *([model.skipped_note] if model.num_skipped else []),
+        *activation_notes(keys, model),
+        *([model.skipped_note] if model.num_skipped else []),
         *([fallen] if fallen else []),
         *check_and_note(types.importances, entries),
         *_error_notes(tensors, entries, names),
-    )  # fmt: skip
+    )
     copied = {
         name: _checked(entry, f"{config.source}: tensor {name!r}")
         for name, entry in entries.items()

@@ -61,10 +61,13 @@ def check_and_note(
     layers = {_layer(name) for name in tensors}
     foreign = [name for name in importances.tensors if _layer(name) not in layers]
     matrices = {
-        name for name, entry in tensors.items()
-        if name.startswith("blk.") and len(entry.shape) > 1 and name.endswith(".weight")
+        name
+        for name, entry in tensors.items()
+        if name.startswith("blk.")
+        and len(entry.shape) > 1
+        and name.endswith(".weight")
         and not is_router(name)
-    }  # fmt: skip
+    }
     bare = [n for n in sorted(matrices) if not any(m in importances.tensors for m in _names(n))]
     if foreign or len(bare) == len(matrices):
         what = (

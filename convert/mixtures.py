@@ -71,9 +71,7 @@ class Roles:
     def _has_more_bits(self, layer: int) -> bool:
         """True in the first and the last eighth of the layers, and in a third of the others."""
         eighth = self.num_layers // 8
-        return (
-            layer < eighth or layer >= 7 * self.num_layers // 8 or (layer - eighth) % 3 == 2
-        )  # fmt: skip
+        return layer < eighth or layer >= 7 * self.num_layers // 8 or (layer - eighth) % 3 == 2
 
     def _of_values(self, mixture: str, layer: int) -> str:
         if self.num_experts == 8:

@@ -36,10 +36,14 @@ def pooling_of(folder: Path) -> tuple[Pooling | None, list[str]]:
     pooling = next(iter(known)) if len(known) == 1 else None
     notes = []
     if pooling is None:
-        notes.append(f"{path}: pooling by {' and '.join(given) or 'nothing'} is not supported: the"
-                     " server's embeddings will be means")  # fmt: skip
+        notes.append(
+            f"{path}: pooling by {' and '.join(given) or 'nothing'} is not supported: the"
+            " server's embeddings will be means"
+        )
     modules = folder / "modules.json"
     if modules.is_file() and ".Dense" in read_text(modules, "modules"):
-        notes.append(f"{modules}: a layer Dense follows the pooling, which is left out: the server's"
-                     " embeddings are those before it")  # fmt: skip
+        notes.append(
+            f"{modules}: a layer Dense follows the pooling, which is left out: the server's"
+            " embeddings are those before it"
+        )
     return pooling, notes

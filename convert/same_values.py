@@ -94,5 +94,8 @@ def _bytes(numbers: np.ndarray) -> np.ndarray:
 
 
 _MAKERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "tq1_0": _ternary, "tq2_0": _ternary, "iq3_s": _iq3_s, "iq3_xxs": _iq3_xxs,
-}  # fmt: skip
+    "tq1_0": _ternary,
+    "tq2_0": _ternary,
+    "iq3_s": _iq3_s,
+    "iq3_xxs": _iq3_xxs,
+}

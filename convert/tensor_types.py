@@ -108,13 +108,13 @@ class TensorTypes:
     def fallen_note(self, tensors: Mapping[str, TensorEntry]) -> str | None:
         """A note on matrices of another type than asked for, because their rows do not fit it."""
         matrices = [
-            (n, e) for n, e in tensors.items()
-            if not is_vector(n, e.shape) and not is_router(n)
-        ]  # fmt: skip
+            (n, e) for n, e in tensors.items() if not is_vector(n, e.shape) and not is_router(n)
+        ]
         fallen = [
-            (n, e) for n, e in matrices
+            (n, e)
+            for n, e in matrices
             if self.override(n) is None and not is_whole_blocks(e.shape[-1], self._wanted(n))
-        ]  # fmt: skip
+        ]
         if not fallen:
             return None
         share = sum(e.num_bytes for _, e in fallen) / sum(e.num_bytes for e in tensors.values())

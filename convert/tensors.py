@@ -58,9 +58,13 @@ def tensor_entries(
             is_packed = experts[name][0].is_packed and not is_transposed
             kind = types.kind(target, target_shape, packed=PACKED_TYPE if is_packed else None)
             entries[target] = expert_entry(
-                checkpoint, experts[name], target_shape, kind, is_transposed=is_transposed,
+                checkpoint,
+                experts[name],
+                target_shape,
+                kind,
+                is_transposed=is_transposed,
                 importance_EM=types.importance(target, target_shape),
-            )  # fmt: skip
+            )
             continue
         constant = _by_end(plan.constants, name)
         if constant is not None:
@@ -74,9 +78,14 @@ def tensor_entries(
         kind = types.kind(target, target_shape)
         importance = types.importance(target, target_shape)
         read = partial(
-            _read_rows, checkpoint, source, _order_of(plan, name, shape), is_transposed, kind,
+            _read_rows,
+            checkpoint,
+            source,
+            _order_of(plan, name, shape),
+            is_transposed,
+            kind,
             None if importance is None else importance[0],
-        )  # fmt: skip
+        )
         entries[target] = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
     entries |= {name: array_entry(each, "f32") for name, each in plan.rope_factors.items()}
     types.check_used(entries)
@@ -113,9 +122,12 @@ def restored(
 
 
 def _restored_experts(
-    checkpoint: Checkpoint, types: TensorTypes, written: ModelFile, name: str,
+    checkpoint: Checkpoint,
+    types: TensorTypes,
+    written: ModelFile,
+    name: str,
     sources: list[ExpertSource],
-) -> Iterator[Restored]:  # fmt: skip
+) -> Iterator[Restored]:
     """The experts of one tensor of the stock layout, each by itself."""
     target = in_layout(name, written.layout)
     importance_EM = types.importance(target, written.tensors[target].shape)
@@ -126,9 +138,12 @@ def _restored_experts(
         importance_M = None if importance_EM is None else importance_EM[expert]
         values = restore(of_expert(written.tensors[target], expert), want, what, importance_M)
         yield Restored(
-            source=source.name, rows=None, values=values if target == name else values.T,
-            expert=expert, tensor=name,
-        )  # fmt: skip
+            source=source.name,
+            rows=None,
+            values=values if target == name else values.T,
+            expert=expert,
+            tensor=name,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,9 +230,11 @@ def _by_end(values: Mapping[str, V], name: str) -> V | None:
 
 
 def _sources(
-    checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes,
+    checkpoint: Checkpoint,
+    plan: Blueprint,
+    wanted: Shapes,
     experts: Mapping[str, list[ExpertSource]],
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """The checkpoint's name of each tensor that is read, by the name that `plan.name_of` gives,
     without those of experts."""
     shapes: Shapes = {}

@@ -122,8 +122,14 @@ def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
             made = AutoTokenizer.from_pretrained(path.parent, local_files_only=True)
         return made.backend_tokenizer.to_str(), [f"{path}: made from older files by transformers"]
     except (
-        ValueError, OSError, KeyError, TypeError, ImportError, AttributeError, RuntimeError
-    ) as error:  # fmt: skip
+        ValueError,
+        OSError,
+        KeyError,
+        TypeError,
+        ImportError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
         reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0])
         return None, [
             f"{path}: missing, and transformers cannot make it from the older files ({reason});"

@@ -72,10 +72,17 @@ def _broken(path: Path, error: Exception) -> HotsplitError:
 
 
 _DTYPES = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 # What torch's unpickler refuses to call, in its message.
 _CALLED = re.compile(r"GLOBAL ([\w.]+)")
 RESAVE = "load it with torch and save it again with torch.save, or as safetensors"

@@ -37,8 +37,10 @@ def main(argv: Sequence[str] | None = None) -> tuple[str, str, int]:
     print(guessed)
     if not run.drafted:
         print("[no guesses: nothing to repeat, or longer steps do not pay on this machine]")
-    print(f"[{run.decode_tokens} tokens in {run.decode_steps} steps; {run.accepted} of"
-          f" {run.drafted} guesses were right; same text: {guessed == plain}]")  # fmt: skip
+    print(
+        f"[{run.decode_tokens} tokens in {run.decode_steps} steps; {run.accepted} of"
+        f" {run.drafted} guesses were right; same text: {guessed == plain}]"
+    )
     return guessed, plain, run.accepted
 
 

@@ -19,18 +19,9 @@ from hotsplit.profile.count.counting import Counter, experts_of, gates_of, routi
 from hotsplit.profile.count.input_squares import InputSquares
 from hotsplit.profile.count.resume import resume_path
 from hotsplit.profile.count.run import Run
-from hotsplit.profile.inputs import (
-    check_inputs,
-    load_engine,
-    settings_of,
-    windows_of,
-)
+from hotsplit.profile.inputs import check_inputs, load_engine, settings_of, windows_of
 from hotsplit.profile.predictors.layer_trainer import LayerQuality, phases
-from hotsplit.profile.predictors.output import (
-    Measured,
-    measure,
-    sha256_of_corpora,
-)
+from hotsplit.profile.predictors.output import Measured, measure, sha256_of_corpora
 from hotsplit.profile.predictors.train import Trained, train
 from hotsplit.profile.report import save_report
 from hotsplit.runtime.kernels.arithmetic import arithmetic
@@ -148,10 +139,7 @@ def _outcome(config: ProfileConfig, run: Run, windows: Windows) -> Outcome:
 
 
 def _report(
-    config: ProfileConfig,
-    model: ModelFile,
-    outcome: Outcome,
-    seconds: float,
+    config: ProfileConfig, model: ModelFile, outcome: Outcome, seconds: float
 ) -> ProfileReport:
     result = outcome.profile
     quality_L = outcome.trained[1] if outcome.trained else ()

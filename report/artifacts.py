@@ -55,10 +55,15 @@ def load_artifacts(config: ReportConfig) -> Artifacts:
         quality_L = load_predictor_report(beside, model.model_id)
         num_layers = model.spec.num_layers
         _check_shape(beside, (len(quality_L) or num_layers,), (num_layers,))
-    named = [("model", config.model), ("profile", config.profile),
-             ("report of the profile", beside if quality_L else None),
-             ("plan", config.split), ("machine", config.machine), ("predictors", predictors_path),
-             *(("comparison", path) for path in config.evals)]  # fmt: skip
+    named = [
+        ("model", config.model),
+        ("profile", config.profile),
+        ("report of the profile", beside if quality_L else None),
+        ("plan", config.split),
+        ("machine", config.machine),
+        ("predictors", predictors_path),
+        *(("comparison", path) for path in config.evals),
+    ]
     return Artifacts(
         model=model,
         profile=profile,

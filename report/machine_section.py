@@ -21,17 +21,25 @@ def machine_section(found: Artifacts, names: Names) -> Section:
         command=f"hotsplit calibrate -o {names.machine} --force",
     )
     tables = (_cpu_table(machine), *_gpu_tables(machine), *_cost_tables(machine))
-    return Section(name="machine", title="Machine", lead=lead, tables=tables,
-                   missing=(doubt,) if doubtful else ())  # fmt: skip
+    return Section(
+        name="machine",
+        title="Machine",
+        lead=lead,
+        tables=tables,
+        missing=(doubt,) if doubtful else (),
+    )
 
 
 def _cpu_table(machine: Machine) -> Table:
     rows = [
         ("processor", machine.cpu_name),
         ("threads", str(machine.num_threads)),
-        ("memory", f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.free_bytes)} free"),
+        (
+            "memory",
+            f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.free_bytes)} free",
+        ),
         ("our row products", f"{machine.best_cpu_bandwidth_gb_per_s:.1f} GB/s at best"),
-    ]  # fmt: skip
+    ]
     if machine.cpu_sum_gb_per_s:
         best = max(figure.best for figure in machine.cpu_sum_gb_per_s.values())
         rows.append(("torch's sum", f"{best:.1f} GB/s at best"))
@@ -64,18 +72,24 @@ def _cost_tables(machine: Machine) -> list[Table]:
     if costs is None:
         return []
     rows = tuple(
-        (kind, _rate(figure), _rate(costs.chosen_rows_gb_per_s[kind])
-         if kind in costs.chosen_rows_gb_per_s else NONE)
+        (
+            kind,
+            _rate(figure),
+            _rate(costs.chosen_rows_gb_per_s[kind]) if kind in costs.chosen_rows_gb_per_s else NONE,
+        )
         for kind, figure in costs.all_rows_gb_per_s.items()
-    )  # fmt: skip
+    )
     fixed = [("a token", _time(costs.token_s)), ("the cache", _rate(costs.kv_gb_per_s))]
     fixed += [(f"a layer, {mode}", _time(figure)) for mode, figure in costs.layer_s.items()]
     return [
-        Table(caption="CPU rates by type", head=("type", "all rows", "a tenth of them"), rows=rows,
-              is_folded=True),
-        Table(caption="Other CPU costs", head=(), rows=tuple(fixed),
-              is_folded=True),
-    ]  # fmt: skip
+        Table(
+            caption="CPU rates by type",
+            head=("type", "all rows", "a tenth of them"),
+            rows=rows,
+            is_folded=True,
+        ),
+        Table(caption="Other CPU costs", head=(), rows=tuple(fixed), is_folded=True),
+    ]
 
 
 def _rate(figure: Figure) -> str:

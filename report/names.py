@@ -22,8 +22,10 @@ class Names:
         calibrate = f"hotsplit calibrate -o {MACHINE}"
         self.no_machine = _missing("machine", "--machine", "measures", calibrate)
         self.new_machine = f"hotsplit calibrate --gpu-from card.json -o {MACHINE}"
-        solve = (f"hotsplit solve {self.model} --profile {self.profile} --machine {self.machine}"
-                 f" --vram-budget 8GiB -o {PLAN}")  # fmt: skip
+        solve = (
+            f"hotsplit solve {self.model} --profile {self.profile} --machine {self.machine}"
+            f" --vram-budget 8GiB -o {PLAN}"
+        )
         self.no_split = _missing("plan", "--split", "makes", solve)
         plan = f" --split {self.split}" if self.split else ""
         compare = f"hotsplit eval {self.model}{plan} --corpus held-out.txt --json > eval.json"

@@ -40,11 +40,15 @@ NUM_SHARES = 101
 MAX_THIN = 12  # most layers with a line each
 MAX_LINEAR = 15  # highest ratio of the last speed to the first on a linear axis
 MEANINGS = {
-    "attention": "attention, norms", "predictor": "predictors", "kv_cache": "keys, values, states",
-    "head": "output head", "embedding": "embedding", "neurons": "neurons",
+    "attention": "attention, norms",
+    "predictor": "predictors",
+    "kv_cache": "keys, values, states",
+    "head": "output head",
+    "embedding": "embedding",
+    "neurons": "neurons",
     "neuron_cache": "neuron cache",
     "workspace": "workspace",
-}  # fmt: skip
+}
 
 
 def firing_curves(profile: Profile) -> np.ndarray:
@@ -65,25 +69,42 @@ def plot_firings(profile: Profile) -> Plot:
     mean_N = curve_LN.mean(axis=0)
     with new_figure(240) as figure:
         axes = figure.add_subplot()
-        axes.fill_between(share_N, curve_LN.min(axis=0), curve_LN.max(axis=0), color=PALE,
-                          linewidth=0, label="all layers")  # fmt: skip
+        axes.fill_between(
+            share_N,
+            curve_LN.min(axis=0),
+            curve_LN.max(axis=0),
+            color=PALE,
+            linewidth=0,
+            label="all layers",
+        )
         if len(curve_LN) <= MAX_THIN:
             for curve_N in curve_LN:
                 axes.plot(share_N, curve_N, color=BLUE, linewidth=0.5, alpha=0.6)
         axes.plot(share_N, mean_N, color=BLUE, label="mean of the layers")
-        axes.plot([0, 100], [0, 100], color=SOFT, linewidth=0.8, linestyle=(0, (2, 3)),
-                  label="if all fired equally often")  # fmt: skip
-        axes.set(xlabel="neurons of a layer, hottest first (%)", ylabel="of its firings (%)",
-                 xlim=(0, 100), ylim=(0, 101))  # fmt: skip
+        axes.plot(
+            [0, 100],
+            [0, 100],
+            color=SOFT,
+            linewidth=0.8,
+            linestyle=(0, (2, 3)),
+            label="if all fired equally often",
+        )
+        axes.set(
+            xlabel="neurons of a layer, hottest first (%)",
+            ylabel="of its firings (%)",
+            xlim=(0, 100),
+            ylim=(0, 101),
+        )
         gridded(axes, "both")
         axes.legend(loc="lower right")
         fifth = curve_LN[:, NUM_SHARES // 5]
         return plot_of(
-            "firings", figure,
+            "firings",
+            figure,
             alt=f"The hottest fifth of a layer's neurons takes {mean_N[NUM_SHARES // 5]:.0f}% of its"
             f" firings on average, from {fifth.min():.0f}% to {fifth.max():.0f}% by layer.",
             caption="The higher the curve, the fewer neurons a GPU has to hold.",
-        )  # fmt: skip
+        )
 
 
 def plot_density(profile: Profile) -> Plot:
@@ -93,19 +114,25 @@ def plot_density(profile: Profile) -> Plot:
     with new_figure(240) as figure:
         axes = figure.add_subplot()
         axes.bar(np.arange(len(density_L)), density_L, color=BLUE, width=0.75)
-        axes.axhline(mean, color=INK, linewidth=1, linestyle=(0, (4, 2)),
-                     label=f"mean of the layers, {mean:.1f}%")  # fmt: skip
+        axes.axhline(
+            mean,
+            color=INK,
+            linewidth=1,
+            linestyle=(0, (4, 2)),
+            label=f"mean of the layers, {mean:.1f}%",
+        )
         figure.legend(loc="outside upper right")
         _layers_below(axes)
         axes.set(ylabel="neurons that fire for a token (%)", ylim=(0, None))
         gridded(axes)
         low, high = int(density_L.argmin()), int(density_L.argmax())
         return plot_of(
-            "density", figure,
+            "density",
+            figure,
             alt=f"Of a layer's neurons {mean:.1f}% fire for a token on average: least in layer"
             f" {low} ({density_L[low]:.1f}%), most in layer {high} ({density_L[high]:.1f}%).",
             caption="Up and down rows of neurons that do not fire need not be read.",
-        )  # fmt: skip
+        )
 
 
 def plot_curve(curve: Sweep, split: Split | None) -> Plot:
@@ -114,24 +141,43 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
     label, unit = unit_of(max(point.budget_bytes for point in curve.points))
     budget = [point.budget_bytes / unit for point in curve.points]
     first, last = (1 / curve.points[i].objective_s for i in (0, -1))
-    alt = (f"The best plan reaches {first:,.0f} tokens a second with"
-           f" {format_bytes(curve.points[0].budget_bytes)} of GPU memory and {last:,.0f} with"
-           f" {format_bytes(curve.points[-1].budget_bytes)}, by prediction.")  # fmt: skip
+    alt = (
+        f"The best plan reaches {first:,.0f} tokens a second with"
+        f" {format_bytes(curve.points[0].budget_bytes)} of GPU memory and {last:,.0f} with"
+        f" {format_bytes(curve.points[-1].budget_bytes)}, by prediction."
+    )
     with new_figure(250) as figure:
         axes = figure.add_subplot()
-        for text, field, colour, line in (("best plan", "objective_s", BLUE, "-"),
-                                          ("split by whole layers", "layer_split_s", ORANGE, "--")):  # fmt: skip
+        for text, field, colour, line in (
+            ("best plan", "objective_s", BLUE, "-"),
+            ("split by whole layers", "layer_split_s", ORANGE, "--"),
+        ):
             speed = [1 / getattr(point, field) for point in curve.points]
             axes.plot(budget, speed, line, color=colour, label=text)
-        axes.axhline(1 / curve.cpu_only_s, color=SOFT, linewidth=1, linestyle=(0, (1, 2)),
-                     label="the CPU alone")  # fmt: skip
+        axes.axhline(
+            1 / curve.cpu_only_s,
+            color=SOFT,
+            linewidth=1,
+            linestyle=(0, (1, 2)),
+            label="the CPU alone",
+        )
         if split is not None and len(split.budgets) == 1:
             at = split.budgets[0] / unit
-            axes.plot([at], [1 / split.objective_s], "o", color=BLUE, markersize=9,
-                      markeredgecolor=INK, label="this plan")  # fmt: skip
+            axes.plot(
+                [at],
+                [1 / split.objective_s],
+                "o",
+                color=BLUE,
+                markersize=9,
+                markeredgecolor=INK,
+                label="this plan",
+            )
             alt += f" The plan, at {format_bytes(split.budgets[0])}, reaches {1 / split.objective_s:,.0f}."
-        axes.set(xlabel=f"GPU memory granted ({label})", ylabel="tokens a second, predicted",
-                 xlim=(0, None))  # fmt: skip
+        axes.set(
+            xlabel=f"GPU memory granted ({label})",
+            ylabel="tokens a second, predicted",
+            xlim=(0, None),
+        )
         if last > MAX_LINEAR * first:
             axes.set_yscale("log")
             axes.yaxis.set_minor_locator(NullLocator())
@@ -141,8 +187,9 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         gridded(axes, "both")
         figure.legend(loc="outside lower center", ncols=2)
-        return plot_of("curve", figure, alt=alt,
-                       caption="Where the curve is flat, more memory buys nothing.")  # fmt: skip
+        return plot_of(
+            "curve", figure, alt=alt, caption="Where the curve is flat, more memory buys nothing."
+        )
 
 
 def plot_map(split: Split, profile: Profile) -> Plot:
@@ -220,8 +267,14 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items, units: str) -> Plot:
         sides = [(f"GPU {k}", gpu, GPUS[k % len(GPUS)]) for k, gpu in enumerate(gpus)]
         for text, side, colour in [*sides, ("CPU", cpu, CPU)]:
             size = np.array([side[item] / unit for item in items])
-            axes.barh([name_of(item, units) for item in items], size, left=left, color=colour,
-                      height=0.7, label=text)  # fmt: skip
+            axes.barh(
+                [name_of(item, units) for item in items],
+                size,
+                left=left,
+                color=colour,
+                height=0.7,
+                label=text,
+            )
             left += size
         axes.set(xlabel=label)
         axes.tick_params(axis="y", labelcolor=INK)
@@ -232,11 +285,12 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items, units: str) -> Plot:
         largest = max(totals, key=lambda item: totals[item])
         on_gpus = sum(sum(gpu.values()) for gpu in gpus)
         return plot_of(
-            "bytes", figure,
+            "bytes",
+            figure,
             alt=f"{format_bytes(on_gpus)} are on GPUs and {format_bytes(sum(cpu.values()))} in main"
             f" memory; the largest item is {name_of(largest, units)}, {format_bytes(totals[largest])}.",
             caption="Workspace is what a pass needs besides weights and KV cache.",
-        )  # fmt: skip
+        )
 
 
 def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
@@ -258,13 +312,14 @@ def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
         gridded(lost)
         figure.legend(loc="outside upper center", ncols=2)
         return plot_of(
-            "predictors", figure,
+            "predictors",
+            figure,
             alt=f"On average over the layers, recall is {recall_L.mean():.1f}%, precision"
             f" {precision_L.mean():.1f}% and the lost norm {lost_L.mean():.2f}%; the most is lost"
             f" in layer {int(lost_L.argmax())}, {lost_L.max():.2f}%.",
             caption="Recall: the share of firing neurons that are named. Precision: the share of"
             " named neurons that fire. Lost norm: the part of the layer's output that is missed.",
-        )  # fmt: skip
+        )
 
 
 def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> Plot:
@@ -272,18 +327,34 @@ def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> Plot:
     with new_figure(76 + 26 * len(rows)) as figure:
         axes = figure.add_subplot()
         for number, (_, increase, half_width) in enumerate(rows):
-            axes.errorbar([100 * increase], [number], xerr=100 * (half_width or 0.0), fmt="o",
-                          color=BLUE, capsize=4, markersize=6, linewidth=1.4)  # fmt: skip
+            axes.errorbar(
+                [100 * increase],
+                [number],
+                xerr=100 * (half_width or 0.0),
+                fmt="o",
+                color=BLUE,
+                capsize=4,
+                markersize=6,
+                linewidth=1.4,
+            )
         axes.axvline(0, color=INK, linewidth=0.8)
-        axes.set(xlabel="perplexity above dense (%), 95% interval", ylim=(len(rows) - 0.5, -0.5),
-                 yticks=range(len(rows)), yticklabels=[name for name, _, _ in rows])  # fmt: skip
+        axes.set(
+            xlabel="perplexity above dense (%), 95% interval",
+            ylim=(len(rows) - 0.5, -0.5),
+            yticks=range(len(rows)),
+            yticklabels=[name for name, _, _ in rows],
+        )
         axes.tick_params(axis="y", labelcolor=INK)
         axes.margins(x=0.15)
         gridded(axes, "x")
         axes.spines[["left", "bottom"]].set_visible(False)
         told = "; ".join(f"{name}: {increase:+.2%}" for name, increase, _ in rows)
-        return plot_of("quality", figure, alt=f"Perplexity above that of the dense model: {told}.",
-                       caption="Where the interval contains zero, there may be no loss.")  # fmt: skip
+        return plot_of(
+            "quality",
+            figure,
+            alt=f"Perplexity above that of the dense model: {told}.",
+            caption="Where the interval contains zero, there may be no loss.",
+        )
 
 
 def _layers_below(axes: Axes) -> None:
@@ -300,8 +371,12 @@ def _rows(axes: Axes, device_LR: np.ndarray, num_gpus: int) -> None:
             edges = np.flatnonzero(np.diff(np.concatenate([[0], device_R == device, [0]])))
             for start, stop in edges.reshape(-1, 2) * 100 / num_columns:
                 low, high = layer - 0.43, layer + 0.43
-                boxes.append(Outline([(start, low), (stop, low), (stop, high), (start, high),
-                                      (start, low)], closed=True))  # fmt: skip
+                boxes.append(
+                    Outline(
+                        [(start, low), (stop, low), (stop, high), (start, high), (start, low)],
+                        closed=True,
+                    )
+                )
         if boxes:
             colour = CPU if device == 0 else GPUS[(device - 1) % len(GPUS)]
             outline = Outline.make_compound_path(*boxes)

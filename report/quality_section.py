@@ -41,10 +41,15 @@ def measured_of(found: Artifacts) -> list[Measured]:
     measured = []
     for number, report in enumerate(found.evals, 1):
         name = "eval" if len(found.evals) == 1 else f"eval {number}"
-        measured.append(Measured(
-            mode=report.mode, source=name, quality=report, kl_half_width=report.kl_half_width,
-            agreement_half_width=report.top1_half_width,
-        ))  # fmt: skip
+        measured.append(
+            Measured(
+                mode=report.mode,
+                source=name,
+                quality=report,
+                kl_half_width=report.kl_half_width,
+                agreement_half_width=report.top1_half_width,
+            )
+        )
     seen: list[ModeQuality] = []
     holders = (("model", found.model), ("predictors", found.predictors), ("profile", found.profile))
     for source, holder in holders:
@@ -74,21 +79,38 @@ def quality_section(found: Artifacts, names: Names) -> Section:
     if not measured:
         return Section(name="quality", title="Quality against dense", lead=lead, missing=missing)
     rows = tuple(
-        (one.mode, one.source, one.perplexity_text,
-         within(one.quality.kl_mean, one.kl_half_width, ".5f", ".5f"),
-         one.agreement_text(".2%"), f"{one.share_of_bytes:.1%}", f"{one.quality.num_tokens:,}")
+        (
+            one.mode,
+            one.source,
+            one.perplexity_text,
+            within(one.quality.kl_mean, one.kl_half_width, ".5f", ".5f"),
+            one.agreement_text(".2%"),
+            f"{one.share_of_bytes:.1%}",
+            f"{one.quality.num_tokens:,}",
+        )
         for one in measured
-    )  # fmt: skip
+    )
     head = ("mode", "by", "perplexity", "KL, nats", "same top token", "bytes read", "tokens")
     tables = [Table(caption="Against dense", head=head, rows=rows, num_texts=2, is_wide=True)]
     tables += [_own_table(found)] if found.evals else []
-    drawn = plot_quality([
-        (f"{one.mode}, {one.source.removeprefix('the ')}", one.quality.perplexity_increase,
-         one.quality.perplexity_half_width)
-        for one in measured
-    ])  # fmt: skip
-    return Section(name="quality", title="Quality against dense", lead=lead, plots=(drawn,),
-                   tables=tuple(tables), missing=missing)  # fmt: skip
+    drawn = plot_quality(
+        [
+            (
+                f"{one.mode}, {one.source.removeprefix('the ')}",
+                one.quality.perplexity_increase,
+                one.quality.perplexity_half_width,
+            )
+            for one in measured
+        ]
+    )
+    return Section(
+        name="quality",
+        title="Quality against dense",
+        lead=lead,
+        plots=(drawn,),
+        tables=tuple(tables),
+        missing=missing,
+    )
 
 
 def _own_table(found: Artifacts) -> Table:
@@ -101,12 +123,27 @@ def _own_table(found: Artifacts) -> Table:
         own = within(one.perplexity, one.perplexity_own_half_width, ".3f", ".2f")
         dense = within(one.dense_perplexity, one.dense_perplexity_half_width, ".3f", ".2f")
         computed = sum(one.hidden_share_L) / max(1, len(one.hidden_share_L))
-        rows.append((f"eval {number}", one.mode, own, dense, p99,
-                     within(computed, one.hidden_half_width, ".1%", ".1%")))  # fmt: skip
-    head = ("", "mode", "its perplexity", "dense perplexity", "KL, 99th percentile",
-            "neurons computed")  # fmt: skip
-    return Table(caption="Comparisons in full", head=head, rows=tuple(rows), num_texts=2,
-                 is_folded=True)  # fmt: skip
+        rows.append(
+            (
+                f"eval {number}",
+                one.mode,
+                own,
+                dense,
+                p99,
+                within(computed, one.hidden_half_width, ".1%", ".1%"),
+            )
+        )
+    head = (
+        "",
+        "mode",
+        "its perplexity",
+        "dense perplexity",
+        "KL, 99th percentile",
+        "neurons computed",
+    )
+    return Table(
+        caption="Comparisons in full", head=head, rows=tuple(rows), num_texts=2, is_folded=True
+    )
 
 
 def within(value: float, half_width: float | None, form: str, half_form: str) -> str:

@@ -79,12 +79,15 @@ def page_of(config: ReportConfig, found: Artifacts) -> Page:
         files=Table(
             caption="Files",
             head=("what", "name", "bytes", "sha256"),
-            rows=tuple((what, part.name, f"{part.stat().st_size:,}", sha256_of(part)[:16])
-                       for what, path in found.paths for part in part_paths(path)),
+            rows=tuple(
+                (what, part.name, f"{part.stat().st_size:,}", sha256_of(part)[:16])
+                for what, path in found.paths
+                for part in part_paths(path)
+            ),
             num_texts=2,
         ),
         program=f"hotsplit {version('hotsplit')}",
-    )  # fmt: skip
+    )
 
 
 def _facts(config: ReportConfig, found: Artifacts) -> tuple[str, ...]:
@@ -93,13 +96,15 @@ def _facts(config: ReportConfig, found: Artifacts) -> tuple[str, ...]:
     kind = max(sorted(set(kinds)), key=kinds.count)
     size = sum(entry.num_bytes for entry in model.tensors.values())
     return (
-        config.model.name, model.architecture,
+        config.model.name,
+        model.architecture,
         f"{spec.num_layers} layers of {spec.most_neurons:,} neurons",
         *(f"experts: {value}" for name, value in spec_facts(spec) if name == "experts"),
         f"hidden size {spec.hidden_size:,}",
-        model.activation, f"{kind}, {format_bytes(size)}",
+        model.activation,
+        f"{kind}, {format_bytes(size)}",
         "with predictors" if model.predictor else "no predictors",
-    )  # fmt: skip
+    )
 
 
 def _summary(found: Artifacts, speeds: Speeds, mode: Mode) -> str:
@@ -126,8 +131,10 @@ def _runs(found: Artifacts, mode: Mode) -> Tile:
         note = f"on the CPU alone, {format_bytes(held)} of main memory"
         if used:
             gpus = "the GPU" if len(split.budgets) == 1 else f"{len(split.budgets)} GPUs"
-            note = (f"{format_bytes(used)} of {format_bytes(sum(split.budgets))} on {gpus},"
-                    f" {format_bytes(held)} on the CPU")  # fmt: skip
+            note = (
+                f"{format_bytes(used)} of {format_bytes(sum(split.budgets))} on {gpus},"
+                f" {format_bytes(held)} on the CPU"
+            )
     return Tile(label="Runs as", value=mode, unit="mode", note=note)
 
 
@@ -154,16 +161,23 @@ def _cost(found: Artifacts, mode: Mode) -> Tile:
         return Tile(label=label, value="unknown", note=NEEDS_EVAL)
     note = f"same top token {cost.agreement_text('.1%')}; by {cost.source}"
     half = cost.quality.perplexity_half_width
-    return Tile(label=label, value=f"{cost.quality.perplexity_increase:+.2%}",
-                unit="" if half is None else f"± {half:.2%}", note=note)  # fmt: skip
+    return Tile(
+        label=label,
+        value=f"{cost.quality.perplexity_increase:+.2%}",
+        unit="" if half is None else f"± {half:.2%}",
+        note=note,
+    )
 
 
 def _reads(found: Artifacts, mode: Mode) -> Tile:
     label, cost = "A token reads", cost_of(found, mode)
     if mode == "dense" and found.model.spec.has_experts:
         whole = sum(entry.num_bytes for entry in found.model.tensors.values())
-        return Tile(label=label, value=f"{dense_bytes(found.model) / whole:.0%}",
-                    note="of the weights' bytes: no experts that the router does not choose")  # fmt: skip
+        return Tile(
+            label=label,
+            value=f"{dense_bytes(found.model) / whole:.0%}",
+            note="of the weights' bytes: no experts that the router does not choose",
+        )
     if mode == "dense":
         return Tile(label=label, value="100%", note="of the weights' bytes")
     if cost is None:

@@ -44,33 +44,47 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
     if curve is not None:
         drawn = (plots.plot_curve(curve, found.split),)
         rows = tuple(
-            (format_bytes(p.budget_bytes), p.mode, rate(p.objective_s),
-             rate(p.layer_split_s), f"{p.num_hot:,}") for p in curve.points
-        )  # fmt: skip
+            (
+                format_bytes(p.budget_bytes),
+                p.mode,
+                rate(p.objective_s),
+                rate(p.layer_split_s),
+                f"{p.num_hot:,}",
+            )
+            for p in curve.points
+        )
         what = "experts" if found.model.spec.has_experts else "neurons"
         head = ("GPU memory", "mode", "best plan, tokens/s", "whole layers", f"{what} on the GPU")
-        tables += (Table(caption="Speed by budget", head=head, rows=rows, num_texts=2,
-                         is_folded=True),)  # fmt: skip
+        tables += (
+            Table(caption="Speed by budget", head=head, rows=rows, num_texts=2, is_folded=True),
+        )
     return Section(
-        name="speed", title="Budget and speed",
+        name="speed",
+        title="Budget and speed",
         lead="Tokens per second that the solver predicts for one text, from the machine's figures.",
-        plots=drawn, tables=tables, missing=tuple(missing),
-    )  # fmt: skip
+        plots=drawn,
+        tables=tables,
+        missing=tuple(missing),
+    )
 
 
 def _speed_table(split: Split, speeds: Speeds) -> Table:
     def row(name: str, seconds: float | None, meaning: str) -> tuple[str, ...]:
-        told = (NONE, NONE) if seconds is None else (
-            rate(seconds), f"{seconds / split.objective_s:.2f}x"
-        )  # fmt: skip
+        told = (
+            (NONE, NONE)
+            if seconds is None
+            else (rate(seconds), f"{seconds / split.objective_s:.2f}x")
+        )
         return (name, meaning, *told)
 
     rows = [row("this plan", split.objective_s, f"at most {split.gap:.2%} slower than the best")]
     if (advice := speeds.advice) is not None:
         there = f"{advice.layer_split_layers} of {len(split.hot)} on GPUs, all weights read"
-        rows += [row("the CPU alone", advice.cpu_only_s, "the same with nothing on a GPU"),
-                 row("whole layers", advice.layer_split_s, there),
-                 row("the machine's limit", advice.limit_s, "the plan's bytes at full bandwidth")]  # fmt: skip
+        rows += [
+            row("the CPU alone", advice.cpu_only_s, "the same with nothing on a GPU"),
+            row("whole layers", advice.layer_split_s, there),
+            row("the machine's limit", advice.limit_s, "the plan's bytes at full bandwidth"),
+        ]
     head = ("", "", "tokens/s", "the plan over it")
     return Table(caption="The plan and others", head=head, rows=tuple(rows), num_texts=2)
 
@@ -85,11 +99,14 @@ def placement_section(found: Artifacts, names: Names) -> Section:
         drawn = (plots.plot_map(split, profile),)
         tables = (_device_table(split, profile), _layer_table(split, profile))
     return Section(
-        name="placement", title="Placement",
+        name="placement",
+        title="Placement",
         lead=f"The {'neurons' if split is None else split.units} that GPUs hold: the hottest of each layer,"
         " as many as fit and pay off.",
-        plots=drawn, tables=tables, missing=tuple(missing),
-    )  # fmt: skip
+        plots=drawn,
+        tables=tables,
+        missing=tuple(missing),
+    )
 
 
 def _device_table(split: Split, profile: Profile) -> Table:
@@ -105,10 +122,24 @@ def _device_table(split: Split, profile: Profile) -> Table:
         fired = int(sum(fired_LF[layer][units.hot[layer]].sum() for layer in layers))
         left, left_fired = left - hot, left_fired - fired
         has_head = split.head_on_gpu and home[-1] == gpu
-        rows.append((f"GPU {gpu}", f"{hot / total:.1%}", f"{fired / all_fired:.1%}",
-                     str(int(dense_L[layers].sum())), "yes" if has_head else "no"))  # fmt: skip
-    rows.append(("CPU", f"{left / total:.1%}", f"{left_fired / all_fired:.1%}",
-                 str(int((~dense_L).sum())), "no" if split.head_on_gpu else "yes"))  # fmt: skip
+        rows.append(
+            (
+                f"GPU {gpu}",
+                f"{hot / total:.1%}",
+                f"{fired / all_fired:.1%}",
+                str(int(dense_L[layers].sum())),
+                "yes" if has_head else "no",
+            )
+        )
+    rows.append(
+        (
+            "CPU",
+            f"{left / total:.1%}",
+            f"{left_fired / all_fired:.1%}",
+            str(int((~dense_L).sum())),
+            "no" if split.head_on_gpu else "yes",
+        )
+    )
     head = ("device", units.name, units.events, "dense blocks", "output head")
     return Table(caption="By device", head=head, rows=tuple(rows))
 
@@ -117,15 +148,24 @@ def _layer_table(split: Split, profile: Profile) -> Table:
     share_L, units = plots.firings_on_gpu(split, profile), plots.units_of(split, profile)
     num_neurons = units.count_LF.shape[1]
     rows = tuple(
-        (str(layer), "GPU" if is_there else "CPU", f"{len(ids):,}", f"{len(ids) / num_neurons:.1%}",
-         f"{share:.1%}")
+        (
+            str(layer),
+            "GPU" if is_there else "CPU",
+            f"{len(ids):,}",
+            f"{len(ids) / num_neurons:.1%}",
+            f"{share:.1%}",
+        )
         for layer, (ids, is_there, share) in enumerate(
             zip(units.hot, split.dense_on_gpu, share_L, strict=True)
         )
-    )  # fmt: skip
+    )
     head = (
-        "layer", "dense block", f"{units.name} on the GPU", "of the layer", f"of its {units.events}",
-    )  # fmt: skip
+        "layer",
+        "dense block",
+        f"{units.name} on the GPU",
+        "of the layer",
+        f"of its {units.events}",
+    )
     return Table(caption="Placement by layer", head=head, rows=rows, num_texts=2, is_folded=True)
 
 
@@ -133,26 +173,36 @@ def bytes_section(found: Artifacts, names: Names) -> Section:
     split = found.split
     lead = "Weights, cache and workspace of the plan: what each device holds."
     if split is None:
-        return Section(name="bytes", title="Where each byte goes", lead=lead,
-                       missing=(names.no_split,))  # fmt: skip
+        return Section(
+            name="bytes", title="Where each byte goes", lead=lead, missing=(names.no_split,)
+        )
     gpus, cpu = split.items_of_gpus(found.model)
     gpus += [dict.fromkeys(ITEMS, 0)] * (len(split.budgets) - len(gpus))
     rows = [
-        (plots.name_of(item, split.units), *(format_bytes(side[item]) if side[item] else NONE
-                                 for side in (*gpus, cpu)))
-        for item in ITEMS if any(side[item] for side in (*gpus, cpu))
-    ]  # fmt: skip
+        (
+            plots.name_of(item, split.units),
+            *(format_bytes(side[item]) if side[item] else NONE for side in (*gpus, cpu)),
+        )
+        for item in ITEMS
+        if any(side[item] for side in (*gpus, cpu))
+    ]
     rows.append(("in all", *(format_bytes(sum(side.values())) for side in (*gpus, cpu))))
-    rows.append(("granted", *map(format_bytes, split.budgets),
-                 format_bytes(split.host_budget_bytes) if split.host_budget_bytes else NONE))  # fmt: skip
+    rows.append(
+        (
+            "granted",
+            *map(format_bytes, split.budgets),
+            format_bytes(split.host_budget_bytes) if split.host_budget_bytes else NONE,
+        )
+    )
     texts = f"{split.num_sequences} texts of " if split.num_sequences > 1 else ""
     head = ("", *(f"GPU {number}" for number in range(len(gpus))), "CPU")
     return Section(
-        name="bytes", title="Where each byte goes",
+        name="bytes",
+        title="Where each byte goes",
         lead=f"{lead} The cache is for {texts}{split.context_length:,} tokens.",
         plots=(plots.plot_bytes(gpus, cpu, split.units),),
         tables=(Table(caption="Bytes by device", head=head, rows=tuple(rows)),),
-    )  # fmt: skip
+    )
 
 
 def firing_section(found: Artifacts, names: Names) -> Section:
@@ -164,24 +214,46 @@ def firing_section(found: Artifacts, names: Names) -> Section:
     more = len(profile.corpora) - 4
     corpora += f" and {more} more" if more > 0 else ""
     return Section(
-        name="firings", title="Firings",
+        name="firings",
+        title="Firings",
         lead=f"{lead} {profile.num_tokens:,} tokens of {corpora}.",
         plots=(plots.plot_firings(profile), plots.plot_density(profile)),
         tables=(_firing_table(profile), *_expert_tables(profile)),
-    )  # fmt: skip
+    )
 
 
 def _firing_table(profile: Profile) -> Table:
     curve_LN = plots.firing_curves(profile)
-    columns = zip(profile.density_L, curve_LN[:, 5], curve_LN[:, 20], curve_LN[:, 50],
-                  profile.never_fired_L(), profile.threshold_L, strict=True)  # fmt: skip
+    columns = zip(
+        profile.density_L,
+        curve_LN[:, 5],
+        curve_LN[:, 20],
+        curve_LN[:, 50],
+        profile.never_fired_L(),
+        profile.threshold_L,
+        strict=True,
+    )
     rows = tuple(
-        (str(layer), f"{density:.2%}", f"{five:.1%}", f"{fifth:.1%}", f"{half:.1%}",
-         f"{silent:,}", f"{threshold:.4g}")
+        (
+            str(layer),
+            f"{density:.2%}",
+            f"{five:.1%}",
+            f"{fifth:.1%}",
+            f"{half:.1%}",
+            f"{silent:,}",
+            f"{threshold:.4g}",
+        )
         for layer, (density, five, fifth, half, silent, threshold) in enumerate(columns)
-    )  # fmt: skip
-    head = ("layer", "neurons that fire", "firings of the hottest 5 %", "20 %", "50 %",
-            "never fired", "threshold")  # fmt: skip
+    )
+    head = (
+        "layer",
+        "neurons that fire",
+        "firings of the hottest 5 %",
+        "20 %",
+        "50 %",
+        "never fired",
+        "threshold",
+    )
     return Table(caption="Firings by layer", head=head, rows=rows, is_folded=True)
 
 
@@ -191,13 +263,23 @@ def _expert_tables(profile: Profile) -> tuple[Table, ...]:
     if count_LE is None or fifth_L is None:
         return ()
     rows = tuple(
-        (str(layer), f"{count_E.max() / profile.num_tokens:.1%}",
-         f"{count_E.min() / profile.num_tokens:.1%}", f"{fifth:.1%}", f"{(count_E == 0).sum():,}")
+        (
+            str(layer),
+            f"{count_E.max() / profile.num_tokens:.1%}",
+            f"{count_E.min() / profile.num_tokens:.1%}",
+            f"{fifth:.1%}",
+            f"{(count_E == 0).sum():,}",
+        )
         for layer, (count_E, fifth) in enumerate(zip(count_LE, fifth_L, strict=True))
         if count_E.any()  # not in a layer without experts
-    )  # fmt: skip
-    head = ("layer", "tokens of the hottest expert", "of the coldest",
-            "choices of the hottest fifth", "never chosen")  # fmt: skip
+    )
+    head = (
+        "layer",
+        "tokens of the hottest expert",
+        "of the coldest",
+        "choices of the hottest fifth",
+        "never chosen",
+    )
     return (Table(caption="Experts by layer", head=head, rows=rows),)
 
 
@@ -214,36 +296,71 @@ def predictor_section(found: Artifacts, names: Names) -> Section:
         missing.append(names.no_predictors)
         stored = _stored_predictors(found)
         tables += [] if stored is None else [stored]
-    return Section(name="predictors", title=title, lead=lead, plots=drawn, tables=tuple(tables),
-                   missing=tuple(missing))  # fmt: skip
+    return Section(
+        name="predictors",
+        title=title,
+        lead=lead,
+        plots=drawn,
+        tables=tuple(tables),
+        missing=tuple(missing),
+    )
 
 
 def _predictor_summary(found: Artifacts) -> Table:
     chosen = [quality.chosen for quality in found.quality_L]
-    fields = (("recall", "recall", 1), ("precision", "precision", 1),
-              ("contribution kept", "contribution", 2), ("lost norm", "lost_norm", 2),
-              ("neurons that fire", "density", 1), ("neurons named", "predicted_density", 1))  # fmt: skip
+    fields = (
+        ("recall", "recall", 1),
+        ("precision", "precision", 1),
+        ("contribution kept", "contribution", 2),
+        ("lost norm", "lost_norm", 2),
+        ("neurons that fire", "density", 1),
+        ("neurons named", "predicted_density", 1),
+    )
     rows = []
     for name, field, digits in fields:
         values = [getattr(quality, field) for quality in chosen]
         told = (sum(values) / len(values), min(values), max(values))
         rows.append((name, *(f"{value:.{digits}%}" for value in told)))
     sizes = [quality.num_bytes for quality in chosen]
-    rows.append(("size of a layer's", *map(format_bytes, (sum(sizes) // len(sizes), min(sizes),
-                                                          max(sizes)))))  # fmt: skip
+    rows.append(
+        (
+            "size of a layer's",
+            *map(format_bytes, (sum(sizes) // len(sizes), min(sizes), max(sizes))),
+        )
+    )
     return Table(caption="Over the layers", head=("", "mean", "least", "most"), rows=tuple(rows))
 
 
 def _predictor_table(found: Artifacts) -> Table:
     rows = tuple(
-        (str(layer), q.chosen.name, "yes" if q.chosen.is_trained else "no",
-         format_bytes(q.chosen.num_bytes), f"{q.chosen.recall:.1%}", f"{q.chosen.precision:.1%}",
-         f"{q.chosen.contribution:.2%}", f"{q.chosen.lost_norm:.2%}", f"{q.chosen.density:.1%}",
-         f"{q.chosen.predicted_density:.1%}", f"{q.break_even_density:.1%}")
+        (
+            str(layer),
+            q.chosen.name,
+            "yes" if q.chosen.is_trained else "no",
+            format_bytes(q.chosen.num_bytes),
+            f"{q.chosen.recall:.1%}",
+            f"{q.chosen.precision:.1%}",
+            f"{q.chosen.contribution:.2%}",
+            f"{q.chosen.lost_norm:.2%}",
+            f"{q.chosen.density:.1%}",
+            f"{q.chosen.predicted_density:.1%}",
+            f"{q.break_even_density:.1%}",
+        )
         for layer, q in enumerate(found.quality_L)
-    )  # fmt: skip
-    head = ("layer", "form", "trained", "size", "recall", "precision", "contribution", "lost norm",
-            "fire", "named", "pays off below")  # fmt: skip
+    )
+    head = (
+        "layer",
+        "form",
+        "trained",
+        "size",
+        "recall",
+        "precision",
+        "contribution",
+        "lost norm",
+        "fire",
+        "named",
+        "pays off below",
+    )
     return Table(caption="Predictors by layer", head=head, rows=rows, num_texts=3, is_folded=True)
 
 
@@ -251,27 +368,37 @@ def _stored_predictors(found: Artifacts) -> Table | None:
     """The predictors of their file or of the model, for a page without a report on their quality."""
     if found.predictors is not None:
         info = found.predictors.info
-        sizes = [sum(matrix.data.nbytes for matrix in layer.matrices(n).values())
-                 for n, layer in enumerate(found.predictors.layers)]  # fmt: skip
+        sizes = [
+            sum(matrix.data.nbytes for matrix in layer.matrices(n).values())
+            for n, layer in enumerate(found.predictors.layers)
+        ]
     elif found.model.predictor is not None:
         info, sizes = found.model.predictor, _sizes_in(found.model)
     else:
         return None
     named_L: Sequence[float | None] = info.density_L or (None,) * len(info.rank_L)
     rows = tuple(
-        (str(layer), f"rank {rank}" if rank else "whole", format_bytes(size),
-         NONE if named is None else f"{named:.1%}", f"{threshold:.4g}")
+        (
+            str(layer),
+            f"rank {rank}" if rank else "whole",
+            format_bytes(size),
+            NONE if named is None else f"{named:.1%}",
+            f"{threshold:.4g}",
+        )
         for layer, (rank, size, named, threshold) in enumerate(
             zip(info.rank_L, sizes, named_L, info.threshold_L, strict=True)
         )
-    )  # fmt: skip
+    )
     head = ("layer", "form", "size", "named", "threshold")
     return Table(caption=f"Predictors of kind {info.kind}", head=head, rows=rows, num_texts=2)
 
 
 def _sizes_in(model: ModelFile) -> list[int]:
     return [
-        sum(entry.num_bytes for name, entry in model.tensors.items()
-            if name.startswith(f"blk.{layer}.ffn_pred_"))
+        sum(
+            entry.num_bytes
+            for name, entry in model.tensors.items()
+            if name.startswith(f"blk.{layer}.ffn_pred_")
+        )
         for layer in range(model.spec.num_layers)
-    ]  # fmt: skip
+    ]

@@ -54,17 +54,29 @@ def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> I
     """The inputs that the plan was solved for; without a plan, those for the first GPU."""
     if split is None:
         return load_inputs(
-            model=model, profile=profile, machine=machine, budgets=(0,), host_budget=None,
-            context_length=None, mode=None, workspace=workspace_bytes,
-        )  # fmt: skip
+            model=model,
+            profile=profile,
+            machine=machine,
+            budgets=(0,),
+            host_budget=None,
+            context_length=None,
+            mode=None,
+            workspace=workspace_bytes,
+        )
     workspace = split.cpu_bytes["workspace"]
     return load_inputs(
-        model=model, profile=profile, machine=machine, budgets=split.budgets,
-        host_budget=split.host_budget_bytes or None, context_length=split.context_length,
-        mode=split.mode, workspace=lambda *asked: workspace,
+        model=model,
+        profile=profile,
+        machine=machine,
+        budgets=split.budgets,
+        host_budget=split.host_budget_bytes or None,
+        context_length=split.context_length,
+        mode=split.mode,
+        workspace=lambda *asked: workspace,
         neuron_cache=CacheOptions(most_rows=split.cache.most_rows) if split.cache else None,
-        num_sequences=split.num_sequences, kv_offload=split.kv_offload,
-    )  # fmt: skip
+        num_sequences=split.num_sequences,
+        kv_offload=split.kv_offload,
+    )
 
 
 def _advice(inputs: Inputs, split: Split) -> Advice:
@@ -82,6 +94,11 @@ def _curve(inputs: Inputs, split: Split | None) -> Sweep:
     last = max(int(BEYOND * all_of_it), *inputs.budgets)
     last = max(min(last, inputs.machine.gpus[0].memory_bytes), inputs.budgets[0])
     return sweep_of(
-        inputs, modes, first=0, last=last, num_budgets=NUM_BUDGETS, workspace=workspace,
+        inputs,
+        modes,
+        first=0,
+        last=last,
+        num_budgets=NUM_BUDGETS,
+        workspace=workspace,
         is_proven=False,
-    )  # fmt: skip
+    )

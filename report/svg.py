@@ -22,10 +22,17 @@ from hotsplit.files.atomic import partial_file
 
 # The page's colours, as in the light theme.
 LIGHT = {
-    "ink": "#1a1f29", "soft": "#565e6c", "line": "#dde1e7", "card": "#ffffff", "blue": "#2463b8",
-    "orange": "#b85c12", "green": "#1f7a4d", "purple": "#7a45ad", "cpu": "#c3cad4",
+    "ink": "#1a1f29",
+    "soft": "#565e6c",
+    "line": "#dde1e7",
+    "card": "#ffffff",
+    "blue": "#2463b8",
+    "orange": "#b85c12",
+    "green": "#1f7a4d",
+    "purple": "#7a45ad",
+    "cpu": "#c3cad4",
     "pale": "#d5e2f4",
-}  # fmt: skip
+}
 # Placeholders (#010101, #020202, ...), and the variables that replace them.
 VARIABLES = {"#" + 3 * f"{number:02x}": name for number, name in enumerate(LIGHT, 1)}
 INK, SOFT, LINE, CARD, BLUE, ORANGE, GREEN, PURPLE, CPU, PALE = (f"page:{name}" for name in LIGHT)
@@ -33,14 +40,29 @@ GPUS = (BLUE, ORANGE, GREEN, PURPLE)
 WIDTH, POINTS = 345, 72.0  # a plot's width in points, and points per inch
 DPI = 200  # of a picture
 STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "hotsplit", "font.size": 10.0,
-    "text.color": INK, "axes.labelcolor": SOFT, "xtick.color": LINE, "ytick.color": LINE,
-    "xtick.labelcolor": SOFT, "ytick.labelcolor": SOFT, "axes.edgecolor": LINE,
-    "axes.facecolor": "none", "figure.facecolor": "none", "grid.color": LINE,
-    "grid.linewidth": 0.6, "axes.linewidth": 0.8, "axes.axisbelow": True,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10.0,
-    "legend.frameon": False, "legend.fontsize": 9.5, "lines.linewidth": 1.8,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hotsplit",
+    "font.size": 10.0,
+    "text.color": INK,
+    "axes.labelcolor": SOFT,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "axes.edgecolor": LINE,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "grid.color": LINE,
+    "grid.linewidth": 0.6,
+    "axes.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.0,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "lines.linewidth": 1.8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

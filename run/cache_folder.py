@@ -87,8 +87,15 @@ def read_entry(folder: Path) -> Entry | None:
             sizes={str(name): int(size) for name, size in values["sizes"].items()},
             facts=dict(values["facts"]),
         )
-    except (OSError, ArithmeticError, LookupError, ValueError, TypeError, AttributeError,
-            RecursionError):  # fmt: skip
+    except (
+        OSError,
+        ArithmeticError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
         return None
 
 
@@ -197,9 +204,14 @@ class Cache:
             if path.name not in (ENTRY, LOCK) and not path.name.endswith(".partial")
         }
         content = {
-            "format": FORMAT, "version": current_version(kind), "kind": kind, "source": source,
-            "seconds": time.perf_counter() - began, "sizes": sizes, "facts": dict(facts),
-        }  # fmt: skip
+            "format": FORMAT,
+            "version": current_version(kind),
+            "kind": kind,
+            "source": source,
+            "seconds": time.perf_counter() - began,
+            "sizes": sizes,
+            "facts": dict(facts),
+        }
         with partial_file(folder / ENTRY) as partial:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -13,11 +13,7 @@ from hotsplit.artifacts.changed_model import for_context, with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.options import Outtype
 from hotsplit.costs.bytes_read import neurons_read
-from hotsplit.costs.default_mode import (
-    can_silence,
-    computes_every_neuron,
-    mode_meant,
-)
+from hotsplit.costs.default_mode import can_silence, computes_every_neuron, mode_meant
 from hotsplit.costs.part_bytes import (
     all_neuron_bytes,
     bytes_on_one_side,
@@ -117,9 +113,16 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     advice = _fits_lines(model, wishes, size, first)
     lines = (type_line, *notes, mode_line, *given.lines, where, *advice, *rotary)
     return Choice(
-        model=model, outtype=outtype, layout=layout, is_converted=own is None, device=device,
-        predictors=predictors, budgets=budgets, context_length=context, lines=lines,
-    )  # fmt: skip
+        model=model,
+        outtype=outtype,
+        layout=layout,
+        is_converted=own is None,
+        device=device,
+        predictors=predictors,
+        budgets=budgets,
+        context_length=context,
+        lines=lines,
+    )
 
 
 def _usable(model: ModelFile, context_length: int, room: Room) -> Room:

@@ -199,8 +199,10 @@ def decided(job: Job, is_verified: bool | None) -> Job:
         seconds = verify_seconds(job)
         is_verified = seconds <= VERIFY_LIMIT_S
         if not is_verified:
-            job.say(f"the converted model is not compared with its source, which would take"
-                    f" {words(seconds)}: --verify does it")  # fmt: skip
+            job.say(
+                f"the converted model is not compared with its source, which would take"
+                f" {words(seconds)}: --verify does it"
+            )
     return replace(job, is_verified=is_verified is not False)
 
 

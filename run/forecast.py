@@ -32,12 +32,7 @@ from hotsplit.solver.expert_notes import placed_line
 from hotsplit.solver.inputs import Inputs, inputs_from
 from hotsplit.solver.layer_split import cpu_moe, layer_split
 from hotsplit.solver.mode_choice import Found, find
-from hotsplit.solver.multi_gpu import (
-    PipelinePlacement,
-    cpu_only_plan,
-    plan_seconds,
-    with_one_home,
-)
+from hotsplit.solver.multi_gpu import PipelinePlacement, cpu_only_plan, plan_seconds, with_one_home
 from hotsplit.solver.prediction import check_whole_host
 from hotsplit.solver.problem import on_one_device
 from hotsplit.solver.solve import split_of
@@ -128,11 +123,14 @@ def forecast(
         layer_split=None if others is None else (others.num_layers, others.seconds),
         cpu_moe=cpu_moe(inputs) if uses_gpu else None,
         gap=found.answer.gap if choice.budgets else None,
-        gpu_bytes=split.gpu_bytes, cpu_bytes=split.cpu_bytes,
-        budgets=budgets if uses_gpu else (), host_bytes=inputs.host_budget,
+        gpu_bytes=split.gpu_bytes,
+        cpu_bytes=split.cpu_bytes,
+        budgets=budgets if uses_gpu else (),
+        host_bytes=inputs.host_budget,
         fits_from_bytes=problem.placeable_bytes + problem.workspace_bytes,
-        placed=_placed_words(inputs, found), assumed=tuple(_assumed_words(inputs)),
-    )  # fmt: skip
+        placed=_placed_words(inputs, found),
+        assumed=tuple(_assumed_words(inputs)),
+    )
 
 
 def _inputs(
@@ -148,11 +146,18 @@ def _inputs(
     if selection is not None:
         selection.check_windows(Path(job.source.name), model.spec)
     inputs = inputs_from(
-        model, profile, machine, paths=(Path(job.source.name), None, where), budgets=budgets,
-        host_budget=host_budget, context_length=job.choice.context_length, mode=mode,
-        workspace=workspace_bytes, num_sequences=own.num_sequences,
+        model,
+        profile,
+        machine,
+        paths=(Path(job.source.name), None, where),
+        budgets=budgets,
+        host_budget=host_budget,
+        context_length=job.choice.context_length,
+        mode=mode,
+        workspace=workspace_bytes,
+        num_sequences=own.num_sequences,
         kv_offload=selection,
-    )  # fmt: skip
+    )
     is_as_it_is = model.layout == "stock" and not any(budgets)
     return replace(inputs, model=replace(model, runs_as_it_is=is_as_it_is))
 

@@ -118,10 +118,15 @@ def _artifact_in(folder: Path) -> CachedArtifact:
             sizes.append(stat.st_size)
             times.append(stat.st_mtime)
     return CachedArtifact(
-        name=folder.name, kind=kind, state=state, num_bytes=sum(sizes), last_used=max(times),
+        name=folder.name,
+        kind=kind,
+        state=state,
+        num_bytes=sum(sizes),
+        last_used=max(times),
         source=entry.source if entry else "",
-        file=STAGES[kind].file if state == "ready" else "", is_in_use=_is_in_use(folder),
-    )  # fmt: skip
+        file=STAGES[kind].file if state == "ready" else "",
+        is_in_use=_is_in_use(folder),
+    )
 
 
 def _is_in_use(folder: Path) -> bool:

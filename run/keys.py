@@ -13,13 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from hotsplit.artifacts import (
-    machine_file,
-    predictor_file,
-    profile_file,
-    split_file,
-    trial_file,
-)
+from hotsplit.artifacts import machine_file, predictor_file, profile_file, split_file, trial_file
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
@@ -88,10 +82,7 @@ STAGES = {
         load=Machine.load,
     ),
     "plan": Stage(
-        what="the plan",
-        version=(1, split_file.VERSION),
-        file="model.split.gguf",
-        load=Split.load,
+        what="the plan", version=(1, split_file.VERSION), file="model.split.gguf", load=Split.load
     ),
     "trial": Stage(
         what="the trial of a plan",

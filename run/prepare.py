@@ -163,9 +163,13 @@ def job_of(
         for line in choice.lines:
             cache.say(line)
     job = Job(
-        source=source, choice=choice, wishes=wishes, texts=texts, cache=cache,
+        source=source,
+        choice=choice,
+        wishes=wishes,
+        texts=texts,
+        cache=cache,
         rates=Rates.load(cache.folder, digest(machine_key())),
-    )  # fmt: skip
+    )
     return decided(job, is_verified) if is_here else job
 
 
@@ -206,11 +210,14 @@ def prepare(job: Job, planned: Estimate) -> Ready:
     )  # a scaling may follow from the context
     is_replaced = bool(choice.budgets) and split is None  # the trial chose the CPU alone
     return Ready(
-        model=model, split=split, mode=None if split else wishes.engine.mode,
+        model=model,
+        split=split,
+        mode=None if split else wishes.engine.mode,
         device="cpu" if is_replaced else choice.device,
         context_length=None if is_planned else wishes.engine.context_length,
-        seconds=time.perf_counter() - began, made=tuple(steps.made),
-    )  # fmt: skip
+        seconds=time.perf_counter() - began,
+        made=tuple(steps.made),
+    )
 
 
 def _run(job: Job, steps: Steps) -> tuple[Path, Path | None]:
@@ -249,10 +256,16 @@ def summary(job: Job, planned: Estimate) -> dict[str, Any]:
     """What was chosen, and the stages that are left, for reports in JSON."""
     choice: Choice = job.choice
     return {
-        "source": job.source.name, "outtype": choice.outtype or job.source.own_type,
-        "device": choice.device, "predictors": choice.predictors, "budgets": choice.budgets,
-        "context_length": choice.context_length, "reasons": choice.lines,
-        "stages": [asdict(work) for work in planned.works], "seconds": planned.seconds,
-        "num_bytes": planned.num_bytes, "free_bytes": planned.free_bytes,
+        "source": job.source.name,
+        "outtype": choice.outtype or job.source.own_type,
+        "device": choice.device,
+        "predictors": choice.predictors,
+        "budgets": choice.budgets,
+        "context_length": choice.context_length,
+        "reasons": choice.lines,
+        "stages": [asdict(work) for work in planned.works],
+        "seconds": planned.seconds,
+        "num_bytes": planned.num_bytes,
+        "free_bytes": planned.free_bytes,
         "cache": str(job.cache.folder),
-    }  # fmt: skip
+    }

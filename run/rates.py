@@ -40,10 +40,14 @@ def machine_key() -> dict[str, Any]:
         for i in range(torch.cuda.device_count())
     ]
     return {
-        "cpu": processor_name(), "cores": processors().usable, "memory": memory_bytes()[0], "gpus": gpus,
-        "python": platform.python_version(), "torch": torch.__version__,
+        "cpu": processor_name(),
+        "cores": processors().usable,
+        "memory": memory_bytes()[0],
+        "gpus": gpus,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
         "threads": threads_of_steps(beside_gpu=bool(gpus)),
-    }  # fmt: skip
+    }
 
 
 @dataclass

@@ -66,13 +66,21 @@ class Source:
 
 @cache
 def _draft(
-    path: Path, outtype: Outtype | None, layout: Layout, activation: str | None,
-    tokenizer: Path | None, scratch: Path,
-) -> ModelFile:  # fmt: skip
+    path: Path,
+    outtype: Outtype | None,
+    layout: Layout,
+    activation: str | None,
+    tokenizer: Path | None,
+    scratch: Path,
+) -> ModelFile:
     config = ConvertConfig(
-        source=path, output=scratch, outtype=outtype, layout=layout, activation=activation,
+        source=path,
+        output=scratch,
+        outtype=outtype,
+        layout=layout,
+        activation=activation,
         tokenizer=tokenizer,
-    )  # fmt: skip
+    )
     return draft_of(config).model
 
 
@@ -105,10 +113,17 @@ def look_at(
     else:
         own_type = _dtype_of(path)
     return Source(
-        name=str(given), path=path.absolute(), identity=identity_of_source(path, tokenizer), own=own,
-        stock=stock, stock_notes=notes, own_type=own_type, activation=activation, scratch=scratch,
+        name=str(given),
+        path=path.absolute(),
+        identity=identity_of_source(path, tokenizer),
+        own=own,
+        stock=stock,
+        stock_notes=notes,
+        own_type=own_type,
+        activation=activation,
+        scratch=scratch,
         tokenizer=tokenizer,
-    )  # fmt: skip
+    )
 
 
 def check_tokenizer(source: Source, model: ModelFile) -> None:

@@ -121,12 +121,17 @@ def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
         of_profile = look_key(job)
     texts = job.wishes.engine.num_sequences
     return {
-        "profile": of_profile, "predictors": tokens is not None, "machine": machine_key(),
-        "kv_offload": job.wishes.engine.kv_offload, "budgets": job.choice.budgets, "context": job.choice.context_length,
-        "mode": job.wishes.engine.mode, "max loss": job.wishes.engine.max_loss,
+        "profile": of_profile,
+        "predictors": tokens is not None,
+        "machine": machine_key(),
+        "kv_offload": job.wishes.engine.kv_offload,
+        "budgets": job.choice.budgets,
+        "context": job.choice.context_length,
+        "mode": job.wishes.engine.mode,
+        "max loss": job.wishes.engine.max_loss,
         **({"rope": job.wishes.engine.rope} if any(job.wishes.engine.rope) else {}),
         **({"texts": texts} if texts > 1 else {}),
-    }  # fmt: skip
+    }
 
 
 # ---- stages -------------------------------------------------------------------------------------
@@ -148,10 +153,14 @@ def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
     """Converts the source to a model file of the chosen type."""
     source = job.source
     config = ConvertConfig(
-        source=source.path, output=folder / MODEL, outtype=job.choice.outtype,
+        source=source.path,
+        output=folder / MODEL,
+        outtype=job.choice.outtype,
         layout=job.choice.layout,
-        activation=source.activation, tokenizer=source.tokenizer, force=True,
-    )  # fmt: skip
+        activation=source.activation,
+        tokenizer=source.tokenizer,
+        force=True,
+    )
 
     def check(advance: Advance, written: Written) -> list[str]:
         advance.begin("verifying")
@@ -181,9 +190,13 @@ def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
     texts = texts_of(job.texts, job.cache)
     tokens = available(model, texts, look_tokens(job))
     config = ProfileConfig(
-        model=model, corpora=texts, output=folder / LOOK, max_tokens=tokens,
-        device=profile_device(job), force=True,
-    )  # fmt: skip
+        model=model,
+        corpora=texts,
+        output=folder / LOOK,
+        max_tokens=tokens,
+        device=profile_device(job),
+        force=True,
+    )
     heard: list[tuple[float, float]] = []  # (time, tokens counted since the last call)
 
     with reading(model, *texts), progress("looking", tokens, "tokens") as advance:
@@ -215,9 +228,14 @@ def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[st
     texts = texts_of(job.texts, job.cache)
     count = job.wishes.tokens or available(model, texts, tokens)
     config = ProfileConfig(
-        model=model, corpora=texts, output=folder / PROFILE, max_tokens=count,
-        train_predictors=folder / PREDICTORS, device=profile_device(job), force=True,
-    )  # fmt: skip
+        model=model,
+        corpora=texts,
+        output=folder / PROFILE,
+        max_tokens=count,
+        train_predictors=folder / PREDICTORS,
+        device=profile_device(job),
+        force=True,
+    )
     with reading(model, *texts), progress("profiling", count, "tokens") as advance:
         report = profile(config, advance)
     if report.quality is not None:
@@ -299,12 +317,20 @@ def _solve_config(
     job: Job, model: Path, machine: Path, profiled: Path | None, output: Path
 ) -> SolveConfig:
     return SolveConfig(
-        model=model, profile=profiled, machine=machine, output=output,
-        vram_budget_bytes=job.choice.budgets, context_length=job.choice.context_length,
-        mode=job.wishes.engine.mode, max_loss=job.wishes.engine.max_loss, force=True,
-        kv_offload=job.wishes.engine.kv_offload, rope_scaling=job.wishes.engine.rope_scaling,
-        rope_scale=job.wishes.engine.rope_scale, num_sequences=job.wishes.engine.num_sequences,
-    )  # fmt: skip
+        model=model,
+        profile=profiled,
+        machine=machine,
+        output=output,
+        vram_budget_bytes=job.choice.budgets,
+        context_length=job.choice.context_length,
+        mode=job.wishes.engine.mode,
+        max_loss=job.wishes.engine.max_loss,
+        force=True,
+        kv_offload=job.wishes.engine.kv_offload,
+        rope_scaling=job.wishes.engine.rope_scaling,
+        rope_scale=job.wishes.engine.rope_scale,
+        num_sequences=job.wishes.engine.num_sequences,
+    )
 
 
 def make_trial(
@@ -331,9 +357,11 @@ def make_trial(
 
     inputs = inputs_for(plan, config, workspace_bytes)
     prediction = Prediction(
-        token_s=plan.objective_s, parts_s=parts_of(plan, inputs),
-        cpu_alone_s=cpu_alone_seconds(inputs), obvious_s=write_obvious(plan, inputs, paths),
-    )  # fmt: skip
+        token_s=plan.objective_s,
+        parts_s=parts_of(plan, inputs),
+        cpu_alone_s=cpu_alone_seconds(inputs),
+        obvious_s=write_obvious(plan, inputs, paths),
+    )
     trial = tried(prediction, by, again, tries_all=job.choice.model.spec.has_experts)
     trial.save(folder / TRIAL)
     if (cpu_s := trial.measured_s.get("the CPU alone")) is not None:
@@ -348,9 +376,13 @@ def available(model: Path, texts: tuple[Path, ...], most: int) -> int:
     """The number of tokens that can be profiled in the texts, at most `most`."""
     file = ModelFile.load(model)
     windows = read_windows(
-        texts, TextCodec.of(file), context_length=file.spec.context_length, max_tokens=most,
-        seed=0, vocab_size=file.spec.vocab_size,
-    )  # fmt: skip
+        texts,
+        TextCodec.of(file),
+        context_length=file.spec.context_length,
+        max_tokens=most,
+        seed=0,
+        vocab_size=file.spec.vocab_size,
+    )
     return windows.num_tokens
 
 

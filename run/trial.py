@@ -99,8 +99,9 @@ def tried(
     or `again` refuses is left out. Raises HotsplitError if that is all."""
     found, left_out = dict[Winner, Measured](), dict[Winner, str]()
     predicted: dict[Winner, float] = {
-        "the plan": prediction.token_s, "the CPU alone": prediction.cpu_alone_s,
-    }  # fmt: skip
+        "the plan": prediction.token_s,
+        "the CPU alone": prediction.cpu_alone_s,
+    }
 
     def take(name: Winner, predicted_s: Callable[[], float]) -> None:
         try:
@@ -124,10 +125,14 @@ def tried(
         raise HotsplitError(f"nothing that was tried can be loaded: {left_out['the plan']}")
     runs = min(found, key=lambda name: _seconds_to_beat(name, found[name]))
     return Trial(
-        runs=runs, predicted_s={name: predicted[name] for name in found}, left_out=left_out,
+        runs=runs,
+        predicted_s={name: predicted[name] for name in found},
+        left_out=left_out,
         measured_s={name: measured.token_s for name, measured in found.items()},
-        prompt_s=(first or found[runs]).prompt_s, parts_s=prediction.parts_s, scales=asdict(scales),
-    )  # fmt: skip
+        prompt_s=(first or found[runs]).prompt_s,
+        parts_s=prediction.parts_s,
+        scales=asdict(scales),
+    )
 
 
 def _seconds_to_beat(name: Winner, measured: Measured) -> float:

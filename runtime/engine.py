@@ -51,10 +51,7 @@ class Engine(TextEngine):
     @classmethod
     @kinds_checked
     def load(
-        cls,
-        model: str | Path,
-        split: str | Path | None = None,
-        **options: Unpack[EngineOptions],
+        cls, model: str | Path, split: str | Path | None = None, **options: Unpack[EngineOptions]
     ) -> "Engine":
         """Loads a model file, with or without a plan. `options` are the fields of
         hotsplit.options.engine_config.EngineConfig, which documents them.

@@ -24,11 +24,7 @@ from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.options.prompt_rates import PromptRates
-from hotsplit.runtime.device.device_memory import (
-    LEAST_BUDGET_BYTES,
-    DeviceMemory,
-    free_workspaces,
-)
+from hotsplit.runtime.device.device_memory import LEAST_BUDGET_BYTES, DeviceMemory, free_workspaces
 from hotsplit.runtime.device.pools import GAPS, SEGMENT_BYTES
 from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.device.streams import PlainStream
@@ -104,9 +100,13 @@ def memories_of(
                 f" {format_bytes(LEAST_BUDGET_BYTES)} is enforced instead"
             )
         size = slab_bytes(
-            model, items[number], _attended(placement, context_length), _num_ids(model, plan, device, placement), max_rows,
+            model,
+            items[number],
+            _attended(placement, context_length),
+            _num_ids(model, plan, device, placement),
+            max_rows,
             num_sequences,
-        )  # fmt: skip
+        )
         found[device] = DeviceMemory.of(device, size, budget)
     return found
 
@@ -215,10 +215,13 @@ def with_cold_streams(
 
     Raises HotsplitError if a GPU's budget leaves no room for a single token."""
     p = Pass(
-        model=model, mode=mode, num_tokens=chunk, way="gpu",
+        model=model,
+        mode=mode,
+        num_tokens=chunk,
+        way="gpu",
         context_length=_attended(placement, context_length),
         num_sequences=weights.cache.num_sequences,
-    )  # fmt: skip
+    )
     cold = {device: cold_blocks(weights, placement, device) for device in memories}
     for device, memory in memories.items():
         p = replace(p, way=way_on(device))
@@ -293,10 +296,7 @@ def _piece_bytes(p: Pass, room: int, blocks: Blocks) -> int:
 
 
 def captured_passes(
-    p: Pass,
-    weights: Weights,
-    memories: Memories,
-    traffic: Traffic,
+    p: Pass, weights: Weights, memories: Memories, traffic: Traffic
 ) -> CapturedPasses | None:
     """Passes of prompts as graphs, of up to as many tokens as `p` has and as leave room for the longest
     launched pass; None if there is no room, or if captured_passes does not cover the model."""
@@ -315,9 +315,11 @@ def captured_passes(
             set_aside(memories)
             return None
         return CapturedPasses(
-            memory=reserved, lengths=tuple(n for n in LENGTHS if n <= most),
-            traffic=traffic, on_capture=partial(set_aside, memories),
-        )  # fmt: skip
+            memory=reserved,
+            lengths=tuple(n for n in LENGTHS if n <= most),
+            traffic=traffic,
+            on_capture=partial(set_aside, memories),
+        )
     return None
 
 
@@ -347,10 +349,12 @@ def cold_streams(
     is_cuda, copier = device.type == "cuda", copy_stream(device)
     is_pinned = all(block.can_be_copied for block in blocks.values())
     common: dict[str, Any] = {
-        "device": device, "piece_bytes": piece_bytes, "copier": copier,
+        "device": device,
+        "piece_bytes": piece_bytes,
+        "copier": copier,
         "compute": CurrentStream(device) if is_cuda else PlainStream(),
         "staging": None if is_pinned else Staging(piece_bytes, copier, is_pinned=is_cuda),
-    }  # fmt: skip
+    }
     neurons = {layer: each for layer, each in blocks.items() if isinstance(each, ColdBlock)}
     experts = {layer: each for layer, each in blocks.items() if isinstance(each, ColdExperts)}
     found: list[ColdStream | ExpertStream] = []

@@ -46,12 +46,7 @@ from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
-from hotsplit.runtime.neuron_cache.setup import (
-    first_residents,
-    not_copied,
-    setup_of,
-    slot_bytes,
-)
+from hotsplit.runtime.neuron_cache.setup import first_residents, not_copied, setup_of, slot_bytes
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.structs import NotNative
@@ -171,9 +166,12 @@ class Loaded:
         model, plan, config = self.model, self.plan, self.config
         self.num_sequences = sequences_of(config.num_sequences, plan)
         self.cache_types = cache_types_of(
-            model, config, has_plan=plan is not None, device=self.device,
+            model,
+            config,
+            has_plan=plan is not None,
+            device=self.device,
             planned=None if plan is None else plan.kv_offload,
-        )  # fmt: skip
+        )
         selection = self.cache_types.selection
         if selection is not None and (kept := text_words(model)) is not None:
             self.notice(
@@ -191,10 +189,15 @@ class Loaded:
 
     def _count_bytes(self) -> None:
         self.bytes_by_role = bytes_by_role_of(
-            self.model, self.plan, self.context_length, self.device, mode=self.mode,
-            cpu_ffn=self.config.cpu_ffn, num_sequences=self.num_sequences,
+            self.model,
+            self.plan,
+            self.context_length,
+            self.device,
+            mode=self.mode,
+            cpu_ffn=self.config.cpu_ffn,
+            num_sequences=self.num_sequences,
             cache_types=self.cache_types,
-        )  # fmt: skip
+        )
         layers = range(self.model.spec.num_layers)
         reads_all_L = [self.model.spec.computes_all(layer, self.mode) for layer in layers]
         if runs_by_output(self.model, self.placement, reads_all=any(reads_all_L)):
@@ -248,9 +251,15 @@ class Loaded:
                 self.setup.check(model, plan, self.mode, is_resident=is_resident)
         self.max_rows = self._step_rows()
         self.memories = memories_of(
-            model, plan, self.placement, self.bytes_by_role, self.context_length, self.warn,
-            max_rows=self.max_rows, num_sequences=self.num_sequences,
-        )  # fmt: skip
+            model,
+            plan,
+            self.placement,
+            self.bytes_by_role,
+            self.context_length,
+            self.warn,
+            max_rows=self.max_rows,
+            num_sequences=self.num_sequences,
+        )
 
     def _step_rows(self) -> int:
         """Most rows of a hybrid step. It is 1 if nothing is for a GPU, with a neuron cache, which
@@ -272,21 +281,35 @@ class Loaded:
     def _load_weights(self) -> None:
         with uploading(self.memories, self.residence, self.warn) as uploaders:
             self.weights = load_weights(
-                self.model, self.placement, self.mode, self.context_length, notice=self.notice,
-                traffic=self.traffic, residence=self.residence, uploaders=uploaders,
-                num_sequences=self.num_sequences, cache_types=self.cache_types,
-                resident_LN=self.resident_LN, are_slots_joined=self.has_joined_slots,
-            )  # fmt: skip
+                self.model,
+                self.placement,
+                self.mode,
+                self.context_length,
+                notice=self.notice,
+                traffic=self.traffic,
+                residence=self.residence,
+                uploaders=uploaders,
+                num_sequences=self.num_sequences,
+                cache_types=self.cache_types,
+                resident_LN=self.resident_LN,
+                are_slots_joined=self.has_joined_slots,
+            )
         check_routers(self.model, self.weights.layers)  # once the uploads are done
 
     def _stream_cold_weights(self) -> None:
         """Attaches the streams of cold weights, and sets the maximum number of tokens per pass."""
         self.chunk = min(self.chunk, self.context_length)
         self.weights, self.chunk = with_cold_streams(
-            self.model, self.weights, self.memories, self.placement, self.mode,
-            self.context_length, self.chunk, self.warn,
+            self.model,
+            self.weights,
+            self.memories,
+            self.placement,
+            self.mode,
+            self.context_length,
+            self.chunk,
+            self.warn,
             None if self.plan is None else self.plan.prompt_rates,
-        )  # fmt: skip
+        )
 
     def _make_neuron_cache(self) -> None:
         self.neuron_cache: NeuronCache | None = None
@@ -303,15 +326,21 @@ class Loaded:
     def _make_decoder(self) -> None:
         """Builds the decode step and the decoder."""
         step_by = partial(
-            decode_step, placement=self.placement, traffic=self.traffic, max_rows=self.max_rows,
+            decode_step,
+            placement=self.placement,
+            traffic=self.traffic,
+            max_rows=self.max_rows,
             on_capture=partial(set_aside, self.memories),
-        )  # fmt: skip
+        )
         step = step_by(self.weights, backend=self._backend(), neuron_cache=self.neuron_cache)
         set_aside(self.memories)
         self.decoder = Decoder(
-            weights=self.weights, observers=Observers(), native=step, chunk=self.chunk,
+            weights=self.weights,
+            observers=Observers(),
+            native=step,
+            chunk=self.chunk,
             host=self._host_mixers(),
-        )  # fmt: skip
+        )
 
     def _first_logits(self) -> dict[str, Tensor]:
         """Builds the decoder on a GPU, and computes the logits that are checked."""
@@ -327,8 +356,14 @@ class Loaded:
         if not self.config.graph or not self.memories:
             return
         tokens = min(self.decoder.most_tokens, self.context_length)
-        p = Pass(model=self.model, mode=self.mode, num_tokens=tokens, way="gpu",
-                 context_length=self.context_length, num_sequences=self.num_sequences)  # fmt: skip
+        p = Pass(
+            model=self.model,
+            mode=self.mode,
+            num_tokens=tokens,
+            way="gpu",
+            context_length=self.context_length,
+            num_sequences=self.num_sequences,
+        )
         found = captured_passes(p, self.weights, self.memories, self.traffic)
         self.decoder = replace(self.decoder, captured=found)
 
@@ -345,9 +380,11 @@ class Loaded:
         # A neuron cache writes weights while kernels run.
         overlaps = self.setup is None and self.config.graph and all(map(can_overlap, self.gpus))
         return cuda_backend(
-            step_takes(self.memories), has_graph=self.config.graph, has_doorbells=rings,
+            step_takes(self.memories),
+            has_graph=self.config.graph,
+            has_doorbells=rings,
             overlaps=overlaps,
-        )  # fmt: skip
+        )
 
     def _host_mixers(self) -> HostMixers | None:
         """What the CPU computes of attention and delta nets in prompts beside a GPU."""

@@ -123,10 +123,7 @@ def without_gpu(
 
 
 def placement_of(
-    model: ModelFile,
-    plan: Split | None,
-    gpus: tuple[torch.device, ...],
-    config: EngineConfig,
+    model: ModelFile, plan: Split | None, gpus: tuple[torch.device, ...], config: EngineConfig
 ) -> Placement:
     """The device of each part of the model. With cpu_ffn, kv_offload puts keys and values on the
     CPU, too; a plan states this itself."""
@@ -169,12 +166,8 @@ def bytes_by_role_of(
         dense_on_gpu=[cpu_ffn] * num_layers,
         head_on_gpu=cpu_ffn,
         workspace=workspace_bytes(
-            model,
-            context_length,
-            mode,
-            num_sequences,
-            ANY_BUDGET if device.type == "cuda" else 0,
-        ),  # fmt: skip
+            model, context_length, mode, num_sequences, ANY_BUDGET if device.type == "cuda" else 0
+        ),
         num_sequences=num_sequences,
         cache_types=cache_types,
     )
@@ -212,11 +205,7 @@ def device_of(device: str | None) -> torch.device:
     return found
 
 
-def context_of(
-    model: ModelFile,
-    plan: Split | None,
-    asked: int | None,
-) -> int:
+def context_of(model: ModelFile, plan: Split | None, asked: int | None) -> int:
     """The most tokens of a text: at most the model's context; 0 asks for all of it, and for the plan's
     where there is a plan."""
     if plan is not None:

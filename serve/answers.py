@@ -173,9 +173,12 @@ async def answered(
 def head_of(service: Service, prefix: str, kind: str) -> Body:
     """The fields that an answer, or each of its chunks, begins with."""
     return {
-        "id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()),
-        "model": service.served.name, "system_fingerprint": service.fingerprint,
-    }  # fmt: skip
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.served.name,
+        "system_fingerprint": service.fingerprint,
+    }
 
 
 def finish_reason(output: Output) -> str | None:

@@ -34,16 +34,18 @@ def wrong(param: str | None, message: str, code: str | None = "invalid_value") -
 def busy(message: str, retry_s: int) -> ApiError:
     """The error for a request that a full queue has no room for."""
     return ApiError(
-        429, f"{message}; try again later", kind="rate_limit_error", code="rate_limit_exceeded",
+        429,
+        f"{message}; try again later",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
         headers={"Retry-After": str(retry_s)},
-    )  # fmt: skip
+    )
 
 
 def unavailable(message: str) -> ApiError:
     return ApiError(
-        503, message, kind="server_error", code="service_unavailable",
-        headers={"Retry-After": "5"},
-    )  # fmt: skip
+        503, message, kind="server_error", code="service_unavailable", headers={"Retry-After": "5"}
+    )
 
 
 def too_large(most: int) -> ApiError:

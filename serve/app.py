@@ -95,9 +95,11 @@ def _error_of(error: HTTPException, scope: Scope) -> ApiError:
     shown = scope["path"][:80]
     if error.status_code == 405:
         found = ApiError(
-            405, f"{shown!r} does not support {scope['method']}", code="method_not_allowed",
+            405,
+            f"{shown!r} does not support {scope['method']}",
+            code="method_not_allowed",
             headers=error.headers,
-        )  # fmt: skip
+        )
     else:
         assert error.status_code == 404, error
         ours = OF_LLAMACPP.get(scope["path"])

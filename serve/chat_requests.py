@@ -71,9 +71,13 @@ def chat_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextR
     served.check_length(rendering.text, "messages")
     ids = served.encode_plain(rendering.text, "messages")
     syntax = Syntax(
-        format=served.format, rules=rules, splits_reasoning=reasoning != "none",
-        prompt=rendering.text, continued=rendering.continued, has_forced_calls=bool(choice.forced),
-    )  # fmt: skip
+        format=served.format,
+        rules=rules,
+        splits_reasoning=reasoning != "none",
+        prompt=rendering.text,
+        continued=rendering.continued,
+        has_forced_calls=bool(choice.forced),
+    )
     jobs = jobs_of(served, ids, wanted, codec, "messages")
     return TextRequest(wanted=wanted, jobs=jobs, syntax=syntax)
 
@@ -110,10 +114,13 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
         raise ApiError(501, served.template, code="no_chat_template")
     try:
         text = served.template.render(
-            messages, tools=in_template or None, variables=variables, continue_final_message=continues,
+            messages,
+            tools=in_template or None,
+            variables=variables,
+            continue_final_message=continues,
             add_generation_prompt=begins and not continues,
             keeps_none=served.call_style.has_null_content,
-        )  # fmt: skip
+        )
     except HotsplitError as error:
         raise wrong("messages", str(error)) from error
     continued = str(messages[-1]["content"]) if continues else ""
@@ -185,8 +192,11 @@ def _content(content: object, place: str, *, is_answer: bool) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or not isinstance(kind, str) or kind not in fields:
             shown = json.dumps(kind)[:40]
-            raise wrong(place, f"{place} has a part of type {shown}; this model only reads text",
-                        "unsupported_content")  # fmt: skip
+            raise wrong(
+                place,
+                f"{place} has a part of type {shown}; this model only reads text",
+                "unsupported_content",
+            )
         if not isinstance(text := part.get(fields[kind]), str):
             raise wrong(
                 place,
@@ -242,17 +252,14 @@ def _arguments(arguments: object, place: str) -> dict[str, object]:
 
 
 def _forced(
-    wanted: Wanted,
-    tools: Sequence[Tool],
-    served: ServedModel,
-    codec: TextCodec,
-    is_parallel: bool,
+    wanted: Wanted, tools: Sequence[Tool], served: ServedModel, codec: TextCodec, is_parallel: bool
 ) -> Grammar:
     if wanted.grammar is not None:
         raise wrong(
-            "tool_choice", "tool_choice requires a call, which response_format, json_schema and"
-            " grammar exclude; give one of them"
-        )  # fmt: skip
+            "tool_choice",
+            "tool_choice requires a call, which response_format, json_schema and"
+            " grammar exclude; give one of them",
+        )
     calls = served.format.calls
     return Grammar(
         param="tool_choice",

@@ -98,8 +98,11 @@ class Connection(H11Protocol):
         if len(unread) <= MAX_HEAD_BYTES or self.conn.our_state is not h11.IDLE:
             super().send_400_response(msg)
             return
-        headers = [("content-type", "text/plain; charset=utf-8"), ("connection", "close"),
-                   ("content-length", str(len(TOO_LONG)))]  # fmt: skip
+        headers = [
+            ("content-type", "text/plain; charset=utf-8"),
+            ("connection", "close"),
+            ("content-length", str(len(TOO_LONG))),
+        ]
         answer = h11.Response(
             status_code=431, headers=headers, reason=b"Request Header Fields Too Large"
         )

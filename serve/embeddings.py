@@ -102,8 +102,12 @@ def _entry(asked: EmbeddingRequest, index: int, pooled_D: np.ndarray) -> dict[st
     vector_D = pooled_D[: asked.num_dimensions]
     length = float(np.linalg.norm(vector_D))
     if not (np.isfinite(length) and length > 0):
-        raise ApiError(500, f"the hidden states of input {index} have the length {length}",
-                       kind="server_error", code="internal_error")  # fmt: skip
+        raise ApiError(
+            500,
+            f"the hidden states of input {index} have the length {length}",
+            kind="server_error",
+            code="internal_error",
+        )
     unit_D = (vector_D / length).astype("<f4")
     encoded = base64.b64encode(unit_D.tobytes()).decode() if asked.is_base64 else unit_D.tolist()
     return {"object": "embedding", "index": index, "embedding": encoded}

@@ -16,17 +16,7 @@ from starlette.types import Receive, Scope, Send
 from hotsplit.runtime.generate.constraints import ConstraintError
 from hotsplit.serve.api_error import ApiError, busy, unavailable, wrong
 from hotsplit.serve.scheduler import QueueFull, Scheduler
-from hotsplit.serve.texts import (
-    EmbeddingJob,
-    Ended,
-    Event,
-    Failed,
-    Job,
-    Late,
-    Said,
-    Stopping,
-    Text,
-)
+from hotsplit.serve.texts import EmbeddingJob, Ended, Event, Failed, Job, Late, Said, Stopping, Text
 
 log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
@@ -102,8 +92,13 @@ def error_of(error: Exception) -> ApiError:
     if isinstance(error, Late):
         is_field = error.by == "timeout"
         limit = "the request's timeout" if is_field else "the server's --timeout"
-        return ApiError(504, f"the answer took longer than {limit} allows", kind="server_error",
-                        param="timeout" if is_field else None, code="timeout")  # fmt: skip
+        return ApiError(
+            504,
+            f"the answer took longer than {limit} allows",
+            kind="server_error",
+            param="timeout" if is_field else None,
+            code="timeout",
+        )
     if isinstance(error, Stopping):
         return unavailable("the server is stopping")
     message = " ".join(str(error).split())[:300] or type(error).__name__

@@ -175,7 +175,7 @@ def _check_depth(found: object) -> None:
             for item in level
             for value in (item.values() if isinstance(item, dict) else item)
             if isinstance(value, dict | list)
-        ]  # fmt: skip
+        ]
         if not level:
             return
     raise _too_deep()

@@ -62,8 +62,12 @@ class Guard:
         except Exception as error:  # a request never ends the process
             log.exception("%s failed", line.id)
             line.error = f"{type(error).__name__}: {error}"
-            failed = ApiError(500, "the request failed; see the server's log under its id",
-                              kind="server_error", code="internal_error")  # fmt: skip
+            failed = ApiError(
+                500,
+                "the request failed; see the server's log under its id",
+                kind="server_error",
+                code="internal_error",
+            )
             if line.status == 0:
                 await error_response(failed)(scope, receive, self._marked(scope, send, line))
             else:
@@ -91,11 +95,19 @@ class Guard:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEAD_BYTES:
-            raise ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes",
-                           code="headers_too_large", headers={"Connection": "close"})  # fmt: skip
+            raise ApiError(
+                431,
+                f"the headers have more than {MAX_HEAD_BYTES} bytes",
+                code="headers_too_large",
+                headers={"Connection": "close"},
+            )
         if self._is_local and not self._is_ours(headers.get("host", "")):
-            raise ApiError(403, "this server only serves its own machine; give it an --api-key,"
-                           " or allow this host name (--allow-host)", code="wrong_host")  # fmt: skip
+            raise ApiError(
+                403,
+                "this server only serves its own machine; give it an --api-key,"
+                " or allow this host name (--allow-host)",
+                code="wrong_host",
+            )
         path = scope["path"]
         if path not in OPEN_PATHS:
             self._check_key(headers, is_page=path == "/")
@@ -116,8 +128,12 @@ class Guard:
             return
         what = "wrong" if given is not None else "missing: send Authorization: Bearer KEY"
         scheme = 'Basic realm="hotsplit", charset="UTF-8"' if is_page else "Bearer"
-        raise ApiError(401, f"the API key is {what}", code="invalid_api_key",
-                       headers={"WWW-Authenticate": scheme})  # fmt: skip
+        raise ApiError(
+            401,
+            f"the API key is {what}",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": scheme},
+        )
 
     def _is_ours(self, host: str) -> bool:
         name = _host_name(host)
@@ -162,8 +178,12 @@ def _check_framing(headers: Headers) -> None:
     """Refuses a body with two lengths: a proxy that goes by the other one would take a part of it
     for another request, so the connection is closed (RFC 9112, section 6.1)."""
     if "transfer-encoding" in headers and "content-length" in headers:
-        raise ApiError(400, "the request has both Content-Length and Transfer-Encoding; send one",
-                       code="wrong_framing", headers={"Connection": "close"})  # fmt: skip
+        raise ApiError(
+            400,
+            "the request has both Content-Length and Transfer-Encoding; send one",
+            code="wrong_framing",
+            headers={"Connection": "close"},
+        )
 
 
 async def _preflight(send: Send) -> None:

@@ -18,11 +18,21 @@ NAMESPACE = "hotsplit"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 # Paths that have a label; labels for all paths that clients send could fill the memory.
 PATHS = (
-    "/", "/health", "/metrics", "/props", "/tokenize", "/detokenize", "/apply-template",
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings",
+    "/",
+    "/health",
+    "/metrics",
+    "/props",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
     "/v1/models",
-    "/chat/completions", "/models",
-)  # fmt: skip
+    "/chat/completions",
+    "/models",
+)
 
 
 class Metrics:
@@ -47,8 +57,14 @@ class Metrics:
         return Counter(name, what, labels, namespace=NAMESPACE, registry=self.registry)
 
     def _histogram(self, name: str, what: str) -> Histogram:
-        return Histogram(name, what, namespace=NAMESPACE, unit="seconds", buckets=_SECONDS,
-                         registry=self.registry)  # fmt: skip
+        return Histogram(
+            name,
+            what,
+            namespace=NAMESPACE,
+            unit="seconds",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
 
     def gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
         """Adds a gauge whose value is computed whenever it is read."""

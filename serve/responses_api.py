@@ -80,12 +80,14 @@ class ResponsesAnswer(Answer):
         part: Body = {"type": "reasoning_text", "text": self._text}
         if item["type"] == "message":
             part = _text_part(self._text)
-            yield self._event("response.output_text.done", **place, content_index=0,
-                              text=self._text, logprobs=[])  # fmt: skip
+            yield self._event(
+                "response.output_text.done", **place, content_index=0, text=self._text, logprobs=[]
+            )
             yield self._event("response.content_part.done", **place, content_index=0, part=part)
         else:
-            yield self._event("response.reasoning_text.done", **place, content_index=0,
-                              text=self._text)  # fmt: skip
+            yield self._event(
+                "response.reasoning_text.done", **place, content_index=0, text=self._text
+            )
         item["content"] = [part]
         yield self._item_event("done")
 
@@ -116,8 +118,9 @@ class ResponsesAnswer(Answer):
         self._text += text
         name = "output_text" if kind == "message" else "reasoning_text"
         more: Body = {"logprobs": []} if kind == "message" else {}
-        yield self._event(f"response.{name}.delta", **self._place(), content_index=0, delta=text,
-                          **more)  # fmt: skip
+        yield self._event(
+            f"response.{name}.delta", **self._place(), content_index=0, delta=text, **more
+        )
 
     def _begin(self, kind: str) -> Iterator[bytes]:
         item: Body = {"type": kind, "status": "in_progress", "content": []}
@@ -129,19 +132,29 @@ class ResponsesAnswer(Answer):
         self._is_open, self._text = True, ""
         yield self._item_event("added")
         if kind == "message":
-            yield self._event("response.content_part.added", **self._place(), content_index=0,
-                              part=_text_part(""))  # fmt: skip
+            yield self._event(
+                "response.content_part.added", **self._place(), content_index=0, part=_text_part("")
+            )
 
     def _call(self, call: ToolCall) -> Iterator[bytes]:
-        item: Body = {"type": "function_call", "id": f"fc_{secrets.token_hex(16)}",
-                      "call_id": call.id, "name": call.name, "arguments": "",
-                      "status": "in_progress"}  # fmt: skip
+        item: Body = {
+            "type": "function_call",
+            "id": f"fc_{secrets.token_hex(16)}",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
         self._items.append(item)
         place = self._place()
         yield self._item_event("added")
         yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=call.name,
-                          arguments=call.arguments)  # fmt: skip
+        yield self._event(
+            "response.function_call_arguments.done",
+            **place,
+            name=call.name,
+            arguments=call.arguments,
+        )
         item |= {"arguments": call.arguments, "status": "completed"}
         yield self._item_event("done")
 
@@ -150,13 +163,26 @@ class ResponsesAnswer(Answer):
 
     def _body(self, status: str) -> Body:
         return {
-            "id": self._id, "object": "response", "created_at": self._created, "status": status,
-            "model": self._service.served.name, "output": self._items, "error": None,
-            "incomplete_details": None, "instructions": None, "metadata": {},
-            "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": None,
-            "top_p": None, "store": False, "previous_response_id": None, "truncation": "disabled",
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": self._service.served.name,
+            "output": self._items,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "temperature": None,
+            "top_p": None,
+            "store": False,
+            "previous_response_id": None,
+            "truncation": "disabled",
             "usage": None,
-        }  # fmt: skip
+        }
 
     def _item_event(self, what: Literal["added", "done"]) -> bytes:
         """The event for the last item as a whole."""

@@ -22,8 +22,11 @@ MAX_INSTRUCTIONS = 1 << 24
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
 _REFERS = "nothing is stored here; send the whole conversation as input"
 # Fields of a chat that have another name in this API.
-_PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens",
-           "response_format": "text.format"}  # fmt: skip
+_PARAMS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
 
 
 def responses_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextRequest:
@@ -36,9 +39,13 @@ def responses_request(fields: Fields, served: ServedModel, arrival: Arrival) -> 
         named = _MESSAGE.sub(lambda found: places[int(found[1])], param) if param else None
         message = _MESSAGE.sub(lambda found: places[int(found[1])], error.message)
         raise ApiError(
-            error.status, message, kind=error.kind, param=named, code=error.code,
+            error.status,
+            message,
+            kind=error.kind,
+            param=named,
+            code=error.code,
             headers=error.headers,
-        ) from error  # fmt: skip
+        ) from error
 
 
 def chat_fields(fields: Fields) -> tuple[dict[str, object], list[str]]:
@@ -148,9 +155,13 @@ def _add(messages: list[object], item: object, place: str) -> None:
 # message behind them.
 _SKIPPED_ITEMS = ("reasoning", "web_search_call")
 _KINDS = (
-    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
     *_SKIPPED_ITEMS,
-)  # fmt: skip
+)
 
 
 def _check_included(names: list[object]) -> None:
@@ -158,15 +169,22 @@ def _check_included(names: list[object]) -> None:
     for name in names:
         if name not in _INCLUDED:
             shown = json.dumps(name)[:60]
-            raise wrong("include", f"include: {shown} is not available here, wanted some of"
-                        f" {', '.join(_INCLUDED)}", "unsupported_value")  # fmt: skip
+            raise wrong(
+                "include",
+                f"include: {shown} is not available here, wanted some of {', '.join(_INCLUDED)}",
+                "unsupported_value",
+            )
 
 
 _INCLUDED = (
-    "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
-    "file_search_call.results", "code_interpreter_call.outputs", "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "message.input_image.image_url",
     "computer_call_output.output.image_url",
-)  # fmt: skip
+)
 
 
 _FUNCTION_KEYS = ("name", "description", "parameters")

@@ -6,11 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import (
-    SamplingOptions,
-    samplers_of_letters,
-    samplers_of_names,
-)
+from hotsplit.options.generation import SamplingOptions, samplers_of_letters, samplers_of_names
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.fields import Fields
 
@@ -25,15 +21,35 @@ RENAMED = {
     "mirostat_eta": "mirostat_lr",
 }
 NUMBERS = (
-    "temperature", "dynatemp_range", "dynatemp_exponent", "top_p", "min_p", "typical_p", "typ_p",
-    "top_n_sigma", "xtc_probability", "xtc_threshold", "repeat_penalty", "repetition_penalty",
+    "temperature",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "typ_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "repeat_penalty",
+    "repetition_penalty",
     "presence_penalty",
-    "frequency_penalty", "dry_multiplier", "dry_base", "adaptive_target", "adaptive_decay",
-    "mirostat_tau", "mirostat_eta",
-)  # fmt: skip
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "adaptive_target",
+    "adaptive_decay",
+    "mirostat_tau",
+    "mirostat_eta",
+)
 WHOLE = (
-    "top_k", "repeat_last_n", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "min_keep",
-)  # fmt: skip
+    "top_k",
+    "repeat_last_n",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "mirostat",
+    "min_keep",
+)
 _INT32 = (1 << 31) - 1
 
 

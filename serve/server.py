@@ -102,9 +102,12 @@ class Server:
                 check_address_space(_REQUESTS_BYTES, "of requests")
                 prefix_cache = PrefixCache(engine, self._num_places)
                 scheduler = Scheduler(
-                    engine, prefix_cache, self._post, parallel=self.config.parallel,
+                    engine,
+                    prefix_cache,
+                    self._post,
+                    parallel=self.config.parallel,
                     queue=self.config.queue,
-                )  # fmt: skip
+                )
                 self._scheduler = scheduler
                 if self.service.is_stopping:  # signalled while the model was loading
                     scheduler.stop()
@@ -241,8 +244,9 @@ def _template_of(config: ServeConfig, model: ModelFile, codec: TextCodec) -> Cha
         wanted = FALLBACK
         log.warning(
             "the file has no chat template: chats are written in %s, which its model may not know;"
-            " --chat-template NAME|FILE gives another", FALLBACK,
-        )  # fmt: skip
+            " --chat-template NAME|FILE gives another",
+            FALLBACK,
+        )
     try:
         template = chat_template_of(model, codec, wanted)
         template.render([{"role": "user", "content": "Hello"}])  # starts the worker process

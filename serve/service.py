@@ -88,8 +88,11 @@ class Service:
         if kind != "application/json":
             await drop_body(request.receive)
             shown = f"the body's type is {kind[:60]!r}" if kind else "the body has no type"
-            raise ApiError(415, f"{shown}; with curl, add -H 'Content-Type: application/json'",
-                           code="wrong_content_type")  # fmt: skip
+            raise ApiError(
+                415,
+                f"{shown}; with curl, add -H 'Content-Type: application/json'",
+                code="wrong_content_type",
+            )
         pieces, length, most = [], 0, self.config.max_body_bytes
         try:
             async with asyncio.timeout(self.config.read_s):
@@ -99,8 +102,12 @@ class Service:
                     if length > most:
                         break
         except TimeoutError:
-            raise ApiError(408, f"the body took longer than {self.config.read_s:g} s",
-                           code="request_timeout", headers={"Connection": "close"}) from None  # fmt: skip
+            raise ApiError(
+                408,
+                f"the body took longer than {self.config.read_s:g} s",
+                code="request_timeout",
+                headers={"Connection": "close"},
+            ) from None
         except ClientDisconnect:
             raise Gone from None
         if length > most:  # after the deadline's block: the rest may arrive later
@@ -128,8 +135,11 @@ class Service:
             raise error_of(Late(asked.wanted.deadline_by)) from None
         except QueueFull:
             waiting = self._grammars.num_waiting
-            raise busy(f"{waiting} grammars are waiting to be compiled, in a queue for"
-                       f" {self.config.queue}", min(waiting, MAX_RETRY_S)) from None  # fmt: skip
+            raise busy(
+                f"{waiting} grammars are waiting to be compiled, in a queue for"
+                f" {self.config.queue}",
+                min(waiting, MAX_RETRY_S),
+            ) from None
 
     def exchange(self, jobs: Sequence[Job | EmbeddingJob], *, is_stream: bool) -> Exchange:
         """Submits the jobs. Raises ApiError if the queue has no room, or if the server is loading

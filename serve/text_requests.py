@@ -29,10 +29,23 @@ MAX_GRAMMAR_BYTES = 64 << 10
 MAX_PROMPTS = 64
 # Fields of OpenAI's and llama-server's clients that do not affect an answer's text.
 NEUTRAL = (
-    "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "verbosity", "prediction", "id_slot", "timings_per_token",
-    "return_tokens", "return_progress", "sse_ping_interval", "n_cache_reuse",
-)  # fmt: skip
+    "model",
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "verbosity",
+    "prediction",
+    "id_slot",
+    "timings_per_token",
+    "return_tokens",
+    "return_progress",
+    "sse_ping_interval",
+    "n_cache_reuse",
+)
 # Unsupported fields: the values that turn them off, which llama-server's clients send, and the reason
 # given for refusing others.
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
@@ -106,9 +119,13 @@ class Syntax:
         if self.format is None:
             return constraint
         return answer_mask(
-            constraint, self.format, codec, self.prompt,
-            continued=self.continued, is_of_calls=self.has_forced_calls,
-        )  # fmt: skip
+            constraint,
+            self.format,
+            codec,
+            self.prompt,
+            continued=self.continued,
+            is_of_calls=self.has_forced_calls,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +210,17 @@ def take_wanted(
         raise wrong("timeout", f"timeout is {asked_s}, wanted a number over 0, in seconds")
     deadline, deadline_by = arrival.deadline(asked_s)
     return Wanted(
-        count=count, is_stream=is_stream, has_usage=has_usage, sampling=sampling, options=options,
-        grammar=_grammar(fields, codec), reuses=fields.flag("cache_prompt", True),
-        deadline=deadline, deadline_by=deadline_by, generates=max_tokens != 0,
-    )  # fmt: skip
+        count=count,
+        is_stream=is_stream,
+        has_usage=has_usage,
+        sampling=sampling,
+        options=options,
+        grammar=_grammar(fields, codec),
+        reuses=fields.flag("cache_prompt", True),
+        deadline=deadline,
+        deadline_by=deadline_by,
+        generates=max_tokens != 0,
+    )
 
 
 def check_room(
@@ -226,9 +250,14 @@ def jobs_of(
         if sampling.seed is not None and number:
             sampling = replace(sampling, seed=(sampling.seed + number) % (1 << 64))
         job = Job(
-            ids=ids, codec=codec, draws=served.chain(sampling), options=wanted.options,
-            deadline=wanted.deadline, deadline_by=wanted.deadline_by, reuses=wanted.reuses,
-        )  # fmt: skip
+            ids=ids,
+            codec=codec,
+            draws=served.chain(sampling),
+            options=wanted.options,
+            deadline=wanted.deadline,
+            deadline_by=wanted.deadline_by,
+            reuses=wanted.reuses,
+        )
         jobs.append(job)
     return jobs
 

@@ -64,9 +64,11 @@ def by_activation(model: ModelFile) -> Profile:
     share_L1 = np.array([[layer.neurons.most_share] for layer in model.spec.layers])
     base = every_neuron(model)
     return replace(
-        base, num_tokens=NUM_TOKENS, gate_histogram_LB=base.gate_histogram_LB * NUM_TOKENS,
+        base,
+        num_tokens=NUM_TOKENS,
+        gate_histogram_LB=base.gate_histogram_LB * NUM_TOKENS,
         active_count_LF=np.rint(base.active_count_LF * NUM_TOKENS * share_L1).astype(np.int64),
-    )  # fmt: skip
+    )
 
 
 def assumed_experts(model: ModelFile, exponent: float) -> Profile:
@@ -85,10 +87,13 @@ def assumed_experts(model: ModelFile, exponent: float) -> Profile:
     count_LE = np.stack([np.bincount(id_TK[id_TK >= 0], minlength=number) for id_TK in routing_LTK])
     base = every_neuron(model)
     return replace(
-        base, num_tokens=NUM_TOKENS, active_count_LF=base.active_count_LF * NUM_TOKENS,
-        gate_histogram_LB=base.gate_histogram_LB * NUM_TOKENS, expert_count_LE=count_LE,
+        base,
+        num_tokens=NUM_TOKENS,
+        active_count_LF=base.active_count_LF * NUM_TOKENS,
+        gate_histogram_LB=base.gate_histogram_LB * NUM_TOKENS,
+        expert_count_LE=count_LE,
         routing_LTK=routing_LTK,
-    )  # fmt: skip
+    )
 
 
 def drawn_experts(num_experts: int, num_used: int, exponent: float) -> np.ndarray:

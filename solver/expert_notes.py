@@ -99,9 +99,11 @@ def edges(pipeline: Pipeline, placement: Placement) -> dict[int, Edge]:
             least, most = hot[share_F[hot].argmin()], cold[share_F[cold].argmax()]
             id_F = pipeline.model.order_LF[layer]
             found[layer] = Edge(
-                least_hot=float(share_F[least]), most_cold=float(share_F[most]),
-                hot_expert=int(id_F[least]), cold_expert=int(id_F[most]),
-            )  # fmt: skip
+                least_hot=float(share_F[least]),
+                most_cold=float(share_F[most]),
+                hot_expert=int(id_F[least]),
+                cold_expert=int(id_F[most]),
+            )
     return found
 
 

@@ -49,10 +49,12 @@ def emptiest(run: Problem, need_bytes: int, together: Groups = ()) -> Placement 
         return None
     # What stays on the CPU is as large as possible, but at most `spare`.
     left = [
-        _Class(size=c.size, counts=[(c.counts[-1][1] - b, c.counts[-1][1] - a)
-                                    for a, b in reversed(c.counts)])
+        _Class(
+            size=c.size,
+            counts=[(c.counts[-1][1] - b, c.counts[-1][1] - a) for a, b in reversed(c.counts)],
+        )
         for c in classes
-    ]  # fmt: skip
+    ]
     counts = [
         c.counts[-1][1] - count
         for c, count in zip(classes, _counts_below(left, spare), strict=True)

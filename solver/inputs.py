@@ -35,11 +35,21 @@ Workspace = Callable[[ModelFile, int, Mode, int, int], int]
 _NONE = Figure(best=1.0)
 # Stands in for the GPU of a machine without one; with a budget of 0 its figures do not matter.
 NO_GPU = Gpu(
-    name="no GPU", source="none", memory_bytes=0, free_bytes=0, bandwidth_gb_per_s=_NONE,
-    host_to_device_gb_per_s=_NONE, host_to_device_pageable_gb_per_s=_NONE,
-    chosen_rows_gb_per_s=_NONE, copy_latency_s=_NONE, launch_s=_NONE, kernel_s=_NONE,
-    token_s=_NONE, hand_over_s=_NONE, cpu_run_s=_NONE,
-)  # fmt: skip
+    name="no GPU",
+    source="none",
+    memory_bytes=0,
+    free_bytes=0,
+    bandwidth_gb_per_s=_NONE,
+    host_to_device_gb_per_s=_NONE,
+    host_to_device_pageable_gb_per_s=_NONE,
+    chosen_rows_gb_per_s=_NONE,
+    copy_latency_s=_NONE,
+    launch_s=_NONE,
+    kernel_s=_NONE,
+    token_s=_NONE,
+    hand_over_s=_NONE,
+    cpu_run_s=_NONE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +89,10 @@ class Inputs:
         for_host = self.host_budget - self.always_on_host
         need_bytes = max(0, problems[0].placeable_bytes - for_host)
         return Pipeline(
-            problems=problems, need_bytes=0 if self.swapped_rows else need_bytes,
+            problems=problems,
+            need_bytes=0 if self.swapped_rows else need_bytes,
             together=self._together,
-        )  # fmt: skip
+        )
 
     @property
     def _together(self) -> Groups:
@@ -186,12 +197,19 @@ def load_inputs(
     elif neuron_cache is not None:
         file.refuse_chosen("neuron caches are", "leave --neuron-cache out")
     return inputs_from(
-        file, profile_for(file, profile, mode), load_machine(machine),
-        paths=(model, profile, machine), budgets=budgets, host_budget=host_budget,
-        context_length=context_length, mode=mode, workspace=workspace,
+        file,
+        profile_for(file, profile, mode),
+        load_machine(machine),
+        paths=(model, profile, machine),
+        budgets=budgets,
+        host_budget=host_budget,
+        context_length=context_length,
+        mode=mode,
+        workspace=workspace,
         swapped_rows=0 if neuron_cache is None else swapped_rows(neuron_cache, file),
-        num_sequences=num_sequences, kv_offload=kv_offload,
-    )  # fmt: skip
+        num_sequences=num_sequences,
+        kv_offload=kv_offload,
+    )
 
 
 def inputs_from(
@@ -240,10 +258,7 @@ def swapped_rows(options: CacheOptions, model: ModelFile) -> int:
 
 def _check_experts(model: ModelFile, mode: Mode | None, kv_offload: KeySelection | None) -> None:
     """Raises HotsplitError for what plans of mixtures do not have yet."""
-    asked = {
-        f"--mode {mode}": mode not in (None, "dense"),
-        "--kv-offload": kv_offload is not None,
-    }
+    asked = {f"--mode {mode}": mode not in (None, "dense"), "--kv-offload": kv_offload is not None}
     option = next((name for name, is_asked in asked.items() if is_asked), None)
     if option is not None:
         model.refuse_chosen(f"plans with {option} are", "leave it out")

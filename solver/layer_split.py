@@ -136,10 +136,11 @@ def without_experts(inputs: Inputs) -> PipelinePlacement | None:
             return PipelinePlacement(
                 placement=Placement(
                     hot_LF=np.repeat(is_dense_L[:, None], units.number, axis=1),
-                    dense_L=np.ones(len(is_dense_L), bool), head=has_head,
+                    dense_L=np.ones(len(is_dense_L), bool),
+                    head=has_head,
                 ),
                 home_I=np.array(home, np.int64),
-            )  # fmt: skip
+            )
     return None
 
 
@@ -169,10 +170,11 @@ def split_seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) 
     GPUs."""
     model, machine = inputs.model, inputs.machine
     total = token_seconds(model, machine) + sum(
-        cpu_seconds(model, machine, layer, kv_read(model, layer, inputs.context_length), "dense",
-                    _is_read)
+        cpu_seconds(
+            model, machine, layer, kv_read(model, layer, inputs.context_length), "dense", _is_read
+        )
         for layer in range(first)
-    )  # fmt: skip
+    )
     for layer, home in zip(range(first, model.spec.num_layers), homes, strict=False):
         total += _layer_seconds(inputs, inputs.gpus[home], layer)
     if has_head:

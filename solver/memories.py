@@ -92,9 +92,10 @@ def least_of(errors: Sequence[TooSmallError]) -> TooSmallError:
     hosts = [e.smallest.host for e in alone if e.smallest.host is not None]
     contexts = [e.smallest.context for e in alone if e.smallest.context is not None]
     smallest = Smallest(
-        budgets=min(budgets, key=sum, default=None), host=min(hosts, default=None),
+        budgets=min(budgets, key=sum, default=None),
+        host=min(hosts, default=None),
         context=max(contexts, default=None),
-    )  # fmt: skip
+    )
     first = next((e for e in alone if e.smallest.budgets == smallest.budgets), alone[0])
     return TooSmallError(first.inputs, first.pipeline, smallest)
 

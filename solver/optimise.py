@@ -141,8 +141,10 @@ def _memory_notes(pipeline: Pipeline, plan: PipelinePlacement) -> tuple[str, ...
     """Notes on a plan with nothing on a GPU or with everything there, and on one that leaves out
     what would fit."""
     if _is_whole(pipeline, plan):
-        size = sum(placement_bytes(problem, plan.on_gpu(gpu))
-                   for gpu, problem in enumerate(pipeline.problems))  # fmt: skip
+        size = sum(
+            placement_bytes(problem, plan.on_gpu(gpu))
+            for gpu, problem in enumerate(pipeline.problems)
+        )
         return (f"fits entirely in {format_bytes(size)}: every layer and the head are on the GPU",)
     notes = []
     if not plan.placement.uses_gpu:

@@ -160,11 +160,13 @@ class Problem:
         block on the GPU. f64 [2, L, F + 1]."""
         sides = [
             ffn_seconds(
-                self, hot_touched_L=self.prefix_LN.T,
-                num_hot_L=np.arange(self.num_neurons + 1)[:, None], dense_L=np.array(dense),
+                self,
+                hot_touched_L=self.prefix_LN.T,
+                num_hot_L=np.arange(self.num_neurons + 1)[:, None],
+                dense_L=np.array(dense),
             ).T
             for dense in (False, True)
-        ]  # fmt: skip
+        ]
         for dense, seconds_LN in enumerate(sides):
             for layer, twin in self.twins.items():
                 if twin != layer:

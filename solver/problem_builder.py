@@ -162,9 +162,10 @@ def _experts(inputs: "Inputs") -> _Units:
 def _neurons(inputs: "Inputs", sizes: Sequence[LayerBytes]) -> _Units:
     """Units of several neurons touch what these do together."""
     model, machine, profile, mode = inputs.model, inputs.machine, inputs.profile, inputs.mode
-    units, row_L3 = NeuronUnits(model=model, profile=profile), [
-        (s.gate_row, s.up_row, s.down_row) for s in sizes
-    ]  # fmt: skip
+    units, row_L3 = (
+        NeuronUnits(model=model, profile=profile),
+        [(s.gate_row, s.up_row, s.down_row) for s in sizes],
+    )
     layers, overfetch_L = range(model.spec.num_layers), overfetch(model, profile)
     order_L = [units.order(layer) for layer in layers]
     parts_L, share_2L = [], np.empty((2, len(layers)))

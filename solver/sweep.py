@@ -62,12 +62,7 @@ class Sweep:
 
 
 def sweep(
-    config: SolveConfig,
-    *,
-    first: int,
-    last: int,
-    num_budgets: int,
-    workspace: Workspace,
+    config: SolveConfig, *, first: int, last: int, num_budgets: int, workspace: Workspace
 ) -> Sweep:
     """Plans for evenly spaced budgets from `first` to `last`. A budget that is too small for
     anything gets the plan of the CPU alone; one with which main memory cannot hold the rest gets no
@@ -96,9 +91,11 @@ def _best(
         pipeline = of_mode.pipeline()
         beat_s = np.inf if best is None else best[2].objective_s
         answer = find_plan(
-            pipeline, time_limit_s=TIME_LIMIT_S, known=[*obvious_plans(of_mode).values()],
+            pipeline,
+            time_limit_s=TIME_LIMIT_S,
+            known=[*obvious_plans(of_mode).values()],
             beat_s=beat_s if is_proven else 0.0,
-        )  # fmt: skip
+        )
         if answer is not None and answer.objective_s < beat_s:
             best = (of_mode, pipeline, answer)
     return best

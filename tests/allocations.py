@@ -13,8 +13,9 @@ def allocations(run: Callable[[], object]) -> list[int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     events = profiled.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events)
-                     if e.name() == "[memory]")  # fmt: skip
+    changes = sorted(
+        (e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]"
+    )
     return [num_bytes for *_, num_bytes in changes]
 
 

@@ -366,13 +366,14 @@ MESSAGES = {
     "five": [SYSTEM, USER, ANSWER, AGAIN, ANSWER, USER],
     "reasoning": [USER, THOUGHT, AGAIN],
     "reasoning apart": [
-        USER, {"role": "assistant", "content": "4.", "reasoning": "Two and two..."},
+        USER,
+        {"role": "assistant", "content": "4.", "reasoning": "Two and two..."},
     ],
     "tools": [USER, CALL, RESULT],
     "wrong order": [USER, USER],
     "empty": [{"role": "user", "content": ""}],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
-}  # fmt: skip
+}
 TOOLS = [
     {
         "type": "function",

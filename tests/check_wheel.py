@@ -111,9 +111,15 @@ class Environment:
         """stdout of a Python program. Raises CheckError if it fails, or our code warns."""
         command = [str(self.python), *map(str, words)]
         ended = subprocess.run(
-            command, cwd=self.folder, env=self._variables, capture_output=True, text=True,
-            check=False, timeout=LIMIT_S, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            command,
+            cwd=self.folder,
+            env=self._variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL,
+        )
         warned = [line for line in ended.stderr.splitlines() if is_our_warning(line)]
         if ended.returncode or warned:
             told = "\n".join(warned or ended.stderr.splitlines()[-20:])
@@ -137,10 +143,22 @@ def install(python: str, wheel: Path, folder: Path) -> Path:
     subprocess.run([python, "-m", "venv", folder], check=True)
     made = folder / "bin" / "python"
     subprocess.run(
-        [made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir",
-         "--only-binary=:all:", "-c", ROOT / "constraints.txt", f"{wheel}[grammar,parquet,serve]"],
-        check=True, env=os.environ | {"TMPDIR": str(folder)},
-    )  # fmt: skip
+        [
+            made,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-cache-dir",
+            "--only-binary=:all:",
+            "-c",
+            ROOT / "constraints.txt",
+            f"{wheel}[grammar,parquet,serve]",
+        ],
+        check=True,
+        env=os.environ | {"TMPDIR": str(folder)},
+    )
     return made
 
 
@@ -163,8 +181,16 @@ def check_package(environment: Environment, wheel: Path) -> None:
 def check_types(environment: Environment) -> None:
     """Checks that the mypy of this Python finds the package's types without settings."""
     (environment.folder / "user.py").write_text(TYPED)
-    command = [sys.executable, "-m", "mypy", "--python-executable", environment.python,
-               "--follow-imports=silent", "--cache-dir=mypy", "user.py"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-executable",
+        environment.python,
+        "--follow-imports=silent",
+        "--cache-dir=mypy",
+        "user.py",
+    ]
     ended = subprocess.run(
         command, cwd=environment.folder, capture_output=True, text=True, check=False
     )
@@ -178,8 +204,18 @@ def pipeline(environment: Environment, corpus: Path) -> dict[str, str]:
     run("convert", MODEL, "-o", "base.gguf")
     run("profile", "base.gguf", "--corpus", corpus, "-o", "counts", "--tokens", "1024")
     run("calibrate", "-o", "machine.json", "--gpu-from", CARD)
-    run("solve", "base.gguf", "--profile", "counts", "--machine", "machine.json", "-vb", "8MiB",
-        "-o", "plan.gguf")  # fmt: skip
+    run(
+        "solve",
+        "base.gguf",
+        "--profile",
+        "counts",
+        "--machine",
+        "machine.json",
+        "-vb",
+        "8MiB",
+        "-o",
+        "plan.gguf",
+    )
     planned = run("generate", "base.gguf", "--split", "plan.gguf", *PROMPT)
     run("report", "base.gguf", "--profile", "counts", "-o", "page.html")
     return {

@@ -16,11 +16,20 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE_S = 60.0  # for an answer of the browser, which starts slowly on a busy machine
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-    "--no-first-run", "--disable-background-networking", "--disable-component-update",
-    "--disable-extensions", "--disable-sync", "--mute-audio", "--hide-scrollbars",
-    "--force-color-profile=srgb", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--mute-audio",
+    "--hide-scrollbars",
+    "--force-color-profile=srgb",
+    "--remote-debugging-pipe",
+)
 KEYS = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "Tab": 9}
 
 
@@ -50,9 +59,12 @@ class Browser:
         self._log = (folder / "chromium.log").open("w")
         self._process = subprocess.Popen(
             [path, *FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"],
-            stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-            pass_fds=(3, 4), preexec_fn=place_pipes,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=(3, 4),
+            preexec_fn=place_pipes,
+        )
         for end in (reading, writing, *theirs):
             os.close(end)
         self._last_id, self._buffer, self.said = 0, b"", list[str]()
@@ -116,9 +128,11 @@ class Browser:
 
     def press(self, key: str, *, shift: bool = False) -> None:
         about = {
-            "key": key, "code": key, "modifiers": 8 if shift else 0,
+            "key": key,
+            "code": key,
+            "modifiers": 8 if shift else 0,
             "windowsVirtualKeyCode": KEYS[key],
-        }  # fmt: skip
+        }
         text = {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **about, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **about)
@@ -141,8 +155,11 @@ class Browser:
     ) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=scale, mobile=is_phone,
-        )  # fmt: skip
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=is_phone,
+        )
 
     def prefer(self, **features: str) -> None:
         """Sets media features, for example `prefers_color_scheme="dark"`."""

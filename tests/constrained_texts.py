@@ -168,7 +168,8 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict:
         "enum": random_enum,
         "boolean": lambda rng, depth: {"type": ["boolean", "null"]},
         "format": lambda rng, depth: {
-            "type": "string", "format": rng.choice(["date", "uuid", "ipv4", "ipv6", "email"])
+            "type": "string",
+            "format": rng.choice(["date", "uuid", "ipv4", "ipv6", "email"]),
         },
         "object": random_object,
         "array": random_array,
@@ -184,7 +185,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict:
         "allOf": lambda rng, depth: {
             "allOf": [random_object(rng, depth + 1), random_object(rng, depth + 1)]
         },
-    }[rng.choice(kinds)](rng, depth)  # fmt: skip
+    }[rng.choice(kinds)](rng, depth)
 
 
 def random_integer(rng, depth):
@@ -216,9 +217,22 @@ def random_string(rng, depth):
 
 def random_pattern(rng, depth):
     pattern = rng.choice(
-        ["^[a-z]{2,8}$", "^(red|green|blue)$", "[0-9]", "^a|b$", r"^\d{3}-\d{4}$", "^[^a]*$", "x.y",
-         r"^\w+@\w+\.(com|org)$", "^(ab?)+c$", "(^a|b)c", "^.{3}$", r"\\", '"']
-    )  # fmt: skip
+        [
+            "^[a-z]{2,8}$",
+            "^(red|green|blue)$",
+            "[0-9]",
+            "^a|b$",
+            r"^\d{3}-\d{4}$",
+            "^[^a]*$",
+            "x.y",
+            r"^\w+@\w+\.(com|org)$",
+            "^(ab?)+c$",
+            "(^a|b)c",
+            "^.{3}$",
+            r"\\",
+            '"',
+        ]
+    )
     return {"type": "string", "pattern": pattern, "maxLength": 16}
 
 

@@ -16,9 +16,13 @@ TWO_PROCESSORS = {
     ),
     "nested": (
         "0::/pod/box\n",
-        {"cpu.max": "max 100000", "pod/cpu.max": "250000 100000", "pod/box/cpu.max": "400000 100000"},
+        {
+            "cpu.max": "max 100000",
+            "pod/cpu.max": "250000 100000",
+            "pod/box/cpu.max": "400000 100000",
+        },
     ),
-}  # fmt: skip
+}
 
 
 def write_groups(root: Path, lines: str, files: dict[str, str]) -> None:

@@ -18,18 +18,21 @@ from hotsplit.model.spec import Attention, ModelSpec, Route
 from hotsplit.model.tensors import DECAY, is_router
 
 PERIOD = 4  # the last of so many layers attends
-TINY = DeltaNet(
-    num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=8, epsilon=1e-6
-)  # fmt: skip
+TINY = DeltaNet(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=8, epsilon=1e-6)
 FEW = Experts(
     route=Route(num_experts=6, num_used=2), num_neurons=32, num_shared=32, has_shared_gate=True
-)  # fmt: skip
+)
 
 
 def spec_of(
-    sizes: Sizes, delta: DeltaNet = TINY, *, experts: Experts | None = None, period: int = PERIOD,
-    attends_L: Sequence[bool] = (), theta: float = 10000.0,
-) -> ModelSpec:  # fmt: skip
+    sizes: Sizes,
+    delta: DeltaNet = TINY,
+    *,
+    experts: Experts | None = None,
+    period: int = PERIOD,
+    attends_L: Sequence[bool] = (),
+    theta: float = 10000.0,
+) -> ModelSpec:
     """A Qwen 3.5, or with experts its mixture; a quarter of each attention head rotates."""
     rotary = Rotary(theta=theta, pairing="halves", num_values=sizes.head_dim // 4)
     attends_L = attends_L or [(layer + 1) % period == 0 for layer in range(sizes.num_layers)]
@@ -51,9 +54,13 @@ def with_delta_nets(spec: ModelSpec, delta: DeltaNet = TINY, period: int = PERIO
 
 
 def delta_model(
-    sizes: Sizes, *, delta: DeltaNet = TINY, experts: Experts | None = None, period: int = PERIOD,
+    sizes: Sizes,
+    *,
+    delta: DeltaNet = TINY,
+    experts: Experts | None = None,
+    period: int = PERIOD,
     **more,
-) -> ModelFile:  # fmt: skip
+) -> ModelFile:
     """A random model in memory; `more`: as for make_model. Its states fade over tens of tokens."""
     model = make_model(spec=spec_of(sizes, delta, experts=experts, period=period), **more)
     decays = {
@@ -70,9 +77,16 @@ def full_shape(kind: str = "q4_k") -> ModelFile:
         FEW, route=Route(num_experts=256, num_used=8), num_neurons=512, num_shared=512
     )
     sizes = Sizes(
-        num_layers=40, hidden_size=2048, num_neurons=512, num_heads=16, num_kv_heads=2, head_dim=256,
-        vocab_size=248320, context_length=262144, epsilon=1e-6,
-    )  # fmt: skip
+        num_layers=40,
+        hidden_size=2048,
+        num_neurons=512,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        vocab_size=248320,
+        context_length=262144,
+        epsilon=1e-6,
+    )
     delta = DeltaNet(
         num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, epsilon=1e-6
     )

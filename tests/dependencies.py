@@ -24,9 +24,12 @@ BY_CLASSIFIER = {
     "Python Software Foundation License": "PSF-2.0",
 }
 BY_WORDS = {
-    "3-Clause BSD License": "BSD-3-Clause", "BSD 3-Clause License": "BSD-3-Clause",
-    "Apache 2.0": "Apache-2.0", "Apache 2.0 License": "Apache-2.0", "ISC License": "ISC",
-}  # fmt: skip
+    "3-Clause BSD License": "BSD-3-Clause",
+    "BSD 3-Clause License": "BSD-3-Clause",
+    "Apache 2.0": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0",
+    "ISC License": "ISC",
+}
 EXPRESSIONS = {"Apache-2.0", "MIT", "MIT OR Apache-2.0", "MPL-2.0", "MPL-2.0 AND MIT"}
 HEAD = """# What comes with an installation
 

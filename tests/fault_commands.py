@@ -32,12 +32,16 @@ class Command:
 
 COMMANDS = (
     Command(
-        name="convert", arguments="convert {in}/hf -o {out}/m.gguf --outtype f16",
-        inputs=("hf",), outputs=("m.gguf",),
+        name="convert",
+        arguments="convert {in}/hf -o {out}/m.gguf --outtype f16",
+        inputs=("hf",),
+        outputs=("m.gguf",),
     ),
     Command(
-        name="convert-gguf", arguments="convert {in}/model.gguf -o {out}/m.gguf --outtype q8_0",
-        inputs=("model.gguf",), outputs=("m.gguf",),
+        name="convert-gguf",
+        arguments="convert {in}/model.gguf -o {out}/m.gguf --outtype q8_0",
+        inputs=("model.gguf",),
+        outputs=("m.gguf",),
     ),
     Command(
         name="profile",
@@ -48,47 +52,58 @@ COMMANDS = (
         state=("p.safetensors.resume",),
     ),
     Command(
-        name="merge", arguments="profile --merge {in}/a.safetensors {in}/b.safetensors -o {out}/p",
-        inputs=("a.safetensors", "b.safetensors"), outputs=("p",),
+        name="merge",
+        arguments="profile --merge {in}/a.safetensors {in}/b.safetensors -o {out}/p",
+        inputs=("a.safetensors", "b.safetensors"),
+        outputs=("p",),
     ),
     Command(
         name="solve",
         arguments="solve {in}/model.gguf --profile {in}/a.safetensors --machine {in}/machine.json"
         " -vb 2400KiB -c 32 --mode exact -o {out}/s.gguf --heat-map {out}/h.png",
-        inputs=("model.gguf", "a.safetensors", "machine.json"), outputs=("s.gguf", "h.png"),
+        inputs=("model.gguf", "a.safetensors", "machine.json"),
+        outputs=("s.gguf", "h.png"),
     ),
     Command(
         name="activations",
         arguments="export {in}/a.safetensors --format powerinfer-activations -o {out}/activation",
-        inputs=("a.safetensors",), outputs=("activation",),
+        inputs=("a.safetensors",),
+        outputs=("activation",),
     ),
     Command(
         name="gpuidx",
         arguments="export {in}/plan.gguf --format gpuidx --profile {in}/a.safetensors -o {out}/x",
-        inputs=("plan.gguf", "a.safetensors"), outputs=("x",),
+        inputs=("plan.gguf", "a.safetensors"),
+        outputs=("x",),
     ),
     Command(
         name="sparkinfer-split",
         arguments="export {in}/plan.gguf --format sparkinfer-split --profile {in}/a.safetensors"
         " -o {out}/x-6.gguf",
-        inputs=("plan.gguf", "a.safetensors"), outputs=("x-6.gguf",),
+        inputs=("plan.gguf", "a.safetensors"),
+        outputs=("x-6.gguf",),
     ),
     Command(
         name="report",
         arguments="report {in}/model.gguf --profile {in}/a.safetensors --machine {in}/machine.json"
         " --split {in}/plan.gguf -o {out}/r.html",
-        inputs=("model.gguf", "a.safetensors", "machine.json", "plan.gguf"), outputs=("r.html",),
+        inputs=("model.gguf", "a.safetensors", "machine.json", "plan.gguf"),
+        outputs=("r.html",),
     ),
     Command(
-        name="calibrate", arguments="calibrate -o {out}/machine.json",
-        inputs=(), outputs=("machine.json",),
+        name="calibrate",
+        arguments="calibrate -o {out}/machine.json",
+        inputs=(),
+        outputs=("machine.json",),
     ),
     Command(
         name="prompt-cache",
         arguments="generate {in}/model.gguf -p abcdef -n 2 --seed 0 --threads 1 --prompt-cache {out}/c",
-        inputs=("model.gguf",), outputs=("c",), replaces=False,
+        inputs=("model.gguf",),
+        outputs=("c",),
+        replaces=False,
     ),
-)  # fmt: skip
+)
 
 
 def make_inputs(folder: Path) -> None:
@@ -113,11 +128,18 @@ def make_inputs(folder: Path) -> None:
     make_machine(**slow).save(folder / "machine.json")
     words = np.random.default_rng(0).choice(["the ", "fox ", "jumps ", "over\n", "dogs "], 4000)
     (folder / "t.txt").write_text("".join(words))
-    solve(SolveConfig(
-        model=folder / "model.gguf", profile=folder / "a.safetensors", context_length=32,
-        machine=folder / "machine.json", vram_budget_bytes=2400 << 10, mode="exact",
-        output=folder / "plan.gguf",
-    ), workspace_bytes)  # fmt: skip
+    solve(
+        SolveConfig(
+            model=folder / "model.gguf",
+            profile=folder / "a.safetensors",
+            context_length=32,
+            machine=folder / "machine.json",
+            vram_budget_bytes=2400 << 10,
+            mode="exact",
+            output=folder / "plan.gguf",
+        ),
+        workspace_bytes,
+    )
 
 
 def prepare() -> None:
@@ -146,8 +168,9 @@ def prepare() -> None:
     hotsplit.system.save_schedule.SAVE_SHARE = 10.0
     machine: Any = make_machine()
     calibrate.measure_cpu = lambda say, on_probe: (
-        machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s
-    )  # fmt: skip
+        machine.cpu_bandwidth_gb_per_s,
+        machine.cpu_sum_gb_per_s,
+    )
     calibrate.measure_costs = lambda *sizes: machine.cpu_costs
 
 
@@ -181,5 +204,7 @@ def _report(path: Path) -> object:
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "s.gguf": _plan, "p.report.json": _report, "machine.json": _report,
-}  # fmt: skip
+    "s.gguf": _plan,
+    "p.report.json": _report,
+    "machine.json": _report,
+}

@@ -36,8 +36,12 @@ from fault_commands import COMMANDS, Command, content_of, make_inputs, prepare
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that forks must not have threads of torch
 NOBODY = 65534
 OLD = b"what was there before\n"
-SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT,
-           "hup": signal.SIGHUP}  # fmt: skip
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+    "hup": signal.SIGHUP,
+}
 LIMITS = ("too large", "disk full")
 FAULTS = (*SIGNALS, *LIMITS, "read-only", "input cut")
 LEFT_BY_KILL = re.compile(r".*\.[0-9a-f]{8}\.(partial|old)$")
@@ -114,8 +118,12 @@ class Case:
         outputs."""
         wanted = {name.split("/")[0] for name in (*self.command.outputs, *self.command.state)}
         found = [path.name for path in self.output.iterdir() if path.name not in wanted]
-        inner = [p for name in wanted for p in (self.output / name).rglob("*")
-                 if name not in self.command.state and p.name.endswith(".partial")]  # fmt: skip
+        inner = [
+            p
+            for name in wanted
+            for p in (self.output / name).rglob("*")
+            if name not in self.command.state and p.name.endswith(".partial")
+        ]
         return sorted(found + [path.name for path in inner])
 
     def run(self, fault: Fault | None) -> tuple[int, int, float]:
@@ -240,12 +248,17 @@ def reference_of(command: Command, inputs: Path, folder: Path) -> Reference:
     assert not differ, f"{command.name}: two runs differ in {differ}"
     assert None not in first.values(), first
     files = [path for path in case.output.rglob("*") if path.is_file()]
-    return Reference(outputs=first, seconds=seconds, num_events=num_events,
-                     num_bytes=sum(path.stat().st_size for path in files))  # fmt: skip
+    return Reference(
+        outputs=first,
+        seconds=seconds,
+        num_events=num_events,
+        num_bytes=sum(path.stat().st_size for path in files),
+    )
 
 
-def fault_of(kind: str, command: Command, reference: Reference, inputs: Path,
-             rng: random.Random) -> Fault:  # fmt: skip
+def fault_of(
+    kind: str, command: Command, reference: Reference, inputs: Path, rng: random.Random
+) -> Fault:
     event = rng.randint(1, max(1, reference.num_events))
     if kind in SIGNALS and rng.random() < 0.4:
         return Fault(kind=kind, seconds=rng.uniform(0, 1.05) * reference.seconds)
@@ -281,9 +294,11 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
     lines = [line for line in error.splitlines() if line.strip()]
     if "Traceback" in error or "Exception ignored" in error:
         wrong.append("a traceback")
-    if code not in (0, -SIGNALS["kill"]) and code >= 0 and not (
-        lines[-1:] and ("hotsplit" in lines[-1] or (code > 1 and lines[-1][0] == "["))
-    ):  # fmt: skip
+    if (
+        code not in (0, -SIGNALS["kill"])
+        and code >= 0
+        and not (lines[-1:] and ("hotsplit" in lines[-1] or (code > 1 and lines[-1][0] == "[")))
+    ):
         wrong.append("no line says why")
     # A signal's default action ends the process before the command handles signals (all outputs are
     # old) or after it has finished (all are new).
@@ -291,8 +306,9 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
     for name, new in reference.outputs.items():
         allowed = [new] if is_whole else [new, case.old[name]]
         if found[name] not in allowed:
-            wrong.append(f"{name} is neither old nor new" if found[name] is not None else
-                         f"{name} is gone")  # fmt: skip
+            wrong.append(
+                f"{name} is neither old nor new" if found[name] is not None else f"{name} is gone"
+            )
     left = case.left()
     # Nothing can be removed from a read-only folder.
     if code in (-SIGNALS["kill"], CUT) or fault.kind == "read-only":
@@ -315,8 +331,9 @@ def wrong_after(case: Case, reference: Reference) -> list[str]:
     code, _, _ = case.run(None)
     wrong = [] if code == 0 else [f"then exit code {code}: {case.stderr[-300:]}"]
     found = case.found()
-    wrong += [f"then {name} differs" for name, new in reference.outputs.items()
-              if found[name] != new]  # fmt: skip
+    wrong += [
+        f"then {name} differs" for name, new in reference.outputs.items() if found[name] != new
+    ]
     left = case.left() + [name for name in case.command.state if (case.output / name).exists()]
     return wrong + ([f"then left {left}"] if left else [])
 
@@ -395,8 +412,12 @@ def main() -> int:
     began = time.monotonic()
     counts, failures = run_cases(options.cases, options.seed, options.only)
     full_disk.remove()
-    report = {"cases": options.cases, "failures": len(failures), "ends": dict(sorted(counts.items())),
-              "seconds": round(time.monotonic() - began)}  # fmt: skip
+    report = {
+        "cases": options.cases,
+        "failures": len(failures),
+        "ends": dict(sorted(counts.items())),
+        "seconds": round(time.monotonic() - began),
+    }
     print(json.dumps(report))
     return 1 if failures else 0
 

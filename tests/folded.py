@@ -54,9 +54,10 @@ class FoldedDecoder:
         self.keys = LayerCache.of(table, 1, 1, CacheTypes.of("f32"), _zeros)
         self.state = LayerState.of(num_sequences, STATE, CONV, _zeros)
         self.weights = SimpleNamespace(
-            cache=KVCache(layers=(self.keys,)), states=StateSlots(num_sequences),
+            cache=KVCache(layers=(self.keys,)),
+            states=StateSlots(num_sequences),
             layer_states=(self.state,),
-        )  # fmt: skip
+        )
         self.vocab_size, self.most_tokens = engine.model.spec.vocab_size, rows_of_pass
         self.native, self.has_hybrid_steps = engine._live.native, False
         self.fails_after: int | None = None  # rows that are computed before one pass fails

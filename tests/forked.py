@@ -38,9 +38,11 @@ hotsplit.solver.solve
 READERS = [*COMMANDS, "fuzz_inputs", "llguidance", "matplotlib.figure", "pyarrow.parquet"]
 # What each server has imported.
 SERVERS = {
-    "command": [*PACKAGES, *COMMANDS], "python": PACKAGES, "fuzz": [*PACKAGES, *READERS],
+    "command": [*PACKAGES, *COMMANDS],
+    "python": PACKAGES,
+    "fuzz": [*PACKAGES, *READERS],
     "cli": ["hotsplit.cli", "hotsplit.commands.all_commands"],
-}  # fmt: skip
+}
 START = "import sys, forked; forked.start(sys.argv[1], sys.argv[2:])"
 READY = b"ready\n"
 LONGEST = 1 << 20  # bytes of a request
@@ -89,9 +91,15 @@ class Forked:
     stdout and stderr; `server` is one of SERVERS."""
 
     def __init__(
-        self, words: list[str], files: tuple[int, int, int], *, code: str | None = None,
-        cwd: Path | None = None, env: Mapping[str, str] | None = None, server: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        words: list[str],
+        files: tuple[int, int, int],
+        *,
+        code: str | None = None,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        server: str | None = None,
+    ) -> None:
         environment = dict(os.environ if env is None else env)
         changed = {
             k for k in {*environment, *os.environ} if environment.get(k) != os.environ.get(k)
@@ -140,10 +148,16 @@ def run_python(code: str, *words: object, **options: Any) -> subprocess.Complete
 
 
 def _run(
-    code: str | None, words: tuple[object, ...], *, stdin: bytes | int = b"",
-    cwd: Path | None = None, env: Mapping[str, str] | None = None, text: bool = True,
-    timeout: float = 120.0, server: str | None = None,
-) -> subprocess.CompletedProcess:  # fmt: skip
+    code: str | None,
+    words: tuple[object, ...],
+    *,
+    stdin: bytes | int = b"",
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    text: bool = True,
+    timeout: float = 120.0,
+    server: str | None = None,
+) -> subprocess.CompletedProcess:
     """`stdin` is bytes for a pipe, or a file's descriptor. With `text`, output that is not UTF-8 is
     replaced; without it, the output is bytes."""
     arguments = [os.fspath(word) if isinstance(word, Path) else str(word) for word in words]

@@ -83,9 +83,13 @@ def read_file(
     try:
         (folder / target).write_bytes(content)
         KINDS[kind].read(
-            Case(number=number, path=folder / KINDS[kind].target, inputs=inputs,
-                 output=output / f"out{suffix}")
-        )  # fmt: skip
+            Case(
+                number=number,
+                path=folder / KINDS[kind].target,
+                inputs=inputs,
+                output=output / f"out{suffix}",
+            )
+        )
         shutil.rmtree(output)
     finally:
         shutil.copy(inputs / kind / target, folder / target)
@@ -227,9 +231,13 @@ Used = Callable[[float], None]
 
 
 def run_cases(
-    inputs: Path, work: Path, cases: Cases, limit_s: int = 5, found_new: FoundNew | None = None,
+    inputs: Path,
+    work: Path,
+    cases: Cases,
+    limit_s: int = 5,
+    found_new: FoundNew | None = None,
     used: Used | None = None,
-) -> Outcomes:  # fmt: skip
+) -> Outcomes:
     """The outcome of every case; a process that dies is replaced by another. `found_new` receives
     the lines that a case was the first to reach, if there is a guide beside `work`, and `used` the
     processor seconds of the cases of each process that lives to its end."""
@@ -243,9 +251,15 @@ def run_cases(
         firsts = dict(reversed(missing))
         ranges = [f"{kind}:{firsts[kind]}:{cases[kind].stop}" for kind in cases if kind in firsts]
         done = forked.run_python(
-            "import fuzz; fuzz.main()", inputs, work, limit_s, *ranges,
-            server="fuzz", timeout=3600.0, env={**os.environ, **ENVIRONMENT},
-        )  # fmt: skip
+            "import fuzz; fuzz.main()",
+            inputs,
+            work,
+            limit_s,
+            *ranges,
+            server="fuzz",
+            timeout=3600.0,
+            env={**os.environ, **ENVIRONMENT},
+        )
         first, *lines = done.stdout.splitlines() or [""]
         if first != READY:
             raise RuntimeError(f"the whole inputs cannot be read: {done.stderr[-2000:]}")

@@ -8,18 +8,91 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-EXTREMES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 1 << 24, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF,
-            1 << 32, 1 << 40, (1 << 62) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
-NUMBERS = (b"-1", b"0", b"1", b"7", b"1e308", b"0.5", b"4294967296", b"9" * 20, b"9" * 400,
-           b"null", b'"x"', b"[]", b"true", b"NaN", b"Infinity", b"1000000000")  # fmt: skip
+EXTREMES = (
+    0,
+    1,
+    2,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    1 << 24,
+    0x7FFFFFFF,
+    0x80000000,
+    0xFFFFFFFF,
+    1 << 32,
+    1 << 40,
+    (1 << 62) - 1,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+)
+NUMBERS = (
+    b"-1",
+    b"0",
+    b"1",
+    b"7",
+    b"1e308",
+    b"0.5",
+    b"4294967296",
+    b"9" * 20,
+    b"9" * 400,
+    b"null",
+    b'"x"',
+    b"[]",
+    b"true",
+    b"NaN",
+    b"Infinity",
+    b"1000000000",
+)
 # Replacements of a value: well-formed JSON with another meaning.
-ODD = (None, True, False, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e308, 1e-308, 10**9, 2**53, 2**63, 10**30,
-       "", "x", "llama", "0", "x" * 5000, "\0", "a\nb", [], [0], ["x"], [[]], {}, {"": 0},
-       {"type": "linear", "factor": 2.0}, {"rope_type": "default"})  # fmt: skip
+ODD = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    0.5,
+    -0.5,
+    1e308,
+    1e-308,
+    10**9,
+    2**53,
+    2**63,
+    10**30,
+    "",
+    "x",
+    "llama",
+    "0",
+    "x" * 5000,
+    "\0",
+    "a\nb",
+    [],
+    [0],
+    ["x"],
+    [[]],
+    {},
+    {"": 0},
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "default"},
+)
 # Architectures: some with Llama's tensor names, some with others.
-CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-           "SparseLlamaForCausalLM", "BambooForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM",
-           "FalconForCausalLM")  # fmt: skip
+CLASSES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SparseLlamaForCausalLM",
+    "BambooForCausalLM",
+    "Phi3ForCausalLM",
+    "OPTForCausalLM",
+    "FalconForCausalLM",
+)
 # Optional keys; most of them change the model that a config.json describes.
 ABSENT = ("sliding_window", "layer_types", "is_causal", "rope_scaling", "eos_token_id", "format")
 
@@ -75,8 +148,16 @@ def truncate(data: bytearray, start: int, stop: int, rng: random.Random) -> None
 def splice(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
     place, size = rng.randrange(start, stop), rng.choice((1, 2, 4, 8, 30, 64))
     source = rng.randrange(start, stop)
-    piece = rng.choice((rng.randbytes(size), bytes(data[source : source + size]), b"[" * 5000,
-                        b"\0" * size, b"\\ud800", b""))  # fmt: skip
+    piece = rng.choice(
+        (
+            rng.randbytes(size),
+            bytes(data[source : source + size]),
+            b"[" * 5000,
+            b"\0" * size,
+            b"\\ud800",
+            b"",
+        )
+    )
     data[place : place + rng.choice((0, 0, size, len(piece)))] = piece
 
 
@@ -95,8 +176,15 @@ def spots_of(path: Path) -> list[tuple[int, int]]:
         pickle = raw.index(b"data.pkl")
         directory = raw.index(b"PK\1\2")
         end = raw.index(b"PK\3\4", pickle)
-        return [(0, pickle), (pickle, end), (pickle, end), (directory, len(raw)),
-                (directory, len(raw)), (len(raw) - 98, len(raw)), whole]  # fmt: skip
+        return [
+            (0, pickle),
+            (pickle, end),
+            (pickle, end),
+            (directory, len(raw)),
+            (directory, len(raw)),
+            (len(raw) - 98, len(raw)),
+            whole,
+        ]
     if path.name.endswith(".split.gguf"):
         return [(0, 24), (24, raw.rindex(b"ffn_hot") + 40), whole]
     if path.suffix == ".gguf" and b"token_embd" in raw:

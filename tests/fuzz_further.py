@@ -116,9 +116,14 @@ def export_split(case: Case) -> None:
     format, size = ("sparkinfer-split", 8) if case.number % 4 else ("gpuidx", None)
     output = case.output.with_name("out-4.gguf" if size else "out.gpuidx")
     export(
-        ExportConfig(source=plan, output=output, profile=case.folder / "model.profile.safetensors",
-                     format=format, group_size=size)  # type: ignore[arg-type]  # both are formats
-    )  # fmt: skip
+        ExportConfig(
+            source=plan,
+            output=output,
+            profile=case.folder / "model.profile.safetensors",
+            format=format,
+            group_size=size,
+        )  # type: ignore[arg-type]  # both are formats
+    )
 
 
 # ------------------------------------------------------------------ the cache of run
@@ -171,6 +176,11 @@ def read_prompts(case: Case) -> None:
 def read_messages(case: Case) -> None:
     """Reads a corpus as chat messages, in the built-in template chatml."""
     read_chat_windows(
-        [case.path], ModelFile.load(case.inputs / "silu.gguf"), codec_of(case.inputs),
-        template="chatml", context_length=64, max_tokens=200, seed=case.number,
-    )  # fmt: skip
+        [case.path],
+        ModelFile.load(case.inputs / "silu.gguf"),
+        codec_of(case.inputs),
+        template="chatml",
+        context_length=64,
+        max_tokens=200,
+        seed=case.number,
+    )

@@ -26,24 +26,49 @@ from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.run.cache_folder import FORMAT as ENTRY_FORMAT
 from hotsplit.run.cache_folder import current_version
 
-SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 300,
-         "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
-         "pad_token_id": None}  # fmt: skip
+SIZES = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
 GATED = SIZES | {"intermediate_size": 32, "num_key_value_heads": 2, "initializer_range": 0.1}
 FAMILIES: dict[str, PretrainedConfig] = {
-    "falcon": FalconConfig(**SIZES, ffn_hidden_size=32, activation="relu", num_kv_heads=2,
-                           new_decoder_architecture=True),
+    "falcon": FalconConfig(
+        **SIZES,
+        ffn_hidden_size=32,
+        activation="relu",
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+    ),
     "opt": OPTConfig(**SIZES, ffn_dim=32, init_std=0.1, word_embed_proj_dim=32),
     "phi": Phi3Config(**GATED, sliding_window=None),
     "qwen": Qwen3Config(
         **GATED, head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=0
     ),
     "gemma": Gemma2Config(**GATED, head_dim=16, sliding_window=8),
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
-        "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2, "rope_theta": 1e4}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64, "rope_theta": 1e4}  # fmt: skip
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 1.2,
+    "rope_theta": 1e4,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+}
 # Some regular parts become lexemes, others do not; rules refer to each other.
 RULES = r"""root ::= object | list+
 object ::= "{" pair ("," pair)* "}"
@@ -94,8 +119,14 @@ def _rotations(folder: Path) -> None:
 
 def _further_tokenizers(folder: Path) -> None:
     """Scores of SentencePiece in a GGUF, unigrams, templates with names, and models to train."""
-    words = random_llama(folder / "words", has_tokenizer=False, num_hidden_layers=1, hidden_size=32,
-                         intermediate_size=32, vocab_size=420)  # fmt: skip
+    words = random_llama(
+        folder / "words",
+        has_tokenizer=False,
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=32,
+        vocab_size=420,
+    )
     put_tokenizer(
         words, sentencepiece_tokenizer(420), "<s>", "</s>"
     )  # 300 tokens would leave no room for merges
@@ -141,15 +172,21 @@ def _shown(folder: Path) -> None:
         shutil.copytree(folder / source, folder / kind)
     shutil.copytree(folder / "ours", folder / "shown-predictors")
     shutil.copytree(folder / "plan", folder / "export")
-    for kind, name, format in (("gpuidx", "model.generated.gpuidx", "gpuidx"),
-                               ("model-split", "model-4.gguf", "sparkinfer-split")):  # fmt: skip
+    for kind, name, format in (
+        ("gpuidx", "model.generated.gpuidx", "gpuidx"),
+        ("model-split", "model-4.gguf", "sparkinfer-split"),
+    ):
         (folder / kind).mkdir()
         plan, profile = folder / "plan" / "model.split.gguf", folder / "plan"
         export(
-            ExportConfig(source=plan, output=folder / kind / name, format=format,  # type: ignore[arg-type]
-                         profile=profile / "model.profile.safetensors",
-                         group_size=8 if kind == "model-split" else None)
-        )  # fmt: skip
+            ExportConfig(
+                source=plan,
+                output=folder / kind / name,
+                format=format,  # type: ignore[arg-type]
+                profile=profile / "model.profile.safetensors",
+                group_size=8 if kind == "model-split" else None,
+            )
+        )
 
 
 def _kept(folder: Path) -> None:
@@ -157,10 +194,14 @@ def _kept(folder: Path) -> None:
     for kind in ("entry", "rates", "prompts", "messages", "rules"):
         (folder / kind).mkdir()
     entry = {
-        "format": ENTRY_FORMAT, "version": current_version("look"), "kind": "look", "source": "m",
-        "seconds": 1.5, "sizes": {"look.safetensors": 4},
+        "format": ENTRY_FORMAT,
+        "version": current_version("look"),
+        "kind": "look",
+        "source": "m",
+        "seconds": 1.5,
+        "sizes": {"look.safetensors": 4},
         "facts": {"density": 0.5, "tokens_per_s": 100.0},
-    }  # fmt: skip
+    }
     (folder / "entry" / "entry.json").write_text(json.dumps(entry))
     (folder / "entry" / "look.safetensors").write_bytes(b"abcd")
     rates = {"m": {"encode": 1e9, "write": 2.5e8}, "another": {"encode": 1.0}}

@@ -53,8 +53,9 @@ def load(path: Path) -> dict[str, Known]:
         return {}
     found = {}
     for kind, values in json.loads(path.read_text()).items():
-        lines = {(name, number) for name, numbers in values.pop("lines").items()
-                 for number in numbers}  # fmt: skip
+        lines = {
+            (name, number) for name, numbers in values.pop("lines").items() for number in numbers
+        }
         seeds = [tuple(chain) for chain in values.pop("seeds")]
         found[kind] = Known(lines=lines, seeds=seeds, **values)
     return found

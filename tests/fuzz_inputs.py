@@ -39,9 +39,15 @@ from hotsplit.runtime.generate.prompt_cache import save_prompt
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 300}
 QUALITY = ModeQuality(
-    perplexity_increase=0.001, perplexity_half_width=0.01, kl_mean=0.001, top1_agreement=0.99,
-    num_tokens=100, bytes_per_token=1000, dense_bytes_per_token=2000, corpus_sha256="0" * 64,
-)  # fmt: skip
+    perplexity_increase=0.001,
+    perplexity_half_width=0.01,
+    kl_mean=0.001,
+    top1_agreement=0.99,
+    num_tokens=100,
+    bytes_per_token=1000,
+    dense_bytes_per_token=2000,
+    corpus_sha256="0" * 64,
+)
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if loop.first and m.content %}"
     "{{ m['content'] | trim }}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
@@ -49,20 +55,30 @@ TEMPLATE = (
 )
 GRAMMARS = {
     "gbnf": 'root ::= item (", " item){0,3} "."\nitem ::= [a-z]+ | "\\x41" digit | (digit "-")?'
-            '  # one\ndigit ::= [0-9] | [^a-zA-Z\\n]\n',
-    "schema": json.dumps({
-        "type": "object", "required": ["a"], "additionalProperties": False,
-        "properties": {
-            "a": {"type": "integer", "minimum": 0, "maximum": 10},
-            "b": {"type": "array", "items": {"$ref": "#/$defs/c"}, "minItems": 1, "maxItems": 3},
-            "c": {"enum": ["x", 1, None]}, "d": {"type": "string", "pattern": "^[a-z]{1,4}$"},
-            "e": {"anyOf": [{"type": "null"}, {"const": 2}]},
-        },
-        "$defs": {"c": {"type": "string", "maxLength": 5}},
-    }),
+    "  # one\ndigit ::= [0-9] | [^a-zA-Z\\n]\n",
+    "schema": json.dumps(
+        {
+            "type": "object",
+            "required": ["a"],
+            "additionalProperties": False,
+            "properties": {
+                "a": {"type": "integer", "minimum": 0, "maximum": 10},
+                "b": {
+                    "type": "array",
+                    "items": {"$ref": "#/$defs/c"},
+                    "minItems": 1,
+                    "maxItems": 3,
+                },
+                "c": {"enum": ["x", 1, None]},
+                "d": {"type": "string", "pattern": "^[a-z]{1,4}$"},
+                "e": {"anyOf": [{"type": "null"}, {"const": 2}]},
+            },
+            "$defs": {"c": {"type": "string", "maxLength": 5}},
+        }
+    ),
     "regex": r"(a|b)+[0-9]{2,4}(\.\d+)?[^x-z]*",
     "lark": 'start: word ("," word)*\nword: /[a-z]+/ | DIGIT\nDIGIT: /[0-9]/\n%ignore / /\n',
-}  # fmt: skip
+}
 
 
 def make_inputs(folder: Path) -> None:
@@ -99,8 +115,12 @@ def predictors_of(model: ModelFile, **changes: object) -> Predictors:
         np.ones((4, shape.hidden_size), np.float32),
         np.ones((shape.num_neurons, 4), np.float32),
     )
-    info = {"kind": "linear", "rank_L": (4,) * num_layers, "threshold_L": (0.0,) * num_layers,
-            "density_L": (0.5,) * num_layers}  # fmt: skip
+    info = {
+        "kind": "linear",
+        "rank_L": (4,) * num_layers,
+        "threshold_L": (0.0,) * num_layers,
+        "density_L": (0.5,) * num_layers,
+    }
     return Predictors(
         model_id=model.model_id,
         info=PredictorInfo(**(info | changes)),
@@ -128,8 +148,13 @@ def _model_files(folder: Path) -> None:
     predictors_of(ModelFile.load(folder / "plain.gguf")).save(folder / "ours" / FILE_NAME)
     for kind in ("gguf", "stock", "run", "theirs", "powerinfer"):
         (folder / kind).mkdir()
-    convert(ConvertConfig(source=folder / "plain.gguf", output=folder / "gguf" / "model.gguf",
-                          predictors=folder / "ours"))  # fmt: skip
+    convert(
+        ConvertConfig(
+            source=folder / "plain.gguf",
+            output=folder / "gguf" / "model.gguf",
+            predictors=folder / "ours",
+        )
+    )
     silu = random_llama(folder / "silu", hidden_act="silu", **SIZES)
     (silu / "chat_template.jinja").write_text(TEMPLATE)
     convert(ConvertConfig(source=silu, output=folder / "stock" / "model.gguf", layout="stock"))
@@ -137,13 +162,19 @@ def _model_files(folder: Path) -> None:
     relu = random_llama(folder / "relu", **SIZES)
     (relu / "chat_template.jinja").write_text(TEMPLATE)
     predictors_of(ModelFile.load(folder / "plain.gguf")).save(folder / "trained" / FILE_NAME)
-    convert(ConvertConfig(source=relu, output=folder / "run" / "model.gguf",
-                          predictors=folder / "trained"))  # fmt: skip
+    convert(
+        ConvertConfig(
+            source=relu, output=folder / "run" / "model.gguf", predictors=folder / "trained"
+        )
+    )
     keys, tensors = read_gguf(folder / "stock" / "model.gguf", "model")
     own = (TOKENIZER_KEY, "general.architecture")
-    write_gguf(folder / "theirs" / "model.gguf", "llama",
-               {k: v for k, v in keys.items() if k not in own and "hotsplit" not in k},
-               tensors)  # fmt: skip
+    write_gguf(
+        folder / "theirs" / "model.gguf",
+        "llama",
+        {k: v for k, v in keys.items() if k not in own and "hotsplit" not in k},
+        tensors,
+    )
     plain = ModelFile.load(folder / "plain.gguf")
     powerinfer_file(folder / "powerinfer" / "model.gguf", plain, "llama", folder / "pt")
 
@@ -151,8 +182,19 @@ def _model_files(folder: Path) -> None:
 def _artifacts(folder: Path) -> None:
     """Profiles, a plan, machines, reports, and saved states of runs."""
     plain, silu = (ModelFile.load(folder / f"{name}.gguf") for name in ("plain", "silu"))
-    for kind in ("profile", "machine", "figures", "merge", "resume", "prompt",
-                 "conversation", "imatrix", "imatrix-dat", "comparison", "told"):  # fmt: skip
+    for kind in (
+        "profile",
+        "machine",
+        "figures",
+        "merge",
+        "resume",
+        "prompt",
+        "conversation",
+        "imatrix",
+        "imatrix-dat",
+        "comparison",
+        "told",
+    ):
         (folder / kind).mkdir()
     made = make_profile(plain)
     made.save(folder / "profile" / TARGETS["profile"])
@@ -168,8 +210,9 @@ def _artifacts(folder: Path) -> None:
     save_importances(folder)
     _written_reports(folder)
     arrays = {"counter/num_tokens": np.array(5), "train/x": np.ones(3)}
-    save_position(folder / "resume" / TARGETS["resume"], SETTINGS,
-                  Position(phase=1, done=2, arrays=arrays))  # fmt: skip
+    save_position(
+        folder / "resume" / TARGETS["resume"], SETTINGS, Position(phase=1, done=2, arrays=arrays)
+    )
     with (
         Engine.load(folder / "silu.gguf", device="cpu", num_sequences=2) as engine,
         engine.chat() as chat,
@@ -185,21 +228,48 @@ def _artifacts(folder: Path) -> None:
 def _written_reports(folder: Path) -> None:
     """A comparison as eval prints it, and the part of profile's report that is read again."""
     comparison = EvalReport(
-        model_id="0" * 64, mode="exact", num_tokens=100, perplexity=5.1,
-        perplexity_own_half_width=0.5, dense_perplexity=5.0, dense_perplexity_half_width=0.5,
-        perplexity_increase=0.02, perplexity_half_width=0.01, kl_mean=0.01, kl_half_width=0.001,
-        kl_p99=0.1, kl_p99_interval=(0.05, 0.2), top1_agreement=0.97, top1_half_width=0.01,
-        bytes_per_token=600, bytes_half_width=5.0, dense_bytes_per_token=1000, named_share_L=(),
-        named_half_width=None, hidden_share_L=(0.1,), hidden_half_width=0.01,
-    )  # fmt: skip
+        model_id="0" * 64,
+        mode="exact",
+        num_tokens=100,
+        perplexity=5.1,
+        perplexity_own_half_width=0.5,
+        dense_perplexity=5.0,
+        dense_perplexity_half_width=0.5,
+        perplexity_increase=0.02,
+        perplexity_half_width=0.01,
+        kl_mean=0.01,
+        kl_half_width=0.001,
+        kl_p99=0.1,
+        kl_p99_interval=(0.05, 0.2),
+        top1_agreement=0.97,
+        top1_half_width=0.01,
+        bytes_per_token=600,
+        bytes_half_width=5.0,
+        dense_bytes_per_token=1000,
+        named_share_L=(),
+        named_half_width=None,
+        hidden_share_L=(0.1,),
+        hidden_half_width=0.01,
+    )
     (folder / "comparison" / TARGETS["comparison"]).write_text(json.dumps(eval_content(comparison)))
     one = Quality(
-        form="low-rank", rank=8, matrix_kind="q8_0", is_trained=True, num_bytes=100, threshold=-0.5,
-        density=0.1, predicted_density=0.2, recall=0.9, precision=0.8, contribution=0.99,
-        lost_norm=0.03, bytes_per_token=500.5,
-    )  # fmt: skip
-    layer = LayerQuality(chosen=one, start=one, hottest_fifth=0.5, candidates=(one, one),
-                         break_even_density=0.5)  # fmt: skip
+        form="low-rank",
+        rank=8,
+        matrix_kind="q8_0",
+        is_trained=True,
+        num_bytes=100,
+        threshold=-0.5,
+        density=0.1,
+        predicted_density=0.2,
+        recall=0.9,
+        precision=0.8,
+        contribution=0.99,
+        lost_norm=0.03,
+        bytes_per_token=500.5,
+    )
+    layer = LayerQuality(
+        chosen=one, start=one, hottest_fifth=0.5, candidates=(one, one), break_even_density=0.5
+    )
     told = {
         "format": FORMAT,
         "version": VERSION,
@@ -220,8 +290,12 @@ def _tokenizers(folder: Path) -> None:
     end = "<|endoftext|>"
     put_tokenizer(folder / "tokens", sentencepiece_tokenizer(300), "<s>", "</s>")
     put_tokenizer(folder / "special", byte_level_tokenizer("llama-bpe", 290), end, end)
-    names = {"add_bos_token": True, "unk_token": {"content": end}, "pad_token": None,
-             "chat_template": [{"name": "default", "template": TEMPLATE}]}  # fmt: skip
+    names = {
+        "add_bos_token": True,
+        "unk_token": {"content": end},
+        "pad_token": None,
+        "chat_template": [{"name": "default", "template": TEMPLATE}],
+    }
     edit_config(folder / "special", lambda found: found.update(names), "tokenizer_config.json")
     (folder / "special" / "chat_template.jinja").unlink()
     for kind in ("vocab", "merges", "sentencepiece"):
@@ -249,9 +323,15 @@ def _sentencepiece(folder: Path) -> None:
     model = io.BytesIO()
     lines = ["the quick brown fox jumps over the lazy dog", "def add(a, b): return a + b"] * 20
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=300, model_type="bpe",
-        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, num_threads=1,
-    )  # fmt: skip
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        num_threads=1,
+    )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
 

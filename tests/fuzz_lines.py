@@ -12,16 +12,33 @@ from pathlib import Path
 
 # Modules that read what others may have written, by folder of the repository.
 READERS = (
-    "convert/*.py", "measure/evaluate/eval_file.py", "profile/corpus/*.py", "profile/count/merge.py",
-    "profile/count/resume.py", "profile/report.py", "run/cache_folder.py", "run/rates.py",
-    "runtime/generate/chat.py", "runtime/generate/constraints.py", "runtime/generate/gbnf*.py",
-    "runtime/generate/json_schema.py", "runtime/generate/prompt_cache.py", "runtime/text/*.py",
-    "src/hotsplit/artifacts/*.py", "src/hotsplit/commands/terminal/prompts.py",
-    "src/hotsplit/export/*.py", "src/hotsplit/families/*.py", "src/hotsplit/files/gguf_*.py",
-    "src/hotsplit/files/json_file.py", "src/hotsplit/files/safetensors_file.py",
-    "src/hotsplit/files/typed.py", "src/hotsplit/inspection/*.py",
-    "src/hotsplit/model/mode_quality.py", "src/hotsplit/model/rope.py", "src/hotsplit/tokens/*.py",
-)  # fmt: skip
+    "convert/*.py",
+    "measure/evaluate/eval_file.py",
+    "profile/corpus/*.py",
+    "profile/count/merge.py",
+    "profile/count/resume.py",
+    "profile/report.py",
+    "run/cache_folder.py",
+    "run/rates.py",
+    "runtime/generate/chat.py",
+    "runtime/generate/constraints.py",
+    "runtime/generate/gbnf*.py",
+    "runtime/generate/json_schema.py",
+    "runtime/generate/prompt_cache.py",
+    "runtime/text/*.py",
+    "src/hotsplit/artifacts/*.py",
+    "src/hotsplit/commands/terminal/prompts.py",
+    "src/hotsplit/export/*.py",
+    "src/hotsplit/families/*.py",
+    "src/hotsplit/files/gguf_*.py",
+    "src/hotsplit/files/json_file.py",
+    "src/hotsplit/files/safetensors_file.py",
+    "src/hotsplit/files/typed.py",
+    "src/hotsplit/inspection/*.py",
+    "src/hotsplit/model/mode_quality.py",
+    "src/hotsplit/model/rope.py",
+    "src/hotsplit/tokens/*.py",
+)
 IS_FUNCTION = 1  # the flag of code that has its own variables: neither a module nor a class
 
 Line = tuple[str, int]  # a file's path in the repository, and a line number

@@ -78,9 +78,13 @@ def run_batch(
     used: list[float] = []
     save(folder / GUIDE, {kind: known})
     outcomes = run_cases(
-        folder / "inputs", folder / "work", {kind: numbers}, LIMIT_S,
-        lambda kind, number, new: found.append((number, new)), used.append,
-    )  # fmt: skip
+        folder / "inputs",
+        folder / "work",
+        {kind: numbers},
+        LIMIT_S,
+        lambda kind, number, new: found.append((number, new)),
+        used.append,
+    )
     for late in [case for case, text in outcomes.items() if text.startswith(OVERDUE)]:
         again = {kind: range(late[1], late[1] + 1)}  # the machine may have been held up
         outcomes |= run_cases(folder / "inputs", folder / "work", again, LIMIT_S, None, used.append)

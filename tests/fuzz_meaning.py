@@ -82,8 +82,12 @@ def save(path: Path, content: Content, *, is_header: bool = False) -> None:
 
 
 def _save_gguf(path: Path, content: Content) -> None:
-    kinds = {np.dtype(np.float64): "f64", np.dtype(np.float32): "f32", np.dtype(np.float16): "f16",
-             np.dtype(np.int32): "i32"}  # fmt: skip
+    kinds = {
+        np.dtype(np.float64): "f64",
+        np.dtype(np.float32): "f32",
+        np.dtype(np.float16): "f16",
+        np.dtype(np.int32): "i32",
+    }
     tensors = {
         name: TensorEntry(shape=a.shape, kind=kinds[a.dtype], read_rows=lambda i, j, a=a: a[i:j])
         for name, a in content.arrays.items()
@@ -147,9 +151,16 @@ def changed(inputs: Path, kind: str, number: int) -> tuple[str, Content]:
 
 
 def _quality() -> dict:
-    values = {"perplexity_increase": 0.001, "perplexity_half_width": 0.01, "kl_mean": 0.001,
-              "top1_agreement": 0.99, "num_tokens": 100, "bytes_per_token": 1000,
-              "dense_bytes_per_token": 2000, "corpus_sha256": "0" * 64}  # fmt: skip
+    values = {
+        "perplexity_increase": 0.001,
+        "perplexity_half_width": 0.01,
+        "kl_mean": 0.001,
+        "top1_agreement": 0.99,
+        "num_tokens": 100,
+        "bytes_per_token": 1000,
+        "dense_bytes_per_token": 2000,
+        "corpus_sha256": "0" * 64,
+    }
     return {"exact": values, "predicted": dict(values)}
 
 
@@ -162,9 +173,15 @@ def misread(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()
 
 
 def read_content(
-    inputs: Path, kind: str, of: str, content: Content, work: Path, number: int,
-    *, is_header: bool = False,
-) -> None:  # fmt: skip
+    inputs: Path,
+    kind: str,
+    of: str,
+    content: Content,
+    work: Path,
+    number: int,
+    *,
+    is_header: bool = False,
+) -> None:
     """Makes the reader of kind `of` read its folder with that content, in a copy for `kind`."""
     folder, output = work / kind, work / "output"
     if not folder.exists():

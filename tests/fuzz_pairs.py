@@ -83,9 +83,13 @@ def model_file(path: Path, seed: int, sizes: dict[str, int]) -> Path:
     keys, vocab_size = byte_level_keys()
     sizes = {"vocab_size": vocab_size, "context_length": CONTEXT, **sizes}
     model = make_model(
-        sizes=make_sizes(**sizes), seed=seed, path=path, predictor_rank=8,
-        extra_keys=keys, predictor_density=0.5,
-    )  # fmt: skip
+        sizes=make_sizes(**sizes),
+        seed=seed,
+        path=path,
+        predictor_rank=8,
+        extra_keys=keys,
+        predictor_density=0.5,
+    )
     dataclasses.replace(model, quality={"exact": QUALITY, "predicted": QUALITY}).save(path)
     return path
 
@@ -112,8 +116,12 @@ def drawn(kind: str, number: int) -> Drawn:
     for name in differs:
         sizes |= rng.choice(DRAWN[name])
     named = {"fewer layers"} if sizes.get("num_layers", 2) < 2 else set()
-    return Drawn(differs=frozenset(differs) | named, sizes=sizes, seed=rng.randrange(4),
-                 forged=rng.random() < 0.7)  # fmt: skip
+    return Drawn(
+        differs=frozenset(differs) | named,
+        sizes=sizes,
+        seed=rng.randrange(4),
+        forged=rng.random() < 0.7,
+    )
 
 
 def save_profile(model: ModelFile, path: Path) -> None:
@@ -139,9 +147,17 @@ def solve_with(model: Path, artifact: Path, output: Path) -> None:
     try:
         make_machine().save(machine)
         solve(
-            SolveConfig(model=model, profile=artifact, machine=machine, output=output, mode="exact",
-                        vram_budget_bytes=1 << 22, time_limit_s=1.0), workspace_bytes
-        )  # fmt: skip
+            SolveConfig(
+                model=model,
+                profile=artifact,
+                machine=machine,
+                output=output,
+                mode="exact",
+                vram_budget_bytes=1 << 22,
+                time_limit_s=1.0,
+            ),
+            workspace_bytes,
+        )
     finally:
         machine.unlink()
 

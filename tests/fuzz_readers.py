@@ -138,10 +138,15 @@ def merge_profiles(case: Case) -> None:
 def plan_with(case: Case) -> None:
     solve(
         SolveConfig(
-            model=case.inputs / "plain.gguf", profile=case.inputs / "profile" / PROFILE,
-            machine=case.path, output=case.output, vram_budget_bytes=2_420_000, time_limit_s=1.0,
-        ), workspace_bytes
-    )  # fmt: skip
+            model=case.inputs / "plain.gguf",
+            profile=case.inputs / "profile" / PROFILE,
+            machine=case.path,
+            output=case.output,
+            vram_budget_bytes=2_420_000,
+            time_limit_s=1.0,
+        ),
+        workspace_bytes,
+    )
     Split.load(case.output)
 
 
@@ -165,8 +170,12 @@ def go_on_with(case: Case) -> None:
 
 def follow_grammar(case: Case) -> None:
     """Compiles a grammar and accepts a few tokens that it allows."""
-    makers = {".gbnf": made.gbnf_constraint, ".json": made.json_schema_constraint,
-              ".regex": made.regex_constraint, ".lark": made.lark_constraint}  # fmt: skip
+    makers = {
+        ".gbnf": made.gbnf_constraint,
+        ".json": made.json_schema_constraint,
+        ".regex": made.regex_constraint,
+        ".lark": made.lark_constraint,
+    }
     text = read_text(case.path, "grammar")
     constraint = makers[case.path.suffix](text, codec_of(case.inputs))
     for _ in range(4):

@@ -200,13 +200,34 @@ PREDICTORS = {
     "a key is missing": without("*"),
     **QUALITY,
 }
-FIGURES = ("gpus/*/bandwidth_gb_per_s", "gpus/*/launch_s", "cpu_bandwidth_gb_per_s/*",
-           "cpu_costs/all_rows_gb_per_s/*", "cpu_costs/layer_s/*", "cpu_costs/token_s")  # fmt: skip
+FIGURES = (
+    "gpus/*/bandwidth_gb_per_s",
+    "gpus/*/launch_s",
+    "cpu_bandwidth_gb_per_s/*",
+    "cpu_costs/all_rows_gb_per_s/*",
+    "cpu_costs/layer_s/*",
+    "cpu_costs/token_s",
+)
 MACHINE = {
-    **{f"{f}: no rate": one_of(f"{f}/best", 0, -1.0, NAN, INF, 1e19, 1e-19, "x", None, True)
-       for f in FIGURES},
-    **{f"{f}: no quartiles": one_of(f"{f}/quartiles", [1, 2], [3, 2, 1], [1, NAN, 2], [0, 1, 2],
-                                    [-1, 1, 2], "x", [1, 2, 3], [], 0) for f in FIGURES},
+    **{
+        f"{f}: no rate": one_of(f"{f}/best", 0, -1.0, NAN, INF, 1e19, 1e-19, "x", None, True)
+        for f in FIGURES
+    },
+    **{
+        f"{f}: no quartiles": one_of(
+            f"{f}/quartiles",
+            [1, 2],
+            [3, 2, 1],
+            [1, NAN, 2],
+            [0, 1, 2],
+            [-1, 1, 2],
+            "x",
+            [1, 2, 3],
+            [],
+            0,
+        )
+        for f in FIGURES
+    },
     **{f"{f}: rounds of nothing": one_of(f"{f}/rounds", 1, *NOT_COUNTS) for f in FIGURES},
     **{f"{f}: with more": one_of(f"{f}/other", 1) for f in FIGURES},
     **{f"{f}: without a value": without(f"{f}/*") for f in FIGURES},
@@ -218,8 +239,9 @@ MACHINE = {
     "no threads": one_of("num_threads", 0, *NOT_COUNTS),
     "no CPU figures": one_of("cpu_bandwidth_gb_per_s", {}, [], None),
     "figures by no threads": one_of("cpu_bandwidth_gb_per_s/x", {}, 1),
-    "figures by odd threads": one_of("cpu_bandwidth_gb_per_s/01", {"best": 1.0, "rounds": 0,
-                                                                  "quartiles": None}),
+    "figures by odd threads": one_of(
+        "cpu_bandwidth_gb_per_s/01", {"best": 1.0, "rounds": 0, "quartiles": None}
+    ),
     "a card without a name": one_of("gpus/*/name", "a\nb", *NOT_TEXTS),
     "invalid cards": one_of("gpus", None, {}, [1], "x"),
     "invalid versions": one_of("versions", None, [], {"torch": 1}, "x"),
@@ -227,7 +249,7 @@ MACHINE = {
     "another format": one_of("format", "x", None, ["hotsplit.machine"]),
     "an unknown key": one_of("other", 1),
     "a key is missing": without("*"),
-}  # fmt: skip
+}
 I32 = np.int32
 
 
@@ -312,8 +334,9 @@ MODEL = {
     "another width": one_of("llama.embedding_length", np.uint32(0), np.uint32(64), "32"),
     "other neurons": one_of("llama.feed_forward_length", np.uint32(0), np.uint32(31)),
     "no context": one_of("llama.context_length", np.uint32(0), np.float32(1.5), np.int32(-1)),
-    "no epsilon": one_of("llama.attention.layer_norm_rms_epsilon",
-                         *map(np.float32, (0, -1, NAN, INF)), "x"),
+    "no epsilon": one_of(
+        "llama.attention.layer_norm_rms_epsilon", *map(np.float32, (0, -1, NAN, INF)), "x"
+    ),
     "no base": one_of("llama.rope.freq_base", *map(np.float32, (0, -1, NAN, INF)), "x"),
     "no factor": one_of("llama.rope.scaling.type", "yarn", np.uint32(1), "linear"),
     "YaRN by nothing": yarn_with("rope.scaling.factor", *map(np.float32, (0, -1, NAN, INF)), "x"),
@@ -324,17 +347,26 @@ MODEL = {
     "a magnitude without YaRN": one_of("llama.rope.scaling.attn_factor", np.float32(1.2), "x"),
     "YaRN of one frequency": yarn_with("rope.freq_base", np.float32(1), np.float32(0.5)),
     "looks ahead": one_of("llama.attention.causal", False, np.uint32(1), "x"),
-    "end that the model has not": one_of("tokenizer.end_token_ids", [300], [-1], [0, 99999], ["x"],
-                                         [0.5], "x", np.float32(1)),
+    "end that the model has not": one_of(
+        "tokenizer.end_token_ids", [300], [-1], [0, 99999], ["x"], [0.5], "x", np.float32(1)
+    ),
     "eos that is no number": one_of("tokenizer.ggml.eos_token_id", "x", [0], np.float32(0), True),
     "bos that is no number": one_of("tokenizer.ggml.bos_token_id", "x", [0], np.float32(0), True),
-    "invalid tokenizer": one_of("tokenizer.huggingface.json", "{", "{}", "[]", "null",
-                                       '{"model": {"type": "BPE"}}', ["x"], np.uint32(1)),
+    "invalid tokenizer": one_of(
+        "tokenizer.huggingface.json",
+        "{",
+        "{}",
+        "[]",
+        "null",
+        '{"model": {"type": "BPE"}}',
+        ["x"],
+        np.uint32(1),
+    ),
     "a tensor of another layer": more("blk.1.attn_norm.weight"),
     "no norm": lacking("attn_norm.weight"),
     "norm of another width": array("attn_norm.weight", lambda a: a[:-1]),
     "quality lacks values": without("hotsplit.quality.exact.kl_mean"),
-}  # fmt: skip
+}
 THEIRS = {
     "a merge of no tokens": one_of(
         "tokenizer.ggml.merges/*", "zz y", "a", "", " ", "a b c", "a zz"
@@ -350,20 +382,35 @@ THEIRS = {
     "invalid flag": one_of("tokenizer.ggml.add_bos_token", np.uint32(1), "true", [True]),
 }
 CONFIG = {
-    **{f"invalid {key}": one_of(key, 0, -1, 1.5, "x", [], {}, 10**30, 10**9)
-       for key in ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size",
-                   "num_attention_heads", "num_key_value_heads")},
+    **{
+        f"invalid {key}": one_of(key, 0, -1, 1.5, "x", [], {}, 10**30, 10**9)
+        for key in (
+            "num_hidden_layers",
+            "hidden_size",
+            "vocab_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
+    },
     "no epsilon": one_of("rms_norm_eps", 0, -1, "x", [], 10**400),
     "unknown activation": one_of("hidden_act", "x", "x" * 100_000, 1, None, ["silu"], "mish"),
     "unknown architecture": one_of("architectures", [], None, ["x"], ["x" * 100_000], "x", {}),
-    "unknown rotation": one_of("rope_scaling", {"rope_type": "yarn"}, {"type": "x" * 100_000}, 1,
-                               "x", ["linear"], {"rope_type": "linear"}),
+    "unknown rotation": one_of(
+        "rope_scaling",
+        {"rope_type": "yarn"},
+        {"type": "x" * 100_000},
+        1,
+        "x",
+        ["linear"],
+        {"rope_type": "linear"},
+    ),
     "looks ahead": one_of("is_causal", False, "x" * 100_000, 0),
     "packed": one_of("quantization_config", {"x": "y" * 100_000}, 1, "gptq"),
     "invalid eos": one_of("eos_token_id", -1, 1.5, "x", [0, "x"], [0, -1], True, {}),
     "invalid bos": one_of("bos_token_id", -1, 1.5, "x", [0], True, {}),
     "invalid pad": one_of("pad_token_id", -1, 1.5, "x", [0], True, {}),
-}  # fmt: skip
+}
 SPECIAL = {
     "invalid name": one_of("eos_token", 1, True, [], {}, ["x"], {"content": 1}),
     "invalid begin": one_of("bos_token", 1, False, [0], {"content": None}),
@@ -401,19 +448,30 @@ WEIGHTS = {
     "invalid tensor": one_of("*", None, [], {}, "x", 1),
     "a tensor without a type": without("*/*"),
     "a tensor is missing": without("*"),
-    "a tensor of the same bytes": one_of("other", {"dtype": "F32", "shape": [1],
-                                                  "data_offsets": [0, 4]}),
-}  # fmt: skip
+    "a tensor of the same bytes": one_of(
+        "other", {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    ),
+}
 INDEX = {
-    "another file": one_of("weight_map/*", "model-9.safetensors", "", ".", "..", "../x", "/", "\0",
-                           "config.json", "x" * 5000),
+    "another file": one_of(
+        "weight_map/*",
+        "model-9.safetensors",
+        "",
+        ".",
+        "..",
+        "../x",
+        "/",
+        "\0",
+        "config.json",
+        "x" * 5000,
+    ),
     "the other file": _swapped,
     "invalid file": one_of("weight_map/*", None, 1, [], {}),
     "no files": one_of("weight_map", None, [], {}, "x"),
     "a tensor is missing": without("weight_map/*"),
     "a tensor more": one_of("weight_map/other", "model-0.safetensors"),
     "no list": without("weight_map"),
-}  # fmt: skip
+}
 PROMPT = {
     "tokens that the model has not": element("ids", 300, -1, 1 << 40),
     **_shapes("ids"),

@@ -38,9 +38,17 @@ LLAMA3: dict[str, Change] = ROTATION | {
 }
 NOT_SIZES = (0, -1, 1.5, "x", [], {}, True, 10**30, 10**9)
 FALCON: dict[str, Change] = {
-    **{f"invalid {key}": one_of(key, *NOT_SIZES)
-       for key in ("num_hidden_layers", "hidden_size", "vocab_size", "ffn_hidden_size",
-                   "num_attention_heads", "num_kv_heads")},
+    **{
+        f"invalid {key}": one_of(key, *NOT_SIZES)
+        for key in (
+            "num_hidden_layers",
+            "hidden_size",
+            "vocab_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_kv_heads",
+        )
+    },
     "biased by distance": one_of("alibi", True, "x", 1, []),
     "no epsilon": one_of("layer_norm_epsilon", *NOT_POSITIVE),
     "unknown activation": one_of("activation", "x", "tanh", 1, None, ["relu"], "x" * 5000),
@@ -48,29 +56,51 @@ FALCON: dict[str, Change] = {
     "invalid biases": one_of("bias", True, "x", 1, []),
     "key heads in no groups": one_of("num_kv_heads", 3, 5),
     "other norms": one_of("num_ln_in_parallel_attn", 3, 0, "x"),
-}  # fmt: skip
+}
 OPT: dict[str, Change] = {
-    **{f"invalid {key}": one_of(key, *NOT_SIZES)
-       for key in ("num_hidden_layers", "hidden_size", "vocab_size", "ffn_dim",
-                   "num_attention_heads", "max_position_embeddings")},
+    **{
+        f"invalid {key}": one_of(key, *NOT_SIZES)
+        for key in (
+            "num_hidden_layers",
+            "hidden_size",
+            "vocab_size",
+            "ffn_dim",
+            "num_attention_heads",
+            "max_position_embeddings",
+        )
+    },
     "embeddings of another width": one_of("word_embed_proj_dim", 16, 0, "x", True, []),
     "no last norm": one_of("_remove_final_layer_norm", True, "x", [True]),
     "invalid order": one_of("do_layer_norm_before", "x", 1, [], None),
     "no biases": one_of("enable_bias", False, "x", 1),
     "no norms": one_of("layer_norm_elementwise_affine", False, "x", 1),
     "unknown activation": one_of("activation_function", "x", "tanh", 1, None, ["relu"]),
-}  # fmt: skip
+}
 PHI: dict[str, Change] = {
-    **{f"invalid {key}": one_of(key, *NOT_SIZES)
-       for key in ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size",
-                   "num_attention_heads", "num_key_value_heads")},
+    **{
+        f"invalid {key}": one_of(key, *NOT_SIZES)
+        for key in (
+            "num_hidden_layers",
+            "hidden_size",
+            "vocab_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
+    },
     "biases": one_of("attention_bias", True, "x"),
-    "the long context": one_of("rope_scaling", {"type": "longrope"}, {"rope_type": "su"},
-                               {"type": "yarn", "factor": 2.0}, "x", [1]),
+    "the long context": one_of(
+        "rope_scaling",
+        {"type": "longrope"},
+        {"rope_type": "su"},
+        {"type": "yarn", "factor": 2.0},
+        "x",
+        [1],
+    ),
     "some of the pairs": one_of(R + "partial_rotary_factor", 1.5, "x", 0.01, [1.0]),
     "no window": one_of("sliding_window", 0, -1, "x", 1.5, [], True),
     "heads of another width": one_of("head_dim", 4, 10, 16, "x", 0, 7),
-}  # fmt: skip
+}
 QWEN: dict[str, Change] = {
     "heads of another width": one_of("head_dim", 8, 15, 32, "x", 0, -2),
     "invalid window": one_of("use_sliding_window", "x", 1, []),

@@ -13,9 +13,11 @@ def split_gguf(
     reader = gguf.GGUFReader(source)
     with_tensors = num_parts - small_first
     writer = gguf.GGUFWriter(
-        stem.with_name(f"{stem.name}.gguf"), reader.fields["general.architecture"].contents(),
-        split_max_tensors=-(-len(reader.tensors) // with_tensors), small_first_shard=small_first,
-    )  # fmt: skip
+        stem.with_name(f"{stem.name}.gguf"),
+        reader.fields["general.architecture"].contents(),
+        split_max_tensors=-(-len(reader.tensors) // with_tensors),
+        small_first_shard=small_first,
+    )
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue

@@ -33,11 +33,7 @@ from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.gpu.launch import overlapping
-from hotsplit.runtime.kernels.gpu.plane_kernels import (
-    add_to_planes,
-    correct_planes,
-    predict_planes,
-)
+from hotsplit.runtime.kernels.gpu.plane_kernels import add_to_planes, correct_planes, predict_planes
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
 from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
 from hotsplit.runtime.weights.matrix import Matrix

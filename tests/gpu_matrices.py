@@ -39,16 +39,26 @@ REFERENCE = reference_kernels()
 
 
 def heads_of(
-    num_heads: int = 4, num_kv_heads: int = 2, width: int = 32, *, is_adjacent: bool = False,
-    magnitude: float = 1.0, epsilon: float = 1e-5, norm: NormKind = "rms", **more: Any,
-) -> Attention:  # fmt: skip
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    width: int = 32,
+    *,
+    is_adjacent: bool = False,
+    magnitude: float = 1.0,
+    epsilon: float = 1e-5,
+    norm: NormKind = "rms",
+    **more: Any,
+) -> Attention:
     """Attention with norms and rotary embeddings, for kernels that get their weights."""
     scaling = RopeScaling(kind="longrope", attn_factor=magnitude)
     return Attention(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=width,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=width,
         rotary=Rotary(theta=1e4, pairing="adjacent" if is_adjacent else "halves", scaling=scaling),
-        head_norm=Norm(name="", kind=norm, size=width, epsilon=epsilon), **more,
-    )  # fmt: skip
+        head_norm=Norm(name="", kind=norm, size=width, epsilon=epsilon),
+        **more,
+    )
 
 
 def device() -> torch.device:

@@ -43,20 +43,29 @@ CONTEXT = 4096
 RANKS = (1024, 512, 1024, 512)
 HOT = (300, 1200, 4000, 11008)  # the number of each layer's neurons on the GPU
 SHAPE = make_sizes(
-    num_layers=len(HOT), width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
-    vocab_size=32000, context_length=CONTEXT,
-)  # fmt: skip
+    num_layers=len(HOT),
+    width=4096,
+    num_neurons=11008,
+    num_heads=32,
+    num_kv_heads=32,
+    vocab_size=32000,
+    context_length=CONTEXT,
+)
 
 
 def model_of(kind: str) -> ModelFile:
     """A model of zeros with predictors."""
     zeros = (0.0,) * len(HOT)
     model = ModelFile(
-        path=Path("7b.gguf"), layout="sparse", model_id="0" * 64,
-        bare_spec=family_spec("llama", SHAPE), threshold_L=zeros,
+        path=Path("7b.gguf"),
+        layout="sparse",
+        model_id="0" * 64,
+        bare_spec=family_spec("llama", SHAPE),
+        threshold_L=zeros,
         predictor=PredictorInfo(kind="linear", rank_L=RANKS, threshold_L=zeros),
-        tensors={}, extra_keys={},
-    )  # fmt: skip
+        tensors={},
+        extra_keys={},
+    )
     shapes = required_shapes(model)
     return dataclasses.replace(
         model, tensors={name: _zeros(dims, kind) for name, dims in shapes.items()}
@@ -115,8 +124,18 @@ def main() -> None:
         print(json.dumps({"variant": launch.variant, "seconds": round(taken, 2)}), flush=True)
         compiled.clear()
     size = sum(path.stat().st_size for path in Path(_cache.name).rglob("*") if path.is_file())
-    print(json.dumps({"arch": arch, "kind": kind, "variants": len(found), "programs": len(codes),
-                      "seconds": round(spent, 1), "cache_bytes": size}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "arch": arch,
+                "kind": kind,
+                "variants": len(found),
+                "programs": len(codes),
+                "seconds": round(spent, 1),
+                "cache_bytes": size,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

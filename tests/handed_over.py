@@ -69,9 +69,7 @@ def hand_over_s(backends: Sequence[Backend], device: torch.device) -> list[float
 
 
 def node_of(
-    function: Callable[[int], None],
-    reads: tuple[Tensor, ...] = (),
-    writes: tuple[Tensor, ...] = (),
+    function: Callable[[int], None], reads: tuple[Tensor, ...] = (), writes: tuple[Tensor, ...] = ()
 ) -> HostNode:
     """A hand-over to a Python function."""
     made = CFUNCTYPE(None, c_void_p)(function)

@@ -7,13 +7,25 @@ from torch import Tensor
 BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210, "q3_k": 110, "q2_k": 84, "iq4_xs": 136}
 # Offsets of a block's f16 numbers, each with its size relative to the first, such that the values
 # of random bits average 0.
-F16_AT = {"q4_k": {0: 1.0, 2: 7.5}, "q5_k": {0: 1.0, 2: 15.5}, "q6_k": {208: 1.0},
-         "q3_k": {108: 1.0}, "q2_k": {80: 1.0, 82: 1.5}, "iq4_xs": {0: 1.0}}  # fmt: skip
+F16_AT = {
+    "q4_k": {0: 1.0, 2: 7.5},
+    "q5_k": {0: 1.0, 2: 15.5},
+    "q6_k": {208: 1.0},
+    "q3_k": {108: 1.0},
+    "q2_k": {80: 1.0, 82: 1.5},
+    "iq4_xs": {0: 1.0},
+}
 # About the root mean square of the values of random bits if the first number is 1.
 RMS = {"q4_k": 272.0, "q5_k": 550.0, "q6_k": 1405.0, "q3_k": 43.0, "q2_k": 14.0, "iq4_xs": 1290.0}
 # The bytes of a block that hold its quants.
-QUANTS_AT = {"q4_k": slice(16, 144), "q5_k": slice(16, 176), "q6_k": slice(0, 192), "q3_k": slice(0, 96),
-             "q2_k": slice(16, 80), "iq4_xs": slice(8, 136)}  # fmt: skip
+QUANTS_AT = {
+    "q4_k": slice(16, 144),
+    "q5_k": slice(16, 176),
+    "q6_k": slice(0, 192),
+    "q3_k": slice(0, 96),
+    "q2_k": slice(16, 80),
+    "iq4_xs": slice(8, 136),
+}
 WITH_MINIMA = ("q4_k", "q5_k", "q2_k")
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 

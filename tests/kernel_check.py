@@ -29,29 +29,49 @@ FIRING_BOUND = 1e-3
 BITS_SHARE, LEAST_BITS = 1e-3, 2
 _MOST_DRAWN = 1 << 22  # random numbers; longer tensors repeat them
 _INPUTS = {
-    "dot": ("x_D",), "embed": ("index_1",), "unpack": (), "add_norm": ("x_D", "parts_PD", "term_D"),
+    "dot": ("x_D",),
+    "embed": ("index_1",),
+    "unpack": (),
+    "add_norm": ("x_D", "parts_PD", "term_D"),
     "rotate_append": ("qkv", "position_1", "sequence_1", "table_SN"),
     "attend": ("qkv", "key_CKW", "value_CKW", "position_1", "sequence_1", "table_SN"),
     "attend_tokens": ("query_THW", "key_CKW", "value_CKW", "position_T", "table_SN"),
-    "predict": ("inner_R",), "gate_up": ("named_B", "x_D"), "down": ("hidden_N",),
-    "choose_experts": ("logit_E",), "expert_gate_up": ("routed_2K", "x_D"),
+    "predict": ("inner_R",),
+    "gate_up": ("named_B", "x_D"),
+    "down": ("hidden_N",),
+    "choose_experts": ("logit_E",),
+    "expert_gate_up": ("routed_2K", "x_D"),
     "expert_down": ("routed_2K", "hidden_KF"),
     "convolve": ("projected_TW", "conv_SJC", "run_R3", "writes_T"),
     "delta_rule": ("mixed_TX", "state_SVNM", "run_R3", "writes_T"),
     "gate_norm": ("out_TVM", "projected_TW"),
-    "multiply": ("x_TD", "power_T"), "multiply_down": ("hidden_TN", "power_T"),
-    "round_tokens": ("x_TD", "added_TD"), "hidden_tokens": ("gate_TN", "up_TN", "named_TN"),
-}  # fmt: skip
+    "multiply": ("x_TD", "power_T"),
+    "multiply_down": ("hidden_TN", "power_T"),
+    "round_tokens": ("x_TD", "added_TD"),
+    "hidden_tokens": ("gate_TN", "up_TN", "named_TN"),
+}
 _OUTPUTS = {
-    "dot": ("out_N",), "embed": ("out_D",), "unpack": ("out_AD",),
+    "dot": ("out_N",),
+    "embed": ("out_D",),
+    "unpack": ("out_AD",),
     "add_norm": ("out_D", "x_out_D", "copy_D"),
     "rotate_append": ("qkv", "key_CKW", "value_CKW", "query_THW"),
-    "attend": ("out_HW",), "attend_tokens": ("out_THW",), "predict": ("named_B", "copy_B"),
-    "gate_up": ("hidden_N",), "down": ("parts_SD",), "choose_experts": ("routed_2K", "copy_2K"),
-    "expert_gate_up": ("hidden_KF",), "expert_down": ("parts_PD",), "convolve": ("mixed_TX", "conv_SJC"), "delta_rule": ("out_TVM", "state_SVNM"),
-    "gate_norm": ("out_TVM",), "multiply": ("out_TN",), "multiply_down": ("out_TD",),
-    "round_tokens": ("out_TD", "power_T", "x_out_TD"), "hidden_tokens": ("out_TN", "power_T"),
-}  # fmt: skip
+    "attend": ("out_HW",),
+    "attend_tokens": ("out_THW",),
+    "predict": ("named_B", "copy_B"),
+    "gate_up": ("hidden_N",),
+    "down": ("parts_SD",),
+    "choose_experts": ("routed_2K", "copy_2K"),
+    "expert_gate_up": ("hidden_KF",),
+    "expert_down": ("parts_PD",),
+    "convolve": ("mixed_TX", "conv_SJC"),
+    "delta_rule": ("out_TVM", "state_SVNM"),
+    "gate_norm": ("out_TVM",),
+    "multiply": ("out_TN",),
+    "multiply_down": ("out_TD",),
+    "round_tokens": ("out_TD", "power_T", "x_out_TD"),
+    "hidden_tokens": ("out_TN", "power_T"),
+}
 _CACHES = ("key_CKW", "value_CKW", *SLOTS)
 _NUM_SLOTS = 3  # one that the runs of a check read, and one for each of two runs
 

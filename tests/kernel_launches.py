@@ -45,13 +45,18 @@ from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 
 # Kernels of prompts alone.
-PROMPTS = (
-    "unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens",
-)  # fmt: skip
+PROMPTS = ("unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens")
 SLOTS = ("conv_SJC", "state_SVNM")
 _PARAMETERS = {name: inspect.signature(getattr(reference_kernels(), name)) for name in NAMES}
-_SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
-          torch.int32: "i32", torch.int64: "i64", torch.bool: "bool"}  # fmt: skip
+_SHORT = {
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float64: "f64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "bool",
+}
 _COMPILED = {each.name for each in fields(Heads)}
 _WIDE_LOAD = 16  # bytes; pointers with a smaller alignment make another variant
 _UNPACKED_ROWS = 64
@@ -286,11 +291,13 @@ def _note_experts(kernels: Kernels, block: ExpertBlock, gate: Gate, device: torc
         bias_N = flat.bias_N
         for size in (SMALL_TILE,) if is_streamed else (SMALL_TILE, LARGE_TILE):
             given: dict[str, Any] = {
-                "row_2P": row_2P, "tile_size": size, "factor_P": factor_P if is_down else None,
+                "row_2P": row_2P,
+                "tile_size": size,
+                "factor_P": factor_P if is_down else None,
                 "tile_G3": torch.tensor(
                     [[0, 0, 2], [last, 2, 1]], dtype=torch.int32, device=device
                 ),
-            }  # fmt: skip
+            }
             if is_down and not block.is_by_output:
                 bias_N = None if bias_N is None else bias_N[: 2 * matrix.width].to(device)
                 hidden_TN, out_TD = _new(device, count, dtype=dtype), _new(device, matrix.width)
@@ -303,10 +310,13 @@ def _note_experts(kernels: Kernels, block: ExpertBlock, gate: Gate, device: torc
             kernels.multiply(part, bias_N, x_TD, power_T, _new(device, count), **given)
     number, dtype = min(len(block.id_F), _NEURONS), gpu_products.tile_dtype(block.down.kind)
     kernels.hidden_tokens(
-        _new(device, number), _new(device, number) if block.up else None, None, gate,
+        _new(device, number),
+        _new(device, number) if block.up else None,
+        None,
+        gate,
         _new(device, number, dtype=dtype),
         _new(device) if dtype == torch.float16 else None,
-    )  # fmt: skip
+    )
 
 
 def _new(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -325,9 +335,15 @@ def _note_norms(kernels: Kernels, layer: Layer, device: torch.device) -> None:
             width, has_power = len(norm.weight_D), dtype == torch.float16 and not norm.fits_f16
             x_TD, added_TD, sum_TD = (_new(device, width) for _ in range(3))
             kernels.round_tokens(
-                x_TD, added_TD, norm.weight_D, norm.bias_D, norm.epsilon,
-                _new(device, width, dtype=dtype), _new(device) if has_power else None, sum_TD,
-            )  # fmt: skip
+                x_TD,
+                added_TD,
+                norm.weight_D,
+                norm.bias_D,
+                norm.epsilon,
+                _new(device, width, dtype=dtype),
+                _new(device) if has_power else None,
+                sum_TD,
+            )
 
 
 def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device, *, is_on_gpu: bool) -> None:
@@ -347,9 +363,13 @@ def _note_tokens(kernels: Kernels, layer: Layer, device: torch.device, *, is_on_
     number, dtype = min(len(block.id_N), _NEURONS), gpu_products.tile_dtype(block.down.kind)
     named_TN = _new(device, number, dtype=torch.bool) if layer.ffn.predictor else None
     kernels.hidden_tokens(
-        _new(device, number), _new(device, number) if block.up else None, named_TN,
-        gate, _new(device, number, dtype=dtype), _new(device) if dtype == torch.float16 else None,
-    )  # fmt: skip
+        _new(device, number),
+        _new(device, number) if block.up else None,
+        named_TN,
+        gate,
+        _new(device, number, dtype=dtype),
+        _new(device) if dtype == torch.float16 else None,
+    )
 
 
 def _note_attention(kernels: Kernels, layer: Layer, device: torch.device) -> None:

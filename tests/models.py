@@ -125,9 +125,13 @@ def family_spec(
 
 
 def mixture_spec(
-    sizes: Sizes, *, route: Route | None = None, num_neurons: int = 37, activation: Activation = "silu",
+    sizes: Sizes,
+    *,
+    route: Route | None = None,
+    num_neurons: int = 37,
+    activation: Activation = "silu",
     **numbers: Any,
-) -> ModelSpec:  # fmt: skip
+) -> ModelSpec:
     """A Qwen 3 of experts; `numbers`: those of `Experts`."""
     route = route or Route(num_experts=6, num_used=2)
     experts = Experts(route=route, num_neurons=num_neurons, **numbers)
@@ -169,11 +173,15 @@ def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
     base = family_spec("llama", sizes)
     for index, layer in enumerate(base.layers):
         attention = replace(
-            layer.attention, **heads[index % 4], rotary=rotaries[index % 3],
-            window=(window, None, 2 * window)[index % 3], scale=(None, 0.35, 0.2)[index % 3],
-            growth=(None, 0.4, None)[index % 3], growth_length=(None, 7, None)[index % 3],
+            layer.attention,
+            **heads[index % 4],
+            rotary=rotaries[index % 3],
+            window=(window, None, 2 * window)[index % 3],
+            scale=(None, 0.35, 0.2)[index % 3],
+            growth=(None, 0.4, None)[index % 3],
+            growth_length=(None, 7, None)[index % 3],
             score_cap=(0.6, None, 0.4)[index % 3],
-        )  # fmt: skip
+        )
         if index % 4 == 1:
             width = attention.head_dim
             by_head = Norm(name="attn_q_norm", kind="layer_without_bias", size=width, epsilon=0.01)
@@ -379,9 +387,13 @@ def _random_entry(
 
 
 def shape_only(
-    sizes: Sizes, *, kind: str = "f16", predictor_rank: int = 0, architecture: str = "llama",
+    sizes: Sizes,
+    *,
+    kind: str = "f16",
+    predictor_rank: int = 0,
+    architecture: str = "llama",
     spec: ModelSpec | None = None,
-) -> ModelFile:  # fmt: skip
+) -> ModelFile:
     """A model of any size with a tensor table and no weights: reading a tensor raises. `spec`: instead
     of the family's; routers are f32."""
 
@@ -520,9 +532,11 @@ def make_inputs(
     """Inputs of the solver with WORKSPACE and more main memory than is needed, in mode
     exact for the model's whole context."""
     values = {
-        "mode": "exact", "workspace": WORKSPACE, "host_budget": 1 << 60,
+        "mode": "exact",
+        "workspace": WORKSPACE,
+        "host_budget": 1 << 60,
         "context_length": model.spec.context_length,
-    } | options  # fmt: skip
+    } | options
     paths = (model.path,) * 3
     return Inputs(
         model=model, profile=profile, machine=machine, paths=paths, budgets=budgets, **values

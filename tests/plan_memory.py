@@ -25,12 +25,18 @@ from hotsplit.solver.solve import split_of
 CARD_BYTES = 80 << 30
 # Width, neurons, heads, key-value heads, head width and vocabulary of models from 0.1 to 70 B.
 SHAPES = [
-    (576, 1536, 9, 3, 64, 49152), (896, 4864, 14, 2, 64, 151936), (2048, 5632, 32, 4, 64, 32000),
-    (2048, 8192, 32, 8, 64, 128256), (2304, 9216, 8, 4, 256, 256000),
-    (3072, 8192, 24, 8, 128, 128256), (4096, 11008, 32, 32, 128, 32000),
-    (4096, 14336, 32, 8, 128, 128256), (5120, 13824, 40, 40, 128, 32000),
-    (8192, 22016, 64, 8, 128, 32000), (8192, 28672, 64, 8, 128, 128256),
-]  # fmt: skip
+    (576, 1536, 9, 3, 64, 49152),
+    (896, 4864, 14, 2, 64, 151936),
+    (2048, 5632, 32, 4, 64, 32000),
+    (2048, 8192, 32, 8, 64, 128256),
+    (2304, 9216, 8, 4, 256, 256000),
+    (3072, 8192, 24, 8, 128, 128256),
+    (4096, 11008, 32, 32, 128, 32000),
+    (4096, 14336, 32, 8, 128, 128256),
+    (5120, 13824, 40, 40, 128, 32000),
+    (8192, 22016, 64, 8, 128, 32000),
+    (8192, 28672, 64, 8, 128, 128256),
+]
 LAYERS = (1, 2, 3, 4, 8, 16, 32, 80)
 MOST_COST = 60  # about the launches of a case
 
@@ -45,21 +51,35 @@ class Case:
 def sizes_of(shape: tuple[int, ...], num_layers: int, context_length: int) -> Sizes:
     width, neurons, heads, kv_heads, head_width, vocab_size = shape
     return make_sizes(
-        num_layers=num_layers, width=width, num_neurons=neurons, num_heads=heads,
-        num_kv_heads=kv_heads, head_width=head_width, vocab_size=vocab_size,
+        num_layers=num_layers,
+        width=width,
+        num_neurons=neurons,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_width=head_width,
+        vocab_size=vocab_size,
         context_length=context_length,
-    )  # fmt: skip
+    )
 
 
 def solved(
-    model: ModelFile, mode: Mode, share: float, *, num_sequences: int = 1,
-    kv_offload: KeySelection | None = None, budget_bytes: int | None = None,
-) -> Split:  # fmt: skip
+    model: ModelFile,
+    mode: Mode,
+    share: float,
+    *,
+    num_sequences: int = 1,
+    kv_offload: KeySelection | None = None,
+    budget_bytes: int | None = None,
+) -> Split:
     """The solver's plan for a budget: `budget_bytes`, or a share of the way from the smallest that
     puts anything on the GPU to all."""
     machine = make_machine(memory_bytes=CARD_BYTES, layer_s=1e-5)
-    options = {"mode": mode, "workspace": 0, "num_sequences": num_sequences,
-               "kv_offload": kv_offload}  # fmt: skip
+    options = {
+        "mode": mode,
+        "workspace": 0,
+        "num_sequences": num_sequences,
+        "kv_offload": kv_offload,
+    }
     profile = make_profile(model)
 
     def inputs_for(budget: int) -> Inputs:
@@ -94,9 +114,12 @@ def random_case(seed: int) -> Case:
     share = choose.choice([0.0, 1.0, choose.random(), choose.random(), choose.random() ** 3])
     is_offloaded = choose.random() < 0.15
     plan = solved(
-        model, mode, share, num_sequences=1 if is_offloaded else choose.choice([1, 1, 2, 4]),
+        model,
+        mode,
+        share,
+        num_sequences=1 if is_offloaded else choose.choice([1, 1, 2, 4]),
         kv_offload=KeySelection.parse("on") if is_offloaded else None,
-    )  # fmt: skip
+    )
     return Case(model=model, plan=plan, seed=seed)
 
 

@@ -62,16 +62,29 @@ def launches(
     )
     uploaders = {CARD: Uploader(memory=DeviceMemory.of(CARD, size))}
     weights = load_weights(
-        model, placement, mode, context, notice=print, uploaders=uploaders,
+        model,
+        placement,
+        mode,
+        context,
+        notice=print,
+        uploaders=uploaders,
         num_sequences=num_sequences,
-    )  # fmt: skip
+    )
     take = plain_backend(reference_kernels()).take
     found = launches_of(weights, placement, take, num_rows, num_rows)
     return tuple(each for each in found if each.kernel not in _APART)
 
 
-def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons: int | None = None,
-         rank: int = 0, predictor: str = "linear", **changes) -> ModelFile:  # fmt: skip
+def like(
+    model: ModelFile,
+    *,
+    kind: str | None = None,
+    layers: int = 3,
+    neurons: int | None = None,
+    rank: int = 0,
+    predictor: str = "linear",
+    **changes,
+) -> ModelFile:
     """A model of zeros with the architecture and widths of `model`, and predictors of rank `rank`.
     Its matrices have the type `kind`, or if that is None, the types of the first layer of `model`
     (f16 for those that it lacks). Its vocabulary is cut to 4,096 tokens."""
@@ -86,16 +99,22 @@ def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons:
         for block in first.blocks
     ]
     spec = dataclasses.replace(
-        bare, layers=(LayerSpec(blocks=tuple(blocks)),) * layers,
+        bare,
+        layers=(LayerSpec(blocks=tuple(blocks)),) * layers,
         vocab_size=min(bare.vocab_size, 4096),
-    )  # fmt: skip
+    )
     zeros, predictor_info = (0.0,) * layers, None
     if rank:
         predictor_info = PredictorInfo(kind=predictor, rank_L=(rank,) * layers, threshold_L=zeros)
     made = dataclasses.replace(
-        model, bare_spec=spec, layout="sparse", model_id="0" * 64, threshold_L=zeros,
-        predictor=predictor_info, quality={},
-    )  # fmt: skip
+        model,
+        bare_spec=spec,
+        layout="sparse",
+        model_id="0" * 64,
+        threshold_L=zeros,
+        predictor=predictor_info,
+        quality={},
+    )
     return dataclasses.replace(made, tensors=_zeros(model, made, kind))
 
 
@@ -165,8 +184,17 @@ def _least_programs(count: int, wanted: list[int]) -> int:
 def _small_tensor(kernel: str, name: str, value: Tensor, count, random) -> Tensor:
     """A tensor with the alignment of `value`, cut to `count` rows, filled with random floats or
     int32, or with zeros if it has another type."""
-    per_row = name in ("out_N", "bias_N", "gate_bias_N", "up_bias_N", "id_N", "hidden_N", "bias_F",
-                       "index_A", "out_AD")  # fmt: skip
+    per_row = name in (
+        "out_N",
+        "bias_N",
+        "gate_bias_N",
+        "up_bias_N",
+        "id_N",
+        "hidden_N",
+        "bias_F",
+        "index_A",
+        "out_AD",
+    )
     size = list(value.shape)
     if per_row:
         size[0] = min(size[0], count)
@@ -298,9 +326,13 @@ def _predict(given, got, want) -> None:
 
 def _gate_up(given, got, want) -> None:
     bound = hidden_bound(
-        given["gate"], given["gate_bias_N"], given["up"], given["up_bias_N"], given["x_D"],
+        given["gate"],
+        given["gate_bias_N"],
+        given["up"],
+        given["up_bias_N"],
+        given["x_D"],
         want["hidden_N"],
-    ).nan_to_num()  # fmt: skip
+    ).nan_to_num()
     assert_close(got["hidden_N"], want["hidden_N"], bound)
     assert (
         got["hidden_N"][want["hidden_N"] == 0].double().abs() <= bound[want["hidden_N"] == 0]
@@ -312,10 +344,16 @@ def _down(given, got, want) -> None:
 
 
 _COMPARE = {
-    "dot": _dot, "embed": _embed, "unpack": _unpack, "add_norm": _add_norm,
-    "rotate_append": _rotate_append, "attend": _attend, "predict": _predict, "gate_up": _gate_up,
+    "dot": _dot,
+    "embed": _embed,
+    "unpack": _unpack,
+    "add_norm": _add_norm,
+    "rotate_append": _rotate_append,
+    "attend": _attend,
+    "predict": _predict,
+    "gate_up": _gate_up,
     "down": _down,
-}  # fmt: skip
+}
 
 
 # ---- the plans of docs/gpu-proof.md ----------------------------------------------------------------
@@ -344,7 +382,7 @@ PLANS = {
     },
     **{f"7B, {kind}, exact": ("7B", kind, "exact", "") for kind in _KINDS},
     **{f"7B, {kind}, predicted": ("7B", kind, "predicted", "linear") for kind in _KINDS},
-}  # fmt: skip
+}
 
 
 def launches_of_plan(name: str, folder: Path) -> tuple:
@@ -364,9 +402,16 @@ def launches_of_plan(name: str, folder: Path) -> tuple:
 def _model(whose: str, kind: str, folder: Path):
     if whose == "7B":  # its width and heads, with fewer layers and neurons and a smaller vocabulary
         return shape_only(
-            make_sizes(num_layers=3, width=4096, num_neurons=2560, num_heads=32, num_kv_heads=32,
-                       vocab_size=4096, context_length=4096)
-        )  # fmt: skip
+            make_sizes(
+                num_layers=3,
+                width=4096,
+                num_neurons=2560,
+                num_heads=32,
+                num_kv_heads=32,
+                vocab_size=4096,
+                context_length=4096,
+            )
+        )
     if whose == "SmolLM2":
         path = ROOT / "build" / "smollm2" / f"{kind}.gguf"
         return ModelFile.load(path) if path.exists() else None

@@ -180,10 +180,12 @@ def _neurons(x, routed, model, block: Neurons, w, threshold, mask, silent):
         y = outputs(x, None)
         gate = 1 / (1 + np.exp(-x @ w("ffn_gate_inp_shexp.weight"))) if block.has_output_gate else 1
         return (y.T * gate).T
-    return np.stack([
-        sum(weight * outputs(each, expert) for expert, weight in zip(*chosen, strict=True))
-        for each, chosen in zip(x, routed, strict=True)
-    ])  # fmt: skip
+    return np.stack(
+        [
+            sum(weight * outputs(each, expert) for expert, weight in zip(*chosen, strict=True))
+            for each, chosen in zip(x, routed, strict=True)
+        ]
+    )
 
 
 def _hidden(block: Neurons, threshold, silent, gate, up=1):

@@ -72,9 +72,14 @@ class Replay:
         """The submissions of a hybrid step with both roles on the CPU, and what the host does
         before and after them."""
         builder = hybrid_builder._Builder(
-            weights, placement, Traffic(), plain_backend(reference_kernels()), None,
-            max_rows=1, on_capture=lambda: None,
-        )  # fmt: skip
+            weights,
+            placement,
+            Traffic(),
+            plain_backend(reference_kernels()),
+            None,
+            max_rows=1,
+            on_capture=lambda: None,
+        )
         step = builder.step()
         operations = [
             Operation(s.name, s.reads, s.writes, getattr(s.work, "run", s.work))

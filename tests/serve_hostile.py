@@ -45,11 +45,24 @@ HUNG_UP = 0  # stands for a closed connection without a status
 
 HONEST: dict[str, Any] = {
     "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
-    "max_tokens": 4, "temperature": 0.0, "top_p": 0.9, "top_k": 20, "seed": 3, "stop": ["\n\n"],
-    "stream": False, "n": 1, "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": 1.0},
-    "response_format": {"type": "text"}, "frequency_penalty": 0.1, "dry_multiplier": 0.5,
-    "dry_sequence_breakers": ["\n", ":"], "xtc_probability": 0.1, "samplers": ["dry", "top_k", "xtc"],
-}  # fmt: skip
+    "max_tokens": 4,
+    "temperature": 0.0,
+    "top_p": 0.9,
+    "top_k": 20,
+    "seed": 3,
+    "stop": ["\n\n"],
+    "stream": False,
+    "n": 1,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "logit_bias": {"5": 1.0},
+    "response_format": {"type": "text"},
+    "frequency_penalty": 0.1,
+    "dry_multiplier": 0.5,
+    "dry_sequence_breakers": ["\n", ":"],
+    "xtc_probability": 0.1,
+    "samplers": ["dry", "top_k", "xtc"],
+}
 TEXT = {key: HONEST[key] for key in ("max_tokens", "temperature", "seed", "stop", "stream")}
 HONEST_BY_PATH: dict[str, dict[str, Any]] = {
     CHAT: HONEST,
@@ -65,11 +78,39 @@ HONEST_BY_PATH: dict[str, dict[str, Any]] = {
     "/apply-template": {"messages": HONEST["messages"], "chat_template_kwargs": {"a": 1}},
 }
 JUNK: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 1.5, 1e308, -1e308, 10**30, -(10**30), 2**31, 2**63, 2**64, "", "x",
-    "\ud800", "\udfff\ud800", "\x00", "a" * 5000, [], {}, [[]], [None], {"": {}}, ["x"] * 1000,
-    {"a" * 1000: 1}, [1, "2", None], {"type": "json_schema"}, {"role": "user"}, "\u202e\U0001f98a",
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    1.5,
+    1e308,
+    -1e308,
+    10**30,
+    -(10**30),
+    2**31,
+    2**63,
+    2**64,
+    "",
+    "x",
+    "\ud800",
+    "\udfff\ud800",
+    "\x00",
+    "a" * 5000,
+    [],
+    {},
+    [[]],
+    [None],
+    {"": {}},
+    ["x"] * 1000,
+    {"a" * 1000: 1},
+    [1, "2", None],
+    {"type": "json_schema"},
+    {"role": "user"},
+    "\u202e\U0001f98a",
     {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a+)+$"}}},
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +169,13 @@ async def attack(server: ServerProcess, count: int, seed: int) -> dict[str, Any]
     if grown is not None and grown > MAX_GROWTH:
         failures.append(f"resident memory grew by {grown:.1%}")
     return {
-        "benchmark": "serve-hostile", "count": sum(counts.values()), "rss_growth": grown,
-        "failures": failures[:20], "num_failures": len(failures),
+        "benchmark": "serve-hostile",
+        "count": sum(counts.values()),
+        "rss_growth": grown,
+        "failures": failures[:20],
+        "num_failures": len(failures),
         "by_kind": dict(sorted(counts.items())),
-    }  # fmt: skip
+    }
 
 
 def growth(server: ServerProcess, rss_before: int) -> float | None:
@@ -189,9 +233,10 @@ def replaced(draw: random.Random) -> Case:
     for _ in range(draw.randint(1, 2)):
         _replace(body, draw)
     return Case(
-        name="replaced", data=request_bytes(path, json.dumps(body).encode()),
+        name="replaced",
+        data=request_bytes(path, json.dumps(body).encode()),
         right=frozenset({200, 400}),
-    )  # fmt: skip
+    )
 
 
 def _replace(value: Any, draw: random.Random) -> None:
@@ -210,22 +255,61 @@ def _replace(value: Any, draw: random.Random) -> None:
 
 
 FIELDS = (
-    "prompt", "content", "tokens", "input", "tools", "tool_choice", "grammar", "json_schema",
-    "response_format", "min_p", "mirostat", "dry_sequence_breakers", "samplers", "timeout",
-    "chat_template", "chat_template_kwargs", "echo", "best_of", "suffix", "stream_options", "__class__",
-    "max_completion_tokens", "add_generation_prompt", "instructions", "previous_response_id",
-)  # fmt: skip
+    "prompt",
+    "content",
+    "tokens",
+    "input",
+    "tools",
+    "tool_choice",
+    "grammar",
+    "json_schema",
+    "response_format",
+    "min_p",
+    "mirostat",
+    "dry_sequence_breakers",
+    "samplers",
+    "timeout",
+    "chat_template",
+    "chat_template_kwargs",
+    "echo",
+    "best_of",
+    "suffix",
+    "stream_options",
+    "__class__",
+    "max_completion_tokens",
+    "add_generation_prompt",
+    "instructions",
+    "previous_response_id",
+)
 
 
 def no_json(draw: random.Random) -> Case:
     whole = json.dumps(HONEST).encode()
-    body = draw.choice([
-        b"", b"{", b"null", b"[]", b'"text"', b"\xff\xfe\x00", whole[: draw.randrange(1, len(whole))],
-        whole + b"}", whole.replace(b":", b"=", 1), b"[" * 100_000, b'{"a":' * 50_000, b"\x00" * 64,
-        draw.randbytes(200), b'{"messages": NaN}', b'{"temperature": Infinity}', b'{"n": -Infinity}',
-        b'{"seed": ' + b"9" * 6000 + b"}", b'{"temperature": 1e' + b"9" * 300 + b"}",
-        b"\xef\xbb\xbf{}", b'{"messages": "\xc3\x28"}', whole.decode().encode("utf-16"),
-    ])  # fmt: skip
+    body = draw.choice(
+        [
+            b"",
+            b"{",
+            b"null",
+            b"[]",
+            b'"text"',
+            b"\xff\xfe\x00",
+            whole[: draw.randrange(1, len(whole))],
+            whole + b"}",
+            whole.replace(b":", b"=", 1),
+            b"[" * 100_000,
+            b'{"a":' * 50_000,
+            b"\x00" * 64,
+            draw.randbytes(200),
+            b'{"messages": NaN}',
+            b'{"temperature": Infinity}',
+            b'{"n": -Infinity}',
+            b'{"seed": ' + b"9" * 6000 + b"}",
+            b'{"temperature": 1e' + b"9" * 300 + b"}",
+            b"\xef\xbb\xbf{}",
+            b'{"messages": "\xc3\x28"}',
+            whole.decode().encode("utf-16"),
+        ]
+    )
     return Case(name="no JSON", data=request_bytes(_path(draw), body), right=frozenset({400}))
 
 
@@ -241,13 +325,21 @@ def deep(draw: random.Random) -> Case:
 
 
 def bad_constraint(draw: random.Random) -> Case:
-    more = draw.choice([
-        {"grammar": "root ::= ("}, {"grammar": "root ::= root"}, {"grammar": "x" * 70_000},
-        {"json_schema": {"type": "nonsense"}}, {"json_schema": {"$ref": "http://localhost/x"}},
-        {"json_schema": {"type": "string", "pattern": "("}}, {"json_schema": "{"},
-        {"json_schema": {"enum": []}}, {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "xml"}}, {"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000},
-    ])  # fmt: skip
+    more = draw.choice(
+        [
+            {"grammar": "root ::= ("},
+            {"grammar": "root ::= root"},
+            {"grammar": "x" * 70_000},
+            {"json_schema": {"type": "nonsense"}},
+            {"json_schema": {"$ref": "http://localhost/x"}},
+            {"json_schema": {"type": "string", "pattern": "("}},
+            {"json_schema": "{"},
+            {"json_schema": {"enum": []}},
+            {"response_format": {"type": "json_schema"}},
+            {"response_format": {"type": "xml"}},
+            {"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000},
+        ]
+    )
     return Case(
         name="constraint", data=request_bytes(CHAT, {**HONEST, **more}), right=frozenset({400})
     )
@@ -259,20 +351,39 @@ EXPLOSIVE: tuple[dict[str, Any], ...] = (
     {"json_schema": {"allOf": [{"type": "integer", "multipleOf": m} for m in (9973, 9967)]}},
     {"json_schema": {"type": "string", "minLength": 10**9}},
     {"json_schema": {"type": "string", "pattern": "(a|b)*a(a|b){60}(.*c.*){9}"}},
-    {"json_schema": {"anyOf": [{"type": "object", "properties": {f"p{i}": {}}} for i in range(900)]}},
+    {
+        "json_schema": {
+            "anyOf": [{"type": "object", "properties": {f"p{i}": {}}} for i in range(900)]
+        }
+    },
     {"json_schema": {"properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}},
-    {"json_schema": {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(900)}
-                     | {"a900": {"type": "null"}}, "$ref": "#/$defs/a0"}},
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
-        "oneOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}}}},
+    {
+        "json_schema": {
+            "$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(900)}
+            | {"a900": {"type": "null"}},
+            "$ref": "#/$defs/a0",
+        }
+    },
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "x",
+                "schema": {"oneOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]},
+            },
+        }
+    },
     {"grammar": "root ::= " + "(" * 4 + '"a"' + "{1,1000})" * 4},
     {"grammar": "root ::= " + " | ".join(f'"x{i}" root?' for i in range(3000))},
     {"grammar": "root ::= " + " ".join(['"a"?'] * 3000)},
-    {"grammar": "root ::= r0\n" + "\n".join(f'r{i} ::= r{i + 1} r{i + 1} | "a"' for i in range(900))
-                + '\nr900 ::= "b"'},
+    {
+        "grammar": "root ::= r0\n"
+        + "\n".join(f'r{i} ::= r{i + 1} r{i + 1} | "a"' for i in range(900))
+        + '\nr900 ::= "b"'
+    },
     {"grammar": 'root ::= root root root | "a" | ""', "max_tokens": 16},
     {"grammar": 'root ::= ("a" | "b")* "a" ' + '("a" | "b") ' * 40, "max_tokens": 16},
-)  # fmt: skip
+)
 
 
 def explosive(draw: random.Random) -> Case:
@@ -286,9 +397,10 @@ def explosive(draw: random.Random) -> Case:
 def own_template(draw: random.Random) -> Case:
     text = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     return Case(
-        name="template", data=request_bytes(CHAT, {**HONEST, "chat_template": text}),
+        name="template",
+        data=request_bytes(CHAT, {**HONEST, "chat_template": text}),
         right=frozenset({400}),
-    )  # fmt: skip
+    )
 
 
 def out_of_place(draw: random.Random) -> Case:
@@ -298,18 +410,31 @@ def out_of_place(draw: random.Random) -> Case:
         {"url": "data:," + "A" * 100_000},
     )
     parts = [
-        {"type": "image_url", "image_url": picture}, {"type": "input_audio", "input_audio": {}},
-        {"type": "text"}, {"type": "text", "text": 5}, {"type": ["text"], "text": "a"}, 5, None, [], {},
-    ]  # fmt: skip
-    more = draw.choice([
-        {"messages": [{"role": "user", "content": [draw.choice(parts)]}]}, {"tools": "x"},
-        {"tools": [draw.choice((5, {}, {"type": "function"}, {"type": "web_search"}))]},
-        {"tools": [tool] * 129}, {"tools": [tool], "tool_choice": draw.choice(("any", 5, {"type": "function"}))},
-        {"messages": [{"role": "assistant", "tool_calls": draw.choice(("x", [5], [{}]))}]},
-        {"max_tokens": draw.choice((10**18, 1e18, -2))}, {"n": 10**9}, {"top_logprobs": 10**18},
-        {"stop": draw.choice(("a" * 900_000, ["a" * 50_000] * 16, ["a"] * 100_000))},
-        {"logit_bias": draw.choice(({str(i): 1 for i in range(20_000)}, {"\u0663": 1}))},
-    ])  # fmt: skip
+        {"type": "image_url", "image_url": picture},
+        {"type": "input_audio", "input_audio": {}},
+        {"type": "text"},
+        {"type": "text", "text": 5},
+        {"type": ["text"], "text": "a"},
+        5,
+        None,
+        [],
+        {},
+    ]
+    more = draw.choice(
+        [
+            {"messages": [{"role": "user", "content": [draw.choice(parts)]}]},
+            {"tools": "x"},
+            {"tools": [draw.choice((5, {}, {"type": "function"}, {"type": "web_search"}))]},
+            {"tools": [tool] * 129},
+            {"tools": [tool], "tool_choice": draw.choice(("any", 5, {"type": "function"}))},
+            {"messages": [{"role": "assistant", "tool_calls": draw.choice(("x", [5], [{}]))}]},
+            {"max_tokens": draw.choice((10**18, 1e18, -2))},
+            {"n": 10**9},
+            {"top_logprobs": 10**18},
+            {"stop": draw.choice(("a" * 900_000, ["a" * 50_000] * 16, ["a"] * 100_000))},
+            {"logit_bias": draw.choice(({str(i): 1 for i in range(20_000)}, {"\u0663": 1}))},
+        ]
+    )
     data = request_bytes(CHAT, {**HONEST, **more})
     return Case(name="out of place", data=data, right=frozenset({400}))
 
@@ -335,44 +460,82 @@ def too_long(draw: random.Random) -> Case:
 
 
 def odd_head(draw: random.Random) -> Case:
-    lines = draw.choice([
-        b"GET / HTTP/9.9\r\n\r\n", b"\r\n\r\n\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost localhost\r\n\r\n", b"POST /v1/chat/completions HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"a" * 100_000 + b"\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 20_000 + b"\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 2_000_000 + b"\r\n\r\n",
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
-        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
-        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"GET /\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET http:// HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        draw.randbytes(draw.randint(1, 500)) + b"\r\n\r\n",
-    ])  # fmt: skip
+    lines = draw.choice(
+        [
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"\r\n\r\n\r\n\r\n",
+            b"GET\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost localhost\r\n\r\n",
+            b"POST /v1/chat/completions HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"a" * 100_000 + b"\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 20_000 + b"\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 2_000_000 + b"\r\n\r\n",
+            b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+            b"GET /\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"GET http:// HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            draw.randbytes(draw.randint(1, 500)) + b"\r\n\r\n",
+        ]
+    )
     right = frozenset({400, 403, 404, 413, 415, 431, HUNG_UP})
     return Case(name="odd head", data=lines, right=right, closes_half=True)
 
 
 def wrong_place(draw: random.Random) -> Case:
-    path = draw.choice((
-        "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/..%2f..%2fetc/passwd", "/page.html", "//etc/passwd",
-        "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2fpage.html", "/serve/page.html", "/.git/config",
-        "/v1/nothing", "/v1/chat/completions/", "/v1/models/none", "/\\..\\..\\etc\\passwd", "/%00", "/%ff",
-    ))  # fmt: skip
+    path = draw.choice(
+        (
+            "/../../etc/passwd",
+            "/%2e%2e/%2e%2e/etc/passwd",
+            "/..%2f..%2fetc/passwd",
+            "/page.html",
+            "//etc/passwd",
+            "/v1/models/../../etc/passwd",
+            "/v1/models/%2e%2e%2fpage.html",
+            "/serve/page.html",
+            "/.git/config",
+            "/v1/nothing",
+            "/v1/chat/completions/",
+            "/v1/models/none",
+            "/\\..\\..\\etc\\passwd",
+            "/%00",
+            "/%ff",
+        )
+    )
     return Case(name="wrong path", data=request_bytes(path), right=frozenset({404}))
 
 
 def wrong_method(draw: random.Random) -> Case:
-    path, known = draw.choice((("/", "GET"), ("/health", "GET"), (CHAT, "POST"), ("/tokenize", "POST"),
-                               ("/metrics", "GET"), ("/v1/models", "GET")))  # fmt: skip
+    path, known = draw.choice(
+        (
+            ("/", "GET"),
+            ("/health", "GET"),
+            (CHAT, "POST"),
+            ("/tokenize", "POST"),
+            ("/metrics", "GET"),
+            ("/v1/models", "GET"),
+        )
+    )
     methods = {"GET", "POST", "PUT", "DELETE", "PATCH", "TRACE", "OPTIONS", "NONSENSE"} - {known}
     data = request_bytes(path, method=draw.choice(sorted(methods)), headers={"Content-Length": "0"})
     return Case(name="wrong method", data=data, right=frozenset({405}))
 
 
 def wrong_kind(draw: random.Random) -> Case:
-    kind = draw.choice(("text/plain", "", "multipart/form-data", "application/x-www-form-urlencoded",
-                        "application/jsonp", "*/*"))  # fmt: skip
+    kind = draw.choice(
+        (
+            "text/plain",
+            "",
+            "multipart/form-data",
+            "application/x-www-form-urlencoded",
+            "application/jsonp",
+            "*/*",
+        )
+    )
     data = request_bytes(_path(draw), HONEST, headers={"Content-Type": kind})
     return Case(name="wrong content type", data=data, right=frozenset({415}))
 
@@ -419,9 +582,24 @@ def _path(draw: random.Random) -> str:
 
 
 KINDS: tuple[Make, ...] = (
-    no_json, deep, bad_constraint, explosive, out_of_place, own_template, long_prompt, too_long, odd_head, wrong_place, wrong_method,
-    wrong_kind, wrong_host, unfinished, half_closed, gone, slow,
-)  # fmt: skip
+    no_json,
+    deep,
+    bad_constraint,
+    explosive,
+    out_of_place,
+    own_template,
+    long_prompt,
+    too_long,
+    odd_head,
+    wrong_place,
+    wrong_method,
+    wrong_kind,
+    wrong_host,
+    unfinished,
+    half_closed,
+    gone,
+    slow,
+)
 
 
 def _arguments() -> argparse.Namespace:

@@ -18,8 +18,12 @@ VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"
 # Undefined behaviour traps (see test_sanitizers.py): without AMX only this test runs the level's
 # code. Address checks are calls, which compile in two thirds of the time and run three times as long.
 CALLS = "--param=asan-instrumentation-with-call-threshold=0"
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null",
-            "-fsanitize-undefined-trap-on-error", CALLS]  # fmt: skip
+SANITIZE = [
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=null",
+    "-fsanitize-undefined-trap-on-error",
+    CALLS,
+]
 EMULATED = ["-include", TESTS / "emulated_amx.h"]
 
 

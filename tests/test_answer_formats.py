@@ -152,12 +152,22 @@ def test_a_reader_that_drops_a_character_is_noticed(process, monkeypatch):
         ("Gemma 4", "", "Well. <|channel>thought\nhm<channel|>Paris", "Well. Paris", "hm"),
         ("Gemma 4", "", "<|channel>thought\nnever ends", "", "never ends"),
         ("Mistral, newer", "", "[THINK]hm[/THINK]Paris", "Paris", "hm"),
-        ("Mistral, newer", "", "[THINK]a [TOOL_CALLS]f[ARGS]{}[/THINK]b", "b",
-         "a [TOOL_CALLS]f[ARGS]{}"),
+        (
+            "Mistral, newer",
+            "",
+            "[THINK]a [TOOL_CALLS]f[ARGS]{}[/THINK]b",
+            "b",
+            "a [TOOL_CALLS]f[ARGS]{}",
+        ),
         ("Mistral", "", "<think>hm</think>Paris", "Paris", "hm"),
         ("Mistral", "[/INST][THINK]", "hm[/THINK]\n\nParis", "Paris", "hm"),
-        ("Cohere 2", "", "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Paris"
-         "<|END_RESPONSE|>", "Paris", "hm"),
+        (
+            "Cohere 2",
+            "",
+            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Paris<|END_RESPONSE|>",
+            "Paris",
+            "hm",
+        ),
         ("Cohere 2", "", "<|START_RESPONSE|>Paris<|END_RESPONSE|>", "Paris", ""),
         ("Cohere 2", "<|START_THINKING|>", "hm<|END_THINKING|><|START_TEXT|>Paris", "Paris", "hm"),
         ("Cohere 2", "<|START_RESPONSE|>Par", "is<|END_RESPONSE|>", "is", ""),
@@ -167,10 +177,15 @@ def test_a_reader_that_drops_a_character_is_noticed(process, monkeypatch):
         ("Hermes", "<think>\n\n</think>\n\n", "</think>\n\nParis", "Paris", ""),
         ("Hermes", "", "<think>\nhm\n\n</think>\n\n  Paris", "Paris", "hm\n"),
         ("Granite 3.2", "", "Here is my thought process: hm Here is my response: b", "b", " hm "),
-        ("described", "", "<|channel>thought\nhm<channel|>Paris",
-         "<|channel>thought\nhm<channel|>Paris", ""),
+        (
+            "described",
+            "",
+            "<|channel>thought\nhm<channel|>Paris",
+            "<|channel>thought\nhm<channel|>Paris",
+            "",
+        ),
     ],
-)  # fmt: skip
+)
 def test_reasoning_between_a_familys_marks(name, prompt, text, content, reasoning, size):
     known = BY_NAME[name]
     reader = AnswerReader(known, rules=RULES, opened=known.opens_reasoning(prompt))
@@ -196,14 +211,30 @@ def test_a_continued_message_opens_reasoning_only_by_its_own_mark():
 @pytest.mark.parametrize(
     "name, tokens, num_reasoning",
     [
-        ("gpt-oss", ["<|channel|>", "analysis", "<|message|>", "h", "m", "<|end|>", "<|start|>",
-                     "assistant", "<|channel|>", "final", "<|message|>", "Paris"], 6),
+        (
+            "gpt-oss",
+            [
+                "<|channel|>",
+                "analysis",
+                "<|message|>",
+                "h",
+                "m",
+                "<|end|>",
+                "<|start|>",
+                "assistant",
+                "<|channel|>",
+                "final",
+                "<|message|>",
+                "Paris",
+            ],
+            6,
+        ),
         ("gpt-oss", ["<|channel|>", "final", "<|message|>", "Paris"], 0),
         ("Gemma 4", ["<|channel>", "thought", "\n", "hm", "<channel|>", "Pa", "ris"], 5),
         ("Hermes", ["<", "think", ">", "hm", "</", "think", ">", "\n", "Paris"], 7),
         ("Hermes", ["<", "b", ">", "Paris"], 0),
     ],
-)  # fmt: skip
+)
 def test_tokens_of_reasoning_are_counted_with_their_marks(name, tokens, num_reasoning):
     voice = Voice(Syntax(format=BY_NAME[name], rules=RULES, splits_reasoning=True))
     voice.say([Token(5, text) for text in tokens])
@@ -239,17 +270,37 @@ FINAL = "<|channel|>final<|message|>Paris"
         (f"<|channel|>commentary<|end|>{START}{FINAL}<|return|>", "Paris", "", []),
         (f"{START}<|end|>{START}{FINAL}", "Paris", "", []),
         # The last channel counts.
-        ("<|channel|>final<|channel|>analysis<|message|>hm<|end|>" + START + FINAL, "Paris", "hm", []),
+        (
+            "<|channel|>final<|channel|>analysis<|message|>hm<|end|>" + START + FINAL,
+            "Paris",
+            "hm",
+            [],
+        ),
         (f"<|channel|>analysis{FINAL}", "Paris", "", []),
-        (f"<|channel|>analysis <|constrain|>json<|message|>hm<|end|>{START}{FINAL}", "Paris", "hm", []),
+        (
+            f"<|channel|>analysis <|constrain|>json<|message|>hm<|end|>{START}{FINAL}",
+            "Paris",
+            "hm",
+            [],
+        ),
         # Recipients that are no functions.
         (f" to=user{FINAL}", "Paris", "", []),
         ("<|channel|>commentary to=assistant<|message|>Paris", "Paris", "", []),
         (f"<|channel|>analysis to=assistant<|message|>hm<|end|>{START}{FINAL}", "Paris", "hm", []),
-        (f"<|channel|>commentary to=user<|message|>Wait.<|end|>{START}{FINAL}", "Wait.Paris", "", []),
+        (
+            f"<|channel|>commentary to=user<|message|>Wait.<|end|>{START}{FINAL}",
+            "Wait.Paris",
+            "",
+            [],
+        ),
         # Those that are.
         ('<|channel|>commentary to=f<|message|>{"a": 1}', "", "", [("f", {"a": 1})]),
-        ('<|channel|>analysis to=functions.h code<|message|>{"a": 1}<|call|>', "", "", [("h", {"a": 1})]),
+        (
+            '<|channel|>analysis to=functions.h code<|message|>{"a": 1}<|call|>',
+            "",
+            "",
+            [("h", {"a": 1})],
+        ),
         # No <|message|>.
         ("<|channel|>final Paris", "Paris", "", []),
         (f"<|channel|>final Paris is it.<|end|>{START}{FINAL}", "Paris is it.Paris", "", []),
@@ -263,7 +314,7 @@ FINAL = "<|channel|>final<|message|>Paris"
         (f"<|channel|>commentary to=h{FINAL}", "Paris", "", []),
         (f"{ANALYSIS}{START}", "", "hm", []),
     ],
-)  # fmt: skip
+)
 def test_headers_that_are_malformed(text, content, reasoning, calls, size):
     known = BY_NAME["gpt-oss"]
     pieces = [text[n : n + size] for n in range(0, len(text), size)]
@@ -276,10 +327,14 @@ def test_where_the_answer_proper_begins():
     """The place from which a grammar of the answer holds."""
     reader = AnswerReader(BY_NAME["gpt-oss"])
     for piece, is_there in (
-        (ANALYSIS, False), (START, False), ("<|channel|>commentary<|message|>Wait.", False),
-        (f"<|end|>{START}<|channel|>final", False), (" <|constrain|>json<|message|>", True),
-        ("{", True), ("<|return|>", False),
-    ):  # fmt: skip
+        (ANALYSIS, False),
+        (START, False),
+        ("<|channel|>commentary<|message|>Wait.", False),
+        (f"<|end|>{START}<|channel|>final", False),
+        (" <|constrain|>json<|message|>", True),
+        ("{", True),
+        ("<|return|>", False),
+    ):
         reader.push(piece)
         assert reader.is_answering is is_there, piece
     known = BY_NAME["Gemma 4"]
@@ -294,10 +349,14 @@ def test_where_the_answer_proper_begins():
 SCHEMA = {
     "type": "object",
     "properties": {
-        "a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "array"},
-        "d": {"type": ["object", "null"]}, "e": {"type": "boolean"}, "input": {"type": "string"},
+        "a": {"type": "string"},
+        "b": {"type": "integer"},
+        "c": {"type": "array"},
+        "d": {"type": ["object", "null"]},
+        "e": {"type": "boolean"},
+        "input": {"type": "string"},
     },
-}  # fmt: skip
+}
 TYPED = CallRules(tools={"f": SCHEMA, "now": {}})
 
 
@@ -306,30 +365,37 @@ TYPED = CallRules(tools={"f": SCHEMA, "now": {}})
     "body, arguments",
     [
         # No closing tag before the next parameter, at the end, and none of the function.
-        ("<parameter=a>\nx\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
-         {"a": "x", "b": 2}),
-        ("<parameter=a>\nx\n</parameter>\n<parameter=b>\n2\n</function>\n</tool_call>",
-         {"a": "x", "b": 2}),
+        (
+            "<parameter=a>\nx\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+            {"a": "x", "b": 2},
+        ),
+        (
+            "<parameter=a>\nx\n</parameter>\n<parameter=b>\n2\n</function>\n</tool_call>",
+            {"a": "x", "b": 2},
+        ),
         ("<parameter=a>\nx\n<parameter=b>\n2", {"a": "x", "b": 2}),
         ("<parameter=a>\nx\n</parameter>\n</tool_call>", {"a": "x"}),
         ("<parameter=a>\nx\n</parameter>", {"a": "x"}),
         ("<parameter=a>\nx\n</tool_call>", {"a": "x"}),
-        ("<parameter=a>x<parameter=b>2<parameter=e>true</function>",
-         {"a": "x", "b": 2, "e": True}),
+        ("<parameter=a>x<parameter=b>2<parameter=e>true</function>", {"a": "x", "b": 2, "e": True}),
         # Tags inside a value.
-        ("<parameter=a>\n<parameter=zz>\n</function> and </tool_call> </parameter>!\n</parameter>\n"
-         "</function>\n</tool_call>",
-         {"a": "<parameter=zz>\n</function> and </tool_call> </parameter>!"}),
+        (
+            "<parameter=a>\n<parameter=zz>\n</function> and </tool_call> </parameter>!\n</parameter>\n"
+            "</function>\n</tool_call>",
+            {"a": "<parameter=zz>\n</function> and </tool_call> </parameter>!"},
+        ),
         ("<parameter=a>\nx <parameter=a>\n</parameter></function>", {"a": "x <parameter=a>"}),
         # Null and nothing.
-        ("<parameter=b>\nnull\n</parameter>\n<parameter=c>\n\n</parameter>\n<parameter=d>\nNone\n"
-         "</parameter>\n<parameter=e></parameter></function>",
-         {"b": None, "c": None, "d": None, "e": None}),
+        (
+            "<parameter=b>\nnull\n</parameter>\n<parameter=c>\n\n</parameter>\n<parameter=d>\nNone\n"
+            "</parameter>\n<parameter=e></parameter></function>",
+            {"b": None, "c": None, "d": None, "e": None},
+        ),
         ("<parameter=a>\nnull\n</parameter></function>", {"a": "null"}),
         ("<parameter=a></parameter></function>", {"a": ""}),
         ("</tool_call>", {}),
     ],
-)  # fmt: skip
+)
 def test_parameters_end_as_in_qwens_parser(body, arguments, size):
     text = f"<tool_call>\n<function=f>\n{body}"
     pieces = [text[n : n + size] for n in range(0, len(text), size)]
@@ -346,8 +412,10 @@ def test_a_call_behind_reasoning_without_an_end():
     assert read(reader, list(text))[:3] == ("", "hm\n", [("f", {"a": "x"})])
     reader = AnswerReader(known, rules=TYPED, opened=known.opens_reasoning("<think>\n"))
     assert read(reader, ["I write <tool_call> then.</think>So."])[:3] == (
-        "So.", "I write <tool_call> then.", [],
-    )  # fmt: skip
+        "So.",
+        "I write <tool_call> then.",
+        [],
+    )
 
 
 @pytest.mark.parametrize("name", ["Hermes", "Llama 3", "Mistral", "Granite", "Cohere 2"])
@@ -378,10 +446,12 @@ def test_a_call_behind_reasoning_without_an_end():
 )
 def test_arguments_under_other_names(name, call, arguments):
     before, behind = {
-        "Hermes": ("<tool_call>", "</tool_call>"), "Llama 3": ("", ""),
-        "Mistral": ("[TOOL_CALLS] [", "]"), "Granite": ("<|tool_call|>[", "]"),
+        "Hermes": ("<tool_call>", "</tool_call>"),
+        "Llama 3": ("", ""),
+        "Mistral": ("[TOOL_CALLS] [", "]"),
+        "Granite": ("<|tool_call|>[", "]"),
         "Cohere 2": ("<|START_ACTION|>[", "]<|END_ACTION|>"),
-    }[name]  # fmt: skip
+    }[name]
     text = f"{before}{json.dumps(call)}{behind}"
     *found, whole = read(AnswerReader(BY_NAME[name], rules=TYPED), list(text))
     assert whole == text
@@ -422,9 +492,14 @@ def test_a_limit_ends_an_answer_anywhere(name):
 
 def report(stopped_by):
     return Report(
-        stopped_by=stopped_by, prompt_tokens=1, cached_tokens=0, generated_tokens=1, queued_s=0,
-        prompt_s=0, generated_s=0,
-    )  # fmt: skip
+        stopped_by=stopped_by,
+        prompt_tokens=1,
+        cached_tokens=0,
+        generated_tokens=1,
+        queued_s=0,
+        prompt_s=0,
+        generated_s=0,
+    )
 
 
 def test_an_answer_that_the_model_ends_has_calls_as_its_reason():
@@ -451,8 +526,9 @@ def test_results_in_the_message_with_the_calls():
     assert user == messages[0]
     assert assistant["content"] == "Three." and assistant["tool_calls"] == calls
     assert assistant["tool_responses"] == [
-        {"name": "g", "response": "two"}, {"name": "f", "response": "one"},
-    ]  # fmt: skip
+        {"name": "g", "response": "two"},
+        {"name": "f", "response": "one"},
+    ]
     assert messages[1] == {"role": "assistant", "content": "", "tool_calls": calls}
 
 
@@ -499,8 +575,11 @@ def test_reasoning_in_a_block_of_the_content(message, rendered, process):
 
 
 def test_the_thoughts_of_a_response_go_to_what_follows_them():
-    thought = {"type": "reasoning", "summary": [], "content": [
-        {"type": "reasoning_text", "text": "hm"}]}  # fmt: skip
+    thought = {
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "hm"}],
+    }
     hidden = {"type": "reasoning", "content": None, "encrypted_content": "gA"}
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "1", "output": "2"}
@@ -509,6 +588,12 @@ def test_the_thoughts_of_a_response_go_to_what_follows_them():
     items = [user, thought, call, output, thought, answer, user, thought, user, hidden, answer]
     found = chat_fields(Fields({"input": items}, is_strict=True))[0]["messages"]
     assert [message.get("reasoning_content") for message in found] == [
-        None, "hm", None, "hm", None, None, None,
-    ]  # fmt: skip
+        None,
+        "hm",
+        None,
+        "hm",
+        None,
+        None,
+        None,
+    ]
     assert found[1]["tool_calls"] and found[3]["content"] == "Yes."

@@ -29,12 +29,45 @@ from hotsplit.files.typed import Fields
 from hotsplit.inspection.inspect_file import inspect_file
 from hotsplit.inspection.summary import to_json
 
-VALUES = [None, "x", "", "\x1b[31m\n", -1, 0, 0.5, 10**19, 10**400, float("nan"), float("inf"), True,
-          [], [None], ["x"], [float("inf")], {}, {"a": 1}]  # fmt: skip
+VALUES = [
+    None,
+    "x",
+    "",
+    "\x1b[31m\n",
+    -1,
+    0,
+    0.5,
+    10**19,
+    10**400,
+    float("nan"),
+    float("inf"),
+    True,
+    [],
+    [None],
+    ["x"],
+    [float("inf")],
+    {},
+    {"a": 1},
+]
 # GGUF has neither null nor objects.
-GGUF_VALUES = ["x", "", "\x1b[31m\n", np.int32(-1), np.uint32(0), np.float32(0.5), np.uint64(2**63),
-               np.float64("nan"), np.float32("inf"), np.float64("-inf"), True, ["x"], [0.5],
-               [float("inf")], [1], [-1, 0, 0]]  # fmt: skip
+GGUF_VALUES = [
+    "x",
+    "",
+    "\x1b[31m\n",
+    np.int32(-1),
+    np.uint32(0),
+    np.float32(0.5),
+    np.uint64(2**63),
+    np.float64("nan"),
+    np.float32("inf"),
+    np.float64("-inf"),
+    True,
+    ["x"],
+    [0.5],
+    [float("inf")],
+    [1],
+    [-1, 0, 0],
+]
 SPLIT = "hotsplit.split."
 PREDICTOR_KEYS = {"model_id", "info", "matrix_kind_L"}
 PROFILE_KEYS = {"model_id", "num_tokens", "threshold_L", "corpora", "quality", "arithmetic"}
@@ -65,8 +98,13 @@ def outcome(path: Path) -> str:
 def places(values: object, path: tuple = ()) -> list[tuple]:
     """The places of an object's values, nested ones included."""
     found = [path] if path else []
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(
-        values, list) else ()  # fmt: skip
+    items = (
+        values.items()
+        if isinstance(values, dict)
+        else enumerate(values)
+        if isinstance(values, list)
+        else ()
+    )
     return found + [place for key, value in items for place in places(value, (*path, key))]
 
 
@@ -82,9 +120,18 @@ def outcomes(path: Path, values: dict, write) -> dict[tuple, str]:
     """The outcome for every value in every place of an object, except places that are read
     alike."""
     found = {}
-    alike = {"host_to_device_gb_per_s", "host_to_device_pageable_gb_per_s", "copy_latency_s",
-             "bandwidth_gb_per_s", "chosen_rows_gb_per_s", "kernel_s", "token_s",
-             "hand_over_s", "cpu_run_s", "2"}  # read by the same line as others  # fmt: skip
+    alike = {
+        "host_to_device_gb_per_s",
+        "host_to_device_pageable_gb_per_s",
+        "copy_latency_s",
+        "bandwidth_gb_per_s",
+        "chosen_rows_gb_per_s",
+        "kernel_s",
+        "token_s",
+        "hand_over_s",
+        "cpu_run_s",
+        "2",
+    }  # read by the same line as others
     for place in [place for place in places(values) if not alike & set(place)]:
         for number, value in enumerate(VALUES):
             write(with_value(values, place, value))

@@ -113,8 +113,16 @@ def test_a_file_of_another_kind_and_a_missing_one_are_refused(tmp_path, index):
         kind.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.gguf", "model.split.gguf", "predictors.safetensors",
-                                  "model.profile.safetensors", "machine.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.gguf",
+        "model.split.gguf",
+        "predictors.safetensors",
+        "model.profile.safetensors",
+        "machine.json",
+    ],
+)
 def test_another_version_is_refused(tmp_path, name):
     (path, artifact) = next(f for f in one_of_each(tmp_path) if f[0].name == name)
     content = path.read_bytes()
@@ -150,17 +158,27 @@ def test_the_exact_bytes_of_a_tiny_profile(tmp_path):
     histogram = np.zeros((1, NUM_BINS), np.int64)
     histogram[0, 5] = 4
     profile = Profile(
-        model_id="m", num_tokens=2, threshold_L=(0.0,), corpora=(),
-        active_count_LF=np.array([[2, 0]], np.int64), gate_histogram_LB=histogram,
-    )  # fmt: skip
+        model_id="m",
+        num_tokens=2,
+        threshold_L=(0.0,),
+        corpora=(),
+        active_count_LF=np.array([[2, 0]], np.int64),
+        gate_histogram_LB=histogram,
+    )
     profile.save(tmp_path / "p")
     content = (tmp_path / "p").read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     assert header["__metadata__"] == {
-        "format": "hotsplit.profile", "version": "1", "model_id": '"m"', "num_tokens": "2",
-        "threshold_L": "[0.0]", "corpora": "[]", "quality": "{}", "arithmetic": "null",
-    }  # fmt: skip
+        "format": "hotsplit.profile",
+        "version": "1",
+        "model_id": '"m"',
+        "num_tokens": "2",
+        "threshold_L": "[0.0]",
+        "corpora": "[]",
+        "quality": "{}",
+        "arithmetic": "null",
+    }
     start, end = header["active_count_LF"]["data_offsets"]
     assert content[8 + length + start : 8 + length + end] == struct.pack("<qq", 2, 0)
     assert (NUM_BINS, EDGES[1], EDGES[-1]) == (194, 2.0**-16, 2.0**8)
@@ -178,8 +196,11 @@ def test_profiles_of_one_model_add_up(tmp_path):
 
 
 def test_the_hottest_share_of_a_known_profile():
-    profile = make_profile(make_model(sizes=make_sizes(num_layers=1, num_neurons=10)),
-                           np.array([[1.0, 1.0] + [0.25] * 8]), num_tokens=100)  # fmt: skip
+    profile = make_profile(
+        make_model(sizes=make_sizes(num_layers=1, num_neurons=10)),
+        np.array([[1.0, 1.0] + [0.25] * 8]),
+        num_tokens=100,
+    )
     assert profile.hottest_fifth_L()[0] == pytest.approx(0.5)
     assert profile.density_L[0] == pytest.approx(0.4)
 
@@ -288,9 +309,19 @@ def test_outputs_are_checked_before_the_work(tmp_path):
 
 @pytest.mark.parametrize(
     "text, count",
-    [("8", 8 << 30), ("8GiB", 8 << 30), ("512 MiB", 512 << 20), ("1.5GB", 1_500_000_000), ("0", 0),
-     ("8G", 8 << 30), ("8g", 8 << 30), ("8192M", 8 << 30), ("8388608K", 8 << 30), ("1T", 1 << 40)],
-)  # fmt: skip
+    [
+        ("8", 8 << 30),
+        ("8GiB", 8 << 30),
+        ("512 MiB", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        ("0", 0),
+        ("8G", 8 << 30),
+        ("8g", 8 << 30),
+        ("8192M", 8 << 30),
+        ("8388608K", 8 << 30),
+        ("1T", 1 << 40),
+    ],
+)
 def test_sizes_are_parsed(text, count):
     assert parse_bytes(text) == count
 

@@ -157,9 +157,13 @@ def test_the_bytes_that_a_gpu_reads_follow_from_shapes(bench_files):
 def test_a_selection_of_keys_leaves_no_limit(bench_files, small_buffer, depth, is_known):
     """A text of at most sinks + window + top positions is read whole."""
     config = config_of(
-        bench_files / "dense.gguf", device="cpu", depths=(depth,), prompt_lengths=(0,), gen_lengths=(6,),
+        bench_files / "dense.gguf",
+        device="cpu",
+        depths=(depth,),
+        prompt_lengths=(0,),
+        gen_lengths=(6,),
         kv_offload="block=16,sinks=0,window=16,top=16",
-    )  # fmt: skip
+    )
     report = bench(config)
     assert (report.results[0].limit is not None) == is_known == (report.limit_missing is None)
     assert is_known or any("there is no limit" in line for line in lines_of(report))

@@ -69,9 +69,13 @@ def test_bench_compares_itself_with_another_program(
     processors.let_threads_sleep()
     first = THREADS_MAY_SPIN + first
     config = config_of(
-        bench_files / "dense.gguf", device="cpu", depths=(0, 3), repetitions=3,
-        compare=program(tmp_path, text, first), compare_model=bench_files / "dense.gguf",
-    )  # fmt: skip
+        bench_files / "dense.gguf",
+        device="cpu",
+        depths=(0, 3),
+        repetitions=3,
+        compare=program(tmp_path, text, first),
+        compare_model=bench_files / "dense.gguf",
+    )
     report = bench(config)
     for result in report.results:
         assert result.theirs.samples_ns == (1000 * result.test.length,) * 3
@@ -89,25 +93,36 @@ def test_bench_compares_itself_with_another_program(
         assert any("two models" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("text, first, words", [
-    (FAKE_PYTHON, "print(json.dumps({'error': 'it has no llama_cpp (x)'})); sys.exit()",
-     "it has no llama_cpp .*pip install"),
-    (FAKE_PYTHON, "print(json.dumps({'error': 'it cannot load the model', 'log': ['bad magic']}), flush=True)",
-     r"cannot load the model .*\(bad magic\).*--compare-model"),
-    (FAKE_PYTHON, "sys.exit('ended')", r"ended unexpectedly \(code 1\): ended"),
-    (FAKE_PYTHON, ABOUT % 299, "has 299 tokens in llama.cpp.*another model"),
-    (FAKE_BENCH, "sys.exit('error: no such model')", "cannot measure tg1 .*no such model"),
-    (FAKE_BENCH, "print('[]'); sys.exit()", "cannot measure"),
-    (FAKE_BENCH, "print(json.dumps([{}])); sys.exit()", "reports no samples_ns"),
-    ("#!{python}\nprint('hello')\n{first}", "", "neither a Python nor a llama-bench"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, first, words",
+    [
+        (
+            FAKE_PYTHON,
+            "print(json.dumps({'error': 'it has no llama_cpp (x)'})); sys.exit()",
+            "it has no llama_cpp .*pip install",
+        ),
+        (
+            FAKE_PYTHON,
+            "print(json.dumps({'error': 'it cannot load the model', 'log': ['bad magic']}), flush=True)",
+            r"cannot load the model .*\(bad magic\).*--compare-model",
+        ),
+        (FAKE_PYTHON, "sys.exit('ended')", r"ended unexpectedly \(code 1\): ended"),
+        (FAKE_PYTHON, ABOUT % 299, "has 299 tokens in llama.cpp.*another model"),
+        (FAKE_BENCH, "sys.exit('error: no such model')", "cannot measure tg1 .*no such model"),
+        (FAKE_BENCH, "print('[]'); sys.exit()", "cannot measure"),
+        (FAKE_BENCH, "print(json.dumps([{}])); sys.exit()", "reports no samples_ns"),
+        ("#!{python}\nprint('hello')\n{first}", "", "neither a Python nor a llama-bench"),
+    ],
+)
 def test_a_rival_that_cannot_be_used_is_refused(
     bench_files, tmp_path, small_buffer, text, first, words
 ):
     config = config_of(
-        bench_files / "dense.gguf", device="cpu",
-        compare=program(tmp_path, text, first), compare_model=bench_files / "dense.gguf",
-    )  # fmt: skip
+        bench_files / "dense.gguf",
+        device="cpu",
+        compare=program(tmp_path, text, first),
+        compare_model=bench_files / "dense.gguf",
+    )
     with pytest.raises(HotsplitError, match=words):
         bench(config)
 
@@ -123,9 +138,11 @@ def test_a_program_is_found_by_its_name(tmp_path, monkeypatch):
 def test_a_python_without_llama_cpp_is_refused(bench_files, tmp_path):
     """The real worker, run by this interpreter."""
     config = config_of(
-        bench_files / "dense.gguf", device="cpu",
-        compare=Path(sys.executable), compare_model=bench_files / "dense.gguf",
-    )  # fmt: skip
+        bench_files / "dense.gguf",
+        device="cpu",
+        compare=Path(sys.executable),
+        compare_model=bench_files / "dense.gguf",
+    )
     with pytest.raises(HotsplitError, match=r"it has no llama_cpp \(No module named"):
         bench(config)
 
@@ -133,28 +150,31 @@ def test_a_python_without_llama_cpp_is_refused(bench_files, tmp_path):
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options, words", [
-    ("-p 0 -n 0", "nothing to measure"),
-    ("-p -1", "-p is -1"),
-    ("-p 4 -d -2", "-d is -2"),
-    ("-n 99999999", "-n is 99999999"),
-    ("-p 65", "pp65 takes 65 tokens, the model has a context of 64"),
-    ("-n 4 -p 0 -d 61", "tg4 @ d61 takes 65 tokens"),
-    ("-r 0", "-r is 0"),
-    ("-p 4 -n 4 -t 0", "--threads is 0"),
-    ("-p 4 -n 4 --max-loss nan", "max_loss is nan"),
-    ("--seed -1", "seed is -1"),
-    ("--compare-model x", "nothing to compare with"),
-    ("-p 4 -n 4 --compare {0}/nothing", "no such file"),
-    ("-p 4 -n 4 --compare {0}", "is not a program"),
-    ("-p 4 -n 4 --compare {0}/dense.gguf", "is not a program"),
-    ("-p 4 -n 4 --compare {python}", "cannot load the sparse layout"),
-    ("-p 4 -n 4 --compare {python} --compare-model {0}/nothing", "no such file"),
-    ("-p 4 -n 4 --split {0}/plan.gguf", "made for model"),
-    ("-p 4 -n 4 --split {0}/dense.gguf", "not a split file"),
-    ("-p 4 -n 4 --mode predicted", "has no predictors"),
-    ("-p 4 -n 4 --device abacus", "device 'abacus'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("-p 0 -n 0", "nothing to measure"),
+        ("-p -1", "-p is -1"),
+        ("-p 4 -d -2", "-d is -2"),
+        ("-n 99999999", "-n is 99999999"),
+        ("-p 65", "pp65 takes 65 tokens, the model has a context of 64"),
+        ("-n 4 -p 0 -d 61", "tg4 @ d61 takes 65 tokens"),
+        ("-r 0", "-r is 0"),
+        ("-p 4 -n 4 -t 0", "--threads is 0"),
+        ("-p 4 -n 4 --max-loss nan", "max_loss is nan"),
+        ("--seed -1", "seed is -1"),
+        ("--compare-model x", "nothing to compare with"),
+        ("-p 4 -n 4 --compare {0}/nothing", "no such file"),
+        ("-p 4 -n 4 --compare {0}", "is not a program"),
+        ("-p 4 -n 4 --compare {0}/dense.gguf", "is not a program"),
+        ("-p 4 -n 4 --compare {python}", "cannot load the sparse layout"),
+        ("-p 4 -n 4 --compare {python} --compare-model {0}/nothing", "no such file"),
+        ("-p 4 -n 4 --split {0}/plan.gguf", "made for model"),
+        ("-p 4 -n 4 --split {0}/dense.gguf", "not a split file"),
+        ("-p 4 -n 4 --mode predicted", "has no predictors"),
+        ("-p 4 -n 4 --device abacus", "device 'abacus'"),
+    ],
+)
 def test_requests_that_cannot_be_measured_are_refused(bench_files, capsys, options, words):
     words_given = options.format(bench_files, python=sys.executable).split()
     assert main(["bench", str(bench_files / "dense.gguf"), *words_given]) == 1

@@ -44,10 +44,13 @@ def made(tmp_path_factory):
     convert(ConvertConfig(source=TINY, output=folder / "base.gguf"))
     profile(
         ProfileConfig(
-            model=folder / "base.gguf", corpora=(folder / "train.txt",), output=folder / "profile",
-            train_predictors=folder, max_tokens=16_384,
+            model=folder / "base.gguf",
+            corpora=(folder / "train.txt",),
+            output=folder / "profile",
+            train_predictors=folder,
+            max_tokens=16_384,
         )
-    )  # fmt: skip
+    )
     convert(
         ConvertConfig(source=folder / "base.gguf", output=folder / "model.gguf", predictors=folder)
     )
@@ -165,22 +168,30 @@ def test_predictors_are_precise_small_and_miss_little(made):
 
 def test_a_split_keeps_its_budget_and_changes_no_logits(made, tmp_path, held_out_ids):
     model = ModelFile.load(made / "model.gguf")
-    (whole,), _ = plan_bytes(model, context_length=1024, num_hot=[1024] * 6,
-                          dense_on_gpu=[True] * 6, head_on_gpu=True)  # fmt: skip
+    (whole,), _ = plan_bytes(
+        model, context_length=1024, num_hot=[1024] * 6, dense_on_gpu=[True] * 6, head_on_gpu=True
+    )
     budget = sum(whole.values()) - whole["neurons"] // 2
     report = solve(
         SolveConfig(
-            model=made / "model.gguf", profile=made / "profile", machine=made / "machine.json",
-            output=tmp_path / "split.gguf", vram_budget_bytes=budget,
-        ), workspace_bytes
-    )  # fmt: skip
+            model=made / "model.gguf",
+            profile=made / "profile",
+            machine=made / "machine.json",
+            output=tmp_path / "split.gguf",
+            vram_budget_bytes=budget,
+        ),
+        workspace_bytes,
+    )
     split = Split.load(tmp_path / "split.gguf")
     assert sum(split.gpu_bytes.values()) <= budget
     (gpu,), cpu = plan_bytes(
-        model, context_length=split.context_length, num_hot=[len(ids) for ids in split.hot],
-        dense_on_gpu=split.dense_on_gpu, head_on_gpu=split.head_on_gpu,
+        model,
+        context_length=split.context_length,
+        num_hot=[len(ids) for ids in split.hot],
+        dense_on_gpu=split.dense_on_gpu,
+        head_on_gpu=split.head_on_gpu,
         workspace=split.cpu_bytes["workspace"],
-    )  # fmt: skip
+    )
     assert (gpu, cpu) == (split.gpu_bytes, split.cpu_bytes)
     assert 0 < report.num_hot < report.num_neurons
     # Hot neurons are worth more than cold ones.

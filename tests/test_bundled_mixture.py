@@ -39,10 +39,12 @@ def made(tmp_path_factory):
     convert(ConvertConfig(source=MOE, output=folder / "f32.gguf", outtype="f32"))
     profile(
         ProfileConfig(
-            model=folder / "f32.gguf", corpora=(folder / "held-out.txt",),
-            output=folder / "profile.safetensors", max_tokens=4096,
+            model=folder / "f32.gguf",
+            corpora=(folder / "held-out.txt",),
+            output=folder / "profile.safetensors",
+            max_tokens=4096,
         )
-    )  # fmt: skip
+    )
     return folder
 
 
@@ -82,9 +84,11 @@ def test_the_card_is_true(made):
 
 def test_perplexity_equals_that_of_transformers(made, oracle):
     config = EvalConfig(
-        model=made / "f32.gguf", corpora=(made / "held-out.txt",), max_tokens=1536,
+        model=made / "f32.gguf",
+        corpora=(made / "held-out.txt",),
+        max_tokens=1536,
         engine=EngineConfig(context_length=512),
-    )  # fmt: skip
+    )
     with Engine.load(config.model) as engine:
         windows = read_windows(
             config.corpora, engine.codec, context_length=512, max_tokens=1536, seed=config.seed

@@ -73,8 +73,16 @@ def test_the_expected_step_takes_the_plans_seconds(mode, density, machine):
 def test_the_times_of_a_row_by_hand():
     """Mode exact, f16, no predictor: rows of up and down have 64 values. One thread gathers, at
     half the CPU's rate; it reads and writes every byte and spends 10 us on each swap."""
-    parts = made("exact", machine=make_machine(cpu_gb_per_s=2.0, gpu_gb_per_s=100.0, launch_s=3e-6,
-                                               hand_over_s=7e-6, copy_latency_s=5e-6))  # fmt: skip
+    parts = made(
+        "exact",
+        machine=make_machine(
+            cpu_gb_per_s=2.0,
+            gpu_gb_per_s=100.0,
+            launch_s=3e-6,
+            hand_over_s=7e-6,
+            copy_latency_s=5e-6,
+        ),
+    )
     costs, machine = cache_costs(*parts), parts[0].machine
     link = machine.gpus[0].host_to_device_gb_per_s.best * 1e9
     gather = machine.cpu_bandwidth_gb_per_s[min(machine.cpu_bandwidth_gb_per_s)].best * 1e9
@@ -106,11 +114,17 @@ def a_cache(num_layers: int = 2, num_neurons: int = 96, *, most_rows: int = 4) -
     return CachePlan(
         most_rows=most_rows,
         costs=CacheCosts(
-            hot_s_L=some_L, hot_row_s_L=some_L / 7, cold_s_L=some_L * 3, cold_row_s_L=some_L / 3,
-            copy_row_s_L=some_L / 9, gather_row_s_L=some_L / 11, rest_s=1 / 3, copy_s=1e-5 / 3,
+            hot_s_L=some_L,
+            hot_row_s_L=some_L / 7,
+            cold_s_L=some_L * 3,
+            cold_row_s_L=some_L / 3,
+            copy_row_s_L=some_L / 9,
+            gather_row_s_L=some_L / 11,
+            rest_s=1 / 3,
+            copy_s=1e-5 / 3,
         ),
         frequency=tuple(random.random((num_layers, num_neurons)).astype(np.float32)),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +212,8 @@ HOSTILE = {
     "copy of ages": (key("cache.copy_s", np.float64(1e40)), "copy_s of the cache"),
     "no copy": (without("cache.copy_s"), "key 'cache.copy_s' is missing"),
     "tensors without keys": (
-        without("cache.copy_s", "cache.rest_s", "cache.most_rows"), "unknown tensor 'blk.0.ffn_freq",
+        without("cache.copy_s", "cache.rest_s", "cache.most_rows"),
+        "unknown tensor 'blk.0.ffn_freq",
     ),
     "times below 0": (changed("cache.cold_s", lambda a: -a), "cold_s_L of the cache"),
     "times of NaN": (changed("cache.hot_row_s", lambda a: a * np.nan), "hot_row_s_L of the cache"),
@@ -207,17 +222,20 @@ HOSTILE = {
     "times in rows": (changed("cache.hot_s", lambda a: a[None]), "cache.hot_s is f64 .1, 2."),
     "no times": (without("cache.gather_row_s"), "tensor 'cache.gather_row_s' of the neuron cache"),
     "frequency of NaN": (
-        changed("blk.1.ffn_frequency", lambda a: as_f32(a * np.nan)), "layer 1: .* not within 0..1",
+        changed("blk.1.ffn_frequency", lambda a: as_f32(a * np.nan)),
+        "layer 1: .* not within 0..1",
     ),
     "frequency above 1": (
-        changed("blk.0.ffn_frequency", lambda a: as_f32(a + 1)), "layer 0: .* not within 0..1",
+        changed("blk.0.ffn_frequency", lambda a: as_f32(a + 1)),
+        "layer 0: .* not within 0..1",
     ),
     "frequencies of some": (
-        changed("blk.1.ffn_frequency", lambda a: as_f32(a[:-1])), r"float32 \[95\], wanted f32 \[96\]",
+        changed("blk.1.ffn_frequency", lambda a: as_f32(a[:-1])),
+        r"float32 \[95\], wanted f32 \[96\]",
     ),
     "no frequencies": (without("blk.1.ffn_frequency"), "tensor .blk.1.ffn_frequency. of the"),
     "mode dense": (key("mode", "dense"), "mode dense, which reads every neuron"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

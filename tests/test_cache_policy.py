@@ -14,8 +14,14 @@ from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
 
 def make_costs(num_layers, *, random=None, **changes):
     """Times of a slow CPU and a fast GPU, multiplied by random factors if there is a generator."""
-    each = {"hot_s": 0.0, "hot_row_s": 0.1, "cold_s": 0.0, "cold_row_s": 1.0, "copy_row_s": 2.0,
-                "gather_row_s": 0.2}  # fmt: skip
+    each = {
+        "hot_s": 0.0,
+        "hot_row_s": 0.1,
+        "cold_s": 0.0,
+        "cold_row_s": 1.0,
+        "copy_row_s": 2.0,
+        "gather_row_s": 0.2,
+    }
     arrays = {f"{name}_L": np.full(num_layers, value) for name, value in each.items()}
     if random is not None:
         arrays = {name: value * random.uniform(0, 2, num_layers) for name, value in arrays.items()}

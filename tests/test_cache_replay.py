@@ -28,13 +28,7 @@ from cache_policies import (  # noqa: E402
     seconds_T,
     static,
 )
-from models import (  # noqa: E402
-    byte_level_keys,
-    make_model,
-    make_sizes,
-    save_solver_files,
-    solver_files,
-)
+from models import byte_level_keys, make_model, make_sizes, save_solver_files, solver_files  # noqa: E402
 from test_cache_policy import make_costs  # noqa: E402
 
 from hotsplit.options.neuron_cache import CacheOptions  # noqa: E402
@@ -58,8 +52,11 @@ def best_of_all(case):
     slots. All copies may overlap all computing: the longer of the two totals counts."""
     is_read_TF = np.stack([case.trace.is_read(t)[0] for t in range(case.num_tokens)])
     num_slots = len(case.slots_LN[0])
-    sets = [frozenset(c) for n in range(num_slots + 1)
-            for c in itertools.combinations(range(case.trace.num_neurons), n)]  # fmt: skip
+    sets = [
+        frozenset(c)
+        for n in range(num_slots + 1)
+        for c in itertools.combinations(range(case.trace.num_neurons), n)
+    ]
     costs = case.costs
     # (set in slots) -> {copied so far: least computing seconds}
     reached = {frozenset(range(num_slots)): {0: 0.0}}
@@ -77,10 +74,14 @@ def best_of_all(case):
                     total = seconds + costs.rest_s + max(hot, cold)
                     found[copies + more] = min(found.get(copies + more, np.inf), total)
         reached = coming
-    return min(
-        max(seconds, copies * costs.copy_row_s_L[0])
-        for by_copies in reached.values() for copies, seconds in by_copies.items()
-    ) / case.num_tokens  # fmt: skip
+    return (
+        min(
+            max(seconds, copies * costs.copy_row_s_L[0])
+            for by_copies in reached.values()
+            for copies, seconds in by_copies.items()
+        )
+        / case.num_tokens
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -88,9 +89,12 @@ def test_the_bound_is_at_most_30_percent_below_the_best_of_all_choices(seed):
     random = np.random.default_rng(seed)
     is_read_TLF = random.random((7, 1, 5)) < random.random(5)
     costs = make_costs(
-        1, copy_row_s_L=random.choice([0.01, 1.0, 5.0], 1), rest_s=float(random.choice([0.1, 3.0])),
-        hot_row_s_L=random.choice([0.05, 0.8], 1), cold_s_L=random.choice([0.0, 0.5], 1),
-    )  # fmt: skip
+        1,
+        copy_row_s_L=random.choice([0.01, 1.0, 5.0], 1),
+        rest_s=float(random.choice([0.1, 3.0])),
+        hot_row_s_L=random.choice([0.05, 0.8], 1),
+        cold_s_L=random.choice([0.0, 0.5], 1),
+    )
     case = make_case(is_read_TLF, int(random.integers(1, 4)), costs=costs)
     best_s = best_of_all(case)
     bound = lower_bound(case, best_s)
@@ -173,9 +177,11 @@ def test_seconds_of_copies_beside_and_before_the_products():
     # gathers, 20 * 0.2, in the idle 10), and copying, 0.5 + 20 * 2.
     assert seconds_T(costs, read_TL, beside).tolist() == [13.0, 40.5]
     before = Outcome(
-        hits_TL=hits_TL, copied_TL=read_TL - hits_TL, is_critical=True,
+        hits_TL=hits_TL,
+        copied_TL=read_TL - hits_TL,
+        is_critical=True,
         num_copies_T=np.array([1, 1]),
-    )  # fmt: skip
+    )
     assert seconds_T(costs, read_TL, before).tolist() == pytest.approx([10.4 + 6.5, 10.4 + 2.5])
     later = make_costs(1, copy_s=0.5, cold_s_L=np.array([3.0]), hot_s_L=np.array([1.0]))
     assert seconds_T(later, read_TL, before).tolist() == pytest.approx([13.4 + 6.5, 13.4 + 2.5])
@@ -225,9 +231,12 @@ def test_the_script_compares_policies_on_a_text(tmp_path, capsys, monkeypatch):
     model = make_model(sizes=shape, kind="f16", extra_keys=keys)
     folder = save_solver_files(tmp_path, model)
     config = SolveConfig(
-        **solver_files(folder), output=folder / "s.gguf", mode="exact",
-        vram_budget_bytes=(1 << 16) + (110 << 10), neuron_cache=CacheOptions(most_rows=3),
-    )  # fmt: skip
+        **solver_files(folder),
+        output=folder / "s.gguf",
+        mode="exact",
+        vram_budget_bytes=(1 << 16) + (110 << 10),
+        neuron_cache=CacheOptions(most_rows=3),
+    )
     solve(config, lambda *given: 1 << 16)
     (folder / "t.txt").write_text("Which neurons does this text use? " * 9)
     given = [str(folder / name) for name in ("m.gguf", "s.gguf", "t.txt")]

@@ -154,9 +154,12 @@ def with_steps(engine: Engine, split: Split) -> Engine:
     """Hybrid steps with both roles on the CPU, and passes in torch."""
     decoder, cpu = engine._live, torch.device("cpu")
     step = hybrid_builder.build(
-        decoder.weights, Placement.of_split(split, (cpu,)), engine.traffic,
-        plain_backend(reference_kernels()), max_rows=4,
-    )  # fmt: skip
+        decoder.weights,
+        Placement.of_split(split, (cpu,)),
+        engine.traffic,
+        plain_backend(reference_kernels()),
+        max_rows=4,
+    )
     engine._sequences.decoder = replace(decoder, native=step, chunk=64)
     return engine
 
@@ -235,17 +238,23 @@ def test_a_server_reuses_a_prefix_whose_window_is_saved(monkeypatch, model):
 
 LONG = {"max_position_embeddings": CONTEXT, "sliding_window": 8}
 FAMILIES = {
-    "gemma3": lambda folder: random_model(folder, Gemma3TextConfig(
-        **GATED | LONG | {"num_hidden_layers": 4}, head_dim=32, query_pre_attn_scalar=48,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )),
-    "gpt-oss": lambda folder: random_model(folder, GptOssConfig(
-        **OSS | LONG, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )),
+    "gemma3": lambda folder: random_model(
+        folder,
+        Gemma3TextConfig(
+            **GATED | LONG | {"num_hidden_layers": 4},
+            head_dim=32,
+            query_pre_attn_scalar=48,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
+    ),
+    "gpt-oss": lambda folder: random_model(
+        folder,
+        GptOssConfig(**OSS | LONG, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    ),
     "smallthinker": lambda folder: checkpoint(
         folder, CASES["windows"] | {"max_position_embeddings": CONTEXT, "sliding_window_size": 8}
     ),
-}  # fmt: skip
+}
 
 
 @native

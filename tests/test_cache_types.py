@@ -135,10 +135,12 @@ def test_a_row_does_not_depend_on_the_others(path, types):
     with load(path, types, num_sequences=3) as engine:
         one, other = engine.sequence(), engine.sequence()
         owner = one.owner
-        half = owner.run([
-            Part(sequence=one, tokens=IDS[:20], wanted="all"),
-            Part(sequence=other, tokens=IDS[5:15], wanted="all"),
-        ])[0]  # fmt: skip
+        half = owner.run(
+            [
+                Part(sequence=one, tokens=IDS[:20], wanted="all"),
+                Part(sequence=other, tokens=IDS[5:15], wanted="all"),
+            ]
+        )[0]
         assert torch.equal(half, alone[:20])
         branch = one.fork()
         assert torch.equal(branch.extend(IDS[20:], "all"), alone[20:])
@@ -240,14 +242,26 @@ def eval_losses(tmp_path, capsys, option, *values) -> list[float]:
     """What eval reports of a small model, m.gguf, for each value of an option."""
     from checkpoints import random_llama
 
-    folder = random_llama(tmp_path / "c", hidden_size=128, num_attention_heads=2,
-                          num_key_value_heads=1)  # fmt: skip
+    folder = random_llama(
+        tmp_path / "c", hidden_size=128, num_attention_heads=2, num_key_value_heads=1
+    )
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
     assert main(["convert", str(folder), "-o", str(tmp_path / "m.gguf")]) == 0
     losses = []
     for value in values:
-        words = ["eval", str(tmp_path / "m.gguf"), "--corpus", str(tmp_path / "text.txt"),
-                 "--mode", "dense", "--tokens", "512", option, value, "--json"]  # fmt: skip
+        words = [
+            "eval",
+            str(tmp_path / "m.gguf"),
+            "--corpus",
+            str(tmp_path / "text.txt"),
+            "--mode",
+            "dense",
+            "--tokens",
+            "512",
+            option,
+            value,
+            "--json",
+        ]
         capsys.readouterr()
         assert main(words) == 0
         losses.append(json.loads(capsys.readouterr().out)["kl_mean"])

@@ -18,12 +18,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate as calibrating
 from hotsplit.measure.calibrate import cpu_bandwidth
 from hotsplit.measure.calibrate import gpu as calibrate_gpu
-from hotsplit.measure.calibrate.calibrate import (
-    CalibrateConfig,
-    busy_words,
-    calibrate,
-    report,
-)
+from hotsplit.measure.calibrate.calibrate import CalibrateConfig, busy_words, calibrate, report
 from hotsplit.measure.calibrate.cpu_bandwidth import thread_counts
 from hotsplit.measure.calibrate.cpu_costs import _row_probes, _tenths
 from hotsplit.measure.calibrate.step_costs import Shape
@@ -236,15 +231,25 @@ def test_the_exact_text_of_a_small_file(tmp_path):
         logit_s=Figure(best=0.125),
     )
     machine = replace(
-        make_machine(num_gpus=0), cpu_sum_gb_per_s={}, cpu_costs=costs, cpu_bandwidth_gb_per_s={
-        2: Figure(best=20.0, quartiles=(17.5, 18.0, 19.0), rounds=7)})  # fmt: skip
+        make_machine(num_gpus=0),
+        cpu_sum_gb_per_s={},
+        cpu_costs=costs,
+        cpu_bandwidth_gb_per_s={2: Figure(best=20.0, quartiles=(17.5, 18.0, 19.0), rounds=7)},
+    )
     machine.save(tmp_path / "m")
     assert json.loads((tmp_path / "m").read_text()) == {
-        "format": "hotsplit.machine", "version": 1, "cpu_name": "synthetic CPU",
-        "num_threads": 2, "memory_bytes": 64 << 30, "free_bytes": 64 << 30,
+        "format": "hotsplit.machine",
+        "version": 1,
+        "cpu_name": "synthetic CPU",
+        "num_threads": 2,
+        "memory_bytes": 64 << 30,
+        "free_bytes": 64 << 30,
         "cpu_bandwidth_gb_per_s": {
-            "2": {"best": 20.0, "quartiles": [17.5, 18.0, 19.0], "rounds": 7}},
-        "cpu_sum_gb_per_s": {}, "gpus": [], "versions": {},
+            "2": {"best": 20.0, "quartiles": [17.5, 18.0, 19.0], "rounds": 7}
+        },
+        "cpu_sum_gb_per_s": {},
+        "gpus": [],
+        "versions": {},
         "cpu_costs": {
             "all_rows_gb_per_s": {"f16": {"best": 3.0, "quartiles": None, "rounds": 0}},
             "chosen_rows_gb_per_s": {},
@@ -254,7 +259,7 @@ def test_the_exact_text_of_a_small_file(tmp_path):
             "logit_s": {"best": 0.125, "quartiles": None, "rounds": 0},
             "pass_rows_gb_per_s": {},
         },
-    }  # fmt: skip
+    }
     assert Machine.load(tmp_path / "m") == machine
     assert machine.best_cpu_bandwidth_gb_per_s == 20.0
 
@@ -265,16 +270,22 @@ def test_the_exact_text_of_a_small_file(tmp_path):
         (lambda c: c.update(version=3), "version 3, this program reads 1"),
         (lambda c: c.update(format="x"), "format 'x'"),
         (lambda c: c.pop("cpu_sum_gb_per_s"), "'cpu_sum_gb_per_s' is unknown or missing"),
-        (lambda c: c["cpu_bandwidth_gb_per_s"].update({"1": 3.0}), "gb_per_s.1 is 3.0, wanted an object"),
+        (
+            lambda c: c["cpu_bandwidth_gb_per_s"].update({"1": 3.0}),
+            "gb_per_s.1 is 3.0, wanted an object",
+        ),
         (lambda c: c["cpu_bandwidth_gb_per_s"].clear(), "no CPU bandwidth"),
         (lambda c: c["gpus"][0]["launch_s"].update(best=0), "launch_s is 0.0, wanted more"),
         (lambda c: c["gpus"][0]["launch_s"].update(mean=1), "launch_s.mean' is unknown"),
         (lambda c: c["gpus"][0]["launch_s"].update(quartiles=[1, 2, 3]), "of 0 rounds"),
-        (lambda c: c["gpus"][0]["launch_s"].update(quartiles=[1, 2], rounds=3), "launch_s has 2 quartiles"),
+        (
+            lambda c: c["gpus"][0]["launch_s"].update(quartiles=[1, 2], rounds=3),
+            "launch_s has 2 quartiles",
+        ),
         (lambda c: c["gpus"][0]["launch_s"].update(quartiles=[3, 2, 1], rounds=3), "ascending"),
         (lambda c: c["gpus"][0]["launch_s"].update(quartiles=[0, 2, 3], rounds=3), "quartile 1 of"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_file_is_refused_in_one_line_that_says_calibrate_again(tmp_path, change, message):
     make_machine().save(tmp_path / "m")
     content = json.loads((tmp_path / "m").read_text())

@@ -154,12 +154,14 @@ def test_a_conversation_is_saved_and_loaded(engine, tmp_path):
         assert chat.system == "Be brief. \u00e9" and roles(chat) == "ua"
         assert text_of(chat.say("And?")) == want
         for wrong in (
-            "{}", "[]", "x", '{"format": "hotsplit-chat", "version": 2, "messages": []}',
+            "{}",
+            "[]",
+            "x",
+            '{"format": "hotsplit-chat", "version": 2, "messages": []}',
             json.dumps({"format": "hotsplit-chat", "version": 1, "messages": ["x"]}),
             json.dumps({"format": "hotsplit-chat", "version": 1, "messages": [], "more": 1}),
-            json.dumps({"format": "hotsplit-chat", "version": 1, "messages": [],
-                        "system": 3}),
-        ):  # fmt: skip
+            json.dumps({"format": "hotsplit-chat", "version": 1, "messages": [], "system": 3}),
+        ):
             other = tmp_path / "other.json"
             other.write_text(wrong)
             with pytest.raises(HotsplitError):
@@ -339,9 +341,12 @@ COHERE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
 COHERE_MARKS = (
-    "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>",
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    "<|START_RESPONSE|>",
+    "<|END_RESPONSE|>",
     "<|CHATBOT_TOKEN|>",
-)  # fmt: skip
+)
 CHANNEL = ("<|channel>", "<channel|>", "<|turn>", "<turn|>")
 TAGS = ("<think>", "</think>")
 OPENS = CHATML + "{{ '<think>\\n' }}"
@@ -349,30 +354,43 @@ OPENS = CHATML + "{{ '<think>\\n' }}"
 ANSWERS = {
     "final": (GPT_OSS, HARMONY, "<|channel|>final<|message|>Paris", ("", "Paris")),
     "two channels": (
-        GPT_OSS, HARMONY,
+        GPT_OSS,
+        HARMONY,
         "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Paris",
         ("Easy.", "Paris"),
     ),
     "cut in the analysis": (
-        GPT_OSS, HARMONY, "<|channel|>analysis<|message|>Let me see", ("Let me see", ""),
+        GPT_OSS,
+        HARMONY,
+        "<|channel|>analysis<|message|>Let me see",
+        ("Let me see", ""),
     ),
-    "tags as special tokens": (CHATML, TAGS, "<think>\nEasy.\n</think>\n\nParis", ("Easy.", "Paris")),
+    "tags as special tokens": (
+        CHATML,
+        TAGS,
+        "<think>\nEasy.\n</think>\n\nParis",
+        ("Easy.", "Paris"),
+    ),
     "tags as text": (CHATML, (), "<think>\nEasy.\n</think>\n\nParis", ("Easy.", "Paris")),
     "opened by the prompt": (OPENS, TAGS, "Easy.\n</think>\n\nParis", ("Easy.", "Paris")),
     "empty": (CHATML, TAGS, "<think>\n\n</think>\n\nParis", ("", "Paris")),
     "later tags are text": (
-        CHATML, (), "<think>a</think>b<think>c</think>", ("a", "b<think>c</think>"),
+        CHATML,
+        (),
+        "<think>a</think>b<think>c</think>",
+        ("a", "b<think>c</think>"),
     ),
     "Gemma 4": (GEMMA4, CHANNEL, "<|channel>thought\nEasy.<channel|>Paris", ("Easy.", "Paris")),
     "Gemma 4, empty": (GEMMA4, CHANNEL, "<|channel>thought\n<channel|>Paris", ("", "Paris")),
     "brackets": (CHATML, ("[THINK]", "[/THINK]"), "[THINK]Easy.[/THINK]Paris", ("Easy.", "Paris")),
     "Cohere 2": (
-        COHERE, COHERE_MARKS,
+        COHERE,
+        COHERE_MARKS,
         "<|START_THINKING|>Easy.<|END_THINKING|><|START_RESPONSE|>Paris<|END_RESPONSE|>",
         ("Easy.", "Paris"),
     ),
     "none": (CHATML, TAGS, "Paris <thin", ("", "Paris <thin")),
-}  # fmt: skip
+}
 
 
 class Script:
@@ -418,9 +436,14 @@ def scripted(engine, template, *answers, **more) -> Conversation:
     template = replace(chat_template_of(engine.model, engine.codec), text=template)
     options = ChatOptions(generation=GenerationOptions(max_tokens=400))
     return Conversation(
-        engine.sequence(), engine.codec, template, engine.traffic,
-        Script(engine.codec, *answers), options=options, **more,
-    )  # fmt: skip
+        engine.sequence(),
+        engine.codec,
+        template,
+        engine.traffic,
+        Script(engine.codec, *answers),
+        options=options,
+        **more,
+    )
 
 
 def parts_of(tokens) -> tuple[str, str]:
@@ -469,8 +492,10 @@ def test_an_answer_that_is_stopped_keeps_what_was_said(marked, name):
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("two channels",
-         "<|channel|>analysis<|message|>y or n?<|end|><|start|>assistant<|channel|>final<|message|>yes"),
+        (
+            "two channels",
+            "<|channel|>analysis<|message|>y or n?<|end|><|start|>assistant<|channel|>final<|message|>yes",
+        ),
         ("final", "<|channel|>final<|message|>yes"),
         ("tags as special tokens", "<think>y or n?</think>yes"),
         ("tags as special tokens", "yes"),
@@ -479,7 +504,7 @@ def test_an_answer_that_is_stopped_keeps_what_was_said(marked, name):
         ("brackets", "[THINK]y or n?[/THINK]yes"),
         ("Cohere 2", "<|START_THINKING|>y or n?<|END_THINKING|>yes"),
     ],
-)  # fmt: skip
+)
 def test_a_constraint_holds_behind_the_reasoning(marked, name, answer):
     template, marks, *_ = ANSWERS[name]
     engine = marked(marks)

@@ -94,8 +94,15 @@ def test_commands(monkeypatch, capsys, model, tmp_path):
     )
     code, out, err = piped(monkeypatch, capsys, model, text, "-sys", "Shout.")
     assert code == 0 and out.count("\n") == 2
-    for line in ("system message: Shout.", "2 messages, ", "taken back: 'Hello'", "2 messages read",
-                 "forgotten", "system message: Be\u00e9 brief.", "/regen"):  # fmt: skip
+    for line in (
+        "system message: Shout.",
+        "2 messages, ",
+        "taken back: 'Hello'",
+        "2 messages read",
+        "forgotten",
+        "system message: Be\u00e9 brief.",
+        "/regen",
+    ):
         assert line in err, line
     first, second = out.splitlines()
     direct = piped(monkeypatch, capsys, model, "Hello\n", "-sys", "Be\u00e9 brief.")
@@ -172,11 +179,15 @@ def test_control_characters_of_the_model_do_not_reach_a_terminal(monkeypatch, ca
     ("is_terminal", "variables", "out", "err"),
     [
         (True, {}, "\x1b[2mab\x1b[0m\n\nc\n\x1b[2md\x1b[0m\n", ""),
-        (True, {"NO_COLOR": "1"},
-         "[reasoning]\nab\n[/reasoning]\n\nc\n[reasoning]\nd\n[/reasoning]\n", ""),
+        (
+            True,
+            {"NO_COLOR": "1"},
+            "[reasoning]\nab\n[/reasoning]\n\nc\n[reasoning]\nd\n[/reasoning]\n",
+            "",
+        ),
         (False, {}, "c\n", "[reasoning]\nab\n[/reasoning]\n[reasoning]\nd\n[/reasoning]\n"),
     ],
-)  # fmt: skip
+)
 def test_reasoning_is_told_from_the_answer(monkeypatch, capsys, is_terminal, variables, out, err):
     """Dim or marked on a terminal; what reads a pipe gets the answer alone."""
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -236,14 +247,20 @@ class Terminal:
     def __init__(self, model: Path, state: Path, *options: str) -> None:
         self._ours, theirs = pty.openpty()
         environment = os.environ | {
-            "XDG_STATE_HOME": str(state), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1",
+            "XDG_STATE_HOME": str(state),
+            "TERM": "xterm",
+            "PROMPT_TOOLKIT_NO_CPR": "1",
             "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hotsplit", "chat", str(model), *options],
-            stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
             preexec_fn=_take_terminal,
-        )  # fmt: skip
+        )
         os.close(theirs)
         self.shown = ""
 

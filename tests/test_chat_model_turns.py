@@ -31,10 +31,32 @@ SOURCE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LENGTH = 16
 TIE = 0.02  # two tokens tie if their logits, about 20, differ by less
 SUBJECTS = (
-    "the sea", "a bicycle", "bread", "the moon", "Rome", "a violin", "bees", "gravity", "chess",
-    "tea", "the alphabet", "a volcano", "glass", "the number zero", "whales", "a compass", "rain",
-    "paper", "the heart", "coffee", "a bridge", "silk", "iron", "a library", "time",
-)  # fmt: skip
+    "the sea",
+    "a bicycle",
+    "bread",
+    "the moon",
+    "Rome",
+    "a violin",
+    "bees",
+    "gravity",
+    "chess",
+    "tea",
+    "the alphabet",
+    "a volcano",
+    "glass",
+    "the number zero",
+    "whales",
+    "a compass",
+    "rain",
+    "paper",
+    "the heart",
+    "coffee",
+    "a bridge",
+    "silk",
+    "iron",
+    "a library",
+    "time",
+)
 PROMPTS = [f"What is {subject}?" for subject in SUBJECTS] + [
     f"Write two lines about {subject}. \u00e9\U0001f98a" for subject in SUBJECTS
 ]
@@ -66,13 +88,21 @@ def theirs(path) -> LlamaForCausalLM:
     file = ModelFile.load(path)
     s = sizes_of(file.bare_spec)
     config = LlamaConfig(
-        vocab_size=s.vocab_size, hidden_size=s.hidden_size, intermediate_size=s.num_neurons,
-        num_hidden_layers=s.num_layers, num_attention_heads=s.num_heads,
-        num_key_value_heads=s.num_kv_heads, head_dim=s.head_dim, rms_norm_eps=s.epsilon,
+        vocab_size=s.vocab_size,
+        hidden_size=s.hidden_size,
+        intermediate_size=s.num_neurons,
+        num_hidden_layers=s.num_layers,
+        num_attention_heads=s.num_heads,
+        num_key_value_heads=s.num_kv_heads,
+        head_dim=s.head_dim,
+        rms_norm_eps=s.epsilon,
         rope_parameters={"rope_type": "default", "rope_theta": file.spec.rotary.theta},
-        max_position_embeddings=s.context_length, tie_word_embeddings=True, bos_token_id=1,
-        eos_token_id=[0, 2], pad_token_id=2,
-    )  # fmt: skip
+        max_position_embeddings=s.context_length,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=[0, 2],
+        pad_token_id=2,
+    )
 
     def read(name: str) -> torch.Tensor:
         entry = file.tensors[name]
@@ -151,9 +181,11 @@ def test_three_turns_of_fifty_conversations(engine, theirs, capsys):
                 assert len(asked) == chat.run.prefill_tokens
                 assert asked == chat._sequence.ids[: len(asked)]
                 out = theirs.generate(
-                    torch.tensor([asked]), attention_mask=torch.ones(1, len(asked)),
-                    max_new_tokens=LENGTH, do_sample=False,
-                )  # fmt: skip
+                    torch.tensor([asked]),
+                    attention_mask=torch.ones(1, len(asked)),
+                    max_new_tokens=LENGTH,
+                    do_sample=False,
+                )
                 want = [token for token in out[0, len(asked) :].tolist() if token not in (0, 2)]
                 same = next(
                     (n for n, (a, b) in enumerate(zip(ids, want, strict=False)) if a != b),

@@ -151,9 +151,12 @@ def test_variables_reach_the_template(process, oracle):
     text = TEMPLATES["qwen-reasoning"]
     for value in (True, False):
         want = oracle.apply_chat_template(
-            [USER], chat_template=text, tokenize=False, add_generation_prompt=True,
+            [USER],
+            chat_template=text,
+            tokenize=False,
+            add_generation_prompt=True,
             enable_thinking=value,
-        )  # fmt: skip
+        )
         ours = template(text, process)
         assert ours.render([USER], variables={"enable_thinking": value}) == want
         assert ("</think>" in want) is not value
@@ -194,9 +197,11 @@ def test_tokens_equal_those_of_transformers(kind, name, process):
     for messages in MESSAGES.values():
         try:
             want = theirs.apply_chat_template(
-                messages, chat_template=TEMPLATES[name], add_generation_prompt=True,
+                messages,
+                chat_template=TEMPLATES[name],
+                add_generation_prompt=True,
                 return_dict=False,
-            )  # fmt: skip
+            )
         except REFUSALS:
             continue
         text = template(TEMPLATES[name], process).render(messages)
@@ -369,7 +374,7 @@ LOOPS = {
     "a generator": "{% set x = messages | map(attribute='role') %}{% for i in x %}{% if ns.a %}{% endif %}"
     "{% endfor %}{{ x | list }}",
     "no item": "{% for i in range(0) %}{% if not ns.a %}{% endif %}{% else %}none{% endfor %}",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -402,9 +407,16 @@ def test_the_process_inherits_no_files_and_no_environment(monkeypatch):
 
 @pytest.mark.parametrize(
     "messages",
-    [[], ["text"], [{"content": "x"}], [{"role": 1, "content": "x"}], [None],
-     [{"role": "user", "content": object()}], [{"role": "user", "content": b"x"}]],
-)  # fmt: skip
+    [
+        [],
+        ["text"],
+        [{"content": "x"}],
+        [{"role": 1, "content": "x"}],
+        [None],
+        [{"role": "user", "content": object()}],
+        [{"role": "user", "content": b"x"}],
+    ],
+)
 def test_invalid_messages_are_refused(messages, process):
     with pytest.raises(HotsplitError) as refusal:
         template(CHATML, process).render(messages)
@@ -461,10 +473,17 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path):
         chat_template_of(model, codec, str(own))
 
 
-@pytest.mark.parametrize("text", [
-    "{% include '/etc/passwd' %}", "{% for i in range(999999999) %}{% endfor %}", "{{ 1 / 0 }}",
-    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ 1 + 'a' }}", "{{ '%(q)s' % {} }}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% include '/etc/passwd' %}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "{{ 1 + 'a' }}",
+        "{{ '%(q)s' % {} }}",
+    ],
+)
 def test_pythons_names_of_errors_are_not_shown(text, process):
     with pytest.raises(HotsplitError) as refused:
         template(text, process).render(MESSAGES["one"])

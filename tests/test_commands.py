@@ -63,10 +63,12 @@ def test_hotsplit_debug_prints_the_traceback(monkeypatch, capsys, may_end_unexpe
 
 
 def test_a_test_fails_if_its_command_ends_unexpectedly(pytester_like):
-    result = pytester_like("def test_it(monkeypatch):\n"
+    result = pytester_like(
+        "def test_it(monkeypatch):\n"
         "    from hotsplit.cli import main\n"
         "    monkeypatch.setattr('hotsplit.commands.exit_codes._run', lambda *a, **k: 1 / 0)\n"
-        "    main(['inspect', 'x'])\n")  # fmt: skip
+        "    main(['inspect', 'x'])\n"
+    )
     assert result.returncode != 0 and b"exit code 70: [\"main(['inspect', 'x'])\"]" in result.stdout
 
 
@@ -93,8 +95,9 @@ def no_memory_of_torch() -> BaseException:
     raise AssertionError
 
 
-@pytest.mark.parametrize("make", [MemoryError, lambda: torch.OutOfMemoryError("CUDA out of memory"),
-                                  no_memory_of_torch])  # fmt: skip
+@pytest.mark.parametrize(
+    "make", [MemoryError, lambda: torch.OutOfMemoryError("CUDA out of memory"), no_memory_of_torch]
+)
 def test_out_of_memory_prints_one_line(monkeypatch, capsys, make):
     raising(monkeypatch, make())
     assert main(["inspect", "x"]) == 1
@@ -118,9 +121,11 @@ def test_a_limit_on_address_space_is_named(tmp_path, megabytes):
     make_model().save(path)
     os.truncate(path, 1 << 30)
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(megabytes), path], capture_output=True, text=True,
+        [sys.executable, "-c", LIMITED, str(megabytes), path],
+        capture_output=True,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "bug" not in line
     what = f"raise the limit on address space (ulimit -v), now {format_bytes(megabytes << 20)}"
@@ -129,9 +134,14 @@ def test_a_limit_on_address_space_is_named(tmp_path, megabytes):
 
 # A user that is not root, for whom the limit on processes holds, but who may read everything.
 OTHER_USER = [
-    "setpriv", "--reuid=65533", "--clear-groups", "--inh-caps", "-all,+dac_override,+dac_read_search",
-    "--ambient-caps", "-all,+dac_override,+dac_read_search",
-]  # fmt: skip
+    "setpriv",
+    "--reuid=65533",
+    "--clear-groups",
+    "--inh-caps",
+    "-all,+dac_override,+dac_read_search",
+    "--ambient-caps",
+    "-all,+dac_override,+dac_read_search",
+]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or which("setpriv") is None, reason="needs another user")
@@ -168,12 +178,20 @@ def test_a_file_that_fails_is_named(monkeypatch, capsys):
 
 LONG = "a" * 100_000
 LONG_ARGUMENTS = [
-    [LONG], ["solve", f"--{LONG}"], ["solve", "-vb", LONG], ["generate", "x", "--mode", LONG],
-    ["convert", "x", "-o", "y", "--tensor-type", LONG], ["convert", "x", "-o", "y", "--activation", LONG],
-    ["convert", "x", "-o", "y", "--tensor-type", f"{LONG}=q9"], ["generate", "x", "-p", "a", "--device", LONG],
-    ["generate", "x", "-p", "a", "--samplers", LONG], ["generate", "x", "-p", "a", f"--kv-offload={LONG}"],
-    ["inspect", LONG], ["inspect", "b/" * 2000], ["generate", "x", "-p", "a", "-t", "9" * 4000],
-]  # fmt: skip
+    [LONG],
+    ["solve", f"--{LONG}"],
+    ["solve", "-vb", LONG],
+    ["generate", "x", "--mode", LONG],
+    ["convert", "x", "-o", "y", "--tensor-type", LONG],
+    ["convert", "x", "-o", "y", "--activation", LONG],
+    ["convert", "x", "-o", "y", "--tensor-type", f"{LONG}=q9"],
+    ["generate", "x", "-p", "a", "--device", LONG],
+    ["generate", "x", "-p", "a", "--samplers", LONG],
+    ["generate", "x", "-p", "a", f"--kv-offload={LONG}"],
+    ["inspect", LONG],
+    ["inspect", "b/" * 2000],
+    ["generate", "x", "-p", "a", "-t", "9" * 4000],
+]
 
 
 @pytest.mark.parametrize(
@@ -193,9 +211,14 @@ def test_the_middle_of_a_long_line_is_left_out():
     assert "[... 98,619 characters ...]" in line
 
 
-@pytest.mark.parametrize("name, shown", [
-    ("a\n\r\x1b[31mb", r"a\n\r\x1b[31mb"), ("a\u202eb\u2028", r"a\u202eb\u2028"), ("ü 模型\u3000", "ü 模型\u3000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("a\n\r\x1b[31mb", r"a\n\r\x1b[31mb"),
+        ("a\u202eb\u2028", r"a\u202eb\u2028"),
+        ("ü 模型\u3000", "ü 模型\u3000"),
+    ],
+)
 def test_control_characters_of_a_name_are_escaped(tmp_path, capsys, name, shown):
     assert main(["inspect", name]) == 1
     assert capsys.readouterr().err.startswith(f"hotsplit: {shown}: no such file")
@@ -224,14 +247,16 @@ def test_an_error_in_a_thread_prints_one_line():
     assert line.startswith("hotsplit inspect: unexpected ZeroDivisionError")
 
 
-@pytest.mark.parametrize("stdout, reason", [(">/dev/full", "No space left on device"),
-                                            (">&-", "Bad file descriptor")])  # fmt: skip
+@pytest.mark.parametrize(
+    "stdout, reason", [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
+)
 @pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{}"], ["inspect", "{}", "--json"]])
 def test_a_full_or_closed_stdout_gives_one_line(tmp_path, arguments, stdout, reason):
     make_profile(make_model()).save(tmp_path / "p")
     command = [sys.executable, "-c", PROGRAM, *(a.format(tmp_path / "p") for a in arguments)]
-    result = subprocess.run(["sh", "-c", f'exec "$@" {stdout}', "sh", *command],
-                            stderr=subprocess.PIPE, check=False)  # fmt: skip
+    result = subprocess.run(
+        ["sh", "-c", f'exec "$@" {stdout}', "sh", *command], stderr=subprocess.PIPE, check=False
+    )
     assert result.returncode == 1
     line = f"hotsplit: the output cannot be written: {reason}"
     assert result.stderr.decode().splitlines() == [line]
@@ -442,13 +467,18 @@ def paths(kind: type | None) -> set[tuple[str, str]]:
 
 
 OUTPUTS = {
-    ("convert", "output"), ("calibrate", "output"), ("profile", "output"), ("solve", "output"),
-    ("solve", "heat_map"), ("export", "output"), ("generate", "prompt_cache"), ("report", "output"),
-    ("doctor", "report"), ("profile", "importances"),
-}  # fmt: skip
-FOLDERS = {
-    ("profile", "train_predictors"), 
-}  # fmt: skip
+    ("convert", "output"),
+    ("calibrate", "output"),
+    ("profile", "output"),
+    ("solve", "output"),
+    ("solve", "heat_map"),
+    ("export", "output"),
+    ("generate", "prompt_cache"),
+    ("report", "output"),
+    ("doctor", "report"),
+    ("profile", "importances"),
+}
+FOLDERS = {("profile", "train_predictors")}
 MANY = ("corpora", "files", "sources")
 
 

@@ -37,11 +37,19 @@ def multiples(*numbers):
 EXPLOSIVE = [
     (json_schema_constraint, {"multipleOf": 0.00011}, None),
     (json_schema_constraint, {"multipleOf": 2**8 * 5**5}, None),
-    (json_schema_constraint, matching(*[f".*{sign}.*" for sign in "abcdefghijklmnopqrst"]), "JSON schema.* smaller or simpler"),
+    (
+        json_schema_constraint,
+        matching(*[f".*{sign}.*" for sign in "abcdefghijklmnopqrst"]),
+        "JSON schema.* smaller or simpler",
+    ),
     (json_schema_constraint, {**multiples(9973, 9967)}, LIMITS),
     (gbnf_constraint, "root ::= " + " | ".join(f'"x{i}" root?' for i in range(9000)), LIMITS),
-    (lark_constraint, "start: A\nA: " + " & ".join(f"/.*{c}.*/" for c in "abcdefghijklmnopqrst"), "smaller or simpler"),
-]  # fmt: skip
+    (
+        lark_constraint,
+        "start: A\nA: " + " & ".join(f"/.*{c}.*/" for c in "abcdefghijklmnopqrst"),
+        "smaller or simpler",
+    ),
+]
 
 
 @pytest.mark.parametrize(("make", "text", "message"), EXPLOSIVE)
@@ -129,13 +137,14 @@ LARGE = {
     "recursive": 'root ::= "(" root ")" | ' + " | ".join(f'"{i}."' for i in range(1500)),
     "groups": "root ::= " + "(" * 190 + '"a" root?' + ")" * 190,
     "optional groups": "root ::= " + '("a" ' * 150 + '"b"' + ")?" * 150,
-    "chain": "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(990))
-             + '\nr990 ::= "b"',
+    "chain": "root ::= r0\n"
+    + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(990))
+    + '\nr990 ::= "b"',
     "rules": 'root ::= "a"\n' + "\n".join(f'r{i} ::= "x"' for i in range(2000)),
     "repetitions": "root ::= " + "(" * 4 + '"a"' + "{1,1000})" * 4,
     "class": "root ::= [" + "".join(chr(200 + 2 * i) for i in range(2000)) + "]",
     "literal": 'root ::= "' + "a" * 12_000 + '"',
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -163,11 +172,15 @@ def test_a_large_grammar_is_followed(name, right, wrong):
     [
         {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(2000)}},
         {"anyOf": [{"const": f"c{i}"} for i in range(3000)]},
-        {"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "null"}},
-                    "required": [f"p{i}"]} for i in range(700)]},
+        {
+            "anyOf": [
+                {"type": "object", "properties": {f"p{i}": {"type": "null"}}, "required": [f"p{i}"]}
+                for i in range(700)
+            ]
+        },
         {"enum": list(range(3000))},
     ],
-)  # fmt: skip
+)
 def test_a_large_schema_is_followed_to_the_end(schema):
     constraint = json_schema_constraint(schema, tiny_codec())
     jsonschema.validate(json.loads(written(constraint)), schema)

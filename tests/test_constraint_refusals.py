@@ -74,10 +74,24 @@ REGEX_REFUSALS = {
     "a\0": "zero byte",
 }
 UNENFORCED = [
-    "not", "if", "then", "else", "uniqueItems", "dependentSchemas", "dependentRequired",
-    "dependencies", "contains", "minContains", "maxContains", "propertyNames",
-    "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "$dynamicAnchor",
-]  # fmt: skip
+    "not",
+    "if",
+    "then",
+    "else",
+    "uniqueItems",
+    "dependentSchemas",
+    "dependentRequired",
+    "dependencies",
+    "contains",
+    "minContains",
+    "maxContains",
+    "propertyNames",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+    "$dynamicRef",
+    "$recursiveRef",
+    "$dynamicAnchor",
+]
 STRING = {"type": "string"}
 SCHEMA_REFUSALS = [
     ({"$ref": "http://example.org/a"}, "Resource 'http://example.org/a' is not present"),

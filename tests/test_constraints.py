@@ -95,9 +95,10 @@ def test_masks_of_a_regex_equal_partial_matching(pattern):
     rng, text = random.Random(0), b""
     for _ in range(12):
         want = {
-            i for i, found in tokens.items() if oracle.fullmatch(text + found, partial=True)
-            and is_start_of_utf8(text + found)
-        }  # fmt: skip
+            i
+            for i, found in tokens.items()
+            if oracle.fullmatch(text + found, partial=True) and is_start_of_utf8(text + found)
+        }
         is_whole = oracle.fullmatch(text) is not None
         mask = constraint.mask_V(4100)
         assert set(mask.nonzero().flatten().tolist()) == want | ({0} if is_whole else set()), text
@@ -167,28 +168,41 @@ def test_a_tokenizer_is_read_once(monkeypatch):
 
 def tagged(kind, *, is_required=True, **properties):
     return {
-        "type": "object", "title": kind, "required": ["kind"] * is_required + list(properties),
+        "type": "object",
+        "title": kind,
+        "required": ["kind"] * is_required + list(properties),
         "properties": {"kind": {"const": kind, "default": kind, "type": "string"}, **properties},
-    }  # fmt: skip
+    }
 
 
 CAT, DOG = tagged("cat", meows={"type": "integer"}), tagged("dog", barks={"type": "boolean"})
 REFERENCES = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
 DISCRIMINATOR = {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}}
 UNIONS = {
-    "pydantic": {"$defs": {"Cat": CAT, "Dog": DOG}, "type": "object", "required": ["pet"],
-                 "properties": {"pet": {"discriminator": DISCRIMINATOR, "oneOf": REFERENCES}}},
+    "pydantic": {
+        "$defs": {"Cat": CAT, "Dog": DOG},
+        "type": "object",
+        "required": ["pet"],
+        "properties": {"pet": {"discriminator": DISCRIMINATOR, "oneOf": REFERENCES}},
+    },
     "no discriminator": {"$defs": {"Cat": CAT, "Dog": DOG}, "oneOf": REFERENCES},
     "defaults": {
         "$defs": {"Cat": tagged("cat", is_required=False), "Dog": tagged("dog", is_required=False)},
-        "discriminator": DISCRIMINATOR, "oneOf": REFERENCES,
+        "discriminator": DISCRIMINATOR,
+        "oneOf": REFERENCES,
     },
-    "types": {"$defs": {"S": {"type": "string", "maxLength": 3}},
-              "oneOf": [{"$ref": "#/$defs/S"}, {"type": ["null", "boolean"]}, {"enum": [7]}]},
+    "types": {
+        "$defs": {"S": {"type": "string", "maxLength": 3}},
+        "oneOf": [{"$ref": "#/$defs/S"}, {"type": ["null", "boolean"]}, {"enum": [7]}],
+    },
     "enums": {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["c", None]}]},
-    "annotations": {"type": "boolean", "example": True, "xml": {"name": "x"},
-                    "externalDocs": {"url": "http://localhost"}},
-}  # fmt: skip
+    "annotations": {
+        "type": "boolean",
+        "example": True,
+        "xml": {"name": "x"},
+        "externalDocs": {"url": "http://localhost"},
+    },
+}
 
 
 @pytest.mark.parametrize("name", UNIONS)
@@ -201,40 +215,117 @@ def test_unions_whose_alternatives_exclude_each_other(name):
 
 
 ITEM = {"type": "object", "properties": {"kind": {"const": "item"}}, "required": ["kind"]}
-LIST = {"type": "object", "required": ["head"], "properties": {
-    "kind": {"const": "list"}, "head": {"discriminator": {"propertyName": "kind"},
-    "oneOf": [{"$ref": "#/$defs/List"}, {"$ref": "#/$defs/Item"}]}}}  # fmt: skip
+LIST = {
+    "type": "object",
+    "required": ["head"],
+    "properties": {
+        "kind": {"const": "list"},
+        "head": {
+            "discriminator": {"propertyName": "kind"},
+            "oneOf": [{"$ref": "#/$defs/List"}, {"$ref": "#/$defs/Item"}],
+        },
+    },
+}
 # (schema, a valid document, an invalid one); what is not an assertion of JSON Schema changes nothing.
 ANNOTATED = {
     "format of a number": ({"type": "integer", "format": "int32"}, "5", '"5"'),
     "format without type": ({"format": "double"}, "1.5", "x"),
-    "unknown formats": ({"type": "object", "properties": {"a": {"type": "string", "format": "password"},
-        "b": {"type": "string", "format": "path", "maxLength": 1}}}, '{"a":"x","b":"."}', '{"b":".."}'),
+    "unknown formats": (
+        {
+            "type": "object",
+            "properties": {
+                "a": {"type": "string", "format": "password"},
+                "b": {"type": "string", "format": "path", "maxLength": 1},
+            },
+        },
+        '{"a":"x","b":"."}',
+        '{"b":".."}',
+    ),
     "nullable": ({"type": "string", "nullable": True}, '"a"', "null"),
     "extensions": ({"type": "boolean", "x-order": 3, "x-guidance": {"lenient": 5}}, "true", "null"),
-    "editors": ({"enum": ["a", "b"], "enumNames": ["A", "B"], "markdownDescription": "*a*",
-        "enumDescriptions": 3, "defaultSnippets": []}, '"b"', '"c"'),
+    "editors": (
+        {
+            "enum": ["a", "b"],
+            "enumNames": ["A", "B"],
+            "markdownDescription": "*a*",
+            "enumDescriptions": 3,
+            "defaultSnippets": [],
+        },
+        '"b"',
+        '"c"',
+    ),
     "strict": ({"type": "null", "strict": True, "name": "answer"}, "null", "1"),
-    "id": ({"id": "https://example.org/a", "properties": {"a": {"id": 5, "type": "null"}}}, '{"a":null}', '{"a":1}'),
-    "$id": ({"$id": "https://example.org/a", "$defs": {"a": {"type": "null"}}, "items": {"$ref": "#/$defs/a"},
-        "type": "array"}, "[null]", "[1]"),
-    "$schema": ({"$schema": "https://json-schema.org/draft-07/schema", "type": "null"}, "null", "1"),
+    "id": (
+        {"id": "https://example.org/a", "properties": {"a": {"id": 5, "type": "null"}}},
+        '{"a":null}',
+        '{"a":1}',
+    ),
+    "$id": (
+        {
+            "$id": "https://example.org/a",
+            "$defs": {"a": {"type": "null"}},
+            "items": {"$ref": "#/$defs/a"},
+            "type": "array",
+        },
+        "[null]",
+        "[1]",
+    ),
+    "$schema": (
+        {"$schema": "https://json-schema.org/draft-07/schema", "type": "null"},
+        "null",
+        "1",
+    ),
     "misspelt": ({"type": "string", "maxlength": 1, "maxLength": 2}, '"ab"', '"abc"'),
-    "annotations": ({"type": "null", "deprecated": True, "contentSchema": {}, "$vocabulary": {}}, "null", "1"),
-    "as a property": ({"type": "object", "properties": {"nullable": {"type": "null"}, "format": {"const": "x"}},
-        "required": ["nullable"]}, '{"nullable":null,"format":"x"}', '{"format":"x"}'),
+    "annotations": (
+        {"type": "null", "deprecated": True, "contentSchema": {}, "$vocabulary": {}},
+        "null",
+        "1",
+    ),
+    "as a property": (
+        {
+            "type": "object",
+            "properties": {"nullable": {"type": "null"}, "format": {"const": "x"}},
+            "required": ["nullable"],
+        },
+        '{"nullable":null,"format":"x"}',
+        '{"format":"x"}',
+    ),
     "uniqueItems": ({"type": "array", "uniqueItems": False, "items": {"const": 1}}, "[1,1]", "[2]"),
-    "nullable references": ({"$defs": {"A": {"type": "object", "required": [], "properties": {
-        "next": {"$ref": "#/$defs/A", "nullable": True, "x-a": 1}}}}, "$ref": "#/$defs/A"},
-        '{"next":{"next":{}}}', '{"next":null}'),
-    "recursive union": ({"$defs": {"List": LIST, "Item": ITEM}, "$ref": "#/$defs/List"},
-        '{"kind":"list","head":{"kind":"list","head":{"kind":"item"}}}', '{"kind":"list","head":{"kind":"list"}}'),
-    "bounds of int64": ({"type": "integer", "format": "int64", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
-        "-7", "0.5"),
-    "bounds of uint64": ({"type": "integer", "exclusiveMinimum": -1, "maximum": (1 << 64) - 1}, "0", "-1"),
-    "bounds of f64": ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
-        "-1.5", '"a"'),
-}  # fmt: skip
+    "nullable references": (
+        {
+            "$defs": {
+                "A": {
+                    "type": "object",
+                    "required": [],
+                    "properties": {"next": {"$ref": "#/$defs/A", "nullable": True, "x-a": 1}},
+                }
+            },
+            "$ref": "#/$defs/A",
+        },
+        '{"next":{"next":{}}}',
+        '{"next":null}',
+    ),
+    "recursive union": (
+        {"$defs": {"List": LIST, "Item": ITEM}, "$ref": "#/$defs/List"},
+        '{"kind":"list","head":{"kind":"list","head":{"kind":"item"}}}',
+        '{"kind":"list","head":{"kind":"list"}}',
+    ),
+    "bounds of int64": (
+        {"type": "integer", "format": "int64", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
+        "-7",
+        "0.5",
+    ),
+    "bounds of uint64": (
+        {"type": "integer", "exclusiveMinimum": -1, "maximum": (1 << 64) - 1},
+        "0",
+        "-1",
+    ),
+    "bounds of f64": (
+        {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+        "-1.5",
+        '"a"',
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ANNOTATED)
@@ -281,16 +372,29 @@ B = {"type": "object", "properties": {"b": {"type": "null"}}}
 CLOSED = {
     "properties": (A, '{"a":null}', '{"a":null,"c":1}', False),
     "open": (A | {"additionalProperties": True}, '{"a":null}', '{"a":null,"c":1}', True),
-    "by a reference": ({"$defs": {"A": A}, "type": "array", "items": {"$ref": "#/$defs/A"}},
-                       '[{"a":null}]', '[{"c":1}]', False),
+    "by a reference": (
+        {"$defs": {"A": A}, "type": "array", "items": {"$ref": "#/$defs/A"}},
+        '[{"a":null}]',
+        '[{"c":1}]',
+        False,
+    ),
     "alternatives": ({"anyOf": [A, B]}, '{"b":null}', '{"c":1}', False),
     "none named": ({"type": "object"}, "{}", '{"c":1}', True),
     "more required": (A | {"required": ["c"]}, '{"a":null,"c":1}', '{"c":1,"d":2}', True),
-    "more by number": (A | {"required": ["a"], "minProperties": 2}, '{"a":null,"c":1}', '{"a":null,"d":2}', True),
+    "more by number": (
+        A | {"required": ["a"], "minProperties": 2},
+        '{"a":null,"c":1}',
+        '{"a":null,"d":2}',
+        True,
+    ),
     "joined": ({"allOf": [A, B]}, '{"a":null,"b":null}', '{"a":null,"c":1}', True),
-    "joined by references": ({"$defs": {"A": A, "B": B}, "allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
-                             '{"a":null,"b":null}', '{"a":null,"c":1}', True),
-}  # fmt: skip
+    "joined by references": (
+        {"$defs": {"A": A, "B": B}, "allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+        '{"a":null,"b":null}',
+        '{"a":null,"c":1}',
+        True,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CLOSED)
@@ -304,13 +408,24 @@ def test_objects_have_the_properties_that_are_named(name):
 
 def test_keys_that_are_not_named_cannot_pass_for_named_ones():
     """They may neither contain an escape, which JSON readers undo, nor repeat a named key."""
-    schema = {"type": "object", "additionalProperties": True,
-              "properties": {"a": {"type": "null"}, "\n": {"type": "null"}}}  # fmt: skip
+    schema = {
+        "type": "object",
+        "additionalProperties": True,
+        "properties": {"a": {"type": "null"}, "\n": {"type": "null"}},
+    }
     constraint = json_schema_constraint(schema, tiny_codec())
     for right in ('{"a":null}', '{"b":1}', '{"a":null,"\\n":null,"b":1}', "{}", '{ "a": null }'):
         assert takes(constraint, right), right
-    for wrong in ('{"a":1}', r'{"\u0061":1}', r'{"\u000a":1}', r'{"\n":1}', '{"a":null,"a":1}',
-                  '{"a":null}}', ' {"a":null}', '{"a"  :null}'):  # fmt: skip
+    for wrong in (
+        '{"a":1}',
+        r'{"\u0061":1}',
+        r'{"\u000a":1}',
+        r'{"\n":1}',
+        '{"a":null,"a":1}',
+        '{"a":null}}',
+        ' {"a":null}',
+        '{"a"  :null}',
+    ):
         assert not takes(constraint, wrong), wrong
 
 
@@ -329,17 +444,26 @@ def test_a_sentencepiece_tokenizer_writes_its_spaces_and_bytes():
     regex."""
     keys = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, "▁", "a", "▁a", "b", "ab", "▁b"]
     tokenizer = Tokenizer(
-        models.BPE({key: i for i, key in enumerate(keys)}, [("▁", "a"), ("a", "b"), ("▁", "b")],
-                   unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )  # fmt: skip
+        models.BPE(
+            {key: i for i, key in enumerate(keys)},
+            [("▁", "a"), ("a", "b"), ("▁", "b")],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     codec = TextCodec(tokenizer, 1, frozenset({2}))
     for seed in range(10):
         constraint = regex_constraint("( ?(a|b|é|\\n|😀)){1,6}", codec)

@@ -43,10 +43,14 @@ def _no_files(monkeypatch):
 def items(model, num_sequences=1, context_length=64, on_gpu=(), **more):
     count = model.spec.num_layers
     return plan_bytes(
-        model, context_length=context_length, num_hot=[0] * count,
-        dense_on_gpu=[layer in on_gpu for layer in range(count)], head_on_gpu=False,
-        num_sequences=num_sequences, **more,
-    )  # fmt: skip
+        model,
+        context_length=context_length,
+        num_hot=[0] * count,
+        dense_on_gpu=[layer in on_gpu for layer in range(count)],
+        head_on_gpu=False,
+        num_sequences=num_sequences,
+        **more,
+    )
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
@@ -81,9 +85,14 @@ def test_states_are_where_their_layer_is_wherever_keys_are():
 def planned(model, budget, context_length, machine, id_LTK, **more):
     """(the plan, its notes about the context)."""
     inputs = make_inputs(
-        model, profile_of(model, id_LTK), machine, budget, mode="dense",
-        context_length=context_length, **more,
-    )  # fmt: skip
+        model,
+        profile_of(model, id_LTK),
+        machine,
+        budget,
+        mode="dense",
+        context_length=context_length,
+        **more,
+    )
     found = find(inputs, time_limit_s=10)
     split = split_of(found, solve_s=0.0)
     verify(split, model=model, profile=inputs.profile, machine=machine)
@@ -155,9 +164,16 @@ def test_a_plan_of_the_full_shape_with_short_and_long_contexts():
 def gemma3_12b() -> ModelFile:
     """Its shape, without its weights."""
     sizes = Sizes(
-        num_layers=48, hidden_size=3840, num_neurons=15360, num_heads=16, num_kv_heads=8, head_dim=256,
-        vocab_size=262208, context_length=131072, epsilon=1e-6,
-    )  # fmt: skip
+        num_layers=48,
+        hidden_size=3840,
+        num_neurons=15360,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=256,
+        vocab_size=262208,
+        context_length=131072,
+        epsilon=1e-6,
+    )
     rotaries = Rotary(theta=1e6, pairing="halves"), Rotary(theta=10000.0, pairing="halves")
     is_local_L = [(layer + 1) % 6 != 0 for layer in range(48)]
     scale, caps = 256**-0.5, (None, None)
@@ -183,9 +199,11 @@ def test_windows_keep_their_share_of_a_long_context(monkeypatch, num_sequences, 
     monkeypatch.setattr(huge_pages, "zeros", without_memory)
     model = gemma3_12b()
     builder = replace(
-        hollow_builder(model, "dense", is_divided=False), context_length=32768,
-        num_sequences=num_sequences, cache_types=CacheTypes.of("f16"),
-    )  # fmt: skip
+        hollow_builder(model, "dense", is_divided=False),
+        context_length=32768,
+        num_sequences=num_sequences,
+        cache_types=CacheTypes.of("f16"),
+    )
     held = [builder.attention(layer, a, CPU).cache for layer, a in enumerate(model.spec.attentions)]
     tensors = [(cache.key_BKPX, cache.value_BKPX) for cache in held]
     allocated = [sum(t.untyped_storage().nbytes() for t in pair) for pair in tensors]

@@ -148,9 +148,10 @@ def test_every_tensor_equals_its_source(relu, tmp_path, outtype):
         for array in (want, np.zeros_like(want), 0.5 * want, np.flip(want)):
             bytes_ = quantize(np.ascontiguousarray(array), type_of(kind))
             assert (read == bytes_.tobytes()) == (array is want) or (want == 1).all()
-    assert int(model.extra_keys["general.file_type"]) == {
-        "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2,
-    }[outtype]  # fmt: skip
+    assert (
+        int(model.extra_keys["general.file_type"])
+        == {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}[outtype]
+    )
 
 
 @pytest.mark.parametrize("hidden_act", ["relu", "silu"])
@@ -174,8 +175,9 @@ def test_rotating_adjacent_pairs_gives_the_same_attention_scores():
 
     def turned(vector, is_adjacent):
         a, b = (vector[0::2], vector[1::2]) if is_adjacent else (vector[:4], vector[4:])
-        return np.concatenate([a * np.cos(angles) - b * np.sin(angles),
-                               b * np.cos(angles) + a * np.sin(angles)])  # fmt: skip
+        return np.concatenate(
+            [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
+        )
 
     want = turned(weight_q @ x, False) @ turned(weight_k @ y, False)
     ours = [w[adjacent_pairs(8, 1)] for w in (weight_q, weight_k)]
@@ -303,13 +305,16 @@ LLAMA3 = {
 YARN = [
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": length, **more}
     for length, more in (
-        (64, {}), (32, {"attention_factor": 1.5}), (2048, {"beta_fast": 16.0, "beta_slow": 2.0}),
+        (64, {}),
+        (32, {"attention_factor": 1.5}),
+        (2048, {"beta_fast": 16.0, "beta_slow": 2.0}),
     )
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3,
-                                  {"rope_type": "linear", "factor": 4.0}, *YARN])  # fmt: skip
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default"}, LLAMA3, {"rope_type": "linear", "factor": 4.0}, *YARN]
+)
 @pytest.mark.parametrize("is_old", [False, True])
 def test_rotary_frequencies_equal_those_of_transformers(copy, tmp_path, rope, is_old):
     parameters = {**rope, "rope_theta": 500.0}
@@ -381,10 +386,17 @@ CONFIGS = {
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_local_experts": 1}, {"num_experts": 0}, {"num_local_experts": None},
-     {"logits_scaling": 1.0}, {"embedding_multiplier": 1}, {"alibi": False}, {"clip_qkv": None},
-     {"model_type": None}],
-)  # fmt: skip
+    [
+        {"num_local_experts": 1},
+        {"num_experts": 0},
+        {"num_local_experts": None},
+        {"logits_scaling": 1.0},
+        {"embedding_multiplier": 1},
+        {"alibi": False},
+        {"clip_qkv": None},
+        {"model_type": None},
+    ],
+)
 def test_a_key_that_changes_nothing_is_accepted(copy, tmp_path, changes):
     edit_config(copy, lambda config: config.update(changes))
     report = convert(ConvertConfig(source=copy, output=tmp_path / "m.gguf"))
@@ -530,8 +542,12 @@ def test_dejavu_predictors(relu, tmp_path, outtype, kind, has_biases):
     assert model.predictor == PredictorInfo(
         kind="relu", rank_L=(24, 32, 40), threshold_L=(-0.5, -0.5, -0.5)
     )
-    names = {"fc1.weight": "down.weight", "fc2.weight": "up.weight",
-             "fc1.bias": "down.bias", "fc2.bias": "up.bias"}  # fmt: skip
+    names = {
+        "fc1.weight": "down.weight",
+        "fc2.weight": "up.weight",
+        "fc1.bias": "down.bias",
+        "fc2.bias": "up.bias",
+    }
     for layer in range(3):
         for theirs, value in torch.load(folder / f"model_{layer}.pt").items():
             entry = model.tensors[f"blk.{layer}.ffn_pred_{names[theirs]}"]
@@ -601,8 +617,9 @@ def our_predictors(model: ModelFile, folder: Path, **changes) -> Path:
         )
         for _ in range(3)
     ]
-    info = PredictorInfo(kind="linear", rank_L=(8,) * 3, threshold_L=(0.1, 0.2, 0.3),
-                         density_L=(0.25, 0.5, 0.75))  # fmt: skip
+    info = PredictorInfo(
+        kind="linear", rank_L=(8,) * 3, threshold_L=(0.1, 0.2, 0.3), density_L=(0.25, 0.5, 0.75)
+    )
     info = dataclasses.replace(info, **changes.pop("info", {}))
     folder.mkdir()
     values = {"model_id": model.model_id, "info": info, "layers": tuple(layers), **changes}
@@ -650,8 +667,12 @@ def test_predictors_that_do_not_fit_are_refused(relu, tmp_path, monkeypatch):
             folder = our_predictors(model, tmp_path / str(number), **changes)
         refuse(model.path, tmp_path, words, predictors=folder)
     wide = random_llama(tmp_path / "wide", intermediate_size=192)
-    refuse(wide, tmp_path, "is [160, 24], wanted [192, 24]",
-           predictors=random_dejavu(tmp_path / "dejavu"))  # fmt: skip
+    refuse(
+        wide,
+        tmp_path,
+        "is [160, 24], wanted [192, 24]",
+        predictors=random_dejavu(tmp_path / "dejavu"),
+    )
 
 
 # ------------------------------------------------------------------ tokenizer
@@ -834,12 +855,15 @@ def test_special_tokens_and_template(relu, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "{", "[]", "{}", '{"model": {"type": "BPE"}}',
+        "{",
+        "[]",
+        "{}",
+        '{"model": {"type": "BPE"}}',
         '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
         '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b c"]}}',
         '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [3]}',
     ],
-)  # fmt: skip
+)
 def test_a_broken_tokenizer_is_refused(copy, tmp_path, text):
     (copy / "tokenizer.json").write_text(text)
     refuse(copy, tmp_path, "tokenizer.json")

@@ -69,8 +69,10 @@ def test_falcons_epsilon_is_that_of_the_config(tmp_path, epsilon):
     assert ModelFile.load(path).spec.output_norm.epsilon == np.float32(epsilon)
 
 
-@pytest.mark.parametrize("name, activation", [("gelu", "gelu"), ("gelu_new", "gelu_tanh"),
-                                              ("gelu_pytorch_tanh", "gelu_tanh")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, activation",
+    [("gelu", "gelu"), ("gelu_new", "gelu_tanh"), ("gelu_pytorch_tanh", "gelu_tanh")],
+)
 def test_the_forms_of_gelu(tmp_path, name, activation):
     config = LlamaConfig(**GATED | {"initializer_range": 0.3}, hidden_act=name)
     folder = random_model(tmp_path / "hf", config)
@@ -190,9 +192,14 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     instead of 16. benchmarks/convert.py measures the memory for 1.1 B parameters."""
     shape, name = (18_000, 1024), "model.embed_tokens.weight"
     folder = random_llama(
-        tmp_path / "hf", hidden_act="silu", has_tokenizer=False, num_hidden_layers=1,
-        hidden_size=1024, intermediate_size=32, vocab_size=320,
-    )  # fmt: skip
+        tmp_path / "hf",
+        hidden_act="silu",
+        has_tokenizer=False,
+        num_hidden_layers=1,
+        hidden_size=1024,
+        intermediate_size=32,
+        vocab_size=320,
+    )
     edit_config(folder, lambda config: config.update(vocab_size=shape[0]))
     tensors = load_file(folder / "model.safetensors")
     large = torch.rand(shape)

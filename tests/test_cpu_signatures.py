@@ -11,8 +11,12 @@ from hotsplit.runtime.kernels.cpu.shared_library import SIGNATURES
 RUNTIME = Path(__file__).parent.parent / "runtime"
 HEADERS = ("kernels.h", "step.h", "row_copies.h", "step_server.h")
 DECLARED = re.compile(r"^(\w[\w* ]*?[* ])(hs_\w+)\(([^)]*)\);", re.MULTILINE)
-TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "double": ctypes.c_double,
-         "void": None}  # fmt: skip
+TYPES = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "double": ctypes.c_double,
+    "void": None,
+}
 
 
 def type_of(declared: str) -> object:
@@ -40,10 +44,14 @@ def test_signatures_are_those_of_the_headers():
 
 @pytest.mark.parametrize(
     "old, new",
-    [("int64_t count, float* logits", "int32_t count, float* logits"),
-     ("double seconds", "int64_t seconds"), ("void hs_part", "int32_t hs_part"),
-     ("const float* x, int64_t T", "const float* x"), ("hs_set_level", "hs_put_level")],
-)  # fmt: skip
+    [
+        ("int64_t count, float* logits", "int32_t count, float* logits"),
+        ("double seconds", "int64_t seconds"),
+        ("void hs_part", "int32_t hs_part"),
+        ("const float* x, int64_t T", "const float* x"),
+        ("hs_set_level", "hs_put_level"),
+    ],
+)
 def test_another_declaration_is_found(old, new):
     text = headers()
     assert old in text

@@ -61,9 +61,11 @@ def transformers_ref(model, layer, x_TD):
     own = model.spec.layers[layer].neurons
     share = 0.0 if own.cutoff is None else SHARE
     config = SimpleNamespace(
-        hidden_size=64, intermediate_size=[own.number], hidden_activation="gelu_pytorch_tanh",
+        hidden_size=64,
+        intermediate_size=[own.number],
+        hidden_activation="gelu_pytorch_tanh",
         activation_sparsity_pattern=[share],
-    )  # fmt: skip
+    )
     block = Gemma3nTextMLP(config).double()
     for name, ours in (("gate", "ffn_gate"), ("up", "ffn_up"), ("down", "ffn_down_t")):
         values = torch.from_numpy(np.array(model.tensors[f"blk.{layer}.{ours}.weight"].read()))

@@ -85,9 +85,15 @@ class Net:
     def __post_init__(self):
         s, random = self.sizes, np.random.default_rng(self.seed)
         shapes = {
-            "qkv": (s.C, D), "z": (s.V * s.M, D), "beta": (s.V, D), "alpha": (s.V, D),
-            "out": (D, s.V * s.M), "conv": (s.J, s.C), "step_bias": (s.V,), "norm": (s.M,),
-        }  # fmt: skip
+            "qkv": (s.C, D),
+            "z": (s.V * s.M, D),
+            "beta": (s.V, D),
+            "alpha": (s.V, D),
+            "out": (D, s.V * s.M),
+            "conv": (s.J, s.C),
+            "step_bias": (s.V,),
+            "norm": (s.M,),
+        }
         self.f32 = {n: random.standard_normal(d).astype(np.float32) for n, d in shapes.items()}
         for name in (*INPUTS, "out"):
             self.f32[name] /= np.float32(np.sqrt(shapes[name][1]))
@@ -129,35 +135,58 @@ class Net:
         def matrix(name):
             rows, columns = tensors[name].shape
             return MatrixStruct(
-                data=tensors[name].data_ptr(), num_rows=rows, num_columns=columns, stride=4 * columns,
+                data=tensors[name].data_ptr(),
+                num_rows=rows,
+                num_columns=columns,
+                stride=4 * columns,
                 kind=library.kind_code("f32"),
-            )  # fmt: skip
+            )
 
         delta = DeltaStruct(
-            input=(MatrixStruct * 4)(*map(matrix, INPUTS)), output=matrix("out"),
+            input=(MatrixStruct * 4)(*map(matrix, INPUTS)),
+            output=matrix("out"),
             norm=NormStruct(weight=structs.vector(tensors["norm"], s.M), epsilon=EPSILON),
             conv=structs.vector(tensors["conv"], *tensors["conv"].shape),
             decay=structs.vector(tensors["decay"], s.V),
-            step_bias=structs.vector(tensors["step_bias"], s.V), state=self.state_SVNM.data_ptr(),
-            inputs=self.inputs_SJC.data_ptr(), num_key_heads=s.G, num_value_heads=s.V,
-            key_width=s.N, value_width=s.M, num_taps=s.J, num_slots=SLOTS, is_grouped=s.is_grouped,
-        )  # fmt: skip
+            step_bias=structs.vector(tensors["step_bias"], s.V),
+            state=self.state_SVNM.data_ptr(),
+            inputs=self.inputs_SJC.data_ptr(),
+            num_key_heads=s.G,
+            num_value_heads=s.V,
+            key_width=s.N,
+            value_width=s.M,
+            num_taps=s.J,
+            num_slots=SLOTS,
+            is_grouped=s.is_grouped,
+        )
         op = Op(
-            kind="delta", layer=0, device="host", reads=("attn_in", "state.0"),
+            kind="delta",
+            layer=0,
+            device="host",
+            reads=("attn_in", "state.0"),
             writes=("attn_out", "state.0"),
-        )  # fmt: skip
+        )
         (ops,) = native_ops([op], {0: None})
         self.x_TD, self.y_TD = torch.zeros(MOST, D), torch.zeros(MOST, D)
         table = TableStruct(
-            block=structs.indices(torch.zeros(8)), num_sequences=8, blocks_per_sequence=1,
-            block_length=1000, num_blocks=1,
-        )  # fmt: skip
+            block=structs.indices(torch.zeros(8)),
+            num_sequences=8,
+            blocks_per_sequence=1,
+            block_length=1000,
+            num_blocks=1,
+        )
         self.step = StepStruct(
-            layer=structs.array(LayerStruct, [LayerStruct(delta=delta)]), num_layers=1,
-            op=structs.array(OpStruct, ops), num_ops=1, width=D, num_neurons=1,
-            context_length=1000, max_rows=MOST,
-            table=structs.array(TableStruct, [table]), num_tables=1,
-        )  # fmt: skip
+            layer=structs.array(LayerStruct, [LayerStruct(delta=delta)]),
+            num_layers=1,
+            op=structs.array(OpStruct, ops),
+            num_ops=1,
+            width=D,
+            num_neurons=1,
+            context_length=1000,
+            max_rows=MOST,
+            table=structs.array(TableStruct, [table]),
+            num_tables=1,
+        )
         self.step.vector[VALUES.index("attn_in")] = self.x_TD.data_ptr()
         self.step.vector[VALUES.index("attn_out")] = self.y_TD.data_ptr()
         self.step.workspace = structs.workspace(library.step_bytes(self.step))
@@ -176,9 +205,13 @@ class Net:
         array, count = (RowStruct * T)(*rows), c_int64(T)
         library.run_part(
             PartStruct(
-                step=pointer(self.step), row=addressof(array), num_rows=addressof(count), begin=0, end=1
+                step=pointer(self.step),
+                row=addressof(array),
+                num_rows=addressof(count),
+                begin=0,
+                end=1,
             )
-        )  # fmt: skip
+        )
         ends = np.cumsum([len(x_TD) for x_TD, _, _ in runs])[:-1]
         return np.split(self.y_TD[:T].numpy().copy(), ends)
 
@@ -256,9 +289,18 @@ def test_the_definition_rejects_a_net_with_other_weights(wrong):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("num_taps", 0), ("num_taps", 17), ("value_width", 513), ("num_slots", 0),
-                    ("num_key_heads", 3), ("state", None), ("conv", None), ("inputs", None)]
-)  # fmt: skip
+    "name, value",
+    [
+        ("num_taps", 0),
+        ("num_taps", 17),
+        ("value_width", 513),
+        ("num_slots", 0),
+        ("num_key_heads", 3),
+        ("state", None),
+        ("conv", None),
+        ("inputs", None),
+    ],
+)
 def test_impossible_sizes_are_refused(name, value):
     net = Net(SIZES[-1])
     setattr(net.step.layer[0].delta, name, value)
@@ -313,9 +355,7 @@ def test_the_host_mixes_in_passes_beside_a_gpu(monkeypatch):
         decoder = replace(live, native="torch", host=host)
         live.weights.cache.reserve(1, 0, len(IDS))
         mix = HostMixers.run
-        monkeypatch.setattr(
-            HostMixers, "run", lambda *a, **k: (seen.append(a[1]), mix(*a, **k))[1]
-        )  # fmt: skip
+        monkeypatch.setattr(HostMixers, "run", lambda *a, **k: (seen.append(a[1]), mix(*a, **k))[1])
         reads = []
         for start, stop in ((0, 7), (7, 8), (8, len(IDS))):
             got = decoder.run(rows_of(IDS[start:stop], start, "last", 1))

@@ -81,9 +81,14 @@ def test_a_long_text_has_the_logits_of_transformers(checkpoints, tmp_path, case)
 @pytest.mark.parametrize("is_grouped", [True, False])
 def test_the_layer_equals_the_one_of_transformers_in_float64(is_grouped):
     spec = DeltaNet(
-        num_key_heads=2, num_value_heads=6, key_head_dim=5, value_head_dim=7, epsilon=1e-6,
-        num_taps=4, is_grouped=is_grouped,
-    )  # fmt: skip
+        num_key_heads=2,
+        num_value_heads=6,
+        key_head_dim=5,
+        value_head_dim=7,
+        epsilon=1e-6,
+        num_taps=4,
+        is_grouped=is_grouped,
+    )
     random, T = torch.Generator().manual_seed(0), 9
 
     def normal(*shape):
@@ -110,10 +115,15 @@ def test_the_layer_equals_the_one_of_transformers_in_float64(is_grouped):
         mixed_TC[:, spec.key_size : 2 * spec.key_size].unflatten(1, (2, 5)),
     )
     want, last = torch_recurrent_gated_delta_rule(
-        plain[0][:, key_V][None], plain[1][:, key_V][None], value[None], g=decay_TV.log()[None],
-        beta=beta_TV[None], initial_state=None, output_final_state=True,
+        plain[0][:, key_V][None],
+        plain[1][:, key_V][None],
+        value[None],
+        g=decay_TV.log()[None],
+        beta=beta_TV[None],
+        initial_state=None,
+        output_final_state=True,
         use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
+    )
     # transformers' function rounds its inputs to f32.
     assert rel_error(torch.stack(outs), want[0].double()) < 1e-6
     assert rel_error(state, last[0].double()) < 1e-6
@@ -168,9 +178,10 @@ def test_layers_that_predict_further_ahead_are_left_out_of_a_list(checkpoints, t
         "qwen35.block_count": np.uint32(last + 1),
         "qwen35.nextn_predict_layers": np.uint32(1),
         "qwen35.attention.recurrent_layers": [
-            *(layer.delta is not None for layer in model.spec.layers), False
+            *(layer.delta is not None for layer in model.spec.layers),
+            False,
         ],
-    }  # fmt: skip
+    }
     own = {f"blk.{last}.nextn.enorm.weight": array_entry(np.ones(64, np.float32), "f32")}
     got = ModelFile.load(rewritten(path, tmp_path / "mtp.gguf", keys, own))
     assert got.bare_spec == model.bare_spec and got.num_skipped == 1
@@ -180,37 +191,64 @@ def test_layers_that_predict_further_ahead_are_left_out_of_a_list(checkpoints, t
 # What convert_hf_to_gguf.py of llama.cpp of July 2026 makes of these checkpoints with a layer `mtp`.
 NORMS = {"attn_norm.weight": (64,), "post_attention_norm.weight": (64,)}
 EXPERTS = NORMS | {
-    "ffn_down_exps.weight": (7, 64, 37), "ffn_gate_exps.weight": (7, 37, 64),
-    "ffn_up_exps.weight": (7, 37, 64), "ffn_gate_inp.weight": (7, 64),
-    "ffn_down_shexp.weight": (64, 43), "ffn_gate_shexp.weight": (43, 64),
-    "ffn_up_shexp.weight": (43, 64), "ffn_gate_inp_shexp.weight": (1, 64),
-}  # fmt: skip
+    "ffn_down_exps.weight": (7, 64, 37),
+    "ffn_gate_exps.weight": (7, 37, 64),
+    "ffn_up_exps.weight": (7, 37, 64),
+    "ffn_gate_inp.weight": (7, 64),
+    "ffn_down_shexp.weight": (64, 43),
+    "ffn_gate_shexp.weight": (43, 64),
+    "ffn_up_shexp.weight": (43, 64),
+    "ffn_gate_inp_shexp.weight": (1, 64),
+}
 STATES = EXPERTS | {
-    "ssm_a": (6,), "ssm_conv1d.weight": (160, 4), "ssm_dt.bias": (6,),
-    "attn_qkv.weight": (160, 64), "attn_gate.weight": (96, 64), "ssm_norm.weight": (16,),
+    "ssm_a": (6,),
+    "ssm_conv1d.weight": (160, 4),
+    "ssm_dt.bias": (6,),
+    "attn_qkv.weight": (160, 64),
+    "attn_gate.weight": (96, 64),
+    "ssm_norm.weight": (16,),
     "ssm_out.weight": (64, 96),
-}  # fmt: skip
+}
 PLAIN = EXPERTS | {
-    "attn_k_norm.weight": (24,), "attn_k.weight": (48, 64), "attn_output.weight": (64, 96),
-    "attn_q_norm.weight": (24,), "attn_q.weight": (192, 64), "attn_v.weight": (48, 64),
-}  # fmt: skip
+    "attn_k_norm.weight": (24,),
+    "attn_k.weight": (48, 64),
+    "attn_output.weight": (64, 96),
+    "attn_q_norm.weight": (24,),
+    "attn_q.weight": (192, 64),
+    "attn_v.weight": (48, 64),
+}
 AHEAD = PLAIN | {
-    "nextn.eh_proj.weight": (64, 128), "nextn.shared_head_norm.weight": (64,),
-    "nextn.enorm.weight": (64,), "nextn.hnorm.weight": (64,),
-}  # fmt: skip
+    "nextn.eh_proj.weight": (64, 128),
+    "nextn.shared_head_norm.weight": (64,),
+    "nextn.enorm.weight": (64,),
+    "nextn.hnorm.weight": (64,),
+}
 OF_STEPS = {
     "qwen3next": {"ssm_ba.weight": (12, 64)},
     "qwen35moe": {"ssm_alpha.weight": (6, 64), "ssm_beta.weight": (6, 64)},
 }
 COUNTS = {
-    "block_count": 5, "context_length": LONG, "embedding_length": 64, "feed_forward_length": 160,
-    "attention.head_count": 4, "attention.head_count_kv": 2, "expert_count": 7,
-    "expert_used_count": 3, "attention.key_length": 24, "attention.value_length": 24,
-    "expert_feed_forward_length": 37, "expert_shared_feed_forward_length": 43,
-    "nextn_predict_layers": 1, "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2,
-    "ssm.time_step_rank": 6, "ssm.inner_size": 96, "full_attention_interval": 4,
+    "block_count": 5,
+    "context_length": LONG,
+    "embedding_length": 64,
+    "feed_forward_length": 160,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "expert_count": 7,
+    "expert_used_count": 3,
+    "attention.key_length": 24,
+    "attention.value_length": 24,
+    "expert_feed_forward_length": 37,
+    "expert_shared_feed_forward_length": 43,
+    "nextn_predict_layers": 1,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 96,
+    "full_attention_interval": 4,
     "rope.dimension_count": 6,
-}  # fmt: skip
+}
 FLOATS = {"rope.freq_base": 1e4, "attention.layer_norm_rms_epsilon": 1e-3}
 
 
@@ -243,8 +281,10 @@ def older(folder):
     return changes
 
 
-@pytest.mark.parametrize("case, is_older", [("qwen35moe", False), ("qwen3nextmoe-stock", False),
-                                            ("qwen3nextmoe-stock", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    "case, is_older",
+    [("qwen35moe", False), ("qwen3nextmoe-stock", False), ("qwen3nextmoe-stock", True)],
+)
 def test_a_file_of_llama_cpps_converter_runs_and_converts(
     checkpoints, tmp_path, caplog, case, is_older
 ):
@@ -284,16 +324,21 @@ def test_what_is_no_whole_file_of_llama_cpps_converter_is_refused(checkpoints, t
 WRONG = {
     "no tensor 'blk.1.ssm_norm.weight'": ({}, {"blk.1.ssm_norm.weight": None}),
     "ssm.inner_size is 121, which does not divide among 6 heads": (
-        {"qwen35.ssm.inner_size": np.uint32(121)}, {}
+        {"qwen35.ssm.inner_size": np.uint32(121)},
+        {},
     ),
-    "6 value heads of delta nets do not divide among 4": ({"qwen35.ssm.group_count": np.uint32(4)}, {}),
+    "6 value heads of delta nets do not divide among 4": (
+        {"qwen35.ssm.group_count": np.uint32(4)},
+        {},
+    ),
     "a convolution of 99 taps": ({"qwen35.ssm.conv_kernel": np.uint32(99)}, {}),
     r"ssm_conv1d.weight is f32 \[168, 3\], wanted \[168, 4\]": (
-        {"qwen35.ssm.conv_kernel": np.uint32(4)}, {}
+        {"qwen35.ssm.conv_kernel": np.uint32(4)},
+        {},
     ),
     "none of 5 layers has attention": ({"qwen35.full_attention_interval": np.uint32(9)}, {}),
     "'qwen35.ssm.state_size' is missing, wanted a number": ({"qwen35.ssm.state_size": None}, {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("words", WRONG)

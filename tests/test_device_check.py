@@ -188,8 +188,15 @@ def test_memory_that_is_short_is_not_a_fault_of_the_device(planned, monkeypatch)
         Engine.load(planned[0], split=planned[1], mode="predicted", device="cuda")
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.85 * t, lambda t: t.flip(0),
-                                   lambda t: t.index_fill(0, torch.tensor(3), torch.nan)])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros_like,
+        lambda t: 0.85 * t,
+        lambda t: t.flip(0),
+        lambda t: t.index_fill(0, torch.tensor(3), torch.nan),
+    ],
+)
 def test_the_comparison_rejects_wrong_logits(wrong):
     right = {"a prompt": torch.linspace(-3, 5, 100), "a step": torch.linspace(2, -1, 100)}
     near = {name: values * (1 + BOUND / 2) for name, values in right.items()}

@@ -85,9 +85,14 @@ def load(model, split, *, mode="exact", context=32, is_resident=True):
     uploader = Uploader(memory=memory, piece_bytes=1 << 12)
     residence = Residence() if is_resident and library.is_available() else None
     weights = load_weights(
-        model, placement, mode, context, notice=print, residence=residence,
+        model,
+        placement,
+        mode,
+        context,
+        notice=print,
+        residence=residence,
         uploaders={CARD: uploader},
-    )  # fmt: skip
+    )
     uploader.finish()
     return decoder_of(weights), memory, residence
 
@@ -213,8 +218,11 @@ def test_pieces_of_any_size_are_put_together(kind, rows, piece_bytes):
 
 def test_the_slab_is_cut_without_overlap_and_not_beyond_its_end():
     memory = DeviceMemory.of(CARD, 10 * ALIGNMENT)
-    taken = [memory.take((7,), torch.float32, "a"), memory.take((3, 5), torch.uint8, "b"),
-             memory.take((4 * ALIGNMENT,), torch.uint8, "a")]  # fmt: skip
+    taken = [
+        memory.take((7,), torch.float32, "a"),
+        memory.take((3, 5), torch.uint8, "b"),
+        memory.take((4 * ALIGNMENT,), torch.uint8, "a"),
+    ]
     for number, tensor in enumerate(taken):
         tensor.fill_(number + 1)
         assert tensor.data_ptr() % ALIGNMENT == 0
@@ -237,9 +245,13 @@ def test_a_plan_whose_bytes_do_not_match_is_refused_while_loading(planned):
     memory = DeviceMemory.of(CARD, split.gpu_bytes["neurons"])
     with pytest.raises(HotsplitError, match="run hotsplit solve again"):
         load_weights(
-            model, Placement.of_split(split, (CARD,)), "exact", 32, notice=print,
+            model,
+            Placement.of_split(split, (CARD,)),
+            "exact",
+            32,
+            notice=print,
             uploaders={CARD: Uploader(memory=memory)},
-        )  # fmt: skip
+        )
 
 
 # ---- the limit, on a simulated card -----------------------------------------------------------
@@ -325,8 +337,11 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
     assert "3.00 GiB, and 20.00 GiB are its context's or other programs'" in said
     assert "smaller --vram-budget" in said
     # Errors of Triton, torch and cuBLAS when the driver has no memory left.
-    for text in ("Triton Error [CUDA]: out of memory", "CUDA error: out of memory\nmore lines",
-                 "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):  # fmt: skip
+    for text in (
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: out of memory\nmore lines",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ):
         with pytest.raises(HotsplitError, match="cuda:0: more memory"), out_of_memory_as_error(GPU):
             raise RuntimeError(text)
     with pytest.raises(RuntimeError, match="of another kind"), out_of_memory_as_error(GPU):
@@ -543,9 +558,15 @@ def test_rows_of_zeros_and_of_tiny_and_huge_values(as_on_a_gpu):
 
 @pytest.mark.parametrize(
     "weight, bias, fits",
-    [(1.0, None, True), (2e4, None, False), (1.0, 1e5, False), (1e-3, None, False),
-     (math.nan, None, False), (1.0, math.nan, False)],
-)  # fmt: skip
+    [
+        (1.0, None, True),
+        (2e4, None, False),
+        (1.0, 1e5, False),
+        (1e-3, None, False),
+        (math.nan, None, False),
+        (1.0, math.nan, False),
+    ],
+)
 def test_outputs_of_a_norm_are_not_scaled_if_f16_takes_them(weight, bias, fits):
     weight_D = torch.tensor([0.0, weight, 0.5 * weight, 0.0])
     bias_D = None if bias is None else torch.tensor([0.0, 0.0, -bias, 0.0])
@@ -648,9 +669,13 @@ def test_a_pass_stays_within_its_memory_bound(
     """Compared with torch's own peak of live memory. For f32, which is not unpacked, the bound's
     share for tiles is made small, so the rest must fit without it."""
     shape = make_sizes(
-        width=width, num_neurons=neurons, num_heads=8, num_kv_heads=kv_heads,
-        vocab_size=3000, context_length=context,
-    )  # fmt: skip
+        width=width,
+        num_neurons=neurons,
+        num_heads=8,
+        num_kv_heads=kv_heads,
+        vocab_size=3000,
+        context_length=context,
+    )
     model = make_model(sizes=shape, predictor_rank=32, kind=kind)
     if kind == "f32":
         monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
@@ -675,18 +700,27 @@ def test_a_pass_stays_within_its_memory_bound(
 @pytest.mark.parametrize("tokens", [40, 128, 512])
 @pytest.mark.parametrize(
     "family, activation, head_width, mode",
-    [("llama", "relu", 64, "predicted"), ("llama", "silu", 64, "exact"),
-     ("llama", "relu", 100, "dense"), ("qwen3", "relu", 128, "dense"),
-     ("falcon, two norms", "relu", 64, "exact")],
-)  # fmt: skip
+    [
+        ("llama", "relu", 64, "predicted"),
+        ("llama", "silu", 64, "exact"),
+        ("llama", "relu", 100, "dense"),
+        ("qwen3", "relu", 128, "dense"),
+        ("falcon, two norms", "relu", 64, "exact"),
+    ],
+)
 def test_a_pass_of_floats_stays_within_its_memory_bound(
     monkeypatch, computes_nothing, family, activation, head_width, mode, tokens
 ):
     monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
     shape = make_sizes(
-        width=512, num_neurons=2048, num_heads=16, num_kv_heads=8, head_width=head_width,
-        vocab_size=600, context_length=2048,
-    )  # fmt: skip
+        width=512,
+        num_neurons=2048,
+        num_heads=16,
+        num_kv_heads=8,
+        head_width=head_width,
+        vocab_size=600,
+        context_length=2048,
+    )
     if family == "llama":
         rank = 32 * (activation == "relu")
         model = make_model(sizes=shape, predictor_rank=rank, kind="f16", activation=activation)
@@ -706,12 +740,27 @@ def test_a_pass_of_floats_stays_within_its_memory_bound(
     assert 0.8 * bound.large <= peak.large <= bound.large and peak.small <= bound.small
 
 
-@pytest.mark.parametrize("shape", [
-    make_sizes(num_layers=32, width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
-               vocab_size=32000),
-    make_sizes(num_layers=8, width=8192, num_neurons=28672, num_heads=64, num_kv_heads=8,
-               vocab_size=32000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape",
+    [
+        make_sizes(
+            num_layers=32,
+            width=4096,
+            num_neurons=11008,
+            num_heads=32,
+            num_kv_heads=32,
+            vocab_size=32000,
+        ),
+        make_sizes(
+            num_layers=8,
+            width=8192,
+            num_neurons=28672,
+            num_heads=64,
+            num_kv_heads=8,
+            vocab_size=32000,
+        ),
+    ],
+)
 @pytest.mark.parametrize("context", [512, 4096, 32768])
 def test_a_plan_reserves_a_pass_of_at_least_32_tokens(shape, context):
     """And pieces of cold weights, beside a step's vectors, cuBLAS and the neurons' ids."""
@@ -723,8 +772,15 @@ def test_a_plan_reserves_a_pass_of_at_least_32_tokens(shape, context):
 
 def test_plans_of_large_models_reserve_longer_passes():
     """Those of others the shortest, rather than none."""
-    large = make_sizes(num_layers=32, width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
-                       vocab_size=32000, context_length=1024)  # fmt: skip
+    large = make_sizes(
+        num_layers=32,
+        width=4096,
+        num_neurons=11008,
+        num_heads=32,
+        num_kv_heads=32,
+        vocab_size=32000,
+        context_length=1024,
+    )
     found, wanted = {}, {}
     for num_layers in (32, 4):
         model = shape_only(dataclasses.replace(large, num_layers=num_layers), predictor_rank=256)

@@ -34,9 +34,11 @@ class Doctor:
         began = os.times()
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, "doctor", "--json", *arguments],
-            capture_output=True, text=True, timeout=60,
+            capture_output=True,
+            text=True,
+            timeout=60,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        )  # fmt: skip
+        )
         ended = os.times()
         self.seconds = ended.children_user - began.children_user
         self.code = done.returncode
@@ -130,8 +132,15 @@ def test_an_unusable_forced_level_is_reported_and_the_rest_is_checked(light):
 
 
 def test_a_forced_level_that_works_is_reported():
-    done = {"is_built": True, "level": "avx2", "usable": ["avx2", "generic"], "faulty": "avx512",
-            "forced": "generic", "wrong": [], "num_tried": 20}  # fmt: skip
+    done = {
+        "is_built": True,
+        "level": "avx2",
+        "usable": ["avx2", "generic"],
+        "faulty": "avx512",
+        "forced": "generic",
+        "wrong": [],
+        "num_tried": 20,
+    }
     lines = [each.line for each in machine.processor(Result(done=done))]
     assert any(
         "HOTSPLIT_CPU_LEVEL=generic is set and used -> unset it for avx2" in x for x in lines

@@ -22,8 +22,13 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 
 CARD = {"index": 0, "name": "Some Card", "free": 6 << 30, "total": 8 << 30, "capability": "8.9"}
 DRIVER = {"cuda": "12.8", "driver": "570.1", "gpus": [CARD]}
-TORCH = {"version": "2.13.0", "cuda": "12.8", "is_right": True, "gpus": [CARD],
-         "runtime_error": None}  # fmt: skip
+TORCH = {
+    "version": "2.13.0",
+    "cuda": "12.8",
+    "is_right": True,
+    "gpus": [CARD],
+    "runtime_error": None,
+}
 
 
 def lines(findings):
@@ -60,17 +65,23 @@ def test_drivers(driver, torch, said):
 def test_a_library_of_another_version_is_reported(broken):  # noqa: F811
     """After an update without a build, a function is missing."""
     assert lines(gpu.torch(Result(done=TORCH))) == "ok    torch: 2.13.0, for CUDA 12.8"
-    broken("sitecustomize", "import ctypes\nclass CDLL(ctypes.CDLL):\n"
-           "    def __getattr__(self, name):\n"
-           "        if name == 'hs_neurons': raise AttributeError('undefined symbol: ' + name)\n"
-           "        return super().__getattr__(name)\n"
-           "ctypes.CDLL = CDLL\n")  # fmt: skip
-    broken("torch", "class Tensor:\n    def __matmul__(self, other): return self\n"
-           "    def __eq__(self, other): return self\n    def all(self): return True\n"
-           "ones = lambda *shape: Tensor()\n__version__ = '0'\nclass version: cuda = None\n"
-           "float32 = float16 = bfloat16 = uint8 = int32 = dtype = None\n"
-           "class cuda: is_available = staticmethod(lambda: False)\n"
-           "get_num_threads = lambda: 1\ncuda.device_count = staticmethod(lambda: 0)\n")  # fmt: skip
+    broken(
+        "sitecustomize",
+        "import ctypes\nclass CDLL(ctypes.CDLL):\n"
+        "    def __getattr__(self, name):\n"
+        "        if name == 'hs_neurons': raise AttributeError('undefined symbol: ' + name)\n"
+        "        return super().__getattr__(name)\n"
+        "ctypes.CDLL = CDLL\n",
+    )
+    broken(
+        "torch",
+        "class Tensor:\n    def __matmul__(self, other): return self\n"
+        "    def __eq__(self, other): return self\n    def all(self): return True\n"
+        "ones = lambda *shape: Tensor()\n__version__ = '0'\nclass version: cuda = None\n"
+        "float32 = float16 = bfloat16 = uint8 = int32 = dtype = None\n"
+        "class cuda: is_available = staticmethod(lambda: False)\n"
+        "get_num_threads = lambda: 1\ncuda.device_count = staticmethod(lambda: 0)\n",
+    )
     found = gpu.torch(Child("torch").result())
     assert [each.state for each in found] == ["ok", "wrong"]
     assert "undefined symbol: hs_neurons" in found[1].text and "make build" in found[1].advice
@@ -78,9 +89,13 @@ def test_a_library_of_another_version_is_reported(broken):  # noqa: F811
 
 @pytest.mark.parametrize(
     ("capability", "said"),
-    [("8.9", "ok    GPU 0: Some Card, compute capability 8.9, 6.00 GiB free of 8.00 GiB"),
-     ("7.5", "note  GPU 0"), ("6.1", "use --device cpu"), ("12.0", "ok    GPU 0")],
-)  # fmt: skip
+    [
+        ("8.9", "ok    GPU 0: Some Card, compute capability 8.9, 6.00 GiB free of 8.00 GiB"),
+        ("7.5", "note  GPU 0"),
+        ("6.1", "use --device cpu"),
+        ("12.0", "ok    GPU 0"),
+    ],
+)
 def test_gpus(capability, said):
     found = TORCH | {"gpus": [CARD | {"capability": capability}]}
     assert said in lines(gpu.gpus(Result(done=found), Result(done=DRIVER)))
@@ -101,8 +116,14 @@ def test_gpus(capability, said):
     ],
 )
 def test_triton(changes, said):
-    done = {"version": "3.6.0", "num_files": 5, "num_bytes": 99, "can_write": True,
-            "compiler": "gcc", "has_headers": True} | changes  # fmt: skip
+    done = {
+        "version": "3.6.0",
+        "num_files": 5,
+        "num_bytes": 99,
+        "can_write": True,
+        "compiler": "gcc",
+        "has_headers": True,
+    } | changes
     for has_gpu in (True, False):
         found = gpu.triton(Result(done=done), has_gpu=has_gpu)
         assert said in lines(found)

@@ -27,8 +27,11 @@ def test_a_child_that_ends_in_time_is_not_late_because_of_another(broken):  # no
 
 
 def test_a_process_left_by_a_child_does_not_hide_its_result(broken):  # noqa: F811
-    broken("torch", "import os, time\nif os.fork() == 0:\n    time.sleep(9)\n    os._exit(0)\n"
-           "print('{\"done\": 5}', flush=True)\nraise ImportError('some reason')")  # fmt: skip
+    broken(
+        "torch",
+        "import os, time\nif os.fork() == 0:\n    time.sleep(9)\n    os._exit(0)\n"
+        "print('{\"done\": 5}', flush=True)\nraise ImportError('some reason')",
+    )
     began = time.monotonic()
     (finding,) = gpu.torch(Child("torch", limit_s=2.0).result())
     assert "some reason" in finding.text and time.monotonic() - began < 8
@@ -105,12 +108,15 @@ def test_a_report_contains_no_names_or_paths(monkeypatch, tmp_path):
         ("is in /mnt/My Drive -> move it", f"is in {HIDDEN} -> move it"),
         ("(/mnt/My Films (old)/x y)", f"({HIDDEN})"),
         ("/opt/My Libs/libx.so.1 of /opt/me too is old", f"libx.so.1 of {HIDDEN}"),
-        ("ImportError: /my env/lib/x.so.6: undefined symbol", "ImportError: x.so.6: undefined symbol"),
+        (
+            "ImportError: /my env/lib/x.so.6: undefined symbol",
+            "ImportError: x.so.6: undefined symbol",
+        ),
         ('File "/a b/c.py", line 3', 'File "c.py", line 3'),
         ("see /opt/me/probe.py.", "see probe.py"),
         ("5 / 6 of and/or, a/b", "5 / 6 of and/or, a/b"),
     ],
-)  # fmt: skip
+)
 def test_a_path_with_spaces_is_hidden_to_its_end(text, shown):
     assert scrubbed(text) == shown
 

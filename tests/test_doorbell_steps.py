@@ -107,8 +107,10 @@ def test_a_gpu_or_a_server_that_stops_ends_in_one_line_within_the_timeout(tmp_pa
                 + advice
             )
         torch.cuda.synchronize()  # the stream has been released
-        for answer, why in ((NOT_READY, "did not get there within 0.1 s"),
-                            (FAILED, "failed (CUDA error 719)")):  # fmt: skip
+        for answer, why in (
+            (NOT_READY, "did not get there within 0.1 s"),
+            (FAILED, "failed (CUDA error 719)"),
+        ):
             answers.append(answer)  # and nothing runs meanwhile
             began = time.perf_counter()
             assert (

@@ -39,14 +39,17 @@ class Served:
         self.kept = [FUNCTION(lambda _, n=n: self.note(n)) for n in range(count)]
         self.query = QUERY(lambda _: query())
         size = self.flags.itemsize
-        self.structs = (HandoverStruct * count)(*[
-            HandoverStruct(
-                function=cast(each, c_void_p).value, argument=0,
-                ready=self.flags.ctypes.data + size * 32 * n,
-                done=self.flags.ctypes.data + size * (32 * n + 16),
-            )
-            for n, each in enumerate(self.kept)
-        ])  # fmt: skip
+        self.structs = (HandoverStruct * count)(
+            *[
+                HandoverStruct(
+                    function=cast(each, c_void_p).value,
+                    argument=0,
+                    ready=self.flags.ctypes.data + size * 32 * n,
+                    done=self.flags.ctypes.data + size * (32 * n + 16),
+                )
+                for n, each in enumerate(self.kept)
+            ]
+        )
         self.serving = ServingStruct(
             query=cast(self.query, c_void_p).value, query_us=100, timeout_us=round(1e6 * timeout_s)
         )
@@ -248,10 +251,12 @@ def test_a_chain_without_faults_does_not_fail(cuda, monkeypatch, checks_races):
 @on_fake
 @pytest.mark.parametrize(
     "options, race, lost",
-    [({"order": ("flag", "data")}, "use the same memory, and no event orders them", "wanted"),
-     ({"has_join": False}, "use the same memory, and no event orders them", "wanted")],
+    [
+        ({"order": ("flag", "data")}, "use the same memory, and no event orders them", "wanted"),
+        ({"has_join": False}, "use the same memory, and no event orders them", "wanted"),
+    ],
     ids=["flag before data", "wait left out"],
-)  # fmt: skip
+)
 def test_a_submission_in_the_wrong_order_is_a_race_and_gives_other_values(
     cuda, options, race, lost
 ):
@@ -264,9 +269,13 @@ def test_a_submission_in_the_wrong_order_is_a_race_and_gives_other_values(
 @on_fake
 @pytest.mark.parametrize(
     "fault, message",
-    [("done before y", "wanted"), ("wrong order", "within 0.2 s"),
-     ("one flag too few", "cannot set any more"), ("stops", "the server has stopped")],
-)  # fmt: skip
+    [
+        ("done before y", "wanted"),
+        ("wrong order", "within 0.2 s"),
+        ("one flag too few", "cannot set any more"),
+        ("stops", "the server has stopped"),
+    ],
+)
 def test_a_fault_of_the_server_is_found(cuda, monkeypatch, fault, message):
     monkeypatch.setattr(library, "serve", faulty_server(fault))
     if fault == "one flag too few":  # without the release that would hide it from the stream

@@ -161,11 +161,14 @@ def test_openais_client(model):
         raw = base64.b64decode(answer["data"][0]["embedding"])
         assert status == 200 and len(np.frombuffer(raw, "<f4")) == 64
         for body, param in (
-            ({"input": []}, "input"), ({"input": [[]]}, "input"), ({}, "input"),
-            ({"input": [320]}, "input"), ({"input": "a " * 200}, "input"),
+            ({"input": []}, "input"),
+            ({"input": [[]]}, "input"),
+            ({}, "input"),
+            ({"input": [320]}, "input"),
+            ({"input": "a " * 200}, "input"),
             ({"input": "a", "dimensions": 65}, "dimensions"),
             ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ):  # fmt: skip
+        ):
             status, answer = served.ask("/v1/embeddings", body)
             assert status == 400 and answer["error"]["param"] == param, body
         assert not any("does not say" in line for line in served.log)

@@ -110,9 +110,12 @@ def test_a_named_token_of_code_is_the_only_one_of_its_kind():
 
 @pytest.mark.parametrize(
     "texts",
-    [["<|end|>", "<|return|>", "<|call|>"], ["<|end|>", "<|flush|>", "<|calls|>"],
-     ["</s>", "<|tool_response>"]],
-)  # fmt: skip
+    [
+        ["<|end|>", "<|return|>", "<|call|>"],
+        ["<|end|>", "<|flush|>", "<|calls|>"],
+        ["</s>", "<|tool_response>"],
+    ],
+)
 def test_a_text_that_ends_a_part_of_a_turn_ends_nothing(texts):
     first = SIZE - len(texts)
     assert TextCodec.of(with_texts(texts, 3)).end_ids == {*range(first + 1, SIZE)}

@@ -49,9 +49,13 @@ def test_what_some_model_allows_is_accepted():
     for device in (None, "cpu", "cpu:0", "cuda", "cuda:0", "cuda:15"):
         assert EngineConfig(device=device).device == device
     EngineConfig(
-        mode="exact", num_sequences=1024, max_loss=math.inf,
-        cache_type_k="q8_0", cache_type_v="f16", kv_offload="window=2048",
-    )  # fmt: skip
+        mode="exact",
+        num_sequences=1024,
+        max_loss=math.inf,
+        cache_type_k="q8_0",
+        cache_type_v="f16",
+        kv_offload="window=2048",
+    )
 
 
 def test_an_unknown_option_is_refused():
@@ -94,12 +98,15 @@ def test_commands_that_load_an_engine_offer_its_options():
 
 
 def test_another_default_is_found():
-    wrong = click.Command("wrong", params=[
-        click.Option(["--max-loss"], type=float, default=0.5),
-        click.Option(["--cpu-ffn"], is_flag=True, default=True),
-        click.Option(["--device"]),
-        click.Option(["--other"], default=3),
-    ])  # fmt: skip
+    wrong = click.Command(
+        "wrong",
+        params=[
+            click.Option(["--max-loss"], type=float, default=0.5),
+            click.Option(["--cpu-ffn"], is_flag=True, default=True),
+            click.Option(["--device"]),
+            click.Option(["--other"], default=3),
+        ],
+    )
     assert sorted(others(wrong)) == ["cpu_ffn", "max_loss"]
 
 

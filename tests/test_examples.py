@@ -52,9 +52,14 @@ def perplexity_by_transformers(text: str, ids: list[int]) -> float:
 
 
 def test_all_scripts_are_run_here():
-    tested = {node.args[0].value for node in ast.walk(ast.parse(Path(__file__).read_text()))
-              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-              and node.func.id == "run" and isinstance(node.args[0], ast.Constant)}  # fmt: skip
+    tested = {
+        node.args[0].value
+        for node in ast.walk(ast.parse(Path(__file__).read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "run"
+        and isinstance(node.args[0], ast.Constant)
+    }
     assert {path.stem for path in SCRIPTS} == tested
 
 

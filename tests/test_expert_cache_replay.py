@@ -76,8 +76,10 @@ def test_a_plan_of_a_mixture_is_replayed_on_what_routers_choose():
     """The layer with slots is replayed; the other has its router on the CPU."""
     model = stock()
     split = replace(made_plan(model, [[1, 2], [0, 3, 5]], [0, 1]), num_experts=12)
-    times = {f"{name}_L": np.ones(2) for name in ("hot_s", "hot_row_s", "cold_s", "cold_row_s",
-                                                  "copy_row_s", "gather_row_s")}  # fmt: skip
+    times = {
+        f"{name}_L": np.ones(2)
+        for name in ("hot_s", "hot_row_s", "cold_s", "cold_row_s", "copy_row_s", "gather_row_s")
+    }
     costs = CacheCosts(**times, rest_s=1.0, copy_s=0.0)
     cache = CachePlan(most_rows=3, costs=costs, frequency=(np.ones(12, np.float32),) * 2)
     ids, seen = [3, 41, 7, 7, 12], []

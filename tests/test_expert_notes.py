@@ -80,9 +80,10 @@ def test_of_several_gpus_the_full_ones_are_named():
     """Each has consecutive layers; the second has room left."""
     inputs = inputs_of(0.5)
     inputs = replace(
-        inputs, budgets=(1 << 20, 1 << 20),
+        inputs,
+        budgets=(1 << 20, 1 << 20),
         machine=replace(inputs.machine, gpus=inputs.machine.gpus * 2),
-    )  # fmt: skip
+    )
     pipeline = inputs.pipeline()
     placement = of_counts(pipeline.model, np.array([4, 8, 8]), np.ones(3, bool), True)
     plan = multi_gpu.PipelinePlacement(placement=placement, home_I=np.array([0, 1, 1, 1]))
@@ -136,8 +137,18 @@ def files(tmp_path, monkeypatch):
     inputs = inputs_of(0.5)
     save(tmp_path, inputs.model, inputs.profile, inputs.machine)
     budget = str(inputs.budgets[0])
-    words = ["solve", tmp_path / "m.gguf", "--profile", tmp_path / "p", "--machine", tmp_path / "c",
-             "-vb", f"{budget}B", "-o", tmp_path / "s.gguf"]  # fmt: skip
+    words = [
+        "solve",
+        tmp_path / "m.gguf",
+        "--profile",
+        tmp_path / "p",
+        "--machine",
+        tmp_path / "c",
+        "-vb",
+        f"{budget}B",
+        "-o",
+        tmp_path / "s.gguf",
+    ]
     return tmp_path, [str(word) for word in words]
 
 

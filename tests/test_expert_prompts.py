@@ -60,10 +60,15 @@ def with_streams(
     size = max(block.layout_bytes(pieces) + 256 * len(block.spans) for block in blocks.values())
     copier = copier or PlainStream()
     stream = ExpertStream(
-        device=CPU, blocks=blocks, piece_bytes=size, least_tokens=4, rates=rates,
-        compute=compute or PlainStream(), copier=copier,
+        device=CPU,
+        blocks=blocks,
+        piece_bytes=size,
+        least_tokens=4,
+        rates=rates,
+        compute=compute or PlainStream(),
+        copier=copier,
         staging=Staging(size, copier, is_pinned=False) if is_staged else None,
-    )  # fmt: skip
+    )
     engine._sequences.decoder = dataclasses.replace(
         engine._live, weights=with_stream(weights, stream), native="weights are with_stream"
     )
@@ -94,9 +99,14 @@ def noted(stream):
 def test_streamed_experts_give_the_logits_of_the_cpu(layout, kind, is_resident):
     """In the file, in tiles and groups, with shared experts; one layer has no hot expert."""
     model = mixture(
-        route=ROUTES["groups"], layout=layout, kind=kind, width=64, num_neurons=64, num_shared=32,
+        route=ROUTES["groups"],
+        layout=layout,
+        kind=kind,
+        width=64,
+        num_neurons=64,
+        num_shared=32,
         has_shared_gate=True,
-    )  # fmt: skip
+    )
     split = made_plan(model, HOT, [1, 1])
     with loaded(model, split, is_resident=is_resident) as engine:
         want = engine.logits(IDS)
@@ -147,9 +157,12 @@ def test_random_plans_give_the_logits_of_the_definition(layout):
             if not any(by_role(layer.ffn.experts)[1] for layer in engine.layers):
                 continue
             stream = with_streams(
-                engine, split, pieces=1 + seed % 4, rates=RATES if seed % 2 else None,
+                engine,
+                split,
+                pieces=1 + seed % 4,
+                rates=RATES if seed % 2 else None,
                 is_staged=seed % 5 > 0,
-            )  # fmt: skip
+            )
             parts, _ = noted(stream)
             assert rel_error(engine.logits(IDS), want) < 1e-5, seed
             num_streamed += sum(map(len, parts))

@@ -44,20 +44,24 @@ ROUTES = {
     "renormalised": Route(num_experts=5, num_used=5, scale=1.5),
     "one": Route(num_experts=9, num_used=1),
     "sigmoid": Route(num_experts=8, num_used=3, gating="sigmoid", has_choice_bias=True, scale=2.5),
-    "groups": Route(
-        num_experts=12, num_used=4, gating="sigmoid", has_choice_bias=True, **GROUPS
-    ),
+    "groups": Route(num_experts=12, num_used=4, gating="sigmoid", has_choice_bias=True, **GROUPS),
     "softmax groups": Route(num_experts=6, num_used=3, has_bias=True, **GROUPS),
     "of chosen": Route(
         num_experts=8, num_used=4, gating="softmax_of_chosen", has_bias=True, renormalises=False
     ),
-}  # fmt: skip
+}
 
 
 def mixture(
-    *, route: Route = ROUTES["softmax"], kind: str = "f32", layout: str = "sparse", width: int = 64,
-    num_neurons: int = 37, path: Path = Path("memory.gguf"), **numbers,
-) -> ModelFile:  # fmt: skip
+    *,
+    route: Route = ROUTES["softmax"],
+    kind: str = "f32",
+    layout: str = "sparse",
+    width: int = 64,
+    num_neurons: int = 37,
+    path: Path = Path("memory.gguf"),
+    **numbers,
+) -> ModelFile:
     """A random mixture whose routers choose clearly; K-quants need whole blocks."""
     activation = numbers.pop("activation", "silu")
     sizes = make_sizes(width=width, num_neurons=num_neurons, context_length=CONTEXT)
@@ -193,9 +197,13 @@ def test_all_types(restore_library, kind, layout, mode):
     is_super = kind.endswith("_k")
     num_neurons = 256 if is_super and layout == "stock" else 96
     model = mixture(
-        kind=kind, layout=layout, num_neurons=num_neurons, width=256 if is_super else 64,
-        activation="relu", num_shared=num_neurons,
-    )  # fmt: skip
+        kind=kind,
+        layout=layout,
+        num_neurons=num_neurons,
+        width=256 if is_super else 64,
+        activation="relu",
+        num_shared=num_neurons,
+    )
     with Engine.of(model, mode=mode) as engine:
         want = engine.logits(IDS)
         assert rel_error(want, watched(engine, IDS)) < BOUNDS[kind]
@@ -370,8 +378,12 @@ for path in sys.argv[2:]:
 def many_experts(kind: str, path: Path, num_experts: int) -> Path:
     """Saves a mixture with these many experts, which are copies of four. llama.cpp's layout."""
     model = mixture(
-        kind=kind, layout="stock", width=256, num_neurons=256, route=Route(num_experts=4, num_used=4)
-    )  # fmt: skip
+        kind=kind,
+        layout="stock",
+        width=256,
+        num_neurons=256,
+        route=Route(num_experts=4, num_used=4),
+    )
     route = Route(num_experts=num_experts, num_used=4)
     sizes = make_sizes(width=256, num_neurons=256, context_length=CONTEXT)
     tensors = {}
@@ -379,9 +391,10 @@ def many_experts(kind: str, path: Path, num_experts: int) -> Path:
         if "_exps" in name or "ffn_gate_inp" in name:
             rows = np.repeat(entry.read(), num_experts // 4, axis=0)
             entry = TensorEntry(
-                shape=(num_experts, *entry.shape[1:]), kind=entry.kind,
+                shape=(num_experts, *entry.shape[1:]),
+                kind=entry.kind,
                 read_rows=lambda a, b, rows=rows: rows[a:b],
-            )  # fmt: skip
+            )
         tensors[name] = entry
     spec = mixture_spec(sizes, route=route, num_neurons=256, activation="silu")
     dataclasses.replace(model, bare_spec=spec, tensors=tensors, path=path).save(path)
@@ -428,12 +441,16 @@ def test_experts_and_their_neurons_are_counted(activation):
         want_EN[experts_K] += fired_KN
     assert torch.equal(arrays["active_count_LF"][1], want_EN.flatten())
     profile = Profile(
-        model_id=model.model_id, num_tokens=len(IDS), threshold_L=model.threshold_L,
+        model_id=model.model_id,
+        num_tokens=len(IDS),
+        threshold_L=model.threshold_L,
         corpora=(Corpus(name="ids", sha256="0" * 64, num_tokens=len(IDS)),),
         routing_LTK=routing_of(arrays),
-        **{name: arrays[name].numpy()
-           for name in ("active_count_LF", "gate_histogram_LB", "expert_count_LE")},
-    )  # fmt: skip
+        **{
+            name: arrays[name].numpy()
+            for name in ("active_count_LF", "gate_histogram_LB", "expert_count_LE")
+        },
+    )
     profile.validate()
     assert np.array_equal(profile.routing_LTK[1], chosen.sort(dim=1).values)
     assert (profile.routing_LTK[0] == -1).all()

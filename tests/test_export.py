@@ -106,9 +106,12 @@ def make(tmp_path):
 
 def plan(tmp_path, form, name, **options):
     return ExportConfig(
-        source=tmp_path / "m.split.gguf", profile=tmp_path / "p.safetensors",
-        format=form, output=tmp_path / name, **options,
-    )  # fmt: skip
+        source=tmp_path / "m.split.gguf",
+        profile=tmp_path / "p.safetensors",
+        format=form,
+        output=tmp_path / name,
+        **options,
+    )
 
 
 # ---- PowerInfer's index --------------------------------------------------------------------
@@ -159,13 +162,20 @@ def test_a_tiny_index_byte_by_byte(tmp_path):
         return text(name) + struct.pack("<IQIQ", 1, count, 18, offset)
 
     header = (
-        b"PWRI" + struct.pack("<IQQ", 3, 4, 3)
-        + text(b"general.architecture") + struct.pack("<I", 8) + text(b"generic.gpu_index")
-        + text(b"generic.gpu_index.block_count") + struct.pack("<II", 4, 2)
-        + text(b"split.vram_capacity") + struct.pack("<IQ", 10, capacity)
-        + info(b"blk.0.gpu_idx", 3, 0) + info(b"blk.0.gpu_bucket", 2, 32)
-        + info(b"blk.1.gpu_idx", 3, 64) + info(b"blk.1.gpu_bucket", 0, 96)
-    )  # fmt: skip
+        b"PWRI"
+        + struct.pack("<IQQ", 3, 4, 3)
+        + text(b"general.architecture")
+        + struct.pack("<I", 8)
+        + text(b"generic.gpu_index")
+        + text(b"generic.gpu_index.block_count")
+        + struct.pack("<II", 4, 2)
+        + text(b"split.vram_capacity")
+        + struct.pack("<IQ", 10, capacity)
+        + info(b"blk.0.gpu_idx", 3, 0)
+        + info(b"blk.0.gpu_bucket", 2, 32)
+        + info(b"blk.1.gpu_idx", 3, 64)
+        + info(b"blk.1.gpu_bucket", 0, 96)
+    )
     header += bytes(-len(header) % 32)
     data = struct.pack("<3i20x", 1, 0, 1) + struct.pack("<2i24x", 0, 2) + bytes(32)
     assert (tmp_path / "x").read_bytes() == header + data
@@ -191,8 +201,9 @@ def test_notes_say_what_the_index_cannot_hold(tmp_path, make):
 @pytest.mark.parametrize("group_size", [1, 16, 64])
 def test_the_model_split_orders_hot_to_cold(tmp_path, make, num_layers, group_size):
     split, profile = make(num_layers)
-    config = plan(tmp_path, "sparkinfer-split", f"m-{NEURONS // group_size}.gguf",
-                  group_size=group_size)  # fmt: skip
+    config = plan(
+        tmp_path, "sparkinfer-split", f"m-{NEURONS // group_size}.gguf", group_size=group_size
+    )
     file = Bytes(export(config).output.read_bytes())
     assert (file.magic, file.version) == (b"GGUF", 3)
     assert file.keys.pop("ffn_group_size") == (5, group_size)
@@ -266,9 +277,11 @@ def test_a_plan_without_hot_neurons_has_no_pattern(tmp_path, make):
 
 def activations(tmp_path, **options):
     return ExportConfig(
-        source=tmp_path / "p.safetensors", output=tmp_path / "activation",
-        format="powerinfer-activations", **options,
-    )  # fmt: skip
+        source=tmp_path / "p.safetensors",
+        output=tmp_path / "activation",
+        format="powerinfer-activations",
+        **options,
+    )
 
 
 @pytest.mark.parametrize("num_layers", [3, 32, 40])
@@ -393,11 +406,22 @@ def test_conflicting_options_are_refused(options, said):
 def test_the_wrong_kind_of_source_and_an_existing_output(tmp_path, make):
     make()
     with pytest.raises(HotsplitError, match="p.safetensors"):
-        export(ExportConfig(source=tmp_path / "p.safetensors", profile=tmp_path / "p.safetensors",
-                            format="gpuidx", output=tmp_path / "x"))  # fmt: skip
+        export(
+            ExportConfig(
+                source=tmp_path / "p.safetensors",
+                profile=tmp_path / "p.safetensors",
+                format="gpuidx",
+                output=tmp_path / "x",
+            )
+        )
     with pytest.raises(HotsplitError, match="m.split.gguf"):
-        export(ExportConfig(source=tmp_path / "m.split.gguf", output=tmp_path / "x",
-                            format="powerinfer-activations"))  # fmt: skip
+        export(
+            ExportConfig(
+                source=tmp_path / "m.split.gguf",
+                output=tmp_path / "x",
+                format="powerinfer-activations",
+            )
+        )
     with pytest.raises(HotsplitError, match="read by this command"):
         export(plan(tmp_path, "gpuidx", "m.split.gguf", force=True))
     export(plan(tmp_path, "gpuidx", "x"))
@@ -408,8 +432,15 @@ def test_the_wrong_kind_of_source_and_an_existing_output(tmp_path, make):
 
 def test_the_command_line(tmp_path, make, capsys):
     make()
-    arguments = ["export", str(tmp_path / "m.split.gguf"), "--format", "sparkinfer-split",
-                 "--profile", str(tmp_path / "p.safetensors"), "-o"]  # fmt: skip
+    arguments = [
+        "export",
+        str(tmp_path / "m.split.gguf"),
+        "--format",
+        "sparkinfer-split",
+        "--profile",
+        str(tmp_path / "p.safetensors"),
+        "-o",
+    ]
     assert main([*arguments, str(tmp_path / "m-4.gguf"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["num_neurons"], report["group_size"]) == (NEURONS, 16)

@@ -34,12 +34,17 @@ def run(*words: object) -> tuple[int, str, str]:
     [
         {"num_hidden_layers": 1},
         {"intermediate_size": 1},
-        {"num_hidden_layers": 1, "intermediate_size": 1, "hidden_size": 32,
-         "num_attention_heads": 1, "num_key_value_heads": 1},
+        {
+            "num_hidden_layers": 1,
+            "intermediate_size": 1,
+            "hidden_size": 32,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+        },
         pytest.param({"num_hidden_layers": 200, "intermediate_size": 32}, marks=pytest.mark.slow),
     ],
     ids=["one layer", "one neuron", "one of each", "200 layers"],
-)  # fmt: skip
+)
 def test_all_stages_with_extreme_sizes(tmp_path, sizes):
     folder = random_llama(tmp_path / "checkpoint", **sizes)
     (tmp_path / "text.txt").write_text(TEXT)
@@ -48,15 +53,35 @@ def test_all_stages_with_extreme_sizes(tmp_path, sizes):
     plan, predictors = tmp_path / "plan.gguf", tmp_path / "predictors"
     for words in (
         ("convert", folder, "-o", model, "--outtype", "f32"),
-        ("profile", model, "--corpus", tmp_path / "text.txt", "-o", profile, "--tokens", 6000,
-         "--train-predictors", predictors),
+        (
+            "profile",
+            model,
+            "--corpus",
+            tmp_path / "text.txt",
+            "-o",
+            profile,
+            "--tokens",
+            6000,
+            "--train-predictors",
+            predictors,
+        ),
         ("convert", model, "-o", full, "--predictors", predictors),
-        ("solve", full, "--profile", profile, "--machine", tmp_path / "machine", "-vb", "1MiB",
-         "-o", plan),
+        (
+            "solve",
+            full,
+            "--profile",
+            profile,
+            "--machine",
+            tmp_path / "machine",
+            "-vb",
+            "1MiB",
+            "-o",
+            plan,
+        ),
         ("generate", full, "--split", plan, "-p", "the", "-n", 4, "--temp", 0, "--device", "cpu"),
         ("eval", full, "--corpus", tmp_path / "text.txt", "--tokens", 256, "--mode", "predicted"),
         ("inspect", full),
-    ):  # fmt: skip
+    ):
         code, _, errors = run(*words)
         assert code == 0, (words, errors)
     ids = torch.randint(320, (12,), generator=torch.Generator().manual_seed(0))
@@ -100,9 +125,14 @@ def test_a_context_of_one_token(tmp_path):
 def test_a_file_of_100_gb_is_shown_within_a_second(tmp_path, monkeypatch):
     """A sparse file, whose weights take no space on disk."""
     shape = make_sizes(
-        num_layers=80, width=8192, num_neurons=24_576, num_heads=64, num_kv_heads=8,
-        vocab_size=128_256, context_length=8192,
-    )  # fmt: skip
+        num_layers=80,
+        width=8192,
+        num_neurons=24_576,
+        num_heads=64,
+        num_kv_heads=8,
+        vocab_size=128_256,
+        context_length=8192,
+    )
     path = tmp_path / "large.gguf"
     model = shape_only(shape)
     monkeypatch.setattr(gguf_file, "_pieces", lambda entry: [])
@@ -141,9 +171,10 @@ def test_weights_beyond_four_gib_are_read_as_written(tmp_path):
         return values
 
     embedding = gguf_file.TensorEntry(shape=(num_rows, 64), kind="f32", read_rows=read)
-    tensors = {"token_embd.weight": embedding, **{
-        name: entry for name, entry in small.tensors.items() if name != "token_embd.weight"
-    }}  # fmt: skip
+    tensors = {
+        "token_embd.weight": embedding,
+        **{name: entry for name, entry in small.tensors.items() if name != "token_embd.weight"},
+    }
     gguf_file.write_gguf(path, small.architecture, {}, tensors)
     _, found = gguf_file.read_gguf(path, "model file")
     for name, entry in small.tensors.items():

@@ -46,10 +46,13 @@ def planned(tmp_path_factory):
     convert(ConvertConfig(source=TINY, output=folder / "base.gguf"))
     profile(
         ProfileConfig(
-            model=folder / "base.gguf", corpora=(folder / "train.txt",), output=folder / "profile",
-            train_predictors=folder, max_tokens=8192,
+            model=folder / "base.gguf",
+            corpora=(folder / "train.txt",),
+            output=folder / "profile",
+            train_predictors=folder,
+            max_tokens=8192,
         )
-    )  # fmt: skip
+    )
     convert(ConvertConfig(source=folder / "base.gguf", output=folder / "m.gguf", predictors=folder))
     model = ModelFile.load(folder / "m.gguf")
     frequency_LF = Profile.load(folder / "profile").frequency_LF
@@ -77,8 +80,10 @@ def test_executed_ptx_gives_the_bundled_models_logits(planned, monkeypatch):
     assert not library.text("violations")
     num_layers = len(ModelFile.load(planned / "m.gguf").threshold_L)
     assert log.count("host function") == log.count("gate_up") == num_layers * len(TOKENS)
-    print(f"{len(log) // len(TOKENS)} operations a token,"
-          f" {sum(ptx.num_lane_instructions.values()):,} instructions of threads")  # fmt: skip
+    print(
+        f"{len(log) // len(TOKENS)} operations a token,"
+        f" {sum(ptx.num_lane_instructions.values()):,} instructions of threads"
+    )
     assert_rows_agree(got, want, BOUNDS["f16"])
     assert_rows_agree(got, by_reference, BOUNDS["f16"])
     assert not torch.equal(got, by_reference)  # summed in another order, so the PTX was executed

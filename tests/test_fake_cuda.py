@@ -134,8 +134,9 @@ def test_streams_that_fork_and_join_are_captured_as_a_graph(accepted):
         torch.cuda.synchronize()
         assert host.tolist() == [count] * COUNT
         assert x.tolist() == [count] * COUNT
-    names = [line[2] for line in library.graph_text(accepted.graphs[-1].handle)
-             if line[0] == "node"]  # fmt: skip
+    names = [
+        line[2] for line in library.graph_text(accepted.graphs[-1].handle) if line[0] == "node"
+    ]
     assert names == ["torch's add_", "torch's add_", "copy"]
 
 

@@ -145,13 +145,18 @@ def cached_plan(model, **changes):
     """A plan whose cache swaps whatever is chosen more often: copies take next to no time."""
     zeros = np.zeros(2)
     times = {
-        "hot_s_L": zeros, "hot_row_s_L": zeros + 1e-9, "cold_s_L": zeros,
-        "cold_row_s_L": zeros + 1e-3, "copy_row_s_L": zeros + 1e-9, "gather_row_s_L": zeros + 1e-9,
-    }  # fmt: skip
+        "hot_s_L": zeros,
+        "hot_row_s_L": zeros + 1e-9,
+        "cold_s_L": zeros,
+        "cold_row_s_L": zeros + 1e-3,
+        "copy_row_s_L": zeros + 1e-9,
+        "gather_row_s_L": zeros + 1e-9,
+    }
     cache = CachePlan(
-        most_rows=3, costs=CacheCosts(**times | {"rest_s": 1e-3, "copy_s": 0.0} | changes),
+        most_rows=3,
+        costs=CacheCosts(**times | {"rest_s": 1e-3, "copy_s": 0.0} | changes),
         frequency=(np.full(12, 0.3, np.float32),) * 2,
-    )  # fmt: skip
+    )
     split = made_plan(model, *PLANS["some"], cache=cache, num_sequences=2, context_length=64)
     budget = split.vram_budget_bytes + 32 * MIB
     return dataclasses.replace(split, num_experts=12, vram_budget_bytes=budget)

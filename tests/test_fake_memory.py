@@ -98,10 +98,9 @@ def test_cold_weights_stream_to_the_device(tmp_path, mode, is_resident):
     with (
         fake_cuda(seed=3),
         Engine.load(
-            model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda",
-            is_resident=is_resident,
+            model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda", is_resident=is_resident
         ) as engine,
-    ):  # fmt: skip
+    ):
         streams = [layer.ffn.cold for layer in engine.layers]
         assert all(stream is not None for stream in streams), "no cold weights are streamed"
         assert (streams[0].staging is None) == is_resident

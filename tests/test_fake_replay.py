@@ -134,9 +134,11 @@ def test_without_an_edge_some_order_gives_other_logits(loaded, omit):
     """So the races reported are real. These edges put data before a flag, and data behind a wait."""
     names = [node.name for node in loaded.graph.nodes]
     kept = [
-        n for n, (a, b) in enumerate(loaded.graph.edges)
-        if (names[b] == "write flag" and names[a] in ("copy", "norm")) or names[a] == "wait for flag"
-    ]  # fmt: skip
+        n
+        for n, (a, b) in enumerate(loaded.graph.edges)
+        if (names[b] == "write flag" and names[a] in ("copy", "norm"))
+        or names[a] == "wait for flag"
+    ]
     changed = changed_bits(loaded, omit, kept, 6)
     print(len(kept), len(changed))
     assert len(changed) >= 0.75 * len(kept)

@@ -30,8 +30,15 @@ MIB = 1 << 20
 
 def planned(tmp_path, model, plan, num_sequences):
     hot, dense, head, home = PLANS[plan]
-    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home,
-                       context_length=CONTEXT, num_sequences=num_sequences)  # fmt: skip
+    split = make_split(
+        model,
+        hot,
+        dense_on_gpu=dense,
+        head_on_gpu=head,
+        home=home,
+        context_length=CONTEXT,
+        num_sequences=num_sequences,
+    )
     path = tmp_path / f"{num_sequences}.gguf"
     split.save(path)
     return path
@@ -67,8 +74,9 @@ def test_the_cache_takes_what_the_plan_says(tmp_path, plan, count, lengths):
             assert len(memory.slab) <= memory.budget_bytes
 
 
-@pytest.mark.parametrize("plan", slow_unless(["every kind of layer", "random", "two GPUs"],
-                                             ["every kind of layer"]))  # fmt: skip
+@pytest.mark.parametrize(
+    "plan", slow_unless(["every kind of layer", "random", "two GPUs"], ["every kind of layer"])
+)
 def test_random_schedules(tmp_path, plan):
     """Sequences are extended, forked and rolled back at random, by captured graphs; each row equals
     that of its text computed alone."""
@@ -107,8 +115,21 @@ def test_prompts_and_steps_of_several_texts(tmp_path):
 def test_generate_with_drafts_writes_the_same_text(tmp_path, capsys, num_sequences):
     """The command, with a plan on a device. How many guesses it makes depends on measured times."""
     path, plan = small_plan(tmp_path, num_sequences)
-    arguments = ["generate", path, "--split", plan, "--device", "cuda", "--prompt", "abcabcabcabc",
-                 "-n", 24, "--temp", 0, "--json"]  # fmt: skip
+    arguments = [
+        "generate",
+        path,
+        "--split",
+        plan,
+        "--device",
+        "cuda",
+        "--prompt",
+        "abcabcabcabc",
+        "-n",
+        24,
+        "--temp",
+        0,
+        "--json",
+    ]
     found = []
     for more in ((), ("--speculate", "ngram")):
         with checked_cuda(seed=num_sequences):

@@ -93,9 +93,12 @@ def test_neurons_swap_slots_beside_a_captured_step(tmp_path, mode):
     want, _ = on_the_cpu(model.path, mode)
     with checked_cuda(num_devices=1, seed=2):
         with Engine.load(
-            model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda",
+            model.path,
+            split=tmp_path / "s.gguf",
+            mode=mode,
+            device="cuda",
             neuron_cache=random_setup(most_rows=12),
-        ) as engine:  # fmt: skip
+        ) as engine:
             got = stepped(engine, TOKENS)
             assert engine.neuron_cache.num_swaps > 5
             engine.neuron_cache.complete()

@@ -94,56 +94,90 @@ MQA = {"num_key_value_heads": 1}
 # Experts of 37 neurons: no width of theirs is a multiple of anything.
 MOE = GATED | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 37}
 GRANITE = MOE | {
-    "intermediate_size": 37, "num_local_experts": 6, "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
-}  # fmt: skip
+    "intermediate_size": 37,
+    "num_local_experts": 6,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.5,
+}
 FACTORS = {key: value for key, value in GRANITE.items() if "multip" in key or "scaling" in key}
 del GRANITE["num_experts"], GRANITE["moe_intermediate_size"]
 OSS = GATED | {
-    "intermediate_size": 35, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24,
-    "sliding_window": 5, "initializer_range": 0.3,
-}  # fmt: skip
+    "intermediate_size": 35,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "head_dim": 24,
+    "sliding_window": 5,
+    "initializer_range": 0.3,
+}
 GLM = MOE | {"n_routed_experts": 7, "routed_scaling_factor": 1.8}
 del GLM["num_experts"]
 # Key heads that are shared by three value heads each, and values wider than keys.
 DELTA = {
-    "num_hidden_layers": 5, "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12, "linear_value_head_dim": 20, "rms_norm_eps": 1e-3,
-}  # fmt: skip
+    "num_hidden_layers": 5,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "rms_norm_eps": 1e-3,
+}
 # As llama.cpp has them.
 EQUAL = DELTA | {"num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 SHARED = {"shared_expert_intermediate_size": 43}
 # Factors for a context above the training's, which is shorter than IDS and than the model's context.
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
-    "long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 9.0], "partial_rotary_factor": 0.75,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 9.0],
+    "partial_rotary_factor": 0.75,
+}
 WHOLE = LONGROPE | {
     "short_factor": [1.0] * 8,
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 9.0, 11.0],
 }
 del WHOLE["partial_rotary_factor"]
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 16.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 # Queries grow at the 4th token, and a second time at the 8th.
 GROWING = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "rope_theta": 1e4,
-    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "rope_theta": 1e4,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
 GEMMA4 = {"sliding_window": 5, "hidden_size_per_layer_input": 0}
 OWN_INPUTS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": ODD["vocab_size"]}
 # Three planes; numbers of neurons, windows and cutoffs that differ; tokens without embeddings of layers.
 GEMMA3N = {
-    "num_hidden_layers": 4, "intermediate_size": [160, 96, 131, 160], "altup_num_inputs": 3, "laurel_rank": 5,
-    "sliding_window": 5, "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.3], "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 310,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "intermediate_size": [160, 96, 131, 160],
+    "altup_num_inputs": 3,
+    "laurel_rank": 5,
+    "sliding_window": 5,
+    "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.3],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 310,
+}
 GEMMA4_MOE = {
-    "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 37,
-}  # fmt: skip
+    "enable_moe_block": True,
+    "num_experts": 7,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 37,
+}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 CASES = {
@@ -154,22 +188,32 @@ CASES = {
     "mistral": MistralConfig(**GATED | ODD, sliding_window=None, head_dim=16),
     "mistral-window": MistralConfig(**GATED, sliding_window=5, head_dim=32),
     "ministral": MinistralConfig(
-        **GATED | ODD, head_dim=16, sliding_window=3,
+        **GATED | ODD,
+        head_dim=16,
+        sliding_window=3,
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     ),
     "ministral3": Ministral3Config(**GATED | ODD, head_dim=24, rope_parameters=GROWING),
     "nemotron": NemotronConfig(**GATED | ODD),
     "nemotron-biases-tied": NemotronConfig(
-        **GATED | MQA | TIED, attention_bias=True, mlp_bias=True, head_dim=32,
+        **GATED | MQA | TIED,
+        attention_bias=True,
+        mlp_bias=True,
+        head_dim=32,
         rope_parameters=HALF | {"rope_type": "linear", "factor": 2.0},
     ),
     "arcee": ArceeConfig(**GATED | ODD),
     # YaRN as in AFM's config, where one scale alone changes nothing.
     "arcee-biases": ArceeConfig(
-        **GATED | MQA | TIED, attention_bias=True, mlp_bias=True,
+        **GATED | MQA | TIED,
+        attention_bias=True,
+        mlp_bias=True,
         rope_parameters={
-            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
-            "rope_theta": 1e4, "mscale": 1.3,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 1e4,
+            "mscale": 1.3,
         },
     ),
     "starcoder2": Starcoder2Config(**GATED | ODD, sliding_window=5),
@@ -178,7 +222,9 @@ CASES = {
     "command-r-plus": CohereConfig(**GATED | MQA, use_qk_norm=True, attention_bias=True),
     "cohere2": Cohere2Config(**GATED | ODD | {"num_hidden_layers": 5}, sliding_window=5),
     "cohere2-others": Cohere2Config(
-        **GATED | MQA, sliding_window=3, attention_bias=True,
+        **GATED | MQA,
+        sliding_window=3,
+        attention_bias=True,
         layer_types=["full_attention", "sliding_attention", "full_attention"],
     ),
     "qwen2": Qwen2Config(**GATED | ODD),
@@ -204,28 +250,42 @@ CASES = {
     "falcon-one-after-the-other": FalconConfig(**FALCON | UNTIED, parallel_attn=False, bias=True),
     "falcon-many-keys": FalconConfig(**FALCON, multi_query=False, bias=True, activation="relu"),
     "phi3": Phi3Config(
-        **GATED | ODD, sliding_window=None, original_max_position_embeddings=10,
+        **GATED | ODD,
+        sliding_window=None,
+        original_max_position_embeddings=10,
         rope_parameters=WHOLE,
     ),
     "phi4-mini": Phi3Config(
-        **GATED | ODD | TIED, sliding_window=7, original_max_position_embeddings=10,
+        **GATED | ODD | TIED,
+        sliding_window=7,
+        original_max_position_embeddings=10,
         rope_parameters=LONGROPE,
     ),
     # Contexts beyond the window, which is no multiple of a block.
     "gemma3": Gemma3TextConfig(
-        **GATED | ODD, head_dim=32, sliding_window=5, query_pre_attn_scalar=48,
+        **GATED | ODD,
+        head_dim=32,
+        sliding_window=5,
+        query_pre_attn_scalar=48,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "gemma3-biases-untied": Gemma3TextConfig(
-        **GATED | MQA | UNTIED | {"num_hidden_layers": 7}, head_dim=16, sliding_window=3,
-        attention_bias=True, query_pre_attn_scalar=16, hidden_activation="silu",
+        **GATED | MQA | UNTIED | {"num_hidden_layers": 7},
+        head_dim=16,
+        sliding_window=3,
+        attention_bias=True,
+        query_pre_attn_scalar=16,
+        hidden_activation="silu",
         rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
         },
     ),
     "gemma3-stock": Gemma3TextConfig(
-        **GATED | {"num_hidden_layers": 7}, head_dim=16, sliding_window=5, query_pre_attn_scalar=16,
+        **GATED | {"num_hidden_layers": 7},
+        head_dim=16,
+        sliding_window=5,
+        query_pre_attn_scalar=16,
         rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
@@ -233,97 +293,153 @@ CASES = {
     ),
     # Caps that scores and logits come near to.
     "gemma2": Gemma2Config(
-        **GATED | ODD, head_dim=24, sliding_window=5, query_pre_attn_scalar=10,
-        attn_logit_softcapping=1.5, final_logit_softcapping=2.5,
+        **GATED | ODD,
+        head_dim=24,
+        sliding_window=5,
+        query_pre_attn_scalar=10,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.5,
     ),
     "gemma2-plain": Gemma2Config(
-        **GATED | MQA | UNTIED | {"num_hidden_layers": 4}, head_dim=16, sliding_window=3,
-        attention_bias=True, hidden_activation="relu", attn_logit_softcapping=None,
-        final_logit_softcapping=None, layer_types=["full_attention"] * 3 + ["sliding_attention"],
+        **GATED | MQA | UNTIED | {"num_hidden_layers": 4},
+        head_dim=16,
+        sliding_window=3,
+        attention_bias=True,
+        hidden_activation="relu",
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        layer_types=["full_attention"] * 3 + ["sliding_attention"],
         rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
     ),
     "gemma2-stock": Gemma2Config(
-        **GATED, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, attn_logit_softcapping=0.8,
+        **GATED, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, attn_logit_softcapping=0.8
     ),
     "olmo2": Olmo2Config(**GATED | ODD),
     "olmo2-mqa-tied": Olmo2Config(**GATED | MQA | TIED, attention_bias=True, hidden_act="relu"),
     "olmo3": Olmo3Config(
-        **GATED | ODD | {"num_hidden_layers": 6}, sliding_window=5,
+        **GATED | ODD | {"num_hidden_layers": 6},
+        sliding_window=5,
         rope_parameters={
             "full_attention": {
-                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
-                "rope_theta": 3e3, "attention_factor": 1.2, "beta_fast": 8.0,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 3e3,
+                "attention_factor": 1.2,
+                "beta_fast": 8.0,
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
         },
     ),
     "olmo3-stock": Olmo3Config(
-        **GATED, sliding_window=3, layer_types=["sliding_attention"] + 2 * ["full_attention"],
+        **GATED,
+        sliding_window=3,
+        layer_types=["sliding_attention"] + 2 * ["full_attention"],
         rope_parameters={
             "full_attention": {
-                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
                 "attention_factor": 1.3,
-            },
+            }
         },
     ),
     "exaone4": Exaone4Config(
-        **GATED | ODD | {"num_hidden_layers": 2}, head_dim=24, sliding_window=5,
-        sliding_window_pattern=2, rope_parameters=LLAMA3,
+        **GATED | ODD | {"num_hidden_layers": 2},
+        head_dim=24,
+        sliding_window=5,
+        sliding_window_pattern=2,
+        rope_parameters=LLAMA3,
     ),
     "exaone4-stock": Exaone4Config(
-        **GATED | TIED | {"num_hidden_layers": 2}, sliding_window=None, layer_types=["full_attention"] * 2,
+        **GATED | TIED | {"num_hidden_layers": 2},
+        sliding_window=None,
+        layer_types=["full_attention"] * 2,
         rope_parameters=LLAMA3,
     ),
     "ernie": Ernie4_5Config(**GATED | ODD | {"num_hidden_layers": 2}, head_dim=24),
     "ernie-biases": Ernie4_5Config(
-        **GATED | MQA | UNTIED | {"num_hidden_layers": 2}, head_dim=16, use_bias=True,
+        **GATED | MQA | UNTIED | {"num_hidden_layers": 2},
+        head_dim=16,
+        use_bias=True,
         rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
     ),
     "glm4": Glm4Config(**GATED | ODD, head_dim=24),
     "glm4-plain-tied": Glm4Config(
-        **GATED | TIED | MQA, head_dim=16, attention_bias=False, hidden_act="relu",
+        **GATED | TIED | MQA,
+        head_dim=16,
+        attention_bias=False,
+        hidden_act="relu",
         rope_parameters={"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
     ),
     "glm": GlmConfig(**GATED | ODD, head_dim=16),
     "granite": GraniteConfig(**GATED | ODD | FACTORS, mlp_bias=True),
     "granite-mqa-tied": GraniteConfig(
-        **GATED | TIED | MQA | FACTORS, attention_bias=True, hidden_act="relu",
+        **GATED | TIED | MQA | FACTORS, attention_bias=True, hidden_act="relu"
     ),
     "granite4": GraniteMoeHybridConfig(
-        **GATED | ODD | FACTORS, num_local_experts=0, num_experts_per_tok=0, layer_types=["full_attention"] * 3,
-        shared_intermediate_size=96, position_embedding_type="rope", mamba_n_heads=4,
+        **GATED | ODD | FACTORS,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        layer_types=["full_attention"] * 3,
+        shared_intermediate_size=96,
+        position_embedding_type="rope",
+        mamba_n_heads=4,
     ),
     # Uneven heads; full layers whose values are their keys, and their first pairs rotate; inputs of layers.
     "gemma4": Gemma4TextConfig(
-        **GATED | ODD | GEMMA4 | OWN_INPUTS, head_dim=24, global_head_dim=40, attention_k_eq_v=True,
-        num_global_key_value_heads=1, final_logit_softcapping=2.5,
+        **GATED | ODD | GEMMA4 | OWN_INPUTS,
+        head_dim=24,
+        global_head_dim=40,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=2.5,
         layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
     "gemma3n": Gemma3nTextConfig(
-        **GATED | ODD | GEMMA3N, head_dim=24, final_logit_softcapping=2.5,
+        **GATED | ODD | GEMMA3N,
+        head_dim=24,
+        final_logit_softcapping=2.5,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     # As its E-models: three layers that read the keys and values of the first two, with wider neurons.
     "gemma4-stock": Gemma4TextConfig(
-        **GATED | {"num_hidden_layers": 5} | GEMMA4 | OWN_INPUTS | {"vocab_size_per_layer_input": 320},
-        head_dim=16, global_head_dim=32, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        **GATED
+        | {"num_hidden_layers": 5}
+        | GEMMA4
+        | OWN_INPUTS
+        | {"vocab_size_per_layer_input": 320},
+        head_dim=16,
+        global_head_dim=32,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
         layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
         rope_parameters={
             "full_attention": {
-                "rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 1e5,
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.4,
+                "rope_theta": 1e5,
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
         },
     ),
     "gemma4moe": Gemma4TextConfig(
-        **GATED | ODD, **GEMMA4, **GEMMA4_MOE, head_dim=24, global_head_dim=32,
-        attention_k_eq_v=True, num_global_key_value_heads=1,
+        **GATED | ODD,
+        **GEMMA4,
+        **GEMMA4_MOE,
+        head_dim=24,
+        global_head_dim=32,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
     "smollm3": SmolLM3Config(**GATED | ODD | {"num_hidden_layers": 5}),
     "smollm3-biases-untied": SmolLM3Config(
-        **GATED | UNTIED | {"num_hidden_layers": 4}, attention_bias=True, mlp_bias=True,
-        use_sliding_window=True, sliding_window=3,
+        **GATED | UNTIED | {"num_hidden_layers": 4},
+        attention_bias=True,
+        mlp_bias=True,
+        use_sliding_window=True,
+        sliding_window=3,
     ),
     "mixtral": MixtralConfig(**GATED | ODD | {"intermediate_size": 53}, num_local_experts=5),
     "mixtral-window": MixtralConfig(
@@ -332,13 +448,19 @@ CASES = {
     "olmoe": OlmoeConfig(**MOE | ODD | {"intermediate_size": 53, "num_key_value_heads": 4}),
     "olmoe-grouped": OlmoeConfig(**MOE | {"intermediate_size": 53}),
     "olmoe-renormalised": OlmoeConfig(
-        **MOE | {"intermediate_size": 64, "num_key_value_heads": 4}, attention_bias=True,
+        **MOE | {"intermediate_size": 64, "num_key_value_heads": 4},
+        attention_bias=True,
         norm_topk_prob=True,
     ),
     "qwen2moe": Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=43),
     "qwen2moe-plain": Qwen2MoeConfig(
-        **MOE | MQA | TIED, shared_expert_intermediate_size=32, qkv_bias=False,
-        norm_topk_prob=True, hidden_act="relu", mlp_only_layers=[0], use_sliding_window=True,
+        **MOE | MQA | TIED,
+        shared_expert_intermediate_size=32,
+        qkv_bias=False,
+        norm_topk_prob=True,
+        hidden_act="relu",
+        mlp_only_layers=[0],
+        use_sliding_window=True,
         sliding_window=4,
     ),
     "qwen3moe": Qwen3MoeConfig(**MOE | ODD, head_dim=32, norm_topk_prob=True),
@@ -348,23 +470,36 @@ CASES = {
     ),
     "glm4moe": Glm4MoeConfig(**GLM | ODD, head_dim=32, first_k_dense_replace=1),
     "glm4moe-groups": Glm4MoeConfig(
-        **GLM | {"n_routed_experts": 12}, n_group=4, topk_group=2, use_qk_norm=True,
-        attention_bias=True, first_k_dense_replace=0, n_shared_experts=2, head_dim=16,
+        **GLM | {"n_routed_experts": 12},
+        n_group=4,
+        topk_group=2,
+        use_qk_norm=True,
+        attention_bias=True,
+        first_k_dense_replace=0,
+        n_shared_experts=2,
+        head_dim=16,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     ),
     "gpt-oss": GptOssConfig(
         **OSS | ODD,
         rope_parameters={
-            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8,
-            "rope_theta": 150000.0, "truncate": False,
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8,
+            "rope_theta": 150000.0,
+            "truncate": False,
         },
     ),
     "gpt-oss-plain": GptOssConfig(
-        **OSS | TIED, attention_bias=False, layer_types=["full_attention"] * 2 + ["sliding_attention"],
+        **OSS | TIED,
+        attention_bias=False,
+        layer_types=["full_attention"] * 2 + ["sliding_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "qwen3nextmoe": Qwen3NextConfig(
-        **MOE | ODD | DELTA | SHARED | TIED, norm_topk_prob=False, mlp_only_layers=[0],
+        **MOE | ODD | DELTA | SHARED | TIED,
+        norm_topk_prob=False,
+        mlp_only_layers=[0],
         linear_conv_kernel_dim=3,
     ),
     "qwen3nextmoe-stock": Qwen3NextConfig(**MOE | EQUAL | SHARED),
@@ -373,16 +508,23 @@ CASES = {
         **GATED | MQA | EQUAL | {"linear_num_value_heads": 2},
         layer_types=["full_attention", *["linear_attention"] * 2, "full_attention"],
         rope_parameters={
-            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
-            "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
         },
     ),
     "qwen35moe": Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED),
     "qwen3moe-first-dense": Qwen3MoeConfig(
-        **MOE | TIED, head_dim=16, mlp_only_layers=[0, 1], attention_bias=True,
-        use_sliding_window=True, sliding_window=5,
+        **MOE | TIED,
+        head_dim=16,
+        mlp_only_layers=[0, 1],
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=5,
     ),
-}  # fmt: skip
+}
 
 MIXTURES = [case for case in CASES if "moe" in case or "mixtral" in case or "oss" in case]
 
@@ -467,13 +609,42 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 
 
 STOCK = [
-    "llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b", "gemma3-stock", "gemma4",
-    "gemma4-stock", "gemma4moe", "smollm3",
-    "ministral3", "nemotron", "arcee", "starcoder2-stock", "command-r", "cohere2",
-    "gemma2-stock", "olmo2", "olmo3-stock", "exaone4-stock", "ernie", "glm4", "glm", "granite",
-    "mixtral", "olmoe", "qwen2moe", "qwen3moe", "granitemoe", "glm4moe", "gpt-oss",
-    "qwen3nextmoe-stock", "qwen35-stock", "qwen35moe",
-]  # fmt: skip
+    "llama-mqa-tied",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "falcon-11b",
+    "gemma3-stock",
+    "gemma4",
+    "gemma4-stock",
+    "gemma4moe",
+    "smollm3",
+    "ministral3",
+    "nemotron",
+    "arcee",
+    "starcoder2-stock",
+    "command-r",
+    "cohere2",
+    "gemma2-stock",
+    "olmo2",
+    "olmo3-stock",
+    "exaone4-stock",
+    "ernie",
+    "glm4",
+    "glm",
+    "granite",
+    "mixtral",
+    "olmoe",
+    "qwen2moe",
+    "qwen3moe",
+    "granitemoe",
+    "glm4moe",
+    "gpt-oss",
+    "qwen3nextmoe-stock",
+    "qwen35-stock",
+    "qwen35moe",
+]
 
 
 @pytest.mark.parametrize("case", STOCK)
@@ -607,15 +778,18 @@ def as_phi3(folder: Path, path: Path) -> Path:
     )
     rope, length = config["rope_parameters"], config["max_position_embeddings"]
     keys = {
-        "general.architecture": "phi3", "hotsplit.model_id": "x", "phi3.context_length": length,
+        "general.architecture": "phi3",
+        "hotsplit.model_id": "x",
+        "phi3.context_length": length,
         "phi3.rope.scaling.original_context_length": config["original_max_position_embeddings"],
-        "phi3.embedding_length": config["hidden_size"], "phi3.block_count": config["num_hidden_layers"],
+        "phi3.embedding_length": config["hidden_size"],
+        "phi3.block_count": config["num_hidden_layers"],
         "phi3.feed_forward_length": config["intermediate_size"],
         "phi3.attention.head_count": config["num_attention_heads"],
         "phi3.attention.head_count_kv": config["num_key_value_heads"],
         "phi3.rope.dimension_count": int(16 * rope["partial_rotary_factor"]),
         "phi3.attention.sliding_window": config["sliding_window"] or 0,
-    }  # fmt: skip
+    }
     keys = {
         name: np.uint32(value) if isinstance(value, int) else value for name, value in keys.items()
     }
@@ -671,9 +845,13 @@ def test_bamboo_is_a_mistral_with_relu_on_both_projections(tmp_path):
     with torch.no_grad():
         want = model(torch.tensor([IDS])).logits[0]
     edit_config(
-        folder, lambda c: c.update(architectures=["BambooForCausalLM"], hidden_act="relu",
-                                   auto_map={"AutoConfig": "configuration_bamboo.BambooConfig"})
-    )  # fmt: skip
+        folder,
+        lambda c: c.update(
+            architectures=["BambooForCausalLM"],
+            hidden_act="relu",
+            auto_map={"AutoConfig": "configuration_bamboo.BambooConfig"},
+        ),
+    )
     (folder / "configuration_bamboo.py").write_text("raise SystemExit('this must never run')")
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
     assert ModelFile.load(path).activation == "drelu"
@@ -690,9 +868,15 @@ def test_bamboo_is_a_mistral_with_relu_on_both_projections(tmp_path):
 def test_the_text_model_of_mistral_3_beside_one_for_images(tmp_path, kind, own):
     text = GATED | own | {"model_type": kind, "head_dim": 24, "pad_token_id": 0}
     images = {
-        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14,
-    }  # fmt: skip
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     config = Mistral3Config(text_config=text, vision_config=images, tie_word_embeddings=False)
     Mistral3ForConditionalGeneration(config).save_pretrained(tmp_path / "hf")
     save_tokenizer(tmp_path / "hf", 320)
@@ -709,9 +893,11 @@ def test_the_text_model_of_mistral_3_beside_one_for_images(tmp_path, kind, own):
 def test_prosparse_is_a_llama_with_its_threshold(tmp_path):
     folder = random_model(tmp_path / "hf", LlamaConfig(**GATED, hidden_act="relu"))
     edit_config(
-        folder, lambda c: c.update(architectures=["SparseLlamaForCausalLM"], hidden_act="fatrelu",
-                                   hidden_act_param=0.01)
-    )  # fmt: skip
+        folder,
+        lambda c: c.update(
+            architectures=["SparseLlamaForCausalLM"], hidden_act="fatrelu", hidden_act_param=0.01
+        ),
+    )
     model = ModelFile.load(converted(folder, tmp_path / "m.gguf"))
     assert (model.activation, set(model.threshold_L)) == ("fatrelu", {float(np.float32(0.01))})
     edit_config(folder, lambda c: c.update(hidden_act="silu"))
@@ -895,8 +1081,11 @@ def test_old_falcon_keys_and_short_names(checkpoints, tmp_path):
     folder.mkdir()
     for file in checkpoints("falcon-40b").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    renames = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
-               "num_kv_heads": "n_head_kv"}  # fmt: skip
+    renames = {
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "num_kv_heads": "n_head_kv",
+    }
 
     def rename(config):
         for new, old in renames.items():
@@ -939,8 +1128,9 @@ def test_a_plan_gives_the_logits_of_the_whole_model(checkpoints, tmp_path, case,
             if part is not None
         ]
         assert sum(part.num_bytes for part in parts) == split.gpu_bytes["neurons"]
-    (whole,), _ = plan_bytes(model, context_length=length, num_hot=[num] * 3,
-                          dense_on_gpu=[True] * 3, head_on_gpu=True)  # fmt: skip
+    (whole,), _ = plan_bytes(
+        model, context_length=length, num_hot=[num] * 3, dense_on_gpu=[True] * 3, head_on_gpu=True
+    )
     in_layers = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("blk."))
     assert whole["attention"] + whole["neurons"] == in_layers
 
@@ -1006,9 +1196,7 @@ ALIKE = {
     "gemma4moe of one size": Gemma4TextConfig(**ONE_SIZE, **GEMMA4_MOE, layer_types=FULL * 3),
     "cohere2 without windows": Cohere2Config(**GATED | ODD, sliding_window=5, layer_types=FULL * 3),
     "qwen35 without states": Qwen3_5TextConfig(**GATED | ODD | DELTA, layer_types=FULL * 5),
-    "qwen35moe without states": Qwen3_5MoeTextConfig(
-        **MOE | EQUAL | SHARED, layer_types=FULL * 4
-    ),
+    "qwen35moe without states": Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED, layer_types=FULL * 4),
     "qwen3next without states": Qwen3NextConfig(**MOE | EQUAL | SHARED, layer_types=FULL * 4),
     "gpt-oss, experts of one neuron": GptOssConfig(**OSS | {"intermediate_size": 1}),
     "mixtral, experts of one neuron": MixtralConfig(
@@ -1016,7 +1204,7 @@ ALIKE = {
     ),
     "qwen2moe, one shared neuron": Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=1),
     "llama of one neuron": LlamaConfig(**GATED | {"intermediate_size": 1}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ALIKE)

@@ -92,8 +92,9 @@ def test_damage_is_reported(case):
     assert "an input changed" in wrong()
 
 
-@pytest.mark.parametrize("kind, rounds", [("safetensors", 60), ("gguf", 20), ("json", 60),
-                                          ("folder", 15)])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, rounds", [("safetensors", 60), ("gguf", 20), ("json", 60), ("folder", 15)]
+)
 def test_of_two_writers_the_second_one_wins_or_is_refused(tmp_path, kind, rounds):
     command = [
         sys.executable,

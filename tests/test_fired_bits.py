@@ -107,8 +107,13 @@ def test_copied_rows_have_no_bits(tmp_path):
         for number in (0, 1):
             engine._live.weights.cache.reserve(number, 0, 2)
         first = Row(token=IDS[0], position=0)
-        native.run_rows([first, Row(token=IDS[0], position=0, sequence=1, source=0),
-                         Row(token=IDS[1], position=1, sequence=1)])  # fmt: skip
+        native.run_rows(
+            [
+                first,
+                Row(token=IDS[0], position=0, sequence=1, source=0),
+                Row(token=IDS[1], position=1, sequence=1),
+            ]
+        )
         assert torch.equal(fired[:2], pack_bits(want[:2])) and not fired[2:].any()
 
 

@@ -40,8 +40,10 @@ def test_weights_that_cannot_be_pinned_stay_as_they_are():
 
     said = []
     gpu_setup.pin(Residence(), said.append)
-    assert said == ["8.00 GiB of main memory cannot be pinned: raise the limit; until then, prompts"
-                    " copy cold weights through staging buffers, more slowly"]  # fmt: skip
+    assert said == [
+        "8.00 GiB of main memory cannot be pinned: raise the limit; until then, prompts"
+        " copy cold weights through staging buffers, more slowly"
+    ]
 
 
 def test_an_allocator_that_keeps_no_limit_is_refused(monkeypatch):

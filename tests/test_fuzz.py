@@ -34,17 +34,70 @@ MANY = (
     {"bin": 110, "stock": 75, "pt": 75, "config": 60, "values": 60, "machine": 50},
 )
 FEW = (
-    {"tokenizer": 20, "tokens": 25, "special": 12, "generation": 10, "template": 6, "vocab": 10,
-     "found": len(FOUND), "merges": 10, "sentencepiece": 4, "theirs": 30, "powerinfer": 30,
-     "run": 50, "falcon": 10, "opt": 10, "phi": 12, "qwen": 10, "gemma": 6, "falcon-weights": 12,
-     "opt-weights": 8, "phi-weights": 8, "falcon-gguf": 12, "opt-gguf": 24, "qwen-gguf": 10, "gemma-gguf": 6,
-     "bin-index": 10, "yarn": 14, "llama3": 10, "yarn-gguf": 10, "scores": 10, "unigram": 10},
-    {"imatrix": 12, "imatrix-dat": 12, "merge": 40, "figures": 30,
-     "prompt": 40, "resume": 40, "conversation": 20, "gbnf": 30, "schema": 30, "regex": 30, "lark": 30, "text": 30, "jsonl": 30,
-     "parquet": 30, "comparison": 15, "told": 15, "templates": 10, "folder": 10, "shown": 10, "shown-theirs": 10, "shown-predictors": 12,
-     "gpuidx": 10, "model-split": 10, "export": 12, "entry": 10, "rates": 10,
-     "rules": 15, "messages": 3, "prompts": 10},
-)  # fmt: skip
+    {
+        "tokenizer": 20,
+        "tokens": 25,
+        "special": 12,
+        "generation": 10,
+        "template": 6,
+        "vocab": 10,
+        "found": len(FOUND),
+        "merges": 10,
+        "sentencepiece": 4,
+        "theirs": 30,
+        "powerinfer": 30,
+        "run": 50,
+        "falcon": 10,
+        "opt": 10,
+        "phi": 12,
+        "qwen": 10,
+        "gemma": 6,
+        "falcon-weights": 12,
+        "opt-weights": 8,
+        "phi-weights": 8,
+        "falcon-gguf": 12,
+        "opt-gguf": 24,
+        "qwen-gguf": 10,
+        "gemma-gguf": 6,
+        "bin-index": 10,
+        "yarn": 14,
+        "llama3": 10,
+        "yarn-gguf": 10,
+        "scores": 10,
+        "unigram": 10,
+    },
+    {
+        "imatrix": 12,
+        "imatrix-dat": 12,
+        "merge": 40,
+        "figures": 30,
+        "prompt": 40,
+        "resume": 40,
+        "conversation": 20,
+        "gbnf": 30,
+        "schema": 30,
+        "regex": 30,
+        "lark": 30,
+        "text": 30,
+        "jsonl": 30,
+        "parquet": 30,
+        "comparison": 15,
+        "told": 15,
+        "templates": 10,
+        "folder": 10,
+        "shown": 10,
+        "shown-theirs": 10,
+        "shown-predictors": 12,
+        "gpuidx": 10,
+        "model-split": 10,
+        "export": 12,
+        "entry": 10,
+        "rates": 10,
+        "rules": 15,
+        "messages": 3,
+        "prompts": 10,
+    },
+)
 # Kinds of which no case has to be refused: a tokenizer that transformers rejects becomes a note,
 # inspect shows why convert would refuse a folder, and damaged files of a cache count as missing.
 TOLERANT = ("sentencepiece", "folder", "entry", "rates")
@@ -132,12 +185,16 @@ def test_files_that_do_not_belong_together_are_refused(inputs, tmp_path):
 
 def test_the_harness_catches_wrong_outcomes(tmp_path):
     words = {
-        "crash": "died (-11)", "hang": "died (-14)", "allocation": "MemoryError",
-        "traceback": "ValueError at ", "leftover": "left ['out.gguf.partial']",
-        "lines": "refused in no line", "length": "refused in no line",
+        "crash": "died (-11)",
+        "hang": "died (-14)",
+        "allocation": "MemoryError",
+        "traceback": "ValueError at ",
+        "leftover": "left ['out.gguf.partial']",
+        "lines": "refused in no line",
+        "length": "refused in no line",
         "surrogate": "refused in no line",
         "accepted": "done where it must be refused",
-    }  # fmt: skip
+    }
     outcomes = run_cases(tmp_path, tmp_path / "work", dict.fromkeys(words, range(1, 4)), limit_s=1)
     assert outcomes.keys() == {(kind, number) for kind in words for number in range(1, 4)}
     wrong = wrong_outcomes(outcomes)
@@ -204,14 +261,26 @@ def test_a_found_case_with_another_outcome_is_reported(inputs, tmp_path, monkeyp
 
 def test_counts_are_printed_by_kind(capsys):
     one, other = ("x.py", 1), ("x.py", 2)
-    counts = {"a": Known(cases=4, refused=3, wrong=1, last_new=2, seeds=[(1,), (1, 2)], seconds=60,
-                         lines={one, other}, cpu_seconds=30),
-              "b": Known(cases=2, done=2, seconds=120, lines={one}, cpu_seconds=90)}  # fmt: skip
+    counts = {
+        "a": Known(
+            cases=4,
+            refused=3,
+            wrong=1,
+            last_new=2,
+            seeds=[(1,), (1, 2)],
+            seconds=60,
+            lines={one, other},
+            cpu_seconds=30,
+        ),
+        "b": Known(cases=2, done=2, seconds=120, lines={one}, cpu_seconds=90),
+    }
     print_counts(counts)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1:] == [["a", "4", "3", "0", "1", "2", "2", "2", "1", "0"],
-                        ["b", "2", "0", "2", "0", "1", "0", "0", "2", "2"],
-                        ["all", "6", "3", "2", "1", "2", "2", "2", "3", "2"]]  # fmt: skip
+    assert rows[1:] == [
+        ["a", "4", "3", "0", "1", "2", "2", "2", "1", "0"],
+        ["b", "2", "0", "2", "0", "1", "0", "0", "2", "2"],
+        ["all", "6", "3", "2", "1", "2", "2", "2", "3", "2"],
+    ]
     assert len(all_kinds()) == len(KINDS) + len(ODDS) + len(MEANINGS) + len(PAIRS)
 
 
@@ -283,8 +352,10 @@ def test_drawn_pairs_are_of_all_sorts(kind):
     assert {case.forged for case in cases} == {True, False}
     twin = Drawn(differs=frozenset(), sizes={}, seed=0, forged=False)
     assert not twin.must_be_refused(PAIRS[kind])
-    for change in (*({"differs": frozenset({n})} for n in PAIRS[kind].sees),
-                   *([{"seed": 1}] if PAIRS[kind].has_id else [])):  # fmt: skip
+    for change in (
+        *({"differs": frozenset({n})} for n in PAIRS[kind].sees),
+        *([{"seed": 1}] if PAIRS[kind].has_id else []),
+    ):
         assert dataclasses.replace(twin, **change).must_be_refused(PAIRS[kind])
 
 

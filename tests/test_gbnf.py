@@ -56,7 +56,11 @@ def is_equation(line):
         ('root ::= ("a" | "ab") "bc"', ["abc", "abbc"], ["ab", "abcbc"]),
         ('root ::= word word\nword ::= "x"+', ["xx", "xxxxx"], ["x", ""]),
         ('root ::= s "end"\ns ::= "(" s ")" | [a-z]*', ["end", "eend", "(en)end"], ["en", "(end"]),
-        ('root ::= "(" root ")" | "\\u00e9" [\\u0041-\\x43] "\\U0001F600"', ["(éB😀)"], ["éD😀", "éB"]),
+        (
+            'root ::= "(" root ")" | "\\u00e9" [\\u0041-\\x43] "\\U0001F600"',
+            ["(éB😀)"],
+            ["éD😀", "éB"],
+        ),
         ('root ::= . "/" [^\\n/]', ["\n//".replace("//", "/x"), "//é"], ["///", "/\n"]),
         ("root ::= [a&&b] [-x] [\\]\\[^] [^^]", ["&-]b", "ax^a", "b-[é"], ["&a]b", "&-]^"]),
         ('root ::= "a"{2} "b"{1,} "c"{0,2}', ["aab", "aabbcc"], ["ab", "aa", "aabccc"]),
@@ -65,7 +69,7 @@ def is_equation(line):
         ('root ::= root "+" root | [0-9]', ["1", "1+2+3"], ["1+", "+1"]),
         ('root ::= (("a")? "b"*)? # no end of line', ["", "a", "abb", "b"], ["ba"]),
     ],
-)  # fmt: skip
+)
 def test_gbnf_is_read_as_by_llama_cpp(grammar, right, wrong):
     constraint = gbnf_constraint(grammar, tiny_codec())
     assert all(takes(constraint, text) for text in right)

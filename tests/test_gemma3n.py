@@ -147,9 +147,12 @@ def random_plan(model, seed):
         hot.append(np.sort(chance.permutation(number)[: chance.choice([0, number, some, some])]))
     has_two = all(dense) and chance.random() < 0.5
     split = make_split(
-        model, hot, dense_on_gpu=dense, head_on_gpu=bool(chance.random() < 0.6),
+        model,
+        hot,
+        dense_on_gpu=dense,
+        head_on_gpu=bool(chance.random() < 0.6),
         home=[0] * spec.num_layers + [1] if has_two else None,
-    )  # fmt: skip
+    )
     return replace(split, mode="exact")
 
 
@@ -228,9 +231,13 @@ REFUSED = {
     "altup_num_inputs is 1, wanted 2 to 8": {"altup_num_inputs": 1},
     "attention_bias is True": {"attention_bias": True},
     "intermediate_size is .*, wanted a number or 4 of them": {"intermediate_size": [96]},
-    "activation_sparsity_pattern is .*, wanted 4 shares": {"activation_sparsity_pattern": [1.0] * 4},
-    "num_kv_shared_layers is 3: the last 3 of 4 layers read the keys and values": {"num_kv_shared_layers": 3},
-}  # fmt: skip
+    "activation_sparsity_pattern is .*, wanted 4 shares": {
+        "activation_sparsity_pattern": [1.0] * 4
+    },
+    "num_kv_shared_layers is 3: the last 3 of 4 layers read the keys and values": {
+        "num_kv_shared_layers": 3
+    },
+}
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -262,10 +269,16 @@ def test_solve_keeps_gates_with_a_cutoff_together(tmp_path, path):
     found = []
     for share in (0.2, 0.5, 0.7, 1.0):
         config = SolveConfig(
-            model=path, profile=tmp_path / "profile", machine=machine, output=tmp_path / "s.gguf",
-            vram_budget_bytes=int(share * whole) + (1 << 20), context_length=32, mode="exact",
-            time_limit_s=0.1, force=True,
-        )  # fmt: skip
+            model=path,
+            profile=tmp_path / "profile",
+            machine=machine,
+            output=tmp_path / "s.gguf",
+            vram_budget_bytes=int(share * whole) + (1 << 20),
+            context_length=32,
+            mode="exact",
+            time_limit_s=0.1,
+            force=True,
+        )
         report = solve(config, lambda *_: 1 << 20)
         split = Split.load(tmp_path / "s.gguf")
         split.check_against(model, tmp_path / "s.gguf")
@@ -273,7 +286,6 @@ def test_solve_keeps_gates_with_a_cutoff_together(tmp_path, path):
         found.append(sum(map(len, split.hot)) / number_L1.sum())
     assert found == sorted(found) and 0 < found[1] < found[3] == 1 and report.fits_entirely
     with pytest.raises(
-        HotsplitError,
-        match="neuron caches are not supported for models that need all gates",
+        HotsplitError, match="neuron caches are not supported for models that need all gates"
     ):
         solve(replace(config, neuron_cache=CacheOptions()), lambda *_: 1 << 20)

@@ -46,9 +46,13 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 BOUND = 1e-5
 # All layers without a window, one key head, values that are keys.
 FULL = Gemma4TextConfig(
-    **GATED | MQA, **GEMMA4, head_dim=16, global_head_dim=32, attention_k_eq_v=True,
+    **GATED | MQA,
+    **GEMMA4,
+    head_dim=16,
+    global_head_dim=32,
+    attention_k_eq_v=True,
     layer_types=["full_attention"] * 3,
-)  # fmt: skip
+)
 
 
 def made(tmp_path, config=CASES["gemma4"], **options) -> ModelFile:
@@ -82,9 +86,12 @@ def test_random_plans_give_the_logits_of_the_undivided_model(tmp_path, model, wa
         assert rel_error(steps(step, IDS), want) < BOUND
         placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
         rows = hybrid_builder.build(
-            engine._live.weights, placement, engine.traffic, plain_backend(reference_kernels()),
+            engine._live.weights,
+            placement,
+            engine.traffic,
+            plain_backend(reference_kernels()),
             max_rows=4,
-        )  # fmt: skip
+        )
         assert rel_error(rows.run_rows(rows_of(IDS[:4], 0, "all")), want[:4]) < BOUND
         if seed == 0:
             assert_same_in_any_order(engine, split, IDS[:3])
@@ -243,11 +250,19 @@ def make_inputs(tmp_path, model, share) -> Inputs:
     )
     sizes = sum(bytes_on_one_side(model, 64, 0).values())
     return load_inputs(
-        model=model.path, profile=None, machine=tmp_path / "machine.json",
-        budgets=(int(share * sizes) + (1 << 20),), host_budget=None, context_length=64, mode="dense",
-        workspace=lambda *_: 1 << 20, neuron_cache=None, num_sequences=1, rope=(None, None),
+        model=model.path,
+        profile=None,
+        machine=tmp_path / "machine.json",
+        budgets=(int(share * sizes) + (1 << 20),),
+        host_budget=None,
+        context_length=64,
+        mode="dense",
+        workspace=lambda *_: 1 << 20,
+        neuron_cache=None,
+        num_sequences=1,
+        rope=(None, None),
         kv_offload=None,
-    )  # fmt: skip
+    )
 
 
 def test_tensors_that_nothing_reads_are_left_aside(tmp_path, shared):
@@ -255,8 +270,9 @@ def test_tensors_that_nothing_reads_are_left_aside(tmp_path, shared):
     keys, tensors = read_model_gguf(shared.path)
     more = {
         f"blk.{layer}.{name}.weight": tensors[f"blk.{layer % 2}.{name}.weight"]
-        for layer in (2, 3, 4) for name in ("attn_k", "attn_v", "attn_k_norm")
-    }  # fmt: skip
+        for layer in (2, 3, 4)
+        for name in ("attn_k", "attn_v", "attn_k_norm")
+    }
     found = ModelFile.of(shared.path, keys, tensors | more)
     assert found.tensors.keys() == shared.tensors.keys() and found.spec == shared.spec
 
@@ -276,11 +292,13 @@ REFUSED = {
     "partial_rotary_factor is 1.5: 30 of 20 pairs": {
         "rope_parameters": {
             "full_attention": {
-                "rope_type": "proportional", "partial_rotary_factor": 1.5, "rope_theta": 1e6,
+                "rope_type": "proportional",
+                "partial_rotary_factor": 1.5,
+                "rope_theta": 1e6,
             }
         }
     },
-}  # fmt: skip
+}
 
 
 def test_indices_of_layers_may_have_zeros_before_them():

@@ -43,8 +43,10 @@ def test_stop_strings_are_found_wherever_tokens_begin_and_end():
     chance = random.Random(1)
     for _ in range(2000):
         text = "".join(chance.choice("ab") for _ in range(chance.randint(0, 30)))
-        stops = ["".join(chance.choice("ab") for _ in range(chance.randint(2, 6)))
-                 for _ in range(chance.randint(1, 3))]  # fmt: skip
+        stops = [
+            "".join(chance.choice("ab") for _ in range(chance.randint(2, 6)))
+            for _ in range(chance.randint(1, 3))
+        ]
         found = [at for stop in stops if (at := text.find(stop)) >= 0]
         pieces, rest = [], text
         while rest:
@@ -105,8 +107,15 @@ def test_a_stop_string_may_have_the_text_of_special_tokens(stop, want):
     """That text is hidden, and never passed on."""
     filter_ = StopFilter([stop])
     given = ""
-    for text, hidden in (("a", ""), ("b", ""), ("", SPECIAL[1]), ("c", ""), ("", SPECIAL[1]),
-                         ("", SPECIAL[2]), ("d", "")):  # fmt: skip
+    for text, hidden in (
+        ("a", ""),
+        ("b", ""),
+        ("", SPECIAL[1]),
+        ("c", ""),
+        ("", SPECIAL[1]),
+        ("", SPECIAL[2]),
+        ("d", ""),
+    ):
         more, is_stopped = filter_.push(text, hidden)
         given += more
         if is_stopped:
@@ -471,8 +480,11 @@ def test_the_ways_to_give_a_prompt(tmp_path, codec_model):
     common = (codec_model, "-n", 4, "--temp", 0)
     want = run(*common, "-p", "ab cd").stdout
     (tmp_path / "prompt").write_text("ab cd")
-    for args, stdin in ((("-f", tmp_path / "prompt"), ""), (("-p", "-"), "ab cd"),
-                        (("-f", "-"), "ab cd")):  # fmt: skip
+    for args, stdin in (
+        (("-f", tmp_path / "prompt"), ""),
+        (("-p", "-"), "ab cd"),
+        (("-f", "-"), "ab cd"),
+    ):
         assert run(*common, *args, stdin=stdin).stdout == want
     bare = run(*common, "-p", "ab cd", "--no-display-prompt").stdout
     assert want == b"ab cd" + bare
@@ -521,8 +533,10 @@ def test_the_command_saves_and_reuses_a_prompts_state(tmp_path, codec_model):
     )
     precious.write_bytes(b"mine")
     for other, words in (
-        (codec_model, "is read by this command"), (precious, no_cache), (tmp_path, no_cache),
-    ):  # fmt: skip
+        (codec_model, "is read by this command"),
+        (precious, no_cache),
+        (tmp_path, no_cache),
+    ):
         kept = None if other == tmp_path else other.read_bytes()
         wrong = (codec_model, "-n", 4, "--prompt-cache", other, "--force", "-p", "ab cd ef")
         assert words in run(*wrong, code=1).stderr.decode()
@@ -553,8 +567,10 @@ def test_wrong_requests_give_one_line(codec_model, args, message, code):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_output_and_a_closed_input_give_one_line(codec_model):
-    for prompt, redirect, message in (("ab", ">/dev/full", "the output cannot be written"),
-                                      ("-", "<&-", "stdin is closed")):  # fmt: skip
+    for prompt, redirect, message in (
+        ("ab", ">/dev/full", "the output cannot be written"),
+        ("-", "<&-", "stdin is closed"),
+    ):
         program = f"{sys.executable} -m hotsplit generate {codec_model}"
         command = f"{program} -p {prompt} -n 3 {redirect}"
         done = subprocess.run(
@@ -568,8 +584,12 @@ def test_input_that_is_not_text_is_refused(tmp_path, codec_model):
         "stdin: not UTF-8 at byte 1"
         in run(codec_model, "-p", "-", stdin=b"a\xff", code=1).stderr.decode()
     )
-    for content, message in (("", "has no prompts"), ("{}\n", 'an object with a "prompt"'),
-                             ("{\n", "line 1: not JSON"), ('"a"\n\n{\n', "line 3: not JSON")):  # fmt: skip
+    for content, message in (
+        ("", "has no prompts"),
+        ("{}\n", 'an object with a "prompt"'),
+        ("{\n", "line 1: not JSON"),
+        ('"a"\n\n{\n', "line 3: not JSON"),
+    ):
         (tmp_path / "p.jsonl").write_text(content)
         done = run(codec_model, "--prompts", tmp_path / "p.jsonl", code=1)
         assert message in done.stderr.decode()

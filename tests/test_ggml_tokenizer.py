@@ -90,9 +90,16 @@ def test_a_rebuilt_tokenizer_gives_the_same_tokens_and_text(tmp_path, name):
 
 @pytest.mark.parametrize(
     "name, other",
-    [("qwen2", "deepseek-r1-qwen"), ("llama-bpe", "falcon3"), ("gpt-2", "phi-2"),
-     ("smollm", "refact"), ("smaug-bpe", "glm4"), ("llama-bpe", "pixtral"), ("gpt-2", "mellum")],
-)  # fmt: skip
+    [
+        ("qwen2", "deepseek-r1-qwen"),
+        ("llama-bpe", "falcon3"),
+        ("gpt-2", "phi-2"),
+        ("smollm", "refact"),
+        ("smaug-bpe", "glm4"),
+        ("llama-bpe", "pixtral"),
+        ("gpt-2", "mellum"),
+    ],
+)
 def test_a_pre_tokenizer_has_all_its_names(tmp_path, name, other):
     """tests/llamacpp compares each name with llama.cpp's."""
     keys = keys_of(folder_of(name, tmp_path / "c"), add_bos_token=None)
@@ -130,7 +137,7 @@ SPLITS = {  # tests/llamacpp compares tokens with llama.cpp itself
     "chameleon": "HelloWORLD| it|'|S| x|=|=|y|,| |1|2|3|4|5| a|.|b|\n|\n|\u03b1\u0391\u0939|\u093f| \u6570\u3042\u30a2|\t|  |1",
     "poro-chat": "HelloWORLD| it'S| x==y|,| 12345| a|.|b|\n\n|\u03b1\u0391\u0939\u093f| \u6570\u3042\u30a2|\t | 1",
     "viking": "HelloWORLD| it'S| x==y|,| |1|2|3|4|5| a|.|b|\n\n|\u03b1\u0391\u0939\u093f| \u6570\u3042\u30a2|\t | |1",
-}  # fmt: skip
+}
 
 
 def test_the_document_lists_the_table():
@@ -306,8 +313,10 @@ def test_equal_scores_are_refused_only_where_they_are_ambiguous():
     letters = dict.fromkeys("abcd", -9.0)
     assert merges_of_scores(WHERE, {**letters, "ab": -1.0, "cd": -1.0}) == [("a", "b"), ("c", "d")]
     assert merges_of_scores(WHERE, {**letters, "aaa": -2.0, "aa": -1.0}) == [
-        ("a", "a"), ("aa", "a"), ("a", "aa")
-    ]  # fmt: skip
+        ("a", "a"),
+        ("aa", "a"),
+        ("a", "aa"),
+    ]
     with pytest.raises(HotsplitError, match="'ab' and 'bc' have the same score"):
         merges_of_scores(WHERE, {**letters, "ab": -1.0, "bc": -1.0})
     with pytest.raises(HotsplitError, match="'xa' is formed with 'x', which is not a token"):

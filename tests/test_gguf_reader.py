@@ -24,11 +24,19 @@ from hotsplit.files.gguf_file import (
 from hotsplit.files.gguf_reader import MAX_TENSORS, TYPES
 
 SCALARS = {
-    GGUFValueType.UINT8: 255, GGUFValueType.INT8: -128, GGUFValueType.UINT16: 65535,
-    GGUFValueType.INT16: -32768, GGUFValueType.UINT32: 2**32 - 1, GGUFValueType.INT32: -(2**31),
-    GGUFValueType.UINT64: 2**64 - 1, GGUFValueType.INT64: -(2**63), GGUFValueType.FLOAT32: 0.1,
-    GGUFValueType.FLOAT64: 0.1, GGUFValueType.BOOL: True, GGUFValueType.STRING: "größer \n",
-}  # fmt: skip
+    GGUFValueType.UINT8: 255,
+    GGUFValueType.INT8: -128,
+    GGUFValueType.UINT16: 65535,
+    GGUFValueType.INT16: -32768,
+    GGUFValueType.UINT32: 2**32 - 1,
+    GGUFValueType.INT32: -(2**31),
+    GGUFValueType.UINT64: 2**64 - 1,
+    GGUFValueType.INT64: -(2**63),
+    GGUFValueType.FLOAT32: 0.1,
+    GGUFValueType.FLOAT64: 0.1,
+    GGUFValueType.BOOL: True,
+    GGUFValueType.STRING: "größer \n",
+}
 
 
 def write(path: Path, *, alignment: int | None = None, order=gguf.GGUFEndian.LITTLE) -> Path:
@@ -153,7 +161,7 @@ BROKEN = {
     "not a multiple of 32": header((), (tensor(offset=16),)) + bytes(320),
     "overlaps another": header((), (tensor(), tensor(b"u", offset=64))) + bytes(320),
     "73 bytes of its tensors are missing": header((), (tensor(),)) + bytes(7 + 128 - 73),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("words", BROKEN)
@@ -186,10 +194,12 @@ def test_a_whole_file_of_too_many_tensors_is_not_called_damaged(tmp_path):
         (header(version=17), "is GGUF version 17, newer than 3"),
         (header(version=1), "is GGUF version 1, of 2023; get or make one of version 2 or 3"),
         (header(version=3 << 24), "is big-endian; get or make a little-endian file"),
-        (header((), (tensor(kind=max(TYPES) + 1),)) + bytes(320),
-         f"tensor 't' has type {max(TYPES) + 1}, newer than {max(TYPES)}, .*; install a newer"),
+        (
+            header((), (tensor(kind=max(TYPES) + 1),)) + bytes(320),
+            f"tensor 't' has type {max(TYPES) + 1}, newer than {max(TYPES)}, .*; install a newer",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_file_for_another_program_is_not_called_damaged(tmp_path, content, words):
     path = tmp_path / "a.gguf"
     path.write_bytes(content)

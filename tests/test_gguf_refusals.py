@@ -47,28 +47,32 @@ def changed(source: Path, path: Path, keys: dict, tensors: dict[str, TensorEntry
 
 KEYS = {
     "attention.causal is not true": {"llama.attention.causal": False},
-    "head_count is 4, attention.head_count_kv 3 and": {"llama.attention.head_count_kv": np.uint32(3)},
-    "value_length 8 and rope.dimension_count 16: rotary": {"llama.attention.value_length": np.uint32(8)},
+    "head_count is 4, attention.head_count_kv 3 and": {
+        "llama.attention.head_count_kv": np.uint32(3)
+    },
+    "value_length 8 and rope.dimension_count 16: rotary": {
+        "llama.attention.value_length": np.uint32(8)
+    },
     "rope.freq_base' is 0.0, wanted more": {"llama.rope.freq_base": np.float32(0)},
     "rope.freq_base' is -1.0, wanted more": {"llama.rope.freq_base": np.float32(-1)},
-    "rms_epsilon' is -1.0, wanted more": {
-        "llama.attention.layer_norm_rms_epsilon": np.float32(-1),
-    },
+    "rms_epsilon' is -1.0, wanted more": {"llama.attention.layer_norm_rms_epsilon": np.float32(-1)},
     "factor' is 0.0, wanted more": {"llama.rope.scaling.factor": np.float32(0)},
     "factor' is missing, wanted a number": {"llama.rope.scaling.type": "linear"},
-    "rope.scaling.type is 'dynamic', wanted none, linear, yarn, longrope": {"llama.rope.scaling.type": "dynamic"},
+    "rope.scaling.type is 'dynamic', wanted none, linear, yarn, longrope": {
+        "llama.rope.scaling.type": "dynamic"
+    },
     "no tensor 'rope_factors_long.weight' for": {"llama.rope.scaling.type": "longrope"},
     "rms_epsilon' is 1e.308, beyond the range of f32": {
-        "llama.attention.layer_norm_rms_epsilon": np.float64(1e308),
+        "llama.attention.layer_norm_rms_epsilon": np.float64(1e308)
     },
     "freq_base' is 1e-60, beyond the range of f32": {"llama.rope.freq_base": np.float64(1e-60)},
     "factor' is 1e.39, beyond the range of f32": {"llama.rope.scaling.factor": np.float64(1e39)},
     "threshold' has 1e.39, beyond the range of f32": {
-        "hotsplit.ffn.threshold": [np.float64(v) for v in (0.0, 1e39, 0.0)],
+        "hotsplit.ffn.threshold": [np.float64(v) for v in (0.0, 1e39, 0.0)]
     },
     "threshold' is not all finite": {"hotsplit.ffn.threshold": [0.0, float("inf"), 0.0]},
     "threshold' is not all finite and at least 0": {"hotsplit.ffn.threshold": [0.0, -1.0, 0.0]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("words", KEYS)

@@ -173,9 +173,14 @@ def test_small_blocks_that_are_not_finite_are_refused(stock, tmp_path, kind):
 def k_quantised(stock: Path, path: Path) -> None:
     """The stock file with random matrices as in a file of type Q4_K_M: q4_k, and q6_k for the
     embedding and the down projection of layer 0; other K-quants for some of layer 1."""
-    kinds = {"token_embd.weight": "q6_k", "blk.0.ffn_down.weight": "q6_k",
-             "blk.1.attn_q.weight": "q5_k", "blk.1.attn_output.weight": "q3_k",
-             "blk.1.ffn_up.weight": "q2_k", "blk.1.ffn_gate.weight": "iq4_xs"}  # fmt: skip
+    kinds = {
+        "token_embd.weight": "q6_k",
+        "blk.0.ffn_down.weight": "q6_k",
+        "blk.1.attn_q.weight": "q5_k",
+        "blk.1.attn_output.weight": "q3_k",
+        "blk.1.ffn_up.weight": "q2_k",
+        "blk.1.ffn_gate.weight": "iq4_xs",
+    }
     seeds = itertools.count()
 
     def packed_of(name, entry):
@@ -218,11 +223,15 @@ def test_k_quants_keep_their_bytes_except_where_transposed(stock, tmp_path):
     assert report.outtype == "q4_k_m" and report.model_id == old.model_id
     packed = [note for note in report.notes if "repacked" in note]
     assert [note.split(":")[0] for note in packed] == [
-        "q6_k repacked as q8_0", "q4_k repacked as q8_0"]  # fmt: skip
+        "q6_k repacked as q8_0",
+        "q4_k repacked as q8_0",
+    ]
     written = Written(
-        source=tmp_path / "k.gguf", path=tmp_path / "m.gguf", output=tmp_path / "m.gguf",
+        source=tmp_path / "k.gguf",
+        path=tmp_path / "m.gguf",
+        output=tmp_path / "m.gguf",
         restored=lambda: restored(tmp_path / "k.gguf", TensorTypes(outtype="f16"), new),
-    )  # fmt: skip
+    )
     assert "logits equal" in verify(written).line
 
 
@@ -274,9 +283,13 @@ def test_rows_of_partial_blocks_of_256_get_smaller_blocks_or_are_refused(tmp_pat
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "name, at",
-    [("blk.0.ffn_up.weight", 0), ("blk.0.ffn_up.weight", 2), ("blk.1.attn_q.weight", 2),
-     ("token_embd.weight", 208)],
-)  # fmt: skip
+    [
+        ("blk.0.ffn_up.weight", 0),
+        ("blk.0.ffn_up.weight", 2),
+        ("blk.1.attn_q.weight", 2),
+        ("token_embd.weight", 208),
+    ],
+)
 def test_k_quants_that_are_not_finite_are_refused(stock, tmp_path, name, at, value):
     k_quantised(stock, tmp_path / "k.gguf")
     _, tensors = read_gguf(tmp_path / "k.gguf", "model file")
@@ -332,8 +345,11 @@ def test_conversions_that_change_nothing_or_contradict_the_source_are_refused(
 def test_the_activation_of_a_stock_file_can_be_stated(tmp_path, activation):
     """llama.cpp's converter writes a ReLU model as if it were SiLU."""
     name, _, threshold = activation.partition("=")
-    folder = random_llama(tmp_path / "hf", hidden_act=name, **(
-        {"hidden_act_param": float(threshold)} if threshold else {}))  # fmt: skip
+    folder = random_llama(
+        tmp_path / "hf",
+        hidden_act=name,
+        **({"hidden_act_param": float(threshold)} if threshold else {}),
+    )
     run(folder, tmp_path / "want.gguf", outtype="f32")
     edit_config(folder, lambda c: c.update(hidden_act="silu"))
     run(folder, tmp_path / "stock.gguf", outtype="f32", layout="stock")
@@ -356,9 +372,12 @@ def test_tensor_types(silu, stock, tmp_path):
         assert kinds["blk.1.attn_norm.weight"] == "f32"
         assert rel_error(logits(tmp_path / "m.gguf"), transformers_logits(silu)) < 0.5
     for wrong, words in {
-        "ffn": "wanted NAME=TYPE", "ffn=q9": "'q9' is unknown", "=f32": "wanted NAME=TYPE",
-        "(=f32": "not a regular expression", "ffm_up=f32": "no tensor has such a name",
-    }.items():  # fmt: skip
+        "ffn": "wanted NAME=TYPE",
+        "ffn=q9": "'q9' is unknown",
+        "=f32": "wanted NAME=TYPE",
+        "(=f32": "not a regular expression",
+        "ffm_up=f32": "no tensor has such a name",
+    }.items():
         with pytest.raises(HotsplitError, match=words):
             run(silu, tmp_path / "n.gguf", tensor_types=(wrong,))
 
@@ -571,9 +590,13 @@ def whole_gate_predictors(folder: Path, checkpoint: Path) -> Path:
     eye = torch.eye(64)
     for layer in range(3):
         gate = weights[f"model.layers.{layer}.mlp.gate_proj.weight"]
-        torch.save({"fc1.weight": torch.cat([eye, -eye]),
-                    "fc2.weight": torch.cat([gate, -gate], dim=1).contiguous()},
-                   folder / f"model_{layer}.pt")  # fmt: skip
+        torch.save(
+            {
+                "fc1.weight": torch.cat([eye, -eye]),
+                "fc2.weight": torch.cat([gate, -gate], dim=1).contiguous(),
+            },
+            folder / f"model_{layer}.pt",
+        )
     return folder
 
 

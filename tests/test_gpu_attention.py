@@ -112,11 +112,15 @@ def test_rotate_append(kernels, dtype, is_adjacent, norms, width, position):
         if width == 32:  # head-major in memory, as in the runtime
             cache = cache.transpose(0, 2).contiguous().transpose(0, 2)
         which.rotate_append(
-            qkv, frequencies(width), vector(width, 2) if norms == "both" else None,
+            qkv,
+            frequencies(width),
+            vector(width, 2) if norms == "both" else None,
             vector(width, 3) if norms != "none" else None,
-            torch.tensor([position], device=device()), cache[:, 0], cache[:, 1],
+            torch.tensor([position], device=device()),
+            cache[:, 0],
+            cache[:, 1],
             heads_of(width=width, is_adjacent=is_adjacent),
-        )  # fmt: skip
+        )
         found.append((qkv, cache))
     (got, got_cache), (want, want_cache) = found
     size = (want.abs().max() + want_cache.abs().max()).double()
@@ -140,9 +144,14 @@ def test_magnitude_of_a_rotation(kernels, num_rows):
             qkv = qkv[0] if num_rows == 1 else qkv
             position = torch.arange(5, 5 + num_rows, device=device())
             which.rotate_append(
-                qkv, frequencies(64), None, None, position, *cache,
+                qkv,
+                frequencies(64),
+                None,
+                None,
+                position,
+                *cache,
                 heads_of(width=64, is_adjacent=True, magnitude=magnitude),
-            )  # fmt: skip
+            )
             found[which is REFERENCE, magnitude] = torch.cat([qkv.flatten(), cache.flatten()])
     want = found[True, 1.25]
     assert_close(found[False, 1.25], want, 32 * EPS * want.abs().max())
@@ -201,8 +210,14 @@ def test_values_with_a_norm(kernels, num_rows, num_kv_projections, width=40):
         qkv = qkv[0] if num_rows == 1 else qkv
         cache, at = torch.zeros(2, 9, 2, width, device=device()), torch.arange(5, 5 + num_rows)
         which.rotate_append(
-            qkv, frequencies(width), vector(width, 2), vector(width, 3), at.to(device()), *cache, spec
-        )  # fmt: skip
+            qkv,
+            frequencies(width),
+            vector(width, 2),
+            vector(width, 3),
+            at.to(device()),
+            *cache,
+            spec,
+        )
         found.append((qkv, cache))
     (got, got_cache), (want, want_cache) = found
     assert_close(got, want, 64 * EPS)
@@ -223,10 +238,15 @@ def test_heads_that_rotate_in_part_before_gates(kernels, is_adjacent, width=40, 
     for which in (kernels, REFERENCE):
         qkv, cache = vector(6 * width), torch.zeros(9, 2, 1, width, device=device())
         which.rotate_append(
-            qkv, frequencies(rotated), vector(width, 2), vector(width, 3),
-            torch.tensor([7], device=device()), cache[:, 0], cache[:, 1],
+            qkv,
+            frequencies(rotated),
+            vector(width, 2),
+            vector(width, 3),
+            torch.tensor([7], device=device()),
+            cache[:, 0],
+            cache[:, 1],
             heads_of(2, 1, width, is_gated=True, **turn),
-        )  # fmt: skip
+        )
         found.append((qkv.view(6, width), cache))
     (got, got_cache), (want, want_cache) = found
     assert_close(got, want, 64 * EPS)
@@ -241,9 +261,15 @@ def test_heads_that_rotate_in_part_before_gates(kernels, is_adjacent, width=40, 
     narrow = torch.cat([plain[:rotated], torch.zeros(2 * rotated, device=device())])
     none = torch.zeros(9, 2, 1, rotated, device=device())
     kernels.rotate_append(
-        narrow, frequencies(rotated), None, None, at, none[:, 0], none[:, 1],
+        narrow,
+        frequencies(rotated),
+        None,
+        None,
+        at,
+        none[:, 0],
+        none[:, 1],
         heads_of(1, 1, rotated, **turn),
-    )  # fmt: skip
+    )
     assert_close(got[0, :rotated], narrow[:rotated], 8 * EPS)
     assert_close(got[0, rotated:], plain[rotated:width], 8 * EPS)
 
@@ -281,8 +307,20 @@ def test_no_rotation(kernels):
 # ---- attention -----------------------------------------------------------------------------
 
 
-def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=torch.float16, by=1.0,
-              window=None, scale=None, sink=None, cap=None):  # fmt: skip
+def attention(
+    which,
+    position,
+    *,
+    context=200,
+    heads=(4, 2),
+    width=32,
+    dtype=torch.float16,
+    by=1.0,
+    window=None,
+    scale=None,
+    sink=None,
+    cap=None,
+):
     """The output of `attend`, f32 [H, W]. Scratch, the cache after `position` and tiles wholly before
     the window hold NaN."""
     num_heads, num_kv = heads
@@ -298,11 +336,22 @@ def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=tor
     out = torch.full((num_heads, width), NAN, device=device())
     at = torch.tensor([position], device=device())
     which.attend(
-        qkv, cache[:, 0], cache[:, 1], at,
-        heads_of(*heads, width, scale=scale, window=window, score_cap=cap,
-                 head_sinks=None if sink is None else HeadVector("sinks")), scratch, out,
+        qkv,
+        cache[:, 0],
+        cache[:, 1],
+        at,
+        heads_of(
+            *heads,
+            width,
+            scale=scale,
+            window=window,
+            score_cap=cap,
+            head_sinks=None if sink is None else HeadVector("sinks"),
+        ),
+        scratch,
+        out,
         vectors={} if sink is None else {"head_sinks": sink + vector(num_heads, 5)},
-    )  # fmt: skip
+    )
     return out
 
 
@@ -323,14 +372,17 @@ def assert_attention(kernels, position, **options):
     [
         *((position, {}) for position in (0, 1, 62, 63, 64, 65, 127, 128, 199)),
         *((150, {"heads": heads, "window": 70}) for heads in ((4, 1), (6, 2))),
-        *((70, {"heads": heads, "width": width})
-          for heads in ((2, 2), (4, 1), (8, 1)) for width in (32, 64, 80, 128)),
+        *(
+            (70, {"heads": heads, "width": width})
+            for heads in ((2, 2), (4, 1), (8, 1))
+            for width in (32, 64, 80, 128)
+        ),
         *((5, {"heads": heads}) for heads in ((1, 1), (6, 2))),  # one head, groups of three
         # Scores are from -56 to 47: one position has 0.67 to 0.9999 of a head's weight, and nearly
         # all other weights are below 1e-7.
         *((130, {"dtype": dtype, "by": 16.0}) for dtype in (torch.float16, torch.float32)),
     ],
-)  # fmt: skip
+)
 def test_attend(kernels, position, options):
     """At every edge, with grouped heads, in a window, and with one dominant position."""
     assert_attention(kernels, position, **options)
@@ -381,9 +433,14 @@ def test_gates_of_the_heads_output(kernels, shape, heads=4, num_kv=2, width=32, 
         out = torch.full((*shape, heads, width), NAN, device=device())
         qkv = own.flatten(1).view(*shape, -1).contiguous()
         which.attend(
-            qkv, keys, values, at, heads_of(heads, num_kv, scale=0.3, is_gated=is_gated),
-            scratch.to(device()), out,
-        )  # fmt: skip
+            qkv,
+            keys,
+            values,
+            at,
+            heads_of(heads, num_kv, scale=0.3, is_gated=is_gated),
+            scratch.to(device()),
+            out,
+        )
         found.append(out.view(rows, heads, width))
     assert_close(found[0], found[1].double() * of_head[:, 1:8:2].double().sigmoid(), 1e-5)
 

@@ -16,12 +16,35 @@ from gpu_compilation import FILE_KINDS, FLOATS, TILE_KINDS
 from gpu_matrices import KINDS
 
 SCRIPT = Path(__file__).with_name("gpu_compilation.py")
-FOR_MATRICES = {"_unpack": 4, "_dot": 1, "_predict": 1, "_gate_up": 3, "_down": 2,
-                "_expert_gate_up": 1, "_expert_down": 1, "_expert_sum": 1}  # fmt: skip
+FOR_MATRICES = {
+    "_unpack": 4,
+    "_dot": 1,
+    "_predict": 1,
+    "_gate_up": 3,
+    "_down": 2,
+    "_expert_gate_up": 1,
+    "_expert_down": 1,
+    "_expert_sum": 1,
+}
 FOR_BLOCKS = {"_multiply": 3, "_multiply_down": 2}  # and for these kinds alone
-FOR_VECTORS = {"_round_tokens": 2, "_hidden_tokens": 3, "_add_norm": 3, "_rotate_append": 4, "_attend_part": 8, "_attend_join": 8,
-               "_attend_tokens": 6, "_choose_experts": 2, "_convolve": 1, "_delta_rule": 1, "_gate_norm": 1,
-               "_predict_planes": 1, "_correct_planes": 1, "_add_to_planes": 1, "_scatter": 1, "_pack_open": 1}  # fmt: skip
+FOR_VECTORS = {
+    "_round_tokens": 2,
+    "_hidden_tokens": 3,
+    "_add_norm": 3,
+    "_rotate_append": 4,
+    "_attend_part": 8,
+    "_attend_join": 8,
+    "_attend_tokens": 6,
+    "_choose_experts": 2,
+    "_convolve": 1,
+    "_delta_rule": 1,
+    "_gate_norm": 1,
+    "_predict_planes": 1,
+    "_correct_planes": 1,
+    "_add_to_planes": 1,
+    "_scatter": 1,
+    "_pack_open": 1,
+}
 HOPPER, ADA = 90, 89
 # The most of a block on most cards; those before 8.0 use smaller tiles.
 SHARED_BYTES = {"_attend_tokens": 99 << 10}

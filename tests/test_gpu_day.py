@@ -36,9 +36,14 @@ del sys.path[:2]
 
 TABLE = Table(title="speed", columns=("what", "ms"), rows=[["a", "1"]])
 TOY = make_sizes(
-    num_layers=2, width=256, num_neurons=512, num_heads=4, num_kv_heads=4, vocab_size=384,
+    num_layers=2,
+    width=256,
+    num_neurons=512,
+    num_heads=4,
+    num_kv_heads=4,
+    vocab_size=384,
     context_length=1024,
-)  # fmt: skip
+)
 needs_kernels = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels here")
 
 # ---- sections ------------------------------------------------------------------------------
@@ -149,8 +154,10 @@ def script(tmp_path, name, text):
 
 def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path):
     child = tmp_path / "child"
-    text = (f"import subprocess, time\nprint('begun', flush=True)\nopen({str(child)!r}, 'w')"
-            ".write(str(subprocess.Popen(['sleep', '60']).pid))\ntime.sleep(60)")  # fmt: skip
+    text = (
+        f"import subprocess, time\nprint('begun', flush=True)\nopen({str(child)!r}, 'w')"
+        ".write(str(subprocess.Popen(['sleep', '60']).pid))\ntime.sleep(60)"
+    )
     hangs = script(tmp_path, "hangs", text)
     short = gpu_day.Part(name="hangs", command=hangs.command, most_s=1.5, result=hangs.result)
     day = day_of(tmp_path, short, script(tmp_path, "next", "print('fine')"))
@@ -224,10 +231,14 @@ def test_an_interrupted_day_prints_its_page_and_keeps_its_results(tmp_path):
 
 
 def test_every_part_is_a_command_that_its_program_accepts(tmp_path):
-    lines = {"gpu_handover.py": gpu_handover.parser, "run.py": gpu_run.command_line,
-             "gpu_trained.py": gpu_trained.command_line, "gpu.py": gpu.command_line,
-             "gpu_experts.py": gpu_experts.command_line,
-             "gpu_prompts.py": gpu_prompts.command_line}  # fmt: skip
+    lines = {
+        "gpu_handover.py": gpu_handover.parser,
+        "run.py": gpu_run.command_line,
+        "gpu_trained.py": gpu_trained.command_line,
+        "gpu.py": gpu.command_line,
+        "gpu_experts.py": gpu_experts.command_line,
+        "gpu_prompts.py": gpu_prompts.command_line,
+    }
     for rival in (None, tmp_path):
         for each in gpu_day.parts_of(tmp_path, tmp_path, rival):
             words = [word.format(seconds="10", minutes="0.5") for word in each.command]
@@ -236,8 +247,10 @@ def test_every_part_is_a_command_that_its_program_accepts(tmp_path):
             place = is_bench or (asked.output if asked.output.suffix == "" else asked.output.parent)
             assert place == each.result.parent, each.name
             assert getattr(asked, "rival", rival) == rival
-    first, rest = ({job.name for job in gpu_run.chosen(gpu_run.jobs_of("cuda"), only, without)}
-                   for only, without in ((gpu_day.TESTS, None), (None, gpu_day.TESTS)))  # fmt: skip
+    first, rest = (
+        {job.name for job in gpu_run.chosen(gpu_run.jobs_of("cuda"), only, without)}
+        for only, without in ((gpu_day.TESTS, None), (None, gpu_day.TESTS))
+    )
     assert first | rest == {job.name for job in gpu_run.jobs_of("cuda")} and not first & rest
     assert {"test_memory", "test_step-0"} <= first
 
@@ -279,8 +292,9 @@ def test_a_hand_over_whose_flag_never_comes_is_reported(monkeypatch, small):
     """And ends, on both sides: the server releases all flags."""
     fake = gpu_handover.FakeGpu()
     buffers = forms.Buffers(fake)
-    known = round_trips.Bench(gpu=fake, host=gpu_handover.Host(), buffers=buffers, cores=1,
-                              is_small=True).forms()  # fmt: skip
+    known = round_trips.Bench(
+        gpu=fake, host=gpu_handover.Host(), buffers=buffers, cores=1, is_small=True
+    ).forms()
     assert known.added_us(forms.MEMOPS, 1, 0.0, 1) is not None
     monkeypatch.setattr(forms, "LIMIT_NS", 20_000_000)
     monkeypatch.setattr(fake, "write", lambda address, value: None)
@@ -307,8 +321,10 @@ def test_the_kernels_of_the_handover_benchmark_compile():
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE.format(paths=[str(ROOT / "tests"), BENCHMARKS])],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     names = ["busy", "put", "add"] * 2 + ["answer", "empty", "norm", "product"] * 2
     assert done.stdout.split() == names
@@ -376,8 +392,12 @@ def test_a_model_is_run_as_a_user_types_it(tmp_path, monkeypatch):
 
 
 def test_a_prediction_is_that_of_the_plan_for_the_budget(tmp_path, monkeypatch):
-    report = {"decode_per_s": 100.0, "prefill_s": 0.5, "run": {"made": ["plan"]},
-              "memory": [{"peak_reserved": 3 << 20}]}  # fmt: skip
+    report = {
+        "decode_per_s": 100.0,
+        "prefill_s": 0.5,
+        "run": {"made": ["plan"]},
+        "memory": [{"peak_reserved": 3 << 20}],
+    }
     calls = []
     monkeypatch.setattr(gpu_trained, "run", lambda *given: calls.append(given) or report)
     monkeypatch.setattr(gpu_trained, "predicted_s", lambda cache, vram: 0.004)

@@ -97,13 +97,15 @@ CASES = {
     "after other rows": Case(passes=(((0, 5, 4, 0),),), heads=(1, 3), widths=(20, 7)),
     "two taps, wide keys": Case(passes=(((0, 3, 1, 5),),), taps=2, widths=(40, 33), heads=(1, 1)),
     "several texts": Case(
-        passes=(((0, 1, 0, 1), (1, 3, -1, 2), (4, 2, 3, 4), (0, 0, 0, 0)),), inner=((1, 5),),
-        heads=(2, 4), is_grouped=True,
+        passes=(((0, 1, 0, 1), (1, 3, -1, 2), (4, 2, 3, 4), (0, 0, 0, 0)),),
+        inner=((1, 5),),
+        heads=(2, 4),
+        is_grouped=True,
     ),
     "two passes": Case(
-        passes=(((0, 2, 0, 1), (2, 1, 2, 3)), ((3, 2, 1, 4), (0, 0, 0, 5))), heads=(2, 4),
+        passes=(((0, 2, 0, 1), (2, 1, 2, 3)), ((3, 2, 1, 4), (0, 0, 0, 5))), heads=(2, 4)
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -130,11 +132,13 @@ def test_the_reference_is_the_equations():
     channels = 2 * keys + heads * of_value
     given = {
         "x": case.values(ROWS, channels + heads * (of_value + 2), seed=1),
-        "taps": case.values(channels, 4, seed=2), "weight": case.values(of_value, seed=3),
-        "bias": 4 * case.values(heads, seed=4), "rate": -case.values(heads, seed=5).exp(),
+        "taps": case.values(channels, 4, seed=2),
+        "weight": case.values(of_value, seed=3),
+        "bias": 4 * case.values(heads, seed=4),
+        "rate": -case.values(heads, seed=5).exp(),
         "conv": case.values(SLOTS, 3, channels, seed=6)[source],
         "state": case.values(SLOTS, heads, width, of_value, seed=7)[source],
-    }  # fmt: skip
+    }
     x, taps, weight, bias, rate, conv, state = (v.double().cpu().numpy() for v in given.values())
     inputs = [*conv, *x[:, :channels]]
     for row in range(count):
@@ -217,10 +221,11 @@ def test_ptx(name, arch):
         ("_convolve", "ex2.approx.f32", "abs.f32"),
         ("_convolve", "setp.gt.s64", "setp.ge.s64"),
         ("_delta_rule", "shfl.sync.bfly.b32", "shfl.sync.up.b32"),
-        ("_delta_rule", "sub.f32", "add.f32"), ("_delta_rule", "bar.sync", "//"),
+        ("_delta_rule", "sub.f32", "add.f32"),
+        ("_delta_rule", "bar.sync", "//"),
         ("_gate_norm", "bar.sync", "//"),
     ],
-)  # fmt: skip
+)
 def test_planted_faults_are_found(kernel, old, new):
     def edit(name: str, text: str) -> str:
         if name != kernel:

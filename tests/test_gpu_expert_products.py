@@ -21,10 +21,7 @@ from hotsplit.runtime.kernels.gpu.expert_pairs import Pairs, Part, pairs_of
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
 
-from hotsplit.runtime.kernels.gpu.kernels import (  # noqa: E402
-    reference_kernels,
-    triton_kernels,
-)
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels  # noqa: E402
 
 NUM_USED = 2
 WAYS = {"triton": triton_kernels, "reference": reference_kernels}
@@ -117,8 +114,12 @@ def assert_sums(kernels, kind, parts=PARTS, *, num_rows=64, width=0, slack=1.0):
     sizes_NK = sizes(plain).view(3, num_rows, width).transpose(1, 2).flatten(0, 1)
     for own in pairs(parts):
         hidden, power = as_input(kind, own.number, num_rows), powers(own.number)
-        given = {"tile_G3": own.tile_G3, "row_2P": own.out_2P, "factor_P": factor_P,
-                 "tile_size": own.tile_size}  # fmt: skip
+        given = {
+            "tile_G3": own.tile_G3,
+            "row_2P": own.out_2P,
+            "factor_P": factor_P,
+            "tile_size": own.tile_size,
+        }
         got, want = (torch.full((total, width), 7.0, device=device()) for _ in range(2))
         kernels.multiply_down(matrix, hidden, power, got, is_added=False, bias_D=bias_D, **given)
         REFERENCE.multiply_down(plain, hidden, power, want, is_added=False, bias_D=bias_D, **given)

@@ -38,9 +38,13 @@ ROUTES = {
     "sigmoid": Route(num_experts=40, num_used=6, gating="sigmoid", has_choice_bias=True, scale=2.5),
     "groups": Route(num_experts=12, num_used=4, gating="sigmoid", has_choice_bias=True, **GROUPS),
     "of chosen": Route(
-        num_experts=8, num_used=4, gating="softmax_of_chosen", renormalises=False, has_choice_bias=True
+        num_experts=8,
+        num_used=4,
+        gating="softmax_of_chosen",
+        renormalises=False,
+        has_choice_bias=True,
     ),
-}  # fmt: skip
+}
 PLACES = [-1, 2, 0, -1, 1]  # of five experts; three are stored
 E, K = len(PLACES), 3
 # Rows of all types are unpacked by functions that other tests compare.
@@ -64,9 +68,12 @@ def test_the_choice_equals_its_definition(kernels, name):
         scale_E = vector(spec.num_experts, 70) if seed == 3 else None
         diagonal = np.diag(logit_E.cpu().numpy())
         want_ids, want_K = route_ref(
-            spec, diagonal, np.ones(spec.num_experts), choice_bias_E=bias,
+            spec,
+            diagonal,
+            np.ones(spec.num_experts),
+            choice_bias_E=bias,
             scale_E=None if scale_E is None else scale_E.cpu().numpy(),
-        )  # fmt: skip
+        )
         for which in (kernels, REFERENCE):
             expert_K, weight_K = chosen(which, spec, logit_E, bias_E, scale_E=scale_E)
             assert expert_K.tolist() == want_ids

@@ -18,9 +18,25 @@ assert callable(as_on_a_gpu)  # a fixture
 TOKENS = 40
 # Operations of torch that launch nothing on a GPU: views, and memory without values.
 FREE = {
-    "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty",
-    "permute", "select", "slice", "split", "split_with_sizes", "t", "transpose", "unbind", "unsqueeze", "view",
-}  # fmt: skip
+    "_unsafe_view",
+    "alias",
+    "as_strided",
+    "detach",
+    "empty",
+    "empty_like",
+    "expand",
+    "new_empty",
+    "permute",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "t",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "view",
+}
 # Norm and sum; queries, keys and values; rotation and cache; attention; output; norm and sum;
 # gate; up; hidden values; down.
 LAYER = {"round_tokens": 2, "rotate_append": 1, "attend_tokens": 1, "hidden_tokens": 1}

@@ -48,9 +48,7 @@ def assert_hidden(kernels, gate, up, x, activation, threshold, **options):
     rule = Gate(
         activation=activation, threshold=threshold, computes_all=options.get("is_dense", False)
     )
-    arguments = (
-        gate, gate_bias, up, up_bias, options.get("id_N"), options.get("named"), x, rule
-    )  # fmt: skip
+    arguments = (gate, gate_bias, up, up_bias, options.get("id_N"), options.get("named"), x, rule)
     out = torch.full((gate.num_rows,), NAN, device=device())
     got, want = both(kernels, "gate_up", out, *arguments)
     bound = hidden_bound(gate, gate_bias, up, up_bias, x, want).nan_to_num()
@@ -114,9 +112,15 @@ def test_named_neurons_are_looked_up_by_their_ids(kernels, num_neurons):
     is_named = torch.rand(200, generator=torch.Generator().manual_seed(4)) < 0.5
     is_named[ids[0]] = True
     got = assert_hidden(
-        kernels, gate, up, vector(32), "silu", 0.0,
-        id_N=ids.int().to(device()), named=pack_bits(is_named.to(device())),
-    )  # fmt: skip
+        kernels,
+        gate,
+        up,
+        vector(32),
+        "silu",
+        0.0,
+        id_N=ids.int().to(device()),
+        named=pack_bits(is_named.to(device())),
+    )
     assert torch.equal((got != 0).cpu(), is_named[ids])
 
 

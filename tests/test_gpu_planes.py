@@ -10,11 +10,7 @@ from test_gpu_tokens import ERRORS, is_right, rounded, values
 from hotsplit.model import planes as blocks
 from hotsplit.model.planes import MOST_PLANES
 from hotsplit.runtime.kernels.gate import Gate
-from hotsplit.runtime.kernels.gpu.plane_kernels import (
-    add_to_planes,
-    correct_planes,
-    predict_planes,
-)
+from hotsplit.runtime.kernels.gpu.plane_kernels import add_to_planes, correct_planes, predict_planes
 from hotsplit.runtime.ops.planes import CorrectPlanes, PredictPlanes, Router
 
 triton = pytest.importorskip("triton")
@@ -90,9 +86,15 @@ def test_gates_are_cut_off_by_their_mean_and_deviation(dtype, cutoff):
         up_TN = up_TN if is_gated else None
         rule = Gate(activation="gelu_tanh", cutoff=cutoff)
         got, want = rounded(
-            "hidden_tokens", gate_TN, up_TN, None, rule, shape=(count, number), dtype=dtype,
+            "hidden_tokens",
+            gate_TN,
+            up_TN,
+            None,
+            rule,
+            shape=(count, number),
+            dtype=dtype,
             has_power=dtype == torch.float16,
-        )  # fmt: skip
+        )
         largest_T = want[0].abs().amax(dim=1)
         assert is_right(got[0], want[0], 4 * ERRORS[dtype], largest_T)
         hidden_TN = rule.hidden(rule.act(rule.prepare(gate_TN))[0], up_TN)

@@ -27,10 +27,7 @@ from hotsplit.runtime.kernels.gpu.products import tokens_of_tile
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
 
-from hotsplit.runtime.kernels.gpu.kernels import (  # noqa: E402
-    reference_kernels,
-    triton_kernels,
-)
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels  # noqa: E402
 
 F16 = 2.0**-11  # the relative error of rounding a weight to f16
 BLOCKS = [kind for kind in KINDS if kind not in FLOATS] + ["q4_0", "q8_0", "q6_k"]
@@ -122,10 +119,7 @@ def test_the_check_of_a_device_knows_a_wrong_product():
     fast, plain = triton_kernels(), reference_kernels()
     for launch, name in (
         (Launch.of("multiply", matrix, None, x_TD, power_T, out_TN), "out_TN"),
-        (
-            Launch.of("multiply_down", matrix, hidden_TN, power_T, out_TD, is_added=True),
-            "out_TD",
-        ),
+        (Launch.of("multiply_down", matrix, hidden_TN, power_T, out_TD, is_added=True), "out_TD"),
     ):
         check_launch(launch, fast, plain, lambda: None)
 

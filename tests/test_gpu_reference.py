@@ -109,9 +109,16 @@ def test_gate_up(activation, is_gated, is_dense):
     got = vector(40)
     rule = Gate(activation=activation, threshold=0.15, computes_all=is_dense)
     reference.gate_up(
-        gate, vector(40, 6), up if is_gated else None, vector(40, 7) if is_gated else None,
-        ids.int(), pack_bits(is_named), x, rule, got,
-    )  # fmt: skip
+        gate,
+        vector(40, 6),
+        up if is_gated else None,
+        vector(40, 7) if is_gated else None,
+        ids.int(),
+        pack_bits(is_named),
+        x,
+        rule,
+        got,
+    )
     value, _ = rule.act(unpack(gate.data, "f16") @ x + vector(40, 6))
     upper = unpack(up.data, up.kind) @ x + vector(40, 7) if is_gated else None
     want = rule.hidden(value, upper) * is_named[ids]
@@ -127,9 +134,11 @@ def test_predict(kind):
     reference.dot(down, None, x, inner, has_relu=kind == "relu")
     reference.predict(up, vector(45, 3), inner, 0.4, named)
     predictor = Predictor(
-        kind=kind, down=Linear(weight=down), up=Linear(weight=up, bias_N=vector(45, 3)),
+        kind=kind,
+        down=Linear(weight=down),
+        up=Linear(weight=up, bias_N=vector(45, 3)),
         threshold=0.4,
-    )  # fmt: skip
+    )
     want = predictor.scores(x[None])[0] > 0.4
     assert unpack_bits(named).tolist() == want.tolist() + [False] * 19
     assert 0 < want.sum() < 45
@@ -173,9 +182,12 @@ def test_attention(is_adjacent, magnitude):
     got_cache = vector(6 * 2 * num_kv * width, 5).view(2, 6, num_kv, width)
     key_BKPX, value_BKPX = got_cache.clone().transpose(1, 2).contiguous()[:, None]
     want_cache = LayerCache(
-        key_BKPX=key_BKPX, value_BKPX=value_BKPX, table=BlockTable(1, 6), head_width=width,
+        key_BKPX=key_BKPX,
+        value_BKPX=value_BKPX,
+        table=BlockTable(1, 6),
+        head_width=width,
         types=CacheTypes.of("f32"),
-    )  # fmt: skip
+    )
     for start, has_norms in ((3, True), (4, False)):
         qkv = vector(8 * width, start)
         query, key, value = qkv.clone().view(1, 8, width).split([num_heads, num_kv, num_kv], dim=1)
@@ -184,9 +196,10 @@ def test_attention(is_adjacent, magnitude):
         turn = rotary.turn(start, 1)
         keys, values = want_cache.append(0, start, turn.apply(key), value)
         spec = heads_of(
-            is_adjacent=is_adjacent, magnitude=magnitude,
+            is_adjacent=is_adjacent,
+            magnitude=magnitude,
             **({"scale": 0.2} if has_norms else {"window": 3}),
-        )  # fmt: skip
+        )
         want = attend.attend(turn.apply(query), keys, values, spec)[0]
         weights = [norm.weight_D if has_norms else None for norm in norms]
         position, got = torch.tensor([start]), torch.empty(num_heads, width)

@@ -101,9 +101,15 @@ def test_dot(kernels, kind, num_rows):
     whole = torch.full((num_rows, 9), 7.0, device=device())
     bias = vector(5, seed=2) if num_rows == 2 else None
     found = assert_rows_as_alone(
-        kernels, "dot", is_exact=is_exact(kind), matrix=matrix, bias_N=bias, x_D=vectors(num_rows, matrix.width),
-        out_N=whole[:, 2:7], has_relu=num_rows == 2,
-    )  # fmt: skip
+        kernels,
+        "dot",
+        is_exact=is_exact(kind),
+        matrix=matrix,
+        bias_N=bias,
+        x_D=vectors(num_rows, matrix.width),
+        out_N=whole[:, 2:7],
+        has_relu=num_rows == 2,
+    )
     want = torch.empty(num_rows, 5, device=device())
     REFERENCE.dot(matrix, bias, found["x_D"], want, has_relu=num_rows == 2)
     assert_close(found["out_N"], want, 1e-4 * want.abs().max())
@@ -115,9 +121,13 @@ def test_dot(kernels, kind, num_rows):
 def test_dot_of_every_number_of_rows(kernels, kind, num_rows):
     matrix = make_matrix(kind, 1, block_width(kind))
     assert_rows_as_alone(
-        kernels, "dot", matrix=matrix, bias_N=None, x_D=vectors(num_rows, matrix.width),
+        kernels,
+        "dot",
+        matrix=matrix,
+        bias_N=None,
+        x_D=vectors(num_rows, matrix.width),
         out_N=empty(num_rows, 1),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("is_added", [False, True])
@@ -125,7 +135,9 @@ def test_embed(kernels, is_added):
     matrix = make_matrix("q8_0_planar", 9, 64)
     index = torch.tensor([3, 0, 8, 3], device=device())
     out = vectors(4, 64, 2)
-    assert_rows_as_alone(kernels, "embed", matrix=matrix, index_1=index, out_D=out, is_added=is_added)  # fmt: skip
+    assert_rows_as_alone(
+        kernels, "embed", matrix=matrix, index_1=index, out_D=out, is_added=is_added
+    )
     assert not torch.equal(out[0], out[1])
 
 
@@ -141,9 +153,14 @@ def test_embed_times_a_scale(kernels):
 def test_predict(kernels, kind, num_rows):
     matrix = make_matrix(kind, 37, block_width(kind))
     found = assert_rows_as_alone(
-        kernels, "predict", up=matrix, bias_F=vector(37, 2), inner_R=vectors(num_rows, matrix.width),
-        threshold=1.5, named_B=empty(num_rows, 2, dtype=torch.int32),
-    )  # fmt: skip
+        kernels,
+        "predict",
+        up=matrix,
+        bias_F=vector(37, 2),
+        inner_R=vectors(num_rows, matrix.width),
+        threshold=1.5,
+        named_B=empty(num_rows, 2, dtype=torch.int32),
+    )
     assert len({tuple(row.tolist()) for row in found["named_B"]}) > 1
 
 
@@ -161,10 +178,19 @@ def test_gate_up(kernels, kind, num_rows):
     width = block_width(kind)
     gate, up = (make_matrix(kind, 9, width, seed=seed) for seed in (0, 5))
     found = assert_rows_as_alone(
-        kernels, "gate_up", is_exact=is_exact(kind), gate=gate, gate_bias_N=None, up=up,
-        up_bias_N=None, id_N=None, named_B=names(num_rows, 9), x_D=vectors(num_rows, width), rule=Gate(activation="fatrelu", threshold=0.2),
+        kernels,
+        "gate_up",
+        is_exact=is_exact(kind),
+        gate=gate,
+        gate_bias_N=None,
+        up=up,
+        up_bias_N=None,
+        id_N=None,
+        named_B=names(num_rows, 9),
+        x_D=vectors(num_rows, width),
+        rule=Gate(activation="fatrelu", threshold=0.2),
         hidden_N=empty(num_rows, 9),
-    )  # fmt: skip
+    )
     is_open = found["hidden_N"] != 0
     assert (is_open.any(dim=0) & ~is_open.all(dim=0)).any()
 
@@ -175,10 +201,18 @@ def test_gate_up_with_ids_biases_and_types(kernels, activation, is_dense):
     gate, up = make_matrix("f16", 13, 64), make_matrix("q8_0_planar", 13, 64, seed=5)
     ids = torch.randperm(40, generator=torch.Generator().manual_seed(3))[:13].int().to(device())
     assert_rows_as_alone(
-        kernels, "gate_up", gate=gate, gate_bias_N=vector(13, 6), up=up, up_bias_N=vector(13, 7),
-        id_N=ids, named_B=None if is_dense else names(4, 40, share=0.7), x_D=vectors(4, 64),
-        rule=Gate(activation=activation, threshold=0.1, computes_all=is_dense), hidden_N=empty(4, 13),
-    )  # fmt: skip
+        kernels,
+        "gate_up",
+        gate=gate,
+        gate_bias_N=vector(13, 6),
+        up=up,
+        up_bias_N=vector(13, 7),
+        id_N=ids,
+        named_B=None if is_dense else names(4, 40, share=0.7),
+        x_D=vectors(4, 64),
+        rule=Gate(activation=activation, threshold=0.1, computes_all=is_dense),
+        hidden_N=empty(4, 13),
+    )
 
 
 @pytest.mark.parametrize("skips_zeros", [False, True])
@@ -189,9 +223,14 @@ def test_down(kernels, kind, num_rows, skips_zeros):
     hidden = vectors(num_rows, 70, 3)
     hidden[vectors(num_rows, 70, 4).abs() < 1.0] = 0
     found = assert_rows_as_alone(
-        kernels, "down", is_exact=is_exact(kind), down=matrix, hidden_N=hidden, parts_SD=empty(2, num_rows, matrix.width),
+        kernels,
+        "down",
+        is_exact=is_exact(kind),
+        down=matrix,
+        hidden_N=hidden,
+        parts_SD=empty(2, num_rows, matrix.width),
         skips_zeros=skips_zeros,
-    )  # fmt: skip
+    )
     want = torch.empty_like(found["parts_SD"])
     REFERENCE.down(matrix, hidden, want, skips_zeros=skips_zeros)
     assert_close(found["parts_SD"], want, 1e-4 * want.abs().max())
@@ -219,10 +258,12 @@ def test_a_row_does_not_see_another_ones_nan(kernels):
 def test_add_norm(kernels, has_bias, num_rows):
     width = 96
     given = {
-        "x_D": vectors(num_rows, width), "weight_D": vector(width, 3), "epsilon": 1e-5,
+        "x_D": vectors(num_rows, width),
+        "weight_D": vector(width, 3),
+        "epsilon": 1e-5,
         "parts_PD": vector(3 * num_rows * width, 2).view(3, num_rows, width),
         "bias_D": vector(width, 4) if has_bias else None,
-    }  # fmt: skip
+    }
     out, x_out = empty(num_rows, width), empty(num_rows, width)
     assert_rows_as_alone(kernels, "add_norm", **given, out_D=out, x_out_D=x_out)
     in_place = given["x_D"]
@@ -250,10 +291,14 @@ def paged(dtype, num_kv=2, width=32, seed=2):
 def attending(num_rows, dtype=torch.float16, heads=4):
     key, value, table = paged(dtype)
     return {
-        "qkv": vectors(num_rows, (heads + 4) * 32), "key_CKW": key, "value_CKW": value,
-        "position_1": torch.tensor(POSITIONS[:num_rows], device=device()), "spec": heads_of(heads),
-        "sequence_1": torch.tensor(SEQUENCES[:num_rows], device=device()).int(), "table_SN": table,
-    }  # fmt: skip
+        "qkv": vectors(num_rows, (heads + 4) * 32),
+        "key_CKW": key,
+        "value_CKW": value,
+        "position_1": torch.tensor(POSITIONS[:num_rows], device=device()),
+        "spec": heads_of(heads),
+        "sequence_1": torch.tensor(SEQUENCES[:num_rows], device=device()).int(),
+        "table_SN": table,
+    }
 
 
 def whole(given: dict, row: int) -> dict:
@@ -294,10 +339,16 @@ def test_attend_of_rows_of_one_sequence(kernels, window):
     cache = vector(200 * 2 * 2 * 32, 2).view(200, 2, 2, 32).half()
     size = ranges.attend_scratch(200, 4, 32)
     assert_rows_as_alone(
-        kernels, "attend", qkv=vectors(4, 8 * 32), key_CKW=cache[:, 0], value_CKW=cache[:, 1],
-        position_1=torch.arange(62, 66, device=device()), spec=heads_of(window=window),
-        scratch=empty(4 * size), out_HW=empty(4, 4 * 32),
-    )  # fmt: skip
+        kernels,
+        "attend",
+        qkv=vectors(4, 8 * 32),
+        key_CKW=cache[:, 0],
+        value_CKW=cache[:, 1],
+        position_1=torch.arange(62, 66, device=device()),
+        spec=heads_of(window=window),
+        scratch=empty(4 * size),
+        out_HW=empty(4, 4 * 32),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -312,9 +363,10 @@ def test_append_to_blocks(kernels, num_rows, dtype):
         if num_rows == 1:
             given["qkv"] = given["qkv"][0]
         options = {
-            "frequency_W2": frequency, "query_weight_W": vector(32, 2),
+            "frequency_W2": frequency,
+            "query_weight_W": vector(32, 2),
             "key_weight_W": vector(32, 3),
-        }  # fmt: skip
+        }
         which.rotate_append(**given, **options)
         found.append(given)
         for row in range(num_rows):

@@ -104,7 +104,10 @@ def test_the_comparison_notices_a_wrong_copy(wrong):
     before = torch.zeros_like(own)
     right = scattered(scatter_ref, own[:1], [1], before, 0)
     other = scattered(
-        reference_slot_kernels().scatter, own[:1], [1 if wrong == "form" else 2], before,
+        reference_slot_kernels().scatter,
+        own[:1],
+        [1 if wrong == "form" else 2],
+        before,
         FORMS.index("q8_0") if wrong == "form" else 0,
-    )  # fmt: skip
+    )
     assert not torch.equal(right, other)

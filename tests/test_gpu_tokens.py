@@ -52,10 +52,17 @@ def test_sums_norms_and_rounding(dtype, width, form):
         added_TD = values(count, width, seed=5) if is_summed else None
         has_power = dtype == torch.float16
         got, want = rounded(
-            "round_tokens", x_TD, added_TD, weight_D, bias_D, 1e-5, shape=(count, width),
-            dtype=dtype, has_power=has_power,
+            "round_tokens",
+            x_TD,
+            added_TD,
+            weight_D,
+            bias_D,
+            1e-5,
+            shape=(count, width),
+            dtype=dtype,
+            has_power=has_power,
             x_out=torch.full((count, width), torch.nan, device=device()),
-        )  # fmt: skip
+        )
         if has_power:
             assert torch.equal(got[1], want[1])
         assert is_right(got[0], want[0], ERRORS[dtype] * 4, want[0].abs().amax(dim=1))
@@ -67,9 +74,17 @@ def test_powers_of_tiny_huge_and_infinite_values():
     x_TD[0], x_TD[1], x_TD[2], x_TD[3] = 0.0, x_TD[1] * 1e-41, x_TD[2] * 1e36, x_TD[3] * 1e6
     x_TD[4, 7], x_TD[5, 3] = torch.inf, -torch.inf
     got, want = rounded(
-        "round_tokens", x_TD, None, None, None, 0.0, shape=(6, 64), dtype=torch.float16,
-        has_power=True, x_out=None,
-    )  # fmt: skip
+        "round_tokens",
+        x_TD,
+        None,
+        None,
+        None,
+        0.0,
+        shape=(6, 64),
+        dtype=torch.float16,
+        has_power=True,
+        x_out=None,
+    )
     assert torch.equal(got[1], want[1]) and torch.equal(got[0], want[0])
     assert (got[0][:4].abs() < 2).all() and got[0][4, 7] == torch.inf
     x_TD[5, 9] = torch.nan
@@ -85,9 +100,15 @@ def test_hidden_values(activation, dtype):
         named_TN = values(count, 2 * number, seed=2)[:, number:] > 0 if is_named else None
         has_power = dtype == torch.float16
         got, want = rounded(
-            "hidden_tokens", gate_TN, None if is_dense else up_TN, named_TN,
-            Gate(activation=activation, threshold=0.05, computes_all=is_dense), shape=(count, number), dtype=dtype, has_power=has_power,
-        )  # fmt: skip
+            "hidden_tokens",
+            gate_TN,
+            None if is_dense else up_TN,
+            named_TN,
+            Gate(activation=activation, threshold=0.05, computes_all=is_dense),
+            shape=(count, number),
+            dtype=dtype,
+            has_power=has_power,
+        )
         if has_power:
             assert torch.equal(got[1], want[1])
         assert is_right(got[0], want[0], ERRORS[dtype], want[0].abs().amax(dim=1))
@@ -118,9 +139,18 @@ def test_queries_are_rotated_scaled_and_rounded_apart(is_paged):
         given, keys, cached = qkv.clone(), *torch.zeros(2, *shape).half().to(device())
         query = torch.empty(count, heads, width, dtype=torch.float16, device=device())
         kernels.rotate_append(
-            given, frequency, None, None, position, keys, cached,
-            heads_of(heads, kv_heads, width, is_adjacent=True, scale=0.25), sequence, table, query,
-        )  # fmt: skip
+            given,
+            frequency,
+            None,
+            None,
+            position,
+            keys,
+            cached,
+            heads_of(heads, kv_heads, width, is_adjacent=True, scale=0.25),
+            sequence,
+            table,
+            query,
+        )
         assert torch.equal(given, qkv)
         found.append((query, keys, cached))
     for got, want in zip(*found, strict=True):

@@ -112,8 +112,15 @@ def test_wrong_ids_and_empty_texts_of_added_tokens_change_no_text(silu):
     empty ones out, so neither is refused."""
     text = "def f(x):\n    return x + 1\n"
     values = json.loads((silu / "tokenizer.json").read_text())
-    token = {"id": 99_999_999, "content": next(iter(values["model"]["vocab"])), "single_word": False,
-             "lstrip": False, "rstrip": False, "normalized": False, "special": True}  # fmt: skip
+    token = {
+        "id": 99_999_999,
+        "content": next(iter(values["model"]["vocab"])),
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     ids = read_tokenizer("there", json.dumps(values)).encode(text).ids
     for added in (token, token | {"content": ""}):
         found = read_tokenizer("there", json.dumps(values | {"added_tokens": [added]}))

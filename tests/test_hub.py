@@ -64,8 +64,10 @@ class FakeHub(BaseHTTPRequestHandler):
             siblings = [{"rfilename": name} for name in self.files]
             found: object = {"id": NAME, "sha": COMMIT, "siblings": siblings}
             if "/tree/" in path:
-                found = [{"type": "file", "path": name, "size": len(data), "oid": name.encode().hex()}
-                         for name, data in self.files.items()]  # fmt: skip
+                found = [
+                    {"type": "file", "path": name, "size": len(data), "oid": name.encode().hex()}
+                    for name, data in self.files.items()
+                ]
             self.reply(json.dumps(found).encode())
             return
         if not path.startswith(f"/{NAME}/resolve/"):
@@ -111,8 +113,16 @@ def files(tmp_path, monkeypatch) -> Iterator[dict[str, bytes]]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
-    names = ("README.md", "tiny-Q4_K_M.gguf", "tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf",
-             "mmproj-F16.gguf", "UD/tiny-UD-Q2_K_XL.gguf", "tiny-UD-Q4_K_M.gguf", "mtp-tiny-Q8_0.gguf")  # fmt: skip
+    names = (
+        "README.md",
+        "tiny-Q4_K_M.gguf",
+        "tiny-Q8_0-00001-of-00002.gguf",
+        "tiny-Q8_0-00002-of-00002.gguf",
+        "mmproj-F16.gguf",
+        "UD/tiny-UD-Q2_K_XL.gguf",
+        "tiny-UD-Q4_K_M.gguf",
+        "mtp-tiny-Q8_0.gguf",
+    )
     monkeypatch.setattr(FakeHub, "files", {name: name.encode() for name in names})
     monkeypatch.setattr(FakeHub, "asked", [])
     monkeypatch.setattr(FakeHub, "num_bytes", 0)
@@ -169,7 +179,9 @@ def test_a_gguf_is_fetched_by_its_type_and_found_again_without_the_hub(
     revision = "v1.0" if "v1.0" in name else "refs/pr/1" if "refs" in name else "main"
     assert FakeHub.revisions & {"v1.0", "refs/pr/1"} == {revision} - {"main"}
     assert path.as_posix().endswith(f"{COMMIT}/{wanted[0]}")
-    assert [(path.parent / Path(each).name).read_bytes() for each in wanted] == [files[each] for each in wanted]  # fmt: skip
+    assert [(path.parent / Path(each).name).read_bytes() for each in wanted] == [
+        files[each] for each in wanted
+    ]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.find_source(Path(name)) == path
 
@@ -272,7 +284,9 @@ def test_the_name_of_a_file_is_not_looked_for_on_the_hub(files, capsys):
 
 def test_the_only_gguf_needs_no_type_and_is_run(files, tmp_path, monkeypatch, capsys):
     keys, vocab_size = byte_level_keys()
-    make_model(sizes=make_sizes(vocab_size=vocab_size), kind="q8_0", extra_keys=keys).save(tmp_path / "m.gguf")  # fmt: skip
+    make_model(sizes=make_sizes(vocab_size=vocab_size), kind="q8_0", extra_keys=keys).save(
+        tmp_path / "m.gguf"
+    )
     monkeypatch.setattr(FakeHub, "files", {"m.gguf": (tmp_path / "m.gguf").read_bytes()})
     monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "kept"))
     asked = ("-p", "the", "-n", "3", "--temp", "0", "-t", "1", "--json", "--mode", "exact")

@@ -59,9 +59,12 @@ def delta_mixture(
     expert; routers choose clearly."""
     sizes = make_sizes(num_layers=num_layers, width=width, num_neurons=32, context_length=96)
     spec = mixture_spec(
-        sizes, route=Route(num_experts=8, num_used=3), num_neurons=32, num_shared=32,
+        sizes,
+        route=Route(num_experts=8, num_used=3),
+        num_neurons=32,
+        num_shared=32,
         has_shared_gate=True,
-    )  # fmt: skip
+    )
     spec = with_delta_nets(changed(spec, Rotary, num_values=8), **options)
     model, chance = make_model(spec=spec, kind=kind), np.random.default_rng(1)
     own = {}
@@ -194,13 +197,22 @@ def test_prompts_on_a_gpu_stay_within_their_bound(kind, monkeypatch, as_on_a_gpu
     """Temporaries as torch allocates them on a GPU."""
     allocate_as_on_cuda(monkeypatch)
     monkeypatch.setattr(  # the CPU's, in main memory
-        mixture, "_of_blocks",
-        lambda ffn, blocks, x_TD, routed, seen_TKF: torch.from_numpy(np.empty(x_TD.shape, np.float32)),
-    )  # fmt: skip
+        mixture,
+        "_of_blocks",
+        lambda ffn, blocks, x_TD, routed, seen_TKF: torch.from_numpy(
+            np.empty(x_TD.shape, np.float32)
+        ),
+    )
     model = delta_mixture(kind, width=128)
     weights = gpu_weights(model, "dense", 300, [range(8), range(0, 8, 2), [], [1]], 1)
     peak = peak_of(weights, 200, 300, measure=pool_peaks)
-    p = Pass(model=model, mode="dense", num_tokens=200, context_length=300,
-             way=way_on(CARD), num_hot=[8, 4, 0, 1])  # fmt: skip
+    p = Pass(
+        model=model,
+        mode="dense",
+        num_tokens=200,
+        context_length=300,
+        way=way_on(CARD),
+        num_hot=[8, 4, 0, 1],
+    )
     bound = pass_pools(p)
     assert peak.large <= bound.large and peak.small <= bound.small, (peak, bound)

@@ -70,18 +70,26 @@ def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context:
         first = int(chance.integers(1, len(layers) + 1))
         home = [0] * first + [1] * (len(layers) + 1 - first)
     split = make_split(
-        model, hot, dense_on_gpu=dense, head_on_gpu=bool(chance.random() < 0.5), home=home,
-        num_sequences=num_sequences, context_length=context,
-    )  # fmt: skip
+        model,
+        hot,
+        dense_on_gpu=dense,
+        head_on_gpu=bool(chance.random() < 0.5),
+        home=home,
+        num_sequences=num_sequences,
+        context_length=context,
+    )
     return dataclasses.replace(split, mode="dense")
 
 
 def made_plan(model: ModelFile, hot, dense, **options):
     """A plan with these hot experts in each layer; all of them if a number."""
     split = make_split(
-        model, [np.arange(ids) if isinstance(ids, int) else np.array(ids) for ids in hot],
-        dense_on_gpu=dense, head_on_gpu=True, **options,
-    )  # fmt: skip
+        model,
+        [np.arange(ids) if isinstance(ids, int) else np.array(ids) for ids in hot],
+        dense_on_gpu=dense,
+        head_on_gpu=True,
+        **options,
+    )
     return dataclasses.replace(split, mode="dense")
 
 
@@ -115,9 +123,17 @@ def loaded(model: ModelFile, split, **options) -> Engine:
 
 # Families whose graphs differ in what a hybrid step does, with the numbers of their plans.
 FAMILIES = {
-    "qwen2moe": 5, "qwen2moe-plain": 3, "granitemoe": 5, "granitemoe-shared": 3, "glm4moe": 4,
-    "glm4moe-groups": 3, "gpt-oss": 5, "olmoe": 2, "smallthinker": 5, "gemma4moe": 5,
-}  # fmt: skip
+    "qwen2moe": 5,
+    "qwen2moe-plain": 3,
+    "granitemoe": 5,
+    "granitemoe-shared": 3,
+    "glm4moe": 4,
+    "glm4moe-groups": 3,
+    "gpt-oss": 5,
+    "olmoe": 2,
+    "smallthinker": 5,
+    "gemma4moe": 5,
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,9 +152,13 @@ def test_random_plans_give_the_logits_of_the_definition(tmp_path, family):
 @pytest.mark.parametrize("mode", ["dense", "exact"])
 def test_random_plans_of_experts_by_neurons(mode):
     model = mixture(
-        route=ROUTES["groups"], kind="q8_0", activation="relu", num_neurons=64, num_shared=96,
+        route=ROUTES["groups"],
+        kind="q8_0",
+        activation="relu",
+        num_neurons=64,
+        num_shared=96,
         has_shared_gate=mode == "exact",
-    )  # fmt: skip
+    )
     assert_plans_agree(model, (1, 2, 5), BOUNDS["q8_0"], mode)
 
 
@@ -146,9 +166,14 @@ def test_random_plans_of_experts_by_neurons(mode):
 def test_random_plans_of_types_in_blocks(kind):
     is_super = kind == "q4_k"
     model = stock(
-        "softmax", kind=kind, num_neurons=256 if is_super else 64, width=256 if is_super else 64,
-        num_shared=256 if is_super else 32, has_shared_gate=True, num_dense=1 - is_super,
-    )  # fmt: skip
+        "softmax",
+        kind=kind,
+        num_neurons=256 if is_super else 64,
+        width=256 if is_super else 64,
+        num_shared=256 if is_super else 32,
+        has_shared_gate=True,
+        num_dense=1 - is_super,
+    )
     assert_plans_agree(model, (4,) if is_super else (3, 4, 6), BOUNDS[kind])
 
 
@@ -225,9 +250,12 @@ def with_hybrid(model: ModelFile, split) -> Engine:
     engine = loaded(model, split)
     placement = Placement.of_split(split, (CPU,) * len(split.budgets))
     step = hybrid_builder.build(
-        engine._live.weights, placement, engine.traffic, plain_backend(reference_kernels()),
+        engine._live.weights,
+        placement,
+        engine.traffic,
+        plain_backend(reference_kernels()),
         max_rows=32,
-    )  # fmt: skip
+    )
     engine._sequences.decoder = dataclasses.replace(engine._live, native=step)
     return engine
 
@@ -325,9 +353,14 @@ def test_prompts_on_a_gpu_stay_within_their_bound(kind, layout, monkeypatch, as_
     """Temporaries as torch allocates them on a GPU, if all tokens choose one expert and if they do
     not."""
     model = mixture(
-        route=ROUTES["groups"], kind=kind, layout=layout, width=128, num_neurons=160,
-        num_shared=96, has_shared_gate=True,
-    )  # fmt: skip
+        route=ROUTES["groups"],
+        kind=kind,
+        layout=layout,
+        width=128,
+        num_neurons=160,
+        num_shared=96,
+        has_shared_gate=True,
+    )
     allocate_as_on_cuda(monkeypatch)
     zeros = {
         n: array_entry(np.zeros(e.shape), "f32") for n, e in model.tensors.items() if "inp." in n
@@ -335,8 +368,14 @@ def test_prompts_on_a_gpu_stay_within_their_bound(kind, layout, monkeypatch, as_
     for each in (model, dataclasses.replace(model, tensors=model.tensors | zeros)):
         weights = gpu_weights(each, "dense", 300, [range(12), range(0, 12, 2)], 1)
         peak = peak_of(weights, 200, 300, measure=pool_peaks)
-        p = Pass(model=each, mode="dense", num_tokens=200, context_length=300,
-                 way=way_on(CARD), num_hot=[12, 6])  # fmt: skip
+        p = Pass(
+            model=each,
+            mode="dense",
+            num_tokens=200,
+            context_length=300,
+            way=way_on(CARD),
+            num_hot=[12, 6],
+        )
         bound = pass_pools(p)
         assert peak.large <= bound.large and peak.small <= bound.small, (peak, bound)
 

@@ -34,17 +34,27 @@ DIVIDED = ("every kind of layer", "two GPUs, layers on the CPU", "attention on t
 def loaded(tmp_path, model, plan, num_sequences, *, mode="predicted", backend=None, max_rows=32):
     """An engine with the plan, whose decode step is a hybrid one of up to `max_rows` rows."""
     hot, dense, head, home = PLANS[plan]
-    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home,
-                       context_length=CONTEXT, num_sequences=num_sequences)  # fmt: skip
+    split = make_split(
+        model,
+        hot,
+        dense_on_gpu=dense,
+        head_on_gpu=head,
+        home=home,
+        context_length=CONTEXT,
+        num_sequences=num_sequences,
+    )
     split.save(tmp_path / "s.gguf")
     engine = Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode, device="cpu")
     cpu = torch.device("cpu")
     placement = Placement.of_split(split, (cpu,) * len(split.budgets))
     decoder = engine._live
     step = hybrid_builder.build(
-        decoder.weights, placement, engine.traffic,
-        backend or plain_backend(reference_kernels()), max_rows=max_rows,
-    )  # fmt: skip
+        decoder.weights,
+        placement,
+        engine.traffic,
+        backend or plain_backend(reference_kernels()),
+        max_rows=max_rows,
+    )
     engine._sequences.decoder = dataclasses.replace(decoder, native=step)
     return engine
 
@@ -81,10 +91,7 @@ def test_a_step_built_again_spares_an_open_text(tmp_path, num_sequences, length)
         blocks = table.block_SN.clone()
         split = Split.load(tmp_path / "s.gguf")
         placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
-        hybrid_builder.build(
-            weights, placement, engine.traffic,
-            plain_backend(reference_kernels()),
-        )  # fmt: skip
+        hybrid_builder.build(weights, placement, engine.traffic, plain_backend(reference_kernels()))
         assert torch.equal(table.block_SN, blocks)
         used = slice(0, length if num_sequences > 1 else None)
         for cache, (key, value) in zip(caches, before, strict=True):
@@ -267,8 +274,9 @@ def test_rows_without_logits_and_prompts_between(tmp_path):
         got = engine.run(parts)
         assert [len(each) for each in got] == [1, 1, 2]
         for part, each in zip(parts, got, strict=True):
-            again = engine._live.native.run(part.tokens[-1], len(part.tokens) - 1,
-                                            part.sequence.number)  # fmt: skip
+            again = engine._live.native.run(
+                part.tokens[-1], len(part.tokens) - 1, part.sequence.number
+            )
             assert torch.allclose(each[-1], again, rtol=1e-4, atol=1e-5)
         with pytest.raises(AssertionError):
             assert torch.equal(got[0][0], got[2][0])

@@ -131,8 +131,9 @@ def test_every_activation(tmp_path, activation):
 
 @pytest.mark.parametrize("kind", ["linear", "relu"])
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("plan", ["every kind of layer", "attention on the CPU", "two GPUs",
-                                  "last layers on the CPU"])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan", ["every kind of layer", "attention on the CPU", "two GPUs", "last layers on the CPU"]
+)
 def test_predictors_of_every_kind_and_of_the_layer_before(tmp_path, plan, offset, kind):
     model = make(tmp_path, predictor_kind=kind)
     info = dataclasses.replace(model.predictor, input_layer_offset=offset)
@@ -147,9 +148,20 @@ def test_predictors_of_every_kind_and_of_the_layer_before(tmp_path, plan, offset
         assert rel_error(stepped(engine), want) > 1e-3  # the predictors make a difference
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "llama-mqa-tied", "qwen3-biases-tied", "opt",
-                                  "opt-norm-after", "opt-untied-plain", "falcon-11b",
-                                  "falcon-one-after-the-other", "falcon-many-keys"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-biases",
+        "llama-mqa-tied",
+        "qwen3-biases-tied",
+        "opt",
+        "opt-norm-after",
+        "opt-untied-plain",
+        "falcon-11b",
+        "falcon-one-after-the-other",
+        "falcon-many-keys",
+    ],
+)
 def test_every_graph_of_layers(tmp_path, case):
     """Random checkpoints, whose logits other tests compare with transformers'."""
     folder = random_model(tmp_path / "hf", CASES[case])
@@ -381,9 +393,16 @@ def test_after_an_interrupt_nothing_is_left_running():
     ]
     host = HostBuffers.of(8, 8, 8, is_pinned=False)
     step = HybridStep(
-        host=host, cache=KVCache(layers=()), logits=LogitsMemory(vocab_size=8), segments={1: tuple(segments)}, before=None, after=None, positions=None,
-        meter=Meter(traffic=Traffic(), structs=[]), kept=(),
-    )  # fmt: skip
+        host=host,
+        cache=KVCache(layers=()),
+        logits=LogitsMemory(vocab_size=8),
+        segments={1: tuple(segments)},
+        before=None,
+        after=None,
+        positions=None,
+        meter=Meter(traffic=Traffic(), structs=[]),
+        kept=(),
+    )
     with pytest.raises(KeyboardInterrupt):
         step.run(1, 0)
     assert all(main.is_finished for main in streams)

@@ -224,8 +224,10 @@ def test_a_transposed_down_projection_has_none(checkpoint, tmp_path):
     }
     downs = {f"blk.{layer}.ffn_down_t.weight" for layer in range(2)}
     assert {name for name in same if len(with_them.tensors[name].shape) > 1} == {
-        "token_embd.weight", "output.weight", *downs,
-    }  # fmt: skip
+        "token_embd.weight",
+        "output.weight",
+        *downs,
+    }
     assert any("2 of 14 matrices of the layers have no importances" in n for n in report.notes)
 
 
@@ -240,9 +242,12 @@ def test_each_expert_has_its_own(tmp_path):
     convert(ConvertConfig(source=folder, output=f32, layout="stock", outtype="f32"))
     for source in (folder, f32):
         model, _ = converted(
-            source, tmp_path / f"{source.name}.out.gguf", layout="stock", outtype="q4_k",
+            source,
+            tmp_path / f"{source.name}.out.gguf",
+            layout="stock",
+            outtype="q4_k",
             importances=path,
-        )  # fmt: skip
+        )
         for name, each in made.tensors.items():
             entry, values = model.tensors[name], read(f32, name)
             for expert, mean_M in enumerate(each.mean(entry.shape)):
@@ -305,9 +310,15 @@ def profiled(folder: Path, tmp_path: Path) -> tuple[Importances, list[torch.Tens
     spec = ModelFile.load(model).spec
     with Engine.load(model, device="cpu") as engine:
         found = read_windows(
-            (text,), engine.codec, context_length=engine.context_length, max_tokens=131_072, seed=0,
-            text_key="text", must_fill=False, vocab_size=spec.vocab_size,
-        )  # fmt: skip
+            (text,),
+            engine.codec,
+            context_length=engine.context_length,
+            max_tokens=131_072,
+            seed=0,
+            text_key="text",
+            must_fill=False,
+            vocab_size=spec.vocab_size,
+        )
     return Importances.load(out), list(found.ids)
 
 
@@ -316,9 +327,21 @@ def test_profile_adds_up_what_transformers_sees(checkpoint, tmp_path):
     wanted = squares_ref(checkpoint, windows)
     assert found.datasets == ("t.txt",) and found.num_chunks == len(windows)
     assert len(found.tensors) == 14
-    theirs = dict(zip(NAMES, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-                              "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-                              "mlp.down_proj"), strict=True))  # fmt: skip
+    theirs = dict(
+        zip(
+            NAMES,
+            (
+                "self_attn.q_proj",
+                "self_attn.k_proj",
+                "self_attn.v_proj",
+                "self_attn.o_proj",
+                "mlp.gate_proj",
+                "mlp.up_proj",
+                "mlp.down_proj",
+            ),
+            strict=True,
+        )
+    )
     for layer in range(2):
         for name, source in theirs.items():
             sums, count = wanted[f"model.layers.{layer}.{source}"]

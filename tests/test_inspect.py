@@ -66,7 +66,10 @@ def test_the_kind_is_detected_from_content(tmp_path, capsys, index):
 def test_a_model(tmp_path, capsys, is_tied, kind):
     """Bytes are counted again from the shapes: L 3, D 64, F 96, R 5, V 50, and kv width 32."""
     model = make_model(
-        sizes=make_sizes(num_layers=3), kind=kind, predictor_rank=5, predictor_density=0.25,
+        sizes=make_sizes(num_layers=3),
+        kind=kind,
+        predictor_rank=5,
+        predictor_density=0.25,
         is_tied=is_tied,
         extra_keys={
             "tokenizer.ggml.tokens": ["a", "b"],
@@ -74,7 +77,7 @@ def test_a_model(tmp_path, capsys, is_tied, kind):
             "tokenizer.ggml.bos_token_id": np.uint32(1),
             "tokenizer.chat_template": "{{ x }}",
         },
-    )  # fmt: skip
+    )
     model.save(tmp_path / "m")
     found = inspected(tmp_path / "m", capsys)
     facts, size = found["model"], {"f32": 4, "f16": 2}[kind]
@@ -88,12 +91,15 @@ def test_a_model(tmp_path, capsys, is_tied, kind):
     assert facts["predictor"]["rank_L"] == [5, 5, 5]
     assert facts["predictor"]["density_L"] == [0.25] * 3
     assert found["tokenizer"] == {
-        "is_whole": False, "model": "gpt2", "num_tokens": 2, "special_ids": {"bos": 1},
+        "is_whole": False,
+        "model": "gpt2",
+        "num_tokens": 2,
+        "special_ids": {"bos": 1},
         "has_chat_template": True,
         "refusal": "its pre-tokenizer (tokenizer.ggml.pre) is missing, as in files made before May 2024,"
         " so how its text is split is not known; give the model's tokenizer.json with --tokenizer FILE,"
         " to run or to convert",
-    }  # fmt: skip
+    }
     parts = {name: amount["num_bytes"] for name, amount in found["by_part"].items()}
     assert parts == {
         "attention": 3 * (64 * (64 + 32 + 32 + 64) * size + 2 * 64 * 4),
@@ -171,8 +177,14 @@ def test_a_split(tmp_path, capsys):
     split = make_split(model, [[4, 2, 9], []], dense_on_gpu=False, head_on_gpu=True)
     dataclasses.replace(split, objective_s=0.002, bound_s=0.001).save(tmp_path / "s")
     found = inspected(tmp_path / "s", capsys)
-    (gpu,), cpu = plan_bytes(model, context_length=32, num_hot=[3, 0], dense_on_gpu=[False] * 2,
-                          head_on_gpu=True, workspace=2 << 20)  # fmt: skip
+    (gpu,), cpu = plan_bytes(
+        model,
+        context_length=32,
+        num_hot=[3, 0],
+        dense_on_gpu=[False] * 2,
+        head_on_gpu=True,
+        workspace=2 << 20,
+    )
     assert (found["gpu_bytes"], found["cpu_bytes"]) == (gpu, cpu)
     assert found["vram_budget_bytes"] == split.vram_budget_bytes
     assert (found["num_hot_L"], found["dense_on_gpu"]) == ([3, 0], [False, False])
@@ -181,9 +193,14 @@ def test_a_split(tmp_path, capsys):
     assert "gap 50.00%" in out and "0 of 2" in out and f"{cpu['neurons']:,}" in out
     assert found["tokens_per_s"] == 500 and "500.0 tokens/s" in out and "not limited" in out
     assert found["gpus"] == [
-        {"budget_bytes": split.vram_budget_bytes, "layers": [0, 1], "num_dense": 0, "num_hot": 3,
-         "has_head": True}
-    ]  # fmt: skip
+        {
+            "budget_bytes": split.vram_budget_bytes,
+            "layers": [0, 1],
+            "num_dense": 0,
+            "num_hot": 3,
+            "has_head": True,
+        }
+    ]
 
 
 def test_a_split_over_two_gpus_shows_all_that_it_holds(tmp_path, capsys):
@@ -191,9 +208,14 @@ def test_a_split_over_two_gpus_shows_all_that_it_holds(tmp_path, capsys):
     split = make_split(model, [[4, 2, 9], [1]], head_on_gpu=True)
     total, first = split.vram_budget_bytes, split.vram_budget_bytes // 3
     split = dataclasses.replace(
-        split, home=(0, 1, 1), gpu_budget_bytes=(first, total - first), host_budget_bytes=7 << 30,
-        profile_sha256="a" * 64, machine_sha256="b" * 64, solve_s=1.25,
-    )  # fmt: skip
+        split,
+        home=(0, 1, 1),
+        gpu_budget_bytes=(first, total - first),
+        host_budget_bytes=7 << 30,
+        profile_sha256="a" * 64,
+        machine_sha256="b" * 64,
+        solve_s=1.25,
+    )
     split.save(tmp_path / "s")
     found, out = inspected(tmp_path / "s", capsys), shown(tmp_path / "s", capsys)
     assert [gpu["budget_bytes"] for gpu in found["gpus"]] == [first, total - first]
@@ -248,8 +270,10 @@ def test_stdout_that_takes_only_ascii(tmp_path):
     make_model(extra_keys={"general.name": "Ġ ünï"}).save(tmp_path / "m")
     done = subprocess.run(
         [sys.executable, "-m", "hotsplit", "inspect", str(tmp_path / "m")],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True, capture_output=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=True,
+        capture_output=True,
+    )
     assert b"\\u0120 \\xfcn\\xef" in done.stdout
 
 

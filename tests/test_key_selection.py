@@ -234,9 +234,7 @@ PLANTED = ([70, 200, 201, 333, 500, 640, 777, 800], [65, 66, 67, 300, 471, 472, 
 @pytest.mark.parametrize("width", [64, 80])
 @pytest.mark.parametrize("block", [16, 32])
 def test_planted_keys_are_found(summary, width, block):
-    rule = KeySelection(
-        block=block, sinks=64, window=128, top=64, candidates=4, summary=summary
-    )  # fmt: skip
+    rule = KeySelection(block=block, sinks=64, window=128, top=64, candidates=4, summary=summary)
     tables, _, query_KGW = planted(rule, width, is_rotated=False)
     chosen_KC = tables.choose(0, 1000, query_KGW, width**-0.5)
     for head, positions in enumerate(PLANTED):

@@ -9,11 +9,7 @@ import pytest
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.options.generation import (
-    GenerationOptions,
-    SamplingOptions,
-    SpeculationOptions,
-)
+from hotsplit.options.generation import GenerationOptions, SamplingOptions, SpeculationOptions
 from hotsplit.options.kinds import check_kind
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
@@ -21,21 +17,26 @@ from hotsplit.runtime.generate.ngrams import NgramDrafter
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.step.sequences import Part
 
-OPTIONS = (EngineConfig, CacheOptions, SamplingOptions, GenerationOptions, ChatOptions,
-           SpeculationOptions)  # fmt: skip
+OPTIONS = (
+    EngineConfig,
+    CacheOptions,
+    SamplingOptions,
+    GenerationOptions,
+    ChatOptions,
+    SpeculationOptions,
+)
 FIELDS = [(kind, field.name) for kind in OPTIONS for field in dataclasses.fields(kind)]
 METHODS = [
     (kind, name, argument)
     for kind, names in {
-        Engine: ("load", "of", "generate", "generate_many", "chat", "observe",
-                 "decode_seconds"),
+        Engine: ("load", "of", "generate", "generate_many", "chat", "observe", "decode_seconds"),
         Conversation: ("say", "save", "load"),
         Speculation: ("__init__",),
     }.items()
     for name in names
     for argument, parameter in inspect.signature(getattr(kind, name)).parameters.items()
     if argument != "self" and parameter.kind != parameter.VAR_KEYWORD
-]  # fmt: skip
+]
 
 
 class Nothing:
@@ -65,35 +66,52 @@ def test_no_method_takes_a_value_of_another_kind(kind, name, argument):
     [
         (lambda: GenerationOptions(max_tokens=1.5), "max_tokens is 1.5, wanted a whole number"),
         (lambda: GenerationOptions(max_tokens=True), "max_tokens is True, wanted a whole number"),
-        (lambda: GenerationOptions(stops="abc"),
-         "stops is 'abc', wanted a list of strings"),
-        (lambda: GenerationOptions(stops=("a", 1)),
-         "stops is ('a', 1), wanted a list of strings"),
+        (lambda: GenerationOptions(stops="abc"), "stops is 'abc', wanted a list of strings"),
+        (lambda: GenerationOptions(stops=("a", 1)), "stops is ('a', 1), wanted a list of strings"),
         (lambda: GenerationOptions(ignores_end=1), "ignores_end is 1, wanted True or False"),
         (lambda: GenerationOptions(num_logprobs="3"), "num_logprobs is '3', wanted a whole number"),
-        (lambda: EngineConfig(context_length=True), "context_length is True, wanted a whole number"),
+        (
+            lambda: EngineConfig(context_length=True),
+            "context_length is True, wanted a whole number",
+        ),
         (lambda: EngineConfig(max_loss="0.1"), "max_loss is '0.1', wanted a number"),
-        (lambda: EngineConfig(neuron_cache="on"),
-         "neuron_cache is 'on', wanted an object of class CacheOptions, an object of class OwnPolicy"
-         " or 'off'"),
-        (lambda: SamplingOptions(samplers="top_k"),
-         "samplers is 'top_k', wanted a list of strings"),
-        (lambda: SamplingOptions(logit_bias=((1, "x"),)),
-         "logit_bias is ((1, 'x'),), wanted a list of tuples of a whole number and a number"),
-        (lambda: SamplingOptions(logit_bias={1: 2.0}),
-         "logit_bias is {1: 2.0}, wanted a list of tuples of a whole number and a number"),
-        (lambda: SpeculationOptions(type="n-gram"),
-         "type is 'n-gram', wanted 'none', 'ngram', 'ngram-mod' or 'draft'"),
+        (
+            lambda: EngineConfig(neuron_cache="on"),
+            "neuron_cache is 'on', wanted an object of class CacheOptions, an object of class OwnPolicy"
+            " or 'off'",
+        ),
+        (
+            lambda: SamplingOptions(samplers="top_k"),
+            "samplers is 'top_k', wanted a list of strings",
+        ),
+        (
+            lambda: SamplingOptions(logit_bias=((1, "x"),)),
+            "logit_bias is ((1, 'x'),), wanted a list of tuples of a whole number and a number",
+        ),
+        (
+            lambda: SamplingOptions(logit_bias={1: 2.0}),
+            "logit_bias is {1: 2.0}, wanted a list of tuples of a whole number and a number",
+        ),
+        (
+            lambda: SpeculationOptions(type="n-gram"),
+            "type is 'n-gram', wanted 'none', 'ngram', 'ngram-mod' or 'draft'",
+        ),
         (lambda: ChatOptions(variables=[1]), "variables is [1], wanted a dict"),
-        (lambda: Speculation(NgramDrafter(), {}),
-         "options is {}, wanted an object of class SpeculationOptions"),
+        (
+            lambda: Speculation(NgramDrafter(), {}),
+            "options is {}, wanted an object of class SpeculationOptions",
+        ),
         (lambda: Engine.load(7), "model is 7, wanted a string or a Path"),
-        (lambda: Engine.load("m.gguf", context_length="4096"),
-         "context_length is '4096', wanted a whole number"),
-        (lambda: EngineConfig(mode=f"{'x' * 99}\n"),
-         f"mode is '{'x' * 56}..., wanted 'dense', 'exact' or 'predicted'"),
+        (
+            lambda: Engine.load("m.gguf", context_length="4096"),
+            "context_length is '4096', wanted a whole number",
+        ),
+        (
+            lambda: EngineConfig(mode=f"{'x' * 99}\n"),
+            f"mode is '{'x' * 56}..., wanted 'dense', 'exact' or 'predicted'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_line_names_option_value_and_kind(make, line):
     with pytest.raises(HotsplitError) as error:
         make()
@@ -103,9 +121,13 @@ def test_the_line_names_option_value_and_kind(make, line):
 def test_values_of_the_declared_kinds_are_accepted():
     GenerationOptions(max_tokens=np.int64(3), stops=["a"], num_logprobs=None)
     SamplingOptions(
-        temperature=np.float32(0.5), top_k=np.int32(5), min_p=0, samplers=["top_k"],
-        logit_bias=[[1, 2]], seed=np.uint64(7),
-    )  # fmt: skip
+        temperature=np.float32(0.5),
+        top_k=np.int32(5),
+        min_p=0,
+        samplers=["top_k"],
+        logit_bias=[[1, 2]],
+        seed=np.uint64(7),
+    )
     EngineConfig(neuron_cache="off", rope_scale=2)
     for kind in (int, float):
         with pytest.raises(HotsplitError):

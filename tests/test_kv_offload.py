@@ -32,7 +32,7 @@ from hotsplit.runtime.step.host_mixers import HostMixers
 from hotsplit.runtime.step.plain_backend import plain_backend
 
 pytestmark = [
-    pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built"),
+    pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 ]
 CONTEXT = 160
 IDS = torch.randint(50, (CONTEXT,), generator=torch.Generator().manual_seed(5)).tolist()

@@ -132,9 +132,14 @@ def want(model):
 def windowed(window, context=600, heads=(4, 2), head_width=None):
     """A layer of this window, between two layers without one."""
     sizes = make_sizes(
-        num_layers=3, width=32, num_neurons=32, num_heads=heads[0], num_kv_heads=heads[1],
-        head_width=head_width, context_length=context,
-    )  # fmt: skip
+        num_layers=3,
+        width=32,
+        num_neurons=32,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_width=head_width,
+        context_length=context,
+    )
     spec = family_spec("llama", sizes)
     first, middle, last = spec.layers
     of_window = changed(spec.with_layers([middle]), Attention, window=window).layers
@@ -323,9 +328,10 @@ def test_sequences_and_drafts_in_blocks(model, want):
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_heads_that_attend_on_the_host_for_a_gpu(model, num_sequences):
     """Queries, keys and values of each layer, as many as it has, give what torch gives."""
-    with Engine.of(
-        model, mode="dense", cache_type_k="f32", num_sequences=num_sequences
-    ) as engine, torch.inference_mode():  # fmt: skip
+    with (
+        Engine.of(model, mode="dense", cache_type_k="f32", num_sequences=num_sequences) as engine,
+        torch.inference_mode(),
+    ):
         found = engine._live.weights
         host, found_heads = (
             HostMixers.of(found, dict.fromkeys(range(len(found.layers)), "attend")),

@@ -187,8 +187,13 @@ def test_the_plans_rope_scaling_is_taken_and_printed(tmp_path, capsys):
     inputs = inputs_of(0.5)
     save(tmp_path, inputs.model, inputs.profile, inputs.machine)
     longer = 2 * inputs.model.spec.context_length
-    given = {**solver_files(tmp_path), "output": tmp_path / "plan", "rope_scaling": "yarn",
-             "vram_budget_bytes": inputs.budgets[0], "context_length": longer}  # fmt: skip
+    given = {
+        **solver_files(tmp_path),
+        "output": tmp_path / "plan",
+        "rope_scaling": "yarn",
+        "vram_budget_bytes": inputs.budgets[0],
+        "context_length": longer,
+    }
     solve(SolveConfig(**given), take_workspace)
     files = ("--profile", str(tmp_path / "p"), "--machine", str(tmp_path / "c"))
     assert main(words(tmp_path, *files)) == 1

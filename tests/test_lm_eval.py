@@ -81,28 +81,40 @@ def test_the_client_of_lm_eval_finds_the_scores_of_transformers(tmp_path, monkey
     for name, text in zip(TASKS, (CHOICE, ROLLING, GENERATION), strict=True):
         (tmp_path / "own" / f"{name}.yaml").write_text(text.format(data=tmp_path / "data.jsonl"))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"), bos_token=END, eos_token=END,
+        tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"),
+        bos_token=END,
+        eos_token=END,
         pad_token=END,
-    )  # fmt: skip
+    )
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     manager = TaskManager(include_path=str(tmp_path / "own"), include_defaults=False)
 
     def scores(model, **options):
         return lm_eval.simple_evaluate(
-            model=model, tasks=list(TASKS), task_manager=manager, log_samples=True,
-            bootstrap_iters=0, **options,
-        )["samples"]  # fmt: skip
+            model=model,
+            tasks=list(TASKS),
+            task_manager=manager,
+            log_samples=True,
+            bootstrap_iters=0,
+            **options,
+        )["samples"]
 
     # Its cache is off: it confuses a continuation of two tokens with one of a single token if context
     # and continuation together are the same.
     model = LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    want = scores(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=128,
-                       logits_cache=False))  # fmt: skip
+    want = scores(
+        HFLM(
+            pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=128, logits_cache=False
+        )
+    )
     with Served(tmp_path / "m.gguf", "--parallel", "4") as served:
         given = {
-            "model": "m", "base_url": f"{served.url}/v1/completions", "max_length": 128,
-            "tokenizer": str(tmp_path / "tokenizer"), "batch_size": 4,
-        }  # fmt: skip
+            "model": "m",
+            "base_url": f"{served.url}/v1/completions",
+            "max_length": 128,
+            "tokenizer": str(tmp_path / "tokenizer"),
+            "batch_size": 4,
+        }
         got = scores("local-completions", model_args=given)
     assert len(want["choice"]) == 14
     for mine, other in zip(got["choice"], want["choice"], strict=True):

@@ -31,8 +31,17 @@ PRINTING = {
     "measure/bench/llamacpp_worker.py",
     "run/default_corpus/build.py",
 }
-WRITERS = {"sys.stderr.write", "sys.stdout.write", "sys.stderr.writelines", "click.echo",
-           "click.secho", "warnings.warn", "logging.warning", "logging.info", "print"}  # fmt: skip
+WRITERS = {
+    "sys.stderr.write",
+    "sys.stdout.write",
+    "sys.stderr.writelines",
+    "click.echo",
+    "click.secho",
+    "warnings.warn",
+    "logging.warning",
+    "logging.info",
+    "print",
+}
 LIBRARY = sorted(
     path
     for folder in FOLDERS
@@ -57,9 +66,15 @@ def test_no_library_module_prints():
 
 @pytest.mark.parametrize(
     "text",
-    ["print(1)", "def f():\n    print('a', file=sys.stderr)", "sys.stderr.write('a')",
-     "click.echo('a')", "warnings.warn('a')", "logging.warning('a')"],
-)  # fmt: skip
+    [
+        "print(1)",
+        "def f():\n    print('a', file=sys.stderr)",
+        "sys.stderr.write('a')",
+        "click.echo('a')",
+        "warnings.warn('a')",
+        "logging.warning('a')",
+    ],
+)
 def test_a_module_that_prints_is_found(text):
     assert len(prints_in(text)) == 1
     assert not prints_in("console.print(1)\nlog.warning('a')\nprinted(1)\n")

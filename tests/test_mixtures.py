@@ -15,9 +15,12 @@ FALCON = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
 
 def roles(num_layers, *, is_tied, num_experts=1, is_falcon=False, is_70b=False):
     return Roles(
-        is_falcon=is_falcon, is_70b=is_70b, is_tied=is_tied, num_layers=num_layers,
+        is_falcon=is_falcon,
+        is_70b=is_70b,
+        is_tied=is_tied,
+        num_layers=num_layers,
         num_experts=num_experts,
-    )  # fmt: skip
+    )
 
 
 # (matrices of a layer, width, width of ffn_down, roles). Types for the shapes by llama_model_quantize of

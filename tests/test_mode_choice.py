@@ -49,10 +49,15 @@ def quality_of(model: ModelFile, loss: float, share: float) -> ModeQuality:
     """The record of a mode that loses this much perplexity and reads this share of the dense
     bytes."""
     return ModeQuality(
-        perplexity_increase=loss, perplexity_half_width=0.002, kl_mean=0.01, top1_agreement=0.97,
-        num_tokens=8192, bytes_per_token=round(share * dense_bytes(model)),
-        dense_bytes_per_token=dense_bytes(model), corpus_sha256="0" * 64,
-    )  # fmt: skip
+        perplexity_increase=loss,
+        perplexity_half_width=0.002,
+        kl_mean=0.01,
+        top1_agreement=0.97,
+        num_tokens=8192,
+        bytes_per_token=round(share * dense_bytes(model)),
+        dense_bytes_per_token=dense_bytes(model),
+        corpus_sha256="0" * 64,
+    )
 
 
 def a_model(
@@ -76,9 +81,12 @@ def a_model(
         # Every neuron of a smooth activation fires.
         ({"activation": "silu", "has_predictors": False}, "dense", None),
         # Predictors that cost more than 1 % are not chosen, and the line has the numbers.
-        ({"exact": (0.0, 0.76), "predicted": (0.18, 0.6)}, "exact",
-         "predicted would read 40 % less and cost +18 % of perplexity (limit 1 %); --mode predicted,"
-         " or --max-loss 0.2, runs it"),
+        (
+            {"exact": (0.0, 0.76), "predicted": (0.18, 0.6)},
+            "exact",
+            "predicted would read 40 % less and cost +18 % of perplexity (limit 1 %); --mode predicted,"
+            " or --max-loss 0.2, runs it",
+        ),
         ({"exact": (0.0, 0.76), "predicted": (0.0101, 0.5)}, "exact", "--max-loss 0.02"),
         # Within the limit, the mode that reads less is chosen.
         ({"exact": (0.0, 0.76), "predicted": (0.01, 0.6)}, "predicted", None),
@@ -89,12 +97,18 @@ def a_model(
         ({"activation": "relu"}, "predicted", None),
         ({"activation": "relu", "has_predictors": False}, "exact", None),
         ({"activation": "relu", "exact": (0.0, 0.4), "predicted": (0.002, 0.3)}, "predicted", None),
-        ({"activation": "relu", "exact": (0.0, 0.4), "predicted": (0.002, 0.5)}, "exact",
-         "the predictors save less than they cost"),
-        ({"activation": "relu", "exact": (0.0, 0.4), "predicted": (0.3, 0.2)}, "exact",
-         "predicted would read 80 % less and cost +30 % of perplexity"),
+        (
+            {"activation": "relu", "exact": (0.0, 0.4), "predicted": (0.002, 0.5)},
+            "exact",
+            "the predictors save less than they cost",
+        ),
+        (
+            {"activation": "relu", "exact": (0.0, 0.4), "predicted": (0.3, 0.2)},
+            "exact",
+            "predicted would read 80 % less and cost +30 % of perplexity",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_choice(changes, mode, words):
     choice = choose_mode(a_model(**changes))
     assert choice.mode == mode
@@ -168,12 +182,17 @@ def test_models_profiles_and_predictors_keep_a_record(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("perplexity_increase", math.nan), ("perplexity_increase", math.inf),
-        ("perplexity_increase", -1.5), ("perplexity_half_width", -0.1), ("kl_mean", -1.0),
-        ("top1_agreement", 1.1), ("num_tokens", 0), ("bytes_per_token", 0),
+        ("perplexity_increase", math.nan),
+        ("perplexity_increase", math.inf),
+        ("perplexity_increase", -1.5),
+        ("perplexity_half_width", -0.1),
+        ("kl_mean", -1.0),
+        ("top1_agreement", 1.1),
+        ("num_tokens", 0),
+        ("bytes_per_token", 0),
         ("dense_bytes_per_token", 0),
     ],
-)  # fmt: skip
+)
 def test_records_that_no_measurement_gives_are_refused(tmp_path, name, value):
     model = a_model(exact=(0.1, 0.5))
     wrong = dataclasses.replace(model.quality["exact"], **{name: value})
@@ -185,8 +204,10 @@ def test_records_that_no_measurement_gives_are_refused(tmp_path, name, value):
     from hotsplit.artifacts.model_gguf import read_model_gguf
 
     keys, tensors = read_model_gguf(tmp_path / "m.gguf")
-    for found in (type(keys[key])(value) if value == value and value >= 0 else np.float64(value),
-                  "text"):  # fmt: skip
+    for found in (
+        type(keys[key])(value) if value == value and value >= 0 else np.float64(value),
+        "text",
+    ):
         with pytest.raises(HotsplitError, match=name):
             ModelFile.of(tmp_path / "m.gguf", keys | {key: found}, tensors)
     del keys[key]
@@ -202,11 +223,7 @@ def predictors_of(model: ModelFile) -> Predictors:
     layers = tuple(
         LayerPredictor.of(down_RD=weights, up_FR=ups) for _ in range(model.spec.num_layers)
     )
-    info = PredictorInfo(
-        kind="linear",
-        rank_L=(8,) * len(layers),
-        threshold_L=(0.0,) * len(layers),
-    )
+    info = PredictorInfo(kind="linear", rank_L=(8,) * len(layers), threshold_L=(0.0,) * len(layers))
     return Predictors(model_id=model.model_id, info=info, layers=layers, quality=model.quality)
 
 
@@ -215,8 +232,11 @@ def test_convert_keeps_the_record_of_the_predictors(tmp_path):
     base = dataclasses.replace(held_in(model, "exact"), quality={})
     base.save(tmp_path / "base.gguf")
     predictors_of(model).save(tmp_path / "pred" / FILE_NAME)
-    convert(ConvertConfig(source=tmp_path / "base.gguf", output=tmp_path / "m.gguf",
-                          predictors=tmp_path / "pred"))  # fmt: skip
+    convert(
+        ConvertConfig(
+            source=tmp_path / "base.gguf", output=tmp_path / "m.gguf", predictors=tmp_path / "pred"
+        )
+    )
     assert ModelFile.load(tmp_path / "m.gguf").quality == model.quality
 
 
@@ -265,10 +285,20 @@ def test_a_plan_sets_the_mode(tmp_path):
 
 def planned(model, mode, hot, dense_on_gpu) -> Split:
     empty = Split(
-        model_id=model.model_id, mode=mode, vram_budget_bytes=1 << 30, context_length=32, hot=hot,
-        dense_on_gpu=dense_on_gpu, head_on_gpu=True, gpu_bytes={}, cpu_bytes={"workspace": 1 << 20},
-        status="by hand", objective_s=1.0, bound_s=1.0, solve_s=0.0,
-    )  # fmt: skip
+        model_id=model.model_id,
+        mode=mode,
+        vram_budget_bytes=1 << 30,
+        context_length=32,
+        hot=hot,
+        dense_on_gpu=dense_on_gpu,
+        head_on_gpu=True,
+        gpu_bytes={},
+        cpu_bytes={"workspace": 1 << 20},
+        status="by hand",
+        objective_s=1.0,
+        bound_s=1.0,
+        solve_s=0.0,
+    )
     (gpu,), cpu = empty.items_of_gpus(model)
     return dataclasses.replace(empty, gpu_bytes=gpu, cpu_bytes=cpu)
 
@@ -351,11 +381,15 @@ def random_inputs(seed: int, num_gpus: int) -> Inputs:
         model, predictor=dataclasses.replace(model.predictor, density_L=density_L)
     )
     machine = make_machine(
-        gpu_gb_per_s=float(10 ** random.uniform(0, 3)), cpu_gb_per_s=float(10 ** random.uniform(-1, 2)),
-        launch_s=float(10 ** random.uniform(-8, -5)), hand_over_s=float(10 ** random.uniform(-8, -4)),
-        copy_latency_s=float(10 ** random.uniform(-8, -5)), num_gpus=num_gpus,
-        chosen_share=float(random.uniform(0.4, 1)), layer_s=float(10 ** random.uniform(-9, -5)),
-    )  # fmt: skip
+        gpu_gb_per_s=float(10 ** random.uniform(0, 3)),
+        cpu_gb_per_s=float(10 ** random.uniform(-1, 2)),
+        launch_s=float(10 ** random.uniform(-8, -5)),
+        hand_over_s=float(10 ** random.uniform(-8, -4)),
+        copy_latency_s=float(10 ** random.uniform(-8, -5)),
+        num_gpus=num_gpus,
+        chosen_share=float(random.uniform(0.4, 1)),
+        layer_s=float(10 ** random.uniform(-9, -5)),
+    )
     frequency_LF = power_law_frequencies(
         num_layers, num_neurons, density=float(random.uniform(0.05, 0.6)), seed=seed
     )
@@ -417,9 +451,13 @@ def test_the_command_names_the_fastest_mode(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "mode predicted costs +21 %" in said and "is the fastest" not in said
     config = SolveConfig(
-        model=tmp_path / "m.gguf", profile=tmp_path / "p", machine=tmp_path / "c",
-        output=tmp_path / "plan", vram_budget_bytes=0, force=True,
-    )  # fmt: skip
+        model=tmp_path / "m.gguf",
+        profile=tmp_path / "p",
+        machine=tmp_path / "c",
+        output=tmp_path / "plan",
+        vram_budget_bytes=0,
+        force=True,
+    )
     report = solve(config, workspace)
     assert {other.name for other in report.alternatives} == {"dense", "predicted", "whole layers"}
     assert workspace(model, 32, "dense") == report.cpu_bytes["workspace"]

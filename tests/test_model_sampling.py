@@ -83,14 +83,16 @@ def test_numbers_in_other_types(value, field, found):
         ("sequence", "top_k;best", "no sampler is called 'best'; known: "),
         ("sequence", np.int32(1), "general.sampling.sequence is 1, wanted "),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_one_line_unless_an_option_replaces_it(key, value, reason):
     keys = {f"general.sampling.{key}": value}
     with pytest.raises(HotsplitError) as refused:
         sampling_of(PATH, keys, {})
     assert str(refused.value).startswith(f"m.gguf: {reason}") and "\n" not in str(refused.value)
-    fields = {found[0].rpartition(".")[2]: found[1] for found in
-              ((name, field) for name, (_, field, _) in FULL.items())}  # fmt: skip
+    fields = {
+        found[0].rpartition(".")[2]: found[1]
+        for found in ((name, field) for name, (_, field, _) in FULL.items())
+    }
     given = {fields[key]: getattr(SamplingOptions, fields[key])}
     assert sampling_of(PATH, keys, given) == SamplingOptions()
 
@@ -114,15 +116,19 @@ def test_the_line_names_what_comes_from_the_file():
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
-        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
-         {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
-        ({"temperature": 0.7, "repetition_penalty": 1.05, "min_p": 0.0},
-         {"temperature": 0.7, "repeat_penalty": 1.05, "min_p": 0.0}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        (
+            {"temperature": 0.7, "repetition_penalty": 1.05, "min_p": 0.0},
+            {"temperature": 0.7, "repeat_penalty": 1.05, "min_p": 0.0},
+        ),
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
         ({"do_sample": True, "top_p": None, "top_k": 0, "eos_token_id": 2}, {"top_k": 0}),
         ({"do_sample": True}, {}),
     ],
-)  # fmt: skip
+)
 def test_a_checkpoints_settings(config, wanted, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     theirs = GenerationConfig.from_pretrained(tmp_path)
@@ -234,8 +240,10 @@ def test_the_server_uses_them(greedy):
         _, props = served.ask("/props")
         assert props["default_generation_settings"]["params"]["temperature"] == 0
         body = {"prompt": "Once", "max_tokens": 12}
-        texts = [served.ask("/v1/completions", {**body, **more})[1]["choices"][0]["text"]
-                 for more in ({}, {"temperature": 0}, {"temperature": 50, "seed": 1})]  # fmt: skip
+        texts = [
+            served.ask("/v1/completions", {**body, **more})[1]["choices"][0]["text"]
+            for more in ({}, {"temperature": 0}, {"temperature": 50, "seed": 1})
+        ]
         assert texts[0] == texts[1] != texts[2]
     with Served(greedy, "--temp", "50", "-s", "1") as served:
         assert not any("the model's file says" in line for line in served.log)

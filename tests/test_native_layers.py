@@ -148,25 +148,34 @@ def test_bits_do_not_depend_on_threads(tmp_path):
         assert all(torch.equal(tensor, other[key]) for key, tensor in found[0].items())
 
 
-@pytest.mark.parametrize("layout, mode, kind", [
-    ("sparse", "dense", "q8_0"), ("sparse", "exact", "f32"), ("stock", "dense", "f32"),
-    ("stock", "dense", "q4_k"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout, mode, kind",
+    [
+        ("sparse", "dense", "q8_0"),
+        ("sparse", "exact", "f32"),
+        ("stock", "dense", "f32"),
+        ("stock", "dense", "q4_k"),
+    ],
+)
 def test_mixtures(calls, layout, mode, kind):
     """Experts, of which some have one token, shared ones, and a layer without a router."""
     activation, width = ("relu" if mode == "exact" else "silu"), 256 if kind == "q4_k" else 64
     model = mixture(
-        route=ROUTES["sigmoid"], kind=kind, layout=layout, width=width, num_neurons=max(96, width),
-        activation=activation, num_dense=1, num_shared=width, has_shared_gate=True,
-    )  # fmt: skip
+        route=ROUTES["sigmoid"],
+        kind=kind,
+        layout=layout,
+        width=width,
+        num_neurons=max(96, width),
+        activation=activation,
+        num_dense=1,
+        num_shared=width,
+        has_shared_gate=True,
+    )
     counters = []
     with Engine.of(model, mode=mode) as engine:
         found = []
         for names in (SHOWN, SHOWN | {"ffn_out"}):
-            counter = Counter(
-                gates_of(model), model.spec.most_neurons,
-                experts_L=experts_of(model),
-            )  # fmt: skip
+            counter = Counter(gates_of(model), model.spec.most_neurons, experts_L=experts_of(model))
             with engine.observe(counter.observe, counter.wants):
                 found.append(observed(engine, names, IDS[:6]))
             counters.append(counter.arrays())

@@ -125,17 +125,30 @@ def test_long_contexts_agree(tmp_path):
 @pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
 @pytest.mark.parametrize(
     "num_heads, num_kv_heads, head_width, kind",
-    [(1, 1, 32, "f32"), (4, 4, 40, "f16"), (6, 2, 80, "f32"), (5, 1, 128, "f16"), (8, 2, 96, "f16"),
-     (9, 1, 16, "f32"), (2, 1, 512, "f16")],
-)  # fmt: skip
+    [
+        (1, 1, 32, "f32"),
+        (4, 4, 40, "f16"),
+        (6, 2, 80, "f32"),
+        (5, 1, 128, "f16"),
+        (8, 2, 96, "f16"),
+        (9, 1, 16, "f32"),
+        (2, 1, 512, "f16"),
+    ],
+)
 def test_attention_over_parts_of_the_cache(
     tmp_path, restore_library, num_heads, num_kv_heads, head_width, kind, name
 ):
     """Heads have many widths and numbers; positions are around the edges of tiles and parts. Any
     number of threads gives the same bits."""
     library.set_level(name)
-    shape = make_sizes(num_layers=1, width=64, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                       head_width=head_width, context_length=600)  # fmt: skip
+    shape = make_sizes(
+        num_layers=1,
+        width=64,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_width=head_width,
+        context_length=600,
+    )
     model = saved(tmp_path, sizes=shape, kind=kind)
     ids = np.random.default_rng(1).integers(0, shape.vocab_size, 600).tolist()
     with Engine.load(model.path, mode="exact", context_length=600) as engine:
@@ -291,10 +304,13 @@ def test_every_position_wise_block_has_its_operation():
 
 @pytest.mark.parametrize(
     "kind, reads, writes, words",
-    [("turn", ["x"], ["x"], "has no operation 'turn'"), ("norm", ["x"], ["x"], "has no operation 'norm'"),
-     ("low rank", ["x"] * 4, ["x"], "4 inputs and 1 outputs"),
-     ("low rank", ["x"], ["x"] * 3, "1 inputs and 3 outputs")],
-)  # fmt: skip
+    [
+        ("turn", ["x"], ["x"], "has no operation 'turn'"),
+        ("norm", ["x"], ["x"], "has no operation 'norm'"),
+        ("low rank", ["x"] * 4, ["x"], "4 inputs and 1 outputs"),
+        ("low rank", ["x"], ["x"] * 3, "1 inputs and 3 outputs"),
+    ],
+)
 def test_operations_that_a_step_does_not_have_are_refused(kind, reads, writes, words):
     with pytest.raises(NotNative, match=words):
         StepValues({}).own_op(kind, 0, reads, writes, 0)

@@ -208,8 +208,10 @@ def test_an_observed_pass_reads_the_same_rows(tmp_path):
     with plain_and_cached(model.path) as (plain, cached):
         decoded(cached, IDS)
         for engine in (plain, cached):
-            with engine.observe(lambda n, i, t, e=engine: seen.__setitem__((e, n, i), t.clone()),
-                                lambda n, i: n in ("ffn_gate", "ffn_out")):  # fmt: skip
+            with engine.observe(
+                lambda n, i, t, e=engine: seen.__setitem__((e, n, i), t.clone()),
+                lambda n, i: n in ("ffn_gate", "ffn_out"),
+            ):
                 decoded(engine, IDS[:1])
         for layer in range(L):
             for name in ("ffn_gate", "ffn_out"):
@@ -312,16 +314,23 @@ def with_cache(tmp_path, activation="relu", predictor_rank=0, **costs):
         num_layers=L, num_neurons=F, context_length=256, vocab_size=vocab_size, width=128
     )
     model = make_model(
-        sizes=shape, kind="q8_0", activation=activation, extra_keys=keys,
+        sizes=shape,
+        kind="q8_0",
+        activation=activation,
+        extra_keys=keys,
         predictor_rank=predictor_rank,
-    )  # fmt: skip
+    )
     model = dataclasses.replace(model, threshold_L=(0.0,) * L, path=tmp_path / "m.gguf")
     model.save(model.path)
     zeros = np.zeros(L)
     times = {
-        "hot_s_L": zeros, "hot_row_s_L": zeros + 1e-9, "cold_s_L": zeros,
-        "cold_row_s_L": zeros + 1e-6, "copy_row_s_L": zeros + 1e-7, "gather_row_s_L": zeros + 1e-8,
-    }  # fmt: skip
+        "hot_s_L": zeros,
+        "hot_row_s_L": zeros + 1e-9,
+        "cold_s_L": zeros,
+        "cold_row_s_L": zeros + 1e-6,
+        "copy_row_s_L": zeros + 1e-7,
+        "gather_row_s_L": zeros + 1e-8,
+    }
     given = CacheCosts(**times | {"rest_s": 1e-5, "copy_s": 1e-7} | costs)
     frequency = tuple(np.full(F, 0.5, np.float32) for _ in range(L))
     cache = CachePlan(most_rows=16, costs=given, frequency=frequency)
@@ -384,8 +393,25 @@ def test_the_commands_say_what_the_cache_did(tmp_path, capsys):
     assert found["on"]["text"] == found["decay=0.9,most_rows=8"]["text"]
     assert main([*command[:-1], "--neuron-cache", "on"]) == 0
     assert "[neuron cache: hits" in capsys.readouterr().err
-    assert main(["bench", model, "--split", split, "-p", "0", "-n", "4", "-r", "1",
-                 "--neuron-cache", "on"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "bench",
+                model,
+                "--split",
+                split,
+                "-p",
+                "0",
+                "-n",
+                "4",
+                "-r",
+                "1",
+                "--neuron-cache",
+                "on",
+            ]
+        )
+        == 0
+    )
     assert "note: neuron cache:" in capsys.readouterr().err
     for wrong, line in (
         ("decay=2", "decay=2; wanted 0"),

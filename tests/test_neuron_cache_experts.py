@@ -110,9 +110,15 @@ class Cached:
 def weights_of(model, split, resident):
     placement = Placement.of_split(split, (CPU,))
     return load_weights(
-        model, placement, "dense", 32, notice=print, residence=Residence(), resident_LN=resident,
+        model,
+        placement,
+        "dense",
+        32,
+        notice=print,
+        residence=Residence(),
+        resident_LN=resident,
         are_slots_joined=False,
-    )  # fmt: skip
+    )
 
 
 def ran(cached, ids, start=0):

@@ -109,9 +109,15 @@ def restore(weights, kept):
 def weights_of(model, split, mode, resident):
     placement = Placement.of_split(split, (CPU,) * len(split.budgets))
     return load_weights(
-        model, placement, mode, model.spec.context_length, notice=print,
-        residence=Residence(), resident_LN=resident, are_slots_joined=False,
-    )  # fmt: skip
+        model,
+        placement,
+        mode,
+        model.spec.context_length,
+        notice=print,
+        residence=Residence(),
+        resident_LN=resident,
+        are_slots_joined=False,
+    )
 
 
 def ran(cached, ids, start=0):

@@ -68,40 +68,67 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
     [
         (["serv"], "no such command 'serv', did you mean serve?; see hotsplit --help"),
         (["rum"], "no such command 'rum', did you mean run?; see hotsplit --help"),
-        (["quantize"], "no such command 'quantize'; llama.cpp's is convert MODEL -o FILE --outtype q8_0"
-         " here; see hotsplit --help"),
-        (["perplexity"], "no such command 'perplexity'; llama.cpp's is eval here; see hotsplit --help"),
+        (
+            ["quantize"],
+            "no such command 'quantize'; llama.cpp's is convert MODEL -o FILE --outtype q8_0"
+            " here; see hotsplit --help",
+        ),
+        (
+            ["perplexity"],
+            "no such command 'perplexity'; llama.cpp's is eval here; see hotsplit --help",
+        ),
         (["convert"], "missing argument 'SOURCE'; see hotsplit convert --help"),
         (["doctor", "m"], "got unexpected extra argument (m); see hotsplit doctor --help"),
-        (["run", "m", "-m", "b", "-p", "hi"],
-         "hotsplit run: there are two models, m and b: leave one out"),
-        (["solve", "m", "--profile", "p", "--machine", "c", "-o", "o"],
-         "missing option '-vb' / '--vram' / '--vram-budget'; see hotsplit solve --help"),
+        (
+            ["run", "m", "-m", "b", "-p", "hi"],
+            "hotsplit run: there are two models, m and b: leave one out",
+        ),
+        (
+            ["solve", "m", "--profile", "p", "--machine", "c", "-o", "o"],
+            "missing option '-vb' / '--vram' / '--vram-budget'; see hotsplit solve --help",
+        ),
         (["generate", "m", "hello"], "hotsplit generate: a text is given with -p: -p hello"),
         (["run", "m", "hello", "you"], "hotsplit run: a text is given with -p: -p 'hello you'"),
         (["run", "m", "--vram", "8", "GB"], "a size is one word: write 8GB, not 8 GB"),
-        (["solve", "m", "--vram-buget", "8GB"],
-         "no such option '--vram-buget', did you mean --vram-budget?; see hotsplit solve --help"),
+        (
+            ["solve", "m", "--vram-buget", "8GB"],
+            "no such option '--vram-buget', did you mean --vram-budget?; see hotsplit solve --help",
+        ),
         (["generate", "m", "--tfx"], "no such option '--tfx'; see hotsplit generate --help"),
         (["generate", "m", "--top-kk"], "did you mean --top-k?; see hotsplit generate --help"),
-        (["generate", "m", "-n"], "hotsplit generate: option '-n' requires an argument;"
-         " see hotsplit generate --help"),
+        (
+            ["generate", "m", "-n"],
+            "hotsplit generate: option '-n' requires an argument; see hotsplit generate --help",
+        ),
         (["generate", "m", "-nab"], "no such option '-nab'; see hotsplit generate --help"),
-        (["profile", "m", "--train-predictors", "-o", "x"],
-         "--train-predictors needs a value, and -o comes next; see hotsplit profile --help"),
-        (["solve", "m", "--machine", "--profile", "p", "-o", "x"],
-         "--machine needs a value, and --profile comes next; see hotsplit solve --help"),
-        (["generate", "m", "-p", "a", "-n", "--temp", "0"],
-         "-n needs a value, and --temp comes next; see hotsplit generate --help"),
-        (["run", "m", "--outtype", "--chat", "-p", "a"], "--outtype needs a value, and --chat comes next;"
-         " see hotsplit run --help"),
+        (
+            ["profile", "m", "--train-predictors", "-o", "x"],
+            "--train-predictors needs a value, and -o comes next; see hotsplit profile --help",
+        ),
+        (
+            ["solve", "m", "--machine", "--profile", "p", "-o", "x"],
+            "--machine needs a value, and --profile comes next; see hotsplit solve --help",
+        ),
+        (
+            ["generate", "m", "-p", "a", "-n", "--temp", "0"],
+            "-n needs a value, and --temp comes next; see hotsplit generate --help",
+        ),
+        (
+            ["run", "m", "--outtype", "--chat", "-p", "a"],
+            "--outtype needs a value, and --chat comes next; see hotsplit run --help",
+        ),
         (["plan", "m", "-hx"], "no such option '-hx'; see hotsplit plan --help"),
-        (["run", "m", "-yes"], "no such option '-yes', did you mean --yes?; see hotsplit run --help"),
-        (["calibrate", "-verbose"], "no such option '-verbose', did you mean --verbose?;"
-         " see hotsplit calibrate --help"),
+        (
+            ["run", "m", "-yes"],
+            "no such option '-yes', did you mean --yes?; see hotsplit run --help",
+        ),
+        (
+            ["calibrate", "-verbose"],
+            "no such option '-verbose', did you mean --verbose?; see hotsplit calibrate --help",
+        ),
         (["generate", "m", "-n", "b"], "'b' is not a valid integer; see hotsplit generate --help"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_command_line_gives_one_line(capsys, arguments, line):
     assert line_of(capsys, arguments, 2).endswith(line)
 
@@ -515,8 +542,9 @@ def test_a_text_on_stdin_that_is_not_read_is_said(tmp_path, monkeypatch, capsys,
 def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys):
     shape = make_sizes(num_layers=3, width=32, num_neurons=64)
     make_model(sizes=shape, activation="silu").save(tmp_path / "f32.gguf")
-    config = ConvertConfig(source=tmp_path / "f32.gguf", output=tmp_path / "m.gguf",
-                           outtype="q8_0", layout="stock")  # fmt: skip
+    config = ConvertConfig(
+        source=tmp_path / "f32.gguf", output=tmp_path / "m.gguf", outtype="q8_0", layout="stock"
+    )
     convert(config)
     for mode, count in (("exact", 1), ("dense", 0)):  # mode dense uses the file's own matrices
         with lines_on_stderr(), hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", mode=mode):
@@ -634,10 +662,16 @@ def test_completion_scripts_ask_the_program(capsys, shell):
 
 
 def test_a_command_name_is_completed():
-    environment = dict(os.environ, COMP_WORDS="hotsplit gen", COMP_CWORD="1",
-                       _HOTSPLIT_COMPLETE="bash_complete")  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "hotsplit"], env=environment,
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    environment = dict(
+        os.environ, COMP_WORDS="hotsplit gen", COMP_CWORD="1", _HOTSPLIT_COMPLETE="bash_complete"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "hotsplit"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "plain,generate\n"
 
 
@@ -645,8 +679,13 @@ def test_nothing_else_is_imported_before_ctrl_c_is_handled():
     code = (
         "import sys; before = {*sys.modules}; import hotsplit.cli; print({*sys.modules} - before)"
     )
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True,
-                          env=dict(os.environ, PYTHONPATH=str(SOURCE)), check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=str(SOURCE)),
+        check=True,
+    )
     assert set(eval(done.stdout)) == {"hotsplit", "hotsplit.cli"}
 
 
@@ -682,8 +721,13 @@ def test_the_written_file_type_matches_the_tensors(tmp_path):
     for said, outtype, want in ((3, None, 0), (3, "q8_0", 7), (15, None, 0)):
         keys = {"general.file_type": np.uint32(said)}
         make_model(sizes=make_sizes(width=32, num_neurons=64), extra_keys=keys).save(tmp_path / "a")
-        config = ConvertConfig(source=tmp_path / "a", output=tmp_path / "b", outtype=outtype,
-                               force=True, tensor_types=("ffn_up=f16",) * (outtype is None))  # fmt: skip
+        config = ConvertConfig(
+            source=tmp_path / "a",
+            output=tmp_path / "b",
+            outtype=outtype,
+            force=True,
+            tensor_types=("ffn_up=f16",) * (outtype is None),
+        )
         (tmp_path / "a").rename(tmp_path / "a.gguf")
         convert(dataclasses.replace(config, source=tmp_path / "a.gguf"))
         number = int(ModelFile.load(tmp_path / "b").extra_keys["general.file_type"])

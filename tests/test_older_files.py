@@ -104,18 +104,25 @@ def test_they_are_converted_like_others(tmp_path):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda own: own.pop("blk.1.ffn_up.2.weight"), r"experts \[0, 1, 3, 4\] of blk.1.ffn_up_exps.weight"),
         (
-            lambda own: own.update({"blk.1.ffn_up.2.weight": array_entry(np.zeros((32, 64)), "f16")}),
+            lambda own: own.pop("blk.1.ffn_up.2.weight"),
+            r"experts \[0, 1, 3, 4\] of blk.1.ffn_up_exps.weight",
+        ),
+        (
+            lambda own: own.update(
+                {"blk.1.ffn_up.2.weight": array_entry(np.zeros((32, 64)), "f16")}
+            ),
             r"ffn_up_exps.weight in f16 \[32, 64\] and q8_0 \[32, 64\], which cannot be one tensor",
         ),
         (
-            lambda own: own.update({"blk.1.ffn_up_exps.weight": array_entry(np.zeros((5, 32, 64)), "f16")}),
+            lambda own: own.update(
+                {"blk.1.ffn_up_exps.weight": array_entry(np.zeros((5, 32, 64)), "f16")}
+            ),
             "wanted all, once",
         ),
     ],
     ids=["missing", "of two types", "twice"],
-)  # fmt: skip
+)
 def test_experts_that_are_no_whole_are_refused_in_one_line(tmp_path, change, words):
     def changed(tensors):
         own = of_each_expert(tensors)
@@ -216,10 +223,13 @@ def test_metadata_that_are_not_utf_8_do_not_matter(tmp_path, capsys):
 @pytest.mark.parametrize(
     "suffix, pieces",
     [
-        (".part1of2", ".part*of2"), (".part2of2", ".part*of2"), ("-split-a", "-split-*"),
-        ("-split-b", "-split-*"), (".part-a", ".part-*"),
+        (".part1of2", ".part*of2"),
+        (".part2of2", ".part*of2"),
+        ("-split-a", "-split-*"),
+        ("-split-b", "-split-*"),
+        (".part-a", ".part-*"),
     ],
-)  # fmt: skip
+)
 def test_a_piece_of_a_file_is_called_one(tmp_path, suffix, pieces):
     make_model(sizes=make_sizes()).save(tmp_path / "m.gguf")
     data = (tmp_path / "m.gguf").read_bytes()

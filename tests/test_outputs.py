@@ -35,9 +35,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 # Files of a checkpoint: those that exist, and those that would be read if they did.
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json",
-                                  "tokenizer_config.json", "model.safetensors.index.json",
-                                  "pytorch_model.bin", "chat_template.jinja"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "chat_template.jinja",
+    ],
+)
 def test_an_output_is_never_a_file_of_the_checkpoint(silu, tmp_path, name):
     before = contents(silu)
     with pytest.raises(HotsplitError, match="is read by|lies among the files"):
@@ -297,8 +306,12 @@ def test_no_output_is_written_from_an_input_that_changed(tmp_path):
     source.write_text("before")
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    for touch in (lambda: os.truncate(source, 3), lambda: source.write_text("behind"),
-                  source.unlink, lambda: (folder / "config.json").write_text("[]")):  # fmt: skip
+    for touch in (
+        lambda: os.truncate(source, 3),
+        lambda: source.write_text("behind"),
+        source.unlink,
+        lambda: (folder / "config.json").write_text("[]"),
+    ):
         source.write_text("before")
         for make in (partial_file, partial_folder):
             with (

@@ -23,30 +23,59 @@ FORMS = {
     "dot": ("_dot", True, rows.test_dot_with_relu),
     "embed": ("_unpack", False, lambda k: rows.test_embed(k, "f16", True)),
     "norm": ("_add_norm", False, attention.test_norm_alone),
-    "rotate": ("_rotate_append", False,
-               lambda k: attention.test_rotate_append(k, torch.float32, True, "none", 32, 0)),
+    "rotate": (
+        "_rotate_append",
+        False,
+        lambda k: attention.test_rotate_append(k, torch.float32, True, "none", 32, 0),
+    ),
     "attend": ("_attend_part", False, lambda k: attention.assert_attention(k, 63)),
     "join": ("_attend_join", False, lambda k: attention.assert_attention(k, 63)),
     "predict": ("_predict", True, lambda k: rows.test_bits_past_the_last_neuron_are_zero(k, 9)),
-    "gate": ("_gate_up", True,
-             lambda k: neurons.test_gate_up_of_every_activation(k, "gelu", True, False)),
-    "gate, named": ("_gate_up", True,
-                    lambda k: neurons.test_named_neurons_are_looked_up_by_their_ids(k, 19)),
+    "gate": (
+        "_gate_up",
+        True,
+        lambda k: neurons.test_gate_up_of_every_activation(k, "gelu", True, False),
+    ),
+    "gate, named": (
+        "_gate_up",
+        True,
+        lambda k: neurons.test_named_neurons_are_looked_up_by_their_ids(k, 19),
+    ),
     "convolve": ("_convolve", False, lambda k: delta.ONE.run(k)),
     "delta": ("_delta_rule", True, lambda k: delta.ONE.run(k)),
     "gate norm": ("_gate_norm", False, lambda k: delta.ONE.run(k)),
     "down": ("_down", True, lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, False)),
-    "predict planes": ("_predict_planes", False,
-                       lambda k: planes.assert_mixed(k, "predict_planes", 3, 70, 2)),
-    "correct planes": ("_correct_planes", False,
-                       lambda k: planes.assert_mixed(k, "correct_planes", 3, 70, 2)),
-    "add to planes": ("_add_to_planes", False,
-                      lambda k: planes.assert_mixed(k, "add_to_planes", 3, 70, 2)),
-    "down, zeros": ("_down", False,
-                    lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, True)),
-}  # fmt: skip
-OF_PROMPTS = {"_unpack_tiles", "_multiply", "_multiply_down", "_round_tokens", "_hidden_tokens",
-              "_attend_tokens", "_scatter", "_pack_open"}  # fmt: skip
+    "predict planes": (
+        "_predict_planes",
+        False,
+        lambda k: planes.assert_mixed(k, "predict_planes", 3, 70, 2),
+    ),
+    "correct planes": (
+        "_correct_planes",
+        False,
+        lambda k: planes.assert_mixed(k, "correct_planes", 3, 70, 2),
+    ),
+    "add to planes": (
+        "_add_to_planes",
+        False,
+        lambda k: planes.assert_mixed(k, "add_to_planes", 3, 70, 2),
+    ),
+    "down, zeros": (
+        "_down",
+        False,
+        lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, True),
+    ),
+}
+OF_PROMPTS = {
+    "_unpack_tiles",
+    "_multiply",
+    "_multiply_down",
+    "_round_tokens",
+    "_hidden_tokens",
+    "_attend_tokens",
+    "_scatter",
+    "_pack_open",
+}
 # They begin when the last kernel has ended, which chose the experts.
 OF_EXPERTS = {"_choose_experts", "_expert_gate_up", "_expert_down", "_expert_sum"}
 

@@ -152,12 +152,16 @@ PLACES: Mapping[str, tuple] = {
     "two before": ([scaling("attn_in", "a"), scaling("a", "b")], [], []),
     "two after": ([], [], [scaling("x", "a"), scaling("a", "b"), Add(terms=("x", "a", "b"))]),
     "of the sum that an operation overwrites": (
-        [scaling("attn_in", "a")], [scaling("ffn_in", "b"), Add(terms=("x", "b"))], []
+        [scaling("attn_in", "a")],
+        [scaling("ffn_in", "b"), Add(terms=("x", "b"))],
+        [],
     ),
     "across the neurons": (
-        [], [scaling("ffn_in", "a")], [scaling("a", "b"), Add(terms=("x", "b"))]
+        [],
+        [scaling("ffn_in", "a")],
+        [scaling("a", "b"), Add(terms=("x", "b"))],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -209,9 +213,14 @@ def test_a_wrong_kernel_of_an_operation_is_found(shape, factor):
 
 
 NUMBERS = Numbers(
-    num_planes=4, rank=32, rotaries=(ROTARY, ROTARY), window=8, activation="gelu_tanh", logit_cap=None,
+    num_planes=4,
+    rank=32,
+    rotaries=(ROTARY, ROTARY),
+    window=8,
+    activation="gelu_tanh",
+    logit_cap=None,
     inputs=32,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("way", ["unwatched", "gpu", "gpu, tiles"])
@@ -253,6 +262,12 @@ def test_operations_are_told_apart_in_json():
     found = json.loads(to_json(spec))
     blocks = [*found["first"], *found["layers"][0]["blocks"], *found["last"]]
     assert [block["operation"] for block in blocks if "operation" in block] == [
-        "layer inputs", "begin planes", "predict planes", "low rank", "correct planes", "per layer",
-        "add to planes", "end planes",
-    ]  # fmt: skip
+        "layer inputs",
+        "begin planes",
+        "predict planes",
+        "low rank",
+        "correct planes",
+        "per layer",
+        "add to planes",
+        "end planes",
+    ]

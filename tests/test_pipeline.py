@@ -159,15 +159,18 @@ def test_counts_equal_those_of_transformers_activations(tmp_path, random_model):
     """Hooks in transformers count again, over every window that the profile used."""
     report = profile(
         ProfileConfig(
-            model=random_model / "m.gguf", corpora=(random_model / "text.txt",),
-            output=tmp_path / "p", max_tokens=600,
+            model=random_model / "m.gguf",
+            corpora=(random_model / "text.txt",),
+            output=tmp_path / "p",
+            max_tokens=600,
         )
-    )  # fmt: skip
+    )
     from hotsplit.profile.corpus.corpus import read_windows
 
     with Engine.load(random_model / "m.gguf") as engine:
-        windows = read_windows([random_model / "text.txt"], engine.codec, context_length=128,
-                               max_tokens=600, seed=0)  # fmt: skip
+        windows = read_windows(
+            [random_model / "text.txt"], engine.codec, context_length=128, max_tokens=600, seed=0
+        )
     model = AutoModelForCausalLM.from_pretrained(random_model / "hf", dtype=torch.float32).eval()
     count_LF = torch.zeros(3, 160, dtype=torch.int64)
 
@@ -191,8 +194,15 @@ def test_counts_equal_those_of_transformers_activations(tmp_path, random_model):
 
 def test_a_profile_is_a_function_of_its_seed(tmp_path, random_model):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        profile(ProfileConfig(model=random_model / "m.gguf", corpora=(random_model / "text.txt",),
-                              output=tmp_path / name, max_tokens=300, seed=seed))  # fmt: skip
+        profile(
+            ProfileConfig(
+                model=random_model / "m.gguf",
+                corpora=(random_model / "text.txt",),
+                output=tmp_path / name,
+                max_tokens=300,
+                seed=seed,
+            )
+        )
     a, b, c = (Profile.load(tmp_path / name).active_count_LF for name in "abc")
     assert (a == b).all()
     assert (a != c).any()
@@ -204,14 +214,17 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(
 ):
     report = profile(
         ProfileConfig(
-            model=random_model / "m.gguf", corpora=(random_model / "text.txt",),
-            output=tmp_path / "p", max_tokens=8000, train_predictors=tmp_path,
+            model=random_model / "m.gguf",
+            corpora=(random_model / "text.txt",),
+            output=tmp_path / "p",
+            max_tokens=8000,
+            train_predictors=tmp_path,
             input_layer_offset=offset,
             predictors=PredictorOptions(
                 rank=32, target=Target(contribution=0.95, lost_norm=0.9, precision=0.01)
             ),
         )
-    )  # fmt: skip
+    )
     trained = Predictors.load(tmp_path / "predictors.safetensors")
     assert trained.model_id == report.model_id
     for quality in (layer.chosen for layer in report.quality_L):
@@ -225,16 +238,28 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(
         )
     )
     assert ModelFile.load(tmp_path / "m.gguf").predictor.input_layer_offset == offset
-    result = evaluate(EvalConfig(model=tmp_path / "m.gguf", corpora=(random_model / "text.txt",),
-                                 engine=EngineConfig(mode="predicted"), max_tokens=500))  # fmt: skip
+    result = evaluate(
+        EvalConfig(
+            model=tmp_path / "m.gguf",
+            corpora=(random_model / "text.txt",),
+            engine=EngineConfig(mode="predicted"),
+            max_tokens=500,
+        )
+    )
     named = [q.chosen.predicted_density for q in report.quality_L]
     assert np.allclose(result.named_share_L, named, atol=0.12)  # 500 tokens are few
     assert 0 < result.kl_mean < 0.1
 
 
 def test_eval_of_dense_against_itself_is_perfect(random_model):
-    result = evaluate(EvalConfig(model=random_model / "m.gguf", corpora=(random_model / "text.txt",),
-                                 engine=EngineConfig(mode="dense"), max_tokens=300))  # fmt: skip
+    result = evaluate(
+        EvalConfig(
+            model=random_model / "m.gguf",
+            corpora=(random_model / "text.txt",),
+            engine=EngineConfig(mode="dense"),
+            max_tokens=300,
+        )
+    )
     assert (result.kl_mean, result.top1_agreement) == (0.0, 1.0)
     assert result.perplexity == result.dense_perplexity
     assert math.log(result.perplexity) < 2 * math.log(320)
@@ -261,8 +286,13 @@ def test_a_corpus_without_text_is_refused(tmp_path, random_model, content, messa
 
 
 def test_too_little_text_to_train_on_is_refused(tmp_path, random_model):
-    config = ProfileConfig(model=random_model / "m.gguf", corpora=(random_model / "text.txt",),
-                           output=tmp_path / "p", max_tokens=256, train_predictors=tmp_path)  # fmt: skip
+    config = ProfileConfig(
+        model=random_model / "m.gguf",
+        corpora=(random_model / "text.txt",),
+        output=tmp_path / "p",
+        max_tokens=256,
+        train_predictors=tmp_path,
+    )
     with pytest.raises(HotsplitError, match="cannot train predictors"):
         profile(config)
     assert not list(tmp_path.iterdir())
@@ -273,8 +303,14 @@ def test_a_silu_model_has_nothing_to_predict(tmp_path):
     convert(ConvertConfig(source=folder, output=tmp_path / "m"))
     (tmp_path / "t").write_text("fox " * 4000)
     with pytest.raises(HotsplitError, match="every neuron of this silu model fires"):
-        profile(ProfileConfig(model=tmp_path / "m", corpora=(tmp_path / "t",), output=tmp_path / "p",
-                              train_predictors=tmp_path))  # fmt: skip
+        profile(
+            ProfileConfig(
+                model=tmp_path / "m",
+                corpora=(tmp_path / "t",),
+                output=tmp_path / "p",
+                train_predictors=tmp_path,
+            )
+        )
 
 
 # ---- the commands ----------------------------------------------------------------------------
@@ -290,21 +326,50 @@ def test_every_command_of_the_pipeline(tmp_path, random_model):
     replace(card, gpus=(gpu,)).save(tmp_path / "card.json")
     steps = [
         ("convert", random_model / "hf", "-o", "base.gguf", "--outtype", "q8_0"),
-        ("profile", "base.gguf", "--corpus", text, "-o", "p.safetensors", "--tokens", 4000,
-         "--train-predictors", "pred", "--predictor-rank", 16),
+        (
+            "profile",
+            "base.gguf",
+            "--corpus",
+            text,
+            "-o",
+            "p.safetensors",
+            "--tokens",
+            4000,
+            "--train-predictors",
+            "pred",
+            "--predictor-rank",
+            16,
+        ),
         ("convert", "base.gguf", "-o", "m.gguf", "--predictors", "pred"),
         ("calibrate", "-o", "machine.json", "--gpu-from", "card.json"),
-        ("solve", "m.gguf", "--profile", "p.safetensors", "--machine", "machine.json", "-vb",
-         "HALF", "--mode", "predicted", "-o", "m.split.gguf"),
+        (
+            "solve",
+            "m.gguf",
+            "--profile",
+            "p.safetensors",
+            "--machine",
+            "machine.json",
+            "-vb",
+            "HALF",
+            "--mode",
+            "predicted",
+            "-o",
+            "m.split.gguf",
+        ),
         ("generate", "m.gguf", "-spif-ms", "m.split.gguf", "-p", "the quick", "-n", 5, "--temp", 0),
         ("eval", "m.gguf", "--split", "m.split.gguf", "--corpus", text, "--tokens", 300),
-    ]  # fmt: skip
+    ]
     reports = {}
     for step in steps:
         if step[0] == "solve":
             model = ModelFile.load(tmp_path / "m.gguf")
-            (whole,), _ = plan_bytes(model, context_length=128, num_hot=[160] * 3,
-                                  dense_on_gpu=[True] * 3, head_on_gpu=True)  # fmt: skip
+            (whole,), _ = plan_bytes(
+                model,
+                context_length=128,
+                num_hot=[160] * 3,
+                dense_on_gpu=[True] * 3,
+                head_on_gpu=True,
+            )
             whole |= {"workspace": workspace_bytes(model, 128, "predicted")}
             half = f"{sum(whole.values()) - whole['neurons'] // 2}B"
             step = tuple(half if word == "HALF" else word for word in step)
@@ -318,8 +383,16 @@ def test_every_command_of_the_pipeline(tmp_path, random_model):
     gpu_bytes = reports["solve"]["gpu_bytes"]
     assert 0 < sum(gpu_bytes.values()) <= int(half.removesuffix("B"))
     assert gpu_bytes["neurons"] < whole["neurons"]
-    made = {"base.gguf", "p.safetensors", "p.report.json", "pred", "m.gguf",
-            "card.json", "machine.json", "m.split.gguf"}  # fmt: skip
+    made = {
+        "base.gguf",
+        "p.safetensors",
+        "p.report.json",
+        "pred",
+        "m.gguf",
+        "card.json",
+        "machine.json",
+        "m.split.gguf",
+    }
     assert {p.name for p in tmp_path.iterdir()} == made
     again = run_command(*steps[5], cwd=tmp_path)
     assert again.stdout.startswith("the quick")

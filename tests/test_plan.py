@@ -137,8 +137,12 @@ def test_published_headers_in_full(tmp_path, capsys, header):
 
 def test_a_plan_is_the_one_that_solve_makes(tmp_path, capsys):
     """The figures are the same; the last line is a command line of `run`."""
-    model = make_model(sizes=make_sizes(num_layers=3, num_neurons=4096), activation="silu", kind="f16",
-                       extra_keys=byte_level_keys()[0])  # fmt: skip
+    model = make_model(
+        sizes=make_sizes(num_layers=3, num_neurons=4096),
+        activation="silu",
+        kind="f16",
+        extra_keys=byte_level_keys()[0],
+    )
     save_solver_files(tmp_path, model, c=machine_of(CARD))
     path, options = str(tmp_path / "m.gguf"), ("--vram", "4MiB", "-c", "16", "--outtype", "f16")
     plan = planned(capsys, path, *options)
@@ -161,8 +165,12 @@ def test_a_plan_is_the_one_that_solve_makes(tmp_path, capsys):
 
 def test_a_text_gets_slower_by_the_keys_and_values_that_it_reads(tmp_path, capsys):
     """The speed in the middle of the context, and at its beginning, where `bench` measures without -d."""
-    model = make_model(sizes=make_sizes(num_layers=3, context_length=4096), activation="silu",
-                       kind="f16", extra_keys=byte_level_keys()[0])  # fmt: skip
+    model = make_model(
+        sizes=make_sizes(num_layers=3, context_length=4096),
+        activation="silu",
+        kind="f16",
+        extra_keys=byte_level_keys()[0],
+    )
     model.save(tmp_path / "m.gguf")
     options = (tmp_path / "m.gguf", "--vram", "0", "-c", "2048")
     plan = planned(capsys, *options)

@@ -39,10 +39,15 @@ def files(tmp_path_factory):
 
 def config(files, output, **changes) -> SolveConfig:
     values = {
-        "model": files / "m.gguf", "profile": files / "p", "machine": files / "c", "force": True,
-        "vram_budget_bytes": WORKSPACE + (400 << 10), "mode": "exact", "output": output,
+        "model": files / "m.gguf",
+        "profile": files / "p",
+        "machine": files / "c",
+        "force": True,
+        "vram_budget_bytes": WORKSPACE + (400 << 10),
+        "mode": "exact",
+        "output": output,
         "context_length": CONTEXT,
-    }  # fmt: skip
+    }
     return SolveConfig(**values | changes)
 
 
@@ -60,8 +65,14 @@ def small_plan(folder, num_sequences, **options):
     model.save(path)
     num_layers, neurons = model.spec.num_layers, np.arange(model.spec.most_neurons)
     hot = [neurons[::3], *[neurons[:0]] * (num_layers - 1)]
-    split = make_split(model, hot, dense_on_gpu=[1] + [0] * (num_layers - 1),
-                       context_length=CONTEXT, num_sequences=num_sequences, **options)  # fmt: skip
+    split = make_split(
+        model,
+        hot,
+        dense_on_gpu=[1] + [0] * (num_layers - 1),
+        context_length=CONTEXT,
+        num_sequences=num_sequences,
+        **options,
+    )
     split.save(folder / "s.gguf")
     return path, folder / "s.gguf"
 
@@ -86,9 +97,11 @@ def test_the_budget_includes_the_cache_of_all_sequences_to_the_byte(files, tmp_p
 
 def test_more_sequences_leave_less_room_for_neurons(files, tmp_path):
     reports = [
-        solved(files, tmp_path / "plan", num_sequences=count, vram_budget_bytes=WORKSPACE + (200 << 10))
+        solved(
+            files, tmp_path / "plan", num_sequences=count, vram_budget_bytes=WORKSPACE + (200 << 10)
+        )
         for count in (1, 8)
-    ]  # fmt: skip
+    ]
     assert reports[0].num_hot > reports[1].num_hot or reports[0].num_dense_on_gpu > (
         reports[1].num_dense_on_gpu
     )
@@ -125,16 +138,44 @@ def test_cache_bytes_for_another_number_of_sequences_are_refused(files, tmp_path
 
 @pytest.mark.parametrize("count", [0, 1025])
 def test_the_command_checks_the_number_of_sequences(files, tmp_path, capsys, count):
-    arguments = ["solve", files / "m.gguf", "--profile", files / "p", "--machine", files / "c",
-                 "-vb", "500KiB", "-o", tmp_path / "plan", "--sequences", count]  # fmt: skip
+    arguments = [
+        "solve",
+        files / "m.gguf",
+        "--profile",
+        files / "p",
+        "--machine",
+        files / "c",
+        "-vb",
+        "500KiB",
+        "-o",
+        tmp_path / "plan",
+        "--sequences",
+        count,
+    ]
     assert main([str(each) for each in arguments]) == 1
     assert "wanted 1 to 1024" in capsys.readouterr().err
 
 
 def test_the_command_and_inspect_report_the_number_of_sequences(files, tmp_path, capsys):
-    arguments = ["solve", files / "m.gguf", "--profile", files / "p", "--machine", files / "c",
-                 "-vb", "2MiB", "-o", tmp_path / "plan", "--sequences", 4, "-c", CONTEXT,
-                 "--mode", "exact", "--json"]  # fmt: skip
+    arguments = [
+        "solve",
+        files / "m.gguf",
+        "--profile",
+        files / "p",
+        "--machine",
+        files / "c",
+        "-vb",
+        "2MiB",
+        "-o",
+        tmp_path / "plan",
+        "--sequences",
+        4,
+        "-c",
+        CONTEXT,
+        "--mode",
+        "exact",
+        "--json",
+    ]
     assert main([str(each) for each in arguments]) == 0
     assert json.loads(capsys.readouterr().out)["num_sequences"] == 4
     assert inspect_file(tmp_path / "plan").content["num_sequences"] == 4
@@ -144,8 +185,9 @@ def test_the_command_and_inspect_report_the_number_of_sequences(files, tmp_path,
 
 def test_more_sequences_than_the_plan_has_are_refused_with_advice(tmp_path):
     path, plan = small_plan(tmp_path, 2)
-    with pytest.raises(HotsplitError, match="plan's cache is for 2; run hotsplit solve with"
-                       " --sequences 3"):  # fmt: skip
+    with pytest.raises(
+        HotsplitError, match="plan's cache is for 2; run hotsplit solve with --sequences 3"
+    ):
         Engine.load(path, plan, device="cpu", num_sequences=3)
     with Engine.load(path, plan, device="cpu") as engine:
         texts = [engine.sequence(), engine.sequence()]
@@ -220,8 +262,21 @@ def asked(names):
 def test_generate_writes_several_prompts_with_a_plan(tmp_path, capsys):
     path, plan = small_plan(tmp_path, 3)
     (tmp_path / "prompts").write_text("abc\nde\nabcd\n")
-    arguments = ["generate", path, "--split", plan, "--prompts", tmp_path / "prompts", "-n", 6,
-                 "--device", "cpu", "--temp", 0, "--json"]  # fmt: skip
+    arguments = [
+        "generate",
+        path,
+        "--split",
+        plan,
+        "--prompts",
+        tmp_path / "prompts",
+        "-n",
+        6,
+        "--device",
+        "cpu",
+        "--temp",
+        0,
+        "--json",
+    ]
     assert main([str(each) for each in arguments]) == 0
     many = json.loads(capsys.readouterr().out)["texts"]
     with Engine.load(path, plan, device="cpu") as engine:

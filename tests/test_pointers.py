@@ -54,17 +54,29 @@ def test_a_model_file_that_is_a_pointer(pointer, tmp_path, capsys):
     text, what, command = pointer
     path = tmp_path / "m.gguf"
     path.write_text(text)
-    for words in (["generate", path, "-p", "a"], ["inspect", path], ["run", path, "-p", "a"],
-                  ["convert", path, "-o", tmp_path / "out.gguf"]):  # fmt: skip
+    for words in (
+        ["generate", path, "-p", "a"],
+        ["inspect", path],
+        ["run", path, "-p", "a"],
+        ["convert", path, "-o", tmp_path / "out.gguf"],
+    ):
         line = refusal(capsys, *words)
         assert f"{path}: {what}" in line and command in line
     assert [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "pytorch_model.bin", "config.json", "tokenizer.json",
-             "tokenizer.model", "generation_config.json", "tokenizer_config.json"],
-)  # fmt: skip
+    "name",
+    [
+        "model.safetensors",
+        "pytorch_model.bin",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "generation_config.json",
+        "tokenizer_config.json",
+    ],
+)
 def test_a_file_of_a_checkpoint_that_is_a_pointer(checkpoint, pointer, tmp_path, capsys, name):
     text, what, command = pointer
     folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
@@ -88,8 +100,9 @@ def test_a_corpus_that_is_a_pointer(checkpoint, pointer, tmp_path, capsys, name,
     corpus.parent.mkdir()
     corpus.write_text(text)
     given = corpus.parent if is_in_folder else corpus
-    line = refusal(capsys, "profile", tmp_path / "m.gguf", "--corpus", given,
-                   "-o", tmp_path / "p.safetensors")  # fmt: skip
+    line = refusal(
+        capsys, "profile", tmp_path / "m.gguf", "--corpus", given, "-o", tmp_path / "p.safetensors"
+    )
     assert f"{corpus}: {what}" in line and command in line
 
 

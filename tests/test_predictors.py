@@ -177,8 +177,9 @@ def test_thresholds_and_qualities_agree_with_brute_force():
     batch = batch_of(x_TD, gate_FD)
     predictor = LowRank(start_of(gate_FD, x_TD), 16, RELU).predictor("f16")
     score_TF = predictor.scores(x_TD)
-    tally = Tally(Candidate(predictor=predictor, is_trained=False), score_TF.std().item(),
-                  score_TF.device)  # fmt: skip
+    tally = Tally(
+        Candidate(predictor=predictor, is_trained=False), score_TF.std().item(), score_TF.device
+    )
     y_TD = batch.given_TF @ down_FD
     tally.add(score_TF, batch.fires_TF, batch.given_TF, y_TD.double().square().sum().item())
     target = Target(contribution=0.97, lost_norm=0.5)
@@ -231,8 +232,9 @@ def run_trainer(gate, gate_FD, forms=("low-rank", "whole"), windows=40):
     """Runs a layer's trainer through all phases on synthetic tokens."""
     down_FD, up_FD = weights(NEURONS, WIDTH, seed=3), weights(NEURONS, WIDTH, seed=2)
     choices = Choices(ranks=(32,), kinds=("q8_0", "q4_0"), forms=forms)
-    trainer = LayerTrainer(gate=gate, gate_FD=gate_FD, down=matrix(down_FD), sizes=SIZES,
-                           choices=choices)  # fmt: skip
+    trainer = LayerTrainer(
+        gate=gate, gate_FD=gate_FD, down=matrix(down_FD), sizes=SIZES, choices=choices
+    )
     tokens = [inputs(64, seed) for seed in range(windows)]
     for phase, piece in phases(windows).items():
         trainer.enter(phase, piece.stop - piece.start)
@@ -246,9 +248,13 @@ def run_trainer(gate, gate_FD, forms=("low-rank", "whole"), windows=40):
 
 
 def test_a_layer_keeps_no_more_tokens_than_its_memory_is_planned_for():
-    trainer = LayerTrainer(gate=RELU, gate_FD=weights(NEURONS, WIDTH), sizes=SIZES,
-                           down=matrix(weights(NEURONS, WIDTH, seed=3)),
-                           choices=Choices(ranks=(32,)))  # fmt: skip
+    trainer = LayerTrainer(
+        gate=RELU,
+        gate_FD=weights(NEURONS, WIDTH),
+        sizes=SIZES,
+        down=matrix(weights(NEURONS, WIDTH, seed=3)),
+        choices=Choices(ranks=(32,)),
+    )
     trainer.enter("keep", 0)
     x_TD, gate_TF = inputs(KEPT_TOKENS - 12), torch.rand(KEPT_TOKENS - 12, NEURONS)
     for _ in range(3):
@@ -290,13 +296,19 @@ def mixed(model: ModelFile, folder, **changes) -> Predictors:
     shape = sizes_of(model.bare_spec)
     gate_FD = torch.from_numpy(model.tensors["blk.0.ffn_gate.weight"].read().astype(np.float32))
     up = values_of(rounded(gate_FD, "q4_0", torch.eye(shape.hidden_size)))
-    low = [values_of(rounded(weights(*dims), "q8_0")) for dims in
-           ((32, shape.hidden_size), (shape.num_neurons, 32))]  # fmt: skip
+    low = [
+        values_of(rounded(weights(*dims), "q8_0"))
+        for dims in ((32, shape.hidden_size), (shape.num_neurons, 32))
+    ]
     layers = (
         LayerPredictor.of(down_RD=None, up_FR=up.numpy(), kind="q4_0"),
-        LayerPredictor.of(down_RD=low[0].numpy(), up_FR=low[1].numpy(), kind="q8_0",
-                       up_bias_F=np.ones(shape.num_neurons, np.float32)),
-    )  # fmt: skip
+        LayerPredictor.of(
+            down_RD=low[0].numpy(),
+            up_FR=low[1].numpy(),
+            kind="q8_0",
+            up_bias_F=np.ones(shape.num_neurons, np.float32),
+        ),
+    )
     info = PredictorInfo(kind="linear", rank_L=(0, 32), threshold_L=(0.0, -1.0))
     made = Predictors(model_id=model.model_id, info=info, layers=layers)
     made = dataclasses.replace(made, **changes)
@@ -319,9 +331,11 @@ def test_convert_writes_the_declared_types_and_the_runtime_reads_them(tmp_path):
     assert model.predictor == made.info
     kinds = {n: e.kind for n, e in model.tensors.items() if "ffn_pred" in n}
     assert kinds == {
-        "blk.0.ffn_pred_up.weight": "q4_0", "blk.1.ffn_pred_down.weight": "q8_0",
-        "blk.1.ffn_pred_up.weight": "q8_0", "blk.1.ffn_pred_up.bias": "f32",
-    }  # fmt: skip
+        "blk.0.ffn_pred_up.weight": "q4_0",
+        "blk.1.ffn_pred_down.weight": "q8_0",
+        "blk.1.ffn_pred_up.weight": "q8_0",
+        "blk.1.ffn_pred_up.bias": "f32",
+    }
     first, second = load_predictors(model, torch.device("cpu"))
     x_TD = weights(5, 64)
     up, down = (torch.from_numpy(m.values()) for m in (made.layers[1].up, made.layers[1].down))
@@ -399,11 +413,7 @@ def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"rank": 0}, "wanted 1 or more"),
-        ({"rank": 65}, "wanted at most 64"),
-    ],
+    "options, words", [({"rank": 0}, "wanted 1 or more"), ({"rank": 65}, "wanted at most 64")]
 )
 def test_wrong_options_are_refused(options, words):
     model = make_model(sizes=make_sizes(width=64))

@@ -60,8 +60,9 @@ def decoded(model, windows):
         return "".join(engine.codec.tokenizer.decode(ids.tolist()) for ids in windows.ids)
 
 
-@pytest.mark.parametrize("count, lengths", [(128, [64, 64]), (129, [64, 64]), (130, [64, 64, 2]),
-                                            (1, [1])])  # fmt: skip
+@pytest.mark.parametrize(
+    "count, lengths", [(128, [64, 64]), (129, [64, 64]), (130, [64, 64, 2]), (1, [1])]
+)
 def test_a_last_window_of_one_token_is_left_out(tmp_path, codec_model, count, lengths):
     (tmp_path / "t.txt").write_text(text_of(0))
     found = windows_of(codec_model, tmp_path / "t.txt", max_tokens=count, must_fill=True)
@@ -224,9 +225,18 @@ def test_standard_input_is_a_corpus(tmp_path, codec_model):
     found = []
     for corpus, stdin in ((tmp_path / "t.txt", None), ("-", (tmp_path / "t.txt").open())):
         done = run_command(
-            "profile", codec_model, "--corpus", corpus, "-o", tmp_path / "p", "--tokens", 500,
-            "--json", "--force", stdin=stdin.fileno() if stdin else b"",
-        )  # fmt: skip
+            "profile",
+            codec_model,
+            "--corpus",
+            corpus,
+            "-o",
+            tmp_path / "p",
+            "--tokens",
+            500,
+            "--json",
+            "--force",
+            stdin=stdin.fileno() if stdin else b"",
+        )
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout)["density_L"])
     assert found[0] == found[1]

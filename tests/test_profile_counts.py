@@ -52,8 +52,9 @@ def observed_here(path, windows):
     """(gates of each layer, inputs of each layer, the counter's counts)."""
     with Engine.load(path, mode="dense", device="cpu") as engine:
         num_layers = engine.model.spec.num_layers
-        counter = Counter((Gate(activation="relu", threshold=0.0),) * num_layers,
-                          engine.model.spec.most_neurons)  # fmt: skip
+        counter = Counter(
+            (Gate(activation="relu", threshold=0.0),) * num_layers, engine.model.spec.most_neurons
+        )
         kept = {name: [[] for _ in range(num_layers)] for name in ("ffn_gate", "ffn_norm")}
         with (
             engine.observe(counter.observe, counter.wants),

@@ -46,8 +46,15 @@ def big_folder(tmp_path_factory):
     """A model file of 417 MiB in f16: 16 layers of 26 MiB. The rows of a matrix are
     overlapping slices of the same random values."""
     made = tmp_path_factory.mktemp("big")
-    shape = make_sizes(num_layers=16, width=1024, num_neurons=3072, num_heads=8, num_kv_heads=8,
-                       vocab_size=320, context_length=512)  # fmt: skip
+    shape = make_sizes(
+        num_layers=16,
+        width=1024,
+        num_neurons=3072,
+        num_heads=8,
+        num_kv_heads=8,
+        vocab_size=320,
+        context_length=512,
+    )
     model = shape_only(shape)
     generator = np.random.default_rng(0)
 
@@ -67,9 +74,11 @@ def big_folder(tmp_path_factory):
     dataclasses.replace(
         model,
         tensors={name: filled(entry) for name, entry in model.tensors.items()},
-        extra_keys={"tokenizer.huggingface.json": (made / "tokenizer.json").read_text(),
-                    "tokenizer.ggml.bos_token_id": np.uint32(0)},
-    ).save(made / "big.gguf")  # fmt: skip
+        extra_keys={
+            "tokenizer.huggingface.json": (made / "tokenizer.json").read_text(),
+            "tokenizer.ggml.bos_token_id": np.uint32(0),
+        },
+    ).save(made / "big.gguf")
     order = np.random.default_rng(0).integers(0, len(WORDS), 3000)
     (made / "text.txt").write_text("".join(WORDS[i] for i in order))
     assert (made / "big.gguf").stat().st_size > 4 * CAP_BYTES
@@ -88,8 +97,11 @@ def peak_over_start(folder: Path, what: str) -> int:
     """Peak anonymous bytes, minus those before the work."""
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(folder), what],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert child.stdin and child.stdout and child.stderr
     assert child.stdout.readline() == "ready\n"
     start, peak = anonymous_bytes(child.pid), 0
@@ -119,9 +131,12 @@ def test_trainers_that_do_not_fit_are_refused_before_any_text_is_read(monkeypatc
     sizes = make_sizes(num_layers=8, width=512, num_neurons=2048)
     model = make_model(sizes=sizes)
     config = ProfileConfig(
-        model=Path("m"), corpora=(Path("t"),), output=Path("p"), train_predictors=Path("d"),
+        model=Path("m"),
+        corpora=(Path("t"),),
+        output=Path("p"),
+        train_predictors=Path("d"),
         predictors=PredictorOptions(rank=64),
-    )  # fmt: skip
+    )
     lasting, passing = memory.trainer_bytes(512, 2048, predictor_choices(config.predictors, model))
     assert lasting > 8 * 2048 * 512  # the map and its product with the layer before, in f64
     needed = 8 * lasting + passing

@@ -39,16 +39,18 @@ def files(tmp_path, codec_model):
 
 def config(files, output, **options):
     return ProfileConfig(
-        **{"model": files / "codec.gguf", "corpora": (files / "t.txt",), "output": files / output,
-           "max_tokens": 6000, **options}
-    )  # fmt: skip
+        **{
+            "model": files / "codec.gguf",
+            "corpora": (files / "t.txt",),
+            "output": files / output,
+            "max_tokens": 6000,
+            **options,
+        }
+    )
 
 
 def training(files, output):
-    return {
-        "train_predictors": files / f"{output}-pred",
-        "predictors": PredictorOptions(rank=32),
-    }
+    return {"train_predictors": files / f"{output}-pred", "predictors": PredictorOptions(rank=32)}
 
 
 def same_profile(a, b, *, has_same_predictors=True):
@@ -237,8 +239,9 @@ def test_the_resume_file_of_other_thresholds_is_refused(tmp_path, codec_model, m
         thresholds = (threshold,) * model.spec.num_layers
         dataclasses.replace(fatrelu, threshold_L=thresholds).save(tmp_path / name)
     stopped_at(monkeypatch, 5)
-    one = ProfileConfig(model=tmp_path / "a", corpora=(tmp_path / "t.txt",),
-                        output=tmp_path / "p", max_tokens=4000)  # fmt: skip
+    one = ProfileConfig(
+        model=tmp_path / "a", corpora=(tmp_path / "t.txt",), output=tmp_path / "p", max_tokens=4000
+    )
     with pytest.raises(Interrupted):
         profile(one)
     assert (tmp_path / "a").stat().st_size == (tmp_path / "b").stat().st_size
@@ -376,9 +379,23 @@ def test_two_processes_take_the_same_steps(monkeypatch):
 
 
 def two_ranks(files, *args):
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2,
-             "-m", "hotsplit", "profile", files / "codec.gguf", "--corpus", files / "t.txt",
-             "--tokens", 6000, *args]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "-m",
+        "hotsplit",
+        "profile",
+        files / "codec.gguf",
+        "--corpus",
+        files / "t.txt",
+        "--tokens",
+        6000,
+        *args,
+    ]
     return subprocess.run(
         list(map(str, words)), env=ENV, capture_output=True, text=True, timeout=200
     )
@@ -388,8 +405,9 @@ def test_two_processes_give_the_counts_of_one(files):
     """The counts are equal. The predictors, trained in half as many steps, name about as many
     neurons."""
     one = profile(config(files, "one", **training(files, "one")))
-    done = two_ranks(files, "-o", files / "two", "--train-predictors", files / "two-pred",
-                     "--predictor-rank", 32)  # fmt: skip
+    done = two_ranks(
+        files, "-o", files / "two", "--train-predictors", files / "two-pred", "--predictor-rank", 32
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tokens, density") == 1
     assert same_profile(files / "one", files / "two", has_same_predictors=False)
@@ -474,8 +492,16 @@ def test_an_interrupted_command_says_how_to_continue(files, number):
         "run.Run._round = round\n"
         "sys.exit(main(sys.argv[2:]))\n"
     )
-    words = ["profile", files / "codec.gguf", "--corpus", files / "t.txt", "-o", files / "cut",
-             "--tokens", 6000]  # fmt: skip
+    words = [
+        "profile",
+        files / "codec.gguf",
+        "--corpus",
+        files / "t.txt",
+        "-o",
+        files / "cut",
+        "--tokens",
+        6000,
+    ]
     done = run_python(script, int(number), *words, server="command")
     assert done.returncode == 128 + number
     assert "cut.resume holds the work so far; the same command continues from there" in done.stderr
@@ -506,8 +532,16 @@ def profile_in_slow_windows(files, seconds: float, *times: tuple[float, int]) ->
     """(exit code, stderr) of a profile whose third window waits for this many seconds. `times` are
     pairs: seconds after "ready", and the signal that is sent then."""
     code = SLOW_WINDOWS.replace("SLICES", str(round(seconds / 0.05)))
-    words = ["profile", files / "codec.gguf", "--corpus", files / "t.txt", "-o", files / "cut",
-             "--tokens", 6000]  # fmt: skip
+    words = [
+        "profile",
+        files / "codec.gguf",
+        "--corpus",
+        files / "t.txt",
+        "-o",
+        files / "cut",
+        "--tokens",
+        6000,
+    ]
     (read, out), (read_error, error) = os.pipe(), os.pipe()
     process = Forked([*map(str, words)], (0, out, error), code=code, server="command")
     os.close(out)

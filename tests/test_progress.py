@@ -23,9 +23,11 @@ def test_a_log_gets_only_a_few_lines(capsys, monkeypatch):
             advance(50)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
-    assert lines == ["counting: 150 tokens of 1,000 (15%)",
-                     "counting: 300 tokens of 1,000 (30%), about 140 s left",
-                     "counting: 450 tokens of 1,000 (45%), about 110 s left"]  # fmt: skip
+    assert lines == [
+        "counting: 150 tokens of 1,000 (15%)",
+        "counting: 300 tokens of 1,000 (30%), about 140 s left",
+        "counting: 450 tokens of 1,000 (45%), about 110 s left",
+    ]
     with progress("counting", None, "tokens") as advance:
         advance(5)
     assert capsys.readouterr().err == ""
@@ -102,14 +104,18 @@ def test_a_line_does_not_run_into_a_bar():
     ("line", "lines"),
     [
         ("short", ["short"]),
-        ("a note that is longer than the terminal is wide",
-         ["a note that is", "  longer than the", "  terminal is wide"]),
+        (
+            "a note that is longer than the terminal is wide",
+            ["a note that is", "  longer than the", "  terminal is wide"],
+        ),
         ("a  table  is not wrapped at all", ["a  table  is not wrapped at all"]),
-        ("run has more here: hotsplit report /a/b/c --profile 'd e'",
-         ["run has more here:", "  hotsplit report /a/b/c --profile 'd e'"]),
+        (
+            "run has more here: hotsplit report /a/b/c --profile 'd e'",
+            ["run has more here:", "  hotsplit report /a/b/c --profile 'd e'"],
+        ),
         ("wrote /a/name/that-is-longer-than-all", ["wrote", "  /a/name/that-is-longer-than-all"]),
     ],
-)  # fmt: skip
+)
 def test_notes_are_wrapped_and_commands_are_not(line, lines):
     assert wrapped(line, 20).split("\n") == lines
 

@@ -71,11 +71,23 @@ class Case:
         size = 2 * (self.heads[0] + self.heads[1]) * self.width
         gated = self.values(self.tokens, size, seed=5)[rows][number_T] if self.has_gates else None
         kernels.attend_tokens(
-            query_THW, self.cache(2), self.cache(3), position_T,
-            heads_of(*self.heads, self.width, window=self.window, score_cap=self.cap,
-                     head_sinks=HeadVector("sinks") if vectors else None), out,
-            sequence, table, vectors=vectors, gated_TQ=gated,
-        )  # fmt: skip
+            query_THW,
+            self.cache(2),
+            self.cache(3),
+            position_T,
+            heads_of(
+                *self.heads,
+                self.width,
+                window=self.window,
+                score_cap=self.cap,
+                head_sinks=HeadVector("sinks") if vectors else None,
+            ),
+            out,
+            sequence,
+            table,
+            vectors=vectors,
+            gated_TQ=gated,
+        )
         return out[: len(query)]
 
     @property
@@ -95,14 +107,19 @@ def is_right(got, case: Case) -> bool:
 
 CASES = [
     *(Case(tokens=tokens, start=start) for tokens, start in ((1, 0), (33, 0), (63, 1), (70, 31))),
-    Case(heads=(3, 1), width=40, by=8.0), Case(heads=(2, 2), width=64, is_paged=True, tokens=70),
-    *(Case(start=start, window=window, tokens=40)
-      for start, window in ((0, 1), (0, 33), (90, 32), (90, 97), (30, 200))),
+    Case(heads=(3, 1), width=40, by=8.0),
+    Case(heads=(2, 2), width=64, is_paged=True, tokens=70),
+    *(
+        Case(start=start, window=window, tokens=40)
+        for start, window in ((0, 1), (0, 33), (90, 32), (90, 97), (30, 200))
+    ),
     Case(has_sinks=True, window=20, start=70, is_paged=True),
-    Case(dtype=torch.float32, tokens=20, start=29), Case(dtype=torch.float32, has_sinks=True, width=80),
-    Case(width=136, is_paged=True, cap=2.0), Case(width=320, heads=(1, 1)),
+    Case(dtype=torch.float32, tokens=20, start=29),
+    Case(dtype=torch.float32, has_sinks=True, width=80),
+    Case(width=136, is_paged=True, cap=2.0),
+    Case(width=320, heads=(1, 1)),
     Case(has_gates=True, heads=(6, 2), tokens=33, is_paged=True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -168,9 +185,13 @@ def test_a_token_has_the_same_bits_as_ptx():
 @on_ptx
 @pytest.mark.parametrize(
     "old, new",
-    [("ex2.approx", "abs"), ("cp.async.wait_group \t0", "cp.async.wait_group \t9"),
-     ("setp.gt.s32", "setp.ge.s32"), ("bar.sync", "//")],
-)  # fmt: skip
+    [
+        ("ex2.approx", "abs"),
+        ("cp.async.wait_group \t0", "cp.async.wait_group \t9"),
+        ("setp.gt.s32", "setp.ge.s32"),
+        ("bar.sync", "//"),
+    ],
+)
 def test_planted_faults_are_found(old, new):
     case = CASES[8]
 

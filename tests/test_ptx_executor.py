@@ -65,8 +65,9 @@ def nearest(exact: Fraction, dtype) -> np.floating:
     return min(ties, key=lambda x: int(x.view(bits)) & 1)
 
 
-@pytest.mark.parametrize(("dtype", "fma"), [(np.float32, arithmetic.fma32),
-                                            (np.float64, arithmetic.fma64)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "fma"), [(np.float32, arithmetic.fma32), (np.float64, arithmetic.fma64)]
+)
 def test_fma_rounds_once(dtype, fma):
     """Random numbers, sums that cancel, and sums at or close to halfway between two numbers."""
     random = np.random.default_rng(0)
@@ -103,8 +104,13 @@ def test_bf16_rounds_as_in_torch():
 
 @pytest.mark.parametrize("name", arithmetic.APPROXIMATE)
 def test_approximate_functions_err_up_to_their_bound_but_not_beyond(name):
-    exact = {"ex2": np.exp2, "rcp": np.reciprocal, "sqrt": np.sqrt, "tanh": np.tanh,
-             "rsqrt": lambda x: 1 / np.sqrt(x)}.get(name, np.divide)  # fmt: skip
+    exact = {
+        "ex2": np.exp2,
+        "rcp": np.reciprocal,
+        "sqrt": np.sqrt,
+        "tanh": np.tanh,
+        "rsqrt": lambda x: 1 / np.sqrt(x),
+    }.get(name, np.divide)
     random = np.random.default_rng(2)
     count = 2 if exact is np.divide else 1
     x = [random.uniform(0.1, 30, 3000).astype(np.float32) for _ in range(count)]
@@ -153,9 +159,18 @@ def test_instructions_on_words(opcode, operands, want):
 
 @pytest.mark.parametrize(
     ("of", "to", "want"),
-    [("f4", "i4", 0), ("f4", "u4", 0), ("f2", "i2", 0), ("f4", "i8", 1 << 63), ("f4", "u8", 1 << 63),
-     ("f2", "u8", 1 << 63), ("f8", "i4", 1 << 31), ("f8", "u2", 1 << 15), ("f8", "i8", 1 << 63)],
-)  # fmt: skip
+    [
+        ("f4", "i4", 0),
+        ("f4", "u4", 0),
+        ("f2", "i2", 0),
+        ("f4", "i8", 1 << 63),
+        ("f4", "u8", 1 << 63),
+        ("f2", "u8", 1 << 63),
+        ("f8", "i4", 1 << 31),
+        ("f8", "u2", 1 << 15),
+        ("f8", "i8", 1 << 63),
+    ],
+)
 def test_nan_as_an_integer(of, to, want):
     """Its highest bit alone if either type has 64 bits; infinities and numbers are unaffected."""
     dtype = np.dtype(to)
@@ -173,9 +188,16 @@ def test_conversion_to_64_bits(number, want):
 
 
 @pytest.mark.parametrize(
-    ("order", "want"), [("lt", [1, 0, 0]), ("ltu", [1, 0, 1]), ("ne", [1, 0, 0]), ("neu", [1, 0, 1]),
-                        ("num", [1, 1, 0]), ("nan", [0, 0, 1])]
-)  # fmt: skip
+    ("order", "want"),
+    [
+        ("lt", [1, 0, 0]),
+        ("ltu", [1, 0, 1]),
+        ("ne", [1, 0, 0]),
+        ("neu", [1, 0, 1]),
+        ("num", [1, 1, 0]),
+        ("nan", [0, 0, 1]),
+    ],
+)
 def test_comparisons_with_nan(order, want):
     source = torch.tensor([1.0, 2.0, np.nan] + [2.0] * 61)
     body = f"""ld.global.b32 %r9, [%rd5]; setp.{order}.f32 %p1, %r9, 0f40000000;
@@ -276,34 +298,48 @@ BROKEN = {
     "an address of zero": (OutOfBounds, "mov.b64 %rd9, 0; ld.global.b32 %r9, [%rd9];" + STORE),
     "an odd address": (Misaligned, "ld.global.b32 %r9, [%rd2+2];" + STORE),
     "four words with the alignment of one": (
-        Misaligned, "ld.global.v4.b32 {%r9, %r10, %r11, %r12}, [%rd2+4];" + STORE),
+        Misaligned,
+        "ld.global.v4.b32 {%r9, %r10, %r11, %r12}, [%rd2+4];" + STORE,
+    ),
     "an odd address of shared memory": (Misaligned, "st.shared.b16 [%r5+1], 7;"),
     "a register without a value": (Uninitialised, STORE),
     "shared memory without a value": (Uninitialised, "ld.shared.b32 %r9, [%r6];" + STORE),
     "an address without a value": (Uninitialised, "ld.global.b32 %r9, [%rd9];" + STORE),
     "a branch without a value": (Uninitialised, "@%p1 bra $end; mov.b32 %r9, 0; $end: ret;"),
-    "one half of a word": (
-        Uninitialised, "mov.b16 %rs1, 1; mov.b32 %r9, {%rs1, %rs2};" + STORE),
+    "one half of a word": (Uninitialised, "mov.b16 %rs1, 1; mov.b32 %r9, {%rs1, %rs2};" + STORE),
     "no barrier between warps": (DataRace, EXCHANGE.format("", 128)),
     "no barrier in a warp": (DataRace, EXCHANGE.format("", 4)),
     "a warp's barrier between warps": (DataRace, EXCHANGE.format("bar.warp.sync -1;", 128)),
     "a store after a load": (
-        DataRace, "st.shared.b32 [%r6], %r1; bar.sync 0; xor.b32 %r7, %r6, 128;"
-        "ld.shared.b32 %r9, [%r7]; st.shared.b32 [%r6], %r9;" + STORE),
+        DataRace,
+        "st.shared.b32 [%r6], %r1; bar.sync 0; xor.b32 %r7, %r6, 128;"
+        "ld.shared.b32 %r9, [%r7]; st.shared.b32 [%r6], %r9;" + STORE,
+    ),
     "two threads store": (DataRace, "st.shared.b32 [%r5], %r1;"),
     "two blocks store": (
-        DataRace, "add.s64 %rd9, %rd1, 0; setp.eq.s32 %p1, %r1, 0; @%p1 st.global.b32 [%rd9], %r3;"),
+        DataRace,
+        "add.s64 %rd9, %rd1, 0; setp.eq.s32 %p1, %r1, 0; @%p1 st.global.b32 [%rd9], %r3;",
+    ),
     "two threads, one stores": (
-        DataRace, "ld.global.b32 %r9, [%rd1]; setp.eq.s32 %p1, %r1, 5; @%p1 " + STORE
-        + "@%p1 st.global.b32 [%rd1], %r9;"),
+        DataRace,
+        "ld.global.b32 %r9, [%rd1]; setp.eq.s32 %p1, %r1, 5; @%p1 "
+        + STORE
+        + "@%p1 st.global.b32 [%rd1], %r9;",
+    ),
     "a part of a warp at a barrier": (
-        BadBarrier, "setp.lt.s32 %p1, %r1, 7; @%p1 bra $skip; bar.sync 0; $skip: ret;"),
+        BadBarrier,
+        "setp.lt.s32 %p1, %r1, 7; @%p1 bra $skip; bar.sync 0; $skip: ret;",
+    ),
     "a warp that never arrives": (
-        BadBarrier, "setp.lt.s32 %p1, %r1, 32; @%p1 bra $end; bar.sync 0; $end: ret;"),
+        BadBarrier,
+        "setp.lt.s32 %p1, %r1, 32; @%p1 bra $end; bar.sync 0; $end: ret;",
+    ),
     "a shuffle of half a warp": (
-        BadShuffle, "setp.lt.s32 %p1, %r1, 7; @%p1 bra $skip;"
-        "shfl.sync.bfly.b32 %r9, %r1, 1, 31, -1; $skip: ret;"),
-}  # fmt: skip
+        BadShuffle,
+        "setp.lt.s32 %p1, %r1, 7; @%p1 bra $skip;"
+        "shfl.sync.bfly.b32 %r9, %r1, 1, 31, -1; $skip: ret;",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -322,11 +358,14 @@ def test_code_within_the_rules_passes():
     out, _ = run(EXCHANGE.format("bar.warp.sync -1;", 4))
     assert out.tolist() == [t ^ 1 for t in range(THREADS)]
     run("mov.b32 %r9, 5; st.shared.b32 [%r5], %r9; bar.sync 0; ld.shared.b32 %r10, [%r5];")
-    out, _ = run("setp.lt.s32 %p1, %r1, 9; @%p1 mov.b32 %r9, 3; selp.b32 %r10, %r9, 4, %p1;"
-                 "st.global.b32 [%rd4], %r10;")  # fmt: skip
+    out, _ = run(
+        "setp.lt.s32 %p1, %r1, 9; @%p1 mov.b32 %r9, 3; selp.b32 %r10, %r9, 4, %p1;"
+        "st.global.b32 [%rd4], %r10;"
+    )
     assert out.tolist() == [3] * 9 + [4] * 55
-    out, _ = run("bfi.b32 %r10, %r1, %r9, 8, 8; and.b32 %r10, %r10, 65280;"
-                 "st.global.b32 [%rd4], %r10;")  # fmt: skip
+    out, _ = run(
+        "bfi.b32 %r10, %r1, %r9, 8, 8; and.b32 %r10, %r10, 65280;st.global.b32 [%rd4], %r10;"
+    )
     assert out.tolist() == [t << 8 for t in range(THREADS)]
 
 
@@ -361,11 +400,19 @@ def test_threads_may_store_values_to_one_place_that_differ_only_by_rounding():
 
 @pytest.mark.parametrize(
     "body",
-    ["frobnicate.b32 %r9, %r1;", "add.sat.s32 %r9, %r1, 1;", "ld.global.v8.b32 %r9, [%rd5];",
-     "atom.global.add.u32 %r9, [%rd4], 1;", "cvt.rz.f32.f64 %r9, %rd1;", "bar.sync 1;",
-     "shfl.bfly.b32 %r9, %r1, 1, 31;", "mov.u32 %r9, %clock;", "mov.b32 %r99, 1;",
-     "add.f32 %rd9, %rd1, %rd2;"],
-)  # fmt: skip
+    [
+        "frobnicate.b32 %r9, %r1;",
+        "add.sat.s32 %r9, %r1, 1;",
+        "ld.global.v8.b32 %r9, [%rd5];",
+        "atom.global.add.u32 %r9, [%rd4], 1;",
+        "cvt.rz.f32.f64 %r9, %rd1;",
+        "bar.sync 1;",
+        "shfl.bfly.b32 %r9, %r1, 1, 31;",
+        "mov.u32 %r9, %clock;",
+        "mov.b32 %r99, 1;",
+        "add.f32 %rd9, %rd1, %rd2;",
+    ],
+)
 def test_an_unknown_instruction_is_named(body):
     with pytest.raises(UnknownInstruction, match=re.escape(body.split(".")[0])):
         run(body)

@@ -27,14 +27,29 @@ pytestmark = [
 ]
 HOPPER, BLACKWELL = 90, 120
 QUICK = [
-    ("dot q4_k", HOPPER), ("dot q4_0", BLACKWELL), ("dot q8_0", HOPPER), ("unpack q4_k", HOPPER),
-    ("unpack to bf16", BLACKWELL), ("unpack q6_k in tiles", HOPPER),
-    ("unpack f16 in groups", BLACKWELL), ("unpack to f16", HOPPER), ("predict", HOPPER),
-    ("gate_up of ids", BLACKWELL), ("silu", HOPPER), ("down, zeros skipped", HOPPER),
-    ("norm", BLACKWELL), ("norm, term and copy", HOPPER), ("rotation", BLACKWELL), ("rotation of pairs", HOPPER),
-    ("attention", BLACKWELL), ("down of q6_k", HOPPER), ("experts chosen", HOPPER),
-    ("hidden values of experts", BLACKWELL), ("outputs of experts", HOPPER), ("sums of experts", BLACKWELL),
-]  # fmt: skip
+    ("dot q4_k", HOPPER),
+    ("dot q4_0", BLACKWELL),
+    ("dot q8_0", HOPPER),
+    ("unpack q4_k", HOPPER),
+    ("unpack to bf16", BLACKWELL),
+    ("unpack q6_k in tiles", HOPPER),
+    ("unpack f16 in groups", BLACKWELL),
+    ("unpack to f16", HOPPER),
+    ("predict", HOPPER),
+    ("gate_up of ids", BLACKWELL),
+    ("silu", HOPPER),
+    ("down, zeros skipped", HOPPER),
+    ("norm", BLACKWELL),
+    ("norm, term and copy", HOPPER),
+    ("rotation", BLACKWELL),
+    ("rotation of pairs", HOPPER),
+    ("attention", BLACKWELL),
+    ("down of q6_k", HOPPER),
+    ("experts chosen", HOPPER),
+    ("hidden values of experts", BLACKWELL),
+    ("outputs of experts", HOPPER),
+    ("sums of experts", BLACKWELL),
+]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +108,13 @@ def test_the_comparison_rejects_wrong_results(monkeypatch, wrong):
 
         return run
 
-    outputs = {"dot": "out_N", "down": "parts_SD", "unpack": "out_AD", "attend": "out_HW",
-               "gate_up": "hidden_N"}  # fmt: skip
+    outputs = {
+        "dot": "out_N",
+        "down": "parts_SD",
+        "unpack": "out_AD",
+        "attend": "out_HW",
+        "gate_up": "hidden_N",
+    }
     kernels = replace(right, **{name: spoilt(name, out) for name, out in outputs.items()})
     shape = make_sizes(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
     model = ptx_plans.like(shape_only(shape), kind="f16")
@@ -107,9 +127,17 @@ def test_the_comparison_rejects_wrong_results(monkeypatch, wrong):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    ["dot q4_k", "unpack q4_k", "predict", "silu", "down, zeros skipped", "norm", "rotation",
-     "attention"],
-)  # fmt: skip
+    [
+        "dot q4_k",
+        "unpack q4_k",
+        "predict",
+        "silu",
+        "down, zeros skipped",
+        "norm",
+        "rotation",
+        "attention",
+    ],
+)
 def test_three_architectures_have_the_same_text(case):
     def texts(arch):
         machine = PtxKernels(arch)

@@ -34,14 +34,26 @@ REST = {
     **{f"dot {kind}": lambda k, kind=kind: rows.test_dot(k, kind, 2) for kind in KINDS},
     **{f"predict {kind}": lambda k, kind=kind: rows.test_predict(k, kind, 2) for kind in KINDS},
     **{f"gate_up {kind}": lambda k, kind=kind: rows.test_gate_up(k, kind, 2) for kind in KINDS},
-    **{f"down {kind}, zeros {what}": lambda k, kind=kind, what=what:
-       rows.test_down(k, kind, 2, what == "skipped")
-       for kind in KINDS for what in ("skipped", "read")},
-    **{f"dot of {n} rows": lambda k, n=n: rows.test_dot_of_every_number_of_rows(k, "q4_0_planar", n)
-       for n in rows.ROWS[1:]},
-    **{f"gate_up {activation}, dense {is_dense}": lambda k, a=activation, d=is_dense:
-       rows.test_gate_up_with_ids_biases_and_types(k, a, d)
-       for activation in ("relu", "drelu", "silu") for is_dense in (False, True)},
+    **{
+        f"down {kind}, zeros {what}": lambda k, kind=kind, what=what: rows.test_down(
+            k, kind, 2, what == "skipped"
+        )
+        for kind in KINDS
+        for what in ("skipped", "read")
+    },
+    **{
+        f"dot of {n} rows": lambda k, n=n: rows.test_dot_of_every_number_of_rows(
+            k, "q4_0_planar", n
+        )
+        for n in rows.ROWS[1:]
+    },
+    **{
+        f"gate_up {activation}, dense {is_dense}": lambda k, a=activation, d=is_dense: (
+            rows.test_gate_up_with_ids_biases_and_types(k, a, d)
+        )
+        for activation in ("relu", "drelu", "silu")
+        for is_dense in (False, True)
+    },
     "embed": lambda k: rows.test_embed(k, True),
     "embed scaled": lambda k: rows.test_embed_times_a_scale(k),
     "norm": lambda k: rows.test_add_norm(k, True, 2),
@@ -52,7 +64,7 @@ REST = {
     "append of one row": lambda k: rows.test_append_to_blocks(k, 1, torch.float32),
     "append of repeated rows": rows.test_a_repeated_row_appends_once_and_attends,
     "NaN": rows.test_a_row_does_not_see_another_ones_nan,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", QUICK)

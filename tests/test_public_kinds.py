@@ -18,9 +18,32 @@ from hotsplit.runtime.step.sequences import Sequence, TextState
 from hotsplit.runtime.text.codec import TextCodec
 
 WRONG = [
-    None, True, -1, 5, 1 << 70, 1.5, float("nan"), "", "a", "\ud800", b"a", [], [None], [1.5], [[1]],
-    {}, {"a": 1}, {1}, object(), iter(()), Path("none"), torch.zeros(2), torch.zeros(2, 2), len, int,
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    5,
+    1 << 70,
+    1.5,
+    float("nan"),
+    "",
+    "a",
+    "\ud800",
+    b"a",
+    [],
+    [None],
+    [1.5],
+    [[1]],
+    {},
+    {"a": 1},
+    {1},
+    object(),
+    iter(()),
+    Path("none"),
+    torch.zeros(2),
+    torch.zeros(2, 2),
+    len,
+    int,
+]
 MAKERS = {
     Engine: lambda engine: engine,
     Sequence: lambda engine: engine.sequence(),
@@ -32,9 +55,10 @@ METHODS = [
     (kind, name)
     for kind in MAKERS
     for name, found in inspect.getmembers(kind)
-    if name[0] != "_" and (inspect.isfunction(found) or inspect.ismethod(found))
+    if name[0] != "_"
+    and (inspect.isfunction(found) or inspect.ismethod(found))
     and len(inspect.signature(found).parameters) > inspect.isfunction(found)  # besides self
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +117,14 @@ def test_a_state_is_written_to_an_empty_sequence(engine):
         state = text.read_state()
         with pytest.raises(HotsplitError, match="has 2 tokens; a state is written to an empty one"):
             text.write_state([3, 4], state)
-        for tokens, given in (([3], state), ([3, 4], TextState(keys_values=[])), ([3, 1.5], state),
-                              ([3, 4], replace(state, keys_values=[None])), ([3, -1], state),
-                              ([3, 4], replace(state, keys_values=state.keys_values[::-1] * 2))):  # fmt: skip
+        for tokens, given in (
+            ([3], state),
+            ([3, 4], TextState(keys_values=[])),
+            ([3, 1.5], state),
+            ([3, 4], replace(state, keys_values=[None])),
+            ([3, -1], state),
+            ([3, 4], replace(state, keys_values=state.keys_values[::-1] * 2)),
+        ):
             with pytest.raises(HotsplitError):
                 other.write_state(tokens, given)
             assert other.length == 0

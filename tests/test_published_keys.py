@@ -17,10 +17,13 @@ WHERE = Path("theirs.gguf")
 def spec_of(name: str, **own: object) -> ModelSpec:
     """The spec of a file with four layers, by its keys alone."""
     keys = {
-        "block_count": np.uint32(4), "context_length": np.uint32(65536),
-        "embedding_length": np.uint32(32), "feed_forward_length": np.uint32(48),
-        "attention.head_count": np.uint32(2), "attention.layer_norm_rms_epsilon": np.float32(1e-6),
-    }  # fmt: skip
+        "block_count": np.uint32(4),
+        "context_length": np.uint32(65536),
+        "embedding_length": np.uint32(32),
+        "feed_forward_length": np.uint32(48),
+        "attention.head_count": np.uint32(2),
+        "attention.layer_norm_rms_epsilon": np.float32(1e-6),
+    }
     keys |= {key.replace("__", "."): value for key, value in own.items()}
     entry = TensorEntry(shape=(8, 32), kind="f32", read_rows=lambda start, stop: np.zeros(0))
     named = {f"{name}.{key}": value for key, value in keys.items()} | {"general.architecture": name}
@@ -58,12 +61,14 @@ def test_an_exaone_4_of_64_layers_has_the_window_of_the_published_model():
 def test_both_spellings_of_the_magnitude_of_olmo_3_are_the_whole(key):
     """allenai/Olmo-3-7B-Think: attention_factor 1.2079441541679836, a factor of 8."""
     rope = {
-        "rope__freq_base": np.float32(5e5), "rope__scaling__type": "yarn",
-        "rope__scaling__factor": np.float32(8), f"rope__scaling__{key}": np.float32(1.2079441541679836),
+        "rope__freq_base": np.float32(5e5),
+        "rope__scaling__type": "yarn",
+        "rope__scaling__factor": np.float32(8),
+        f"rope__scaling__{key}": np.float32(1.2079441541679836),
         "rope__scaling__original_context_length": np.uint32(8192),
         "attention__sliding_window": np.uint32(4096),
         "attention__sliding_window_pattern": [True, True, True, False],
-    }  # fmt: skip
+    }
     spec = spec_of("olmo2", **rope)
     assert [a.rotary.scaling.magnitude for a in spec.attentions] == pytest.approx(
         [1.0, 1.0, 1.0, 1.2079441541679836]
@@ -77,12 +82,16 @@ def test_a_granite_4_without_recurrent_layers_has_the_keys_of_a_hybrid():
     """ibm-granite/granite-4.0-micro, as llama.cpp's converter writes it (conversion/granite.py)."""
     plain = {"attention__scale": np.float32(0.015625), "rope__freq_base": np.float32(1e7)}
     hybrid = {
-        "ssm__conv_kernel": np.uint32(4), "ssm__state_size": np.uint32(128),
-        "ssm__group_count": np.uint32(1), "ssm__inner_size": np.uint32(64),
-        "ssm__time_step_rank": np.uint32(2), "expert_count": np.uint32(0),
-        "expert_used_count": np.uint32(0), "expert_shared_feed_forward_length": np.uint32(48),
+        "ssm__conv_kernel": np.uint32(4),
+        "ssm__state_size": np.uint32(128),
+        "ssm__group_count": np.uint32(1),
+        "ssm__inner_size": np.uint32(64),
+        "ssm__time_step_rank": np.uint32(2),
+        "expert_count": np.uint32(0),
+        "expert_used_count": np.uint32(0),
+        "expert_shared_feed_forward_length": np.uint32(48),
         "rope__scaling__finetuned": True,
-    }  # fmt: skip
+    }
     one = spec_of("granite", **plain, attention__head_count_kv=np.uint32(1))
     assert spec_of("granite", **plain, **hybrid, attention__head_count_kv=[1] * 4) == one
     with pytest.raises(HotsplitError, match="head_count_kv' is"):
@@ -92,28 +101,54 @@ def test_a_granite_4_without_recurrent_layers_has_the_keys_of_a_hybrid():
 def test_the_context_of_the_first_command_r_is_that_of_its_training():
     """CohereForAI/c4ai-command-r-v01."""
     config = {
-        "architectures": ["CohereForCausalLM"], "model_type": "cohere", "hidden_size": 32,
-        "intermediate_size": 64, "logit_scale": 0.0625, "max_position_embeddings": 8192,
-        "model_max_length": 131072, "num_attention_heads": 2, "num_hidden_layers": 2,
-        "num_key_value_heads": 2, "rope_theta": 8e6, "use_qk_norm": False, "vocab_size": 99,
-    }  # fmt: skip
+        "architectures": ["CohereForCausalLM"],
+        "model_type": "cohere",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "model_max_length": 131072,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rope_theta": 8e6,
+        "use_qk_norm": False,
+        "vocab_size": 99,
+    }
     assert read_blueprint(Path("config.json"), config, 99).spec.context_length == 131072
 
 
 def test_queries_of_devstral_2_do_not_grow():
     """mistralai/Devstral-2-123B-Instruct-2512: a beta of 0, and one of two scales, which is ignored."""
     rope = {
-        "beta_fast": 4.0, "beta_slow": 1.0, "factor": 64.0, "llama_4_scaling_beta": 0.0, "mscale": 1.0,
-        "mscale_all_dim": 0.0, "original_max_position_embeddings": 4096, "rope_theta": 1e6,
-        "rope_type": "yarn", "type": "yarn",
-    }  # fmt: skip
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "factor": 64.0,
+        "llama_4_scaling_beta": 0.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 1e6,
+        "rope_type": "yarn",
+        "type": "yarn",
+    }
     config = {
-        "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "head_dim": 16,
-        "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 64,
-        "max_position_embeddings": 262144, "num_attention_heads": 4, "num_hidden_layers": 2,
-        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_parameters": rope,
-        "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 99,
-    }  # fmt: skip
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": rope,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 99,
+    }
     spec = read_blueprint(Path("config.json"), config, 99).spec
     assert spec.architecture == "llama"
     assert spec.rotary.scaling.magnitude == pytest.approx(1.0 + 0.1 * np.log(64.0))

@@ -164,8 +164,9 @@ def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, evaluated,
     values = json.loads(printed)
     assert dataclasses.asdict(found) == {
         key: tuple(value) if isinstance(value, list) else value
-        for key, value in values.items() if key not in ("format", "version")
-    }  # fmt: skip
+        for key, value in values.items()
+        if key not in ("format", "version")
+    }
     for wrong in (1.1e12, math.inf, math.nan):  # refused when written as when read
         with pytest.raises(HotsplitError, match="^mode predicted: perplexity is "):
             eval_content(dataclasses.replace(found, perplexity=wrong))
@@ -214,9 +215,10 @@ def test_a_model_compared_with_itself_is_noted(evaluated, capsys, words, is_itse
 def chat_model(tmp_path):
     keys, vocab_size = byte_level_keys()
     model = make_model(
-        sizes=make_sizes(vocab_size=vocab_size, context_length=512), kind="f16",
+        sizes=make_sizes(vocab_size=vocab_size, context_length=512),
+        kind="f16",
         extra_keys={**keys, "tokenizer.chat_template": CHATML},
-    )  # fmt: skip
+    )
     model.save(tmp_path / "m.gguf")
     return ModelFile.load(tmp_path / "m.gguf")
 
@@ -229,9 +231,14 @@ def test_paragraphs_are_messages_and_only_they_count(tmp_path, chat_model):
     with Engine.load(chat_model.path, mode="dense") as engine:
         codec = engine.codec
         windows, counted = read_chat_windows(
-            [tmp_path / "t.txt"], chat_model, codec, template=None, context_length=512,
-            max_tokens=1000, seed=0,
-        )  # fmt: skip
+            [tmp_path / "t.txt"],
+            chat_model,
+            codec,
+            template=None,
+            context_length=512,
+            max_tokens=1000,
+            seed=0,
+        )
         texts = [codec.tokenizer.decode(ids.tolist()) for ids in windows]
         kept = [
             codec.tokenizer.decode(ids[mask].tolist())
@@ -247,8 +254,11 @@ def test_eval_counts_messages(tmp_path, chat_model, capsys):
     (tmp_path / "t.txt").write_text(TEXT * 3)
     plain = ["eval", str(chat_model.path), "--corpus", str(tmp_path / "t.txt"), "--json"]
     found = {}
-    for name, more in (("plain", []), ("own", ["--chat-template"]),
-                       ("named", ["--chat-template", "chatml"])):  # fmt: skip
+    for name, more in (
+        ("plain", []),
+        ("own", ["--chat-template"]),
+        ("named", ["--chat-template", "chatml"]),
+    ):
         assert main([*plain, *more]) == 0
         found[name] = json.loads(capsys.readouterr().out)
     paragraphs = [p.strip() for p in (TEXT * 3).split("\n\n") if len(p.strip()) >= 16]
@@ -296,11 +306,14 @@ def test_profile_records_both_modes_and_convert_keeps_them(tmp_path):
     (tmp_path / "t.txt").write_text(" ".join(words[i] for i in random.integers(0, 10, 5000)))
     report = profile(
         ProfileConfig(
-            model=tmp_path / "m.gguf", corpora=(tmp_path / "t.txt",), output=tmp_path / "p",
-            max_tokens=6000, train_predictors=tmp_path,
+            model=tmp_path / "m.gguf",
+            corpora=(tmp_path / "t.txt",),
+            output=tmp_path / "p",
+            max_tokens=6000,
+            train_predictors=tmp_path,
             predictors=PredictorOptions(rank=32),
         )
-    )  # fmt: skip
+    )
     record = Profile.load(tmp_path / "p").quality
     assert set(record) == {"exact", "predicted"} == set(report.record)
     assert record == Predictors.load(tmp_path / FILE_NAME).quality
@@ -310,12 +323,19 @@ def test_profile_records_both_modes_and_convert_keeps_them(tmp_path):
     assert record["exact"].kl_mean == record["exact"].perplexity_increase == 0
     dense = dense_bytes(ModelFile.load(tmp_path / "m.gguf"))
     assert record["exact"].dense_bytes_per_token == dense > record["exact"].bytes_per_token
-    convert(ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "m2.gguf",
-                          predictors=tmp_path))  # fmt: skip
+    convert(
+        ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "m2.gguf", predictors=tmp_path)
+    )
     assert ModelFile.load(tmp_path / "m2.gguf").quality == record
     # eval measures about the same on 1,000 tokens of the text.
-    found = evaluate(EvalConfig(model=tmp_path / "m2.gguf", corpora=(tmp_path / "t.txt",),
-                                engine=EngineConfig(mode="exact"), max_tokens=1000))  # fmt: skip
+    found = evaluate(
+        EvalConfig(
+            model=tmp_path / "m2.gguf",
+            corpora=(tmp_path / "t.txt",),
+            engine=EngineConfig(mode="exact"),
+            max_tokens=1000,
+        )
+    )
     assert found.hidden_share_L == pytest.approx([0.5] * 3, abs=0.1)
     assert found.bytes_per_token == pytest.approx(record["exact"].bytes_per_token, rel=0.05)
     assert_warnings(report)
@@ -344,15 +364,20 @@ def test_a_relu_model_loses_nothing_in_mode_exact(tmp_path):
     (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
     profile(
         ProfileConfig(
-            model=tmp_path / "m.gguf", corpora=(tmp_path / "t.txt",), output=tmp_path / "p",
-            max_tokens=4000, train_predictors=tmp_path, predictors=PredictorOptions(rank=32),
+            model=tmp_path / "m.gguf",
+            corpora=(tmp_path / "t.txt",),
+            output=tmp_path / "p",
+            max_tokens=4000,
+            train_predictors=tmp_path,
+            predictors=PredictorOptions(rank=32),
         )
-    )  # fmt: skip
+    )
     record = Profile.load(tmp_path / "p").quality
     assert record["exact"].perplexity_increase == record["exact"].kl_mean == 0.0
     assert record["exact"].bytes_per_token < record["exact"].dense_bytes_per_token
-    convert(ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "m2.gguf",
-                          predictors=tmp_path))  # fmt: skip
+    convert(
+        ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "m2.gguf", predictors=tmp_path)
+    )
     model = ModelFile.load(tmp_path / "m2.gguf")
     assert model.quality == record
     cheap = [mode for mode in record if record[mode].perplexity_increase <= 0.01]

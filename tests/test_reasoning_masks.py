@@ -20,11 +20,15 @@ from hotsplit.runtime.text.codec import TextCodec
 
 ANSWERS = {
     "json_object": {"response_format": {"type": "json_object"}},
-    "json_schema": {"response_format": {"type": "json_schema", "json_schema": {
-        "name": "x", "schema": {"enum": ["yes"]}}}},
+    "json_schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"enum": ["yes"]}},
+        }
+    },
     "schema": {"json_schema": {"enum": ["yes"]}},
     "grammar": {"grammar": "root ::= [x-z]{3}"},
-}  # fmt: skip
+}
 
 
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
@@ -161,13 +165,20 @@ def test_no_token_closes_the_reasoning_and_goes_on():
 
 # Template, tokens, whether they are special, and the one that ends a thought.
 FAMILIES = {
-    "tags": (TEMPLATE.replace("'assistant: '", "'assistant: <think>\\n'"), ["</think>"], False, "</think>"),
+    "tags": (
+        TEMPLATE.replace("'assistant: '", "'assistant: <think>\\n'"),
+        ["</think>"],
+        False,
+        "</think>",
+    ),
     "Gemma 4": (
         TEMPLATE.replace("'assistant: '", "'<|turn>model\\n<|channel>thought\\n'"),
-        ["<|channel>", "<channel|>"], True, "<channel|>",
+        ["<|channel>", "<channel|>"],
+        True,
+        "<channel|>",
     ),
     "gpt-oss": (GPT_OSS_TEMPLATE, HARMONY, True, "<|end|>"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -178,9 +189,11 @@ def family(request, tmp_path_factory):
     template, marks, is_special, end = FAMILIES[request.param]
     codec = codec_with(*marks, special=is_special)
     model = save_model(
-        tmp_path_factory.mktemp("serve"), tokenizer=codec.tokenizer.to_str(), template=template,
+        tmp_path_factory.mktemp("serve"),
+        tokenizer=codec.tokenizer.to_str(),
+        template=template,
         vocab_size=4128,
-    )  # fmt: skip
+    )
     return request.param, model, codec.tokenizer.token_to_id(end)
 
 
@@ -195,8 +208,15 @@ def served(family):
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_answer_after_the_reasoning_follows_the_constraint(served, name, count):
-    asked = {**ANSWERS[name], "logit_bias": {str(served.end_id): 100}, "max_tokens": 180, "n": count,
-             "temperature": 1.0, "seed": 1, "logprobs": True}  # fmt: skip
+    asked = {
+        **ANSWERS[name],
+        "logit_bias": {str(served.end_id): 100},
+        "max_tokens": 180,
+        "n": count,
+        "temperature": 1.0,
+        "seed": 1,
+        "logprobs": True,
+    }
     for choice in served.chat(**asked)["choices"]:
         tokens = [token["token"] for token in choice["logprobs"]["content"]]
         assert (
@@ -243,9 +263,24 @@ def test_the_commands_follow_it(family, command, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
     name, *more = command
     options = [*more, "-p", "Hello"] if more else []
-    code = main([
-        name, str(model), *options, "-j", '{"enum": ["yes"]}', "-l", f"{end_id}+100", "-n", "180",
-        "--temp", "1", "-s", "2", "-t", "1",
-    ])  # fmt: skip
+    code = main(
+        [
+            name,
+            str(model),
+            *options,
+            "-j",
+            '{"enum": ["yes"]}',
+            "-l",
+            f"{end_id}+100",
+            "-n",
+            "180",
+            "--temp",
+            "1",
+            "-s",
+            "2",
+            "-t",
+            "1",
+        ]
+    )
     found = capsys.readouterr()
     assert code == 0 and found.out == '"yes"\n', found

@@ -459,14 +459,16 @@ WRONG = {
     "another shape": {"state.0": np.zeros((2, 1, 2, 3), np.float32)},
     "another type": {"conv.0": np.zeros((2, *CONV), np.float64)},
     "too few": {"state.0": np.zeros((1, *STATE), np.float32)},
-    "another layer": {f"{n}.1": np.zeros((2, *s), np.float32) for n, s in (("state", STATE), ("conv", CONV))},
+    "another layer": {
+        f"{n}.1": np.zeros((2, *s), np.float32) for n, s in (("state", STATE), ("conv", CONV))
+    },
     "after the end": {"positions": np.array([60, 71])},
     "twice": {"positions": np.array([60, 60])},
     "before the beginning": {"positions": np.array([0, 70])},
     "no positions": {"positions": None},
     "no state": {"state.0": None},
     "no states": {"state.0": None, "conv.0": None, "positions": None},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)

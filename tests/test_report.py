@@ -53,17 +53,46 @@ def folder(tmp_path_factory):
     words = np.random.default_rng(0).choice(["the ", "fox ", "jumps ", "over\n", "dogs "], 3000)
     (here / "t.txt").write_text("".join(words))
     machine = make_machine(**SLOW)
-    gpu = dataclasses.replace(machine.gpus[0], name="<b>GPU</b>", memory_bytes=4 << 20,
-                              free_bytes=4 << 20)  # fmt: skip
+    gpu = dataclasses.replace(
+        machine.gpus[0], name="<b>GPU</b>", memory_bytes=4 << 20, free_bytes=4 << 20
+    )
     dataclasses.replace(machine, gpus=(gpu,), cpu_name=f'"{HOSTILE}').save(here / "machine.json")
-    run("profile", here / "base.gguf", "--corpus", here / "t.txt", "-o", here / "p.safetensors",
-        "--tokens", 1500, "--train-predictors", here / "pred", "--predictor-rank", 8)  # fmt: skip
-    run("convert", here / "base.gguf", "-o", here / "model.gguf", "--predictors", here / "pred",
-        "--no-verify")  # fmt: skip
+    run(
+        "profile",
+        here / "base.gguf",
+        "--corpus",
+        here / "t.txt",
+        "-o",
+        here / "p.safetensors",
+        "--tokens",
+        1500,
+        "--train-predictors",
+        here / "pred",
+        "--predictor-rank",
+        8,
+    )
+    run(
+        "convert",
+        here / "base.gguf",
+        "-o",
+        here / "model.gguf",
+        "--predictors",
+        here / "pred",
+        "--no-verify",
+    )
     for name, budget in (("plan", 2500 << 10), ("other", 2400 << 10)):
-        solve(SolveConfig(model=here / "model.gguf", profile=here / "p.safetensors",
-                          machine=here / "machine.json", vram_budget_bytes=budget, mode="exact",
-                          context_length=32, output=here / f"{name}.gguf"), lambda *given: 2300 << 10)  # fmt: skip
+        solve(
+            SolveConfig(
+                model=here / "model.gguf",
+                profile=here / "p.safetensors",
+                machine=here / "machine.json",
+                vram_budget_bytes=budget,
+                mode="exact",
+                context_length=32,
+                output=here / f"{name}.gguf",
+            ),
+            lambda *given: 2300 << 10,
+        )
     return here
 
 
@@ -75,18 +104,31 @@ def run(*words: object) -> None:
 def compared(folder):
     """The JSON that eval prints, in a file."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        run("eval", folder / "model.gguf", "--corpus", folder / "t.txt", "--tokens", 700,
-            "--mode", "exact", "--json")  # fmt: skip
+        run(
+            "eval",
+            folder / "model.gguf",
+            "--corpus",
+            folder / "t.txt",
+            "--tokens",
+            700,
+            "--mode",
+            "exact",
+            "--json",
+        )
     (folder / "eval.json").write_text(said.getvalue())
     return folder / "eval.json"
 
 
 def config_of(folder, output, **changes) -> ReportConfig:
     config = ReportConfig(
-        model=folder / "model.gguf", profile=folder / "p.safetensors", split=folder / "plan.gguf",
-        machine=folder / "machine.json", predictors=folder / "pred",
-        evals=(folder / "eval.json",), output=output,
-    )  # fmt: skip
+        model=folder / "model.gguf",
+        profile=folder / "p.safetensors",
+        split=folder / "plan.gguf",
+        machine=folder / "machine.json",
+        predictors=folder / "pred",
+        evals=(folder / "eval.json",),
+        output=output,
+    )
     return dataclasses.replace(config, **changes)
 
 
@@ -95,8 +137,11 @@ def test_the_command_for_cached_files_has_only_those_that_go_together(
 ):
     """A plan that was made for another machine than the one given is left out: the page would
     refuse it."""
-    kept = CachedFiles(profile=folder / "p.safetensors", split=folder / "plan.gguf",
-                machine=folder / "machine.json")  # fmt: skip
+    kept = CachedFiles(
+        profile=folder / "p.safetensors",
+        split=folder / "plan.gguf",
+        machine=folder / "machine.json",
+    )
     monkeypatch.setattr("hotsplit.run.cached_files.cached_files_for", lambda model: kept)
     config = ReportConfig(model=folder / "model.gguf", output=tmp_path / "page.html")
     words = str(report_line(config)).split()
@@ -176,10 +221,18 @@ def with_the_solvers_speeds(folder, tmp_path, **options) -> tuple[Artifacts, Spe
     """Makes a plan; returns the files of its page and the speeds on it, which must be those that
     the solver returned."""
     config = config_of(folder, tmp_path / "r.html", evals=(), split=tmp_path / "plan.gguf")
-    solved = solve(SolveConfig(
-        model=config.model, profile=config.profile, machine=config.machine, mode="exact",
-        vram_budget_bytes=2500 << 10, output=config.split, **options),
-        lambda *given: 2300 << 10)  # fmt: skip
+    solved = solve(
+        SolveConfig(
+            model=config.model,
+            profile=config.profile,
+            machine=config.machine,
+            mode="exact",
+            vram_budget_bytes=2500 << 10,
+            output=config.split,
+            **options,
+        ),
+        lambda *given: 2300 << 10,
+    )
     found = load_artifacts(config)
     speeds = speeds_of(config, found)
     for name in ("cpu_only_s", "layer_split_s", "limit_s", "fits_from_bytes"):
@@ -256,19 +309,39 @@ def test_a_missing_file_is_named_with_the_command_that_makes_it(folder, tmp_path
     assert found["missing"] == ["speed", "placement", "bytes", "firings", "machine"]
     assert found["num_plots"] == 1  # the model's own record of quality
     text = Seen((tmp_path / "r.html").read_text()).text
-    for command in ("profile model.gguf --corpus", "solve model.gguf --profile", "calibrate -o",
-                    "eval model.gguf --corpus"):  # fmt: skip
+    for command in (
+        "profile model.gguf --corpus",
+        "solve model.gguf --profile",
+        "calibrate -o",
+        "eval model.gguf --corpus",
+    ):
         assert f"hotsplit {command}" in text, command
     run("report", folder / "model.gguf", "-o", tmp_path / "r.html", "--force")
     said = capsys.readouterr().err
     assert "machine (give --profile, --machine, --split; the page says which command" in said
-    run("report", folder / "model.gguf", "-o", tmp_path / "r.html", "--force", "--profile",
-        folder / "p.safetensors")  # fmt: skip
+    run(
+        "report",
+        folder / "model.gguf",
+        "-o",
+        tmp_path / "r.html",
+        "--force",
+        "--profile",
+        folder / "p.safetensors",
+    )
     assert "(give --machine, --split; the page" in capsys.readouterr().err
     assert main(["report", str(folder / "model.gguf"), "-o", str(tmp_path / "r.html")]) == 1
     assert "exists already" in capsys.readouterr().err
-    run("report", folder / "model.gguf", "--profile", folder / "p.safetensors", "--machine",
-        folder / "machine.json", "-o", tmp_path / "r.html", "--force")  # fmt: skip
+    run(
+        "report",
+        folder / "model.gguf",
+        "--profile",
+        folder / "p.safetensors",
+        "--machine",
+        folder / "machine.json",
+        "-o",
+        tmp_path / "r.html",
+        "--force",
+    )
     assert "best plan" in (tmp_path / "r.html").read_text()  # the curve needs no plan
 
 
@@ -277,8 +350,13 @@ def test_a_model_without_a_plan_still_gets_a_page(folder, tmp_path):
     make_machine(num_gpus=0).save(tmp_path / "cpu.json")
     dataclasses.replace(make_machine(), cpu_costs=None).save(tmp_path / "card.json")
     for name, line in (("cpu", "has no GPU"), ("card", "describes only a GPU")):
-        config = config_of(folder, tmp_path / f"{name}.html", split=None, evals=(),
-                           machine=tmp_path / f"{name}.json")  # fmt: skip
+        config = config_of(
+            folder,
+            tmp_path / f"{name}.html",
+            split=None,
+            evals=(),
+            machine=tmp_path / f"{name}.json",
+        )
         report(config)
         text = Seen((tmp_path / f"{name}.html").read_text()).text
         assert line in text and str(tmp_path) not in text
@@ -318,11 +396,12 @@ def test_a_damaged_report_is_refused(folder, tmp_path):
     content = json.loads((folder / "p.report.json").read_text())
     model_id = ModelFile.load(folder / "model.gguf").model_id
     for damage in (
-        lambda c: c.update(model_id="1" * 64), lambda c: c.pop("quality_L"),
+        lambda c: c.update(model_id="1" * 64),
+        lambda c: c.pop("quality_L"),
         lambda c: c["quality_L"][0]["chosen"].update(recall=1.5),
         lambda c: c["quality_L"][0]["candidates"].append(3),
         lambda c: c["quality_L"][1].pop("start"),
-    ):  # fmt: skip
+    ):
         damaged = json.loads(json.dumps(content))
         damage(damaged)
         (tmp_path / "x.json").write_text(json.dumps(damaged))

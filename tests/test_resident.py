@@ -212,16 +212,24 @@ def test_memory_that_may_not_be_pinned_is_refused_in_one_line(monkeypatch):
 
 
 VERSION_2 = {
-    "memory.max": "max", "memory.current": "0", "memory.stat": "inactive_file 0",
-    "a/memory.max": "1000", "a/memory.current": "700", "a/memory.stat": "anon 1\ninactive_file 200",
-    "a/b/memory.max": "900", "a/b/memory.current": "100", "a/b/memory.stat": "inactive_file 0",
-}  # fmt: skip
+    "memory.max": "max",
+    "memory.current": "0",
+    "memory.stat": "inactive_file 0",
+    "a/memory.max": "1000",
+    "a/memory.current": "700",
+    "a/memory.stat": "anon 1\ninactive_file 200",
+    "a/b/memory.max": "900",
+    "a/b/memory.current": "100",
+    "a/b/memory.stat": "inactive_file 0",
+}
 VERSION_1 = {
-    "memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": "5",
+    "memory/memory.limit_in_bytes": str(2**63 - 4096),
+    "memory/memory.usage_in_bytes": "5",
     "memory/memory.stat": "total_inactive_file 1",
-    "memory/x/memory.limit_in_bytes": "5000", "memory/x/memory.usage_in_bytes": "6000",
+    "memory/x/memory.limit_in_bytes": "5000",
+    "memory/x/memory.usage_in_bytes": "6000",
     "memory/x/memory.stat": "inactive_file 7\ntotal_inactive_file 1200",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -229,13 +237,16 @@ VERSION_1 = {
     [
         ("0::/a/b\n", VERSION_2, [500, 800]),
         ("0::/\n", VERSION_2, []),
-        ("0::/of/the/host\n", {"memory.max": "50", "memory.current": "20",
-                              "memory.stat": "inactive_file 5"}, [35]),
+        (
+            "0::/of/the/host\n",
+            {"memory.max": "50", "memory.current": "20", "memory.stat": "inactive_file 5"},
+            [35],
+        ),
         ("4:cpu:/x\n3:memory:/x\n0::/\n", VERSION_1, [200]),
         ("3:cpuset,memory:/\n", VERSION_1, []),
         ("3:memory:/x\n", {**VERSION_1, "memory/x/memory.stat": "nonsense"}, []),
     ],
-)  # fmt: skip
+)
 def test_a_container_has_what_its_limits_leave(tmp_path, monkeypatch, lines, files, left):
     write_groups(tmp_path, lines, files)
     monkeypatch.setattr(control_groups, "ROOT", tmp_path)

@@ -29,10 +29,8 @@ NUM_TOKENS = 300
 PARAMETERS = {
     "none": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": FACTOR},
-    "yarn": {
-        "rope_type": "yarn", "factor": FACTOR, "original_max_position_embeddings": TRAINED,
-    },
-}  # fmt: skip
+    "yarn": {"rope_type": "yarn", "factor": FACTOR, "original_max_position_embeddings": TRAINED},
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +89,13 @@ def test_a_model_with_yarn_runs_without_it_or_with_another_factor(model):
 
 def test_a_scaled_model_is_written_and_read_back(model, tmp_path):
     scaling = RopeScaling(
-        kind="yarn", factor=2.5, original_length=TRAINED, beta_fast=16.0, beta_slow=0.5,
+        kind="yarn",
+        factor=2.5,
+        original_length=TRAINED,
+        beta_fast=16.0,
+        beta_slow=0.5,
         attn_factor=0.75,
-    )  # fmt: skip
+    )
     for wanted in (scaling, RopeScaling(kind="linear", factor=2.0), NO_SCALING):
         spec = model.bare_spec.with_scaling(wanted)
         dataclasses.replace(model, bare_spec=spec).save(tmp_path / f"{wanted.factor}.gguf")
@@ -179,9 +181,11 @@ def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, cap
     text = tmp_path / "t.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 300)
     config = EvalConfig(
-        model=model.path, corpora=(text,), max_tokens=600,
+        model=model.path,
+        corpora=(text,),
+        max_tokens=600,
         engine=EngineConfig(mode="exact", device="cpu", context_length=512, rope_scaling="yarn"),
-    )  # fmt: skip
+    )
     totals, pieces = [], []
     report = evaluate(config, pieces.append, totals.append)
     assert max(pieces) > TRAINED and sum(pieces) == sum(totals)
@@ -204,9 +208,13 @@ def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, cap
 
 
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64, "rope_theta": 1e4,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+}
 FIXED = {
     "its positions are learned": OPTConfig(**OPT),
     "it was trained with positions divided by 4": LlamaConfig(

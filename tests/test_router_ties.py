@@ -45,27 +45,60 @@ from hotsplit.runtime.ops.expert_choices import Followed
 from hotsplit.runtime.step import native_step
 
 BASE = {
-    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
-    "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
     "intermediate_size": 32,
-}  # fmt: skip
+}
 SHARED = {"shared_expert_intermediate_size": 32}
 FACTORS = {
-    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
     "logits_scaling": 2.5,
-}  # fmt: skip
+}
 DELTA = {
-    "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "num_hidden_layers": 4,
-}  # fmt: skip
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 4,
+}
 GEMMA4 = {
-    "sliding_window": 5, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "head_dim": 24,
-    "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
-}  # fmt: skip
-FAMILIES = ("qwen3moe", "mixtral", "olmoe", "qwen2moe", "granite", "glm", "glm in groups", "gpt-oss",
-            "gemma4", "qwen3next")  # fmt: skip
-ROUTERS = ("gate.weight", "router.weight", "router.layer.weight", "router.proj.weight", "router.bias",
-           "e_score_correction_bias")  # fmt: skip
+    "sliding_window": 5,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "head_dim": 24,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+FAMILIES = (
+    "qwen3moe",
+    "mixtral",
+    "olmoe",
+    "qwen2moe",
+    "granite",
+    "glm",
+    "glm in groups",
+    "gpt-oss",
+    "gemma4",
+    "qwen3next",
+)
+ROUTERS = (
+    "gate.weight",
+    "router.weight",
+    "router.layer.weight",
+    "router.proj.weight",
+    "router.bias",
+    "e_score_correction_bias",
+)
 
 
 def config_of(family: str, layers: int, experts: int, used: int, spread: float) -> PretrainedConfig:
@@ -105,9 +138,12 @@ def random_mixture(folder: Path, seed: int, family: str | None = None) -> Path:
 
     experts = one_of(8, 16, 32, 64)
     config = config_of(
-        family or FAMILIES[seed % len(FAMILIES)], one_of(2, 3, 4), experts,
-        min(one_of(1, 3, 5, 8), experts // 2), one_of(0.02, 0.05, 0.1),
-    )  # fmt: skip
+        family or FAMILIES[seed % len(FAMILIES)],
+        one_of(2, 3, 4),
+        experts,
+        min(one_of(1, 3, 5, 8), experts // 2),
+        one_of(0.02, 0.05, 0.1),
+    )
     random_model(folder, config, seed=seed)
     save_tokenizer(folder, 320)
     return folder

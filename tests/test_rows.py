@@ -44,9 +44,14 @@ def one_by_one(engine: Engine, ids) -> torch.Tensor:
 def model_of(tmp_path, kind: str, activation: str = "relu", **options):
     shape = SUPER_SHAPE if kind.endswith("_k") else SHAPE
     model = sparse_model(
-        sizes=shape, kind=kind, activation=activation, predictor_rank=16, predictor_density=0.3,
-        threshold=0.02, **options,
-    )  # fmt: skip
+        sizes=shape,
+        kind=kind,
+        activation=activation,
+        predictor_rank=16,
+        predictor_density=0.3,
+        threshold=0.02,
+        **options,
+    )
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
     return model
@@ -269,9 +274,13 @@ def test_no_choice_depends_on_a_clock(tmp_path):
     models = [str(model_of(tmp_path, kind).path) for kind in ("f16", "q8_0")]
     calm = run_python(PROGRAM, *models).stdout.split()
     jumping = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *models], env={**os.environ, "LD_PRELOAD": str(shim)},
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
-    ).stdout.split()  # fmt: skip
+        [sys.executable, "-c", PROGRAM, *models],
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    ).stdout.split()
     assert (calm[0], jumping[0]) == ("runs", "jumps")
     assert calm[1:] == jumping[1:] and len(calm) == 7
     assert len(set(calm[1:4])) >= 2 and len(set(calm[4:])) >= 2

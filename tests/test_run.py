@@ -40,8 +40,9 @@ def gpu(monkeypatch):
         return Room(main=1 << 34, gpus=vram or ())
 
     def calibrate(config, on_probe):
-        machine = make_machine(launch_s=1e-9, hand_over_s=1e-9, copy_latency_s=1e-9,
-                               cpu_gb_per_s=0.01)  # fmt: skip
+        machine = make_machine(
+            launch_s=1e-9, hand_over_s=1e-9, copy_latency_s=1e-9, cpu_gb_per_s=0.01
+        )
         machine.save(config.output)
         on_probe(1)
         return machine
@@ -50,8 +51,13 @@ def gpu(monkeypatch):
     monkeypatch.setattr(stages, "calibrate", calibrate)
     monkeypatch.setattr(stages, "load_now", lambda: 0.0)
     # Both sides are on the CPU, and these models take microseconds: by the clock, chance decides.
-    monkeypatch.setattr(stages, "measured_by", lambda model, split, config: Measured(
-        token_s=1.0 if split is None else Split.load(split).objective_s, prompt_s=0.5))  # fmt: skip
+    monkeypatch.setattr(
+        stages,
+        "measured_by",
+        lambda model, split, config: Measured(
+            token_s=1.0 if split is None else Split.load(split).objective_s, prompt_s=0.5
+        ),
+    )
 
 
 def told(capsys, *words: object) -> tuple[dict, list[str]]:
@@ -102,8 +108,7 @@ def test_a_converted_model_is_compared_with_its_source(capsys, silu):
 
 def test_a_hotsplit_model_file_is_run_in_place(capsys, cache, tmp_path):
     keys_, vocab_size = byte_level_keys()
-    model = make_model(sizes=make_sizes(vocab_size=vocab_size), activation="silu",
-                       extra_keys=keys_)  # fmt: skip
+    model = make_model(sizes=make_sizes(vocab_size=vocab_size), activation="silu", extra_keys=keys_)
     model.save(tmp_path / "m.gguf")
     assert made(run(capsys, tmp_path / "m.gguf")) == []
     assert housekeeping.list_cache(cache) == ()
@@ -113,8 +118,22 @@ def test_a_stock_file_is_run_in_place_unless_something_else_is_asked_for(
     capsys, cache, silu, tmp_path
 ):
     """A SiLU model reads every neuron, so nothing has to be transposed."""
-    assert main(["convert", str(silu), "-o", str(tmp_path / "s.gguf"), "--layout", "stock",
-                 "--outtype", "q8_0", "--no-verify"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "convert",
+                str(silu),
+                "-o",
+                str(tmp_path / "s.gguf"),
+                "--layout",
+                "stock",
+                "--outtype",
+                "q8_0",
+                "--no-verify",
+            ]
+        )
+        == 0
+    )
     report = run(capsys, tmp_path / "s.gguf", "--no-verify")
     assert made(report) == [] and report["run"]["outtype"] == "q8_0"
     assert report["mode"] == "dense" and housekeeping.list_cache(cache) == ()
@@ -296,15 +315,24 @@ def timed(monkeypatch, **seconds: float):
         ({"model": 1.2, "cpu": 1.15}, "the plan", None),
         ({"model": 1.2, "cpu": 1.1}, "the CPU alone", "everything runs on the CPU"),
         # A prediction that was missed brings other plans, of which the fastest runs.
-        ({"model": 3.0, "cpu": 9.0, "second": 2.0, "layers": 4.0}, "the second plan",
-         "one by what was measured runs instead"),
-        ({"model": 3.0, "cpu": 9.0, "second": 2.0, "layers": 1.5}, "whole layers",
-         "whole layers runs instead"),
+        (
+            {"model": 3.0, "cpu": 9.0, "second": 2.0, "layers": 4.0},
+            "the second plan",
+            "one by what was measured runs instead",
+        ),
+        (
+            {"model": 3.0, "cpu": 9.0, "second": 2.0, "layers": 1.5},
+            "whole layers",
+            "whole layers runs instead",
+        ),
         ({"model": 3.0, "cpu": 9.0, "second": 5.0, "layers": 4.0}, "the plan", None),
-        ({"model": 10.0, "cpu": 1.0, "second": 5.0, "layers": 4.0}, "the CPU alone",
-         "everything runs on the CPU"),
+        (
+            {"model": 10.0, "cpu": 1.0, "second": 5.0, "layers": 4.0},
+            "the CPU alone",
+            "everything runs on the CPU",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_slow_plan_is_replaced_once_and_for_all(
     capsys, monkeypatch, silu, text, gpu, cache, seconds, runs, words
 ):
@@ -390,8 +418,18 @@ def test_a_run_continues_after_interrupts_in_five_places_and_with_other_budgets(
     plan. The weights take more memory than the temporaries, so that budgets between exist."""
     sizes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 512}
     model = random_llama(tmp_path / "relu", **sizes)
-    asked = (model, "--outtype", "f16", "--corpus", text, "--no-verify", "--mode", "predicted",
-             "--tokens", 1408)  # fmt: skip
+    asked = (
+        model,
+        "--outtype",
+        "f16",
+        "--corpus",
+        text,
+        "--no-verify",
+        "--mode",
+        "predicted",
+        "--tokens",
+        1408,
+    )
     short = ("--vram", "1800000B", "-c", 32)
     there: list[str] = []
     for place, after, before in FIVE:
@@ -431,8 +469,13 @@ def test_a_profile_continues_where_it_stopped(monkeypatch, capsys, relu, text, c
     (folder,) = {s.name for s in housekeeping.list_cache(cache) if s.state == "unfinished"}
     assert resume.parent.name == folder
     seen = []
-    monkeypatch.setattr(stages, "profile", lambda config, tick, *args: profile(
-        saved(config), lambda count: (seen.append(count), tick(count)), *args))  # fmt: skip
+    monkeypatch.setattr(
+        stages,
+        "profile",
+        lambda config, tick, *args: profile(
+            saved(config), lambda count: (seen.append(count), tick(count)), *args
+        ),
+    )
     run(capsys, *asked)
     assert max(seen) > 3 * 128  # what the first run had done, reported at once
     assert not list(cache.rglob("*.resume"))

@@ -140,8 +140,15 @@ def test_a_damaged_entry_is_made_again(cache):
         filled(cache)
 
 
-@pytest.mark.parametrize("facts", [{}, {"density": 0.1}, {"density": 0.1, "tokens_per_s": 0},
-                                   {"density": float("nan"), "tokens_per_s": 1}])  # fmt: skip
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"density": 0.1},
+        {"density": 0.1, "tokens_per_s": 0},
+        {"density": float("nan"), "tokens_per_s": 1},
+    ],
+)
 def test_a_look_without_its_numbers_is_made_again(cache, facts):
     good = {"density": 0.0, "tokens_per_s": 5.0}
     with Cache.open() as each:
@@ -204,8 +211,12 @@ def test_what_is_not_ours_stays(cache, tmp_path):
     cleared = housekeeping.clear(cache)
     assert cleared.removed == () and "is not ours" in cleared.kept[0][1]
     assert not (folder / ENTRY).exists() and not (folder / "machine.json").exists()
-    for path in (folder / "notes.txt", folder / "sub" / "machine.json", other / "model.gguf",
-                 cache / "readme"):  # fmt: skip
+    for path in (
+        folder / "notes.txt",
+        folder / "sub" / "machine.json",
+        other / "model.gguf",
+        cache / "readme",
+    ):
         assert path.read_text() == "mine"
     assert (outside / "machine.json").read_text() == "{}"
 
@@ -233,8 +244,9 @@ def test_the_command_lists_and_clears(capsys, cache):
     assert "source 0" in shown.out and one.name in shown.out and "2 in" in shown.err
     assert main(["cache", "list", "--json"]) == 0
     assert {e["source"] for e in json.loads(capsys.readouterr().out)["entries"]} == {
-        "source 0", "source 1",
-    }  # fmt: skip
+        "source 0",
+        "source 1",
+    }
     with Cache.open() as each:
         each.obtain("corpus", {}, "a\n\x1b[2Jb\udcff", lambda folder: {})
     assert main(["cache", "list"]) == 0

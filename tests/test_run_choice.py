@@ -78,9 +78,11 @@ def wishes_of(**options):
 def test_a_plan_is_made_only_where_one_is_needed(source):
     fits = size(source, "q8_0")
     for gpus, budgets, device in (
-        ((), (), "cpu"), ((fits,), (), None), ((fits - 1,), (fits - 1,), None),
+        ((), (), "cpu"),
+        ((fits,), (), None),
+        ((fits - 1,), (fits - 1,), None),
         ((MIB,), (), "cpu"),
-    ):  # fmt: skip
+    ):
         found = choose(source, Wishes(outtype="q8_0"), Room(main=1 << 40, gpus=gpus))
         assert (found.budgets, found.device) == (budgets, device), gpus
     less = choice.run_bytes(source.draft("q8_0"), 32) - 1
@@ -151,8 +153,10 @@ def test_which_models_are_looked_at():
         model = make_model(activation=activation)
         found, line = choose_predictors(model, wishes, is_on_gpu=is_on_gpu)
         assert found is wanted and line, (activation, wishes)
-    for activation, line in (("silu", "mode dense: a token computes all"),
-                             ("relu", "mode exact: a token computes neurons that fire")):  # fmt: skip
+    for activation, line in (
+        ("silu", "mode dense: a token computes all"),
+        ("relu", "mode exact: a token computes neurons that fire"),
+    ):
         experts = make_model(spec=mixture_spec(make_sizes(), activation=activation))
         found = choose_predictors(experts, Wishes(), is_on_gpu=False)
         assert found[0] is False and found[1].startswith(line)
@@ -209,8 +213,7 @@ def test_estimates_follow_the_measured_rates(relu):
     works = {work.kind: work for work in prepare.estimate_of(job).works}
     assert works["profile"].seconds == pytest.approx(130)
     assert works["model"].seconds == pytest.approx(works["model"].num_bytes / 1e4)
-    written = stages.ConvertConfig(source=relu, output=job.cache.folder / "m.gguf",
-                                   outtype="q8_0")  # fmt: skip
+    written = stages.ConvertConfig(source=relu, output=job.cache.folder / "m.gguf", outtype="q8_0")
     stages.convert(written)
     size = sum(entry.num_bytes for entry in ModelFile.load(written.output).tensors.values())
     assert works["model"].num_bytes == size
@@ -245,9 +248,10 @@ def test_rates_are_kept_for_the_next_time(relu):
     assert "count" not in job_of(relu).rates.stored
 
 
-@pytest.mark.parametrize("seconds, text", [
-    (3, "a few seconds"), (31, "about 30 s"), (130, "about 2 min"), (7200, "about 2.0 h"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(3, "a few seconds"), (31, "about 30 s"), (130, "about 2 min"), (7200, "about 2.0 h")],
+)
 def test_times_in_words(seconds, text):
     assert estimate.words(seconds) == text
 

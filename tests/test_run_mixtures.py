@@ -28,8 +28,9 @@ VRAM = "2730KiB"  # 2,560 of temporaries
 
 def saved(path: Path, *, has_delta_nets: bool = False) -> Path:
     keys, vocab_size = byte_level_keys()
-    sizes = make_sizes(num_layers=3, width=64, num_neurons=64, vocab_size=vocab_size,
-                       context_length=64)  # fmt: skip
+    sizes = make_sizes(
+        num_layers=3, width=64, num_neurons=64, vocab_size=vocab_size, context_length=64
+    )
     if has_delta_nets:
         model = delta_model(sizes, experts=FEW, period=2, kind="q8_0", extra_keys=keys)
     else:
@@ -44,8 +45,9 @@ def card(monkeypatch):
     """The figures of a machine with a slow CPU."""
 
     def calibrate(config, on_probe):
-        machine = make_machine(launch_s=1e-9, hand_over_s=1e-9, copy_latency_s=1e-9,
-                               cpu_gb_per_s=0.01)  # fmt: skip
+        machine = make_machine(
+            launch_s=1e-9, hand_over_s=1e-9, copy_latency_s=1e-9, cpu_gb_per_s=0.01
+        )
         machine.save(config.output)
         return machine
 
@@ -55,7 +57,21 @@ def card(monkeypatch):
 
 def run(capsys, *words: object) -> tuple[dict, list[str]]:
     """The report, and the lines for the user."""
-    argv = ["run", *map(str, words), "-c", "64", "-p", "the", "-n", "3", "--seed", "0", "--json", "-t", "1"]  # fmt: skip
+    argv = [
+        "run",
+        *map(str, words),
+        "-c",
+        "64",
+        "-p",
+        "the",
+        "-n",
+        "3",
+        "--seed",
+        "0",
+        "--json",
+        "-t",
+        "1",
+    ]
     code = main(argv)
     shown = capsys.readouterr()
     assert code == 0, shown.err
@@ -75,7 +91,9 @@ def test_whatever_is_fastest_runs(capsys, monkeypatch, card, tmp_path, text, cac
     assert sorted(tried) == sorted(names)
     assert ("gpu" in report["bytes"]) == (fastest != "cpu")
     (line,) = [line for line in lines if "the plan takes" in line]
-    assert "all experts on the CPU" in line and "whole layers" in line and line.count("predicted") == 4  # fmt: skip
+    assert (
+        "all experts on the CPU" in line and "whole layers" in line and line.count("predicted") == 4
+    )
     found = {each.kind: cache / each.name / each.file for each in housekeeping.list_cache(cache)}
     routing_LTK = Profile.load(found["look"]).routing_LTK
     assert routing_LTK is not None and routing_LTK.shape[1] == 700
@@ -104,8 +122,10 @@ def test_plans_are_tried_and_run_on_a_device(
         tried.append("cpu" if split is None else split.name.partition(".")[0])
         measured = measured_by(model, split, config)
         assert 0 < measured.token_s < 60
-        return Measured(token_s=1.0 if split is None else Split.load(split).objective_s,
-                        prompt_s=measured.prompt_s)  # fmt: skip
+        return Measured(
+            token_s=1.0 if split is None else Split.load(split).objective_s,
+            prompt_s=measured.prompt_s,
+        )
 
     monkeypatch.setattr(stages, "measured_by", timed_as_predicted)
     path = saved(tmp_path / "m.gguf", has_delta_nets=has_delta_nets)

@@ -48,8 +48,10 @@ def test_wrong_options_are_refused_before_anything_is_made(capsys, silu, cache, 
 
 
 def test_an_empty_prompt_and_a_missing_source_are_refused(capsys, silu, cache):
-    for source, prompt, message in ((silu, "", "the prompt is empty"),
-                                    (silu / "none", "the", "no such folder")):  # fmt: skip
+    for source, prompt, message in (
+        (silu, "", "the prompt is empty"),
+        (silu / "none", "the", "no such folder"),
+    ):
         assert main(["run", str(source), "-p", prompt]) == 1
         assert message in capsys.readouterr().err.splitlines()[-1]
     assert list_cache(cache) == ()
@@ -96,7 +98,19 @@ def test_an_answer_takes_the_variables_and_the_file_of_a_system_message(
         return was(self, text, *more, **options)
 
     monkeypatch.setattr(TextCodec, "encode_rendered", encode)
-    words = ["-p", "hi", "--chat", "-n", "1", "--no-verify", "-sysf", system,
-             "--chat-template", template, "--chat-template-kwargs", '{"shout": true}']  # fmt: skip
+    words = [
+        "-p",
+        "hi",
+        "--chat",
+        "-n",
+        "1",
+        "--no-verify",
+        "-sysf",
+        system,
+        "--chat-template",
+        template,
+        "--chat-template-kwargs",
+        '{"shout": true}',
+    ]
     assert main(["run", *map(str, [silu, *words])]) == 0, capsys.readouterr().err
     assert any("be brief!! hi" in text for text in read)

@@ -30,9 +30,17 @@ def saved(tmp_path, **options):
 
 
 def make_split(
-    model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32, home=None, cache=None,
-    num_sequences=1, kv_offload=None,
-):  # fmt: skip
+    model,
+    hot,
+    *,
+    dense_on_gpu=True,
+    head_on_gpu=True,
+    context_length=32,
+    home=None,
+    cache=None,
+    num_sequences=1,
+    kv_offload=None,
+):
     """A plan with these hot neurons and the bytes that it takes. `dense_on_gpu` is one value or
     one per layer; `home` is the GPU of each layer and the head."""
     num_layers = model.spec.num_layers

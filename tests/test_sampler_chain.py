@@ -19,7 +19,7 @@ from sampler_formulas import (
     top_p_ref,
     typical_ref,
     xtc_ref,
-)  # fmt: skip
+)
 
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation import DEFAULT_SAMPLERS, SamplingOptions
@@ -56,10 +56,19 @@ def test_samplers_run_in_the_order_of_the_options():
     check(only.distribution(logits_V, []), list(enumerate(logits_V.tolist())))
 
 
-@pytest.mark.parametrize("more", [
-    {}, {"xtc_probability": 0.5}, {"mirostat": 1}, {"mirostat": 2}, {"top_p": 0.7},
-    {"repeat_penalty": 1.3}, {"dry_multiplier": 0.8, "dry_sequence_breakers": ()},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"xtc_probability": 0.5},
+        {"mirostat": 1},
+        {"mirostat": 2},
+        {"top_p": 0.7},
+        {"repeat_penalty": 1.3},
+        {"dry_multiplier": 0.8, "dry_sequence_breakers": ()},
+    ],
+    ids=str,
+)
 def test_draws_follow_the_seed(more):
     draw = np.random.default_rng(2)
     rows = torch.from_numpy(draw.normal(size=(60, 500)).astype(np.float32) * 2)
@@ -142,8 +151,14 @@ def test_mirostat_follows_the_surprise_of_drawn_tokens(version):
 
 def test_adaptive_p_is_its_formula_token_by_token():
     draw, drawn = np.random.default_rng(8), []
-    chain = chain_of(90, top_k=40, adaptive_target=0.3, adaptive_decay=0.8, seed=1,
-                     samplers=("adaptive_p", "top_k"))  # fmt: skip
+    chain = chain_of(
+        90,
+        top_k=40,
+        adaptive_target=0.3,
+        adaptive_decay=0.8,
+        seed=1,
+        samplers=("adaptive_p", "top_k"),
+    )
     for _ in range(40):
         logits_V = torch.from_numpy((2 * draw.normal(size=90)).astype(np.float32))
         kept = top_k_ref(list(enumerate(logits_V.tolist())), 40)
@@ -152,10 +167,15 @@ def test_adaptive_p_is_its_formula_token_by_token():
 
 
 GREEDY = [
-    {"top_k": 40, "top_p": 0.9, "min_p": 0.1}, {"typ_p": 0.6}, {"repeat_penalty": 1.5},
-    {"xtc_probability": 1.0}, {"logit_bias": ((2, 4.0),)}, {"mirostat": 2}, {"temperature": -3.0},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.1},
+    {"typ_p": 0.6},
+    {"repeat_penalty": 1.5},
+    {"xtc_probability": 1.0},
+    {"logit_bias": ((2, 4.0),)},
+    {"mirostat": 2},
+    {"temperature": -3.0},
     {"samplers": DEFAULT_SAMPLERS[::-1]},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("more", GREEDY, ids=str)
@@ -188,10 +208,22 @@ def test_of_equal_logits_greedy_takes_the_lowest_id():
 
 INF = math.inf
 EVERYTHING = [
-    {}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {"typ_p": 0.5},
-    {"top_n_sigma": 1.0}, {"xtc_probability": 1.0}, {"dynatemp_range": 0.5}, {"mirostat": 1},
-    {"mirostat": 2}, {"samplers": ("adaptive_p",), "adaptive_target": 0.3}, {"repeat_penalty": 1.2}, {"logit_bias": ((0, 1.0),)}, {"temperature": 1e-300},
-]  # fmt: skip
+    {},
+    {"temperature": 0.0},
+    {"top_k": 2},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"typ_p": 0.5},
+    {"top_n_sigma": 1.0},
+    {"xtc_probability": 1.0},
+    {"dynatemp_range": 0.5},
+    {"mirostat": 1},
+    {"mirostat": 2},
+    {"samplers": ("adaptive_p",), "adaptive_target": 0.3},
+    {"repeat_penalty": 1.2},
+    {"logit_bias": ((0, 1.0),)},
+    {"temperature": 1e-300},
+]
 
 
 @pytest.mark.parametrize("more", EVERYTHING, ids=str)
@@ -262,8 +294,10 @@ def test_logprobs_are_those_of_the_models_logits():
     assert all(abs(logprob - want_V[token_id]) < 1e-6 for token_id, logprob in found)
     few = chain_of(3).logprobs(tensor(0.0, -INF, 0.0), 3, chosen=1)
     assert [(token_id, round(logprob, 6)) for token_id, logprob in few] == [
-        (0, -0.693147), (2, -0.693147), (1, -INF)
-    ]  # fmt: skip
+        (0, -0.693147),
+        (2, -0.693147),
+        (1, -INF),
+    ]
     assert len(chain_of(3).logprobs(tensor(0.0, 1.0, 0.0), 1, chosen=1)) == 1
 
 

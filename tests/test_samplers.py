@@ -22,7 +22,7 @@ from sampler_formulas import (
     top_p_ref,
     typical_ref,
     xtc_ref,
-)  # fmt: skip
+)
 
 from hotsplit.runtime.generate import adaptive_samplers, samplers
 from hotsplit.runtime.generate import dry as dry_module
@@ -48,16 +48,29 @@ def settings(name: str, draw: random.Random, tokens: Tokens) -> tuple:
         "temperature": (draw.choice([0.0, 0.3, 1.0, 2.0]),),
         "dynamic": (0.1 + u(), u(), 2 * u()),
         "penalties": (history, draw.choice([-1, 0, 3, 64]), 0.5 + u(), u() - 0.3, u() - 0.3),
-        "dry": (history, u(), 1 + u(), draw.randrange(4), draw.choice([-1, 8, 64]), {history[0]}
-                if history and u() < 0.5 else set()),
+        "dry": (
+            history,
+            u(),
+            1 + u(),
+            draw.randrange(4),
+            draw.choice([-1, 8, 64]),
+            {history[0]} if history and u() < 0.5 else set(),
+        ),
         "mirostat_1": (8 * u(), 1000),
         "mirostat_2": (8 * u(),),
-    }[name]  # fmt: skip
+    }[name]
 
 
 def ours_dry(c: Candidates, history, multiplier, base, allowed, last_n, breakers) -> Candidates:
-    return dry(c, history, multiplier=multiplier, base=base, allowed_length=allowed, last_n=last_n,
-               breakers=dict.fromkeys(breakers, ((),)))  # fmt: skip
+    return dry(
+        c,
+        history,
+        multiplier=multiplier,
+        base=base,
+        allowed_length=allowed,
+        last_n=last_n,
+        breakers=dict.fromkeys(breakers, ((),)),
+    )
 
 
 def ours_penalties(c: Candidates, history, last_n, repeat, frequency, presence) -> Candidates:

@@ -51,7 +51,10 @@ REFUSED = [
     ({"dry_base": 0.5}, "dry_base is 0.5, wanted a number from 1 to 1e+06"),
     ({"dry_allowed_length": -1}, "dry_allowed_length is -1, wanted a whole number from 0"),
     ({"dry_penalty_last_n": -5}, "dry_penalty_last_n is -5, wanted a whole number from -1"),
-    ({"dry_sequence_breakers": ("",)}, "dry_sequence_breakers has '', wanted text; () for no breakers"),
+    (
+        {"dry_sequence_breakers": ("",)},
+        "dry_sequence_breakers has '', wanted text; () for no breakers",
+    ),
     ({"adaptive_target": 1.5}, "adaptive_target is 1.5, wanted a number up to 1"),
     ({"adaptive_decay": 1.0}, "adaptive_decay is 1.0, wanted a number from 0 to 0.99"),
     ({"mirostat": 3}, "mirostat is 3, wanted 0 (off), 1 or 2"),
@@ -66,10 +69,12 @@ REFUSED = [
     ({"seed": -(1 << 63) - 1}, "seed is -9223372036854775809, wanted a 64-bit integer, say 0"),
     ({"temperature": 10**400}, "temperature is a number of more than 60 digits, wanted a number"),
     ({"top_p": 10**400}, "top_p is a number of more than 60 digits, wanted a number from 0 to 1"),
-    ({"logit_bias": ((1, 10**400),)},
-     "logit_bias of token 1 is a number of more than 60 digits, wanted a number"),
+    (
+        {"logit_bias": ((1, 10**400),)},
+        "logit_bias of token 1 is a number of more than 60 digits, wanted a number",
+    ),
     ({"seed": 0.5}, "seed is 0.5, wanted a whole number"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("values, line", REFUSED, ids=[line for _, line in REFUSED])
@@ -89,8 +94,10 @@ def test_the_bounds_are_accepted():
     for values in (
         {"top_p": 0, "min_p": 1, "typ_p": 0, "xtc_probability": 1, "xtc_threshold": 1},
         {"temperature": -1, "top_k": -1, "top_n_sigma": -1, "repeat_last_n": -1, "samplers": ()},
-        {"seed": -(1 << 63)}, {"seed": (1 << 64) - 1}, {"logit_bias": ((0, -INF), (0, INF))},
-    ):  # fmt: skip
+        {"seed": -(1 << 63)},
+        {"seed": (1 << 64) - 1},
+        {"logit_bias": ((0, -INF), (0, INF))},
+    ):
         SamplingOptions(**values)
 
 
@@ -98,8 +105,12 @@ def test_orders_of_samplers_by_names_and_by_letters():
     assert samplers_of_letters("edskypmxt") == DEFAULT_SAMPLERS
     assert samplers_of_names(";".join(DEFAULT_SAMPLERS)) == DEFAULT_SAMPLERS
     assert samplers_of_names("Top-K; topp;temp;nucleus;typ") == (
-        "top_k", "top_p", "temperature", "top_p", "typ_p"
-    )  # fmt: skip
+        "top_k",
+        "top_p",
+        "temperature",
+        "top_p",
+        "typ_p",
+    )
     assert samplers_of_names("") == samplers_of_letters("") == ()
     with pytest.raises(HotsplitError, match="no sampler has the letter 'q'; known: e penalties, d"):
         samplers_of_letters("kq")
@@ -117,22 +128,26 @@ def test_biases_are_read_as_llama_cpp_does():
             bias_of(text)
 
 
-@pytest.mark.parametrize("values, steps", [
-    ({}, "top_k top_p min_p temperature"),
-    ({"top_k": 0, "temperature": 1.0}, "top_p min_p"),
-    ({"top_k": 5000}, "top_p min_p temperature"),
-    ({"repeat_penalty": 1.1}, "penalties top_k top_p min_p temperature"),
-    ({"repeat_penalty": 1.1, "repeat_last_n": 0}, "top_k top_p min_p temperature"),
-    ({"dry_multiplier": 0.8, "temperature": 0.0}, "dry temperature"),
-    ({"temperature": 0.0, "samplers": ("top_k", "typ_p", "temperature", "xtc")}, "temperature"),
-    ({"temperature": 0.0, "typ_p": 0.5}, "top_k typ_p temperature"),
-    ({"temperature": 0.0, "dynatemp_range": 0.5}, "top_k top_p min_p temperature"),
-    ({"temperature": 0.0, "samplers": ("top_k",)}, "top_k"),
-    ({"samplers": ("adaptive_p", "top_k")}, "top_k"),
-    ({"samplers": ("adaptive_p", "top_k"), "adaptive_target": 0.3}, "top_k adaptive_p"),
-    ({"mirostat": 1, "repeat_penalty": 1.1}, "temperature mirostat_1"),
-    ({"mirostat": 2, "temperature": 0.0, "dynatemp_range": 0.5}, "temperature"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "values, steps",
+    [
+        ({}, "top_k top_p min_p temperature"),
+        ({"top_k": 0, "temperature": 1.0}, "top_p min_p"),
+        ({"top_k": 5000}, "top_p min_p temperature"),
+        ({"repeat_penalty": 1.1}, "penalties top_k top_p min_p temperature"),
+        ({"repeat_penalty": 1.1, "repeat_last_n": 0}, "top_k top_p min_p temperature"),
+        ({"dry_multiplier": 0.8, "temperature": 0.0}, "dry temperature"),
+        ({"temperature": 0.0, "samplers": ("top_k", "typ_p", "temperature", "xtc")}, "temperature"),
+        ({"temperature": 0.0, "typ_p": 0.5}, "top_k typ_p temperature"),
+        ({"temperature": 0.0, "dynatemp_range": 0.5}, "top_k top_p min_p temperature"),
+        ({"temperature": 0.0, "samplers": ("top_k",)}, "top_k"),
+        ({"samplers": ("adaptive_p", "top_k")}, "top_k"),
+        ({"samplers": ("adaptive_p", "top_k"), "adaptive_target": 0.3}, "top_k adaptive_p"),
+        ({"mirostat": 1, "repeat_penalty": 1.1}, "temperature mirostat_1"),
+        ({"mirostat": 2, "temperature": 0.0, "dynatemp_range": 0.5}, "temperature"),
+    ],
+    ids=str,
+)
 def test_only_samplers_with_an_effect_run(values, steps):
     assert active_samplers(SamplingOptions(**values), 5000) == tuple(steps.split())
 
@@ -160,12 +175,18 @@ def options_of(*arguments: str) -> SamplingOptions:
 
 
 SPELLED = [
-    ("--temp 0.5", {"temperature": 0.5}), ("--temperature 0", {"temperature": 0.0}),
-    ("--top-k 7", {"top_k": 7}), ("--top-p 0.5", {"top_p": 0.5}), ("--min-p 0", {"min_p": 0.0}),
-    ("--typical 0.5", {"typ_p": 0.5}), ("--typical-p 0.5", {"typ_p": 0.5}),
-    ("--top-nsigma 2", {"top_n_sigma": 2.0}), ("--top-n-sigma 2", {"top_n_sigma": 2.0}),
+    ("--temp 0.5", {"temperature": 0.5}),
+    ("--temperature 0", {"temperature": 0.0}),
+    ("--top-k 7", {"top_k": 7}),
+    ("--top-p 0.5", {"top_p": 0.5}),
+    ("--min-p 0", {"min_p": 0.0}),
+    ("--typical 0.5", {"typ_p": 0.5}),
+    ("--typical-p 0.5", {"typ_p": 0.5}),
+    ("--top-nsigma 2", {"top_n_sigma": 2.0}),
+    ("--top-n-sigma 2", {"top_n_sigma": 2.0}),
     ("--xtc-probability 0.5 --xtc-threshold 0.2", {"xtc_probability": 0.5, "xtc_threshold": 0.2}),
-    ("--repeat-last-n 9", {"repeat_last_n": 9}), ("--repeat-penalty 1.1", {"repeat_penalty": 1.1}),
+    ("--repeat-last-n 9", {"repeat_last_n": 9}),
+    ("--repeat-penalty 1.1", {"repeat_penalty": 1.1}),
     ("--presence-penalty 0.1", {"presence_penalty": 0.1}),
     ("--frequency-penalty -0.1", {"frequency_penalty": -0.1}),
     ("--dry-multiplier 0.8 --dry-base 2", {"dry_multiplier": 0.8, "dry_base": 2.0}),
@@ -173,19 +194,25 @@ SPELLED = [
     ("--dry-penalty-last-n -1", {"dry_penalty_last_n": -1}),
     ("--dry-sequence-breaker a --dry-sequence-breaker b", {"dry_sequence_breakers": ("a", "b")}),
     ("--dry-sequence-breaker none", {"dry_sequence_breakers": ()}),
-    ("--dry-sequence-breaker a --dry-sequence-breaker none --dry-sequence-breaker b",
-     {"dry_sequence_breakers": ("b",)}),
+    (
+        "--dry-sequence-breaker a --dry-sequence-breaker none --dry-sequence-breaker b",
+        {"dry_sequence_breakers": ("b",)},
+    ),
     ("--dynatemp-range 0.5 --dynatemp-exp 2", {"dynatemp_range": 0.5, "dynatemp_exponent": 2.0}),
-    ("--mirostat 2 --mirostat-lr 0.2 --mirostat-ent 4",
-     {"mirostat": 2, "mirostat_lr": 0.2, "mirostat_ent": 4.0}),
+    (
+        "--mirostat 2 --mirostat-lr 0.2 --mirostat-ent 4",
+        {"mirostat": 2, "mirostat_lr": 0.2, "mirostat_ent": 4.0},
+    ),
     ("-l 5+1 --logit-bias 6-inf", {"logit_bias": ((5, 1.0), (6, -INF))}),
     ("--adaptive-target 0.3 --adaptive-decay 0.5", {"adaptive_target": 0.3, "adaptive_decay": 0.5}),
     ("--sampling-seq ka", {"samplers": ("top_k", "adaptive_p")}),
     ("--samplers top_k;temp", {"samplers": ("top_k", "temperature")}),
     ("--sampling-seq kt", {"samplers": ("top_k", "temperature")}),
     ("--sampler-seq kt", {"samplers": ("top_k", "temperature")}),
-    ("-s 3", {"seed": 3}), ("--seed -1", {"seed": None}), ("", {}),
-]  # fmt: skip
+    ("-s 3", {"seed": 3}),
+    ("--seed -1", {"seed": None}),
+    ("", {}),
+]
 
 
 @pytest.mark.parametrize("line, values", SPELLED, ids=[line for line, _ in SPELLED])
@@ -214,8 +241,14 @@ def test_help_is_short_and_the_rest_is_on_a_separate_page():
     spelled = {word for line, _ in SPELLED for word in line.split() if word.startswith("--")}
     assert all(word in full for word in spelled)
     assert {word for word in spelled if word in short} == {
-        "--temp", "--temperature", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "--seed"
-    }  # fmt: skip
+        "--temp",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+        "--min-p",
+        "--repeat-penalty",
+        "--seed",
+    }
 
 
 # ---- DRY ----------------------------------------------------------------------------------
@@ -226,8 +259,10 @@ def test_breakers_are_found_in_tokens_and_across_them():
     codec = TextCodec(Tokenizer.from_file(str(path)), None, frozenset())
     encode = codec.tokenizer.encode
     found = dry_breakers(codec, ["self.", "\U0001f642"])
-    words = {i: codec.tokenizer.decode([i], skip_special_tokens=False)
-             for i in range(codec.tokenizer.get_vocab_size())}  # fmt: skip
+    words = {
+        i: codec.tokenizer.decode([i], skip_special_tokens=False)
+        for i in range(codec.tokenizer.get_vocab_size())
+    }
     for i, word in words.items():
         assert (() in found.get(i, ())) == ("self." in word), word
         if word.endswith("self") and "self." not in word:

@@ -166,9 +166,12 @@ def test_steps_of_several_rows(tmp_path, plan, family):
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
         placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
         step = hybrid_builder.build(
-            engine._live.weights, placement, engine.traffic, plain_backend(reference_kernels()),
+            engine._live.weights,
+            placement,
+            engine.traffic,
+            plain_backend(reference_kernels()),
             max_rows=4,
-        )  # fmt: skip
+        )
         got = step.run_rows(rows_of(IDS, 0, "all"))
         assert rel_error(got, watched(engine)) < BOUNDS["f32"]
 

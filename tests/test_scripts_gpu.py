@@ -34,9 +34,14 @@ del sys.path[:2]
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CPU = torch.device("cpu")
 TOY = make_sizes(
-    num_layers=3, width=256, num_neurons=1024, num_heads=8, num_kv_heads=4, vocab_size=384,
+    num_layers=3,
+    width=256,
+    num_neurons=1024,
+    num_heads=8,
+    num_kv_heads=4,
+    vocab_size=384,
     context_length=64,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +136,9 @@ def test_the_rival_gets_as_many_layers_as_fit(monkeypatch, tmp_path, budget, wan
         return gpu_rival.Rival(process=Closed(), num_layers=count, gpu_bytes=60 + 115 * count)
 
     monkeypatch.setattr(gpu_rival, "_loaded", loaded)
-    rival = gpu_rival.RivalModel(folder=tmp_path, model=tmp_path, context_length=8, num_layers=32,
-                                 layer_bytes=100)  # fmt: skip
+    rival = gpu_rival.RivalModel(
+        folder=tmp_path, model=tmp_path, context_length=8, num_layers=32, layer_bytes=100
+    )
     if wanted is None:
         with pytest.raises(ProcessError, match="no number of layers"):
             gpu_rival.best_rival(rival, budget, tmp_path)
@@ -161,8 +167,9 @@ def test_the_rival_that_fits_best_stays_open_and_no_other(monkeypatch, tmp_path,
         return gpu_rival.Rival(process=Loaded(count), num_layers=count, gpu_bytes=needed[count])
 
     monkeypatch.setattr(gpu_rival, "_loaded", loaded)
-    rival = gpu_rival.RivalModel(folder=tmp_path, model=tmp_path, context_length=8, num_layers=32,
-                                 layer_bytes=240)  # fmt: skip
+    rival = gpu_rival.RivalModel(
+        folder=tmp_path, model=tmp_path, context_length=8, num_layers=32, layer_bytes=240
+    )
     if fails:
         with pytest.raises(ProcessError, match="no memory"):
             gpu_rival.best_rival(rival, 1000, tmp_path)
@@ -204,11 +211,18 @@ for line in sys.stdin:
     theirs = Process.of((sys.executable, "-c", dying), "llama.cpp", tmp_path / "theirs")
     rival = gpu_rival.Rival(process=theirs, num_layers=1, gpu_bytes=1)
     cases = [
-        gpu_cases.Case(name=name, mode="dense", budget_bytes=1, limit_s=0.1, predicted_s=None,
-                       plan={}, process=Process.of((sys.executable, "-c", ours), name, tmp_path / name),
-                       rival=rival)
+        gpu_cases.Case(
+            name=name,
+            mode="dense",
+            budget_bytes=1,
+            limit_s=0.1,
+            predicted_s=None,
+            plan={},
+            process=Process.of((sys.executable, "-c", ours), name, tmp_path / name),
+            rival=rival,
+        )
         for name in ("one", "two")
-    ]  # fmt: skip
+    ]
     amount = gpu_cases.Amount(prompt=4, steps=2, vocab_size=9, rounds=2)
     gpu_cases.measure(cases, amount, float("inf"))
     gpu_cases.close(cases)
@@ -268,17 +282,27 @@ def test_the_smoke_run_succeeds(tmp_path, monkeypatch, capsys):
 
 
 def test_the_table_says_what_failed_and_what_was_not_reached():
-    rows = [{"name": "7B 60%", "mode": "predicted", "error": "worker: out of memory"},
-            {"name": "7B 80%", "mode": "predicted", "error": None}]  # fmt: skip
+    rows = [
+        {"name": "7B 60%", "mode": "predicted", "error": "worker: out of memory"},
+        {"name": "7B 80%", "mode": "predicted", "error": None},
+    ]
     lines = gpu_cases.table(rows).splitlines()
     assert "out of memory" in lines[1] and "out of time" in lines[2]
 
 
 @pytest.mark.parametrize("times", [None, 0.91, 123.45])
 def test_the_columns_of_the_table_stand_below_their_names(times):
-    row = {"name": "7B 60%", "mode": "predicted", "decode_tokens_per_s": 9.5, "memory": [],
-           "share_of_limit": 0.5, "prefill_tokens_per_s": 90.0, "budget_bytes": 1 << 30,
-           "times_rival": times, "times_rival_prefill": times}  # fmt: skip
+    row = {
+        "name": "7B 60%",
+        "mode": "predicted",
+        "decode_tokens_per_s": 9.5,
+        "memory": [],
+        "share_of_limit": 0.5,
+        "prefill_tokens_per_s": 90.0,
+        "budget_bytes": 1 << 30,
+        "times_rival": times,
+        "times_rival_prefill": times,
+    }
     header, line, _ = gpu_cases.table([row]).split("\n", 2)
     assert header.index("VRAM") == line.index("0.00 of")
 

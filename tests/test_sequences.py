@@ -45,8 +45,11 @@ def random_paths(chance: random.Random, depth: int, most: int) -> list[list[int]
     for _ in range(chance.randint(1, most) - 1):
         stem = chance.choice(paths)
         shared = stem[: chance.randrange(len(stem))]
-        following = {path[len(shared)] for path in paths if path[: len(shared)] == shared
-                     and len(path) > len(shared)}  # fmt: skip
+        following = {
+            path[len(shared)]
+            for path in paths
+            if path[: len(shared)] == shared and len(path) > len(shared)
+        }
         rest = [chance.randrange(50) for _ in range(chance.randint(1, depth - len(shared)))]
         if rest[0] not in following:
             paths.append(shared + rest)
@@ -68,8 +71,13 @@ def draft_tree(engine: Engine, alone: Alone, chance: random.Random, root: Sequen
         for depth, token in enumerate(path):
             node = tuple(path[: depth + 1])
             source = number_of.get(node)
-            row = Row(token=token, position=start + depth, sequence=text.number, source=source,
-                      has_logits=source is None)  # fmt: skip
+            row = Row(
+                token=token,
+                position=start + depth,
+                sequence=text.number,
+                source=source,
+                has_logits=source is None,
+            )
             if source is None:
                 number_of[node] = len(rows)
                 wanted.append(list(node))
@@ -84,9 +92,13 @@ def draft_tree(engine: Engine, alone: Alone, chance: random.Random, root: Sequen
 
 
 def change_texts(
-    engine: Engine, texts: list[Sequence], chance: random.Random, deed: float, begin: float,
+    engine: Engine,
+    texts: list[Sequence],
+    chance: random.Random,
+    deed: float,
+    begin: float,
     room: int = ROOM,
-) -> None:  # fmt: skip
+) -> None:
     """Begins or forks a text if `deed` is less than `begin`, or ends one if it is less by a tenth
     more, or rolls one back if it is less by another 0.15."""
     if deed < begin and len(texts) < room:
@@ -150,8 +162,10 @@ def test_a_thousand_random_schedules(tmp_path):
         for mode in ("dense", "exact", "predicted"):
             with (
                 Engine.load(model.path, mode=mode, context_length=CONTEXT) as single,
-                Engine.load(model.path, mode=mode, context_length=CONTEXT, num_sequences=ROOM) as engine,
-            ):  # fmt: skip
+                Engine.load(
+                    model.path, mode=mode, context_length=CONTEXT, num_sequences=ROOM
+                ) as engine,
+            ):
                 alone = Alone(single)
                 for seed in range(42):
                     schedule(engine, alone, random.Random(f"{kind} {mode} slow {seed}"), 12)

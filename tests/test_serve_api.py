@@ -59,8 +59,10 @@ def test_an_unknown_field_is_ignored_and_said_once(served):
 
 def test_the_penalty_has_the_name_that_other_servers_give_it(served):
     body = {"prompt": "a", "max_tokens": 24, "temperature": 0}
-    found = [served.ask("/v1/completions", {**body, name: 1.9})[1]["choices"][0]["text"]
-             for name in ("repeat_penalty", "repetition_penalty")]  # fmt: skip
+    found = [
+        served.ask("/v1/completions", {**body, name: 1.9})[1]["choices"][0]["text"]
+        for name in ("repeat_penalty", "repetition_penalty")
+    ]
     assert found[0] == found[1] != served.ask("/v1/completions", body)[1]["choices"][0]["text"]
 
 
@@ -125,20 +127,30 @@ def test_choices_have_consecutive_seeds(served, engine):
     [
         ({"min_p": 0.2, "top_k": 0, "top_p": 1}, {"min_p": 0.2, "top_k": 0, "top_p": 1.0}),
         ({"typical_p": 0.4}, {"typ_p": 0.4}),
-        ({"mirostat": 2, "mirostat_tau": 3, "mirostat_eta": 0.2},
-         {"mirostat": 2, "mirostat_ent": 3.0, "mirostat_lr": 0.2}),
-        ({"repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 0.3},
-         {"repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 0.3}),
-        ({"samplers": ["temperature", "top_k"], "top_k": 5},
-         {"samplers": ("temperature", "top_k"), "top_k": 5}),
+        (
+            {"mirostat": 2, "mirostat_tau": 3, "mirostat_eta": 0.2},
+            {"mirostat": 2, "mirostat_ent": 3.0, "mirostat_lr": 0.2},
+        ),
+        (
+            {"repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 0.3},
+            {"repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 0.3},
+        ),
+        (
+            {"samplers": ["temperature", "top_k"], "top_k": 5},
+            {"samplers": ("temperature", "top_k"), "top_k": 5},
+        ),
         ({"samplers": "kt", "top_k": 5}, {"samplers": ("top_k", "temperature"), "top_k": 5}),
         ({"logit_bias": {"17": -100, "99": 5}}, {"logit_bias": ((17, -100.0), (99, 5.0))}),
-        ({"xtc_probability": 0.5, "xtc_threshold": 0.01, "top_n_sigma": 1.5},
-         {"xtc_probability": 0.5, "xtc_threshold": 0.01, "top_n_sigma": 1.5}),
-        ({"dynatemp_range": 0.5, "dynatemp_exponent": 2},
-         {"dynatemp_range": 0.5, "dynatemp_exponent": 2.0}),
+        (
+            {"xtc_probability": 0.5, "xtc_threshold": 0.01, "top_n_sigma": 1.5},
+            {"xtc_probability": 0.5, "xtc_threshold": 0.01, "top_n_sigma": 1.5},
+        ),
+        (
+            {"dynatemp_range": 0.5, "dynatemp_exponent": 2},
+            {"dynatemp_range": 0.5, "dynatemp_exponent": 2.0},
+        ),
     ],
-)  # fmt: skip
+)
 def test_samplers_by_llama_servers_names(served, engine, fields, sampling):
     answer = served.chat(max_tokens=15, seed=1, temperature=1.5, **fields)
     expected = alone(engine, PROMPT, 15, **{"seed": 1, "temperature": 1.5, **sampling})
@@ -234,10 +246,15 @@ def test_tool_calls(served):
 def test_an_answer_to_a_tool_call_is_rendered(served):
     messages = [
         *SAID,
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
+            ],
+        },
         {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "42"}]},
-    ]  # fmt: skip
+    ]
     status, answer = served.ask("/apply-template", {"messages": messages})
     assert (status, answer["prompt"]) == (200, "user: Hello\nassistant: \n7tool: 42\nassistant: ")
 
@@ -398,15 +415,27 @@ def test_responses_by_openais_client(client, engine):
     assert [item.status for item in answer.output] == ["incomplete"]
     events = list(
         client.responses.create(
-            model="any", input=[{"role": "user", "content": "Hello"}], instructions="Be brief",
-            max_output_tokens=8, temperature=0, stream=True,
+            model="any",
+            input=[{"role": "user", "content": "Hello"}],
+            instructions="Be brief",
+            max_output_tokens=8,
+            temperature=0,
+            stream=True,
         )
-    )  # fmt: skip
+    )
     kinds = [event.type for event in events]
-    assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added",
-                         "response.content_part.added"]  # fmt: skip
-    assert kinds[-4:] == ["response.output_text.done", "response.content_part.done",
-                          "response.output_item.done", "response.incomplete"]  # fmt: skip
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
     deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
     assert "".join(deltas) == expected == events[-1].response.output_text
     assert events[-2].item.status == events[-1].response.output[-1].status == "incomplete"
@@ -421,8 +450,11 @@ def test_responses_with_tools(client):
     assert (first.status, text.status, call.status) == ("completed",) * 3
     assert first.incomplete_details is None
     assert (text.type, call.type, call.name, call.arguments) == (
-        "message", "function_call", "f", '{"a": 1}',
-    )  # fmt: skip
+        "message",
+        "function_call",
+        "f",
+        '{"a": 1}',
+    )
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
     items = [{"role": "user", "content": "Hello"}, *(i.model_dump() for i in first.output), output]
     assert client.responses.create(input=items, **given).output[1].name == "f"
@@ -430,9 +462,16 @@ def test_responses_with_tools(client):
 
 def test_openais_client(client):
     answer = client.chat.completions.create(
-        model="gpt-4o", messages=SAID, max_completion_tokens=5, user="me", store=False,
-        metadata={"a": "b"}, service_tier="auto", logprobs=True, seed=1,
-    )  # fmt: skip
+        model="gpt-4o",
+        messages=SAID,
+        max_completion_tokens=5,
+        user="me",
+        store=False,
+        metadata={"a": "b"},
+        service_tier="auto",
+        logprobs=True,
+        seed=1,
+    )
     assert answer.usage.completion_tokens == 5 and len(answer.choices[0].logprobs.content) == 5
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):

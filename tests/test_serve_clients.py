@@ -20,18 +20,26 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kerne
 PATH = "/v1/responses"
 EVENT = TypeAdapter(ResponseStreamEvent)  # takes 0.2 s
 FUNCTION = {
-    "type": "function", "name": "f", "description": "Runs it.", "strict": False,
+    "type": "function",
+    "name": "f",
+    "description": "Runs it.",
+    "strict": False,
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-}  # fmt: skip
+}
 OTHER_TOOLS = [
     {"type": "web_search", "external_web_access": True},
-    {"type": "custom", "name": "patch", "description": "Edits files.",
-     "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}},
+    {
+        "type": "custom",
+        "name": "patch",
+        "description": "Edits files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'},
+    },
     {"type": "namespace", "name": "notes", "description": "Notes.", "tools": [FUNCTION]},
-    {"type": "local_shell"}, {"type": "image_generation", "output_format": "png"},
+    {"type": "local_shell"},
+    {"type": "image_generation", "output_format": "png"},
     {"type": "mcp", "server_label": "a", "server_url": "https://example.org"},
     {"type": "made_up_next_year"},
-]  # fmt: skip
+]
 
 
 def said(role, *texts):
@@ -40,23 +48,55 @@ def said(role, *texts):
 
 
 AGENT = {
-    "model": "any", "instructions": "You edit code.",
-    "input": [said("developer", "Ask before writing."), said("user", "In /tmp."), said("user", "Go on")],
-    "tools": [FUNCTION, *OTHER_TOOLS], "tool_choice": "auto", "parallel_tool_calls": False,
-    "reasoning": {"effort": "medium", "summary": "auto"}, "store": False, "stream": True,
-    "include": ["reasoning.encrypted_content"], "prompt_cache_key": "0199-a", "service_tier": "auto",
-    "text": {"verbosity": "low"}, "client_metadata": {"installation": "a"}, "previous_response_id": None,
-}  # fmt: skip
+    "model": "any",
+    "instructions": "You edit code.",
+    "input": [
+        said("developer", "Ask before writing."),
+        said("user", "In /tmp."),
+        said("user", "Go on"),
+    ],
+    "tools": [FUNCTION, *OTHER_TOOLS],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199-a",
+    "service_tier": "auto",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"installation": "a"},
+    "previous_response_id": None,
+}
 # As a gateway forwards a chat: every field that it knows, most of them without effect.
 GATEWAY = {
-    "model": "openai/any", "input": [{"role": "user", "content": "Hello"}], "instructions": None,
-    "max_output_tokens": 20, "temperature": 0.0, "top_p": 1.0, "tools": [OTHER_TOOLS[0]],
-    "tool_choice": "auto", "truncation": "auto", "background": False, "metadata": {"team": "a"},
-    "include": [], "parallel_tool_calls": True, "previous_response_id": None, "prompt": None,
-    "reasoning": {"effort": None}, "safety_identifier": "b", "service_tier": "default", "store": True,
-    "stream": False, "stream_options": None, "text": {"format": {"type": "text"}}, "top_logprobs": 0,
-    "max_tool_calls": None, "user": "c", "prompt_cache_retention": "24h",
-}  # fmt: skip
+    "model": "openai/any",
+    "input": [{"role": "user", "content": "Hello"}],
+    "instructions": None,
+    "max_output_tokens": 20,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "tools": [OTHER_TOOLS[0]],
+    "tool_choice": "auto",
+    "truncation": "auto",
+    "background": False,
+    "metadata": {"team": "a"},
+    "include": [],
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt": None,
+    "reasoning": {"effort": None},
+    "safety_identifier": "b",
+    "service_tier": "default",
+    "store": True,
+    "stream": False,
+    "stream_options": None,
+    "text": {"format": {"type": "text"}},
+    "top_logprobs": 0,
+    "max_tool_calls": None,
+    "user": "c",
+    "prompt_cache_retention": "24h",
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +126,33 @@ def test_an_agents_turns(served):
     assert sum(wanted in line for line in served.log) == 1
     output = [{"type": "input_text", "text": "done"}]
     later = [
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gA"},
-        text, {**call, "id": "fc_1"},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": None,
+            "encrypted_content": "gA",
+        },
+        text,
+        {**call, "id": "fc_1"},
         {"type": "function_call_output", "call_id": call["call_id"], "output": output},
-        {"type": "custom_tool_call", "id": "ctc_1", "status": "completed", "call_id": "c2", "name": "patch",
-         "input": "*** Begin"},
+        {
+            "type": "custom_tool_call",
+            "id": "ctc_1",
+            "status": "completed",
+            "call_id": "c2",
+            "name": "patch",
+            "input": "*** Begin",
+        },
         {"type": "custom_tool_call_output", "call_id": "c2", "output": "ok"},
-        {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "a"}},
-        said("developer", "Now read only."), said("user", "Thanks"),
-    ]  # fmt: skip
+        {
+            "type": "web_search_call",
+            "status": "completed",
+            "action": {"type": "search", "query": "a"},
+        },
+        said("developer", "Now read only."),
+        said("user", "Thanks"),
+    ]
     second = streamed(served, {**AGENT, "input": [*AGENT["input"], *later]})
     assert second["status"] in ("completed", "incomplete") and second["output"]
 
@@ -145,14 +203,18 @@ def test_tools_of_other_kinds_are_left_out(caplog):
 @pytest.mark.parametrize(
     "more, param",
     [
-        ({"tools": [5]}, "tools[0]"), ({"tools": [{}]}, "tools[0]"),
-        ({"tools": [{"type": "function"}]}, "tools[0]"), ({"truncation": "always"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include"), ({"include": [5]}, "include"),
-        ({"include": ["reasoning.encrypted"]}, "include"), ({"include": "reasoning"}, "include"),
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [{}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"truncation": "always"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": [5]}, "include"),
+        ({"include": ["reasoning.encrypted"]}, "include"),
+        ({"include": "reasoning"}, "include"),
         ({"input": [{"role": "developer", "content": 5}]}, "input[0].content"),
         ({"input": [{"role": "developer"}]}, "input[0].content"),
     ],
-)  # fmt: skip
+)
 def test_what_would_be_missed_is_refused(more, param):
     with pytest.raises(ApiError) as caught:
         chat_fields(Fields({"input": "a", **more}))
@@ -185,41 +247,105 @@ def test_reasoning_tokens_are_counted(served):
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 SENT_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 # What Continue stops a completion of code at: 19 texts and more, with those of the model's template.
-STOPS = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
-         "<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>", "\n\n", "\r\n\r\n", "/src/",
-         "#- coding: utf-8", "```", "\nfunction", "\nclass", "\nmodule", "\nexport", "\nimport"]  # fmt: skip
+STOPS = [
+    "<|endoftext|>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "\n\n",
+    "\r\n\r\n",
+    "/src/",
+    "#- coding: utf-8",
+    "```",
+    "\nfunction",
+    "\nclass",
+    "\nmodule",
+    "\nexport",
+    "\nimport",
+]
 REPLAYED = {
     # cline, src/core/api/providers/openai.ts: content in parts, temperature, usage, tools
     "Cline": {
-        "model": "any", "temperature": 0, **USAGE, "tools": [TOOL], "messages": [
+        "model": "any",
+        "temperature": 0,
+        **USAGE,
+        "tools": [TOOL],
+        "messages": [
             {"role": "system", "content": "You are Cline."},
             {"role": "user", "content": [{"type": "text", "text": "<task>Go</task>"}]},
             {"role": "assistant", "tool_calls": [SENT_CALL]},
             {"role": "tool", "tool_call_id": "call_1", "content": "done"},
-            {"role": "user", "content": [{"type": "text", "text": "# Context"}]}]},
+            {"role": "user", "content": [{"type": "text", "text": "# Context"}]},
+        ],
+    },
     # continue, core/llm/openaiTypeConverters.ts: an assistant's empty content is a space
     "Continue": {
-        "model": "any", "max_tokens": 8, "stop": STOPS, **USAGE,
+        "model": "any",
+        "max_tokens": 8,
+        "stop": STOPS,
+        **USAGE,
         "tools": [{"type": "function", "function": {**TOOL["function"], "description": "d"}}],
-        "messages": [*SAID, {"role": "assistant", "content": " ", "tool_calls": [SENT_CALL]},
-                     {"role": "tool", "content": "done", "tool_call_id": "call_1"}]},
+        "messages": [
+            *SAID,
+            {"role": "assistant", "content": " ", "tool_calls": [SENT_CALL]},
+            {"role": "tool", "content": "done", "tool_call_id": "call_1"},
+        ],
+    },
     # open-webui, backend/open_webui: a chat with its page's parameters, and the request for a title
     "Open WebUI": {
-        "model": "any", **USAGE, "temperature": 0.8, "top_p": 0.9, "max_tokens": 8, "top_k": 40,
-        "frequency_penalty": 0.0, "seed": 42, "stop": ["###"], "num_ctx": 2048, "num_keep": 24,
-        "logit_bias": {"5": 1}, "reasoning_effort": "medium", "keep_alive": "5m", "messages": SAID,
-        "tools": [TOOL], "function_calling": "native"},
+        "model": "any",
+        **USAGE,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "max_tokens": 8,
+        "top_k": 40,
+        "frequency_penalty": 0.0,
+        "seed": 42,
+        "stop": ["###"],
+        "num_ctx": 2048,
+        "num_keep": 24,
+        "logit_bias": {"5": 1},
+        "reasoning_effort": "medium",
+        "keep_alive": "5m",
+        "messages": SAID,
+        "tools": [TOOL],
+        "function_calling": "native",
+    },
     "Open WebUI's title": {
-        "model": "any", "stream": False, "max_completion_tokens": 20, "messages": SAID},
+        "model": "any",
+        "stream": False,
+        "max_completion_tokens": 20,
+        "messages": SAID,
+    },
     # litellm and llm: what they know of OpenAI's newer fields
     "gateway": {
-        "model": "any", "stream": False, "messages": SAID, "verbosity": "low", "max_tokens": 4,
-        "n": 2, "parallel_tool_calls": True, "service_tier": "auto", "logprobs": True,
-        "top_logprobs": 2, "response_format": {"type": "text"}, "modalities": ["text"]},
+        "model": "any",
+        "stream": False,
+        "messages": SAID,
+        "verbosity": "low",
+        "max_tokens": 4,
+        "n": 2,
+        "parallel_tool_calls": True,
+        "service_tier": "auto",
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+    },
     "Continue's code": {
-        "model": "any", "prompt": "def f(", "max_tokens": 8, "temperature": 0.01, "stop": STOPS,
-        "stream": True},
-}  # fmt: skip
+        "model": "any",
+        "prompt": "def f(",
+        "max_tokens": 8,
+        "temperature": 0.01,
+        "stop": STOPS,
+        "stream": True,
+    },
+}
 
 
 @pytest.mark.parametrize("name", REPLAYED)

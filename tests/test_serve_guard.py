@@ -59,11 +59,17 @@ def ask(service, method, path, headers=(), body=(b"",), scope=()):
 
     given = {"host": "localhost:8080"} | dict(headers)
     request = {
-        "type": "http", "method": method, "path": path, "raw_path": path.encode(),
-        "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "http_version": "1.1",
         "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
         **dict(scope),
-    }  # fmt: skip
+    }
     asyncio.run(app_of(service)(request, receive, send))
     assert sent[0]["type"] == "http.response.start"
     content = b"".join(message.get("body", b"") for message in sent[1:])
@@ -79,11 +85,18 @@ def basic(password):
 @pytest.mark.parametrize("method, path", [*PATHS, ("GET", "/docs"), ("PUT", "/"), ("GET", "//")])
 @pytest.mark.parametrize(
     "headers",
-    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {KEY}x"},
-     {"Authorization": "Bearer "}, {"Authorization": basic("wrong")}, {"X-Api-Key": "wrong"},
-     {"Authorization": "Basic %%%"}, {"Authorization": f"Bearer {KEY[:-1]}"},
-     {"Authorization": "Bearer caf\u00e9"}],
-)  # fmt: skip
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": f"Bearer {KEY}x"},
+        {"Authorization": "Bearer "},
+        {"Authorization": basic("wrong")},
+        {"X-Api-Key": "wrong"},
+        {"Authorization": "Basic %%%"},
+        {"Authorization": f"Bearer {KEY[:-1]}"},
+        {"Authorization": "Bearer caf\u00e9"},
+    ],
+)
 def test_every_path_except_health_needs_the_key(method, path, headers):
     status, _, content = ask(service_of(api_key=KEY), method, path, headers)
     if path == "/health":
@@ -93,9 +106,14 @@ def test_every_path_except_health_needs_the_key(method, path, headers):
 
 
 @pytest.mark.parametrize(
-    "headers", [{"Authorization": f"Bearer {KEY}"}, {"Authorization": f"bearer {KEY}"},
-                {"X-Api-Key": KEY}, {"Authorization": basic(KEY)}],
-)  # fmt: skip
+    "headers",
+    [
+        {"Authorization": f"Bearer {KEY}"},
+        {"Authorization": f"bearer {KEY}"},
+        {"X-Api-Key": KEY},
+        {"Authorization": basic(KEY)},
+    ],
+)
 def test_the_key_is_accepted_on_every_path(headers):
     service = service_of(api_key=KEY)
     for method, path in PATHS:
@@ -120,16 +138,37 @@ def test_the_page_runs_only_its_own_script():
 
 @pytest.mark.parametrize(
     "host, is_ours",
-    [("localhost:8080", True), ("127.0.0.1:8080", True), ("[::1]:8080", True), ("LOCALHOST", True),
-     ("evil.example:8080", False), ("localhost.evil.example", False), ("", False),
-     ("127.0.0.1.evil.example", False), ("my.name", True), ("My.Name.:80", True),
-     ("localhost.", True), ("[::1]", True), ("[::1].evil.example", False), ("[::1]evil", False),
-     ("[::1", False), ("::1", False), ("[localhost]", False), ("[my.name]", False),
-     ("localhost:80.evil.example", False), ("localhost:a", False), ("127.0.0.1:80:80", False),
-     ("evil.example@localhost", False), ("localhost@evil.example", False), ("localhost/", False),
-     ("localhost, evil.example", False), ("[::1%25a]", False), ("xn--mller-kva.local", True),
-     ("localhost:\u0661", False)],
-)  # fmt: skip
+    [
+        ("localhost:8080", True),
+        ("127.0.0.1:8080", True),
+        ("[::1]:8080", True),
+        ("LOCALHOST", True),
+        ("evil.example:8080", False),
+        ("localhost.evil.example", False),
+        ("", False),
+        ("127.0.0.1.evil.example", False),
+        ("my.name", True),
+        ("My.Name.:80", True),
+        ("localhost.", True),
+        ("[::1]", True),
+        ("[::1].evil.example", False),
+        ("[::1]evil", False),
+        ("[::1", False),
+        ("::1", False),
+        ("[localhost]", False),
+        ("[my.name]", False),
+        ("localhost:80.evil.example", False),
+        ("localhost:a", False),
+        ("127.0.0.1:80:80", False),
+        ("evil.example@localhost", False),
+        ("localhost@evil.example", False),
+        ("localhost/", False),
+        ("localhost, evil.example", False),
+        ("[::1%25a]", False),
+        ("xn--mller-kva.local", True),
+        ("localhost:\u0661", False),
+    ],
+)
 def test_a_local_server_without_a_key_accepts_only_its_own_host_names(host, is_ours):
     service = service_of(hosts=("My.NAME", "m\u00fcller.local"))
     status, _, content = ask(service, "GET", "/health", {"host": host})
@@ -142,9 +181,15 @@ def test_a_local_server_without_a_key_accepts_only_its_own_host_names(host, is_o
 
 @pytest.mark.parametrize(
     "host, is_guarded",
-    [("localhost", True), ("LocalHost", True), ("127.1", True), ("127.9.9.9", True),
-     ("0.0.0.0", False), ("8.8.8.8", False)],
-)  # fmt: skip
+    [
+        ("localhost", True),
+        ("LocalHost", True),
+        ("127.1", True),
+        ("127.9.9.9", True),
+        ("0.0.0.0", False),
+        ("8.8.8.8", False),
+    ],
+)
 def test_what_is_loopback_is_looked_up(host, is_guarded):
     status, _, _ = ask(service_of(host=host), "GET", "/health", {"host": "evil.example"})
     assert status == (403 if is_guarded else 503)
@@ -164,9 +209,14 @@ def test_cors_is_off_unless_the_origin_is_allowed():
 
 @pytest.mark.parametrize(
     "known, allowed",
-    [("*", "*"), *((known, ORIGIN["origin"]) for known in (
-        "http://page.example", "http://Page.Example", "HTTP://page.example:80"))],
-)  # fmt: skip
+    [
+        ("*", "*"),
+        *(
+            (known, ORIGIN["origin"])
+            for known in ("http://page.example", "http://Page.Example", "HTTP://page.example:80")
+        ),
+    ],
+)
 def test_cors_for_allowed_origins(known, allowed):
     service = service_of(origins=(known,), api_key=KEY)
     status, headers, _ = ask(service, "OPTIONS", "/v1/completions", PREFLIGHT)
@@ -202,8 +252,10 @@ def test_a_long_body_is_refused(is_announced):
 
 @pytest.mark.parametrize("length", ["9" * 21, "9" * 5000, "-1", "0x10", "\u00b2"])
 def test_a_length_that_is_no_number_or_endless_is_refused(length):
-    headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in
-               {**JSON, "Host": "localhost", "Content-Length": length}.items()]  # fmt: skip
+    headers = [
+        (name.lower().encode(), value.encode("latin-1"))
+        for name, value in {**JSON, "Host": "localhost", "Content-Length": length}.items()
+    ]
     status, _, content = ask(
         service_of(), "POST", "/v1/completions", body=[b""], scope={"headers": headers}
     )
@@ -290,11 +342,27 @@ def test_a_line_of_the_log_is_one_line():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"parallel": 0}, {"port": 70000}, {"queue": -1}, {"max_tokens": 0}, {"api_key": ""},
-               *({"hosts": (host,)} for host in ("my.name:80", "http://my.name", "", ".", "*", "a b", "[::1]")),
-               *({"origins": (origin,)} for origin in ("http://a/", "a", "http://a:123456", "http://a:\u0661")),
-               {"api_key": "a\nb"}, {"timeout_s": 0.0}, {"drain_s": float("nan")}, {"kept": -1}],
-)  # fmt: skip
+    "fields",
+    [
+        {"parallel": 0},
+        {"port": 70000},
+        {"queue": -1},
+        {"max_tokens": 0},
+        {"api_key": ""},
+        *(
+            {"hosts": (host,)}
+            for host in ("my.name:80", "http://my.name", "", ".", "*", "a b", "[::1]")
+        ),
+        *(
+            {"origins": (origin,)}
+            for origin in ("http://a/", "a", "http://a:123456", "http://a:\u0661")
+        ),
+        {"api_key": "a\nb"},
+        {"timeout_s": 0.0},
+        {"drain_s": float("nan")},
+        {"kept": -1},
+    ],
+)
 def test_impossible_configs_are_refused(fields):
     with pytest.raises(HotsplitError):
         service_of(**fields)
@@ -320,8 +388,15 @@ def patient():
 
 @contextlib.contextmanager
 def served_by(app, head_s=0.3, most=2):
-    config = uvicorn.Config(app, http=connection_class(head_s, most), port=0, lifespan="off",
-                            log_config=None, ws="none", timeout_keep_alive=1)  # fmt: skip
+    config = uvicorn.Config(
+        app,
+        http=connection_class(head_s, most),
+        port=0,
+        lifespan="off",
+        log_config=None,
+        ws="none",
+        timeout_keep_alive=1,
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -429,9 +504,11 @@ def test_a_client_that_sends_more_than_is_read_sees_the_answer(patient, request_
 
 def test_http_client_sees_the_answer_to_what_is_too_long(patient):
     body = bytes(40 << 20)
-    for headers, content, wanted in (({"A": "b" * (8 << 20)}, None, 431),
-                                     ({**JSON, "Connection": "close"}, body, 413),
-                                     (JSON, body, 413)):  # fmt: skip
+    for headers, content, wanted in (
+        ({"A": "b" * (8 << 20)}, None, 431),
+        ({**JSON, "Connection": "close"}, body, 413),
+        (JSON, body, 413),
+    ):
         connection = http.client.HTTPConnection("127.0.0.1", patient, timeout=20)
         connection.request("POST", "/v1/completions", content, headers)
         answer = connection.getresponse()

@@ -18,8 +18,10 @@ from hotsplit.serve.scheduler import QueueFull
 pytest_plugins = ("serve_fixtures",)
 CHAT = "/v1/chat/completions"
 # 27 kB that need more than the 2 s of processor time that a grammar may take.
-HEAVY = {"allOf": [{"type": "integer", "multipleOf": number} for number in (9973, 9967)],
-         "description": "x" * 27_000}  # fmt: skip
+HEAVY = {
+    "allOf": [{"type": "integer", "multipleOf": number} for number in (9973, 9967)],
+    "description": "x" * 27_000,
+}
 PLAIN = {"messages": SAID, "max_tokens": 1}
 MORE_S = 0.5  # that a plain request may take beside heavy ones
 

@@ -216,8 +216,10 @@ def test_hostile_requests(open_server):
 
 
 def test_the_growth_of_a_server_that_has_ended_is_unknown():
-    gone, alive = (SimpleNamespace(process=SimpleNamespace(poll=lambda code=code: code),
-                                   rss_bytes=lambda: 150) for code in (1, None))  # fmt: skip
+    gone, alive = (
+        SimpleNamespace(process=SimpleNamespace(poll=lambda code=code: code), rss_bytes=lambda: 150)
+        for code in (1, None)
+    )
     assert serve_hostile.growth(gone, 100) is None and serve_hostile.growth(alive, 0) is None
     assert serve_hostile.growth(alive, 100) == 0.5
 
@@ -227,8 +229,10 @@ def run_script(name: str, *arguments: object) -> dict[str, object]:
     that it prints."""
     found = subprocess.run(
         [sys.executable, ROOT / name, *map(str, arguments)],
-        capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
     assert found.stdout, found.stderr[-3000:]
     result = json.loads(found.stdout)
     assert result["failures"] == [] and found.returncode == 0

@@ -160,7 +160,11 @@ def test_errors_are_one_line_and_can_be_tried_again(browser, serve):
     }
     server = serve(**scripts)
     told = "document.querySelector('.message:last-child .told span')?.innerText"
-    wanted = ["the queue is full: try again", "the model failed", "The connection ended before the answer did."]  # fmt: skip
+    wanted = [
+        "the queue is full: try again",
+        "the model failed",
+        "The connection ended before the answer did.",
+    ]
     for text, line in zip(("Full", "Late", "Cut"), wanted, strict=True):
         say(browser, text)
         settled(browser)
@@ -218,8 +222,14 @@ def test_an_api_key_is_requested_and_sent(browser, serve):
 def test_settings_are_sent_and_kept(browser, serve):
     server = serve(Hello=Script(pieces=["Hi."]))
     browser.click("#open-settings")
-    typed = {"temperature": "0.5", "top_k": "20", "top_p": "0.9", "min_p": "0.1",
-             "max_tokens": "64", "seed": "7"}  # fmt: skip
+    typed = {
+        "temperature": "0.5",
+        "top_k": "20",
+        "top_p": "0.9",
+        "min_p": "0.1",
+        "max_tokens": "64",
+        "seed": "7",
+    }
     for name, value in {"system": "Be brief.", **typed}.items():
         browser.click(f"#{name}")
         browser.type(value)

@@ -117,8 +117,12 @@ def test_colours_have_the_contrast_of_wcag_aa():
         for text in ("text", "quiet"):
             for page in ("page", "side", "raised", "bubble", "code", "hover"):
                 assert contrast(colours[text], colours[page]) >= 4.5, (text, page)
-        for text, page in (("accent", "page"), ("on-accent", "accent"), ("error", "error-page"),
-                           ("on-accent", "accent-hover")):  # fmt: skip
+        for text, page in (
+            ("accent", "page"),
+            ("on-accent", "accent"),
+            ("error", "error-page"),
+            ("on-accent", "accent-hover"),
+        ):
             assert contrast(colours[text], colours[page]) >= 4.5, (text, page)
         assert contrast(colours["line-strong"], colours["raised"]) >= 3
 

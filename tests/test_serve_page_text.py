@@ -23,9 +23,16 @@ def test_html_of_a_model_is_shown_as_text(browser, serve):
     say(browser, "Attack")
     settled(browser)
     shown = answer(browser)
-    for text in ("<script>window.attacked = 1</script>", "onerror='window.attacked = 2'",
-                 "[a](javascript:", "<b>bold?</b>", "<i>code</i>", "<svg onload=", "<u>cell</u>",
-                 "<javascript:attacked=5>"):  # fmt: skip
+    for text in (
+        "<script>window.attacked = 1</script>",
+        "onerror='window.attacked = 2'",
+        "[a](javascript:",
+        "<b>bold?</b>",
+        "<i>code</i>",
+        "<svg onload=",
+        "<u>cell</u>",
+        "<javascript:attacked=5>",
+    ):
         assert text in shown, text
     say(browser, "<b>me</b>")
     settled(browser)
@@ -60,8 +67,13 @@ def test_markdown(browser, serve):
     assert texts("pre") == ['if a < b:\n    print("**not bold**")']
     assert texts("th") == ["left", "right"] and texts("td") == ["a", "b"]
     whole = answer(browser)
-    for text in ("snake_case_name", "2 * 3 * 4", "*escaped*", "Unclosed **bold and `code",
-                 "[not a link](nowhere)"):  # fmt: skip
+    for text in (
+        "snake_case_name",
+        "2 * 3 * 4",
+        "*escaped*",
+        "Unclosed **bold and `code",
+        "[not a link](nowhere)",
+    ):
         assert text in whole, text
     # Rendering piece by piece gives the same as rendering at once.
     grown = browser.run("document.querySelector('.text').innerHTML")
@@ -70,9 +82,20 @@ def test_markdown(browser, serve):
 
 
 @pytest.mark.parametrize(
-    "text", ["*" * 4000, "`" * 3001 + "a", "[" * 4000, "> " * 3000, "- " * 3000, "**a " * 3000,
-             "_a" * 4000, "|" * 4000 + "\n" + "|-" * 2000, "`a``b" * 2000, "https://" * 1000]
-)  # fmt: skip
+    "text",
+    [
+        "*" * 4000,
+        "`" * 3001 + "a",
+        "[" * 4000,
+        "> " * 3000,
+        "- " * 3000,
+        "**a " * 3000,
+        "_a" * 4000,
+        "|" * 4000 + "\n" + "|-" * 2000,
+        "`a``b" * 2000,
+        "https://" * 1000,
+    ],
+)
 def test_text_of_markup_characters_alone_renders_quickly(browser, serve, text):
     serve()
     spent = browser.run(

@@ -34,11 +34,22 @@ BODY = 8 << 20  # the largest body of a server with default options
 def served():
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     return ServedModel(
-        name="a", created=0, codec=TextCodec(tokenizer, None, frozenset()), template="none",
-        vocab_size=4096, context_length=256, trained_context_length=256, num_parameters=0,
-        hidden_size=64, pooling=None, num_bytes=0, longest_token=20, defaults=SamplingOptions(), max_tokens=-1,
+        name="a",
+        created=0,
+        codec=TextCodec(tokenizer, None, frozenset()),
+        template="none",
+        vocab_size=4096,
+        context_length=256,
+        trained_context_length=256,
+        num_parameters=0,
+        hidden_size=64,
+        pooling=None,
+        num_bytes=0,
+        longest_token=20,
+        defaults=SamplingOptions(),
+        max_tokens=-1,
         call_style=CallStyle(),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,13 +187,25 @@ def test_the_most_sequence_breakers_are_found_soon(served):
 @pytest.mark.parametrize(
     "path, body",
     [
-        ("/v1/chat/completions", {"messages": SAID, "n": 16, "max_tokens": 200, "logprobs": True,
-                                  "top_logprobs": 20, "ignore_eos": True}),
-        ("/v1/completions", {"prompt": "a", "n": 16, "max_tokens": 200, "logprobs": 20, "ignore_eos": True}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": SAID,
+                "n": 16,
+                "max_tokens": 200,
+                "logprobs": True,
+                "top_logprobs": 20,
+                "ignore_eos": True,
+            },
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "n": 16, "max_tokens": 200, "logprobs": 20, "ignore_eos": True},
+        ),
         ("/tokenize", {"content": "ab c\n" * (1 << 17), "with_pieces": True}),
         ("/v1/completions", {"prompt": [[]] * 2_000_000}),
     ],
-)  # fmt: skip
+)
 def test_a_server_answers_others_meanwhile(model, path, body):
     sent = json.dumps(body).encode()
 

@@ -65,8 +65,10 @@ def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
     status, answer = narrow.ask("/v1/completions", {**FULL, "timeout": 0.02})
     assert status == 504 and answer["error"] == {
         "message": "the answer took longer than the request's timeout allows",
-        "type": "server_error", "param": "timeout", "code": "timeout",
-    }  # fmt: skip
+        "type": "server_error",
+        "param": "timeout",
+        "code": "timeout",
+    }
 
     found.clear()
     running = in_background(narrow, FULL, found)
@@ -184,8 +186,12 @@ def test_a_start_line_that_cannot_be_written_ends_the_server(codec_model):
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "hotsplit", "serve", codec_model, "--port", "0", "--json"],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last == "hotsplit: the output cannot be written: No space left on device"

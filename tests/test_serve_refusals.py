@@ -25,17 +25,32 @@ def served(model):
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+        ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
-        *(({name: value}, name) for name, value in (
-            ("dry_sequence_breakers", ["\ud800"]), ("stop", "a\udfff"), ("stop", ["\udc00\ud800"]),
-            ("logit_bias", [["\ud800", 1]]), ("grammar", 'root ::= "\ud800"'), ("user", "\ud800"),
-            ("json_schema", {"enum": ["\ud800"]}), ("json_schema", {"properties": {"\ud800": {}}}),
-            ("tools", [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]),
-            ("chat_template_kwargs", {"a": "\ud800"}), ("samplers", ["\ud800"]), ("metadata", {"\ud800": 1}),
-            ("dry_multiplier", "\ud800"),
-        )),
+        *(
+            ({name: value}, name)
+            for name, value in (
+                ("dry_sequence_breakers", ["\ud800"]),
+                ("stop", "a\udfff"),
+                ("stop", ["\udc00\ud800"]),
+                ("logit_bias", [["\ud800", 1]]),
+                ("grammar", 'root ::= "\ud800"'),
+                ("user", "\ud800"),
+                ("json_schema", {"enum": ["\ud800"]}),
+                ("json_schema", {"properties": {"\ud800": {}}}),
+                (
+                    "tools",
+                    [{"type": "function", "function": {"name": "f", "description": "\ud800"}}],
+                ),
+                ("chat_template_kwargs", {"a": "\ud800"}),
+                ("samplers", ["\ud800"]),
+                ("metadata", {"\ud800": 1}),
+                ("dry_multiplier", "\ud800"),
+            )
+        ),
         ({"\ud800": 1}, "?"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
@@ -80,15 +95,25 @@ def served(model):
         *(
             ({"tools": [TOOL], "tool_choice": choice}, "tool_choice")
             for choice in (
-                "any", 5, {}, {"type": "function"}, {"type": "function", "function": {"name": "g"}},
-                {"type": "function", "function": {"name": 5}}, {"type": "allowed_tools"},
+                "any",
+                5,
+                {},
+                {"type": "function"},
+                {"type": "function", "function": {"name": "g"}},
+                {"type": "function", "function": {"name": 5}},
+                {"type": "allowed_tools"},
                 {"type": "allowed_tools", "mode": "required", "tools": []},
                 {"type": "allowed_tools", "mode": "some", "tools": [TOOL]},
             )
         ),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}],
-          "tool_choice": "required"}, "tools"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "\ud800"}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
         ({"tools": [TOOL], "tool_choice": "required", "json_schema": {}}, "tool_choice"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"functions": [{}]}, "functions"),
@@ -96,7 +121,7 @@ def served(model):
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages"),
     ],
-)  # fmt: skip
+)
 def test_wrong_values_are_refused(served, fields, param):
     status, answer = served.ask("/v1/chat/completions", {"messages": SAID, **fields})
     assert status == 400, answer
@@ -108,12 +133,19 @@ def test_wrong_values_are_refused(served, fields, param):
 @pytest.mark.parametrize(
     "raw, status",
     [
-        ("", 400), ("{", 400), ("[]", 400), ("null", 400), ("\"a\"", 400), ('{"n": NaN}', 400),
-        (b"\xff{}", 400), ("[" * 100_000, 400), ('{"a":' * 5000 + "1" + "}" * 5000, 400),
+        ("", 400),
+        ("{", 400),
+        ("[]", 400),
+        ("null", 400),
+        ('"a"', 400),
+        ('{"n": NaN}', 400),
+        (b"\xff{}", 400),
+        ("[" * 100_000, 400),
+        ('{"a":' * 5000 + "1" + "}" * 5000, 400),
         ('{"messages": [' + "[" * 100 + "]" * 100 + "]}", 400),
         ('{"seed": ' + "9" * 10_000 + "}", 400),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_invalid_json_is_refused(served, path, raw, status):
     found, answer = served.ask(path, raw=raw, method="POST")

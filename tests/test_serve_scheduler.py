@@ -301,8 +301,13 @@ def test_first_come_first_served(model):
     bench = Bench(model, parallel=1, kept=1)
     order = []
     for key in range(4):
-        bench.submit(key, [key] * 3, listen=lambda number, event, key=key: (
-            order.append(key) if isinstance(event, Ended) else None))  # fmt: skip
+        bench.submit(
+            key,
+            [key] * 3,
+            listen=lambda number, event, key=key: (
+                order.append(key) if isinstance(event, Ended) else None
+            ),
+        )
     bench.finish()
     assert order == [0, 1, 2, 3]
     bench.close()

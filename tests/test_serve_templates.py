@@ -28,10 +28,16 @@ def test_a_file_without_a_template_is_served_in_chatml(tmp_path):
     [
         ({"template": "{% for %}"}, "is not a valid Jinja template"),
         ({"template": "{{ 1 + 'a' }}"}, "fails with these messages"),
-        ({"template": None, "tokenizer.chat_templates": ["rag"],
-          "tokenizer.chat_template.rag": "r"}, "its own are named rag"),
+        (
+            {
+                "template": None,
+                "tokenizer.chat_templates": ["rag"],
+                "tokenizer.chat_template.rag": "r",
+            },
+            "its own are named rag",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_template_that_cannot_be_used_is_said_at_the_start(keys, reason, tmp_path):
     with Served(save_model(tmp_path, **keys)) as served:
         assert any("chats are refused" in line and reason in line for line in served.log)
@@ -71,9 +77,10 @@ def test_calls_and_results_where_roles_alternate(gemma):
 def test_messages_in_succession_without_tools(gemma):
     asked = {"role": "user", "content": "And now?"}
     assert turns_of(gemma, *SAID, asked) == ["user\nHello\n\nAnd now?"]
-    status, answer = gemma.ask("/v1/responses", {
-        "input": [{"role": "user", "content": "Hello"}, asked], "max_output_tokens": 2,
-    })  # fmt: skip
+    status, answer = gemma.ask(
+        "/v1/responses",
+        {"input": [{"role": "user", "content": "Hello"}, asked], "max_output_tokens": 2},
+    )
     assert status == 200, answer
     status, answer = gemma.ask(
         "/apply-template", {"messages": [{"role": "assistant", "content": "Hm"}, *SAID]}

@@ -52,8 +52,12 @@ def written(name, *calls):
 
 def answer_of(client, messages, text, *, is_stream):
     """(content, calls, finish reason) of an answer with this text."""
-    given = {"model": "any", "messages": messages, "tools": [TOOL],
-             "extra_body": {"grammar": grammar_of(text)}}  # fmt: skip
+    given = {
+        "model": "any",
+        "messages": messages,
+        "tools": [TOOL],
+        "extra_body": {"grammar": grammar_of(text)},
+    }
     if not is_stream:
         (choice,) = client.chat.completions.create(**given).choices
         calls = [call.model_dump() for call in choice.message.tool_calls or []]
@@ -93,10 +97,16 @@ def test_a_loop_of_three_turns(served, client, name, is_stream):
 
 
 def test_ids_of_another_server_are_accepted(served, name):
-    call = {"id": "call_0123456789abcdef01234567", "type": "function",
-            "function": {"name": "f", "arguments": '{"a": 1}'}}  # fmt: skip
-    messages = [*SAID, {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": call["id"], "content": "42"}]  # fmt: skip
+    call = {
+        "id": "call_0123456789abcdef01234567",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a": 1}'},
+    }
+    messages = [
+        *SAID,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "42"},
+    ]
     status, answer = served.ask("/apply-template", {"messages": messages, "tools": [TOOL]})
     assert status == 200, answer
     assert served.chat(messages=messages, max_tokens=2)["choices"]
@@ -156,9 +166,12 @@ def test_items_of_a_response_are_in_the_models_order(client, name, is_stream):
         pytest.skip("a call is at the beginning only")
     text = f"One.{written(name, FIRST)}\nTwo.{written(name, SECOND)}"
     response = client.responses.create(
-        model="any", input="Hello", tools=[tool], extra_body={"grammar": grammar_of(text)},
+        model="any",
+        input="Hello",
+        tools=[tool],
+        extra_body={"grammar": grammar_of(text)},
         stream=is_stream,
-    )  # fmt: skip
+    )
     if is_stream:
         *_, last = response
         response = last.response
@@ -224,9 +237,16 @@ def test_a_required_call_is_made(client, name, choice, seed):
     tools = [tool_of("f", CHOICE), tool_of("g", CHOICE)]
     single = {"parallel_tool_calls": False} if choice == "required" else {}
     (answer,) = client.chat.completions.create(
-        model="any", messages=SAID, tools=tools, tool_choice=choice, seed=seed, temperature=2,
-        max_tokens=500, logit_bias={"0": -100}, **single,
-    ).choices  # fmt: skip
+        model="any",
+        messages=SAID,
+        tools=tools,
+        tool_choice=choice,
+        seed=seed,
+        temperature=2,
+        max_tokens=500,
+        logit_bias={"0": -100},
+        **single,
+    ).choices
     assert answer.finish_reason == "tool_calls" and not answer.message.content
     (call,) = answer.message.tool_calls
     assert call.function.name in ("f", "g") and (choice == "required" or call.function.name == "g")
@@ -237,16 +257,20 @@ def test_one_of_the_allowed_tools_is_called(served, client):
     tools = [tool_of("f", CHOICE), tool_of("g", CHOICE)]
     allowed = {"mode": "required", "tools": [NAMED]}
     answer = served.chat(
-        tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+        tools=tools,
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
         parallel_tool_calls=False,
-    )  # fmt: skip
+    )
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "g"
     flat = [{"type": "function", "name": n, "parameters": CHOICE} for n in "fg"]
     response = client.responses.create(
-        model="any", input="Hello", tools=flat, tool_choice={"type": "function", "name": "g"},
+        model="any",
+        input="Hello",
+        tools=flat,
+        tool_choice={"type": "function", "name": "g"},
         parallel_tool_calls=False,
-    )  # fmt: skip
+    )
     assert [item.name for item in response.output] == ["g"]
 
 

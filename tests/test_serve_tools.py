@@ -65,10 +65,14 @@ def qwen(*calls):
 
 
 def deepseek(*calls):
-    return BEGIN + "\n".join(
-        f"{CALL}function{SEP}{call['name']}\n```json\n{json.dumps(call['arguments'])}\n```{CALL_END}"
-        for call in calls
-    ) + END  # fmt: skip
+    return (
+        BEGIN
+        + "\n".join(
+            f"{CALL}function{SEP}{call['name']}\n```json\n{json.dumps(call['arguments'])}\n```{CALL_END}"
+            for call in calls
+        )
+        + END
+    )
 
 
 def deepseek_31(*calls):
@@ -143,10 +147,14 @@ def olmo(*calls):
     def value(found):
         return json.dumps(found, ensure_ascii=False)
 
-    return "<function_calls>" + "\n".join(
-        f"{c['name']}({', '.join(f'{k}={value(v)}' for k, v in c['arguments'].items())})"
-        for c in calls
-    ) + "</function_calls>"  # fmt: skip
+    return (
+        "<function_calls>"
+        + "\n".join(
+            f"{c['name']}({', '.join(f'{k}={value(v)}' for k, v in c['arguments'].items())})"
+            for c in calls
+        )
+        + "</function_calls>"
+    )
 
 
 WRITERS = {
@@ -229,13 +237,20 @@ HARMONY = "<|channel|>commentary to=functions.f<|message|>"
         edge("Hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", NOTHING),
         edge("Hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", NOTHING),
         edge("Hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>', "", ONE),
-        edge("Hermes", '<tool_call>{"type": "function", "function":'
-             ' {"name": "f", "arguments": {"a": 1}}}</tool_call>', "", ONE),
+        edge(
+            "Hermes",
+            '<tool_call>{"type": "function", "function":'
+            ' {"name": "f", "arguments": {"a": 1}}}</tool_call>',
+            "",
+            ONE,
+        ),
         edge("Hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", ONE),
         # Tags that are missing, or have several calls between them.
         edge("Hermes", hermes(ONE).removesuffix("</tool_call>"), "", ONE),
         edge("Hermes", hermes(ONE).removesuffix("</tool_call>") + hermes(TWO), "", ONE, TWO),
-        edge("Hermes", f"<tool_call>{json.dumps(ONE)}\n{json.dumps(TWO)}</tool_call>", "", ONE, TWO),
+        edge(
+            "Hermes", f"<tool_call>{json.dumps(ONE)}\n{json.dumps(TWO)}</tool_call>", "", ONE, TWO
+        ),
         edge("Hermes", f"<tool_call>{json.dumps([ONE, TWO])}</tool_call>", "", ONE, TWO),
         edge("Hermes", hermes(ONE) + "\ntext\n" + hermes(TWO) + ".", "\ntext\n.", ONE, TWO),
         edge("Granite", hermes(ONE), "", ONE),
@@ -247,31 +262,56 @@ HARMONY = "<|channel|>commentary to=functions.f<|message|>"
         edge("Mistral", 'Well [TOOL_CALLS]f{"a": 1}', "Well ", ONE),
         edge("Mistral, newer", '[TOOL_CALLS] f [CALL_ID] x1 [ARGS] {"a": 1}', "", ONE),
         edge("Mistral, newer", mistral(ONE), "", ONE),
-        edge("Hermes", '<tool_call>{"name": "f", "arguments": null, "parameters": {"a": 1}}'
-             "</tool_call>", "", ONE),
+        edge(
+            "Hermes",
+            '<tool_call>{"name": "f", "arguments": null, "parameters": {"a": 1}}</tool_call>',
+            "",
+            ONE,
+        ),
         edge("Mistral, newer", '[TOOL_CALLS]f[CALL_ID]abcDEF012[ARGS]{"a": 1}', "", ONE),
         edge("DeepSeek", deepseek_31(ONE), "", ONE),
         edge("DeepSeek 3.1", deepseek(ONE).removeprefix(BEGIN).removesuffix(END), "", ONE),
         edge("Qwen-Coder", qwen(ONE).removeprefix("<tool_call>\n"), "", ONE),
         edge("Qwen-Coder", hermes(ONE), "", ONE),
-        edge("Qwen-Coder", "<tool_call><function=g><parameter=b>5</parameter><parameter=a>[1]"
-             "</parameter></function></tool_call>", "",
-             {"name": "g", "arguments": {"b": "5", "a": [1]}}),
+        edge(
+            "Qwen-Coder",
+            "<tool_call><function=g><parameter=b>5</parameter><parameter=a>[1]"
+            "</parameter></function></tool_call>",
+            "",
+            {"name": "g", "arguments": {"b": "5", "a": [1]}},
+        ),
         edge("Qwen-Coder", "<function=f></function>", "", NOTHING),
-        edge("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.f"
-             '<|channel|>commentary json<|message|>{"a": 1}', "", ONE),
-        edge("gpt-oss", ' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": 1}',
-             "", ONE),
-        edge("gpt-oss", "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"
-             + harmony(ONE), "Wait.", ONE),
+        edge(
+            "gpt-oss",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.f"
+            '<|channel|>commentary json<|message|>{"a": 1}',
+            "",
+            ONE,
+        ),
+        edge(
+            "gpt-oss",
+            ' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": 1}',
+            "",
+            ONE,
+        ),
+        edge(
+            "gpt-oss",
+            "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant" + harmony(ONE),
+            "Wait.",
+            ONE,
+        ),
         edge("gpt-oss", "<|channel|>final<|message|>It is 4.<|return|>", "It is 4."),
         edge("gpt-oss", "plain", "plain"),
         edge("gpt-oss", "<|channel|>final to", "to"),  # cut off, or without <|message|>
         # A line end inside a string, which a client's parser would refuse.
-        edge("Hermes", '<tool_call>{"name": "f", "arguments": {"a": "b\nc"}}</tool_call>', "",
-             {"name": "f", "arguments": {"a": "b\nc"}}),
+        edge(
+            "Hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": "b\nc"}}</tool_call>',
+            "",
+            {"name": "f", "arguments": {"a": "b\nc"}},
+        ),
     ],
-)  # fmt: skip
+)
 def test_calls_that_are_not_as_the_template_says(name, text, said, calls, size):
     assert split(name, text, size) == (said, calls)
 
@@ -291,9 +331,21 @@ def test_calls_that_are_not_as_the_template_says(name, text, said, calls, size):
         *(
             ("Hermes", f'<tool_call>{{"name": "f", "arguments": {wrong}}}</tool_call>')
             for wrong in (
-                '{"a": 1e400}', '{"a": NaN}', '{"a": -Infinity}', '{"a": "\\ud800"}', "[1]", "3",
-                "true", '"text"', '"[1]"', "{'a': 1}", '{"a": 01}', '{"a": 1,}', "{a: 1}",
-                "[" * 3000 + "]" * 3000, '{"a": ' + "9" * 5000 + "}",
+                '{"a": 1e400}',
+                '{"a": NaN}',
+                '{"a": -Infinity}',
+                '{"a": "\\ud800"}',
+                "[1]",
+                "3",
+                "true",
+                '"text"',
+                '"[1]"',
+                "{'a': 1}",
+                '{"a": 01}',
+                '{"a": 1,}',
+                "{a: 1}",
+                "[" * 3000 + "]" * 3000,
+                '{"a": ' + "9" * 5000 + "}",
             )
         ),
         ("Hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
@@ -313,7 +365,7 @@ def test_calls_that_are_not_as_the_template_says(name, text, said, calls, size):
         ("gpt-oss", HARMONY + "print(1)"),
         ("gpt-oss", HARMONY + '{"a": 1'),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_call_is_text(name, text, size):
     assert split(name, text, size) == (text, [])
 
@@ -402,15 +454,67 @@ def test_values_between_tags_have_the_types_of_the_schema(schema, text, value):
 # ---- random answers ------------------------------------------------------------------------------
 
 PIECES = [
-    "<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>", "</function>",
-    "[TOOL_CALLS]", "[ARGS]", "f", "[", "]", "{", "}", '"', "\\", ",", ":", '{"name": "f", ', "\n",
-    '"arguments": {"a": "', '"parameters": ', "1", "1e999", "NaN", "null", " ", ";", "<|tool_call|>",
-    "<|python_tag|>", BEGIN, END, CALL, CALL_END, SEP, "```json\n", "```", "<|channel|>", "\ufffd",
-    "<|message|>", "<|end|>", "<|start|>assistant", "analysis", "commentary", " to=functions.f", "é",
-    "<think>", "</think>", "<|tool_call>", "<tool_call|>", "call:f{", "<|channel>", "<channel|>",
-    "thought\n", "<arg_key>", "</arg_key>", "<|START_ACTION|>", "<|END_ACTION|>", "[THINK]",
-    "<|START_RESPONSE|>", "<|END_RESPONSE|>",
-]  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "<function=f>",
+    "<parameter=a>",
+    "</parameter>",
+    "</function>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "f",
+    "[",
+    "]",
+    "{",
+    "}",
+    '"',
+    "\\",
+    ",",
+    ":",
+    '{"name": "f", ',
+    "\n",
+    '"arguments": {"a": "',
+    '"parameters": ',
+    "1",
+    "1e999",
+    "NaN",
+    "null",
+    " ",
+    ";",
+    "<|tool_call|>",
+    "<|python_tag|>",
+    BEGIN,
+    END,
+    CALL,
+    CALL_END,
+    SEP,
+    "```json\n",
+    "```",
+    "<|channel|>",
+    "\ufffd",
+    "<|message|>",
+    "<|end|>",
+    "<|start|>assistant",
+    "analysis",
+    "commentary",
+    " to=functions.f",
+    "é",
+    "<think>",
+    "</think>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "call:f{",
+    "<|channel>",
+    "<channel|>",
+    "thought\n",
+    "<arg_key>",
+    "</arg_key>",
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    "[THINK]",
+    "<|START_RESPONSE|>",
+    "<|END_RESPONSE|>",
+]
 
 
 def random_value(chance, depth=0):
@@ -521,9 +625,16 @@ def test_the_time_of_an_answer_full_of_marks_is_linear(name):
 
 
 @pytest.mark.parametrize(
-    "template", ["<|start_header_id|>{{ tools }}parameters<function=x>{}", "{{ messages }}", "{{ tools }}", "<tool_call> without", "{% if tools %}<call>",
-                 "{{ tools }}<tool>f\n<arg_key>a</arg_key>arguments"],
-)  # fmt: skip
+    "template",
+    [
+        "<|start_header_id|>{{ tools }}parameters<function=x>{}",
+        "{{ messages }}",
+        "{{ tools }}",
+        "<tool_call> without",
+        "{% if tools %}<call>",
+        "{{ tools }}<tool>f\n<arg_key>a</arg_key>arguments",
+    ],
+)
 def test_a_template_with_an_unknown_format_of_calls(template):
     assert format_of(template).describes_tools
 
@@ -538,18 +649,26 @@ def process():
 @pytest.mark.parametrize("name", CALL_TEMPLATES)
 def test_what_a_template_wants_of_calls(name, process):
     text, known, style = CALL_TEMPLATES[name]
-    template = ChatTemplate(name="it", text=text, special={"bos_token": "<s>", "eos_token": "</s>"},
-                            process=process)  # fmt: skip
+    template = ChatTemplate(
+        name="it", text=text, special={"bos_token": "<s>", "eos_token": "</s>"}, process=process
+    )
     found = format_of(text)
     assert found.name == known and not found.describes_tools
     assert call_style(template) == style
     conversation = [
         {"role": "user", "content": "Hello"},
-        {"role": "assistant", "tool_calls": [
-            {"id": "call_1", "type": "function",
-             "function": {"name": "f", "arguments": '{"city": "K\u00f6ln", "n": 2}'}}]},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": '{"city": "K\u00f6ln", "n": 2}'},
+                }
+            ],
+        },
         {"role": "tool", "tool_call_id": "call_1", "content": "grey"},
-    ]  # fmt: skip
+    ]
     rendered = template.render(
         messages_of(conversation, style, found), tools=[TOOL], keeps_none=style.has_null_content
     )
@@ -567,12 +686,15 @@ def test_calls_that_a_template_does_not_read_are_content(process):
 
 def test_tools_where_roles_alternate_and_there_is_no_system(process):
     """Gemma's template refuses a system message, and two messages of the user in a row."""
-    template = ChatTemplate(name="it", text=TEMPLATES["gemma"], special={"bos_token": "<bos>"},
-                            process=process)  # fmt: skip
+    template = ChatTemplate(
+        name="it", text=TEMPLATES["gemma"], special={"bos_token": "<bos>"}, process=process
+    )
     style = call_style(template)
     assert style.describes_tools and not style.has_system
-    calls = [{"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-             for n in range(2)]  # fmt: skip
+    calls = [
+        {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for n in range(2)
+    ]
     results = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"r{n}"} for n in range(2)]
     items = [
         {"role": "user", "content": "Hello"},
@@ -631,9 +753,18 @@ OBJECTS = {
 }
 FORCED = [
     {"type": "function", "function": {"name": "f", "parameters": OBJECTS}},
-    {"type": "function", "function": {"name": "g", "parameters": {
-        "type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}}},
-]  # fmt: skip
+    {
+        "type": "function",
+        "function": {
+            "name": "g",
+            "parameters": {
+                "type": "object",
+                "properties": {"b": {"type": "string"}},
+                "required": ["b"],
+            },
+        },
+    },
+]
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -652,8 +783,12 @@ def test_a_grammar_allows_calls_as_the_format_has_them(name, codec):
     if name == "gpt-oss" and codec.tokenizer.token_to_id("<|end|>"):
         thought = "<|channel|>analysis<|message|>hm\n<|end|><|start|>assistant"
         assert allows(thought + write(ONE))
-    wrong = [{"name": "h", "arguments": {}}, {"name": "f", "arguments": {"a": "x"}},
-             {"name": "f", "arguments": {"c": 1}}, {"name": "g", "arguments": {}}]  # fmt: skip
+    wrong = [
+        {"name": "h", "arguments": {}},
+        {"name": "f", "arguments": {"a": "x"}},
+        {"name": "f", "arguments": {"c": 1}},
+        {"name": "g", "arguments": {}},
+    ]
     for call in wrong:
         assert not allows(write(call)), call
     assert not allows("") and not allows("Well.")

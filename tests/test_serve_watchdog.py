@@ -16,8 +16,12 @@ from test_chat import chat_keys
 from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
-HONEST = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "ignore_eos": True,
-          "max_tokens": 100}  # fmt: skip
+HONEST = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "temperature": 0,
+    "ignore_eos": True,
+    "max_tokens": 100,
+}
 NUM_HOSTILE, AT_ONCE = 200, 8
 MOST_S = 1.0  # without a token; 0.13 s on a machine that two other programs keep busy
 
@@ -37,11 +41,12 @@ def hostile_cases():
     draw = random.Random(3)
     cases = [
         serve_hostile.Case(
-            name="explosive", right=frozenset({200, 400}),
+            name="explosive",
+            right=frozenset({200, 400}),
             data=request_bytes(CHAT, {**serve_hostile.HONEST, **more}),
         )
         for more in serve_hostile.EXPLOSIVE
-    ]  # fmt: skip
+    ]
     kinds = [make for make in serve_hostile.KINDS if make is not serve_hostile.explosive]
     cases += [kinds[i % len(kinds)](draw) for i in range(NUM_HOSTILE - len(cases))]
     draw.shuffle(cases)
@@ -94,14 +99,25 @@ async def until_idle(server):
 
 def test_hostile_requests_beside_an_honest_client(tmp_path):
     model = model_with_slow_steps(tmp_path / "model.gguf")
-    with ServerProcess(model, tmp_path / "log", *serve_hostile.OPTIONS, "--max-tokens", "100",
-                       "--parallel", "4", "--queue", "64") as server:  # fmt: skip
+    with ServerProcess(
+        model,
+        tmp_path / "log",
+        *serve_hostile.OPTIONS,
+        "--max-tokens",
+        "100",
+        "--parallel",
+        "4",
+        "--queue",
+        "64",
+    ) as server:
         for is_last in (False, True):  # other work on this machine only adds to the times
             before, during, after, rss, failures = asyncio.run(watch(server))
             assert not failures
             own = max(statistics.fmean(before), statistics.fmean(after))
-            print(f"{len(during)} tokens, {own:.4f} s alone, {statistics.fmean(during):.4f} s beside,"
-                  f" at most {max(during):.3f} s")  # fmt: skip
+            print(
+                f"{len(during)} tokens, {own:.4f} s alone, {statistics.fmean(during):.4f} s beside,"
+                f" at most {max(during):.3f} s"
+            )
             if statistics.fmean(during) < 2 * own and max(during) < MOST_S:
                 break
             assert not is_last

@@ -19,13 +19,26 @@ from hotsplit.errors import HotsplitError
 
 IDS = [5, 17, 300, 4, 99, 5, 5, 210, 33, 0, 250, 7]
 SIZES = {
-    "architectures": ["SmallThinkerForCausalLM"], "model_type": "smallthinker", "hidden_size": 48,
-    "num_hidden_layers": 5, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 18,
-    "vocab_size": 331, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "moe_ffn_hidden_size": 37, "moe_num_primary_experts": 7, "moe_num_active_primary_experts": 3,
-    "moe_primary_router_apply_softmax": False, "tie_word_embeddings": False,
-    "sliding_window_layout": None, "sliding_window_size": 5, "rope_layout": None,
-}  # fmt: skip
+    "architectures": ["SmallThinkerForCausalLM"],
+    "model_type": "smallthinker",
+    "hidden_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 18,
+    "vocab_size": 331,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "moe_ffn_hidden_size": 37,
+    "moe_num_primary_experts": 7,
+    "moe_num_active_primary_experts": 3,
+    "moe_primary_router_apply_softmax": False,
+    "tie_word_embeddings": False,
+    "sliding_window_layout": None,
+    "sliding_window_size": 5,
+    "rope_layout": None,
+}
 LAYOUT = [0, 1, 1, 1, 0]
 CASES = {
     "rotating": {},

@@ -75,9 +75,13 @@ def whole_plan(model: ModelFile, context_length: int, **options) -> dict[str, in
     """The GPU's bytes with everything there."""
     num_layers = model.spec.num_layers
     return part_bytes.plan_bytes(
-        model, context_length=context_length, num_hot=[model.spec.most_neurons] * num_layers,
-        dense_on_gpu=[True] * num_layers, head_on_gpu=True, **options,
-    )[0][0]  # fmt: skip
+        model,
+        context_length=context_length,
+        num_hot=[model.spec.most_neurons] * num_layers,
+        dense_on_gpu=[True] * num_layers,
+        head_on_gpu=True,
+        **options,
+    )[0][0]
 
 
 def tiny(seed: int, num_neurons: int | None = None) -> Inputs:
@@ -378,8 +382,14 @@ def test_runs_on_the_cpu_keep_blocks_together(cpu_run_s, seconds):
     # CPU blocks take 20, 21 and 20 s, on the GPU 5. The middle one there: 20 + 5 + 20 + 10 + 3 *
     # 1 + 1/4 = 58.25 and two runs; an outer one: 5 + 21 + 20 + 10 + 3.25 = 59.25 and one run.
     touched_LF = np.ones((3, 1))
-    fields = ("neuron_bytes_L", "min_hot_L", "dense_bytes_L", "dense_gpu_s_L", "cpu_s_per_byte_L",
-              "hot_s_per_byte_L")  # fmt: skip
+    fields = (
+        "neuron_bytes_L",
+        "min_hot_L",
+        "dense_bytes_L",
+        "dense_gpu_s_L",
+        "cpu_s_per_byte_L",
+        "hot_s_per_byte_L",
+    )
     changes = {name: np.repeat(getattr(by_hand([1]), name), 3) for name in fields}
     changes |= {"touched_LF": touched_LF, "order_LF": np.zeros((3, 1), np.int32)}
     changes |= {"dense_cpu_s_L": np.array([20.0, 21.0, 20.0]), "budget_bytes": 100}

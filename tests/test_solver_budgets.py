@@ -62,15 +62,23 @@ def random_inputs(seed: int) -> tuple[Inputs, int]:
     num_layers = int(random.integers(1, 4))
     num_neurons = 32 if seed % 5 == 4 else int(random.integers(1, 5))
     shape = make_sizes(
-        num_layers=num_layers, width=32, num_neurons=num_neurons, num_heads=2, num_kv_heads=1,
-        head_width=2, vocab_size=int(random.integers(4, 30)), context_length=CONTEXT,
-    )  # fmt: skip
+        num_layers=num_layers,
+        width=32,
+        num_neurons=num_neurons,
+        num_heads=2,
+        num_kv_heads=1,
+        head_width=2,
+        vocab_size=int(random.integers(4, 30)),
+        context_length=CONTEXT,
+    )
     mode = ("dense", "exact", "predicted")[seed % 3]
     is_predicted = mode == "predicted"
     model = make_model(
-        sizes=shape, kind=("f32", "f16")[seed % 2], predictor_rank=2 * is_predicted,
+        sizes=shape,
+        kind=("f32", "f16")[seed % 2],
+        predictor_rank=2 * is_predicted,
         predictor_density=0.4 if is_predicted else None,
-    )  # fmt: skip
+    )
     profile = make_profile(model, random.beta(0.5, 1.0, (num_layers, num_neurons)))
     num_gpus = 2 if seed % 4 == 3 else 1
     machine = random_machine(random, num_gpus)
@@ -158,10 +166,15 @@ def test_plans_of_a_slow_gpu_through_files(tmp_path, mode):
     before_s = np.inf
     for size in (200 << 10, 260 << 10, 400 << 10, 1 << 30):
         report = solve(
-            SolveConfig(**solver_files(tmp_path), output=tmp_path / "s", vram_budget_bytes=size,
-                        mode=mode, force=True),
+            SolveConfig(
+                **solver_files(tmp_path),
+                output=tmp_path / "s",
+                vram_budget_bytes=size,
+                mode=mode,
+                force=True,
+            ),
             take_workspace,
-        )  # fmt: skip
+        )
         assert report.objective_s <= before_s * (1 + HIGHS)
         before_s = report.objective_s
     assert report.fits_entirely and report.status == "optimal" == Split.load(tmp_path / "s").status

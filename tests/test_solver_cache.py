@@ -52,9 +52,12 @@ def files(tmp_path_factory):
 
 def config(files, output, **changes) -> SolveConfig:
     values = solver_files(files) | {
-        "vram_budget_bytes": WORKSPACE + (110 << 10), "mode": "exact", "output": output,
-        "neuron_cache": CacheOptions(most_rows=3), "force": True,
-    }  # fmt: skip
+        "vram_budget_bytes": WORKSPACE + (110 << 10),
+        "mode": "exact",
+        "output": output,
+        "neuron_cache": CacheOptions(most_rows=3),
+        "force": True,
+    }
     return SolveConfig(**values | changes)
 
 
@@ -144,8 +147,13 @@ def test_the_fastest_of_the_modes_with_a_cache(files, tmp_path):
     silu.save(tmp_path / "silu.gguf")
     make_profile(silu).save(tmp_path / "p")
     with pytest.raises(HotsplitError, match="no mode but dense costs at most"):
-        solved(files, tmp_path / "none", model=tmp_path / "silu.gguf", profile=tmp_path / "p",
-               mode=None)  # fmt: skip
+        solved(
+            files,
+            tmp_path / "none",
+            model=tmp_path / "silu.gguf",
+            profile=tmp_path / "p",
+            mode=None,
+        )
     assert not (tmp_path / "none").exists()
 
 
@@ -213,8 +221,13 @@ def test_a_plan_is_explained_inspected_and_checked(files, tmp_path, capsys, monk
     assert np.allclose(found["read_L"], cache.frequency_LF.mean(axis=1))
     assert main([*arguments, "--check"]) == 0
     with pytest.raises(HotsplitError, match="a curve over budgets has no neuron cache"):
-        sweep(config(files, tmp_path / "curve"), first=1, last=2, num_budgets=2,
-              workspace=lambda *given: WORKSPACE)  # fmt: skip
+        sweep(
+            config(files, tmp_path / "curve"),
+            first=1,
+            last=2,
+            num_budgets=2,
+            workspace=lambda *given: WORKSPACE,
+        )
 
 
 def test_advice_where_there_is_room(files, tmp_path, monkeypatch):
@@ -295,14 +308,22 @@ def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
         residence = Residence()
         placement = Placement.of_split(split, (torch.device("cpu"),))
         load_weights(
-            model, placement, mode, 32, notice=print, residence=residence,
-            resident_LN=resident_LN, are_slots_joined=False,
-        )  # fmt: skip
+            model,
+            placement,
+            mode,
+            32,
+            notice=print,
+            residence=residence,
+            resident_LN=resident_LN,
+            are_slots_joined=False,
+        )
         held.append(residence.num_bytes)
     policy = CachePolicy(
-        cached_ids(split.hot), np.zeros((4, 96), np.float32), a_cache(4).costs,
+        cached_ids(split.hot),
+        np.zeros((4, 96), np.float32),
+        a_cache(4).costs,
         CacheOptions(most_rows=12),
-    )  # fmt: skip
+    )
     step = cached.step.neuron_cache
     bits = [step._bits_LW, step._bits_1LW, *([step._of_gpu_LW] if mode == "exact" else [])]
     carrier = cached.cache.slots.carrier

@@ -56,11 +56,15 @@ def profile_of(model, id_LTK) -> Profile:
     histogram_LB = np.zeros((num_layers, NUM_BINS), np.int64)
     histogram_LB[:, 0] = num_tokens * spec.most_neurons
     return Profile(
-        model_id=model.model_id, num_tokens=num_tokens, threshold_L=model.threshold_L,
+        model_id=model.model_id,
+        num_tokens=num_tokens,
+        threshold_L=model.threshold_L,
         corpora=(Corpus(name="ids", sha256="0" * 64, num_tokens=num_tokens),),
-        active_count_LF=np.ones(shape, np.int64), gate_histogram_LB=histogram_LB,
-        expert_count_LE=count_LE, routing_LTK=id_LTK,
-    )  # fmt: skip
+        active_count_LF=np.ones(shape, np.int64),
+        gate_histogram_LB=histogram_LB,
+        expert_count_LE=count_LE,
+        routing_LTK=id_LTK,
+    )
 
 
 def tiny(seed: int, num_dense: int = 0):
@@ -69,25 +73,37 @@ def tiny(seed: int, num_dense: int = 0):
     num_layers, num_experts = (1, 5) if seed % 2 else (2, 3)
     route = Route(num_experts=num_experts, num_used=int(random.integers(1, num_experts + 1)))
     sizes = make_sizes(
-        num_layers=num_layers + num_dense, width=32, num_heads=2, num_kv_heads=1, head_width=16,
-        vocab_size=int(random.integers(4, 30)), context_length=CONTEXT, num_neurons=4,
-    )  # fmt: skip
+        num_layers=num_layers + num_dense,
+        width=32,
+        num_heads=2,
+        num_kv_heads=1,
+        head_width=16,
+        vocab_size=int(random.integers(4, 30)),
+        context_length=CONTEXT,
+        num_neurons=4,
+    )
     spec = mixture_spec(sizes, route=route, num_neurons=3, num_dense=num_dense)
     model = make_model(spec=spec, kind=["f32", "f16"][seed % 3 % 2])
     cpu = 10 ** random.uniform(-2.3, -0.7)
     machine = make_machine(
-        cpu_gb_per_s=cpu, **random_gpu(random, cpu), layer_s=random.choice([1e-9, 3e-6]),
-        token_s=2e-6, logit_s=1e-8,
-    )  # fmt: skip
+        cpu_gb_per_s=cpu,
+        **random_gpu(random, cpu),
+        layer_s=random.choice([1e-9, 3e-6]),
+        token_s=2e-6,
+        logit_s=1e-8,
+    )
     tokens, skew = int(random.integers(1, 30)), random.choice([0.0, 1.0, 3.0])
     id_LTK = random_choices(random, num_layers + num_dense, tokens, route, skew)
     id_LTK[:num_dense] = -1
     every = [layer.neurons.num_experts for layer in spec.layers]
     every[:num_dense] = [layer.neurons.number for layer in spec.layers[:num_dense]]
     whole = plan_bytes(
-        model, context_length=CONTEXT, num_hot=every, dense_on_gpu=[True] * len(every),
+        model,
+        context_length=CONTEXT,
+        num_hot=every,
+        dense_on_gpu=[True] * len(every),
         head_on_gpu=True,
-    )[0][0]  # fmt: skip
+    )[0][0]
     budget = WORKSPACE + int(random.uniform(0.05, 1.05) * sum(whole.values()))
     return make_inputs(model, profile_of(model, id_LTK), machine, budget, mode="dense")
 
@@ -130,9 +146,13 @@ def test_the_price_is_the_mean_of_the_slower_side():
     """A layer with experts 0 and 1 of three on the GPU: the first token has both there, the second
     one, the third none."""
     sides = replay.Sides(
-        rank_TK=np.array([[0, 1], [1, 2], [2, 2]]), num_experts=3, hot_s=1.0, cold_s=5.0,
-        kernels_s=0.5, hand_over_s=0.25,
-    )  # fmt: skip
+        rank_TK=np.array([[0, 1], [1, 2], [2, 2]]),
+        num_experts=3,
+        hot_s=1.0,
+        cold_s=5.0,
+        kernels_s=0.5,
+        hand_over_s=0.25,
+    )
     hot_1E = np.array([[True, True, False]])
     slower = [2 * 1 + 0.5, 5 + 0.25, 2 * 5 + 0.25]
     assert replay.sets_seconds(sides, hot_1E, True)[0] == pytest.approx(np.mean(slower))
@@ -150,9 +170,13 @@ def test_no_set_is_below_the_bound(seed):
     id_TK = random_choices(random, 1, 40, route, 1.5)[0]
     order_E = np.argsort(-np.bincount(id_TK.ravel(), minlength=9), kind="stable")
     sides = replay.Sides(
-        rank_TK=np.argsort(order_E)[id_TK], num_experts=9, hot_s=random.uniform(0.1, 1.5),
-        cold_s=1.0, kernels_s=0.3, hand_over_s=0.2,
-    )  # fmt: skip
+        rank_TK=np.argsort(order_E)[id_TK],
+        num_experts=9,
+        hot_s=random.uniform(0.1, 1.5),
+        cold_s=1.0,
+        kernels_s=0.3,
+        hand_over_s=0.2,
+    )
     set_HE = np.array(list(product([False, True], repeat=9)))
     seconds_H, count_H = replay.sets_seconds(sides, set_HE, True), set_HE.sum(axis=1)
     least_N = np.array([seconds_H[count_H == n].min() for n in range(1, 9)])
@@ -175,9 +199,13 @@ def test_experts_that_are_chosen_together_are_divided():
     """Every token chooses 0 and 1, or 2 and 3. With one of each pair on the GPU both sides always have
     one expert; the two hottest would leave all work to one side."""
     sides = replay.Sides(
-        rank_TK=np.array([[0, 1], [2, 3], [0, 1]]), num_experts=4, hot_s=1.0, cold_s=1.0,
-        kernels_s=0.0, hand_over_s=0.0,
-    )  # fmt: skip
+        rank_TK=np.array([[0, 1], [2, 3], [0, 1]]),
+        num_experts=4,
+        hot_s=1.0,
+        cold_s=1.0,
+        kernels_s=0.0,
+        hand_over_s=0.0,
+    )
     hottest_E = np.arange(4) < 2
     for found_E in (replay.improved(sides, hottest_E, 4), replay.polished(sides, hottest_E)):
         assert found_E[:2].sum() == found_E[2:].sum() == 1
@@ -191,9 +219,11 @@ def test_a_written_plan_is_verified(seed, num_dense, tmp_path):
     model, profile, machine = inputs.model, inputs.profile, inputs.machine
     save(tmp_path, model, profile, machine)
     config = SolveConfig(
-        **solver_files(tmp_path), output=tmp_path / "plan", vram_budget_bytes=inputs.budgets[0],
+        **solver_files(tmp_path),
+        output=tmp_path / "plan",
+        vram_budget_bytes=inputs.budgets[0],
         mode="dense",
-    )  # fmt: skip
+    )
     report = solve(config, take_workspace)
     split = Split.load(tmp_path / "plan")
     files = {"model": model, "profile": profile, "machine": machine}
@@ -211,11 +241,13 @@ def test_a_plan_with_a_neuron_cache(seed, num_dense, tmp_path):
     save(tmp_path, model, profile, machine)
     report = solve(
         SolveConfig(
-            **solver_files(tmp_path), output=tmp_path / "plan",
-            neuron_cache=CacheOptions(most_rows=2), vram_budget_bytes=inputs.budgets[0],
+            **solver_files(tmp_path),
+            output=tmp_path / "plan",
+            neuron_cache=CacheOptions(most_rows=2),
+            vram_budget_bytes=inputs.budgets[0],
         ),
         take_workspace,
-    )  # fmt: skip
+    )
     split = Split.load(tmp_path / "plan")
     cache, experts = split.cache, placed_units(model, num_dense)
     assert cache.most_rows == 2 and split.gpu_bytes["neuron_cache"] >= 2 * experts[1]

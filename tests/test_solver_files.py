@@ -110,7 +110,14 @@ def test_where_every_neuron_is_computed_a_plan_needs_no_profile(tmp_path, capsys
 
 
 def test_where_it_is_not_known_what_fires_a_profile_is_asked_for(folder, capsys):
-    files = [*arguments(folder)[:2], *arguments(folder)[4:], "-o", str(folder / "plan"), "-vb", "700KiB"]  # fmt: skip
+    files = [
+        *arguments(folder)[:2],
+        *arguments(folder)[4:],
+        "-o",
+        str(folder / "plan"),
+        "-vb",
+        "700KiB",
+    ]
     assert main(files) == 1
     assert "which neurons of this relu model fire is known only from" in capsys.readouterr().err
     assert main([*files, "--mode", "dense"]) == 0
@@ -292,8 +299,14 @@ def test_below_the_budget_that_helps_nothing_does():
         answer = find_plan(inputs_of(int(share * least)).pipeline(), time_limit_s=5)
         assert answer.objective_s > 0.99 * nothing * (1 - 1e-3)
     assert find_plan(inputs_of(2 * least).pipeline(), time_limit_s=5).objective_s < 0.99 * nothing
-    slow = replace(problem, kernels_s=1.0, hand_over_s=1.0, hot_s_per_byte_L=np.ones(4), head_gpu_s=9.0,
-                   dense_gpu_s_L=problem.dense_gpu_s_L + 9)  # fmt: skip
+    slow = replace(
+        problem,
+        kernels_s=1.0,
+        hand_over_s=1.0,
+        hot_s_per_byte_L=np.ones(4),
+        head_gpu_s=9.0,
+        dense_gpu_s_L=problem.dense_gpu_s_L + 9,
+    )
     assert helps_from(slow) is None
 
 
@@ -315,10 +328,9 @@ RUN_S = 17e-6  # of layers on the CPU before those on the GPU
         # The head is last, though there would be room for it from the first layer on.
         (4 * (LAYER + KV) + HEAD - 1, 4, False, 4 * ON_GPU_S + HEAD / 40e9),
         # The head adds two kernels and the copy of 512 logits to the CPU.
-        (4 * (LAYER + KV) + HEAD, 4, True,
-         4 * ON_GPU_S + HEAD / 500e9 + 2e-6 + 4 * 512 / 25e9),
+        (4 * (LAYER + KV) + HEAD, 4, True, 4 * ON_GPU_S + HEAD / 500e9 + 2e-6 + 4 * 512 / 25e9),
     ],
-)  # fmt: skip
+)
 def test_the_layer_split_by_hand(room, layers, has_head, seconds):
     found = layer_split(inputs_of(1000 + room))
     assert (found.num_layers, found.has_head) == (layers, has_head)
@@ -329,9 +341,10 @@ def test_the_layer_split_over_two_gpus_by_hand():
     # Two layers on the first GPU, the third on the second, the last on the CPU.
     inputs = inputs_of(0)
     inputs = replace(
-        inputs, machine=make_machine(hand_over_s=1e-6, launch_s=1e-6, num_gpus=2),
+        inputs,
+        machine=make_machine(hand_over_s=1e-6, launch_s=1e-6, num_gpus=2),
         budgets=(1000 + 3 * (LAYER + KV) - 1, 1000 + LAYER + KV),
-    )  # fmt: skip
+    )
     found = layer_split(inputs)
     assert (found.num_layers, found.has_head) == (3, False)
     seconds = 3 * ON_GPU_S + ON_CPU_S + HEAD / 40e9 + RUN_S
@@ -383,9 +396,12 @@ def test_room_that_stays_unused_is_explained(folder):
     told = []
     for budget in (70 << 10, 80 << 10, 200 << 10, 400 << 10, 500 << 10):
         config = SolveConfig(
-            **solver_files(folder), output=folder / "plan", vram_budget_bytes=budget,
-            time_limit_s=5.0, force=True,
-        )  # fmt: skip
+            **solver_files(folder),
+            output=folder / "plan",
+            vram_budget_bytes=budget,
+            time_limit_s=5.0,
+            force=True,
+        )
         report = solve(config, lambda *given: 1 << 16)
         used = sum(report.gpu_bytes.values())
         lines = [note for note in report.notes if "stay unused" in note]

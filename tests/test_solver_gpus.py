@@ -21,16 +21,7 @@ from models import (
     solver_files,
     take_workspace,
 )
-from test_solver import (
-    CLOSE,
-    CONTEXT,
-    HIGHS,
-    SLOW,
-    brute_force,
-    by_hand,
-    random_gpu,
-    whole_plan,
-)
+from test_solver import CLOSE, CONTEXT, HIGHS, SLOW, brute_force, by_hand, random_gpu, whole_plan
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
@@ -102,9 +93,12 @@ def test_groups_of_layers_agree_with_brute_force(seed, tmp_path):
     layers = random.permutation(inputs.model.spec.num_layers).tolist()
     groups = [tuple(sorted(layers[:2])), tuple(layers[2:])][: 1 + seed % 2]
     best = min(
-        brute_force(inputs, sides={layer: on for group, on in zip(groups, chosen, strict=True) for layer in group})
+        brute_force(
+            inputs,
+            sides={layer: on for group, on in zip(groups, chosen, strict=True) for layer in group},
+        )
         for chosen in product((False, True), repeat=len(groups))
-    )  # fmt: skip
+    )
     pipeline = replace(inputs.pipeline(), together=tuple(groups))
     fullest = replace(pipeline, need_bytes=sum(bytes_of_gpus(pipeline, fullest_plan(pipeline))))
     assert find_plan(fullest, time_limit_s=0) is not None
@@ -135,8 +129,15 @@ def two_layers(**changes):
         "order_LF": np.arange(4, dtype=np.int32)[None].repeat(2, 0),
         "touched_LF": np.array([[8, 4, 2, 1], [4, 4, 4, 3]], np.float64),
     }
-    for name in ("neuron_bytes_L", "dense_bytes_L", "min_hot_L", "dense_gpu_s_L", "dense_cpu_s_L",
-                 "cpu_s_per_byte_L", "hot_s_per_byte_L"):  # fmt: skip
+    for name in (
+        "neuron_bytes_L",
+        "dense_bytes_L",
+        "min_hot_L",
+        "dense_gpu_s_L",
+        "dense_cpu_s_L",
+        "cpu_s_per_byte_L",
+        "hot_s_per_byte_L",
+    ):
         both[name] = np.repeat(getattr(by_hand([1]), name), 2)
     return by_hand([1], **(both | changes))
 

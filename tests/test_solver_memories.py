@@ -100,9 +100,8 @@ def refusal_of(inputs: Inputs, max_loss: float | None) -> TooSmallError | None:
             find(inputs, time_limit_s=5)
         else:
             find_fastest(
-                inputs, max_loss=max_loss, time_limit_s=5,
-                workspace=lambda *given: inputs.workspace,
-            )  # fmt: skip
+                inputs, max_loss=max_loss, time_limit_s=5, workspace=lambda *given: inputs.workspace
+            )
     except TooSmallError as error:
         return error
     return None

@@ -53,10 +53,25 @@ class Command:
         """Runs the command with some options changed; returns its refusal. None if there is a plan,
         or if the best plan leaves a neuron cache nothing to swap: more memory would not help."""
         now = vars(self) | other
-        words = ["solve", self.folder / "m.gguf", "--profile", self.folder / "p", "--machine",
-                 self.folder / f"c{self.num_gpus}", "-o", self.folder / "plan", "--force",
-                 "--host-budget", now["host"], "--mode", self.mode, "-c", now["context"],
-                 *self.more, *(word for size in now["budgets"] for word in ("-vb", size))]  # fmt: skip
+        words = [
+            "solve",
+            self.folder / "m.gguf",
+            "--profile",
+            self.folder / "p",
+            "--machine",
+            self.folder / f"c{self.num_gpus}",
+            "-o",
+            self.folder / "plan",
+            "--force",
+            "--host-budget",
+            now["host"],
+            "--mode",
+            self.mode,
+            "-c",
+            now["context"],
+            *self.more,
+            *(word for size in now["budgets"] for word in ("-vb", size)),
+        ]
         capsys.readouterr()
         if main(list(map(str, words))) == 0:
             return None

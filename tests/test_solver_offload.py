@@ -44,9 +44,13 @@ def solved(files, output, **changes):
         return WORKSPACE
 
     values = solver_files(files) | {
-        "force": True, "vram_budget_bytes": WORKSPACE + (110 << 10), "mode": "exact", "output": output,
-        "context_length": CONTEXT, "kv_offload": RULE,
-    }  # fmt: skip
+        "force": True,
+        "vram_budget_bytes": WORKSPACE + (110 << 10),
+        "mode": "exact",
+        "output": output,
+        "context_length": CONTEXT,
+        "kv_offload": RULE,
+    }
     return solve(SolveConfig(**values | changes), workspace), asked
 
 
@@ -136,9 +140,25 @@ def test_main_memory_of_a_byte_is_refused_in_a_line(files, tmp_path, host):
 
 def test_the_command_plans_and_the_program_shows_where_attention_runs(files, tmp_path, capsys):
     plan = str(tmp_path / "s.gguf")
-    words = ["solve", str(files / "m.gguf"), "--profile", str(files / "p"), "--machine",
-             str(files / "c"), "-o", plan, "-vb", "4MiB", "-c", str(CONTEXT), "--mode", "exact",
-             "--kv-offload", RULE, "--json"]  # fmt: skip
+    words = [
+        "solve",
+        str(files / "m.gguf"),
+        "--profile",
+        str(files / "p"),
+        "--machine",
+        str(files / "c"),
+        "-o",
+        plan,
+        "-vb",
+        "4MiB",
+        "-c",
+        str(CONTEXT),
+        "--mode",
+        "exact",
+        "--kv-offload",
+        RULE,
+        "--json",
+    ]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert (

@@ -83,11 +83,22 @@ def test_views_shared_storages_and_wrappers_of_torch(tmp_path):
     base = torch.randn(6, 8)
     module = torch.nn.Linear(4, 3)
     state = OrderedDict(
-        whole=base, transposed=base.T, rows=base[2:4], column=base[:, 3], tied=base[:],
-        strided=base[::2, 1::3], scalar=base[1, 1], empty=torch.empty(0, 4),
-        half=base.half(), bf16=base.bfloat16(), double=base.double(), ints=torch.arange(3),
-        flags=base > 0, parameter=torch.nn.Parameter(base.clone()), **module.state_dict(),
-    )  # fmt: skip
+        whole=base,
+        transposed=base.T,
+        rows=base[2:4],
+        column=base[:, 3],
+        tied=base[:],
+        strided=base[::2, 1::3],
+        scalar=base[1, 1],
+        empty=torch.empty(0, 4),
+        half=base.half(),
+        bf16=base.bfloat16(),
+        double=base.double(),
+        ints=torch.arange(3),
+        flags=base > 0,
+        parameter=torch.nn.Parameter(base.clone()),
+        **module.state_dict(),
+    )
     torch.save(state, tmp_path / "a.bin")
     assert_same(tmp_path / "a.bin")
     aliases = {n: t.same_as for n, t in read_state_dict(tmp_path / "a.bin").items() if t.same_as}
@@ -199,11 +210,13 @@ def test_a_pickle_of_integers_is_refused_by_type(llama, tmp_path):
 
 @pytest.mark.parametrize(
     "module, limit, words",
-    [(json_file, "MAX_BYTES", "over 30 bytes"), (json_file, "MAX_VALUES", "over 30 values"),
-     (safetensors_file, "MAX_HEADER_BYTES", "its header claims")],
-)  # fmt: skip
-def test_oversized_descriptions_are_refused(llama, tmp_path, monkeypatch, module, limit,
-                                                     words):  # fmt: skip
+    [
+        (json_file, "MAX_BYTES", "over 30 bytes"),
+        (json_file, "MAX_VALUES", "over 30 values"),
+        (safetensors_file, "MAX_HEADER_BYTES", "its header claims"),
+    ],
+)
+def test_oversized_descriptions_are_refused(llama, tmp_path, monkeypatch, module, limit, words):
     folder = llama if module is safetensors_file else pickled(llama, tmp_path / "tiny")
     index = {"weight_map": {str(i): "x" for i in range(40)}}
     if module is json_file:
@@ -214,8 +227,10 @@ def test_oversized_descriptions_are_refused(llama, tmp_path, monkeypatch, module
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", '{"a": "\\ud800"}',
-                                  '{"a": "\\ud800"', "[1]", ""])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", '{"a": "\\ud800"}', '{"a": "\\ud800"', "[1]", ""],
+)
 def test_json_that_python_cannot_hold_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(HotsplitError, match="a.json: ") as caught:
@@ -333,18 +348,27 @@ def test_an_unstated_input_of_predictors_is_noted(llama, tmp_path, option, writt
         (folder / "config.json").write_text(json.dumps({"input_layer_offset": written}))
     report = convert(
         ConvertConfig(
-            source=llama, output=tmp_path / "a.gguf", predictors=folder,
+            source=llama,
+            output=tmp_path / "a.gguf",
+            predictors=folder,
             predictor_input_layer_offset=option,
         )
-    )  # fmt: skip
+    )
     predictor = ModelFile.load(report.output).predictor
     assert predictor is not None and predictor.input_layer_offset == want
     is_assumed = option is None and written is None
     assert ("--predictor-input-layer-offset" in "".join(report.notes)) == is_assumed
 
 
-@pytest.mark.parametrize("written, words", [(1, "but 0 was asked for"), (2, "is 2, wanted 0 or 1"),
-                                            (True, "is True"), ("1", "is 1, wanted")])  # fmt: skip
+@pytest.mark.parametrize(
+    "written, words",
+    [
+        (1, "but 0 was asked for"),
+        (2, "is 2, wanted 0 or 1"),
+        (True, "is True"),
+        ("1", "is 1, wanted"),
+    ],
+)
 def test_contradictions_about_the_input_are_refused(llama, tmp_path, capsys, written, words):
     folder = random_dejavu(tmp_path / "p")
     (folder / "config.json").write_text(json.dumps({"input_layer_offset": written}))
@@ -364,8 +388,13 @@ def test_older_tokenizer_files_are_converted(tmp_path):
     save_tokenizer(folder, 320)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "tokenizer.json").unlink()
-    names = {"tokenizer_class": "GPT2Tokenizer", "bos_token": END, "eos_token": END,
-             "unk_token": END, "add_bos_token": True}  # fmt: skip
+    names = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "bos_token": END,
+        "eos_token": END,
+        "unk_token": END,
+        "add_bos_token": True,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = [" ".join(merge) for merge in model["merges"]]
@@ -395,12 +424,22 @@ def test_sentencepiece_models_are_read(tmp_path):
     folder = random_model(tmp_path / "hf", CASES["llama-mqa-tied"])
     (tmp_path / "text").write_text("\n".join(f"the quick brown fox {i} jumps" for i in range(200)))
     spm.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=320,
-        model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, minloglevel=2,  # as in Llama 2
-    )  # fmt: skip
-    names = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>",
-             "eos_token": "</s>", "unk_token": "<unk>"}  # fmt: skip
+        input=str(tmp_path / "text"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,  # as in Llama 2
+    )
+    names = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": True,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf", layout="stock"))
     model = ModelFile.load(tmp_path / "m.gguf")
@@ -426,15 +465,24 @@ def test_files_in_folders_are_not_fetched_but_for_chat_templates():
     from huggingface_hub.utils import filter_repo_objects
 
     wanted = [
-        "config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model-00001-of-00002.safetensors",
         "additional_chat_templates/tool_use.jinja",
-    ]  # fmt: skip
+    ]
     others = [
-        "onnx/config.json", "original/params.json", "adapter/a.json", "a/b.json",
-        "additional_chat_templates/old/x.jinja", "modeling_llama.py", "pytorch_model.bin",
-        "additional/config.json", "x/additional_chat_templates/y.jinja",
+        "onnx/config.json",
+        "original/params.json",
+        "adapter/a.json",
+        "a/b.json",
+        "additional_chat_templates/old/x.jinja",
+        "modeling_llama.py",
+        "pytorch_model.bin",
+        "additional/config.json",
+        "x/additional_chat_templates/y.jinja",
         "additional_chat_templates_2/x.jinja",
-    ]  # fmt: skip
+    ]
     found = filter_repo_objects(
         wanted + others,
         allow_patterns=[*hub.DESCRIPTIONS, *hub.SAFETENSORS],

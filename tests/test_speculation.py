@@ -234,9 +234,13 @@ def test_a_sequence_is_clean_after_an_interruption(tmp_path, num_sequences):
             text = engine.sequence()
             drafts = Prophet(PROMPT + want, LIES["anything"], seed=count)
             tokens = engine.generate(
-                PROMPT, 200, 0.0, drafts=drafts, sequence=text,
+                PROMPT,
+                200,
+                0.0,
+                drafts=drafts,
+                sequence=text,
                 options=GenerationOptions(max_tokens=200, ignores_end=True),
-            )  # fmt: skip
+            )
             found = [token.id for token in itertools.islice(tokens, count)]
             tokens.close()
             assert found == want[:count]
@@ -411,14 +415,20 @@ def command(context: click.Context, **arguments) -> None:
         ("", (SpeculationOptions(type="ngram", is_optional=True), None)),
         ("--speculate none", (SpeculationOptions(), None)),
         ("--spec-type ngram --draft 7", (SpeculationOptions(type="ngram", most=7), None)),
-        ("--speculate ngram-mod --draft-n 9 --draft-n-min 2",
-         (SpeculationOptions(type="ngram-mod", most=9, least=2), None)),
-        ("-md d.gguf --draft-max 4 --draft-p-min 0.5",
-         (SpeculationOptions(type="draft", most=4, min_probability=0.5), Path("d.gguf"))),
-        ("--model-draft d.gguf --speculate draft",
-         (SpeculationOptions(type="draft"), Path("d.gguf"))),
+        (
+            "--speculate ngram-mod --draft-n 9 --draft-n-min 2",
+            (SpeculationOptions(type="ngram-mod", most=9, least=2), None),
+        ),
+        (
+            "-md d.gguf --draft-max 4 --draft-p-min 0.5",
+            (SpeculationOptions(type="draft", most=4, min_probability=0.5), Path("d.gguf")),
+        ),
+        (
+            "--model-draft d.gguf --speculate draft",
+            (SpeculationOptions(type="draft"), Path("d.gguf")),
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_options_of_a_command_are_parsed(line, wanted):
     found = []
     CliRunner().invoke(command, line.split(), obj=found, catch_exceptions=False)
@@ -487,9 +497,17 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     path = model_path(tmp_path, "q8_0")
     keys, vocab_size = byte_level_keys()
     for more, swapped, match in (
-        (-1, False, f"draft.gguf: the draft model has {vocab_size - 1} logits, the model {vocab_size}"),
-        (0, True, "draft.gguf: the draft model's tokens differ from the model's, first at token id 0"),
-    ):  # fmt: skip
+        (
+            -1,
+            False,
+            f"draft.gguf: the draft model has {vocab_size - 1} logits, the model {vocab_size}",
+        ),
+        (
+            0,
+            True,
+            "draft.gguf: the draft model's tokens differ from the model's, first at token id 0",
+        ),
+    ):
         other = dict(keys)
         if swapped:
             content = json.loads(other["tokenizer.huggingface.json"])
@@ -520,9 +538,10 @@ def real_texts(path: Path, mode: str, prompt: str, count: int) -> None:
             want = text_of(engine, count, prompt=ids, sampling=sampling, shift_keep=4)
             assert len(want) == count
             for drafts in (
-                Eager(NgramDrafter()), Eager(NgramPool(3)),
+                Eager(NgramDrafter()),
+                Eager(NgramPool(3)),
                 Speculation(NgramDrafter(), SpeculationOptions()),
-            ):  # fmt: skip
+            ):
                 got = text_of(engine, count, drafts, ids, sampling=sampling, shift_keep=4)
                 assert got == want
                 print(path.name, mode, engine.last_run.drafted, engine.last_run.accepted)

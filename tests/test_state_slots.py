@@ -123,8 +123,10 @@ def schedule(seed: object, steps: int) -> None:
         texts.check()
         numbers = chance.sample(list(texts.texts), chance.randint(0, len(texts.texts)))
         if numbers:
-            more = {n: [chance.randrange(9) for _ in range(chance.choice((1, 1, 2, 5)))]
-                    for n in numbers}  # fmt: skip
+            more = {
+                n: [chance.randrange(9) for _ in range(chance.choice((1, 1, 2, 5)))]
+                for n in numbers
+            }
             texts.run(more, chance, fails=chance.random() < 0.2)
         texts.check()
 

@@ -34,8 +34,16 @@ CPU: CpuCosts = make_machine(cpu_gb_per_s=100, token_s=3e-5, logit_s=2e-10).cost
 KERNELS = 4 + 2 + 3 + HOT_KERNELS
 
 
-def planted(shape: Shape, *, kernel_s: float, token_s: float, hand_over_s: float, cpu_run_s: float,
-            card: Card = CARD, rounds: int = 5) -> StepTimes:  # fmt: skip
+def planted(
+    shape: Shape,
+    *,
+    kernel_s: float,
+    token_s: float,
+    hand_over_s: float,
+    cpu_run_s: float,
+    card: Card = CARD,
+    rounds: int = 5,
+) -> StepTimes:
     """The times of a shape's steps on a machine with these figures, by the solver's formulas."""
     model = shape.model(1)
     sizes, count = part_bytes.layer_bytes(model, 0), shape.num_neurons
@@ -122,11 +130,17 @@ def test_steps_run_as_planned_and_give_the_undivided_logits():
 H100 = Path(__file__).parent / "machines" / "h100.json"
 SMOLLM2 = shape_only(
     make_sizes(
-        num_layers=30, width=576, num_neurons=1536, num_heads=9, num_kv_heads=3, head_width=64,
-        vocab_size=49152, context_length=1024,
+        num_layers=30,
+        width=576,
+        num_neurons=1536,
+        num_heads=9,
+        num_kv_heads=3,
+        head_width=64,
+        vocab_size=49152,
+        context_length=1024,
     ),
     kind="q8_0",
-)  # fmt: skip
+)
 # Measured on that machine: seconds of a token on the CPU alone, and all on the card.
 CPU_ALONE_S, ON_CARD_S = 3.18e-3, 1.09e-3
 
@@ -155,9 +169,10 @@ def test_plans_that_lost_on_an_h100_are_no_longer_made(share):
     the CPU 0.1 ms. Now whole layers go to the card, next to each other, and a token is not promised
     sooner than the layers that are left take the CPU."""
     whole = sum(
-        part_bytes.layer_bytes(SMOLLM2, n).attention + 1536 * part_bytes.layer_bytes(SMOLLM2, n).neuron
+        part_bytes.layer_bytes(SMOLLM2, n).attention
+        + 1536 * part_bytes.layer_bytes(SMOLLM2, n).neuron
         for n in range(30)
-    ) + part_bytes.head_bytes(SMOLLM2)  # fmt: skip
+    ) + part_bytes.head_bytes(SMOLLM2)
     inputs = smollm2_inputs(int(share * whole))
     found = find(inputs, time_limit_s=5)
     placement, seconds = found.answer.placement, found.answer.objective_s

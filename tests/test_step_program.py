@@ -24,14 +24,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.forms import host_form, placed_form
-from hotsplit.runtime.step.program import (
-    HOST,
-    LayerPlace,
-    StepForm,
-    gpu,
-    layer_ops,
-    step_program,
-)
+from hotsplit.runtime.step.program import HOST, LayerPlace, StepForm, gpu, layer_ops, step_program
 from hotsplit.runtime.step.program_summary import lines_of, summarise_program
 from hotsplit.runtime.step.value_order import edges, last_reads
 

@@ -34,7 +34,7 @@ HEADERS = (
             "step",
             "row_copies",
             "step_server",
-        )  # fmt: skip
+        )
     ),
     RUNTIME / "neuron_cache" / "native" / "policy.h",
 )

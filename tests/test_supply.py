@@ -14,9 +14,21 @@ from dependencies import EXTRAS, ROOT, closure, constraint_lines, pins, table_li
 
 # Another licence is a decision, not an update.
 ALLOWED = {
-    "0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause",
-    "BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "MIT", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Zlib",
-}  # fmt: skip
+    "0BSD",
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "BSL-1.0",
+    "CC0-1.0",
+    "CNRI-Python",
+    "ISC",
+    "MIT",
+    "MIT-CMU",
+    "MPL-2.0",
+    "PSF-2.0",
+    "Zlib",
+}
 
 
 def test_every_package_is_pinned_at_the_version_that_is_installed():
@@ -90,8 +102,15 @@ def imported(path: Path) -> set[str]:
 
 def test_a_wheel_has_to_hold_the_packages_files():
     wanted = check_wheel.expected_names()
-    for name in ("py.typed", "cli.py", "serve/page.html", "report/page.html", "runtime/engine.py",
-                 "run/default_corpus/default.txt.xz", "runtime/_cpu.so"):  # fmt: skip
+    for name in (
+        "py.typed",
+        "cli.py",
+        "serve/page.html",
+        "report/page.html",
+        "runtime/engine.py",
+        "run/default_corpus/default.txt.xz",
+        "runtime/_cpu.so",
+    ):
         assert f"hotsplit/{name}" in wanted, name
     assert not [n for n in wanted if n.endswith((".cpp", ".h", ".partial", ".pyc", ".gguf"))]
 
@@ -133,10 +152,20 @@ def test_the_archives_hold_what_they_should(tmp_path):
     """The wheel has the package's files alone, and `--version` runs in a virtual environment that
     has it; the sdist has the sources, and no build folder, .venv or .git."""
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-         "-w", tmp_path, ROOT],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            tmp_path,
+            ROOT,
+        ],
         check=True,
-    )  # fmt: skip
+    )
     (wheel,) = tmp_path.glob("hotsplit-*.whl")
     check_wheel.check_content(wheel)
     script = (
@@ -161,9 +190,12 @@ def test_the_archives_hold_what_they_should(tmp_path):
     python = environment / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
     said = subprocess.run(
-        [python, "-m", "hotsplit", "--version"], cwd=tmp_path, check=True, capture_output=True,
+        [python, "-m", "hotsplit", "--version"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert "0.1.0" in said.stdout
 
 

@@ -45,14 +45,19 @@ def random_model(seed: int):
     )
     context = choose.choice([300, 512, 1024])
     sizes = make_sizes(
-        num_layers=choose.choice([1, 2, 4]), width=choose.choice([64, 128, 256]),
-        num_neurons=32 * choose.randint(2, 40), num_heads=heads,
+        num_layers=choose.choice([1, 2, 4]),
+        width=choose.choice([64, 128, 256]),
+        num_neurons=32 * choose.randint(2, 40),
+        num_heads=heads,
         num_kv_heads=choose.choice([n for n in (1, 2, 4, 8) if n <= heads]),
-        head_width=choose.choice([16, 32, 64]), vocab_size=choose.choice([50, 3000]),
+        head_width=choose.choice([16, 32, 64]),
+        vocab_size=choose.choice([50, 3000]),
         context_length=context,
-    )  # fmt: skip
-    options = {"kind": choose.choice(["f32", "f16", "bf16", "q8_0", "q4_0"]),
-               "predictor_rank": choose.choice([0, 8, 32])}  # fmt: skip
+    )
+    options = {
+        "kind": choose.choice(["f32", "f16", "bf16", "q8_0", "q4_0"]),
+        "predictor_rank": choose.choice([0, 8, 32]),
+    }
     if family == "differing":
         spec = differing_spec(sizes, window=choose.choice([5, 40]))
         model = make_model(spec=spec, **options)
@@ -104,15 +109,29 @@ def host_weights(model, mode, context, hot, num_sequences):
     if [len(ids) for ids in hot] != [x.neurons.number for x in model.spec.layers]:
         placement = replace(placement, hot=tuple(np.array(ids, np.int32) for ids in hot))
     residence = Residence() if library.is_available() else None
-    return load_weights(model, placement, mode, context, notice=print, residence=residence,
-                        num_sequences=num_sequences)  # fmt: skip
+    return load_weights(
+        model,
+        placement,
+        mode,
+        context,
+        notice=print,
+        residence=residence,
+        num_sequences=num_sequences,
+    )
 
 
 def gpu_weights(model, mode, context, hot, num_sequences):
     split = make_split(model, hot, context_length=context, num_sequences=num_sequences)
     uploader = Uploader(memory=DeviceMemory.of(CARD, 1 << 27))
-    return load_weights(model, Placement.of_split(split, (CARD,)), mode, context, notice=print,
-                        uploaders={CARD: uploader}, num_sequences=num_sequences)  # fmt: skip
+    return load_weights(
+        model,
+        Placement.of_split(split, (CARD,)),
+        mode,
+        context,
+        notice=print,
+        uploaders={CARD: uploader},
+        num_sequences=num_sequences,
+    )
 
 
 def is_close(bound: int, peak: int) -> bool:
@@ -128,8 +147,15 @@ def test_passes_on_the_cpu_stay_within_a_close_bound(seed, monkeypatch):
     way = choose.choice(["watched", "unwatched"])
     weights = host_weights(model, mode, context, hot, num_sequences)
     peak = peak_of(weights, tokens, context, way == "watched")
-    p = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context, way=way,
-             num_hot=[len(ids) for ids in hot], num_sequences=num_sequences)  # fmt: skip
+    p = Pass(
+        model=model,
+        mode=mode,
+        num_tokens=tokens,
+        context_length=context,
+        way=way,
+        num_hot=[len(ids) for ids in hot],
+        num_sequences=num_sequences,
+    )
     assert is_close(pass_pools(p).total, peak)
     assert peak <= pass_pools(replace(p, num_hot=None)).total  # for all divisions
 
@@ -144,9 +170,15 @@ def test_passes_on_a_gpu_stay_within_a_close_bound(seed, monkeypatch, as_on_a_gp
     allocate_as_on_cuda(monkeypatch)
     weights = gpu_weights(model, mode, context, hot, num_sequences)
     peak = peak_of(weights, tokens, context, measure=pool_peaks)
-    p = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context,
-             way=way_on(CARD), num_hot=[len(ids) for ids in hot],
-             num_sequences=num_sequences)  # fmt: skip
+    p = Pass(
+        model=model,
+        mode=mode,
+        num_tokens=tokens,
+        context_length=context,
+        way=way_on(CARD),
+        num_hot=[len(ids) for ids in hot],
+        num_sequences=num_sequences,
+    )
     assert is_close(pass_pools(p).large, peak.large)
     assert peak.small <= pass_pools(p).small
     fewer = pool_peaks_of_fewer(weights, tokens, context, choose)
@@ -164,8 +196,14 @@ def test_the_comparison_notices_an_operation_that_is_not_counted(
     sizes = make_sizes(width=64, num_neurons=neurons, context_length=context)
     model, whole = make_model(sizes=sizes, kind="q8_0"), [range(neurons)] * sizes.num_layers
     peak = peak_of(host_weights(model, "exact", context, whole, 1), 128, context, True)
-    p = Pass(model=model, mode="exact", num_tokens=128, context_length=context, way="watched",
-             num_hot=[neurons] * sizes.num_layers)  # fmt: skip
+    p = Pass(
+        model=model,
+        mode="exact",
+        num_tokens=128,
+        context_length=context,
+        way="watched",
+        num_hot=[neurons] * sizes.num_layers,
+    )
     assert is_close(pass_pools(p).total, peak)
     monkeypatch.setitem(scratch.SCRATCH, kind, lambda p, index: PoolBytes())
     assert not is_close(pass_pools(p).total, peak)

@@ -43,10 +43,15 @@ def run_suspended(driver, folder, source, milliseconds, processors):
     program = folder / "program"
     subprocess.run(["g++", driver, pool, "-pthread", "-o", program], check=True)
     return [
-        subprocess.run([program, str(milliseconds), str(count)], capture_output=True, text=True,
-                       timeout=60, check=False)
+        subprocess.run(
+            [program, str(milliseconds), str(count)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         for count in processors
-    ]  # fmt: skip
+    ]
 
 
 @needs_compiler

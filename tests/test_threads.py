@@ -68,8 +68,15 @@ def test_a_quota_of_two_processors_counts_everywhere(
     monkeypatch.setattr(cpu_bandwidth, "CPU_LIMIT_S", 0.0)
     for figures in cpu_bandwidth.measure_cpu():
         assert list(figures) == [1, 2]
-    done = {"is_built": True, "level": "avx2", "usable": ["avx2"], "faulty": None, "forced": None,
-            "wrong": [], "num_tried": 1}  # fmt: skip
+    done = {
+        "is_built": True,
+        "level": "avx2",
+        "usable": ["avx2"],
+        "faulty": None,
+        "forced": None,
+        "wrong": [],
+        "num_tried": 1,
+    }
     first, *_, last = doctor.processor(SimpleNamespace(done=done))
     assert "2 of 32 threads allowed, by a CPU quota of 2" in first.text
     assert last.text.endswith("2 threads")
@@ -77,10 +84,17 @@ def test_a_quota_of_two_processors_counts_everywhere(
 
 @pytest.mark.parametrize(
     ("content", "quota", "usable"),
-    [("150000 100000", 1.5, 1), ("50000 100000", 0.5, 1), ("6400000 100000", 64.0, 32),
-     ("1750000 100000", 17.5, 17), ("max 100000", None, 32), ("max", None, 32), ("", None, 32),
-     ("100000 0", None, 32)],
-)  # fmt: skip
+    [
+        ("150000 100000", 1.5, 1),
+        ("50000 100000", 0.5, 1),
+        ("6400000 100000", 64.0, 32),
+        ("1750000 100000", 17.5, 17),
+        ("max 100000", None, 32),
+        ("max", None, 32),
+        ("", None, 32),
+        ("100000 0", None, 32),
+    ],
+)
 def test_a_quota_leaves_whole_processors(many_cores, content, quota, usable):
     write_groups(many_cores, "0::/\n", {"cpu.max": content})
     assert (processors().quota, processors().usable) == (quota, usable)
@@ -88,8 +102,11 @@ def test_a_quota_leaves_whole_processors(many_cores, content, quota, usable):
 
 
 def test_a_group_of_version_1_without_a_quota_has_minus_one(many_cores):
-    write_groups(many_cores, "5:cpu,cpuacct:/\n",
-                 {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"})  # fmt: skip
+    write_groups(
+        many_cores,
+        "5:cpu,cpuacct:/\n",
+        {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+    )
     assert processors().quota is None
 
 
@@ -144,9 +161,11 @@ def test_a_limit_that_the_user_gave_to_torch_is_kept(monkeypatch):
 
 @pytest.mark.parametrize(
     ("content", "name"),
-    [("processor\t: 0\nmodel name\t: Some  CPU @ 2 GHz \n", "Some CPU @ 2 GHz"),
-     ("Hardware : X\nModel\t\t: Raspberry Pi 5\n", "Raspberry Pi 5")],
-)  # fmt: skip
+    [
+        ("processor\t: 0\nmodel name\t: Some  CPU @ 2 GHz \n", "Some CPU @ 2 GHz"),
+        ("Hardware : X\nModel\t\t: Raspberry Pi 5\n", "Raspberry Pi 5"),
+    ],
+)
 def test_a_processor_has_one_name(tmp_path, monkeypatch, content, name):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(content)

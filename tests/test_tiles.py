@@ -18,8 +18,13 @@ from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.weights import matrix
 from hotsplit.runtime.weights.matrix import Matrix
 
-KINDS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "q8_0": None,
-         "q4_0": None}  # fmt: skip
+KINDS = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "q8_0": None,
+    "q4_0": None,
+}
 T, N, D = 5, 700, 96
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
@@ -127,8 +132,10 @@ def test_observers_see_short_passes(model_path):
     seen = []
     with Engine.load(model_path, device="cpu") as engine:
         assert engine._live.most_tokens == (MAX_ROWS if library.is_available() else PREFILL_CHUNK)
-        with engine.observe(lambda name, layer, tensor: seen.append(len(tensor)),
-                            lambda name, layer: name == "embedding"):  # fmt: skip
+        with engine.observe(
+            lambda name, layer, tensor: seen.append(len(tensor)),
+            lambda name, layer: name == "embedding",
+        ):
             engine.hidden(np.zeros(300, dtype=np.int64))
     assert seen == [SHORT_CHUNK, SHORT_CHUNK, 300 - 2 * SHORT_CHUNK]
 

@@ -90,7 +90,12 @@ def test_the_cpu_alone_wins_by_more_than_a_twentieth_and_others_are_tried_only_i
 )
 def test_the_fastest_of_all_that_is_tried_runs(experts_s, layers_s, cpu_s, runs):
     prediction = replace(PREDICTION, obvious_s={"experts on the CPU": 4.0, "whole layers": 5.0})
-    times = {"the plan": 3.0, "experts on the CPU": experts_s, "whole layers": layers_s, "the CPU alone": cpu_s}  # fmt: skip
+    times = {
+        "the plan": 3.0,
+        "experts on the CPU": experts_s,
+        "whole layers": layers_s,
+        "the CPU alone": cpu_s,
+    }
 
     def by(name):
         return Measured(token_s=times[name], prompt_s=1.0)
@@ -157,11 +162,14 @@ def test_another_number_of_threads_is_another_machine(restore_library, monkeypat
 
 def test_the_record_is_read_back_and_others_are_refused(tmp_path):
     trial = Trial(
-        runs="whole layers", prompt_s=0.1, parts_s=PREDICTION.parts_s,
+        runs="whole layers",
+        prompt_s=0.1,
+        parts_s=PREDICTION.parts_s,
         predicted_s={"the plan": 1e-3, "whole layers": 4e-3, "the CPU alone": 5e-3},
         measured_s={"the plan": 3e-3, "whole layers": 2e-3, "the CPU alone": 9e-3},
-        scales={"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0}, left_out={"experts on the CPU": "too large"},
-    )  # fmt: skip
+        scales={"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0},
+        left_out={"experts on the CPU": "too large"},
+    )
     assert "all experts on the CPU is left out (too large): whole layers runs" in trial.line
     assert trial.parts_line.startswith(
         "3 times what was predicted: the CPU 2e+03 ms (measured 2 times"
@@ -169,10 +177,15 @@ def test_the_record_is_read_back_and_others_are_refused(tmp_path):
     path = tmp_path / "trial.json"
     trial.save(path)
     assert Trial.load(path) == trial and "whole layers 2 ms (predicted 4 ms)" in trial.line
-    for old, new in (('"runs": "whole', '"runs": "hole'), ('"the plan": 0.003', '"the plan": null'),
-                     ('"version": 1', '"version": 2'), ('"hand_over": 6.0', '"hand": 6.0'),
-                     ('"measured_s"', '"cpu"'), ('"the CPU alone": 0.009', '"no": 1'),
-                     ('"runs": "whole layers"', '"runs": "experts on the CPU"')):  # fmt: skip
+    for old, new in (
+        ('"runs": "whole', '"runs": "hole'),
+        ('"the plan": 0.003', '"the plan": null'),
+        ('"version": 1', '"version": 2'),
+        ('"hand_over": 6.0', '"hand": 6.0'),
+        ('"measured_s"', '"cpu"'),
+        ('"the CPU alone": 0.009', '"no": 1'),
+        ('"runs": "whole layers"', '"runs": "experts on the CPU"'),
+    ):
         path.write_text(path.read_text().replace(old, new))
         with pytest.raises(HotsplitError):
             Trial.load(path)
@@ -185,9 +198,15 @@ def test_doctor_shows_predictions_that_were_missed(tmp_path, monkeypatch):
     for number, plan_s in enumerate((1.2e-3, 3e-3)):
         (tmp_path / f"trial-{number}").mkdir()
         scales = {"cpu": 2.0, "hand_over": 6.0, "gpu": 1.0}
-        Trial(runs="the plan", predicted_s={"the plan": 1e-3, "the CPU alone": 8e-3},
-              measured_s={"the plan": plan_s, "the CPU alone": 9e-3}, prompt_s=0.1,
-              left_out={}, parts_s=PREDICTION.parts_s, scales=scales).save(tmp_path / f"trial-{number}/trial.json")  # fmt: skip
+        Trial(
+            runs="the plan",
+            predicted_s={"the plan": 1e-3, "the CPU alone": 8e-3},
+            measured_s={"the plan": plan_s, "the CPU alone": 9e-3},
+            prompt_s=0.1,
+            left_out={},
+            parts_s=PREDICTION.parts_s,
+            scales=scales,
+        ).save(tmp_path / f"trial-{number}/trial.json")
     (tmp_path / "trial-2").mkdir()
     (tmp_path / "trial-2" / "trial.json").write_text("{}")
     fine, missed = machine.trials()
@@ -203,8 +222,9 @@ def solved():
     """(inputs, plan) with divided layers, runs on the CPU, and neurons on both sides."""
     sizes = make_sizes(num_layers=4, width=256, num_neurons=1024, vocab_size=512)
     model = make_model(sizes=sizes, kind="f16")
-    figures = make_machine(hand_over_s=2e-6, cpu_run_s=3e-6, use_s=4e-6, launch_s=1e-7, layer_s=1e-6,
-                           cpu_gb_per_s=20.0)  # fmt: skip
+    figures = make_machine(
+        hand_over_s=2e-6, cpu_run_s=3e-6, use_s=4e-6, launch_s=1e-7, layer_s=1e-6, cpu_gb_per_s=20.0
+    )
     profile = make_profile(model, power_law_frequencies(4, 1024))
     inputs = make_inputs(model, profile, figures, 3 << 20, workspace=1000)
     found = find(inputs, time_limit_s=5)
@@ -243,9 +263,10 @@ def test_planted_slowness_is_found_and_laid_to_what_is_slow(solved, cpu, hand_ov
     plan_s = plan_seconds(slow.pipeline(), placement)
     first = Measured(token_s=plan_s, prompt_s=1.0)
     prediction = Prediction(
-        token_s=split.objective_s, parts_s=parts_of(split, inputs),
+        token_s=split.objective_s,
+        parts_s=parts_of(split, inputs),
         cpu_alone_s=cpu_alone_seconds(inputs),
-    )  # fmt: skip
+    )
     found = scales_of(prediction, first, cpu_alone_seconds(slow))
     assert found.cpu == pytest.approx(cpu, rel=1e-6) and found.gpu == 1.0
     hand_over_s = parts_of(split, inputs)["hand_over"]
@@ -291,8 +312,18 @@ def test_generate_warns_of_a_slow_plan_and_runs_it(tmp_path, monkeypatch, capsys
     model = replace(make_model(sizes=sizes, extra_keys=keys), path=tmp_path / "m.gguf")
     model.save(model.path)
     plan = make_split(model, [ALL, SOME], dense_on_gpu=[1, 1])
-    words = ["generate", str(model.path), "--split", str(tmp_path / "s.gguf"), "-p", "the", "-n", "2",
-             "--temperature", "0"]  # fmt: skip
+    words = [
+        "generate",
+        str(model.path),
+        "--split",
+        str(tmp_path / "s.gguf"),
+        "-p",
+        "the",
+        "-n",
+        "2",
+        "--temperature",
+        "0",
+    ]
     replace(plan, objective_s=1e3).save(tmp_path / "s.gguf")
     with fake_cuda():
         assert main(words) == 0

@@ -31,10 +31,30 @@ from hotsplit.runtime.weights.matrix import vector_of
 # One of each family, with all kinds of vectors: biases of attention and of experts, norms of heads and
 # of all of them, scales of layers and experts, sinks, rotary factors, choices' biases, convolutions.
 FAMILIES = (
-    "llama-biases", "nemotron-biases-tied", "starcoder2", "command-r-plus", "qwen2", "qwen3", "opt", "falcon-11b",
-    "phi3", "gemma3", "olmo2", "exaone4", "ernie-biases", "glm4", "granite", "gemma4", "gemma3n", "gemma4moe",
-    "qwen2moe", "glm4moe", "gpt-oss", "qwen3nextmoe", "qwen35",
-)  # fmt: skip
+    "llama-biases",
+    "nemotron-biases-tied",
+    "starcoder2",
+    "command-r-plus",
+    "qwen2",
+    "qwen3",
+    "opt",
+    "falcon-11b",
+    "phi3",
+    "gemma3",
+    "olmo2",
+    "exaone4",
+    "ernie-biases",
+    "glm4",
+    "granite",
+    "gemma4",
+    "gemma3n",
+    "gemma4moe",
+    "qwen2moe",
+    "glm4moe",
+    "gpt-oss",
+    "qwen3nextmoe",
+    "qwen35",
+)
 SMALL = ("bf16", "f16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4")
 NUMBERS = {"f64": np.float64, "i32": np.int32}  # types that no weights have
 ARCHITECTURE = "general.architecture"
@@ -176,9 +196,7 @@ def test_the_gate_of_shared_experts_may_be_a_row_of_any_type(tmp_path):
         assert entry.shape == (64,) and np.array_equal(entry.read(), values(own)[0])
 
 
-WRONG = {
-    "shorter": (32,), "longer": (96,), "none": (0,), "a matrix": (2, 64),
-}  # fmt: skip
+WRONG = {"shorter": (32,), "longer": (96,), "none": (0,), "a matrix": (2, 64)}
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_0"])

@@ -23,12 +23,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate import verify_conversion
-from hotsplit.measure.evaluate.verify_conversion import (
-    BOUND,
-    Verification,
-    text_token_ids,
-    verify,
-)
+from hotsplit.measure.evaluate.verify_conversion import BOUND, Verification, text_token_ids, verify
 from hotsplit.model.rope import NO_SCALING, RopeScaling
 from hotsplit.model.spec import Neurons, Norm, Rotary
 
@@ -49,8 +44,13 @@ def verification(source: Path, output: Path, outtype: str) -> Verification:
     return found[0]
 
 
-RIGHT = {"llama": OUTTYPES, "qwen3": ("bf16", "q8_0"), "opt-norm-after": ("q4_0",),
-         "falcon-40b": ("f16",), "phi3": ("q4_0",)}  # fmt: skip
+RIGHT = {
+    "llama": OUTTYPES,
+    "qwen3": ("bf16", "q8_0"),
+    "opt-norm-after": ("q4_0",),
+    "falcon-40b": ("f16",),
+    "phi3": ("q4_0",),
+}
 
 
 @pytest.mark.parametrize("case", RIGHT)
@@ -66,8 +66,11 @@ LINEAR = {"rope_type": "linear", "factor": 1.1, "rope_theta": 1e4}
 
 
 YARN = {
-    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+}
 
 
 def spec(kind, **changes):
@@ -88,23 +91,27 @@ def changed(**changes):
 # For each mistake: a checkpoint's config, and a function that makes the mistake in what was read.
 MUTATIONS = {
     "rows not permuted": (LlamaConfig(**SMALL), changed(rows={})),
-    "linear factor": (LlamaConfig(**SMALL, rope_parameters=LINEAR), spec(Rotary, scaling=NO_SCALING)),
+    "linear factor": (
+        LlamaConfig(**SMALL, rope_parameters=LINEAR),
+        spec(Rotary, scaling=NO_SCALING),
+    ),
     "yarn factor": (
         LlamaConfig(**SMALL, rope_parameters=YARN),
         spec(Rotary, scaling=RopeScaling(kind="yarn", factor=3.0, original_length=64)),
     ),
     "yarn magnitude": (
         LlamaConfig(**SMALL, rope_parameters=YARN),
-        spec(Rotary, scaling=RopeScaling(kind="yarn", factor=4.0, original_length=64, attn_factor=0.9)),
+        spec(
+            Rotary,
+            scaling=RopeScaling(kind="yarn", factor=4.0, original_length=64, attn_factor=0.9),
+        ),
     ),
     "rope theta": (LlamaConfig(**SMALL), spec(Rotary, theta=1.2e4)),
     "llama epsilon": (LlamaConfig(**GATED, rms_norm_eps=1e-5), spec(Norm, epsilon=1e-6)),
     "opt epsilon": (OPTConfig(**OPT), spec(Norm, epsilon=1e-3)),
-    "falcon epsilon": (
-        FalconConfig(**FALCON, layer_norm_epsilon=1e-6), spec(Norm, epsilon=1e-5),
-    ),
+    "falcon epsilon": (FalconConfig(**FALCON, layer_norm_epsilon=1e-6), spec(Norm, epsilon=1e-5)),
     "form of gelu": (LlamaConfig(**GATED, hidden_act="gelu_new"), spec(Neurons, activation="gelu")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("outtype", ["f16", "q4_0"])
@@ -121,11 +128,16 @@ def test_a_slightly_wrong_graph_is_refused(tmp_path, monkeypatch, wrong, outtype
 
 # None of these changes the computation; transformers refuses some of them, in its own ways.
 ODD = [
-    {"model_type": ["llama"]}, {"model_type": "unheard of"},
-    {"use_cache": "maybe"}, {"pad_token_id": 99999}, {"max_position_embeddings": 64.0},
-    {"hidden_act": "relu", "attention_dropout": "x"}, {"torch_dtype": 7}, {"dtype": "no type"},
+    {"model_type": ["llama"]},
+    {"model_type": "unheard of"},
+    {"use_cache": "maybe"},
+    {"pad_token_id": 99999},
+    {"max_position_embeddings": 64.0},
+    {"hidden_act": "relu", "attention_dropout": "x"},
+    {"torch_dtype": 7},
+    {"dtype": "no type"},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": "x"}},
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

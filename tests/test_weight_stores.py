@@ -50,11 +50,14 @@ def stores():
 
 KINDS = [
     "mapped",
-    pytest.param("resident", marks=pytest.mark.skipif(
-        not library.is_available(), reason="the C++ kernels are not built"
-    )),
+    pytest.param(
+        "resident",
+        marks=pytest.mark.skipif(
+            not library.is_available(), reason="the C++ kernels are not built"
+        ),
+    ),
     "device",
-]  # fmt: skip
+]
 
 
 def values(matrix):
@@ -174,11 +177,16 @@ def test_cold_neurons_of_any_number_are_whole_tiles(kind, mode, together):
 
 # The layouts of a layer in mode dense, by the type of its weights.
 FASTEST = {
-    "f32": {"f32"}, "f16": {"f16", "grouped"}, "bf16": {"bf16", "grouped"},
-    "q8_0": {"tiled", "grouped"}, "q4_0": {"tiled", "grouped"},
-    "q4_k": {"tiled", "k"}, "q5_k": {"tiled", "k"}, "q6_k": {"tiled", "k"},
+    "f32": {"f32"},
+    "f16": {"f16", "grouped"},
+    "bf16": {"bf16", "grouped"},
+    "q8_0": {"tiled", "grouped"},
+    "q4_0": {"tiled", "grouped"},
+    "q4_k": {"tiled", "k"},
+    "q5_k": {"tiled", "k"},
+    "q6_k": {"tiled", "k"},
     "mxfp4": {"tiled", "mxfp4"},
-}  # fmt: skip
+}
 
 
 def test_a_device_without_a_store_of_its_own_maps_the_file():

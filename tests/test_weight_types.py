@@ -94,8 +94,7 @@ def test_the_table_needs_no_other_module_of_the_package():
 
 def test_few_files_name_a_type():
     """A new type is a row of the table and its arithmetic, so few files can list types."""
-    stages = ["src", "convert", "profile", "measure", "solver", "runtime", "serve",
-              "report", "run"]  # fmt: skip
+    stages = ["src", "convert", "profile", "measure", "solver", "runtime", "serve", "report", "run"]
     files = [p for stage in stages for p in (ROOT / stage).rglob("*") if p.is_file()]
     code = [p for p in files if p.suffix in (".py", ".h", ".cpp", ".cu", ".html", ".js")]
     assert len(code) > 300

@@ -19,18 +19,26 @@ def planned(request, tmp_path_factory):
     """Paths of a model file and its plan. Most of the plan's bytes are weights and cache."""
     folder = tmp_path_factory.mktemp("workspace")
     shape = make_sizes(
-        num_layers=8, width=512, num_neurons=1408, num_heads=8, num_kv_heads=8,
-        vocab_size=4000, context_length=CONTEXT,
-    )  # fmt: skip
+        num_layers=8,
+        width=512,
+        num_neurons=1408,
+        num_heads=8,
+        num_kv_heads=8,
+        vocab_size=4000,
+        context_length=CONTEXT,
+    )
     model = make_model(sizes=shape, kind=request.param, predictor_rank=32, predictor_density=0.2)
     model.save(folder / "m.gguf")
     make_profile(model).save(folder / "p")
     make_machine(cpu_gb_per_s=5, hand_over_s=1e-6, launch_s=1e-6).save(folder / "c")
     whole = sum(entry.num_bytes for entry in model.tensors.values())
     config = SolveConfig(
-        model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",
-        output=folder / "plan", vram_budget_bytes=int(0.75 * whole),
-    )  # fmt: skip
+        model=folder / "m.gguf",
+        profile=folder / "p",
+        machine=folder / "c",
+        output=folder / "plan",
+        vram_budget_bytes=int(0.75 * whole),
+    )
     solve(config, workspace_bytes)
     return config.model, config.output
 

@@ -29,9 +29,9 @@ _NINE_RESULT = (
     "{% endif %}" + _TEXT
 )
 MISTRAL_NINE = _template(
-    _NINE + "[TOOL_CALLS] [{{ (f | tojson)[:-1] }}, \"id\": \"{{ call.id }}\"}]</s>",
+    _NINE + '[TOOL_CALLS] [{{ (f | tojson)[:-1] }}, "id": "{{ call.id }}"}]</s>',
     otherwise=_NINE_RESULT,
-)  # fmt: skip
+)
 MISTRAL_NEWER = _template(
     _NINE + "{{ '[TOOL_CALLS]' + f.name + '[CALL_ID]' + call.id + '[ARGS]' + f.arguments"
     " if f.arguments is string else '[TOOL_CALLS]' + f.name + '[ARGS]' + f.arguments | tojson }}",

@@ -71,9 +71,12 @@ def _folder(path: Path, value: int) -> None:
 
 
 KINDS: dict[str, Callable[[Path, int], None]] = {
-    "safetensors": _safetensors, "gguf": _gguf, "json": _json, "picture": _picture,
+    "safetensors": _safetensors,
+    "gguf": _gguf,
+    "json": _json,
+    "picture": _picture,
     "folder": _folder,
-}  # fmt: skip
+}
 
 
 def content_of(path: Path) -> object:

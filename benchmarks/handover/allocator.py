@@ -52,11 +52,16 @@ def _segments() -> Table:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     rows = [
-        ["the graph's" if found["stream"] == stream.cuda_stream else hex(found["stream"]),
-         found["segment_type"], str(tuple(found.get("segment_pool_id", ()))),
-         _mib(found["total_size"]), f"{found['allocated_size']:,}"]
-        for found in torch.cuda.memory_snapshot() if found["total_size"] <= 20 * MIB
-    ]  # fmt: skip
+        [
+            "the graph's" if found["stream"] == stream.cuda_stream else hex(found["stream"]),
+            found["segment_type"],
+            str(tuple(found.get("segment_pool_id", ()))),
+            _mib(found["total_size"]),
+            f"{found['allocated_size']:,}",
+        ]
+        for found in torch.cuda.memory_snapshot()
+        if found["total_size"] <= 20 * MIB
+    ]
     columns = ("stream", "pool", "of a graph", "MiB", "bytes in use")
     return Table(title="small segments beside a captured graph", columns=columns, rows=rows)
 
@@ -76,12 +81,16 @@ def _workspaces() -> Table:
 
     with _variable(VARIABLE):
         clear()
-        rows = [["a product, no variable", _grown(product)],
-                ["one in another thread", _grown(in_thread)]]  # fmt: skip
+        rows = [
+            ["a product, no variable", _grown(product)],
+            ["one in another thread", _grown(in_thread)],
+        ]
         clear()
         os.environ[VARIABLE] = CONFIG
-        rows += [[f"cleared, with {CONFIG}", _grown(product)],
-                 ["one in another thread", _grown(in_thread)]]  # fmt: skip
+        rows += [
+            [f"cleared, with {CONFIG}", _grown(product)],
+            ["one in another thread", _grown(in_thread)],
+        ]
         clear()  # torch would pass the variable's size with a workspace of another size
     columns = ("", "MiB allocated")
     return Table(title=f"cuBLAS's workspaces ({VARIABLE})", columns=columns, rows=rows)

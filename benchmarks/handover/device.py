@@ -9,8 +9,12 @@ from typing import Any
 import torch
 
 WIDTH = 4096  # D, of the vectors that are handed over
-COPY_ATTRIBUTES = {"memory operations": 92, "64-bit ones": 93, "version 2": 122,
-                   "native host atomics": 86}  # fmt: skip
+COPY_ATTRIBUTES = {
+    "memory operations": 92,
+    "64-bit ones": 93,
+    "version 2": 122,
+    "native host atomics": 86,
+}
 
 
 class Refused(Exception):

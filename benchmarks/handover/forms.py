@@ -47,9 +47,13 @@ class Forms:
     def __init__(self, gpu: Gpu, host: Host, buffers: Buffers, job: Job) -> None:
         self.gpu, self.host, self.buffers, self.job = gpu, host, buffers, job
         self.layers: dict[str, Callable[[int], None]] = {
-            NO_HAND_OVER: self._none, COPIES: self._copies, HOST_SIDE: self._host_side,
-            HOST_ALONE: self._host_alone, HOST_MAPPED: self._host_mapped, FLAGS: self._flags,
-        }  # fmt: skip
+            NO_HAND_OVER: self._none,
+            COPIES: self._copies,
+            HOST_SIDE: self._host_side,
+            HOST_ALONE: self._host_alone,
+            HOST_MAPPED: self._host_mapped,
+            FLAGS: self._flags,
+        }
         if gpu.memops != "none":
             self.layers |= {MEMOPS_COPIES: self._memops_copies, MEMOPS: self._memops}
 

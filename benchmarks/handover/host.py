@@ -18,11 +18,19 @@ class JobStruct(ctypes.Structure):
     """`Job` of host.c."""
 
     _fields_ = [
-        ("pool", ctypes.c_void_p), ("floats", ctypes.c_long), ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p), ("enter", ctypes.c_void_p), ("leave", ctypes.c_void_p),
-        ("count", ctypes.c_long), ("capacity", ctypes.c_long), ("tid", ctypes.c_long),
-        ("policy", ctypes.c_long), ("nice", ctypes.c_long), ("affinity", ctypes.c_long),
-    ]  # fmt: skip
+        ("pool", ctypes.c_void_p),
+        ("floats", ctypes.c_long),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("enter", ctypes.c_void_p),
+        ("leave", ctypes.c_void_p),
+        ("count", ctypes.c_long),
+        ("capacity", ctypes.c_long),
+        ("tid", ctypes.c_long),
+        ("policy", ctypes.c_long),
+        ("nice", ctypes.c_long),
+        ("affinity", ctypes.c_long),
+    ]
 
 
 class Job:
@@ -31,9 +39,15 @@ class Job:
     def __init__(self, x: torch.Tensor, y: torch.Tensor, pool: int = 0, floats: int = 0) -> None:
         self.enter, self.leave = (torch.zeros(MOST_CALLS, dtype=torch.int64) for _ in range(2))
         self.struct = JobStruct(
-            pool, floats, x.data_ptr(), y.data_ptr(), self.enter.data_ptr(), self.leave.data_ptr(),
-            0, MOST_CALLS,
-        )  # fmt: skip
+            pool,
+            floats,
+            x.data_ptr(),
+            y.data_ptr(),
+            self.enter.data_ptr(),
+            self.leave.data_ptr(),
+            0,
+            MOST_CALLS,
+        )
 
     @property
     def address(self) -> int:
@@ -47,10 +61,13 @@ class Host:
         self.library = c = compiled(SOURCE, *FLAGS)
         p, i, u = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
         for name, result, arguments in (
-            ("hb_pool", p, (i, i, i, p)), ("hb_pool_free", None, (p,)), ("hb_job", None, (p,)),
-            ("hb_serve", i, (p, p, i, i, p, u)), ("hb_ping", i, (p, p, i, p, u)),
+            ("hb_pool", p, (i, i, i, p)),
+            ("hb_pool_free", None, (p,)),
+            ("hb_job", None, (p,)),
+            ("hb_serve", i, (p, p, i, i, p, u)),
+            ("hb_ping", i, (p, p, i, p, u)),
             ("hb_awake", None, (i,)),
-        ):  # fmt: skip
+        ):
             function = getattr(c, name)
             function.restype, function.argtypes = result, list(arguments)
         self.job_function = ctypes.cast(c.hb_job, p).value or 0

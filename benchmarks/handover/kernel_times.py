@@ -28,8 +28,9 @@ def kernels(gpu: Gpu) -> list[Table]:
 
     def product(i: int, **options: object) -> None:
         vectors, grid = (x, y) if i % 2 else (y, x), (WIDTH // ROWS,)
-        gpu.launch("product", grid, matrix, *vectors, ROWS=ROWS, **sizes,
-                   **({"PDL": False} | options))  # fmt: skip
+        gpu.launch(
+            "product", grid, matrix, *vectors, ROWS=ROWS, **sizes, **({"PDL": False} | options)
+        )
 
     def multiply(i: int) -> None:
         with torch.cuda.stream(gpu.main):

@@ -28,17 +28,25 @@ def raise_flag(flag, value):
     )
     tl.debug_barrier()
     tl.inline_asm_elementwise(
-        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;", "=r,l,r",
-        [flag.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
+        "=r,l,r",
+        [flag.to(tl.int64), value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
 def peek(flag):
     return tl.inline_asm_elementwise(
-        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l",
-        [flag.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "ld.acquire.sys.global.u32 $0, [$1];",
+        "=r,l",
+        [flag.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -52,8 +52,10 @@ def _measured(layer: Callable[[Tensor], Tensor]) -> Table:
         torch.cuda.synchronize()
         captured.append(time.perf_counter() - began)
     names = {"launched by Python": eager, "of which launches": host, "captured": captured}
-    rows = [[name, *(f"{1e3 * count * median(found) / LAYERS:.3f}" for count in (1, ALL_LAYERS))]
-            for name, found in names.items()]  # fmt: skip
+    rows = [
+        [name, *(f"{1e3 * count * median(found) / LAYERS:.3f}" for count in (1, ALL_LAYERS))]
+        for name, found in names.items()
+    ]
     columns = ("", "ms a layer", f"ms of {ALL_LAYERS}")
     return Table(title=f"{T} tokens through layers of 7B, f16", columns=columns, rows=rows)
 
@@ -82,9 +84,12 @@ def _layer() -> Callable[[Tensor], Tensor]:
         scaled = torch.empty_like(q, dtype=torch.float16)
         torch.mul(q, HEAD_DIM**-0.5, out=scaled)
         heads = torch.ops.aten._scaled_dot_product_flash_attention(
-            scaled.transpose(0, 1)[None], cache[0, :, :T][None], cache[1, :, :T][None],
-            is_causal=True, scale=1.0,
-        )[0][0]  # fmt: skip
+            scaled.transpose(0, 1)[None],
+            cache[0, :, :T][None],
+            cache[1, :, :T][None],
+            is_causal=True,
+            scale=1.0,
+        )[0][0]
         return _product(heads.transpose(0, 1).flatten(1), out_DD.T)
 
     def neurons(x_TD: Tensor) -> Tensor:

@@ -52,10 +52,11 @@ def handover(bench: Bench) -> list[Table]:
     return [
         Table(
             title="us that an empty hand-over adds to a layer, median / 90 % of replays",
-            columns=("form", *(f"gap of {gap} us" for gap in gaps)), rows=rows,
+            columns=("form", *(f"gap of {gap} us" for gap in gaps)),
+            rows=rows,
             note=_caller(known.job),
         )
-    ]  # fmt: skip
+    ]
 
 
 def job(bench: Bench) -> list[Table]:
@@ -67,9 +68,11 @@ def job(bench: Bench) -> list[Table]:
     gap, cores, rows = 100, bench.cores, []
     base = bench.forms().base_us(gap)
     for threads, spin_us, yields, spins_beside in (
-        (cores, 1000, True, False), (cores, 50, False, False),
-        (max(1, cores - 1), 1000, True, False), (cores, 1000, True, True),
-    ):  # fmt: skip
+        (cores, 1000, True, False),
+        (cores, 50, False, False),
+        (max(1, cores - 1), 1000, True, False),
+        (cores, 1000, True, True),
+    ):
         cells = []
         for name in wanted:
             with bench.host.pool(threads, spin_us, yields, data) as pool:
@@ -183,24 +186,30 @@ class Clock:
 
 def facts_of(bench: Bench) -> dict[str, object]:
     """The machine, as far as a hand-over depends on it."""
-    names = {"idle driver": "/sys/devices/system/cpu/cpuidle/current_driver",
-             "halt polling, ns": "/sys/module/haltpoll/parameters/guest_halt_poll_ns",
-             "NVIDIA driver": "/proc/driver/nvidia/version"}  # fmt: skip
+    names = {
+        "idle driver": "/sys/devices/system/cpu/cpuidle/current_driver",
+        "halt polling, ns": "/sys/module/haltpoll/parameters/guest_halt_poll_ns",
+        "NVIDIA driver": "/proc/driver/nvidia/version",
+    }
     return {
-        **bench.gpu.facts(), "cores": bench.cores, "torch": torch.__version__,
+        **bench.gpu.facts(),
+        "cores": bench.cores,
+        "torch": torch.__version__,
         "memory operations in a capture": bench.gpu.memops,
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set"),
         **{name: _read(path) for name, path in names.items()},
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-    }  # fmt: skip
+    }
 
 
 def _caller(job: Job) -> str:
     """The thread that called the job first."""
     known = job.struct
     name = _read(f"/proc/self/task/{known.tid}/comm")
-    return (f"first caller: thread {known.tid} ({name}), policy {known.policy}, nice {known.nice},"
-            f" may run on {known.affinity} cores")  # fmt: skip
+    return (
+        f"first caller: thread {known.tid} ({name}), policy {known.policy}, nice {known.nice},"
+        f" may run on {known.affinity} cores"
+    )
 
 
 def _cell(us: list[float] | None) -> str:

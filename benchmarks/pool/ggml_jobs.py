@@ -32,9 +32,11 @@ class Plan(ctypes.Structure):
     """ggml_cplan, with room for fields of later versions."""
 
     _fields_ = [
-        ("work_size", ctypes.c_size_t), ("work_data", pointer), ("num_threads", ctypes.c_int),
+        ("work_size", ctypes.c_size_t),
+        ("work_data", pointer),
+        ("num_threads", ctypes.c_int),
         ("more", ctypes.c_uint64 * 16),
-    ]  # fmt: skip
+    ]
 
 
 class PoolParams(ctypes.Structure):

@@ -31,9 +31,20 @@ def _load() -> ctypes.CDLL:
     pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     lib.hs_encode_best_level.restype = int32
     lib.hs_encode.argtypes = [
-        int32, int32, pointer, size, size, pointer, size, size, int32, ctypes.c_float, pointer,
-        pointer, pointer,
-    ]  # fmt: skip
+        int32,
+        int32,
+        pointer,
+        size,
+        size,
+        pointer,
+        size,
+        size,
+        int32,
+        ctypes.c_float,
+        pointer,
+        pointer,
+        pointer,
+    ]
     lib.hs_encode.restype = int32
     return lib
 
@@ -47,9 +58,14 @@ def usable_levels() -> tuple[str, ...]:
 
 
 def encode_rows(
-    weight_NM: Tensor, kind: str, *, rows: np.ndarray | None = None,
-    importance_M: np.ndarray | None = None, limit: float = math.inf, level: str | None = None,
-) -> tuple[np.ndarray, float]:  # fmt: skip
+    weight_NM: Tensor,
+    kind: str,
+    *,
+    rows: np.ndarray | None = None,
+    importance_M: np.ndarray | None = None,
+    limit: float = math.inf,
+    level: str | None = None,
+) -> tuple[np.ndarray, float]:
     """Bytes, uint8 [N, row bytes], and the largest magnitude, which is NaN if there is a NaN.
 
     weight_NM: f32, f16 or bf16 on the CPU, rows or (without `rows`) columns contiguous; others are
@@ -76,11 +92,17 @@ def encode_rows(
     largest = ctypes.c_float()
     status = _lib.hs_encode(
         _lib.hs_encode_best_level() if level is None else LEVELS.index(level),
-        SOURCE_KINDS[weight_NM.dtype], weight_NM.data_ptr(), *weight_NM.stride(),
-        None if rows is None else rows.ctypes.data, num_rows, width,
-        int(type_of(kind)), limit,
-        None if importance_M is None else importance_M.ctypes.data, encoded.ctypes.data,
+        SOURCE_KINDS[weight_NM.dtype],
+        weight_NM.data_ptr(),
+        *weight_NM.stride(),
+        None if rows is None else rows.ctypes.data,
+        num_rows,
+        width,
+        int(type_of(kind)),
+        limit,
+        None if importance_M is None else importance_M.ctypes.data,
+        encoded.ctypes.data,
         ctypes.byref(largest),
-    )  # fmt: skip
+    )
     assert status == _OK, (status, weight_NM.shape, weight_NM.stride(), kind, level)
     return encoded, largest.value

@@ -101,9 +101,13 @@ def located(path: Path) -> Path:
 def _says(path: Path, option: str) -> str:
     try:
         done = subprocess.run(
-            [path, option], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, timeout=PROBE_S, check=False,
-        )  # fmt: skip
+            [path, option],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=PROBE_S,
+            check=False,
+        )
     except OSError as error:
         raise HotsplitError(f"{path}: cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired:
@@ -117,16 +121,22 @@ class PythonRival:
     def __init__(self, options: RivalOptions) -> None:
         self._path = options.path
         asked = {
-            "model": str(options.model), "context": options.context_length,
-            "type_k": type_of(options.type_k), "type_v": type_of(options.type_v), "threads": options.threads,
+            "model": str(options.model),
+            "context": options.context_length,
+            "type_k": type_of(options.type_k),
+            "type_v": type_of(options.type_v),
+            "threads": options.threads,
             "gpu_layers": options.gpu_layers,
-        }  # fmt: skip
+        }
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self._process = subprocess.Popen(
             [options.path, "-c", WORKER.read_text(encoding="utf-8"), json.dumps(asked)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
             env=environment_as_found(),
-        )  # fmt: skip
+        )
         self._ids: list[int] = []
         try:
             self.about = self._about(options)
@@ -218,18 +228,26 @@ class LlamaBench:
         options = self._options
         lengths = {"-p": 0, "-n": 0, "-p" if test.kind == "pp" else "-n": test.length}
         asked: dict[str, object] = {
-            "-m": options.model, **lengths, "-r": 1, "-t": options.threads,
-            "-ctk": options.type_k, "-ctv": options.type_v, "-o": "json",
-        }  # fmt: skip
+            "-m": options.model,
+            **lengths,
+            "-r": 1,
+            "-t": options.threads,
+            "-ctk": options.type_k,
+            "-ctv": options.type_v,
+            "-o": "json",
+        }
         if test.depth:
             asked["-d"] = test.depth
         if options.gpu_layers is not None:
             asked["-ngl"] = options.gpu_layers
         words = [str(word) for pair in asked.items() for word in pair]
         done = subprocess.run(
-            [options.path, *words], stdin=subprocess.DEVNULL, capture_output=True, check=False,
+            [options.path, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
             env=environment_as_found(),
-        )  # fmt: skip
+        )
         try:
             found = json.loads(done.stdout)[0]
             assert isinstance(found, dict)

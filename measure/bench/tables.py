@@ -97,12 +97,13 @@ def _aligned(rows: Sequence[Row]) -> list[str]:
     """Aligns the first column to the left and the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
-        "  " + "  ".join(
+        "  "
+        + "  ".join(
             cell.rjust(width) if number else cell.ljust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def markdown_of(report: BenchReport) -> str:
@@ -146,12 +147,14 @@ def _piped(rows: Sequence[Row], left: Sequence[str]) -> list[str]:
     widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
     is_left = [name in left for name in rows[0]]
     lines = [
-        "| " + " | ".join(
+        "| "
+        + " | ".join(
             cell.ljust(width) if to_left else cell.rjust(width)
             for cell, width, to_left in zip(row, widths, is_left, strict=True)
-        ) + " |"
+        )
+        + " |"
         for row in rows
-    ]  # fmt: skip
+    ]
     marks = [
         "-" * width if to_left else "-" * (width - 1) + ":"
         for width, to_left in zip(widths, is_left, strict=True)

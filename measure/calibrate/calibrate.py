@@ -144,10 +144,14 @@ def _doubts(machine: Machine, load: float | None, *, is_verbose: bool) -> list[s
     worst = max(doubtful, key=lambda name: doubtful[name].spread, default="")
     lines = [f"note: {name}: {told}" for name, told in ranges.items()] if is_verbose else []
     more = "" if is_verbose or len(doubtful) <= 1 else "; -v lists all"
-    seen = [
-        f"{len(doubtful)} of {len(machine.figures)} figures differ between rounds, most of all"
-        f" {worst} ({ranges[worst]})"
-    ] if doubtful else []  # fmt: skip
+    seen = (
+        [
+            f"{len(doubtful)} of {len(machine.figures)} figures differ between rounds, most of all"
+            f" {worst} ({ranges[worst]})"
+        ]
+        if doubtful
+        else []
+    )
     seen += _load_words(load)
     advice = "another process may be using the memory or the processors; calibrate again when the"
     return [*lines, *[f"note: {'; '.join(seen)}: {advice} machine is idle{more}"] * bool(seen)]

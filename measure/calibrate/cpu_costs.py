@@ -146,9 +146,14 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
     count = matrix.num_rows // 3
     gate, up, down = (replace(matrix, data=matrix.data[i : 3 * count : 3]) for i in range(3))
     block = NeuronBlock(
-        role="hot", gate=Linear(weight=gate), up=Linear(weight=up), down=down,
-        id_N=torch.arange(count), row_N=None, is_whole=True,
-    )  # fmt: skip
+        role="hot",
+        gate=Linear(weight=gate),
+        up=Linear(weight=up),
+        down=down,
+        id_N=torch.arange(count),
+        row_N=None,
+        is_whole=True,
+    )
     # With this threshold every predicted neuron fires.
     always = Gate(activation="fatrelu", threshold=-math.inf)
     neurons = NativeNeurons.of(block, always, count, is_named=True)
@@ -202,10 +207,15 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
 def _cache_probe() -> Probe:
     """The time of steps at the end of a context, less that of steps at its beginning."""
     sizes = Sizes(
-        num_layers=CACHE_LAYERS, hidden_size=64, num_neurons=64, num_heads=4 * CACHE_HEADS,
-        num_kv_heads=CACHE_HEADS, head_dim=CACHE_WIDTH, vocab_size=FEW_LOGITS,
+        num_layers=CACHE_LAYERS,
+        hidden_size=64,
+        num_neurons=64,
+        num_heads=4 * CACHE_HEADS,
+        num_kv_heads=CACHE_HEADS,
+        head_dim=CACHE_WIDTH,
+        vocab_size=FEW_LOGITS,
         context_length=CACHE_TOKENS,
-    )  # fmt: skip
+    )
     engine = _engine_of(sizes, "exact")
     end = CACHE_TOKENS - CACHE_STEPS
 
@@ -266,9 +276,15 @@ def _logits_probe(count: int) -> Probe:
 def _small_engine(mode: Mode, width: int, num_layers: int) -> Engine:
     heads = width // HEAD_DIM
     sizes = Sizes(
-        num_layers=num_layers, hidden_size=width, num_neurons=width, num_heads=heads,
-        num_kv_heads=heads, head_dim=HEAD_DIM, vocab_size=FEW_LOGITS, context_length=64,
-    )  # fmt: skip
+        num_layers=num_layers,
+        hidden_size=width,
+        num_neurons=width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=HEAD_DIM,
+        vocab_size=FEW_LOGITS,
+        context_length=64,
+    )
     return _engine_of(sizes, mode)
 
 

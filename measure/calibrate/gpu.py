@@ -42,9 +42,12 @@ WIDE_BYTES = 6 << 30  # of free memory, from which on the models of shape WIDE a
 
 
 def measure_gpu(
-    index: int, time_limit_s: float, cpu: CpuCosts, host_bytes: int,
+    index: int,
+    time_limit_s: float,
+    cpu: CpuCosts,
+    host_bytes: int,
     on_probe: Callable[[float], None] = lambda count: None,
-) -> Gpu:  # fmt: skip
+) -> Gpu:
     """The figures of one device, of which half of the time is for whole steps; `on_probe` is called
     after each timing. `host_bytes`: free bytes of main memory."""
     device = torch.device("cuda", index)
@@ -55,9 +58,10 @@ def measure_gpu(
     torch.cuda.empty_cache()
     wide = WIDE if min(free, host_bytes) >= WIDE_BYTES else SMALLER
     card = Card(
-        bandwidth=1e9 * found["bandwidth"].median, link=1e9 * found["pinned"].median,
+        bandwidth=1e9 * found["bandwidth"].median,
+        link=1e9 * found["pinned"].median,
         launch_s=found["launch"].median,
-    )  # fmt: skip
+    )
     of_narrow, of_wide = time_steps((NARROW, wide), device, time_limit_s / 2, on_probe)
     costs = fit(of_narrow, of_wide, card, cpu)
     model = wide.model(wide.num_layers)
@@ -123,7 +127,7 @@ def _neurons(
     def run() -> None:
         kernels.gate_up(
             block.gate.weight, None, up.weight, None, None, named_W, x_D, always, hidden_N
-        )  # fmt: skip
+        )
         kernels.down(block.down, hidden_N, parts_SD, skips_zeros=True)
 
     return run

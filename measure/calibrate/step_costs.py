@@ -75,10 +75,15 @@ class Shape:
         """A random model whose layers share their tensors."""
         heads = self.hidden_size // self.head_dim
         sizes = Sizes(
-            num_layers=1, hidden_size=self.hidden_size, num_neurons=self.num_neurons,
-            num_heads=heads, num_kv_heads=max(1, heads // 4), head_dim=self.head_dim,
-            vocab_size=self.vocab_size, context_length=CONTEXT,
-        )  # fmt: skip
+            num_layers=1,
+            hidden_size=self.hidden_size,
+            num_neurons=self.num_neurons,
+            num_heads=heads,
+            num_kv_heads=max(1, heads // 4),
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            context_length=CONTEXT,
+        )
         one = random_model(llama_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu"))
         spec = llama_spec(
             replace(sizes, num_layers=num_layers), Rotary(theta=1e4, pairing="adjacent"), "relu"
@@ -135,16 +140,28 @@ def plan_of(model: ModelFile, step: Step) -> Split:
     cold = [COLD if layer < step.num_divided else 0 for layer in range(spec.num_layers)]
     num_hot = [num_neurons - cold[n] if dense[n] else 0 for n in range(spec.num_layers)]
     (gpu,), cpu = plan_bytes(
-        model, context_length=CONTEXT, num_hot=num_hot, dense_on_gpu=dense, head_on_gpu=True,
+        model,
+        context_length=CONTEXT,
+        num_hot=num_hot,
+        dense_on_gpu=dense,
+        head_on_gpu=True,
         workspace=workspace_bytes(model, CONTEXT, "dense", 1),
-    )  # fmt: skip
+    )
     return Split(
-        model_id=model.model_id, mode="dense", vram_budget_bytes=sum(gpu.values()),
-        context_length=CONTEXT, hot=tuple(np.arange(count, dtype=np.int32) for count in num_hot),
-        dense_on_gpu=tuple(dense), head_on_gpu=True, gpu_bytes={i: gpu[i] for i in ITEMS},
-        cpu_bytes={i: cpu[i] for i in ITEMS}, status="calibrate", objective_s=1.0, bound_s=1.0,
+        model_id=model.model_id,
+        mode="dense",
+        vram_budget_bytes=sum(gpu.values()),
+        context_length=CONTEXT,
+        hot=tuple(np.arange(count, dtype=np.int32) for count in num_hot),
+        dense_on_gpu=tuple(dense),
+        head_on_gpu=True,
+        gpu_bytes={i: gpu[i] for i in ITEMS},
+        cpu_bytes={i: cpu[i] for i in ITEMS},
+        status="calibrate",
+        objective_s=1.0,
+        bound_s=1.0,
         solve_s=0.0,
-    )  # fmt: skip
+    )
 
 
 def engine_of(model: ModelFile, plan: Split, device: torch.device) -> Engine:
@@ -154,9 +171,11 @@ def engine_of(model: ModelFile, plan: Split, device: torch.device) -> Engine:
     if device.type == "cpu":
         live = engine._live
         step = hybrid_builder.build(
-            live.weights, Placement.of_split(plan, (device,)), engine.traffic,
+            live.weights,
+            Placement.of_split(plan, (device,)),
+            engine.traffic,
             plain_backend(reference_kernels()),
-        )  # fmt: skip
+        )
         engine._sequences.decoder = replace(live, native=step)
     return engine
 
@@ -175,9 +194,11 @@ class StepTimes:
 
 
 def time_steps(
-    shapes: Sequence[Shape], device: torch.device, time_limit_s: float,
+    shapes: Sequence[Shape],
+    device: torch.device,
+    time_limit_s: float,
     on_probe: Callable[[float], None] = lambda count: None,
-) -> list[StepTimes]:  # fmt: skip
+) -> list[StepTimes]:
     """Times the steps of all shapes in turn. The engines of one shape are loaded at a time."""
     found = []
     for shape in shapes:
@@ -237,16 +258,24 @@ def fit(narrow: StepTimes, wide: StepTimes, card: Card, cpu: CpuCosts) -> StepCo
     return StepCosts(
         kernel_s=kernel_s,
         token_s=_figure(
-            np.concatenate([f.token_R - f.head_seconds(known, kernel_s.median, vocab, cpu)
-                            for f, vocab in both])
+            np.concatenate(
+                [
+                    f.token_R - f.head_seconds(known, kernel_s.median, vocab, cpu)
+                    for f, vocab in both
+                ]
+            )
         ),
         hand_over_s=_figure(
-            np.concatenate([f.divided_R + f.hidden_seconds(known, kernel_s.median, cpu, overlaps)
-                            for f, _ in both])
+            np.concatenate(
+                [
+                    f.divided_R + f.hidden_seconds(known, kernel_s.median, cpu, overlaps)
+                    for f, _ in both
+                ]
+            )
         ),
         cpu_run_s=_figure(np.concatenate([f.run_R for f, _ in both])),
         bandwidth=_figure(rate_R) if card.bandwidth is None else None,
-    )  # fmt: skip
+    )
 
 
 def _figure(values_R: np.ndarray) -> Figure:
@@ -273,25 +302,32 @@ class _Fitted:
         model = times.shape.model(1)
         sizes, count = layer_bytes(model, 0), times.shape.num_neurons
         return cls(
-            token_R=token_R, layer_R=layer_R, divided_R=divided_R, run_R=run_R,
+            token_R=token_R,
+            layer_R=layer_R,
+            divided_R=divided_R,
+            run_R=run_R,
             layer_bytes=sizes.attention + count * sizes.neuron + kv_read(model, 0, CONTEXT),
-            neuron_bytes=sizes.neuron, num_neurons=count, head_bytes=head_bytes(model),
+            neuron_bytes=sizes.neuron,
+            num_neurons=count,
+            head_bytes=head_bytes(model),
             num_kernels=dense_kernels(model, 0, has_predictor=False) + HOT_KERNELS,
-        )  # fmt: skip
+        )
 
     def first(self, count: int) -> "_Fitted":
         """The same of the first rounds."""
         return replace(
-            self, token_R=self.token_R[:count], layer_R=self.layer_R[:count],
-            divided_R=self.divided_R[:count], run_R=self.run_R[:count],
-        )  # fmt: skip
+            self,
+            token_R=self.token_R[:count],
+            layer_R=self.layer_R[:count],
+            divided_R=self.divided_R[:count],
+            run_R=self.run_R[:count],
+        )
 
     def head_seconds(self, card: Card, kernel_s: float, vocab: int, cpu: CpuCosts) -> float:
         """A token's seconds apart from its layers and its use of the GPU."""
         assert card.bandwidth is not None
         head_s = max(
-            HEAD_KERNELS * kernel_s,
-            HEAD_KERNELS * card.launch_s + self.head_bytes / card.bandwidth,
+            HEAD_KERNELS * kernel_s, HEAD_KERNELS * card.launch_s + self.head_bytes / card.bandwidth
         )
         copy_s = FLOAT_BYTES * vocab / card.link
         return head_s + copy_s + cpu.token_s.median + vocab * cpu.logit_s.median

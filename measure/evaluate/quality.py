@@ -82,8 +82,10 @@ class EvalReport:
     @property
     def neurons_line(self) -> str:
         """Means over the layers."""
-        shares = {"named": (self.named_share_L, self.named_half_width),
-                  "computed": (self.hidden_share_L, self.hidden_half_width)}  # fmt: skip
+        shares = {
+            "named": (self.named_share_L, self.named_half_width),
+            "computed": (self.hidden_share_L, self.hidden_half_width),
+        }
         told = [
             f"{what} {sum(share_L) / len(share_L):.1%}{_within(half_width, '.1%')}"
             for what, (share_L, half_width) in shares.items()
@@ -148,13 +150,21 @@ def _windows(
     context = min(dense.context_length, engine.context_length)
     if config.chat_template is not None:
         return read_chat_windows(
-            config.corpora, dense.model, dense.codec, template=config.chat_template or None,
-            context_length=context, max_tokens=config.max_tokens, seed=config.seed,
-        )  # fmt: skip
+            config.corpora,
+            dense.model,
+            dense.codec,
+            template=config.chat_template or None,
+            context_length=context,
+            max_tokens=config.max_tokens,
+            seed=config.seed,
+        )
     windows = read_windows(
-        config.corpora, dense.codec, context_length=context,
-        max_tokens=config.max_tokens, seed=config.seed,
-    )  # fmt: skip
+        config.corpora,
+        dense.codec,
+        context_length=context,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+    )
     return windows.ids, None
 
 
@@ -267,9 +277,7 @@ class ShareCounter:
     def __init__(self, model: ModelFile) -> None:
         self.thresholds = model.predictor.threshold_L if model.predictor else ()
         self.num_neurons_L = tuple(layer.neurons.number for layer in model.spec.layers)
-        self.counts: dict[str, dict[int, list[Tensor]]] = {
-            "ffn_predicted": {}, "ffn_hidden": {},
-        }  # fmt: skip
+        self.counts: dict[str, dict[int, list[Tensor]]] = {"ffn_predicted": {}, "ffn_hidden": {}}
 
     def wants(self, name: str, layer: int | None) -> bool:
         return name in self.counts

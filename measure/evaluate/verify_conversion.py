@@ -229,9 +229,17 @@ def _transformers_may_fail() -> Iterator[None]:
         with _silent_transformers():
             yield
     except (
-        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
-        RuntimeError, StrictDataclassError, TypeError, ValueError,
-    ) as error:  # fmt: skip
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+    ) as error:
         line = " ".join(str(error).split())[:200] or type(error).__name__
         raise Skipped(f"transformers cannot run the checkpoint ({line})") from error
 
@@ -268,10 +276,17 @@ def _load(folder: Path) -> torch.nn.Module:
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     is_text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return (AutoModelForCausalLM if is_text else AutoModelForImageTextToText).from_pretrained(
-        folder, config=config, dtype=torch.float32, local_files_only=True,
-        experts_implementation="eager",  # others want widths that are multiples of 4
-    ).eval()  # fmt: skip
+    return (
+        (AutoModelForCausalLM if is_text else AutoModelForImageTextToText)
+        .from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            experts_implementation="eager",  # others want widths that are multiples of 4
+        )
+        .eval()
+    )
 
 
 def _check_known(folder: Path, values: Mapping[str, object]) -> None:

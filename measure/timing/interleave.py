@@ -97,9 +97,11 @@ def time_rounds(
     assert len(turns) == len(probes), "two probes have one name"
     # Always in one order: what a probe has just read is in a cache for its next turn.
     return take_turns(
-        turns, MAX_ROUNDS, alternates=False,
+        turns,
+        MAX_ROUNDS,
+        alternates=False,
         is_over=lambda number: number > MIN_ROUNDS and clock() - began > time_limit_s,
-    )  # fmt: skip
+    )
 
 
 def sum_of_rounds(

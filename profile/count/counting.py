@@ -37,9 +37,12 @@ class Counter:
     is_sum = True  # the counts of several processes add up; see profile.count.run.Part
 
     def __init__(
-        self, gates: tuple[Gate, ...], num_neurons: int, experts_L: Sequence[int] = (),
+        self,
+        gates: tuple[Gate, ...],
+        num_neurons: int,
+        experts_L: Sequence[int] = (),
         share: tuple[int, int] = (0, 1),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.gates, self.num_neurons, self.num_tokens = gates, num_neurons, 0
         self.experts_L = tuple(experts_L) or (1,) * len(gates)
         self._chosen: dict[int, Tensor] = {}  # i64 [E] a layer with experts

@@ -20,12 +20,26 @@ from hotsplit.profile.count.run import Part
 
 # The observed tensor that a matrix is multiplied by (see runtime.ops.observers), by the matrix's name.
 SEEN_AS = {
-    "attn_q": "attn_norm", "attn_k": "attn_norm", "attn_v": "attn_norm", "attn_qkv": "attn_norm",
-    "attn_output": "attn_heads", "attn_gate": "attn_norm", "ssm_alpha": "attn_norm", "ssm_beta": "attn_norm",
-    "ssm_ba": "attn_norm", "ssm_out": "attn_heads", "ffn_gate": "ffn_norm", "ffn_up": "ffn_norm", "ffn_down": "ffn_hidden",
-    "ffn_gate_shexp": "ffn_norm", "ffn_up_shexp": "ffn_norm", "ffn_down_shexp": "ffn_shared_hidden",
-    "ffn_gate_exps": "ffn_norm", "ffn_up_exps": "ffn_norm", "ffn_down_exps": "ffn_hidden",
-}  # fmt: skip
+    "attn_q": "attn_norm",
+    "attn_k": "attn_norm",
+    "attn_v": "attn_norm",
+    "attn_qkv": "attn_norm",
+    "attn_output": "attn_heads",
+    "attn_gate": "attn_norm",
+    "ssm_alpha": "attn_norm",
+    "ssm_beta": "attn_norm",
+    "ssm_ba": "attn_norm",
+    "ssm_out": "attn_heads",
+    "ffn_gate": "ffn_norm",
+    "ffn_up": "ffn_norm",
+    "ffn_down": "ffn_hidden",
+    "ffn_gate_shexp": "ffn_norm",
+    "ffn_up_shexp": "ffn_norm",
+    "ffn_down_shexp": "ffn_shared_hidden",
+    "ffn_gate_exps": "ffn_norm",
+    "ffn_up_exps": "ffn_norm",
+    "ffn_down_exps": "ffn_hidden",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

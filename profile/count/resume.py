@@ -63,9 +63,11 @@ def resume_path(output: Path) -> Path:
 
 def save_position(path: Path, settings: Settings, position: Position) -> None:
     metadata = {
-        "settings": settings, "phase": position.phase, "done": position.done,
+        "settings": settings,
+        "phase": position.phase,
+        "done": position.done,
         "digest": position.digest(),
-    }  # fmt: skip
+    }
     save_arrays(path, FORMAT, VERSION, metadata, position.arrays)
 
 

@@ -25,8 +25,17 @@ def _load() -> ctypes.CDLL:
     lib = ctypes.CDLL(spec.origin)
     pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     lib.hs_count.argtypes = [
-        pointer, size, size, ctypes.c_float, int32, pointer, pointer, pointer, pointer, size,
-    ]  # fmt: skip
+        pointer,
+        size,
+        size,
+        ctypes.c_float,
+        int32,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        size,
+    ]
     lib.hs_count.restype = int32
     return lib
 
@@ -65,8 +74,15 @@ def count(
     assert count_F.shape == (num_neurons,), (count_F.shape, num_neurons)
     assert all(t.is_cpu and t.is_contiguous() for t in (value_TF, count_F, histogram_B))
     status = _lib.hs_count(
-        value_TF.data_ptr(), num_tokens, num_neurons, threshold, is_magnitude,
-        first.data_ptr(), edge.data_ptr(), count_F.data_ptr(), histogram_B.data_ptr(),
+        value_TF.data_ptr(),
+        num_tokens,
+        num_neurons,
+        threshold,
+        is_magnitude,
+        first.data_ptr(),
+        edge.data_ptr(),
+        count_F.data_ptr(),
+        histogram_B.data_ptr(),
         len(histogram_B),
-    )  # fmt: skip
+    )
     assert status == 0, (status, value_TF.shape, histogram_B.shape)

@@ -55,9 +55,12 @@ class Moments:
     def sums(self) -> dict[str, Tensor]:
         """The tensors themselves, which are updated in place."""
         found = {
-            "input_DD": self.input_DD, "input_D": self.input_D, "num_tokens": self.num_tokens,
-            "gate_square_F": self.gate_square_F, "gate_F": self.gate_F,
-        }  # fmt: skip
+            "input_DD": self.input_DD,
+            "input_D": self.input_D,
+            "num_tokens": self.num_tokens,
+            "gate_square_F": self.gate_square_F,
+            "gate_F": self.gate_F,
+        }
         return found if self.cross_FD is None else {**found, "cross_FD": self.cross_FD}
 
     def add(self, x_TD: Tensor, gate_TF: Tensor) -> None:

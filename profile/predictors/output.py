@@ -38,9 +38,12 @@ def measure(
             break
     dense_shares = ShareCounter(dense.model)
     with Engine.of(
-        with_predictors(dense.model, predictors), mode="predicted", device=str(dense.device),
-        context_length=dense.context_length, is_resident=False,
-    ) as engine:  # fmt: skip
+        with_predictors(dense.model, predictors),
+        mode="predicted",
+        device=str(dense.device),
+        context_length=dense.context_length,
+        is_resident=False,
+    ) as engine:
         (report,) = compare_all(dense, [engine], chosen, dense_shares=dense_shares)
     return recorded(dense.model, report, dense_shares, corpus_sha256)
 

@@ -203,8 +203,11 @@ class Examiner:
         hidden_TF = hidden_TF * fires_TF
         given_TF = hidden_TF.abs() * norm_F
         self.fired_F += fires_TF.sum(dim=0)
-        counts = (fires_TF.new_ones(()).long() * fires_TF.numel(), named_TF.sum(),
-                  (named_TF & fires_TF).sum())  # fmt: skip
+        counts = (
+            fires_TF.new_ones(()).long() * fires_TF.numel(),
+            named_TF.sum(),
+            (named_TF & fires_TF).sum(),
+        )
         self.num += torch.stack(counts)
         lost_TD = self.down.combine_many(hidden_TF * ~named_TF)
         y_TD = self.down.combine_many(hidden_TF)

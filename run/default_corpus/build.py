@@ -37,8 +37,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._skipped += tag in SKIPPED
         classes = dict(attrs).get("class") or ""
-        if tag == "div" and (self._depth or classes.startswith(("sphinxsidebar", "related",
-                                                               "footer"))):  # fmt: skip
+        if tag == "div" and (
+            self._depth or classes.startswith(("sphinxsidebar", "related", "footer"))
+        ):
             self._depth += 1
         if tag == "a":  # links do not nest
             self._is_in_headerlink = "headerlink" in classes

@@ -258,9 +258,7 @@ class AnswerReader:
         if self._has_text:
             return self._everywhere
         wrapper = self._format.wrapper[:1] if self._before == "reasoning" else ()
-        return (
-            *self._everywhere, *self._first_calls, *self._thoughts, *self._ends, *wrapper,
-        )  # fmt: skip
+        return (*self._everywhere, *self._first_calls, *self._thoughts, *self._ends, *wrapper)
 
     def _content(self, end: End) -> Generator[Part, None, bool]:
         """Reads text up to the next mark. Returns whether there is one."""

@@ -77,7 +77,9 @@ class Written:
         between = self.between or ""
         texts = [
             self.call.format(
-                name=name, string=json_text(name), object=json_text(arguments),
+                name=name,
+                string=json_text(name),
+                object=json_text(arguments),
                 bare=bare_text(arguments),
                 keywords=", ".join(f"{key}={json_text(arguments[key])}" for key in arguments),
                 parameters="".join(
@@ -86,7 +88,7 @@ class Written:
                 ),
             )
             for name, arguments in calls
-        ]  # fmt: skip
+        ]
         return f"{self.begin}{between.join(texts)}{self.end}"
 
 
@@ -194,8 +196,13 @@ _DEEPSEEK_MARKS = (DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_EN
 _MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
 _ARG_TAGS = (
-    "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
-)  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+)
 
 THINK = Reasoning(begin="<think>", end="</think>")
 _CHANNEL = Reasoning(begin="<|channel>", label="thought", end="<channel|>", is_anywhere=True)
@@ -206,20 +213,23 @@ _STEPS = Reasoning(begin="Here are my reasoning steps:", end="[BEGIN FINAL RESPO
 _SENTENCES = Reasoning(begin="Here is my thought process:", end="Here is my response:")
 
 HERMES = CallForm(
-    begins={"<tool_call>": hermes}, marks=("<tool_call>", "</tool_call>"),
+    begins={"<tool_call>": hermes},
+    marks=("<tool_call>", "</tool_call>"),
     written=Written(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"),
-)  # fmt: skip
+)
 
 _LISTED = CallForm(
     begins={"<|tool_call|>": granite, "<tool_call>": granite},
     marks=("<|tool_call|>", "<|/tool_call|>", "<tool_call>", "</tool_call>"),
     written=Written(begin="<|tool_call|>[", call=_OBJECT, between=", ", end="]"),
-)  # fmt: skip
+)
 
 # In the order in which a template is compared with them; the last one is of any template.
 FORMATS = (
     AnswerFormat(
-        name="gpt-oss", in_template=("<|channel|>", "<|message|>"), has_channels=True,
+        name="gpt-oss",
+        in_template=("<|channel|>", "<|message|>"),
+        has_channels=True,
         reasoning=(Reasoning(begin=channels.ANALYSIS, end="<|end|>", is_anywhere=True),),
         calls=CallForm(
             marks=channels.MARKS,
@@ -231,29 +241,41 @@ FORMATS = (
         ),
     ),
     AnswerFormat(
-        name="Gemma 4", in_template=("<|tool_call>", "<tool_call|>"), reasoning=(_CHANNEL,),
+        name="Gemma 4",
+        in_template=("<|tool_call>", "<tool_call|>"),
+        reasoning=(_CHANNEL,),
         calls=CallForm(
-            begins={"<|tool_call>": bare_keys}, marks=("<|tool_call>", "<tool_call|>", QUOTE),
+            begins={"<|tool_call>": bare_keys},
+            marks=("<|tool_call>", "<tool_call|>", QUOTE),
             written=Written(call="<|tool_call>call:{name}{bare}<tool_call|>", between=""),
         ),
     ),
     AnswerFormat(
-        name="Cohere 2", in_template=("<|CHATBOT_TOKEN|>", "<|START_ACTION|>"),
-        reasoning=(_START_END,), ends=("<|END_OF_TURN_TOKEN|>",),
+        name="Cohere 2",
+        in_template=("<|CHATBOT_TOKEN|>", "<|START_ACTION|>"),
+        reasoning=(_START_END,),
+        ends=("<|END_OF_TURN_TOKEN|>",),
         hidden=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         calls=CallForm(
-            begins={"<|START_ACTION|>": action}, marks=("<|START_ACTION|>", "<|END_ACTION|>"),
+            begins={"<|START_ACTION|>": action},
+            marks=("<|START_ACTION|>", "<|END_ACTION|>"),
             written=Written(
-                begin="<|START_ACTION|>[\n    ", between=",\n    ", end="\n]<|END_ACTION|>",
+                begin="<|START_ACTION|>[\n    ",
+                between=",\n    ",
+                end="\n]<|END_ACTION|>",
                 call='{{"tool_call_id": "0", "tool_name": {string}, "parameters": {object}}}',
             ),
         ),
     ),
     AnswerFormat(
-        name="GLM-4.5", in_template=("<tool_call>", "<arg_key>"), not_in_template=("><arg_value>",),
-        reasoning=(THINK,), ends=("<|user|>", "<|observation|>"),
+        name="GLM-4.5",
+        in_template=("<tool_call>", "<arg_key>"),
+        not_in_template=("><arg_value>",),
+        reasoning=(THINK,),
+        ends=("<|user|>", "<|observation|>"),
         calls=CallForm(
-            begins={"<tool_call>": arg_tags}, marks=_ARG_TAGS,
+            begins={"<tool_call>": arg_tags},
+            marks=_ARG_TAGS,
             written=Written(
                 call="<tool_call>{name}\n{parameters}</tool_call>",
                 parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
@@ -261,18 +283,23 @@ FORMATS = (
         ),
     ),
     AnswerFormat(
-        name="GLM-4.7", in_template=("<tool_call>", "<arg_key>"),
-        reasoning=(THINK,), ends=("<|user|>", "<|observation|>"),
+        name="GLM-4.7",
+        in_template=("<tool_call>", "<arg_key>"),
+        reasoning=(THINK,),
+        ends=("<|user|>", "<|observation|>"),
         calls=CallForm(
-            begins={"<tool_call>": arg_tags}, marks=_ARG_TAGS,
+            begins={"<tool_call>": arg_tags},
+            marks=_ARG_TAGS,
             written=Written(
-                call="<tool_call>{name}{parameters}</tool_call>", between="",
+                call="<tool_call>{name}{parameters}</tool_call>",
+                between="",
                 parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
             ),
         ),
     ),
     AnswerFormat(
-        name="Qwen-Coder", in_template=("<tool_call>", "<function=", "<parameter="),
+        name="Qwen-Coder",
+        in_template=("<tool_call>", "<function=", "<parameter="),
         reasoning=(replace(THINK, cut="<tool_call>\n<function="),),
         calls=CallForm(
             begins={"<tool_call>": qwen_xml, "<function=": qwen_xml},
@@ -284,52 +311,73 @@ FORMATS = (
         ),
     ),
     AnswerFormat(
-        name="DeepSeek", in_template=(DEEPSEEK_CALL, "```json"), reasoning=(THINK,),
+        name="DeepSeek",
+        in_template=(DEEPSEEK_CALL, "```json"),
+        reasoning=(THINK,),
         calls=CallForm(
-            begins=_DEEPSEEK, marks=_DEEPSEEK_MARKS,
+            begins=_DEEPSEEK,
+            marks=_DEEPSEEK_MARKS,
             written=Written(
-                begin=DEEPSEEK_BEGIN, end=DEEPSEEK_END,
+                begin=DEEPSEEK_BEGIN,
+                end=DEEPSEEK_END,
                 call=f"{DEEPSEEK_CALL}function{DEEPSEEK_SEP}{{name}}\n```json\n{{object}}\n```"
                 + DEEPSEEK_CALL_END,
             ),
         ),
     ),
     AnswerFormat(
-        name="DeepSeek 3.1", in_template=(DEEPSEEK_CALL,), reasoning=(THINK,),
+        name="DeepSeek 3.1",
+        in_template=(DEEPSEEK_CALL,),
+        reasoning=(THINK,),
         calls=CallForm(
-            begins=_DEEPSEEK, marks=_DEEPSEEK_MARKS,
+            begins=_DEEPSEEK,
+            marks=_DEEPSEEK_MARKS,
             written=Written(
-                begin=DEEPSEEK_BEGIN, end=DEEPSEEK_END, between="",
+                begin=DEEPSEEK_BEGIN,
+                end=DEEPSEEK_END,
+                between="",
                 call=f"{DEEPSEEK_CALL}{{name}}{DEEPSEEK_SEP}{{object}}{DEEPSEEK_CALL_END}",
             ),
         ),
     ),
     AnswerFormat(
-        name="Mistral", in_template=("[TOOL_CALLS]",), not_in_template=("[ARGS]",),
+        name="Mistral",
+        in_template=("[TOOL_CALLS]",),
+        not_in_template=("[ARGS]",),
         reasoning=(_BRACKETS, THINK),
         calls=CallForm(
-            begins={"[TOOL_CALLS]": mistral}, marks=_MISTRAL,
+            begins={"[TOOL_CALLS]": mistral},
+            marks=_MISTRAL,
             written=Written(begin="[TOOL_CALLS] [", call=_OBJECT, between=", ", end="]"),
         ),
     ),
     AnswerFormat(
-        name="Mistral, newer", in_template=("[TOOL_CALLS]", "[ARGS]"),
+        name="Mistral, newer",
+        in_template=("[TOOL_CALLS]", "[ARGS]"),
         reasoning=(_BRACKETS, THINK),
         calls=CallForm(
-            begins={"[TOOL_CALLS]": mistral}, marks=_MISTRAL,
+            begins={"[TOOL_CALLS]": mistral},
+            marks=_MISTRAL,
             written=Written(call="[TOOL_CALLS]{name}[ARGS]{object}", between=""),
         ),
     ),
     AnswerFormat(
-        name="Granite 3.2", in_template=("<|tool_call|>", _SENTENCES.begin, _SENTENCES.end),
-        reasoning=(_SENTENCES,), calls=_LISTED,
+        name="Granite 3.2",
+        in_template=("<|tool_call|>", _SENTENCES.begin, _SENTENCES.end),
+        reasoning=(_SENTENCES,),
+        calls=_LISTED,
     ),
     AnswerFormat(
-        name="Granite", in_template=("<|tool_call|>",), reasoning=(THINK,),
-        wrapper=("<response>", "</response>"), calls=_LISTED,
+        name="Granite",
+        in_template=("<|tool_call|>",),
+        reasoning=(THINK,),
+        wrapper=("<response>", "</response>"),
+        calls=_LISTED,
     ),
     AnswerFormat(
-        name="OLMo 3", in_template=("<function_calls>",), reasoning=(THINK,),
+        name="OLMo 3",
+        in_template=("<function_calls>",),
+        reasoning=(THINK,),
         calls=CallForm(
             begins={"<function_calls>": python_calls},
             marks=("<function_calls>", "</function_calls>"),
@@ -339,7 +387,9 @@ FORMATS = (
         ),
     ),
     AnswerFormat(
-        name="Apriel", in_template=("<tool_calls>[",), reasoning=(_STEPS, THINK),
+        name="Apriel",
+        in_template=("<tool_calls>[",),
+        reasoning=(_STEPS, THINK),
         hidden=("[END FINAL RESPONSE]",),
         calls=CallForm(
             begins={"<tool_calls>": hermes, "<tool_call>": hermes},
@@ -350,26 +400,30 @@ FORMATS = (
         ),
     ),
     AnswerFormat(
-        name="ERNIE 4.5", in_template=("<tool_call>", "<response>"), reasoning=(THINK,),
-        wrapper=("<response>", "</response>"), calls=HERMES,
+        name="ERNIE 4.5",
+        in_template=("<tool_call>", "<response>"),
+        reasoning=(THINK,),
+        wrapper=("<response>", "</response>"),
+        calls=HERMES,
     ),
     AnswerFormat(
-        name="Hermes", in_template=("<tool_call>", "arguments"),
-        reasoning=(THINK,), calls=HERMES,
+        name="Hermes", in_template=("<tool_call>", "arguments"), reasoning=(THINK,), calls=HERMES
     ),
     AnswerFormat(
-        name="Llama 3", in_template=("<|start_header_id|>", "parameters"),
-        not_in_template=("<function=", ">>>"), reasoning=(THINK,),
+        name="Llama 3",
+        in_template=("<|start_header_id|>", "parameters"),
+        not_in_template=("<function=", ">>>"),
+        reasoning=(THINK,),
         calls=CallForm(
-            begins={"<|python_tag|>": llama}, first={"{": llama}, separators=";,",
+            begins={"<|python_tag|>": llama},
+            first={"{": llama},
+            separators=";,",
             marks=("<|python_tag|>",),
-            written=Written(
-                call='{{"name": {string}, "parameters": {object}}}', between="; ",
-            ),
+            written=Written(call='{{"name": {string}, "parameters": {object}}}', between="; "),
         ),
     ),
     AnswerFormat(name="described", reasoning=(THINK,), calls=HERMES, describes_tools=True),
-)  # fmt: skip
+)
 DESCRIBED = FORMATS[-1]
 # Marks that are reasoning's wherever a vocabulary has them as tokens, whatever the template says.
 _AS_TOKENS = (_CHANNEL, _BRACKETS, _START_END)

@@ -7,9 +7,13 @@ from hotsplit.runtime.answers.scanner import sound_json
 Schema = Mapping[str, object]
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "object": dict,
+    "array": list,
     "null": type(None),
-}  # fmt: skip
+}
 _WORDS = {"True": True, "False": False, "None": None}  # as Python writes them
 
 

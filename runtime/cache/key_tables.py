@@ -36,9 +36,14 @@ class KeyTables:
 
     @classmethod
     def of(
-        cls, rule: KeySelection, table: BlockTable, num_kv_heads: int, width: int, is_rotated: bool,
+        cls,
+        rule: KeySelection,
+        table: BlockTable,
+        num_kv_heads: int,
+        width: int,
+        is_rotated: bool,
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor],
-    ) -> "KeyTables":  # fmt: skip
+    ) -> "KeyTables":
         blocks = -(-table.block_length // rule.block)
         frame = (table.num_blocks, num_kv_heads, blocks)
         coded = (*frame, rule.block if rule.is_coded else 0)
@@ -47,8 +52,11 @@ class KeyTables:
             unit_BKN=zeros(frame, torch.float32),
             code_BKNPC=zeros((*coded, rule.code_width(width)), torch.uint8),
             factor_BKNP=zeros(coded, torch.float32),
-            rule=rule, table=table, width=width, is_rotated=is_rotated,
-        )  # fmt: skip
+            rule=rule,
+            table=table,
+            width=width,
+            is_rotated=is_rotated,
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -54,9 +54,13 @@ class LayerCache:
             is_rotated = types.key.is_rotated
             tables = KeyTables.of(types.selection, table, num_kv_heads, width, is_rotated, zeros)
         return cls(
-            key_BKPX=empty(types.key), value_BKPX=empty(types.value), table=table, types=types,
-            head_width=width, tables=tables,
-        )  # fmt: skip
+            key_BKPX=empty(types.key),
+            value_BKPX=empty(types.value),
+            table=table,
+            types=types,
+            head_width=width,
+            tables=tables,
+        )
 
     @property
     def key_CKW(self) -> Tensor:

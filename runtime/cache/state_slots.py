@@ -92,9 +92,12 @@ class LayerState:
 
     @classmethod
     def of(
-        cls, num_sequences: int, state_VNM: tuple[int, int, int], conv_JC: tuple[int, int],
+        cls,
+        num_sequences: int,
+        state_VNM: tuple[int, int, int],
+        conv_JC: tuple[int, int],
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor],
-    ) -> "LayerState":  # fmt: skip
+    ) -> "LayerState":
         """`zeros` allocates, on a GPU from reserved memory."""
         slots = num_slots(num_sequences)
         return cls(

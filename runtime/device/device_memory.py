@@ -31,12 +31,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.device.pools import (
-    GAPS,
-    LEAST_OWN_BYTES,
-    SEGMENT_BYTES,
-    PoolBytes,
-)
+from hotsplit.runtime.device.pools import GAPS, LEAST_OWN_BYTES, SEGMENT_BYTES, PoolBytes
 from hotsplit.system.sizes import format_bytes
 
 # Of cuBLAS: 4 MiB and eight times 16 KiB for each thread and stream; torch's default is 32 MiB on an

@@ -32,9 +32,11 @@ _NICENESS = 10  # a costly grammar must not slow down the texts beside it
 # and a row of a grammar with thousands of alternatives that of 2,000.
 _MAX_STEP = 1_000_000
 _LIMITS = LLParserLimits(
-    step_lexer_fuel=_MAX_STEP, step_max_items=_MAX_STEP, max_items_in_row=_MAX_STEP,
+    step_lexer_fuel=_MAX_STEP,
+    step_max_items=_MAX_STEP,
+    max_items_in_row=_MAX_STEP,
     verbose_errors=False,
-)  # fmt: skip
+)
 # Without this, llguidance expands forced text, however long, and allows only the tokens that the
 # tokenizer would use for it. Appended at the end, so line numbers in its messages stay right.
 _NOT_FORCED = '\n%llguidance {"no_forcing": true}\n'

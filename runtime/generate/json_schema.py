@@ -19,18 +19,54 @@ _SCHEMAS = {"items", "additionalProperties", "anyOf", "allOf", "oneOf", "prefixI
 _NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 _MAX_WHOLE = 1 << 53  # llguidance stores numbers as float64
 _LIMITS = {
-    "minimum": -_MAX_WHOLE, "exclusiveMinimum": -_MAX_WHOLE,
-    "maximum": _MAX_WHOLE, "exclusiveMaximum": _MAX_WHOLE,
-}  # fmt: skip
+    "minimum": -_MAX_WHOLE,
+    "exclusiveMinimum": -_MAX_WHOLE,
+    "maximum": _MAX_WHOLE,
+    "exclusiveMaximum": _MAX_WHOLE,
+}
 # The standard's keywords that are more than annotations.
-_KEYWORDS = _SCHEMAS | _NAMED_SCHEMAS | _LIMITS.keys() | {
-    "$anchor", "$dynamicAnchor", "$dynamicRef", "$id", "$recursiveAnchor", "$recursiveRef", "$ref",
-    "additionalItems", "const", "contains", "dependencies", "dependentRequired",
-    "dependentSchemas", "else", "enum", "format", "if", "maxContains", "maxItems", "maxLength",
-    "maxProperties", "minContains", "minItems", "minLength", "minProperties", "multipleOf", "not",
-    "pattern", "propertyNames", "required", "then", "type", "unevaluatedItems", "unevaluatedProperties",
-    "uniqueItems",
-}  # fmt: skip
+_KEYWORDS = (
+    _SCHEMAS
+    | _NAMED_SCHEMAS
+    | _LIMITS.keys()
+    | {
+        "$anchor",
+        "$dynamicAnchor",
+        "$dynamicRef",
+        "$id",
+        "$recursiveAnchor",
+        "$recursiveRef",
+        "$ref",
+        "additionalItems",
+        "const",
+        "contains",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "else",
+        "enum",
+        "format",
+        "if",
+        "maxContains",
+        "maxItems",
+        "maxLength",
+        "maxProperties",
+        "minContains",
+        "minItems",
+        "minLength",
+        "minProperties",
+        "multipleOf",
+        "not",
+        "pattern",
+        "propertyNames",
+        "required",
+        "then",
+        "type",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "uniqueItems",
+    }
+)
 _OF_OBJECTS = {
     "properties",
     "patternProperties",

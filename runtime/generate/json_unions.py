@@ -84,9 +84,14 @@ def _types(schema: Schema) -> set[str] | None:
 
 
 _TYPES = {
-    str: "string", int: "number", float: "number", bool: "boolean", type(None): "null",
-    list: "array", dict: "object",
-}  # fmt: skip
+    str: "string",
+    int: "number",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
 _NUMERIC = {"number", "array", "object"}  # may be, or contain, numbers
 
 

@@ -129,12 +129,24 @@ class SamplerChain:
         o = self.options
         match name:
             case "penalties":
-                return samplers.penalties(c, history, last_n=o.repeat_last_n, repeat=o.repeat_penalty,
-                                          frequency=o.frequency_penalty, presence=o.presence_penalty)  # fmt: skip
+                return samplers.penalties(
+                    c,
+                    history,
+                    last_n=o.repeat_last_n,
+                    repeat=o.repeat_penalty,
+                    frequency=o.frequency_penalty,
+                    presence=o.presence_penalty,
+                )
             case "dry":
-                return dry(c, history, multiplier=o.dry_multiplier, base=o.dry_base,
-                           allowed_length=o.dry_allowed_length, last_n=o.dry_penalty_last_n,
-                           breakers=self._breakers)  # fmt: skip
+                return dry(
+                    c,
+                    history,
+                    multiplier=o.dry_multiplier,
+                    base=o.dry_base,
+                    allowed_length=o.dry_allowed_length,
+                    last_n=o.dry_penalty_last_n,
+                    breakers=self._breakers,
+                )
             case "top_n_sigma":
                 return samplers.top_n_sigma(c, o.top_n_sigma)
             case "top_k":

@@ -19,13 +19,7 @@ from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
-from hotsplit.runtime.generate.generation import (
-    Generation,
-    GenerationOptions,
-    Run,
-    Token,
-    together,
-)
+from hotsplit.runtime.generate.generation import Generation, GenerationOptions, Run, Token, together
 from hotsplit.runtime.generate.prompt_cache import PromptKey, predictor_words, weights_digest
 from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.speculation import Speculation, check_rows, has_equal_rows
@@ -47,12 +41,7 @@ class TextEngine:
     """Engine's base class. Not thread-safe."""
 
     def __init__(
-        self,
-        model: ModelFile,
-        decoder: Decoder,
-        mode: Mode,
-        traffic: Traffic,
-        placement: Placement,
+        self, model: ModelFile, decoder: Decoder, mode: Mode, traffic: Traffic, placement: Placement
     ) -> None:
         self.model, self.mode, self.traffic, self._placement = model, mode, traffic, placement
         self.context_length = decoder.weights.cache.context_length
@@ -221,11 +210,14 @@ class TextEngine:
         check_kind("constraints", held, list[Constraint])
         makers = [
             self._generation_of(
-                prompt, sampling or self.sampling, options or GenerationOptions(),
-                held[n] if held else None, None,
+                prompt,
+                sampling or self.sampling,
+                options or GenerationOptions(),
+                held[n] if held else None,
+                None,
             )
             for n, prompt in enumerate(prompts)
-        ]  # fmt: skip
+        ]
         with ExitStack() as stack:
             texts = [stack.enter_context(self._sequences.open()) for _ in makers]
             found = [make(text) for make, text in zip(makers, texts, strict=True)]
@@ -253,9 +245,16 @@ class TextEngine:
             check_rows(self._live)
         chain = self._chain(sampling or self.sampling)
         return Conversation(
-            self.sequence(), self.codec, found, self.traffic, chain,
-            system=system, options=options, new_mask=new_constraint, drafts=drafts,
-        )  # fmt: skip
+            self.sequence(),
+            self.codec,
+            found,
+            self.traffic,
+            chain,
+            system=system,
+            options=options,
+            new_mask=new_constraint,
+            drafts=drafts,
+        )
 
     def prompt_key(self) -> PromptKey:
         """What the state of a text depends on, to be compared: see runtime.generate.prompt_cache."""

@@ -17,8 +17,13 @@ _ORDER = tuple(ACTIVATIONS)
 
 
 class GateStruct(Structure):
-    _fields_ = [("activation", c_int32), ("computes_all", c_int32), ("threshold", c_float),
-                ("cutoff", c_float), ("has_cutoff", c_int32)]  # fmt: skip
+    _fields_ = [
+        ("activation", c_int32),
+        ("computes_all", c_int32),
+        ("threshold", c_float),
+        ("cutoff", c_float),
+        ("has_cutoff", c_int32),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +39,21 @@ class Gate:
     @classmethod
     def of(cls, neurons: Neurons, *, threshold: float, computes_all: bool) -> "Gate":
         return cls(
-            activation=neurons.activation, cutoff=neurons.cutoff, threshold=threshold,
+            activation=neurons.activation,
+            cutoff=neurons.cutoff,
+            threshold=threshold,
             computes_all=computes_all,
-        )  # fmt: skip
+        )
 
     @property
     def struct(self) -> GateStruct:
         return GateStruct(
-            activation=_ORDER.index(self.activation), computes_all=self.computes_all,
-            threshold=self.threshold, cutoff=self.cutoff or 0.0, has_cutoff=self.cutoff is not None,
-        )  # fmt: skip
+            activation=_ORDER.index(self.activation),
+            computes_all=self.computes_all,
+            threshold=self.threshold,
+            cutoff=self.cutoff or 0.0,
+            has_cutoff=self.cutoff is not None,
+        )
 
     @property
     def needs_all(self) -> bool:

@@ -75,9 +75,13 @@ def _unpack_iq4_xs(blocks: Tensor) -> Tensor:
 
 
 _UNPACK = {
-    "q4_k": _unpack_six_bits, "q5_k": _unpack_six_bits, "q6_k": _unpack_q6_k,
-    "q3_k": _unpack_q3_k, "q2_k": _unpack_q2_k, "iq4_xs": _unpack_iq4_xs,
-}  # fmt: skip
+    "q4_k": _unpack_six_bits,
+    "q5_k": _unpack_six_bits,
+    "q6_k": _unpack_q6_k,
+    "q3_k": _unpack_q3_k,
+    "q2_k": _unpack_q2_k,
+    "iq4_xs": _unpack_iq4_xs,
+}
 
 
 def _twos(data: Tensor) -> Tensor:

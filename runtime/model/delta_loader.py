@@ -31,10 +31,7 @@ def load_delta(load: Reader, index: int, block: DeltaSpec, device: torch.device)
         decay_bias_V=bias_V,
         norm=load.norm(norm, f"blk.{index}.{DELTA_NORM}", device),
         state=LayerState.of(
-            load.num_sequences,
-            block.state_shape,
-            block.conv_shape,
-            load.stores.on(device).cache,
+            load.num_sequences, block.state_shape, block.conv_shape, load.stores.on(device).cache
         ),
         on_bytes=load.count_attention,
     )

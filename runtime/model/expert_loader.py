@@ -100,9 +100,12 @@ class ExpertLoader:
         return replace(self._made(role, matrices, store, stored), place_E=place_E)
 
     def _made(
-        self, role: Role, matrices: list[ExpertMatrices], store: WeightStore,
+        self,
+        role: Role,
+        matrices: list[ExpertMatrices],
+        store: WeightStore,
         stored: np.ndarray | None,
-    ) -> ExpertBlock:  # fmt: skip
+    ) -> ExpertBlock:
         """A block of these matrices, of the experts `stored` (None: all), with their biases."""
         neurons = self.model.spec.layers[self.layer].neurons
         stems = (*neurons.matrices, neurons.down_name)
@@ -111,9 +114,12 @@ class ExpertLoader:
             for matrix, stem in zip(matrices, stems, strict=True)
         )
         return ExpertBlock(
-            role=role, gate=gate, up=up[0] if up else None, down=down,
+            role=role,
+            gate=gate,
+            up=up[0] if up else None,
+            down=down,
             is_by_output=self._is_by_output,
-        )  # fmt: skip
+        )
 
     def _copied(
         self, neurons: Neurons, store: WeightStore, ids: np.ndarray | None
@@ -135,9 +141,13 @@ class ExpertLoader:
         return self.model.layout == "stock"
 
     def _neurons(
-        self, store: WeightStore, entries: list[TensorEntry], num_rows: int, num_down: int,
+        self,
+        store: WeightStore,
+        entries: list[TensorEntry],
+        num_rows: int,
+        num_down: int,
         ids: np.ndarray | None = None,
-    ) -> list[Matrix]:  # fmt: skip
+    ) -> list[Matrix]:
         """Gate, up (if there is one) and down, of these experts (None: all). An expert has `num_rows`
         rows of gate and up, and `num_down` of down; it begins with a whole tile or group, or none
         are made."""

@@ -67,10 +67,17 @@ def load_weights(
     neuron cache, none in a layer without slots. `are_slots_joined`: the slots are on the CPU, in one
     block with all neurons."""
     builder = Builder(
-        model, placement, mode, context_length, traffic or Traffic(),
-        stores=Stores.of(residence, uploaders), num_sequences=num_sequences,
-        cache_types=cache_types, resident_LN=resident_LN, are_slots_joined=are_slots_joined,
-    )  # fmt: skip
+        model,
+        placement,
+        mode,
+        context_length,
+        traffic or Traffic(),
+        stores=Stores.of(residence, uploaders),
+        num_sequences=num_sequences,
+        cache_types=cache_types,
+        resident_LN=resident_LN,
+        are_slots_joined=are_slots_joined,
+    )
     weights = builder.weights()
     builder.neurons.report_transposed(notice)
     return weights
@@ -189,10 +196,13 @@ class Builder:
 
     def expert_loader(self, index: int) -> ExpertLoader:
         return ExpertLoader(
-            model=self.model, layer=index, placement=self.placement, stores=self.stores,
+            model=self.model,
+            layer=index,
+            placement=self.placement,
+            stores=self.stores,
             computes_all=computes_all(self.mode),
             resident_N=None if self.resident_LN is None else self.resident_LN[index],
-        )  # fmt: skip
+        )
 
     def shared(self, experts: ExpertLoader) -> SharedExperts | None:
         """The shared experts of a layer, if it has any."""
@@ -201,9 +211,14 @@ class Builder:
             return None
         block, gate = found
         ffn = FeedForward(
-            layer=experts.layer, num_neurons=len(block.id_N), gate=self.gate(experts.layer),
-            blocks=(block,), down_bias_D=None, predictor=None, traffic=self.traffic,
-        )  # fmt: skip
+            layer=experts.layer,
+            num_neurons=len(block.id_N),
+            gate=self.gate(experts.layer),
+            blocks=(block,),
+            down_bias_D=None,
+            predictor=None,
+            traffic=self.traffic,
+        )
         return SharedExperts(ffn=ffn, gate=gate)
 
     def gate(self, index: int) -> Gate:

@@ -118,10 +118,7 @@ class NeuronLoader:
         if rows == "own":  # ids and biases of neurons that were appended
             chosen = ids = np.pad(ids, (0, down_matrix.num_rows - len(ids)), mode="edge")
         gate, *up = (
-            Linear(
-                weight=weight,
-                bias_N=self._bias(f"blk.{index}.{name}.bias", store, chosen),
-            )
+            Linear(weight=weight, bias_N=self._bias(f"blk.{index}.{name}.bias", store, chosen))
             for name, weight in zip(names, linears, strict=True)
         )
         id_N = store.neuron_ids(ids, is_all=rows == "all")

@@ -39,12 +39,18 @@ class Launcher:
             start = stop
 
     def dot(
-        self, linear: Linear, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False,
+        self,
+        linear: Linear,
+        x_D: Tensor,
+        out_N: Tensor,
+        *,
+        has_relu: bool = False,
         cap: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that; see kernels.Dot."""
         weight, bias_N = linear.weight, linear.bias_N
         self.launch(
             lambda: self.kernels.dot(weight, bias_N, x_D, out_N, has_relu=has_relu, cap=cap),
-            [weight.data, bias_N, x_D], [out_N],
-        )  # fmt: skip
+            [weight.data, bias_N, x_D],
+            [out_N],
+        )

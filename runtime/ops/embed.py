@@ -25,12 +25,18 @@ def embed(
 
 
 def launch_embed(
-    on: Launcher, embedding: Matrix, token_T: Tensor, x_D: Tensor, *, scale: float,
+    on: Launcher,
+    embedding: Matrix,
+    token_T: Tensor,
+    x_D: Tensor,
+    *,
+    scale: float,
     has_positions: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Writes the embedding, times `scale`, to the hidden state, or adds it to the learned positions
     there."""
     on.launch(
         lambda: on.kernels.embed(embedding, token_T, x_D, is_added=has_positions, scale=scale),
-        [token_T, x_D, embedding.data], [x_D],
-    )  # fmt: skip
+        [token_T, x_D, embedding.data],
+        [x_D],
+    )

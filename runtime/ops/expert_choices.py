@@ -124,9 +124,13 @@ class Followed(_Choices):
         if self.fault is None and len(faults):
             t = int(faults[0])
             self.fault = Fault(
-                layer=layer, token=self._start + t, got=_ids(is_given[t] & ~is_own[t]),
-                wanted=_ids(is_own[t] & ~is_given[t]), gap=float(gap_T[t]), tie=float(tie_T[t]),
-            )  # fmt: skip
+                layer=layer,
+                token=self._start + t,
+                got=_ids(is_given[t] & ~is_own[t]),
+                wanted=_ids(is_own[t] & ~is_given[t]),
+                gap=float(gap_T[t]),
+                tie=float(tie_T[t]),
+            )
         return torch.where(is_open[:, None], given_TC, own_TC)
 
     def _tie(self, score_TN: Tensor) -> Tensor:

@@ -119,8 +119,7 @@ class Normed(gpu_products.Factor):
 
 
 class NormStruct(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("epsilon", c_float),
-                ("unused", c_int32)]  # fmt: skip
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("epsilon", c_float), ("unused", c_int32)]
 
 
 def norm_struct(structs: Structs, norm: Norm | None, *shape: int) -> NormStruct:
@@ -151,5 +150,6 @@ def launch_add_norm(
         lambda: on.kernels.add_norm(
             x_D, sum_PD, weight_D, bias_D, epsilon, out_D, x_out_D, term_D, copy_D, factors
         ),
-        [x_D, sum_PD, weight_D, bias_D, term_D], [out_D, x_out_D, copy_D],
-    )  # fmt: skip
+        [x_D, sum_PD, weight_D, bias_D, term_D],
+        [out_D, x_out_D, copy_D],
+    )

@@ -25,13 +25,21 @@ from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
 
 
 class LayerInputsStruct(Structure):
-    _fields_ = [("table", MatrixStruct), ("projection", MatrixStruct), ("norm", NormStruct),
-                ("size", c_int64)]  # fmt: skip
+    _fields_ = [
+        ("table", MatrixStruct),
+        ("projection", MatrixStruct),
+        ("norm", NormStruct),
+        ("size", c_int64),
+    ]
 
 
 class PerLayerStruct(Structure):
-    _fields_ = [("gate", MatrixStruct), ("output", MatrixStruct), ("rule", GateStruct),
-                ("index", c_int32)]  # fmt: skip
+    _fields_ = [
+        ("gate", MatrixStruct),
+        ("output", MatrixStruct),
+        ("rule", GateStruct),
+        ("index", c_int32),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +116,10 @@ class PerLayer(Loaded):
         own_TP = per_layer.view(-1, *inner_TP.shape)[self.index]
         on.dot(self.gate, x_D, inner_P)
         on.launch(
-            lambda: on.kernels.hidden_tokens(
-                inner_TP, own_TP, None, rule, inner_TP, None
-            ),
-            [inner_P, per_layer], [inner_P],
-        )  # fmt: skip
+            lambda: on.kernels.hidden_tokens(inner_TP, own_TP, None, rule, inner_TP, None),
+            [inner_P, per_layer],
+            [inner_P],
+        )
         on.dot(self.output, inner_P, y_D)
 
 

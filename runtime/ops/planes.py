@@ -113,8 +113,9 @@ class PredictPlanes(OfPlanes):
         choice_P = self.router.launch(on, x_X[..., : active_D.shape[-1]], scratch)
         on.launch(
             lambda: on.kernels.own(predict_planes)(choice_P, self.mix_QP, x_X, active_D),
-            [choice_P, self.mix_QP, x_X], [x_X, active_D],
-        )  # fmt: skip
+            [choice_P, self.mix_QP, x_X],
+            [x_X, active_D],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +155,9 @@ class CorrectPlanes(OfPlanes):
         )
         on.launch(
             lambda: on.kernels.own(correct_planes)(choice_P, mix, scale_D, x_X, active_D),
-            [choice_P, mix, scale_D, x_X, active_D], [x_X, active_D],
-        )  # fmt: skip
+            [choice_P, mix, scale_D, x_X, active_D],
+            [x_X, active_D],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

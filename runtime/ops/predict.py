@@ -42,8 +42,12 @@ class Predictor:
 
 
 class PredictorStruct(Structure):
-    _fields_ = [("down", MatrixStruct), ("up", MatrixStruct), ("kind", c_int32),
-                ("threshold", c_float)]  # fmt: skip
+    _fields_ = [
+        ("down", MatrixStruct),
+        ("up", MatrixStruct),
+        ("kind", c_int32),
+        ("threshold", c_float),
+    ]
 
 
 def predictor_struct(structs: Structs, predictor: Predictor | None) -> PredictorStruct:
@@ -73,8 +77,7 @@ def launch_predict(
         on.dot(predictor.down, x_D, inner_R, has_relu=predictor.kind == "relu")
         x_D = inner_R
     on.launch(
-        lambda: on.kernels.predict(
-            up.weight, up.bias_N, x_D, predictor.threshold, named_W, copy_W
-        ),
-        [up.weight.data, up.bias_N, x_D], [named_W, copy_W],
-    )  # fmt: skip
+        lambda: on.kernels.predict(up.weight, up.bias_N, x_D, predictor.threshold, named_W, copy_W),
+        [up.weight.data, up.bias_N, x_D],
+        [named_W, copy_W],
+    )

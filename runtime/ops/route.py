@@ -87,9 +87,13 @@ def _largest(value_TE: Tensor, count: int) -> Tensor:
 
 
 def route_ref(
-    spec: Route, weight_ED: np.ndarray, x_D: np.ndarray, bias_E: np.ndarray | float = 0.0,
-    choice_bias_E: np.ndarray | float = 0.0, scale_E: np.ndarray | None = None,
-) -> tuple[list[int], np.ndarray]:  # fmt: skip
+    spec: Route,
+    weight_ED: np.ndarray,
+    x_D: np.ndarray,
+    bias_E: np.ndarray | float = 0.0,
+    choice_bias_E: np.ndarray | float = 0.0,
+    scale_E: np.ndarray | None = None,
+) -> tuple[list[int], np.ndarray]:
     """The definition, in float64, for one token: (experts, their weights [K])."""
     logit_E = weight_ED.astype(np.float64) @ x_D.astype(np.float64) + bias_E
     powers_E = np.exp(logit_E - logit_E.max())
@@ -114,26 +118,37 @@ def route_ref(
 
 
 def launch_route(
-    on: Launcher, router: Router, x_D: Tensor, logit_E: Tensor, routed: Tensor,
+    on: Launcher,
+    router: Router,
+    x_D: Tensor,
+    logit_E: Tensor,
+    routed: Tensor,
     copy: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Writes the experts of each row and their weights, f32 [2 K], and again to `copy` in pinned
     memory. `logit_E`: memory for the logits."""
     bias_E, scale_E = router.choice_bias_E, router.scale_E
     on.dot(router.linear, x_D, logit_E)
     on.launch(
-        lambda: on.kernels.choose_experts(
-            logit_E, bias_E, router.spec, routed, copy, scale_E
-        ),
-        [logit_E, bias_E, scale_E], [routed, copy],
-    )  # fmt: skip
+        lambda: on.kernels.choose_experts(logit_E, bias_E, router.spec, routed, copy, scale_E),
+        [logit_E, bias_E, scale_E],
+        [routed, copy],
+    )
 
 
 class RouteStruct(Structure):
-    _fields_ = [("router", MatrixStruct), ("choice_bias", c_void_p), ("own_scale", c_void_p),
-                ("num_used", c_int64),
-                ("num_groups", c_int64), ("num_used_groups", c_int64), ("gating", c_int32),
-                ("renormalises", c_int32), ("scale", c_float), ("unused", c_int32)]  # fmt: skip
+    _fields_ = [
+        ("router", MatrixStruct),
+        ("choice_bias", c_void_p),
+        ("own_scale", c_void_p),
+        ("num_used", c_int64),
+        ("num_groups", c_int64),
+        ("num_used_groups", c_int64),
+        ("gating", c_int32),
+        ("renormalises", c_int32),
+        ("scale", c_float),
+        ("unused", c_int32),
+    ]
 
 
 def route_struct(structs: Structs, router: Router | None) -> RouteStruct:

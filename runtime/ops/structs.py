@@ -24,9 +24,15 @@ S = TypeVar("S", bound=Structure)
 
 
 class MatrixStruct(Structure):
-    _fields_ = [("data", c_void_p), ("bias", c_void_p), ("num_rows", c_int64),
-                ("num_columns", c_int64), ("stride", c_int64), ("kind", c_int32),
-                ("unused", c_int32)]  # fmt: skip
+    _fields_ = [
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("num_rows", c_int64),
+        ("num_columns", c_int64),
+        ("stride", c_int64),
+        ("kind", c_int32),
+        ("unused", c_int32),
+    ]
 
 
 _IN_C = {int: c_int64, float: c_float, bool: c_int32, HeadVector: c_void_p}

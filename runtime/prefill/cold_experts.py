@@ -98,9 +98,10 @@ class ColdExperts:
             base = targets[place.span].view(-1).view(like.dtype)
             row, expert = place.stride // size, targets[place.span].stride(0) // size
             return base.as_strided(
-                (count, *like.shape[1:]), (expert, row, 1),
+                (count, *like.shape[1:]),
+                (expert, row, 1),
                 base.storage_offset() + place.start // size,
-            )  # fmt: skip
+            )
 
         made: list[ExpertMatrices] = []
         for number, old in enumerate(self.block.matrices):
@@ -109,9 +110,7 @@ class ColdExperts:
                 bias_PN = at(next(numbers), old.bias_PN[..., None])[..., 0]
             made.append(replace(old, data=at(number, old.data), bias_PN=bias_PN))
         gate, *up, down = made
-        return replace(
-            self.block, gate=gate, up=up[0] if up else None, down=down, place_E=None
-        )  # fmt: skip
+        return replace(self.block, gate=gate, up=up[0] if up else None, down=down, place_E=None)
 
     def _targets(self, buffer: Tensor, count: int) -> list[Tensor]:
         """Views of the spans in a buffer, uint8 [count, S]."""

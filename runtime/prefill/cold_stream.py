@@ -98,9 +98,12 @@ class WeightStream:
             slot.free = self.compute.record()  # earlier users of this memory must finish
 
     def _start_copy(
-        self, slot: Slot, num_bytes: int, copy: Callable[[Stream, Tensor], None],
+        self,
+        slot: Slot,
+        num_bytes: int,
+        copy: Callable[[Stream, Tensor], None],
         fill: Callable[[Tensor], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Starts a copy of so many bytes to a buffer: directly by `copy`, or from what `fill` writes
         on the host."""
         self.copier.wait(slot.free)
@@ -174,10 +177,11 @@ class ColdStream(WeightStream):
             return
         block, start, stop = self._pieces[number]
         self._start_copy(
-            self._slots[number % 2], block.layout_bytes(stop - start),
+            self._slots[number % 2],
+            block.layout_bytes(stop - start),
             lambda stream, buffer: block.copy(stream, buffer, start, stop),
             lambda host: block.fill(host, start, stop),
-        )  # fmt: skip
+        )
 
 
 def _buffer(num_bytes: int, device: torch.device) -> Tensor:

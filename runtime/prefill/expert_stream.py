@@ -43,9 +43,13 @@ class ExpertStream(WeightStream):
         return expert_A[is_streamed_A]
 
     def run(
-        self, layer: int, parts: Sequence[np.ndarray], add: Callable[[int, ExpertBlock], None],
-        x: Tensor, y: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        layer: int,
+        parts: Sequence[np.ndarray],
+        add: Callable[[int, ExpertBlock], None],
+        x: Tensor,
+        y: Tensor,
+    ) -> None:
         cold, pieces = self.blocks[layer], [self.blocks[layer].block.places[part] for part in parts]
         if parts:
             self._open()
@@ -64,10 +68,11 @@ class ExpertStream(WeightStream):
 
     def _send(self, slot: Slot, cold: ColdExperts, place_A: np.ndarray) -> None:
         self._start_copy(
-            slot, cold.layout_bytes(len(place_A)),
+            slot,
+            cold.layout_bytes(len(place_A)),
             lambda stream, buffer: cold.copy(stream, buffer, place_A),
             lambda host: cold.fill(host, place_A),
-        )  # fmt: skip
+        )
 
 
 def streamed(rates: PromptRates, count_A: np.ndarray, *, is_in_turn: bool) -> np.ndarray:

@@ -106,9 +106,11 @@ def with_slots(states: StateSlots | None, rows: Sequence[Row]) -> Iterator[Seque
 def _stretch_of(run: Sequence[Row]) -> Stretch:
     assert all(row.source is None for row in run), "a row with a state cannot be a copy"
     return Stretch(
-        sequence=run[0].sequence, start=run[0].position, stop=run[-1].position + 1,
+        sequence=run[0].sequence,
+        start=run[0].position,
+        stop=run[-1].position + 1,
         saves={row.position: row.saves for row in run if row.saves is not None},
-    )  # fmt: skip
+    )
 
 
 def slots_of(run: Sequence[Row]) -> StateRun:

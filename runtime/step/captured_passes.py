@@ -213,10 +213,12 @@ class CapturedPasses:
             with (
                 without_collection(),
                 torch.cuda.graph(
-                    graph, pool=memory.pool.id, stream=memory.stream,
+                    graph,
+                    pool=memory.pool.id,
+                    stream=memory.stream,
                     capture_error_mode="thread_local",
                 ),
-            ):  # fmt: skip
+            ):
                 run()
         self.on_capture()
         self._graphs[length] = graph, read

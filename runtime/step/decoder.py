@@ -207,9 +207,15 @@ class Decoder:
         return found.to(weights.head_device)
 
     def _run_layers(
-        self, x: Tensor | HiddenState, turns: Turns, *, sequence: int, start: int,
-        slots: StateRun | None, beside: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor | HiddenState,
+        turns: Turns,
+        *,
+        sequence: int,
+        start: int,
+        slots: StateRun | None,
+        beside: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """The hidden state [T, D] after all layers. `beside`: values that layers read, of operations before
         them."""
         weights, host = self.weights, self.host
@@ -218,11 +224,20 @@ class Decoder:
             predict = layer.spec.predict
             before = before if predict and predict.input_layer_offset else None
             x, before = run_layer(
-                index, layer, x, sequence=sequence, start=start, turns=turns, slots=slots,
-                predictor_input=before, beside=beside or {}, observers=self.observers,
-                on_host=None if host is None or index not in host.calls
+                index,
+                layer,
+                x,
+                sequence=sequence,
+                start=start,
+                turns=turns,
+                slots=slots,
+                predictor_input=before,
+                beside=beside or {},
+                observers=self.observers,
+                on_host=None
+                if host is None or index not in host.calls
                 else partial(host.run, index, sequence=sequence, start=start),
-            )  # fmt: skip
+            )
         return self.joined(as_tensor(x))
 
     def joined(self, x: Tensor) -> Tensor:
@@ -266,10 +281,19 @@ def plain_ops(index: int, spec: LayerSpec) -> tuple[tuple[Op, ...], list[tuple[s
 
 
 def run_layer(
-    index: int, layer: Layer, x: Tensor | HiddenState, *, sequence: int = 0, start: int, turns: Turns,
-    slots: StateRun | None = None, predictor_input: Tensor | Factor | None,
-    beside: Mapping[str, Tensor], observers: Observers, on_host: Callable[..., Tensor] | None = None,
-) -> tuple[Tensor | HiddenState, Tensor | Factor]:  # fmt: skip
+    index: int,
+    layer: Layer,
+    x: Tensor | HiddenState,
+    *,
+    sequence: int = 0,
+    start: int,
+    turns: Turns,
+    slots: StateRun | None = None,
+    predictor_input: Tensor | Factor | None,
+    beside: Mapping[str, Tensor],
+    observers: Observers,
+    on_host: Callable[..., Tensor] | None = None,
+) -> tuple[Tensor | HiddenState, Tensor | Factor]:
     """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
     block, both [T, D].
 
@@ -325,9 +349,15 @@ def run_layer(
 
 
 def _mixing(
-    layer: Layer, sequence: int, start: int, turns: Turns, slots: StateRun | None,
-    on_host: Callable[..., Tensor] | None, *, is_seen: bool,
-) -> Callable[[Tensor | Factor, Callable[[Tensor], None]], Tensor]:  # fmt: skip
+    layer: Layer,
+    sequence: int,
+    start: int,
+    turns: Turns,
+    slots: StateRun | None,
+    on_host: Callable[..., Tensor] | None,
+    *,
+    is_seen: bool,
+) -> Callable[[Tensor | Factor, Callable[[Tensor], None]], Tensor]:
     """Attention, or the delta net, as a function of its input and of the receiver of heads. `on_host`: that of
     the CPU, for a layer there as a whole (unless what is within is seen), else without projections."""
     is_whole = layer.device.type == "cpu"

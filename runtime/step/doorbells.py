@@ -53,13 +53,21 @@ def can_ring(device: torch.device) -> bool:
 
 
 class HandoverStruct(Structure):
-    _fields_ = [("function", c_void_p), ("argument", c_void_p), ("ready", c_void_p),
-                ("done", c_void_p)]  # fmt: skip
+    _fields_ = [
+        ("function", c_void_p),
+        ("argument", c_void_p),
+        ("ready", c_void_p),
+        ("done", c_void_p),
+    ]
 
 
 class ServingStruct(Structure):
-    _fields_ = [("query", c_void_p), ("stream", c_void_p), ("query_us", c_int64),
-                ("timeout_us", c_int64)]  # fmt: skip
+    _fields_ = [
+        ("query", c_void_p),
+        ("stream", c_void_p),
+        ("query_us", c_int64),
+        ("timeout_us", c_int64),
+    ]
 
 
 class Handovers:

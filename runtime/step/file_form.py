@@ -28,8 +28,11 @@ def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] 
     loaded, so no predictors if they are not used (Split.held). `by_output`: the layers whose
     feed-forward matrices are used as a stock file has them."""
     num_hot = [0] * model.spec.num_layers if split is None else [len(ids) for ids in split.hot]
-    rows = [model.tensors[name] for name in ("token_embd.weight", "position_embd.weight")
-            if name in model.tensors]  # fmt: skip
+    rows = [
+        model.tensors[name]
+        for name in ("token_embd.weight", "position_embd.weight")
+        if name in model.tensors
+    ]
     head = model.tensors[model.head_name].num_bytes
     parts_L = [_part_bytes(model, index, hot) for index, hot in enumerate(num_hot)]
     for index in by_output:
@@ -71,8 +74,12 @@ def _sides(model: ModelFile, split: Split | None, num_hot: list[int]) -> Sides:
 
 
 # "ffn_down_exps" is the scale of each expert; its matrices are none of these parts.
-_PARTS = {"ffn_down": "down_bias", "ffn_gate_inp": "router", "exp_probs_b": "router",
-          "ffn_down_exps": "router"}  # fmt: skip
+_PARTS = {
+    "ffn_down": "down_bias",
+    "ffn_gate_inp": "router",
+    "exp_probs_b": "router",
+    "ffn_down_exps": "router",
+}
 
 
 def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:

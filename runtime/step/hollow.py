@@ -15,11 +15,7 @@ from hotsplit.runtime.kernels.gate import GateStruct
 from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
-from hotsplit.runtime.ops.neurons.native import (
-    NeuronsStruct,
-    block_struct,
-    experts_struct,
-)
+from hotsplit.runtime.ops.neurons.native import NeuronsStruct, block_struct, experts_struct
 from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative, Structs
 from hotsplit.runtime.step.native_step import StepBuilder
 from hotsplit.runtime.weights.store import CPU
@@ -76,9 +72,12 @@ def chosen_bytes(hollow: Builder, index: int, max_tokens: int) -> int:
     assert route is not None
     structs, (block, *_) = Structs(), hollow.expert_loader(index).experts()
     struct = ChosenStruct(
-        experts=experts_struct(structs, block), width=hollow.spec.hidden_size,
-        num_used=route.num_used, max_tokens=max_tokens, gate=GateStruct(computes_all=block.is_by_output),
-    )  # fmt: skip
+        experts=experts_struct(structs, block),
+        width=hollow.spec.hidden_size,
+        num_used=route.num_used,
+        max_tokens=max_tokens,
+        gate=GateStruct(computes_all=block.is_by_output),
+    )
     return max(0, library.chosen_bytes(struct))
 
 
@@ -92,7 +91,10 @@ def neurons_bytes(hollow: Builder, index: int, number: int, max_tokens: int) -> 
         part = part.part(0, number)
     block = block_struct(structs, replace(part, is_whole=True))
     struct = NeuronsStruct(
-        block=block, width=width, num_neurons=block.num_neurons, max_tokens=max_tokens,
+        block=block,
+        width=width,
+        num_neurons=block.num_neurons,
+        max_tokens=max_tokens,
         gate=gate.struct,
-    )  # fmt: skip
+    )
     return max(0, library.neurons_bytes(struct))

@@ -79,8 +79,7 @@ class HostMixers:
                 if name not in buffers or len(buffers[name]) < MAX_ROWS * size:
                     buffers[name] = torch.zeros(MAX_ROWS * size)
         step = builder.frame(
-            weights,
-            [builder.mixer(x, projects=ways[i] == "whole") for i, x in layers.items()],
+            weights, [builder.mixer(x, projects=ways[i] == "whole") for i, x in layers.items()]
         )
         builder.ops(
             step,
@@ -98,15 +97,23 @@ class HostMixers:
         part = PartStruct(step=pointer(step), row=addressof(rows), num_rows=addressof(num_rows))
         calls = {
             index: Call(
-                number=number, in_M=buffers[values[index][0]], out_M=buffers[values[index][2]],
-                num_outputs=values[index][3], layer=layer,
+                number=number,
+                in_M=buffers[values[index][0]],
+                out_M=buffers[values[index][2]],
+                num_outputs=values[index][3],
+                layer=layer,
             )
             for number, (index, layer) in enumerate(layers.items())
-        }  # fmt: skip
+        }
         return cls(
-            calls=calls, step=step, num_bytes=num_bytes, part=part, rows=rows, num_rows=num_rows,
+            calls=calls,
+            step=step,
+            num_bytes=num_bytes,
+            part=part,
+            rows=rows,
+            num_rows=num_rows,
             kept=tuple(builder.kept),
-        )  # fmt: skip
+        )
 
     def run(
         self, index: int, x_TN: Tensor, *, sequence: int, start: int, slots: StateRun | None = None

@@ -25,12 +25,7 @@ from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
 from hotsplit.runtime.step.batch import LogitsMemory
-from hotsplit.runtime.step.divided_layer import (
-    DividedLayer,
-    hot_sizes,
-    output_rows,
-    shared_parts,
-)
+from hotsplit.runtime.step.divided_layer import DividedLayer, hot_sizes, output_rows, shared_parts
 from hotsplit.runtime.step.forms import placed_form
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels
 from hotsplit.runtime.step.hybrid_neuron_cache import (
@@ -61,9 +56,14 @@ def build(
     Raises NotNative for what the kernels of the CPU or GPU do not cover. A "GPU" of `placement` may
     be the CPU, with a backend that runs there."""
     builder = _Builder(
-        weights, placement, traffic, backend, neuron_cache,
-        max_rows=1 if neuron_cache is not None else max_rows, on_capture=on_capture,
-    )  # fmt: skip
+        weights,
+        placement,
+        traffic,
+        backend,
+        neuron_cache,
+        max_rows=1 if neuron_cache is not None else max_rows,
+        on_capture=on_capture,
+    )
     return builder.step()
 
 
@@ -92,11 +92,17 @@ class _Builder:
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
         has_cache = not placement.is_cache_on_host
         self.host = HostBuffers.of(
-            width, spec.most_named, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
+            width,
+            spec.most_named,
+            vocab_size,
+            is_pinned=backend.is_pinned,
+            max_rows=max_rows,
             tables=weights.cache.tables if has_cache else (),
             attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
-            num_used=spec.most_used, has_states=spec.has_states, value_sizes=spec.value_sizes,
-        )  # fmt: skip
+            num_used=spec.most_used,
+            has_states=spec.has_states,
+            value_sizes=spec.value_sizes,
+        )
         self.own_rows_L = output_rows(spec)
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
@@ -123,11 +129,15 @@ class _Builder:
                 fired_W = self.cache.cold_bits(index)
         if cold is not None and (hot is not None or self.placement.dense_on_gpu[index]):
             native = NativeNeurons.of(
-                cold, layer.ffn.gate, layer.ffn.num_neurons,
-                x_D=self.host.ffn_in_2TD[index % 2], named_W=named_W if is_named else None,
+                cold,
+                layer.ffn.gate,
+                layer.ffn.num_neurons,
+                x_D=self.host.ffn_in_2TD[index % 2],
+                named_W=named_W if is_named else None,
                 y_D=self.host.ffn_out_TD if hot is None else self.host.cold_out_TD,
-                room=room, fired_W=fired_W,
-            )  # fmt: skip
+                room=room,
+                fired_W=fired_W,
+            )
         is_partial = hot is not None and not hot.is_whole
         return DividedLayer(
             index=index,
@@ -149,16 +159,26 @@ class _Builder:
         is_on_gpu = self.placement.dense_on_gpu[index]
         if cold is not None and (hot is not None or is_on_gpu):
             native = NativeExperts.of(
-                cold, layer.ffn.gate, num_used, x_D=self.host.ffn_in_2TD[index % 2],
-                routed=self.host.routed_TR if routed_R is None else routed_R, room=room,
+                cold,
+                layer.ffn.gate,
+                num_used,
+                x_D=self.host.ffn_in_2TD[index % 2],
+                routed=self.host.routed_TR if routed_R is None else routed_R,
+                room=room,
                 y_D=self.host.ffn_out_TD if hot is None else self.host.cold_out_TD,
-            )  # fmt: skip
+            )
         return DividedLayer(
-            index=index, layer=layer, hot=hot, hot_id_N=None, cold=native,
+            index=index,
+            layer=layer,
+            hot=hot,
+            hot_id_N=None,
+            cold=native,
             num_parts=0 if hot is None else self._hot_sizes(layer, hot)[1],
-            num_shared=self._num_shared(layer) if is_on_gpu else 0, named_W=self.host.named_TW,
-            routed_R=routed_R, own_rows=self.own_rows_L[index],
-        )  # fmt: skip
+            num_shared=self._num_shared(layer) if is_on_gpu else 0,
+            named_W=self.host.named_TW,
+            routed_R=routed_R,
+            own_rows=self.own_rows_L[index],
+        )
 
     def step(self) -> HybridStep:
         self.devices = {gpu(n): self._device(n) for n in sorted(set(self.placement.numbers))}
@@ -298,7 +318,7 @@ class _Builder:
                 has_cache=not self.placement.is_cache_on_host,
                 max_rows=self.max_rows,
                 most_shared=max([d.num_shared for d in mine], default=0),
-            ),  # fmt: skip
+            ),
             slot_kernels=self.backend.slot_kernels,
         )
 

@@ -45,9 +45,14 @@ Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 # Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
-    "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
-    "head_in": "attn_input_D", "route_in": "attn_input_D", "logits": "logits_V",
-}  # fmt: skip
+    "token": "token_T",
+    "position": "position_T",
+    "x": "x_D",
+    "attn_in": "attn_input_D",
+    "head_in": "attn_input_D",
+    "route_in": "attn_input_D",
+    "logits": "logits_V",
+}
 _REAL = torch.float32
 
 
@@ -316,9 +321,16 @@ class DeviceKernels(Launcher):
         hidden_N, parts_SD = b.first(b.hidden, len(hot.id_N)), b.sum_PD[1 : 1 + divided.num_parts]
         rest = b.hidden[hidden_N.numel() :]
         of_neurons.launch_neurons(
-            self, hot, ffn.gate, divided.hot_id_N, self.named(ffn) if are_named else None, x_D,
-            hidden_N, parts_SD, b.first(rest, len(hot.id_N)) if ffn.gate.needs_all else None,
-        )  # fmt: skip
+            self,
+            hot,
+            ffn.gate,
+            divided.hot_id_N,
+            self.named(ffn) if are_named else None,
+            x_D,
+            hidden_N,
+            parts_SD,
+            b.first(rest, len(hot.id_N)) if ffn.gate.needs_all else None,
+        )
         if divided.hot_bits is not None:
             (slot_F, open_W), pack_open = divided.hot_bits, self.slot_kernels.pack_open
             self.launch(lambda: pack_open(hidden_N, slot_F, open_W), [hidden_N, slot_F], [open_W])

@@ -126,10 +126,13 @@ class HybridNeuronCache(HybridCache):
 
     def _carrier(self) -> NeuronRows:
         return NeuronRows(
-            self._layers, self.cache.residency, self._backend.slot_kernels,
-            self._backend.take(self._gpu), most_rows=self.cache.most_rows,
+            self._layers,
+            self.cache.residency,
+            self._backend.slot_kernels,
+            self._backend.take(self._gpu),
+            most_rows=self.cache.most_rows,
             is_pinned=self._is_pinned,
-        )  # fmt: skip
+        )
 
     def _read_bits(self) -> None:
         self._bits_1LW[0].copy_(self._bits_LW)
@@ -165,9 +168,12 @@ class HybridExpertCache(HybridCache):
 
     def _carrier(self) -> ExpertParts:
         return ExpertParts(
-            self._layers, self.cache.residency, self._backend.take(self._gpu),
-            most_rows=self.cache.most_rows, is_pinned=self._is_pinned,
-        )  # fmt: skip
+            self._layers,
+            self.cache.residency,
+            self._backend.take(self._gpu),
+            most_rows=self.cache.most_rows,
+            is_pinned=self._is_pinned,
+        )
 
     def _read_bits(self) -> None:
         self._is_read_1LE[:] = False

@@ -143,8 +143,8 @@ class Lowering:
         elif before is not None:
             self._settle(before)
         self.pending[op.writes[0]] = _Sum(
-            target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer, factors=op.factors,
-        )  # fmt: skip
+            target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer, factors=op.factors
+        )
 
     def _settle_before(self, op: Op) -> None:
         """Submits the deferred sums that an operation needs but is not fused with."""
@@ -168,11 +168,18 @@ class Lowering:
                 reads=pending.reads,
                 writes=(target,),
                 work=partial(
-                    launch_add_norm, self.devices[device], x_D, sum_PD, None, None, target_D,
-                    term_D, factors=self._factors(pending),
+                    launch_add_norm,
+                    self.devices[device],
+                    x_D,
+                    sum_PD,
+                    None,
+                    None,
+                    target_D,
+                    term_D,
+                    factors=self._factors(pending),
                 ),
             )
-        )  # fmt: skip
+        )
 
     def _are_one(self, pending: _Sum, op: Op, terms: Sequence[str]) -> bool:
         """True if a deferred sum can take the terms of one that adds to it."""
@@ -225,11 +232,19 @@ class Lowering:
                 reads=reads,
                 writes=(*writes, *copies),
                 work=partial(
-                    launch_add_norm, self.devices[op.device], x_D, sum_PD, norm, out_D, kept_D, term_D,
-                    copy_D, factors=PLAIN_SUM if pending is None else self._factors(pending),
+                    launch_add_norm,
+                    self.devices[op.device],
+                    x_D,
+                    sum_PD,
+                    norm,
+                    out_D,
+                    kept_D,
+                    term_D,
+                    copy_D,
+                    factors=PLAIN_SUM if pending is None else self._factors(pending),
                 ),
             )
-        )  # fmt: skip
+        )
 
     def _name(self, op: Op, later: Sequence[Op]) -> None:
         """Submits a GPU's predictor or router, which also writes to the host if its result is copied

@@ -24,24 +24,31 @@ from hotsplit.runtime.step.batch import Row, slots_of
 from hotsplit.runtime.step.forms import host_form, host_place, roles_of
 from hotsplit.runtime.step.native_ops import OpStruct
 from hotsplit.runtime.step.native_parts import PartStruct
-from hotsplit.runtime.step.native_step import (
-    RowStruct,
-    StepBuilder,
-    StepStruct,
-    take_traffic,
-)
+from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct, take_traffic
 from hotsplit.runtime.step.program import Op, ffn_in, layer_ops, name_of, step_program
 
 # The tensors within a layer that observers of these passes can see.
-SHOWN = frozenset({
-    "attn_norm", "attn_heads", "ffn_norm", "ffn_predicted", "ffn_experts", "ffn_gate", "ffn_hidden",
-    "ffn_shared_hidden", "layer_out",
-})  # fmt: skip
+SHOWN = frozenset(
+    {
+        "attn_norm",
+        "attn_heads",
+        "ffn_norm",
+        "ffn_predicted",
+        "ffn_experts",
+        "ffn_gate",
+        "ffn_hidden",
+        "ffn_shared_hidden",
+        "layer_out",
+    }
+)
 # Those within operations, with the field of the step that says where they are written.
 _WITHIN = {
-    "attn_heads": "seen_heads", "ffn_predicted": "seen_predicted", "ffn_gate": "seen_gate",
-    "ffn_hidden": "seen_hidden", "ffn_shared_hidden": "seen_shared",
-}  # fmt: skip
+    "attn_heads": "seen_heads",
+    "ffn_predicted": "seen_predicted",
+    "ffn_gate": "seen_gate",
+    "ffn_hidden": "seen_hidden",
+    "ffn_shared_hidden": "seen_shared",
+}
 
 
 @dataclass(kw_only=True)
@@ -126,8 +133,13 @@ class NativeLayers:
         }
         routed_TR = torch.zeros(step.max_rows, 2 * max(num_used.values()))
         own_values = {n: torch.zeros(step.max_rows * v) for n, v in builder.values.own.items()}
-        shared = {"x": x_TD, "attn_in": attn_in_TD, "ffn_in.0": ffn_in_2TD[0],
-                  "ffn_in.1": ffn_in_2TD[1], "routed": routed_TR}  # fmt: skip
+        shared = {
+            "x": x_TD,
+            "attn_in": attn_in_TD,
+            "ffn_in.0": ffn_in_2TD[0],
+            "ffn_in.1": ffn_in_2TD[1],
+            "routed": routed_TR,
+        }
         for name, values in (shared | own_values).items():
             step.vector[builder.values.number(name)] = values.data_ptr()
         first = list(chain.from_iterable(builder.lowered(before, layers, outside)))
@@ -150,15 +162,23 @@ class NativeLayers:
         }
         (traffic,) = {id(layer.ffn.traffic): layer.ffn.traffic for layer in all_layers}.values()
         return cls(
-            step=step, ranges=ranges, tables=tuple(builder.tables.each),
-            x_TD=x_TD, attn_in_TD=attn_in_TD, ffn_in_2TD=ffn_in_2TD, routed_TR=routed_TR,
+            step=step,
+            ranges=ranges,
+            tables=tuple(builder.tables.each),
+            x_TD=x_TD,
+            attn_in_TD=attn_in_TD,
+            ffn_in_2TD=ffn_in_2TD,
+            routed_TR=routed_TR,
             own=own_values,
-            num_used=num_used, mixed=mixed,
+            num_used=num_used,
+            mixed=mixed,
             widths=widths,
             seen={name: torch.empty(step.max_rows * size) for name, size in most.items()},
-            traffic=traffic, kept=tuple(builder.kept), weights=weights,
+            traffic=traffic,
+            kept=tuple(builder.kept),
+            weights=weights,
             outside=(min(1, len(first)), len(first), len(ops)),
-        )  # fmt: skip
+        )
 
     def logits(self, rows: Sequence[Row], observers: Observers) -> Tensor:
         """Logits f32 [R, V] of consecutive rows of one sequence that have them, with the bits of the native
@@ -191,11 +211,15 @@ class NativeLayers:
         count = c_int64(len(self._rows))
         library.run_part(
             PartStruct(
-                step=pointer(self.step), row=addressof(self._rows), num_rows=addressof(count),
-                named=None, logits=None if logits_RV is None else logits_RV.data_ptr(),
-                begin=begin, end=end,
+                step=pointer(self.step),
+                row=addressof(self._rows),
+                num_rows=addressof(count),
+                named=None,
+                logits=None if logits_RV is None else logits_RV.data_ptr(),
+                begin=begin,
+                end=end,
             )
-        )  # fmt: skip
+        )
 
     def run(
         self,
@@ -237,9 +261,13 @@ class NativeLayers:
             observers.show("layer_out", index, self.x_TD[:T].clone())
 
     def _show(
-        self, index: int, x_TD: Tensor, ffn_in_TD: Tensor, wanted: Collection[str],
+        self,
+        index: int,
+        x_TD: Tensor,
+        ffn_in_TD: Tensor,
+        wanted: Collection[str],
         observers: Observers,
-    ) -> None:  # fmt: skip
+    ) -> None:
         T, num_used = len(ffn_in_TD), self.num_used[index]
         if observers.want("attn_norm", index):
             inputs = {"x": x_TD, "attn_in": self.attn_in_TD[:T].clone()}

@@ -12,13 +12,35 @@ from hotsplit.runtime.step.program import Op, name_of
 
 # In the order of the enums in step.h.
 OP_KINDS = (
-    "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head",
-    "attend", "route", "shared", "delta",
-)  # fmt: skip
+    "embed",
+    "norm",
+    "add",
+    "add bias",
+    "attention",
+    "predict",
+    "neurons",
+    "head norm",
+    "head",
+    "attend",
+    "route",
+    "shared",
+    "delta",
+)
 VALUES = (
-    "x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out", "qkv",
-    "heads", "named", "routed", "shared_out",
-)  # fmt: skip
+    "x",
+    "attn_in",
+    "ffn_in.0",
+    "ffn_in.1",
+    "attn_out",
+    "ffn_out",
+    "hot_out",
+    "cold_out",
+    "qkv",
+    "heads",
+    "named",
+    "routed",
+    "shared_out",
+)
 NUM_OWN = 8  # further values, of operations in C++ files of their own
 NUM_VALUES = len(VALUES) + NUM_OWN
 # Values that are not read any more when these are written, in the same memory.
@@ -28,9 +50,18 @@ MOST_READ, MOST_WRITTEN = 3, 2  # values of an operation in a C++ file of its ow
 
 
 class OpStruct(Structure):
-    _fields_ = [("kind", c_int32), ("layer", c_int32), ("part", c_int32),
-                ("in", c_int32), ("in_2", c_int32), ("out", c_int32), *STRUCT_FIELDS,
-                ("in_3", c_int32), ("out_2", c_int32), ("weights", c_void_p)]  # fmt: skip
+    _fields_ = [
+        ("kind", c_int32),
+        ("layer", c_int32),
+        ("part", c_int32),
+        ("in", c_int32),
+        ("in_2", c_int32),
+        ("out", c_int32),
+        *STRUCT_FIELDS,
+        ("in_3", c_int32),
+        ("out_2", c_int32),
+        ("weights", c_void_p),
+    ]
 
 
 class StepValues:
@@ -54,9 +85,15 @@ class StepValues:
         return NONE if name is None else self._number[name]
 
     def op(
-        self, kind: str, layer: int, x: str | None = None, y: str | None = None,
-        out: str | None = None, part: int = 0, factors: SumFactors = PLAIN_SUM,
-    ) -> OpStruct:  # fmt: skip
+        self,
+        kind: str,
+        layer: int,
+        x: str | None = None,
+        y: str | None = None,
+        out: str | None = None,
+        part: int = 0,
+        factors: SumFactors = PLAIN_SUM,
+    ) -> OpStruct:
         """An operation of step.h."""
         numbers = map(self.number, (x, y, out))
         return OpStruct(
@@ -83,9 +120,11 @@ _STEP_VALUES = StepValues({})
 
 
 def native_ops(
-    ops: Iterable[Op], layers: Mapping[int, Layer], values: StepValues = _STEP_VALUES,
+    ops: Iterable[Op],
+    layers: Mapping[int, Layer],
+    values: StepValues = _STEP_VALUES,
     weights: Callable[[Op], int] | None = None,
-) -> Iterator[list[OpStruct]]:  # fmt: skip
+) -> Iterator[list[OpStruct]]:
     """The native operations for each of `ops`; none for a bias, which the sum that reads it adds.
     `layers`: those of the step, in order, by index. `weights`: the address of the struct of weights of an
     operation that is in a C++ file of its own."""

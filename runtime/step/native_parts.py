@@ -28,9 +28,15 @@ from hotsplit.runtime.step.program import Op, name_of
 
 
 class PartStruct(Structure):
-    _fields_ = [("step", POINTER(StepStruct)), ("row", c_void_p), ("num_rows", c_void_p),
-                ("named", c_void_p), ("logits", c_void_p),
-                ("begin", c_int64), ("end", c_int64)]  # fmt: skip
+    _fields_ = [
+        ("step", POINTER(StepStruct)),
+        ("row", c_void_p),
+        ("num_rows", c_void_p),
+        ("named", c_void_p),
+        ("logits", c_void_p),
+        ("begin", c_int64),
+        ("end", c_int64),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +146,17 @@ class HostBuffers:
 
 
 _OF_STEP = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
-_OF_ROWS = ("x_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV", "routed_TR",
-            "qkv_TQ", "heads_TH")  # fmt: skip
+_OF_ROWS = (
+    "x_TD",
+    "named_TW",
+    "ffn_out_TD",
+    "hot_out_TD",
+    "cold_out_TD",
+    "logits_TV",
+    "routed_TR",
+    "qkv_TQ",
+    "heads_TH",
+)
 _SHARED = ("token_T", "position_T", *(name for name in _OF_ROWS if name != "named_TW"))
 
 
@@ -234,6 +249,9 @@ def neuron_node(neurons: NativeNeurons | NativeExperts) -> HostNode:
     """The node for the cold neurons or experts of a layer."""
     function, argument = neurons.node
     return HostNode(
-        function=function, argument=argument, reads=neurons.reads, writes=neurons.writes,
+        function=function,
+        argument=argument,
+        reads=neurons.reads,
+        writes=neurons.writes,
         kept=(neurons,),
-    )  # fmt: skip
+    )

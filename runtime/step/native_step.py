@@ -45,36 +45,74 @@ _MOST_POSITIONS = (1 << 31) - 1  # of a step
 
 
 class LayerStruct(Structure):
-    _fields_ = [("norm", POINTER(NormStruct)), ("num_norms", c_int64),
-                ("attention", AttentionStruct), ("delta", DeltaStruct),
-                ("predictor", PredictorStruct),
-                ("feed_forward", FeedForwardStruct), ("route", RouteStruct),
-                ("shared", FeedForwardStruct), ("shared_gate", MatrixStruct)]  # fmt: skip
+    _fields_ = [
+        ("norm", POINTER(NormStruct)),
+        ("num_norms", c_int64),
+        ("attention", AttentionStruct),
+        ("delta", DeltaStruct),
+        ("predictor", PredictorStruct),
+        ("feed_forward", FeedForwardStruct),
+        ("route", RouteStruct),
+        ("shared", FeedForwardStruct),
+        ("shared_gate", MatrixStruct),
+    ]
 
 
 class StepStruct(Structure):
-    _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
-                ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
-                ("op", POINTER(OpStruct)), ("vector", c_void_p * NUM_VALUES),
-                ("table", POINTER(TableStruct)), ("select", SelectStruct), ("rotary", POINTER(RotaryStruct)),
-                ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),
-                ("seen_heads", c_void_p), ("seen_predicted", c_void_p), ("seen_gate", c_void_p),
-                ("seen_hidden", c_void_p), ("seen_shared", c_void_p),
-                ("num_layers", c_int64), ("num_ops", c_int64), ("num_rotaries", c_int64),
-                ("num_tables", c_int64),
-                ("width", c_int64), ("context_length", c_int64), ("num_neurons", c_int64),
-                ("max_rows", c_int64), ("x_size", c_int64), ("own_size", c_int64 * NUM_OWN),
-                ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
-                ("predictor_bytes", c_int64), ("attention_bytes", c_int64),
-                ("key_kind", c_int32), ("value_kind", c_int32),
-                ("is_key_rotated", c_int32), ("is_value_rotated", c_int32),
-                ("embedding_scale", c_float), ("logit_cap", c_float)]  # fmt: skip
+    _fields_ = [
+        ("embedding", MatrixStruct),
+        ("positions", MatrixStruct),
+        ("head", MatrixStruct),
+        ("output_norm", NormStruct),
+        ("layer", POINTER(LayerStruct)),
+        ("op", POINTER(OpStruct)),
+        ("vector", c_void_p * NUM_VALUES),
+        ("table", POINTER(TableStruct)),
+        ("select", SelectStruct),
+        ("rotary", POINTER(RotaryStruct)),
+        ("workspace", c_void_p),
+        ("times", c_void_p),
+        ("fired", c_void_p),
+        ("seen_heads", c_void_p),
+        ("seen_predicted", c_void_p),
+        ("seen_gate", c_void_p),
+        ("seen_hidden", c_void_p),
+        ("seen_shared", c_void_p),
+        ("num_layers", c_int64),
+        ("num_ops", c_int64),
+        ("num_rotaries", c_int64),
+        ("num_tables", c_int64),
+        ("width", c_int64),
+        ("context_length", c_int64),
+        ("num_neurons", c_int64),
+        ("max_rows", c_int64),
+        ("x_size", c_int64),
+        ("own_size", c_int64 * NUM_OWN),
+        ("gate_bytes", c_int64),
+        ("up_bytes", c_int64),
+        ("down_bytes", c_int64),
+        ("predictor_bytes", c_int64),
+        ("attention_bytes", c_int64),
+        ("key_kind", c_int32),
+        ("value_kind", c_int32),
+        ("is_key_rotated", c_int32),
+        ("is_value_rotated", c_int32),
+        ("embedding_scale", c_float),
+        ("logit_cap", c_float),
+    ]
 
 
 class RowStruct(Structure):
-    _fields_ = [("token", c_int64), ("position", c_int64), ("sequence", c_int32),
-                ("has_logits", c_int32), ("source", c_int32), ("reads", c_int32),
-                ("writes", c_int32), ("unused", c_int32)]  # fmt: skip
+    _fields_ = [
+        ("token", c_int64),
+        ("position", c_int64),
+        ("sequence", c_int32),
+        ("has_logits", c_int32),
+        ("source", c_int32),
+        ("reads", c_int32),
+        ("writes", c_int32),
+        ("unused", c_int32),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +224,12 @@ class StepBuilder(Structs):
             step.fired = self.pointer(bits_TLW, torch.int32)
             neuron_cache.attach(bits_TLW)
         return NativeStep(
-            step=step, logits=LogitsMemory(vocab_size=weights.head.weight.num_rows), traffic=traffic,
-            kept=tuple(self.kept), neuron_cache=neuron_cache,
-        )  # fmt: skip
+            step=step,
+            logits=LogitsMemory(vocab_size=weights.head.weight.num_rows),
+            traffic=traffic,
+            kept=tuple(self.kept),
+            neuron_cache=neuron_cache,
+        )
 
     def without_workspace(self, weights: Weights) -> StepStruct:
         layers = [self.layer(layer) for layer in weights.layers]

@@ -21,6 +21,8 @@ class PassLength:
         self.most = min(self.most, num_tokens // 2)
         log.warning(
             "a GPU's memory is short for a pass of %d tokens: passes have at most %d from now on, which"
-            " makes prompts slower", num_tokens, self.most
-        )  # fmt: skip
+            " makes prompts slower",
+            num_tokens,
+            self.most,
+        )
         torch.cuda.empty_cache()

@@ -187,9 +187,14 @@ class _LayerWriter:
             yield self._op("add", terms, [self._value(name)])
 
     def _op(
-        self, kind: Kind, reads: Iterable[str], writes: Iterable[str], part: str = "",
-        device: str | None = None, is_beside: bool = False,
-    ) -> Op:  # fmt: skip
+        self,
+        kind: Kind,
+        reads: Iterable[str],
+        writes: Iterable[str],
+        part: str = "",
+        device: str | None = None,
+        is_beside: bool = False,
+    ) -> Op:
         """Values without a device are on `device`, by default the layer's."""
         place = self.place
         device = device or place.device
@@ -329,9 +334,14 @@ class _StepWriter:
             self._outer(block.kind, HOST, block.inputs, block.outputs, block.part(), home)
 
     def _outer(
-        self, kind: Kind, device: str, reads: Sequence[str], writes: str | Sequence[str], part: str,
+        self,
+        kind: Kind,
+        device: str,
+        reads: Sequence[str],
+        writes: str | Sequence[str],
+        part: str,
         home: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         names = [writes] if isinstance(writes, str) else writes
         self._submit(
             Op(

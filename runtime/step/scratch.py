@@ -378,6 +378,10 @@ def _on_gpu(p: Pass, index: int, number: int, *, is_divided: bool) -> PoolBytes:
 SCRATCH: dict[Kind, Callable[[Pass, int], PoolBytes]] = {
     "norm": lambda p, index: p.floats(p.spec.hidden_size) * 2 + p.floats(1),
     "add": lambda p, index: p.floats(p.spec.hidden_size),
-    "attention": attention, "delta": delta, "predict": predict, "neurons": neurons, "route": route,
+    "attention": attention,
+    "delta": delta,
+    "predict": predict,
+    "neurons": neurons,
+    "route": route,
     "shared": shared,
-}  # fmt: skip
+}

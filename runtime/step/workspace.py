@@ -122,8 +122,14 @@ def workspace_bytes(
     for passes, watched by observers or not, and native steps, however neurons are divided; on a GPU
     of this budget, at least what `gpu_bytes` needs beyond the budget that is enforced at least."""
     tokens = min(SHORT_CHUNK if library.is_available() else PREFILL_CHUNK, context_length)
-    watched = Pass(model=model, mode=mode, num_tokens=tokens, context_length=context_length,
-                   way="watched", num_sequences=num_sequences)  # fmt: skip
+    watched = Pass(
+        model=model,
+        mode=mode,
+        num_tokens=tokens,
+        context_length=context_length,
+        way="watched",
+        num_sequences=num_sequences,
+    )
     most = max(pass_pools(p).total for p in (watched, replace(watched, way="unwatched")))
     for is_divided in (False,) if model.spec.has_experts else (False, True):
         builder = hollow_builder(model, mode, is_divided=is_divided)
@@ -146,8 +152,14 @@ def gpu_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: 
     beside = BESIDE_BYTES + max(STEP_BYTES, step) + slab_extras(model, num_ids)
     (largest, least), found = streamed_bytes(model), 0
     for tokens in PLANNED_TOKENS:
-        p = Pass(model=model, mode=mode, num_tokens=min(tokens, context_length),
-                 context_length=context_length, way="gpu", num_sequences=num_sequences)  # fmt: skip
+        p = Pass(
+            model=model,
+            mode=mode,
+            num_tokens=min(tokens, context_length),
+            context_length=context_length,
+            way="gpu",
+            num_sequences=num_sequences,
+        )
         found = beside + reserved_bytes(p, least_piece_bytes(tokens, largest, least))
         if found <= PLANNED_SHARE * size:
             break
@@ -176,8 +188,11 @@ def streamed_bytes(model: ModelFile) -> tuple[int, int]:
     """Bytes of the neurons or experts of the largest layer as streamed, and of the largest expert, at
     most; 0 without experts."""
     units = [placed_units(model, index) for index in range(model.spec.num_layers)]
-    experts = [size for layer, (_, size) in zip(model.spec.layers, units, strict=True)
-               if layer.neurons.are_experts]  # fmt: skip
+    experts = [
+        size
+        for layer, (_, size) in zip(model.spec.layers, units, strict=True)
+        if layer.neurons.are_experts
+    ]
     largest = SEGMENT_BYTES + max(number * size for number, size in units)
     return largest, max(experts) + EXPERT_GAPS if experts else 0
 

@@ -100,11 +100,7 @@ class ChatTemplate:
         self.process.close()
 
     def _rendered(
-        self,
-        messages: list[dict[str, object]],
-        inputs: Mapping[str, object],
-        *,
-        is_continued: bool,
+        self, messages: list[dict[str, object]], inputs: Mapping[str, object], *, is_continued: bool
     ) -> str:
         if is_continued:
             messages = [*messages[:-1], _marked(messages[-1])]

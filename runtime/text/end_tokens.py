@@ -37,7 +37,9 @@ def end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:
     no_ends = {known.get(text) for text, others in NOT_ENDS if others <= known.keys()}
     listed = model.extra_keys.get(END_KEY, [])
     numbers = listed if isinstance(listed, list) else [listed]
-    return frozenset({
-        *(i for i in (*known.values(), *named.values()) if i is not None and i not in no_ends),
-        *(checked_id(model, END_KEY, number) for number in numbers),
-    })  # fmt: skip
+    return frozenset(
+        {
+            *(i for i in (*known.values(), *named.values()) if i is not None and i not in no_ends),
+            *(checked_id(model, END_KEY, number) for number in numbers),
+        }
+    )

@@ -14,9 +14,16 @@ from jinja2 import nodes
 
 # What a condition may consist of; reading it changes nothing.
 _PLAIN = (
-    nodes.Name, nodes.Const, nodes.Getattr, nodes.Getitem, nodes.Not, nodes.And, nodes.Or,
-    nodes.Compare, nodes.Operand,
-)  # fmt: skip
+    nodes.Name,
+    nodes.Const,
+    nodes.Getattr,
+    nodes.Getitem,
+    nodes.Not,
+    nodes.And,
+    nodes.Or,
+    nodes.Compare,
+    nodes.Operand,
+)
 
 
 def end_idle_loops(template: nodes.Template) -> None:

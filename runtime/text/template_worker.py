@@ -33,9 +33,16 @@ MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 16 << 20
 # Errors that a wrong template, or one that does not fit the messages, can raise.
 ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, OSError,
-    RuntimeError, SyntaxError, TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 
 class _Generation(Extension):

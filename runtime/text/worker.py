@@ -55,10 +55,13 @@ class Worker:
         command = [sys.executable, "-I", "-S", "-c", _START, module, json.dumps(folders), *above]
         with theirs:
             self._process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 env={key: os.environ[key] for key in _ENVIRONMENT if key in os.environ},
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     @property
     def pid(self) -> int:

@@ -99,16 +99,28 @@ def multiply_experts(
     out_PN = torch.empty(pairs.number, num_rows, device=left.device)
     with made_current(left.device):
         kernels().multiply(
-            matrix, bias_N, left, power_T, out_PN, tile_G3=pairs.tile_G3, row_2P=pairs.in_2P,
+            matrix,
+            bias_N,
+            left,
+            power_T,
+            out_PN,
+            tile_G3=pairs.tile_G3,
+            row_2P=pairs.in_2P,
             tile_size=pairs.tile_size,
-        )  # fmt: skip
+        )
     return out_PN
 
 
 def multiply_experts_down(
-    matrix: StoredMatrix, bias_N: Tensor | None, hidden: "Factor", pairs: Pairs, weight_P: Tensor,
-    out_PD: Tensor, *, is_by_output: bool,
-) -> None:  # fmt: skip
+    matrix: StoredMatrix,
+    bias_N: Tensor | None,
+    hidden: "Factor",
+    pairs: Pairs,
+    weight_P: Tensor,
+    out_PD: Tensor,
+    *,
+    is_by_output: bool,
+) -> None:
     """Writes each pair's output, times its weight, to its row of `out_PD`; weights and rows are those of
     all pairs. `is_by_output`: an expert has a row for each output, not for each hidden value."""
     left, power_P = hidden.rounded(tile_dtype(matrix.kind))
@@ -120,9 +132,15 @@ def multiply_experts_down(
             )
         else:
             kernels().multiply_down(
-                matrix, left, power_P, out_PD, is_added=False, bias_D=bias_N, **given,
+                matrix,
+                left,
+                power_P,
+                out_PD,
+                is_added=False,
+                bias_D=bias_N,
+                **given,
                 tile_size=pairs.tile_size,
-            )  # fmt: skip
+            )
 
 
 def hidden_values(

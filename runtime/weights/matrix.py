@@ -20,12 +20,7 @@ from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.grouped import is_grouped
 from hotsplit.runtime.kernels.planar import PLANAR_KIND
-from hotsplit.runtime.kernels.stored import (
-    FLOATS,
-    StoredMatrix,
-    rows_together,
-    unpack,
-)
+from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together, unpack
 from hotsplit.runtime.weights import gpu_products
 
 # Layouts for GPUs that the CPU's kernels do not read.

@@ -47,11 +47,7 @@ class WeightStore(Protocol):
         return None
 
     def neurons(
-        self,
-        groups: Groups,
-        rows: np.ndarray | None,
-        num_whole: int = 0,
-        adds_all: bool = False,
+        self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0, adds_all: bool = False
     ) -> list[Matrix]:
         """These rows (None: all) of every matrix. The matrices of a group are read together; a
         resident store interleaves them. Each of the first `num_whole` groups is a single
@@ -88,11 +84,7 @@ class MappedStore(WeightStore):
         return matrix_of(entry, self.device)
 
     def neurons(
-        self,
-        groups: Groups,
-        rows: np.ndarray | None,
-        num_whole: int = 0,
-        adds_all: bool = False,
+        self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0, adds_all: bool = False
     ) -> list[Matrix]:
         return [matrix_of(entry, self.device, rows) for entry in chain.from_iterable(groups)]
 
@@ -123,11 +115,7 @@ class ResidentStore(WeightStore):
         return self.residence.whole(entry, "tiled")
 
     def neurons(
-        self,
-        groups: Groups,
-        rows: np.ndarray | None,
-        num_whole: int = 0,
-        adds_all: bool = False,
+        self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0, adds_all: bool = False
     ) -> list[Matrix]:
         home, num_silent = self.residence, 0
         if rows is not None and num_whole:

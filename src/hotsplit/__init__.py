@@ -6,11 +6,7 @@ start. docs/api.md describes the public names."""
 TYPE_CHECKING = False  # type checkers assume true
 if TYPE_CHECKING:
     from hotsplit.errors import HotsplitError
-    from hotsplit.options.generation import (
-        GenerationOptions,
-        SamplingOptions,
-        SpeculationOptions,
-    )
+    from hotsplit.options.generation import GenerationOptions, SamplingOptions, SpeculationOptions
     from hotsplit.runtime.engine import Engine
     from hotsplit.runtime.generate.chat import ChatOptions
     from hotsplit.runtime.generate.ngrams import NgramDrafter
@@ -20,9 +16,17 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "ChatOptions", "Engine", "GenerationOptions", "NgramDrafter", "Part", "SamplingOptions",
-    "HotsplitError", "Speculation", "SpeculationOptions", "__version__",
-]  # fmt: skip
+    "ChatOptions",
+    "Engine",
+    "GenerationOptions",
+    "NgramDrafter",
+    "Part",
+    "SamplingOptions",
+    "HotsplitError",
+    "Speculation",
+    "SpeculationOptions",
+    "__version__",
+]
 _MODULES = {
     "ChatOptions": "runtime.generate.chat",
     "Engine": "runtime.engine",

@@ -146,9 +146,12 @@ class FakeCuda:
 
     def properties(self, device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(
-            name="fake CUDA device", total_memory=self.total_bytes, major=9, minor=0,
+            name="fake CUDA device",
+            total_memory=self.total_bytes,
+            major=9,
+            minor=0,
             multi_processor_count=NUM_MULTIPROCESSORS,
-        )  # fmt: skip
+        )
 
     # ---- streams
 

@@ -103,14 +103,21 @@ def _replaced(seed: int) -> list[tuple[object, str, object]]:
         return self.stream.record()
 
     return [
-        (library, "launch", _nothing), (CudaRuntime, "copy", _nothing),
-        (CudaRuntime, "host_function", _nothing), (Dispatch, "_copy_bytes", _nothing),
-        (Dispatch, "_kernel", _kernel), (HostNode, "run", _nothing), (Staging, "send", send),
-        (Norm, "fits_f16", fits), (cpu_kernels, "dot_rows", dot_rows),
-        (cpu_kernels, "unpack_rows", _nothing), (attention_block, "attend", attend),
-        (HostMixers, "run", host_run), (mixture, "experts_on_cpu", experts_on_cpu),
+        (library, "launch", _nothing),
+        (CudaRuntime, "copy", _nothing),
+        (CudaRuntime, "host_function", _nothing),
+        (Dispatch, "_copy_bytes", _nothing),
+        (Dispatch, "_kernel", _kernel),
+        (HostNode, "run", _nothing),
+        (Staging, "send", send),
+        (Norm, "fits_f16", fits),
+        (cpu_kernels, "dot_rows", dot_rows),
+        (cpu_kernels, "unpack_rows", _nothing),
+        (attention_block, "attend", attend),
+        (HostMixers, "run", host_run),
+        (mixture, "experts_on_cpu", experts_on_cpu),
         (feed_forward, "add_neurons", lambda *args: (0, 0, 0)),
-    ]  # fmt: skip
+    ]
 
 
 @contextmanager

@@ -63,9 +63,13 @@ def _signature(name: str) -> inspect.Signature:
 
 
 def _launch(
-    name: str, signature: inspect.Signature, written: Collection[str], run: Callable[..., None],
-    *args: Any, **options: Any,
-) -> None:  # fmt: skip
+    name: str,
+    signature: inspect.Signature,
+    written: Collection[str],
+    run: Callable[..., None],
+    *args: Any,
+    **options: Any,
+) -> None:
     given = signature.bind(*args, **options).arguments
     ranges: list[Range] = []
     for argument, value in given.items():

@@ -114,9 +114,18 @@ def load() -> CDLL:
         "fakeIsPinned": [c_void_p],
         "fakeGraphText": [c_void_p],
         "fakeGraphOmit": [c_void_p, c_int],
-        "fakeLaunchKernel": [c_char_p, c_void_p, _RUN, c_int64, _FORGET, c_int, pointers, sizes,
-                             flags],
-    }  # fmt: skip
+        "fakeLaunchKernel": [
+            c_char_p,
+            c_void_p,
+            _RUN,
+            c_int64,
+            _FORGET,
+            c_int,
+            pointers,
+            sizes,
+            flags,
+        ],
+    }
     for name, types in arguments.items():
         getattr(library, name).argtypes = types
     return library
@@ -126,8 +135,14 @@ def load() -> CDLL:
 def add_device_guard() -> None:
     """Makes torch accept indexing and other views of tensors on a CUDA device."""
     site = Path(torch.__file__).parent
-    options = ["-std=c++20", "-Wno-unused-parameter", f"-I{site / 'include'}", f"-L{site / 'lib'}", "-lc10",
-               f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]  # fmt: skip
+    options = [
+        "-std=c++20",
+        "-Wno-unused-parameter",
+        f"-I{site / 'include'}",
+        f"-L{site / 'lib'}",
+        "-lc10",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    ]
     CDLL(str(_built("libtorch_cuda_guard.so", FOLDER / "guard.cpp", options)))
 
 
@@ -162,8 +177,12 @@ def _ranges(ranges: Iterable[Range]) -> tuple[object, ...]:
     found = list(ranges)
     count = len(found)
     starts, sizes, flags = zip(*found, strict=True) if found else ((), (), ())
-    return (count, (c_void_p * count)(*starts), (c_int64 * count)(*sizes),
-            (c_int * count)(*map(int, flags)))  # fmt: skip
+    return (
+        count,
+        (c_void_p * count)(*starts),
+        (c_int64 * count)(*sizes),
+        (c_int * count)(*map(int, flags)),
+    )
 
 
 def declare(argument: int, ranges: Iterable[Range]) -> None:

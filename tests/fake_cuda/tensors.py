@@ -35,9 +35,13 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, memory: Tensor, index: int) -> "DeviceTensor":
         found = torch.Tensor._make_wrapper_subclass(
-            cls, memory.size(), strides=memory.stride(), storage_offset=memory.storage_offset(),
-            dtype=memory.dtype, device=torch.device("cuda", index),
-        )  # fmt: skip
+            cls,
+            memory.size(),
+            strides=memory.stride(),
+            storage_offset=memory.storage_offset(),
+            dtype=memory.dtype,
+            device=torch.device("cuda", index),
+        )
         found.memory = memory
         return found
 
@@ -206,8 +210,11 @@ class Dispatch(TorchDispatchMode):
         if device is not None:
             asked = torch.device(device).index
             devices.add(torch.cuda.current_device() if asked is None else asked)
-        on_host = [t for t in leaves((args, kwargs))
-                   if isinstance(t, Tensor) and not isinstance(t, DeviceTensor) and t.dim()]  # fmt: skip
+        on_host = [
+            t
+            for t in leaves((args, kwargs))
+            if isinstance(t, Tensor) and not isinstance(t, DeviceTensor) and t.dim()
+        ]
         if len(devices) > 1 or on_host:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, found some of {name} on"
@@ -246,8 +253,9 @@ class Dispatch(TorchDispatchMode):
         if not target.numel():
             return target
         index = (target if target.device.type == "cuda" else source).device.index
-        if source.device.type == "cuda" and (source.dtype != target.dtype
-                                             or not source.is_contiguous()):  # fmt: skip
+        if source.device.type == "cuda" and (
+            source.dtype != target.dtype or not source.is_contiguous()
+        ):
             like = torch.empty(source.shape, dtype=target.dtype, device="meta")
             made = self._new(source.device.index, like)
             source = self._kernel(aten.copy_.default, "copy_", (made, source), {})
@@ -271,8 +279,9 @@ class Dispatch(TorchDispatchMode):
             theirs.wait_stream(mine)
             index = source.device.index
         with self.cuda.on_device(index) as stream:
-            library.call("cudaMemcpyAsync", target.data_ptr(), source.data_ptr(), source.nbytes, 4,
-                         stream)  # fmt: skip
+            library.call(
+                "cudaMemcpyAsync", target.data_ptr(), source.data_ptr(), source.nbytes, 4, stream
+            )
             if not (non_blocking or is_between):
                 library.call("cudaStreamSynchronize", stream)
         if is_between:

@@ -47,9 +47,14 @@ def long_model(tmp_path):
 def large_model(tmp_path):
     """200 MB of weights, since torch's allocator cannot enforce a budget below 128 MiB."""
     shape = make_sizes(
-        num_layers=6, width=1024, num_neurons=4096, num_heads=8, num_kv_heads=8, vocab_size=512,
+        num_layers=6,
+        width=1024,
+        num_neurons=4096,
+        num_heads=8,
+        num_kv_heads=8,
+        vocab_size=512,
         context_length=256,
-    )  # fmt: skip
+    )
     model = make_model(sizes=shape, kind="f16", predictor_rank=32)
     tensors = model.tensors | decided_predictors(6, 4096)
     model = dataclasses.replace(model, tensors=tensors, path=tmp_path / "large.gguf")

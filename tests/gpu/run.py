@@ -121,11 +121,18 @@ class Runner:
         command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "-p", "no:cacheprovider"]
         with self._log(job).open("wb") as log:
             self.running[job.name] = subprocess.Popen(
-                [*command, *job.arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                env={"OMP_NUM_THREADS": self.threads, **os.environ, "PYTHONUNBUFFERED": "1",
-                     "COLUMNS": "200"},
+                [*command, *job.arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={
+                    "OMP_NUM_THREADS": self.threads,
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    "COLUMNS": "200",
+                },
                 start_new_session=True,
-            )  # fmt: skip
+            )
         job.state, job.began = "running", self.passed
 
     def _look(self, job: Job) -> None:
@@ -142,8 +149,9 @@ class Runner:
         job.reasons = WHY.findall(text)
         if state == "FAILED" and not job.reasons:
             job.reasons = [f"{job.name}: {line}" for line in text.splitlines()[-3:]]
-        print(f"[{self.passed:4.0f} s] {job.name}: {state} {job.counts}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"[{self.passed:4.0f} s] {job.name}: {state} {job.counts}", file=sys.stderr, flush=True
+        )
         self.save()
 
     def _stop(self, job: Job) -> None:
@@ -157,8 +165,11 @@ class Runner:
             job.state = "out of time"
 
     def save(self) -> None:
-        content = {"benchmark": "test-gpu", "seconds": round(self.passed, 1),
-                   "jobs": [asdict(job) for job in self.jobs]}  # fmt: skip
+        content = {
+            "benchmark": "test-gpu",
+            "seconds": round(self.passed, 1),
+            "jobs": [asdict(job) for job in self.jobs],
+        }
         path = self.folder / "test-gpu.json"
         path.with_suffix(".partial").write_text(json.dumps(content, indent=1) + "\n")
         path.with_suffix(".partial").replace(path)

@@ -62,8 +62,10 @@ def test_a_full_card_gives_one_line(tmp_path, cuda, large_model):
     left = report["outside"] + 16 * MIB
     hog = subprocess.Popen(
         [sys.executable, "-c", HOG, str(left)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert hog.stdout.readline() == "full\n"
         found = run(large_model, split)

@@ -45,11 +45,14 @@ def sanitized(*arguments, tool="memcheck"):
     """(exit code, output) of a Python under the tool; the code is None if it took too long."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(ERROR), sys.executable]
     tool_process = subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         cwd=ROOT,
         # Each tensor gets an allocation of its own; otherwise memory past its end would be torch's.
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    )  # fmt: skip
+    )
     try:
         output, _ = tool_process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -112,8 +115,10 @@ def selected():
     """Names of a few tests of the kernels, spread over all of the selection."""
     listed = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "-k", SELECTION, *KERNEL_TESTS],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     names = [line for line in listed.stdout.splitlines() if "::" in line]
     return spread(names, MOST_TESTS)
 
@@ -170,10 +175,14 @@ SUMS = """
 
 @pytest.mark.parametrize(
     "before, after, is_race",
-    [("", "", False), ("and Write", "and Read", True), ("and Write access at _dot+0x300",
-      "and Write access at _dot+0x310", True), (": 1 hazard", ": 2 hazard", True),
-     ("8 passed", "8 failed", True)],
-)  # fmt: skip
+    [
+        ("", "", False),
+        ("and Write", "and Read", True),
+        ("and Write access at _dot+0x300", "and Write access at _dot+0x310", True),
+        (": 1 hazard", ": 2 hazard", True),
+        ("8 passed", "8 failed", True),
+    ],
+)
 def test_only_sums_stored_by_all_threads_are_no_race(before, after, is_race):
     _, others = races(SUMS.replace(before, after))
     assert bool(others) == is_race

@@ -108,8 +108,18 @@ def test_without_a_plan_all_is_on_the_device(tmp_path, device, kind, graph):
 
 
 @pytest.mark.parametrize("outtype", ["f16", "bf16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3-biases-tied", "opt", "opt-norm-after",
-                                  "falcon-7b", "falcon-11b", "phi4-mini"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-biases",
+        "qwen3-biases-tied",
+        "opt",
+        "opt-norm-after",
+        "falcon-7b",
+        "falcon-11b",
+        "phi4-mini",
+    ],
+)
 def test_every_graph_of_layers(tmp_path, device, case, outtype):
     """Gated and ungated, with and without biases, tied and untied."""
     folder = random_model(tmp_path / "hf", CASES[case])

@@ -23,11 +23,17 @@ FILES = {
     "gemma3": BUILD / "gemma3/gemma-3-270m-q4_k_m.gguf",
 }
 PROMPTS = [
-    "def parse_args(argv=None):", "Once upon a time", "import numpy as np\n", "class Foo",
-    "for i in range(10):\n    print(i)\n", "The quick brown fox",
-    "SELECT name, COUNT(*) FROM", "Paris is the capital of", "#include <stdio.h>\nint main(",
+    "def parse_args(argv=None):",
+    "Once upon a time",
+    "import numpy as np\n",
+    "class Foo",
+    "for i in range(10):\n    print(i)\n",
+    "The quick brown fox",
+    "SELECT name, COUNT(*) FROM",
+    "Paris is the capital of",
+    "#include <stdio.h>\nint main(",
     "Water boils at a temperature of",
-]  # fmt: skip
+]
 NUM_TOKENS = 200
 # A logit's error is about normal, and a step compares the errors of two.
 OPEN = 4 * 2**0.5  # standard deviations of an error
@@ -75,10 +81,16 @@ def texts(llama_cpp, engine: Engine, path: Path, right: Path, folder: Path):
         whole = ids + theirs[:-1]
         _, right_TV = logits_of("follow", model=right, ids=whole, kv_kind="f32")
         ours_TV = engine.logits(whole)[len(ids) - 1 :].numpy()
-        yield prompt, Text(
-            theirs=theirs, ours=greedy(engine, ids), theirs_TV=theirs_TV, ours_TV=ours_TV,
-            right_TV=right_TV,
-        )  # fmt: skip
+        yield (
+            prompt,
+            Text(
+                theirs=theirs,
+                ours=greedy(engine, ids),
+                theirs_TV=theirs_TV,
+                ours_TV=ours_TV,
+                right_TV=right_TV,
+            ),
+        )
 
 
 def check(text: Text, what: str) -> tuple[int, int, int, int]:
@@ -95,8 +107,10 @@ def check(text: Text, what: str) -> tuple[int, int, int, int]:
     assert first == (int(differs_T.argmax()) if differs_T.any() else NUM_TOKENS)
     if first < NUM_TOKENS:
         ours, theirs = text.ours[first], text.theirs[first]
-        by = (x_TV[first, theirs] - x_TV[first, ours]
-              for x_TV in (text.theirs_TV, text.ours_TV, text.right_TV))  # fmt: skip
+        by = (
+            x_TV[first, theirs] - x_TV[first, ours]
+            for x_TV in (text.theirs_TV, text.ours_TV, text.right_TV)
+        )
         print(
             f"{what}: token {first} differs; the logit of llama.cpp's is larger than that of ours by"
             " {:.3f} in llama.cpp, by {:.3f} in ours, by {:.3f} in f32;".format(*by),
@@ -115,8 +129,11 @@ def test_texts_are_those_of_llama_cpp(llama_cpp, tmp_path, name):
     with Engine.load(path, mode="dense", device="cpu", context_length=256) as engine:
         for prompt, text in texts(llama_cpp, engine, path, right, tmp_path):
             counts.append(check(text, f"{name} {prompt!r}"))
-            pairs = ((text.ours_TV, text.right_TV), (text.theirs_TV, text.right_TV),
-                     (text.ours_TV, text.theirs_TV))  # fmt: skip
+            pairs = (
+                (text.ours_TV, text.right_TV),
+                (text.theirs_TV, text.right_TV),
+                (text.ours_TV, text.theirs_TV),
+            )
             errors.append([rel_error(a_TV, b_TV) for a_TV, b_TV in pairs])
             kls.append([divergence(a_TV, b_TV) for a_TV, b_TV in pairs])
     first, num_open, num_differing, num_right = zip(*counts, strict=True)

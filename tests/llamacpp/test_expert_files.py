@@ -22,18 +22,24 @@ IDS = np.random.default_rng(0).integers(1, 320, 24).tolist()
 COUNT = 8
 # Rows that are whole blocks of K-quants.
 WIDE = GATED | {
-    "hidden_size": 256, "num_experts_per_tok": 4, "initializer_range": 0.05, "head_dim": 64,
-}  # fmt: skip
+    "hidden_size": 256,
+    "num_experts_per_tok": 4,
+    "initializer_range": 0.05,
+    "head_dim": 64,
+}
 CASES = {
     "mixtral": MixtralConfig(**WIDE | {"intermediate_size": 256}, num_local_experts=4),
     "qwen3moe": Qwen3MoeConfig(
         **WIDE, num_experts=4, moe_intermediate_size=512, norm_topk_prob=True
     ),
     "glm4moe": Glm4MoeConfig(
-        **WIDE | {"intermediate_size": 512}, n_routed_experts=4, moe_intermediate_size=256,
-        first_k_dense_replace=1, routed_scaling_factor=1.5,
+        **WIDE | {"intermediate_size": 512},
+        n_routed_experts=4,
+        moe_intermediate_size=256,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
     ),
-}  # fmt: skip
+}
 # |ours - theirs| / |theirs|; measured maxima: 2.2e-2, 3.0e-2.
 BOUNDS = {"q8_0": 4e-2, "q4_k_m": 6e-2}
 
@@ -78,9 +84,13 @@ def test_llama_cpp_computes_smallthinker(llama_cpp, tmp_path):
     path = tmp_path / "m.gguf"
     convert(ConvertConfig(source=folder, output=path, layout="stock", outtype="f32"))
     llama_cpp(
-        "greedy", model=path, prompt=test_smallthinker.IDS, count=1, kv_kind="f32",
+        "greedy",
+        model=path,
+        prompt=test_smallthinker.IDS,
+        count=1,
+        kv_kind="f32",
         logits=tmp_path / "logits.npy",
-    )  # fmt: skip
+    )
     want_TV, got_V = logits_ref(folder), np.load(tmp_path / "logits.npy")[-1]
     assert rel_error(got_V, want_TV[-1]) < 1e-5
     assert rel_error(got_V, want_TV[-2]) > 1e-2

@@ -26,9 +26,13 @@ from hotsplit.model.weight_types import BY_NAME
 
 BUNDLED = Path(__file__).parent.parent.parent / "examples/tiny-relu"
 PROMPTS = [
-    "def parse_args(argv=None):", "Once upon a time", "import numpy as np\n", "class Foo",
-    "for i in range(10):\n    print(i)\n", "The quick brown fox",
-]  # fmt: skip
+    "def parse_args(argv=None):",
+    "Once upon a time",
+    "import numpy as np\n",
+    "class Foo",
+    "for i in range(10):\n    print(i)\n",
+    "The quick brown fox",
+]
 NUM_TOKENS = 64
 # |ours - theirs| / |theirs|; measured maxima: 5e-7, 3.3e-4, 2e-3, 8.3e-3, 1.1e-2.
 BOUNDS = {"f32": 5e-6, "f16": 1e-3, "bf16": 5e-3, "q8_0": 2e-2, "q4_0": 3e-2}
@@ -102,9 +106,13 @@ def continuations(llama_cpp, path: Path, folder: Path, ours: Path | None = None)
         for prompt in PROMPTS:
             ids = engine.codec.encode(prompt)
             theirs = llama_cpp(
-                "greedy", model=path, prompt=ids, count=NUM_TOKENS, kv_kind=kv_kind,
+                "greedy",
+                model=path,
+                prompt=ids,
+                count=NUM_TOKENS,
+                kv_kind=kv_kind,
                 logits=folder / "logits.npy",
-            )["ids"]  # fmt: skip
+            )["ids"]
             logits_TV = engine.logits(ids + theirs[:-1])[len(ids) - 1 :].numpy()
             tokens = [token.id for token in engine.generate(ids, NUM_TOKENS, temperature=0.0)]
             yield Continuation(
@@ -219,7 +227,7 @@ def test_mixtures_and_searched_bytes_equal_those_of_its_quantiser(
             layout="stock",
             outtype=kind,
             importances=made.path if has_importances else None,
-        )  # fmt: skip
+        )
     )
     theirs = ModelFile.load(target).tensors
     for name, entry in ModelFile.load(ours).tensors.items():

@@ -104,8 +104,20 @@ def dynamic_temperature(draw):
     )
 
 
-SAMPLERS = {f.__name__: f for f in (top_k, top_p, min_p, typical, top_n_sigma, xtc, xtc_with_min_keep, temperature,
-                                    dynamic_temperature)}  # fmt: skip
+SAMPLERS = {
+    f.__name__: f
+    for f in (
+        top_k,
+        top_p,
+        min_p,
+        typical,
+        top_n_sigma,
+        xtc,
+        xtc_with_min_keep,
+        temperature,
+        dynamic_temperature,
+    )
+}
 # llama.cpp's float32 sums over more terms would exceed the tolerance of the probabilities.
 FEW = ("dynamic_temperature",)
 NO_INFINITIES = ("typical", "xtc_with_min_keep", "dynamic_temperature")
@@ -155,12 +167,16 @@ def test_penalties_equal_those_of_llama_cpp(tmp_path):
         cases.append(
             Case(
                 [["penalties", len(logits_V), last_n, repeat, frequency, presence]],
-                options(repeat_last_n=last_n, repeat_penalty=repeat,
-                        frequency_penalty=frequency, presence_penalty=presence),
+                options(
+                    repeat_last_n=last_n,
+                    repeat_penalty=repeat,
+                    frequency_penalty=frequency,
+                    presence_penalty=presence,
+                ),
                 logits_V,
                 with_history(draw, len(logits_V)),
             )
-        )  # fmt: skip
+        )
     wrong = differences(tmp_path, cases)
     assert not wrong, f"{len(wrong)} of {NUM_CASES}, first: {wrong[0]}"
 
@@ -201,11 +217,19 @@ def test_dry_equals_that_of_llama_cpp(tmp_path, codec, breakers):
         logits_V = np.full(size, -np.inf, np.float32)
         logits_V[sorted(set(words))] = draw.normal(size=len(set(words)))
         cases.append(
-            Case([["dry", multiplier, base, allowed, last_n, breakers]],
-                 options(dry_multiplier=multiplier, dry_base=base, dry_allowed_length=allowed,
-                         dry_penalty_last_n=last_n, dry_sequence_breakers=tuple(breakers)),
-                 logits_V, history)
-        )  # fmt: skip
+            Case(
+                [["dry", multiplier, base, allowed, last_n, breakers]],
+                options(
+                    dry_multiplier=multiplier,
+                    dry_base=base,
+                    dry_allowed_length=allowed,
+                    dry_penalty_last_n=last_n,
+                    dry_sequence_breakers=tuple(breakers),
+                ),
+                logits_V,
+                history,
+            )
+        )
     found = ask(tmp_path, cases, model=str(STOCK))
     num_penalised = 0
     for number, case in enumerate(cases):
@@ -295,9 +319,22 @@ def test_other_probabilities_of_the_same_tokens_are_not_rounding():
 def llama_cpp_chain(o: SamplingOptions, size: int) -> list[list]:
     """The chain that llama.cpp's common/sampling.cpp makes from these options."""
     made = {
-        "penalties": ["penalties", size, o.repeat_last_n, o.repeat_penalty, o.frequency_penalty,
-                      o.presence_penalty],
-        "dry": ["dry", o.dry_multiplier, o.dry_base, o.dry_allowed_length, o.dry_penalty_last_n, []],
+        "penalties": [
+            "penalties",
+            size,
+            o.repeat_last_n,
+            o.repeat_penalty,
+            o.frequency_penalty,
+            o.presence_penalty,
+        ],
+        "dry": [
+            "dry",
+            o.dry_multiplier,
+            o.dry_base,
+            o.dry_allowed_length,
+            o.dry_penalty_last_n,
+            [],
+        ],
         "top_n_sigma": ["top_n_sigma", o.top_n_sigma],
         "top_k": ["top_k", o.top_k],
         "typ_p": ["typical", o.typ_p, o.min_keep],
@@ -305,7 +342,7 @@ def llama_cpp_chain(o: SamplingOptions, size: int) -> list[list]:
         "min_p": ["min_p", o.min_p, o.min_keep],
         "xtc": ["xtc", o.xtc_probability, o.xtc_threshold, o.min_keep, 1],
         "temperature": ["temp_ext", o.temperature, o.dynatemp_range, o.dynatemp_exponent],
-    }  # fmt: skip
+    }
     return [made[name] for name in o.samplers]
 
 
@@ -379,10 +416,17 @@ def test_chains_agree_on_the_logits_of_a_real_model(tmp_path):
     chosen = [
         SamplingOptions(),
         SamplingOptions(top_k=0, repeat_penalty=1.1, dry_multiplier=0.8, **plain),
-        SamplingOptions(top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=1.0, repeat_last_n=32,
-                        frequency_penalty=0.3, **plain),
+        SamplingOptions(
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            top_n_sigma=1.0,
+            repeat_last_n=32,
+            frequency_penalty=0.3,
+            **plain,
+        ),
         SamplingOptions(typ_p=0.8, xtc_probability=1.0, dynatemp_range=0.4, **plain),
-    ]  # fmt: skip
+    ]
     cases = [
         Case(llama_cpp_chain(o, logits_TV.shape[1]), o, logits_TV[t], ids[: t + 1])
         for o in chosen

@@ -21,11 +21,19 @@ from hotsplit.families.gemma3n import SPARSE_LAYERS, STOCK_CUTOFF
 # 3e-4 apart, and 4e-7 if no value moves.
 BOUNDS = dict.fromkeys(
     (
-        "falcon-11b", "gemma2-stock", "gemma3-stock", "gemma4", "gemma4-stock", "gemma4moe",
-        "qwen3nextmoe-stock", "qwen35-stock", "qwen35moe", "starcoder2-stock",
+        "falcon-11b",
+        "gemma2-stock",
+        "gemma3-stock",
+        "gemma4",
+        "gemma4-stock",
+        "gemma4moe",
+        "qwen3nextmoe-stock",
+        "qwen35-stock",
+        "qwen35moe",
+        "starcoder2-stock",
     ),
     5e-4,
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -69,10 +77,13 @@ def test_llama_cpp_computes_gemma3n_with_deviations_over_one_less(llama_cpp, tmp
     """Its graph has fixed numbers of planes, of layers with keys and values of their own, and of layers that
     cut gates off. That many random layers enlarge a rounding a hundred times."""
     config = Gemma3nTextConfig(
-        **GATED | {"num_hidden_layers": 22}, head_dim=16, sliding_window=5, num_kv_shared_layers=2,
+        **GATED | {"num_hidden_layers": 22},
+        head_dim=16,
+        sliding_window=5,
+        num_kv_shared_layers=2,
         vocab_size_per_layer_input=320,
         activation_sparsity_pattern=[0.95] * SPARSE_LAYERS + [0.0] * 12,
-    )  # fmt: skip
+    )
     folder = random_model(tmp_path / "hf", config)
     save_tokenizer(folder, 320)
     path, logits = tmp_path / "m.gguf", tmp_path / "logits.npy"

@@ -45,9 +45,10 @@ def decode(kernel: Kernel) -> Code:
     blocks = [_block(kernel, instructions, registers) for instructions in kernel.blocks]
     sizes = [
         BYTES[opcode.split(".")[-1]] * (int(opcode.split(".v")[1][0]) if ".v" in opcode else 1)
-        for block in blocks for opcode in block.opcodes
+        for block in blocks
+        for opcode in block.opcodes
         if opcode.startswith(("ld.shared", "st.shared"))
-    ]  # fmt: skip
+    ]
     return Code(
         blocks=blocks,
         registers=[registers.dtype(number) for number in range(len(registers.types))],

@@ -81,9 +81,11 @@ class Compiler:
         environment["TRITON_CACHE_DIR"] = str(CACHE)  # its kernels lack machine code: see main
         environment["PYTHONPATH"] = str(Path(__file__).parents[1])
         process = subprocess.Popen(
-            [sys.executable, "-m", "ptx.compiler"], env=environment, stdin=subprocess.PIPE,
+            [sys.executable, "-m", "ptx.compiler"],
+            env=environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-        )  # fmt: skip
+        )
         atexit.register(self.close)
         return process
 

@@ -112,9 +112,13 @@ def function(name, modifiers, operands, registers):
         raise UnknownInstruction(f"type .{kind}")
     no_more(rest, ("approx", "ftz", "rn"))
     exact = {
-        "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sqrt": np.sqrt,
-        "rsqrt": lambda x: 1.0 / np.sqrt(x), "tanh": np.tanh,
-    }[name]  # fmt: skip
+        "ex2": np.exp2,
+        "lg2": np.log2,
+        "rcp": np.reciprocal,
+        "sqrt": np.sqrt,
+        "rsqrt": lambda x: 1.0 / np.sqrt(x),
+        "tanh": np.tanh,
+    }[name]
     if "approx" in rest and name in arithmetic.APPROXIMATE:
         compute = approximate(name, exact)
     elif "rn" in rest and name in ("sqrt", "rcp") or name == "lg2":
@@ -189,6 +193,7 @@ def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 FLOAT = {
-    "fma": fused, "cvt": conversion,
+    "fma": fused,
+    "cvt": conversion,
     **dict.fromkeys(("ex2", "lg2", "rcp", "sqrt", "rsqrt", "tanh"), function),
-}  # fmt: skip
+}

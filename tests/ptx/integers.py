@@ -175,8 +175,14 @@ def sum_with_carry(name, modifiers, operands, registers):
     *rest, kind = modifiers
     no_more(rest, ("cc",))
     target, a, b = operands
-    return _carrying("lo", kind, [target, a, "1", b], registers, adds_carry=name == "addc",
-                     sets_carry="cc" in rest)  # fmt: skip
+    return _carrying(
+        "lo",
+        kind,
+        [target, a, "1", b],
+        registers,
+        adds_carry=name == "addc",
+        sets_carry="cc" in rest,
+    )
 
 
 def _carrying(part, kind, operands, registers, *, adds_carry: bool, sets_carry: bool):
@@ -224,10 +230,17 @@ def quotient(name, modifiers, operands, registers):
 # ---- comparisons and choices ---------------------------------------------------------------
 
 _ORDERS = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
     "hs": np.greater_equal,
-}  # fmt: skip
+}
 _JOINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
@@ -297,13 +310,32 @@ def select(name, modifiers, operands, registers):
 
 
 INTEGER = {
-    "add": binary(np.add), "sub": binary(np.subtract), "min": binary(np.minimum),
-    "max": binary(np.maximum), "and": bitwise(np.bitwise_and, False),
-    "or": bitwise(np.bitwise_or, True), "xor": bitwise(np.bitwise_xor, None), "not": inverted,
-    "neg": unary(np.negative), "abs": unary(np.abs), "mul": product, "mad": product,
-    "madc": product_with_carry, "addc": sum_with_carry, "shl": fields.shift, "shr": fields.shift,
-    "shf": fields.funnel, "bfe": fields.extract, "bfi": fields.insert, "prmt": fields.permute,
-    "lop3": fields.any_logic, "div": quotient, "rem": quotient, "setp": set_predicate, "selp": select,
+    "add": binary(np.add),
+    "sub": binary(np.subtract),
+    "min": binary(np.minimum),
+    "max": binary(np.maximum),
+    "and": bitwise(np.bitwise_and, False),
+    "or": bitwise(np.bitwise_or, True),
+    "xor": bitwise(np.bitwise_xor, None),
+    "not": inverted,
+    "neg": unary(np.negative),
+    "abs": unary(np.abs),
+    "mul": product,
+    "mad": product,
+    "madc": product_with_carry,
+    "addc": sum_with_carry,
+    "shl": fields.shift,
+    "shr": fields.shift,
+    "shf": fields.funnel,
+    "bfe": fields.extract,
+    "bfi": fields.insert,
+    "prmt": fields.permute,
+    "lop3": fields.any_logic,
+    "div": quotient,
+    "rem": quotient,
+    "setp": set_predicate,
+    "selp": select,
     "popc": bit_count(lambda x: np.bitwise_count(x).astype(np.uint32)),
-    "clz": bit_count(fields.leading_zeros), "brev": bit_count(fields.reversed_bits),
-}  # fmt: skip
+    "clz": bit_count(fields.leading_zeros),
+    "brev": bit_count(fields.reversed_bits),
+}

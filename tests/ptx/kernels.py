@@ -24,30 +24,72 @@ from ptx.memory import Memory
 PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = (
-    "rows", "tiles", "norm", "heads", "attention", "predictor", "neurons", "products", "tokens",
-    "prompt_attention", "routing", "experts", "delta", "planes",
-)  # fmt: skip
+    "rows",
+    "tiles",
+    "norm",
+    "heads",
+    "attention",
+    "predictor",
+    "neurons",
+    "products",
+    "tokens",
+    "prompt_attention",
+    "routing",
+    "experts",
+    "delta",
+    "planes",
+)
 SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
 # never reads; it counts as uninitialised before a launch and must have all its values after it.
 STORES = {
-    "_dot": {"out"}, "_unpack": {"out"}, "_unpack_tiles": {"out"},
+    "_dot": {"out"},
+    "_unpack": {"out"},
+    "_unpack_tiles": {"out"},
     "_add_norm": {"out", "x_out", "copy"},
-    "_rotate_append": {"qkv", "key", "value", "query"}, "_attend_part": {"sums", "peaks", "weights"},
-    "_attend_join": {"out"}, "_attend_tokens": {"out"}, "_predict": {"named", "copy"}, "_gate_up": {"hidden"}, "_down": {"parts"},
-    "_choose_experts": {"routed", "copy"}, "_expert_gate_up": {"hidden"}, "_expert_down": {"parts"}, "_expert_sum": {"parts"},
-    "_convolve": {"mixed", "conv"}, "_delta_rule": {"out", "state"}, "_gate_norm": {"out"},
-    "_multiply": {"out"}, "_multiply_down": {"out"}, "_round_tokens": {"out", "power", "x_out"},
-    "_hidden_tokens": {"out", "power"}, "_scatter": set(), "_pack_open": {"open_W"},
-    "_predict_planes": {"x", "active"}, "_correct_planes": {"x", "active"}, "_add_to_planes": {"x"},
-}  # fmt: skip
+    "_rotate_append": {"qkv", "key", "value", "query"},
+    "_attend_part": {"sums", "peaks", "weights"},
+    "_attend_join": {"out"},
+    "_attend_tokens": {"out"},
+    "_predict": {"named", "copy"},
+    "_gate_up": {"hidden"},
+    "_down": {"parts"},
+    "_choose_experts": {"routed", "copy"},
+    "_expert_gate_up": {"hidden"},
+    "_expert_down": {"parts"},
+    "_expert_sum": {"parts"},
+    "_convolve": {"mixed", "conv"},
+    "_delta_rule": {"out", "state"},
+    "_gate_norm": {"out"},
+    "_multiply": {"out"},
+    "_multiply_down": {"out"},
+    "_round_tokens": {"out", "power", "x_out"},
+    "_hidden_tokens": {"out", "power"},
+    "_scatter": set(),
+    "_pack_open": {"open_W"},
+    "_predict_planes": {"x", "active"},
+    "_correct_planes": {"x", "active"},
+    "_add_to_planes": {"x"},
+}
 # What no kernel of a step writes: all that may be read before a wait for the kernel before. Of states
 # these are the slots that a pass reads.
 WEIGHTS = {"data", "gate", "up", "bias", "gate_bias", "up_bias", "id_N", "state", "run"}
-FILLS = {"_dot": "out", "_attend_join": "out", "_attend_tokens": "out", "_predict": "named", "_gate_up": "hidden",
-         "_down": "parts", "_choose_experts": "routed", "_expert_gate_up": "hidden",
-         "_expert_down": "parts", "_expert_sum": "parts", "_multiply": "out",
-         "_round_tokens": "out", "_hidden_tokens": "out", "_pack_open": "open_W"}  # fmt: skip
+FILLS = {
+    "_dot": "out",
+    "_attend_join": "out",
+    "_attend_tokens": "out",
+    "_predict": "named",
+    "_gate_up": "hidden",
+    "_down": "parts",
+    "_choose_experts": "routed",
+    "_expert_gate_up": "hidden",
+    "_expert_down": "parts",
+    "_expert_sum": "parts",
+    "_multiply": "out",
+    "_round_tokens": "out",
+    "_hidden_tokens": "out",
+    "_pack_open": "open_W",
+}
 
 
 class PtxKernels:
@@ -132,9 +174,11 @@ class PtxLaunch:
             value = given[parameter]
             if isinstance(value, torch.Tensor):
                 memory.add_tensor(
-                    value, name=parameter, is_writable=parameter in STORES[name],
+                    value,
+                    name=parameter,
+                    is_writable=parameter in STORES[name],
                     is_written=FILLS.get(name) != parameter,
-                )  # fmt: skip
+                )
                 if parameter in WEIGHTS:
                     early += [(row.data_ptr(), row.nbytes) for row in _rows_of(value)]
                 value = value.data_ptr()

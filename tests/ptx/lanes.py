@@ -282,11 +282,14 @@ class Machine:
     def _access(self, size, offset, lanes, value) -> Access:
         chosen = self.lane if lanes is None else lanes
         return Access(
-            instruction=self.place, size=size, offset_N=offset,
+            instruction=self.place,
+            size=size,
+            offset_N=offset,
             thread_N=self.thread_number[chosen],
             block_epoch_N=self.block_epoch[self.block_of[chosen]],
-            warp_epoch_N=self.warp_epoch[chosen // WARP], value_N=value,
-        )  # fmt: skip
+            warp_epoch_N=self.warp_epoch[chosen // WARP],
+            value_N=value,
+        )
 
     def _note(self, size, lanes, buffer, places, which, value=None) -> None:
         """Remembers an access to global memory until the launch ends, except reads of read-only

@@ -33,9 +33,13 @@ class Buffer:
         base, end = address // ALIGN * ALIGN, -(-(address + num_bytes) // ALIGN) * ALIGN
         raw = (ctypes.c_uint8 * (end - base)).from_address(base)
         return cls(
-            name=name, start=address, end=address + num_bytes, base=base,
-            bytes=np.frombuffer(raw, np.uint8), state=np.zeros(end - base, np.uint8),
-        )  # fmt: skip
+            name=name,
+            start=address,
+            end=address + num_bytes,
+            base=base,
+            bytes=np.frombuffer(raw, np.uint8),
+            state=np.zeros(end - base, np.uint8),
+        )
 
     @property
     def is_read_only(self) -> bool:
@@ -77,8 +81,9 @@ class Memory:
         self._starts.insert(at, address)
         return buffer
 
-    def add_tensor(self, tensor, *, name: str = "tensor", is_written: bool = True,
-                   is_writable: bool = True) -> None:  # fmt: skip
+    def add_tensor(
+        self, tensor, *, name: str = "tensor", is_written: bool = True, is_writable: bool = True
+    ) -> None:
         """Registers the elements of a torch tensor on the CPU; the rest of its storage stays as it
         is."""
         if tensor.numel() == 0:

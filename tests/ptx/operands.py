@@ -14,15 +14,34 @@ from ptx.faults import UnknownInstruction
 from ptx.text import BYTES
 
 DTYPE = {
-    "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16,
-    "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "b64": np.uint64,
-    "u64": np.uint64, "s64": np.int64, "f16": np.float16, "f32": np.float32, "f64": np.float64,
-    "bf16": np.uint16, "pred": np.bool_, "f16x2": np.uint32, "bf16x2": np.uint32,
-    "s16x2": np.uint32, "u16x2": np.uint32, "f32x2": np.uint64,
-}  # fmt: skip
+    "b8": np.uint8,
+    "u8": np.uint8,
+    "s8": np.int8,
+    "b16": np.uint16,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "b32": np.uint32,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "b64": np.uint64,
+    "u64": np.uint64,
+    "s64": np.int64,
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "bf16": np.uint16,
+    "pred": np.bool_,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+    "s16x2": np.uint32,
+    "u16x2": np.uint32,
+    "f32x2": np.uint64,
+}
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-SPECIAL = ("%laneid", *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid")
-                        for axis in "xyz"))  # fmt: skip
+SPECIAL = (
+    "%laneid",
+    *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
+)
 _ADDRESS = re.compile(r"\[\s*([\w$%.']+)\s*(?:\+\s*(-?\d+)|-\s*(\d+))?\s*\]")
 
 ALL_BYTES = np.uint8(0xFF)

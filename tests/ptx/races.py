@@ -68,9 +68,11 @@ def find_race(accesses: list[Access], unit: int, num_threads: int) -> Race | Non
             threads = (int(events["thread"][at]) for at in found)
             return Race(
                 int(events["place"][found[0]]) * unit,
-                accesses[first].instruction, next(threads),
-                accesses[second].instruction, next(threads),
-            )  # fmt: skip
+                accesses[first].instruction,
+                next(threads),
+                accesses[second].instruction,
+                next(threads),
+            )
     return None
 
 

@@ -23,9 +23,24 @@ _GUARD = re.compile(r"@(!?)([\w$%]+)\s+")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+([\w$%]+)")
 _LINE = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 BYTES = {
-    "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4,
-    "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "pred": 1,
-}  # fmt: skip
+    "b8": 1,
+    "u8": 1,
+    "s8": 1,
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "f32": 4,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+    "pred": 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +155,7 @@ def _variable(text: str) -> Variable:
         numbers = [int(value, 0) for value in values.split(",")]
         data = b"".join((number % (1 << 8 * size)).to_bytes(size, "little") for number in numbers)
     length = size * (int(count or 0) if count is not None else 1)
-    return Variable(
-        name=name, space=space, num_bytes=length, align=int(align or size), values=data
-    )  # fmt: skip
+    return Variable(name=name, space=space, num_bytes=length, align=int(align or size), values=data)
 
 
 def _head(text: str) -> Kernel:

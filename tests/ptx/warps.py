@@ -60,8 +60,14 @@ def _other(mode, lane, by, clamp):
 def reduction(name, modifiers, operands, registers):
     """redux of integers over all lanes of a warp."""
     _, operation, kind = modifiers
-    compute = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-               "or": np.bitwise_or, "xor": np.bitwise_xor}.get(operation)  # fmt: skip
+    compute = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }.get(operation)
     if modifiers[0] != "sync" or compute is None or kind not in ("u32", "s32", "b32"):
         raise UnknownInstruction("redux." + ".".join(modifiers))
 
@@ -89,8 +95,9 @@ def _over_warps(operands, kind, joined, registers):
     target, value, members = operands
     number = registers.find(target)
     (get, read), (get_members, _) = (
-        source(value, kind, registers), source(members, "b32", registers)
-    )  # fmt: skip
+        source(value, kind, registers),
+        source(members, "b32", registers),
+    )
 
     def step(machine, mask):
         machine.check_members(get_members(machine), mask, needs_all=True)
@@ -192,6 +199,9 @@ def warp_barrier(name, modifiers, operands, registers):
 
 
 WARPS = {
-    "shfl": shuffle, "redux": reduction, "vote": vote, "ldmatrix": load_matrix,
+    "shfl": shuffle,
+    "redux": reduction,
+    "vote": vote,
+    "ldmatrix": load_matrix,
     "stmatrix": store_matrix,
-}  # fmt: skip
+}

@@ -63,8 +63,15 @@ def _layouts() -> dict[str, _Layout]:
 _LAYOUTS = _layouts()
 
 # enum Status in kernels.h
-(_OK, _BAD_ARGUMENT, _INDEX_OUT_OF_RANGE, _UNKNOWN_LEVEL, _UNUSABLE_LEVEL, _NO_THREADS,
- _NO_MEMORY) = range(7)  # fmt: skip
+(
+    _OK,
+    _BAD_ARGUMENT,
+    _INDEX_OUT_OF_RANGE,
+    _UNKNOWN_LEVEL,
+    _UNUSABLE_LEVEL,
+    _NO_THREADS,
+    _NO_MEMORY,
+) = range(7)
 
 
 def _load() -> ctypes.CDLL | None:
@@ -342,9 +349,11 @@ def serve(
     status = ctypes.c_int32()
     size = ctypes.sizeof(handovers) // len(handovers)
     served = (_lib or _built()).hs_serve(
-        ctypes.addressof(handovers) + start * size, stop - start, ctypes.addressof(serving),
+        ctypes.addressof(handovers) + start * size,
+        stop - start,
+        ctypes.addressof(serving),
         ctypes.addressof(status),
-    )  # fmt: skip
+    )
     return int(served), status.value
 
 
@@ -413,9 +422,17 @@ def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None
     num_active, index = _check_list(index_A, num_rows)
     y = torch.empty(*x.shape[:-1], num_active, dtype=torch.float32, device="cpu")
     status = lib.hs_dot_rows(
-        code, weight.data_ptr(), stride, num_rows, num_columns, x.data_ptr(), num_vectors, index,
-        num_active, y.data_ptr(),
-    )  # fmt: skip
+        code,
+        weight.data_ptr(),
+        stride,
+        num_rows,
+        num_columns,
+        x.data_ptr(),
+        num_vectors,
+        index,
+        num_active,
+        y.data_ptr(),
+    )
     _check_status(status, index_A, num_rows)
     return y
 
@@ -440,9 +457,16 @@ def accumulate_rows(
     coefficient = _check_vector("coefficient_A", coefficient_A, torch.float32, num_active)
     y_D = torch.empty(num_columns, dtype=torch.float32, device="cpu")
     status = lib.hs_accumulate_rows(
-        code, weight.data_ptr(), stride, num_rows, num_columns, coefficient, index,
-        num_active, y_D.data_ptr(),
-    )  # fmt: skip
+        code,
+        weight.data_ptr(),
+        stride,
+        num_rows,
+        num_columns,
+        coefficient,
+        index,
+        num_active,
+        y_D.data_ptr(),
+    )
     _check_status(status, index_A, num_rows)
     return y_D
 
@@ -475,9 +499,16 @@ def pack_rows(
     if rows_together(packed_kind) > 1 and not out.is_contiguous():
         _refuse("out", f"contiguous rows for the {form} form", out)
     status = _built().hs_pack_rows(
-        code, kind_code(packed_kind), weight.data_ptr(), num_rows, num_columns, index, num_active,
-        out.data_ptr(), out.stride(0),
-    )  # fmt: skip
+        code,
+        kind_code(packed_kind),
+        weight.data_ptr(),
+        num_rows,
+        num_columns,
+        index,
+        num_active,
+        out.data_ptr(),
+        out.stride(0),
+    )
     _check_status(status, index_A, num_rows)
     return packed_kind
 
@@ -491,7 +522,6 @@ def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | Non
     if not is_right or not out_AD.is_cpu or out_AD.shape != (num_active, num_columns):
         _refuse("out_AD", f"contiguous f32 of {num_active} rows of {num_columns}", out_AD)
     status = lib.hs_unpack_rows(
-        code, weight.data_ptr(), stride, num_rows, num_columns, index, num_active,
-        out_AD.data_ptr(),
-    )  # fmt: skip
+        code, weight.data_ptr(), stride, num_rows, num_columns, index, num_active, out_AD.data_ptr()
+    )
     _check_status(status, index_A, num_rows)

@@ -88,19 +88,22 @@ def _convolve(
             is_here = old >= TAPS - 1
             here = tl.load(
                 projected + (tap - TAPS + 1) * (GATES + 2 * VALUE_HEADS) + channel,
-                mask=in_head & is_here, other=0.0,
-            )  # fmt: skip
+                mask=in_head & is_here,
+                other=0.0,
+            )
             before = tl.load(
                 conv + (source * (TAPS - 1) + old) * CHANNELS + channel,
-                mask=in_head & (is_here == 0) & (source >= 0), other=0.0,
-            )  # fmt: skip
+                mask=in_head & (is_here == 0) & (source >= 0),
+                other=0.0,
+            )
             value = tl.where(is_here, here, before)
             total += value * tl.load(taps + channel * TAPS + tap, mask=in_head, other=0.0)
             if tap > 0:
                 tl.store(
-                    conv + (target * (TAPS - 1) + tap - 1) * CHANNELS + channel, value,
+                    conv + (target * (TAPS - 1) + tap - 1) * CHANNELS + channel,
+                    value,
                     mask=in_head & (target >= 0),
-                )  # fmt: skip
+                )
         total = total / (1.0 + tl.exp(-total))
         if is_key:
             total *= tl.rsqrt(tl.sum(total * total, axis=0) + 1e-6)

@@ -34,8 +34,13 @@ def convolve(
         query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
         strength_TV, step_TV = row_TW[:, s.channels + s.value_heads * s.value_width :].chunk(2, 1)
         step_TV = (step_TV + step_bias_V).exp().log1p()
-        parts = [query.flatten(1) / s.key_width**0.5, key.flatten(1), value,
-                 strength_TV.sigmoid(), (rate_V * step_TV).exp()]  # fmt: skip
+        parts = [
+            query.flatten(1) / s.key_width**0.5,
+            key.flatten(1),
+            value,
+            strength_TV.sigmoid(),
+            (rate_V * step_TV).exp(),
+        ]
         mixed_TX[first : first + count] = torch.cat(parts, dim=1).to(mixed_TX.dtype)
         for row, target in enumerate(writes_T[first : first + count].tolist(), start=1):
             if target >= 0:

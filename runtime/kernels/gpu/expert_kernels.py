@@ -130,10 +130,16 @@ def expert_gate_up(
         )
         gate_bias_F, up_bias_F = biases
         reference.gate_up(
-            _of_expert(gate, place, count), gate_bias_F,
-            None if up is None else _of_expert(up, place, count), up_bias_F,
-            None, None, x_D, rule, hidden_KF[number],
-        )  # fmt: skip
+            _of_expert(gate, place, count),
+            gate_bias_F,
+            None if up is None else _of_expert(up, place, count),
+            up_bias_F,
+            None,
+            None,
+            x_D,
+            rule,
+            hidden_KF[number],
+        )
 
 
 @by_rows

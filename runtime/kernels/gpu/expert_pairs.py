@@ -81,8 +81,10 @@ def pairs_of(
     *found, row = torch.from_numpy(joined.astype(np.int32)).to(device).split(sizes)
     return [
         Pairs(
-            tile_G3=tile.view(-1, 3), row_3P=row.view(3, -1), number=part.number,
+            tile_G3=tile.view(-1, 3),
+            row_3P=row.view(3, -1),
+            number=part.number,
             tile_size=part.tile_size,
         )
         for tile, part in zip(found, parts, strict=True)
-    ]  # fmt: skip
+    ]

@@ -113,15 +113,29 @@ def _rotate_append(
         if head < NUM_HEADS:
             if query_weight is not None:
                 first, second = _head_norm(
-                    first, second, query_weight + head * NORM_STRIDE, first_at, second_at, in_head,
-                    epsilon, WIDTH, CENTRES,
-                )  # fmt: skip
+                    first,
+                    second,
+                    query_weight + head * NORM_STRIDE,
+                    first_at,
+                    second_at,
+                    in_head,
+                    epsilon,
+                    WIDTH,
+                    CENTRES,
+                )
         else:
             if key_weight is not None:
                 first, second = _head_norm(
-                    first, second, key_weight + kv_head * NORM_STRIDE, first_at, second_at, in_head,
-                    epsilon, WIDTH, CENTRES,
-                )  # fmt: skip
+                    first,
+                    second,
+                    key_weight + kv_head * NORM_STRIDE,
+                    first_at,
+                    second_at,
+                    in_head,
+                    epsilon,
+                    WIDTH,
+                    CENTRES,
+                )
         if frequency is not None:
             first, second = _turn(first, second, frequency, pair, at, ROTATED, MAGNITUDE)
         if head < NUM_HEADS:
@@ -145,9 +159,16 @@ def _rotate_append(
 
 @triton.jit
 def _head_norm(
-    first, second, weight, first_at, second_at, in_head, epsilon, WIDTH: tl.constexpr,
+    first,
+    second,
+    weight,
+    first_at,
+    second_at,
+    in_head,
+    epsilon,
+    WIDTH: tl.constexpr,
     CENTRES: tl.constexpr,
-):  # fmt: skip
+):
     if CENTRES:
         mean = tl.sum(first + second, axis=0) / WIDTH
         first = tl.where(in_head, first - mean, 0.0)

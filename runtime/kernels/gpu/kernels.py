@@ -356,9 +356,20 @@ def triton_kernels() -> Kernels:
     )
 
     return kernels_in(
-        attention, delta, experts, heads, neurons, norm, predictor, products, prompt_attention, routing,
-        rows, tokens, own=lambda kernel: kernel.triton,
-    )  # fmt: skip
+        attention,
+        delta,
+        experts,
+        heads,
+        neurons,
+        norm,
+        predictor,
+        products,
+        prompt_attention,
+        routing,
+        rows,
+        tokens,
+        own=lambda kernel: kernel.triton,
+    )
 
 
 def overlapped(kernels: Kernels) -> Kernels:

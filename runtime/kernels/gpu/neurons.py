@@ -143,9 +143,16 @@ def _any(lives, GROUP: tl.constexpr):
 
 @triton.jit
 def rows_of_neurons(
-    data, stride, neuron_R, live_R, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+    data,
+    stride,
+    neuron_R,
+    live_R,
+    unit_U,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     """Both parts of some neurons' rows, f32 [R, U, 16] each."""
     in_row_U = unit_U < (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     row = rows_at(data, neuron_R, stride, ALIGN)
@@ -209,9 +216,16 @@ def _down(
                     neuron_R = start + tl.sum(is_before.to(tl.int32), axis=1)
                     weight_R = tl.load(own + neuron_R, mask=number_R < num_open, other=0.0)
                     value_low, value_high = rows_of_neurons(
-                        data, stride, neuron_R, number_R < num_open, unit_U, KIND, WIDTH, PARTS,
+                        data,
+                        stride,
+                        neuron_R,
+                        number_R < num_open,
+                        unit_U,
+                        KIND,
+                        WIDTH,
+                        PARTS,
                         ALIGN,
-                    )  # fmt: skip
+                    )
                     low += value_low * weight_R[:, None, None]
                     if PARTS == 2:
                         high += value_high * weight_R[:, None, None]

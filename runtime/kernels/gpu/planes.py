@@ -24,9 +24,16 @@ def _place(WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _predict_planes(
-    choice, mix, x, active, WIDTH: tl.constexpr, NUM_PLANES: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+    choice,
+    mix,
+    x,
+    active,
+    WIDTH: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     admit_next(OVERLAPS)
     await_last(OVERLAPS)
     row, column_D, in_row_D = _place(WIDTH, COLUMNS)
@@ -53,9 +60,17 @@ def _predict_planes(
 
 @triton.jit
 def _correct_planes(
-    choice, mix, scale, x, active, WIDTH: tl.constexpr, NUM_PLANES: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+    choice,
+    mix,
+    scale,
+    x,
+    active,
+    WIDTH: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     admit_next(OVERLAPS)
     await_last(OVERLAPS)
     row, column_D, in_row_D = _place(WIDTH, COLUMNS)
@@ -79,9 +94,13 @@ def _correct_planes(
 
 @triton.jit
 def _add_to_planes(
-    x, more, WIDTH: tl.constexpr, NUM_PLANES: tl.constexpr, COLUMNS: tl.constexpr,
+    x,
+    more,
+    WIDTH: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):  # fmt: skip
+):
     admit_next(OVERLAPS)
     await_last(OVERLAPS)
     row, column_D, in_row_D = _place(WIDTH, COLUMNS)
@@ -96,9 +115,17 @@ def predict_planes(choice_P: Tensor, mix_QP: Tensor, x_X: Tensor, active_D: Tens
     _check(choice_P, mix_QP, x_X, active_D)
     num_planes, width = choice_P.shape[-1], active_D.shape[-1]
     _predict_planes[_grid(active_D)](
-        choice_P, mix_QP, x_X, active_D, WIDTH=width, NUM_PLANES=num_planes,
-        BLOCK=power_of_2(num_planes), COLUMNS=_COLUMNS, **overlap_options(), num_warps=NUM_WARPS,
-    )  # fmt: skip
+        choice_P,
+        mix_QP,
+        x_X,
+        active_D,
+        WIDTH=width,
+        NUM_PLANES=num_planes,
+        BLOCK=power_of_2(num_planes),
+        COLUMNS=_COLUMNS,
+        **overlap_options(),
+        num_warps=NUM_WARPS,
+    )
 
 
 def correct_planes(
@@ -107,18 +134,32 @@ def correct_planes(
     _check(choice_P, mix_PP, scale_D, x_X, active_D)
     num_planes, width = choice_P.shape[-1], active_D.shape[-1]
     _correct_planes[_grid(active_D)](
-        choice_P, mix_PP, scale_D, x_X, active_D, WIDTH=width, NUM_PLANES=num_planes,
-        BLOCK=power_of_2(num_planes), COLUMNS=_COLUMNS, **overlap_options(), num_warps=NUM_WARPS,
-    )  # fmt: skip
+        choice_P,
+        mix_PP,
+        scale_D,
+        x_X,
+        active_D,
+        WIDTH=width,
+        NUM_PLANES=num_planes,
+        BLOCK=power_of_2(num_planes),
+        COLUMNS=_COLUMNS,
+        **overlap_options(),
+        num_warps=NUM_WARPS,
+    )
 
 
 def add_to_planes(x_X: Tensor, more_D: Tensor) -> None:
     _check(x_X, more_D)
     width = more_D.shape[-1]
     _add_to_planes[_grid(more_D)](
-        x_X, more_D, WIDTH=width, NUM_PLANES=x_X.shape[-1] // width, COLUMNS=_COLUMNS,
-        **overlap_options(), num_warps=NUM_WARPS,
-    )  # fmt: skip
+        x_X,
+        more_D,
+        WIDTH=width,
+        NUM_PLANES=x_X.shape[-1] // width,
+        COLUMNS=_COLUMNS,
+        **overlap_options(),
+        num_warps=NUM_WARPS,
+    )
 
 
 def _check(*tensors: Tensor) -> None:

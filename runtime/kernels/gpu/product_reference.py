@@ -27,9 +27,12 @@ def multiply(
         for own, left_T, right_T in tiles_of(tile_G3, row_2P, out_TN.shape[1]):
             y_TN = x_TD.new_empty(len(left_T), out_TN.shape[1], dtype=torch.float64)
             multiply(
-                replace(matrix, data=matrix.data[own]), None if bias_N is None else bias_N[own],
-                x_TD[left_T], None if power_T is None else power_T[left_T], y_TN,
-            )  # fmt: skip
+                replace(matrix, data=matrix.data[own]),
+                None if bias_N is None else bias_N[own],
+                x_TD[left_T],
+                None if power_T is None else power_T[left_T],
+                y_TN,
+            )
             put(out_TN, right_T, y_TN, factor_P)
         return
     y_TN = x_TD.double() @ unpack(matrix.data, matrix.kind).double().T
@@ -55,9 +58,12 @@ def multiply_down(
         for own, left_T, right_T in tiles_of(tile_G3, row_2P, hidden_TN.shape[1]):
             y_TD = hidden_TN.new_empty(len(left_T), out_TD.shape[1], dtype=torch.float64)
             multiply_down(
-                replace(matrix, data=matrix.data[own]), hidden_TN[left_T],
-                None if power_T is None else power_T[left_T], y_TD, is_added=False,
-            )  # fmt: skip
+                replace(matrix, data=matrix.data[own]),
+                hidden_TN[left_T],
+                None if power_T is None else power_T[left_T],
+                y_TD,
+                is_added=False,
+            )
             if bias_D is not None:
                 place = own.start // hidden_TN.shape[1]
                 y_TD += bias_D.view(-1, out_TD.shape[1])[place]

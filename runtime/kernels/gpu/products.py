@@ -50,9 +50,18 @@ def _pairs_of(tile, row, num_pairs, TOKENS: tl.constexpr):
 
 @triton.jit
 def _weights(
-    data, row_R, stride, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, ALIGN: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
+    data,
+    row_R,
+    stride,
+    live_R,
+    in_row_U,
+    unit_U,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
     """f32 [R, U, 16] of each part of some units of rows."""
     if TOGETHER == 1:
         row = rows_at(data, row_R, stride, ALIGN)
@@ -61,19 +70,42 @@ def _weights(
         tile_R = data + (row_R // TOGETHER).to(tl.int64) * (stride * ALIGN * TOGETHER)
         is_live = live_R[:, None, None] & in_row_U[None, :, None]
         low, high = tile_values(
-            tile_R[:, None, None], (row_R % TOGETHER)[:, None, None], unit_U[None, :, None], is_live,
-            KIND, WIDTH, TOGETHER,
-        )  # fmt: skip
+            tile_R[:, None, None],
+            (row_R % TOGETHER)[:, None, None],
+            unit_U[None, :, None],
+            is_live,
+            KIND,
+            WIDTH,
+            TOGETHER,
+        )
     return low, high
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pairs", "x_stride", "out_stride"])
 def _multiply(
-    data, stride, bias, x, power, out, tile, row, factor, num_pairs, num_rows, num_tokens,
-    x_stride, out_stride, KIND: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    ALIGN: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+    data,
+    stride,
+    bias,
+    x,
+    power,
+    out,
+    tile,
+    row,
+    factor,
+    num_pairs,
+    num_rows,
+    num_tokens,
+    x_stride,
+    out_stride,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
     TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live_R = row_R < num_rows
@@ -112,11 +144,29 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pairs", "hidden_stride"])
 def _multiply_down(
-    data, stride, bias, hidden, power, out, tile, row, factor, num_pairs, num_rows, num_tokens,
-    hidden_stride, KIND: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    ALIGN: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
-    TOKENS: tl.constexpr, IS_ADDED: tl.constexpr,
-):  # fmt: skip
+    data,
+    stride,
+    bias,
+    hidden,
+    power,
+    out,
+    tile,
+    row,
+    factor,
+    num_pairs,
+    num_rows,
+    num_tokens,
+    hidden_stride,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_ADDED: tl.constexpr,
+):
     NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
     if tile is None:
         place = 0
@@ -134,9 +184,18 @@ def _multiply_down(
         row_R = start + tl.arange(0, ROWS)
         live_R = row_R < num_rows
         low, high = _weights(
-            data, place * num_rows + row_R, stride, live_R, in_row_U, unit_U, KIND, WIDTH, PARTS,
-            ALIGN, TOGETHER,
-        )  # fmt: skip
+            data,
+            place * num_rows + row_R,
+            stride,
+            live_R,
+            in_row_U,
+            unit_U,
+            KIND,
+            WIDTH,
+            PARTS,
+            ALIGN,
+            TOGETHER,
+        )
         is_live = live_R[:, None] & live_T[None, :]
         hidden_RT = tl.load(hidden + row_R[:, None], mask=is_live, other=0.0)
         low_RC = low.to(hidden.dtype.element_ty).reshape(ROWS, UNITS * 16)

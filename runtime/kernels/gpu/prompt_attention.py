@@ -90,12 +90,14 @@ def _attend_tokens(
         is_read_P = at_P < end
         key_WP = tl.load(
             own_key + row_P[None, :] * key_stride + column_W[:, None],
-            mask=is_read_P[None, :] & in_head_W[:, None], other=0.0,
-        )  # fmt: skip
+            mask=is_read_P[None, :] & in_head_W[:, None],
+            other=0.0,
+        )
         value_PW = tl.load(
             own_value + row_P[:, None] * value_stride + column_W[None, :],
-            mask=is_read_P[:, None] & in_head_W[None, :], other=0.0,
-        )  # fmt: skip
+            mask=is_read_P[:, None] & in_head_W[None, :],
+            other=0.0,
+        )
         score_TP = tl.dot(query_TW, key_WP, input_precision="ieee")
         score_TP = finished(score_TP, scores)
         is_seen_TP = at_P[None, :] <= at_T[:, None]

@@ -98,7 +98,7 @@ def rotate_append(
     of_heads, norm = spec.num_heads * (1 + spec.is_gated), spec.head_norm
     query, *own = (
         qkv.double().unflatten(0, (-1, width)).split([of_heads, *spec.projected[1:]], dim=0)
-    )  # fmt: skip
+    )
     query, keys, values = query[:: 1 + spec.is_gated], own[:1], own[-1:]
     if norm and spec.norms_values:
         values = [_rms_norm(v, torch.ones(width, device=v.device), norm.epsilon) for v in values]

@@ -20,9 +20,14 @@ def _first_largest(value_E, column_E, SIZE: tl.constexpr):
 
 @triton.jit
 def _in_groups(
-    choice_E, column_E, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    NUM_USED_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
-):  # fmt: skip
+    choice_E,
+    column_E,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_USED_GROUPS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+):
     """Mask of the experts of the groups whose two largest values sum to most."""
     own_E = column_E // (NUM_EXPERTS // NUM_GROUPS)
     group_G = tl.arange(0, GROUPS_BLOCK)

@@ -68,9 +68,14 @@ def _planar_place(byte_U, num_bytes, FORM: tl.constexpr):
     at_U = byte_U
     for number in tl.static_range(num_planes(FORM)):
         at_U = _moved(
-            at_U, byte_U, num_bytes // block_of(FORM), block_of(FORM), bytes_before(FORM, number),
-            plane_start(FORM, number), plane_size(FORM, number),
-        )  # fmt: skip
+            at_U,
+            byte_U,
+            num_bytes // block_of(FORM),
+            block_of(FORM),
+            bytes_before(FORM, number),
+            plane_start(FORM, number),
+            plane_size(FORM, number),
+        )
     return at_U
 
 

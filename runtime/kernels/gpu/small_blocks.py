@@ -48,9 +48,16 @@ def small_block(kind: str, types: dict[str, WeightType] = TYPE_OF) -> SmallBlock
             for half in (levels[:8], levels[8:])
         ]
     return SmallBlock(
-        each.block_bytes, each.head_bytes, each.planes[-1][0], kind.endswith("_planar"),
-        each.has_nibbles, is_affine, float(min(levels, default=0)), float(bias), *words,
-    )  # fmt: skip
+        each.block_bytes,
+        each.head_bytes,
+        each.planes[-1][0],
+        kind.endswith("_planar"),
+        each.has_nibbles,
+        is_affine,
+        float(min(levels, default=0)),
+        float(bias),
+        *words,
+    )
 
 
 @triton.jit

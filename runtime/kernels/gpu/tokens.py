@@ -66,9 +66,16 @@ def _round_tokens(
 
 @triton.jit
 def _hidden_at(
-    gate, up, named, column_C, num_neurons, threshold, floor, ACTIVATION: tl.constexpr,
+    gate,
+    up,
+    named,
+    column_C,
+    num_neurons,
+    threshold,
+    floor,
+    ACTIVATION: tl.constexpr,
     IS_DENSE: tl.constexpr,
-):  # fmt: skip
+):
     in_row_C = column_C < num_neurons
     gate_C = tl.load(gate + column_C, mask=in_row_C, other=0.0)
     if floor is not None:
@@ -137,9 +144,16 @@ def _hidden_tokens(
         start = 0
         while start < num_neurons:
             value_C = _hidden_at(
-                gate, up, named, start + tl.arange(0, COLUMNS), num_neurons, threshold,
-                floor, ACTIVATION, IS_DENSE,
-            )  # fmt: skip
+                gate,
+                up,
+                named,
+                start + tl.arange(0, COLUMNS),
+                num_neurons,
+                threshold,
+                floor,
+                ACTIVATION,
+                IS_DENSE,
+            )
             largest_C = tl.maximum(largest_C, tl.abs(value_C))
             start += COLUMNS
         divisor, factor = _power_of(tl.max(largest_C, axis=0))

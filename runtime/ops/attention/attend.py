@@ -60,9 +60,13 @@ def attend(
 
 
 def _attend_by_scores(
-    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, is_seen_TC: Tensor, spec: AttentionSpec,
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    is_seen_TC: Tensor,
+    spec: AttentionSpec,
     vectors: Vectors,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Computes `attend`, if it stores scores, some tokens at a time."""
     num_kv = key_CKW.shape[1]
     pieces, at_once = [], max(1, MOST_SCORES // (query_THW.shape[1] * len(key_CKW)))

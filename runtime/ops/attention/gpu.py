@@ -43,12 +43,22 @@ def launch_attend(
         lambda: on.kernels.rotate_append(
             qkv, *weights, at.position_T, keys, values, spec, at.sequence_T, at.table_SN
         ),
-        [qkv, *weights, *at.tensors], [qkv, keys, values],
-    )  # fmt: skip
+        [qkv, *weights, *at.tensors],
+        [qkv, keys, values],
+    )
     on.launch(
         lambda: on.kernels.attend(
-            qkv, keys, values, at.position_T, spec, scratch, heads, at.sequence_T, at.table_SN,
+            qkv,
+            keys,
+            values,
+            at.position_T,
+            spec,
+            scratch,
+            heads,
+            at.sequence_T,
+            at.table_SN,
             vectors=attention.vectors,
         ),
-        [qkv, keys, values, *attention.vectors.values(), *at.tensors], [scratch, heads],
-    )  # fmt: skip
+        [qkv, keys, values, *attention.vectors.values(), *at.tensors],
+        [scratch, heads],
+    )

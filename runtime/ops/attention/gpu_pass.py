@@ -58,13 +58,28 @@ def run_kernels(kernels: Kernels, heads: Heads, joined_TQ: Tensor, places: Place
             of_heads, None, norm.weight_D, norm.bias_D, norm.epsilon, of_heads, None, None
         )
     kernels.rotate_append(
-        joined_TQ, *turned_by(heads), places.position_T, keys, values, spec, places.sequence_T,
-        places.table_SN, query_THW,
-    )  # fmt: skip
+        joined_TQ,
+        *turned_by(heads),
+        places.position_T,
+        keys,
+        values,
+        spec,
+        places.sequence_T,
+        places.table_SN,
+        query_THW,
+    )
     kernels.attend_tokens(
-        query_THW, keys, values, places.position_T, spec, out_THW, places.sequence_T,
-        places.table_SN, vectors=heads.vectors, gated_TQ=joined_TQ if spec.is_gated else None,
-    )  # fmt: skip
+        query_THW,
+        keys,
+        values,
+        places.position_T,
+        spec,
+        out_THW,
+        places.sequence_T,
+        places.table_SN,
+        vectors=heads.vectors,
+        gated_TQ=joined_TQ if spec.is_gated else None,
+    )
     return out_THW
 
 

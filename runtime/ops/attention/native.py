@@ -21,23 +21,46 @@ class ScoresStruct(Structure):
 
 
 class AttentionStruct(Structure):
-    _fields_ = [("query_norm", NormStruct), ("key_norm", NormStruct),
-                ("input", MatrixStruct * 3), ("output", MatrixStruct),
-                ("key", c_void_p), ("value", c_void_p),
-                ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
-                ("code_factor", c_void_p), ("scores", ScoresStruct),
-                ("rotary", c_int32), ("table", c_int32),
-                *fields_of(Heads)]  # fmt: skip
+    _fields_ = [
+        ("query_norm", NormStruct),
+        ("key_norm", NormStruct),
+        ("input", MatrixStruct * 3),
+        ("output", MatrixStruct),
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("summary", c_void_p),
+        ("code", c_void_p),
+        ("summary_unit", c_void_p),
+        ("code_factor", c_void_p),
+        ("scores", ScoresStruct),
+        ("rotary", c_int32),
+        ("table", c_int32),
+        *fields_of(Heads),
+    ]
 
 
 class TableStruct(Structure):
-    _fields_ = [("block", c_void_p), ("num_sequences", c_int64), ("blocks_per_sequence", c_int64),
-                ("block_length", c_int64), ("num_blocks", c_int64), ("window", c_int64)]  # fmt: skip
+    _fields_ = [
+        ("block", c_void_p),
+        ("num_sequences", c_int64),
+        ("blocks_per_sequence", c_int64),
+        ("block_length", c_int64),
+        ("num_blocks", c_int64),
+        ("window", c_int64),
+    ]
 
 
 class SelectStruct(Structure):
-    _fields_ = [("block", c_int64), ("sinks", c_int64), ("window", c_int64), ("top", c_int64),
-                ("candidates", c_int64), ("full", c_int64), ("summary", c_int32), ("is_coded", c_int32)]  # fmt: skip
+    _fields_ = [
+        ("block", c_int64),
+        ("sinks", c_int64),
+        ("window", c_int64),
+        ("top", c_int64),
+        ("candidates", c_int64),
+        ("full", c_int64),
+        ("summary", c_int32),
+        ("is_coded", c_int32),
+    ]
 
 
 def rounded_scale(scale: float) -> float:

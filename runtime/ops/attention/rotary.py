@@ -126,8 +126,13 @@ class Turns:
 
 
 class RotaryStruct(Structure):
-    _fields_ = [("frequency", c_void_p), ("magnitude", c_double), ("head_width", c_int64),
-                ("is_adjacent", c_int32), ("unused", c_int32)]  # fmt: skip
+    _fields_ = [
+        ("frequency", c_void_p),
+        ("magnitude", c_double),
+        ("head_width", c_int64),
+        ("is_adjacent", c_int32),
+        ("unused", c_int32),
+    ]
 
 
 class Rotaries:

@@ -12,9 +12,13 @@ from hotsplit.runtime.ops.attention.attend import attend_one
 
 
 def attend_to_chosen(
-    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int,
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    tables: KeyTables,
+    sequence: int,
     spec: AttentionSpec,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Computes `attend` with each token restricted to its chosen positions: f32 [T, H * W]."""
     num_kv, outs = key_CKW.shape[1], []
     for query_HW, position in zip(

@@ -116,9 +116,7 @@ def key_heads(spec: DeltaSpec) -> Tensor:
     return head_V // (spec.num_value_heads // count) if spec.is_grouped else head_V % count
 
 
-def heads_of(
-    mixed_TC: Tensor, spec: DeltaSpec, key_V: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def heads_of(mixed_TC: Tensor, spec: DeltaSpec, key_V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys [T, V, N], of length 1 / sqrt(N) and 1, and values [T, V, M]."""
     sizes = [spec.key_size, spec.key_size, spec.value_size]
     query, key, value = mixed_TC.split(sizes, dim=1)
@@ -132,9 +130,13 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def token(
-    state_VNM: Tensor, query_VN: Tensor, key_VN: Tensor, value_VM: Tensor, beta_V: Tensor,
+    state_VNM: Tensor,
+    query_VN: Tensor,
+    key_VN: Tensor,
+    value_VM: Tensor,
+    beta_V: Tensor,
     decay_V: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(the state after a token, its output [V, M])."""
     state_VNM = state_VNM * decay_V[:, None, None]
     known_VM = (key_VN[:, None] @ state_VNM)[:, 0]

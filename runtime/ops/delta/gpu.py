@@ -59,19 +59,22 @@ def calls(
     return (
         Call(
             lambda: kernels.convolve(projected, *weights, conv, *slots, mixed, spec.num_key_heads),
-            [projected, *weights, conv, *slots], [mixed, conv],
+            [projected, *weights, conv, *slots],
+            [mixed, conv],
         ),
         Call(
             lambda: kernels.delta_rule(
                 mixed, state, *slots, out_TVM, spec.num_key_heads, is_grouped=spec.is_grouped
             ),
-            [mixed, state, *slots], [heads, state],
+            [mixed, state, *slots],
+            [heads, state],
         ),
         Call(
             lambda: kernels.gate_norm(out_TVM, projected, weight_M, epsilon),
-            [heads, projected, weight_M], [heads],
+            [heads, projected, weight_M],
+            [heads],
         ),
-    )  # fmt: skip
+    )
 
 
 def launch_delta(

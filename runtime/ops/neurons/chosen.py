@@ -15,22 +15,28 @@ from torch import Tensor
 
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate, GateStruct
-from hotsplit.runtime.ops.neurons.native import (
-    ExpertsStruct,
-    SharedWorkspace,
-    experts_struct,
-)
+from hotsplit.runtime.ops.neurons.native import ExpertsStruct, SharedWorkspace, experts_struct
 from hotsplit.runtime.ops.route import Routed
 from hotsplit.runtime.ops.structs import MAX_ROWS, Structs
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 
 
 class ChosenStruct(Structure):
-    _fields_ = [("experts", ExpertsStruct), ("x", c_void_p), ("routed", c_void_p), ("y", c_void_p),
-                ("workspace", c_void_p), ("width", c_int64), ("num_used", c_int64),
-                ("num_tokens", c_int64), ("max_tokens", c_int64),
-                ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
-                ("gate", GateStruct)]  # fmt: skip
+    _fields_ = [
+        ("experts", ExpertsStruct),
+        ("x", c_void_p),
+        ("routed", c_void_p),
+        ("y", c_void_p),
+        ("workspace", c_void_p),
+        ("width", c_int64),
+        ("num_used", c_int64),
+        ("num_tokens", c_int64),
+        ("max_tokens", c_int64),
+        ("gate_bytes", c_int64),
+        ("up_bytes", c_int64),
+        ("down_bytes", c_int64),
+        ("gate", GateStruct),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +51,16 @@ class NativeExperts:
 
     @classmethod
     def of(
-        cls, block: ExpertBlock, gate: Gate, num_used: int, *, x_D: Tensor, routed: Tensor,
-        y_D: Tensor, room: SharedWorkspace,
-    ) -> "NativeExperts":  # fmt: skip
+        cls,
+        block: ExpertBlock,
+        gate: Gate,
+        num_used: int,
+        *,
+        x_D: Tensor,
+        routed: Tensor,
+        y_D: Tensor,
+        room: SharedWorkspace,
+    ) -> "NativeExperts":
         """Prepares a call, which can run after `room.allocate()`; that checks the sizes. `routed` begins
         with the rows [2 K] of the layer. Raises NotNative if the kernels do not support the block."""
         structs = Structs()
@@ -89,9 +102,12 @@ def experts_on_cpu(
     # In main memory, whatever the device is that these operations are tried on.
     y_TD = torch.from_numpy(np.empty(x_TD.shape, np.float32))
     struct = ChosenStruct(
-        experts=experts_struct(structs, block), width=block.width, num_used=routed.id_TK.shape[1],
-        max_tokens=num_tokens, gate=gate.struct,
-    )  # fmt: skip
+        experts=experts_struct(structs, block),
+        width=block.width,
+        num_used=routed.id_TK.shape[1],
+        max_tokens=num_tokens,
+        gate=gate.struct,
+    )
     struct.workspace = structs.workspace(library.chosen_bytes(struct))
     for start in range(0, len(x_TD), num_tokens):
         struct.num_tokens = min(num_tokens, len(x_TD) - start)

@@ -128,12 +128,27 @@ class ExpertPass:
         x_TD, weight_P = x_TD.to(self.device), weight_P.to(self.device)
         stored = [] if hot is None else self._parts(choices, np.flatnonzero(hot.places >= 0))
         count_E = choices.count_E
-        pairs = choices.on(self.device, [
-            *((part, Part(place_A=hot.places[part], count_A=count_E[part]))
-              for part in stored if hot is not None),
-            *((part, Part(place_A=np.arange(len(part)), count_A=count_E[part],
-                          most_of_tile=SMALL_TILE)) for part in streamed),
-        ])  # fmt: skip
+        pairs = choices.on(
+            self.device,
+            [
+                *(
+                    (part, Part(place_A=hot.places[part], count_A=count_E[part]))
+                    for part in stored
+                    if hot is not None
+                ),
+                *(
+                    (
+                        part,
+                        Part(
+                            place_A=np.arange(len(part)),
+                            count_A=count_E[part],
+                            most_of_tile=SMALL_TILE,
+                        ),
+                    )
+                    for part in streamed
+                ),
+            ],
+        )
         x = Factor.of(x_TD, is_small=self.is_input_small)
         new = torch.zeros if len(on_cpu) else torch.empty
         y_PD = new(weight_P.numel(), x_TD.shape[1], device=self.device)
@@ -142,12 +157,14 @@ class ExpertPass:
             run_experts(hot, self.gate, x, own, weight_P, y_PD)
         if self.cold is not None and len(x_TD) >= self.cold.least_tokens:
             self.cold.run(
-                self.layer, streamed,
+                self.layer,
+                streamed,
                 lambda number, block: run_experts(
                     block, self.gate, x, pairs[len(stored) + number], weight_P, y_PD
                 ),
-                x_TD, y_PD,
-            )  # fmt: skip
+                x_TD,
+                y_PD,
+            )
         host_TD = None
         if cold is not None and x_host is not None:  # while the GPU computes
             place_E = np.where(np.isin(np.arange(cold.num_experts), on_cpu), cold.places, -1)

@@ -94,11 +94,7 @@ class FeedForward:
     is_input_small: bool = False  # see gpu_products.Factor
 
     def forward(
-        self,
-        x: Tensor | Factor,
-        named_TF: Tensor | None = None,
-        *,
-        observers: Observers,
+        self, x: Tensor | Factor, named_TF: Tensor | None = None, *, observers: Observers
     ) -> Tensor:
         """Output [T, D] for the normed input of T tokens; of the neurons in
         `named_TF`, if given. The hot block comes first, so that a GPU computes it while the CPU
@@ -224,11 +220,7 @@ class FeedForward:
             self._add_part(y_TD, part, x_TD, named)
 
     def on_gpu(
-        self,
-        block: NeuronBlock,
-        x: Factor,
-        named_TN: Tensor | None,
-        y_TD: Tensor | None = None,
+        self, block: NeuronBlock, x: Factor, named_TN: Tensor | None, y_TD: Tensor | None = None
     ) -> Tensor:
         """Adds the output of a block, of which all rows are read, because finding those that fire
         would synchronise with the device; None: to zeros."""

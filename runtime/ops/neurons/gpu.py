@@ -18,9 +18,16 @@ _OUTPUT_GATE = Route(num_experts=1, num_used=1, gating="sigmoid", renormalises=F
 
 
 def launch_neurons(
-    on: Launcher, block: NeuronBlock, gate: Gate, id_N: Tensor | None, named_W: Tensor | None,
-    x_D: Tensor, hidden_N: Tensor, parts_SD: Tensor, gate_N: Tensor | None = None,
-) -> None:  # fmt: skip
+    on: Launcher,
+    block: NeuronBlock,
+    gate: Gate,
+    id_N: Tensor | None,
+    named_W: Tensor | None,
+    x_D: Tensor,
+    hidden_N: Tensor,
+    parts_SD: Tensor,
+    gate_N: Tensor | None = None,
+) -> None:
     """Writes the hidden values of a block's neurons, and partial sums of its output. `id_N`: their
     ids in the layer; None: all, in order. `named_W`: only these are computed; None: all. `gate_N`: memory
     for the gates, if all of the layer are needed before the first activation."""
@@ -54,9 +61,14 @@ def _launch_hidden_after_gates(
 
 
 def _launch_hidden(
-    on: Launcher, block: NeuronBlock, gate: Gate, id_N: Tensor | None, named_W: Tensor | None,
-    x_D: Tensor, hidden_N: Tensor,
-) -> None:  # fmt: skip
+    on: Launcher,
+    block: NeuronBlock,
+    gate: Gate,
+    id_N: Tensor | None,
+    named_W: Tensor | None,
+    x_D: Tensor,
+    hidden_N: Tensor,
+) -> None:
     up_weight, up_bias_N = (block.up.weight, block.up.bias_N) if block.up else (None, None)
     weight, bias_N = block.gate.weight, block.gate.bias_N
     on.launch(
@@ -65,13 +77,18 @@ def _launch_hidden(
         ),
         [weight.data, bias_N, up_weight.data if up_weight else None, up_bias_N, id_N, named_W, x_D],
         [hidden_N],
-    )  # fmt: skip
+    )
 
 
 def launch_experts(
-    on: Launcher, block: ExpertBlock, gate: Gate, routed: Tensor, x_D: Tensor, hidden_KF: Tensor,
+    on: Launcher,
+    block: ExpertBlock,
+    gate: Gate,
+    routed: Tensor,
+    x_D: Tensor,
+    hidden_KF: Tensor,
     parts_PD: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Writes the hidden values of the chosen experts of a block, and the partial sums of their weighted
     outputs; both are 0 of those that are elsewhere."""
     own, down, place_E = block.gate.flat, block.down.flat, block.place_E
@@ -81,24 +98,42 @@ def launch_experts(
         lambda: on.kernels.expert_gate_up(
             own.weight, own.bias_N, up_weight, up_bias_N, place_E, routed, x_D, gate, hidden_KF
         ),
-        [own.weight.data, own.bias_N, up_weight.data if up_weight else None, up_bias_N, place_E,
-         routed, x_D],
+        [
+            own.weight.data,
+            own.bias_N,
+            up_weight.data if up_weight else None,
+            up_bias_N,
+            place_E,
+            routed,
+            x_D,
+        ],
         [hidden_KF],
-    )  # fmt: skip
+    )
     on.launch(
         lambda: on.kernels.expert_down(
-            down.weight, down.bias_N, place_E, routed, hidden_KF, parts_PD,
-            is_by_output=block.is_by_output, skips_zeros=not gate.computes_all,
+            down.weight,
+            down.bias_N,
+            place_E,
+            routed,
+            hidden_KF,
+            parts_PD,
+            is_by_output=block.is_by_output,
+            skips_zeros=not gate.computes_all,
         ),
         [down.weight.data, down.bias_N, place_E, routed, hidden_KF],
         [parts_PD],
-    )  # fmt: skip
+    )
 
 
 def launch_shared(
-    on: Launcher, shared: SharedExperts, x_D: Tensor, hidden_F: Tensor, logit_1: Tensor,
-    weight_2: Tensor, parts_SD: Tensor,
-) -> None:  # fmt: skip
+    on: Launcher,
+    shared: SharedExperts,
+    x_D: Tensor,
+    hidden_F: Tensor,
+    logit_1: Tensor,
+    weight_2: Tensor,
+    parts_SD: Tensor,
+) -> None:
     """Writes the partial sums of the output of the shared experts. `logit_1`, `weight_2`: memory for
     the logit and the weight of their gate."""
     (block,) = shared.ffn.blocks
@@ -113,13 +148,21 @@ def launch_shared(
     on.dot(gate, x_D, logit_1)
     on.launch(
         lambda: on.kernels.choose_experts(logit_1, None, _OUTPUT_GATE, weight_2),
-        [logit_1], [weight_2],
-    )  # fmt: skip
+        [logit_1],
+        [weight_2],
+    )
     hidden_1F = hidden_F.unsqueeze(-2)
     on.launch(
         lambda: on.kernels.expert_down(
-            down, None, None, weight_2, hidden_1F, parts_SD, is_by_output=block.is_by_output,
+            down,
+            None,
+            None,
+            weight_2,
+            hidden_1F,
+            parts_SD,
+            is_by_output=block.is_by_output,
             skips_zeros=not rule.computes_all,
         ),
-        [down.data, weight_2, hidden_F], [parts_SD],
-    )  # fmt: skip
+        [down.data, weight_2, hidden_F],
+        [parts_SD],
+    )

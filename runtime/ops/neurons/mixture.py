@@ -28,9 +28,14 @@ def run_mixture(ffn: FeedForward, x_TD: Tensor, routed: Routed, *, observers: Ob
     device = expert_pass.device_of(ffn.experts, streams, len(x_TD))
     if device is not None and not is_watched and gpu_products.multiplies_blocks(device):
         experts = expert_pass.ExpertPass(
-            layer=ffn.layer, blocks=ffn.experts, gate=ffn.gate, cold=streams, device=device,
-            is_input_small=ffn.is_input_small, run_on_cpu=partial(_of_blocks, ffn, seen_TKF={}),
-        )  # fmt: skip
+            layer=ffn.layer,
+            blocks=ffn.experts,
+            gate=ffn.gate,
+            cold=streams,
+            device=device,
+            is_input_small=ffn.is_input_small,
+            run_on_cpu=partial(_of_blocks, ffn, seen_TKF={}),
+        )
         return experts.run(x_TD, routed).to(x_TD.device)
     shape = *routed.id_TK.shape, len(ffn.experts[0].id_F)
     seen_TKF = {n: x_TD.new_empty(shape) for n in SHOWN if observers.want(n, ffn.layer)}
@@ -41,9 +46,13 @@ def run_mixture(ffn: FeedForward, x_TD: Tensor, routed: Routed, *, observers: Ob
 
 
 def _of_blocks(
-    ffn: FeedForward, blocks: Sequence[ExpertBlock], x_TD: Tensor, routed: Routed, *,
+    ffn: FeedForward,
+    blocks: Sequence[ExpertBlock],
+    x_TD: Tensor,
+    routed: Routed,
+    *,
     seen_TKF: Mapping[str, Tensor],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The weighted sum [T, D] of the chosen experts that are in one block or two."""
     first_TD, *others = [
         _in_one_call(ffn, block, x_TD, routed)
@@ -66,9 +75,12 @@ def _in_one_call(ffn: FeedForward, block: ExpertBlock, x_TD: Tensor, routed: Rou
 
 
 def _one_by_one(
-    ffn: FeedForward, block: ExpertBlock, x_TD: Tensor, routed: Routed,
+    ffn: FeedForward,
+    block: ExpertBlock,
+    x_TD: Tensor,
+    routed: Routed,
     seen_TKF: Mapping[str, Tensor],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     y_TKD = x_TD.new_zeros(*routed.id_TK.shape, x_TD.shape[1])
     for expert in routed.id_TK.unique().tolist():
         if block.place_of(expert) < 0:

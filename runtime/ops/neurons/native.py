@@ -25,22 +25,41 @@ from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 
 class BlockStruct(Structure):
-    _fields_ = [("gate", MatrixStruct), ("up", MatrixStruct), ("down", MatrixStruct), ("id", c_void_p),
-                ("row", c_void_p), ("num_neurons", c_int64),
-                ("is_by_output", c_int32)]  # fmt: skip
+    _fields_ = [
+        ("gate", MatrixStruct),
+        ("up", MatrixStruct),
+        ("down", MatrixStruct),
+        ("id", c_void_p),
+        ("row", c_void_p),
+        ("num_neurons", c_int64),
+        ("is_by_output", c_int32),
+    ]
 
 
 class ExpertsStruct(Structure):
-    _fields_ = [("first", BlockStruct), ("down_bias", c_void_p), ("place", c_void_p),
-                ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64), ("num_experts", c_int64)]  # fmt: skip
+    _fields_ = [
+        ("first", BlockStruct),
+        ("down_bias", c_void_p),
+        ("place", c_void_p),
+        ("gate_bytes", c_int64),
+        ("up_bytes", c_int64),
+        ("down_bytes", c_int64),
+        ("num_experts", c_int64),
+    ]
 
 
 class FeedForwardStruct(Structure):
     """The neurons of a layer in a step."""
 
-    _fields_ = [("down_bias", c_void_p), ("block", POINTER(BlockStruct)),
-                ("experts", POINTER(ExpertsStruct)), ("num_blocks", c_int64),
-                ("num_neurons", c_int64), ("gate", GateStruct), ("unused", c_int32)]  # fmt: skip
+    _fields_ = [
+        ("down_bias", c_void_p),
+        ("block", POINTER(BlockStruct)),
+        ("experts", POINTER(ExpertsStruct)),
+        ("num_blocks", c_int64),
+        ("num_neurons", c_int64),
+        ("gate", GateStruct),
+        ("unused", c_int32),
+    ]
 
 
 def block_struct(structs: Structs, block: NeuronBlock) -> BlockStruct:
@@ -96,11 +115,22 @@ def mixture_struct(
 
 
 class NeuronsStruct(Structure):
-    _fields_ = [("block", BlockStruct), ("x", c_void_p), ("named", c_void_p), ("y", c_void_p),
-                ("fired", c_void_p), ("workspace", c_void_p), ("width", c_int64), ("num_neurons", c_int64),
-                ("num_tokens", c_int64), ("max_tokens", c_int64),
-                ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
-                ("gate", GateStruct)]  # fmt: skip
+    _fields_ = [
+        ("block", BlockStruct),
+        ("x", c_void_p),
+        ("named", c_void_p),
+        ("y", c_void_p),
+        ("fired", c_void_p),
+        ("workspace", c_void_p),
+        ("width", c_int64),
+        ("num_neurons", c_int64),
+        ("num_tokens", c_int64),
+        ("max_tokens", c_int64),
+        ("gate_bytes", c_int64),
+        ("up_bytes", c_int64),
+        ("down_bytes", c_int64),
+        ("gate", GateStruct),
+    ]
 
 
 class SharedWorkspace:

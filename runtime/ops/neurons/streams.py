@@ -45,9 +45,13 @@ class ColdExpertStream(Protocol):
         computes the others at the same time."""
 
     def run(
-        self, layer: int, parts: Sequence[np.ndarray], add: Callable[[int, ExpertBlock], None],
-        x: Tensor, y: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        layer: int,
+        parts: Sequence[np.ndarray],
+        add: Callable[[int, ExpertBlock], None],
+        x: Tensor,
+        y: Tensor,
+    ) -> None:
         """Calls `add` with the number of each part and its experts on the device, in order; `add`
         reads `x` and writes `y`."""
 

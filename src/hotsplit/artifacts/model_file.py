@@ -20,12 +20,7 @@ from hotsplit.families.family import Architecture
 from hotsplit.families.key_reader import QUALITY, VERSION, KeyReader
 from hotsplit.families.spec_keys import spec_keys
 from hotsplit.families.table import ARCHITECTURES
-from hotsplit.files.gguf_file import (
-    TensorEntry,
-    Value,
-    can_unpack,
-    write_gguf,
-)
+from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, write_gguf
 from hotsplit.files.typed import shown
 from hotsplit.model.blocks import Predict, PredictorKind
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values
@@ -124,8 +119,14 @@ class ModelFile:
         tensors = self.tensors
         if self.layout == "stock":
             tensors = ARCHITECTURES[self.architecture].joined(self.bare_spec, tensors)
-        write_gguf(path, self.architecture, {**self._own_keys(), **self.extra_keys}, tensors,
-                   on_bytes=on_bytes, check=check)  # fmt: skip
+        write_gguf(
+            path,
+            self.architecture,
+            {**self._own_keys(), **self.extra_keys},
+            tensors,
+            on_bytes=on_bytes,
+            check=check,
+        )
 
     def validate(self) -> None:
         """Raises HotsplitError unless all required tensors and no unknown ones are there, in
@@ -229,11 +230,19 @@ class ModelFile:
         if info is None:
             return self.bare_spec
         per_layer = zip(self.bare_spec.layers, info.rank_L, info.threshold_L, strict=True)
-        return self.bare_spec.with_layers([
-            layer.with_predict(Predict(kind=info.kind, rank=rank, threshold=threshold,
-                                       input_layer_offset=info.input_layer_offset))
-            for layer, rank, threshold in per_layer
-        ])  # fmt: skip
+        return self.bare_spec.with_layers(
+            [
+                layer.with_predict(
+                    Predict(
+                        kind=info.kind,
+                        rank=rank,
+                        threshold=threshold,
+                        input_layer_offset=info.input_layer_offset,
+                    )
+                )
+                for layer, rank, threshold in per_layer
+            ]
+        )
 
     def refuse_chosen(self, what: str, instead: str) -> None:
         """Raises HotsplitError for a model that chooses a token's neurons itself, for which `what` is

@@ -131,9 +131,11 @@ def _with_experts_apart(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntr
             if own in tensors:
                 raise HotsplitError(f"has {name} and {own}, one matrix twice")
             found[own] = replace(
-                entry, shape=(entry.shape[0], half, entry.shape[2]), part_of=name,
+                entry,
+                shape=(entry.shape[0], half, entry.shape[2]),
+                part_of=name,
                 read_rows=partial(_some_rows, entry, part * half, (part + 1) * half),
-            )  # fmt: skip
+            )
     return found
 
 

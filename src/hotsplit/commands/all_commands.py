@@ -69,38 +69,86 @@ def cli() -> None:
     options."""
 
 
-for _command in (help_command, completion, plan, profile, doctor, run_command,
-                 cache, generate, chat, serve, bench, evaluate, report):  # fmt: skip
+for _command in (
+    help_command,
+    completion,
+    plan,
+    profile,
+    doctor,
+    run_command,
+    cache,
+    generate,
+    chat,
+    serve,
+    bench,
+    evaluate,
+    report,
+):
     cli.add_command(_command)
 
 
 @cli.command()
 @click.argument("source", type=FILE)
-@click.option("-o", "--output", type=OutputPath(".gguf"), required=True,
-              help="The model file to write.")  # fmt: skip
-@click.option("--outtype", type=OUTTYPE,
-              help="Type of the matrices. [default: f16 for a checkpoint, the file's own for a GGUF]")  # fmt: skip
-@click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
-              show_default=True, help="stock is the layout that llama.cpp loads.")  # fmt: skip
-@click.option("--tensor-type", "tensor_types", multiple=True, metavar="NAME=TYPE",
-              help="Another type for matrices whose name matches NAME, a regular expression; may be"
-                   " repeated.")  # fmt: skip
-@click.option("--imatrix", "importances", type=FILE,
-              help="An importance matrix, made by hotsplit profile --imatrix or llama.cpp, by which the"
-                   " search for scales weighs errors.")  # fmt: skip
-@click.option("--tokenizer", type=FILE,
-              help="The model's tokenizer.json, to be used instead of the source's own tokenizer.")  # fmt: skip
-@click.option("--activation", metavar="NAME",
-              help="The activation, which other programs' GGUF files do not record: relu, drelu,"
-                   " fatrelu=0.01, ...")  # fmt: skip
-@click.option("--predictors", type=FILE,
-              help="Predictors to add: predictors.safetensors, or a folder with it or with"
-                   " model_0.pt, model_1.pt, ...")  # fmt: skip
-@click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
-              help="The input that the predictors read: 0 for their own layer's, 1 for that of the"
-                   " layer before.")  # fmt: skip
-@click.option("--verify/--no-verify", "is_verified", default=True, show_default=True,
-              help="Compare the file's logits with the source's before keeping it.")  # fmt: skip
+@click.option(
+    "-o", "--output", type=OutputPath(".gguf"), required=True, help="The model file to write."
+)
+@click.option(
+    "--outtype",
+    type=OUTTYPE,
+    help="Type of the matrices. [default: f16 for a checkpoint, the file's own for a GGUF]",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["sparse", "stock"]),
+    default="sparse",
+    show_default=True,
+    help="stock is the layout that llama.cpp loads.",
+)
+@click.option(
+    "--tensor-type",
+    "tensor_types",
+    multiple=True,
+    metavar="NAME=TYPE",
+    help="Another type for matrices whose name matches NAME, a regular expression; may be"
+    " repeated.",
+)
+@click.option(
+    "--imatrix",
+    "importances",
+    type=FILE,
+    help="An importance matrix, made by hotsplit profile --imatrix or llama.cpp, by which the"
+    " search for scales weighs errors.",
+)
+@click.option(
+    "--tokenizer",
+    type=FILE,
+    help="The model's tokenizer.json, to be used instead of the source's own tokenizer.",
+)
+@click.option(
+    "--activation",
+    metavar="NAME",
+    help="The activation, which other programs' GGUF files do not record: relu, drelu,"
+    " fatrelu=0.01, ...",
+)
+@click.option(
+    "--predictors",
+    type=FILE,
+    help="Predictors to add: predictors.safetensors, or a folder with it or with"
+    " model_0.pt, model_1.pt, ...",
+)
+@click.option(
+    "--predictor-input-layer-offset",
+    type=click.IntRange(0, 1),
+    help="The input that the predictors read: 0 for their own layer's, 1 for that of the"
+    " layer before.",
+)
+@click.option(
+    "--verify/--no-verify",
+    "is_verified",
+    default=True,
+    show_default=True,
+    help="Compare the file's logits with the source's before keeping it.",
+)
 @report_options
 def convert(
     source: Path, tensor_types: tuple[str, ...], is_verified: bool, as_json: bool, **options: Any
@@ -141,16 +189,22 @@ def convert(
 
 
 @cli.command()
-@click.option("-o", "--output", type=OutputPath(".json"), required=True,
-              help="The machine file to write.")  # fmt: skip
+@click.option(
+    "-o", "--output", type=OutputPath(".json"), required=True, help="The machine file to write."
+)
 @click.option(
     "--gpu-from",
     type=FILE,
     help="Machine file, or a card by its data sheet, e.g. rtx-4060-8gb, whose GPU to plan for, if this"
     " machine has none.",
 )
-@click.option("-v", "--verbose", "is_verbose", is_flag=True,
-              help="Print a note for each figure that varied between rounds.")  # fmt: skip
+@click.option(
+    "-v",
+    "--verbose",
+    "is_verbose",
+    is_flag=True,
+    help="Print a note for each figure that varied between rounds.",
+)
 @report_options
 def calibrate(as_json: bool, **options: Any) -> None:
     """Measure this machine's bandwidths, latencies and memories."""
@@ -166,50 +220,110 @@ def calibrate(as_json: bool, **options: Any) -> None:
 
 @cli.command(short_help="Plan what goes on the GPU under a VRAM budget.")
 @click.argument("model", type=FILE)
-@click.option("--profile", type=FILE,
-              help="Made by hotsplit profile. Needless where every neuron is computed: for SiLU and GELU"
-                   " models that are not sparse, and with --mode dense.")  # fmt: skip
-@click.option("--machine", type=FILE, required=True,
-              help="Made by hotsplit calibrate; or a card by its data sheet, beside a typical processor,"
-                   " e.g. rtx-4060-8gb.")  # fmt: skip
-@click.option("-vb", "--vram", "--vram-budget", "budgets", type=SIZE, multiple=True,
-              help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"
-                   " the CPU alone.")  # fmt: skip
-@click.option("--host-budget", "host_budget_bytes", type=SIZE,
-              help="Main memory to use, e.g. 16GiB. [default: all of it]")  # fmt: skip
-@click.option("-o", "--output", type=OutputPath(".gguf", ".json"), required=True,
-              help="The plan (split file) to write; with --sweep the curve (JSON).")  # fmt: skip
-@click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-              help="Context length to reserve KV cache for. [default: the model's, up to 4,096]")  # fmt: skip
+@click.option(
+    "--profile",
+    type=FILE,
+    help="Made by hotsplit profile. Needless where every neuron is computed: for SiLU and GELU"
+    " models that are not sparse, and with --mode dense.",
+)
+@click.option(
+    "--machine",
+    type=FILE,
+    required=True,
+    help="Made by hotsplit calibrate; or a card by its data sheet, beside a typical processor,"
+    " e.g. rtx-4060-8gb.",
+)
+@click.option(
+    "-vb",
+    "--vram",
+    "--vram-budget",
+    "budgets",
+    type=SIZE,
+    multiple=True,
+    help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"
+    " the CPU alone.",
+)
+@click.option(
+    "--host-budget",
+    "host_budget_bytes",
+    type=SIZE,
+    help="Main memory to use, e.g. 16GiB. [default: all of it]",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=OutputPath(".gguf", ".json"),
+    required=True,
+    help="The plan (split file) to write; with --sweep the curve (JSON).",
+)
+@click.option(
+    "-c",
+    "--context",
+    "--ctx-size",
+    "context_length",
+    type=int,
+    help="Context length to reserve KV cache for. [default: the model's, up to 4,096]",
+)
 @rope_options
-@click.option("--sequences", "num_sequences", default=1, show_default=True,
-              help="Texts at a time to reserve KV cache for, each with a whole --context: --parallel"
-                   " and --kept of serve together, or the prompts of generate.")  # fmt: skip
-@click.option("--kv-offload", "kv_offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
-              help="Keys and values stay in main memory, where the CPU attends to the best of them; the"
-                   " GPU's memory goes to neurons. Sizes such as window=2048,top=512.")  # fmt: skip
-@click.option("--mode", type=click.Choice(["dense", "exact", "predicted"]),
-              help="Mode to plan for. [default: the fastest within --max-loss]")  # fmt: skip
+@click.option(
+    "--sequences",
+    "num_sequences",
+    default=1,
+    show_default=True,
+    help="Texts at a time to reserve KV cache for, each with a whole --context: --parallel"
+    " and --kept of serve together, or the prompts of generate.",
+)
+@click.option(
+    "--kv-offload",
+    "kv_offload",
+    is_flag=False,
+    flag_value=DEFAULT,
+    metavar="[SIZES]",
+    help="Keys and values stay in main memory, where the CPU attends to the best of them; the"
+    " GPU's memory goes to neurons. Sizes such as window=2048,top=512.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["dense", "exact", "predicted"]),
+    help="Mode to plan for. [default: the fastest within --max-loss]",
+)
 @max_loss_option
-@click.option("--neuron-cache", metavar="on|most_rows=N",
-              help="Plan memory and times for a neuron cache, which swaps hot neurons, or experts, as"
-                   " the text needs: up to N per token (on: 64, or 8 experts).")  # fmt: skip
+@click.option(
+    "--neuron-cache",
+    metavar="on|most_rows=N",
+    help="Plan memory and times for a neuron cache, which swaps hot neurons, or experts, as"
+    " the text needs: up to N per token (on: 64, or 8 experts).",
+)
 @click.option(
     "--explain", "explained", is_flag=True, help="Explain in words what is where, and why."
 )
 @click.option(
     "--heat-map", type=OUTPUT, help="Write a picture (PNG) of the plan: layers by hotness."
 )
-@click.option("--sweep", "sweep_range", metavar="FROM:TO[:NUMBER]",
-              help="Instead of a plan, compute the speed over a range of budgets, e.g."
-                   " 2GiB:24GiB; at 23 of them unless NUMBER says another.")  # fmt: skip
-@click.option("--check", "is_check", is_flag=True,
-              help="Check that the plan at --output is still valid for these files; write nothing.")  # fmt: skip
+@click.option(
+    "--sweep",
+    "sweep_range",
+    metavar="FROM:TO[:NUMBER]",
+    help="Instead of a plan, compute the speed over a range of budgets, e.g."
+    " 2GiB:24GiB; at 23 of them unless NUMBER says another.",
+)
+@click.option(
+    "--check",
+    "is_check",
+    is_flag=True,
+    help="Check that the plan at --output is still valid for these files; write nothing.",
+)
 @report_options
 def solve(
-    budgets: tuple[int, ...], explained: bool, heat_map: Path | None, sweep_range: str | None, is_check: bool,
-    as_json: bool, neuron_cache: str | None, **options: Any,
-) -> None:  # fmt: skip
+    budgets: tuple[int, ...],
+    explained: bool,
+    heat_map: Path | None,
+    sweep_range: str | None,
+    is_check: bool,
+    as_json: bool,
+    neuron_cache: str | None,
+    **options: Any,
+) -> None:
     """Plan what goes on the GPU under a VRAM budget, and write the plan.
 
     The plan says which neurons, attention blocks and so on go on the GPU and which stay on the CPU
@@ -314,12 +428,18 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
     "export", short_help="Write files for PowerInfer or SparkInfer, or options for llama.cpp."
 )
 @click.argument("source", type=FILE)
-@click.option("--format",
-              type=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
-              help="The first is made from a profile, the others from a plan.")  # fmt: skip
-@click.option("--llama-cpp", "is_for_llama_cpp", is_flag=True,
-              help="Of the model SOURCE, print the options of llama.cpp that come closest to the plan"
-              " --split, with the speed that is predicted of both.")  # fmt: skip
+@click.option(
+    "--format",
+    type=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
+    help="The first is made from a profile, the others from a plan.",
+)
+@click.option(
+    "--llama-cpp",
+    "is_for_llama_cpp",
+    is_flag=True,
+    help="Of the model SOURCE, print the options of llama.cpp that come closest to the plan"
+    " --split, with the speed that is predicted of both.",
+)
 @click.option("--split", type=FILE, help="The plan, for --llama-cpp.")
 @click.option("-o", "--output", type=OUTPUT, help="The file or folder to write.")
 @click.option("--profile", type=FILE, help="The profile that the plan was made from.")
@@ -328,9 +448,14 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
 @rope_options
 @report_options
 def export_command(
-    as_json: bool, is_for_llama_cpp: bool, split: Path | None, machine: Path | None,
-    rope_scaling: str | None, rope_scale: float | None, **options: Any,
-) -> None:  # fmt: skip
+    as_json: bool,
+    is_for_llama_cpp: bool,
+    split: Path | None,
+    machine: Path | None,
+    rope_scaling: str | None,
+    rope_scale: float | None,
+    **options: Any,
+) -> None:
     """Write a profile or a plan in the file formats of PowerInfer or SparkInfer, or print the options
     of llama.cpp that come closest to a plan."""
     from hotsplit.export.export import ExportConfig, export
@@ -341,10 +466,16 @@ def export_command(
         others = [name for name in ("format", "output", "group_size") if options[name] is not None]
         if others:
             raise click.UsageError(f"--{others[0].replace('_', '-')} is not for --llama-cpp.")
-        finish(*told(
-            options["source"], split, options["profile"], machine, as_json=as_json,
-            rope=(rope_scaling, rope_scale),
-        ))  # fmt: skip
+        finish(
+            *told(
+                options["source"],
+                split,
+                options["profile"],
+                machine,
+                as_json=as_json,
+                rope=(rope_scaling, rope_scale),
+            )
+        )
         return
     if options["format"] is None or options["output"] is None:
         raise click.UsageError("give --format and -o, or --llama-cpp.")

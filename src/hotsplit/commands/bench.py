@@ -39,23 +39,58 @@ _LENGTHS = Parsed("N[,N...]", _lengths)
 @click.argument("model", type=FILE)
 @split_option
 @preparation_options
-@click.option("-p", "--n-prompt", "prompt_lengths", type=_LENGTHS, multiple=True,
-              help="Prompt lengths to test; 0: none. [default: 512]")  # fmt: skip
-@click.option("-n", "--n-gen", "gen_lengths", type=_LENGTHS, multiple=True,
-              help="Numbers of tokens to generate; 0: none. [default: 128]")  # fmt: skip
-@click.option("-d", "--depth", "--n-depth", "depths", type=_LENGTHS, multiple=True,
-              help="Tokens in the cache before a test. [default: 0]")  # fmt: skip
-@click.option("-r", "--repetitions", type=int, default=5, show_default=True,
-              help="Rounds to measure.")  # fmt: skip
-@click.option("--text", type=FILE,
-              help="Text to take tokens from, since a sparse mode's speed depends on them. [default: random tokens]")  # fmt: skip
+@click.option(
+    "-p",
+    "--n-prompt",
+    "prompt_lengths",
+    type=_LENGTHS,
+    multiple=True,
+    help="Prompt lengths to test; 0: none. [default: 512]",
+)
+@click.option(
+    "-n",
+    "--n-gen",
+    "gen_lengths",
+    type=_LENGTHS,
+    multiple=True,
+    help="Numbers of tokens to generate; 0: none. [default: 128]",
+)
+@click.option(
+    "-d",
+    "--depth",
+    "--n-depth",
+    "depths",
+    type=_LENGTHS,
+    multiple=True,
+    help="Tokens in the cache before a test. [default: 0]",
+)
+@click.option(
+    "-r", "--repetitions", type=int, default=5, show_default=True, help="Rounds to measure."
+)
+@click.option(
+    "--text",
+    type=FILE,
+    help="Text to take tokens from, since a sparse mode's speed depends on them. [default: random tokens]",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of random tokens.")
-@click.option("--compare", type=FILE, metavar="PROGRAM",
-              help="Measure llama.cpp in the same rounds: a Python with llama_cpp, or a llama-bench.")  # fmt: skip
-@click.option("--compare-model", type=FILE, metavar="FILE",
-              help="The GGUF that llama.cpp loads. [default: MODEL]")  # fmt: skip
-@click.option("--compare-gpu-layers", type=int, metavar="N",
-              help="Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on the CPU, else all]")  # fmt: skip
+@click.option(
+    "--compare",
+    type=FILE,
+    metavar="PROGRAM",
+    help="Measure llama.cpp in the same rounds: a Python with llama_cpp, or a llama-bench.",
+)
+@click.option(
+    "--compare-model",
+    type=FILE,
+    metavar="FILE",
+    help="The GGUF that llama.cpp loads. [default: MODEL]",
+)
+@click.option(
+    "--compare-gpu-layers",
+    type=int,
+    metavar="N",
+    help="Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on the CPU, else all]",
+)
 @long_text_options
 @neuron_cache_option
 @running_options
@@ -63,9 +98,12 @@ _LENGTHS = Parsed("N[,N...]", _lengths)
 @json_option
 def bench(
     prompt_lengths: tuple[tuple[int, ...], ...],
-    gen_lengths: tuple[tuple[int, ...], ...], depths: tuple[tuple[int, ...], ...],
-    as_markdown: bool, as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    gen_lengths: tuple[tuple[int, ...], ...],
+    depths: tuple[tuple[int, ...], ...],
+    as_markdown: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Measure the speed of prompts and generation on this machine.
 
     Speeds are compared with the limit set by the memory's speed and, if the step is native,

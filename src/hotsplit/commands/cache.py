@@ -14,8 +14,12 @@ from hotsplit.system.sizes import format_bytes
 @click.command(cls=FileCommand)
 @click.argument("action", type=click.Choice(["list", "clear"]))
 @click.argument("names", nargs=-1, metavar="[NAME...]")
-@click.option("--stale", "stale_only", is_flag=True,
-              help="With clear: remove only unfinished files and those made by another version.")  # fmt: skip
+@click.option(
+    "--stale",
+    "stale_only",
+    is_flag=True,
+    help="With clear: remove only unfinished files and those made by another version.",
+)
 @json_option
 def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) -> None:
     """Show or remove the files that `hotsplit run` keeps.
@@ -44,10 +48,16 @@ def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) 
         return
     rows = [("what", "file", "size", "last use", "state", "from")]
     rows += [
-        (s.name, s.file or "-", format_bytes(s.num_bytes), ago(time.time() - s.last_used),
-         "in use" if s.is_in_use else s.state, printable(s.source) or "-")
+        (
+            s.name,
+            s.file or "-",
+            format_bytes(s.num_bytes),
+            ago(time.time() - s.last_used),
+            "in use" if s.is_in_use else s.state,
+            printable(s.source) or "-",
+        )
         for s in found
-    ]  # fmt: skip
+    ]
     for line in aligned(rows) if found else []:
         click.echo(line)
     say(f"{len(found)} in {folder}, {format_bytes(total)}")

@@ -68,10 +68,24 @@ A message that begins with / is written with //."""
 @placement_options
 @preparation_options
 @chat_options
-@click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
-              help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
-@click.option("--stop", "-r", "--reverse-prompt", "stops", multiple=True, metavar="TEXT",
-              help="End an answer where this text appears; may be repeated.")  # fmt: skip
+@click.option(
+    "-n",
+    "--max-tokens",
+    "--n-predict",
+    "max_tokens",
+    default=-1,
+    show_default=True,
+    help="Maximum tokens per answer; -1: as many as the context has room for.",
+)
+@click.option(
+    "--stop",
+    "-r",
+    "--reverse-prompt",
+    "stops",
+    multiple=True,
+    metavar="TEXT",
+    help="End an answer where this text appears; may be repeated.",
+)
 @context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")
 @decoding_options
 @neuron_cache_option
@@ -85,11 +99,21 @@ def chat(**options: Any) -> None:
 
 
 def talk(
-    *, model: Path, split: Path | None, system: str | None, system_file: Path | None,
-    template: str | None, variables: tuple[str, ...], max_tokens: int, shifts: bool,
-    stops: tuple[str, ...], threads: int | None, name: str | None = None,
-    ignores_end: bool = False, **options: Any,
-) -> None:  # fmt: skip
+    *,
+    model: Path,
+    split: Path | None,
+    system: str | None,
+    system_file: Path | None,
+    template: str | None,
+    variables: tuple[str, ...],
+    max_tokens: int,
+    shifts: bool,
+    stops: tuple[str, ...],
+    threads: int | None,
+    name: str | None = None,
+    ignores_end: bool = False,
+    **options: Any,
+) -> None:
     """Runs `chat` with its options; `name` is the model's display name."""
     given = take_sampling_options(options)
     speculation, draft_model = take_speculation_options(options)
@@ -116,16 +140,22 @@ def talk(
         with (
             speculating(engine, speculation, draft_model) as drafts,
             engine.chat(
-                system, template=template, sampling=sampling, options=chat_options,
-                new_constraint=new_mask, drafts=drafts,
+                system,
+                template=template,
+                sampling=sampling,
+                options=chat_options,
+                new_constraint=new_mask,
+                drafts=drafts,
             ) as conversation,
-        ):  # fmt: skip
+        ):
             if sys.stdin is None or sys.stdout is None:
                 raise HotsplitError("stdin or stdout is closed; a conversation needs both")
             is_typed = sys.stdin.isatty()
             if is_typed:
-                note(f"[{name or model.name} on {engine.device}; a context of {engine.context_length}"
-                     " tokens; /help for help, Ctrl-D to leave]")  # fmt: skip
+                note(
+                    f"[{name or model.name} on {engine.device}; a context of {engine.context_length}"
+                    " tokens; /help for help, Ctrl-D to leave]"
+                )
             lines = TypedLines() if is_typed else PipedLines()
             conversed = Talk(conversation, lines, is_typed, is_greedy=sampling.temperature <= 0)
             conversed.run()
@@ -270,9 +300,11 @@ class Talk:
         chat = self.chat
         say(f"{len(chat.messages)} messages, {chat.num_tokens} of {chat.context_length} tokens")
         if chat.run.prefill_tokens:
-            say(f"last answer: {self._num_said} tokens, {chat.run.decode_per_s:.1f}/s;"
+            say(
+                f"last answer: {self._num_said} tokens, {chat.run.decode_per_s:.1f}/s;"
                 f" prompt {chat.run.prefill_tokens} tokens, {chat.run.cached_tokens} kept, the rest"
-                f" in {chat.run.prefill_s:.2f} s")  # fmt: skip
+                f" in {chat.run.prefill_s:.2f} s"
+            )
 
     def _quit(self) -> None:
         self._is_over = True

@@ -5,18 +5,15 @@ from pathlib import Path
 
 import click
 
-from hotsplit.commands.options.shared import (
-    OUTPUT,
-    FileCommand,
-    finish,
-    report_options,
-    say,
-)
+from hotsplit.commands.options.shared import OUTPUT, FileCommand, finish, report_options, say
 
 
 @click.command(cls=FileCommand, short_help="Check this machine, and say what to fix.")
-@click.option("--report", type=OUTPUT,
-              help="Write the findings, without names and paths, to a file for an issue.")  # fmt: skip
+@click.option(
+    "--report",
+    type=OUTPUT,
+    help="Write the findings, without names and paths, to a file for an issue.",
+)
 @report_options
 def doctor(report: Path | None, force: bool, as_json: bool) -> None:
     """Show what works on this machine, what does not, and what to do about it.

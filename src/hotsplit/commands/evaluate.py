@@ -25,14 +25,30 @@ if TYPE_CHECKING:
 
 @click.command("eval", cls=FileCommand)
 @click.argument("model", type=FILE)
-@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
-              help="Text to compare on: a text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
+@click.option(
+    "--corpus",
+    "corpora",
+    type=FILE,
+    multiple=True,
+    required=True,
+    help="Text to compare on: a text, .jsonl or .parquet file, or a folder of them.",
+)
 @click.option("--split", type=FILE, help="Plan made by hotsplit solve.")
-@click.option("--tokens", "max_tokens", default=16_384, show_default=True,
-              help="Maximum tokens to compare on.")  # fmt: skip
-@click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
-              help="Wrap paragraphs as messages in the model's own template or the one given; tokens"
-                   " that the template adds are not counted.")  # fmt: skip
+@click.option(
+    "--tokens",
+    "max_tokens",
+    default=16_384,
+    show_default=True,
+    help="Maximum tokens to compare on.",
+)
+@click.option(
+    "--chat-template",
+    is_flag=False,
+    flag_value="",
+    metavar="[NAME|FILE]",
+    help="Wrap paragraphs as messages in the model's own template or the one given; tokens"
+    " that the template adds are not counted.",
+)
 @click.option("--seed", default=0, show_default=True)
 @context_option("Context length in tokens. [default: the model's, up to 4,096]")
 @long_text_options
@@ -65,9 +81,13 @@ def evaluate(threads: int | None, as_json: bool, **options: Any) -> None:
         report = run(config, advance, on_total)
     notes = _notes(config, report, sum(found))
     report = replace(report, notes=tuple(notes))
-    lines = [*(f"note: {note}" for note in notes), f"{report.mode}: {report.line}",
-             report.neurons_line, "± is half of the 95 % confidence interval",
-             *scaling_lines(config.model, config.engine)]  # fmt: skip
+    lines = [
+        *(f"note: {note}" for note in notes),
+        f"{report.mode}: {report.line}",
+        report.neurons_line,
+        "± is half of the 95 % confidence interval",
+        *scaling_lines(config.model, config.engine),
+    ]
     finish(eval_content(report) if as_json else {}, as_json, lines)
 
 
@@ -77,9 +97,12 @@ def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[s
     if report.mode == "dense" and not (
         config.engine.cache_type_k or config.engine.cache_type_v or config.engine.kv_offload
     ):
-        notes.append("mode dense is what all modes are compared with, so this compares the model"
-                     " with itself; give --mode exact or predicted")  # fmt: skip
+        notes.append(
+            "mode dense is what all modes are compared with, so this compares the model"
+            " with itself; give --mode exact or predicted"
+        )
     if num_found < config.max_tokens:
-        notes.append(f"{num_found:,} tokens of text, fewer than the {config.max_tokens:,} of"
-                     " --tokens")  # fmt: skip
+        notes.append(
+            f"{num_found:,} tokens of text, fewer than the {config.max_tokens:,} of --tokens"
+        )
     return notes

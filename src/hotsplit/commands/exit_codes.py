@@ -126,9 +126,13 @@ class _LeastAddressSpace:
 
 # Programs of llama.cpp, and the commands that do the same.
 OF_LLAMACPP = {
-    "quantize": "convert MODEL -o FILE --outtype q8_0", "perplexity": "eval", "cli": "run",
-    "server": "serve", "imatrix": "profile --imatrix", "tokenize": "serve's /tokenize",
-}  # fmt: skip
+    "quantize": "convert MODEL -o FILE --outtype q8_0",
+    "perplexity": "eval",
+    "cli": "run",
+    "server": "serve",
+    "imatrix": "profile --imatrix",
+    "tokenize": "serve's /tokenize",
+}
 
 
 def usage_line(error: "click.ClickException", arguments: Sequence[str]) -> str:

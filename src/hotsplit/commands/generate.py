@@ -70,26 +70,59 @@ class Wanted:
 # Under the names of `write`'s parameters.
 text_options = joined(
     click.option("-p", "--prompt", help="The text to continue; - reads it from stdin."),
-    click.option("-f", "--file", "prompt_file",
-                 type=click.Path(path_type=Path, allow_dash=True),
-                 help="The same, from a file; - for stdin. One newline at its end is left out."),
-    click.option("--prompts", "prompts_file", type=FILE,
-                 help="Several prompts, one per line (.jsonl: strings, or objects with \"prompt\"),"
-                 " generated together."),
-    click.option("--stop", "-r", "--reverse-prompt", "stops", multiple=True, metavar="TEXT",
-                 help="Stop where this text appears; may be repeated."),
-    click.option("--ignore-eos", "ignores_end", is_flag=True,
-                 help="Continue after the model's end token."),
-    click.option("--keep", default=4, show_default=True,
-                 help="Tokens at the beginning of the text that --context-shift keeps."),
-    click.option("--logprobs", "num_logprobs", type=int, metavar="N",
-                 help="With --json or --json-lines: log probabilities of each token and of the N"
-                 " likeliest."),
-    click.option("--no-display-prompt", "is_shown", flag_value=False, default=True, type=bool,
-                 help="Print only the continuation, not the prompt."),
-    click.option("--json-lines", is_flag=True,
-                 help="Print one JSON object per token on stdout, then the report."),
-)  # fmt: skip
+    click.option(
+        "-f",
+        "--file",
+        "prompt_file",
+        type=click.Path(path_type=Path, allow_dash=True),
+        help="The same, from a file; - for stdin. One newline at its end is left out.",
+    ),
+    click.option(
+        "--prompts",
+        "prompts_file",
+        type=FILE,
+        help='Several prompts, one per line (.jsonl: strings, or objects with "prompt"),'
+        " generated together.",
+    ),
+    click.option(
+        "--stop",
+        "-r",
+        "--reverse-prompt",
+        "stops",
+        multiple=True,
+        metavar="TEXT",
+        help="Stop where this text appears; may be repeated.",
+    ),
+    click.option(
+        "--ignore-eos", "ignores_end", is_flag=True, help="Continue after the model's end token."
+    ),
+    click.option(
+        "--keep",
+        default=4,
+        show_default=True,
+        help="Tokens at the beginning of the text that --context-shift keeps.",
+    ),
+    click.option(
+        "--logprobs",
+        "num_logprobs",
+        type=int,
+        metavar="N",
+        help="With --json or --json-lines: log probabilities of each token and of the N likeliest.",
+    ),
+    click.option(
+        "--no-display-prompt",
+        "is_shown",
+        flag_value=False,
+        default=True,
+        type=bool,
+        help="Print only the continuation, not the prompt.",
+    ),
+    click.option(
+        "--json-lines",
+        is_flag=True,
+        help="Print one JSON object per token on stdout, then the report.",
+    ),
+)
 
 
 @click.command(cls=FileCommand)
@@ -97,14 +130,27 @@ text_options = joined(
 @placement_options
 @preparation_options
 @text_options
-@click.option("--chat", "is_chat", is_flag=True,
-              help="Treat the prompt as a message and print the answer; for a conversation:"
-                   " hotsplit chat.")  # fmt: skip
+@click.option(
+    "--chat",
+    "is_chat",
+    is_flag=True,
+    help="Treat the prompt as a message and print the answer; for a conversation: hotsplit chat.",
+)
 @chat_options
-@click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True,
-              help="Maximum tokens to generate; -1: until the text or the context ends.")  # fmt: skip
-@click.option("--prompt-cache", type=OUTPUT,
-              help="Save the prompt's state to this file, and load it from there the next time.")  # fmt: skip
+@click.option(
+    "-n",
+    "--max-tokens",
+    "--n-predict",
+    "max_tokens",
+    default=128,
+    show_default=True,
+    help="Maximum tokens to generate; -1: until the text or the context ends.",
+)
+@click.option(
+    "--prompt-cache",
+    type=OUTPUT,
+    help="Save the prompt's state to this file, and load it from there the next time.",
+)
 @context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")
 @force_option
 @decoding_options
@@ -122,12 +168,26 @@ def generate(**options: Any) -> None:
 
 
 def write(
-    *, model: Path, split: Path | None, threads: int | None, as_json: bool, json_lines: bool,
-    prompt: str | None, prompt_file: Path | None, prompts_file: Path | None, is_shown: bool,
-    prompt_cache: Path | None, force: bool, is_chat: bool, system: str | None,
-    template: str | None, system_file: Path | None = None, variables: tuple[str, ...] = (),
-    more: Mapping[str, Any] | None = None, **options: Any,
-) -> None:  # fmt: skip
+    *,
+    model: Path,
+    split: Path | None,
+    threads: int | None,
+    as_json: bool,
+    json_lines: bool,
+    prompt: str | None,
+    prompt_file: Path | None,
+    prompts_file: Path | None,
+    is_shown: bool,
+    prompt_cache: Path | None,
+    force: bool,
+    is_chat: bool,
+    system: str | None,
+    template: str | None,
+    system_file: Path | None = None,
+    variables: tuple[str, ...] = (),
+    more: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
     """Runs `generate` with its options; `more` goes into the report."""
     given = take_sampling_options(options)
     speculation, draft_model = take_speculation_options(options)
@@ -135,19 +195,27 @@ def write(
     endings = endings_of(options)
     prompts = prompts_of(prompt, prompt_file, prompts_file)
     wanted = Wanted(
-        prompts=prompts, is_many=prompts_file is not None, is_shown=is_shown,
+        prompts=prompts,
+        is_many=prompts_file is not None,
+        is_shown=is_shown,
         output="lines" if json_lines else "json" if as_json else "text",
-        prompt_cache=prompt_cache, force=force,
-        is_chat=is_chat, system=system_message(system, system_file), template=template,
+        prompt_cache=prompt_cache,
+        force=force,
+        is_chat=is_chat,
+        system=system_message(system, system_file),
+        template=template,
         variables=template_variables(variables),
-    )  # fmt: skip
+    )
     _check(wanted)
     if wanted.is_many and speculation.type != "none" and not speculation.is_optional:
         raise click.UsageError("--speculate and -md are for one text: leave --prompts out.")
     check_output_options(
-        endings.num_logprobs, is_json=wanted.output != "text", is_chat=is_chat, system=wanted.system,
+        endings.num_logprobs,
+        is_json=wanted.output != "text",
+        is_chat=is_chat,
+        system=wanted.system,
         template=template,
-    )  # fmt: skip
+    )
     # Refuses wrong options before the imports, which take seconds.
     config = EngineConfig(num_sequences=max(1, len(prompts)), **options)
     from hotsplit.runtime.engine import load_engine
@@ -188,9 +256,13 @@ def _check(wanted: Wanted) -> None:
 
 
 def check_output_options(
-    num_logprobs: int | None, *, is_json: bool, is_chat: bool, system: str | None,
+    num_logprobs: int | None,
+    *,
+    is_json: bool,
+    is_chat: bool,
+    system: str | None,
     template: str | None,
-) -> None:  # fmt: skip
+) -> None:
     """Raises click's UsageError for an option given without the one that it needs."""
     if num_logprobs is not None and not is_json:
         raise click.UsageError("--logprobs goes with --json or --json-lines.")
@@ -209,9 +281,13 @@ def endings_of(options: dict[str, Any]) -> GenerationOptions:
 
 
 def _write_one(
-    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
+    engine: "Engine",
+    wanted: Wanted,
+    sampling: Any,
+    endings: Any,
+    make: Callable[[], Any],
     drafts: Any,
-) -> tuple[int, list[Writing]]:  # fmt: skip
+) -> tuple[int, list[Writing]]:
     writing = Writing()
     with ExitStack() as stack:
         if wanted.is_chat:
@@ -230,9 +306,14 @@ def _write_one(
 
 
 def _continuation(
-    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
-    drafts: Any, stack: ExitStack,
-) -> "Iterator[Token]":  # fmt: skip
+    engine: "Engine",
+    wanted: Wanted,
+    sampling: Any,
+    endings: Any,
+    make: Callable[[], Any],
+    drafts: Any,
+    stack: ExitStack,
+) -> "Iterator[Token]":
     """Continues the prompt, and saves its state if asked to; refuses wrong options at once."""
     ids = engine.codec.encode(wanted.prompts[0])
     sequence = None
@@ -252,18 +333,26 @@ def _continuation(
 
 
 def _answer(
-    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
-    drafts: Any, stack: ExitStack,
-) -> "Iterator[Token]":  # fmt: skip
+    engine: "Engine",
+    wanted: Wanted,
+    sampling: Any,
+    endings: Any,
+    make: Callable[[], Any],
+    drafts: Any,
+    stack: ExitStack,
+) -> "Iterator[Token]":
     """The answer to the prompt, which is sent as a message."""
     from hotsplit.runtime.generate.chat import ChatOptions
 
     is_free = make() is None  # refuses wrong options
     chat = engine.chat(
-        wanted.system, template=wanted.template, sampling=sampling,
+        wanted.system,
+        template=wanted.template,
+        sampling=sampling,
         options=ChatOptions(generation=endings, variables=wanted.variables),
-        new_constraint=None if is_free else make, drafts=drafts,
-    )  # fmt: skip
+        new_constraint=None if is_free else make,
+        drafts=drafts,
+    )
     stack.enter_context(chat)
     for token in chat.say(wanted.prompts[0]):
         engine.last_run = chat.run
@@ -284,9 +373,11 @@ def _write_many(
 
 
 def _take(
-    tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted,
+    tokens: "Iterator[tuple[int, Token]]",
+    writings: list[Writing],
+    wanted: Wanted,
     screen: Screen | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Collects the tokens, and shows them on the screen as they come, or as lines of JSON. Returns 0,
     or the exit code of an interrupt: the report is still printed."""
     try:

@@ -16,9 +16,14 @@ from hotsplit.solver.solve import SolveConfig
 
 
 def told(
-    model: Path, split: Path | None, profile: Path | None, machine: Path | None, *,
-    rope: tuple[str | None, float | None], as_json: bool,
-) -> tuple[dict[str, Any], bool, list[str]]:  # fmt: skip
+    model: Path,
+    split: Path | None,
+    profile: Path | None,
+    machine: Path | None,
+    *,
+    rope: tuple[str | None, float | None],
+    as_json: bool,
+) -> tuple[dict[str, Any], bool, list[str]]:
     """What `finish` takes; without --json, the options are printed on stdout. `rope`: the scaling that
     the plan was made with, as in EngineConfig. Raises HotsplitError for files that do not belong
     together, and click.UsageError if one is not given."""
@@ -38,10 +43,17 @@ def told(
             f"{split}: a plan with --kv-offload; llama.cpp has no such option: make a plan without it"
         )
     config = SolveConfig(
-        model=model, profile=profile, machine=machine, output=split, mode="dense",
-        vram_budget_bytes=plan.budgets, context_length=plan.context_length,
-        num_sequences=plan.num_sequences, rope_scaling=rope[0], rope_scale=rope[1],
-    )  # fmt: skip
+        model=model,
+        profile=profile,
+        machine=machine,
+        output=split,
+        mode="dense",
+        vram_budget_bytes=plan.budgets,
+        context_length=plan.context_length,
+        num_sequences=plan.num_sequences,
+        rope_scaling=rope[0],
+        rope_scale=rope[1],
+    )
     inputs = inputs_for(plan, config, workspace_bytes)
     inputs = replace(inputs, workspace=plan.cpu_bytes["workspace"])
     plan.check_against(inputs.model, split)
@@ -55,11 +67,15 @@ def told(
         ("llama.cpp by these options", _speed(best.seconds), f"({best.words})"),
         *((f"llama.cpp {_short(w)}", _speed(w.seconds), f"({w.words})") for w in others),
     ]
-    return content, as_json, [
-        *aligned(rows),
-        "for the model in llama.cpp's layout; its own kernels' rates are not known: those of this"
-        " machine file are assumed",
-    ]  # fmt: skip
+    return (
+        content,
+        as_json,
+        [
+            *aligned(rows),
+            "for the model in llama.cpp's layout; its own kernels' rates are not known: those of this"
+            " machine file are assumed",
+        ],
+    )
 
 
 def _context(plan: Split) -> str:

@@ -41,19 +41,30 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 _options = joined(
     vram_option("most of what is free on the first, or on --device"),
-    click.option("--machine", type=FILE,
-                 help="Another machine than this one: a file of hotsplit calibrate, or a card by its data"
-                 " sheet beside a typical processor, e.g. rtx-4060-8gb or rtx-4060-8gb+ddr5-5600."),
-    click.option("--host-budget", "host_budget", type=SIZE,
-                 help="Main memory to use, e.g. 16GiB. [default: all of it]"),
+    click.option(
+        "--machine",
+        type=FILE,
+        help="Another machine than this one: a file of hotsplit calibrate, or a card by its data"
+        " sheet beside a typical processor, e.g. rtx-4060-8gb or rtx-4060-8gb+ddr5-5600.",
+    ),
+    click.option(
+        "--host-budget",
+        "host_budget",
+        type=SIZE,
+        help="Main memory to use, e.g. 16GiB. [default: all of it]",
+    ),
     context_option("Context length in tokens. [default: the model's, up to 4,096]"),
-    click.option("--outtype", type=OUTTYPE,
-                 help="Type of the matrices. [default: one that fits into memory]"),
+    click.option(
+        "--outtype", type=OUTTYPE, help="Type of the matrices. [default: one that fits into memory]"
+    ),
     tokenizer_option,
-    click.option("--activation", metavar="NAME",
-                 help="The activation, which other programs' GGUF files do not record: relu,"
-                 " fatrelu=0.01, ..."),
-)  # fmt: skip
+    click.option(
+        "--activation",
+        metavar="NAME",
+        help="The activation, which other programs' GGUF files do not record: relu,"
+        " fatrelu=0.01, ...",
+    ),
+)
 
 
 @click.command(
@@ -66,9 +77,16 @@ _options = joined(
 @running_options
 @json_option
 def plan(
-    source: Path, vram: tuple[int, ...], machine: Path | None, host_budget: int | None,
-    outtype: Any, tokenizer: Path | None, activation: str | None, as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    source: Path,
+    vram: tuple[int, ...],
+    machine: Path | None,
+    host_budget: int | None,
+    outtype: Any,
+    tokenizer: Path | None,
+    activation: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Predict how fast a model will run and what will be where, from its header alone.
 
     SOURCE is what hotsplit run takes. Of a model on the hub only headers, configuration and tokenizer
@@ -106,9 +124,11 @@ def plan(
     download = f"  (downloads {format_bytes(num_bytes)} first)" * bool(num_bytes)
     report |= asdict(found) | {"download_bytes": num_bytes, "next": command}
     report |= {
-        "outtype": job.choice.model.own_type, "device": job.choice.device,
-        "reasons": job.choice.lines, "context_length": job.choice.context_length,
-    }  # fmt: skip
+        "outtype": job.choice.model.own_type,
+        "device": job.choice.device,
+        "reasons": job.choice.lines,
+        "context_length": job.choice.context_length,
+    }
     finish(report, as_json, [*lines, f"next: {command}{download}"])
 
 
@@ -141,9 +161,13 @@ def _machines(
 
 
 def _priced(
-    read: "Source", wishes: "Wishes", cache: "Cache", other: "Machine | None", machine: Path | None,
+    read: "Source",
+    wishes: "Wishes",
+    cache: "Cache",
+    other: "Machine | None",
+    machine: Path | None,
     host_budget: int | None,
-) -> "tuple[Job, Machine, Forecast]":  # fmt: skip
+) -> "tuple[Job, Machine, Forecast]":
     """What `run` would choose on a machine, the machine's figures, and the speeds; for the CPU alone, if
     that is faster than a GPU that holds everything. Raises DoesNotFitError for a model that does not
     fit."""

@@ -29,36 +29,68 @@ if TYPE_CHECKING:
 NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is ever silent
 
 
-@click.command(
-    cls=FileCommand,
-    short_help="Count neuron firings on text; train predictors.",
-)
+@click.command(cls=FileCommand, short_help="Count neuron firings on text; train predictors.")
 @click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
-@click.option("--corpus", "corpora", type=FILE, multiple=True,
-              help="Text to count on: a text, .jsonl or .parquet file, a folder of them, or - for"
-                   " stdin; may be repeated. [default: a text in the package]")  # fmt: skip
-@click.option("-o", "--output", type=OutputPath(".safetensors"), required=True,
-              help="The profile to write.")  # fmt: skip
-@click.option("--tokens", "max_tokens", type=int,
-              help="Tokens to count on; a shorter text is an error. [default: 131,072,"
-                   " or fewer if the text is shorter]")  # fmt: skip
-@click.option("--text-key", default="text", show_default=True,
-              help="Key of the text in .jsonl, or its column in .parquet.")  # fmt: skip
-@click.option("--imatrix", "importances", type=OutputPath(".gguf"),
-              help="Also write an importance matrix, for convert --imatrix and llama.cpp.")  # fmt: skip
+@click.option(
+    "--corpus",
+    "corpora",
+    type=FILE,
+    multiple=True,
+    help="Text to count on: a text, .jsonl or .parquet file, a folder of them, or - for"
+    " stdin; may be repeated. [default: a text in the package]",
+)
+@click.option(
+    "-o", "--output", type=OutputPath(".safetensors"), required=True, help="The profile to write."
+)
+@click.option(
+    "--tokens",
+    "max_tokens",
+    type=int,
+    help="Tokens to count on; a shorter text is an error. [default: 131,072,"
+    " or fewer if the text is shorter]",
+)
+@click.option(
+    "--text-key",
+    default="text",
+    show_default=True,
+    help="Key of the text in .jsonl, or its column in .parquet.",
+)
+@click.option(
+    "--imatrix",
+    "importances",
+    type=OutputPath(".gguf"),
+    help="Also write an importance matrix, for convert --imatrix and llama.cpp.",
+)
 @click.option("--merge", "is_merge", is_flag=True, help="Add profiles of one model together.")
 @click.option(
     "--train-predictors", type=FOLDER, help="Train predictors too, and write them to this folder."
 )
 @click.option("--predictor-rank", type=int, help="Use low-rank predictors of this rank only.")
-@click.option("--target-contribution", default=0.992, show_default=True,
-              help="Share of the neurons' contribution that predictors must find.")  # fmt: skip
-@click.option("--target-lost-norm", default=0.04, show_default=True,
-              help="Share of a layer's output that predictors may lose.")  # fmt: skip
-@click.option("--target-precision", default=0.75, show_default=True,
-              help="Share of the predicted neurons that should actually fire.")  # fmt: skip
-@click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
-              help="1 to predict from the input of the layer before.")  # fmt: skip
+@click.option(
+    "--target-contribution",
+    default=0.992,
+    show_default=True,
+    help="Share of the neurons' contribution that predictors must find.",
+)
+@click.option(
+    "--target-lost-norm",
+    default=0.04,
+    show_default=True,
+    help="Share of a layer's output that predictors may lose.",
+)
+@click.option(
+    "--target-precision",
+    default=0.75,
+    show_default=True,
+    help="Share of the predicted neurons that should actually fire.",
+)
+@click.option(
+    "--input-layer-offset",
+    type=click.IntRange(0, 1),
+    default=0,
+    show_default=True,
+    help="1 to predict from the input of the layer before.",
+)
 @click.option("--seed", default=0, show_default=True)
 @device_option
 @report_options
@@ -91,9 +123,13 @@ def profile(
     predictors = PredictorOptions(rank=options.pop("predictor_rank"), target=target)
     with texts_or_default(options.pop("corpora")) as texts:
         config = ProfileConfig(
-            model=files[0], output=output, force=force, predictors=predictors, corpora=texts,
+            model=files[0],
+            output=output,
+            force=force,
+            predictors=predictors,
+            corpora=texts,
             **options,
-        )  # fmt: skip
+        )
         from hotsplit.profile.collect import profile as run  # seconds of imports
         from hotsplit.profile.corpus.processes import rank_here
         from hotsplit.system.progress import progress

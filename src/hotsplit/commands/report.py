@@ -6,13 +6,7 @@ from typing import Any
 import click
 
 from hotsplit.commands.options.kept_files import report_line
-from hotsplit.commands.options.shared import (
-    FILE,
-    FileCommand,
-    OutputPath,
-    finish,
-    report_options,
-)
+from hotsplit.commands.options.shared import FILE, FileCommand, OutputPath, finish, report_options
 from hotsplit.system.sizes import format_bytes
 
 
@@ -27,8 +21,13 @@ from hotsplit.system.sizes import format_bytes
 @click.option("--split", type=FILE, help="The plan.")
 @click.option("--machine", type=FILE, help="The machine file that the plan was solved for.")
 @click.option("--predictors", type=FILE, help="predictors.safetensors, or its folder.")
-@click.option("--eval-json", "evals", type=FILE, multiple=True,
-              help="Output of hotsplit eval --json; may be repeated.")  # fmt: skip
+@click.option(
+    "--eval-json",
+    "evals",
+    type=FILE,
+    multiple=True,
+    help="Output of hotsplit eval --json; may be repeated.",
+)
 @report_options
 def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
     """Write what the given files say about a model to one HTML page.

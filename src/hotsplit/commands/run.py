@@ -53,30 +53,55 @@ _PROMPTS = ("prompt", "prompt_file", "prompts_file")
 _WRITE = (*_PROMPTS, "keep", "num_logprobs", "is_shown", "json_lines", "is_chat", "as_json")
 _own_options = joined(
     vram_option("most of what is free on the first, or on --device"),
-    click.option("--chat", "is_chat", is_flag=True,
-                 help="With a prompt: treat it as a message and print the answer. Without one, run"
-                 " always holds a conversation."),
+    click.option(
+        "--chat",
+        "is_chat",
+        is_flag=True,
+        help="With a prompt: treat it as a message and print the answer. Without one, run"
+        " always holds a conversation.",
+    ),
     chat_options,
-    click.option("-n", "--max-tokens", "--n-predict", "max_tokens", type=int,
-                 help="Maximum tokens to generate. [default: 128 for a text; for an answer, as many as"
-                 " the context has room for]"),
+    click.option(
+        "-n",
+        "--max-tokens",
+        "--n-predict",
+        "max_tokens",
+        type=int,
+        help="Maximum tokens to generate. [default: 128 for a text; for an answer, as many as"
+        " the context has room for]",
+    ),
     context_option("Context length in tokens. [default: the model's, up to 4,096]"),
-    click.option("--corpus", "corpora", type=FILE, multiple=True,
-                 help="Text like yours to profile on, if profiling pays off; may be repeated. [default: a"
-                 " text in the package]"),
-    click.option("--tokens", type=int,
-                 help="Tokens to profile on. [default: as many as take at most a quarter of an hour]"),
-    click.option("--outtype", type=OUTTYPE,
-                 help="Type of the matrices. [default: one that fits into memory]"),
+    click.option(
+        "--corpus",
+        "corpora",
+        type=FILE,
+        multiple=True,
+        help="Text like yours to profile on, if profiling pays off; may be repeated. [default: a"
+        " text in the package]",
+    ),
+    click.option(
+        "--tokens",
+        type=int,
+        help="Tokens to profile on. [default: as many as take at most a quarter of an hour]",
+    ),
+    click.option(
+        "--outtype", type=OUTTYPE, help="Type of the matrices. [default: one that fits into memory]"
+    ),
     tokenizer_option,
-    click.option("--activation", metavar="NAME",
-                 help="The activation, which other programs' GGUF files do not record: relu,"
-                 " fatrelu=0.01, ..."),
-    click.option("--verify/--no-verify", "is_verified", default=None,
-                 help="Compare a converted model with its source. [default: if it takes less than a"
-                 " minute]"),
+    click.option(
+        "--activation",
+        metavar="NAME",
+        help="The activation, which other programs' GGUF files do not record: relu,"
+        " fatrelu=0.01, ...",
+    ),
+    click.option(
+        "--verify/--no-verify",
+        "is_verified",
+        default=None,
+        help="Compare a converted model with its source. [default: if it takes less than a minute]",
+    ),
     yes_option,
-)  # fmt: skip
+)
 
 
 @click.command(cls=FileCommand, short_help="Prepare a model, then continue a text or chat.")
@@ -87,10 +112,17 @@ _own_options = joined(
 @running_options
 @json_option
 def run(
-    source: Path, vram: tuple[int, ...], corpora: tuple[Path, ...], tokens: int | None,
-    outtype: Any, activation: str | None, tokenizer: Path | None, is_verified: bool,
-    yes: bool, **options: Any,
-) -> None:  # fmt: skip
+    source: Path,
+    vram: tuple[int, ...],
+    corpora: tuple[Path, ...],
+    tokens: int | None,
+    outtype: Any,
+    activation: str | None,
+    tokenizer: Path | None,
+    is_verified: bool,
+    yes: bool,
+    **options: Any,
+) -> None:
     """Prepare a model with all that it needs, then continue a text or chat.
 
     SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or any GGUF.
@@ -122,9 +154,13 @@ def run(
 def _speak(job: "Job", ready: "Ready", options: dict[str, Any], more: dict[str, Any]) -> None:
     """Writes the text or holds the conversation."""
     options |= {
-        "model": ready.model, "split": ready.split, "mode": ready.mode, "device": ready.device,
-        "context_length": ready.context_length, "cpu_ffn": False,
-    }  # fmt: skip
+        "model": ready.model,
+        "split": ready.split,
+        "mode": ready.mode,
+        "device": ready.device,
+        "context_length": ready.context_length,
+        "cpu_ffn": False,
+    }
     if _has_prompt(options):
         write(prompt_cache=None, force=False, more=more, **options)
         return
@@ -179,9 +215,12 @@ def _check_text(options: dict[str, Any]) -> None:
     if not is_chat and options["system_file"] is not None:
         raise click.UsageError("--system-file is for --chat.")
     check_output_options(
-        options["num_logprobs"], is_json=options["as_json"] or options["json_lines"],
-        is_chat=is_chat, system=options["system"], template=options["template"],
-    )  # fmt: skip
+        options["num_logprobs"],
+        is_json=options["as_json"] or options["json_lines"],
+        is_chat=is_chat,
+        system=options["system"],
+        template=options["template"],
+    )
 
 
 def _check_model(job: "Job", options: dict[str, Any]) -> None:

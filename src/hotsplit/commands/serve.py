@@ -47,56 +47,122 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.argument("model", type=FILE)
 @placement_options
 @preparation_options
-@click.option("--host", default="127.0.0.1", show_default=True,
-              help="Address to listen on; 0.0.0.0 means all, best with --api-key.")  # fmt: skip
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; 0.0.0.0 means all, best with --api-key.",
+)
 @click.option(
     "--port", default=8080, show_default=True, help="Port to listen on; 0 picks a free one."
 )
-@click.option("-np", "--parallel", type=int, default=1, show_default=True,
-              help="Texts generated at a time, each with a whole --context. [with --split: half of those that"
-                   " the plan has room for]")  # fmt: skip
-@click.option("--kept", type=int,
-              help="Number of further texts whose KV cache is kept for requests with the same prefix."
-                   " [default: as many as --parallel; with a plan, all that it has room for]")  # fmt: skip
-@click.option("--queue", default=64, show_default=True,
-              help="Waiting texts from which on further requests are refused with 429.")  # fmt: skip
+@click.option(
+    "-np",
+    "--parallel",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Texts generated at a time, each with a whole --context. [with --split: half of those that"
+    " the plan has room for]",
+)
+@click.option(
+    "--kept",
+    type=int,
+    help="Number of further texts whose KV cache is kept for requests with the same prefix."
+    " [default: as many as --parallel; with a plan, all that it has room for]",
+)
+@click.option(
+    "--queue",
+    default=64,
+    show_default=True,
+    help="Waiting texts from which on further requests are refused with 429.",
+)
 @context_option(
     "Context length of a request in tokens. [default: the plan's, or the model's up to 4,096]"
 )
-@click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
-              help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
-@click.option("-to", "--timeout", "timeout_s", default=600.0, show_default=True,
-              help="Seconds that a request may take.")  # fmt: skip
-@click.option("--drain", "drain_s", default=30.0, show_default=True,
-              help="Seconds that answers have to finish when the server is stopped.")  # fmt: skip
-@click.option("--read-timeout", "read_s", default=30.0, show_default=True,
-              help="Seconds that a client has to send a request's headers, to send its body, and to read each"
-                   " piece of an answer.")  # fmt: skip
-@click.option("--max-body", "max_body_bytes", type=SIZE, default=8 << 20,
-              help="Maximum size of a request. [default: 8MiB]")  # fmt: skip
-@click.option("--api-key", metavar="KEY",
-              help="Require this key in every request except /health; better set in the environment"
-                   f" variable {KEY_VARIABLE}.")  # fmt: skip
-@click.option("--cors", "origins", multiple=True, metavar="ORIGIN",
-              help="Allow web pages of this origin, e.g. http://localhost:3000, or * for all; may be"
-                   " repeated.")  # fmt: skip
-@click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
-              help="Without a key: also accept requests to this host name; may be repeated.")  # fmt: skip
+@click.option(
+    "-n",
+    "--max-tokens",
+    "--n-predict",
+    "max_tokens",
+    default=-1,
+    show_default=True,
+    help="Maximum tokens per answer; -1: as many as the context has room for.",
+)
+@click.option(
+    "-to",
+    "--timeout",
+    "timeout_s",
+    default=600.0,
+    show_default=True,
+    help="Seconds that a request may take.",
+)
+@click.option(
+    "--drain",
+    "drain_s",
+    default=30.0,
+    show_default=True,
+    help="Seconds that answers have to finish when the server is stopped.",
+)
+@click.option(
+    "--read-timeout",
+    "read_s",
+    default=30.0,
+    show_default=True,
+    help="Seconds that a client has to send a request's headers, to send its body, and to read each"
+    " piece of an answer.",
+)
+@click.option(
+    "--max-body",
+    "max_body_bytes",
+    type=SIZE,
+    default=8 << 20,
+    help="Maximum size of a request. [default: 8MiB]",
+)
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    help="Require this key in every request except /health; better set in the environment"
+    f" variable {KEY_VARIABLE}.",
+)
+@click.option(
+    "--cors",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Allow web pages of this origin, e.g. http://localhost:3000, or * for all; may be"
+    " repeated.",
+)
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Without a key: also accept requests to this host name; may be repeated.",
+)
 @click.option(
     "-a", "--alias", metavar="NAME", help="The model's name in the API. [default: its file's]"
 )
 @template_options
-@click.option("--strict", "is_strict", is_flag=True,
-              help="Refuse requests with unknown fields, which are otherwise said in the log and ignored.")  # fmt: skip
+@click.option(
+    "--strict",
+    "is_strict",
+    is_flag=True,
+    help="Refuse requests with unknown fields, which are otherwise said in the log and ignored.",
+)
 @click.option("--log-json", is_flag=True, help="Write log lines as JSON.")
 @sampling_options
 @long_text_options
 @running_options
 @json_option
 def serve(
-    model: Path, split: Path | None, as_json: bool, api_key: str | None, threads: int | None,
+    model: Path,
+    split: Path | None,
+    as_json: bool,
+    api_key: str | None,
+    threads: int | None,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a model over OpenAI's API, with a chat page.
 
     Sampling options are the defaults for requests. With --json, one line on stdout gives the
@@ -107,9 +173,11 @@ def serve(
     options["variables"] = template_variables(options["variables"])
     sampling, asked = take_sampling_options(options), take_engine_options(options)
     placing = {name: options.pop(name) for name in ("vram", "tokenizer", "yes")} | {
-        "model": model, "split": split, "threads": threads,
+        "model": model,
+        "split": split,
+        "threads": threads,
         **{field.name: getattr(asked, field.name) for field in fields(EngineConfig)},
-    }  # fmt: skip
+    }
     config = ServeConfig(model=model, sampling=sampling, **options)
     _check_packages()
     from hotsplit.serve.server import listener_of
@@ -154,8 +222,14 @@ def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> 
     def on_ready(url: str, served: "ServedModel") -> None:
         say(f"serving {served.name} at {url}/v1; Ctrl-C stops")
         if as_json and sys.stdout is not None:
-            line = {"url": url, "model": served.name, "context": served.context_length,
-                    "parallel": config.parallel, "kept": config.num_kept, "pid": os.getpid()}  # fmt: skip
+            line = {
+                "url": url,
+                "model": served.name,
+                "context": served.context_length,
+                "parallel": config.parallel,
+                "kept": config.num_kept,
+                "pid": os.getpid(),
+            }
             click.echo(json.dumps(line))
             sys.stdout.flush()
 
@@ -225,17 +299,25 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None
     last bits. `plan_places` is the number of texts that the plan budgets; None without a plan."""
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
-    say(f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
+    say(
+        f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
         f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))} are KV cache for"
         f" {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
-        f" {config.num_kept} kept)")  # fmt: skip
+        f" {config.num_kept} kept)"
+    )
     if plan_places == 1:
-        say("note: the plan is for one text, so requests are answered one at a time; hotsplit"
-            " solve with --sequences budgets KV cache for more")  # fmt: skip
+        say(
+            "note: the plan is for one text, so requests are answered one at a time; hotsplit"
+            " solve with --sequences budgets KV cache for more"
+        )
     elif config.parallel > 1 and not engine.has_row_steps:
-        say("note: a step computes one token here, because of a neuron cache, of keys in main memory"
+        say(
+            "note: a step computes one token here, because of a neuron cache, of keys in main memory"
             " or of a small workspace; requests take turns, and together are no faster than in"
-            " succession")  # fmt: skip
+            " succession"
+        )
     if not engine.has_equal_rows:
-        say("note: on this device, reusing the KV cache of earlier requests and reading several prompts"
-            ' together may change the last bits of results; "cache_prompt": false turns reuse off')  # fmt: skip
+        say(
+            "note: on this device, reusing the KV cache of earlier requests and reading several prompts"
+            ' together may change the last bits of results; "cache_prompt": false turns reuse off'
+        )

@@ -23,10 +23,7 @@ NUM_BUDGETS = 23  # of a curve, unless told
 
 
 def run_solve(
-    config: SolveConfig,
-    *,
-    explained: bool,
-    heat_map: Path | None,
+    config: SolveConfig, *, explained: bool, heat_map: Path | None
 ) -> tuple[Any, list[str]]:
     """Writes a plan; returns (report for JSON, lines for the user)."""
     from hotsplit.runtime.step.workspace import workspace_bytes
@@ -70,8 +67,9 @@ def run_sweep(config: SolveConfig, text: str) -> tuple[Any, list[str]]:
 
     first, last, num_budgets = parse_range(text)
     check_outputs([config.output], force=config.force, inputs=config.inputs)
-    found = sweep(config, first=first, last=last, num_budgets=num_budgets,
-                  workspace=workspace_bytes)  # fmt: skip
+    found = sweep(
+        config, first=first, last=last, num_budgets=num_budgets, workspace=workspace_bytes
+    )
     found.save(config.output)
     return asdict(found), [*_sweep_lines(found), f"wrote {config.output}"]
 

@@ -37,15 +37,21 @@ def cache_layout(context_length: int, num_sequences: int, window: int | None = N
         held, saved = ring_blocks(window), saved_blocks(window)
         if held + saved < blocks:
             return CacheLayout(
-                block_length=BLOCK_LENGTH, blocks=blocks, most_held=held,
-                num_blocks=num_sequences * (held + saved), window=window,
-            )  # fmt: skip
+                block_length=BLOCK_LENGTH,
+                blocks=blocks,
+                most_held=held,
+                num_blocks=num_sequences * (held + saved),
+                window=window,
+            )
     length = context_length if num_sequences == 1 else BLOCK_LENGTH
     blocks = -(-context_length // length)
     return CacheLayout(
-        block_length=length, blocks=blocks, most_held=blocks, num_blocks=num_sequences * blocks,
+        block_length=length,
+        blocks=blocks,
+        most_held=blocks,
+        num_blocks=num_sequences * blocks,
         window=None,
-    )  # fmt: skip
+    )
 
 
 def ring_blocks(window: int) -> int:

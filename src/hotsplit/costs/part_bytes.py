@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from hotsplit.costs.cache_bytes import CacheSize
 
 # The items of a plan's bytes.
-ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "neuron_cache",
-         "workspace")  # fmt: skip
+ITEMS = (
+    "attention",
+    "predictor",
+    "kv_cache",
+    "head",
+    "embedding",
+    "neurons",
+    "neuron_cache",
+    "workspace",
+)
 Items = dict[str, int]
 
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
@@ -67,9 +75,17 @@ def layer_tensors(model: ModelFile, layer: int) -> dict[str, TensorEntry]:
 
 
 _NEURONS = (
-    "ffn_gate.", "ffn_up.", "ffn_down.weight", "ffn_down_t.", "ffn_pred_",
-    "ffn_gate_exps.", "ffn_up_exps.", "ffn_down_exps.weight", "ffn_down_exps.bias", "ffn_down_exps_t.",
-)  # fmt: skip
+    "ffn_gate.",
+    "ffn_up.",
+    "ffn_down.weight",
+    "ffn_down_t.",
+    "ffn_pred_",
+    "ffn_gate_exps.",
+    "ffn_up_exps.",
+    "ffn_down_exps.weight",
+    "ffn_down_exps.bias",
+    "ffn_down_exps_t.",
+)
 
 
 def is_dense(name: str) -> bool:
@@ -223,9 +239,12 @@ def kv_read(
 
 
 def cache_bytes(
-    model: ModelFile, layer: int, context_length: int, num_sequences: int,
+    model: ModelFile,
+    layer: int,
+    context_length: int,
+    num_sequences: int,
     types: CacheTypes | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Bytes of a layer's keys and values of all texts: with a window, of a ring of blocks."""
     attention = model.spec.layers[layer].attention
     window = attention.window if attention else None
@@ -292,8 +311,15 @@ def bytes_on_one_side(
 ) -> Items:
     """Itemised bytes of a whole model on one device."""
     none, context = [False] * model.spec.num_layers, context_length
-    return plan_bytes(model, context_length=context, num_hot=none, dense_on_gpu=none,
-                      head_on_gpu=False, workspace=workspace, num_sequences=num_sequences)[1]  # fmt: skip
+    return plan_bytes(
+        model,
+        context_length=context,
+        num_hot=none,
+        dense_on_gpu=none,
+        head_on_gpu=False,
+        workspace=workspace,
+        num_sequences=num_sequences,
+    )[1]
 
 
 def plan_bytes(

@@ -41,9 +41,11 @@ class Child:
             # -P: modules in the working folder must not hide Python's own.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "hotsplit.doctor.probes", name, *arguments],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 env={**os.environ, "PYTHONFAULTHANDLER": "", "PYTHONIOENCODING": "utf-8"},
-            )  # fmt: skip
+            )
         except OSError as error:
             self._failed = f"no process can be started ({error.strerror})"
 

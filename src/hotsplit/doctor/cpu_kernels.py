@@ -98,9 +98,16 @@ def rows_of(
     size = data.shape[1] * data.itemsize
     packed = np.zeros((len(data), size), np.uint8)
     lib.hs_pack_rows(
-        each.code, each.code_in(form), data.ctypes.data, len(data), D, None, len(data),
-        packed.ctypes.data, size,
-    )  # fmt: skip
+        each.code,
+        each.code_in(form),
+        data.ctypes.data,
+        len(data),
+        D,
+        None,
+        len(data),
+        packed.ctypes.data,
+        size,
+    )
     return packed, exact_FD
 
 

@@ -19,8 +19,10 @@ _LIBRARY = re.compile(r"[/\\]([\w+.-]+\.(?:so[\d.]*|py))\.?(?=\s|$)(.*)")
 # A path with at least one name, as opposed to the slash of a fraction or of "and/or". A path may
 # contain spaces, so everything up to a quote, comma, colon, semicolon, bracket or the advice counts
 # as part of it; text in brackets counts, too, if the path goes on after it.
-_PATH = re.compile(r"(?<![\w.)\]])(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\](?!\s)"
-                   r"(?:(?! -> )[^'\",;:()\[\]\n]|[(\[][^()\[\]/]*[)\]](?=[^\s/]*/))+")  # fmt: skip
+_PATH = re.compile(
+    r"(?<![\w.)\]])(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\](?!\s)"
+    r"(?:(?! -> )[^'\",;:()\[\]\n]|[(\[][^()\[\]/]*[)\]](?=[^\s/]*/))+"
+)
 # A path in single quotes, which may contain any other character.
 _QUOTED = re.compile(r"(?<=')(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\][^']+(?=')")
 HIDDEN = "(hidden)"

@@ -16,8 +16,13 @@ MOST_LETTERS = 300
 
 def torch(found: Result) -> list[Finding]:
     if found.done is None:
-        return [wrong("torch", f"importing and using it {_ended(found)}", "reinstall torch for this"
-                      " processor and Python")]  # fmt: skip
+        return [
+            wrong(
+                "torch",
+                f"importing and using it {_ended(found)}",
+                "reinstall torch for this processor and Python",
+            )
+        ]
     done = found.done
     if "error" in done:
         if done["is_missing"]:
@@ -43,11 +48,14 @@ def driver(found: Result, torch_found: Result) -> list[Finding]:
     done, gpus = found.done, gpus_of(torch_found)
     seen = done["gpus"] or gpus
     if not done["cuda"] and not seen:
-        advice = "in a container, pass the GPU in (--gpus all)" if not is_wsl() else (
-            "install NVIDIA's driver in Windows, not in WSL"
-        )  # fmt: skip
-        return [note("driver", "no NVIDIA driver: everything runs on the CPU",
-                     f"with a GPU: {advice}")]  # fmt: skip
+        advice = (
+            "in a container, pass the GPU in (--gpus all)"
+            if not is_wsl()
+            else ("install NVIDIA's driver in Windows, not in WSL")
+        )
+        return [
+            note("driver", "no NVIDIA driver: everything runs on the CPU", f"with a GPU: {advice}")
+        ]
     text = f"{done['driver'] or 'unknown version'}, CUDA up to {done['cuda'] or 'unknown'}"
     if gpus or torch_found.done is None or "error" in torch_found.done:
         return [ok("driver", text)]
@@ -75,19 +83,28 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
         text = (
             "is not installed" if done["is_missing"] else f"fails: {done['error'][:MOST_LETTERS]}"
         )
-        return [problem("triton", f"{text}: models run on the CPU{later}",
-                        "pip install triton")]  # fmt: skip
+        return [problem("triton", f"{text}: models run on the CPU{later}", "pip install triton")]
     size = f"{done['num_files']:,} files of {format_bytes(done['num_bytes'])} in its cache"
     lines = [ok("triton", f"{done['version']}, {size}")]
     if not done["can_write"]:
-        lines.append(problem("triton", f"its cache cannot be written, so every load compiles{later}",
-                             "set TRITON_CACHE_DIR to another folder"))  # fmt: skip
+        lines.append(
+            problem(
+                "triton",
+                f"its cache cannot be written, so every load compiles{later}",
+                "set TRITON_CACHE_DIR to another folder",
+            )
+        )
     missing = [] if done["compiler"] else ["a C compiler"]
     missing += [] if done["has_headers"] else ["Python's headers"]
     if missing:
-        lines.append(problem("compiler", f"{' and '.join(missing)} not found; Triton needs"
-                             f" them to build its launchers{later}", "apt install gcc python3-dev, or the"
-                             " like"))  # fmt: skip
+        lines.append(
+            problem(
+                "compiler",
+                f"{' and '.join(missing)} not found; Triton needs"
+                f" them to build its launchers{later}",
+                "apt install gcc python3-dev, or the like",
+            )
+        )
     return lines
 
 
@@ -106,11 +123,22 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
         f" {format_bytes(gpu['total'])}"
     )
     if capability < LEAST_CAPABILITY:
-        return [wrong(about, f"{text}: below {LEAST_CAPABILITY}, the lowest that torch's wheels for"
-                      " CUDA 12.8 and later support", "use --device cpu")]  # fmt: skip
+        return [
+            wrong(
+                about,
+                f"{text}: below {LEAST_CAPABILITY}, the lowest that torch's wheels for"
+                " CUDA 12.8 and later support",
+                "use --device cpu",
+            )
+        ]
     if capability < BF16_CAPABILITY:
-        return [note(about, f"{text}: it has no bf16, so a bf16 model may run slower on it",
-                     "convert with --outtype f16 or a quantised type")]  # fmt: skip
+        return [
+            note(
+                about,
+                f"{text}: it has no bf16, so a bf16 model may run slower on it",
+                "convert with --outtype f16 or a quantised type",
+            )
+        ]
     return [ok(about, text)]
 
 

@@ -60,14 +60,23 @@ def processor(kernels: Result) -> list[Finding]:
         return [*found, wrong("kernels", text, advice)]
     done = kernels.done
     if not done["is_built"]:
-        return [*found, wrong("kernels", "the C++ library is missing: no model can be run", REBUILD)]  # fmt: skip
+        return [
+            *found,
+            wrong("kernels", "the C++ library is missing: no model can be run", REBUILD),
+        ]
     found += _levels(done)
     if done["wrong"]:
         bad = {line.partition(",")[0] for line in done["wrong"]}
         good = [f"set {LEVEL_VARIABLE}={level}" for level in done["usable"] if level not in bad]
-        return [*found, wrong("kernels", f"{len(done['wrong'])} of {done['num_tried']} give wrong"
-                              f" results, first: {done['wrong'][0]}",
-                              f"{[*good, REBUILD][0]}, and report it")]  # fmt: skip
+        return [
+            *found,
+            wrong(
+                "kernels",
+                f"{len(done['wrong'])} of {done['num_tried']} give wrong"
+                f" results, first: {done['wrong'][0]}",
+                f"{[*good, REBUILD][0]}, and report it",
+            ),
+        ]
     what = f"{done['num_tried']} (levels times types) agree with numpy"
     return [*found, ok("kernels", f"{what}, {here.threads} threads")]
 
@@ -77,8 +86,13 @@ def _levels(done: Mapping[str, Any]) -> list[Finding]:
     text = f"{done['level']} is the best of {', '.join(usable)}"
     found = [ok("levels", text)]
     if done["faulty"] is not None:
-        found = [note("levels", f"the processor advertises {done['faulty']}, whose instructions fail"
-                      f" here; {text}", "nothing: that level is left out")]  # fmt: skip
+        found = [
+            note(
+                "levels",
+                f"the processor advertises {done['faulty']}, whose instructions fail here; {text}",
+                "nothing: that level is left out",
+            )
+        ]
     if forced is None:
         return found
     if forced not in LEVELS:
@@ -86,8 +100,14 @@ def _levels(done: Mapping[str, Any]) -> list[Finding]:
     elif forced not in usable:
         why = f"cannot run on this processor, which has {', '.join(usable)}"
     else:
-        return [*found, note("levels", f"{LEVEL_VARIABLE}={forced} is set and used",
-                             f"unset it for {done['level']}" if forced != done["level"] else "")]  # fmt: skip
+        return [
+            *found,
+            note(
+                "levels",
+                f"{LEVEL_VARIABLE}={forced} is set and used",
+                f"unset it for {done['level']}" if forced != done["level"] else "",
+            ),
+        ]
     advice = f"unset {LEVEL_VARIABLE}: until then every command that loads a model is refused"
     return [*found, wrong("levels", f"{LEVEL_VARIABLE}={forced!r} {why}", advice)]
 
@@ -140,5 +160,11 @@ def cache() -> list[Finding]:
         return [ok("cache", f"can be written, {format_bytes(free.f_bavail * free.f_frsize)} free")]
     except (HotsplitError, OSError, StopIteration):
         pass
-    return [wrong("cache", "the cache folder cannot be written, so run cannot prepare models and GPU"
-                  " checks are not kept", f"set {VARIABLE} to another folder")]  # fmt: skip
+    return [
+        wrong(
+            "cache",
+            "the cache folder cannot be written, so run cannot prepare models and GPU"
+            " checks are not kept",
+            f"set {VARIABLE} to another folder",
+        )
+    ]

@@ -107,9 +107,12 @@ def _gpu_of_torch(torch: Any, number: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
     return {
-        "index": number, "name": properties.name, "free": free, "total": total,
+        "index": number,
+        "name": properties.name,
+        "free": free,
+        "total": total,
         "capability": f"{properties.major}.{properties.minor}",
-    }  # fmt: skip
+    }
 
 
 def probe_triton() -> dict[str, Any]:
@@ -132,8 +135,13 @@ def probe_triton() -> dict[str, Any]:
         return {**found, "error": f"{type(error).__name__}: {error}", "is_missing": is_missing}
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     can_write = os.access(next(p for p in (folder, *folder.parents) if p.exists()), os.W_OK)
-    return {**found, "version": triton.__version__, "num_files": len(sizes),
-            "num_bytes": sum(sizes), "can_write": can_write}  # fmt: skip
+    return {
+        **found,
+        "version": triton.__version__,
+        "num_files": len(sizes),
+        "num_bytes": sum(sizes),
+        "can_write": can_write,
+    }
 
 
 class _Memory(ctypes.Structure):
@@ -185,9 +193,12 @@ def _gpu_of_driver(nvml: ctypes.CDLL, number: int) -> dict[str, Any]:
     nvml.nvmlDeviceGetMemoryInfo(handle, byref(memory))
     nvml.nvmlDeviceGetCudaComputeCapability(handle, byref(major), byref(minor))
     return {
-        "index": number, "name": name.value.decode(errors="replace"), "free": memory.free,
-        "total": memory.total, "capability": f"{major.value}.{minor.value}",
-    }  # fmt: skip
+        "index": number,
+        "name": name.value.decode(errors="replace"),
+        "free": memory.free,
+        "total": memory.total,
+        "capability": f"{major.value}.{minor.value}",
+    }
 
 
 def probe_gpu(*devices: str) -> dict[str, Any]:
@@ -203,9 +214,15 @@ def probe_gpu(*devices: str) -> dict[str, Any]:
     from hotsplit.runtime.resolved_options import device_of
 
     sizes = Sizes(
-        num_layers=2, hidden_size=512, num_neurons=1408, num_heads=8, num_kv_heads=4, head_dim=64,
-        vocab_size=1000, context_length=512,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=512,
+        num_neurons=1408,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        vocab_size=1000,
+        context_length=512,
+    )
     spec = llama_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
     for device in devices:
         model = random_model(spec, predictor_rank=_RANK)

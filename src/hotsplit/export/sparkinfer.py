@@ -65,8 +65,11 @@ def check_groups(num_neurons: int, group_size: int, path: Path) -> None:
     """Raises HotsplitError for groups that SparkInfer refuses, and for a file name that does not
     end in the number of groups."""
     if group_size < 1 or num_neurons % group_size or num_neurons // group_size > MAX_GROUPS:
-        fitting = [size for size in range(1, num_neurons + 1)
-                   if num_neurons % size == 0 and num_neurons // size <= MAX_GROUPS]  # fmt: skip
+        fitting = [
+            size
+            for size in range(1, num_neurons + 1)
+            if num_neurons % size == 0 and num_neurons // size <= MAX_GROUPS
+        ]
         nearest = min(fitting, key=lambda size: abs(size - group_size))
         raise HotsplitError(
             f"groups of {group_size} for {num_neurons} neurons a layer; SparkInfer needs whole"

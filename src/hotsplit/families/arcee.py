@@ -26,21 +26,29 @@ def arcee(read: ConfigReader) -> Blueprint:
     neurons = OPTIONS[4:] if read.flag("mlp_bias") else ()
     return Blueprint(
         spec=llama_spec(
-            sizes, rotary, read.activation("hidden_act", UNGATED), (*attention, *neurons),
-            architecture="arcee", is_gated=False,
+            sizes,
+            rotary,
+            read.activation("hidden_act", UNGATED),
+            (*attention, *neurons),
+            architecture="arcee",
+            is_gated=False,
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.ARCEE, sizes.num_layers),
         rope_factors=factors,
         rows=rotary_rows(sizes),
-    )  # fmt: skip
+    )
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
     sizes = read.sizes()
     return llama_spec(
-        sizes, read.rotary("adjacent"), read.activation(), read.options(sizes.num_layers),
-        architecture="arcee", is_gated=False,
-    )  # fmt: skip
+        sizes,
+        read.rotary("adjacent"),
+        read.activation(),
+        read.options(sizes.num_layers),
+        architecture="arcee",
+        is_gated=False,
+    )
 
 
 ARCEE = Family(
@@ -48,10 +56,13 @@ ARCEE = Family(
     blueprint=arcee,
     model_types=("arcee",),
     defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
-        "hidden_act": "relu2", "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-5,
     },
-)  # fmt: skip
+)
 GRAPH = Architecture(
     name="arcee",
     of_keys=of_keys,

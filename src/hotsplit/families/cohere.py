@@ -31,9 +31,13 @@ def command_r(read: ConfigReader) -> Blueprint:
     """CohereForCausalLM."""
     sizes, rotary, factors = _sizes(read, default_theta=500_000.0)
     return _blueprint(
-        read, sizes, rotary, factors, [None] * sizes.num_layers,
+        read,
+        sizes,
+        rotary,
+        factors,
+        [None] * sizes.num_layers,
         has_head_norms=read.values.get("use_qk_norm") is not None and read.flag("use_qk_norm"),
-    )  # fmt: skip
+    )
 
 
 def cohere2(read: ConfigReader) -> Blueprint:
@@ -57,37 +61,59 @@ def _sizes(
 
 
 def _blueprint(
-    read: ConfigReader, sizes: Sizes, rotary: Rotary, factors: Mapping[str, np.ndarray], windows: Windows,
-    *, is_second: bool = False, has_head_norms: bool = False,
-) -> Blueprint:  # fmt: skip
+    read: ConfigReader,
+    sizes: Sizes,
+    rotary: Rotary,
+    factors: Mapping[str, np.ndarray],
+    windows: Windows,
+    *,
+    is_second: bool = False,
+    has_head_norms: bool = False,
+) -> Blueprint:
     arch = gguf.MODEL_ARCH.COHERE2 if is_second else gguf.MODEL_ARCH.COMMAND_R
     return Blueprint(
         spec=cohere_spec(
-            gguf.MODEL_ARCH_NAMES[arch], sizes, rotary, read.activation("hidden_act", GATED),
-            read.positive("logit_scale"), windows,
-            PROJECTION_BIASES if read.flag("attention_bias") else (), has_head_norms=has_head_norms,
+            gguf.MODEL_ARCH_NAMES[arch],
+            sizes,
+            rotary,
+            read.activation("hidden_act", GATED),
+            read.positive("logit_scale"),
+            windows,
+            PROJECTION_BIASES if read.flag("attention_bias") else (),
+            has_head_norms=has_head_norms,
         ),
         name_of=gguf_names(arch, sizes.num_layers),
         rope_factors=factors,
-    )  # fmt: skip
+    )
 
 
 def cohere_spec(
-    name: str, sizes: Sizes, rotary: Rotary, activation: Activation, logit_scale: float,
-    windows: Windows, options: Collection[str] = (), *, has_head_norms: bool = False,
-) -> ModelSpec:  # fmt: skip
+    name: str,
+    sizes: Sizes,
+    rotary: Rotary,
+    activation: Activation,
+    logit_scale: float,
+    windows: Windows,
+    options: Collection[str] = (),
+    *,
+    has_head_norms: bool = False,
+) -> ModelSpec:
     """Layers of Cohere 2 without a window do not rotate."""
     neurons, arrange = sizes.neurons(activation), sizes.arrangement(NORM)
     layers = [
         arrange.parallel(
             sizes.attention(
-                rotary if window or name != "cohere2" else None, options, window=window,
-                has_head_norms=has_head_norms, head_norm=NORM,
+                rotary if window or name != "cohere2" else None,
+                options,
+                window=window,
+                has_head_norms=has_head_norms,
+                head_norm=NORM,
             ),
-            neurons, num_norms=1,
+            neurons,
+            num_norms=1,
         ).with_attention(norms_by_head=has_head_norms)
         for window in windows
-    ]  # fmt: skip
+    ]
     return sizes.model(name, layers, output_norm=NORM, logit_scale=logit_scale)
 
 
@@ -99,11 +125,15 @@ def of_keys(read: "KeyReader", *, has_windows: bool) -> ModelSpec:
         has_window_L = read.layers_with_window(sizes.num_layers, PERIOD)
         windows = [window if has_window else None for has_window in has_window_L]
     return cohere_spec(
-        read.graph.name, sizes, read.rotary("adjacent"), read.activation(),
-        read.positive(f"{read.graph.name}.logit_scale", 1.0), windows,
+        read.graph.name,
+        sizes,
+        read.rotary("adjacent"),
+        read.activation(),
+        read.positive(f"{read.graph.name}.logit_scale", 1.0),
+        windows,
         read.options(sizes.num_layers),
         has_head_norms="blk.0.attn_q_norm.weight" in read.tensors,
-    )  # fmt: skip
+    )
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
@@ -131,9 +161,12 @@ def not_in_stock(spec: ModelSpec) -> str | None:
 
 
 DEFAULTS = {
-    "tie_word_embeddings": True, "attention_bias": False, "hidden_act": "silu",
-    "layer_norm_eps": 1e-5, "logit_scale": 0.0625,
-}  # fmt: skip
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+}
 COMMAND_R = Family(
     title="Command R",
     blueprint=command_r,

@@ -166,10 +166,14 @@ class ConfigReader:
             )
 
     def rotary(
-        self, sizes: Sizes, pairing: Pairing, known: tuple[str, ...] = USUAL_KINDS,
-        default_theta: float = 10000.0, default_share: float | None = None,
+        self,
+        sizes: Sizes,
+        pairing: Pairing,
+        known: tuple[str, ...] = USUAL_KINDS,
+        default_theta: float = 10000.0,
+        default_share: float | None = None,
         rounds_borders: bool = True,
-    ) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:  # fmt: skip
+    ) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:
         """The sizes, whose context a scaling may extend, the rotary embedding, and the divisors of its
         frequencies (f32 [head_dim / 2]), by the names of their tensors.
 
@@ -199,9 +203,12 @@ class ConfigReader:
             )
         )
         rotary = Rotary(
-            theta=theta, pairing=pairing, scaling=found.scaling,
-            has_factors=FREQUENCIES in found.divisors, num_values=num_values,
-        )  # fmt: skip
+            theta=theta,
+            pairing=pairing,
+            scaling=found.scaling,
+            has_factors=FREQUENCIES in found.divisors,
+            num_values=num_values,
+        )
         longer = found.context_length or sizes.context_length
         return replace(sizes, context_length=longer), rotary, found.divisors
 
@@ -226,9 +233,13 @@ class ConfigReader:
         return None if count == head_dim else count
 
     def rotary_of(
-        self, sizes: Sizes, layers: str, theta_key: str, default_theta: float,
+        self,
+        sizes: Sizes,
+        layers: str,
+        theta_key: str,
+        default_theta: float,
         known: tuple[str, ...] = ("default", "linear"),
-    ) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:  # fmt: skip
+    ) -> tuple[Sizes, Rotary, Mapping[str, np.ndarray]]:
         """`rotary`, with pairs half a head apart, of the layers of a type of which the config has
         parameters of their own (`rope_parameters[layers]`, transformers 5) or at least a theta
         (4); `rope_scaling` is that of layers with full attention."""

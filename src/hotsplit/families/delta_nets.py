@@ -76,16 +76,25 @@ def _blueprint(read: ConfigReader, name: str, *, renormalises: bool = True) -> B
         if not experts.num_dense:
             sizes = replace(sizes, num_neurons=experts.num_neurons)
     sizes, rotary, factors = read.rotary(sizes, "halves", default_share=SHARE)
-    attends_L = [not has_other for has_other in read.other_layers(
-        sizes.num_layers, "linear_attention", "full_attention_interval", PERIOD
-    )]  # fmt: skip
+    attends_L = [
+        not has_other
+        for has_other in read.other_layers(
+            sizes.num_layers, "linear_attention", "full_attention_interval", PERIOD
+        )
+    ]
     delta = None if all(attends_L) else _delta(read, sizes, is_grouped=name == "qwen3next")
     names = gguf_names(_ARCHES[name], sizes.num_layers)
     names = names if name == "qwen35" else with_dense_layers(names, sizes.num_layers)
     spec = delta_spec(
-        name, str(read.path), sizes, rotary, read.activation("hidden_act", {"silu": "silu"}), delta,
-        attends_L, experts,
-    )  # fmt: skip
+        name,
+        str(read.path),
+        sizes,
+        rotary,
+        read.activation("hidden_act", {"silu": "silu"}),
+        delta,
+        attends_L,
+        experts,
+    )
     rows, columns = dict[str, Rows](), dict[str, np.ndarray]()
     if delta is not None:
         rows = _joined_rows(delta) if delta.is_grouped else _tiled_rows(delta)
@@ -137,9 +146,10 @@ def check_delta(where: str, delta: DeltaNet) -> DeltaNet:
 
 def _experts(read: ConfigReader, sizes: Sizes, name: str, *, renormalises: bool) -> Experts:
     route = Route(
-        num_experts=config_count(read), num_used=read.count("num_experts_per_tok"),
+        num_experts=config_count(read),
+        num_used=read.count("num_experts_per_tok"),
         renormalises=renormalises,
-    )  # fmt: skip
+    )
     experts = Experts(
         route=route,
         num_neurons=read.count("moe_intermediate_size"),
@@ -172,9 +182,14 @@ def _tiled_rows(delta: DeltaNet) -> dict[str, Rows]:
     values = _value_order(delta, delta.value_head_dim)
     channels = np.concatenate([keys, len(keys) + values])
     orders = {
-        "attn_qkv.weight": channels, "ssm_conv1d.weight": channels, "attn_gate.weight": values,
-        "ssm_beta.weight": one, "ssm_alpha.weight": one, "ssm_a": one, "ssm_dt.bias": one,
-    }  # fmt: skip
+        "attn_qkv.weight": channels,
+        "ssm_conv1d.weight": channels,
+        "attn_gate.weight": values,
+        "ssm_beta.weight": one,
+        "ssm_alpha.weight": one,
+        "ssm_a": one,
+        "ssm_dt.bias": one,
+    }
     return {n: Rows(source=n, order=order, num_rows=len(order)) for n, order in orders.items()}
 
 
@@ -188,11 +203,12 @@ def _joined_rows(delta: DeltaNet) -> dict[str, Rows]:
     orders = {"attn_qkv.weight": (query, key, value), "attn_gate.weight": (gate,)}
     return {
         name: Rows(
-            source="ssm_in.weight", num_rows=rows_GR.size,
+            source="ssm_in.weight",
+            num_rows=rows_GR.size,
             order=np.concatenate([part.reshape(-1) for part in parts]),
         )
         for name, parts in orders.items()
-    }  # fmt: skip
+    }
 
 
 def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
@@ -211,9 +227,15 @@ def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 def delta_spec(
-    name: str, where: str, sizes: Sizes, rotary: Rotary, activation: Activation,
-    delta: DeltaNet | None, attends_L: Sequence[bool], experts: Experts | None,
-) -> ModelSpec:  # fmt: skip
+    name: str,
+    where: str,
+    sizes: Sizes,
+    rotary: Rotary,
+    activation: Activation,
+    delta: DeltaNet | None,
+    attends_L: Sequence[bool],
+    experts: Experts | None,
+) -> ModelSpec:
     """`delta`: that of layers without attention, if there are any. `where` begins the error for a model
     without any attention."""
     if not any(attends_L):
@@ -239,9 +261,12 @@ def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
     kv_heads = "attention.head_count_kv"
     read, has_keys_L = read.with_one(kv_heads)  # ollama lists it, with zeros for delta nets
     sizes, name = read.sizes(is_partly_rotated=True), read.graph.name
-    attends_L = [not has_state for has_state in read.other_layers(
-        sizes.num_layers, "attention.recurrent_layers", "full_attention_interval", PERIOD
-    )]  # fmt: skip
+    attends_L = [
+        not has_state
+        for has_state in read.other_layers(
+            sizes.num_layers, "attention.recurrent_layers", "full_attention_interval", PERIOD
+        )
+    ]
     if has_keys_L is not None and has_keys_L[: sizes.num_layers] != attends_L:
         raise HotsplitError(
             f"{read.path}: {name}.{kv_heads} has key heads in other layers than those that attend by its"
@@ -259,15 +284,23 @@ def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
         if not experts.num_shared:  # as in llama.cpp
             experts = replace(experts, num_shared=sizes.num_neurons)
     return delta_spec(
-        name, str(read.path), sizes, read.rotary("halves", sizes.head_dim), read.activation(),
-        None if all(attends_L) else _delta_of_keys(read, sizes), attends_L, experts,
-    )  # fmt: skip
+        name,
+        str(read.path),
+        sizes,
+        read.rotary("halves", sizes.head_dim),
+        read.activation(),
+        None if all(attends_L) else _delta_of_keys(read, sizes),
+        attends_L,
+        experts,
+    )
 
 
 def _delta_of_keys(read: "KeyReader", sizes: Sizes) -> DeltaNet:
     name, heads, inner = (
-        read.graph.name, read.count("ssm.time_step_rank"), read.count("ssm.inner_size")
-    )  # fmt: skip
+        read.graph.name,
+        read.count("ssm.time_step_rank"),
+        read.count("ssm.inner_size"),
+    )
     if inner % heads:
         raise HotsplitError(
             f"{read.path}: {name}.ssm.inner_size is {inner}, which does not divide among {heads} heads"
@@ -327,23 +360,33 @@ def _not_in_stock(spec: ModelSpec) -> str | None:
 
 
 _LINEAR = {
-    "tie_word_embeddings": False, "attention_bias": False, "head_dim": 256,
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-}  # fmt: skip
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 _MIXTURE = _LINEAR | {
-    "num_key_value_heads": 2, "moe_intermediate_size": 512,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
-}  # fmt: skip
+}
 QWEN3_NEXT = Family(
     title="Qwen3-Next",
     blueprint=qwen3_next,
     model_types=("qwen3_next",),
     read_keys=COUNTS,
     defaults=_MIXTURE
-    | {"num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True,
-       "decoder_sparse_step": 1},
-)  # fmt: skip
+    | {
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+)
 QWEN3_5 = Family(
     title="Qwen 3.5 and 3.6",
     blueprint=qwen3_5,
@@ -360,13 +403,22 @@ QWEN3_5_MOE = Family(
 QWEN3_5_WITH_IMAGES = replace(QWEN3_5, model_types=("qwen3_5",), text_key="text_config")
 QWEN3_5_MOE_WITH_IMAGES = replace(QWEN3_5_MOE, model_types=("qwen3_5_moe",), text_key="text_config")
 _KEYS = (
-    "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers",
-    "rope.dimension_sections", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
-    "ssm.time_step_rank", "ssm.inner_size",
+    "full_attention_interval",
+    "attention.recurrent_layers",
+    "nextn_predict_layers",
+    "rope.dimension_sections",
+    "ssm.conv_kernel",
+    "ssm.state_size",
+    "ssm.group_count",
+    "ssm.time_step_rank",
+    "ssm.inner_size",
     # Of ollama's files; how places in an image rotate changes nothing in a text.
-    "ssm.v_head_reordered", "norm_top_k_prob", "mrope_sections", "rope.mrope_section",
+    "ssm.v_head_reordered",
+    "norm_top_k_prob",
+    "mrope_sections",
+    "rope.mrope_section",
     "rope.mrope_interleaved",
-)  # fmt: skip
+)
 GRAPHS = tuple(
     Architecture(
         name=name,

@@ -22,19 +22,25 @@ def ernie4_5(read: ConfigReader) -> Blueprint:
     sizes, rotary, _ = read.rotary(llama_sizes(read), "adjacent", kinds, default_theta=500_000.0)
     return Blueprint(
         spec=llama_spec(
-            sizes, rotary, read.activation("hidden_act", GATED), OPTIONS if read.flag("use_bias") else (),
+            sizes,
+            rotary,
+            read.activation("hidden_act", GATED),
+            OPTIONS if read.flag("use_bias") else (),
             architecture="ernie4_5",
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.ERNIE4_5, sizes.num_layers),
-    )  # fmt: skip
+    )
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
     sizes = read.sizes()
     return llama_spec(
-        sizes, read.rotary("adjacent"), read.activation(), read.options(sizes.num_layers),
+        sizes,
+        read.rotary("adjacent"),
+        read.activation(),
+        read.options(sizes.num_layers),
         architecture="ernie4_5",
-    )  # fmt: skip
+    )
 
 
 ERNIE4_5 = Family(
@@ -42,10 +48,14 @@ ERNIE4_5 = Family(
     model_types=("ernie4_5",),
     blueprint=ernie4_5,
     defaults={
-        "tie_word_embeddings": True, "hidden_act": "silu", "rms_norm_eps": 1e-5, "use_bias": False,
-        "num_key_value_heads": 2, "head_dim": 128,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "use_bias": False,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
     },
-)  # fmt: skip
+)
 GRAPH = Architecture(
     name="ernie4_5",
     of_keys=of_keys,

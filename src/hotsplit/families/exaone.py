@@ -85,10 +85,13 @@ EXAONE4 = Family(
     model_types=("exaone4",),
     blueprint=exaone4,
     defaults={
-        "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-5, "num_key_value_heads": 32,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 32,
         "sliding_window": 4096,
     },
-)  # fmt: skip
+)
 GRAPH = Architecture(
     name="exaone4",
     of_keys=of_keys,

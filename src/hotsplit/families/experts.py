@@ -27,11 +27,18 @@ GATINGS: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"
 # Names of the number of experts in configs, in the order in which they are looked for.
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 KEYS = (
-    "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_count",
-    "expert_shared_feed_forward_length", "expert_gating_func", "expert_weights_norm",
-    "expert_weights_scale", "expert_group_count", "expert_group_used_count",
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+    "expert_shared_count",
+    "expert_shared_feed_forward_length",
+    "expert_gating_func",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "expert_group_count",
+    "expert_group_used_count",
     "leading_dense_block_count",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +56,22 @@ class Experts:
         """`options`: names of optional tensors, of which the biases are used."""
         count = self.route.num_experts
         experts = Neurons(
-            number=count * self.num_neurons, activation=activation, suffix="_exps",
+            number=count * self.num_neurons,
+            activation=activation,
+            suffix="_exps",
             num_experts=count,
-        )  # fmt: skip
+        )
         names = (*experts.matrices, experts.down_name)
         biases = frozenset(name for name in names if f"{name}.bias" in options)
         shared = None
         if self.num_shared:
             shared = Neurons(
-                number=self.num_shared, activation=activation, suffix="_shexp",
-                has_output_gate=self.has_shared_gate, writes="shared_out",
-            )  # fmt: skip
+                number=self.num_shared,
+                activation=activation,
+                suffix="_shexp",
+                has_output_gate=self.has_shared_gate,
+                writes="shared_out",
+            )
         return Mixture(route=self.route, experts=replace(experts, biases=biases), shared=shared)
 
 
@@ -135,10 +147,15 @@ def with_dense_layers(name_of: NameOf, num_layers: int) -> NameOf:
 
 
 def experts_of_keys(
-    read: "KeyReader", *, gating: Gating = "softmax", renormalises: bool = True,
-    default_length: int | None = None, has_shared: bool = False, has_shared_gate: bool = False,
+    read: "KeyReader",
+    *,
+    gating: Gating = "softmax",
+    renormalises: bool = True,
+    default_length: int | None = None,
+    has_shared: bool = False,
+    has_shared_gate: bool = False,
     reads: str = "ffn_in",
-) -> Experts:  # fmt: skip
+) -> Experts:
     """The experts by a GGUF's keys; the arguments are what llama.cpp's graph does if a key is
     absent. `default_length`: neurons of an expert; None: `feed_forward_length`."""
     name, tensors = read.graph.name, read.tensors
@@ -225,10 +242,16 @@ def other_in_stock(spec: ModelSpec, *, renormalises: bool) -> str | None:
 
 # Names of an expert's matrices, or of all experts' together, and ours.
 _MATRICES = {
-    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
-    "w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down",
-    "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
-}  # fmt: skip
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "w1": "ffn_gate",
+    "w3": "ffn_up",
+    "w2": "ffn_down",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
 _LAYER = r"model\.(?:language_model\.)?layers\.(\d+)\.(?:(?:mlp|block_sparse_moe)\.)?"
 _ONE = re.compile(_LAYER + r"experts\.(\d+)\.(\w+)\.weight")
 _ALL = re.compile(

@@ -25,8 +25,11 @@ NEXT_NORM = ("ffn_norm.weight", "ffn_norm.bias")
 BIASES = ("attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "ffn_down.bias")
 # Keys for which transformers takes null as false, where other families refuse it.
 FLAGS = ("alibi", "bias", "multi_query", "new_decoder_architecture", "parallel_attn")
-OLD_KEYS = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
-            "n_head_kv": "num_kv_heads"}  # fmt: skip
+OLD_KEYS = {
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_head_kv": "num_kv_heads",
+}
 
 
 def falcon(read: ConfigReader) -> Blueprint:

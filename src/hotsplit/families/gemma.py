@@ -39,8 +39,13 @@ def gemma2(read: ConfigReader) -> Blueprint:
     is_local_L = read.layers_with_window(sizes.num_layers, PERIODS["gemma2"])
     return Blueprint(
         spec=gemma_spec(
-            "gemma2", sizes, (rotary, rotary), read.activation("hidden_activation", GATED),
-            is_local_L, read.window_of(is_local_L), read.positive("query_pre_attn_scalar") ** -0.5,
+            "gemma2",
+            sizes,
+            (rotary, rotary),
+            read.activation("hidden_activation", GATED),
+            is_local_L,
+            read.window_of(is_local_L),
+            read.positive("query_pre_attn_scalar") ** -0.5,
             (cap_of_config(read, SCORE_CAP), cap_of_config(read, LOGIT_CAP)),
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
@@ -48,7 +53,7 @@ def gemma2(read: ConfigReader) -> Blueprint:
         name_of=gguf_names(gguf.MODEL_ARCH.GEMMA3, sizes.num_layers),
         rope_factors=factors,
         changes={"norm.weight": ADD_ONE},
-    )  # fmt: skip
+    )
 
 
 def gemma3(read: ConfigReader) -> Blueprint:
@@ -60,21 +65,32 @@ def gemma3(read: ConfigReader) -> Blueprint:
     is_local_L = read.layers_with_window(sizes.num_layers, PERIODS["gemma3"])
     return Blueprint(
         spec=gemma_spec(
-            "gemma3", sizes, (whole, local), read.activation("hidden_activation", GATED),
-            is_local_L, read.window_of(is_local_L), read.positive("query_pre_attn_scalar") ** -0.5,
+            "gemma3",
+            sizes,
+            (whole, local),
+            read.activation("hidden_activation", GATED),
+            is_local_L,
+            read.window_of(is_local_L),
+            read.positive("query_pre_attn_scalar") ** -0.5,
             (None, cap_of_config(read, LOGIT_CAP)),
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.GEMMA3, sizes.num_layers),
         changes={"norm.weight": ADD_ONE},
-    )  # fmt: skip
+    )
 
 
 def gemma_spec(
-    name: str, sizes: Sizes, rotaries: tuple[Rotary, Rotary], activation: Activation,
-    is_local_L: Sequence[bool], window: int, scale: float, caps: tuple[float | None, float | None],
+    name: str,
+    sizes: Sizes,
+    rotaries: tuple[Rotary, Rotary],
+    activation: Activation,
+    is_local_L: Sequence[bool],
+    window: int,
+    scale: float,
+    caps: tuple[float | None, float | None],
     options: Collection[str] = (),
-) -> ModelSpec:  # fmt: skip
+) -> ModelSpec:
     """`rotaries`: of layers without a window, and of those with one. `scale`: of scores. `caps`: of
     scores and of logits."""
     score_cap, logit_cap = caps
@@ -82,13 +98,16 @@ def gemma_spec(
     layers = [
         arrange.sandwich(
             sizes.attention(
-                rotaries[is_local], options, window=window if is_local else None, scale=scale,
+                rotaries[is_local],
+                options,
+                window=window if is_local else None,
+                scale=scale,
                 has_head_norms=name == "gemma3",
             ),
             neurons,
         ).with_attention(score_cap=score_cap)
         for is_local in is_local_L
-    ]  # fmt: skip
+    ]
     spec = sizes.model(name, layers, embedding_scale=math.sqrt(sizes.hidden_size))
     return replace(spec, logit_cap=logit_cap)
 
@@ -106,14 +125,21 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     window = read.whole("attention.sliding_window", STOCK_WINDOWS[name])
     is_local_L = read.layers_with_window(sizes.num_layers, PERIODS[name])
     return gemma_spec(
-        name, sizes, (whole, local), read.activation(),
-        is_local_L if window else [False] * sizes.num_layers, window,
+        name,
+        sizes,
+        (whole, local),
+        read.activation(),
+        is_local_L if window else [False] * sizes.num_layers,
+        window,
         read.positive(
             f"{name}.attention.scale",
-            _stock_scale(name, sizes.num_layers, sizes.hidden_size, sizes.num_heads, sizes.head_dim),
+            _stock_scale(
+                name, sizes.num_layers, sizes.hidden_size, sizes.num_heads, sizes.head_dim
+            ),
         ),
-        (score_cap, logit_cap), read.options(sizes.num_layers),
-    )  # fmt: skip
+        (score_cap, logit_cap),
+        read.options(sizes.num_layers),
+    )
 
 
 def _stock_scale(
@@ -185,12 +211,12 @@ GEMMA3 = Family(
     | {SCORE_CAP: None, LOGIT_CAP: None, "use_bidirectional_attention": False},
 )
 COMMON_KEYS = (
-    "attention.scale", "attention.sliding_window", "attention.sliding_window_pattern", LOGIT_CAP,
-)  # fmt: skip
-KNOWN_KEYS = {
-    "gemma2": (*COMMON_KEYS, SCORE_CAP),
-    "gemma3": (*COMMON_KEYS, "rope.freq_base_swa"),
-}
+    "attention.scale",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    LOGIT_CAP,
+)
+KNOWN_KEYS = {"gemma2": (*COMMON_KEYS, SCORE_CAP), "gemma3": (*COMMON_KEYS, "rope.freq_base_swa")}
 GRAPHS = tuple(
     Architecture(
         name=name,

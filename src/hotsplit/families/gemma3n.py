@@ -146,14 +146,19 @@ def _names(name_of: NameOf) -> NameOf:
 
 
 def gemma3n_spec(
-    sizes_L: Sequence[Sizes], is_local_L: Sequence[bool], source_L: Sequence[int | None],
-    cutoff_L: Sequence[float | None], numbers: Numbers,
-) -> ModelSpec:  # fmt: skip
+    sizes_L: Sequence[Sizes],
+    is_local_L: Sequence[bool],
+    source_L: Sequence[int | None],
+    cutoff_L: Sequence[float | None],
+    numbers: Numbers,
+) -> ModelSpec:
     layers = [
         _layer(
             sizes,
             sizes.attention(
-                numbers.rotaries[is_local], window=numbers.window if is_local else None, scale=1.0,
+                numbers.rotaries[is_local],
+                window=numbers.window if is_local else None,
+                scale=1.0,
                 has_head_norms=True,
             ),
             replace(sizes.neurons(numbers.activation), cutoff=cutoff),
@@ -162,7 +167,7 @@ def gemma3n_spec(
         for sizes, is_local, source, cutoff in zip(
             sizes_L, is_local_L, source_L, cutoff_L, strict=True
         )
-    ]  # fmt: skip
+    ]
     any_sizes, num_planes = sizes_L[0], numbers.num_planes
     scale = math.sqrt(any_sizes.hidden_size)
     spec = any_sizes.model("gemma3n", layers, embedding_scale=scale)
@@ -327,11 +332,18 @@ GRAPH = Architecture(
     of_keys=of_keys,
     keys=keys,
     known_keys=(
-        LOGIT_CAP, CUTOFFS, INPUTS, SHARED, "altup.active_idx", "altup.num_inputs", "attention.sliding_window",
-        "attention.sliding_window_pattern", "rope.freq_base_swa",
+        LOGIT_CAP,
+        CUTOFFS,
+        INPUTS,
+        SHARED,
+        "altup.active_idx",
+        "altup.num_inputs",
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "rope.freq_base_swa",
     ),
     stock_activations=("gelu_tanh",),
     not_in_stock=not_in_stock,
     apart=apart,
     joined=joined,
-)  # fmt: skip
+)

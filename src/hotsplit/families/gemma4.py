@@ -101,13 +101,15 @@ def gemma4(read: ConfigReader) -> Blueprint:
     factor_L = [1 + (read.flag("use_double_wide_mlp") and s is not None) for s in sources_L]
     heads = [
         Heads(
-            sizes=replace(own, num_neurons=factor * own.num_neurons), source=source,
-            rotary=narrow if is_local else wide, window=window if is_local else None,
+            sizes=replace(own, num_neurons=factor * own.num_neurons),
+            source=source,
+            rotary=narrow if is_local else wide,
+            window=window if is_local else None,
             values_are_keys=are_keys and not is_local,
         )
         for is_local, source, factor in zip(is_local_L, sources_L, factor_L, strict=True)
         for own in [local if is_local else whole]
-    ]  # fmt: skip
+    ]
     experts = _experts(read, sizes) if read.flag("enable_moe_block") else None
     activation = read.activation("hidden_activation", GATED)
     if inputs := inputs_of_config(read):
@@ -210,14 +212,21 @@ def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 def gemma4_spec(
-    sizes: Sizes, heads_L: Sequence[Heads], activation: Activation, logit_cap: float | None,
-    options: Collection[str], experts: Experts | None, inputs: int,
-) -> ModelSpec:  # fmt: skip
+    sizes: Sizes,
+    heads_L: Sequence[Heads],
+    activation: Activation,
+    logit_cap: float | None,
+    options: Collection[str],
+    experts: Experts | None,
+    inputs: int,
+) -> ModelSpec:
     """`inputs`: values of each layer's own; 0 without."""
     arrange = sizes.arrangement()
     layers = [
         arrange.sandwich(
-            heads.sizes.attention(heads.rotary, window=heads.window, scale=1.0, has_head_norms=True),
+            heads.sizes.attention(
+                heads.rotary, window=heads.window, scale=1.0, has_head_norms=True
+            ),
             _feed_forward(heads.sizes, activation, experts),
             scale=SCALE if SCALE in options else "",
             own=PerLayer(size=inputs, activation=activation) if inputs else None,
@@ -225,7 +234,7 @@ def gemma4_spec(
         .with_attention(norms_values=True, num_kv_projections=1 if heads.values_are_keys else 2)
         .with_attention(**reading(heads.source))
         for heads in heads_L
-    ]  # fmt: skip
+    ]
     scale = math.sqrt(sizes.hidden_size)
     spec = sizes.model("gemma4", layers, embedding_scale=scale)
     first = (layer_inputs(spec, inputs, sizes.epsilon),) if inputs else ()
@@ -326,7 +335,12 @@ GRAPH = Architecture(
     of_keys=of_keys,
     keys=keys,
     known_keys=(
-        *KEYS, LOGIT_CAP, INPUTS, SHARED, "attention.sliding_window", "attention.sliding_window_pattern",
+        *KEYS,
+        LOGIT_CAP,
+        INPUTS,
+        SHARED,
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
         *(f"{key}_swa" for key in (*_OF_WINDOWS, THETA)),
     ),
     options=(f"{SCALE}.weight",),
@@ -335,4 +349,4 @@ GRAPH = Architecture(
     not_in_stock=partial(other_in_stock, renormalises=True),
     apart=apart,
     joined=joined,
-)  # fmt: skip
+)

@@ -36,29 +36,38 @@ def glm4(read: ConfigReader) -> Blueprint:
     sizes = llama_sizes(read)
     length = read.count("moe_intermediate_size")
     route = Route(
-        num_experts=config_count(read), num_used=read.count("num_experts_per_tok"),
-        gating="sigmoid", renormalises=read.flag("norm_topk_prob"),
-        scale=read.positive("routed_scaling_factor"), has_choice_bias=True,
-        num_groups=read.count("n_group"), num_used_groups=read.count("topk_group"),
-    )  # fmt: skip
+        num_experts=config_count(read),
+        num_used=read.count("num_experts_per_tok"),
+        gating="sigmoid",
+        renormalises=read.flag("norm_topk_prob"),
+        scale=read.positive("routed_scaling_factor"),
+        has_choice_bias=True,
+        num_groups=read.count("n_group"),
+        num_used_groups=read.count("topk_group"),
+    )
     experts = Experts(
-        route=route, num_neurons=length, num_shared=length * read.count("n_shared_experts"),
+        route=route,
+        num_neurons=length,
+        num_shared=length * read.count("n_shared_experts"),
         num_dense=read.whole("first_k_dense_replace"),
-    )  # fmt: skip
+    )
     check_experts(str(read.path), experts, sizes.num_layers)
     if not experts.num_dense:
         sizes = replace(sizes, num_neurons=length)
     sizes, rotary, factors = read.rotary(sizes, "halves", default_share=0.5)
     return Blueprint(
         spec=glm4_spec(
-            sizes, rotary, read.activation("hidden_act", GATED), experts,
+            sizes,
+            rotary,
+            read.activation("hidden_act", GATED),
+            experts,
             PROJECTION_BIASES[:3] if read.flag("attention_bias") else (),
             has_head_norms=read.flag("use_qk_norm"),
         ),
         name_of=_with_choice_bias(gguf_names(gguf.MODEL_ARCH.GLM4_MOE, sizes.num_layers)),
         rope_factors=factors,
         ignored_prefixes=(f"model.layers.{sizes.num_layers}.",),
-    )  # fmt: skip
+    )
 
 
 def _with_choice_bias(name_of: NameOf) -> NameOf:
@@ -75,9 +84,14 @@ def _with_choice_bias(name_of: NameOf) -> NameOf:
 
 
 def glm4_spec(
-    sizes: Sizes, rotary: Rotary, activation: Activation, experts: Experts,
-    options: Collection[str] = (), *, has_head_norms: bool,
-) -> ModelSpec:  # fmt: skip
+    sizes: Sizes,
+    rotary: Rotary,
+    activation: Activation,
+    experts: Experts,
+    options: Collection[str] = (),
+    *,
+    has_head_norms: bool,
+) -> ModelSpec:
     attention = sizes.attention(rotary, options, has_head_norms=has_head_norms)
     arrange = sizes.arrangement()
     dense = arrange.pre_norm(attention, sizes.neurons(activation), second=SECOND_NORM)
@@ -89,10 +103,13 @@ def glm4_spec(
 def of_keys(read: "KeyReader") -> ModelSpec:
     sizes = read.sizes(is_partly_rotated=True)
     return glm4_spec(
-        sizes, read.rotary("halves", sizes.head_dim), read.activation(),
-        experts_of_keys(read, gating="sigmoid", has_shared=True), read.options(sizes.num_layers),
+        sizes,
+        read.rotary("halves", sizes.head_dim),
+        read.activation(),
+        experts_of_keys(read, gating="sigmoid", has_shared=True),
+        read.options(sizes.num_layers),
         has_head_norms="blk.0.attn_q_norm.weight" in read.tensors,
-    )  # fmt: skip
+    )
 
 
 GLM4 = Family(
@@ -101,12 +118,20 @@ GLM4 = Family(
     model_types=("glm4_moe",),
     read_keys=COUNTS,
     defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "num_experts_per_tok": 8,
-        "n_routed_experts": 128, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "num_experts_per_tok": 8,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "use_qk_norm": False,
         "num_key_value_heads": 8,
     },
-)  # fmt: skip
+)
 GRAPH = Architecture(
     name="glm4moe",
     of_keys=of_keys,

@@ -31,7 +31,10 @@ def glm(read: ConfigReader, *, name: str) -> Blueprint:
     parts = {"ffn_gate.weight": neurons, "ffn_up.weight": sizes.num_neurons + neurons}
     return Blueprint(
         spec=glm_spec(
-            name, sizes, rotary, read.activation("hidden_act", GATED),
+            name,
+            sizes,
+            rotary,
+            read.activation("hidden_act", GATED),
             PROJECTION_BIASES[:3] if read.flag("attention_bias") else (),
         ),
         name_of=gguf_names(ARCHES[name], sizes.num_layers),
@@ -40,12 +43,12 @@ def glm(read: ConfigReader, *, name: str) -> Blueprint:
             part: Rows(source="ffn_up.weight", order=order, num_rows=both)
             for part, order in parts.items()
         },
-    )  # fmt: skip
+    )
 
 
 def glm_spec(
     name: str, sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str] = ()
-) -> ModelSpec:  # fmt: skip
+) -> ModelSpec:
     arrange = sizes.arrangement()
     arranged = arrange.sandwich if name == "glm4" else arrange.pre_norm
     attention = sizes.attention(rotary, options)
@@ -56,15 +59,21 @@ def glm_spec(
 def of_keys(read: "KeyReader") -> ModelSpec:
     sizes = read.sizes(is_partly_rotated=True)
     return glm_spec(
-        read.graph.name, sizes, read.rotary("adjacent", sizes.head_dim), read.activation(),
+        read.graph.name,
+        sizes,
+        read.rotary("adjacent", sizes.head_dim),
+        read.activation(),
         read.options(sizes.num_layers),
-    )  # fmt: skip
+    )
 
 
 DEFAULTS = {
-    "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 2,
-    "head_dim": 128, "rms_norm_eps": 1.5625e-7,
-}  # fmt: skip
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+}
 GLM4 = Family(
     title="GLM-4", model_types=("glm4",), blueprint=partial(glm, name="glm4"), defaults=DEFAULTS
 )

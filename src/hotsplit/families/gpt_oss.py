@@ -46,11 +46,14 @@ def gpt_oss(read: ConfigReader) -> Blueprint:
     sizes = whole_sizes(read, read.count("max_position_embeddings"))
     experts = Experts(
         route=Route(
-            num_experts=config_count(read), num_used=read.count("num_experts_per_tok"),
-            gating="softmax_of_chosen", renormalises=False, has_bias=True,
+            num_experts=config_count(read),
+            num_used=read.count("num_experts_per_tok"),
+            gating="softmax_of_chosen",
+            renormalises=False,
+            has_bias=True,
         ),
         num_neurons=sizes.num_neurons,
-    )  # fmt: skip
+    )
     check_experts(str(read.path), experts, sizes.num_layers)
     sizes, rotary, factors = read.rotary(
         sizes, "halves", ("default", "yarn"), 150000.0, rounds_borders=False
@@ -59,13 +62,18 @@ def gpt_oss(read: ConfigReader) -> Blueprint:
     has_window_L = read.layers_with_window(sizes.num_layers, PERIOD)
     return Blueprint(
         spec=gpt_oss_spec(
-            sizes, rotary, "swiglu_oai", experts,
-            has_window_L, read.window_of(has_window_L), (*biases, *EXPERT_BIASES),
+            sizes,
+            rotary,
+            "swiglu_oai",
+            experts,
+            has_window_L,
+            read.window_of(has_window_L),
+            (*biases, *EXPERT_BIASES),
         ),
         name_of=_with_sinks(gguf_names(gguf.MODEL_ARCH.GPT_OSS, sizes.num_layers)),
         rope_factors=factors,
         expert_form="columns",
-    )  # fmt: skip
+    )
 
 
 def _check_packing(read: ConfigReader) -> None:
@@ -90,9 +98,14 @@ def _with_sinks(name_of: NameOf) -> NameOf:
 
 
 def gpt_oss_spec(
-    sizes: Sizes, rotary: Rotary, activation: Activation, experts: Experts,
-    has_window_L: Sequence[bool], window: int, options: Collection[str],
-) -> ModelSpec:  # fmt: skip
+    sizes: Sizes,
+    rotary: Rotary,
+    activation: Activation,
+    experts: Experts,
+    has_window_L: Sequence[bool],
+    window: int,
+    options: Collection[str],
+) -> ModelSpec:
     mixture, arrange = experts.mixture(activation, options), sizes.arrangement()
     layers = [
         arrange.pre_norm(
@@ -100,10 +113,11 @@ def gpt_oss_spec(
                 sizes.attention(rotary, options, window=window if has_window else None),
                 head_sinks=HeadVector("attn_sinks.weight"),
             ),
-            mixture, second=SECOND_NORM,
+            mixture,
+            second=SECOND_NORM,
         )
         for has_window in has_window_L
-    ]  # fmt: skip
+    ]
     return sizes.model("gpt-oss", layers)
 
 
@@ -112,11 +126,14 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     sizes, rotary = read.sizes(), read.rotary("halves")
     scaling = replace(rotary.scaling, rounds_borders=rotary.scaling.kind != "yarn")
     return gpt_oss_spec(
-        sizes, replace(rotary, scaling=scaling), read.activation(),
+        sizes,
+        replace(rotary, scaling=scaling),
+        read.activation(),
         experts_of_keys(read, gating="softmax_of_chosen", renormalises=False),
-        read.layers_with_window(sizes.num_layers, PERIOD), read.count("attention.sliding_window"),
+        read.layers_with_window(sizes.num_layers, PERIOD),
+        read.count("attention.sliding_window"),
         read.options(sizes.num_layers),
-    )  # fmt: skip
+    )
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
@@ -142,11 +159,19 @@ GPT_OSS = Family(
     model_types=("gpt_oss",),
     read_keys=(*COUNTS, "quantization_config"),
     defaults={
-        "tie_word_embeddings": False, "attention_bias": True, "num_experts_per_tok": 4,
-        "num_local_experts": 128, "sliding_window": 128, "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
-        "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 128,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
     },
-)  # fmt: skip
+)
 GRAPH = Architecture(
     name="gpt-oss",
     of_keys=of_keys,

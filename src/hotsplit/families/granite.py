@@ -37,9 +37,13 @@ FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier"
 FACTOR_KEYS = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
 # Of hybrids, written for a Granite 4 without recurrent layers too; its graph reads none of them.
 HYBRID_KEYS = (
-    "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank",
+    "ssm.conv_kernel",
+    "ssm.state_size",
+    "ssm.group_count",
+    "ssm.inner_size",
+    "ssm.time_step_rank",
     "expert_shared_feed_forward_length",
-)  # fmt: skip
+)
 Factors = tuple[float, float, float, float]
 
 
@@ -73,13 +77,17 @@ def granite_of_hybrids(read: ConfigReader) -> Blueprint:
     is_rotated = read.values.get("position_embedding_type") == "rope"
     return Blueprint(
         spec=granite_spec(
-            "granite", sizes, rotary if is_rotated else None,
-            sizes.neurons(read.activation("hidden_act", GATED)), _factors(read), biases,
+            "granite",
+            sizes,
+            rotary if is_rotated else None,
+            sizes.neurons(read.activation("hidden_act", GATED)),
+            _factors(read),
+            biases,
         ),
         name_of=_as_neurons(gguf_names(gguf.MODEL_ARCH.GRANITE, sizes.num_layers)),
         rope_factors=factors,
         rows=rotary_rows(sizes) | _joined_rows(sizes.num_neurons, ""),
-    )  # fmt: skip
+    )
 
 
 def _as_neurons(name_of: NameOf) -> NameOf:
@@ -104,12 +112,14 @@ def granite_moe(read: ConfigReader) -> Blueprint:
     shared = read.values.get("shared_intermediate_size") or 0
     experts = Experts(
         route=Route(
-            num_experts=config_count(read), num_used=read.count("num_experts_per_tok"),
-            gating="softmax_of_chosen", renormalises=False,
+            num_experts=config_count(read),
+            num_used=read.count("num_experts_per_tok"),
+            gating="softmax_of_chosen",
+            renormalises=False,
         ),
         num_neurons=sizes.num_neurons,
         num_shared=read.count("shared_intermediate_size") if shared else 0,
-    )  # fmt: skip
+    )
     check_experts(str(read.path), experts, sizes.num_layers)
     sizes, rotary, factors = read.rotary(sizes, "adjacent")
     biases = PROJECTION_BIASES if read.flag("attention_bias") else ()
@@ -122,7 +132,7 @@ def granite_moe(read: ConfigReader) -> Blueprint:
         name_of=_with_shared(names),
         rope_factors=factors,
         rows=rotary_rows(sizes) | _joined_rows(experts.num_shared, "_shexp"),
-    )  # fmt: skip
+    )
 
 
 def _with_shared(name_of: NameOf) -> NameOf:
@@ -152,9 +162,13 @@ def _joined_rows(count: int, suffix: str) -> dict[str, Rows]:
 
 
 def granite_spec(
-    name: str, sizes: Sizes, rotary: Rotary | None, neurons: Neurons | Mixture, factors: Factors,
+    name: str,
+    sizes: Sizes,
+    rotary: Rotary | None,
+    neurons: Neurons | Mixture,
+    factors: Factors,
     options: Collection[str] = (),
-) -> ModelSpec:  # fmt: skip
+) -> ModelSpec:
     """`factors`: in the order of FACTORS."""
     embedding, residual, scores, logits = factors
     attention = sizes.attention(rotary, options, scale=scores)
@@ -181,17 +195,24 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         for key, default in zip(FACTOR_KEYS, (1.0, 1.0, sizes.head_dim**-0.5, 1.0), strict=True)
     )
     return granite_spec(
-        name, sizes, read.rotary("adjacent") if is_rotated else None, neurons,
-        (embedding, residual, scores, logits), options,
-    )  # fmt: skip
+        name,
+        sizes,
+        read.rotary("adjacent") if is_rotated else None,
+        neurons,
+        (embedding, residual, scores, logits),
+        options,
+    )
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
     layer = spec.layers[0]
     residual = next(block.factor for block in layer.blocks if isinstance(block, Add))
     values = (
-        spec.embedding_scale, residual, spec.attentions[0].score_scale, 1.0 / spec.logit_scale,
-    )  # fmt: skip
+        spec.embedding_scale,
+        residual,
+        spec.attentions[0].score_scale,
+        1.0 / spec.logit_scale,
+    )
     own = {name: np.float32(v) for name, v in zip(FACTOR_KEYS, values, strict=True)}
     finetuned = {} if spec.attentions[0].rotary else {"rope.scaling.finetuned": False}
     return {**expert_keys(spec), **own, **finetuned}
@@ -210,9 +231,11 @@ def not_in_stock(spec: ModelSpec) -> str | None:
 
 
 DEFAULTS = {
-    "tie_word_embeddings": False, "attention_bias": False, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
     **dict.fromkeys(FACTORS, 1.0),
-}  # fmt: skip
+}
 GRANITE = Family(
     title="Granite",
     blueprint=granite,

@@ -28,11 +28,17 @@ OWN = "hotsplit."
 OWN_KEYS = {
     f"{OWN}{name}"
     for name in (
-        "version", "model_id", "ffn.activation", "ffn.threshold",
-        "predictor.kind", "predictor.rank", "predictor.threshold", "predictor.input_layer_offset",
+        "version",
+        "model_id",
+        "ffn.activation",
+        "ffn.threshold",
+        "predictor.kind",
+        "predictor.rank",
+        "predictor.threshold",
+        "predictor.input_layer_offset",
         "predictor.density",
     )
-}  # fmt: skip
+}
 LIMITS = {"block_count": MAX_LAYERS}
 LEAST_F32, MOST_F32 = (
     float(np.finfo(np.float32).smallest_subnormal),
@@ -44,11 +50,7 @@ NORM_EPSILON = {
     "layer_without_bias": "attention.layer_norm_epsilon",
 }
 # Keys of an architecture that are accepted with any value, since they change nothing here.
-SILENT_KEYS = {
-    "tensor_data_layout",
-    "use_parallel_residual",
-    "rope.scaling.finetuned",
-}
+SILENT_KEYS = {"tensor_data_layout", "use_parallel_residual", "rope.scaling.finetuned"}
 KNOWN_KEYS = SILENT_KEYS | {
     "block_count",
     "context_length",

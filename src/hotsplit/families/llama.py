@@ -16,12 +16,7 @@ from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architectu
 from hotsplit.families.row_order import rotary_rows
 from hotsplit.families.sizes import Sizes
 from hotsplit.families.windows import KEYS as WINDOW_KEYS
-from hotsplit.families.windows import (
-    Windows,
-    no_windows_in_stock,
-    window_keys,
-    windows_of_keys,
-)
+from hotsplit.families.windows import Windows, no_windows_in_stock, window_keys, windows_of_keys
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
 
@@ -58,9 +53,11 @@ def llama_sizes(read: ConfigReader) -> Sizes:
 
 
 def whole_sizes(
-    read: ConfigReader, context_length: int, neurons_key: str = "intermediate_size",
+    read: ConfigReader,
+    context_length: int,
+    neurons_key: str = "intermediate_size",
     epsilon_key: str = "rms_norm_eps",
-) -> Sizes:  # fmt: skip
+) -> Sizes:
     """The sizes, from the keys that Llama's relatives share, but for the context. `neurons_key`: of the
     neurons of a layer, or of an expert if all layers have experts."""
     heads, kv_heads, head_dim = read.heads("num_attention_heads")
@@ -78,10 +75,18 @@ def whole_sizes(
 
 
 def llama_spec(
-    sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str] = (),
-    *, architecture: str = "llama", has_head_norms: bool = False, experts: Experts | None = None,
-    norms_all_heads: bool = False, is_gated: bool = True, windows: Windows = (),
-) -> ModelSpec:  # fmt: skip
+    sizes: Sizes,
+    rotary: Rotary,
+    activation: Activation,
+    options: Collection[str] = (),
+    *,
+    architecture: str = "llama",
+    has_head_norms: bool = False,
+    experts: Experts | None = None,
+    norms_all_heads: bool = False,
+    is_gated: bool = True,
+    windows: Windows = (),
+) -> ModelSpec:
     """RMS norms before attention and feed-forward, in layers that are all alike but for their windows
     and the first of a mixture, which may have no experts."""
     neurons = sizes.neurons(activation, options, is_gated=is_gated)
@@ -90,13 +95,16 @@ def llama_spec(
     layers = [
         sizes.arrangement().pre_norm(
             sizes.attention(
-                rotary, options, window=window, has_head_norms=has_head_norms,
+                rotary,
+                options,
+                window=window,
+                has_head_norms=has_head_norms,
                 norms_all_heads=norms_all_heads,
             ),
             neurons if mixture is None or index < num_dense else mixture,
         )
         for index, window in enumerate(windows or [None] * sizes.num_layers)
-    ]  # fmt: skip
+    ]
     return sizes.model(architecture, layers)
 
 
@@ -106,9 +114,13 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     options = read.options(sizes.num_layers)
     experts = experts_of_keys(read) if read.whole("expert_count", 0) else None
     return llama_spec(
-        sizes, read.rotary("adjacent", sizes.head_dim), read.activation(), options, experts=experts,
+        sizes,
+        read.rotary("adjacent", sizes.head_dim),
+        read.activation(),
+        options,
+        experts=experts,
         windows=windows_of_keys(read, sizes.num_layers),
-    )  # fmt: skip
+    )
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:

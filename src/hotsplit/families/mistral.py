@@ -72,28 +72,40 @@ def with_images(read: ConfigReader) -> Blueprint:
 
 
 def _mistral(
-    read: ConfigReader, activations: Mapping[str, str], ignored: tuple[str, ...] = (),
+    read: ConfigReader,
+    activations: Mapping[str, str],
+    ignored: tuple[str, ...] = (),
     growth: Growth | None = None,
-) -> Blueprint:  # fmt: skip
+) -> Blueprint:
     sizes = whole_sizes(read, read.count("max_position_embeddings"))
     sizes, rotary, factors = read.rotary(sizes, "adjacent")
     return Blueprint(
         spec=_spec(
-            sizes, rotary, read.activation("hidden_act", activations), read.biases(),
+            sizes,
+            rotary,
+            read.activation("hidden_act", activations),
+            read.biases(),
             architecture="mistral3" if growth else "llama",
-            windows=windows_of_config(read, sizes.num_layers), growth=growth,
+            windows=windows_of_config(read, sizes.num_layers),
+            growth=growth,
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.LLAMA, sizes.num_layers),
         rope_factors=factors,
         rows=rotary_rows(sizes),
         ignored=IGNORED + ignored,
-    )  # fmt: skip
+    )
 
 
 def _spec(
-    sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str], *,
-    architecture: str, windows: Windows, growth: Growth | None,
-) -> ModelSpec:  # fmt: skip
+    sizes: Sizes,
+    rotary: Rotary,
+    activation: Activation,
+    options: Collection[str],
+    *,
+    architecture: str,
+    windows: Windows,
+    growth: Growth | None,
+) -> ModelSpec:
     spec = llama_spec(
         sizes, rotary, activation, options, architecture=architecture, windows=windows
     )
@@ -110,9 +122,14 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         length = rotary.scaling.original_length or sizes.context_length  # as in llama.cpp
         growth = read.positive(f"{read.graph.name}.{GROWTH_KEY}"), length
     return _spec(
-        sizes, rotary, read.activation(), read.options(sizes.num_layers), architecture="mistral3",
-        windows=windows_of_keys(read, sizes.num_layers), growth=growth,
-    )  # fmt: skip
+        sizes,
+        rotary,
+        read.activation(),
+        read.options(sizes.num_layers),
+        architecture="mistral3",
+        windows=windows_of_keys(read, sizes.num_layers),
+        growth=growth,
+    )
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:
@@ -123,9 +140,12 @@ def keys(spec: ModelSpec) -> Mapping[str, Value]:
 
 # transformers' Mistral has neither of the keys for biases; `mistral` refuses them.
 DEFAULTS = {
-    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
-    "num_key_value_heads": 8, "sliding_window": 4096,
-}  # fmt: skip
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
 MISTRAL = Family(title="Mistral", blueprint=mistral, model_types=("mistral",), defaults=DEFAULTS)
 BAMBOO = Family(title="Bamboo", blueprint=bamboo, defaults=DEFAULTS)
 MINISTRAL = Family(

@@ -60,19 +60,22 @@ def mixtral(read: ConfigReader) -> Blueprint:
 def olmoe(read: ConfigReader) -> Blueprint:
     """OlmoeForCausalLM: norms of all heads of queries, and of keys, together."""
     sizes = llama_sizes(read)
-    experts = _experts(
-        read, sizes, sizes.num_neurons, renormalises=read.flag("norm_topk_prob")
-    )  # fmt: skip
+    experts = _experts(read, sizes, sizes.num_neurons, renormalises=read.flag("norm_topk_prob"))
     sizes, rotary, factors = read.rotary(sizes, "halves")
     return Blueprint(
         spec=llama_spec(
-            sizes, rotary, read.activation("hidden_act", GATED),
-            PROJECTION_BIASES if read.flag("attention_bias") else (), architecture="olmoe",
-            has_head_norms=True, norms_all_heads=True, experts=experts,
+            sizes,
+            rotary,
+            read.activation("hidden_act", GATED),
+            PROJECTION_BIASES if read.flag("attention_bias") else (),
+            architecture="olmoe",
+            has_head_norms=True,
+            norms_all_heads=True,
+            experts=experts,
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.OLMOE, sizes.num_layers),
         rope_factors=factors,
-    )  # fmt: skip
+    )
 
 
 def qwen2(read: ConfigReader) -> Blueprint:
@@ -102,21 +105,30 @@ def _qwen(
     else:
         windows = _in_all_layers(read, sizes.num_layers, is_used=is_used)
     experts = _experts(
-        read, sizes, read.count(_LENGTH), renormalises=read.flag("norm_topk_prob"),
+        read,
+        sizes,
+        read.count(_LENGTH),
+        renormalises=read.flag("norm_topk_prob"),
         num_dense=num_dense,
         num_shared=read.count("shared_expert_intermediate_size") if is_qwen2 else 0,
-    )  # fmt: skip
+    )
     if not num_dense:
         sizes = replace(sizes, num_neurons=experts.num_neurons)
     sizes, rotary, factors = read.rotary(sizes, "halves")
     return Blueprint(
         spec=llama_spec(
-            sizes, rotary, read.activation("hidden_act", GATED), options, architecture=name,
-            has_head_norms=not is_qwen2, experts=experts, windows=windows,
+            sizes,
+            rotary,
+            read.activation("hidden_act", GATED),
+            options,
+            architecture=name,
+            has_head_norms=not is_qwen2,
+            experts=experts,
+            windows=windows,
         ),
         name_of=with_dense_layers(gguf_names(arch, sizes.num_layers), sizes.num_layers),
         rope_factors=factors,
-    )  # fmt: skip
+    )
 
 
 def _in_all_layers(read: ConfigReader, num_layers: int, *, is_used: bool = True) -> Windows:
@@ -127,41 +139,62 @@ def _in_all_layers(read: ConfigReader, num_layers: int, *, is_used: bool = True)
 
 
 def _experts(
-    read: ConfigReader, sizes: Sizes, num_neurons: int, *, renormalises: bool, num_dense: int = 0,
+    read: ConfigReader,
+    sizes: Sizes,
+    num_neurons: int,
+    *,
+    renormalises: bool,
+    num_dense: int = 0,
     num_shared: int = 0,
-) -> Experts:  # fmt: skip
+) -> Experts:
     route = Route(
         num_experts=config_count(read),
         num_used=read.count("num_experts_per_tok"),
         renormalises=renormalises,
     )
     experts = Experts(
-        route=route, num_neurons=num_neurons, num_dense=num_dense, num_shared=num_shared,
+        route=route,
+        num_neurons=num_neurons,
+        num_dense=num_dense,
+        num_shared=num_shared,
         has_shared_gate=num_shared > 0,
-    )  # fmt: skip
+    )
     return check_experts(str(read.path), experts, sizes.num_layers)
 
 
 def _of_keys(
-    read: "KeyReader", *, renormalises: bool, has_shared: bool = False,
-    has_head_norms: bool = False, norms_all_heads: bool = False, is_divided: bool = False,
-) -> ModelSpec:  # fmt: skip
+    read: "KeyReader",
+    *,
+    renormalises: bool,
+    has_shared: bool = False,
+    has_head_norms: bool = False,
+    norms_all_heads: bool = False,
+    is_divided: bool = False,
+) -> ModelSpec:
     """`is_divided`: without a key for it, the neurons of an expert are those of a layer over the
     experts of a token."""
     sizes = read.sizes()
     used = max(1, read.whole("expert_used_count"))
     experts = experts_of_keys(
-        read, renormalises=renormalises, has_shared=has_shared, has_shared_gate=has_shared,
+        read,
+        renormalises=renormalises,
+        has_shared=has_shared,
+        has_shared_gate=has_shared,
         default_length=sizes.num_neurons // used if is_divided else None,
-    )  # fmt: skip
+    )
     if has_shared and not experts.num_shared:  # as in llama.cpp's qwen2moe
         experts = replace(experts, num_shared=sizes.num_neurons)
     return llama_spec(
-        sizes, read.rotary("halves"), read.activation(), read.options(sizes.num_layers),
-        architecture=read.graph.name, has_head_norms=has_head_norms,
-        norms_all_heads=norms_all_heads, experts=experts,
+        sizes,
+        read.rotary("halves"),
+        read.activation(),
+        read.options(sizes.num_layers),
+        architecture=read.graph.name,
+        has_head_norms=has_head_norms,
+        norms_all_heads=norms_all_heads,
+        experts=experts,
         windows=windows_of_keys(read, sizes.num_layers),
-    )  # fmt: skip
+    )
 
 
 def _not_in_qwen(spec: ModelSpec, *, renormalises: bool) -> str | None:
@@ -177,19 +210,19 @@ def _not_in_olmoe(spec: ModelSpec) -> str | None:
 
 
 _DEFAULTS = {"tie_word_embeddings": False, "attention_bias": False, "norm_topk_prob": False}
-_QWEN = _DEFAULTS | {
-    "use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1,
-}  # fmt: skip
+_QWEN = _DEFAULTS | {"use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1}
 MIXTRAL = Family(
     title="Mixtral",
     blueprint=mixtral,
     model_types=("mixtral",),
     read_keys=COUNTS,
     defaults={
-        "tie_word_embeddings": False, "num_key_value_heads": 8, "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 2,
         "num_local_experts": 8,
     },
-)  # fmt: skip
+)
 OLMOE = Family(
     title="OLMoE",
     blueprint=olmoe,
@@ -204,10 +237,13 @@ QWEN2 = Family(
     read_keys=COUNTS,
     defaults=_QWEN
     | {
-        "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True, "num_key_value_heads": 16,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "qkv_bias": True,
+        "num_key_value_heads": 16,
         "max_window_layers": 28,
     },
-)  # fmt: skip
+)
 QWEN3 = Family(
     title="Qwen 3 MoE",
     blueprint=qwen3,

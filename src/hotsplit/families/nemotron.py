@@ -49,9 +49,11 @@ def nemotron_spec(
 def of_keys(read: "KeyReader") -> ModelSpec:
     sizes = read.sizes("layer", is_partly_rotated=True)
     return nemotron_spec(
-        sizes, read.rotary("halves", sizes.head_dim), read.activation(),
+        sizes,
+        read.rotary("halves", sizes.head_dim),
+        read.activation(),
         read.options(sizes.num_layers),
-    )  # fmt: skip
+    )
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:
@@ -66,10 +68,13 @@ NEMOTRON = Family(
     blueprint=nemotron,
     model_types=("nemotron",),
     defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
-        "hidden_act": "relu2", "norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "relu2",
+        "norm_eps": 1e-5,
     },
-)  # fmt: skip
+)
 GRAPH = Architecture(
     name="nemotron",
     of_keys=of_keys,

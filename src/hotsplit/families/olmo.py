@@ -46,35 +46,50 @@ def olmo3(read: ConfigReader) -> Blueprint:
 
 
 def _blueprint(
-    read: ConfigReader, sizes: Sizes, rotaries: tuple[Rotary, Rotary], is_local_L: Sequence[bool],
-    window: int, factors: Mapping[str, np.ndarray],
-) -> Blueprint:  # fmt: skip
+    read: ConfigReader,
+    sizes: Sizes,
+    rotaries: tuple[Rotary, Rotary],
+    is_local_L: Sequence[bool],
+    window: int,
+    factors: Mapping[str, np.ndarray],
+) -> Blueprint:
     return Blueprint(
         spec=olmo_spec(
-            sizes, rotaries, read.activation("hidden_act", GATED), is_local_L, window,
+            sizes,
+            rotaries,
+            read.activation("hidden_act", GATED),
+            is_local_L,
+            window,
             PROJECTION_BIASES if read.flag("attention_bias") else (),
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.OLMO2, sizes.num_layers),
         rope_factors=factors,
-    )  # fmt: skip
+    )
 
 
 def olmo_spec(
-    sizes: Sizes, rotaries: tuple[Rotary, Rotary], activation: Activation, is_local_L: Sequence[bool],
-    window: int, options: Collection[str] = (),
-) -> ModelSpec:  # fmt: skip
+    sizes: Sizes,
+    rotaries: tuple[Rotary, Rotary],
+    activation: Activation,
+    is_local_L: Sequence[bool],
+    window: int,
+    options: Collection[str] = (),
+) -> ModelSpec:
     """`rotaries`: of layers without a window, and of those with one."""
     neurons, arrange = sizes.neurons(activation, options), sizes.arrangement()
     layers = [
         arrange.output_norms(
             sizes.attention(
-                rotaries[is_local], options, window=window if is_local else None,
-                has_head_norms=True, norms_all_heads=True,
+                rotaries[is_local],
+                options,
+                window=window if is_local else None,
+                has_head_norms=True,
+                norms_all_heads=True,
             ),
             neurons,
         )
         for is_local in is_local_L
-    ]  # fmt: skip
+    ]
     return sizes.model("olmo2", layers)
 
 
@@ -89,8 +104,13 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     theta = read.positive("olmo2.rope.freq_base_swa", rotary.theta)
     local = replace(rotary, theta=theta, scaling=NO_SCALING)
     return olmo_spec(
-        sizes, (rotary, local), read.activation(), is_local_L, window, read.options(sizes.num_layers)
-    )  # fmt: skip
+        sizes,
+        (rotary, local),
+        read.activation(),
+        is_local_L,
+        window,
+        read.options(sizes.num_layers),
+    )
 
 
 def _of_first_files(read: "KeyReader", rotary: Rotary) -> Rotary:

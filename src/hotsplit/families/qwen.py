@@ -39,28 +39,39 @@ def _qwen(read: ConfigReader, architecture: str, options: tuple[str, ...]) -> Bl
     is_used = read.flag("use_sliding_window")
     first = read.whole("max_window_layers") if is_used else sizes.num_layers
     windows = windows_of_config(
-        read, sizes.num_layers, is_used=is_used,
+        read,
+        sizes.num_layers,
+        is_used=is_used,
         has_window_L=[layer >= first for layer in range(sizes.num_layers)],
-    )  # fmt: skip
+    )
     sizes, rotary, factors = read.rotary(sizes, "halves")
     activation = read.activation("hidden_act", GATED)
     return Blueprint(
         spec=llama_spec(
-            sizes, rotary, activation, options, architecture=architecture,
-            has_head_norms=architecture == "qwen3", windows=windows,
+            sizes,
+            rotary,
+            activation,
+            options,
+            architecture=architecture,
+            has_head_norms=architecture == "qwen3",
+            windows=windows,
         ),
         name_of=gguf_names(ARCHES[architecture], sizes.num_layers),
         rope_factors=factors,
-    )  # fmt: skip
+    )
 
 
 def of_keys(read: "KeyReader", *, has_head_norms: bool) -> ModelSpec:
     sizes = read.sizes()
     return llama_spec(
-        sizes, read.rotary("halves"), read.activation(), read.options(sizes.num_layers),
-        architecture=read.graph.name, has_head_norms=has_head_norms,
+        sizes,
+        read.rotary("halves"),
+        read.activation(),
+        read.options(sizes.num_layers),
+        architecture=read.graph.name,
+        has_head_norms=has_head_norms,
         windows=windows_of_keys(read, sizes.num_layers),
-    )  # fmt: skip
+    )
 
 
 DEFAULTS = {

@@ -25,10 +25,16 @@ _PREFIX = "rope.scaling."
 SCALING_KEYS = tuple(
     _PREFIX + name
     for name in (
-        "type", "factor", "original_context_length", "attn_factor", "yarn_ext_factor",
-        "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
+        "type",
+        "factor",
+        "original_context_length",
+        "attn_factor",
+        "yarn_ext_factor",
+        "yarn_attn_factor",
+        "yarn_beta_fast",
+        "yarn_beta_slow",
     )
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,15 +5,7 @@ from dataclasses import dataclass
 
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.blocks import NormKind
-from hotsplit.model.spec import (
-    Activation,
-    Attention,
-    LayerSpec,
-    ModelSpec,
-    Neurons,
-    Norm,
-    Rotary,
-)
+from hotsplit.model.spec import Activation, Attention, LayerSpec, ModelSpec, Neurons, Norm, Rotary
 
 # The largest counts accepted from a file, so that a damaged one causes no huge loop or allocation.
 MAX_COUNT = (1 << 31) - 1
@@ -41,10 +33,17 @@ class Sizes:
         return self.num_kv_heads * self.head_dim
 
     def attention(
-        self, rotary: Rotary | None, options: Collection[str] = (), *, window: int | None = None,
-        scale: float | None = None, has_head_norms: bool = False, norms_all_heads: bool = False,
-        is_fused: bool = False, head_norm: NormKind = "rms",
-    ) -> Attention:  # fmt: skip
+        self,
+        rotary: Rotary | None,
+        options: Collection[str] = (),
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        has_head_norms: bool = False,
+        norms_all_heads: bool = False,
+        is_fused: bool = False,
+        head_norm: NormKind = "rms",
+    ) -> Attention:
         """The numbers that several families have; others are replaced. `options`: names of optional
         tensors, of which the biases are used."""
         norm = Norm(name="attn_q_norm", kind=head_norm, size=self.head_dim, epsilon=self.epsilon)
@@ -76,13 +75,21 @@ class Sizes:
         return Arrangement(norm=norm, hidden_size=self.hidden_size, epsilon=self.epsilon)
 
     def model(
-        self, architecture: str, layers: Iterable[LayerSpec], *, output_norm: NormKind | None = "rms",
-        embedding_scale: float = 1.0, logit_scale: float = 1.0, has_positions: bool = False,
-    ) -> ModelSpec:  # fmt: skip
+        self,
+        architecture: str,
+        layers: Iterable[LayerSpec],
+        *,
+        output_norm: NormKind | None = "rms",
+        embedding_scale: float = 1.0,
+        logit_scale: float = 1.0,
+        has_positions: bool = False,
+    ) -> ModelSpec:
         last = Norm(
-            name="output_norm", kind=output_norm or "rms", size=self.hidden_size,
+            name="output_norm",
+            kind=output_norm or "rms",
+            size=self.hidden_size,
             epsilon=self.epsilon,
-        )  # fmt: skip
+        )
         return ModelSpec(
             architecture=architecture,
             hidden_size=self.hidden_size,

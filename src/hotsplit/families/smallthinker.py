@@ -35,11 +35,16 @@ def smallthinker(read: ConfigReader) -> Blueprint:
     length, num_layers = read.count("moe_ffn_hidden_size"), read.count("num_hidden_layers")
     _check_all(read, "moe_layer_layout", num_layers, "layers without experts are not supported")
     sizes = Sizes(
-        num_layers=num_layers, hidden_size=read.count("hidden_size"), num_neurons=length,
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        vocab_size=read.count("vocab_size"), context_length=read.count("max_position_embeddings"),
+        num_layers=num_layers,
+        hidden_size=read.count("hidden_size"),
+        num_neurons=length,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=read.count("vocab_size"),
+        context_length=read.count("max_position_embeddings"),
         epsilon=read.positive("rms_norm_eps"),
-    )  # fmt: skip
+    )
     experts = Experts(
         route=Route(
             num_experts=read.count("moe_num_primary_experts"),
@@ -60,12 +65,10 @@ def smallthinker(read: ConfigReader) -> Blueprint:
     sizes, rotary, factors = read.rotary(sizes, "halves")
     window = read.count("sliding_window_size") if any(has_window_L) else None
     return Blueprint(
-        spec=smallthinker_spec(
-            sizes, rotary, "relu", experts, window, has_window_L, rotates_L
-        ),
+        spec=smallthinker_spec(sizes, rotary, "relu", experts, window, has_window_L, rotates_L),
         name_of=gguf_names(gguf.MODEL_ARCH.SMALLTHINKER, num_layers),
         rope_factors=factors,
-    )  # fmt: skip
+    )
 
 
 def _layout(read: ConfigReader, key: str, num_layers: int, *, default: int) -> list[bool]:
@@ -83,9 +86,14 @@ def _check_all(read: ConfigReader, key: str, num_layers: int, why: str) -> None:
 
 
 def smallthinker_spec(
-    sizes: Sizes, rotary: Rotary, activation: Activation, experts: Experts, window: int | None,
-    has_window_L: Sequence[bool], rotates_L: Sequence[bool],
-) -> ModelSpec:  # fmt: skip
+    sizes: Sizes,
+    rotary: Rotary,
+    activation: Activation,
+    experts: Experts,
+    window: int | None,
+    has_window_L: Sequence[bool],
+    rotates_L: Sequence[bool],
+) -> ModelSpec:
     mixture, arrange = experts.mixture(activation), sizes.arrangement()
     layers = [
         arrange.pre_norm(
@@ -109,9 +117,14 @@ def of_keys(read: "KeyReader") -> ModelSpec:
             has_window_L = read.layers_with_window(sizes.num_layers, PERIOD)
     rotates_L = [True] * sizes.num_layers if window is None else has_window_L
     return smallthinker_spec(
-        sizes, read.rotary("halves"), read.activation(),
-        experts_of_keys(read, gating="softmax", reads="x"), window, has_window_L, rotates_L,
-    )  # fmt: skip
+        sizes,
+        read.rotary("halves"),
+        read.activation(),
+        experts_of_keys(read, gating="softmax", reads="x"),
+        window,
+        has_window_L,
+        rotates_L,
+    )
 
 
 def keys(spec: ModelSpec) -> Mapping[str, Value]:

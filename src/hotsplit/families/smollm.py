@@ -36,9 +36,11 @@ def smollm3(read: ConfigReader) -> Blueprint:
     read.refuse("no_rope_layers", plain, why="a model file has no key for other layers")
     activation = read.activation("hidden_act", GATED)
     windows = windows_of_config(
-        read, sizes.num_layers, is_used=read.flag("use_sliding_window"),
+        read,
+        sizes.num_layers,
+        is_used=read.flag("use_sliding_window"),
         has_window_L=[not has for has in plain],
-    )  # fmt: skip
+    )
     return Blueprint(
         spec=smollm3_spec(sizes, rotary, activation, windows, read.biases()),
         name_of=gguf_names(gguf.MODEL_ARCH.SMOLLM3, sizes.num_layers),
@@ -53,9 +55,12 @@ def rotates(num_layers: int) -> Sequence[bool]:
 
 
 def smollm3_spec(
-    sizes: Sizes, rotary: Rotary, activation: Activation, windows: Windows,
+    sizes: Sizes,
+    rotary: Rotary,
+    activation: Activation,
+    windows: Windows,
     options: Collection[str] = (),
-) -> ModelSpec:  # fmt: skip
+) -> ModelSpec:
     neurons, arrange = sizes.neurons(activation, options), sizes.arrangement()
     layers = [
         arrange.pre_norm(sizes.attention(rotary if has else None, options, window=window), neurons)

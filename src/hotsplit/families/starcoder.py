@@ -33,18 +33,24 @@ def starcoder2(read: ConfigReader) -> Blueprint:
     sizes, rotary, factors = read.rotary(sizes, "halves", ("default", "linear", "yarn"))
     return Blueprint(
         spec=starcoder2_spec(
-            sizes, rotary, read.activation("hidden_act", UNGATED),
-            windows_of_config(read, sizes.num_layers), OPTIONS if read.flag("use_bias") else (),
+            sizes,
+            rotary,
+            read.activation("hidden_act", UNGATED),
+            windows_of_config(read, sizes.num_layers),
+            OPTIONS if read.flag("use_bias") else (),
         ),
         name_of=gguf_names(gguf.MODEL_ARCH.STARCODER2, sizes.num_layers),
         rope_factors=factors,
-    )  # fmt: skip
+    )
 
 
 def starcoder2_spec(
-    sizes: Sizes, rotary: Rotary, activation: Activation, windows: Windows,
+    sizes: Sizes,
+    rotary: Rotary,
+    activation: Activation,
+    windows: Windows,
     options: Collection[str] = (),
-) -> ModelSpec:  # fmt: skip
+) -> ModelSpec:
     neurons, arrange = (
         sizes.neurons(activation, options, is_gated=False),
         sizes.arrangement("layer"),
@@ -59,9 +65,12 @@ def starcoder2_spec(
 def of_keys(read: "KeyReader") -> ModelSpec:
     sizes = read.sizes("layer")
     return starcoder2_spec(
-        sizes, read.rotary("halves"), read.activation(), windows_of_keys(read, sizes.num_layers),
+        sizes,
+        read.rotary("halves"),
+        read.activation(),
+        windows_of_keys(read, sizes.num_layers),
         read.options(sizes.num_layers),
-    )  # fmt: skip
+    )
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:
@@ -74,10 +83,13 @@ STARCODER2 = Family(
     blueprint=starcoder2,
     model_types=("starcoder2",),
     defaults={
-        "tie_word_embeddings": True, "num_key_value_heads": 2, "use_bias": True,
-        "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 2,
+        "use_bias": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": 1e-5,
     },
-)  # fmt: skip
+)
 GRAPH = Architecture(
     name="starcoder2",
     of_keys=of_keys,

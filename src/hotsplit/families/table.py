@@ -121,7 +121,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         gpt_oss.GRAPH,
         smallthinker.GRAPH,
         *delta_nets.GRAPHS,
-    )  # fmt: skip
+    )
 }
 
 

@@ -17,9 +17,12 @@ Windows = Sequence[int | None]  # of each layer
 
 
 def windows_of_config(
-    read: ConfigReader, num_layers: int, *, is_used: bool = True,
+    read: ConfigReader,
+    num_layers: int,
+    *,
+    is_used: bool = True,
     has_window_L: Sequence[bool] | None = None,
-) -> Windows:  # fmt: skip
+) -> Windows:
     """The window in the layers that `layer_types` names, without that key in those of `has_window_L`,
     by default in all; none if it is null or not used."""
     if not is_used or read.values.get("sliding_window") is None:

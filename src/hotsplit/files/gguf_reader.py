@@ -36,9 +36,18 @@ NEWER_VERSIONS = 100
 NEWER_TYPES = 100
 STRING, ARRAY = 8, 9
 NUMBERS: dict[int, type[np.generic]] = {
-    0: np.uint8, 1: np.int8, 2: np.uint16, 3: np.int16, 4: np.uint32, 5: np.int32,
-    6: np.float32, 7: np.bool_, 10: np.uint64, 11: np.int64, 12: np.float64,
-}  # fmt: skip
+    0: np.uint8,
+    1: np.int8,
+    2: np.uint16,
+    3: np.int16,
+    4: np.uint32,
+    5: np.int32,
+    6: np.float32,
+    7: np.bool_,
+    10: np.uint64,
+    11: np.int64,
+    12: np.float64,
+}
 TYPES = {int(type): type for type in GGML_QUANT_SIZES}
 # In PowerInfer's ggml.h these follow Q8_K (15); ggml later gave their numbers to other types.
 POWERINFER_TYPES = {

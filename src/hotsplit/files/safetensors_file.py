@@ -14,8 +14,20 @@ from hotsplit.files.typed import other_version, shown
 # A tensor's entry takes about 100 bytes. The safetensors package reads headers of up to 100 MB and
 # holds several copies.
 MAX_HEADER_BYTES = 32 << 20
-_NAMES = {"b1": "BOOL", "u1": "U8", "i1": "I8", "i2": "I16", "u2": "U16", "f2": "F16", "i4": "I32",
-          "u4": "U32", "f4": "F32", "i8": "I64", "u8": "U64", "f8": "F64"}  # fmt: skip
+_NAMES = {
+    "b1": "BOOL",
+    "u1": "U8",
+    "i1": "I8",
+    "i2": "I16",
+    "u2": "U16",
+    "f2": "F16",
+    "i4": "I32",
+    "u4": "U32",
+    "f4": "F32",
+    "i8": "I64",
+    "u8": "U64",
+    "f8": "F64",
+}
 
 
 def check_header(path: Path, what: str) -> None:
@@ -55,8 +67,11 @@ def save_arrays(
     for name in names:
         array = arrays[name]
         start, end = end, end + array.nbytes
-        header[name] = {"dtype": _NAMES[array.dtype.str[1:]], "shape": list(array.shape),
-                        "data_offsets": [start, end]}  # fmt: skip
+        header[name] = {
+            "dtype": _NAMES[array.dtype.str[1:]],
+            "shape": list(array.shape),
+            "data_offsets": [start, end],
+        }
     head = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     with partial_file(path) as partial, partial.open("wb") as file:
@@ -67,12 +82,7 @@ def save_arrays(
 
 
 def load_arrays(
-    path: Path,
-    format: str,
-    version: int,
-    keys: set[str],
-    *,
-    optional: Set[str] = frozenset(),
+    path: Path, format: str, version: int, keys: set[str], *, optional: Set[str] = frozenset()
 ) -> tuple[dict, dict[str, np.ndarray]]:
     """Metadata (parsed) and arrays of a file written by `save_arrays`.
 

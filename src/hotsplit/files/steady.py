@@ -10,8 +10,20 @@ from pathlib import Path
 from hotsplit.files.gguf_parts import part_paths
 
 # Suffixes of checkpoints, predictors and texts; other files in an input folder may change.
-READ = {".safetensors", ".bin", ".pt", ".json", ".jsonl", ".ndjson", ".txt", ".text", ".md", ".parquet",
-        ".model", ".jinja"}  # fmt: skip
+READ = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".json",
+    ".jsonl",
+    ".ndjson",
+    ".txt",
+    ".text",
+    ".md",
+    ".parquet",
+    ".model",
+    ".jinja",
+}
 _Stamp = tuple[int, int, int]  # inode, bytes, time of the last change in nanoseconds
 _inputs: ContextVar[dict[Path, _Stamp | None] | None] = ContextVar("inputs")
 _new: ContextVar[set[Path]] = ContextVar("new")

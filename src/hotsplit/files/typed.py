@@ -176,9 +176,11 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        c if c.isprintable() or unicodedata.category(c) == "Zs"
-        else c.encode("unicode_escape").decode() for c in text
-    )  # fmt: skip
+        c
+        if c.isprintable() or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def printable(text: str) -> str:

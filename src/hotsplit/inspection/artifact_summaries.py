@@ -68,19 +68,40 @@ class ProfileSummary(Summary):
     def tables(self, *, all_tensors: bool) -> list[Table]:
         profile = self.profile
         columns = ["layer", "density", "firings of the hottest fifth", "never fired", "threshold"]
-        layers = columns_table("layers", columns, [
-            (layer, f"{density:.2%}", f"{fifth:.1%}", f"{never:,}", f"{threshold:g}")
-            for layer, (density, fifth, never, threshold) in enumerate(zip(
-                profile.density_L, profile.hottest_fifth_L(), profile.never_fired_L(),
-                profile.threshold_L, strict=True))
-        ])  # fmt: skip
-        columns = ["layer", "tokens of the hottest expert", "of the coldest",
-                   "choices of the hottest fifth", "never chosen"]  # fmt: skip
+        layers = columns_table(
+            "layers",
+            columns,
+            [
+                (layer, f"{density:.2%}", f"{fifth:.1%}", f"{never:,}", f"{threshold:g}")
+                for layer, (density, fifth, never, threshold) in enumerate(
+                    zip(
+                        profile.density_L,
+                        profile.hottest_fifth_L(),
+                        profile.never_fired_L(),
+                        profile.threshold_L,
+                        strict=True,
+                    )
+                )
+            ],
+        )
+        columns = [
+            "layer",
+            "tokens of the hottest expert",
+            "of the coldest",
+            "choices of the hottest fifth",
+            "never chosen",
+        ]
         rows = [
-            (layer, f"{each['hottest']:.1%}", f"{each['coldest']:.1%}",
-             f"{each['hottest_fifth']:.1%}", f"{each['never_chosen']:,}")
-            for layer, each in enumerate(self._experts()) if each["hottest"]
-        ]  # fmt: skip
+            (
+                layer,
+                f"{each['hottest']:.1%}",
+                f"{each['coldest']:.1%}",
+                f"{each['hottest_fifth']:.1%}",
+                f"{each['never_chosen']:,}",
+            )
+            for layer, each in enumerate(self._experts())
+            if each["hottest"]
+        ]
         return [layers, *([columns_table("experts", columns, rows)] if rows else [])]
 
     def _experts(self) -> list[dict[str, float]]:
@@ -90,11 +111,14 @@ class ProfileSummary(Summary):
         if count_LE is None or fifth_L is None:
             return []
         return [
-            {"hottest": float(share_E.max()), "coldest": float(share_E.min()),
-             "hottest_fifth": float(fifth),
-             "never_chosen": int((share_E == 0).sum())}
+            {
+                "hottest": float(share_E.max()),
+                "coldest": float(share_E.min()),
+                "hottest_fifth": float(fifth),
+                "never_chosen": int((share_E == 0).sum()),
+            }
             for share_E, fifth in zip(count_LE / self.profile.num_tokens, fifth_L, strict=True)
-        ]  # fmt: skip
+        ]
 
 
 @dataclass(frozen=True)
@@ -148,12 +172,17 @@ class ImportancesSummary(Summary):
             "num_chunks": found.num_chunks,
             "chunk_tokens": found.chunk_tokens,
             "tensors": [
-                {"name": name, "num_values": mean_EM.size, "num_experts": len(mean_EM),
-                 "never_chosen": int((found.tensors[name].count == 0).sum()),
-                 "mean": float(mean_EM.mean()), "largest": float(mean_EM.max())}
+                {
+                    "name": name,
+                    "num_values": mean_EM.size,
+                    "num_experts": len(mean_EM),
+                    "never_chosen": int((found.tensors[name].count == 0).sum()),
+                    "mean": float(mean_EM.mean()),
+                    "largest": float(mean_EM.max()),
+                }
                 for name, mean_EM in sorted((n, each.means()) for n, each in found.tensors.items())
             ],
-        }  # fmt: skip
+        }
 
     @property
     def facts(self) -> list[Row]:
@@ -171,10 +200,16 @@ class ImportancesSummary(Summary):
     def tables(self, *, all_tensors: bool) -> list[Table]:
         columns = ["matrix", "inputs", "experts", "never chosen", "mean square", "largest"]
         rows = [
-            (each["name"], f"{each['num_values']:,}", each["num_experts"], each["never_chosen"],
-             f"{each['mean']:.3g}", f"{each['largest']:.3g}")
+            (
+                each["name"],
+                f"{each['num_values']:,}",
+                each["num_experts"],
+                each["never_chosen"],
+                f"{each['mean']:.3g}",
+                f"{each['largest']:.3g}",
+            )
             for each in self.content["tensors"]
-        ]  # fmt: skip
+        ]
         return [columns_table("importances", columns, rows)]
 
 
@@ -193,12 +228,17 @@ class MachineSummary(Summary):
         return [
             ("CPU", machine.cpu_name),
             ("threads", machine.num_threads),
-            ("memory", f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.free_bytes)} free"),
-            *((f"bandwidth, threads: {threads}", f"{_shown(rate)} GB/s")
-              for threads, rate in machine.cpu_bandwidth_gb_per_s.items()),
+            (
+                "memory",
+                f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.free_bytes)} free",
+            ),
+            *(
+                (f"bandwidth, threads: {threads}", f"{_shown(rate)} GB/s")
+                for threads, rate in machine.cpu_bandwidth_gb_per_s.items()
+            ),
             ("GPUs", len(machine.gpus) or "none"),
             *((f"version of {name}", version) for name, version in machine.versions.items()),
-        ]  # fmt: skip
+        ]
 
     def tables(self, *, all_tensors: bool) -> list[Table]:
         """Every figure of each GPU under its name in the file, with the unit in the name."""

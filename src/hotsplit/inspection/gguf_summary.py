@@ -161,8 +161,11 @@ class GgufSummary(Summary):
     def tokenizer(self) -> TokenizerFacts:
         start, end = "tokenizer.ggml.", "_token_id"
         tokens, name = self.keys.get(start + "tokens"), self.keys.get(start + "model")
-        ids = {k.removeprefix(start).removesuffix(end): v for k, v in self.keys.items()
-               if k.startswith(start) and k.endswith(end)}  # fmt: skip
+        ids = {
+            k.removeprefix(start).removesuffix(end): v
+            for k, v in self.keys.items()
+            if k.startswith(start) and k.endswith(end)
+        }
         return TokenizerFacts(
             is_whole=TOKENIZER_KEY in self.keys,
             model=name if isinstance(name, str) else None,
@@ -221,10 +224,14 @@ class GgufSummary(Summary):
     def tables(self, *, all_tensors: bool) -> list[Table]:
         every = self.tensors
         chosen = [f for f in every if all_tensors or not re.match(r"blk\.(?!0\.)", f.name)]
-        tensors = columns_table("tensors", ["name", "type", "shape", "part", "bytes"], [
-            (f.name, f.kind, " x ".join(map(str, f.shape)), f.part, f"{f.num_bytes:,}")
-            for f in chosen
-        ])  # fmt: skip
+        tensors = columns_table(
+            "tensors",
+            ["name", "type", "shape", "part", "bytes"],
+            [
+                (f.name, f.kind, " x ".join(map(str, f.shape)), f.part, f"{f.num_bytes:,}")
+                for f in chosen
+            ],
+        )
         if len(chosen) < len(every):
             tensors.caption = f"and {len(every) - len(chosen):,} of the other layers: --tensors"
         tables = [
@@ -284,11 +291,20 @@ def _amounts(facts: Iterable[TensorFact], key_of: Callable[[TensorFact], str]) -
 
 def _amounts_table(title: str, amounts: dict[str, Amount]) -> Table:
     total = sum(amount.num_bytes for amount in amounts.values()) or 1
-    return columns_table(title, ["", "tensors", "bytes", "", "share"], [
-        (name, a.num_tensors, f"{a.num_bytes:,}", format_bytes(a.num_bytes),
-         f"{a.num_bytes / total:.1%}")
-        for name, a in amounts.items()
-    ])  # fmt: skip
+    return columns_table(
+        title,
+        ["", "tensors", "bytes", "", "share"],
+        [
+            (
+                name,
+                a.num_tensors,
+                f"{a.num_bytes:,}",
+                format_bytes(a.num_bytes),
+                f"{a.num_bytes / total:.1%}",
+            )
+            for name, a in amounts.items()
+        ],
+    )
 
 
 def _short(value: Value) -> str | int | float | bool:

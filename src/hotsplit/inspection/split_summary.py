@@ -134,11 +134,16 @@ class SplitSummary(Summary):
         rows = []
         for number, gpu in enumerate(self.gpus):
             own = [layer for layer in gpu.layers if self._has_any(layer)]
-            rows.append((
-                number, format_bytes(gpu.budget_bytes),
-                f"{own[0]} to {own[-1]}" if own else "none",
-                gpu.num_dense, f"{gpu.num_hot:,}", "here" if gpu.has_head else "",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    number,
+                    format_bytes(gpu.budget_bytes),
+                    f"{own[0]} to {own[-1]}" if own else "none",
+                    gpu.num_dense,
+                    f"{gpu.num_hot:,}",
+                    "here" if gpu.has_head else "",
+                )
+            )
         columns = ["GPU", "budget", "layers", "dense blocks", self.split.units, "head"]
         return columns_table("GPUs", columns, rows)
 
@@ -150,22 +155,35 @@ class SplitSummary(Summary):
         pairs = [(item, on_gpu[item], on_cpu[item]) for item in on_gpu]
         pairs.append(("all", sum(on_gpu.values()), sum(on_cpu.values())))
         columns = ["", "GPUs" if self.split.home else "GPU", "", "CPU", ""]
-        return columns_table("bytes", columns, [
-            (self._name(item), f"{gpu:,}", format_bytes(gpu), f"{cpu:,}", format_bytes(cpu))
-            for item, gpu, cpu in pairs
-        ])  # fmt: skip
+        return columns_table(
+            "bytes",
+            columns,
+            [
+                (self._name(item), f"{gpu:,}", format_bytes(gpu), f"{cpu:,}", format_bytes(cpu))
+                for item, gpu, cpu in pairs
+            ],
+        )
 
     def _name(self, item: str) -> str:
         """An item of bytes; the rows of experts count as neurons in the file."""
         return self.split.units if item == "neurons" else item
 
     def _layers_table(self) -> Table:
-        return columns_table("layers", ["layer", "home", f"{self.split.units} on GPUs", "dense block"], [
-            (layer, f"GPU {home}" if self._has_any(layer) else "CPU", f"{num_hot:,}",
-             f"GPU {home}" if is_on_gpu else "CPU")
-            for layer, (home, num_hot, is_on_gpu) in enumerate(
-                zip(self.home, self.num_hot_L, self.split.dense_on_gpu, strict=False))
-        ])  # fmt: skip
+        return columns_table(
+            "layers",
+            ["layer", "home", f"{self.split.units} on GPUs", "dense block"],
+            [
+                (
+                    layer,
+                    f"GPU {home}" if self._has_any(layer) else "CPU",
+                    f"{num_hot:,}",
+                    f"GPU {home}" if is_on_gpu else "CPU",
+                )
+                for layer, (home, num_hot, is_on_gpu) in enumerate(
+                    zip(self.home, self.num_hot_L, self.split.dense_on_gpu, strict=False)
+                )
+            ],
+        )
 
 
 def _cache_content(cache: CachePlan) -> dict[str, Any]:

@@ -156,9 +156,18 @@ def predictor_facts(predictor: PredictorInfo | None) -> list[Row]:
 
 def predictor_layers(predictor: PredictorInfo) -> Table:
     density_L = [f"{density:.2%}" for density in predictor.density_L]
-    return columns_table("predictors by layer", ["layer", "rank", "threshold", "predicted density"], [
-        (layer, rank, f"{threshold:g}", density)
-        for layer, (rank, threshold, density) in enumerate(zip(
-            predictor.rank_L, predictor.threshold_L,
-            density_L or ["unknown"] * len(predictor.rank_L), strict=True))
-    ])  # fmt: skip
+    return columns_table(
+        "predictors by layer",
+        ["layer", "rank", "threshold", "predicted density"],
+        [
+            (layer, rank, f"{threshold:g}", density)
+            for layer, (rank, threshold, density) in enumerate(
+                zip(
+                    predictor.rank_L,
+                    predictor.threshold_L,
+                    density_L or ["unknown"] * len(predictor.rank_L),
+                    strict=True,
+                )
+            )
+        ],
+    )

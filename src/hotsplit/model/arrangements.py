@@ -6,16 +6,7 @@ from typing import Any
 from hotsplit.model.blocks import NormKind
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.route import ROUTER
-from hotsplit.model.spec import (
-    Add,
-    Attention,
-    Block,
-    LayerSpec,
-    Mixer,
-    Neurons,
-    Norm,
-    Route,
-)
+from hotsplit.model.spec import Add, Attention, Block, LayerSpec, Mixer, Neurons, Norm, Route
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +28,23 @@ class Arrangement:
 
     def make_norm(self, name: str, reads: str, writes: str, **own: Any) -> Norm:
         return Norm(
-            name=name, kind=self.norm, size=self.hidden_size, epsilon=self.epsilon,
-            reads=reads, writes=writes, **own,
-        )  # fmt: skip
+            name=name,
+            kind=self.norm,
+            size=self.hidden_size,
+            epsilon=self.epsilon,
+            reads=reads,
+            writes=writes,
+            **own,
+        )
 
     def pre_norm(
-        self, mixer: Mixer, neurons: Neurons | Mixture, *, second: str = "ffn_norm",
+        self,
+        mixer: Mixer,
+        neurons: Neurons | Mixture,
+        *,
+        second: str = "ffn_norm",
         factor: float = 1.0,
-    ) -> LayerSpec:  # fmt: skip
+    ) -> LayerSpec:
         """Norms before attention, or a delta net, and feed-forward (Llama). `second`: the name of the latter.
         `factor`: of both outputs, in the residual sums (Granite)."""
         first: tuple[Block, ...] = ()
@@ -110,9 +110,13 @@ class Arrangement:
         )
 
     def sandwich(
-        self, attention: Attention, neurons: Neurons | Mixture, *, scale: str = "",
+        self,
+        attention: Attention,
+        neurons: Neurons | Mixture,
+        *,
+        scale: str = "",
         own: PositionWise | None = None,
-    ) -> LayerSpec:  # fmt: skip
+    ) -> LayerSpec:
         """Norms before and after attention and feed-forward, all before the sums (Gemma). `scale`: the
         name of a factor of the layer's result (Gemma 4). `own`: an operation whose output is added at the
         layer's end, through a norm (the E-models of Gemma 4)."""

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
-Activation = Literal[
-    "relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"
-]  # fmt: skip
+Activation = Literal["relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh", "swiglu_oai"]
 # What the names of the tensors of neurons end with: of a layer's own, of its experts, of experts
 # that always fire.
 Suffix = Literal["", "_exps", "_shexp"]

@@ -14,44 +14,81 @@ from hotsplit.model.spec import ModelSpec
 _MIXTURES = "Qwen 3's and 3.6's mixtures and gpt-oss run"
 _SMALL = "a Qwen 3 or SmolLM of its size runs"
 _BY_NAME = (
-    (("deepseek", "kimi", "minicpm3"),
-     f"attention over latent keys and values (MLA) is not supported; {_MIXTURES}"),
-    (("llama4",), f"attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}"),
-    (("dbrx", "grok", "arctic", "minimax", "jetmoe"),
-     f"this mixture of experts is not supported; {_MIXTURES}"),
-    (("mamba", "rwkv", "jamba", "recurrentgemma", "plamo2", "lfm2", "bamba", "nemotron_h",
-      "nemotronh", "granitemoehybrid", "granitehybrid"),
-     "recurrent layers (Mamba, RWKV and the like) are not supported; Qwen 3.5's delta nets are"),
-    (("t5", "bart", "marian", "whisper", "pegasus"),
-     "encoder-decoder models are not supported"),
-    (("bert", "electra", "nomic"),
-     "an encoder, which generates no text"),
-    (("vl", "vision", "llava", "forconditionalgeneration", "audio", "clip"),
-     "models for images and audio are not supported; the text model alone may be"),
+    (
+        ("deepseek", "kimi", "minicpm3"),
+        f"attention over latent keys and values (MLA) is not supported; {_MIXTURES}",
+    ),
+    (
+        ("llama4",),
+        f"attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}",
+    ),
+    (
+        ("dbrx", "grok", "arctic", "minimax", "jetmoe"),
+        f"this mixture of experts is not supported; {_MIXTURES}",
+    ),
+    (
+        (
+            "mamba",
+            "rwkv",
+            "jamba",
+            "recurrentgemma",
+            "plamo2",
+            "lfm2",
+            "bamba",
+            "nemotron_h",
+            "nemotronh",
+            "granitemoehybrid",
+            "granitehybrid",
+        ),
+        "recurrent layers (Mamba, RWKV and the like) are not supported; Qwen 3.5's delta nets are",
+    ),
+    (("t5", "bart", "marian", "whisper", "pegasus"), "encoder-decoder models are not supported"),
+    (("bert", "electra", "nomic"), "an encoder, which generates no text"),
+    (
+        ("vl", "vision", "llava", "forconditionalgeneration", "audio", "clip"),
+        "models for images and audio are not supported; the text model alone may be",
+    ),
     (("gemma",), "this Gemma's graph is not supported"),
-    (("bloom", "mpt", "baichuan13"),
-     f"attention biased by distance (ALiBi) is not computed; {_SMALL}"),
-    (("gpt2", "gptneo", "gpt_neo", "gptj", "codegen", "starcoderfor", "gptbigcode"),
-     f"the layers of GPT-2, GPT-J and GPT-NeoX are not supported; {_SMALL}"),
-    (("phi2", "phiforcausallm", "stablelm"),
-     f"rotary embeddings of a part of each head with layer norms are not supported; {_SMALL}"),
-    (("internlm", "baichuan"),
-     "queries, keys and values fused in one matrix by groups are not supported; a copy that was"
-     " converted to Llama's layout runs"),
-    (("minicpm",), "a scale of the residual sums by depth is not supported; a copy that was converted to"
-     " Llama's layout runs"),
+    (
+        ("bloom", "mpt", "baichuan13"),
+        f"attention biased by distance (ALiBi) is not computed; {_SMALL}",
+    ),
+    (
+        ("gpt2", "gptneo", "gpt_neo", "gptj", "codegen", "starcoderfor", "gptbigcode"),
+        f"the layers of GPT-2, GPT-J and GPT-NeoX are not supported; {_SMALL}",
+    ),
+    (
+        ("phi2", "phiforcausallm", "stablelm"),
+        f"rotary embeddings of a part of each head with layer norms are not supported; {_SMALL}",
+    ),
+    (
+        ("internlm", "baichuan"),
+        "queries, keys and values fused in one matrix by groups are not supported; a copy that was"
+        " converted to Llama's layout runs",
+    ),
+    (
+        ("minicpm",),
+        "a scale of the residual sums by depth is not supported; a copy that was converted to"
+        " Llama's layout runs",
+    ),
     (("moe",), f"this mixture of experts is not supported; {_MIXTURES}"),
-    (("olmo", "cohere", "granite", "glm", "exaone", "nemotron", "ernie", "hunyuan", "plamo"),
-     f"this one of the family has another graph than those that run; {_SMALL}"),
-)  # fmt: skip
+    (
+        ("olmo", "cohere", "granite", "glm", "exaone", "nemotron", "ernie", "hunyuan", "plamo"),
+        f"this one of the family has another graph than those that run; {_SMALL}",
+    ),
+)
 _EXPERTS = "experts are not supported in this architecture"
 _CAPPED_SCORES = "scores with a soft cap are not supported in this architecture"
 _CAPPED = "logits with a soft cap are not supported in this architecture"
 _SCALED = "values scaled by a factor of the config are not supported"
 _LATENT = "attention over latent keys and values is not supported"
 _EXPERT_KEYS = (
-    "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "expert_count",
-)  # fmt: skip
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "expert_count",
+)
 # A key of a config -> (values with which it changes nothing, why another is refused). Configs of
 # derived models have them under a supported name, and their tensors need not differ.
 CONFIG_KEYS: Mapping[str, tuple[tuple[object, ...], str]] = {

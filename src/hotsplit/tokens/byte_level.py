@@ -75,22 +75,49 @@ BYTE_LEVEL_KINDS = (
     ByteLevelKind(
         name="gpt-2",
         other_names=(
-            "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0",
-            "mellum", "modern-bert", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4",
-            "jina-v1-en", "jina-v2-code", "roberta-bpe",
+            "phi-2",
+            "jina-es",
+            "jina-de",
+            "jina-v2-es",
+            "jina-v2-de",
+            "gigachat",
+            "a.x-4.0",
+            "mellum",
+            "modern-bert",
+            "mpt",
+            "olmo",
+            "jais",
+            "trillion",
+            "granite-docling",
+            "exaone4",
+            "jina-v1-en",
+            "jina-v2-code",
+            "roberta-bpe",
         ),
     ),
     ByteLevelKind(
         name="smollm",
         other_names=(
-            "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
+            "starcoder",
+            "refact",
+            "command-r",
+            "codeshell",
+            "exaone",
+            "minerva-7b",
+            "mellum2",
         ),
         splits_digits=True,
     ),
     ByteLevelKind(
         name="llama-bpe",
         other_names=(
-            "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+            "llama3",
+            "llama-v3",
+            "falcon3",
+            "falcon-h1",
+            "pixtral",
+            "midm-2.0",
+            "lfm2",
             "jina-v5-nano",
         ),
         patterns=(_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,),
@@ -105,7 +132,13 @@ BYTE_LEVEL_KINDS = (
     ByteLevelKind(
         name="qwen2",
         other_names=(
-            "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open",
+            "deepseek-r1-qwen",
+            "kormo",
+            "f2llmv2",
+            "megrez",
+            "stablelm2",
+            "hunyuan",
+            "solar-open",
             "grok-2",
         ),
         patterns=(_CONTRACTIONS + r"\p{N}" + _SPACES,),
@@ -115,8 +148,7 @@ BYTE_LEVEL_KINDS = (
     ByteLevelKind(name="qwen35", patterns=(_QWEN35,), is_published_with_nfc=True),
     ByteLevelKind(name="falcon", patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     ByteLevelKind(
-        name="default",
-        patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+        name="default", patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
     ),
     ByteLevelKind(
         name="tekken",
@@ -148,7 +180,8 @@ BYTE_LEVEL_KINDS = (
         patterns=(
             r"[\p{Han}]+|"
             + _words(_UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN, _ENDS + "?")
-            + r"\p{N}{1,3}" + _SPACES,
+            + r"\p{N}{1,3}"
+            + _SPACES,
         ),
         in_llama_cpp=(_MARKS, _ANY_CASES, _CASES),
     ),
@@ -165,8 +198,11 @@ BYTE_LEVEL_KINDS = (
     ByteLevelKind(
         name="deepseek-llm",
         patterns=(
-            r"[\r\n]", rf"\s?[{_CASED_LETTERS}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$", _CHINESE,
+            r"[\r\n]",
+            rf"\s?[{_CASED_LETTERS}]+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            _CHINESE,
             r"\p{N}+",
         ),
         in_llama_cpp=(_SPACES_BEYOND,),
@@ -193,8 +229,7 @@ BYTE_LEVEL_KINDS = (
         in_llama_cpp=(_NUMBERS,),
     ),
     ByteLevelKind(
-        name="seed-coder",
-        patterns=(_CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _LINES,),
+        name="seed-coder", patterns=(_CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _LINES,)
     ),
     ByteLevelKind(
         name="minicpm5",
@@ -228,20 +263,22 @@ BYTE_LEVEL_KINDS = (
     ByteLevelKind(
         name="superbpe", patterns=(r"\p{N}+", r"(?=(\d{3})+(?!\d))"), in_llama_cpp=(_DIGITS_BEYOND,)
     ),
-    ByteLevelKind(
-        name="laguna", patterns=(r"[^\n]+|[\n]+", _CONTRACTIONS + r"\p{N}" + _SPACES)
-    ),
+    ByteLevelKind(name="laguna", patterns=(r"[^\n]+|[\n]+", _CONTRACTIONS + r"\p{N}" + _SPACES)),
     ByteLevelKind(
         name="chameleon",
         patterns=(
-            "<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]", _GPT2,
+            "<sentinel:[0-9]+>",
+            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+            r"([\t\n]|    |  )",
+            r"\p{N}",
+            r"[\p{P}!-/:-@\[-`{-~]",
+            _GPT2,
         ),
         adds_begin=True,
     ),
     ByteLevelKind(name="poro-chat", other_names=("bloom", "gpt3-finnish"), patterns=(_BLOOM,)),
     ByteLevelKind(name="viking", patterns=(_BLOOM, r"\p{N}")),
-)  # fmt: skip
+)
 
 
 def kind_of(name: object) -> ByteLevelKind | None:

@@ -13,39 +13,58 @@ from hotsplit.options.neuron_cache import OFF, CacheOptions
 
 rope_options = joined(
     engine_option(
-        "rope_scaling", "--rope-scaling", type=click.Choice(KINDS),
+        "rope_scaling",
+        "--rope-scaling",
+        type=click.Choice(KINDS),
         help="How positions beyond the trained ones are computed, instead of the model's own way."
         " [default with --rope-scale: yarn]",
     ),
     engine_option(
-        "rope_scale", "--rope-scale", type=float, metavar="N",
+        "rope_scale",
+        "--rope-scale",
+        type=float,
+        metavar="N",
         help="Allow texts N times as long as in training. [default with --rope-scaling:"
         " what --context needs]",
     ),
-)  # fmt: skip
+)
 cache_type_options = joined(
     engine_option(
-        "cache_type_k", "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",
+        "cache_type_k",
+        "-ctk",
+        "--cache-type-k",
+        type=click.Choice(NAMES),
+        metavar="TYPE",
         help=f"Type of cached keys (on the CPU without a plan): {', '.join(NAMES)}.",
     ),
     engine_option(
-        "cache_type_v", "-ctv", "--cache-type-v", type=click.Choice(NAMES), metavar="TYPE",
+        "cache_type_v",
+        "-ctv",
+        "--cache-type-v",
+        type=click.Choice(NAMES),
+        metavar="TYPE",
         help="Type of cached values. [default: that of the keys]",
     ),
     engine_option(
-        "kv_offload", "--kv-offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
+        "kv_offload",
+        "--kv-offload",
+        is_flag=False,
+        flag_value=DEFAULT,
+        metavar="[SIZES]",
         help="In long texts, read only the first keys, the last ones, and the best-scoring ones in"
         " between (on the CPU, or as the plan says); sizes such as window=2048,top=512.",
     ),
-)  # fmt: skip
+)
 
 long_text_options = joined(rope_options, cache_type_options)
 neuron_cache_option = engine_option(
-    "neuron_cache", "--neuron-cache", metavar="on|off|SETTINGS",
+    "neuron_cache",
+    "--neuron-cache",
+    metavar="on|off|SETTINGS",
     callback=lambda ctx, param, value: value if value in (None, OFF) else CacheOptions.parse(value),
     help="Swap the neurons or experts on the GPU to follow the text; settings such as decay=0.995,margin=0.05."
     " [default: on with a plan that has room for it]",
-)  # fmt: skip
+)
 
 
 def scaling_lines(model: Path, config: EngineConfig) -> list[str]:

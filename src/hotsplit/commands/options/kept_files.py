@@ -48,8 +48,12 @@ def report_line(config: "ReportConfig") -> str | None:
         whole = more
     if whole == config:
         return None
-    named = {"--profile": whole.profile, "--split": whole.split, "--machine": whole.machine,
-             "--predictors": whole.predictors}  # fmt: skip
+    named = {
+        "--profile": whole.profile,
+        "--split": whole.split,
+        "--machine": whole.machine,
+        "--predictors": whole.predictors,
+    }
     options = [(option, path) for option, path in named.items() if path is not None]
     options += [("--eval-json", path) for path in whole.evals]
     words = " ".join(f"{option} {_quoted(path)}" for option, path in options)

@@ -40,8 +40,12 @@ def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], 
 
     Raises click's UsageError for an option of llama.cpp that the table refuses, for an option in place
     of another's value, and for two models."""
-    own = {name: param for param in ctx.command.params if isinstance(param, click.Option)
-           for name in (*param.opts, *param.secondary_opts)}  # fmt: skip
+    own = {
+        name: param
+        for param in ctx.command.params
+        if isinstance(param, click.Option)
+        for name in (*param.opts, *param.secondary_opts)
+    }
     rest, line = list(arguments), _Line(ctx.command.name or "")
     try:
         while rest:

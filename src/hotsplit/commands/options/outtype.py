@@ -6,8 +6,14 @@ import click
 
 from hotsplit.convert.options import OUTTYPES
 
-_SAME = {"fp32": "f32", "float32": "f32", "fp16": "f16", "float16": "f16", "bfloat16": "bf16",
-         "q8": "q8_0"}  # fmt: skip
+_SAME = {
+    "fp32": "f32",
+    "float32": "f32",
+    "fp16": "f16",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "q8": "q8_0",
+}
 # Types that are read from other files and never written.
 _READ_ONLY = ("iq", "tq")
 

@@ -30,17 +30,23 @@ yes_option = click.option(
 
 def vram_option(default: str) -> Callable[[Any], Any]:
     return click.option(
-        "-vb", "--vram", "--vram-budget", "vram", type=SIZE, multiple=True,
+        "-vb",
+        "--vram",
+        "--vram-budget",
+        "vram",
+        type=SIZE,
+        multiple=True,
         help="GPU memory to plan the model for, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU."
         f" Once per GPU. [default: {default}]",
-    )  # fmt: skip
+    )
 
 
 tokenizer_option = click.option(
-    "--tokenizer", type=FILE,
+    "--tokenizer",
+    type=FILE,
     help="The model's tokenizer.json, if the model has none or one that cannot be used; it is written"
     " into a copy of the model.",
-)  # fmt: skip
+)
 preparation_options = joined(
     vram_option("a GGUF runs without a plan; other models as with hotsplit run"),
     tokenizer_option,
@@ -106,19 +112,19 @@ def preparation(
         if not vram and tokenizer is None and is_ready:
             yield None
             return
-        for name, option in (
-            ("split", "--split"),
-            ("cpu_ffn", "-cffn"),
-        ):
+        for name, option in (("split", "--split"), ("cpu_ffn", "-cffn")):
             if options.get(name):
                 what = "--vram makes a plan" if vram else f"{model} is prepared first"
                 raise click.UsageError(f"{what}: leave {option} out.")
         engine = replace(take_engine_options(dict(options)), num_sequences=num_sequences())
         with _prepared(model, engine, options["threads"], vram, tokenizer, yes=yes) as ready:
             options |= {
-                "model": ready.model, "split": ready.split, "mode": ready.mode,
-                "device": ready.device, "context_length": ready.context_length,
-            }  # fmt: skip
+                "model": ready.model,
+                "split": ready.split,
+                "mode": ready.mode,
+                "device": ready.device,
+                "context_length": ready.context_length,
+            }
             yield str(model)
 
 
@@ -137,9 +143,14 @@ def drafting(options: dict[str, Any], *, yes: bool) -> Iterator[None]:
 
 @contextmanager
 def _prepared(
-    model: Path, engine: EngineConfig, threads: int | None, vram: tuple[int, ...] = (),
-    tokenizer: Path | None = None, *, yes: bool,
-) -> "Iterator[Ready]":  # fmt: skip
+    model: Path,
+    engine: EngineConfig,
+    threads: int | None,
+    vram: tuple[int, ...] = (),
+    tokenizer: Path | None = None,
+    *,
+    yes: bool,
+) -> "Iterator[Ready]":
     from hotsplit.run.cache_folder import Cache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.prepare import estimate_of, job_of, prepare

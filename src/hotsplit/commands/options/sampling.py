@@ -65,46 +65,111 @@ class _Option:
 
 _GROUPS = {
     "Temperature": (
-        _Option("--temp --temperature", "temperature", "Temperature; 0 or less always takes the likeliest token.", is_common=True),
-        _Option("--dynatemp-range", "dynatemp_range",
-                "Temperature moves by up to N with the entropy; 0: fixed."),
-        _Option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy for --dynatemp-range."),
+        _Option(
+            "--temp --temperature",
+            "temperature",
+            "Temperature; 0 or less always takes the likeliest token.",
+            is_common=True,
+        ),
+        _Option(
+            "--dynatemp-range",
+            "dynatemp_range",
+            "Temperature moves by up to N with the entropy; 0: fixed.",
+        ),
+        _Option(
+            "--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy for --dynatemp-range."
+        ),
     ),
     "Which tokens are candidates": (
-        _Option("--top-k", "top_k", "Keep the N likeliest tokens; 0: off.", type=int, is_common=True),
-        _Option("--top-p", "top_p", "Keep the likeliest tokens whose probabilities add up to N; 1: off.", is_common=True),
-        _Option("--min-p", "min_p", "Keep tokens with at least N times the best one's probability; 0: off.",
-                is_common=True),
+        _Option(
+            "--top-k", "top_k", "Keep the N likeliest tokens; 0: off.", type=int, is_common=True
+        ),
+        _Option(
+            "--top-p",
+            "top_p",
+            "Keep the likeliest tokens whose probabilities add up to N; 1: off.",
+            is_common=True,
+        ),
+        _Option(
+            "--min-p",
+            "min_p",
+            "Keep tokens with at least N times the best one's probability; 0: off.",
+            is_common=True,
+        ),
         _Option("--typical --typical-p", "typ_p", "Locally typical sampling; 1: off."),
-        _Option("--top-nsigma --top-n-sigma", "top_n_sigma",
-                "Keep logits within N standard deviations of the best; 0 or less: off."),
-        _Option("--xtc-probability", "xtc_probability",
-                "How often the likeliest tokens are left out; 0: off."),
-        _Option("--xtc-threshold", "xtc_threshold",
-                "Minimum probability of tokens left out; over 0.5: off."),
-        _Option("-l --logit-bias", "logit_bias",
-                "Added to a token's logit: 15043+1, 15043-inf; may be repeated.",
-                type=Parsed("logit bias", bias_of), metavar="TOKEN(+/-)BIAS", is_repeated=True),
+        _Option(
+            "--top-nsigma --top-n-sigma",
+            "top_n_sigma",
+            "Keep logits within N standard deviations of the best; 0 or less: off.",
+        ),
+        _Option(
+            "--xtc-probability",
+            "xtc_probability",
+            "How often the likeliest tokens are left out; 0: off.",
+        ),
+        _Option(
+            "--xtc-threshold",
+            "xtc_threshold",
+            "Minimum probability of tokens left out; over 0.5: off.",
+        ),
+        _Option(
+            "-l --logit-bias",
+            "logit_bias",
+            "Added to a token's logit: 15043+1, 15043-inf; may be repeated.",
+            type=Parsed("logit bias", bias_of),
+            metavar="TOKEN(+/-)BIAS",
+            is_repeated=True,
+        ),
     ),
     "Repetition": (
-        _Option("--repeat-penalty", "repeat_penalty", "Penalty for recent tokens; 1: off.",
-                is_common=True),
-        _Option("--repeat-last-n", "repeat_last_n",
-                "How many tokens are recent; 0: off, -1: all.", type=int),
-        _Option("--presence-penalty", "presence_penalty",
-                "Subtracted from the logit of each recent token; 0: off."),
-        _Option("--frequency-penalty", "frequency_penalty",
-                "The same, times how often it appeared; 0: off."),
-        _Option("--dry-multiplier", "dry_multiplier",
-                "DRY: penalty for continuing a repetition; 0: off."),
+        _Option(
+            "--repeat-penalty",
+            "repeat_penalty",
+            "Penalty for recent tokens; 1: off.",
+            is_common=True,
+        ),
+        _Option(
+            "--repeat-last-n",
+            "repeat_last_n",
+            "How many tokens are recent; 0: off, -1: all.",
+            type=int,
+        ),
+        _Option(
+            "--presence-penalty",
+            "presence_penalty",
+            "Subtracted from the logit of each recent token; 0: off.",
+        ),
+        _Option(
+            "--frequency-penalty",
+            "frequency_penalty",
+            "The same, times how often it appeared; 0: off.",
+        ),
+        _Option(
+            "--dry-multiplier",
+            "dry_multiplier",
+            "DRY: penalty for continuing a repetition; 0: off.",
+        ),
         _Option("--dry-base", "dry_base", "Factor by which the penalty grows with every token."),
-        _Option("--dry-allowed-length", "dry_allowed_length",
-                "Length of a repetition from which the penalty applies.", type=int),
-        _Option("--dry-penalty-last-n", "dry_penalty_last_n",
-                "Tokens that are searched; 0: off, -1: all.", type=int),
-        _Option("--dry-sequence-breaker", "dry_sequence_breakers",
-                "Text that ends a repetition, instead of newline : \" *; may be repeated; none: off.",
-                type=str, metavar="TEXT", is_repeated=True),
+        _Option(
+            "--dry-allowed-length",
+            "dry_allowed_length",
+            "Length of a repetition from which the penalty applies.",
+            type=int,
+        ),
+        _Option(
+            "--dry-penalty-last-n",
+            "dry_penalty_last_n",
+            "Tokens that are searched; 0: off, -1: all.",
+            type=int,
+        ),
+        _Option(
+            "--dry-sequence-breaker",
+            "dry_sequence_breakers",
+            'Text that ends a repetition, instead of newline : " *; may be repeated; none: off.',
+            type=str,
+            metavar="TEXT",
+            is_repeated=True,
+        ),
     ),
     "Mirostat, instead of the samplers above except temperature and logit bias": (
         _Option("--mirostat", "mirostat", "1 or 2 for its versions; 0: off.", type=int),
@@ -112,23 +177,40 @@ _GROUPS = {
         _Option("--mirostat-ent", "mirostat_ent", "Target entropy in bits (tau)."),
     ),
     "Adaptive-p, the last sampler if --samplers names it": (
-        _Option("--adaptive-target", "adaptive_target",
-                "Prefers tokens near this probability; below 0: off."),
-        _Option("--adaptive-decay", "adaptive_decay",
-                "Factor per token on the weight of earlier draws."),
+        _Option(
+            "--adaptive-target",
+            "adaptive_target",
+            "Prefers tokens near this probability; below 0: off.",
+        ),
+        _Option(
+            "--adaptive-decay", "adaptive_decay", "Factor per token on the weight of earlier draws."
+        ),
     ),
     "Order and seed": (
-        _Option("--samplers", "samplers",
-                'Samplers in order; "" draws from the model\'s own probabilities.'
-                f" [default: {';'.join(DEFAULT_SAMPLERS)}]",
-                type=str, metavar='"A;B;C"'),
-        _Option("--sampling-seq --sampler-seq", "sampling_seq",
-                f"The same by letters. [default: {_DEFAULT_LETTERS}]",
-                type=str, metavar="LETTERS"),
-        _Option("-s --seed", "seed", "Random seed, for repeatable results; -1: a new one each time.",
-                type=int, is_common=True),
+        _Option(
+            "--samplers",
+            "samplers",
+            'Samplers in order; "" draws from the model\'s own probabilities.'
+            f" [default: {';'.join(DEFAULT_SAMPLERS)}]",
+            type=str,
+            metavar='"A;B;C"',
+        ),
+        _Option(
+            "--sampling-seq --sampler-seq",
+            "sampling_seq",
+            f"The same by letters. [default: {_DEFAULT_LETTERS}]",
+            type=str,
+            metavar="LETTERS",
+        ),
+        _Option(
+            "-s --seed",
+            "seed",
+            "Random seed, for repeatable results; -1: a new one each time.",
+            type=int,
+            is_common=True,
+        ),
     ),
-}  # fmt: skip
+}
 _OPTIONS = [option for group in _GROUPS.values() for option in group]
 
 
@@ -136,9 +218,13 @@ def sampling_options(command: Command) -> Command:
     """Adds all sampling options to a click command. Their values come in as keyword arguments,
     which `take_sampling_options` turns into fields of SamplingOptions."""
     command = click.option(
-        "--help-sampling", is_flag=True, is_eager=True, expose_value=False, callback=_show_help,
+        "--help-sampling",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_show_help,
         help="Show all sampling options: penalties, DRY, XTC, Mirostat, their order.",
-    )(command)  # fmt: skip
+    )(command)
     for option in reversed(_OPTIONS):
         command = click.option(
             *option.spellings.split(),
@@ -200,8 +286,8 @@ def _show_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     formatter.write_text("The samplers run in order, then one token is drawn.")
     for title, options in _GROUPS.items():
         with formatter.section(title):
-            formatter.write_dl([
-                (f"{', '.join(o.spellings.split())} {o.metavar}", o.full_help) for o in options
-            ])  # fmt: skip
+            formatter.write_dl(
+                [(f"{', '.join(o.spellings.split())} {o.metavar}", o.full_help) for o in options]
+            )
     click.echo(formatter.getvalue(), nl=False)
     ctx.exit()

@@ -43,8 +43,10 @@ class OutputPath(click.Path):
         if self.endings and ending in ENDINGS and ending not in self.endings:
             self.fail(
                 f"{os.fsdecode(path)} is named like another kind of file; wanted a name that ends in"
-                f" {' or '.join(self.endings)}", param, ctx,
-            )  # fmt: skip
+                f" {' or '.join(self.endings)}",
+                param,
+                ctx,
+            )
         return path
 
 
@@ -291,8 +293,13 @@ def wrapped(line: str, width: int) -> str:
     words, mark, command = line.rpartition(_COMMAND)
     if not mark:
         words, command = line, ""
-    lines = textwrap.wrap(words + mark[:1], width, subsequent_indent="  ",
-                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    lines = textwrap.wrap(
+        words + mark[:1],
+        width,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     return "\n".join([*lines, *([f"  {mark[2:]}{command}"] if mark else [])])
 
 

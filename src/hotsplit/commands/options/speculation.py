@@ -22,29 +22,53 @@ _UNLESS_TOLD: SpecType = "ngram"
 # `take_speculation_options` turns their values into SpeculationOptions.
 speculation_options = joined(
     click.option(
-        "--speculate", "--spec-type", "spec_type", type=click.Choice(get_args(SpecType)),
+        "--speculate",
+        "--spec-type",
+        "spec_type",
+        type=click.Choice(get_args(SpecType)),
         help="Draft tokens and verify several in one step; the text stays the same. ngram drafts"
         " from the text, ngram-mod from a table of all texts so far, draft with a smaller model"
         f" (-md).  [default: {_UNLESS_TOLD} where the text stays the same; draft with -md]",
     ),
     click.option(
-        "-md", "--model-draft", "model_draft", type=click.Path(path_type=Path), metavar="SOURCE",
+        "-md",
+        "--model-draft",
+        "model_draft",
+        type=click.Path(path_type=Path),
+        metavar="SOURCE",
         help="A smaller model with the same vocabulary, which makes the drafts: a file, a checkpoint"
         " folder or a name on the hub.",
     ),
     click.option(
-        "--draft-max", "--draft", "--draft-n", "draft_max", type=int, default=_DEFAULTS.most,
-        show_default=True, help="Maximum tokens per draft; fewer if that is faster.",
+        "--draft-max",
+        "--draft",
+        "--draft-n",
+        "draft_max",
+        type=int,
+        default=_DEFAULTS.most,
+        show_default=True,
+        help="Maximum tokens per draft; fewer if that is faster.",
     ),
     click.option(
-        "--draft-min", "--draft-n-min", "draft_min", type=int, default=_DEFAULTS.least,
-        show_default=True, hidden=True, help="Minimum tokens of a draft.",
+        "--draft-min",
+        "--draft-n-min",
+        "draft_min",
+        type=int,
+        default=_DEFAULTS.least,
+        show_default=True,
+        hidden=True,
+        help="Minimum tokens of a draft.",
     ),
     click.option(
-        "--draft-p-min", "draft_p_min", type=float, default=_DEFAULTS.min_probability,
-        show_default=True, hidden=True, help="Probability below which a draft model stops drafting.",
+        "--draft-p-min",
+        "draft_p_min",
+        type=float,
+        default=_DEFAULTS.min_probability,
+        show_default=True,
+        hidden=True,
+        help="Probability below which a draft model stops drafting.",
     ),
-)  # fmt: skip
+)
 
 
 def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOptions, Path | None]:

@@ -63,8 +63,11 @@ MOST_PROMPTS = 256  # continued together
 
 
 def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list[str]:
-    given = [name for name, value in (("-p", prompt), ("-f", file), ("--prompts", many))
-             if value is not None]  # fmt: skip
+    given = [
+        name
+        for name, value in (("-p", prompt), ("-f", file), ("--prompts", many))
+        if value is not None
+    ]
     if len(given) != 1:
         what = f"{' and '.join(given)} exclude each other" if given else "there is no prompt"
         raise click.UsageError(

@@ -42,13 +42,24 @@ def report_of(
     memory = [asdict(report) for report in engine.memory_report()]
     runs = engine.last_runs if is_many else [engine.last_run]
     texts = [
-        {"text": w.text, **({"reasoning": w.reasoning} if w.reasoning else {}),
-         "token_ids": w.ids, **asdict(run), "prefill_per_s": run.prefill_per_s,
-         "decode_per_s": run.decode_per_s, **({"logprobs": w.logprobs} if w.logprobs else {})}
+        {
+            "text": w.text,
+            **({"reasoning": w.reasoning} if w.reasoning else {}),
+            "token_ids": w.ids,
+            **asdict(run),
+            "prefill_per_s": run.prefill_per_s,
+            "decode_per_s": run.decode_per_s,
+            **({"logprobs": w.logprobs} if w.logprobs else {}),
+        }
         for w, run in zip(writings, runs, strict=True)
-    ]  # fmt: skip
-    common: dict[str, Any] = {"mode": engine.mode, "load_s": engine.load_s, "num_threads": num_threads,
-              "bytes": roles, "memory": memory}  # fmt: skip
+    ]
+    common: dict[str, Any] = {
+        "mode": engine.mode,
+        "load_s": engine.load_s,
+        "num_threads": num_threads,
+        "bytes": roles,
+        "memory": memory,
+    }
     if seed is not None:
         common |= {"seed": seed}
     cache = engine.neuron_cache
