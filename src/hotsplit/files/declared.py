@@ -1,0 +1,110 @@
+"""Values from outside, read as the object that is declared for them.
+
+An object is declared once, as a dataclass (or another type) whose annotations are its kinds and
+bounds. pydantic compares values with them: strictly (no "1" for 1, no 1 for true), without unknown
+keys, and with finite numbers only, unless an annotation says otherwise. It takes 50 ms to import,
+which is more than `hotsplit --help` may spend, so it is imported at the first use."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from annotated_types import Ge, Gt, Le, Predicate
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import MAX_COUNT, MAX_SHOWN, one_line, plain, shown
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
+Least1 = Annotated[int, Ge(1), Le(MAX_COUNT)]
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Line = Annotated[str, Predicate(str.isprintable)]  # such as an id, which errors can quote as it is
+
+# What is wanted, by the type of pydantic's error.
+_WANTED = {
+    "bool_type": "true or false",
+    "dataclass_type": "an object",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "mapping_type": "an object",
+    "model_type": "an object",
+    "predicate_failed": "a one-line string",
+    "string_type": "a string",
+    "tuple_type": "a list",
+}
+_BOUNDS = {
+    "ge": "at least {}",
+    "gt": "more than {}",
+    "le": "at most {}",
+    "lt": "less than {}",
+    "expected": "one of {}",
+}
+
+
+def read_declared(kind: type[T], values: object, name: str = "") -> T:
+    """`values`, of a JSON file or of GGUF keys, as an object of this kind; errors call it `name`.
+
+    Raises HotsplitError for the first value of another kind, and for an unknown or missing key."""
+    from pydantic import ValidationError
+
+    try:
+        text = json.dumps([values], default=plain)
+        return _adapter(kind).validate_json(text)[0]
+    except RecursionError as error:
+        raise HotsplitError(f"{name or 'the content'} is nested too deep") from error
+    except ValidationError as error:
+        raise HotsplitError(error_line(error, name, skip=1)) from error
+
+
+def error_line(error: "ValidationError", name: str = "", *, skip: int = 0) -> str:
+    """The first error on one line: what is wrong where, and what is wanted.
+
+    `name`: the whole object's. `skip`: places of pydantic's path that are not in the object."""
+    first = error.errors(include_url=False)[0]
+    place = place_of(first["loc"][skip:], name)
+    if first["type"] == "missing":
+        return f"key {shown(place)} is missing"
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"key {shown(place)} is unknown"
+    place = one_line(place or "the content", MAX_SHOWN)
+    return f"{place} is {shown(first['input'])}, wanted {wanted_by(first)}"
+
+
+def place_of(path: tuple[int | str, ...], name: str = "") -> str:
+    """A path within an object as errors write it: gpus[0].name."""
+    for part in path:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part != "[key]":
+            name += f".{part}" if name else part
+    return name
+
+
+def wanted_by(problem: Mapping[str, Any]) -> str:
+    """What one of pydantic's errors wants, in words."""
+    if words := _WANTED.get(problem["type"]):
+        return words
+    for key, value in problem.get("ctx", {}).items():
+        if key in _BOUNDS:
+            return _BOUNDS[key].format(value)
+    return one_line(problem["msg"].removeprefix("Input should be ").removeprefix("Value error, "))
+
+
+@cache
+def _adapter(kind: Any) -> "TypeAdapter[list[Any]]":
+    """In a list, since pydantic takes a configuration only for types that cannot have their own."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(
+        list[kind], config={"extra": "forbid", "strict": True, "allow_inf_nan": False}
+    )
