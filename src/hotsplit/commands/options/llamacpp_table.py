@@ -5,19 +5,26 @@ llama-cpp-python 0.3.36; tests/llamacpp/options.txt lists their names). An optio
 itself comes first; among rows, the first one that has the name and the command."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args
 
 Values = Literal["none", "one", "optional"]
 Does = Literal[
     "same", "note", "refuse", "rename", "each", "layers", "device", "model", "file", "thinking"
 ]
 
-TALKS = ("chat", "run")
-TEXTS = ("generate", *TALKS)
-TEXT_COMMANDS = (*TEXTS, "serve")
-HUB_COMMANDS = (*TEXT_COMMANDS, "bench", "plan", "convert")
-RUN_COMMANDS = (*TEXT_COMMANDS, "eval", "profile", "bench")
-MODEL_COMMANDS = (*RUN_COMMANDS, "plan", "convert", "inspect", "solve", "report")
+PREPARING = ("generate", "chat", "serve", "bench")  # they have --vram, as run has
+_TALKS = ("chat", "run")
+_TEXTS = ("generate", *_TALKS)
+_WRITERS = (*_TEXTS, "serve")
+_LOADERS = (*_WRITERS, "eval", "profile", "bench")
+_COMMANDS = {
+    "talks": _TALKS,
+    "texts": _TEXTS,
+    "writers": _WRITERS,
+    "preparing": PREPARING,
+    "hub": (*_WRITERS, "bench", "plan", "convert"),
+    "models": (*_LOADERS, "plan", "convert", "inspect", "solve", "report"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,491 +42,288 @@ class Flag:
     A value in `usual` is already what we do."""
 
     does: Does
-    values: Values = "none"
-    commands: tuple[str, ...] = TEXT_COMMANDS
-    text: str = ""
-    usual: tuple[str, ...] = ()
-    whose: str = "llama.cpp's"
+    values: Values
+    commands: tuple[str, ...]
+    text: str
+    usual: tuple[str, ...]
+    whose: str
 
 
-def _same(values: Values = "none", commands: tuple[str, ...] = RUN_COMMANDS) -> Flag:
-    return Flag(does="same", values=values, commands=commands)
-
-
-def _note(
-    text: str, values: Values = "none", commands: tuple[str, ...] = RUN_COMMANDS, usual: str = ""
-) -> Flag:
-    return Flag(
-        does="note", values=values, commands=commands, text=text, usual=tuple(usual.split())
-    )
-
-
-def _refuse(
-    text: str, values: Values = "none", commands: tuple[str, ...] = RUN_COMMANDS, usual: str = ""
-) -> Flag:
-    return Flag(
-        does="refuse", values=values, commands=commands, text=text, usual=tuple(usual.split())
-    )
-
-
-def _rename(text: str, values: Values = "one", commands: tuple[str, ...] = TEXT_COMMANDS) -> Flag:
-    return Flag(does="rename", values=values, commands=commands, text=text)
-
-
-SERVE = ("serve",)
-_PLAN = (
-    "a plan decides what is on the GPU: hotsplit solve MODEL --profile P --machine M"
-    " --vram-budget 8GiB -o PLAN, then --split PLAN; without a plan, everything is on the GPU if there"
-    " is one"
-)
-_RUN_PLANS = (
-    "run makes the plan itself: leave the option out, or give --vram SIZE for less of the GPU, and"
-    " --device cuda:N for another one"
-)
-_VRAM_PLANS = (
-    "a plan decides what is on the GPU: --vram 8GiB makes one, --split PLAN takes one of hotsplit solve;"
-    " without a plan, everything is on the GPU if there is one"
-)
-PREPARING = ("generate", "chat", "serve", "bench")  # they have --vram, as run has
 BUDGET = (
     "hotsplit run MODEL --vram 8GiB does everything within a budget; here the plan decides:"
     " hotsplit solve MODEL --profile P --machine M --vram-budget 8GiB -o PLAN, then --split PLAN"
 )
-_MEMORY = "weights are copied into memory if they fit, and stay in the mapped file otherwise"
-_PASS = "the number of tokens in a pass is chosen automatically"
-_LOG = "messages go to stderr, the text to stdout"
-_THREADS = "thread placement is left to the system"
-_DRAFT = "the draft model runs on the CPU, with the threads of -t"
-_NO_DRAFTS = "the server drafts nothing"
-_NO_IMAGES = "no model runs with images, sound or videos; give a text model without the option"
-_ONE_MODEL = "a server has one model: start one for each, with its own --port"
-_NO_TOOLS = "the server runs no tools and opens no files; clients run the tools that it calls"
-_FIELD = "it is a field of each request"
-_CHAT = "hotsplit generate MODEL --chat -p TEXT, or -f FILE"
-_ROPE = (
-    "rotary embeddings are computed as the model file says; --rope-scaling and --rope-scale change"
-    " that"
-)
-_KEPT = "--kept says how many earlier texts stay in memory"
-_WINDOWS = "layers with windows keep their windows, and states are kept where texts end and part"
-_BLOCKS = "each text has --context tokens, in blocks that need no sorting"
-_PRESET = "name the model instead, e.g. ORG/NAME-GGUF:Q4_K_M"
-_NGRAMS = "n-grams of drafts have the lengths that were found best"
+# Texts of several rows.
+_TEXT = {
+    "$BUDGET": BUDGET,
+    "$PLAN": "a plan decides what is on the GPU: hotsplit solve MODEL --profile P --machine M"
+    " --vram-budget 8GiB -o PLAN, then --split PLAN; without a plan, everything is on the GPU if"
+    " there is one",
+    "$RUN_PLANS": "run makes the plan itself: leave the option out, or give --vram SIZE for less of"
+    " the GPU, and --device cuda:N for another one",
+    "$VRAM_PLANS": "a plan decides what is on the GPU: --vram 8GiB makes one, --split PLAN takes one"
+    " of hotsplit solve; without a plan, everything is on the GPU if there is one",
+    "$MEMORY": "weights are copied into memory if they fit, and stay in the mapped file otherwise",
+    "$LOG": "messages go to stderr, the text to stdout",
+    "$THREADS": "thread placement is left to the system",
+    "$DRAFT": "the draft model runs on the CPU, with the threads of -t",
+    "$NO_DRAFTS": "the server drafts nothing",
+    "$NO_TOOLS": "the server runs no tools and opens no files; clients run the tools that it calls",
+    "$ONE_MODEL": "a server has one model: start one for each, with its own --port",
+    "$FIELD": "it is a field of each request",
+    "$ROPE": "rotary embeddings are computed as the model file says; --rope-scaling and"
+    " --rope-scale change that",
+    "$KEPT": "--kept says how many earlier texts stay in memory",
+    "$WINDOWS": "layers with windows keep their windows, and states are kept where texts end and"
+    " part",
+    "$BLOCKS": "each text has --context tokens, in blocks that need no sorting",
+}
 
-TABLE: tuple[tuple[str, Flag], ...] = (
-    # ---- the program
-    ("--usage", _rename("--help", "none", MODEL_COMMANDS)),
-    ("--version", _refuse("hotsplit --version", commands=MODEL_COMMANDS)),
-    ("-cl --cache-list", _refuse("hotsplit cache list shows what run has made")),
-    ("--completion-bash", _refuse("hotsplit completion bash")),
-    ("--list-devices", _refuse("hotsplit doctor shows them, and --device cuda:N takes one")),
-    ("--server-base", _refuse("this command loads the model itself: give MODEL", "one")),
-    ("-co --color", _note(_LOG, "optional")),
-    (
-        "-v --verbose --log-verbose --simple-io --log-disable --log-prefix"
-        " --log-timestamps --no-log-prefix --no-log-timestamps --verbose-prompt",
-        _note(_LOG),
-    ),
-    ("-lv --verbosity --log-verbosity --log-colors", _note(_LOG, "one")),
-    ("--log-jsonl", _rename("--log-json", "none", SERVE)),
-    ("--log-jsonl", _note("the report is JSON with --json")),
-    ("--no-log-jsonl", _same()),
-    ("--log-file", _refuse("messages go to stderr: end the command with 2> FILE", "one")),
-    ("--log-prompts-dir", _note("prompts are not logged", "one")),
-    ("-ptc --print-token-count", _note("the closing line has the number of tokens", "one")),
-    ("--no-perf --perf --show-timings --no-show-timings", _note("speeds are in the closing line")),
-    ("--offline", _refuse("set the variable HF_HUB_OFFLINE=1", commands=MODEL_COMMANDS)),
-    ("-hft --hf-token", _refuse("put the token into the variable HF_TOKEN", "one", MODEL_COMMANDS)),
-    # ---- the model
-    ("-m --model", Flag(does="model", values="one", commands=MODEL_COMMANDS)),
-    ("-hf -hfr --hf-repo -mu --model-url", Flag(does="model", values="one", commands=HUB_COMMANDS)),
-    ("-hff --hf-file", Flag(does="file", values="one", commands=HUB_COMMANDS)),
-    (
-        "-hf -hfr --hf-repo -mu --model-url -hff --hf-file -dr --docker-repo",
-        _refuse(
-            "fetch and convert it first: hotsplit convert ORG/NAME -o model.gguf",
-            "one",
-            MODEL_COMMANDS,
-        ),
-    ),
-    (
-        "--gpt-oss-20b-default --gpt-oss-120b-default --embd-gemma-default --fim-qwen-1.5b-default"
-        " --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec"
-        " --fim-qwen-30b-default --vision-gemma-4b-default --vision-gemma-12b-default",
-        _refuse(_PRESET, commands=MODEL_COMMANDS),
-    ),
-    ("--no-mmproj --no-mmproj-auto", _same()),
-    ("--mmproj-auto --mmproj-offload --no-mmproj-offload", _note("there are no images")),
-    (
-        "--image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps"
-        " --video-timestamp-interval --video-ffmpeg-dir",
-        _note("there are no images", "one"),
-    ),
-    ("-mm --mmproj -mmu --mmproj-url --image --audio --video", _refuse(_NO_IMAGES, "one")),
-    (
-        "--lora --lora-scaled --control-vector --control-vector-scaled",
-        _refuse(
-            "adapters are not supported; merge them into the checkpoint and convert that", "one"
-        ),
-    ),
-    (
-        "--control-vector-layer-range --lora-init-without-apply",
-        _refuse("adapters are not supported; leave it out"),
-    ),
-    (
-        "--override-kv",
-        _refuse(
-            "the file's keys are used as they are; what -c, --rope-scaling and"
-            " --rope-scale say of its context takes precedence",
-            "one",
-        ),
-    ),
-    ("--check-tensors", _note("convert compares what it writes with its source")),
-    (
-        "--rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor"
-        " --yarn-beta-slow --yarn-beta-fast -gan --grp-attn-n -gaw --grp-attn-w",
-        _refuse(_ROPE, "one"),
-    ),
-    # ---- memory and devices
-    ("-ngl --gpu-layers --n-gpu-layers", Flag(does="layers", values="one", commands=RUN_COMMANDS)),
-    (
-        "-ngl --gpu-layers --n-gpu-layers",
-        _refuse(
-            "GPU memory is given in bytes, not in layers: --vram-budget 8GiB",
-            "one",
-            ("solve", "plan"),
-        ),
-    ),
-    (
-        "-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
-        " -mg --main-gpu -nkvo --no-kv-offload -ncffn --n-cpu-ffn",
-        _refuse(_RUN_PLANS, commands=("run",)),
-    ),
-    (
-        "-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
-        " -mg --main-gpu -nkvo --no-kv-offload -ncffn --n-cpu-ffn",
-        _refuse(_VRAM_PLANS, commands=PREPARING),
-    ),
-    (
-        "-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
-        " -mg --main-gpu -nkvo --no-kv-offload -ncffn --n-cpu-ffn",
-        _refuse(_PLAN),
-    ),
-    (
-        "-vb --vram --vram-budget",
-        Flag(
-            does="refuse",
-            commands=("eval",),
-            text=BUDGET,
-            whose="an option of commands that run a model",
-        ),
-    ),
-    (
-        "--reset-gpu-index --disable-gpu-index",
-        Flag(
-            does="refuse",
-            commands=RUN_COMMANDS,
-            whose="PowerInfer's",
-            text="a plan is used only if --split names it, and solve --force replaces it",
-        ),
-    ),
-    ("-dev", Flag(does="device", values="one", commands=RUN_COMMANDS)),
-    (
-        "-fit --fit",
-        _note("a plan always fits its budget, and --vram says which", "one", usual="on"),
-    ),
-    (
-        "-fitt --fit-target",
-        _refuse("--vram SIZE says how much of the GPU to use", "one", TEXT_COMMANDS),
-    ),
-    ("-fitc --fit-ctx", _note("-c says how long the context is", "one")),
-    (
-        "--rpc",
-        _refuse(
-            "there are no remote devices; several GPUs of this machine: --vram once per GPU", "one"
-        ),
-    ),
-    ("--no-host --op-offload --no-op-offload", _note("a plan decides what is computed where")),
-    ("--mlock", _note(f"{_MEMORY}; they are not locked there")),
-    ("--mmap --no-mmap", _note(_MEMORY)),
-    ("-lm --load-mode -lzm --lazy-mode", _note(_MEMORY, "one")),
-    ("-nr --no-repack --repack", _note("weights are arranged in memory for decoding")),
-    (
-        "-fa --flash-attn",
-        Flag(
-            does="note",
-            values="optional",
-            commands=RUN_COMMANDS,
-            text="attention never stores all scores",
-            usual=("", "on", "auto", "1"),
-        ),
-    ),
-    ("-kvo", _same()),
-    ("-dt --defrag-thold", _note(_BLOCKS, "one")),
-    ("-kvu --kv-unified -no-kvu --no-kv-unified", _note(_BLOCKS)),
-    ("--kv-unified-per-slot", _refuse("-c says how long each text may be", "one")),
-    ("--swa-full", _note(_WINDOWS)),
-    (
-        "-ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step",
-        _note(_WINDOWS, "one"),
-    ),
-    ("-cram --cache-ram", _note(_KEPT, "one", SERVE)),
-    ("-cram --cache-ram", _note("there is one text", "one")),
-    ("--cache-idle-slots --no-cache-idle-slots", _note(_KEPT, commands=SERVE)),
-    # ---- speed
-    ("-b --batch-size -ub --ubatch-size", _note(_PASS, "one")),
-    ("-tb --threads-batch", _note("prompts use as many threads as generation does (-t)", "one")),
-    (
-        "--numa --prio --poll -C --cpu-mask -Cr --cpu-range --cpu-strict -Cb --cpu-mask-batch -Crb"
-        " --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch",
-        _note(_THREADS, "one"),
-    ),
-    ("--warmup", _note("only bench has warm-ups, and always")),
-    (
-        "-bs --backend-sampling --spec-draft-backend-sampling --no-spec-draft-backend-sampling",
-        _note("tokens are drawn by the CPU"),
-    ),
-    ("-o --output", _refuse("the report's form is --json or --md", commands=("bench",))),
-    (
-        "-pg",
-        _refuse(
-            "a prompt and the tokens after it are two tests: -p N -n M -d N", commands=("bench",)
-        ),
-    ),
-    # ---- drafts
-    (
-        "-md --model-draft --spec-draft-model --spec-draft-hf -hfd -hfrd --hf-repo-draft",
-        _refuse("the server drafts nothing; hotsplit run and chat take -md", "one", SERVE),
-    ),
-    ("--spec-default", _note(_NO_DRAFTS, commands=SERVE)),
-    (
-        "--spec-type --spec-draft-n-max --spec-draft-n-min --spec-draft-p-min --draft-p-min"
-        " --draft --draft-n --draft-max --draft-min --draft-n-min -lcs --lookup-cache-static"
-        " -lcd --lookup-cache-dynamic --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits",
-        _note(_NO_DRAFTS, "one", SERVE),
-    ),
-    (
-        "--spec-draft-model --spec-draft-hf -hfd -hfrd --hf-repo-draft",
-        _rename("-md", commands=TEXTS),
-    ),
-    ("--spec-draft-n-max", _rename("--draft-max", commands=TEXTS)),
-    ("--spec-draft-n-min", _rename("--draft-min", commands=TEXTS)),
-    ("--spec-draft-p-min", _rename("--draft-p-min", commands=TEXTS)),
-    ("--spec-default", _same(commands=TEXTS)),
-    (
-        "--spec-draft-threads -td --threads-draft --spec-draft-threads-batch -tbd --threads-batch-draft"
-        " --spec-draft-cpu-mask -Cd --cpu-mask-draft --spec-draft-cpu-range -Crd --cpu-range-draft"
-        " --spec-draft-cpu-strict --cpu-strict-draft --spec-draft-prio --prio-draft --spec-draft-poll"
-        " --poll-draft --spec-draft-cpu-mask-batch -Cbd --cpu-mask-batch-draft"
-        " --spec-draft-cpu-strict-batch --cpu-strict-batch-draft --spec-draft-prio-batch"
-        " --prio-batch-draft --spec-draft-poll-batch --poll-batch-draft --spec-draft-type-k -ctkd"
-        " --cache-type-k-draft --spec-draft-type-v -ctvd --cache-type-v-draft"
-        " --spec-draft-override-tensor -otd --override-tensor-draft --spec-draft-n-cpu-moe"
-        " --spec-draft-ncmoe -ncmoed --n-cpu-moe-draft --spec-draft-device -devd --device-draft"
-        " --spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft",
-        _note(_DRAFT, "one"),
-    ),
-    ("--spec-draft-cpu-moe -cmoed --cpu-moe-draft", _note(_DRAFT)),
-    (
-        "--spec-synth-len --spec-synth-rates --spec-draft-p-split --draft-p-split"
-        " --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match"
-        " --spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-simple-min-hits"
-        " --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits"
-        " --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits",
-        _note(_NGRAMS, "one"),
-    ),
-    # ---- texts
-    ("--predict", _rename("--n-predict")),
-    ("-cnv --conversation -i --interactive -if --interactive-first", _same(commands=TALKS)),
-    (
-        "-cnv --conversation -i --interactive -if --interactive-first",
-        _refuse(
-            "a conversation is a command of its own: hotsplit chat MODEL", commands=("generate",)
-        ),
-    ),
-    ("-no-cnv --no-conversation", _same(commands=("generate", "run"))),
-    (
-        "-no-cnv --no-conversation",
-        _refuse("to continue a text: hotsplit generate MODEL -p TEXT", commands=("chat",)),
-    ),
-    ("-st --single-turn", _refuse("for one answer: hotsplit generate MODEL --chat -p TEXT")),
-    (
-        "-p --prompt -f --file",
-        Flag(
-            does="refuse",
-            values="one",
-            commands=("chat",),
-            text=_CHAT,
-            whose="for a text, not for a conversation",
-        ),
-    ),
-    ("-bf --binary-file", _refuse("texts are UTF-8: -f FILE", "one")),
-    (
-        "-o --output --output-file",
-        _refuse("the text goes to stdout: end the command with > FILE", "one", TEXTS),
-    ),
-    ("--prompt-cache", _refuse("hotsplit generate MODEL takes it", "one", TALKS)),
-    (
-        "--prompt-cache-all --prompt-cache-ro",
-        _refuse("--prompt-cache keeps only the prompt, never the text after it; leave it out"),
-    ),
-    ("--display-prompt", _same()),
-    ("--no-display-prompt", _same(commands=("chat",))),
-    ("--no-context-shift --no-escape --no-warmup", _same()),
-    (
-        "--context-shift",
-        _refuse("an answer ends where its context is full; give a longer -c", commands=SERVE),
-    ),
-    ("--keep", _note("texts are never shortened here, but for the oldest turns of a chat", "one")),
-    (
-        "-np --parallel",
-        _note("several texts: hotsplit generate --prompts FILE", "one", TEXTS, "1 -1"),
-    ),
-    ("-e --escape", _refuse("write the characters themselves: -p $'a\\nb' or -f FILE")),
-    ("-mli --multiline-input", _refuse("Alt-Enter, or a backslash before Enter, makes a new line")),
-    ("-sp --special", _note("special tokens are not printed")),
-    (
-        "--in-prefix --in-suffix",
-        _refuse("the chat template writes what is around a message: --chat-template FILE", "one"),
-    ),
-    (
-        "--in-prefix-bos",
-        _refuse("the chat template writes what is around a message: --chat-template FILE"),
-    ),
-    ("--chat-template-file", _rename("--chat-template")),
-    ("--jinja", _same()),
-    ("--no-jinja", _note("chat templates are always Jinja's")),
-    ("--ignore-eos", _refuse("hotsplit generate MODEL takes it", commands=("chat",))),
-    (
-        "--tfs --tfs-z",
-        _refuse(
-            "there is no tail-free sampling (llama.cpp has dropped it, too); --min-p cuts the tail",
-            "one",
-        ),
-    ),
-    ("--penalize-nl", _refuse("the newline is penalised like any token; leave the option out")),
-    # ---- thoughts
-    (
-        "-rea --reasoning --reasoning-effort --reasoning-budget",
-        Flag(
-            does="thinking",
-            values="one",
-            usual=("auto", "default", "-1"),
-            text="thoughts are not counted: 0 turns them off where the template can, and -n bounds the"
-            " whole answer",
-        ),
-    ),
-    ("--reasoning-budget-message", _note("thoughts are not counted", "one")),
-    (
-        "--reasoning-format",
-        _refuse(
-            'a request says it: "reasoning_format": "none"',
-            "one",
-            SERVE,
-            "auto deepseek deepseek-legacy",
-        ),
-    ),
-    (
-        "--reasoning-format",
-        _note(
-            "thoughts are separate from the answer", "one", usual="auto deepseek deepseek-legacy"
-        ),
-    ),
-    (
-        "--reasoning-preserve --no-reasoning-preserve",
-        _note("the chat template decides which earlier thoughts it repeats"),
-    ),
-    ("--no-skip-chat-parsing", _same()),
-    ("--skip-chat-parsing", _refuse("/v1/completions answers with the plain text", commands=SERVE)),
-    ("--skip-chat-parsing", _note("thoughts are separate from the answer")),
-    # ---- the server
-    ("-r --reverse-prompt", _refuse(f'{_FIELD}: "stop"', "one", SERVE)),
-    ("--ignore-eos", _refuse(f'{_FIELD}: "ignore_eos"', commands=SERVE)),
-    ("--grammar --grammar-file", _refuse(f'{_FIELD}: "grammar"', "one", SERVE)),
-    ("-j --json-schema -jf --json-schema-file", _refuse(f'{_FIELD}: "json_schema"', "one", SERVE)),
-    (
-        "-cb --cont-batching --metrics --cache-prompt --prefill-assistant --ui --webui -no-ag --no-agent"
-        " --no-ui-mcp-proxy --no-webui-mcp-proxy --no-slots",
-        _same(commands=SERVE),
-    ),
-    ("-nocb --no-cont-batching", _refuse("-np 1 answers one request at a time", commands=SERVE)),
-    (
-        "--no-cache-prompt",
-        _refuse(f'{_FIELD}: "cache_prompt": false; --kept 0 keeps no text', commands=SERVE),
-    ),
-    (
-        "--no-prefill-assistant",
-        _refuse(f'{_FIELD}: "continue_final_message": false', commands=SERVE),
-    ),
-    ("--cors-origins", Flag(does="each", values="one", commands=SERVE, text="--cors")),
-    ("--cors-methods --cors-headers", _note("pages may send what the API takes", "one", SERVE)),
-    (
-        "--cors-credentials --no-cors-credentials",
-        _note("a key is sent in a header", commands=SERVE),
-    ),
-    ("--no-ui --no-webui", _note("the page at / stays, and --api-key protects it", commands=SERVE)),
-    (
-        "--ui-config --webui-config --ui-config-file --webui-config-file",
-        _note("the page at / keeps its own settings", "one", SERVE),
-    ),
-    ("--ui-mcp-proxy --webui-mcp-proxy -ag --agent", _refuse(_NO_TOOLS, commands=SERVE)),
-    (
-        "--tools --tools-runtime --mcp-servers-config --mcp-servers-json --media-path",
-        _refuse(_NO_TOOLS, "one", SERVE),
-    ),
-    (
-        "--path",
-        _refuse(
-            "the page at / is the program's; serve your own beside it, with --cors ORIGIN",
-            "one",
-            SERVE,
-        ),
-    ),
-    (
-        "--api-prefix",
-        _refuse("put a proxy in front of the server that takes the prefix away", "one", SERVE),
-    ),
-    ("--api-key-file", _refuse("put the key into the variable HOTSPLIT_API_KEY", "one", SERVE)),
-    (
-        "--ssl-key-file --ssl-cert-file",
-        _refuse("put a proxy in front of the server for TLS (docs/serve.md)", "one", SERVE),
-    ),
-    ("--embedding --embeddings", _note("/v1/embeddings is always there", commands=SERVE)),
-    ("--pooling", _refuse("vectors are pooled as the model's file says", "one", SERVE)),
-    ("--embd-normalize", _refuse("vectors have length 1", "one", SERVE, "2")),
-    (
-        "--rerank --reranking",
-        _refuse("this server only generates and embeds texts", commands=SERVE),
-    ),
-    (
-        "--spm-infill",
-        _refuse("there is no /infill; /v1/completions takes the whole prompt", commands=SERVE),
-    ),
-    ("--cache-reuse", _note("prompts reuse what they begin with alike", "one", SERVE, "0")),
-    (
-        "-sps --slot-prompt-similarity",
-        _note("prompts reuse what they begin with alike", "one", SERVE),
-    ),
-    ("--slots", _note("/metrics counts what runs and waits", commands=SERVE)),
-    (
-        "--slot-save-path",
-        _refuse(
-            "texts are kept in memory (--kept); hotsplit generate --prompt-cache"
-            " keeps a prompt in a file",
-            "one",
-            SERVE,
-        ),
-    ),
-    ("--props", _note("/props shows the defaults, which do not change", commands=SERVE)),
-    ("--models-dir --models-preset --models-max", _refuse(_ONE_MODEL, "one", SERVE)),
-    ("--models-autoload", _refuse(_ONE_MODEL, commands=SERVE)),
-    ("--no-models-autoload", _same(commands=SERVE)),
-    ("--tags", _note("models have no tags", "one", SERVE)),
-    ("--reuse-port", _note("a port has one server", commands=SERVE)),
-    ("--sse-ping-interval", _note("streams have no pings", "one", SERVE)),
-    ("--threads-http", _note("requests are read by a few threads of their own", "one", SERVE)),
-    ("--sleep-idle-seconds", _note("the model stays loaded", "one", SERVE, "-1")),
-)
+# names, with N or [N] if they take a value or may | what they do, in which commands (without one:
+# those that load a model) | text | usual values, "-" for none | whose they are, if not llama.cpp's.
+# An indented line continues the row before it.
+_ROWS = """
+# ---- the program
+--usage | rename models | --help
+--version | refuse models | hotsplit --version
+-cl --cache-list | refuse | hotsplit cache list shows what run has made
+--completion-bash | refuse | hotsplit completion bash
+--list-devices | refuse | hotsplit doctor shows them, and --device cuda:N takes one
+--server-base N | refuse | this command loads the model itself: give MODEL
+-co --color [N] | note | $LOG
+-v --verbose --log-verbose --simple-io --log-disable --log-prefix --log-timestamps --no-log-prefix
+    --no-log-timestamps --verbose-prompt | note | $LOG
+-lv --verbosity --log-verbosity --log-colors N | note | $LOG
+--log-jsonl | rename serve | --log-json
+--log-jsonl | note | the report is JSON with --json
+--no-log-jsonl | same
+--log-file N | refuse | messages go to stderr: end the command with 2> FILE
+--log-prompts-dir N | note | prompts are not logged
+-ptc --print-token-count N | note | the closing line has the number of tokens
+--no-perf --perf --show-timings --no-show-timings | note | speeds are in the closing line
+--offline | refuse models | set the variable HF_HUB_OFFLINE=1
+-hft --hf-token N | refuse models | put the token into the variable HF_TOKEN
+# ---- the model
+-m --model N | model models
+-hf -hfr --hf-repo -mu --model-url N | model hub
+-hff --hf-file N | file hub
+-hf -hfr --hf-repo -mu --model-url -hff --hf-file -dr --docker-repo N | refuse models | fetch and
+    convert it first: hotsplit convert ORG/NAME -o model.gguf
+--gpt-oss-20b-default --gpt-oss-120b-default --embd-gemma-default --fim-qwen-1.5b-default
+    --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec
+    --fim-qwen-30b-default --vision-gemma-4b-default --vision-gemma-12b-default | refuse models |
+    name the model instead, e.g. ORG/NAME-GGUF:Q4_K_M
+--no-mmproj --no-mmproj-auto | same
+--mmproj-auto --mmproj-offload --no-mmproj-offload | note | there are no images
+--image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps
+    --video-timestamp-interval --video-ffmpeg-dir N | note | there are no images
+-mm --mmproj -mmu --mmproj-url --image --audio --video N | refuse | no model runs with images,
+    sound or videos; give a text model without the option
+--lora --lora-scaled --control-vector --control-vector-scaled N | refuse | adapters are not
+    supported; merge them into the checkpoint and convert that
+--control-vector-layer-range --lora-init-without-apply | refuse | adapters are not supported; leave
+    it out
+--override-kv N | refuse | the file's keys are used as they are; what -c, --rope-scaling and
+    --rope-scale say of its context takes precedence
+--check-tensors | note | convert compares what it writes with its source
+--rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor
+    --yarn-beta-slow --yarn-beta-fast -gan --grp-attn-n -gaw --grp-attn-w N | refuse | $ROPE
+# ---- memory and devices
+-ngl --gpu-layers --n-gpu-layers N | layers
+-ngl --gpu-layers --n-gpu-layers N | refuse solve plan | GPU memory is given in bytes, not in
+    layers: --vram-budget 8GiB
+-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode -mg
+    --main-gpu -nkvo --no-kv-offload -ncffn --n-cpu-ffn | refuse run | $RUN_PLANS
+-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode -mg
+    --main-gpu -nkvo --no-kv-offload -ncffn --n-cpu-ffn | refuse preparing | $VRAM_PLANS
+-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode -mg
+    --main-gpu -nkvo --no-kv-offload -ncffn --n-cpu-ffn | refuse | $PLAN
+-vb --vram --vram-budget | refuse eval | $BUDGET |  | an option of commands that run a model
+--reset-gpu-index --disable-gpu-index | refuse | a plan is used only if --split names it, and solve
+    --force replaces it |  | PowerInfer's
+-dev N | device
+-fit --fit N | note | a plan always fits its budget, and --vram says which | on
+-fitt --fit-target N | refuse writers | --vram SIZE says how much of the GPU to use
+-fitc --fit-ctx N | note | -c says how long the context is
+--rpc N | refuse | there are no remote devices; several GPUs of this machine: --vram once per GPU
+--no-host --op-offload --no-op-offload | note | a plan decides what is computed where
+--mlock | note | $MEMORY; they are not locked there
+--mmap --no-mmap | note | $MEMORY
+-lm --load-mode -lzm --lazy-mode N | note | $MEMORY
+-nr --no-repack --repack | note | weights are arranged in memory for decoding
+-fa --flash-attn [N] | note | attention never stores all scores | - on auto 1
+-kvo | same
+-dt --defrag-thold N | note | $BLOCKS
+-kvu --kv-unified -no-kvu --no-kv-unified | note | $BLOCKS
+--kv-unified-per-slot N | refuse | -c says how long each text may be
+--swa-full | note | $WINDOWS
+-ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step N | note | $WINDOWS
+-cram --cache-ram N | note serve | $KEPT
+-cram --cache-ram N | note | there is one text
+--cache-idle-slots --no-cache-idle-slots | note serve | $KEPT
+# ---- speed
+-b --batch-size -ub --ubatch-size N | note | the number of tokens in a pass is chosen automatically
+-tb --threads-batch N | note | prompts use as many threads as generation does (-t)
+--numa --prio --poll -C --cpu-mask -Cr --cpu-range --cpu-strict -Cb --cpu-mask-batch -Crb
+    --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch N | note | $THREADS
+--warmup | note | only bench has warm-ups, and always
+-bs --backend-sampling --spec-draft-backend-sampling --no-spec-draft-backend-sampling | note |
+    tokens are drawn by the CPU
+-o --output | refuse bench | the report's form is --json or --md
+-pg | refuse bench | a prompt and the tokens after it are two tests: -p N -n M -d N
+# ---- drafts
+-md --model-draft --spec-draft-model --spec-draft-hf -hfd -hfrd --hf-repo-draft N | refuse serve |
+    the server drafts nothing; hotsplit run and chat take -md
+--spec-default | note serve | $NO_DRAFTS
+--spec-type --spec-draft-n-max --spec-draft-n-min --spec-draft-p-min --draft-p-min --draft
+    --draft-n --draft-max --draft-min --draft-n-min -lcs --lookup-cache-static -lcd
+    --lookup-cache-dynamic --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits N | note
+    serve | $NO_DRAFTS
+--spec-draft-model --spec-draft-hf -hfd -hfrd --hf-repo-draft N | rename texts | -md
+--spec-draft-n-max N | rename texts | --draft-max
+--spec-draft-n-min N | rename texts | --draft-min
+--spec-draft-p-min N | rename texts | --draft-p-min
+--spec-default | same texts
+--spec-draft-threads -td --threads-draft --spec-draft-threads-batch -tbd --threads-batch-draft
+    --spec-draft-cpu-mask -Cd --cpu-mask-draft --spec-draft-cpu-range -Crd --cpu-range-draft
+    --spec-draft-cpu-strict --cpu-strict-draft --spec-draft-prio --prio-draft --spec-draft-poll
+    --poll-draft --spec-draft-cpu-mask-batch -Cbd --cpu-mask-batch-draft
+    --spec-draft-cpu-strict-batch --cpu-strict-batch-draft --spec-draft-prio-batch
+    --prio-batch-draft --spec-draft-poll-batch --poll-batch-draft --spec-draft-type-k -ctkd
+    --cache-type-k-draft --spec-draft-type-v -ctvd --cache-type-v-draft
+    --spec-draft-override-tensor -otd --override-tensor-draft --spec-draft-n-cpu-moe
+    --spec-draft-ncmoe -ncmoed --n-cpu-moe-draft --spec-draft-device -devd --device-draft
+    --spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft N | note | $DRAFT
+--spec-draft-cpu-moe -cmoed --cpu-moe-draft | note | $DRAFT
+--spec-synth-len --spec-synth-rates --spec-draft-p-split --draft-p-split --spec-ngram-mod-n-min
+    --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n
+    --spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n
+    --spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n
+    --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits N | note | n-grams of drafts have the
+    lengths that were found best
+# ---- texts
+--predict N | rename writers | --n-predict
+-cnv --conversation -i --interactive -if --interactive-first | same talks
+-cnv --conversation -i --interactive -if --interactive-first | refuse generate | a conversation is
+    a command of its own: hotsplit chat MODEL
+-no-cnv --no-conversation | same generate run
+-no-cnv --no-conversation | refuse chat | to continue a text: hotsplit generate MODEL -p TEXT
+-st --single-turn | refuse | for one answer: hotsplit generate MODEL --chat -p TEXT
+-p --prompt -f --file N | refuse chat | hotsplit generate MODEL --chat -p TEXT, or -f FILE |  | for
+    a text, not for a conversation
+-bf --binary-file N | refuse | texts are UTF-8: -f FILE
+-o --output --output-file N | refuse texts | the text goes to stdout: end the command with > FILE
+--prompt-cache N | refuse talks | hotsplit generate MODEL takes it
+--prompt-cache-all --prompt-cache-ro | refuse | --prompt-cache keeps only the prompt, never the
+    text after it; leave it out
+--display-prompt | same
+--no-display-prompt | same chat
+--no-context-shift --no-escape --no-warmup | same
+--context-shift | refuse serve | an answer ends where its context is full; give a longer -c
+--keep N | note | texts are never shortened here, but for the oldest turns of a chat
+-np --parallel N | note texts | several texts: hotsplit generate --prompts FILE | 1 -1
+-e --escape | refuse | write the characters themselves: -p $'a\\nb' or -f FILE
+-mli --multiline-input | refuse | Alt-Enter, or a backslash before Enter, makes a new line
+-sp --special | note | special tokens are not printed
+--in-prefix --in-suffix N | refuse | the chat template writes what is around a message:
+    --chat-template FILE
+--in-prefix-bos | refuse | the chat template writes what is around a message: --chat-template FILE
+--chat-template-file N | rename writers | --chat-template
+--jinja | same
+--no-jinja | note | chat templates are always Jinja's
+--ignore-eos | refuse chat | hotsplit generate MODEL takes it
+--tfs --tfs-z N | refuse | there is no tail-free sampling (llama.cpp has dropped it, too); --min-p
+    cuts the tail
+--penalize-nl | refuse | the newline is penalised like any token; leave the option out
+# ---- thoughts
+-rea --reasoning --reasoning-effort --reasoning-budget N | thinking writers | thoughts are not
+    counted: 0 turns them off where the template can, and -n bounds the whole answer | auto default
+    -1
+--reasoning-budget-message N | note | thoughts are not counted
+--reasoning-format N | refuse serve | a request says it: "reasoning_format": "none" | auto deepseek
+    deepseek-legacy
+--reasoning-format N | note | thoughts are separate from the answer | auto deepseek deepseek-legacy
+--reasoning-preserve --no-reasoning-preserve | note | the chat template decides which earlier
+    thoughts it repeats
+--no-skip-chat-parsing | same
+--skip-chat-parsing | refuse serve | /v1/completions answers with the plain text
+--skip-chat-parsing | note | thoughts are separate from the answer
+# ---- the server
+-r --reverse-prompt N | refuse serve | $FIELD: "stop"
+--ignore-eos | refuse serve | $FIELD: "ignore_eos"
+--grammar --grammar-file N | refuse serve | $FIELD: "grammar"
+-j --json-schema -jf --json-schema-file N | refuse serve | $FIELD: "json_schema"
+-cb --cont-batching --metrics --cache-prompt --prefill-assistant --ui --webui -no-ag --no-agent
+    --no-ui-mcp-proxy --no-webui-mcp-proxy --no-slots | same serve
+-nocb --no-cont-batching | refuse serve | -np 1 answers one request at a time
+--no-cache-prompt | refuse serve | $FIELD: "cache_prompt": false; --kept 0 keeps no text
+--no-prefill-assistant | refuse serve | $FIELD: "continue_final_message": false
+--cors-origins N | each serve | --cors
+--cors-methods --cors-headers N | note serve | pages may send what the API takes
+--cors-credentials --no-cors-credentials | note serve | a key is sent in a header
+--no-ui --no-webui | note serve | the page at / stays, and --api-key protects it
+--ui-config --webui-config --ui-config-file --webui-config-file N | note serve | the page at /
+    keeps its own settings
+--ui-mcp-proxy --webui-mcp-proxy -ag --agent | refuse serve | $NO_TOOLS
+--tools --tools-runtime --mcp-servers-config --mcp-servers-json --media-path N | refuse serve |
+    $NO_TOOLS
+--path N | refuse serve | the page at / is the program's; serve your own beside it, with --cors
+    ORIGIN
+--api-prefix N | refuse serve | put a proxy in front of the server that takes the prefix away
+--api-key-file N | refuse serve | put the key into the variable HOTSPLIT_API_KEY
+--ssl-key-file --ssl-cert-file N | refuse serve | put a proxy in front of the server for TLS
+    (docs/serve.md)
+--embedding --embeddings | note serve | /v1/embeddings is always there
+--pooling N | refuse serve | vectors are pooled as the model's file says
+--embd-normalize N | refuse serve | vectors have length 1 | 2
+--rerank --reranking | refuse serve | this server only generates and embeds texts
+--spm-infill | refuse serve | there is no /infill; /v1/completions takes the whole prompt
+--cache-reuse N | note serve | prompts reuse what they begin with alike | 0
+-sps --slot-prompt-similarity N | note serve | prompts reuse what they begin with alike
+--slots | note serve | /metrics counts what runs and waits
+--slot-save-path N | refuse serve | texts are kept in memory (--kept); hotsplit generate
+    --prompt-cache keeps a prompt in a file
+--props | note serve | /props shows the defaults, which do not change
+--models-dir --models-preset --models-max N | refuse serve | $ONE_MODEL
+--models-autoload | refuse serve | $ONE_MODEL
+--no-models-autoload | same serve
+--tags N | note serve | models have no tags
+--reuse-port | note serve | a port has one server
+--sse-ping-interval N | note serve | streams have no pings
+--threads-http N | note serve | requests are read by a few threads of their own
+--sleep-idle-seconds N | note serve | the model stays loaded | -1
+"""
+
+
+def _rows() -> tuple[tuple[str, Flag], ...]:
+    """(names, meaning) of each row."""
+    rows = []
+    for row in _ROWS.replace("\n    ", " ").strip().splitlines():
+        if row.startswith("#"):
+            continue
+        names, does, text, usual, whose = (*row.split(" | "), "", "", "")[:5]
+        own, mark, value = names.rpartition(" ")
+        values: Values = "none"
+        if value in ("N", "[N]"):
+            names, values = own, "one" if value == "N" else "optional"
+        for name, words in _TEXT.items():
+            text = text.replace(name, words)
+        verb, *commands = does.split()
+        groups = [_COMMANDS.get(group, (group,)) for group in commands] or [_LOADERS]
+        flag = Flag(
+            does=cast(Does, verb),
+            values=values,
+            commands=sum(groups, ()),
+            text=text,
+            usual=tuple("" if word == "-" else word for word in usual.split()),
+            whose=whose or "llama.cpp's",
+        )
+        assert verb in get_args(Does), row
+        rows.append((names, flag))
+    return tuple(rows)
+
+
+TABLE = _rows()
 
 
 def flag_of(name: str, command: str) -> Flag | None:
