@@ -14,7 +14,8 @@ is none. a is counted separately for each confidence (`trust`) of the drafter; w
 free, unused guesses count too. Losses against single-row steps, and time spent on guessing except
 for reading a new text, are paid from an account that receives draft_costs' _SHARE of the time, so a
 text for which drafts do not pay takes longer by about that share and the account's opening balance.
-The account also pays for occasional trials.
+The account also pays for occasional trials, and for a draft model's first ones, without which the
+cost of further rows is only assumed: they are made if the draft would pay were those rows free.
 
 Costs, and therefore choices, depend on the machine. The text does not, because each row of a step
 is bit-identical to a single step; where it is not, `check_rows` refuses."""
@@ -22,6 +23,7 @@ is bit-identical to a single step; where it is not, `check_rows` refuses."""
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Protocol, runtime_checkable
 
 from hotsplit.errors import HotsplitError
@@ -32,8 +34,9 @@ from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
 
-_FORGET_RATE = 0.95  # decay of the weight of past steps in the rate
+_LATELY = 20.0  # steps that the rate of recent steps is about
 _TRIAL_EVERY, _TRIAL = 64, 3  # tokens between trials, and the length of a trial's draft
+_FIRST_TRIALS = 4  # of a draft model, made at once
 _VARY_EVERY = 16  # one draft in this many gets a nearby length whose cost is unknown, if any
 _SINGLE_EVERY = 128  # after this many drafts in a row, one step has none, to measure a single row
 _MARGIN = 0.05  # expected gain in tokens below which a draft is not worth it
@@ -105,6 +108,7 @@ class Totals:
     drafted: int = 0
     accepted: int = 0
     step_s: float = 0.0
+    check_s: float = 0.0  # of the steps with drafts
     draft_s: float = 0.0
     baseline_s: float = 0.0
     num_off: int = 0
@@ -125,12 +129,15 @@ class Speculation:
         self.options, self._drafter = options, drafter
         self.totals, self.costs = Totals(), StepCosts()
         self._acceptance = Acceptance(options.most)
-        self._account = Account(options.least)
+        # The opening balance of a draft model, which was loaded on purpose, covers a trial.
+        least = options.least if drafter.is_free else max(options.least, min(_TRIAL, options.most))
+        self._account = Account(least)
         self._ids: Sequence[int] = ()  # the text of the last call
         self._length = 0  # its length in that call
         self._pending: list[_Pending] = []
-        # Decaying sums of recent tokens and their seconds, for the rate.
-        self._lately = (0.0, 0.0)
+        # Decaying sums of recent tokens and their seconds, for the rate. They begin as those of single
+        # steps, since the rate of a lucky first draft alone would forbid the next one.
+        self._lately: tuple[float, float] | None = None
         self._draft_s = 0.0  # for the coming step
         self._is_read, self._read_s = False, 0.0  # has the drafter read the text; seconds of that
         self._since_trial = self._since_single = self._since_varied = 0
@@ -163,36 +170,37 @@ class Speculation:
             totals.drafts += 1
             totals.drafted += rows - 1
             totals.accepted += accepted
+            totals.check_s += seconds
+            # The drafter has computed its own guesses, but the last one.
+            self._num_read += min(accepted, rows - 2)
         self._since_single = self._since_single + 1 if rows > 1 else 0
         self._since_trial += tokens
         assert single_s is not None, "the first step has one row: see _draft"
         totals.baseline_s += tokens * single_s if rows > 1 else seconds
         gain_s = tokens * single_s - seconds if rows > 1 else 0.0
         self._account.settle(single_s, tokens, gain_s)
-        lately = self.costs.seconds(rows) + self._draft_s - self._read_s
-        self._lately = (
-            _FORGET_RATE * self._lately[0] + tokens,
-            _FORGET_RATE * self._lately[1] + lately,
-        )
+        num, seconds = self._lately or (_LATELY, _LATELY * single_s)
+        lately_s = self.costs.seconds(rows) + self._draft_s - self._read_s
+        self._lately = num + (tokens - num / _LATELY), seconds + (lately_s - seconds / _LATELY)
 
     def line(self) -> str | None:
-        """A line of statistics for the user; None if there were no drafts, unless a model was loaded to
-        make them."""
-        totals = self.totals
-        if not totals.drafted:
-            return None if self._drafter.is_free else self._why_none()
-        return (
-            f"speculation ({self._drafter.name}): {totals.drafted} tokens drafted,"
-            f" {totals.accepted} accepted ({totals.accepted / totals.drafted:.0%}), an estimated {totals.gain:.2f}x the speed;"
-            f" switched off {totals.num_off}x, on again {totals.num_on}x"
-        )
-
-    def _why_none(self) -> str:
-        """Why a draft model that was loaded drafted nothing."""
-        begin = (
-            f"speculation ({self._drafter.name}): the draft model is loaded, but drafted nothing:"
-        )
-        if self.costs.single_s is None:
+        """What was decided and why, in a line for the user; None if there were no drafts, unless a
+        model was loaded to make them."""
+        totals, single_s = self.totals, self.costs.single_s
+        begin = f"speculation ({self._drafter.name}):"
+        if totals.drafts and single_s is not None:
+            took = (totals.check_s + totals.draft_s) / totals.drafts / single_s
+            return (
+                f"{begin} {totals.drafts} checks of {1 + totals.drafted / totals.drafts:.1f} rows,"
+                f" {totals.accepted / totals.drafted:.0%} of {totals.drafted} drafted tokens accepted:"
+                f" {1 + totals.accepted / totals.drafts:.1f} tokens in the time of {took:.1f} steps,"
+                f" an estimated {totals.gain:.2f}x the speed of the text;"
+                f" {'on' if self._is_on else 'off'} at the end, switched off {totals.num_off}x"
+            )
+        if self._drafter.is_free:
+            return None
+        begin += " the draft model is loaded, but drafted nothing:"
+        if single_s is None:
             return f"{begin} no step was made"
         if self._num_unsure:
             return (
@@ -201,7 +209,7 @@ class Speculation:
             )
         return (
             f"{begin} a guess takes {1e3 * self._token_s:.3g} ms and a step of the model"
-            f" {1e3 * self.costs.single_s:.3g} ms, so that no draft was expected to pay"
+            f" {1e3 * single_s:.3g} ms, so that no draft was expected to pay"
         )
 
     def _check(self, ids: Sequence[int]) -> None:
@@ -283,8 +291,9 @@ class Speculation:
         expected = self._acceptance.expected(trust, most)
         cost_s = self._draft_costs(most)
         single_s = cost_s[0]
+        assert self._lately is not None, "a single step was measured"
         tokens, seconds = self._lately
-        rate = max(1 / single_s, tokens / seconds if seconds else 0.0)
+        rate = max(1 / single_s, tokens / seconds)
         best, best_value = 0, 1.0 + _MARGIN - rate * single_s
         for length in range(max(1, self.options.least), most + 1):
             value = expected[length] - rate * cost_s[length]
@@ -294,11 +303,9 @@ class Speculation:
 
     def _draft_costs(self, most: int) -> list[float]:
         """Seconds of drafting 0, 1, ... `most` tokens and of the step that checks them."""
-        single_s, *curve = self.costs.curve(most + 1)[1:]
-        before_s = self._gap_s
-        return [single_s] + [
-            before_s + length * self._token_s + step_s for length, step_s in enumerate(curve, 1)
-        ]
+        single_s, *checks = self.costs.curve(most + 1)[1:]
+        guesses = (self._gap_s + length * self._token_s for length in range(1, most + 1))
+        return [single_s, *map(add, guesses, checks)]
 
     def _can_pay(self, length: int, cost_s: Sequence[float]) -> bool:
         """True if the account can afford a draft that is entirely wrong. Until a step of several
@@ -319,13 +326,21 @@ class Speculation:
 
     def _trial_length(self, trust: int, most: int) -> int:
         """The length of a trial, a draft that is not expected to pay, if one is due and affordable,
-        because conditions may have changed; else 0. Restarts the interval to the next trial."""
+        because conditions may have changed, or a draft model has hardly been tried; else 0.
+        Restarts the interval to the next trial."""
         length = max(min(_TRIAL, most), self.options.least)
-        is_likely = (
-            self._acceptance.expected(trust, 1)[1] > 1.5 if self._drafter.is_free else self._is_read
-        )
-        is_due = self._since_trial >= _TRIAL_EVERY and length <= most and is_likely
-        if is_due and self._can_pay(length, self._draft_costs(length)):
+        if length > most:
+            return 0
+        cost_s, expected = self._draft_costs(length), self._acceptance.expected(trust, length)
+        is_due = self._since_trial >= _TRIAL_EVERY
+        if self._drafter.is_free:
+            is_due = is_due and expected[1] > 1.5
+        else:
+            with_free_rows_s = cost_s[0] + self._gap_s + length * self._token_s
+            can_pay = expected[length] * cost_s[0] > with_free_rows_s
+            is_first = self.totals.drafts < _FIRST_TRIALS and can_pay
+            is_due = is_first or (is_due and self._is_read)
+        if is_due and self._can_pay(length, cost_s):
             self._since_trial = 0
             return length
         return 0
