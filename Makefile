@@ -4,7 +4,8 @@
 # make demo              the whole pipeline on the bundled model, set-up included; on a bundled mixture
 #                        of experts with MODEL=examples/tiny-moe
 # make evaluate          compare the bundled (or any) model, run by its plan, with its dense self
-# make test              the tests, set-up included
+# make test              the tests that a change needs, set-up included
+# make test-all          those, and damaged files, interrupted commands, sanitizers, llama.cpp if built
 # make check             lint, layout and types; changes no source file
 # make fuzz MINUTES=60   feed damaged files to every reader; interrupt FAULTS=200 commands; two writers
 # make test-llamacpp     our model files in llama.cpp, its files here; builds llama.cpp first (10 min)
@@ -63,7 +64,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 endif
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo convert profile solve generate evaluate test fuzz test-llamacpp bench \
+.PHONY: help setup build demo convert profile solve generate evaluate test test-all fuzz test-llamacpp bench \
   smollm2 gemma3 qwen2.5 check tables docs wheels clean gpu-ready gpu-day test-gpu bench-gpu \
   gpu-wheels gpu-rival gpu-rival-source FORCE
 
@@ -179,16 +180,24 @@ build/corpus/%.txt: examples/tiny-relu/corpus.py
 
 # ---- checks --------------------------------------------------------------------------------
 
-test: build  ## what CI runs
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+test: build  ## what a change needs
+	$(PYTEST) --ignore tests/damage
+
+# Damaged files, faults, sanitizers, and llama.cpp where it is built (it takes ten minutes to build).
+test-all: test
+	$(PYTEST) tests/damage
+	@if [ -e $(LLAMACPP)/ready ]; then $(MAKE) --no-print-directory test-llamacpp; \
+	else echo "not compared with llama.cpp, which is not built: make test-llamacpp builds it"; fi
 
 MINUTES ?= 60
 FAULTS ?= 200
 FUZZ_START ?= 1000000  # number of the first case, above those in the tests
 fuzz: build  ## readers for MINUTES, then random faults of every command that writes, and two writers
-	$(BIN)/python tests/fuzz_long.py --minutes $(MINUTES) --start $(FUZZ_START)
-	$(BIN)/python tests/faults.py --cases $(FAULTS)
-	$(BIN)/python tests/two_writers.py --rounds 1000
+	PYTHONPATH=tests $(BIN)/python tests/damage/fuzz_long.py --minutes $(MINUTES) --start $(FUZZ_START)
+	PYTHONPATH=tests $(BIN)/python tests/damage/faults.py --cases $(FAULTS)
+	PYTHONPATH=tests $(BIN)/python tests/damage/two_writers.py --rounds 1000
 
 LLAMACPP := build/llamacpp-venv
 LLAMACPP_PINS := tests/llamacpp/requirements.txt
@@ -339,7 +348,7 @@ check: build
 
 # ---- documents -----------------------------------------------------------------------------
 
-tables: .venv/ready  ## tests/test_docs.py fails if these tables are out of date
+tables: .venv/ready  ## tests/tree/test_docs.py fails if these tables are out of date
 	@$(BIN)/python benchmarks/tables.py
 
 DOCS_VENV := build/docs-venv

@@ -22,7 +22,8 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from paths import ROOT
+
 MODEL = ROOT / "examples" / "tiny-relu"
 CARD = "rtx-4060-8gb"  # by its data sheet
 INSTALLED = re.compile(

@@ -9,11 +9,10 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
+from paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 EXTRAS = frozenset({"dev", "grammar", "parquet", "serve"})
 # By classifier: for packages without License-Expression whose License names none below.
 BY_CLASSIFIER = {

@@ -182,9 +182,9 @@ def jobs_of(device: str) -> list[Job]:
     """All jobs of a device; on the CPU, only the files of this folder."""
     jobs = [job for path in sorted(HERE.glob("test_*.py")) for job in _of(path, "--device", device)]
     if device == "cuda":
-        for path in sorted((ROOT / "tests").glob("test_gpu_*.py")):
+        for path in sorted((ROOT / "tests" / "kernels").glob("test_gpu_*.py")):
             jobs += [] if path.stem in WITHOUT_DEVICE else _of(path)
-        jobs += _of(ROOT / "tests" / "test_calibrate.py", "-m", "gpu")
+        jobs += _of(ROOT / "tests" / "measure" / "test_calibrate.py", "-m", "gpu")
     return sorted(jobs, key=lambda job: (job.is_alone, job.name not in SLOW))
 
 

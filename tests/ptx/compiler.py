@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from paths import SEARCH_PATH
 
 CACHE = Path(__file__).parents[2] / "build" / "ptx"
 
@@ -79,7 +80,7 @@ class Compiler:
     def _start(self) -> subprocess.Popen:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment["TRITON_CACHE_DIR"] = str(CACHE)  # its kernels lack machine code: see main
-        environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+        environment["PYTHONPATH"] = SEARCH_PATH
         process = subprocess.Popen(
             [sys.executable, "-m", "ptx.compiler"],
             env=environment,

@@ -1,0 +1,252 @@
+"""Replays of the neuron cache: the bound is at most the time of the best choices, found by brute
+force; the policies work as published; the script compares them."""
+
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+from paths import ROOT
+
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+import cache_policies  # noqa: E402
+from cache_policies import (  # noqa: E402
+    POLICIES,
+    Case,
+    Outcome,
+    Trace,
+    belady,
+    best_gain,
+    compare,
+    hindsight,
+    lower_bound,
+    lru,
+    ours,
+    ring,
+    seconds_T,
+    static,
+)
+from models import byte_level_keys, make_model, make_sizes, save_solver_files, solver_files  # noqa: E402
+from test_cache_policy import make_costs  # noqa: E402
+
+from hotsplit.options.neuron_cache import CacheOptions  # noqa: E402
+from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed  # noqa: E402
+from hotsplit.solver.solve import SolveConfig, solve  # noqa: E402
+
+
+def make_case(is_read_TLF, num_slots, *, costs=None, frequency_LF=None, options=None):
+    _, num_layers, num_neurons = is_read_TLF.shape
+    return Case(
+        trace=Trace(num_neurons=num_neurons, bits_TLW=packed(is_read_TLF)),
+        slots_LN=tuple(np.arange(num_slots) for _ in range(num_layers)),
+        frequency_LF=np.zeros((num_layers, num_neurons)) if frequency_LF is None else frequency_LF,
+        costs=make_costs(num_layers) if costs is None else costs,
+        options=options or CacheOptions(),
+    )
+
+
+def best_of_all(case):
+    """The fewest seconds per token with one layer, found by trying all sequences of sets in the
+    slots. All copies may overlap all computing: the longer of the two totals counts."""
+    is_read_TF = np.stack([case.trace.is_read(t)[0] for t in range(case.num_tokens)])
+    num_slots = len(case.slots_LN[0])
+    sets = [
+        frozenset(c)
+        for n in range(num_slots + 1)
+        for c in itertools.combinations(range(case.trace.num_neurons), n)
+    ]
+    costs = case.costs
+    # (set in slots) -> {copied so far: least computing seconds}
+    reached = {frozenset(range(num_slots)): {0: 0.0}}
+    for is_read_F in is_read_TF:
+        ids = frozenset(np.flatnonzero(is_read_F).tolist())
+        coming = {}
+        for into in sets:
+            hits = len(ids & into)
+            hot = costs.hot_s_L[0] + hits * costs.hot_row_s_L[0]
+            cold = costs.cold_s_L[0] + (len(ids) - hits) * costs.cold_row_s_L[0]
+            found = coming.setdefault(into, {})
+            for before, by_copies in reached.items():
+                more = len(into - before)
+                for copies, seconds in by_copies.items():
+                    total = seconds + costs.rest_s + max(hot, cold)
+                    found[copies + more] = min(found.get(copies + more, np.inf), total)
+        reached = coming
+    return (
+        min(
+            max(seconds, copies * costs.copy_row_s_L[0])
+            for by_copies in reached.values()
+            for copies, seconds in by_copies.items()
+        )
+        / case.num_tokens
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_is_at_most_30_percent_below_the_best_of_all_choices(seed):
+    random = np.random.default_rng(seed)
+    is_read_TLF = random.random((7, 1, 5)) < random.random(5)
+    costs = make_costs(
+        1,
+        copy_row_s_L=random.choice([0.01, 1.0, 5.0], 1),
+        rest_s=float(random.choice([0.1, 3.0])),
+        hot_row_s_L=random.choice([0.05, 0.8], 1),
+        cold_s_L=random.choice([0.0, 0.5], 1),
+    )
+    case = make_case(is_read_TLF, int(random.integers(1, 4)), costs=costs)
+    best_s = best_of_all(case)
+    bound = lower_bound(case, best_s)
+    assert bound.seconds <= best_s * (1 + 1e-6)
+    assert bound.seconds >= 0.7 * best_s  # the bound relaxes the number of slots and the maxima
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_policy_is_below_the_bound(seed):
+    random = np.random.default_rng(seed)
+    chance_LF = random.random((2, 40)) ** 3
+    is_read_TLF = random.random((120, 2, 40)) < chance_LF
+    costs = make_costs(2, random=random)
+    case = make_case(is_read_TLF, 8, costs=costs, frequency_LF=np.roll(chance_LF, 3, axis=1))
+    report = compare(case)
+    for result in (*report.policies, report.hindsight):
+        assert result.ms >= report.bound_ms * (1 - 1e-6), result
+    assert report.of["ours"].ms <= report.of["static"].ms * 1.01
+    assert max(result.hit_rate for result in report.policies[:2]) <= report.belady_hit_rate
+
+
+def brute_force_gain(is_read_T, price_T, value, fetch, is_in):
+    """The best gain of one neuron over all choices of the steps at which it is in a slot."""
+    best = -np.inf
+    for states in itertools.product((False, True), repeat=len(is_read_T)):
+        gain, before = 0.0, is_in
+        for t, state in enumerate(states):
+            gain += state * (value * is_read_T[t] - price_T[t]) - (state and not before) * fetch
+            before = state
+        best = max(best, gain)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_units_best_gain_equals_brute_force(seed):
+    random = np.random.default_rng(seed)
+    is_read_TLF, is_in_LF = random.random((9, 2, 12)) < 0.5, random.random((2, 12)) < 0.3
+    price_TL, fetch_L = random.uniform(0, 0.6, (9, 2)), random.choice([0.0, 0.3, 2.0], 2)
+    gain_L, used_TL, copies_L, hits_L = best_gain(is_read_TLF, is_in_LF, price_TL, fetch_L)
+    want_L = [
+        sum(
+            brute_force_gain(is_read_TLF[:, layer, j], price_TL[:, layer], 1.0, fetch, is_in)
+            for j, is_in in enumerate(is_in_LF[layer].tolist())
+        )
+        for layer, fetch in enumerate(fetch_L.tolist())
+    ]
+    assert gain_L == pytest.approx(want_L)
+    # The choice that was found has this gain.
+    assert hits_L - fetch_L * copies_L - (used_TL * price_TL).sum(axis=0) == pytest.approx(want_L)
+
+
+def test_without_steps_nothing_is_gained():
+    nothing = np.zeros((0, 1, 64), bool), np.ones((1, 64), bool), np.zeros((0, 1)), np.zeros(1)
+    gain_L, used_TL, copies_L, hits_L = best_gain(*nothing)
+    assert (gain_L, used_TL.shape, copies_L, hits_L) == (0.0, (0, 1), 0, 0)
+
+
+def test_belady_has_the_most_hits_of_all_policies_that_copy_on_read():
+    random = np.random.default_rng(0)
+    for _ in range(6):
+        is_read_TLF = random.random((6, 1, 5)) < 0.4
+        case = make_case(is_read_TLF, 2)
+        is_read_TF = is_read_TLF[:, 0]
+        reached = {frozenset({0, 1}): 0}
+        for is_read_F in is_read_TF:
+            ids, coming = frozenset(np.flatnonzero(is_read_F).tolist()), {}
+            for held, hits in reached.items():
+                for kept in itertools.combinations(held | ids, 2):
+                    total = hits + len(ids & held)
+                    coming[frozenset(kept)] = max(coming.get(frozenset(kept), 0), total)
+            reached = coming
+        assert belady(case).hits_TL.sum() == max(reached.values())
+
+
+def test_seconds_of_copies_beside_and_before_the_products():
+    costs = make_costs(1, copy_s=0.5)
+    read_TL, hits_TL = np.array([[4], [4]]), np.array([[1], [3]])
+    beside = Outcome(hits_TL=hits_TL, copied_TL=np.array([[0], [20]]))
+    # Step 1: rest 10 + 3 cold rows. Step 2: the longer of computing, 10 + 1 cold row (the CPU
+    # gathers, 20 * 0.2, in the idle 10), and copying, 0.5 + 20 * 2.
+    assert seconds_T(costs, read_TL, beside).tolist() == [13.0, 40.5]
+    before = Outcome(
+        hits_TL=hits_TL,
+        copied_TL=read_TL - hits_TL,
+        is_critical=True,
+        num_copies_T=np.array([1, 1]),
+    )
+    assert seconds_T(costs, read_TL, before).tolist() == pytest.approx([10.4 + 6.5, 10.4 + 2.5])
+    later = make_costs(1, copy_s=0.5, cold_s_L=np.array([3.0]), hot_s_L=np.array([1.0]))
+    assert seconds_T(later, read_TL, before).tolist() == pytest.approx([13.4 + 6.5, 13.4 + 2.5])
+
+
+def test_lru_keeps_what_was_read_last():
+    is_read_TLF = np.zeros((4, 1, 6), bool)
+    for token, ids in enumerate([(2, 3), (2,), (4,), (2, 3, 4)]):
+        is_read_TLF[token, 0, list(ids)] = True
+    outcome = lru(make_case(is_read_TLF, 2))  # slots {0, 1} -> {2, 3} -> {2, 3} -> {2, 4}
+    assert outcome.hits_TL[:, 0].tolist() == [0, 1, 0, 2]
+    assert outcome.copied_TL[:, 0].tolist() == [2, 0, 1, 1]
+
+
+def test_a_ring_keeps_the_plans_most_frequent_ones():
+    """One of four slots is the ring."""
+    is_read_TLF = np.zeros((4, 1, 8), bool)
+    for token, ids in enumerate([(6,), (0, 6), (7,), (0, 1, 2, 7)]):
+        is_read_TLF[token, 0, list(ids)] = True
+    frequency_LF = np.array([[0.1, 0.3, 0.4, 0.2, 0.0, 0.0, 0.0, 0.0]])
+    outcome = ring(make_case(is_read_TLF, 4, frequency_LF=frequency_LF))
+    assert outcome.hits_TL[:, 0].tolist() == [0, 1, 0, 3]  # 1, 2 and 3 stay, 0 makes room
+    assert outcome.copied_TL[:, 0].tolist() == [1, 1, 1, 1]
+
+
+def test_the_replayed_policy_is_that_of_the_engine():
+    random = np.random.default_rng(5)
+    is_read_TLF = random.random((200, 2, 40)) < random.random((2, 40)) ** 2
+    case = make_case(is_read_TLF, 10)
+    outcome = ours(case)
+    policy = CachePolicy(case.slots_LN, case.frequency_LF, case.costs, case.options)
+    for bits_1LW in case.trace.bits_TLW[:, None]:
+        policy.step(np.ascontiguousarray(bits_1LW))
+    report = policy.report()
+    assert seconds_T(case.costs, case.trace.read_TL, outcome).sum() == pytest.approx(report.seconds)
+    still = seconds_T(case.costs, case.trace.read_TL, static(case)).sum()
+    assert still == pytest.approx(report.planned_seconds)
+    assert outcome.num_copied == report.num_swaps > 0
+    assert hindsight(case).num_copied == 0
+    assert {"static", "lru", "ring", "lfu", "sparkinfer"} <= set(POLICIES)
+
+
+def test_the_script_compares_policies_on_a_text(tmp_path, capsys, monkeypatch):
+    """A model with a byte tokenizer, a plan for it with a cache, and a text."""
+    keys, vocab_size = byte_level_keys()
+    shape = make_sizes(num_layers=3, vocab_size=vocab_size)
+    model = make_model(sizes=shape, kind="f16", extra_keys=keys)
+    folder = save_solver_files(tmp_path, model)
+    config = SolveConfig(
+        **solver_files(folder),
+        output=folder / "s.gguf",
+        mode="exact",
+        vram_budget_bytes=(1 << 16) + (110 << 10),
+        neuron_cache=CacheOptions(most_rows=3),
+    )
+    solve(config, lambda *given: 1 << 16)
+    (folder / "t.txt").write_text("Which neurons does this text use? " * 9)
+    given = [str(folder / name) for name in ("m.gguf", "s.gguf", "t.txt")]
+    monkeypatch.setattr(sys, "argv", ["cache_policies.py", *given, "--tokens", "80"])
+    assert cache_policies.main() == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["num_tokens"] == 80 and found["num_cached_layers"] >= 1
+    assert [p["name"] for p in found["policies"]] == list(POLICIES)
+    # Copies of the others may exceed their slots.
+    bounded = [p for p in found["policies"] if p["name"] not in ("lru", "ring")]
+    assert all(p["ms"] >= found["bound_ms"] * (1 - 1e-6) for p in bounded)
+    assert "of the gap between static and the bound" in captured.err

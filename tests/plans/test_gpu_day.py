@@ -1,0 +1,418 @@
+"""`make gpu-day` as far as it runs without a GPU: the programs of its parts replaced by small ones
+that end, fail, crash, hang or are interrupted, and each real one at toy scale."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from models import make_sizes
+from paths import ROOT, SEARCH_PATH
+
+from hotsplit.runtime.kernels.cpu import library
+
+BENCHMARKS, GPU_TESTS = str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")
+sys.path[:0] = [BENCHMARKS, GPU_TESTS]
+
+import gpu  # noqa: E402
+import gpu_day  # noqa: E402
+import gpu_experts  # noqa: E402
+import gpu_handover  # noqa: E402
+import gpu_prompts  # noqa: E402
+import gpu_sections  # noqa: E402
+import gpu_trained  # noqa: E402
+from gpu_sections import Sections, Table  # noqa: E402
+from handover import forms, round_trips  # noqa: E402
+
+import run as gpu_run  # noqa: E402
+
+del sys.path[:2]
+
+TABLE = Table(title="speed", columns=("what", "ms"), rows=[["a", "1"]])
+TOY = make_sizes(
+    num_layers=2,
+    width=256,
+    num_neurons=512,
+    num_heads=4,
+    num_kv_heads=4,
+    vocab_size=384,
+    context_length=1024,
+)
+needs_kernels = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels here")
+
+# ---- sections ------------------------------------------------------------------------------
+
+STUB = """
+    import os, sys, time
+    from pathlib import Path
+    sys.path.insert(0, {benchmarks!r})
+    from gpu_sections import Sections, Table, page_of
+    sections = Sections(Path(sys.argv[1]), "stub", float(sys.argv[2]))
+    def measured(name):
+        with open({trace!r}, "a") as file:
+            print(name, file=file)
+        return [Table(title=name, columns=("what", "ms"), rows=[[name, "1"]])]
+    def crash():
+        measured("crash")
+        os.abort()
+    def fail():
+        raise ValueError("no\\nsuch thing")
+    sections.run("first", lambda: measured("first"))
+    sections.run("bad", {bad})
+    sections.run("last", lambda: measured("last"))
+    print(page_of(sections.content, ["first", "bad", "last"]))
+"""
+
+
+def stub(tmp_path, bad):
+    """(path of a program with three sections, of the file that lists what it measured)."""
+    trace = tmp_path / "trace"
+    trace.touch()
+    program = tmp_path / "stub.py"
+    program.write_text(
+        textwrap.dedent(STUB).format(benchmarks=BENCHMARKS, trace=str(trace), bad=bad)
+    )
+    return program, trace
+
+
+def part(tmp_path, name, program, most_s=30.0):
+    result = tmp_path / "day" / name / "results.json"
+    command = (sys.executable, str(program), str(result), "100")
+    return gpu_day.Part(name=name, command=command, most_s=most_s, result=result)
+
+
+def day_of(tmp_path, *parts, seconds=100.0):
+    day = gpu_day.Day(tmp_path / "day", list(parts), seconds)
+    day.run({part.name for part in parts}, set())
+    return day
+
+
+def test_sections_with_a_result_are_not_repeated(tmp_path):
+    counts = []
+    for _ in range(2):
+        sections = Sections(tmp_path / "r.json", "x", 100)
+        sections.run("a", lambda: (counts.append(1), [TABLE])[1])
+        assert sections.is_fine(["a"]) and not sections.is_fine(["a", "b"])
+    assert counts == [1]
+    page = gpu_sections.page_of(sections.content, ["a", "b"])
+    assert "speed\n  what  ms\n  a      1" in page and "b: not measured: no time left" in page
+
+
+def test_a_section_without_time_is_left_for_the_next_call(tmp_path):
+    sections = Sections(tmp_path / "r.json", "x", 1)
+    sections.run("a", lambda: pytest.fail("no time"), least_s=5)
+    assert sections.content["sections"] == {}
+
+
+def test_tables_of_the_same_columns_are_joined():
+    one, two = ({"title": "t", "columns": ["a"], "rows": [[x]], "note": x} for x in "xy")
+    other = one | {"columns": ["b"]}
+    joined = gpu_sections.joined([one, two, other])
+    assert [table["rows"] for table in joined] == [[["x"], ["y"]], [["x"]]]
+    assert joined[0]["note"] == "x; y" and one["rows"] == [["x"]]
+
+
+def test_a_part_that_fails_in_a_section_measures_the_others(tmp_path):
+    program, trace = stub(tmp_path, "fail")
+    day = day_of(tmp_path, part(tmp_path, "p", program))
+    assert trace.read_text().split() == ["first", "last"]
+    assert "bad: FAILED: ValueError: no" in day.page() and "last   1" in day.page()
+
+
+def test_a_part_that_crashes_goes_on_behind_the_crash(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_day, "LEAST_SECONDS", 1.0)
+    program, trace = stub(tmp_path, "crash")
+    day = day_of(tmp_path, part(tmp_path, "p", program))
+    assert trace.read_text().split() == ["first", *["crash"] * gpu_sections.MOST_TRIES, "last"]
+    found = json.loads((tmp_path / "day" / "gpu-day.json").read_text())["parts"]["p"]
+    assert found["state"] == "ok" and "tables" in found["result"]["sections"]["last"]
+    assert f"bad: FAILED: began {gpu_sections.MOST_TRIES} times" in day.page()
+
+
+def test_a_section_that_hangs_ends_and_the_others_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_day, "LEAST_SECONDS", 1.0)
+    program, trace = stub(tmp_path, "lambda: time.sleep(60), most_s=0.3")
+    day = day_of(tmp_path, part(tmp_path, "p", program))
+    assert trace.read_text().split() == ["first", "last"]
+    assert "bad: FAILED: no end after 0 s" in day.page()
+
+
+# ---- parts ---------------------------------------------------------------------------------
+
+
+def script(tmp_path, name, text):
+    path = tmp_path / f"{name}.py"
+    path.write_text(text)
+    return part(tmp_path, name, path)
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path):
+    child = tmp_path / "child"
+    text = (
+        f"import subprocess, time\nprint('begun', flush=True)\nopen({str(child)!r}, 'w')"
+        ".write(str(subprocess.Popen(['sleep', '60']).pid))\ntime.sleep(60)"
+    )
+    hangs = script(tmp_path, "hangs", text)
+    short = gpu_day.Part(name="hangs", command=hangs.command, most_s=1.5, result=hangs.result)
+    day = day_of(tmp_path, short, script(tmp_path, "next", "print('fine')"))
+    parts = day.content["parts"]
+    assert parts["hangs"]["state"] == "out of time" and parts["hangs"]["text"] == "begun\n"
+    assert parts["next"]["state"] == "ok" and "== next: ok" in day.page()
+    status = Path(f"/proc/{child.read_text()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_a_part_that_fails_says_why_and_is_not_repeated(tmp_path):
+    fails = script(tmp_path, "fails", "raise SystemExit('no card')")
+    for _ in range(2):
+        day = day_of(tmp_path, fails)
+        assert "== fails: FAILED" in day.page() and "no card" in day.page()
+    assert day.content["parts"]["fails"]["errors"].count("no card") == 1
+    day.run({"fails"}, {"fails"})
+    assert day.content["parts"]["fails"]["errors"].count("no card") == 2
+
+
+def test_a_part_that_the_day_has_no_time_for_goes_on_in_a_second_call(tmp_path, monkeypatch):
+    """The first call ends within its second section, which the second call repeats."""
+    monkeypatch.setattr(gpu_day, "LEAST_SECONDS", 0.5)
+    again = tmp_path / "again"
+    wait = f"lambda: Path({str(again)!r}).exists() or time.sleep(60), most_s=90"
+    program, trace = stub(tmp_path, wait)
+    one = part(tmp_path, "p", program)
+    later = script(tmp_path, "later", "print('later')")
+    day = day_of(tmp_path, one, later, seconds=gpu_day.END_SECONDS + 1.5)
+    assert day.content["parts"]["p"]["state"] == "cut off"
+    assert "first   1" in day.page() and "left for a second call: p, later" in day.page()
+    again.touch()
+    day = day_of(tmp_path, one, later)
+    assert [day.content["parts"][name]["state"] for name in ("p", "later")] == ["ok", "ok"]
+    assert trace.read_text().split() == ["first", "last"] and "left for" not in day.page()
+
+
+MAIN = """
+    import sys
+    sys.path.insert(0, {benchmarks!r})
+    import gpu_day
+    from pathlib import Path
+    def parts_of(folder, models, rival):
+        def part(name, text):
+            return gpu_day.Part(name=name, command=(sys.executable, "-c", text), most_s=90.0,
+                                result=folder / name / "r.json")
+        return [part("one", "print(1)"), part("two", "import time; time.sleep(60)")]
+    gpu_day.parts_of = parts_of
+    sys.exit(gpu_day.main())
+"""
+
+
+def test_an_interrupted_day_prints_its_page_and_keeps_its_results(tmp_path):
+    program = tmp_path / "main.py"
+    program.write_text(textwrap.dedent(MAIN).format(benchmarks=BENCHMARKS))
+    output = tmp_path / "copy.json"
+    command = [sys.executable, program, tmp_path / "day", "--output", output]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    for line in running.stderr:
+        if line.startswith("gpu-day: two: at most"):
+            break
+    time.sleep(0.2)
+    running.send_signal(signal.SIGTERM)
+    page, _ = running.communicate(timeout=30)
+    assert running.returncode == 1 and "== one: ok" in page and "== two: cut off" in page
+    assert json.loads(output.read_text())["parts"]["one"]["text"] == "1\n"
+    assert json.loads(page.splitlines()[-1]) == {"benchmark": "gpu-day", "json": str(output)}
+    refused = subprocess.run([*command, "--only", "three"], capture_output=True, text=True)
+    assert refused.returncode == 1 and "no part three; there are one, two" in refused.stderr
+
+
+def test_every_part_is_a_command_that_its_program_accepts(tmp_path):
+    lines = {
+        "gpu_handover.py": gpu_handover.parser,
+        "run.py": gpu_run.command_line,
+        "gpu_trained.py": gpu_trained.command_line,
+        "gpu.py": gpu.command_line,
+        "gpu_experts.py": gpu_experts.command_line,
+        "gpu_prompts.py": gpu_prompts.command_line,
+    }
+    for rival in (None, tmp_path):
+        for each in gpu_day.parts_of(tmp_path, tmp_path, rival):
+            words = [word.format(seconds="10", minutes="0.5") for word in each.command]
+            asked = lines[Path(words[1]).name]().parse_args(words[2:])
+            is_bench = getattr(asked, "folder", None)
+            place = is_bench or (asked.output if asked.output.suffix == "" else asked.output.parent)
+            assert place == each.result.parent, each.name
+            assert getattr(asked, "rival", rival) == rival
+    first, rest = (
+        {job.name for job in gpu_run.chosen(gpu_run.jobs_of("cuda"), only, without)}
+        for only, without in ((gpu_day.TESTS, None), (None, gpu_day.TESTS))
+    )
+    assert first | rest == {job.name for job in gpu_run.jobs_of("cuda")} and not first & rest
+    assert {"test_memory", "test_step-0"} <= first
+
+
+def test_tests_that_ended_are_not_repeated(tmp_path):
+    jobs = [gpu_run.Job(name=name, arguments=[]) for name in ("a", "b", "c")]
+    states = dict(zip("abc", ("ok", "out of time", "FAILED"), strict=True))
+    for job in jobs:
+        job.state, job.counts = states[job.name], {"passed": 3}
+    gpu_run.Runner(jobs, tmp_path, 0, 1).save()
+    again = [gpu_run.Job(name=name, arguments=["x"]) for name in ("a", "b", "c", "d")]
+    gpu_run.resume(again, tmp_path)
+    assert [job.state for job in again] == ["ok", "waiting", "FAILED", "waiting"]
+    assert again[0].counts == {"passed": 3} and again[0].arguments == ["x"]
+
+
+# ---- the real programs ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for module in (forms, round_trips):
+        monkeypatch.setattr(module, "LAYERS", 3)
+
+
+def test_the_handover_benchmark_runs_on_a_thread(tmp_path, monkeypatch, capsys, small):
+    path = tmp_path / "r.json"
+    monkeypatch.setattr(sys, "argv", ["x", "--fake", "--output", str(path)])
+    assert gpu_handover.main() == 0
+    sections = json.loads(path.read_text())["sections"]
+    assert list(sections) == list(gpu_handover.FAKED)
+    (table,) = sections["handover"]["tables"]
+    assert [row[0] for row in table["rows"]][-2:] == [forms.MEMOPS, "a layer without"]
+    assert not [cell for row in table["rows"] for cell in row if "not served" in cell]
+    assert forms.MEMOPS in capsys.readouterr().out
+
+
+def test_a_hand_over_whose_flag_never_comes_is_reported(monkeypatch, small):
+    """And ends, on both sides: the server releases all flags."""
+    fake = gpu_handover.FakeGpu()
+    buffers = forms.Buffers(fake)
+    known = round_trips.Bench(
+        gpu=fake, host=gpu_handover.Host(), buffers=buffers, cores=1, is_small=True
+    ).forms()
+    assert known.added_us(forms.MEMOPS, 1, 0.0, 1) is not None
+    monkeypatch.setattr(forms, "LIMIT_NS", 20_000_000)
+    monkeypatch.setattr(fake, "write", lambda address, value: None)
+    assert known.added_us(forms.MEMOPS, 1, 0.0, 1) is None
+    assert buffers.done[:: forms.LINE].tolist() == [1] * 3
+
+
+def test_the_pool_reads_all_and_the_job_is_done_once_a_layer(small):
+    fake = gpu_handover.FakeGpu()
+    buffers, host = forms.Buffers(fake), gpu_handover.Host()
+    bench = round_trips.Bench(gpu=fake, host=host, buffers=buffers, cores=2, is_small=True)
+    with host.pool(2, 50, False, torch.ones(4096)) as pool:
+        known = bench.forms(round_trips.Job(buffers.x_host, buffers.y_host, pool, 4096))
+        for name in (forms.HOST_SIDE, forms.FLAGS):
+            buffers.x.fill_(2.0)
+            buffers.y_host.zero_()
+            assert known.added_us(name, 1, 0.0, 1) is not None
+            assert known.job.struct.count == 3
+            assert buffers.y_host[:16].tolist() == [3.0] * 16
+
+
+def test_the_kernels_of_the_handover_benchmark_compile():
+    """In a process of its own, because this one may run Triton's interpreter."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE.format(paths=[*SEARCH_PATH.split(os.pathsep), BENCHMARKS])],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = ["busy", "put", "add"] * 2 + ["answer", "empty", "norm", "product"] * 2
+    assert done.stdout.split() == names
+
+
+COMPILE = """
+import sys
+sys.path[:0] = {paths!r}
+import torch
+from gpu_compilation import AbsentDevice, compile_instead_of_launching
+from triton.runtime.driver import driver
+from handover import kernels
+from handover.fake import FakeGpu
+from handover.device import Gpu
+
+driver.set_active(AbsentDevice(90))
+found = []
+compile_instead_of_launching(found)
+gpu, x = FakeGpu(), torch.zeros(4096)
+gpu.launch = lambda name, grid, *given, **options: getattr(kernels, name)[grid](*given, **options)
+for flag in (x.data_ptr(), 0):
+    Gpu.busy(gpu, 1, flag)
+    Gpu.put(gpu, x, x.data_ptr(), flag)
+    Gpu.add(gpu, x, x.data_ptr(), flag)
+square = torch.zeros(576, 576, dtype=torch.float16)
+for options in (dict(PDL=False), dict(PDL=True, launch_pdl=True)):
+    gpu.launch("answer", (1,), x.data_ptr(), x.data_ptr(), x.data_ptr(), 50, num_warps=1)
+    gpu.launch("empty", (1,), x, num_warps=1)
+    gpu.launch("norm", (1,), x, x, x, D=576, BLOCK=1024, num_warps=4, **options)
+    gpu.launch("product", (144,), square, x, x, ROWS=4, D=576, BLOCK=1024, num_warps=4, **options)
+print(*(name for name, _ in found))
+"""
+
+
+@needs_kernels
+def test_prompts_are_timed_by_type(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_prompts, "KINDS", ("q4_k",))
+    path = tmp_path / "r.json"
+    monkeypatch.setattr(sys, "argv", ["x", "--smoke", "--output", str(path)])
+    assert gpu_prompts.main() == 0
+    (row,) = json.loads(path.read_text())["sections"]["q4_k"]["tables"][0]["rows"]
+    assert row[0] == "q4_k" and float(row[1]) > 0 and row[2] == "no rival"
+    rows = json.loads(path.read_text())["sections"]["attention"]["tables"][0]["rows"]
+    assert len(rows) == 3 and all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows)
+    (row,) = json.loads(path.read_text())["sections"]["overlap"]["tables"][0]["rows"]
+    assert float(row[1]) > 0 and float(row[2]) > 0 and row[3] == "True"
+    (row,) = json.loads(path.read_text())["sections"]["launches, a 7B shape"]["tables"][0]["rows"]
+    assert row[0] == "16" and 0 < float(row[1]) <= float(row[2]) and row[4] == "True"
+    assert not list(tmp_path.rglob("*.gguf"))
+
+
+@needs_kernels
+def test_a_model_is_run_as_a_user_types_it(tmp_path, monkeypatch):
+    """The stand-in on the CPU alone, without what `run` prepares for a GPU."""
+    model = gpu_trained.stand_in(tmp_path, TOY)
+    assert gpu_trained.stand_in(tmp_path, TOY) == model
+    cpu, card, *plans = gpu_trained.cases_of(model)
+    assert (cpu.vram_bytes, card.vram_bytes, len(plans)) == (0, None, 3)
+    (table,) = gpu_trained.measure(cpu, "cpu", tmp_path / "cache", 4)
+    (row,) = table.rows
+    assert float(row[1]) > 0 and row[3] == "-" and row[-1] == "-"
+    nothing = gpu_trained.Case(model=tmp_path / "no.gguf", name="x", vram_bytes=0)
+    with pytest.raises(gpu_trained.CommandError, match=r"no\.gguf: x: .*no such"):
+        gpu_trained.run(nothing, "cpu", tmp_path / "cache", 4)
+
+
+def test_a_prediction_is_that_of_the_plan_for_the_budget(tmp_path, monkeypatch):
+    report = {
+        "decode_per_s": 100.0,
+        "prefill_s": 0.5,
+        "run": {"made": ["plan"]},
+        "memory": [{"peak_reserved": 3 << 20}],
+    }
+    calls = []
+    monkeypatch.setattr(gpu_trained, "run", lambda *given: calls.append(given) or report)
+    monkeypatch.setattr(gpu_trained, "predicted_s", lambda cache, vram: 0.004)
+    case = gpu_trained.Case(model=tmp_path / "m.gguf", name="a plan", vram_bytes=5 << 20)
+    (table,) = gpu_trained.measure(case, "cuda", tmp_path, 4)
+    assert table.rows[0][1:] == ["100.0", "10.00", "4.00", "500.0", "3 of 5"] and len(calls) == 2
+
+
+def test_missing_models_are_named_and_random_weights_stand_in(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_trained, "measure", lambda case, *rest: [TABLE])
+    monkeypatch.setattr(gpu_trained, "SMOLLM2", TOY)
+    monkeypatch.setattr(gpu_trained.stand_in, "__defaults__", (TOY,))
+    output = tmp_path / "out" / "r.json"
+    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path / "no.gguf"), "--output", str(output)])
+    assert gpu_trained.main() == 0
+    assert "no.gguf: missing" in capsys.readouterr().out
+    names = list(json.loads(output.read_text())["sections"])
+    assert len(names) == 5 and all("random-weights/" in name for name in names)

@@ -1,0 +1,212 @@
+"""A plan that loads takes every text: on a hollow CUDA device with all that torch and cuBLAS take
+from memory, random plans of models of 0.1 to 70 B take prompts of the whole context
+and generations within their budgets."""
+
+import os
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import library
+from fake_cuda.hollow import hollow_cuda, hollow_model
+from fake_cuda.libraries import workspace_bytes
+from models import mixture_spec, shape_only
+from plan_memory import (
+    CARD_BYTES,
+    SHAPES,
+    Case,
+    loaded,
+    peak_and_limit,
+    random_case,
+    sizes_of,
+    solved,
+    take_texts,
+)
+from test_runtime import make_split
+
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import Route
+from hotsplit.runtime import gpu_setup, loading
+from hotsplit.runtime.device.pools import PoolBytes
+from hotsplit.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit.runtime.ops.neurons.expert_pass import Choices
+from hotsplit.runtime.prefill.expert_stream import ExpertStream
+from hotsplit.runtime.step.workspace import workspace_bytes as workspace_of_plans
+from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.system.log_lines import lines_on_stderr
+
+pytestmark = [
+    pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
+    pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
+]
+MIB = 1 << 20
+# `HOTSPLIT_PLANS=300 pytest tests/solver/test_plan_memory.py` tries so many.
+NUM_PLANS = int(os.environ.get("HOTSPLIT_PLANS", "24"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
+
+
+def check(case: Case) -> None:
+    with loaded(case) as engine:
+        tokens = engine._live.most_tokens
+        take_texts(engine, case.plan)
+        assert engine._live.most_tokens == tokens, "a pass did not fit, and was repeated"
+        if engine.memories:
+            peak, limit = peak_and_limit(engine, case.plan)
+            assert peak <= limit, (peak, limit)
+
+
+@pytest.mark.parametrize("seed", range(NUM_PLANS))
+def test_a_random_plan_takes_all_texts_within_its_budget(seed):
+    check(random_case(seed))
+
+
+@pytest.mark.parametrize("share", [0.45, 0.6, 0.8])
+def test_plans_of_a_model_of_few_wide_layers_take_prompts(share):
+    """2 % of its bytes hold no pass of 128 tokens, and one of 64 has tensors of exactly 1 MiB."""
+    shape = next(each for each in SHAPES if each[:2] == (4096, 11008))
+    model = hollow_model(shape_only(sizes_of(shape, 8, 1024), kind="f16"))
+    whole = sum(entry.num_bytes for entry in model.tensors.values())
+    plan = solved(model, "dense", 0.0, budget_bytes=int(share * whole))
+    check(Case(model=model, plan=plan))
+
+
+# Width, experts, their neurons, those of a token, and the type; experts that are hot of each layer.
+MIXTURES = {
+    "qwen3-30b-a3b": (2048, 128, 768, 8, "q4_0", [40, 0, 128]),
+    "mixtral-8x7b": (4096, 8, 14336, 2, "q4_0", [3]),
+    "gpt-oss-20b": (2880, 32, 2880, 4, "q8_0", [10, 9]),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_plans_of_mixtures_take_prompts_with_streamed_experts(name, monkeypatch):
+    """Random choices, since nothing is computed; a plan reserves memory for pieces of whole experts."""
+    width, num_experts, neurons, num_used, kind, hot = MIXTURES[name]
+    sizes = sizes_of((width, neurons, 32, 8, 64, 32000), len(hot), 1024)
+    route = Route(num_experts=num_experts, num_used=num_used)
+    spec = mixture_spec(sizes, route=route, num_neurons=neurons)
+    model = hollow_model(shape_only(sizes, kind=kind, spec=spec))
+    plan = make_split(model, [np.arange(count) for count in hot], context_length=1024)
+    workspace = workspace_of_plans(model, 1024, "dense", 1, 8 << 30)
+    gpu, cpu = ({**x, "workspace": workspace} for x in (plan.gpu_bytes, plan.cpu_bytes))
+    plan = replace(
+        plan, mode="dense", gpu_bytes=gpu, cpu_bytes=cpu, vram_budget_bytes=sum(gpu.values())
+    )
+    random = np.random.default_rng(0)
+
+    def choices(id_TK, count):
+        chosen_TE = np.stack([random.permutation(count) for _ in range(len(id_TK))])
+        return of(torch.from_numpy(chosen_TE[:, : id_TK.shape[1]]), count)
+
+    def places(block):
+        if block.place_E is not None and block.role == "cold":
+            return block.place_E.numpy()
+        every = np.arange(num_experts)  # hot ones are the first
+        return np.where(every < block.gate.data.shape[0], every, -1)
+
+    def run(stream, layer, parts, *given):
+        streamed.append(layer)
+        was(stream, layer, parts, *given)
+
+    of, was, streamed = Choices.of, ExpertStream.run, []
+    monkeypatch.setattr(Choices, "of", choices)
+    monkeypatch.setattr(loading, "check_routers", lambda *given: None)
+    monkeypatch.setattr(ExpertBlock, "places", property(places))
+    monkeypatch.setattr(ExpertStream, "run", run)
+    check(Case(model=model, plan=plan))
+    assert {*streamed} == {layer for layer, count in enumerate(hot) if count < num_experts}
+
+
+def smollm2():
+    """A model of SmolLM2's shape, and its plan in 90 MiB."""
+    model = hollow_model(shape_only(sizes_of(SHAPES[0], 30, 512), kind="q8_0"))
+    return model, solved(model, "dense", 0.0, budget_bytes=90 * MIB)
+
+
+def multiply_in_threads() -> None:
+    """In two threads at a time: torch's products take a workspace for each, and keep it."""
+    both = threading.Barrier(2)
+
+    def multiply() -> None:
+        square = torch.zeros(64, 64, device="cuda")
+        both.wait()
+        square @ square
+        both.wait()
+
+    threads = [threading.Thread(target=multiply) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_what_earlier_engines_of_the_process_took_is_free_again():
+    """What `run` does: an engine on the card, products in other threads, then a plan in 90 MiB."""
+    model, plan = smollm2()
+    assert workspace_bytes() == 4 * MIB + 8 * (16 << 10)  # set when the package was imported
+    with hollow_cuda(CARD_BYTES) as cuda:
+        multiply_in_threads()
+        assert torch.cuda.memory_reserved() == 20 * MIB + 2 * MIB
+        with Engine.of(model, device="cuda", is_resident=False) as engine:
+            engine.sequence().extend(list(range(50)))
+        assert torch.cuda.memory_reserved() == 0
+        cuda.allocators[0].peak_reserved = 0
+        with Engine.of(model, plan, device="cuda", is_resident=False) as engine:
+            take_texts(engine, plan)
+            peak, limit = peak_and_limit(engine, plan)
+            assert peak <= limit == 128 * MIB
+
+
+def test_an_error_says_what_the_process_held_before():
+    model, plan = smollm2()
+    with hollow_cuda(CARD_BYTES):
+        held = torch.empty(54 * MIB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(
+            HotsplitError, match="54.00 MiB are held by this process's earlier work"
+        ):
+            Engine.of(model, plan, device="cuda", is_resident=False)
+        del held
+
+
+def wide(share):
+    """A case of one wide layer in a share of its bytes."""
+    shape = next(each for each in SHAPES if each[:2] == (4096, 11008))
+    model = hollow_model(shape_only(sizes_of(shape, 1, 512), kind="f16"))
+    return Case(model=model, plan=solved(model, "dense", share))
+
+
+@lines_on_stderr()
+def test_a_pass_that_no_longer_fits_is_repeated_in_halves(capsys):
+    with loaded(wide(1.0)) as engine:
+        tokens, text = engine._live.most_tokens, engine.sequence()
+        (memory,) = engine.memories.values()
+        torch.cuda.empty_cache()
+        taken = torch.empty(memory.room_bytes - 24 * MIB, dtype=torch.uint8, device="cuda")
+        text.extend(list(range(200)))
+        assert 1 <= engine._live.most_tokens < tokens >= 64
+        del taken
+        shorter = engine._live.most_tokens
+        lines = capsys.readouterr().err.splitlines()
+        assert lines and all("is short for a pass of" in line for line in lines)
+        text.extend(list(range(200)))
+        assert engine._live.most_tokens == shorter and not capsys.readouterr().err
+
+
+@lines_on_stderr()
+def test_a_bound_that_is_too_low_shortens_passes(monkeypatch, capsys):
+    case = wide(0.9)
+    monkeypatch.setattr(gpu_setup, "reserved_bytes", lambda p, piece_bytes=0: 0)
+    monkeypatch.setattr(gpu_setup, "pass_pools", lambda p: PoolBytes())
+    monkeypatch.setattr(gpu_setup, "temporaries", lambda p, piece_bytes: PoolBytes())
+    with loaded(case) as engine:
+        before = engine._live.most_tokens
+        take_texts(engine, case.plan)
+        assert engine._live.most_tokens < before
+    assert "is short for a pass of" in capsys.readouterr().err
