@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -16,14 +16,13 @@ from hotsplit.runtime.answers.answer_reader import Part
 from hotsplit.runtime.answers.calls import ToolCall
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.serve.exchange import DONE, EventStream, Exchange, dumps, dumps_with, while_there
-from hotsplit.serve.fields import Fields
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import Syntax, TextRequest
 from hotsplit.serve.texts import Arrival, Ended, Report
 
 Body = dict[str, object]
-Parse = Callable[[Fields, ServedModel, Arrival], TextRequest]
+Parse = Callable[[Mapping[str, object], ServedModel, Arrival], TextRequest]
 
 
 @dataclass(kw_only=True)

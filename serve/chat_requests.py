@@ -2,9 +2,11 @@
 text, reasoning and tool calls."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.answers.answer_reader import MAX_CALLS, CallRules
@@ -16,23 +18,111 @@ from hotsplit.runtime.answers.scanner import sound_json
 from hotsplit.runtime.generate.call_grammar import forced_calls
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError, wrong
-from hotsplit.serve.fields import Fields
+from hotsplit.serve.request_body import RequestBody, checked, only, refused
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import (
-    MAX_LOGPROBS,
     Grammar,
+    NumLogprobs,
     Syntax,
+    TextBody,
     TextRequest,
     Wanted,
     jobs_of,
-    take_wanted,
+    wanted_of,
 )
 from hotsplit.serve.texts import Arrival
 from hotsplit.serve.tool_choice import Choice, chosen, tools_of
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
-ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def _arguments(value: object) -> object:
+    """A call's arguments, which are JSON in a text; none are an empty object."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return sound_json(value) if value.strip() else {}
+    except ValueError as error:
+        raise refused("invalid_value", f" is not JSON: {str(error)[:100]}") from error
+
+
+class CalledFunction(RequestBody):
+    is_open: ClassVar = True
+    name: str
+    arguments: Annotated[dict[str, object], BeforeValidator(_arguments)] = Field(
+        default_factory=dict
+    )
+
+
+class CallInMessage(RequestBody):
+    is_open: ClassVar = True
+    function: CalledFunction
+
+
+class ChatMessage(RequestBody):
+    is_open: ClassVar = True
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str = Field(None, validate_default=True)
+    refusal: object = None  # the content of another model's answer
+    tool_calls: list[CallInMessage] = []
+
+    @field_validator("content", mode="plain")
+    @classmethod
+    def _content(cls, content: object, info: ValidationInfo) -> str:
+        """The content's text; parts are joined by newlines, as in llama-server."""
+        is_answer = info.data.get("role") == "assistant"
+        if content is None and not is_answer:
+            raise refused("invalid_value", " is missing; only an assistant's may be")
+        if content is None or isinstance(content, str):
+            return content or ""
+        if not isinstance(content, list):
+            raise ValueError("a text or a list of parts")
+        texts = []
+        fields = _ANSWER_TYPES if is_answer else _PART_TYPES
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(part, dict) or not isinstance(kind, str) or kind not in fields:
+                shown = json.dumps(kind)[:40]
+                line = f" has a part of type {shown}; this model only reads text"
+                raise refused("unsupported_content", line)
+            if not isinstance(text := part.get(fields[kind]), str):
+                line = f" has a part of type {kind} whose {fields[kind]} is missing or not a string"
+                raise refused("invalid_value", line)
+            texts.append(text)
+        return "\n".join(texts)
+
+
+# Types of parts, with the field that has their text; a refusal is an answer of other models.
+_PART_TYPES = {"text": "text", "input_text": "text", "output_text": "text"}
+_ANSWER_TYPES = {**_PART_TYPES, "refusal": "refusal"}
+_TEXT_ONLY = "this server writes text"
+
+
+class RenderingBody(RequestBody):
+    """What a chat's prompt is made of, and all that /apply-template reads."""
+
+    ignored: ClassVar = frozenset({"model"})
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[object], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: object = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, object] = {}
+    chat_template: Annotated[object, only(why="the server's --chat-template sets it")] = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool | None = None
+
+
+class ChatBody(RenderingBody, TextBody):
+    ignored: ClassVar = TextBody.ignored
+    parallel_tool_calls: bool = True
+    reasoning_format: Literal["auto", "deepseek", "none"] = "auto"
+    logprobs: bool = False
+    top_logprobs: NumLogprobs | None = None
+    modalities: Annotated[object, only(["text"], why=_TEXT_ONLY)] = None
+    audio: Annotated[object, only(why=_TEXT_ONLY)] = None
+    functions: Annotated[object, only([], why="use tools instead")] = None
+    function_call: Annotated[object, only("none", "auto", why="use tool_choice instead")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,36 +134,35 @@ class Rendering:
     choice: Choice
 
 
-def chat_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextRequest:
+def chat_request(
+    values: Mapping[str, object], served: ServedModel, arrival: Arrival
+) -> TextRequest:
     """The request of /v1/chat/completions. Raises ApiError."""
-    rendering = take_rendering(fields, served)
+    body = checked(ChatBody, values, is_strict=served.is_strict)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise wrong("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+    rendering = rendering_of(body, served)
     rules = None
     choice = rendering.choice
-    is_parallel = fields.flag("parallel_tool_calls", True) and not choice.is_single
+    is_parallel = body.parallel_tool_calls and not choice.is_single
     if choice.tools:
         rules = CallRules(
             tools={name_of(tool): schema_of(tool) for tool in choice.tools},
             most=MAX_CALLS if is_parallel else 1,
             has_short_ids=served.call_style.has_short_ids,
         )
-    reasoning = fields.choice("reasoning_format", ("auto", "deepseek", "none")) or "auto"
     codec, stops = served.chat_codec()
-    num_logprobs = _num_logprobs(fields)
-    wanted = take_wanted(fields, served, num_logprobs, codec, arrival, stops, served.marks)
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    wanted = wanted_of(body, served, num_logprobs, codec, arrival, stops, served.marks)
     if choice.forced:
         forced = _forced(wanted, choice.forced, served, codec, is_parallel)
         wanted = replace(wanted, grammar=forced)
-    fields.only("modalities", ["text"], why="this server writes text")
-    fields.only("audio", why="this server writes text")
-    fields.only("functions", [], why="use tools instead")
-    fields.only("function_call", "none", "auto", why="use tool_choice instead")
-    fields.finish()
     served.check_length(rendering.text, "messages")
     ids = served.encode_plain(rendering.text, "messages")
     syntax = Syntax(
         format=served.format,
         rules=rules,
-        splits_reasoning=reasoning != "none",
+        splits_reasoning=body.reasoning_format != "none",
         prompt=rendering.text,
         continued=rendering.continued,
         has_forced_calls=bool(choice.forced),
@@ -82,34 +171,29 @@ def chat_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextR
     return TextRequest(wanted=wanted, jobs=jobs, syntax=syntax)
 
 
-def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
+def rendering_of(body: RenderingBody, served: ServedModel) -> Rendering:
     """Renders messages and tools with the template. Raises ApiError."""
-    messages = messages_of(fields.items("messages", MAX_MESSAGES), served.call_style, served.format)
-    choice = chosen(tools_of(fields.items("tools", MAX_TOOLS)), fields.take("tool_choice"))
+    style = served.call_style
+    messages = messages_of(body.messages, style, served.format)
+    choice = chosen(tools_of(body.tools), body.tool_choice)
     variables = dict(served.variables)
-    effort = fields.choice(
-        "reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh")
-    )
-    if effort is not None:
-        variables["reasoning_effort"] = effort
-    if effort == "none":  # templates read enable_thinking
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    if body.reasoning_effort == "none":  # templates read enable_thinking
         variables["enable_thinking"] = False
-    if (more := fields.take("chat_template_kwargs")) is not None:
-        if not isinstance(more, dict):
-            raise fields.refuse("chat_template_kwargs", more, "an object")
-        variables |= more
-    fields.only("chat_template", why="the server's --chat-template sets it")
+    variables |= body.chat_template_kwargs
     in_template = choice.tools
-    if served.call_style.describes_tools:
-        is_known = served.call_style.has_system
-        messages, in_template = with_described(messages, choice.tools, has_system=is_known), []
-    if served.call_style.has_descriptions:
+    if style.describes_tools:
+        messages = with_described(messages, choice.tools, has_system=style.has_system)
+        in_template = []
+    if style.has_descriptions:
         in_template = with_descriptions(in_template)
-    if served.call_style.has_responses_in_calls:
+    if style.has_responses_in_calls:
         messages = with_responses(messages)
     is_answered = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-    begins = fields.flag("add_generation_prompt", True)
-    continues = fields.flag("continue_final_message", is_answered and begins)
+    begins, continues = body.add_generation_prompt, body.continue_final_message
+    if continues is None:
+        continues = is_answered and begins
     if isinstance(served.template, str):
         raise ApiError(501, served.template, code="no_chat_template")
     try:
@@ -119,7 +203,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
             variables=variables,
             continue_final_message=continues,
             add_generation_prompt=begins and not continues,
-            keeps_none=served.call_style.has_null_content,
+            keeps_none=style.has_null_content,
         )
     except HotsplitError as error:
         raise wrong("messages", str(error)) from error
@@ -128,96 +212,35 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
 
 
 def messages_of(
-    items: list[object], style: CallStyle, known: AnswerFormat
+    items: Sequence[ChatMessage], style: CallStyle, known: AnswerFormat
 ) -> list[dict[str, object]]:
-    """Messages as templates expect them: contents as strings, calls in the template's style."""
-    if not items:
-        raise wrong("messages", "messages is missing or empty; a chat has at least one")
+    """Messages as templates expect them: calls in the template's style."""
     messages = list[dict[str, object]]()
-    for number, item in enumerate(items):
-        message = _message(item, f"messages[{number}]", style, known)
+    for item in items:
+        message = _message(item, style, known)
         calls = message.get("tool_calls")
         messages.append(message)
-        if style.has_single_calls and isinstance(
-            calls, list
-        ):  # the others in messages of their own
+        # The others are in messages of their own.
+        if style.has_single_calls and isinstance(calls, list):
             message["tool_calls"] = calls[:1]
             content = None if style.has_null_content else ""
             messages += [{**message, "content": content, "tool_calls": [c]} for c in calls[1:]]
     return messages
 
 
-def _message(item: object, place: str, style: CallStyle, known: AnswerFormat) -> dict[str, object]:
-    if not isinstance(item, dict):
-        raise wrong(place, f"{place}: wanted an object with role and content")
-    message = {key: value for key, value in item.items() if value is not None}
-    role = message.get("role")
-    if role not in ROLES:
-        shown = json.dumps(role)[:40]
-        raise wrong(f"{place}.role", f"{place}.role is {shown}, wanted one of {', '.join(ROLES)}")
-    message["role"] = "system" if role == "developer" else role
-    if "content" not in message and role != "assistant":
-        raise wrong(f"{place}.content", f"{place}.content is missing; only an assistant's may be")
-    is_answer = role == "assistant"
-    content = _content(message.get("content", ""), f"{place}.content", is_answer=is_answer)
-    refusal = message.get("refusal")
-    if is_answer and isinstance(refusal, str) and not content:
-        content = refusal
+def _message(item: ChatMessage, style: CallStyle, known: AnswerFormat) -> dict[str, object]:
+    message = item.model_dump(exclude={"refusal", "annotations", "audio"})
+    if item.role == "developer":
+        message["role"] = "system"
+    content = item.content
+    if item.role == "assistant" and isinstance(item.refusal, str) and not content:
+        content = item.refusal
     message["content"] = content
-    if "tool_calls" in message:
-        calls = _calls(message.pop("tool_calls"), f"{place}.tool_calls")
-        if calls:
-            message |= _styled(str(message["content"]), calls, style, known)
+    if calls := message.pop("tool_calls"):
+        message |= _styled(content, calls, style, known)
     if style.has_short_ids and isinstance(message.get("tool_call_id"), str):
         message["tool_call_id"] = short_id(message["tool_call_id"])
-    for name in ("refusal", "annotations", "audio"):
-        message.pop(name, None)
     return message
-
-
-# Types of parts, with the field that has their text; a refusal is an answer of other models.
-_PART_TYPES = {"text": "text", "input_text": "text", "output_text": "text"}
-_ANSWER_TYPES = {**_PART_TYPES, "refusal": "refusal"}
-
-
-def _content(content: object, place: str, *, is_answer: bool) -> str:
-    """The content's text; parts are joined by newlines, as in llama-server."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong(place, f"{place}: wanted a text or a list of parts")
-    texts = []
-    fields = _ANSWER_TYPES if is_answer else _PART_TYPES
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or not isinstance(kind, str) or kind not in fields:
-            shown = json.dumps(kind)[:40]
-            raise wrong(
-                place,
-                f"{place} has a part of type {shown}; this model only reads text",
-                "unsupported_content",
-            )
-        if not isinstance(text := part.get(fields[kind]), str):
-            raise wrong(
-                place,
-                f"{place} has a part of type {kind} whose {fields[kind]} is missing or not a string",
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _calls(calls: object, place: str) -> list[dict[str, Any]]:
-    """Checked calls; their arguments are values of JSON."""
-    if not isinstance(calls, list):
-        raise wrong(place, f"{place}: wanted a list of calls")
-    found = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong(place, f"{place}: wanted objects with a function that has a name")
-        arguments = _arguments(function.get("arguments"), place)
-        found.append({**call, "function": {**function, "arguments": arguments}})
-    return found
 
 
 def _styled(
@@ -237,20 +260,6 @@ def _styled(
     return {"content": content_or_none, "tool_calls": calls}
 
 
-def _arguments(arguments: object, place: str) -> dict[str, object]:
-    """The value of a call's arguments, which are JSON in a text; none are an empty object."""
-    if isinstance(arguments, str) and arguments.strip():
-        try:
-            arguments = sound_json(arguments)
-        except ValueError as error:
-            raise wrong(place, f"{place}: arguments are not JSON: {str(error)[:100]}") from error
-    if arguments is None or isinstance(arguments, str):
-        return {}
-    if not isinstance(arguments, dict):
-        raise wrong(place, f"{place}: arguments are not an object")
-    return arguments
-
-
 def _forced(
     wanted: Wanted, tools: Sequence[Tool], served: ServedModel, codec: TextCodec, is_parallel: bool
 ) -> Grammar:
@@ -266,12 +275,3 @@ def _forced(
         size=len(json.dumps(tools)),
         make=lambda: forced_calls(calls, tools, codec, is_parallel=is_parallel),
     )
-
-
-def _num_logprobs(fields: Fields) -> int | None:
-    """Number of most probable tokens to return at each position; None without logprobs."""
-    is_wanted = fields.flag("logprobs")
-    count = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
-    if count is not None and not is_wanted:
-        raise wrong("top_logprobs", "top_logprobs is only allowed when logprobs is true")
-    return (count or 0) if is_wanted else None

@@ -8,17 +8,19 @@ Letters: D hidden size."""
 
 import base64
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotsplit.serve.api_error import ApiError
+from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.exchange import JsonResponse, while_there
-from hotsplit.serve.fields import Fields
+from hotsplit.serve.request_body import RequestBody, Whole, checked
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import check_room, prompts_of
@@ -26,6 +28,13 @@ from hotsplit.serve.texts import Arrival, EmbeddingJob, Ended, Report
 
 log = logging.getLogger("hotsplit.serve")
 MAX_INPUTS = 2048  # as OpenAI's
+
+
+class EmbeddingsBody(RequestBody):
+    ignored: ClassVar = frozenset({"model", "user"})
+    input: object = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[Whole, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +77,15 @@ async def embeddings(service: Service, request: Request) -> Response:
     )
 
 
-def embedding_request(fields: Fields, served: ServedModel, arrival: Arrival) -> EmbeddingRequest:
+def embedding_request(
+    values: Mapping[str, object], served: ServedModel, arrival: Arrival
+) -> EmbeddingRequest:
     """The request of /v1/embeddings. Raises ApiError."""
-    fields.ignore("model", "user")
-    prompts = prompts_of(fields.take("input"), served, "input", MAX_INPUTS)
-    kind = fields.choice("encoding_format", ("float", "base64"))
-    dimensions = fields.whole("dimensions", 1, served.hidden_size)
-    fields.finish()
+    body = checked(EmbeddingsBody, values, is_strict=served.is_strict)
+    prompts = prompts_of(body.input, served, "input", MAX_INPUTS)
+    if body.dimensions is not None and body.dimensions > served.hidden_size:
+        line = f"dimensions is {body.dimensions}, wanted at most {served.hidden_size}"
+        raise wrong("dimensions", line)
     if served.pooling is None:
         _say_mean(served.name)
     deadline, _ = arrival.deadline()
@@ -83,8 +94,8 @@ def embedding_request(fields: Fields, served: ServedModel, arrival: Arrival) -> 
         check_room(served, ids, "input", "a text of input has {}")
     return EmbeddingRequest(
         jobs=[EmbeddingJob(ids=ids, pooling=pooling, deadline=deadline) for _, ids in prompts],
-        num_dimensions=dimensions or served.hidden_size,
-        is_base64=kind == "base64",
+        num_dimensions=body.dimensions or served.hidden_size,
+        is_base64=body.encoding_format == "base64",
     )
 
 

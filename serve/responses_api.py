@@ -16,6 +16,21 @@ from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import TextRequest
 from hotsplit.serve.texts import Report
 
+# Fields of a request that a response repeats, with what they are without one.
+_SETTINGS: Body = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": None,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "user": None,
+}
+
 
 class ResponsesAnswer(Answer):
     """The growing list of output items: reasoning, messages, tool calls. Only the last can be
@@ -162,6 +177,7 @@ class ResponsesAnswer(Answer):
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _body(self, status: str) -> Body:
+        given = {name: self._asked.settings.get(name) for name in _SETTINGS}
         return {
             "id": self._id,
             "object": "response",
@@ -171,17 +187,12 @@ class ResponsesAnswer(Answer):
             "output": self._items,
             "error": None,
             "incomplete_details": None,
-            "instructions": None,
-            "metadata": {},
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
-            "temperature": None,
-            "top_p": None,
             "store": False,
             "previous_response_id": None,
             "truncation": "disabled",
             "usage": None,
+            **_SETTINGS,
+            **{name: value for name, value in given.items() if value is not None},
         }
 
     def _item_event(self, what: Literal["added", "done"]) -> bytes:

@@ -6,19 +6,20 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from typing import TypeGuard
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal, TypeGuard
+
+from pydantic import Field
 
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.chat_requests import MAX_TOOLS, chat_request
-from hotsplit.serve.fields import Fields
+from hotsplit.serve.request_body import RequestBody, Whole, checked, only
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import TextRequest
 from hotsplit.serve.texts import Arrival
 
 log = logging.getLogger("hotsplit.serve")
 MAX_ITEMS = 4096
-MAX_INCLUDED = 64
-MAX_INSTRUCTIONS = 1 << 24
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
 _REFERS = "nothing is stored here; send the whole conversation as input"
 # Fields of a chat that have another name in this API.
@@ -27,13 +28,64 @@ _PARAMS = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
+# Belongs to items that no answer here has.
+_Included = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+]
 
 
-def responses_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextRequest:
+class TextFormat(RequestBody):
+    ignored: ClassVar = frozenset({"name", "description", "strict"})
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: object = Field(None, alias="schema")
+
+
+class TextSettings(RequestBody):
+    ignored: ClassVar = frozenset({"verbosity"})
+    format: TextFormat | None = None
+
+
+class ReasoningSettings(RequestBody):
+    ignored: ClassVar = frozenset({"summary", "generate_summary"})
+    effort: object = None
+
+
+class ResponsesBody(RequestBody):
+    """The fields that a chat does not have under the same name; the others are the chat's to check."""
+
+    is_open: ClassVar = True
+    previous_response_id: Annotated[object, only(why=_REFERS)] = None
+    conversation: Annotated[object, only(why=_REFERS)] = None
+    prompt: Annotated[object, only(why="there are no stored prompts here")] = None
+    background: Annotated[object, only(False, why="a response is sent on its connection")] = None
+    truncation: Literal["auto", "disabled"] | None = None  # what is too long is refused
+    client_metadata: object = None
+    include: Annotated[list[_Included], Field(max_length=64)] = []
+    max_tool_calls: Annotated[object, only(why="tools are called by the client")] = None
+    n: Annotated[object, only(1, why="a response has one answer")] = None
+    top_logprobs: Annotated[object, only(0, why="/v1/chat/completions has logprobs")] = None
+    instructions: str | None = None
+    input: object = None
+    max_output_tokens: Annotated[Whole, Field(ge=1, lt=1 << 31)] | None = None
+    tools: Annotated[list[object], Field(max_length=MAX_TOOLS)] = []
+    text: TextSettings = TextSettings()
+    reasoning: ReasoningSettings = ReasoningSettings()
+
+
+def responses_request(
+    values: Mapping[str, object], served: ServedModel, arrival: Arrival
+) -> TextRequest:
     """Parses a request as a chat. Raises ApiError if it is invalid or has no equivalent chat."""
-    chat, places = chat_fields(fields)
+    body = checked(ResponsesBody, values, is_strict=served.is_strict)
+    chat, places = chat_fields(body)
     try:
-        return chat_request(Fields(chat, is_strict=fields.is_strict), served, arrival)
+        request = chat_request(chat, served, arrival)
     except ApiError as error:
         param = _PARAMS.get(error.param or "", error.param)
         named = _MESSAGE.sub(lambda found: places[int(found[1])], param) if param else None
@@ -46,38 +98,25 @@ def responses_request(fields: Fields, served: ServedModel, arrival: Arrival) -> 
             code=error.code,
             headers=error.headers,
         ) from error
+    sampling, tools = request.wanted.sampling, body.tools
+    functions = [tool for tool in tools if isinstance(tool, dict) and tool["type"] == "function"]
+    own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "tools": functions}
+    return replace(request, settings={**values, **own})
 
 
-def chat_fields(fields: Fields) -> tuple[dict[str, object], list[str]]:
+def chat_fields(body: ResponsesBody) -> tuple[dict[str, object], list[str]]:
     """(the fields of the chat that a response is, the place in the request of each of its messages).
     Raises ApiError."""
-    for name in ("previous_response_id", "conversation"):
-        fields.only(name, why=_REFERS)
-    fields.only("prompt", why="there are no stored prompts here")
-    fields.only("background", False, why="a response is sent on its request's connection")
-    fields.choice("truncation", ("auto", "disabled"))  # what is too long is refused
-    fields.ignore("client_metadata")
-    _check_included(fields.items("include", MAX_INCLUDED))
-    fields.only("max_tool_calls", why="tools are called by the client")
-    fields.only("n", 1, why="a response has one answer")
-    fields.only("top_logprobs", 0, why="logprobs are available from /v1/chat/completions")
-    instructions = fields.text("instructions", MAX_INSTRUCTIONS)
-    messages, places = _messages(fields.take("input"), instructions)
-    chat: dict[str, object] = {"messages": messages}
-    if (most := fields.whole("max_output_tokens", 1, (1 << 31) - 1)) is not None:
-        chat["max_completion_tokens"] = most
-    if tools := _tools(fields.items("tools", MAX_TOOLS)):
-        chat["tools"] = tools
-    if (text := fields.inner("text")) is not None:
-        text.ignore("verbosity")
-        if (shape := text.inner("format")) is not None:
-            chat["response_format"] = _format(shape)
-        text.finish()
-    if (reasoning := fields.inner("reasoning")) is not None:
-        reasoning.ignore("summary", "generate_summary")
-        chat["reasoning_effort"] = reasoning.take("effort")
-        reasoning.finish()
-    return chat | fields.rest(), places
+    messages, places = _messages(body.input, body.instructions)
+    chat: dict[str, object] = {
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": _tools(body.tools),
+        "reasoning_effort": body.reasoning.effort,
+    }
+    if (shape := body.text.format) is not None:
+        chat["response_format"] = {"type": shape.type, "schema": shape.schema_}
+    return chat | body.extra, places
 
 
 def _messages(items: object, instructions: str | None) -> tuple[list[object], list[str]]:
@@ -164,29 +203,6 @@ _KINDS = (
 )
 
 
-def _check_included(names: list[object]) -> None:
-    """Accepts what belongs to items that no answer here has. Refuses the rest."""
-    for name in names:
-        if name not in _INCLUDED:
-            shown = json.dumps(name)[:60]
-            raise wrong(
-                "include",
-                f"include: {shown} is not available here, wanted some of {', '.join(_INCLUDED)}",
-                "unsupported_value",
-            )
-
-
-_INCLUDED = (
-    "reasoning.encrypted_content",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-    "file_search_call.results",
-    "code_interpreter_call.outputs",
-    "message.input_image.image_url",
-    "computer_call_output.output.image_url",
-)
-
-
 _FUNCTION_KEYS = ("name", "description", "parameters")
 
 
@@ -210,13 +226,3 @@ def _tools(tools: list[object]) -> list[Mapping[str, object]]:
         names = json.dumps(sorted(others))[:300]
         log.info("tools of types %s are left out: models here only call functions", names)
     return found
-
-
-def _format(shape: Fields) -> dict[str, object]:
-    kind = shape.choice("type", ("text", "json_object", "json_schema"))
-    schema = shape.take("schema")
-    shape.ignore("name", "description", "strict")
-    shape.finish()
-    if kind == "json_schema":
-        return {"type": kind, "json_schema": {"schema": schema}}
-    return {"type": kind}

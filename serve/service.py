@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from hotsplit.serve.api_error import ApiError, busy, too_large, unavailable
 from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.exchange import Exchange, Gone, drop_body, error_of
-from hotsplit.serve.fields import Fields, fields_of
 from hotsplit.serve.lane import Lane
 from hotsplit.serve.metrics import Metrics
+from hotsplit.serve.request_body import parsed
 from hotsplit.serve.request_log import RequestLine
 from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.served_model import ServedModel
@@ -81,7 +81,7 @@ class Service:
             self._has_said_loading = True
             log.info("requests get 503 until the model is loaded, which the log does not repeat")
 
-    async def fields(self, request: Request) -> Fields:
+    async def fields(self, request: Request) -> dict[str, object]:
         """The fields of a POST. Raises ApiError for a wrong content type, and for a body that is
         too long, arrives too slowly or is not a JSON object; Gone if the client disconnects."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -113,8 +113,7 @@ class Service:
         if length > most:  # after the deadline's block: the rest may arrive later
             await drop_body(request.receive)
             raise too_large(most)
-        is_strict = self.config.is_strict
-        return await self.prepared(lambda: fields_of(b"".join(pieces), is_strict=is_strict))
+        return await self.prepared(lambda: parsed(b"".join(pieces)))
 
     async def prepared(self, make: Callable[[], Result]) -> Result:
         """Runs `make`, which would block the loop, in a thread."""

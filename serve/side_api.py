@@ -7,22 +7,35 @@ import re
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Annotated
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.serve.api_error import ApiError, wrong
-from hotsplit.serve.chat_requests import take_rendering
+from hotsplit.serve.chat_requests import RenderingBody, rendering_of
 from hotsplit.serve.exchange import JsonResponse, dumps, dumps_with
+from hotsplit.serve.request_body import RequestBody, checked
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
 MAX_TEXT = 1 << 20  # characters in a /tokenize request; a second of one core
-MAX_TOKENS = 1 << 17  # in a /detokenize request
 NUM_AT_ONCE = 1 << 12  # tokens that are written as JSON in one call
+
+
+class TokenizeBody(RequestBody):
+    content: Annotated[str, Field(max_length=MAX_TEXT)]
+    add_special: bool = False
+    with_pieces: bool = False
+    parse_special: bool = True
+
+
+class DetokenizeBody(RequestBody):
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 17), FailFast()] = []
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -121,34 +134,30 @@ async def props(service: Service, request: Request) -> Response:
 async def tokenize(service: Service, request: Request) -> Response:
     """llama-server's /tokenize: adds special tokens only if asked, and reads those in the text as
     text if parse_special is false; with_pieces also returns texts."""
-    fields = await service.fields(request)
-    content = fields.text("content", MAX_TEXT)
-    if content is None:
-        raise wrong("content", "content is missing; wanted a text")
-    is_special = fields.flag("add_special")
-    has_pieces = fields.flag("with_pieces")
-    is_parsed = fields.flag("parse_special", True)
-    fields.finish()
+    values = await service.fields(request)
     served = service.served
+    body = checked(TokenizeBody, values, is_strict=served.is_strict)
 
     def answer() -> Response:
-        reader = served if is_parsed else replace(served, codec=served.codec.literal)
-        encode = reader.encode if is_special else reader.encode_plain
-        body = token_list(served, encode(content, "content"), has_pieces=has_pieces)
-        return Response(body, media_type="application/json")
+        reader = served
+        if not body.parse_special:
+            reader = replace(served, codec=served.codec.literal)
+        encode = reader.encode if body.add_special else reader.encode_plain
+        ids = encode(body.content, "content")
+        content = token_list(served, ids, has_pieces=body.with_pieces)
+        return Response(content, media_type="application/json")
 
     return await service.prepared(answer)
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    fields = await service.fields(request)
-    found = fields.items("tokens", MAX_TOKENS)
-    fields.finish()
-    size = service.served.vocab_size
-    ids = [i for i in found if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size]
-    if len(ids) < len(found):
-        raise wrong("tokens", f"tokens: wanted token ids, 0 to {size - 1}")
-    tokenizer = service.served.codec.tokenizer  # its `decode` holds the GIL
+    values = await service.fields(request)
+    served = service.served
+    ids = checked(DetokenizeBody, values, is_strict=served.is_strict).tokens
+    if max(ids, default=0) >= served.vocab_size:
+        last = served.vocab_size - 1
+        raise wrong("tokens", f"tokens has {max(ids)}, wanted token ids, 0 to {last}")
+    tokenizer = served.codec.tokenizer  # its `decode` holds the GIL
     (text,) = await service.prepared(
         lambda: tokenizer.decode_batch([ids], skip_special_tokens=False)
     )
@@ -156,10 +165,10 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 
 async def apply_template(service: Service, request: Request) -> Response:
-    fields = await service.fields(request)
-    fields.ignore("model")
-    rendering = await service.prepared(lambda: take_rendering(fields, service.served))
-    fields.finish()
+    values = await service.fields(request)
+    served = service.served
+    body = checked(RenderingBody, values, is_strict=served.is_strict)
+    rendering = await service.prepared(lambda: rendering_of(body, served))
     return JsonResponse({"prompt": rendering.text})
 
 

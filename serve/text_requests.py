@@ -1,9 +1,11 @@
 """Parses completion requests, and the fields that they share with chats, into jobs."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal, TypeGuard
+
+from pydantic import BeforeValidator, Field
 
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation import ENDLESS, GenerationOptions, SamplingOptions
@@ -17,46 +19,109 @@ from hotsplit.runtime.generate.constraints import (
 )
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import wrong
-from hotsplit.serve.fields import Fields
-from hotsplit.serve.sampling_fields import take_sampling, texts_of
+from hotsplit.serve.request_body import Number, RequestBody, Whole, checked, only, texts
+from hotsplit.serve.sampling_fields import SamplingBody, sampling_of
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.texts import Arrival, DeadlineBy, Job
 
-MAX_CHOICES = 16
-MAX_STOPS, MAX_STOP_LENGTH = 64, 256
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_PROMPTS = 64
 # Fields of OpenAI's and llama-server's clients that do not affect an answer's text.
-NEUTRAL = (
-    "model",
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "verbosity",
-    "prediction",
-    "id_slot",
-    "timings_per_token",
-    "return_tokens",
-    "return_progress",
-    "sse_ping_interval",
-    "n_cache_reuse",
+NEUTRAL = frozenset(
+    [
+        "model",
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "verbosity",
+        "prediction",
+        "id_slot",
+        "timings_per_token",
+        "return_tokens",
+        "return_progress",
+        "sse_ping_interval",
+        "n_cache_reuse",
+    ]
 )
-# Unsupported fields: the values that turn them off, which llama-server's clients send, and the reason
-# given for refusing others.
-UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("n_keep", (0, -1), "the context is not shifted"),
-    ("n_discard", (0,), "the context is not shifted"),
-    ("n_indent", (0,), "a grammar can require it"),
-    ("t_max_predict_ms", (0, -1), "max_tokens and timeout bound an answer"),
-    ("post_sampling_probs", (False,), "logprobs are the model's own"),
-    ("response_fields", ([],), "an answer has all its fields"),
-    ("lora", ([],), "adapters are merged when a model is converted"),
-)
+_Choices = Annotated[Whole, Field(ge=1, le=16)]
+_Tokens = Annotated[Whole, Field(ge=-1, lt=1 << 31)]
+NumLogprobs = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
+_NO_SHIFT = only(0, -1, why="the context is not shifted")
+
+
+class StreamOptions(RequestBody):
+    ignored: ClassVar = frozenset({"include_obfuscation", "continuous_usage_stats"})
+    include_usage: bool = False
+
+
+class NamedSchema(RequestBody):
+    ignored: ClassVar = frozenset({"name", "description", "strict"})
+    schema_: object = Field(None, alias="schema")
+
+
+class ResponseFormat(RequestBody):
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: object = Field(None, alias="schema")  # as llama-server's clients give it
+    json_schema: NamedSchema | None = None
+
+    @property
+    def given_schema(self) -> object:
+        """None for a text. Raises ApiError."""
+        if self.type == "text":
+            return None
+        named = self.json_schema.schema_ if self.json_schema else None
+        if self.type == "json_object":
+            return self.schema_ or {"type": "object"}
+        if self.schema_ is None and named is None:
+            place = "response_format.json_schema"
+            raise wrong(place, f"{place}.schema is missing")
+        return named if self.schema_ is None else self.schema_
+
+
+class TextBody(SamplingBody):
+    """The fields that completions and chats share. Unsupported ones may have the values that turn them
+    off, which llama-server's clients send."""
+
+    ignored: ClassVar = NEUTRAL
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: _Choices | None = None
+    n_cmpl: _Choices | None = None
+    max_completion_tokens: _Tokens | None = None
+    max_tokens: _Tokens | None = None
+    n_predict: _Tokens | None = None
+    stop: Annotated[tuple[str, ...], texts(64, 256)] = ()
+    ignore_eos: bool = False
+    timeout: Annotated[Number, Field(gt=0)] | None = None  # seconds
+    cache_prompt: bool = True
+    grammar: Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)] | None = None
+    json_schema: object = None
+    response_format: ResponseFormat | None = None
+    n_keep: Annotated[object, _NO_SHIFT] = None
+    n_discard: Annotated[object, _NO_SHIFT] = None
+    n_indent: Annotated[object, only(0, why="a grammar can require it")] = None
+    t_max_predict_ms: Annotated[object, only(0, -1, why="max_tokens and timeout bound it")] = None
+    post_sampling_probs: Annotated[object, only(False, why="logprobs are the model's own")] = None
+    response_fields: Annotated[object, only([], why="an answer has all its fields")] = None
+    lora: Annotated[object, only([], why="adapters are merged when a model is converted")] = None
+
+
+def _number_of_logprobs(value: object) -> object:
+    return {True: 1, False: None}[value] if isinstance(value, bool) else value
+
+
+class CompletionBody(TextBody):
+    prompt: object = None
+    echo: bool = False
+    logprobs: Annotated[NumLogprobs | None, BeforeValidator(_number_of_logprobs)] = None
+    n_probs: NumLogprobs | None = None
+    suffix: Annotated[object, only("", why="fill-in-the-middle is not supported")] = None
+    best_of: _Choices | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +196,15 @@ class Syntax:
 @dataclass(frozen=True, kw_only=True)
 class TextRequest:
     """A completion or a chat, ready to be submitted once `with_masks`. `prompts` and `echoes` are a completion's:
-    texts ("" if given as ids) with their tokens, and whether its answers repeat them."""
+    texts ("" if given as ids) with their tokens, and whether its answers repeat them. `settings`:
+    the fields of a response's request, of which its answer repeats some."""
 
     wanted: Wanted
     jobs: list[Job]
     syntax: Syntax = Syntax()
     prompts: tuple[tuple[str, list[int]], ...] = ()
     echoes: bool = False
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def with_masks(self, grammar: Grammar) -> "TextRequest":
         """The request with the masks of its grammar. May take seconds. Raises ApiError."""
@@ -146,32 +213,29 @@ class TextRequest:
         return replace(self, jobs=jobs)
 
 
-def completion_request(fields: Fields, served: ServedModel, arrival: Arrival) -> TextRequest:
+def completion_request(
+    values: Mapping[str, object], served: ServedModel, arrival: Arrival
+) -> TextRequest:
     """The request of /v1/completions. Raises ApiError."""
-    prompts = prompts_of(fields.take("prompt"), served, "prompt", MAX_PROMPTS)
-    echoes = fields.flag("echo")
-    logprobs = fields.take("logprobs")
-    count = _logprobs(logprobs) if logprobs is not False else None
-    if (number := fields.whole("n_probs", 0, MAX_LOGPROBS)) is not None and number > 0:
-        count = number
-    scores = echoes and count is not None
-    fields.only("suffix", "", why="fill-in-the-middle is not supported")
-    best_of = fields.whole("best_of", 1, MAX_CHOICES)
-    wanted = take_wanted(fields, served, count, served.codec, arrival, may_be_empty=scores)
-    if best_of not in (None, wanted.count):
-        raise wrong("best_of", f"best_of is {best_of}, n is {wanted.count}: both must be the same")
-    fields.finish()
+    body = checked(CompletionBody, values, is_strict=served.is_strict)
+    prompts = prompts_of(body.prompt, served, "prompt", MAX_PROMPTS)
+    count = body.n_probs or body.logprobs
+    scores = body.echo and count is not None
+    wanted = wanted_of(body, served, count, served.codec, arrival, may_be_empty=scores)
+    if body.best_of not in (None, wanted.count):
+        line = f"best_of is {body.best_of}, n is {wanted.count}: both must be the same"
+        raise wrong("best_of", line)
     jobs = [
         job for _, ids in prompts for job in jobs_of(served, ids, wanted, served.codec, "prompt")
     ]
     if scores:  # of a prefix that is reused there are no logits
-        only = not wanted.generates
-        jobs = [replace(job, scores=True, only_scores=only, reuses=False) for job in jobs]
-    return TextRequest(wanted=wanted, prompts=tuple(prompts), echoes=echoes, jobs=jobs)
+        only_scores = not wanted.generates
+        jobs = [replace(job, scores=True, only_scores=only_scores, reuses=False) for job in jobs]
+    return TextRequest(wanted=wanted, prompts=tuple(prompts), echoes=body.echo, jobs=jobs)
 
 
-def take_wanted(
-    fields: Fields,
+def wanted_of(
+    body: TextBody,
     served: ServedModel,
     num_logprobs: int | None,
     codec: TextCodec,
@@ -181,42 +245,27 @@ def take_wanted(
     *,
     may_be_empty: bool = False,
 ) -> Wanted:
-    """Reads the fields shared by completions and chats; `stops` and `marks` are the template's.
+    """What the fields shared by completions and chats ask for; `stops` and `marks` are the template's.
     `may_be_empty`: the answer may have no token of its own."""
-    fields.ignore(*NEUTRAL)
-    for name, values, why in UNSUPPORTED:
-        fields.only(name, *values, why=why)
-    is_stream = fields.flag("stream")
-    stream_options = fields.inner("stream_options")
-    has_usage = False
-    if stream_options is not None:
-        if not is_stream:
-            raise wrong("stream_options", "stream_options is only allowed when stream is true")
-        has_usage = stream_options.flag("include_usage")
-        stream_options.ignore("include_obfuscation", "continuous_usage_stats")
-        stream_options.finish()
-    count = fields.whole("n", 1, MAX_CHOICES) or fields.whole("n_cmpl", 1, MAX_CHOICES) or 1
-    sampling = take_sampling(fields, served.defaults, served.encode_plain, served.vocab_size)
-    max_tokens = _max_tokens(fields, served, may_be_empty=may_be_empty)
+    if body.stream_options is not None and not body.stream:
+        raise wrong("stream_options", "stream_options is only allowed when stream is true")
+    max_tokens = _max_tokens(body, served, may_be_empty=may_be_empty)
     options = GenerationOptions(
         max_tokens=max_tokens or 1,
-        stops=(*texts_of(fields, "stop", MAX_STOPS, MAX_STOP_LENGTH), *stops),
-        ignores_end=fields.flag("ignore_eos"),
+        stops=(*body.stop, *stops),
+        ignores_end=body.ignore_eos,
         num_logprobs=num_logprobs,
         marks=tuple(marks),
     )
-    asked_s = fields.number("timeout")
-    if asked_s is not None and asked_s <= 0:
-        raise wrong("timeout", f"timeout is {asked_s}, wanted a number over 0, in seconds")
-    deadline, deadline_by = arrival.deadline(asked_s)
+    deadline, deadline_by = arrival.deadline(body.timeout)
     return Wanted(
-        count=count,
-        is_stream=is_stream,
-        has_usage=has_usage,
-        sampling=sampling,
+        count=body.n or body.n_cmpl or 1,
+        is_stream=body.stream,
+        has_usage=body.stream_options is not None and body.stream_options.include_usage,
+        sampling=sampling_of(body, served.defaults, served.encode_plain, served.vocab_size),
         options=options,
-        grammar=_grammar(fields, codec),
-        reuses=fields.flag("cache_prompt", True),
+        grammar=_grammar(body, codec),
+        reuses=body.cache_prompt,
         deadline=deadline,
         deadline_by=deadline_by,
         generates=max_tokens != 0,
@@ -290,22 +339,11 @@ def _are_ids(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _logprobs(value: object) -> int | None:
-    """Number of most probable tokens to return at each position; None without logprobs."""
-    if value is None:
-        return None
-    if value is True:
-        return 1
-    if not isinstance(value, int) or not 0 <= value <= MAX_LOGPROBS:
-        raise wrong("logprobs", f"logprobs: wanted a whole number, 0 to {MAX_LOGPROBS}")
-    return value
-
-
-def _max_tokens(fields: Fields, served: ServedModel, *, may_be_empty: bool) -> int:
+def _max_tokens(body: TextBody, served: ServedModel, *, may_be_empty: bool) -> int:
     """The request's limit, under any of its names, but at most the server's."""
     asked = None
     for name in ("max_completion_tokens", "max_tokens", "n_predict"):
-        found = fields.whole(name, -1, (1 << 31) - 1)
+        found = getattr(body, name)
         if found == 0 and not may_be_empty:
             raise wrong(name, f"{name} is 0, wanted 1 or more")
         asked = found if asked is None else asked
@@ -315,43 +353,26 @@ def _max_tokens(fields: Fields, served: ServedModel, *, may_be_empty: bool) -> i
     return asked if served.max_tokens == ENDLESS else min(asked, served.max_tokens)
 
 
-def _grammar(fields: Fields, codec: TextCodec) -> Grammar | None:
+def _grammar(body: TextBody, codec: TextCodec) -> Grammar | None:
     """The grammar of response_format, json_schema or grammar; at most one of them."""
-    given = [name for name in ("json_schema", "grammar") if fields.has(name)]
-    schema, param = fields.take("json_schema"), "json_schema"
-    grammar = fields.text("grammar", MAX_GRAMMAR_BYTES)
-    if (shape := fields.inner("response_format")) is not None:
-        kind = shape.choice("type", ("text", "json_object", "json_schema"))
-        if kind is None:
-            raise wrong("response_format.type", "response_format.type is missing")
-        if kind != "text":
-            given.append("response_format")
-            schema, param = _schema(shape, kind), "response_format"
-        shape.ignore("type")
-        shape.finish()
+    schemas = {
+        "json_schema": body.json_schema,
+        "response_format": body.response_format and body.response_format.given_schema,
+    }
+    given = [name for name, schema in schemas.items() if schema is not None]
+    if body.grammar is not None:
+        given.append("grammar")
     if len(given) > 1:
         raise wrong(given[-1], f"{' and '.join(given)} exclude each other; give one")
-    if grammar:
+    if grammar := body.grammar:
         return Grammar(
             param="grammar", size=len(grammar), make=lambda: gbnf_constraint(grammar, codec)
         )
-    if schema is None:
+    if not given or body.grammar is not None:
         return None
+    schema = schemas[given[0]]
     text = schema if isinstance(schema, str) else json.dumps(schema)
     if len(text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
-        raise wrong(param, f"{param}: the schema has more than {MAX_GRAMMAR_BYTES} bytes")
-    return Grammar(param=param, size=len(text), make=lambda: json_schema_constraint(text, codec))
-
-
-def _schema(shape: Fields, kind: str) -> object:
-    if kind == "json_object":  # llama-server: with an optional schema
-        return shape.take("schema") or {"type": "object"}
-    if shape.has("schema"):
-        return shape.take("schema")
-    named = shape.inner("json_schema")
-    if named is None or not named.has("schema"):
-        raise wrong("response_format.json_schema", "response_format.json_schema.schema is missing")
-    named.ignore("name", "description", "strict")
-    schema = named.take("schema")
-    named.finish()
-    return schema
+        line = f"{given[0]}: the schema has more than {MAX_GRAMMAR_BYTES} bytes"
+        raise wrong(given[0], line)
+    return Grammar(param=given[0], size=len(text), make=lambda: json_schema_constraint(text, codec))

@@ -13,8 +13,8 @@ from serving import CALL, SAID, TOOL, Served, save_model
 
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve.api_error import ApiError
-from hotsplit.serve.fields import Fields
-from hotsplit.serve.responses_requests import chat_fields
+from hotsplit.serve.request_body import checked
+from hotsplit.serve.responses_requests import ResponsesBody, chat_fields
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 PATH = "/v1/responses"
@@ -162,6 +162,8 @@ def test_a_gateways_request(served):
     assert status == 200, answer
     Response.model_validate(answer)
     assert answer["truncation"] == "disabled"
+    sent = ("max_output_tokens", "temperature", "top_p", "tool_choice", "metadata", "user")
+    assert all(answer[name] == GATEWAY[name] for name in sent) and answer["tools"] == []
     plain = {"input": "Hello", "max_output_tokens": 20, "temperature": 0.0, "top_p": 1.0}
     _, alone = served.ask(PATH, plain)
     assert [i["content"] for i in answer["output"]] == [i["content"] for i in alone["output"]]
@@ -184,20 +186,20 @@ def test_what_is_too_long_is_refused_whatever_truncation_says(served):
     ],
 )
 def test_there_is_one_system_message_at_the_beginning(served, items):
-    messages = chat_fields(Fields({"instructions": "A", "input": items}))[0]["messages"]
+    messages = chat_fields(ResponsesBody(**{"instructions": "A", "input": items}))[0]["messages"]
     status, answer = served.ask("/apply-template", {"messages": messages})
     system = "<|im_start|>system\nA\nB\nC<|im_end|>\n"
     assert status == 200 and answer["prompt"].startswith(f"{system}<|im_start|>user\nu<|im_end|>")
-    without = chat_fields(Fields({"input": [said("user", "u")]}))[0]["messages"]
+    without = chat_fields(ResponsesBody(**{"input": [said("user", "u")]}))[0]["messages"]
     assert [message["role"] for message in without] == ["user"]
 
 
 def test_tools_of_other_kinds_are_left_out(caplog):
     with caplog.at_level(logging.INFO, "hotsplit.serve"):
-        chat, _ = chat_fields(Fields({"input": "a", "tools": [*OTHER_TOOLS, FUNCTION]}))
+        chat, _ = chat_fields(ResponsesBody(**{"input": "a", "tools": [*OTHER_TOOLS, FUNCTION]}))
     assert [tool["function"]["name"] for tool in chat["tools"]] == ["f"]
     assert "namespace" in caplog.text and "web_search" in caplog.text
-    assert "tools" not in chat_fields(Fields({"input": "a", "tools": OTHER_TOOLS}))[0]
+    assert not chat_fields(ResponsesBody(**{"input": "a", "tools": OTHER_TOOLS}))[0]["tools"]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_tools_of_other_kinds_are_left_out(caplog):
 )
 def test_what_would_be_missed_is_refused(more, param):
     with pytest.raises(ApiError) as caught:
-        chat_fields(Fields({"input": "a", **more}))
+        chat_fields(checked(ResponsesBody, {"input": "a", **more}, is_strict=False))
     assert caught.value.status == 400 and caught.value.param == param
 
 

@@ -20,7 +20,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.exchange import dumps, dumps_with
-from hotsplit.serve.fields import MAX_MARKS, fields_of, num_marks
+from hotsplit.serve.request_body import MAX_MARKS, marks_and_depth, parsed
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.side_api import NUM_AT_ONCE, token_list
 
@@ -87,7 +87,7 @@ def longest_pause(work, visit=lambda: None, num_tries=NUM_TRIES):
 
 def refused(body):
     with pytest.raises(ApiError, match=r"more values than are read here") as caught:
-        fields_of(body)
+        parsed(body)
     assert caught.value.status == 400
 
 
@@ -110,26 +110,26 @@ def test_a_body_of_too_many_values_is_refused_at_once(item):
 )
 def test_a_body_of_the_most_values_is_read_at_once(item, marks):
     body = filled(b'{"prompt":[', item, b"0]}", -((MAX_MARKS - 3) // marks))
-    assert MAX_MARKS - 2 <= num_marks(body) <= MAX_MARKS
-    assert longest_pause(lambda: fields_of(body)) < MOST_S
+    assert MAX_MARKS - 2 <= marks_and_depth(body)[0] <= MAX_MARKS
+    assert longest_pause(lambda: parsed(body)) < MOST_S
 
 
 def test_the_most_keys_are_read_at_once():
     body = json.dumps({str(number): 1 for number in range(MAX_MARKS // 2)}).encode()
-    assert longest_pause(lambda: fields_of(body)) < MOST_S
+    assert longest_pause(lambda: parsed(body)) < MOST_S
 
 
 @pytest.mark.parametrize("text", ["[,{:.", '\\",[', "\\", "\\\\", '\\\\\\"', "a\n\u20ac,"])
 def test_marks_in_strings_do_not_count(text):
     body = json.dumps({text: [text, {"a": text}, 1.5]}, separators=(",", ":")).encode()
-    assert num_marks(body) == num_marks(b'{"":["",{"":""},1.5]}') == 8
+    assert marks_and_depth(body) == (8, 3)
     many = b'{"prompt":"' + b",[{:." * (1 << 20) + b'"}'
-    assert num_marks(many) == 2 and fields_of(many).has("prompt")
+    assert marks_and_depth(many) == (2, 1) and "prompt" in parsed(many)
 
 
 def test_marks_are_counted_across_slices():
     half = b'{"a":"' + b"," * (1 << 20)
-    assert num_marks(half + b'",' + b'"b":[0' + b",0" * 100 + b"]}") == 2 + 1 + 2 + 100
+    assert marks_and_depth(half + b'",' + b'"b":[0' + b",0" * 100 + b"]}") == (105, 2)
 
 
 def test_the_pause_of_a_long_call_is_seen():

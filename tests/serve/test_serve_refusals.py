@@ -80,7 +80,7 @@ def served(model):
         ({"logit_bias": [["a" * 257, 1]]}, "logit_bias"),
         ({"timeout": 0}, "timeout"),
         ({"timeout": -1e308}, "timeout"),
-        ({"samplers": ["top_q"]}, None),
+        ({"samplers": ["top_q"]}, "samplers"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream": "yes"}, "stream"),
@@ -197,7 +197,7 @@ def test_a_text_part_without_text_is_not_called_a_picture(served):
                     {"type": "function_call", "name": "f", "arguments": "[1]"},
                 ]
             },
-            "input[1].tool_calls",
+            "input[1].tool_calls[0].function.arguments",
         ),
         ("/v1/responses", {"input": [{"type": "function_call_output"}]}, "input[0].content"),
         (

@@ -26,7 +26,7 @@ from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.text.template_process import TemplateProcess
 from hotsplit.serve.answers import Output, Voice
-from hotsplit.serve.chat_requests import messages_of
+from hotsplit.serve.chat_requests import ChatMessage, messages_of
 from hotsplit.serve.text_requests import Syntax
 
 BY_NAME = {known.name: known for known in FORMATS}
@@ -670,7 +670,9 @@ def test_what_a_template_wants_of_calls(name, process):
         {"role": "tool", "tool_call_id": "call_1", "content": "grey"},
     ]
     rendered = template.render(
-        messages_of(conversation, style, found), tools=[TOOL], keeps_none=style.has_null_content
+        messages_of([ChatMessage(**message) for message in conversation], style, found),
+        tools=[TOOL],
+        keeps_none=style.has_null_content,
     )
     assert "K\u00f6ln" in rendered and "'city'" not in rendered and '\\"' not in rendered
     assert ("call_1" in rendered) is (name == "mistral")
@@ -701,7 +703,11 @@ def test_tools_where_roles_alternate_and_there_is_no_system(process):
         {"role": "assistant", "tool_calls": calls},
         *results,
     ]
-    found = with_described(messages_of(items, style, DESCRIBED), [TOOL], has_system=False)
+    found = with_described(
+        messages_of([ChatMessage(**item) for item in items], style, DESCRIBED),
+        [TOOL],
+        has_system=False,
+    )
     first, call, result = template.render(found).split("<start_of_turn>")[1:4]
     assert first.startswith("user\n# Tools") and "Hello" in first and json.dumps(TOOL) in first
     assert call.count("<tool_call>") == 2 and result.index("r0") < result.index("r1")

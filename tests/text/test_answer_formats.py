@@ -25,8 +25,7 @@ from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.text.template_process import TemplateProcess
 from hotsplit.serve.answers import Voice, finish_reason
-from hotsplit.serve.fields import Fields
-from hotsplit.serve.responses_requests import chat_fields
+from hotsplit.serve.responses_requests import ResponsesBody, chat_fields
 from hotsplit.serve.text_requests import Syntax
 from hotsplit.serve.texts import Report
 
@@ -586,7 +585,7 @@ def test_the_thoughts_of_a_response_go_to_what_follows_them():
     user = {"role": "user", "content": "?"}
     answer = {"type": "message", "role": "assistant", "content": "Yes."}
     items = [user, thought, call, output, thought, answer, user, thought, user, hidden, answer]
-    found = chat_fields(Fields({"input": items}, is_strict=True))[0]["messages"]
+    found = chat_fields(ResponsesBody(**{"input": items}))[0]["messages"]
     assert [message.get("reasoning_content") for message in found] == [
         None,
         "hm",
