@@ -41,7 +41,7 @@ class Engine(TextEngine):
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(
-            loaded.model, loaded.decoder, loaded.mode, loaded.traffic, loaded.summed_placement
+            loaded.model, loaded.decoder, loaded.mode, loaded.traffic, loaded.placement
         )
         self.bytes_by_role, self.device = loaded.bytes_by_role, loaded.device
         self.load_s = loaded.load_s  # seconds of loading, after the file was opened

@@ -44,9 +44,8 @@ from hotsplit.runtime.kernels.threads import use_default_threads
 from hotsplit.runtime.model.expert_loader import check_routers
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
-from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
-from hotsplit.runtime.neuron_cache.setup import first_residents, not_copied, setup_of, slot_bytes
+from hotsplit.runtime.neuron_cache.setup import first_residents, not_copied, setup_of
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.structs import NotNative
@@ -209,32 +208,19 @@ class Loaded:
             )
 
     def _set_up_neuron_cache(self) -> None:
-        """Chooses the neurons that are in slots at the start, and counts the slots' bytes unless
-        the plan has room for them."""
-        model, plan = self.model, self.plan
-        self.setup = setup_of(self.config.neuron_cache, plan, self.mode)
-        self.resident_LN = None
-        if self.setup is None:
-            return
-        if self.setup.units == "experts" and not self.is_on_gpu:
+        """Chooses the units that are in slots at the start."""
+        self.setup, self.resident_LN = (
+            setup_of(self.config.neuron_cache, self.plan, self.mode),
+            None,
+        )
+        if self.setup is not None and not self.is_on_gpu:
             self.notice(
-                "the neuron cache swaps experts in a GPU's memory, so it is off without one"
+                "the neuron cache swaps what a GPU's memory holds, so it is off without one"
             )
             self.setup = None
-            return
-        self.resident_LN = first_residents(model, plan)
-        if plan is None or plan.cache is None:
-            self.bytes_by_role["cpu"]["neuron_cache"] = slot_bytes(model, self.resident_LN)
-
-    @property
-    def has_joined_slots(self) -> bool:
-        """True if the neuron cache's slots are in main memory, in one block with all neurons."""
-        return self.setup is not None and self.device.type == "cpu"
-
-    @property
-    def summed_placement(self) -> Placement:
-        """The placement that decides in which order a layer's neurons are summed."""
-        return replace(self.placement, hot=None) if self.has_joined_slots else self.placement
+        elif self.setup is not None:
+            assert self.plan is not None
+            self.resident_LN = first_residents(self.model, self.plan)
 
     def _take_memory(self) -> None:
         set_for_this_processor()
@@ -242,13 +228,9 @@ class Loaded:
         self.residence = residence_of(
             model, self.config.is_resident, self.bytes_by_role, self.device
         )
-        if self.setup is not None:
-            is_resident = self.residence is not None and self.residence.holds_experts
-            if self.setup.units == "experts" and not is_resident:
-                self.warn("the neuron cache is off: it needs the plan's experts in main memory")
-                self.setup = self.resident_LN = None
-            else:
-                self.setup.check(model, plan, self.mode, is_resident=is_resident)
+        if self.setup is not None and not (self.residence and self.residence.holds_experts):
+            self.warn("the neuron cache is off: it needs the plan's weights in main memory")
+            self.setup = self.resident_LN = None
         self.max_rows = self._step_rows()
         self.memories = memories_of(
             model,
@@ -292,7 +274,6 @@ class Loaded:
                 num_sequences=self.num_sequences,
                 cache_types=self.cache_types,
                 resident_LN=self.resident_LN,
-                are_slots_joined=self.has_joined_slots,
             )
         check_routers(self.model, self.weights.layers)  # once the uploads are done
 
@@ -315,13 +296,10 @@ class Loaded:
         self.neuron_cache: NeuronCache | None = None
         if self.setup is None or self.resident_LN is None:
             return
-        why = "" if self.setup.units == "neurons" else not_copied(self.weights, self.resident_LN)
-        if why:
+        if why := not_copied(self.weights, self.resident_LN):
             self.warn(f"the neuron cache is off: {why}")
             return
-        self.neuron_cache = self.setup.cache(
-            self.weights, self.resident_LN, is_joined=self.has_joined_slots
-        )
+        self.neuron_cache = self.setup.cache(self.model.spec, self.resident_LN)
 
     def _make_decoder(self) -> None:
         """Builds the decode step and the decoder."""

@@ -58,14 +58,12 @@ def load_weights(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
     resident_LN: Sequence[np.ndarray] | None = None,
-    are_slots_joined: bool = True,
 ) -> Weights:
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
     projection; `traffic` counts the bytes that passes read. Without a `residence`, weights on the CPU
     stay in the mapped file. If a device has an uploader, its weights go into the uploader's memory.
     `cache_types`: None for the model's own. `resident_LN`: the neurons or experts in the slots of a
-    neuron cache, none in a layer without slots. `are_slots_joined`: the slots are on the CPU, in one
-    block with all neurons."""
+    neuron cache, none in a layer without slots."""
     builder = Builder(
         model,
         placement,
@@ -76,7 +74,6 @@ def load_weights(
         num_sequences=num_sequences,
         cache_types=cache_types,
         resident_LN=resident_LN,
-        are_slots_joined=are_slots_joined,
     )
     weights = builder.weights()
     builder.neurons.report_transposed(notice)
@@ -103,7 +100,6 @@ class Builder:
     num_sequences: int = 1
     cache_types: CacheTypes | None = None
     resident_LN: Sequence[np.ndarray] | None = None
-    are_slots_joined: bool = True
     zeros: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)  # shared biases
 
     @cached_property
@@ -132,7 +128,6 @@ class Builder:
             mode=self.mode,
             stores=self.stores,
             resident_LN=None if self.spec.has_experts else self.resident_LN,
-            are_slots_joined=self.are_slots_joined,
         )
 
     def weights(self) -> Weights:

@@ -21,7 +21,7 @@ from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.matrix import Linear, vector_of
-from hotsplit.runtime.weights.neuron_block import NeuronBlock, Role, apart, joined, rows_of_slots
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, Role, apart
 from hotsplit.runtime.weights.store import CPU, Stores, WeightStore
 
 # The rows of a block: "own" copies its neurons' rows, "shared" refers to them in the whole layer's
@@ -31,9 +31,7 @@ Rows = Literal["own", "shared", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronLoader:
-    """Loads the blocks of all layers. `spec`: without predictors that are not run. `resident_LN`: the neurons in the slots of a neuron cache;
-    `are_slots_joined` puts these slots into one block with all neurons of the layer
-    (weights.neuron_block.joined)."""
+    """Loads the blocks of all layers. `spec`: without predictors that are not run. `resident_LN`: the neurons in the slots of a neuron cache."""
 
     model: ModelFile
     spec: ModelSpec
@@ -41,7 +39,6 @@ class NeuronLoader:
     mode: Mode
     stores: Stores
     resident_LN: Sequence[np.ndarray] | None
-    are_slots_joined: bool
     # Layers whose down projection lost precision by a change of type: old type, new one, relative
     # error.
     transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
@@ -55,8 +52,6 @@ class NeuronLoader:
         if runs_by_output(self.model, self.placement, reads_all=self._reads_all(index)):
             return (self._block_by_output(index),)
         down = self._down(index)
-        if self.resident_LN is not None and self.are_slots_joined:
-            return (self._joined(index, down, self.resident_LN[index]),)
         every = np.arange(self.model.spec.layers[index].neurons.number)
         if self.placement.hot is None:
             return (self._block(index, down, "hot", every, "all"),)
@@ -95,14 +90,6 @@ class NeuronLoader:
             is_whole=True,
             is_by_output=True,
         )
-
-    def _joined(self, index: int, down: TensorEntry, hot: np.ndarray) -> NeuronBlock:
-        """One block with all neurons of a layer, preceded by slots for the neurons of `hot`, if any."""
-        num_neurons = self.model.spec.layers[index].neurons.number
-        if not len(hot):
-            return self._block(index, down, "hot", np.arange(num_neurons), "all")
-        rows = rows_of_slots(hot, num_neurons)
-        return joined(self._block(index, down, "hot", rows, "own"), hot, num_neurons)
 
     def _block(
         self, index: int, down: TensorEntry, role: Role, ids: np.ndarray, rows: Rows

@@ -15,53 +15,32 @@ depend on timing: slots and tables change only between steps, each time by the s
 step earlier, and the caller waits if their copies took longer than a step. The policy decides on
 swaps; its slots move rows.
 
-Letters: T rows of a step, R those that the policy observes, L layers, W words of 32 bits, S
-swaps."""
+Letters: L layers, W words of 32 bits, S swaps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.neuron_cache.policy import CacheReport
+from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.neuron_cache.residency import Residency
-from hotsplit.runtime.neuron_cache.slots import GpuSlots, JoinedSlots
+from hotsplit.runtime.neuron_cache.slots import GpuSlots
 from hotsplit.system.sizes import format_bytes
-
-Slots = JoinedSlots | GpuSlots
-
-
-class Policy(Protocol):
-    """Decides on swaps; policy.CachePolicy implements it."""
-
-    def learn(self, bits_RLW: np.ndarray) -> None:
-        """Observes tokens of a prompt, uint32 [R, L, W]."""
-
-    def report(self) -> CacheReport:
-        """Statistics so far."""
-
-    def step(self, bits_RLW: np.ndarray) -> np.ndarray:
-        """Observes the tokens of a step and returns swaps (native.library.SWAP; `gain_s` is not
-        read), as a view that the next call may change. Earlier swaps count as done."""
 
 
 class NeuronCache:
-    """The cache of a running model. `use` sets its slots, `attach` the memory of steps' bits."""
+    """The cache of a running model; `use` sets its slots."""
 
-    def __init__(self, policy: Policy, residency: Residency, most_rows: int) -> None:
+    def __init__(self, policy: CachePolicy, residency: Residency, most_rows: int) -> None:
         self.policy, self.residency = policy, residency
         self.most_rows = most_rows  # most swaps of a decision
-        self.slots: Slots | None = None
+        self.slots: GpuSlots | None = None
         self.num_swaps = 0  # done so far
         self.num_bytes = 0  # of the rows copied so far
         self._num_pending = 0  # swaps whose rows are being copied
         self._is_changing = False  # stays True after an exception in the middle of a change
-        self._bits_TLW = np.zeros((0, 0, 0), np.uint32)
 
     @property
     def line(self) -> str:
@@ -73,15 +52,10 @@ class NeuronCache:
         """The statistics for programs."""
         return {**asdict(self.policy.report()), "num_bytes": self.num_bytes}
 
-    def use(self, slots: Slots) -> None:
+    def use(self, slots: GpuSlots) -> None:
         """Moves neurons with these slots from now on."""
         self.complete()  # what the previous slots have started
         self.slots = slots
-
-    def attach(self, bits_TLW: Tensor) -> None:
-        """Sets the int32 memory where steps write their bits from now on."""
-        assert bits_TLW.dtype == torch.int32 and bits_TLW.is_contiguous()
-        self._bits_TLW = bits_TLW.numpy().view(np.uint32)
 
     def complete(self) -> None:
         """Makes the swaps whose copies are under way. Must not be called during a step. Raises
@@ -103,13 +77,16 @@ class NeuronCache:
                 "the neuron cache was interrupted while it moved neurons; load the model again"
             )
 
-    def after_step(self, is_decoded_T: Sequence[bool]) -> None:
-        """Makes the swaps whose copies ran during the step, passes the step's rows to the policy
-        and starts the copies of the swaps that it decides on. From rows of a prompt the policy
-        learns, without a decision."""
+    def after_step(self, bits_1LW: np.ndarray) -> None:
+        """Makes the swaps whose copies ran during the step, passes the bits of the step's token to the
+        policy and starts the copies of the swaps that it decides on."""
         self.complete()
         with self._change():
-            self._observe(is_decoded_T)
+            swaps_S = self.policy.step(bits_1LW)
+            if len(swaps_S):
+                assert self.slots is not None
+                self.num_bytes += self.slots.start(swaps_S)
+                self._num_pending = len(swaps_S)
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -117,17 +94,3 @@ class NeuronCache:
         self._is_changing = True
         yield
         self._is_changing = False
-
-    def _observe(self, is_decoded_T: Sequence[bool]) -> None:
-        bits_TLW = self._bits_TLW[: len(is_decoded_T)]
-        if not all(is_decoded_T):
-            is_decoded = np.array(is_decoded_T)
-            self.policy.learn(bits_TLW[~is_decoded])
-            bits_TLW = bits_TLW[is_decoded]
-        if not len(bits_TLW):
-            return
-        swaps_S = self.policy.step(bits_TLW)
-        if len(swaps_S):
-            assert self.slots is not None
-            self.num_bytes += self.slots.start(swaps_S)
-            self._num_pending = len(swaps_S)

@@ -86,10 +86,6 @@ class CachePolicy:
         """(L, W) of the bits of a token."""
         return self._struct.num_layers, -(-self._struct.num_neurons // 32)
 
-    def learn(self, bits_RLW: np.ndarray) -> None:
-        """Updates the scores with tokens of a prompt; decides nothing."""
-        library.lib.hs_cache_learn(self._struct, *self._checked(bits_RLW))
-
     def step(self, bits_RLW: np.ndarray) -> np.ndarray:
         """Ends a step of R tokens: returns the swaps to make during the next step, as a view
         (fields layer, slot, in, out) that is valid until the next call. Earlier swaps count as

@@ -1,8 +1,7 @@
-"""Copies many rows in one native call, or in a background thread during a decode step.
+"""The copies of many rows, which one native call makes.
 
 Letters: C copies, S swaps, L layers, M tensors that hold a part of each neuron."""
 
-import weakref
 from collections.abc import Sequence
 from ctypes import Structure, c_int64, c_void_p
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import numpy as np
 from torch import Tensor
 
 from hotsplit.costs.cache_bytes import STAGED_ALIGNMENT
-from hotsplit.runtime.kernels.cpu import library
 
 
 class CopiesStruct(Structure):
@@ -32,9 +30,6 @@ class RowCopies:
         self._kept = kept
         self.struct = CopiesStruct(copy=self._copy_C3.ctypes.data, count=len(self._copy_C3))
         self.num_bytes = int(num_bytes.sum())
-
-    def run(self) -> None:
-        library.copy_rows(self.struct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,29 +74,3 @@ class RowTable:
     @property
     def _padded_LM(self) -> np.ndarray:
         return -(-self.size_LM // STAGED_ALIGNMENT) * STAGED_ALIGNMENT
-
-
-class Copier:
-    """A thread that copies in the background. With `bytes_per_s`, copies take at least as long as
-    on a link of that bandwidth."""
-
-    def __init__(self, bytes_per_s: float | None = None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._copier = library.new_copier()
-        self._kept: list[RowCopies] = []  # the last ones started, whose memory must stay
-        weakref.finalize(self, _free, self._copier, self._kept)
-
-    def start(self, copies: RowCopies) -> None:
-        """Starts the copies; call `finish` before the next start."""
-        seconds = 0.0 if self._bytes_per_s is None else copies.num_bytes / self._bytes_per_s
-        self._kept[:] = [copies]
-        library.start_copies(self._copier, copies.struct, seconds)
-
-    def finish(self) -> None:
-        """Blocks until the copies are done."""
-        library.finish_copies(self._copier)
-
-
-def _free(copier: int, kept: list[RowCopies]) -> None:
-    library.free_copier(copier)
-    kept.clear()

@@ -30,12 +30,12 @@ def decode_step(
     max_rows: int = 1,
     on_capture: Callable[[], None] = lambda: None,
 ) -> DecodeStep:
-    """The decode step for a model with this placement. `backend`: None without a GPU. `max_rows` and
-    `on_capture` are for hybrid steps: see hybrid_builder.build.
+    """The decode step for a model with this placement. `backend`: None without a GPU. The rest is for
+    hybrid steps: see hybrid_builder.build.
 
     Raises NotNative for a model that the kernels do not cover."""
     if backend is None:
-        return native_step.build(weights, traffic, neuron_cache)
+        return native_step.build(weights, traffic)
     return hybrid_builder.build(
         weights, placement, traffic, backend, neuron_cache, max_rows, on_capture
     )

@@ -122,11 +122,11 @@ class _Builder:
         native, named_W, fired_W, hot_bits = None, self.host.named_TW, None, None
         is_named = layer.spec.predict is not None
         if self.cache is not None:
-            hot_bits = self.cache.hot_bits(index)
-            if is_named:
-                named_W = self.cache.cold_bits(index)
-            else:
-                fired_W = self.cache.cold_bits(index)
+            hot_bits, cold_W = self.cache.hot_bits(index), self.cache.cold_bits(index)
+            if not is_named:
+                fired_W = cold_W
+            elif cold_W is not None:
+                named_W = cold_W
         if cold is not None and (hot is not None or self.placement.dense_on_gpu[index]):
             native = NativeNeurons.of(
                 cold,

@@ -41,10 +41,11 @@ class HybridCache(ABC):
         num_layers, num_units = cache.residency.slot_LF.shape
         self._bits_1LW = torch.zeros(1, num_layers, -(-num_units // 32), dtype=torch.int32)
 
-    def cold_bits(self, layer: int) -> Tensor:
+    def cold_bits(self, layer: int) -> Tensor | None:
         """A layer's bits [W] on the host: in mode "predicted" the predictions, in mode "exact" the
-        bits that its cold neurons write."""
-        raise NotImplementedError
+        bits that its cold neurons write; None: predictions are in a buffer that layers share, and
+        nothing else is asked for."""
+        return None
 
     def hot_bits(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """(slot of each neuron [F], bits of hot neurons [W]) on the GPU; None if it writes no bits
@@ -73,7 +74,6 @@ class HybridCache(ABC):
         """Attaches the cache to a step whose GPUs have these streams."""
         copier, residency = self._backend.stream(self._gpu), self.cache.residency
         self.cache.use(GpuSlots(self._carrier(), residency, mains[self._number], copier))
-        self.cache.attach(self._bits_1LW)
 
     def before_step(self) -> None:
         self.cache.before_step()
@@ -81,7 +81,7 @@ class HybridCache(ABC):
     def after_step(self) -> None:
         """Called when the bits or choices of a token are on the host."""
         self._read_bits()
-        self.cache.after_step([True])
+        self.cache.after_step(self._bits_1LW.numpy().view(np.uint32))
 
 
 class HybridNeuronCache(HybridCache):

@@ -7,14 +7,12 @@ from ctypes import POINTER, Array, Structure, c_float, c_int32, c_int64, c_void_
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer, Weights
-from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.ops.attention.native import (
     AttentionStruct,
     SelectStruct,
@@ -123,7 +121,6 @@ class NativeStep:
     logits: LogitsMemory
     traffic: Traffic
     kept: tuple[Any, ...]  # keeps alive what the structs point to
-    neuron_cache: NeuronCache | None = None
 
     @property
     def max_rows(self) -> int:
@@ -133,7 +130,7 @@ class NativeStep:
         """Logits f32 [V] after one token."""
         logits_V = self.logits.take_row()
         row = Row(token=token, position=position, sequence=sequence, has_logits=True)
-        self._run((RowStruct * 1)(_struct_of(row)), logits_V, [True])
+        self._run((RowStruct * 1)(_struct_of(row)), logits_V)
         return logits_V
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
@@ -144,18 +141,11 @@ class NativeStep:
         cache."""
         structs = (RowStruct * len(rows))(*map(_struct_of, rows))
         logits_RV = self.logits.take(sum(row.has_logits for row in rows))
-        decoded = [row.has_logits for row in rows if row.source is None]
-        self._run(structs, logits_RV, decoded)
+        self._run(structs, logits_RV)
         return logits_RV
 
-    def _run(self, rows: Array[RowStruct], logits: Tensor, decoded: list[bool]) -> None:
-        """Runs a step. `decoded`: for each computed row, whether it counts as decoded rather than as a
-        prompt's: it has logits."""
-        if self.neuron_cache is not None:
-            self.neuron_cache.before_step()
+    def _run(self, rows: Array[RowStruct], logits: Tensor) -> None:
         library.run_step(self.step, rows, logits)
-        if self.neuron_cache is not None:
-            self.neuron_cache.after_step(decoded)
         take_traffic(self.step, self.traffic)
 
 
@@ -177,11 +167,9 @@ def _struct_of(row: Row) -> RowStruct:
     )
 
 
-def build(
-    weights: Weights, traffic: Traffic, neuron_cache: NeuronCache | None = None
-) -> NativeStep:
+def build(weights: Weights, traffic: Traffic) -> NativeStep:
     """The native step of this model. Raises NotNative for one that the kernels do not cover."""
-    return StepBuilder(weights.spec.value_sizes).step(weights, traffic, neuron_cache)
+    return StepBuilder(weights.spec.value_sizes).step(weights, traffic)
 
 
 def types_of(layers: Sequence[Layer]) -> CacheTypes:
@@ -213,22 +201,14 @@ class StepBuilder(Structs):
         self.rotaries, self.tables = Rotaries(), Tables()  # of the layers so far
         self.values = StepValues(value_sizes)
 
-    def step(
-        self, weights: Weights, traffic: Traffic, neuron_cache: NeuronCache | None = None
-    ) -> NativeStep:
+    def step(self, weights: Weights, traffic: Traffic) -> NativeStep:
         step = self.without_workspace(weights)
         step.workspace = self.workspace(library.step_bytes(step))
-        if neuron_cache is not None:
-            num_words = -(-step.num_neurons // 32)
-            bits_TLW = torch.zeros(step.max_rows, step.num_layers, num_words, dtype=torch.int32)
-            step.fired = self.pointer(bits_TLW, torch.int32)
-            neuron_cache.attach(bits_TLW)
         return NativeStep(
             step=step,
             logits=LogitsMemory(vocab_size=weights.head.weight.num_rows),
             traffic=traffic,
             kept=tuple(self.kept),
-            neuron_cache=neuron_cache,
         )
 
     def without_workspace(self, weights: Weights) -> StepStruct:

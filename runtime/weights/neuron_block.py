@@ -101,27 +101,6 @@ def by_role(blocks: Sequence[B]) -> tuple[B | None, B | None]:
     return found.get("hot"), found.get("cold")
 
 
-def rows_of_slots(hot_N: np.ndarray, num_neurons: int) -> np.ndarray:
-    """The neuron in each row of a block of slots and all neurons, at load time."""
-    return np.concatenate([hot_N, np.arange(num_neurons)])
-
-
-def joined(block: NeuronBlock, hot_N: np.ndarray, num_neurons: int) -> NeuronBlock:
-    """The block of a layer whose hot neurons are in slots, which other neurons can take, if one
-    processor reads both memories; made from one with the rows of `rows_of_slots`:
-
-        row    0 .. N - 1      the slots, in the fast memory
-               N .. N + F - 1  all neurons of the layer, in order
-
-    Neuron j is read at row `row_N[j]`: its slot, or N + j. The order of the block's neurons never
-    changes, so no sum depends on which of them have a slot."""
-    num_slots = len(hot_N)
-    assert block.down.num_rows == num_slots + num_neurons, block.down.num_rows
-    row_F = torch.arange(num_slots, num_slots + num_neurons, dtype=torch.int32)
-    row_F[torch.from_numpy(hot_N).long()] = torch.arange(num_slots, dtype=torch.int32)
-    return replace(block, id_N=torch.arange(num_neurons), row_N=row_F, is_whole=True)
-
-
 def apart(hot: NeuronBlock, cold: NeuronBlock, cold_C: np.ndarray) -> tuple[NeuronBlock, ...]:
     """The hot block, whose rows are the slots on a GPU, and the cold one, which refers to rows of
     the whole layer. Ids are int32; the cold block's ids and rows are one tensor, which swaps change

@@ -1,9 +1,7 @@
 """A policy of the neuron cache that swaps at random, regardless of the text."""
 
 import numpy as np
-from test_runtime import make_split
 
-from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.runtime.neuron_cache.native.library import SWAP
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.setup import CacheSetup
@@ -18,10 +16,7 @@ class RandomPolicy:
         self.most_rows, self.random = most_rows, np.random.default_rng(seed)
         self.layers = np.flatnonzero(self.residency.num_slots_L)
         self.pending = np.zeros(0, SWAP)
-        self.shown, self.learned = [], []
-
-    def learn(self, bits_RLW):
-        self.learned.append(bits_RLW.copy())
+        self.shown = []
 
     def step(self, bits_RLW):
         self.shown.append(bits_RLW.copy())
@@ -42,21 +37,10 @@ class RandomPolicy:
         return self.pending
 
 
-def divided(path, share=0.5, num_sequences=1):
-    """A plan beside the model; this share of each layer's neurons is hot."""
-    model = ModelFile.load(path)
-    hot = [range(round(share * layer.neurons.number)) for layer in model.spec.layers]
-    context_length, split = model.spec.context_length, path.with_name("divided.gguf")
-    made = make_split(model, hot, context_length=context_length, num_sequences=num_sequences)
-    made.save(split)
-    return split
+def random_setup(*, most_rows=8, seed=0):
+    """A setup with a RandomPolicy."""
 
+    def policy_of(resident_LN, num_units):
+        return RandomPolicy(resident_LN, num_units, most_rows=most_rows, seed=seed)
 
-def random_setup(**options):
-    """A setup with a RandomPolicy. Options: `most_rows`, `seed`, and those of CacheSetup."""
-    most_rows, seed = options.pop("most_rows", 8), options.pop("seed", 0)
-
-    def policy_of(resident_LN, num_neurons):
-        return RandomPolicy(resident_LN, num_neurons, most_rows=most_rows, seed=seed)
-
-    return CacheSetup(policy_of=policy_of, most_rows=most_rows, **options)
+    return CacheSetup(policy_of=policy_of, most_rows=most_rows)

@@ -48,6 +48,7 @@ PLANS = {
     "both layers": ([[1, 4, 7, 11], [0, 2]], [1, 1]),
     "all but one": ([list(range(1, E)), [5]], [1, 1]),
     "beside the CPU's attention": ([[3, 5], [0, 1, 2]], [0, 1]),
+    "behind a layer without experts": ([[], [0, 1, 2]], [1, 1]),
 }
 
 
@@ -77,8 +78,8 @@ class Cached:
         split = made_plan(model, *PLANS[plan])
         resident = first_residents(model, split)
         weights = weights_of(model, split, resident)
-        setup = random_setup(seed=seed, most_rows=3, units="experts")
-        found = cls(model, split, weights, setup.cache(weights, resident, is_joined=False))
+        setup = random_setup(seed=seed, most_rows=3)
+        found = cls(model, split, weights, setup.cache(model.spec, resident))
         found.step = found.built(backend or plain_backend(reference_kernels()))
         return found
 
@@ -110,14 +111,7 @@ class Cached:
 def weights_of(model, split, resident):
     placement = Placement.of_split(split, (CPU,))
     return load_weights(
-        model,
-        placement,
-        "dense",
-        32,
-        notice=print,
-        residence=Residence(),
-        resident_LN=resident,
-        are_slots_joined=False,
+        model, placement, "dense", 32, notice=print, residence=Residence(), resident_LN=resident
     )
 
 
@@ -141,6 +135,7 @@ def are_static(cached, ids, start=0):
         ("both layers", {}),
         ("all but one", {"num_shared": 32, "has_shared_gate": True}),
         ("beside the CPU's attention", {"kind": "q8_0", "num_neurons": 32}),
+        ("behind a layer without experts", {"num_dense": 1}),
     ],
 )
 def test_every_step_equals_a_static_one_bit_for_bit(plan, options):

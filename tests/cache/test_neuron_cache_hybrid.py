@@ -68,7 +68,7 @@ class Cached:
         setup = random_setup(seed=seed, most_rows=12)
         resident = first_residents(model, split)
         weights = weights_of(model, split, mode, resident)
-        cache = setup.cache(weights, resident, is_joined=False)
+        cache = setup.cache(model.spec, resident)
         found = cls(model, split, mode, weights, cache)
         found.step = found.built(backend or plain_backend(reference_kernels()))
         return found
@@ -116,7 +116,6 @@ def weights_of(model, split, mode, resident):
         notice=print,
         residence=Residence(),
         resident_LN=resident,
-        are_slots_joined=False,
     )
 
 

@@ -77,8 +77,7 @@ def test_no_method_takes_a_value_of_another_kind(kind, name, argument):
         (lambda: EngineConfig(max_loss="0.1"), "max_loss is '0.1', wanted a number"),
         (
             lambda: EngineConfig(neuron_cache="on"),
-            "neuron_cache is 'on', wanted an object of class CacheOptions, an object of class OwnPolicy"
-            " or 'off'",
+            "neuron_cache is 'on', wanted an object of class CacheOptions or 'off'",
         ),
         (
             lambda: SamplingOptions(samplers="top_k"),

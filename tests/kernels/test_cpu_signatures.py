@@ -46,7 +46,6 @@ def test_signatures_are_those_of_the_headers():
     "old, new",
     [
         ("int64_t count, float* logits", "int32_t count, float* logits"),
-        ("double seconds", "int64_t seconds"),
         ("void hs_part", "int32_t hs_part"),
         ("const float* x, int64_t T", "const float* x"),
         ("hs_set_level", "hs_put_level"),

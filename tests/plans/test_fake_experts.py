@@ -205,4 +205,4 @@ def test_a_cache_is_off_where_nothing_can_be_swapped(capsys):
         assert engine.neuron_cache is None
         assert rel_error(prompted(engine, TOKENS), want[1]) < 1e-3
     lines = capsys.readouterr().err
-    assert "it is off without one" in lines and "needs the plan's experts in main memory" in lines
+    assert "it is off without one" in lines and "needs the plan's weights in main memory" in lines

@@ -18,6 +18,7 @@ from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
+from hotsplit.runtime import loading
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.system.log_lines import lines_on_stderr
@@ -87,18 +88,13 @@ def test_captured_and_submitted_steps_give_the_same_bits_in_any_order(tmp_path, 
 
 
 @pytest.mark.parametrize("mode", slow_unless(["exact", "predicted"], ["exact"]))
-def test_neurons_swap_slots_beside_a_captured_step(tmp_path, mode):
+def test_neurons_swap_slots_beside_a_captured_step(tmp_path, monkeypatch, mode):
     """Staging and slots are in the slab with the step's vectors, and are freed with the engine."""
+    monkeypatch.setattr(loading, "setup_of", lambda *_: random_setup(most_rows=12))
     model, _ = made(tmp_path, "random")
     want, _ = on_the_cpu(model.path, mode)
     with checked_cuda(num_devices=1, seed=2):
-        with Engine.load(
-            model.path,
-            split=tmp_path / "s.gguf",
-            mode=mode,
-            device="cuda",
-            neuron_cache=random_setup(most_rows=12),
-        ) as engine:
+        with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda") as engine:
             got = stepped(engine, TOKENS)
             assert engine.neuron_cache.num_swaps > 5
             engine.neuron_cache.complete()

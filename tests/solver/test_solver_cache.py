@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from models import (
-    byte_level_keys,
     load_solver_files,
     make_machine,
     make_model,
@@ -308,14 +307,7 @@ def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
         residence = Residence()
         placement = Placement.of_split(split, (torch.device("cpu"),))
         load_weights(
-            model,
-            placement,
-            mode,
-            32,
-            notice=print,
-            residence=residence,
-            resident_LN=resident_LN,
-            are_slots_joined=False,
+            model, placement, mode, 32, notice=print, residence=residence, resident_LN=resident_LN
         )
         held.append(residence.num_bytes)
     policy = CachePolicy(
@@ -337,20 +329,3 @@ def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
 def cached_ids(hot):
     """Each layer's neurons in slots: its hot ones if it also has cold ones, else none."""
     return [ids if 0 < len(ids) < 96 else ids[:0] for ids in hot]
-
-
-def test_a_plans_cache_is_used_unless_it_is_turned_off(tmp_path):
-    """The engine has a cache in the plan's mode; in another mode, or on request, it has none."""
-    keys, vocab_size = byte_level_keys()
-    shape = make_sizes(num_layers=3, vocab_size=vocab_size)
-    model = make_model(sizes=shape, kind="f16", predictor_rank=8, extra_keys=keys)
-    save_solver_files(tmp_path, model)
-    solved(tmp_path, tmp_path / "s.gguf")
-    for options, has_cache in (
-        ({}, True),
-        ({"neuron_cache": CacheOptions(decay=0.5)}, True),
-        ({"neuron_cache": "off"}, False),
-        ({"mode": "dense"}, False),
-    ):
-        with Engine.load(tmp_path / "m.gguf", split=tmp_path / "s.gguf", **options) as engine:
-            assert (engine.neuron_cache is not None) == has_cache

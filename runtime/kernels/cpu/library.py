@@ -357,35 +357,8 @@ def serve(
     return int(served), status.value
 
 
-def copy_rows(copies: ctypes.Structure) -> None:
-    """Makes the copies listed in a struct of neuron_cache/row_copies.py."""
-    (_lib or _built()).hs_copy_rows(ctypes.addressof(copies))
-
-
-def new_copier() -> int:
-    """The address of a new copying thread (row_copies.h), to be freed with `free_copier`."""
-    copier: int | None = _built().hs_copier_new()
-    if copier is None:
-        raise MemoryError("no memory for a copying thread")
-    return copier
-
-
-def start_copies(copier: int, copies: ctypes.Structure, seconds: float) -> None:
-    """Starts copies, which take at least `seconds`; their struct must live until
-    `finish_copies`."""
-    (_lib or _built()).hs_copier_start(copier, ctypes.addressof(copies), seconds)
-
-
-def finish_copies(copier: int) -> None:
-    (_lib or _built()).hs_copier_finish(copier)
-
-
-def free_copier(copier: int) -> None:
-    _built().hs_copier_free(copier)
-
-
 def copy_rows_function() -> int:
-    """The address of the function behind `copy_rows`: void (*)(void*)."""
+    """The address of the function that makes the copies of neuron_cache/row_copies.py."""
     return _address("hs_copy_rows")
 
 

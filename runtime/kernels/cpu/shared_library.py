@@ -11,7 +11,7 @@ LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "gener
 LEVEL_VARIABLE = "HOTSPLIT_CPU_LEVEL"
 
 _POINTER, _SIZE, _STATUS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_INT, _NAME, _SECONDS = ctypes.c_int32, ctypes.c_char_p, ctypes.c_double
+_INT, _NAME = ctypes.c_int32, ctypes.c_char_p
 # A stored matrix: kind, data, row stride in bytes, rows, columns.
 _MATRIX = (_INT, _POINTER, _SIZE, _SIZE, _SIZE)
 
@@ -48,10 +48,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hs_chosen": (None, (_POINTER,)),
     # row_copies.h
     "hs_copy_rows": (None, (_POINTER,)),
-    "hs_copier_new": (_POINTER, ()),
-    "hs_copier_start": (None, (_POINTER, _POINTER, _SECONDS)),
-    "hs_copier_finish": (None, (_POINTER,)),
-    "hs_copier_free": (None, (_POINTER,)),
     # step_server.h
     "hs_serve": (_SIZE, (_POINTER, _SIZE, _POINTER, _POINTER)),
 }

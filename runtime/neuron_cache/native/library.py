@@ -87,9 +87,8 @@ def _load() -> ctypes.CDLL:
     if spec is None or spec.origin is None:
         raise HotsplitError("the C++ of the neuron cache is not built; run `make build`")
     lib = ctypes.CDLL(spec.origin)
-    for function in (lib.hs_cache_learn, lib.hs_cache_step):
-        function.argtypes = [POINTER(CacheStruct), c_void_p, c_int64]
-        function.restype = None
+    lib.hs_cache_step.argtypes = [POINTER(CacheStruct), c_void_p, c_int64]
+    lib.hs_cache_step.restype = None
     return lib
 
 

@@ -123,6 +123,21 @@ void catch_up(NeuronCache& c, int64_t l) {
     if (c.burst_weight > 0.0f) average(layer.burst, bits, stride, tokens, F, &burst_rate, 0);
 }
 
+// Updates the scores with the bits [rows, L, W] of tokens.
+void learn(NeuronCache& c, const uint32_t* bits, int64_t rows) {
+    const int64_t stride = c.num_layers * ((c.num_neurons + 31) / 32);
+    for (int64_t r = 0; r < rows; ++r) {
+        if (c.num_pending == MOST_PENDING) {
+            for (int64_t l = 0; l < c.num_layers; ++l) catch_up(c, l), c.layer[l].num_applied = 0;
+            c.num_pending = 0;
+        }
+        const float first = 1.0f / (c.prior_tokens + static_cast<float>(c.num_rows + 1));
+        c.pending_rate[c.num_pending] = std::max(1.0f - c.decay, first);
+        std::memcpy(c.pending + c.num_pending * stride, bits + r * stride, stride * sizeof(uint32_t));
+        ++c.num_rows, ++c.num_pending;
+    }
+}
+
 struct Candidate {
     float worth;
     int32_t id;
@@ -247,21 +262,6 @@ void decide(NeuronCache& c) {
 
 }  // namespace
 
-EXPORT void hs_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
-    NeuronCache& c = *cache;
-    const int64_t stride = c.num_layers * ((c.num_neurons + 31) / 32);
-    for (int64_t r = 0; r < rows; ++r) {
-        if (c.num_pending == MOST_PENDING) {
-            for (int64_t l = 0; l < c.num_layers; ++l) catch_up(c, l), c.layer[l].num_applied = 0;
-            c.num_pending = 0;
-        }
-        const float first = 1.0f / (c.prior_tokens + static_cast<float>(c.num_rows + 1));
-        c.pending_rate[c.num_pending] = std::max(1.0f - c.decay, first);
-        std::memcpy(c.pending + c.num_pending * stride, bits + r * stride, stride * sizeof(uint32_t));
-        ++c.num_rows, ++c.num_pending;
-    }
-}
-
 EXPORT void hs_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
     NeuronCache& c = *cache;
     const double cached = c.cached_s, planned = c.planned_s;
@@ -270,7 +270,7 @@ EXPORT void hs_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows
     c.saved_s = 0.99 * c.saved_s + 0.01 * saved;
     ++c.num_steps;
     take_swaps(c);
-    hs_cache_learn(cache, bits, rows);
+    learn(c, bits, rows);
     switch_on_or_off(c);
     c.steps_on += c.is_on;
     decide(c);

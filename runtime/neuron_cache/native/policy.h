@@ -55,9 +55,7 @@ struct NeuronCache {
 };
 
 extern "C" {
-// Updates the scores with the bits [rows, L, W] of tokens, e.g. of a prompt; decides nothing.
-void hs_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows);
-// Called after a step with these tokens (rows >= 1): counts its hits and seconds, records the last
-// decision's swaps as done, updates the scores, and makes the next decision.
+// Called after a step with the bits [rows, L, W] of its tokens (rows >= 1): counts its hits and seconds,
+// records the last decision's swaps as done, updates the scores, and makes the next decision.
 void hs_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows);
 }

@@ -6,7 +6,7 @@ the plan or the machine is checked at load (runtime.resolved_options)."""
 
 import re
 from dataclasses import dataclass
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import TypedDict
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
@@ -21,14 +21,6 @@ from hotsplit.options.neuron_cache import CacheOptions, Off
 MAX_SEQUENCES = 1024
 MOST_THREADS = 1024
 _DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9][0-9]?))?")
-
-
-@runtime_checkable
-class OwnPolicy(Protocol):
-    """A neuron cache with the caller's own policy: runtime.neuron_cache.setup.CacheSetup."""
-
-    @property
-    def most_rows(self) -> int: ...
 
 
 class EngineOptions(TypedDict, total=False):
@@ -47,7 +39,7 @@ class EngineOptions(TypedDict, total=False):
     kv_offload: str | None
     rope_scaling: str | None
     rope_scale: float | None
-    neuron_cache: CacheOptions | OwnPolicy | Off | None
+    neuron_cache: CacheOptions | Off | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +103,7 @@ class EngineConfig:
     kv_offload: str | None = None
     rope_scaling: str | None = None
     rope_scale: float | None = None
-    neuron_cache: CacheOptions | OwnPolicy | Off | None = None
+    neuron_cache: CacheOptions | Off | None = None
 
     @property
     def rope(self) -> tuple[str | None, float | None]:
