@@ -3,16 +3,20 @@ text, reasoning and tool calls."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.answers.answer_reader import MAX_CALLS, CallRules
-from hotsplit.runtime.answers.call_style import CallStyle, with_descriptions, with_responses
+from hotsplit.runtime.answers.call_style import (
+    CallStyle,
+    with_described,
+    with_descriptions,
+    with_responses,
+)
 from hotsplit.runtime.answers.calls import Tool, json_text, name_of, schema_of, short_id
-from hotsplit.runtime.answers.described import with_described
 from hotsplit.runtime.answers.formats import AnswerFormat
 from hotsplit.runtime.answers.scanner import sound_json
 from hotsplit.runtime.generate.call_grammar import forced_calls
@@ -31,7 +35,6 @@ from hotsplit.serve.text_requests import (
     wanted_of,
 )
 from hotsplit.serve.texts import Arrival
-from hotsplit.serve.tool_choice import Choice, chosen, tools_of
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -126,12 +129,22 @@ class ChatBody(RenderingBody, TextBody):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToolChoice:
+    """`tools`: those of the prompt. `forced`: those of which the model must call one; empty if it
+    need not call any. `is_single`: it calls one, once."""
+
+    tools: list[Tool]
+    forced: list[Tool] = field(default_factory=list)
+    is_single: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rendering:
     """A prompt. `continued`: the message that the answer continues; "" if it begins one."""
 
     text: str
     continued: str
-    choice: Choice
+    choice: ToolChoice
 
 
 def chat_request(
@@ -211,6 +224,65 @@ def rendering_of(body: RenderingBody, served: ServedModel) -> Rendering:
     return Rendering(text=text, continued=continued, choice=choice)
 
 
+def tools_of(items: list[object]) -> list[Tool]:
+    """The checked tools of a request. Raises ApiError."""
+    found: list[Tool] = []
+    for number, item in enumerate(items):
+        place = f"tools[{number}]"
+        if not isinstance(item, dict) or item.get("type") != "function":
+            raise wrong(place, f"{place}: wanted a tool of type function", "unsupported_value")
+        function = item.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong(place, f"{place}.function: wanted an object with a name")
+        found.append(item)
+    return found
+
+
+def chosen(tools: list[Tool], choice: object) -> ToolChoice:
+    """The choice of a request among its tools. Raises ApiError."""
+    if choice in (None, "auto"):
+        return ToolChoice(tools=tools)
+    if choice == "none":
+        return ToolChoice(tools=[])
+    if choice == "required":
+        return ToolChoice(tools=tools, forced=_some(tools))
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(choice, dict) and kind == "function":
+        return ToolChoice(tools=tools, forced=_named([choice], tools), is_single=True)
+    if isinstance(choice, dict) and kind == "allowed_tools":
+        inner = choice.get("allowed_tools", choice)
+        allowed = inner.get("tools") if isinstance(inner, dict) else None
+        mode = inner.get("mode", "auto") if isinstance(inner, dict) else None
+        if isinstance(allowed, list) and mode in ("auto", "required"):
+            allowed = _named(allowed, tools)
+            return ToolChoice(tools=allowed, forced=_some(allowed) if mode == "required" else [])
+    raise wrong(
+        "tool_choice",
+        'tool_choice: wanted auto, none, required, {"type": "function", "function": {"name": ...}}'
+        ' or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
+    )
+
+
+def _some(tools: list[Tool]) -> list[Tool]:
+    if not tools:
+        raise wrong("tool_choice", "tool_choice requires a call, but there are no tools")
+    return tools
+
+
+def _named(choices: list[object], tools: list[Tool]) -> list[Tool]:
+    """The tools that are named, as a chat names them or as a response does."""
+    by_name = {name_of(tool): tool for tool in tools}
+    found = []
+    for choice in choices:
+        inner = choice.get("function", choice) if isinstance(choice, dict) else None
+        name = inner.get("name") if isinstance(inner, dict) else None
+        if not isinstance(name, str) or name not in by_name:
+            shown = json.dumps(name)[:60]
+            raise wrong("tool_choice", f"tool_choice: there is no tool named {shown} in tools")
+        found.append(by_name[name])
+    return found
+
+
 def messages_of(
     items: Sequence[ChatMessage], style: CallStyle, known: AnswerFormat
 ) -> list[dict[str, object]]:
@@ -250,7 +322,7 @@ def _styled(
     functions = [call["function"] for call in calls]
     if style.has_calls_as_content:
         named = [(function["name"], function["arguments"]) for function in functions]
-        return {"content": content + known.calls.written.text_of(named)}
+        return {"content": content + known.calls.text_of(named)}
     for call, function in zip(calls, functions, strict=True):
         if style.has_text_arguments:
             function["arguments"] = json_text(function["arguments"])

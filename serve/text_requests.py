@@ -28,26 +28,11 @@ MAX_LOGPROBS = 20
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_PROMPTS = 64
 # Fields of OpenAI's and llama-server's clients that do not affect an answer's text.
-NEUTRAL = frozenset(
-    [
-        "model",
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "verbosity",
-        "prediction",
-        "id_slot",
-        "timings_per_token",
-        "return_tokens",
-        "return_progress",
-        "sse_ping_interval",
-        "n_cache_reuse",
-    ]
-)
+NEUTRAL = """
+model user store metadata service_tier safety_identifier prompt_cache_key
+prompt_cache_retention verbosity prediction id_slot timings_per_token return_tokens
+return_progress sse_ping_interval n_cache_reuse
+"""
 _Choices = Annotated[Whole, Field(ge=1, le=16)]
 _Tokens = Annotated[Whole, Field(ge=-1, lt=1 << 31)]
 NumLogprobs = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
@@ -87,7 +72,7 @@ class TextBody(SamplingBody):
     """The fields that completions and chats share. Unsupported ones may have the values that turn them
     off, which llama-server's clients send."""
 
-    ignored: ClassVar = NEUTRAL
+    ignored: ClassVar = frozenset(NEUTRAL.split())
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: _Choices | None = None

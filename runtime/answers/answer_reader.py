@@ -11,7 +11,7 @@ from hotsplit.runtime.answers.channels import BEGINS, ENDS, MARKS, TO, header_of
 from hotsplit.runtime.answers.formats import AnswerFormat, Reasoning
 from hotsplit.runtime.answers.parsers import Parser, Tools, message_to
 from hotsplit.runtime.answers.scanner import Malformed, Scanner, Steps, Unfinished
-from hotsplit.runtime.text.overlap import overlap
+from hotsplit.runtime.text.codec import overlap
 
 MAX_CALLS = 128
 

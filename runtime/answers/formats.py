@@ -2,7 +2,7 @@
 
 A template tells its model how to answer, so the format is found by the template's text: reasoning
 marks or channels, the form of tool calls, what ends an answer. Of a form of calls that is not known
-here, or a template without tools, the tools are described in Hermes's words (see described)."""
+here, or a template without tools, the tools are described in Hermes's words (see call_style)."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -56,15 +56,46 @@ class Reasoning:
         return self if prompt.endswith(self.begin) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """How a model writes calls, for a grammar: `call` between `begin` and `end`, several of them
-    with `between`. `before` may come first. {name} stands for the name, {string} for the name as
-    JSON, {object} for the arguments as JSON, {bare} for an object whose keys have no quotes, and
-    {text} for any text up to the token that follows it; {keywords} for the arguments as Python's,
-    with JSON as values; {parameters} for them one by one, each as `parameter` with {key} and
-    {value}."""
+def plain_text(value: object) -> str:
+    """A string as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json_text(value)
 
+
+def bare_key(key: str) -> str:
+    """A key without quotes, or between tokens if it is no word."""
+    return key if _WORD.fullmatch(key) else bare_text(key)
+
+
+def bare_text(value: object) -> str:
+    """A value whose strings are between tokens and whose keys have no quotes."""
+    if isinstance(value, str):
+        return f"{QUOTE}{value}{QUOTE}"
+    if isinstance(value, Mapping):
+        members = [f"{bare_key(key)}:{bare_text(part)}" for key, part in value.items()]
+        return f"{{{','.join(members)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(bare_text, value))}]"
+    return json_text(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallForm:
+    """A form of tool calls.
+
+    How they are read: `begins`: the marks that begin calls, with their parsers; `first`: further ones,
+    valid only where nothing but calls has come before. `separators`: characters between calls, besides
+    white space. `marks`: texts that may be special tokens.
+
+    How they are written, for a grammar: `call` between `begin` and `end`, several of them with `between`.
+    `before` may come first. {name} stands for the name, {string} for the name as JSON, {object} for the
+    arguments as JSON, {bare} for an object whose keys have no quotes, and {text} for any text up to the
+    token that follows it; {keywords} for the arguments as Python's, with JSON as values; {parameters}
+    for them one by one, each as `parameter` with {key} and {value}."""
+
+    begins: Mapping[str, Parser] = field(default_factory=dict)
+    first: Mapping[str, Parser] = field(default_factory=dict)
+    separators: str = ""
+    marks: tuple[str, ...] = ()
     call: str
     parameter: str = ""
     before: str = ""
@@ -92,39 +123,7 @@ class Written:
         return f"{self.begin}{between.join(texts)}{self.end}"
 
 
-def plain_text(value: object) -> str:
-    """A string as it is, anything else as JSON."""
-    return value if isinstance(value, str) else json_text(value)
-
-
-def bare_key(key: str) -> str:
-    """A key without quotes, or between tokens if it is no word."""
-    return key if _WORD.fullmatch(key) else bare_text(key)
-
-
-def bare_text(value: object) -> str:
-    """A value whose strings are between tokens and whose keys have no quotes."""
-    if isinstance(value, str):
-        return f"{QUOTE}{value}{QUOTE}"
-    if isinstance(value, Mapping):
-        members = [f"{bare_key(key)}:{bare_text(part)}" for key, part in value.items()]
-        return f"{{{','.join(members)}}}"
-    if isinstance(value, list):
-        return f"[{','.join(map(bare_text, value))}]"
-    return json_text(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallForm:
-    """A form of tool calls. `begins`: the marks that begin calls, with their parsers; `first`:
-    further ones, valid only where nothing but calls has come before. `separators`: characters
-    between calls, besides white space. `marks`: texts that may be special tokens."""
-
-    written: Written
-    begins: Mapping[str, Parser] = field(default_factory=dict)
-    first: Mapping[str, Parser] = field(default_factory=dict)
-    separators: str = ""
-    marks: tuple[str, ...] = ()
+THINK = Reasoning(begin="<think>", end="</think>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +139,7 @@ class AnswerFormat:
     name: str
     in_template: tuple[str, ...] = ()
     not_in_template: tuple[str, ...] = ()
-    reasoning: tuple[Reasoning, ...]
+    reasoning: tuple[Reasoning, ...] = (THINK,)
     hidden: tuple[str, ...] = ()
     wrapper: tuple[str, ...] = ()
     calls: CallForm
@@ -194,17 +193,10 @@ _OBJECT = '{{"name": {string}, "arguments": {object}}}'
 _DEEPSEEK = {DEEPSEEK_BEGIN: deepseek, DEEPSEEK_CALL: deepseek}
 _DEEPSEEK_MARKS = (DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END, DEEPSEEK_END)
 _MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-
-_ARG_TAGS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
+_ARG_TAGS = tuple(
+    f"<{end}{tag}>" for tag in ("tool_call", "arg_key", "arg_value") for end in ("", "/")
 )
 
-THINK = Reasoning(begin="<think>", end="</think>")
 _CHANNEL = Reasoning(begin="<|channel>", label="thought", end="<channel|>", is_anywhere=True)
 _BRACKETS = Reasoning(begin="[THINK]", end="[/THINK]", is_anywhere=True)
 _START_END = Reasoning(begin="<|START_THINKING|>", end="<|END_THINKING|>", is_anywhere=True)
@@ -215,13 +207,16 @@ _SENTENCES = Reasoning(begin="Here is my thought process:", end="Here is my resp
 HERMES = CallForm(
     begins={"<tool_call>": hermes},
     marks=("<tool_call>", "</tool_call>"),
-    written=Written(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"),
+    call=f"<tool_call>\n{_OBJECT}\n</tool_call>",
 )
 
 _LISTED = CallForm(
     begins={"<|tool_call|>": granite, "<tool_call>": granite},
     marks=("<|tool_call|>", "<|/tool_call|>", "<tool_call>", "</tool_call>"),
-    written=Written(begin="<|tool_call|>[", call=_OBJECT, between=", ", end="]"),
+    begin="<|tool_call|>[",
+    call=_OBJECT,
+    between=", ",
+    end="]",
 )
 
 # In the order in which a template is compared with them; the last one is of any template.
@@ -233,11 +228,9 @@ FORMATS = (
         reasoning=(Reasoning(begin=channels.ANALYSIS, end="<|end|>", is_anywhere=True),),
         calls=CallForm(
             marks=channels.MARKS,
-            written=Written(
-                before=f"{channels.ANALYSIS}{{text}}<|end|><|start|>assistant",
-                call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{object}",
-                between=None,
-            ),
+            before=f"{channels.ANALYSIS}{{text}}<|end|><|start|>assistant",
+            call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{object}",
+            between=None,
         ),
     ),
     AnswerFormat(
@@ -247,7 +240,8 @@ FORMATS = (
         calls=CallForm(
             begins={"<|tool_call>": bare_keys},
             marks=("<|tool_call>", "<tool_call|>", QUOTE),
-            written=Written(call="<|tool_call>call:{name}{bare}<tool_call|>", between=""),
+            call="<|tool_call>call:{name}{bare}<tool_call|>",
+            between="",
         ),
     ),
     AnswerFormat(
@@ -259,42 +253,34 @@ FORMATS = (
         calls=CallForm(
             begins={"<|START_ACTION|>": action},
             marks=("<|START_ACTION|>", "<|END_ACTION|>"),
-            written=Written(
-                begin="<|START_ACTION|>[\n    ",
-                between=",\n    ",
-                end="\n]<|END_ACTION|>",
-                call='{{"tool_call_id": "0", "tool_name": {string}, "parameters": {object}}}',
-            ),
+            begin="<|START_ACTION|>[\n    ",
+            between=",\n    ",
+            end="\n]<|END_ACTION|>",
+            call='{{"tool_call_id": "0", "tool_name": {string}, "parameters": {object}}}',
         ),
     ),
     AnswerFormat(
         name="GLM-4.5",
         in_template=("<tool_call>", "<arg_key>"),
         not_in_template=("><arg_value>",),
-        reasoning=(THINK,),
         ends=("<|user|>", "<|observation|>"),
         calls=CallForm(
             begins={"<tool_call>": arg_tags},
             marks=_ARG_TAGS,
-            written=Written(
-                call="<tool_call>{name}\n{parameters}</tool_call>",
-                parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
-            ),
+            call="<tool_call>{name}\n{parameters}</tool_call>",
+            parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
         ),
     ),
     AnswerFormat(
         name="GLM-4.7",
         in_template=("<tool_call>", "<arg_key>"),
-        reasoning=(THINK,),
         ends=("<|user|>", "<|observation|>"),
         calls=CallForm(
             begins={"<tool_call>": arg_tags},
             marks=_ARG_TAGS,
-            written=Written(
-                call="<tool_call>{name}{parameters}</tool_call>",
-                between="",
-                parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
-            ),
+            call="<tool_call>{name}{parameters}</tool_call>",
+            between="",
+            parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
         ),
     ),
     AnswerFormat(
@@ -304,40 +290,32 @@ FORMATS = (
         calls=CallForm(
             begins={"<tool_call>": qwen_xml, "<function=": qwen_xml},
             marks=("<tool_call>", "</tool_call>"),
-            written=Written(
-                call="<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
-                parameter="<parameter={key}>\n{value}\n</parameter>\n",
-            ),
+            call="<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
+            parameter="<parameter={key}>\n{value}\n</parameter>\n",
         ),
     ),
     AnswerFormat(
         name="DeepSeek",
         in_template=(DEEPSEEK_CALL, "```json"),
-        reasoning=(THINK,),
         calls=CallForm(
             begins=_DEEPSEEK,
             marks=_DEEPSEEK_MARKS,
-            written=Written(
-                begin=DEEPSEEK_BEGIN,
-                end=DEEPSEEK_END,
-                call=f"{DEEPSEEK_CALL}function{DEEPSEEK_SEP}{{name}}\n```json\n{{object}}\n```"
-                + DEEPSEEK_CALL_END,
-            ),
+            begin=DEEPSEEK_BEGIN,
+            end=DEEPSEEK_END,
+            call=f"{DEEPSEEK_CALL}function{DEEPSEEK_SEP}{{name}}\n```json\n{{object}}\n```"
+            + DEEPSEEK_CALL_END,
         ),
     ),
     AnswerFormat(
         name="DeepSeek 3.1",
         in_template=(DEEPSEEK_CALL,),
-        reasoning=(THINK,),
         calls=CallForm(
             begins=_DEEPSEEK,
             marks=_DEEPSEEK_MARKS,
-            written=Written(
-                begin=DEEPSEEK_BEGIN,
-                end=DEEPSEEK_END,
-                between="",
-                call=f"{DEEPSEEK_CALL}{{name}}{DEEPSEEK_SEP}{{object}}{DEEPSEEK_CALL_END}",
-            ),
+            begin=DEEPSEEK_BEGIN,
+            end=DEEPSEEK_END,
+            between="",
+            call=f"{DEEPSEEK_CALL}{{name}}{DEEPSEEK_SEP}{{object}}{DEEPSEEK_CALL_END}",
         ),
     ),
     AnswerFormat(
@@ -348,7 +326,10 @@ FORMATS = (
         calls=CallForm(
             begins={"[TOOL_CALLS]": mistral},
             marks=_MISTRAL,
-            written=Written(begin="[TOOL_CALLS] [", call=_OBJECT, between=", ", end="]"),
+            begin="[TOOL_CALLS] [",
+            call=_OBJECT,
+            between=", ",
+            end="]",
         ),
     ),
     AnswerFormat(
@@ -358,7 +339,8 @@ FORMATS = (
         calls=CallForm(
             begins={"[TOOL_CALLS]": mistral},
             marks=_MISTRAL,
-            written=Written(call="[TOOL_CALLS]{name}[ARGS]{object}", between=""),
+            call="[TOOL_CALLS]{name}[ARGS]{object}",
+            between="",
         ),
     ),
     AnswerFormat(
@@ -370,20 +352,18 @@ FORMATS = (
     AnswerFormat(
         name="Granite",
         in_template=("<|tool_call|>",),
-        reasoning=(THINK,),
         wrapper=("<response>", "</response>"),
         calls=_LISTED,
     ),
     AnswerFormat(
         name="OLMo 3",
         in_template=("<function_calls>",),
-        reasoning=(THINK,),
         calls=CallForm(
             begins={"<function_calls>": python_calls},
             marks=("<function_calls>", "</function_calls>"),
-            written=Written(
-                begin="<function_calls>", call="{name}({keywords})", end="</function_calls>"
-            ),
+            begin="<function_calls>",
+            call="{name}({keywords})",
+            end="</function_calls>",
         ),
     ),
     AnswerFormat(
@@ -394,35 +374,33 @@ FORMATS = (
         calls=CallForm(
             begins={"<tool_calls>": hermes, "<tool_call>": hermes},
             marks=("<tool_calls>", "</tool_calls>"),
-            written=Written(
-                begin="<tool_calls>[", call=_OBJECT, between=", ", end="]</tool_calls>"
-            ),
+            begin="<tool_calls>[",
+            call=_OBJECT,
+            between=", ",
+            end="]</tool_calls>",
         ),
     ),
     AnswerFormat(
         name="ERNIE 4.5",
         in_template=("<tool_call>", "<response>"),
-        reasoning=(THINK,),
         wrapper=("<response>", "</response>"),
         calls=HERMES,
     ),
-    AnswerFormat(
-        name="Hermes", in_template=("<tool_call>", "arguments"), reasoning=(THINK,), calls=HERMES
-    ),
+    AnswerFormat(name="Hermes", in_template=("<tool_call>", "arguments"), calls=HERMES),
     AnswerFormat(
         name="Llama 3",
         in_template=("<|start_header_id|>", "parameters"),
         not_in_template=("<function=", ">>>"),
-        reasoning=(THINK,),
         calls=CallForm(
             begins={"<|python_tag|>": llama},
             first={"{": llama},
             separators=";,",
             marks=("<|python_tag|>",),
-            written=Written(call='{{"name": {string}, "parameters": {object}}}', between="; "),
+            call='{{"name": {string}, "parameters": {object}}}',
+            between="; ",
         ),
     ),
-    AnswerFormat(name="described", reasoning=(THINK,), calls=HERMES, describes_tools=True),
+    AnswerFormat(name="described", calls=HERMES, describes_tools=True),
 )
 DESCRIBED = FORMATS[-1]
 # Marks that are reasoning's wherever a vocabulary has them as tokens, whatever the template says.
@@ -449,9 +427,10 @@ def format_of(template: str, tokens: Collection[str] = ()) -> AnswerFormat:
         return known
     # Hermes's form is described, but the model may write the one of its training.
     calls = replace(
-        known.calls,
+        HERMES,
         begins={**known.calls.begins, **HERMES.begins},
         marks=(*known.calls.marks, *HERMES.marks),
-        written=HERMES.written,
+        first=known.calls.first,
+        separators=known.calls.separators,
     )
     return replace(known, calls=calls, describes_tools=True)

@@ -65,7 +65,7 @@ class _Grammar:
     def __init__(self, codec: TextCodec, known: CallForm) -> None:
         added = codec.tokenizer.get_added_tokens_decoder()
         self._ids = {token.content: i for i, token in added.items() if token.content in known.marks}
-        self._parameter, self._any = known.written.parameter, ""
+        self._parameter, self._any = known.parameter, ""
         self._mark = re.compile("|".join(map(re.escape, self._ids)) or r"(?!)")
         self._rules: list[str] = []
         self.schemas: dict[str, dict[str, object]] = {}
@@ -78,16 +78,15 @@ class _Grammar:
         *,
         is_parallel: bool,
     ) -> str:
-        written = known.written
         calls = [
-            " ".join(self._call(written.call, name, schema))
+            " ".join(self._call(known.call, name, schema))
             for name, schema in zip(names, schemas, strict=True)
         ]
-        start = [*self._literal(written.begin), "call"]
-        if is_parallel and written.between is not None:
-            start.append(f"({' '.join([*self._literal(written.between), 'call'])})*")
-        start += self._literal(written.end)
-        before = " ".join(self._call(written.before, "", {}))
+        start = [*self._literal(known.begin), "call"]
+        if is_parallel and known.between is not None:
+            start.append(f"({' '.join([*self._literal(known.between), 'call'])})*")
+        start += self._literal(known.end)
+        before = " ".join(self._call(known.before, "", {}))
         if before and "<|end|>" in self._ids:
             start.insert(0, f"({before})?")
         rules = [f"start: {' '.join(start)}", f"call: {' | '.join(calls)}", *self._rules]

@@ -12,12 +12,12 @@ from hotsplit.files.typed import one_line
 from hotsplit.runtime.generate import gbnf, gbnf_parser
 from hotsplit.runtime.generate.json_schema import (
     Schema,
+    mark_unions,
     parse_schema,
     place_of,
     prepare_schema,
     schemas_of,
 )
-from hotsplit.runtime.generate.json_unions import mark_unions
 
 Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar", "grammar of tool calls"]
 

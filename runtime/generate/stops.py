@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import compress
 
-from hotsplit.runtime.text.overlap import overlap
+from hotsplit.runtime.text.codec import overlap
 
 
 class StopFilter:

@@ -12,8 +12,7 @@ from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.options.kinds import check_kind, kinds_checked
-from hotsplit.runtime.text.end_tokens import end_ids
-from hotsplit.runtime.text.token_ids import named_id
+from hotsplit.runtime.text.end_tokens import end_ids, named_id
 from hotsplit.tokens.ggml_tokenizer import ggml_tokenizer
 from hotsplit.tokens.tokenizer_text import read_tokenizer, refused
 
@@ -174,3 +173,12 @@ def check_unicode(text: str, what: str = "text") -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise HotsplitError(f"the {what} is not UTF-8 at character {error.start}") from error
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest proper prefix of `mark` that `text` ends with: how much of its end may
+    belong to a mark."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

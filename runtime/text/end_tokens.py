@@ -2,14 +2,18 @@
 with one of some known texts, whatever its type. Files often name only one of several, or that of
 the base model before it was trained to chat."""
 
+import logging
+from functools import cache
 from itertools import product
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from hotsplit.artifacts.model_file import END_KEY, ModelFile
-from hotsplit.runtime.text.token_ids import checked_id, named_id
+from hotsplit.errors import HotsplitError
 from hotsplit.tokens.end_texts import CODE_TEXTS, END_TEXTS
 
+log = logging.getLogger(__name__)
 END_KINDS = ("eos", "eot", "eom")  # end of a text, a turn, a message
 # A text that ends nothing in a vocabulary that has all of the others: there it ends a part of a
 # turn (Harmony, Solar), or is HTML (Gemma).
@@ -43,3 +47,34 @@ def end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:
             *(checked_id(model, END_KEY, number) for number in numbers),
         }
     )
+
+
+def named_id(model: ModelFile, kind: str) -> int | None:
+    """The id under `tokenizer.ggml.KIND_token_id`. None without that key and, with a note, for a
+    number that is no token: some files state one for a token that they do not use.
+
+    Raises HotsplitError for anything but a number. (A token that is added to every text must
+    exist; ggml_tokenizer checks that.)"""
+    key = f"tokenizer.ggml.{kind}_token_id"
+    value = model.extra_keys.get(key)
+    if isinstance(value, int | np.integer) and not 0 <= int(value) < model.spec.vocab_size:
+        _note_unused(f"{model.path}: {key} {value}", model.spec.vocab_size)
+        return None
+    return None if value is None else checked_id(model, key, value)
+
+
+def checked_id(model: ModelFile, key: str, value: object) -> int:
+    """`value`, found under `key`. Raises HotsplitError for anything but the id of a token."""
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_number or not 0 <= int(value) < model.spec.vocab_size:  # type: ignore[call-overload]
+        raise HotsplitError(
+            f"{model.path}: {key} is {str(value)[:40]!r}, wanted a token of the model, 0 to"
+            f" {model.spec.vocab_size - 1}; download the file again, or convert its checkpoint"
+        )
+    return int(value)  # type: ignore[call-overload]
+
+
+@cache
+def _note_unused(what: str, vocab_size: int) -> None:
+    """Once for each: a file is read several times."""
+    log.info(f"note: {what} is not a token of the model, 0 to {vocab_size - 1}, and is ignored")

@@ -16,9 +16,8 @@ from tool_templates import CALL_TEMPLATES
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.answers.answer_reader import CallRules
-from hotsplit.runtime.answers.call_style import CallStyle, call_style
+from hotsplit.runtime.answers.call_style import CallStyle, call_style, with_described
 from hotsplit.runtime.answers.calls import is_short_id, short_id
-from hotsplit.runtime.answers.described import with_described
 from hotsplit.runtime.answers.formats import DESCRIBED, FORMATS, format_of
 from hotsplit.runtime.generate.call_grammar import forced_calls
 from hotsplit.runtime.generate.generation import Token
@@ -725,9 +724,9 @@ def test_the_smollm2_template_has_no_tools():
 @pytest.mark.parametrize("name", WRITERS)
 def test_calls_as_content_are_written_as_the_model_writes_them(name):
     calls = [ONE] if name == "gpt-oss" else [ONE, TWO, TAGS]
-    assert BY_NAME[name].calls.written.text_of(calls_of(*calls)) == WRITERS[name](
-        *calls
-    ).removesuffix("<|call|>")
+    assert BY_NAME[name].calls.text_of(calls_of(*calls)) == WRITERS[name](*calls).removesuffix(
+        "<|call|>"
+    )
 
 
 # ---- grammars ------------------------------------------------------------------------------------
