@@ -5,15 +5,17 @@ Letters: T tokens, L layers, F neurons."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.costs.default_mode import dense_bytes, mode_meant
 from hotsplit.costs.part_bytes import layer_bytes
+from hotsplit.files.declared import Count, CountFrom1, Line, Share
 from hotsplit.measure.evaluate.comparison import (
     Comparison,
     Estimate,
@@ -27,6 +29,11 @@ from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.profile.corpus.corpus import read_chat_windows, read_windows
 from hotsplit.runtime.engine import Engine, load_engine
 
+MOST = 1e12  # the largest figure that is stored
+Perplexity = Annotated[float, Ge(1), Le(MOST)]
+HalfWidth = Annotated[float, Ge(0), Le(MOST)] | None
+Change = Annotated[float, Ge(-1), Le(MOST)]  # rounding may make a divergence negative
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
@@ -38,29 +45,29 @@ class EvalReport:
     The interval of a perplexity is wide, because it reflects how much texts differ; that of the
     increase comes from a paired comparison, token by token."""
 
-    model_id: str
+    model_id: Line
     mode: Mode
-    num_tokens: int
-    perplexity: float
-    perplexity_own_half_width: float | None
-    dense_perplexity: float
-    dense_perplexity_half_width: float | None
-    perplexity_increase: float  # relative
-    perplexity_half_width: float | None  # of the increase
-    kl_mean: float
-    kl_half_width: float | None
-    kl_p99: float
-    kl_p99_interval: tuple[float, float] | None
-    top1_agreement: float
-    top1_half_width: float | None
-    bytes_per_token: int
-    bytes_half_width: float | None
-    dense_bytes_per_token: int
-    named_share_L: tuple[float, ...]  # of neurons that are predicted; () unless in mode predicted
-    named_half_width: float | None  # of the mean over the layers
-    hidden_share_L: tuple[float, ...]  # of neurons that contribute to the output
-    hidden_half_width: float | None
-    notes: tuple[str, ...] = ()  # what to know about the figures, each in one line
+    num_tokens: CountFrom1
+    perplexity: Perplexity
+    perplexity_own_half_width: HalfWidth
+    dense_perplexity: Perplexity
+    dense_perplexity_half_width: HalfWidth
+    perplexity_increase: Change  # relative
+    perplexity_half_width: HalfWidth  # of the increase
+    kl_mean: Change
+    kl_half_width: HalfWidth
+    kl_p99: Change
+    kl_p99_interval: tuple[Change, Change] | None
+    top1_agreement: Share
+    top1_half_width: HalfWidth
+    bytes_per_token: Count
+    bytes_half_width: HalfWidth
+    dense_bytes_per_token: CountFrom1
+    named_share_L: tuple[Share, ...]  # of neurons that are predicted; () unless in mode predicted
+    named_half_width: HalfWidth  # of the mean over the layers
+    hidden_share_L: tuple[Share, ...]  # of neurons that contribute to the output
+    hidden_half_width: HalfWidth
+    notes: tuple[Line, ...] = ()  # what to know about the figures
 
     @property
     def line(self) -> str:

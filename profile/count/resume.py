@@ -6,14 +6,14 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import load, save
 
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
+from hotsplit.files.declared import Count, read_declared
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
-from hotsplit.files.typed import shown
 
 if TYPE_CHECKING:
     from hotsplit.profile.corpus.processes import Ranks
@@ -57,6 +57,16 @@ class Position:
         return cls(phase=phase, done=done, arrays={k[1:]: a for k, a in arrays.items()})
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    """The metadata of the file."""
+
+    settings: dict[str, Any]
+    phase: Count
+    done: Count
+    digest: str
+
+
 def resume_path(output: Path) -> Path:
     return output.with_name(output.name + ".resume")
 
@@ -87,18 +97,12 @@ def _load(path: Path, settings: Settings, force: bool) -> Position | None:
     if not path.exists():
         return None
     try:
-        metadata, arrays = load_arrays(
-            path, FORMAT, VERSION, {"settings", "phase", "done", "digest"}
-        )
-        _compare(path, metadata["settings"], settings)
-        phase, done = metadata["phase"], metadata["done"]
-        if not all(type(number) is int and number >= 0 for number in (phase, done)):
-            raise HotsplitError(
-                f"{path}: its position is window {shown(done)} of phase {shown(phase)}, wanted two"
-                " counts"
-            )
-        position = Position(phase=phase, done=done, arrays=arrays)
-        if position.digest() != metadata["digest"]:
+        metadata, arrays = load_arrays(path, FORMAT, VERSION)
+        with about(path):
+            header = read_declared(_Header, metadata)
+        _compare(path, header.settings, settings)
+        position = Position(phase=header.phase, done=header.done, arrays=arrays)
+        if position.digest() != header.digest:
             raise HotsplitError(f"{path}: is damaged (its contents are not what was saved)")
     except HotsplitError as error:
         if force:
@@ -107,8 +111,8 @@ def _load(path: Path, settings: Settings, force: bool) -> Position | None:
     return position
 
 
-def _compare(path: Path, found: object, wanted: Settings) -> None:
-    if not isinstance(found, dict) or found.keys() != wanted.keys():
+def _compare(path: Path, found: dict[str, Any], wanted: Settings) -> None:
+    if found.keys() != wanted.keys():
         raise HotsplitError(f"{path}: was written by another version of this program")
     for key, value in wanted.items():
         if found[key] != value:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
+from hotsplit.files.declared import read_declared
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.runtime.step.sequences import Sequence, TextState
 
@@ -45,6 +46,13 @@ class PromptKey:
     activation: str
     predictors: str  # predictor_words of the model; "" unless the mode is predicted
     placement: str  # Placement.words
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header(PromptKey):
+    """The metadata of the file."""
+
+    sha256: str
 
 
 def weights_digest(model: ModelFile) -> str:
@@ -97,10 +105,11 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
 
     Raises HotsplitError for a damaged file, for one made with another key, and for a state that
     does not fit into the context."""
-    names = {*asdict(key), "sha256"}
-    metadata, arrays = load_arrays(path, FORMAT, VERSION, names)
-    _check_key(path, metadata, key)
-    if metadata["sha256"] != _digest(arrays):
+    metadata, arrays = load_arrays(path, FORMAT, VERSION)
+    with about(path, "; make it again"):
+        header = read_declared(_Header, metadata)
+    _check_key(path, header, key)
+    if header.sha256 != _digest(arrays):
         raise HotsplitError(
             f"{path}: damaged, its content does not match its checksum; make it again"
         )
@@ -149,11 +158,9 @@ _OTHER = {
 }
 
 
-def _check_key(path: Path, found: Mapping[str, object], key: PromptKey) -> None:
-    for name, wanted in asdict(key).items():
-        value = found[name]
-        if name == "thresholds":
-            wanted, value = list(wanted), value if isinstance(value, list) else [value]
+def _check_key(path: Path, found: PromptKey, key: PromptKey) -> None:
+    for name, wanted in vars(key).items():
+        value = getattr(found, name)
         if value != wanted:
             most = SHOWN_DIGITS if name in ("model_id", "weights") else MAX_SHOWN
             shown = f"{str(value)[:most]!r}, this is {str(wanted)[:most]!r}"

@@ -211,9 +211,11 @@ def test_records_that_no_measurement_gives_are_refused(tmp_path, name, value):
         with pytest.raises(HotsplitError, match=name):
             ModelFile.of(tmp_path / "m.gguf", keys | {key: found}, tensors)
     del keys[key]
-    with pytest.raises(HotsplitError, match="unknown or missing"):
+    with pytest.raises(HotsplitError, match="is missing"):
         ModelFile.of(tmp_path / "m.gguf", keys, tensors)
-    with pytest.raises(HotsplitError, match="wanted exact and predicted"):
+    model.save(tmp_path / "m.gguf")
+    keys, tensors = read_model_gguf(tmp_path / "m.gguf")
+    with pytest.raises(HotsplitError, match="wanted 'exact' or 'predicted'"):
         ModelFile.of(tmp_path / "m.gguf", keys | {"hotsplit.quality.dense.x": 1.0}, tensors)
 
 

@@ -8,18 +8,28 @@ solver/cache_costs.py.
 Letters: L layers, F neurons of a layer."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
 
 from hotsplit.errors import HotsplitError
+from hotsplit.files.declared import read_declared
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry
-from hotsplit.files.typed import Fields
 from hotsplit.options.neuron_cache import CacheCosts
 
 MOST_ROWS = 1 << 16
 MOST_S = 1e30  # upper limit of any time, so that computations stay finite
-KEYS = ("cache.most_rows", "cache.rest_s", "cache.copy_s")
 _TIMES = ("hot_s", "hot_row_s", "cold_s", "cold_row_s", "copy_row_s", "gather_row_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """The section's keys, after "cache."."""
+
+    most_rows: Annotated[int, Ge(1), Le(MOST_ROWS)]
+    rest_s: float
+    copy_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,25 +94,19 @@ class CachePlan:
         return times | frequencies
 
     @classmethod
-    def take(
-        cls, read: Fields, tensors: dict[str, TensorEntry], num_layers: int
-    ) -> "CachePlan | None":
-        """Reads the section and takes its tensors out of `tensors`; None for a plan without a
-        cache.
+    def take(cls, keys: object, tensors: dict[str, TensorEntry], num_layers: int) -> "CachePlan":
+        """Reads the section from its keys and takes its tensors out of `tensors`.
 
         Raises HotsplitError for invalid values and for a missing tensor."""
-        if not any(key in read.values for key in KEYS):
-            return None
+        read = read_declared(_Keys, keys, "cache")
         times = {f"{name}_L": _f64(_taken(tensors, f"cache.{name}"), name) for name in _TIMES}
-        costs = CacheCosts(
-            **times, rest_s=read.number("cache.rest_s"), copy_s=read.number("cache.copy_s")
-        )
+        costs = CacheCosts(**times, rest_s=read.rest_s, copy_s=read.copy_s)
         if costs.num_layers != num_layers:
             raise HotsplitError(
                 f"the cache has times for {costs.num_layers} layers, wanted {num_layers}"
             )
         return cls(
-            most_rows=read.count("cache.most_rows", least=1, most=MOST_ROWS),
+            most_rows=read.most_rows,
             costs=costs,
             frequency=tuple(
                 np.array(_taken(tensors, f"blk.{layer}.ffn_frequency").read())

@@ -4,31 +4,32 @@ Specified in docs/formats.md."""
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, TypeVar
+from typing import Annotated
+
+from annotated_types import Ge, Le, MinLen
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
+from hotsplit.files.declared import Count, CountFrom1, Line, Rule, read_declared
 from hotsplit.files.json_file import read_object
-from hotsplit.files.typed import MAX_SHOWN, Fields, one_line, other_version, shown
+from hotsplit.files.typed import other_version, shown
 
 FORMAT = "hotsplit.machine"
 VERSION = 1
-# Bounds on the figures of a machine, within which computations stay finite.
-LEAST, MOST = 1e-18, 1e18
 MOST_S = 1e3  # the longest copy, kernel, hand-over, layer or token; keeps the solver in range
-RATE = "gb_per_s"
 # If the interquartile range exceeds this share of the median, other load probably disturbed the
 # rounds.
 DOUBTFUL_SPREAD = 0.25
 # The share of a matrix's rows that is read when the rate for chosen rows is measured.
 CHOSEN_SHARE = 0.1
 PASS_TOKENS = 32  # that all rows are multiplied by when the rate of a prompt's products is measured
-Record = TypeVar("Record", "Machine", "CpuCosts", "Gpu")
+
+Threads = Annotated[int, Ge(1), Le(99_999)]
+Quantity = Annotated[float, Ge(1e-18), Le(1e18)]  # within which computations stay finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,14 @@ class Figure:
 
     `quartiles` (ascending, with the median) are None and `rounds` is 0 if not measured."""
 
-    best: float
-    quartiles: tuple[float, float, float] | None = None
-    rounds: int = 0
+    best: Quantity
+    quartiles: tuple[Quantity, Quantity, Quantity] | None = None
+    rounds: Count = 0
+
+    def __post_init__(self) -> None:
+        quartiles = list(self.quartiles or ())
+        if quartiles != sorted(quartiles) or bool(quartiles) != (self.rounds > 0):
+            raise ValueError("three ascending quartiles, or none for 0 rounds")
 
     @classmethod
     def of_rounds(cls, values: Sequence[float], *, is_rate: bool) -> "Figure":
@@ -67,6 +73,9 @@ class Figure:
         return self.spread > DOUBTFUL_SPREAD
 
 
+Seconds = Annotated[Figure, Rule(lambda figure: figure.best <= MOST_S, f"up to {MOST_S:g} s")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One GPU. Bandwidths in GB/s (1e9 bytes), times in seconds, memory in bytes.
@@ -74,20 +83,24 @@ class Gpu:
     `token_s`, `hand_over_s`, `cpu_run_s` and `kernel_s` are fitted to the times of whole decode
     steps (measure/calibrate/step_costs.py)."""
 
-    name: str
-    source: str  # "measured", or the origin of the figures
-    memory_bytes: int
-    free_bytes: int
+    name: Line
+    source: Line  # "measured", or the origin of the figures
+    memory_bytes: CountFrom1
+    free_bytes: CountFrom1
     bandwidth_gb_per_s: Figure  # of reading
     host_to_device_gb_per_s: Figure  # pinned
     host_to_device_pageable_gb_per_s: Figure
     chosen_rows_gb_per_s: Figure  # the kernels of hot neurons, if CHOSEN_SHARE of them are read
-    copy_latency_s: Figure  # fixed cost of one copy in a captured graph
-    launch_s: Figure  # a kernel that does nothing, in a captured graph
-    kernel_s: Figure  # least time of a kernel of a step, however little it reads
-    token_s: Figure  # of a step that uses this GPU, on top of CpuCosts.token_s
-    hand_over_s: Figure  # a layer on both sides: to the CPU and back, with next to no neurons there
-    cpu_run_s: Figure  # a run of layers on the CPU between layers on this GPU, on top of its layers
+    copy_latency_s: Seconds  # fixed cost of one copy in a captured graph
+    launch_s: Seconds  # a kernel that does nothing, in a captured graph
+    kernel_s: Seconds  # least time of a kernel of a step, however little it reads
+    token_s: Seconds  # of a step that uses this GPU, on top of CpuCosts.token_s
+    hand_over_s: (
+        Seconds  # a layer on both sides: to the CPU and back, with next to no neurons there
+    )
+    cpu_run_s: (
+        Seconds  # a run of layers on the CPU between layers on this GPU, on top of its layers
+    )
 
     @property
     def figures(self) -> dict[str, Figure]:
@@ -118,9 +131,9 @@ class CpuCosts:
     all_rows_gb_per_s: dict[str, Figure]
     chosen_rows_gb_per_s: dict[str, Figure]
     kv_gb_per_s: Figure
-    layer_s: dict[str, Figure]
-    token_s: Figure
-    logit_s: Figure
+    layer_s: dict[str, Seconds]
+    token_s: Seconds
+    logit_s: Seconds
     pass_rows_gb_per_s: dict[str, Figure] = field(default_factory=dict)
 
     @property
@@ -138,12 +151,12 @@ class Machine:
     """`cpu_bandwidth_gb_per_s` is measured with the runtime's own row products, `cpu_sum_gb_per_s`
     with torch's sum, by number of threads. `cpu_costs` is None in a file about a GPU alone."""
 
-    cpu_name: str
-    num_threads: int
-    memory_bytes: int
-    free_bytes: int
-    cpu_bandwidth_gb_per_s: dict[int, Figure]
-    cpu_sum_gb_per_s: dict[int, Figure]
+    cpu_name: Line
+    num_threads: CountFrom1
+    memory_bytes: CountFrom1
+    free_bytes: Count
+    cpu_bandwidth_gb_per_s: Annotated[dict[Threads, Figure], MinLen(1)]
+    cpu_sum_gb_per_s: dict[Threads, Figure]
     cpu_costs: CpuCosts | None
     gpus: tuple[Gpu, ...]
     versions: dict[str, str]
@@ -193,16 +206,6 @@ class Machine:
         named |= {} if self.cpu_costs is None else self.cpu_costs.figures
         return named | {f"{g.name} {name}": f for g in self.gpus for name, f in g.figures.items()}
 
-    @property
-    def times(self) -> dict[str, Figure]:
-        """The figures in seconds, by display name."""
-        return {
-            name: figure
-            for name, figure in self.figures.items()
-            if name.startswith(("cpu layer ", "cpu token"))
-            or (name.endswith("_s") and not name.endswith(RATE))
-        }
-
     @classmethod
     def load(cls, path: Path) -> "Machine":
         """Raises HotsplitError for anything but a whole, valid machine file."""
@@ -214,51 +217,18 @@ class Machine:
         try:
             if found != FORMAT:
                 raise HotsplitError(f"format {shown(found)}, wanted {FORMAT!r}")
-            machine = _record(cls, Fields(values, keys=_names(cls)))
-            machine.validate()
+            return _read(values)
         except HotsplitError as error:
             raise HotsplitError(
                 f"{path}: not a valid machine file ({error}); run hotsplit calibrate again"
             ) from error
-        return machine
 
     def save(self, path: Path) -> None:
-        self.validate()
+        """Raises HotsplitError for a machine that `load` would refuse."""
+        _read(asdict(self))
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         with partial_file(path) as partial:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-    def validate(self) -> None:
-        """Raises HotsplitError unless every figure is within the bounds with valid quartiles, and
-        no memory has more free bytes than it holds."""
-        if not self.cpu_bandwidth_gb_per_s:
-            raise HotsplitError("no CPU bandwidth")
-        numbers: dict[str, float] = {"threads": self.num_threads, "memory": self.memory_bytes}
-        for gpu in self.gpus:
-            numbers |= {f"{gpu.name} memory": gpu.memory_bytes, f"{gpu.name} free": gpu.free_bytes}
-            _check_free(gpu.name, gpu.free_bytes, gpu.memory_bytes)
-        _check_free("the machine", self.free_bytes, self.memory_bytes)
-        for name, figure in self.figures.items():
-            quartiles = figure.quartiles or ()
-            numbers |= {name: figure.best}
-            numbers |= {f"quartile {i} of {name}": value for i, value in enumerate(quartiles, 1)}
-            if list(quartiles) != sorted(quartiles) or bool(quartiles) != (figure.rounds > 0):
-                raise HotsplitError(
-                    f"{one_line(name, MAX_SHOWN)} has quartiles {list(quartiles)} of"
-                    f" {figure.rounds} rounds,"
-                    " wanted three ascending ones, or none for 0 rounds"
-                )
-        for name, number in numbers.items():
-            name = one_line(name, MAX_SHOWN)
-            if not number > 0:
-                raise HotsplitError(f"{name} is {number}, wanted more than 0")
-            if not LEAST <= number <= MOST:
-                raise HotsplitError(f"{name} is {number}, wanted {LEAST:g} to {MOST:g}")
-        for name, figure in self.times.items():
-            if figure.best > MOST_S:
-                raise HotsplitError(
-                    f"{one_line(name, MAX_SHOWN)} is {figure.best} s, wanted up to {MOST_S:g}"
-                )
 
 
 def _rate_between(whole: Figure, chosen: Figure, density: float) -> float:
@@ -269,56 +239,11 @@ def _rate_between(whole: Figure, chosen: Figure, density: float) -> float:
     return 1 / (whole_s + way * (chosen_s - whole_s))
 
 
-def _check_free(name: str, free_bytes: int, memory_bytes: int) -> None:
-    if free_bytes > memory_bytes:
-        raise HotsplitError(
-            f"{one_line(name, MAX_SHOWN)} has {free_bytes} free bytes of {memory_bytes}"
-        )
-
-
-def _names(kind: type) -> set[str]:
-    return {each.name for each in fields(kind)}
-
-
-def _record(kind: type[Record], read: Fields) -> Record:
-    """A record whose fields are read by their types."""
-    readers: dict[object, Callable[[str], Any]] = {
-        str: read.line,
-        int: read.count,
-        Figure: partial(_figure, read),
-        dict[int, Figure]: lambda key: _by_threads(read.part(key)),
-        dict[str, Figure]: lambda key: _each(read.part(key), _figure),
-        dict[str, str]: lambda key: _each(read.part(key), Fields.text),
-        CpuCosts | None: lambda key: (
-            None
-            if read.values[key] is None
-            else _record(CpuCosts, read.part(key, _names(CpuCosts)))
-        ),
-        tuple[Gpu, ...]: lambda key: tuple(
-            _record(Gpu, gpu) for gpu in read.parts(key, _names(Gpu))
-        ),
-    }
-    return kind(**{each.name: readers[each.type](each.name) for each in fields(kind)})
-
-
-def _each(read: Fields, value_of: Callable[[Fields, str], object]) -> dict[str, object]:
-    return {name: value_of(read, name) for name in read.values}
-
-
-def _by_threads(read: Fields) -> dict[int, Figure]:
-    for name in read.values:
-        if not (name.isascii() and name.isdecimal() and len(name) < 6 and name[0] != "0"):
-            raise HotsplitError(f"{read.name} has {shown(name)}, wanted numbers of threads")
-    return {int(name): _figure(read, name) for name in read.values}
-
-
-def _figure(parent: Fields, key: str) -> Figure:
-    read = parent.part(key, _names(Figure))
-    rounds = read.count("rounds")
-    if read.values["quartiles"] is None:
-        return Figure(best=read.number("best"), rounds=rounds)
-    quartiles = read.numbers("quartiles")
-    if len(quartiles) != 3:
-        raise HotsplitError(f"{read.name} has {len(quartiles)} quartiles, wanted three")
-    low, median, high = quartiles
-    return Figure(best=read.number("best"), quartiles=(low, median, high), rounds=rounds)
+def _read(values: object) -> Machine:
+    machine = read_declared(Machine, values)
+    memories = [("the machine", machine.free_bytes, machine.memory_bytes)]
+    memories += [(gpu.name, gpu.free_bytes, gpu.memory_bytes) for gpu in machine.gpus]
+    for name, free_bytes, memory_bytes in memories:
+        if free_bytes > memory_bytes:
+            raise HotsplitError(f"{shown(name)} has {free_bytes} free bytes of {memory_bytes}")
+    return machine

@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
 
 from hotsplit.artifacts.model_gguf import read_model_gguf
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
 from hotsplit.families.family import Architecture
 from hotsplit.families.key_reader import QUALITY, VERSION, KeyReader
 from hotsplit.families.spec_keys import spec_keys
 from hotsplit.families.table import ARCHITECTURES
+from hotsplit.files.declared import Count, NotNaN, Share, read_declared
 from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, write_gguf
 from hotsplit.files.typed import shown
 from hotsplit.model.blocks import Predict, PredictorKind
@@ -55,10 +57,10 @@ class PredictorInfo:
     that is `input_layer_offset` layers earlier."""
 
     kind: PredictorKind
-    rank_L: tuple[int, ...]
-    threshold_L: tuple[float, ...]
-    input_layer_offset: int = 0
-    density_L: tuple[float, ...] = ()  # share of neurons predicted on held-out text; (): unknown
+    rank_L: tuple[Count, ...]
+    threshold_L: tuple[NotNaN, ...]
+    input_layer_offset: Annotated[int, Ge(0), Le(1)] = 0
+    density_L: tuple[Share, ...] = ()  # share of neurons predicted on held-out text; (): unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,26 +326,18 @@ class ModelFile:
 
 
 def _predictor(read: KeyReader, num_layers: int) -> PredictorInfo | None:
-    prefix = "hotsplit.predictor."
-    if prefix + "kind" not in read.keys:
+    prefix, per_layer = "hotsplit.predictor.", ("rank", "threshold", "density")
+    values = {k.removeprefix(prefix): v for k, v in read.keys.items() if k.startswith(prefix)}
+    if not values:
         return None
-    rank_L = read.floats(prefix + "rank", num_layers)
-    offset = read.number(prefix + "input_layer_offset", 0)
-    if offset not in (0, 1) or not all(rank >= 0 and rank == int(rank) for rank in rank_L):
-        raise HotsplitError(
-            f"{read.path}: predictors of ranks {list(rank_L)} and input_layer_offset {offset};"
-            " wanted counts, and an offset of 0 or 1; convert them again"
+    with about(read.path, "; convert the checkpoint again"):
+        info = read_declared(
+            PredictorInfo,
+            {f"{key}_L" if key in per_layer else key: v for key, v in values.items()},
+            prefix.removesuffix("."),
         )
-    name = prefix + "density"
-    density_L = read.floats(name, num_layers) if name in read.keys else ()
-    if not all(0 <= density <= 1 for density in density_L):
-        raise HotsplitError(
-            f"{read.path}: key {name!r} is not all shares from 0 to 1; train the predictors again"
-        )
-    return PredictorInfo(
-        kind=cast(PredictorKind, read.choice(prefix + "kind", PredictorKind, "")),
-        rank_L=tuple(int(rank) for rank in rank_L),
-        threshold_L=read.floats(prefix + "threshold", num_layers),
-        input_layer_offset=int(offset),
-        density_L=density_L,
-    )
+        for key in per_layer:
+            found = len(getattr(info, f"{key}_L"))
+            if found != num_layers and (found or key != "density"):
+                raise HotsplitError(f"key {prefix + key!r} has {found} values, wanted {num_layers}")
+    return info

@@ -4,22 +4,22 @@ Specified in docs/formats.md; model_file.PredictorInfo describes their arithmeti
 writes them, `convert` puts them into a model file."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import cast, get_args
+from typing import Literal
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 
 from hotsplit.artifacts.model_file import PredictorInfo
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
+from hotsplit.files.declared import Line, read_declared
 from hotsplit.files.gguf_file import TensorEntry, array_entry, type_of
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
-from hotsplit.files.typed import Fields, shown
-from hotsplit.model.blocks import PredictorKind
-from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
-from hotsplit.model.weight_types import PREDICTOR_NAMES
+from hotsplit.files.typed import shown
+from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values
+from hotsplit.model.weight_types import PREDICTOR_NAMES, PredictorTypeName
 
 FORMAT = "hotsplit.predictors"
 VERSION = 1
@@ -152,38 +152,37 @@ class LayerPredictor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predictors:
-    model_id: str | None  # None: unknown, for predictors from elsewhere
+class PredictorsHeader:
+    model_id: Line | None  # None: unknown, for predictors from elsewhere
     info: PredictorInfo
-    layers: tuple[LayerPredictor, ...]
     # The quality of mode predicted with these predictors, and of mode exact; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     arithmetic: str | None = None  # in which they were trained; None: unknown
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Metadata(PredictorsHeader):
+    """The metadata of the file."""
+
+    matrix_kind_L: tuple[Literal["f32", PredictorTypeName] | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictors(PredictorsHeader):
+    layers: tuple[LayerPredictor, ...]
+
     @classmethod
     def load(cls, path: Path) -> "Predictors":
         """Raises HotsplitError for anything but a whole, valid file."""
-        names, optional = {"model_id", "info", "matrix_kind_L"}, {"quality", "arithmetic"}
-        metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional)
-        try:
-            read = Fields(metadata)
-            info = _info(read.part("info", {each.name for each in fields(PredictorInfo)}))
-            kinds = read.items("matrix_kind_L")
-            if len(kinds) != len(info.rank_L):
-                raise HotsplitError("matrix_kind_L is not a list with one type per layer")
-            layers = [_take(arrays, layer, kind) for layer, kind in enumerate(kinds)]
+        metadata, arrays = load_arrays(path, FORMAT, VERSION)
+        with about(path, "; train the predictors again"):
+            header = vars(read_declared(_Metadata, metadata))
+            kinds = header.pop("matrix_kind_L")
+            layers = tuple(_take(arrays, layer, kind) for layer, kind in enumerate(kinds))
             if arrays:
                 raise HotsplitError(f"unknown array {shown(min(arrays))}")
-            predictors = cls(
-                model_id=read.line_or_none("model_id"),
-                info=info,
-                layers=tuple(layers),
-                quality=read_quality(metadata.get("quality", {}), "quality"),
-                arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
-            )
+            predictors = cls(**header, layers=layers)
             predictors.validate()
-        except (HotsplitError, KeyError) as error:  # KeyError: a layer has no predictor
-            raise HotsplitError(f"{path}: {error}; train the predictors again") from error
         return predictors
 
     def save(self, path: Path) -> None:
@@ -201,30 +200,22 @@ class Predictors:
             metadata["quality"] = quality_values(self.quality)
         if self.arithmetic is not None:
             metadata["arithmetic"] = self.arithmetic
+        read_declared(_Metadata, metadata)
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:
         """Raises HotsplitError unless every layer has finite weights of fitting shapes, and
-        `info` is valid and fits them."""
-        info, num_layers, kinds = self.info, len(self.layers), get_args(PredictorKind)
+        `info` fits them."""
+        info, num_layers = self.info, len(self.layers)
         if not num_layers == len(info.rank_L) == len(info.threshold_L):
             raise HotsplitError(
                 f"{num_layers} predictors, {len(info.rank_L)} ranks, {len(info.threshold_L)}"
                 " thresholds; wanted one of each per layer"
             )
-        if info.kind not in kinds or info.input_layer_offset not in (0, 1):
-            raise HotsplitError(
-                f"kind {info.kind!r} and input layer offset {info.input_layer_offset}, wanted one of"
-                f" {kinds} and 0 or 1"
-            )
-        if np.isnan(info.threshold_L).any():
-            raise HotsplitError("a threshold is NaN")
         if len(info.density_L) not in (0, num_layers):
             raise HotsplitError(
                 f"densities for {len(info.density_L)} of {num_layers} layers, wanted none or all"
             )
-        if not all(0 <= density <= 1 for density in info.density_L):
-            raise HotsplitError("a density is not between 0 and 1")
         for layer, (predictor, rank) in enumerate(zip(self.layers, info.rank_L, strict=True)):
             for name, matrix in predictor.matrices(layer).items():
                 matrix.check(name)
@@ -240,17 +231,15 @@ class Predictors:
             _check(layer, predictor)
 
 
-def _take(arrays: dict[str, np.ndarray], layer: int, kind: object) -> LayerPredictor:
-    """Takes the arrays of a layer out of `arrays`; KeyError if it has no predictor."""
-    if kind is not None and not (isinstance(kind, str) and kind in STORED):
-        raise HotsplitError(
-            f"layer {layer}: matrix kind {shown(kind)} is not one of {', '.join(STORED)}"
-        )
-    stored, prefix = str(kind or "f32"), f"blk.{layer}.ffn_pred_"
-    down = arrays.pop(prefix + "down.weight", None)
+def _take(arrays: dict[str, np.ndarray], layer: int, kind: str | None) -> LayerPredictor:
+    """Takes the arrays of a layer out of `arrays`."""
+    stored, prefix = kind or "f32", f"blk.{layer}.ffn_pred_"
+    down, up = arrays.pop(prefix + "down.weight", None), arrays.pop(prefix + "up.weight", None)
+    if up is None:
+        raise HotsplitError(f"array {prefix}up.weight is missing")
     return LayerPredictor(
         down=None if down is None else StoredMatrix(down, stored),
-        up=StoredMatrix(arrays.pop(prefix + "up.weight"), stored),
+        up=StoredMatrix(up, stored),
         down_bias_R=arrays.pop(prefix + "down.bias", None),
         up_bias_F=arrays.pop(prefix + "up.bias", None),
     )
@@ -269,13 +258,3 @@ def _check(layer: int, predictor: LayerPredictor) -> None:
             raise HotsplitError(f"{name} is {bias.dtype} {bias.shape}, wanted float32 {bias_shape}")
         if not np.isfinite(bias).all():
             raise HotsplitError(f"{name} has NaN or infinite values")
-
-
-def _info(read: Fields) -> PredictorInfo:
-    return PredictorInfo(
-        kind=cast(PredictorKind, read.choice("kind", get_args(PredictorKind))),
-        rank_L=tuple(read.counts("rank_L")),
-        threshold_L=tuple(read.numbers("threshold_L", may_be_infinite=True)),
-        input_layer_offset=read.count("input_layer_offset", most=1),
-        density_L=tuple(read.numbers("density_L")),
-    )

@@ -5,15 +5,16 @@ Specified in docs/formats.md. Two profiles of one model, with the same threshold
 Letters: L layers, F neurons, B histogram bins, E experts, T recorded tokens, K experts of a token."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 
 from hotsplit.errors import HotsplitError, about
+from hotsplit.files.declared import Count, CountFrom1, Line, NotNegative, read_declared
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
-from hotsplit.files.typed import MAX_COUNT, Fields, shown
-from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
+from hotsplit.files.typed import MAX_COUNT, shown
+from hotsplit.model.mode_quality import ModeQuality, SparseMode
 
 FORMAT = "hotsplit.profile"
 VERSION = 1
@@ -29,26 +30,32 @@ class Corpus:
 
     name: str
     sha256: str
-    num_tokens: int
+    num_tokens: Count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
-    model_id: str
-    num_tokens: int
-    threshold_L: tuple[float, ...]  # a neuron fired above it, as in model_file
+class ProfileHeader:
+    """The metadata of the file."""
+
+    model_id: Line
+    num_tokens: CountFrom1
+    threshold_L: tuple[NotNegative, ...]  # a neuron fired above it, as in model_file
     corpora: tuple[Corpus, ...]
+    # The quality of modes with the predictors of the same run. {}: unknown.
+    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
+    arithmetic: str | None = None  # in which firings were counted; None: unknown
+    # Neurons of each layer, the others of F are no neurons; (): all have F.
+    num_neurons_L: tuple[Count, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(ProfileHeader):
     active_count_LF: np.ndarray  # int64
     gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
     # Of a mixture of experts: tokens for which each expert was chosen, int64.
     expert_count_LE: np.ndarray | None = None
     # The experts of some of its tokens, ascending, int16; -1 in layers without experts.
     routing_LTK: np.ndarray | None = None
-    # The quality of modes with the predictors of the same run. {}: unknown.
-    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
-    arithmetic: str | None = None  # in which firings were counted; None: unknown
-    # Neurons of each layer, the others of F are no neurons; (): all have F.
-    num_neurons_L: tuple[int, ...] = ()
 
     @property
     def own_neurons_L(self) -> np.ndarray:
@@ -118,62 +125,23 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> "Profile":
         """Raises HotsplitError for anything but a whole, valid profile."""
-        names = {"model_id", "num_tokens", "threshold_L", "corpora", "quality", "arithmetic"}
-        optional = {"num_neurons_L"}
-        metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional)
-        if arrays.keys() - {"expert_count_LE", "routing_LTK"} != {
-            "active_count_LF",
-            "gate_histogram_LB",
-        }:
+        metadata, arrays = load_arrays(path, FORMAT, VERSION)
+        names = {"active_count_LF", "gate_histogram_LB"}
+        if not names <= arrays.keys() <= names | {"expert_count_LE", "routing_LTK"}:
             raise HotsplitError(f"{path}: holds {shown(sorted(arrays))}; profile the model again")
-        read = Fields(metadata)
         with about(path, "; profile the model again"):
-            profile = cls(
-                model_id=read.line("model_id"),
-                num_tokens=read.count("num_tokens", least=1),
-                threshold_L=tuple(read.numbers("threshold_L")),
-                corpora=tuple(
-                    Corpus(
-                        name=corpus.text("name"),
-                        sha256=corpus.text("sha256"),
-                        num_tokens=corpus.count("num_tokens"),
-                    )
-                    for corpus in read.parts("corpora", {"name", "sha256", "num_tokens"})
-                ),
-                quality=read_quality(metadata["quality"], "quality"),
-                arithmetic=read.text_or_none("arithmetic"),
-                num_neurons_L=tuple(read.counts("num_neurons_L"))
-                if "num_neurons_L" in metadata
-                else (),
-                **arrays,
-            )
+            profile = cls(**(vars(read_declared(ProfileHeader, metadata)) | arrays))
             profile.validate()
-            if min(profile.threshold_L) < 0:
-                raise HotsplitError(
-                    f"thresholds are {shown(profile.threshold_L)}, wanted finite numbers, at least 0"
-                )
         return profile
 
     def save(self, path: Path) -> None:
         self.validate()
-        metadata: dict[str, object] = {
-            "model_id": self.model_id,
-            "num_tokens": self.num_tokens,
-            "threshold_L": list(self.threshold_L),
-            "corpora": [vars(corpus) for corpus in self.corpora],
-            "quality": quality_values(self.quality),
-            "arithmetic": self.arithmetic,
-        }
-        if self.num_neurons_L:
-            metadata["num_neurons_L"] = list(self.num_neurons_L)
-        arrays = {
-            "active_count_LF": self.active_count_LF,
-            "gate_histogram_LB": self.gate_histogram_LB,
-        }
-        if self.expert_count_LE is not None:
-            arrays["expert_count_LE"] = self.expert_count_LE
-        if self.routing_LTK is not None:
-            arrays["routing_LTK"] = self.routing_LTK
+        values = vars(self)
+        arrays = {name: array for name, array in values.items() if isinstance(array, np.ndarray)}
+        metadata = asdict(ProfileHeader(**{f.name: values[f.name] for f in fields(ProfileHeader)}))
+        read_declared(ProfileHeader, metadata)
+        if not self.num_neurons_L:
+            del metadata["num_neurons_L"]
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:

@@ -2,16 +2,15 @@
 
 Specified in docs/formats.md. `check_against` compares its byte counts with a model file."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from hotsplit.artifacts.cache_plan import KEYS, CachePlan
+from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.costs.cache_bytes import CacheSize
@@ -24,11 +23,21 @@ from hotsplit.costs.part_bytes import (
     placed_units,
     plan_bytes,
 )
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
 from hotsplit.files.atomic import sha256_of
+from hotsplit.files.declared import (
+    Count,
+    CountFrom1,
+    Lax,
+    Line,
+    NotNegative,
+    Positive,
+    Rule,
+    read_declared,
+)
 from hotsplit.files.gguf_file import Value, array_entry, read_gguf, write_gguf
-from hotsplit.files.typed import Fields, other_version, shown
-from hotsplit.model.modes import MODES, Mode, runs_predictors
+from hotsplit.files.typed import other_version, shown
+from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.together import refuse_apart
 from hotsplit.model.unsupported import refuse_divided
 from hotsplit.options.cache_types import CacheTypes
@@ -38,39 +47,50 @@ from hotsplit.options.prompt_rates import PromptRates
 VERSION = 1
 _PREFIX = "hotsplit.split."
 UNKNOWN = "unknown"
+Bytes = Annotated[
+    dict[str, Count],
+    Rule(lambda items: items.keys() == set(ITEMS), f"the bytes of {', '.join(ITEMS)}"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
-    model_id: str
+class SplitKeys:
+    """The keys of the file, without their prefix."""
+
+    model_id: Line
     mode: Mode  # how the feed-forward layers run
-    vram_budget_bytes: int
-    context_length: int
-    # Per layer: int32 ids of the neurons, or the experts, on the GPU, hottest first.
-    hot: tuple[np.ndarray, ...]
+    vram_budget_bytes: Count
+    context_length: CountFrom1
     # Per layer: attention, norms, predictor, router, shared experts, KV cache unless kv_offload.
-    dense_on_gpu: tuple[bool, ...]
+    dense_on_gpu: tuple[Annotated[bool, Lax], ...]
     head_on_gpu: bool  # output norm and output matrix
-    gpu_bytes: Items
-    cpu_bytes: Items
+    gpu_bytes: Bytes
+    cpu_bytes: Bytes
     status: str
-    objective_s: float  # predicted seconds per token
-    bound_s: float  # lower bound for all plans that keep to the rules in docs/solver.md
-    solve_s: float
+    objective_s: Positive  # predicted seconds per token
+    bound_s: NotNegative  # lower bound for all plans that keep to the rules in docs/solver.md
+    solve_s: NotNegative
     # The GPU of each layer and, last, of the head, in non-decreasing order; () for one GPU.
-    home: tuple[int, ...] = ()
-    gpu_budget_bytes: tuple[int, ...] = ()  # per GPU; () for one GPU
-    host_budget_bytes: int = 0  # 0: not limited
+    home: tuple[Count, ...] = ()
+    # Per GPU; () for one GPU. Stored as text.
+    gpu_budget_bytes: tuple[Annotated[Count, Lax], ...] = ()
+    host_budget_bytes: Count = 0  # 0: not limited
     profile_sha256: str = UNKNOWN  # of the files that the plan was made from
     machine_sha256: str = UNKNOWN
+    num_sequences: CountFrom1 = 1  # texts at a time, each with its own context in the KV cache
+    num_experts: Count = 0  # of a layer of a mixture, of which `hot` lists experts; 0: neurons
+    # By which a prompt's experts on the CPU are computed there or streamed; None: all are streamed.
+    prompt_rates: PromptRates | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(SplitKeys):
+    # Per layer: int32 ids of the neurons, or the experts, on the GPU, hottest first.
+    hot: tuple[np.ndarray, ...]
     cache: CachePlan | None = None  # the neuron cache; None: hot neurons stay as planned
-    num_sequences: int = 1  # texts at a time, each with its own context in the KV cache
     # If set, keys and values are in main memory, and a token reads those that this rule selects.
     # None: they are where their layer's attention runs, and all are read.
     kv_offload: KeySelection | None = None
-    num_experts: int = 0  # of a layer of a mixture, of which `hot` lists experts; 0: neurons
-    # By which a prompt's experts on the CPU are computed there or streamed; None: all are streamed.
-    prompt_rates: PromptRates | None = None
 
     @property
     def units(self) -> Literal["neurons", "experts"]:
@@ -101,81 +121,77 @@ class Split:
         if not isinstance(version, np.integer) or version != VERSION:
             again = "run hotsplit solve again"
             raise HotsplitError(f"{path}: {other_version(version, VERSION, again)}")
-        try:
-            read = Fields({k.removeprefix(_PREFIX): v for k, v in keys.items()})
-            _refuse_unknown(keys)
-            counts = read.counts("hot_count")
-            names = [f"blk.{layer}.ffn_hot" for layer in range(len(counts))]
-            none = np.zeros(0, np.int32)
-            hot = tuple(
-                np.array(tensors.pop(name).read()) if count else none
-                for name, count in zip(names, counts, strict=True)
+        with about(path, "; run hotsplit solve again"):
+            values = _grouped(keys)
+            counts = read_declared(tuple[Count, ...], values.pop("hot_count", None), "hot_count")
+            hot = []
+            for layer, count in enumerate(counts):
+                entry = tensors.pop(f"blk.{layer}.ffn_hot", None) if count else None
+                hot.append(np.zeros(0, np.int32) if entry is None else np.array(entry.read()))
+            if list(counts) != [len(ids) for ids in hot]:
+                raise HotsplitError("hot_count differs from the tensors")
+            if "prompt" in values:
+                values["prompt_rates"] = values.pop("prompt")
+            cache, offload = values.pop("cache", None), values.pop("kv_offload", None)
+            split = cls(
+                hot=tuple(hot),
+                cache=cache and CachePlan.take(cache, tensors, len(counts)),
+                kv_offload=None if offload is None else KeySelection.parse(str(offload)),
+                **vars(read_declared(SplitKeys, values)),
             )
-            cache = CachePlan.take(read, tensors, len(counts))
             if tensors:
                 raise HotsplitError(f"unknown tensor {shown(min(tensors))}")
-            split = cls(
-                hot=hot,
-                dense_on_gpu=tuple(map(bool, read.counts("dense_on_gpu", most=1))),
-                gpu_bytes=_items(read, "gpu_bytes"),
-                cpu_bytes=_items(read, "cpu_bytes"),
-                **{name: take(read, name) for name, (_, take) in _SCALARS.items()},
-                home=tuple(read.counts("home")) if "home" in read.values else (),
-                gpu_budget_bytes=_sizes(read) if "home" in read.values else (),
-                cache=cache,
-                # A plan for one text does not store the number.
-                num_sequences=read.count(_SEQUENCES, least=2) if _SEQUENCES in read.values else 1,
-                kv_offload=KeySelection.parse(read.line(_OFFLOAD))
-                if _OFFLOAD in read.values
-                else None,
-                num_experts=read.count(_EXPERTS, least=2) if _EXPERTS in read.values else 0,
-                prompt_rates=_rates(read),
-            )
             split.validate()
-            if counts != [len(ids) for ids in hot]:
-                raise HotsplitError("hot_count differs from the tensors")
-        except (HotsplitError, KeyError) as error:  # KeyError: a layer's tensor is missing
-            raise HotsplitError(f"{path}: {error}; run hotsplit solve again") from error
         return split
 
     def save(self, path: Path) -> None:
         self.validate()
-        keys: dict[str, Value] = {_PREFIX + "version": np.uint32(VERSION)}
-        for name, (to_value, _) in _SCALARS.items():
-            keys[_PREFIX + name] = to_value(getattr(self, name))
-        keys[_PREFIX + "dense_on_gpu"] = [int(flag) for flag in self.dense_on_gpu]
-        keys[_PREFIX + "hot_count"] = [len(ids) for ids in self.hot]
+        keys: dict[str, Value] = {
+            "version": np.uint32(VERSION),
+            "model_id": self.model_id,
+            "mode": self.mode,
+            "vram_budget_bytes": np.uint64(self.vram_budget_bytes),
+            "context_length": np.uint32(self.context_length),
+            "head_on_gpu": self.head_on_gpu,
+            "status": self.status,
+            "objective_s": np.float64(self.objective_s),
+            "bound_s": np.float64(self.bound_s),
+            "solve_s": np.float64(self.solve_s),
+            "host_budget_bytes": np.uint64(self.host_budget_bytes),
+            "profile_sha256": self.profile_sha256,
+            "machine_sha256": self.machine_sha256,
+            "dense_on_gpu": [int(flag) for flag in self.dense_on_gpu],
+            "hot_count": [len(ids) for ids in self.hot],
+        }
         if self.home:
-            keys[_PREFIX + "home"] = list(self.home)
-            keys[_PREFIX + "gpu_budget_bytes"] = [str(n) for n in self.gpu_budget_bytes]
+            keys["home"] = list(self.home)
+            keys["gpu_budget_bytes"] = [str(number) for number in self.gpu_budget_bytes]
         if self.num_sequences > 1:
-            keys[_PREFIX + _SEQUENCES] = np.uint32(self.num_sequences)
+            keys["num_sequences"] = np.uint32(self.num_sequences)
         if self.kv_offload is not None:
-            keys[_PREFIX + _OFFLOAD] = str(self.kv_offload)
+            keys["kv_offload"] = str(self.kv_offload)
         if self.num_experts:
-            keys[_PREFIX + _EXPERTS] = np.uint32(self.num_experts)
+            keys["num_experts"] = np.uint32(self.num_experts)
         if self.prompt_rates is not None:
-            for name, seconds in vars(self.prompt_rates).items():
-                keys[f"{_PREFIX}prompt.{name}"] = np.float64(seconds)
-        for side in ("gpu_bytes", "cpu_bytes"):
-            for item, count in getattr(self, side).items():
-                keys[f"{_PREFIX}{side}.{item}"] = np.uint64(count)
+            rates = vars(self.prompt_rates)
+            keys |= {f"prompt.{name}": np.float64(seconds) for name, seconds in rates.items()}
+        for side, items in (("gpu_bytes", self.gpu_bytes), ("cpu_bytes", self.cpu_bytes)):
+            keys |= {f"{side}.{item}": np.uint64(count) for item, count in items.items()}
         tensors = {
             f"blk.{layer}.ffn_hot": array_entry(ids, "i32")
             for layer, ids in enumerate(self.hot)
             if len(ids)
         }
         if self.cache is not None:
-            keys |= {_PREFIX + name: value for name, value in self.cache.keys().items()}
+            keys |= self.cache.keys()
             tensors |= self.cache.tensors()
-        write_gguf(path, SPLIT_ARCHITECTURE, keys, tensors)
+        own = {_PREFIX + name: value for name, value in keys.items()}
+        write_gguf(path, SPLIT_ARCHITECTURE, own, tensors)
 
     def validate(self) -> None:
         """Raises HotsplitError if the plan contradicts itself."""
         if not self.hot or len(self.hot) != len(self.dense_on_gpu):
             raise HotsplitError(f"{len(self.hot)} layers, {len(self.dense_on_gpu)} dense blocks")
-        if self.gpu_bytes.keys() != set(ITEMS) or self.cpu_bytes.keys() != set(ITEMS):
-            raise HotsplitError(f"bytes are itemised as {list(self.gpu_bytes)}, wanted {ITEMS}")
         for layer, ids in enumerate(self.hot):
             is_whole = ids.dtype == np.int32 and ids.ndim == 1 and not (ids < 0).any()
             if not is_whole or len(np.unique(ids)) != len(ids):
@@ -194,9 +210,9 @@ class Split:
 
     def _validate_gpus(self) -> None:
         """Raises HotsplitError unless homes never decrease and have budgets that add up."""
-        if not self.home:
+        if not self.home and not self.gpu_budget_bytes:
             return
-        is_rising = list(self.home) == sorted(self.home) and self.home[0] >= 0
+        is_rising = list(self.home) == sorted(self.home)
         if len(self.home) != len(self.hot) + 1 or not is_rising:
             raise HotsplitError(
                 f"homes {list(self.home)}, wanted one per layer and one of the head, never decreasing"
@@ -318,36 +334,6 @@ class Split:
                 )
 
 
-# Fields that are one key each: the type that is stored, and how it is read.
-_SCALARS: dict[str, tuple[Callable[[Any], Value], Callable[[Fields, str], Any]]] = {
-    "model_id": (str, Fields.line),
-    "mode": (str, lambda read, key: read.choice(key, MODES)),
-    "vram_budget_bytes": (np.uint64, Fields.count),
-    "context_length": (np.uint32, partial(Fields.count, least=1)),
-    "head_on_gpu": (bool, Fields.flag),
-    "status": (str, Fields.text),
-    "objective_s": (np.float64, partial(Fields.number, above=0)),
-    "bound_s": (np.float64, partial(Fields.number, least=0)),
-    "solve_s": (np.float64, partial(Fields.number, least=0)),
-    "host_budget_bytes": (np.uint64, Fields.count),
-    "profile_sha256": (str, Fields.text),
-    "machine_sha256": (str, Fields.text),
-}
-# Keys that are stored only with several GPUs, with several texts, with keys and values in main memory,
-# and of a mixture of experts.
-_OF_GPUS = {"home", "gpu_budget_bytes"}
-_SEQUENCES = "num_sequences"
-_OFFLOAD = "kv_offload"
-_EXPERTS = "num_experts"
-_RATES = {f"prompt.{field.name}" for field in fields(PromptRates)}  # only of mixtures of experts
-
-
-def _rates(read: Fields) -> PromptRates | None:
-    if not _RATES & read.values.keys():
-        return None
-    return PromptRates(**{key.removeprefix("prompt."): read.number(key) for key in _RATES})
-
-
 def held_in(model: ModelFile, mode: Mode) -> ModelFile:
     """The model as a mode holds it in memory: without predictors that it does not run."""
     if model.predictor is None or runs_predictors(mode):
@@ -360,32 +346,12 @@ def held_in(model: ModelFile, mode: Mode) -> ModelFile:
     return replace(model, predictor=None, tensors=kept)
 
 
-def _items(read: Fields, side: str) -> Items:
-    return {item: read.count(f"{side}.{item}") for item in ITEMS}
-
-
-def _refuse_unknown(keys: Mapping[str, Value]) -> None:
-    """Raises HotsplitError for an unknown key of a plan, and if only some of several keys that
-    belong together are there."""
-    known = {"version", "dense_on_gpu", "hot_count", *_SCALARS, *_OF_GPUS}
-    known |= {f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in ITEMS}
-    known |= {*KEYS, *_RATES, _SEQUENCES, _OFFLOAD, _EXPERTS}
-    own = {k.removeprefix(_PREFIX) for k in keys if not k.startswith(("general.", "GGUF."))}
-    if not own <= known:
-        raise HotsplitError(f"key {shown(min(own - known))} is unknown")
-    for together in (_OF_GPUS, _RATES):
-        if own & together and not own >= together:
-            raise HotsplitError(f"{' and '.join(sorted(together))}: one of them is missing")
-    missing = [key for key in KEYS if key not in own]
-    if 0 < len(missing) < len(KEYS):
-        raise HotsplitError(f"key {shown(missing[0])} is missing")
-
-
-def _sizes(read: Fields) -> tuple[int, ...]:
-    """The GPUs' budgets, which are stored as decimal strings."""
-    found = []
-    for text in read.items("gpu_budget_bytes"):
-        if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 20):
-            raise HotsplitError(f"gpu_budget_bytes has {shown(text)}, wanted decimal numbers")
-        found.append(int(text))
-    return tuple(found)
+def _grouped(keys: Mapping[str, Value]) -> dict[str, Any]:
+    """A plan's own keys without their prefix; those with a dot are objects: gpu_bytes.neurons."""
+    values: dict[str, Any] = {}
+    groups: dict[str, dict[str, Value]] = {}
+    for key, value in keys.items():
+        if not key.startswith(("general.", "GGUF.", _PREFIX + "version")):
+            group, _, name = key.removeprefix(_PREFIX).rpartition(".")
+            (groups.setdefault(group, {}) if group else values)[name] = value
+    return values | groups

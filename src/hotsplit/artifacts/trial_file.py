@@ -6,16 +6,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
 
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
 from hotsplit.files.atomic import partial_file
+from hotsplit.files.declared import Line, Rule, read_declared
 from hotsplit.files.json_file import read_object
-from hotsplit.files.typed import Fields, shown
+from hotsplit.files.typed import shown
 
 FORMAT, VERSION = "hotsplit.trial", 1
 MISSED = 1.3  # times what was predicted, from which on a prediction was missed
 PARTS = {"cpu": "the CPU", "hand_over": "hand-overs", "gpu": "the GPU"}
+OfParts = Annotated[
+    Mapping[str, float],
+    Rule(lambda values: values.keys() == PARTS.keys(), f"numbers of {', '.join(PARTS)}"),
+]
 Winner = Literal[
     "the plan", "the second plan", "experts on the CPU", "whole layers", "the CPU alone"
 ]
@@ -38,10 +43,10 @@ class Trial:
     runs: Winner
     predicted_s: Mapping[Winner, float]  # of a token, of all that was timed
     measured_s: Mapping[Winner, float]
-    left_out: Mapping[Winner, str]  # why the others could not be timed
+    left_out: Mapping[Winner, Line]  # why the others could not be timed
     prompt_s: float  # by the plan, or if that is left out by what runs
-    parts_s: Mapping[str, float]  # of the plan's predicted seconds, by PARTS
-    scales: Mapping[str, float]  # of these parts, which explain what was measured
+    parts_s: OfParts  # of the plan's predicted seconds
+    scales: OfParts  # which explain what was measured
 
     @classmethod
     def load(cls, path: Path) -> "Trial":
@@ -49,26 +54,13 @@ class Trial:
         values = read_object(path, "trial of a plan (hotsplit run)")
         if (values.pop("format", None), values.pop("version", None)) != (FORMAT, VERSION):
             raise HotsplitError(f"{path}: not a trial of a plan; run makes it again")
-        read = Fields(values, keys=set(cls.__dataclass_fields__))
-        if read.values["runs"] not in get_args(Winner):
-            raise HotsplitError(f"{path}: runs is {shown(read.values['runs'])}")
-
-        tried = read.values["measured_s"]
-        names = set(tried) if isinstance(tried, dict) else set()
-        others = read.part("left_out")
-        told = names | others.values.keys()
-        is_whole = {"the plan", "the CPU alone"} <= told <= {*get_args(Winner)}
-        if not (is_whole and read.values["runs"] in names):
-            raise HotsplitError(f"{path}: measured_s is {shown(tried)}")
-        return cls(
-            runs=read.values["runs"],
-            predicted_s=_by_name(read, "predicted_s", names),
-            measured_s=_by_name(read, "measured_s", names),
-            left_out={name: others.line(name) for name in others.values},
-            prompt_s=read.number("prompt_s"),
-            parts_s=_by_name(read, "parts_s", set(PARTS)),
-            scales=_by_name(read, "scales", set(PARTS)),
-        )
+        with about(path):
+            trial = read_declared(cls, values)
+        timed = trial.measured_s.keys()
+        is_whole = {"the plan", "the CPU alone"} <= timed | trial.left_out.keys()
+        if not is_whole or trial.runs not in timed or trial.predicted_s.keys() != timed:
+            raise HotsplitError(f"{path}: measured_s is {shown(trial.measured_s)}")
+        return trial
 
     def save(self, path: Path) -> None:
         with partial_file(path) as partial:
@@ -108,12 +100,6 @@ class Trial:
         if self.runs == "the CPU alone":
             return f"{line}: everything runs on the CPU"
         return f"{line}: {_NAMES.get(self.runs, self.runs)} runs instead"
-
-
-def _by_name(read: Fields, key: str, names: set[Any]) -> dict[Any, float]:
-    """Numbers by name, in the file's order."""
-    part = read.part(key, names)
-    return {name: part.number(name) for name in part.values}
 
 
 def milliseconds(seconds: float) -> str:

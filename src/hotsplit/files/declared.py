@@ -6,11 +6,13 @@ keys, and with finite numbers only, unless an annotation says otherwise. It take
 which is more than `hotsplit --help` may spend, so it is imported at the first use."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from annotated_types import Ge, Gt, Le, Predicate
+from annotated_types import Ge, Gt, Le
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import MAX_COUNT, MAX_SHOWN, one_line, plain, shown
@@ -19,11 +21,50 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
+
+
+class InfinityAllowed:
+    """Marks a float that may be infinite, in pydantic's terms but without importing it."""
+
+    @staticmethod
+    def __get_pydantic_core_schema__(kind: Any, schema_of: Callable[[Any], Any]) -> Any:
+        return schema_of(kind) | {"allow_inf_nan": True}
+
+
+class Lax:
+    """Marks a kind that is also taken in another form: 1 for true, "7" for 7."""
+
+    @staticmethod
+    def __get_pydantic_core_schema__(kind: Any, schema_of: Callable[[Any], Any]) -> Any:
+        return schema_of(kind) | {"strict": False}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Refuses values of a kind for which `is_met` is false; `words` are what is wanted instead."""
+
+    is_met: Callable[[Any], bool]
+    words: str
+
+    def __get_pydantic_core_schema__(self, kind: Any, schema_of: Callable[[Any], Any]) -> Any:
+        from pydantic_core.core_schema import no_info_after_validator_function
+
+        return no_info_after_validator_function(self._check, schema_of(kind))
+
+    def _check(self, value: T) -> T:
+        if not self.is_met(value):
+            raise ValueError(self.words)
+        return value
+
+
 Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
-Least1 = Annotated[int, Ge(1), Le(MAX_COUNT)]
+CountFrom1 = Annotated[int, Ge(1), Le(MAX_COUNT)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
-Line = Annotated[str, Predicate(str.isprintable)]  # such as an id, which errors can quote as it is
+Share = Annotated[float, Ge(0), Le(1)]
+NotNaN = Annotated[float, InfinityAllowed, Ge(-math.inf)]
+# Such as an id, which errors can quote as it is.
+Line = Annotated[str, Rule(str.isprintable, "a one-line string")]
 
 # What is wanted, by the type of pydantic's error.
 _WANTED = {
@@ -38,7 +79,6 @@ _WANTED = {
     "list_type": "a list",
     "mapping_type": "an object",
     "model_type": "an object",
-    "predicate_failed": "a one-line string",
     "string_type": "a string",
     "tuple_type": "a list",
 }
@@ -47,7 +87,9 @@ _BOUNDS = {
     "gt": "more than {}",
     "le": "at most {}",
     "lt": "less than {}",
-    "expected": "one of {}",
+    "expected": "{}",
+    "min_length": "at least {} of them",
+    "max_length": "at most {} of them",
 }
 
 
@@ -58,8 +100,9 @@ def read_declared(kind: type[T], values: object, name: str = "") -> T:
     from pydantic import ValidationError
 
     try:
+        any_kind: Any = kind
         text = json.dumps([values], default=plain)
-        return _adapter(kind).validate_json(text)[0]
+        return _adapter(any_kind).validate_json(text)[0]
     except RecursionError as error:
         raise HotsplitError(f"{name or 'the content'} is nested too deep") from error
     except ValidationError as error:

@@ -1,15 +1,16 @@
 """Small safetensors artifacts: a format name, a version, JSON metadata and numpy arrays."""
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import known_as, partial_file, require_file
-from hotsplit.files.typed import other_version, shown
+from hotsplit.files.typed import other_version
 
 # A tensor's entry takes about 100 bytes. The safetensors package reads headers of up to 100 MB and
 # holds several copies.
@@ -82,12 +83,11 @@ def save_arrays(
 
 
 def load_arrays(
-    path: Path, format: str, version: int, keys: set[str], *, optional: Set[str] = frozenset()
-) -> tuple[dict, dict[str, np.ndarray]]:
-    """Metadata (parsed) and arrays of a file written by `save_arrays`.
+    path: Path, format: str, version: int
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Metadata (parsed, not checked further) and arrays of a file written by `save_arrays`.
 
-    Raises HotsplitError for a missing, truncated or foreign file, a version other than
-    `version`, and metadata other than `keys` and some of `optional`."""
+    Raises HotsplitError for a missing, truncated or foreign file, and for another version."""
     what = f"{format} file"
     check_header(path, what)
     try:
@@ -106,12 +106,6 @@ def load_arrays(
     found = header.pop("version", None)
     if found != str(version):
         raise HotsplitError(f"{path}: {other_version(found, version, 'make it again')}")
-    wrong_keys = (header.keys() ^ keys) - optional
-    if wrong_keys:
-        wrong = min(wrong_keys)
-        raise HotsplitError(
-            f"{path}: metadata key {shown(wrong)} is unknown or missing; make it again"
-        )
     try:
         return {key: json.loads(value) for key, value in header.items()}, arrays
     except (ValueError, RecursionError) as error:  # JSON's error, too many digits
