@@ -10,16 +10,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING
 
-from hotsplit.errors import HotsplitError
+from hotsplit.errors import HotsplitError, about
 from hotsplit.files.atomic import partial_file
+from hotsplit.files.declared import read_declared
 from hotsplit.files.json_file import read_object
-from hotsplit.files.typed import Fields, shown
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
-from hotsplit.profile.predictors.selection import Form, Quality
+from hotsplit.profile.predictors.selection import Quality
 from hotsplit.system.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -118,7 +118,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-MOST = 1e18  # the largest number that is accepted
 _WHAT = "report of a profile"
 
 
@@ -131,53 +130,5 @@ def load_predictor_report(path: Path, model_id: str) -> tuple[LayerQuality, ...]
         raise HotsplitError(
             f"{path}: not the report of a profile of model {model_id[:12]}; profile again"
         )
-    try:
-        layers = Fields(values).items("quality_L")
-        return tuple(
-            _layer(Fields(layer, f"quality_L[{number}]")) for number, layer in enumerate(layers)
-        )
-    except HotsplitError as error:
-        raise HotsplitError(f"{path}: {error}; profile again") from error
-
-
-def _layer(read: Fields) -> LayerQuality:
-    candidates = read.items("candidates")
-    return LayerQuality(
-        chosen=_quality(read.part("chosen")),
-        start=_quality(read.part("start")),
-        hottest_fifth=_share(read, "hottest_fifth"),
-        candidates=tuple(
-            _quality(Fields(one, f"{read.name}.candidates[{i}]"))
-            for i, one in enumerate(candidates)
-        ),
-        break_even_density=_share(read, "break_even_density"),
-    )
-
-
-def _quality(read: Fields) -> Quality:
-    return Quality(
-        form=cast(Form, read.choice("form", get_args(Form))),
-        rank=read.count("rank"),
-        matrix_kind=read.line("matrix_kind"),
-        is_trained=read.flag("is_trained"),
-        num_bytes=read.count("num_bytes"),
-        threshold=read.number("threshold"),
-        density=_share(read, "density"),
-        predicted_density=_share(read, "predicted_density"),
-        recall=_share(read, "recall"),
-        precision=_share(read, "precision"),
-        contribution=_share(read, "contribution"),
-        lost_norm=_number(read, "lost_norm", MOST),
-        bytes_per_token=_number(read, "bytes_per_token", MOST),
-    )
-
-
-def _share(read: Fields, key: str) -> float:
-    return _number(read, key, 1)
-
-
-def _number(read: Fields, key: str, most: float) -> float:
-    number = read.number(key, least=0)
-    if number > most:
-        raise HotsplitError(f"{read.name}.{key} is {shown(number)}, wanted 0 to {most:g}")
-    return number
+    with about(path, "; profile again"):
+        return read_declared(tuple[LayerQuality, ...], values.get("quality_L"), "quality_L")

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.predictor_file import LayerPredictor
 from hotsplit.costs.part_bytes import LayerBytes, tile_rows
+from hotsplit.files.declared import Share
 from hotsplit.files.gguf_file import is_whole_blocks
 from hotsplit.profile.predictors.candidates import Choices
 from hotsplit.profile.predictors.low_rank import Agree, Batch, LowRank, whole
@@ -53,9 +54,9 @@ class LayerQuality:
 
     chosen: Quality
     start: Quality
-    hottest_fifth: float  # share of the firings of the hottest 20 %
+    hottest_fifth: Share  # share of the firings of the hottest 20 %
     candidates: tuple[Quality, ...]
-    break_even_density: float  # below it, mode predicted reads fewer bytes than exact
+    break_even_density: Share  # below it, mode predicted reads fewer bytes than exact
 
 
 class LayerTrainer:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.costs.part_bytes import LayerBytes
+from hotsplit.files.declared import Count, Line, NotNegative, Share
 from hotsplit.profile.predictors.options import Target
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.matrix import Matrix
@@ -41,18 +42,18 @@ class Quality:
     """One predictor with one threshold, on tokens that it was not trained on; shares in 0..1."""
 
     form: Form
-    rank: int
-    matrix_kind: str
+    rank: Count
+    matrix_kind: Line
     is_trained: bool
-    num_bytes: int
+    num_bytes: Count
     threshold: float
-    density: float  # of neurons that fire
-    predicted_density: float  # of neurons that are predicted
-    recall: float  # of firings that are predicted
-    precision: float  # of predicted neurons that fire
-    contribution: float  # of sum |h_j| |down_j| that is predicted
-    lost_norm: float  # |y - y_named| / |y|
-    bytes_per_token: float  # of the feed-forward layer: predictor, gate, up and down
+    density: Share  # of neurons that fire
+    predicted_density: Share  # of neurons that are predicted
+    recall: Share  # of firings that are predicted
+    precision: Share  # of predicted neurons that fire
+    contribution: Share  # of sum |h_j| |down_j| that is predicted
+    lost_norm: NotNegative  # |y - y_named| / |y|
+    bytes_per_token: NotNegative  # of the feed-forward layer: predictor, gate, up and down
 
     @classmethod
     def of(

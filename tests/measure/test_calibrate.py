@@ -283,7 +283,10 @@ def test_the_exact_text_of_a_small_file(tmp_path):
             r"quartiles\[2\]' is missing",
         ),
         (lambda c: c["gpus"][0]["launch_s"].update(quartiles=[3, 2, 1], rounds=3), "ascending"),
-        (lambda c: c["gpus"][0]["launch_s"].update(quartiles=[0, 2, 3], rounds=3), r"quartiles\[0\] is 0"),
+        (
+            lambda c: c["gpus"][0]["launch_s"].update(quartiles=[0, 2, 3], rounds=3),
+            r"quartiles\[0\] is 0",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line_that_says_calibrate_again(tmp_path, change, message):

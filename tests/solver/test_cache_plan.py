@@ -205,7 +205,7 @@ def as_f32(array: np.ndarray):
 
 HOSTILE = {
     "no row": (key("cache.most_rows", np.uint32(0)), "cache.most_rows is 0"),
-    "too many rows": (key("cache.most_rows", np.uint32(1 << 20)), "from 1 to 65536"),
+    "too many rows": (key("cache.most_rows", np.uint32(1 << 20)), "wanted at most 65536"),
     "rows as text": (key("cache.most_rows", "4"), "cache.most_rows is '4'"),
     "rest below 0": (key("cache.rest_s", np.float64(-1)), "rest_s of the cache"),
     "rest of NaN": (key("cache.rest_s", np.float64("nan")), "rest_s is nan"),
