@@ -38,7 +38,7 @@ from hotsplit.runtime.gpu_setup import (
     with_cold_streams,
 )
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import ROWS
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
 from hotsplit.runtime.kernels.threads import use_default_threads
 from hotsplit.runtime.model.expert_loader import check_routers

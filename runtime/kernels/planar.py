@@ -1,8 +1,8 @@
 """Planar rows: each part of a row's blocks (scales, nibbles, ...) is contiguous. GPUs read this
 layout, and the CPU does for small blocks (made there by library.pack_rows).
 
-Blocks of 18, 34 and 210 bytes, as a file has them, do not align 16-byte loads. In a planar row each part is contiguous over all blocks; the row has as many bytes as in
-the file:
+Blocks of 18, 34 and 210 bytes, as a file has them, do not align 16-byte loads. In a planar row each part
+is contiguous over all blocks; the row has as many bytes as in the file:
 
     small blocks  scales, each with its minimum if there is one | fifth bits, 4 bytes per block, if
                   there are any | nibbles, 16 bytes per block, or values, 32
@@ -20,8 +20,15 @@ PLANAR_KIND: dict[str, str] = {
 FORMS = ("", *PLANAR_KIND)  # of a file's rows that are copied: unchanged, or to planar rows
 FILE_KIND = {planar: kind for kind, planar in PLANAR_KIND.items()}
 
+COPY = 4  # int64 numbers of such a copy: offset in staging, target address, bytes, form
+
 # (first byte in a block of the file, bytes), in planar order.
 _PLANES = {each.gpu_kind: each.planes for each in TYPES if each.planes}
+
+
+def form_of(kind: str, target_kind: str) -> int:
+    """The form of a copy that turns rows of one kind into rows of another."""
+    return 0 if kind == target_kind else FORMS.index(kind)
 
 
 def planar(data: Tensor, kind: str) -> tuple[Tensor, str]:

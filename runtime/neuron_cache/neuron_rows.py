@@ -7,6 +7,7 @@ Letters: F neurons of a layer, N slots, S swaps, M tensors of a block, C copies,
 from collections.abc import Mapping
 from ctypes import addressof
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,11 +17,14 @@ from hotsplit.costs.cache_bytes import bytes_in_staging, staged
 from hotsplit.costs.part_bytes import NUMBER_BYTES
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.slots import COPY, SlotKernels, form_of
+from hotsplit.runtime.kernels.planar import COPY, form_of
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.row_copies import RowCopies, RowTable
 from hotsplit.runtime.neuron_cache.slots import Take
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.kernels.gpu.kernels import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class NeuronRows:
         self,
         layers: Mapping[int, SlotLayer],
         residency: Residency,
-        kernels: SlotKernels,
+        kernels: "Kernels",
         take: Take,
         *,
         most_rows: int,

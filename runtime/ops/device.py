@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import Stream
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.weights.matrix import Linear
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.kernels.gpu.kernels import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
     """The kernels of a GPU and its main stream."""
 
-    kernels: Kernels
+    kernels: "Kernels"
     main: Stream
 
     def launch(
@@ -47,7 +50,7 @@ class Launcher:
         has_relu: bool = False,
         cap: float | None = None,
     ) -> None:
-        """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that; see kernels.Dot."""
+        """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that; see kernels.gpu.rows.dot."""
         weight, bias_N = linear.weight, linear.bias_N
         self.launch(
             lambda: self.kernels.dot(weight, bias_N, x_D, out_N, has_relu=has_relu, cap=cap),

@@ -82,7 +82,7 @@ class HiddenState:
         return self._x_TD
 
     def write_norm(self, norm: Norm, out_TD: Tensor, power_T: Tensor | None) -> None:
-        """The norm in the type of `out_TD`; see kernels.RoundTokens."""
+        """The norm in the type of `out_TD`; see kernels.gpu.tokens.round_tokens."""
         x_TD, added_TD = self._x_TD, self._added_TD
         sum_TD = None if added_TD is None else torch.empty_like(x_TD)
         with gpu_products.made_current(x_TD.device):

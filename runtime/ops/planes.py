@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hotsplit.model import planes as blocks_of
 from hotsplit.model.planes import LEAST_SQUARE
-from hotsplit.runtime.kernels.gpu.plane_kernels import add_to_planes, correct_planes, predict_planes
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, launch_add_norm, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
@@ -112,7 +111,7 @@ class PredictPlanes(OfPlanes):
         active_D, x_X = written
         choice_P = self.router.launch(on, x_X[..., : active_D.shape[-1]], scratch)
         on.launch(
-            lambda: on.kernels.own(predict_planes)(choice_P, self.mix_QP, x_X, active_D),
+            lambda: on.kernels.predict_planes(choice_P, self.mix_QP, x_X, active_D),
             [choice_P, self.mix_QP, x_X],
             [x_X, active_D],
         )
@@ -154,7 +153,7 @@ class CorrectPlanes(OfPlanes):
             self.scale_D,
         )
         on.launch(
-            lambda: on.kernels.own(correct_planes)(choice_P, mix, scale_D, x_X, active_D),
+            lambda: on.kernels.correct_planes(choice_P, mix, scale_D, x_X, active_D),
             [choice_P, mix, scale_D, x_X, active_D],
             [x_X, active_D],
         )
@@ -174,7 +173,7 @@ class AddToPlanes(OfPlanes):
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
     ) -> None:
         x_X, more_D = read
-        on.launch(lambda: on.kernels.own(add_to_planes)(x_X, more_D), [x_X, more_D], [x_X])
+        on.launch(lambda: on.kernels.add_to_planes(x_X, more_D), [x_X, more_D], [x_X])
 
 
 @dataclass(frozen=True, kw_only=True)

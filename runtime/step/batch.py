@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import Saves, StateRun, StateSlots, Stretch
-from hotsplit.runtime.kernels.gpu.kernels import ROWS
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 
 Wanted = Literal["none", "last", "all"]  # tokens whose logits are wanted
 _WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}

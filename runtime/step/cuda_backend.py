@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import CudaStream, Stream
-from hotsplit.runtime.kernels.gpu.kernels import overlapped, triton_kernels
-from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
 from hotsplit.runtime.step.doorbells import DoorbellStream
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
@@ -30,6 +28,8 @@ def cuda_backend(
     begins before the last one has ended.
 
     Raises ImportError if Triton is not installed."""
+    from hotsplit.runtime.kernels.gpu.kernels import overlapped, triton_kernels
+
     kernels = triton_kernels()
     return Backend(
         kernels=overlapped(kernels) if overlaps else kernels,
@@ -37,7 +37,6 @@ def cuda_backend(
         take=take or _allocated,
         prepare=_captured if has_graph else _submitted,
         is_pinned=True,
-        slot_kernels=triton_slot_kernels(),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hotsplit.runtime.device.streams import HostNode, Stream
-from hotsplit.runtime.kernels.gpu.kernels import INEXACT_ROWS
+from hotsplit.runtime.kernels.gpu.launch import INEXACT_ROWS
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
@@ -319,7 +319,6 @@ class _Builder:
                 max_rows=self.max_rows,
                 most_shared=max([d.num_shared for d in mine], default=0),
             ),
-            slot_kernels=self.backend.slot_kernels,
         )
 
     def _hot_sizes(self, layer: Layer, hot: NeuronBlock | ExpertBlock | None) -> tuple[int, int]:

@@ -22,7 +22,6 @@ from torch import Tensor
 from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch
-from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend
 from hotsplit.runtime.ops.delta.gpu import launch_delta
@@ -66,7 +65,7 @@ class DeviceBuffers:
     token_T: Tensor  # int64
     position_T: Tensor  # int64
     sequence_T: Tensor  # int32
-    run_T3: Tensor  # int32, runs of rows (kernels.gpu.delta_kernels); as many as rows at most
+    run_T3: Tensor  # int32, runs of rows (kernels.gpu.delta); as many as rows at most
     writes_T: Tensor  # int32, the slot that takes the state after a row
     tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those of a cache in blocks on the GPU
     x_D: Tensor  # the hidden state
@@ -179,7 +178,6 @@ class DeviceKernels(Launcher):
     """Submits the operations of a GPU, on its buffers, to its stream."""
 
     buffers: DeviceBuffers
-    slot_kernels: SlotKernels
 
     def value(self, name: str, divided: DividedLayer | None) -> Tensor:
         """The buffer of a value in the program; for the terms of a layer's sums, its place depends
@@ -332,5 +330,5 @@ class DeviceKernels(Launcher):
             b.first(rest, len(hot.id_N)) if ffn.gate.needs_all else None,
         )
         if divided.hot_bits is not None:
-            (slot_F, open_W), pack_open = divided.hot_bits, self.slot_kernels.pack_open
+            (slot_F, open_W), pack_open = divided.hot_bits, self.kernels.pack_open
             self.launch(lambda: pack_open(hidden_N, slot_F, open_W), [hidden_N, slot_F], [open_W])

@@ -128,7 +128,7 @@ class HybridNeuronCache(HybridCache):
         return NeuronRows(
             self._layers,
             self.cache.residency,
-            self._backend.slot_kernels,
+            self._backend.kernels,
             self._backend.take(self._gpu),
             most_rows=self.cache.most_rows,
             is_pinned=self._is_pinned,

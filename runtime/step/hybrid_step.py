@@ -10,7 +10,7 @@ sequences, N blocks of a sequence."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,8 +22,7 @@ from hotsplit.runtime.device.cuda_runtime import DeviceLost
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import ROWS, Kernels
-from hotsplit.runtime.kernels.gpu.slots import SlotKernels
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NeuronsStruct
@@ -31,6 +30,9 @@ from hotsplit.runtime.step.batch import LogitsMemory, Row, prepared, runs_of
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.native_parts import HostBuffers
 from hotsplit.runtime.step.native_step import StepStruct
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.kernels.gpu.kernels import Kernels
 
 # Microseconds that the CPU's idle threads wait for their part of the next layer, about as long as the
 # GPU's part may take: to wake them takes as long as their work. Engine.close() undoes it.
@@ -44,12 +46,11 @@ Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
 class Backend:
     """The kernels, streams and memory that a step runs on."""
 
-    kernels: Kernels
+    kernels: "Kernels"
     stream: Callable[[torch.device], Stream]  # makes one
     take: Callable[[torch.device], Take]  # zeroed memory for buffers
     prepare: Prepare
     is_pinned: bool
-    slot_kernels: SlotKernels  # for a neuron cache
 
 
 class StepHooks(Protocol):

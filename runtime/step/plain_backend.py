@@ -4,25 +4,26 @@ submitted.
 Used to test the step without a GPU, and as the reference for captured steps."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import PlainStream, Stream
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
-from hotsplit.runtime.kernels.gpu.slots import SlotKernels, reference_slot_kernels
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 
+if TYPE_CHECKING:
+    from hotsplit.runtime.kernels.gpu.kernels import Kernels
 
-def plain_backend(kernels: Kernels, slot_kernels: SlotKernels | None = None) -> Backend:
+
+def plain_backend(kernels: "Kernels") -> Backend:
     return Backend(
         kernels=kernels,
         stream=lambda device: PlainStream(),
         take=_take,
         prepare=_as_it_is,
         is_pinned=False,
-        slot_kernels=slot_kernels or reference_slot_kernels(),
     )
 
 

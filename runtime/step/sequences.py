@@ -26,7 +26,7 @@ from hotsplit.files.typed import shown
 from hotsplit.options.kinds import check_fields, check_kind, kinds_checked
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
-from hotsplit.runtime.kernels.gpu.kernels import ROWS
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.step.batch import WANTED_NAMES, Row, Wanted, is_decoded, rows_of
 from hotsplit.runtime.step.decoder import Decoder
 

@@ -19,7 +19,7 @@ from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.device.device_memory import ALIGNMENT, BESIDE_BYTES, LEAST_BUDGET_BYTES
 from hotsplit.runtime.device.pools import SEGMENT_BYTES, PoolBytes
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import ROWS
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.step.decoder import plain_ops
 from hotsplit.runtime.step.divided_layer import hot_sizes, shared_parts

@@ -18,8 +18,7 @@ from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.device.bits import unpack_bits
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
@@ -350,7 +349,9 @@ def test_rows_of_a_file_become_planar_on_a_gpu(tmp_path, kind):
     )
     layer = dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, blocks=(moved, cold)))
     cached.weights = dataclasses.replace(cached.weights, layers=(layer,))
-    cached.step = cached.built(plain_backend(reference_kernels(), triton_slot_kernels()))
+    triton = triton_kernels()
+    kernels = reference_kernels().replaced(scatter=triton.scatter, pack_open=triton.pack_open)
+    cached.step = cached.built(plain_backend(kernels))
     ran(cached, [3, 7, 1])
     cached.cache.complete()
     cached.cache.slots.check()
@@ -371,8 +372,8 @@ def test_rows_of_a_file_become_planar_on_a_gpu(tmp_path, kind):
 def test_the_comparison_finds_what_is_not_moved(tmp_path, wrong):
     backend = plain_backend(reference_kernels())
     if wrong == "scatter":
-        kernels = dataclasses.replace(backend.slot_kernels, scatter=lambda *arguments: None)
-        backend = dataclasses.replace(backend, slot_kernels=kernels)
+        kernels = backend.kernels.replaced(scatter=lambda *arguments: None)
+        backend = dataclasses.replace(backend, kernels=kernels)
     cached = Cached.of(tmp_path, backend=backend)
     if wrong == "ids":
         cached.cache.slots.carrier._ids = lambda swaps: (np.zeros((len(swaps), 0), np.int64),) * 2

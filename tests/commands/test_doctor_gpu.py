@@ -1,6 +1,5 @@
 """What `hotsplit doctor` says about torch, drivers, GPUs and trials of them."""
 
-import dataclasses
 import shutil
 import subprocess
 
@@ -177,7 +176,7 @@ def test_trials_of_gpus_are_lines():
 def test_a_gpu_is_tried_with_a_small_model(is_right):
     """In this process."""
     right = reference_kernels()
-    wrong = dataclasses.replace(right, down=lambda *arguments, **options: None)
+    wrong = right.replaced(down=lambda *arguments, **options: None)
     with fake_cuda(is_checked=True, kernels=launched(right if is_right else wrong)):
         found = probe_gpu("cuda:0")
     assert (found["why"] is None) == is_right

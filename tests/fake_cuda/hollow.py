@@ -25,7 +25,7 @@ from hotsplit.runtime.device.cuda_runtime import CudaRuntime
 from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
-from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.ops.attention import block as attention_block
 from hotsplit.runtime.ops.neurons import feed_forward, mixture
 from hotsplit.runtime.ops.norm import Norm
@@ -123,7 +123,7 @@ def _replaced(seed: int) -> list[tuple[object, str, object]]:
 @contextmanager
 def hollow_cuda(total_bytes: int, seed: int = 0) -> Iterator[FakeCuda]:
     """A CUDA device of this size for engines that compute nothing."""
-    kernels = Kernels(**dict.fromkeys(NAMES, _nothing), own=lambda kernel: _nothing)
+    kernels = Kernels(lambda kernel: _nothing)
     with (
         fake_cuda(total_bytes=total_bytes, is_hollow=True, kernels=kernels, captures=True) as cuda,
         ExitStack() as stack,

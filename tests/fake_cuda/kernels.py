@@ -2,7 +2,7 @@
 current stream of the current device, with the memory that it reads and writes."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,77 +12,15 @@ from fake_cuda.library import Range
 from fake_cuda.tensors import DeviceTensor, borrowed, range_of, ranges_of
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu import kernels as records
-from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels
-from hotsplit.runtime.kernels.gpu.own_kernels import OwnKernel
-from hotsplit.runtime.kernels.gpu.slots import SlotKernels
+from hotsplit.runtime.kernels.gpu.gpu_kernel import GpuKernel
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.stored import StoredMatrix
-
-# Names in kernels.py of the arguments that kernels write.
-WRITTEN = {
-    "dot": {"out_N"},
-    "embed": {"out_D"},
-    "unpack": {"out_AD"},
-    "add_norm": {"out_D", "x_out_D", "copy_D"},
-    "rotate_append": {"qkv", "key_CKW", "value_CKW", "query_THW"},
-    "attend": {"scratch", "out_HW"},
-    "attend_tokens": {"out_THW"},
-    "predict": {"named_B", "copy_B"},
-    "gate_up": {"hidden_N"},
-    "down": {"parts_SD"},
-    "choose_experts": {"routed_2K", "copy_2K"},
-    "expert_gate_up": {"hidden_KF"},
-    "expert_down": {"parts_PD"},
-    "convolve": {"conv_SJC", "mixed_TX"},
-    "delta_rule": {"state_SVNM", "out_TVM"},
-    "gate_norm": {"out_TVM"},
-    "multiply": {"out_TN"},
-    "multiply_down": {"out_TD"},
-    "round_tokens": {"out_TD", "power_T", "x_out_TD"},
-    "hidden_tokens": {"out_TN", "power_T"},
-}
 
 
 def launched(kernels: Kernels) -> Kernels:
-    """Wraps kernels that take CPU tensors, such as the reference: each call becomes a launch."""
-
-    def own(kernel: OwnKernel) -> Callable[..., None]:
-        signature = inspect.signature(kernel.reference)
-        return partial(_launch, kernel.name, signature, kernel.writes, kernels.own(kernel))
-
-    of_all = {
-        name: partial(_launch, name, _signature(name), WRITTEN[name], getattr(kernels, name))
-        for name in NAMES
-    }
-    return Kernels(**of_all, own=own)
-
-
-def _signature(name: str) -> inspect.Signature:
-    protocol = getattr(records, "".join(word.title() for word in name.split("_")))
-    return inspect.signature(partial(protocol.__call__, None))
-
-
-def _launch(
-    name: str,
-    signature: inspect.Signature,
-    written: Collection[str],
-    run: Callable[..., None],
-    *args: Any,
-    **options: Any,
-) -> None:
-    given = signature.bind(*args, **options).arguments
-    ranges: list[Range] = []
-    for argument, value in given.items():
-        is_written = argument in written
-        ranges += [range_of(t, is_written=is_written) for t in _tensors(name, value)]
-    args, options = tuple(map(_borrowed, args)), {k: _borrowed(v) for k, v in options.items()}
-    _submit(name, partial(run, *args, **options), ranges)
-
-
-def launched_slots(kernels: SlotKernels) -> SlotKernels:
-    """Wraps the kernels of the neuron cache. `scatter` counts as writing what its launch declares
-    or, outside of a declared launch, the targets in `copies_C4`, which are read after a
-    synchronisation."""
+    """Wraps kernels that take CPU tensors, such as the reference: each call becomes a launch. `scatter`
+    counts as writing what its launch declares or, outside of a declared launch, the targets in
+    `copies_C4`, which are read after a synchronisation."""
 
     def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
         ranges = ranges_of((staging_B, copies_C4))
@@ -93,12 +31,20 @@ def launched_slots(kernels: SlotKernels) -> SlotKernels:
             writes = [(target, size, True) for _, target, size, _ in args[1].tolist()]
         _submit("scatter", partial(kernels.scatter, *args), ranges + writes)
 
-    def pack_open(hidden_N: Tensor, slot_F: Tensor, open_W: Tensor) -> None:
-        args = borrowed(hidden_N), borrowed(slot_F), borrowed(open_W)
-        ranges = ranges_of((hidden_N, slot_F), (open_W,))
-        _submit("pack_open", partial(kernels.pack_open, *args), ranges)
+    def version(kernel: GpuKernel) -> Callable[..., None]:
+        return scatter if kernel.name == "scatter" else partial(_launch, kernel, kernels.of(kernel))
 
-    return SlotKernels(scatter=scatter, pack_open=pack_open)
+    return Kernels(version)
+
+
+def _launch(kernel: GpuKernel, run: Callable[..., None], *args: Any, **options: Any) -> None:
+    given = inspect.signature(kernel.reference).bind(*args, **options).arguments
+    ranges: list[Range] = []
+    for argument, value in given.items():
+        is_written = argument in (*kernel.writes, "scratch")
+        ranges += [range_of(t, is_written=is_written) for t in _tensors(kernel.name, value)]
+    args, options = tuple(map(_borrowed, args)), {k: _borrowed(v) for k, v in options.items()}
+    _submit(kernel.name, partial(run, *args, **options), ranges)
 
 
 def _submit(name: str, run: Callable[[], None], ranges: list[Range]) -> None:

@@ -17,14 +17,13 @@ import torch
 from fake_cuda import library
 from fake_cuda.declared import declarations
 from fake_cuda.devices import ACTIVE, CUDAGraph, Event, FakeCuda, MemPool, Stream, use_mem_pool
-from fake_cuda.kernels import launched, launched_slots
+from fake_cuda.kernels import launched
 from fake_cuda.tensors import DeviceTensor, Dispatch
 from torch import Tensor
 
 from hotsplit.runtime import loading
 from hotsplit.runtime.device import cuda_runtime, device_memory
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
-from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels
 from hotsplit.runtime.step import captured_passes, doorbells
 from hotsplit.runtime.weights import gpu_products
 
@@ -129,10 +128,8 @@ def fake_cuda(
         stack.enter_context(mock.patch.object(DeviceTensor, "dispatch", dispatch))
         stack.enter_context(mock.patch.object(threading.Thread, "run", _run_in(dispatch)))
         made = kernels or launched(reference_kernels())
-        slots = launched_slots(reference_slot_kernels())
-        for name, value in (("triton_kernels", made), ("triton_slot_kernels", slots)):
-            for module in [m for m in sys.modules.values() if vars(m).get(name)]:
-                stack.enter_context(mock.patch.object(module, name, lambda value=value: value))
+        for module in [m for m in sys.modules.values() if vars(m).get("triton_kernels")]:
+            stack.enter_context(mock.patch.object(module, "triton_kernels", lambda: made))
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is then a copy
         stack.enter_context(declarations())

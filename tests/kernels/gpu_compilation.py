@@ -33,9 +33,7 @@ from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.gpu.launch import overlapping
-from hotsplit.runtime.kernels.gpu.plane_kernels import add_to_planes, correct_planes, predict_planes
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
-from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
 from hotsplit.runtime.weights.matrix import Matrix
 
 WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128
@@ -209,14 +207,14 @@ def launch_the_rest() -> None:
     )
     kernels.hidden_tokens(rows, rows, None, Gate(activation="gelu_tanh", cutoff=1.6), rows, None)
     planes, choice, mix = torch.empty(4 * WIDTH), torch.empty(4), torch.empty(16, 4)
-    kernels.own(predict_planes)(choice, mix, planes, x)
-    kernels.own(correct_planes)(choice, mix[:4], x, planes, x)
-    kernels.own(add_to_planes)(planes, x)
-    slots, row_bytes = triton_slot_kernels(), 2 * WIDTH
+    kernels.predict_planes(choice, mix, planes, x)
+    kernels.correct_planes(choice, mix[:4], x, planes, x)
+    kernels.add_to_planes(planes, x)
+    row_bytes = 2 * WIDTH
     staging = torch.empty(8 * row_bytes, dtype=torch.uint8)
-    slots.scatter(staging, torch.empty(8, 4, dtype=torch.int64), row_bytes)
+    kernels.scatter(staging, torch.empty(8, 4, dtype=torch.int64), row_bytes)
     named = torch.empty(NEURONS // 32, dtype=torch.int32)
-    slots.pack_open(x, torch.empty(NEURONS, dtype=torch.int32), named)
+    kernels.pack_open(x, torch.empty(NEURONS, dtype=torch.int32), named)
 
 
 def launch_delta(key_heads: int = 16, value_heads: int = 32, width: int = 128) -> None:

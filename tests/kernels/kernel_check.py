@@ -28,50 +28,6 @@ FIRING_BOUND = 1e-3
 # may.
 BITS_SHARE, LEAST_BITS = 1e-3, 2
 _MOST_DRAWN = 1 << 22  # random numbers; longer tensors repeat them
-_INPUTS = {
-    "dot": ("x_D",),
-    "embed": ("index_1",),
-    "unpack": (),
-    "add_norm": ("x_D", "parts_PD", "term_D"),
-    "rotate_append": ("qkv", "position_1", "sequence_1", "table_SN"),
-    "attend": ("qkv", "key_CKW", "value_CKW", "position_1", "sequence_1", "table_SN"),
-    "attend_tokens": ("query_THW", "key_CKW", "value_CKW", "position_T", "table_SN"),
-    "predict": ("inner_R",),
-    "gate_up": ("named_B", "x_D"),
-    "down": ("hidden_N",),
-    "choose_experts": ("logit_E",),
-    "expert_gate_up": ("routed_2K", "x_D"),
-    "expert_down": ("routed_2K", "hidden_KF"),
-    "convolve": ("projected_TW", "conv_SJC", "run_R3", "writes_T"),
-    "delta_rule": ("mixed_TX", "state_SVNM", "run_R3", "writes_T"),
-    "gate_norm": ("out_TVM", "projected_TW"),
-    "multiply": ("x_TD", "power_T"),
-    "multiply_down": ("hidden_TN", "power_T"),
-    "round_tokens": ("x_TD", "added_TD"),
-    "hidden_tokens": ("gate_TN", "up_TN", "named_TN"),
-}
-_OUTPUTS = {
-    "dot": ("out_N",),
-    "embed": ("out_D",),
-    "unpack": ("out_AD",),
-    "add_norm": ("out_D", "x_out_D", "copy_D"),
-    "rotate_append": ("qkv", "key_CKW", "value_CKW", "query_THW"),
-    "attend": ("out_HW",),
-    "attend_tokens": ("out_THW",),
-    "predict": ("named_B", "copy_B"),
-    "gate_up": ("hidden_N",),
-    "down": ("parts_SD",),
-    "choose_experts": ("routed_2K", "copy_2K"),
-    "expert_gate_up": ("hidden_KF",),
-    "expert_down": ("parts_PD",),
-    "convolve": ("mixed_TX", "conv_SJC"),
-    "delta_rule": ("out_TVM", "state_SVNM"),
-    "gate_norm": ("out_TVM",),
-    "multiply": ("out_TN",),
-    "multiply_down": ("out_TD",),
-    "round_tokens": ("out_TD", "power_T", "x_out_TD"),
-    "hidden_tokens": ("out_TN", "power_T"),
-}
 _CACHES = ("key_CKW", "value_CKW", *SLOTS)
 _NUM_SLOTS = 3  # one that the runs of a check read, and one for each of two runs
 
@@ -90,7 +46,7 @@ def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[
         before = [values.clone() for values in _outputs(launch)]
         got = _results(launch, fast, before, wait)
         want = _results(launch, plain, before, wait)
-    for name, mine, right in zip(_written(launch), got, want, strict=False):
+    for name, mine, right in zip(launch.declared.writes, got, want, strict=False):
         why = difference(mine, right, _bound(launch, right))
         if why:
             raise Wrong(f"{name.partition('_')[0]} {why}")
@@ -134,14 +90,10 @@ def _results(
     return [values.clone() for values in _outputs(launch)]
 
 
-def _written(launch: Launch) -> tuple[str, ...]:
-    return launch.own.writes if launch.own else _OUTPUTS[launch.kernel]
-
-
 def _outputs(launch: Launch) -> list[Tensor]:
     """The memory that a launch writes."""
     given = launch.arguments
-    found = [given[name] for name in _written(launch) if given[name] is not None]
+    found = [given[name] for name in launch.declared.writes if given[name] is not None]
     if launch.kernel == "choose_experts":  # numbers apart from weights, which are much smaller
         return [half for values in found for half in values.chunk(2, dim=-1)]
     if launch.kernel != "rotate_append":
@@ -177,7 +129,7 @@ def _filled(launch: Launch) -> Iterator[None]:
     random, given = torch.Generator().manual_seed(len(launch.variant)), launch.arguments
     caches = [given[name] for name in _CACHES if name in given]
     kept = [values.to("cpu", copy=True) for values in caches]
-    read = launch.own.reads if launch.own else _INPUTS[launch.kernel]
+    read = launch.declared.reads
     inputs = [name for name in read if given[name] is not None]
     try:
         for target in _outputs(launch):

@@ -24,11 +24,9 @@ from hotsplit.runtime.cache.state_slots import NO_SLOT, StateRun
 from hotsplit.runtime.device.streams import HostNode, PlainStream
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
-from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels, reference_kernels
+from hotsplit.runtime.kernels.gpu.gpu_kernel import GpuKernel
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.launch import rows_of_program
-from hotsplit.runtime.kernels.gpu.own_kernels import OwnKernel
-from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels
-from hotsplit.runtime.kernels.gpu.step_rows import AXES
 from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
@@ -47,7 +45,6 @@ from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 # Kernels of prompts alone.
 PROMPTS = ("unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens")
 SLOTS = ("conv_SJC", "state_SVNM")
-_PARAMETERS = {name: inspect.signature(getattr(reference_kernels(), name)) for name in NAMES}
 _SHORT = {
     torch.float32: "f32",
     torch.float16: "f16",
@@ -67,26 +64,24 @@ _PASSES = (3, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A launch of a kernel with its arguments by name. `variant` names its machine code. `own`: the
-    kernel, if only one kind of operation launches it."""
+    """A launch of a kernel with its arguments by name. `variant` names its machine code."""
 
-    kernel: str
+    declared: GpuKernel[Any]
     arguments: dict[str, Any]
     variant: str
     device: torch.device
     num_rows: int  # of the step
-    own: OwnKernel[Any] | None = None
+
+    @property
+    def kernel(self) -> str:
+        return self.declared.name
 
     @classmethod
-    def of(cls, launched: str | OwnKernel[Any], *arguments: Any, **options: Any) -> "Launch":
-        own = launched if isinstance(launched, OwnKernel) else None
-        kernel = launched if isinstance(launched, str) else launched.name
-        parameters = _PARAMETERS[kernel] if own is None else inspect.signature(own.reference)
-        bound = parameters.bind(*arguments, **options)
+    def of(cls, declared: GpuKernel[Any], *arguments: Any, **options: Any) -> "Launch":
+        kernel, axes = declared.name, declared.axes
+        bound = inspect.signature(declared.reference).bind(*arguments, **options)
         bound.apply_defaults()
-        num_rows, axes = 1, AXES.get(kernel, {}) if own is None else own.axes
-        if axes and bound.arguments[next(iter(axes))].dim() > 1:
-            num_rows = len(bound.arguments[next(iter(axes))])
+        num_rows = declared.num_rows(bound.arguments) or 1
         words = [
             _words(name, value, axes.get(name) if num_rows > 1 else None)
             for name, value in bound.arguments.items()
@@ -98,17 +93,15 @@ class Launch:
         words += ["strided"] if _is_norm_strided(kernel, bound.arguments) else []
         tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
         return cls(
-            kernel=kernel,
+            declared=declared,
             arguments=dict(bound.arguments),
             variant=" ".join([kernel, *(word for word in words if word)]),
             device=tensors[0].device,
             num_rows=num_rows,
-            own=own,
         )
 
     def run(self, kernels: Kernels) -> None:
-        kernel = kernels.own(self.own) if self.own else getattr(kernels, self.kernel)
-        kernel(**self.arguments)
+        kernels.of(self.declared)(**self.arguments)
 
 
 def _is_norm_strided(kernel: str, given: Mapping[str, Any]) -> bool:
@@ -181,14 +174,14 @@ def launches_of(
     also those that prompts need. No kernel is run. Buffers are those of a step for `max_rows`."""
     found: dict[tuple[str, torch.device], Launch] = {}
 
-    def note(kernel: str | OwnKernel[Any]) -> Callable[..., None]:
+    def note(kernel: GpuKernel[Any]) -> Callable[..., None]:
         def noted(*arguments: Any, **options: Any) -> None:
             launch = Launch.of(kernel, *arguments, **options)
             found.setdefault((launch.variant, launch.device), launch)
 
         return noted
 
-    noting = Kernels(**{name: note(name) for name in NAMES}, own=note)
+    noting = Kernels(note)
     has_gpu = any(device.type == "cuda" for device in placement.homes)
     backend = Backend(
         kernels=noting,
@@ -196,7 +189,6 @@ def launches_of(
         take=take,
         prepare=lambda stream, submit: submit,
         is_pinned=has_gpu,
-        slot_kernels=reference_slot_kernels(),
     )
     step = hybrid_builder.build(weights, placement, Traffic(), backend, max_rows=max_rows)
     if num_rows > 1:

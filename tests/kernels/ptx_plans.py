@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gpu_matrices import EPS, assert_close, make_matrix, product_bound, rounding, sizes
+from gpu_matrices import EPS, REFERENCE, assert_close, make_matrix, product_bound, rounding, sizes
 from kernel_launches import Launch, launches_of
 from models import make_sizes, shape_only
 from paths import ROOT
@@ -30,8 +30,7 @@ from hotsplit.runtime import gpu_setup
 from hotsplit.runtime.device.bits import unpack_bits
 from hotsplit.runtime.device.device_memory import DeviceMemory
 from hotsplit.runtime.kernels.gpu import launch as layouts
-from hotsplit.runtime.kernels.gpu import reference
-from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.stored import StoredMatrix
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
@@ -71,7 +70,7 @@ def launches(
         uploaders=uploaders,
         num_sequences=num_sequences,
     )
-    take = plain_backend(reference_kernels()).take
+    take = plain_backend(REFERENCE).take
     found = launches_of(weights, placement, take, num_rows, num_rows)
     return tuple(each for each in found if each.kernel not in _APART)
 
@@ -167,7 +166,7 @@ def small(launch: Launch) -> Iterator[Launch]:
     if rows:
         layouts.LEAST_PROGRAMS = _least_programs(count, wanted)
     try:
-        made = Launch.of(launch.kernel, **given)
+        made = Launch.of(launch.declared, **given)
         assert made.variant == launch.variant, (made.variant, launch.variant)
         yield made
     finally:
@@ -241,7 +240,7 @@ def assert_right(launch: Launch, kernels: Kernels) -> None:
     with small(launch) as made:
         got, want = (_copied(made.arguments) for _ in range(2))
         getattr(kernels, made.kernel)(**got)
-        getattr(reference, made.kernel)(**want)
+        getattr(REFERENCE, made.kernel)(**want)
         _COMPARE[made.kernel](made.arguments, got, want)
 
 
@@ -316,7 +315,7 @@ def _predict(given, got, want) -> None:
     """Compares every bit whose score is further from the threshold than rounding explains."""
     up, bias = given["up"], given["bias_F"]
     score = torch.empty(up.num_rows)
-    reference.dot(up, bias, given["inner_R"], score)
+    REFERENCE.dot(up, bias, given["inner_R"], score)
     bound = 1.2 * product_bound(up, given["inner_R"], bias) + 16 * EPS
     is_clear = (score.double() - given["threshold"]).abs() > bound
     mine, right = (unpack_bits(which["named_B"]) for which in (got, want))

@@ -21,7 +21,7 @@ from hotsplit.runtime.kernels.gpu.expert_pairs import Pairs, Part, pairs_of
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
 
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels  # noqa: E402
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels  # noqa: E402
 
 NUM_USED = 2
 WAYS = {"triton": triton_kernels, "reference": reference_kernels}
@@ -180,7 +180,7 @@ def test_wrong_pairs_are_found(fault):
         return run
 
     right = reference_kernels()
-    kernels = replace(right, multiply=wrong(right.multiply))
+    kernels = right.replaced(multiply=wrong(right.multiply))
     with pytest.raises(AssertionError):
         assert_outputs(kernels, "q8_0_planar")
 
@@ -221,7 +221,7 @@ def test_the_check_of_a_device_knows_a_wrong_product():
     (own, _), matrix = pairs(), make_matrix("q4_0_planar", 120, 64)
     x_TD, out_PN = torch.empty(33, 64, dtype=torch.float16), torch.empty(own.number, 40)
     given = {"tile_G3": own.tile_G3, "row_2P": own.in_2P, "tile_size": own.tile_size}
-    launch = Launch.of("multiply", matrix, None, x_TD, torch.empty(33), out_PN, **given)
+    launch = Launch.of(Kernels.multiply, matrix, None, x_TD, torch.empty(33), out_PN, **given)
     check_launch(launch, triton_kernels(), plain := reference_kernels(), lambda: None)
 
     def halved(**given):
@@ -229,4 +229,4 @@ def test_the_check_of_a_device_knows_a_wrong_product():
         given["out_TN"].mul_(0.99)
 
     with pytest.raises(Wrong, match=r"is off by 0\.01"):
-        check_launch(launch, replace(plain, multiply=halved), plain, lambda: None)
+        check_launch(launch, plain.replaced(multiply=halved), plain, lambda: None)

@@ -300,7 +300,7 @@ def test_programs_of_the_same_rows_follow_each_other(kernels, monkeypatch):
     matrix, rows = make_matrix("q8_0_planar", 4 * 64, 64), 8
     routed, hidden = torch.zeros(rows, 2 * K), torch.zeros(rows, K, 64)
     x_TD, parts_PTD = torch.zeros(rows, 64), torch.zeros(2 * K, rows, 64)
-    experts.expert_gate_up(
+    kernels.expert_gate_up(
         matrix,
         None,
         matrix,
@@ -311,6 +311,6 @@ def test_programs_of_the_same_rows_follow_each_other(kernels, monkeypatch):
         Gate(activation="silu", computes_all=True),
         hidden,
     )
-    experts.expert_down(matrix, None, None, routed, hidden, parts_PTD[:K], is_by_output=True)
-    experts.expert_down(matrix, None, None, routed, hidden, parts_PTD, is_by_output=False)
+    kernels.expert_down(matrix, None, None, routed, hidden, parts_PTD[:K], is_by_output=True)
+    kernels.expert_down(matrix, None, None, routed, hidden, parts_PTD, is_by_output=False)
     assert len(grids) == 3 and {grid[0] for grid in grids.values()} == {rows * K}

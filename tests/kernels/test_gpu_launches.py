@@ -11,7 +11,7 @@ from test_device_memory import as_on_a_gpu, load
 from test_runtime import make_split
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.weights import gpu_products
 
 assert callable(as_on_a_gpu)  # a fixture
@@ -62,16 +62,14 @@ def launches(as_on_a_gpu, monkeypatch):
     """A function that counts the launches of a pass; products and kernels compute nothing."""
     mode = Launches()
 
-    def counted(name):
-        return lambda *arguments, **options: mode.found.update([name])
+    def counted(kernel):
+        return lambda *arguments, **options: mode.found.update([kernel.name])
 
     def product(left, right):
         mode.found["product"] += 1
         return torch.empty(len(left), right.shape[1])
 
-    own = {name: counted(name) for name in NAMES}
-    kernels = Kernels(**own, own=lambda kernel: counted(kernel.name))
-    monkeypatch.setattr(gpu_products, "kernels", lambda: kernels)
+    monkeypatch.setattr(gpu_products, "kernels", lambda: Kernels(counted))
     monkeypatch.setattr(gpu_products, "_in_f32", product)
 
     def count(kind: str, num_layers: int, activation: str) -> Counter[str]:

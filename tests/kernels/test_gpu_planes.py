@@ -10,13 +10,12 @@ from test_gpu_tokens import ERRORS, is_right, rounded, values
 from hotsplit.model import planes as blocks
 from hotsplit.model.planes import MOST_PLANES
 from hotsplit.runtime.kernels.gate import Gate
-from hotsplit.runtime.kernels.gpu.plane_kernels import add_to_planes, correct_planes, predict_planes
 from hotsplit.runtime.ops.planes import CorrectPlanes, PredictPlanes, Router
 
 triton = pytest.importorskip("triton")
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
 
-KERNELS = {each.name: each for each in (predict_planes, correct_planes, add_to_planes)}
+KERNELS = ("predict_planes", "correct_planes", "add_to_planes")
 
 
 def given(name: str, num_planes: int, width: int, num_rows: int) -> list[torch.Tensor]:
@@ -34,7 +33,7 @@ def given(name: str, num_planes: int, width: int, num_rows: int) -> list[torch.T
 def run(kernels, name: str, arguments: list[torch.Tensor]) -> torch.Tensor:
     """The planes and the active one afterwards."""
     arguments = [each.clone() for each in arguments]
-    kernels.own(KERNELS[name])(*arguments)
+    getattr(kernels, name)(*arguments)
     return torch.cat([each.flatten() for each in arguments[-2:]])
 
 
@@ -54,7 +53,7 @@ def test_planes_are_mixed_as_in_float64(name, num_planes, width):
         assert_mixed(triton_kernels(), name, num_planes, width, num_rows)
 
 
-@pytest.mark.parametrize("name", list(KERNELS)[:2])
+@pytest.mark.parametrize("name", KERNELS[:2])
 def test_the_float64_planes_are_those_of_torch(name):
     """Torch's operations, which logits of transformers are compared with (test_families), with its router replaced."""
     choice, mix, *scale, x, active = (each.cpu() for each in given(name, 3, 64, 2))

@@ -3,7 +3,6 @@ interpreter (on a device if there is one) and torch's.
 
 Letters: T tokens, D width, N rows."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -27,7 +26,7 @@ from hotsplit.runtime.kernels.gpu.products import tokens_of_tile
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
 
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels  # noqa: E402
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels  # noqa: E402
 
 F16 = 2.0**-11  # the relative error of rounding a weight to f16
 BLOCKS = [kind for kind in KINDS if kind not in FLOATS] + ["q4_0", "q8_0", "q6_k"]
@@ -118,8 +117,11 @@ def test_the_check_of_a_device_knows_a_wrong_product():
     hidden_TN, out_TD, power_T = x_TD[:, :40], torch.empty(3, 64), torch.empty(3)
     fast, plain = triton_kernels(), reference_kernels()
     for launch, name in (
-        (Launch.of("multiply", matrix, None, x_TD, power_T, out_TN), "out_TN"),
-        (Launch.of("multiply_down", matrix, hidden_TN, power_T, out_TD, is_added=True), "out_TD"),
+        (Launch.of(Kernels.multiply, matrix, None, x_TD, power_T, out_TN), "out_TN"),
+        (
+            Launch.of(Kernels.multiply_down, matrix, hidden_TN, power_T, out_TD, is_added=True),
+            "out_TD",
+        ),
     ):
         check_launch(launch, fast, plain, lambda: None)
 
@@ -127,6 +129,6 @@ def test_the_check_of_a_device_knows_a_wrong_product():
             getattr(plain, launch.kernel)(**given)
             given[name].mul_(0.99)
 
-        wrong = replace(plain, **{launch.kernel: halved})
+        wrong = plain.replaced(**{launch.kernel: halved})
         with pytest.raises(Wrong, match="is off by 0.01"):
             check_launch(launch, wrong, plain, lambda: None)

@@ -1,13 +1,14 @@
 """The GPU kernels' float64 reference compared with the runtime's code in f32, up to f32 rounding,
 and planar rows compared with the gguf package."""
 
+import subprocess
 import sys
 
 import gguf
 import gpu_matrices
 import pytest
 import torch
-from gpu_matrices import KINDS, block_width, heads_of, make_matrix, vector
+from gpu_matrices import KINDS, REFERENCE, block_width, heads_of, make_matrix, vector
 from reference import rel_error
 
 from hotsplit.files.gguf_file import type_of
@@ -16,8 +17,7 @@ from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels.gate import Gate
-from hotsplit.runtime.kernels.gpu import reference
-from hotsplit.runtime.kernels.gpu.kernels import NAMES, reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.planar import FILE_KIND, PLANAR_KIND, from_planar, planar
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.ops.attention import attend
@@ -80,7 +80,7 @@ def test_unpack_of_raw_rows_gives_wrong_values(kind):
 def test_dot(kind, has_relu):
     matrix = make_matrix(kind, 7, block_width(kind))
     x, bias, got = vector(matrix.width), vector(7, 2), vector(7, 3)
-    reference.dot(matrix, bias, x, got, has_relu=has_relu)
+    REFERENCE.dot(matrix, bias, x, got, has_relu=has_relu)
     want = unpack(matrix.data, kind) @ x + bias
     assert rel_error(got, want.relu() if has_relu else want) < BOUND
 
@@ -89,13 +89,13 @@ def test_embed_and_unpack():
     matrix = make_matrix("q6_k_planar", 7, 256)
     rows = unpack(matrix.data, matrix.kind)
     out = torch.empty_like(rows[:2])
-    reference.unpack(matrix, out, torch.tensor([4, 2]))
+    REFERENCE.unpack(matrix, out, torch.tensor([4, 2]))
     assert torch.equal(out, rows[[4, 2]])
-    reference.embed(matrix, torch.tensor([5]), out[0])
+    REFERENCE.embed(matrix, torch.tensor([5]), out[0])
     assert torch.equal(out[0], rows[5])
-    reference.embed(matrix, torch.tensor([6]), out[0], is_added=True)
+    REFERENCE.embed(matrix, torch.tensor([6]), out[0], is_added=True)
     assert torch.equal(out[0], rows[5] + rows[6])
-    reference.embed(matrix, torch.tensor([4]), out[0], is_added=True, scale=3.0)
+    REFERENCE.embed(matrix, torch.tensor([4]), out[0], is_added=True, scale=3.0)
     assert torch.equal(out[0], (rows[5] + rows[6]) + 3.0 * rows[4])
 
 
@@ -108,7 +108,7 @@ def test_gate_up(activation, is_gated, is_dense):
     is_named = torch.arange(120) % 2 == 0
     got = vector(40)
     rule = Gate(activation=activation, threshold=0.15, computes_all=is_dense)
-    reference.gate_up(
+    REFERENCE.gate_up(
         gate,
         vector(40, 6),
         up if is_gated else None,
@@ -131,8 +131,8 @@ def test_predict(kind):
     """`dot` applies the first matrix of the predictor, `predict` the second."""
     down, up = make_matrix("f32", 32, 64), make_matrix("f32", 45, 32, seed=5)
     x, inner, named = vector(64), vector(32), torch.empty(2, dtype=torch.int32)
-    reference.dot(down, None, x, inner, has_relu=kind == "relu")
-    reference.predict(up, vector(45, 3), inner, 0.4, named)
+    REFERENCE.dot(down, None, x, inner, has_relu=kind == "relu")
+    REFERENCE.predict(up, vector(45, 3), inner, 0.4, named)
     predictor = Predictor(
         kind=kind,
         down=Linear(weight=down),
@@ -157,13 +157,13 @@ def test_down_and_add_norm(skips_zeros):
     matrix, hidden = make_matrix("q4_0_planar", 50, 96), vector(50)
     hidden[::3] = 0
     parts, x, total = torch.empty(4, 96), vector(96, 2), vector(96)
-    reference.down(matrix, hidden, parts, skips_zeros=skips_zeros)
+    REFERENCE.down(matrix, hidden, parts, skips_zeros=skips_zeros)
     rows = unpack(matrix.data, matrix.kind)
     assert rel_error(parts[1], hidden[13:26] @ rows[13:26]) < BOUND
     for bias in (None, vector(96, 4)):
         norm = Norm(weight_D=vector(96, 3), bias_D=bias, epsilon=1e-5)
         out = torch.empty_like(x)
-        reference.add_norm(x, parts, norm.weight_D, bias, 1e-5, out, total)
+        REFERENCE.add_norm(x, parts, norm.weight_D, bias, 1e-5, out, total)
         assert rel_error(total, x + hidden @ rows) < BOUND
         assert rel_error(out, norm.apply((x + hidden @ rows)[None])[0]) < BOUND
 
@@ -203,8 +203,8 @@ def test_attention(is_adjacent, magnitude):
         want = attend.attend(turn.apply(query), keys, values, spec)[0]
         weights = [norm.weight_D if has_norms else None for norm in norms]
         position, got = torch.tensor([start]), torch.empty(num_heads, width)
-        reference.rotate_append(qkv, frequency, *weights, position, *got_cache, spec)
-        reference.attend(qkv, *got_cache, position, spec, torch.empty(0), got)
+        REFERENCE.rotate_append(qkv, frequency, *weights, position, *got_cache, spec)
+        REFERENCE.attend(qkv, *got_cache, position, spec, torch.empty(0), got)
         assert rel_error(qkv[: num_heads * width], turn.apply(query).flatten()) < BOUND
         assert rel_error(got_cache[0], want_cache.key_CKW) < BOUND
         assert torch.equal(got_cache[1], want_cache.value_CKW)
@@ -214,15 +214,20 @@ def test_attention(is_adjacent, magnitude):
 # ---- the records ---------------------------------------------------------------------------
 
 
-def test_the_two_records_have_different_functions():
-    first, second = triton_kernels(), reference_kernels()
-    for name in NAMES:
-        assert getattr(first, name) is not getattr(second, name)
-        assert getattr(first, name).__name__ == getattr(second, name).__name__ == name
-
-
 def test_without_triton_the_error_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ImportError, match="need Triton.*pip install triton") as caught:
         triton_kernels()
     assert "\n" not in str(caught.value)
+
+
+def test_the_reference_needs_no_triton():
+    program = """if True:
+        import sys
+        sys.modules["triton"] = None
+        import torch
+        from hotsplit.runtime.kernels.gpu.kernels import KERNELS, reference_kernels
+        x = torch.ones(4)
+        reference_kernels().add_norm(x, None, None, None, 0.0, None, out := torch.empty(4), x)
+        assert out.tolist() == [2.0] * 4 and len(KERNELS) > 20"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -24,8 +24,8 @@ from gpu_matrices import (
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu import ranges
-from hotsplit.runtime.kernels.gpu.kernels import ROWS
-from hotsplit.runtime.kernels.gpu.step_rows import AXES
+from hotsplit.runtime.kernels.gpu.kernels import KERNELS
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 
 # Groups of two and of four rows, and several groups.
 KINDS_AND_ROWS = [
@@ -46,7 +46,7 @@ def vectors(num_rows, width, seed=1):
 def single(kernel: str, given: dict, row: int) -> dict:
     """The arguments for one row, copied, so that its vectors begin at multiples of 16 bytes."""
     own = dict(given)
-    for name, axis in AXES[kernel].items():
+    for name, axis in KERNELS[kernel].axes.items():
         if own.get(name) is None:
             continue
         if name in ("index_1", "position_1", "sequence_1"):
@@ -58,19 +58,19 @@ def single(kernel: str, given: dict, row: int) -> dict:
 
 def outputs(kernel: str, given: dict) -> list[str]:
     names = ("out_N", "out_D", "x_out_D", "out_HW", "qkv", "named_B", "hidden_N", "parts_SD")
-    return [n for n in names if n in AXES[kernel] and n in given and given[n] is not None]
+    return [n for n in names if n in KERNELS[kernel].axes and n in given and given[n] is not None]
 
 
 def assert_rows_as_alone(which, kernel: str, *, is_exact: bool = True, **given) -> dict:
     """Compares the kernel run once for all rows with one run per row; returns the arguments of the
     former, outputs included. Unless `is_exact`, the last bits may differ."""
-    num_rows = len(given[next(iter(AXES[kernel]))])
+    num_rows = KERNELS[kernel].num_rows(given)
     alone = [single(kernel, given, row) for row in range(num_rows)]
     getattr(which, kernel)(**given)
     for row, own in enumerate(alone):
         getattr(which, kernel)(**own)
         for name in outputs(kernel, given):
-            got, want = given[name].select(AXES[kernel][name], row), own[name]
+            got, want = given[name].select(KERNELS[kernel].axes[name], row), own[name]
             if not is_exact and got.dtype.is_floating_point:
                 assert ((got - want).abs() <= 1e-5 * want.abs().max()).all(), (name, row)
                 continue

@@ -4,28 +4,21 @@ run on a CUDA device, or in Triton's interpreter if there is none."""
 import numpy as np
 import pytest
 import torch
-from gpu_matrices import CODED_KINDS, KINDS, block_width, device, make_matrix
+from gpu_matrices import CODED_KINDS, KINDS, REFERENCE, block_width, device, make_matrix
 
 from hotsplit.runtime.device.bits import unpack_bits
-from hotsplit.runtime.kernels.gpu.slots import (
-    FORMS,
-    form_of,
-    pack_open_ref,
-    reference_slot_kernels,
-    scatter_ref,
-    triton_slot_kernels,
-)
-from hotsplit.runtime.kernels.planar import FILE_KIND, PLANAR_KIND, from_planar
+from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
+from hotsplit.runtime.kernels.planar import FILE_KIND, FORMS, PLANAR_KIND, form_of, from_planar
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    return triton_slot_kernels()
+    return triton_kernels()
 
 
-def scattered(run, rows, slots, target, form):
+def scattered(kernels, rows, slots, target, form):
     """A copy of the target matrix (uint8) with rows copied into slots."""
-    place = device() if run is not scatter_ref else torch.device("cpu")
+    place = torch.device("cpu") if kernels is REFERENCE else device()
     whole = target.to(place, copy=True)
     offset = 48 + torch.arange(len(rows)) * (-(-rows.shape[1] // 16) * 16)
     staging = torch.zeros(int(offset[-1]) + rows.shape[1] + 7, dtype=torch.uint8)
@@ -35,7 +28,9 @@ def scattered(run, rows, slots, target, form):
         [start, whole[slot].data_ptr(), rows.shape[1], form]
         for start, slot in zip(offset.tolist(), slots, strict=True)
     ]
-    run(staging.to(place), torch.tensor(copies, dtype=torch.int64).to(place), rows.shape[1])
+    kernels.scatter(
+        staging.to(place), torch.tensor(copies, dtype=torch.int64).to(place), rows.shape[1]
+    )
     return whole.cpu()
 
 
@@ -52,8 +47,8 @@ def test_rows_of_every_kind_reach_their_slots(kernels, kind, blocks):
         data = own if stored == kind else from_planar(own, kind)[0]
         form = form_of(stored, kind)
         assert bool(form) == (stored != kind)
-        for run in (scatter_ref, kernels.scatter):
-            assert torch.equal(scattered(run, data[[1, 4, 2]], [6, 0, 3], before, form), want)
+        for which in (REFERENCE, kernels):
+            assert torch.equal(scattered(which, data[[1, 4, 2]], [6, 0, 3], before, form), want)
 
 
 def test_copies_of_different_lengths_in_one_launch(kernels):
@@ -84,10 +79,10 @@ def test_bits_of_open_neurons(kernels, num_neurons):
     hidden_N[0] = torch.nan
     want = torch.zeros(-(-num_neurons // 32) * 32, dtype=torch.bool)
     want[ids] = hidden_N != 0
-    for run in (pack_open_ref, kernels.pack_open):
-        place = torch.device("cpu") if run is pack_open_ref else device()
+    for which in (REFERENCE, kernels):
+        place = torch.device("cpu") if which is REFERENCE else device()
         open_W = torch.full((-(-num_neurons // 32),), -1, dtype=torch.int32, device=place)
-        run(hidden_N.to(place), slot_F.to(place), open_W)
+        which.pack_open(hidden_N.to(place), slot_F.to(place), open_W)
         assert torch.equal(unpack_bits(open_W.cpu()), want)
 
 
@@ -102,9 +97,9 @@ def test_the_comparison_notices_a_wrong_copy(wrong):
     source = make_matrix("q8_0_planar", 3, 64)
     own = source.data.cpu()
     before = torch.zeros_like(own)
-    right = scattered(scatter_ref, own[:1], [1], before, 0)
+    right = scattered(REFERENCE, own[:1], [1], before, 0)
     other = scattered(
-        reference_slot_kernels().scatter,
+        REFERENCE,
         own[:1],
         [1 if wrong == "form" else 2],
         before,

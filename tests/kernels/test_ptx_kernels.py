@@ -114,7 +114,7 @@ def test_the_comparison_rejects_wrong_results(monkeypatch, wrong):
         "attend": "out_HW",
         "gate_up": "hidden_N",
     }
-    kernels = replace(right, **{name: spoilt(name, out) for name, out in outputs.items()})
+    kernels = right.replaced(**{name: spoilt(name, out) for name, out in outputs.items()})
     shape = make_sizes(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
     model = ptx_plans.like(shape_only(shape), kind="f16")
     for each in ptx_plans.launches(model, mode="exact", context=64):

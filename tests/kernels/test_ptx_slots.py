@@ -13,4 +13,4 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=(89, 90, 120), ids=lambda arch: f"sm_{arch}")
 def kernels(request):
-    return PtxKernels(request.param).slot_kernels
+    return PtxKernels(request.param).kernels

@@ -23,8 +23,8 @@ from hotsplit.model.weight_types import (
 )
 from hotsplit.options.cache_types import NAMES as CACHE_NAMES
 from hotsplit.runtime.kernels.cpu.library import _LAYOUTS
-from hotsplit.runtime.kernels.gpu.kernels import INEXACT_ROWS
-from hotsplit.runtime.kernels.gpu.slots import FORMS
+from hotsplit.runtime.kernels.gpu.launch import INEXACT_ROWS
+from hotsplit.runtime.kernels.planar import FORMS
 
 
 def enum_of(path: str) -> list[str]:

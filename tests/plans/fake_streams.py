@@ -57,7 +57,6 @@ class FakeDevice:
             take=plain.take,
             prepare=plain.prepare,
             is_pinned=False,
-            slot_kernels=plain.slot_kernels,
         )
 
     def drain(self, limits: dict[int, int] | None = None) -> None:

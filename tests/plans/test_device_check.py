@@ -103,7 +103,7 @@ def raising(kernel):
 
 def with_kernel(name, wrong):
     right = reference_kernels()
-    return dataclasses.replace(right, **{name: wrong(getattr(right, name))})
+    return right.replaced(**{name: wrong(getattr(right, name))})
 
 
 @pytest.mark.parametrize("graph", [True, False])

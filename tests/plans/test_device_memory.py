@@ -33,7 +33,7 @@ from hotsplit.runtime.device.device_memory import (
 )
 from hotsplit.runtime.device.pools import SEGMENT_BYTES, PoolBytes
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import NAMES, Kernels, reference_kernels
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.model.loader import load_weights
@@ -646,7 +646,7 @@ def allocate_as_on_cuda(monkeypatch):
     def experts_on_cpu(block, gate, x_TD, routed):  # in main memory
         return torch.from_numpy(np.empty(x_TD.shape, np.float32)), (0, 0, 0)
 
-    kernels = Kernels(**dict.fromkeys(NAMES, nothing), own=lambda kernel: nothing)
+    kernels = Kernels(lambda kernel: nothing)
     monkeypatch.setattr(mixture, "experts_on_cpu", experts_on_cpu)
     monkeypatch.setattr(gpu_products, "kernels", lambda: kernels)
     monkeypatch.setattr(

@@ -1,7 +1,6 @@
 """An engine on fake CUDA devices (fake_cuda): planned memory, uploads, captured steps and prompts
 with streamed weights use the code for a real GPU, and give the CPU's logits."""
 
-import dataclasses
 from contextlib import contextmanager
 
 import pytest
@@ -148,7 +147,7 @@ def test_the_comparison_notices_a_kernel_that_does_nothing(tmp_path, wrong):
     want, _ = on_the_cpu(model.path, "predicted", [3, 17, 4])
     with fake_cuda():  # its checks pass and are not repeated
         on_the_device(model.path, tmp_path / "s.gguf", "predicted", [3, 17, 4])
-    broken = dataclasses.replace(reference_kernels(), **{wrong: lambda *args, **options: None})
+    broken = reference_kernels().replaced(**{wrong: lambda *args, **options: None})
     with fake_cuda(kernels=launched(broken)):
         got, _ = on_the_device(model.path, tmp_path / "s.gguf", "predicted", [3, 17, 4])
     assert not rel_error(got, want) < 1e-2  # NaN where nothing was written

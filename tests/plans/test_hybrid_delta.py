@@ -95,7 +95,7 @@ def test_random_plans_give_the_logits_of_the_undivided_model(kind):
 @pytest.mark.parametrize("wrong", ["convolve", "delta_rule", "gate_norm"])
 def test_the_comparison_notices_a_kernel_that_does_nothing(wrong):
     model, right = delta_mixture(), reference_kernels()
-    spoilt = dataclasses.replace(right, **{wrong: lambda *given, **options: None})
+    spoilt = right.replaced(**{wrong: lambda *given, **options: None})
     with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
         want = stepped(engine, IDS)
         assert rel_error(steps(hybrid(engine, split, plain_backend(right)), IDS), want) < 1e-5
@@ -168,7 +168,7 @@ def spoilt(kernels, name, wrong):
         getattr(kernels, name)(**given)
         given[output].copy_(wrong(given[output]))
 
-    return dataclasses.replace(kernels, **{name: run})
+    return kernels.replaced(**{name: run})
 
 
 def test_a_step_that_fails_changes_no_state():
@@ -180,7 +180,7 @@ def test_a_step_that_fails_changes_no_state():
         if broken:
             raise RuntimeError("the device fails")
 
-    kernels = dataclasses.replace(right, gate_norm=gate_norm)
+    kernels = right.replaced(gate_norm=gate_norm)
     with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
         step = hybrid(engine, split, plain_backend(kernels))
         want = steps(step, IDS[:4])

@@ -196,7 +196,7 @@ def test_the_comparison_notices_a_missing_side():
     model = stock()
     with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
         right, want = reference_kernels(), stepped(engine, IDS)
-        nothing = dataclasses.replace(right, expert_down=lambda *given, **_: given[-1].zero_())
+        nothing = right.replaced(expert_down=lambda *given, **_: given[-1].zero_())
         assert rel_error(steps(hybrid(engine, split, plain_backend(right)), IDS), want) < 1e-5
         assert rel_error(steps(hybrid(engine, split, plain_backend(nothing)), IDS), want) > 1e-2
         step, elsewhere = hybrid(engine, split, plain_backend(right)), torch.zeros(64)

@@ -18,7 +18,8 @@ from hotsplit.commands.serve import _say_loaded
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.speculation import check_rows
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import ROWS, reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import Row, rows_of

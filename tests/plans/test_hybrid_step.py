@@ -330,7 +330,7 @@ def test_the_comparison_notices_a_missing_part(tmp_path, wrong):
 
     broken = reference_kernels()
     if wrong != "cold":
-        broken = dataclasses.replace(broken, **{"predict" if wrong == "names" else "down": nothing})
+        broken = broken.replaced(**{"predict" if wrong == "names" else "down": nothing})
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
         want = stepped(engine)
         step = hybrid(engine, split, plain_backend(broken))

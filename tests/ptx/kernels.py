@@ -15,61 +15,30 @@ from types import ModuleType
 import torch
 
 from hotsplit.runtime.kernels.gpu import launch
-from hotsplit.runtime.kernels.gpu.kernels import Kernels, kernels_in, overlapped
-from hotsplit.runtime.kernels.gpu.slots import SlotKernels
+from hotsplit.runtime.kernels.gpu.gpu_kernel import GpuKernel
+from hotsplit.runtime.kernels.gpu.kernels import KERNELS, Kernels, overlapped
 from ptx.compiler import COMPILER, Compiled, Pointer, Source
 from ptx.machine import Program
 from ptx.memory import Memory
 
 PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
-MODULES = (
-    "rows",
-    "tiles",
-    "norm",
-    "heads",
-    "attention",
-    "predictor",
-    "neurons",
-    "products",
-    "tokens",
-    "prompt_attention",
-    "routing",
-    "experts",
-    "delta",
-    "planes",
+MODULES = sorted(
+    {each.reference.__module__.rpartition(".")[2] for each in KERNELS.values()} | {"tiles"}
 )
-SLOT_MODULE = "slot_kernels"
-# STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
-# never reads; it counts as uninitialised before a launch and must have all its values after it.
+# STORES: the parameters that each kernel may store to: those of the tensors that its contract says are
+# written, or scratch. FILLS: one that it writes completely and never reads; it counts as uninitialised
+# before a launch and must have all its values after it.
 STORES = {
-    "_dot": {"out"},
-    "_unpack": {"out"},
+    **{
+        f"_{each.name}": {name.rpartition("_")[0] or name for name in each.writes}
+        for each in KERNELS.values()
+    },
     "_unpack_tiles": {"out"},
-    "_add_norm": {"out", "x_out", "copy"},
-    "_rotate_append": {"qkv", "key", "value", "query"},
     "_attend_part": {"sums", "peaks", "weights"},
     "_attend_join": {"out"},
-    "_attend_tokens": {"out"},
-    "_predict": {"named", "copy"},
-    "_gate_up": {"hidden"},
-    "_down": {"parts"},
-    "_choose_experts": {"routed", "copy"},
-    "_expert_gate_up": {"hidden"},
-    "_expert_down": {"parts"},
     "_expert_sum": {"parts"},
-    "_convolve": {"mixed", "conv"},
-    "_delta_rule": {"out", "state"},
-    "_gate_norm": {"out"},
-    "_multiply": {"out"},
-    "_multiply_down": {"out"},
-    "_round_tokens": {"out", "power", "x_out"},
-    "_hidden_tokens": {"out", "power"},
-    "_scatter": set(),
     "_pack_open": {"open_W"},
-    "_predict_planes": {"x", "active"},
-    "_correct_planes": {"x", "active"},
-    "_add_to_planes": {"x"},
 }
 # What no kernel of a step writes: all that may be read before a wait for the kernel before. Of states
 # these are the slots that a pass reads.
@@ -117,15 +86,12 @@ class PtxKernels:
     def _record(self) -> Kernels:
         modules = {name: self._module(name) for name in MODULES}
         modules["rows"].unpack_tiles = modules["tiles"].unpack_tiles
-        return kernels_in(
-            *modules.values(),
-            own=lambda kernel: getattr(modules[kernel.module.rpartition(".")[2]], kernel.name),
-        )
 
-    @property
-    def slot_kernels(self) -> SlotKernels:
-        module = self._module(SLOT_MODULE)
-        return SlotKernels(scatter=module.scatter, pack_open=module.pack_open)
+        def version(kernel: GpuKernel) -> Callable[..., None]:
+            module = modules[kernel.reference.__module__.rpartition(".")[2]]
+            return getattr(module, kernel.name).triton
+
+        return Kernels(version)
 
     def _module(self, name: str) -> ModuleType:
         """A copy of a module in which the kernels are `PtxLaunch`."""

@@ -33,8 +33,8 @@ from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.kernels.gpu.own_kernels import own_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -79,7 +79,7 @@ class Scaling(PositionWise):
         return {f"{self.kind}.weight": (hidden_size,)}
 
 
-@own_kernel("", reads=("x_D",), writes=("y_D",))
+@gpu_kernel(reads=("x_D",), writes=("y_D",))
 def scale(weight_D: torch.Tensor, x_D: torch.Tensor, y_D: torch.Tensor) -> None:
     y_D.copy_(weight_D.double() * x_D.double())
 
@@ -101,7 +101,7 @@ class LoadedScaling(Loaded):
 
     def launch(self, on, read, written, scratch):
         ((x_D,), (y_D,)) = read, written
-        kernel = on.kernels.own(scale)
+        kernel = on.kernels.of(scale)
         on.launch(lambda: kernel(self.weight_D, x_D, y_D), [self.weight_D, x_D], [y_D])
 
 
@@ -206,7 +206,7 @@ def test_a_wrong_kernel_of_an_operation_is_found(shape, factor):
     launch = Launch.of(scale, torch.rand(64), torch.empty(shape), torch.empty(shape))
     assert launch.variant == "scale weight:f32 x:f32 y:f32" + " 4 rows" * (len(shape) > 1)
     right = reference_kernels()
-    bad = replace(right, own=lambda kernel: written_as(factor))
+    bad = Kernels(lambda kernel: written_as(factor))
     check_launch(launch, right, right, lambda: None)
     with pytest.raises(Wrong):
         check_launch(launch, bad, right, lambda: None)

@@ -1,7 +1,6 @@
 """Triton: activations of neurons, as in hotsplit.runtime.kernels.gate.Gate, and soft caps, in f32."""
 
-import triton
-import triton.language as tl
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 
 
 @triton.jit

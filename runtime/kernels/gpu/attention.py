@@ -8,17 +8,60 @@ Letters: T rows of a step, H heads, K key-value heads, W head width, C positions
 blocks, P positions of a tile or block, G queries of a key-value head, S sequences (in
 `_attend_join`, parts), N blocks of a sequence."""
 
-import triton
-import triton.language as tl
+import torch
 from torch import Tensor
 
 from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu.cache import TILE, Cache
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 from hotsplit.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
+from hotsplit.runtime.kernels.gpu.reference import positions_of, soft_capped
 from hotsplit.runtime.kernels.gpu.scores import finished, finished_peak, finished_weight, scores_of
 from hotsplit.runtime.kernels.stored import NO_VECTORS, Vectors
+
+
+@gpu_kernel(
+    reads=("qkv", "key_CKW", "value_CKW", "position_1", "sequence_1", "table_SN"),
+    writes=("out_HW",),
+    shared=("key_CKW", "value_CKW", "table_SN"),
+)
+def attend(
+    qkv: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    position_1: Tensor,
+    spec: Attention,
+    scratch: Tensor,
+    out_HW: Tensor,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
+    *,
+    vectors: Vectors = NO_VECTORS,
+) -> None:
+    """The attention of `spec` to the positions up to `position_1` inclusive, times the sigmoid of
+    the gates, if any. `vectors`: those of the spec, f32, by its names. Triton reads no tile of 64
+    keys before the window. `scratch` is f32 with at least `attend_scratch` values per row."""
+    if table_SN is not None and sequence_1 is not None:
+        key_CKW, value_CKW = (
+            positions_of(cache, table_SN[int(sequence_1)], int(position_1) + 1)
+            for cache in (key_CKW, value_CKW)
+        )
+    _, num_kv, width = key_CKW.shape
+    count, gates = int(position_1) + 1, spec.is_gated
+    read = slice(0 if spec.window is None else max(0, count - spec.window), count)
+    head_HW = qkv[: spec.num_heads * width * (1 + gates)].double().view(-1, width)
+    query_KGW = head_HW[:: 1 + gates].reshape(num_kv, -1, width)
+    key_KWC = key_CKW[read].double().permute(1, 2, 0)
+    score_KGC = soft_capped(query_KGW @ key_KWC * spec.score_scale, spec.score_cap)
+    if spec.head_sinks:
+        sink_KG1 = vectors["head_sinks"].double().view(num_kv, -1, 1)
+        score_KGC = torch.cat([score_KGC, sink_KG1], dim=-1)
+    share_KGC = score_KGC.softmax(dim=-1)[..., : key_KWC.shape[-1]]
+    heads_HW = (share_KGC @ value_CKW[read].double().transpose(0, 1)).flatten(0, 1)
+    out_HW.copy_((heads_HW * head_HW[1::2].sigmoid() if gates else heads_HW).view_as(out_HW))
 
 
 @triton.jit
@@ -199,7 +242,8 @@ def _attend_join(
     tl.store(out + head * WIDTH + column_W, sum_W, mask=in_head_W)
 
 
-def attend(
+@attend.launch
+def launch_attend(
     qkv: Tensor,
     key_CKW: Tensor,
     value_CKW: Tensor,

@@ -16,9 +16,7 @@ Letters: R rows, U units."""
 # Kernels build tuples of tensors in loops.
 # mypy: disable-error-code="assignment, var-annotated"
 
-import triton
-import triton.language as tl
-
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.overlap import await_last
 from hotsplit.runtime.kernels.gpu.small_blocks import (
     has_minimum,

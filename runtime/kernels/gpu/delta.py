@@ -10,20 +10,171 @@ is none that the pass writes: it is loaded before the wait for the kernel before
 A row waits for the row before: by the code for sm_90, 460 instructions and two sums over eight lanes,
 some 500 cycles for a warp alone on its scheduler (docs/hybrid.md). Not measured on a card so far.
 
+A run is the consecutive rows of one sequence in a pass, run_R3 int32 on the device: first row, number of
+rows (0: no run), and the slot of the state before them (-1: none, zeros). `writes_T`, int32: the slot
+that takes the state after a row, or -1; no run reads it. Runs do not overlap; a row in none of them is
+not computed. Triton takes a power of 2 of runs. The references compute token by token, as the equations
+stand, with a state in f32 between them.
+
 Letters: T rows, R runs of rows, S slots, C channels (queries, keys and values), J taps, W values of a
 row's projections, X of its inputs of the recurrence, G key heads, V value heads, N width of a key
 head, M of a value head."""
 
-import triton
-import triton.language as tl
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu.delta_kernels import Sizes
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 
 # Columns of the state that a warp holds: 64 registers a thread for keys of 128 values.
 _COLUMNS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+    @classmethod
+    def of(
+        cls, projected_TW: Tensor, taps_CJ: Tensor, step_bias_V: Tensor, key_heads: int
+    ) -> "Sizes":
+        channels, value_heads = len(taps_CJ), len(step_bias_V)
+        value_width = (projected_TW.shape[-1] - channels) // value_heads - 2
+        return cls(
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_width=(channels - value_heads * value_width) // (2 * key_heads),
+            value_width=value_width,
+        )
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+    @property
+    def projected(self) -> int:
+        """W: the channels, the gates of the output, then for each value head two numbers, of the
+        strength of an update and of its step."""
+        return self.channels + self.value_heads * (self.value_width + 2)
+
+    @property
+    def mixed(self) -> int:
+        """X: queries, keys and values, then for each value head the strength and the decay."""
+        return self.channels + 2 * self.value_heads
+
+
+@gpu_kernel(
+    reads=("projected_TW", "conv_SJC", "run_R3", "writes_T"),
+    writes=("mixed_TX", "conv_SJC"),
+    shared=("conv_SJC", "run_R3"),
+    takes_rows=True,
+)
+def convolve(
+    projected_TW: Tensor,
+    taps_CJ: Tensor,
+    step_bias_V: Tensor,
+    rate_V: Tensor,
+    conv_SJC: Tensor,
+    run_R3: Tensor,
+    writes_T: Tensor,
+    mixed_TX: Tensor,
+    num_key_heads: int,
+) -> None:
+    """For each row of a run: u = silu(the sum over taps j of taps_j x of the row J-1-j before);
+    queries and keys divided by sqrt(|.|^2 + 1e-6) of their head, queries also by sqrt(N); strength
+    = sigmoid(its number); decay = exp(rate softplus(its number + step_bias)). The x of rows before
+    a run are in its slot of `conv_SJC` [S, J-1, C]; that of the last rows is a part of the state."""
+    s = Sizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
+    projected_TW, mixed_TX = projected_TW.view(-1, s.projected), mixed_TX.view(-1, s.mixed)
+    num_taps, keys = taps_CJ.shape[1], s.key_heads * s.key_width
+    for first, count, source in run_R3.tolist():
+        if not count:
+            continue
+        row_TW = projected_TW[first : first + count].double()
+        before_JC = torch.zeros_like(conv_SJC[0]) if source < 0 else conv_SJC[source]
+        x_TC = torch.cat([before_JC.double(), row_TW[:, : s.channels]])
+        taps = [x_TC[tap : tap + count] * taps_CJ[:, tap].double() for tap in range(num_taps)]
+        u_TC = torch.nn.functional.silu(torch.stack(taps).sum(dim=0))
+        query, key, value = u_TC.split([keys, keys, s.channels - 2 * keys], dim=1)
+        query, key = (each.unflatten(1, (-1, s.key_width)) for each in (query, key))
+        query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
+        strength_TV, step_TV = row_TW[:, s.channels + s.value_heads * s.value_width :].chunk(2, 1)
+        step_TV = (step_TV + step_bias_V).exp().log1p()
+        parts = [
+            query.flatten(1) / s.key_width**0.5,
+            key.flatten(1),
+            value,
+            strength_TV.sigmoid(),
+            (rate_V * step_TV).exp(),
+        ]
+        mixed_TX[first : first + count] = torch.cat(parts, dim=1).to(mixed_TX.dtype)
+        for row, target in enumerate(writes_T[first : first + count].tolist(), start=1):
+            if target >= 0:
+                conv_SJC[target] = x_TC[row : row + num_taps - 1].to(conv_SJC.dtype)
+
+
+@gpu_kernel(
+    reads=("mixed_TX", "state_SVNM", "run_R3", "writes_T"),
+    writes=("out_TVM", "state_SVNM"),
+    shared=("state_SVNM", "run_R3"),
+    takes_rows=True,
+)
+def delta_rule(
+    mixed_TX: Tensor,
+    state_SVNM: Tensor,
+    run_R3: Tensor,
+    writes_T: Tensor,
+    out_TVM: Tensor,
+    num_key_heads: int,
+    *,
+    is_grouped: bool,
+) -> None:
+    """For each row of a run, in order, and each value head h, which reads key head h % G or, if
+    `is_grouped`, h // (V / G), with its state S: S *= decay; S += k (strength (v - S^T k))^T; out
+    = S^T q."""
+    _, value_heads, key_width, value_width = state_SVNM.shape
+    keys, values = num_key_heads * key_width, value_heads * value_width
+    mixed_TX = mixed_TX.view(-1, 2 * keys + values + 2 * value_heads)
+    out_TVM = out_TVM.view(-1, value_heads, value_width)
+    head_V = torch.arange(value_heads, device=mixed_TX.device)
+    head_V = head_V // (value_heads // num_key_heads) if is_grouped else head_V % num_key_heads
+    for first, count, source in run_R3.tolist():
+        if not count:
+            continue
+        before = torch.zeros_like(state_SVNM[0]) if source < 0 else state_SVNM[source]
+        state_VNM = before.double()
+        for row in range(first, first + count):
+            query, key, value, strength_V, decay_V = (
+                mixed_TX[row].double().split([keys, keys, values, value_heads, value_heads])
+            )
+            query_VN, key_VN = (x.view(num_key_heads, -1)[head_V] for x in (query, key))
+            state_VNM = state_VNM * decay_V[:, None, None]
+            held_VM = torch.einsum("vnm,vn->vm", state_VNM, key_VN)
+            delta_VM = strength_V[:, None] * (value.view(value_heads, -1) - held_VM)
+            state_VNM = state_VNM + key_VN[:, :, None] * delta_VM[:, None]
+            # A state is f32 after each row: a row's bits do not depend on its pass.
+            state_VNM = state_VNM.to(state_SVNM.dtype).double()
+            out_TVM[row] = torch.einsum("vnm,vn->vm", state_VNM, query_VN).to(out_TVM.dtype)
+            if writes_T[row] >= 0:
+                state_SVNM[int(writes_T[row])] = state_VNM.to(state_SVNM.dtype)
+
+
+@gpu_kernel(reads=("projected_TW", "out_TVM"), writes=("out_TVM",))
+def gate_norm(out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: float) -> None:
+    """out = RMS norm of each head of out, times silu of its gates."""
+    heads, width = out_TVM.shape[-2:]
+    channels = projected_TW.shape[-1] - heads * (width + 2)
+    gate = projected_TW[..., channels : channels + heads * width].double().view(out_TVM.shape)
+    value = out_TVM.double()
+    value = value * (value.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight_M
+    out_TVM.copy_(value * torch.nn.functional.silu(gate))
 
 
 @triton.jit
@@ -225,7 +376,8 @@ def _gate_norm(
     tl.store(out + column, value * scale * (gate / (1.0 + tl.exp(-gate))), mask=in_head)
 
 
-def convolve(
+@convolve.launch
+def launch_convolve(
     projected_TW: Tensor,
     taps_CJ: Tensor,
     step_bias_V: Tensor,
@@ -264,7 +416,8 @@ def convolve(
     )
 
 
-def delta_rule(
+@delta_rule.launch
+def launch_delta_rule(
     mixed_TX: Tensor,
     state_SVNM: Tensor,
     run_R3: Tensor,
@@ -296,7 +449,10 @@ def delta_rule(
     )
 
 
-def gate_norm(out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: float) -> None:
+@gate_norm.launch
+def launch_gate_norm(
+    out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: float
+) -> None:
     assert out_TVM.is_contiguous() and projected_TW.is_contiguous(), out_TVM.stride()
     heads, width = out_TVM.shape[-2:]
     num_rows = out_TVM.numel() // (heads * width)

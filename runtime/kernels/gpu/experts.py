@@ -17,13 +17,18 @@ width, T rows of a step, S partial sums; in the kernels R rows of a tile, U unit
 # Kernels build tuples of tensors in loops.
 # mypy: disable-error-code="assignment, var-annotated"
 
-import triton
-import triton.language as tl
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gate import Gate
+from hotsplit.runtime.kernels.gpu import neurons
 from hotsplit.runtime.kernels.gpu.activation import activate, gated
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
     Layout,
@@ -33,10 +38,90 @@ from hotsplit.runtime.kernels.gpu.launch import (
 )
 from hotsplit.runtime.kernels.gpu.neurons import rows_of_neurons
 from hotsplit.runtime.kernels.gpu.ranges import range_of
+from hotsplit.runtime.kernels.gpu.reference import product
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # Of `_expert_sum`: neurons that a program reads together, and units of columns that it sums.
 _SUM_ROWS, _SUM_UNITS = 32, 8
+
+
+@gpu_kernel(reads=("routed_2K", "x_D"), writes=("hidden_KF",))
+def expert_gate_up(
+    gate: StoredMatrix,
+    gate_bias_N: Tensor | None,
+    up: StoredMatrix | None,
+    up_bias_N: Tensor | None,
+    place_E: Tensor | None,
+    routed_2K: Tensor,
+    x_D: Tensor,
+    rule: Gate,
+    hidden_KF: Tensor,
+) -> None:
+    """The hidden values, as of gate_up, of each chosen expert: those of the F rows that begin at
+    row F * place_E[expert] of the matrices. `place_E`, int32: below 0, the expert is elsewhere,
+    and its hidden values are 0; None: the place is the expert's number."""
+    hidden_KF.zero_()
+    count = hidden_KF.shape[1]
+    for number, place in _stored(place_E, routed_2K):
+        biases = (
+            None if b is None else b[place * count :][:count] for b in (gate_bias_N, up_bias_N)
+        )
+        gate_bias_F, up_bias_F = biases
+        neurons.gate_up.reference(
+            _of_expert(gate, place, count),
+            gate_bias_F,
+            None if up is None else _of_expert(up, place, count),
+            up_bias_F,
+            None,
+            None,
+            x_D,
+            rule,
+            hidden_KF[number],
+        )
+
+
+@gpu_kernel(reads=("routed_2K", "hidden_KF"), writes=("parts_PD",), rows_axis={"parts_PD": 1})
+def expert_down(
+    down: StoredMatrix,
+    bias_N: Tensor | None,
+    place_E: Tensor | None,
+    routed_2K: Tensor,
+    hidden_KF: Tensor,
+    parts_PD: Tensor,
+    *,
+    is_by_output: bool,
+    skips_zeros: bool = False,
+) -> None:
+    """Row k of `parts_PD` is the weight of the k-th chosen expert times (W hidden + bias), where W
+    has the D rows that begin at row D * place_E[expert]; 0 if the expert is elsewhere.
+
+    Unless `is_by_output`, W has a row for each of the F neurons, and S rows of `parts_PD` are
+    partial sums of an expert, as of down; the first has the bias. `add_norm` adds the parts."""
+    num_used, width = len(hidden_KF), parts_PD.shape[1]
+    parts_KSD = torch.zeros(num_used, len(parts_PD) // num_used, width, dtype=torch.float64)
+    for number, place in _stored(place_E, routed_2K):
+        part_SD, hidden_F = parts_KSD[number], hidden_KF[number]
+        if is_by_output:
+            part_SD[0] = product(_of_expert(down, place, width), None, hidden_F)
+        else:
+            own = _of_expert(down, place, len(hidden_F))
+            neurons.down.reference(own, hidden_F, part_SD, skips_zeros=skips_zeros)
+        if bias_N is not None:
+            part_SD[0] += bias_N[place * width :][:width].to(part_SD.device)
+        part_SD *= float(routed_2K[num_used + number])
+    parts_PD.copy_(parts_KSD.flatten(0, 1))
+
+
+def _stored(place_E: Tensor | None, routed_2K: Tensor) -> Iterator[tuple[int, int]]:
+    """The chosen experts that are stored: (number among the chosen, place)."""
+    for number, expert in enumerate(routed_2K[: len(routed_2K) // 2].long().tolist()):
+        place = expert if place_E is None else int(place_E[expert])
+        if place >= 0:
+            yield number, place
+
+
+def _of_expert(matrix: StoredMatrix, place: int, num_rows: int) -> StoredMatrix:
+    return replace(matrix, data=matrix.data[place * num_rows :][:num_rows])
 
 
 @triton.jit
@@ -202,7 +287,8 @@ def _expert_sum(
         tl.store(target + column, total * factor, mask=is_there)
 
 
-def expert_gate_up(
+@expert_gate_up.launch
+def launch_expert_gate_up(
     gate: StoredMatrix,
     gate_bias_N: Tensor | None,
     up: StoredMatrix | None,
@@ -250,7 +336,8 @@ def expert_gate_up(
     )
 
 
-def expert_down(
+@expert_down.launch
+def launch_expert_down(
     down: StoredMatrix,
     bias_N: Tensor | None,
     place_E: Tensor | None,

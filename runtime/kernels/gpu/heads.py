@@ -8,14 +8,89 @@ written them.
 Letters: T rows of a step, H heads, K key-value heads, W head width, C positions of the cache, S
 sequences, N blocks of a sequence."""
 
-import triton
-import triton.language as tl
+import math
+
+import torch
 from torch import Tensor
 
-from hotsplit.model.spec import Attention
+from hotsplit.model.spec import Attention, Norm, Rotary
 from hotsplit.runtime.kernels.gpu.cache import Cache
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
+from hotsplit.runtime.kernels.gpu.reference import rms_norm
+
+
+@gpu_kernel(
+    reads=("qkv", "position_1", "sequence_1", "table_SN"),
+    writes=("qkv", "key_CKW", "value_CKW", "query_THW"),
+    shared=("key_CKW", "value_CKW", "table_SN"),
+)
+def rotate_append(
+    qkv: Tensor,
+    frequency_W2: Tensor | None,
+    query_weight_W: Tensor | None,
+    key_weight_W: Tensor | None,
+    position_1: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    spec: Attention,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
+    query_THW: Tensor | None = None,
+) -> None:
+    """What `spec` does with q, k and v before attention. The norm of each head of q and k has
+    weights [W], or [H, W] and [K, W]; the first pairs of a head, as many as there are f64
+    frequencies, rotate; both optional. `qkv` is f32 [(H + 2 K) W]: q is updated in place, k and v
+    are written to the cache, f32 or f16, at `position_1` (int64 on the device) of `sequence_1`
+    (int32). If `spec` is gated, W gates of its output are behind each head of q, [(2 H + 2 K) W];
+    if values are keys, it is [(H + K) W]. A prompt's pass has any number T of rows. `query_THW`,
+    if given, takes q times the scale of scores, and `qkv` stays."""
+    num_kv, width = key_CKW.shape[-2:]
+    of_heads, norm = spec.num_heads * (1 + spec.is_gated), spec.head_norm
+    query, *own = (
+        qkv.double().unflatten(0, (-1, width)).split([of_heads, *spec.projected[1:]], dim=0)
+    )
+    query, keys, values = query[:: 1 + spec.is_gated], own[:1], own[-1:]
+    if norm and spec.norms_values:
+        values = [rms_norm(v, torch.ones(width, device=v.device), norm.epsilon) for v in values]
+    if norm and query_weight_W is not None:
+        query = rms_norm(_centred(query, norm), query_weight_W, norm.epsilon)
+    if norm and key_weight_W is not None:
+        keys = [rms_norm(_centred(key, norm), key_weight_W, norm.epsilon) for key in keys]
+    if spec.rotary and frequency_W2 is not None:
+        angle_W2 = position_1 * frequency_W2.double()
+        query, *keys = (_turned_ref(heads, angle_W2, spec.rotary) for heads in (query, *keys))
+    if spec.growth and spec.growth_length:
+        steps = int(position_1) // spec.growth_length
+        query = query * (1.0 + spec.growth * math.log(1 + steps))
+    if query_THW is None:
+        qkv[: of_heads * width].view(-1, width)[:: 1 + spec.is_gated] = query.to(qkv.dtype)
+    else:
+        query_THW.copy_(query * spec.score_scale)
+    for cache, row in zip((key_CKW, value_CKW), (*keys, *values), strict=False):
+        place = int(position_1)
+        if table_SN is not None and sequence_1 is not None:
+            block, place = divmod(place, cache.shape[1])
+            cache = cache[int(table_SN[int(sequence_1), block])]
+        cache[place] = row.to(cache.dtype)
+
+
+def _turned_ref(x_HW: Tensor, angle_W2: Tensor, rotary: Rotary) -> Tensor:
+    """Rotates each pair of the first values, adjacent or half of these apart, as a complex number
+    times magnitude e^(i angle)."""
+    x_HW, rest_HW = x_HW.tensor_split([2 * len(angle_W2)], dim=-1)
+    is_adjacent, magnitude = rotary.pairing == "adjacent", rotary.scaling.magnitude
+    pairs = x_HW.unflatten(-1, (-1, 2) if is_adjacent else (2, -1))
+    first, second = pairs.unbind(-1 if is_adjacent else -2)
+    turned = torch.complex(first, second) * torch.polar(magnitude + 0 * angle_W2, angle_W2)
+    turned_HW = torch.stack([turned.real, turned.imag], -1 if is_adjacent else -2).flatten(-2)
+    return torch.cat([turned_HW, rest_HW], dim=-1)
+
+
+def _centred(x_HW: Tensor, norm: Norm) -> Tensor:
+    return x_HW if norm.kind == "rms" else x_HW - x_HW.mean(dim=-1, keepdim=True)
 
 
 @triton.jit
@@ -198,7 +273,8 @@ def _turn(first, second, frequency, pair, position, ROTATED: tl.constexpr, MAGNI
     return first * cos - second * sin, first * sin + second * cos
 
 
-def rotate_append(
+@rotate_append.launch
+def launch_rotate_append(
     qkv: Tensor,
     frequency_W2: Tensor | None,
     query_weight_W: Tensor | None,

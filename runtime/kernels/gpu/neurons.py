@@ -7,13 +7,15 @@ neurons of a chunk."""
 # Kernels build tuples of tensors in loops.
 # mypy: disable-error-code="assignment, var-annotated"
 
-import triton
-import triton.language as tl
+import torch
 from torch import Tensor
 
+from hotsplit.runtime.device.bits import unpack_bits
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.activation import activate, gated
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
     Groups,
@@ -24,6 +26,7 @@ from hotsplit.runtime.kernels.gpu.launch import (
 )
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 from hotsplit.runtime.kernels.gpu.ranges import range_of
+from hotsplit.runtime.kernels.gpu.reference import activated, product, rows_of, up_factor
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # For `down`: units of columns that a program sums (a super-block of K-quants, or 128 bytes of
@@ -38,6 +41,50 @@ _CHUNK = 256
 # q6_k); for 16-bit floats twice as many, which have twice the units. With two rows the compiler uses
 # 170 to 234 registers if zeros are skipped, else 128, or 254 for 16-bit floats.
 _DOWN_GROUP = {(1, True): 2, (2, True): 2, (1, False): 2, (2, False): 1}
+
+
+@gpu_kernel(reads=("x_D", "named_B"), writes=("hidden_N",))
+def gate_up(
+    gate: StoredMatrix,
+    gate_bias_N: Tensor | None,
+    up: StoredMatrix | None,
+    up_bias_N: Tensor | None,
+    id_N: Tensor | None,
+    named_B: Tensor | None,
+    x_D: Tensor,
+    rule: Gate,
+    hidden_N: Tensor,
+) -> None:
+    """hidden_j = act(gate_j x + bias) (up_j x + bias), as in hotsplit.runtime.kernels.gate.Gate.
+
+    It is 0 for neurons that are not predicted and, unless `rule` computes all, for those that do
+    not fire. With Triton, the rows of the former and the up rows of the latter are not read,
+    unless another row of the step needs them. `id_N`, int32: the neurons' ids in the layer, which
+    index `named_B`; None: 0, 1, ..."""
+    value_N, fires_N = activated(product(gate, gate_bias_N, x_D), rule)
+    if rule.computes_all:
+        fires_N = torch.ones_like(fires_N)
+    if named_B is not None:
+        bits_F = unpack_bits(named_B)
+        fires_N = fires_N & (bits_F[: len(fires_N)] if id_N is None else bits_F[id_N.long()])
+    if up is not None:
+        up_N = product(up, up_bias_N, x_D)
+        value_N = value_N * up_factor(up_N, rule.activation)
+    hidden_N.copy_(torch.where(fires_N, value_N, 0.0))
+
+
+@gpu_kernel(reads=("hidden_N",), writes=("parts_SD",), rows_axis={"parts_SD": 1})
+def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
+    """Row s of `parts_SD` is the sum of hidden_j down_j over the s-th range of ceil(N / S)
+    neurons, zeros if the range is empty. With `skips_zeros`, neurons whose hidden value is 0 are
+    left out and their rows not read. `add_norm` adds the parts."""
+    size = range_of(len(hidden_N), len(parts_SD))
+    for part, parts_D in enumerate(parts_SD):
+        index_A = torch.arange(part * size, part * size + size, device=hidden_N.device)
+        index_A = index_A[index_A < len(hidden_N)]
+        if skips_zeros:
+            index_A = index_A[hidden_N[index_A] != 0]
+        parts_D.copy_(hidden_N[index_A].double() @ rows_of(down, index_A))
 
 
 @triton.jit(do_not_specialize=["num_rows", "named_stride"])
@@ -268,7 +315,8 @@ def _down(
             tl.store(own + columns(unit_U, KIND, 1), tl.sum(highs[t], axis=0), mask=is_there)
 
 
-def gate_up(
+@gate_up.launch
+def launch_gate_up(
     gate: StoredMatrix,
     gate_bias_N: Tensor | None,
     up: StoredMatrix | None,
@@ -320,7 +368,10 @@ def gate_up(
     )
 
 
-def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
+@down.launch
+def launch_down(
+    down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool
+) -> None:
     layout = Layout.of(down)
     assert parts_SD.is_contiguous() and parts_SD.shape[-1] == down.width, parts_SD.shape
     assert hidden_N.is_contiguous() and parts_SD.dim() == hidden_N.dim() + 1, hidden_N.shape

@@ -7,17 +7,56 @@ added depends only on shapes.
 
 Letters: D width, P parts, T rows of a step."""
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.blocks import PLAIN_SUM, SumFactors
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
+from hotsplit.runtime.kernels.gpu.reference import rms_norm
 
 # Most values of several parts that are loaded together. Loading parts one by one would cost a
 # memory latency for each; more values do not fit into the registers of a program.
 _AT_ONCE = 1 << 16
+
+
+@gpu_kernel(
+    reads=("x_D", "parts_PD", "term_D"),
+    writes=("out_D", "x_out_D", "copy_D"),
+    rows_axis={"parts_PD": 1},
+)
+def add_norm(
+    x_D: Tensor,
+    parts_PD: Tensor | None,
+    weight_D: Tensor | None,
+    bias_D: Tensor | None,
+    epsilon: float,
+    out_D: Tensor | None,
+    x_out_D: Tensor | None,
+    term_D: Tensor | None = None,
+    copy_D: Tensor | None = None,
+    factors: SumFactors = PLAIN_SUM,
+) -> None:
+    """t = the sum, with these factors, of x and of the others, the rows of `parts_PD` and term;
+    x_out = t, and out = copy = norm(t), by ops.norm.Norm; each optional, but a copy needs `out_D`.
+    `x_out_D` and `out_D` may be `x_D`; rows of these may be strided. `term_D`, `copy_D` and
+    `x_out_D` may be in pinned memory of the host."""
+    total_D = x_D.double()
+    if parts_PD is not None:
+        total_D = total_D + factors.factor * parts_PD.double().sum(dim=0)
+    if term_D is not None:
+        total_D = total_D + factors.factor * term_D.to(x_D.device).double()
+    total_D = factors.times * total_D
+    if out_D is not None:
+        assert weight_D is not None
+        centred_D = total_D if bias_D is None else total_D - total_D.mean()
+        normed_D = rms_norm(centred_D, weight_D, epsilon)
+        out_D.copy_(normed_D if bias_D is None else normed_D + bias_D)
+        if copy_D is not None:
+            copy_D.copy_(out_D)
+    if x_out_D is not None:
+        x_out_D.copy_(total_D)
 
 
 @triton.jit
@@ -96,7 +135,8 @@ def _add_norm(
             tl.store(copy + column, normed_D, mask=in_row)
 
 
-def add_norm(
+@add_norm.launch
+def launch_add_norm(
     x_D: Tensor,
     parts_PD: Tensor | None,
     weight_D: Tensor | None,

@@ -6,9 +6,7 @@ waits until the one before has ended and its results are visible. All its blocks
 that has ended has seen the end of all before it. Before its wait, a kernel neither reads nor writes
 anything that other kernels write or read."""
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from hotsplit.runtime.kernels.gpu.language import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @triton.jit

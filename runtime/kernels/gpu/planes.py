@@ -3,16 +3,46 @@ column's planes before they write them.
 
 Letters: D width, P planes, T rows of a step."""
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 
 # Columns of a program. No fewer than threads: a value that two threads load could be written by the one
 # before the other has read it.
 _COLUMNS = 32 * NUM_WARPS
+
+
+@gpu_kernel(reads=("choice_P", "x_X"), writes=("x_X", "active_D"))
+def predict_planes(choice_P: Tensor, mix_QP: Tensor, x_X: Tensor, active_D: Tensor) -> None:
+    """x_i += the sum over j of (C r)_ij x_j, with the mix C and the router's choice r; active = x_0."""
+    x_PD = x_X.double().view(len(choice_P), -1)
+    mix_PP = (mix_QP.double() @ choice_P.double()).view(len(choice_P), -1)
+    found_PD = x_PD + mix_PP @ x_PD
+    x_X.copy_(found_PD.flatten())
+    active_D.copy_(found_PD[0])
+
+
+@gpu_kernel(reads=("choice_P", "x_X", "active_D"), writes=("x_X", "active_D"))
+def correct_planes(
+    choice_P: Tensor, mix_PP: Tensor, scale_D: Tensor, x_X: Tensor, active_D: Tensor
+) -> None:
+    """x_i += (1 + (C r)_i) (active - x_0); active = scale * x_0."""
+    x_PD = x_X.double().view(len(choice_P), -1)
+    share_P = 1.0 + mix_PP.double() @ choice_P.double()
+    found_PD = x_PD + share_P[:, None] * (active_D - x_PD[0])
+    x_X.copy_(found_PD.flatten())
+    active_D.copy_(found_PD[0] * scale_D)
+
+
+@gpu_kernel(reads=("x_X", "more_D"), writes=("x_X",))
+def add_to_planes(x_X: Tensor, more_D: Tensor) -> None:
+    """x_i += more, for all planes but the first."""
+    x_PD = x_X.double().view(-1, len(more_D))
+    x_PD[1:] += more_D
+    x_X.copy_(x_PD.flatten())
 
 
 @triton.jit
@@ -111,7 +141,8 @@ def _add_to_planes(
         tl.store(x + plane * WIDTH, value_D, mask=in_row_D)
 
 
-def predict_planes(choice_P: Tensor, mix_QP: Tensor, x_X: Tensor, active_D: Tensor) -> None:
+@predict_planes.launch
+def launch_predict_planes(choice_P: Tensor, mix_QP: Tensor, x_X: Tensor, active_D: Tensor) -> None:
     _check(choice_P, mix_QP, x_X, active_D)
     num_planes, width = choice_P.shape[-1], active_D.shape[-1]
     _predict_planes[_grid(active_D)](
@@ -128,7 +159,8 @@ def predict_planes(choice_P: Tensor, mix_QP: Tensor, x_X: Tensor, active_D: Tens
     )
 
 
-def correct_planes(
+@correct_planes.launch
+def launch_correct_planes(
     choice_P: Tensor, mix_PP: Tensor, scale_D: Tensor, x_X: Tensor, active_D: Tensor
 ) -> None:
     _check(choice_P, mix_PP, scale_D, x_X, active_D)
@@ -148,7 +180,8 @@ def correct_planes(
     )
 
 
-def add_to_planes(x_X: Tensor, more_D: Tensor) -> None:
+@add_to_planes.launch
+def launch_add_to_planes(x_X: Tensor, more_D: Tensor) -> None:
     _check(x_X, more_D)
     width = more_D.shape[-1]
     _add_to_planes[_grid(more_D)](

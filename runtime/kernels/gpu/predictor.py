@@ -3,18 +3,39 @@
 Letters: F neurons, R rank (in the kernel, the rows of a program), B words."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.gpu.blocks import dot_rows, rows_at
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, ceil_div, overlap_options
 from hotsplit.runtime.kernels.gpu.overlap import admit_next
+from hotsplit.runtime.kernels.gpu.reference import product
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # Neurons per program, which writes their bits as one byte, so no two programs write the same
 # address.
 _ROWS = 8
+
+
+@gpu_kernel(reads=("inner_R",), writes=("named_B", "copy_B"))
+def predict(
+    up: StoredMatrix,
+    bias_F: Tensor | None,
+    inner_R: Tensor,
+    threshold: float,
+    named_B: Tensor,
+    copy_B: Tensor | None = None,
+) -> None:
+    """Writes `named_B`, int32 [ceil(F / 32)]: bit j % 32 of word j // 32 is 1 if neuron j is
+    predicted. `copy_B`: the same again, for example in pinned memory of the host.
+
+    Its score is up_j inner + bias; it is predicted unless score <= threshold. Bits past F are 0."""
+    score_F = product(up, bias_F, inner_R)
+    named_B.copy_(pack_bits(~(score_F <= threshold)))
+    if copy_B is not None:
+        copy_B.copy_(named_B)
 
 
 @triton.jit(do_not_specialize=["num_rows", "named_stride"])
@@ -65,7 +86,8 @@ def _predict(
                 copy += named_stride
 
 
-def predict(
+@predict.launch
+def launch_predict(
     up: StoredMatrix,
     bias_F: Tensor | None,
     inner_R: Tensor,

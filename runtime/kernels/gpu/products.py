@@ -14,18 +14,21 @@ output are. Experts may be in the CPU's tiles and groups of rows, as they are st
 Letters: T tokens, D width, N rows, P pairs of a token and an expert, G tiles of pairs; in the kernels
 R rows of a tile, U units, K terms of a step, C columns of a tile."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-import triton
-import triton.language as tl
+import torch
 from torch import Tensor
 
 from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.kernels.gpu.blocks import columns, rows_at, values
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Layout, ceil_div
 from hotsplit.runtime.kernels.gpu.tiles import tile_values
 from hotsplit.runtime.kernels.stored import StoredMatrix, rows_together
+from hotsplit.runtime.kernels.stored import unpack as unpacked
 
 # Rows, or units of columns, of a tile; and units, or rows, of a step of its sums. A step unpacks 64
 # values in each thread of a kind with nibbles.
@@ -33,6 +36,97 @@ _ROWS, _STEP_UNITS = 64, 2
 _UNITS, _STEP_ROWS = 4, 32
 # Tokens of a tile: the fewest that hold the pass. Each tile of tokens unpacks the weights anew.
 _TOKENS = (32, 128)
+
+
+@gpu_kernel(reads=("x_TD", "power_T"), writes=("out_TN",), is_of_step=False)
+def multiply(
+    matrix: StoredMatrix,
+    bias_N: Tensor | None,
+    x_TD: Tensor,
+    power_T: Tensor | None,
+    out_TN: Tensor,
+    *,
+    tile_G3: Tensor | None = None,
+    row_2P: Tensor | None = None,
+    factor_P: Tensor | None = None,
+    tile_size: int = 0,
+) -> None:
+    """out = power (x W^T) + bias, for any number of tokens T; weights are rounded to the type of
+    `x_TD`, f16 for a matrix in blocks. Rows of `x_TD` and `out_TN` may be strided.
+
+    With `tile_G3` and `row_2P`, int32: the matrix has the N rows of one expert after those of
+    another, and pair p of a token and an expert multiplies row row_2P[0, p] of `x_TD` and writes
+    row row_2P[1, p] of `out_TN`, times its `factor_P`, of rows of `out_TN`, if given. See
+    expert_pairs.Pairs. Then the matrix may be in the CPU's tiles and groups."""
+    if tile_G3 is not None:
+        for own, left_T, right_T in tiles_of(tile_G3, row_2P, out_TN.shape[1]):
+            y_TN = x_TD.new_empty(len(left_T), out_TN.shape[1], dtype=torch.float64)
+            multiply.reference(
+                replace(matrix, data=matrix.data[own]),
+                None if bias_N is None else bias_N[own],
+                x_TD[left_T],
+                None if power_T is None else power_T[left_T],
+                y_TN,
+            )
+            put(out_TN, right_T, y_TN, factor_P)
+        return
+    y_TN = x_TD.double() @ unpacked(matrix.data, matrix.kind).double().T
+    y_TN = y_TN if power_T is None else y_TN * power_T[:, None]
+    out_TN.copy_(y_TN if bias_N is None else y_TN + bias_N)
+
+
+@gpu_kernel(reads=("hidden_TN", "power_T"), writes=("out_TD",), is_of_step=False)
+def multiply_down(
+    matrix: StoredMatrix,
+    hidden_TN: Tensor,
+    power_T: Tensor | None,
+    out_TD: Tensor,
+    *,
+    is_added: bool,
+    bias_D: Tensor | None = None,
+    tile_G3: Tensor | None = None,
+    row_2P: Tensor | None = None,
+    factor_P: Tensor | None = None,
+    tile_size: int = 0,
+) -> None:
+    """out = power (hidden W), or out += that; otherwise as multiply. Experts, of which each has as
+    many rows as `hidden_TN` has columns, may have a bias, and nothing is added to `out_TD`."""
+    if tile_G3 is not None:
+        assert not is_added
+        for own, left_T, right_T in tiles_of(tile_G3, row_2P, hidden_TN.shape[1]):
+            y_TD = hidden_TN.new_empty(len(left_T), out_TD.shape[1], dtype=torch.float64)
+            multiply_down.reference(
+                replace(matrix, data=matrix.data[own]),
+                hidden_TN[left_T],
+                None if power_T is None else power_T[left_T],
+                y_TD,
+                is_added=False,
+            )
+            if bias_D is not None:
+                place = own.start // hidden_TN.shape[1]
+                y_TD += bias_D.view(-1, out_TD.shape[1])[place]
+            put(out_TD, right_T, y_TD, factor_P)
+        return
+    y_TD = hidden_TN.double() @ unpacked(matrix.data, matrix.kind).double()
+    y_TD = y_TD if power_T is None else y_TD * power_T[:, None]
+    out_TD.copy_(out_TD + y_TD if is_added else y_TD)
+
+
+def tiles_of(
+    tile_G3: Tensor, row_2P: Tensor | None, num_rows: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """For each tile: the rows of its expert, which has `num_rows`, and those of its pairs' inputs and
+    outputs [A]."""
+    assert row_2P is not None
+    for place, first, count in tile_G3.tolist():
+        left_A, right_A = row_2P[:, first : first + count].long()
+        yield slice(place * num_rows, (place + 1) * num_rows), left_A, right_A
+
+
+def put(out_TN: Tensor, row_A: Tensor, y_AN: Tensor, factor_T: Tensor | None) -> None:
+    """Writes rows of a result, each times its factor."""
+    y_AN = y_AN if factor_T is None else y_AN * factor_T[row_A, None]
+    out_TN[row_A] = y_AN.to(out_TN.dtype)
 
 
 @triton.jit
@@ -225,7 +319,8 @@ def tokens_of_tile(num_tokens: int) -> int:
     return next((size for size in _TOKENS if num_tokens <= size), _TOKENS[-1])
 
 
-def multiply(
+@multiply.launch
+def launch_multiply(
     matrix: StoredMatrix,
     bias_N: Tensor | None,
     x_TD: Tensor,
@@ -267,7 +362,8 @@ def multiply(
     )
 
 
-def multiply_down(
+@multiply_down.launch
+def launch_multiply_down(
     matrix: StoredMatrix,
     hidden_TN: Tensor,
     power_T: Tensor | None,

@@ -11,13 +11,14 @@ Letters: T tokens, H heads, K key-value heads, W head width, C positions of the 
 P positions of a tile or block, S sequences, N blocks of a sequence."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu.cache import Cache
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import ceil_div, has_tensor_cores, power_of_2
+from hotsplit.runtime.kernels.gpu.reference import positions_of, soft_capped
 from hotsplit.runtime.kernels.gpu.scores import finished, finished_weight, scores_of
 from hotsplit.runtime.kernels.stored import NO_VECTORS, Vectors
 
@@ -26,6 +27,53 @@ from hotsplit.runtime.kernels.stored import NO_VECTORS, Vectors
 _TILES = {128: (64, 32, 4, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 2)}
 # f32, and every type without tensor cores.
 _EXACT_TILE = (16, 16, 4, 1)
+
+
+@gpu_kernel(
+    reads=("query_THW", "key_CKW", "value_CKW", "position_T", "table_SN"),
+    writes=("out_THW",),
+    is_of_step=False,
+)
+def attend_tokens(
+    query_THW: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    position_T: Tensor,
+    spec: Attention,
+    out_THW: Tensor,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
+    *,
+    vectors: Vectors = NO_VECTORS,
+    gated_TQ: Tensor | None = None,
+) -> None:
+    """`attend` for the tokens of a prompt, of one sequence at ascending positions: `sequence_1`
+    may have several values, which are equal. Queries are scaled and have the type of keys and
+    values, to which shares are rounded, too; sums are f32. `gated_TQ`: `qkv` of rotate_append, if
+    it has gates. A token's result has the same bits in every pass."""
+    count, num_kv, window = int(position_T[-1]) + 1, key_CKW.shape[-2], spec.window
+    if table_SN is not None and sequence_1 is not None:
+        block_N = table_SN[int(sequence_1[0])]
+        key_CKW, value_CKW = (positions_of(each, block_N, count) for each in (key_CKW, value_CKW))
+    first = 0 if window is None else max(0, int(position_T[0]) + 1 - window)
+    key_CKW, value_CKW = (each[first:count].double() for each in (key_CKW, value_CKW))
+    query_TKGW = query_THW.double().unflatten(1, (num_kv, -1))
+    score_KGTC = soft_capped(torch.einsum("tkgw,ckw->kgtc", query_TKGW, key_CKW), spec.score_cap)
+    at_C, at_T1 = torch.arange(first, count, device=position_T.device), position_T[:, None]
+    is_unseen_TC = at_C > at_T1
+    if window is not None:
+        is_unseen_TC |= at_C <= at_T1 - window
+    score_KGTC.masked_fill_(is_unseen_TC, -torch.inf)
+    if spec.head_sinks:
+        sink_KG11 = vectors["head_sinks"].double().view(num_kv, -1, 1, 1)
+        sink_KGT1 = sink_KG11.expand(*score_KGTC.shape[:3], 1)
+        score_KGTC = torch.cat([score_KGTC, sink_KGT1], dim=-1)
+    share_KGTC = score_KGTC.softmax(dim=-1)[..., : len(key_CKW)]
+    heads_THW = torch.einsum("kgtc,ckw->tkgw", share_KGTC, value_CKW).flatten(1, 2)
+    if gated_TQ is not None:
+        pairs = gated_TQ[:, : 2 * heads_THW[0].numel()].unflatten(1, (-1, 2, query_THW.shape[-1]))
+        heads_THW = heads_THW * pairs[:, :, 1].double().sigmoid()
+    out_THW.copy_(heads_THW)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -122,7 +170,8 @@ def _attend_tokens(
     tl.store(out + place_TW, result_TW.to(out.dtype.element_ty), mask=is_live_TW)
 
 
-def attend_tokens(
+@attend_tokens.launch
+def launch_attend_tokens(
     query_THW: Tensor,
     key_CKW: Tensor,
     value_CKW: Tensor,

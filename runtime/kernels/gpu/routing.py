@@ -3,12 +3,55 @@
 Letters: E experts of the layer, K experts of a row, T rows of a step; in the kernels G groups of
 experts."""
 
-import triton
-import triton.language as tl
+import torch
 from torch import Tensor
 
 from hotsplit.model.route import Route
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, power_of_2, step_rows
+
+
+@gpu_kernel(reads=("logit_E",), writes=("routed_2K", "copy_2K"))
+def choose_experts(
+    logit_E: Tensor,
+    choice_bias_E: Tensor | None,
+    spec: Route,
+    routed_2K: Tensor,
+    copy_2K: Tensor | None = None,
+    scale_E: Tensor | None = None,
+) -> None:
+    """Writes the numbers of the experts that a router chooses, as f32, and then their weights, by
+    the formula of hotsplit.model.spec.Route; of equal choices the lower number, NaN last.
+    `copy_2K`: the same again, for example in pinned memory of the host."""
+    score_E = logit_E.double()
+    if spec.gating == "softmax":
+        score_E = score_E.softmax(dim=0)
+    elif spec.gating == "sigmoid":
+        score_E = score_E.sigmoid()
+    choice_E = score_E if choice_bias_E is None else score_E + choice_bias_E
+    choice_E = choice_E.nan_to_num(nan=-torch.inf, posinf=torch.inf)
+    if spec.num_groups > 1:
+        choice_GE = choice_E.view(spec.num_groups, -1)
+        sum_G = choice_GE.topk(2, dim=1).values.sum(dim=1)
+        is_used_G = torch.zeros(spec.num_groups, dtype=torch.bool, device=sum_G.device)
+        is_used_G[_largest(sum_G, spec.num_used_groups)] = True
+        choice_E = choice_GE.masked_fill(~is_used_G[:, None], -torch.inf).flatten()
+    id_K = _largest(choice_E, spec.num_used)
+    weight_K = score_E[id_K]
+    if spec.gating == "softmax_of_chosen":
+        weight_K = weight_K.softmax(dim=0)
+    if spec.renormalises:
+        weight_K = weight_K / (weight_K.sum() + 1e-20)
+    weight_K = weight_K * spec.scale * (1.0 if scale_E is None else scale_E[id_K])
+    routed_2K.copy_(torch.cat([id_K, weight_K]))
+    if copy_2K is not None:
+        copy_2K.copy_(routed_2K)
+
+
+def _largest(value_E: Tensor, count: int) -> Tensor:
+    """The indices of the largest values, the largest first; of equal ones the lower."""
+    return value_E.sort(descending=True, stable=True).indices[:count]
 
 
 @triton.jit
@@ -111,7 +154,8 @@ def _choose_experts(
         tl.store(copy + NUM_USED + first, weight_K, mask=is_used_K)
 
 
-def choose_experts(
+@choose_experts.launch
+def launch_choose_experts(
     logit_E: Tensor,
     choice_bias_E: Tensor | None,
     spec: Route,

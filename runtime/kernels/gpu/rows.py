@@ -3,12 +3,12 @@
 Letters: D width, N rows, A chosen rows, T rows of a step; in the kernels R rows of a tile, U
 units."""
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu.activation import capped
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
     Groups,
@@ -18,12 +18,50 @@ from hotsplit.runtime.kernels.gpu.launch import (
     rows_of_program,
 )
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
+from hotsplit.runtime.kernels.gpu.reference import product, rows_of, soft_capped
 from hotsplit.runtime.kernels.gpu.tiles import unpack_tiles
 from hotsplit.runtime.kernels.stored import StoredMatrix, rows_together
 
 # A tile of `unpack`: 8 rows of 16 units.
 _UNPACK_ROWS = 8
 _UNPACK_UNITS = 16
+
+
+@gpu_kernel(reads=("x_D",), writes=("out_N",))
+def dot(
+    matrix: StoredMatrix,
+    bias_N: Tensor | None,
+    x_D: Tensor,
+    out_N: Tensor,
+    *,
+    has_relu: bool = False,
+    cap: float | None = None,
+) -> None:
+    """out = W x + bias, then max(0, .) if `has_relu`, or cap * tanh(. / cap); NaN stays NaN."""
+    y_N = soft_capped(product(matrix, bias_N, x_D), cap)
+    out_N.copy_(y_N.relu() if has_relu else y_N)
+
+
+@gpu_kernel(reads=("index_1",), writes=("out_D",))
+def embed(
+    matrix: StoredMatrix,
+    index_1: Tensor,
+    out_D: Tensor,
+    *,
+    is_added: bool = False,
+    scale: float = 1.0,
+) -> None:
+    """out = scale * row index_1[0] (int64 on the device), or out += that."""
+    row_D = scale * rows_of(matrix, index_1)[0]
+    out_D.copy_(out_D + row_D if is_added else row_D)
+
+
+@gpu_kernel(reads=(), writes=("out_AD",), is_of_step=False)
+def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+    """Unpacks the rows (those at `index_A`, int64 or int32, if given) to f32, f16 or bf16; output
+    rows may be strided too. Also takes types with a planar layout as stored in files, and all rows
+    of the CPU's tiles and groups (kernels.tiled, kernels.grouped)."""
+    out_AD.copy_(rows_of(matrix, index_A))
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_stride"])
@@ -110,7 +148,8 @@ def _unpack(
         tl.store(place, value, mask=is_live)
 
 
-def dot(
+@dot.launch
+def launch_dot(
     matrix: StoredMatrix,
     bias_N: Tensor | None,
     x_D: Tensor,
@@ -146,7 +185,8 @@ def dot(
     )
 
 
-def embed(
+@embed.launch
+def launch_embed(
     matrix: StoredMatrix,
     index_1: Tensor,
     out_D: Tensor,
@@ -159,7 +199,8 @@ def embed(
     _launch_unpack(matrix, index_1, out_TD, rows=1, is_added=is_added, scale=scale)
 
 
-def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+@unpack.launch
+def launch_unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
     if rows_together(matrix.kind) > 1:
         assert index_A is None, f"rows of {matrix.kind} are unpacked all at once"
         unpack_tiles(matrix, out_AD)

@@ -5,12 +5,11 @@ Letters: H heads."""
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu.activation import capped
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.stored import Vectors
 
 

@@ -4,10 +4,8 @@ What distinguishes the types is in the table of weight types (`small_block`)."""
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
-
 from hotsplit.model.weight_types import BY_NAME, WeightType
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 
 TYPE_OF = {f"{name}{end}": each for name, each in BY_NAME.items() for end in ("", "_planar")}
 

@@ -2,10 +2,8 @@
 
 The layouts: dequantize_row_q2_K to _q6_K and _iq4_xs in ggml-quants.c."""
 
-import triton
-import triton.language as tl
-
 from hotsplit.model.weight_types import WeightType
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.small_blocks import TYPE_OF, float_of, half_at, level_of
 
 

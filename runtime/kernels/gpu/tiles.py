@@ -7,12 +7,11 @@ one or two bytes. The link that brings the weights is slower by far.
 
 Letters: R rows of a tile or group, U units."""
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.kernels.gpu.blocks import columns
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, ceil_div
 from hotsplit.runtime.kernels.gpu.small_blocks import (
     exponent_at,

@@ -6,17 +6,82 @@ first, which is exact.
 
 Letters: T tokens, D width, N neurons; in the kernels C columns of a chunk."""
 
-import triton
-import triton.language as tl
+import torch
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.activation import activate, gated, relu
+from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import power_of_2
 from hotsplit.runtime.kernels.gpu.norm import normed
+from hotsplit.runtime.kernels.gpu.reference import activated, rms_norm, up_factor
 
 _COLUMNS = 2048  # of a chunk of hidden values
 _WARPS = 8
+
+
+@gpu_kernel(reads=("x_TD", "added_TD"), writes=("out_TD", "power_T", "x_out_TD"), is_of_step=False)
+def round_tokens(
+    x_TD: Tensor,
+    added_TD: Tensor | None,
+    weight_D: Tensor | None,
+    bias_D: Tensor | None,
+    epsilon: float,
+    out_TD: Tensor,
+    power_T: Tensor | None,
+    x_out_TD: Tensor | None,
+) -> None:
+    """t = x + added; x_out = t; out = norm(t), or t without a weight, in the type of `out_TD`.
+    `power_T`, if given, takes the power of two at or below the largest magnitude of each token, by
+    which its values are divided before they are rounded. Any number of tokens. Rows of `x_TD` and
+    `out_TD`, which may be `x_TD`, may be strided."""
+    total_TD = x_TD.double() if added_TD is None else x_TD.double() + added_TD
+    if x_out_TD is not None:
+        x_out_TD.copy_(total_TD)
+    if weight_D is not None:
+        if bias_D is not None:
+            total_TD = total_TD - total_TD.mean(dim=1, keepdim=True)
+        total_TD = rms_norm(total_TD, weight_D, epsilon)
+        total_TD = total_TD if bias_D is None else total_TD + bias_D
+    _round(total_TD, out_TD, power_T)
+
+
+@gpu_kernel(reads=("gate_TN", "up_TN", "named_TN"), writes=("out_TN", "power_T"), is_of_step=False)
+def hidden_tokens(
+    gate_TN: Tensor,
+    up_TN: Tensor | None,
+    named_TN: Tensor | None,
+    rule: Gate,
+    out_TN: Tensor,
+    power_T: Tensor | None,
+) -> None:
+    """The hidden values of gate_up for any number of tokens, from the products with gate and up, of
+    all gates of a layer if `rule` needs them; `named_TN`: bool. Rounded and divided as by
+    round_tokens. `out_TN` may be `up_TN`, and `gate_TN` unless all gates are needed."""
+    gate_TN = gate_TN.double()
+    if rule.cutoff is not None:
+        deviation_T1, mean_T1 = torch.std_mean(gate_TN, dim=1, correction=0, keepdim=True)
+        gate_TN = (gate_TN - mean_T1 - rule.cutoff * deviation_T1).relu()
+    value_TN, fires_TN = activated(gate_TN, rule)
+    if up_TN is not None:
+        value_TN = value_TN * up_factor(up_TN, rule.activation)
+    if not rule.computes_all:
+        value_TN = torch.where(fires_TN, value_TN, 0.0)
+    if named_TN is not None:
+        value_TN = torch.where(named_TN, value_TN, 0.0)
+    _round(value_TN, out_TN, power_T)
+
+
+def _round(value_TK: Tensor, out_TK: Tensor, power_T: Tensor | None) -> None:
+    """Writes values divided by a power of two for each token: that of the largest magnitude,
+    limited to those with a normal inverse; NaN and infinity have the largest one."""
+    if power_T is not None:
+        largest_T = value_TK.abs().amax(dim=1).nan_to_num(nan=torch.inf).float()
+        exponent_T = torch.frexp(largest_T.clamp(2.0**-126, 2.0**126))[1] - 1
+        power_T.copy_(torch.ldexp(torch.ones_like(power_T), exponent_T))
+        value_TK = value_TK / power_T[:, None]
+    out_TK.copy_(value_TK)
 
 
 @triton.jit
@@ -171,7 +236,8 @@ def _hidden_tokens(
         start += COLUMNS
 
 
-def round_tokens(
+@round_tokens.launch
+def launch_round_tokens(
     x_TD: Tensor,
     added_TD: Tensor | None,
     weight_D: Tensor | None,
@@ -204,7 +270,8 @@ def round_tokens(
     )
 
 
-def hidden_tokens(
+@hidden_tokens.launch
+def launch_hidden_tokens(
     gate_TN: Tensor,
     up_TN: Tensor | None,
     named_TN: Tensor | None,

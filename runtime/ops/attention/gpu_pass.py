@@ -4,18 +4,20 @@ values to the cache, and another attends.
 Letters: T tokens, H heads, K key-value heads, W head width, Q values of queries, keys and values
 together."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.runtime.cache.kv_cache import LayerCache
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.stored import Vectors
 from hotsplit.runtime.ops.attention.rotary import Places, Rotary, Turns
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights import gpu_products
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.kernels.gpu.kernels import Kernels
 
 
 class Heads(Protocol):
@@ -47,7 +49,7 @@ def attend_tokens(
     return heads_TH if len(heads_TH) > 1 else heads_TH.float()
 
 
-def run_kernels(kernels: Kernels, heads: Heads, joined_TQ: Tensor, places: Places) -> Tensor:
+def run_kernels(kernels: "Kernels", heads: Heads, joined_TQ: Tensor, places: Places) -> Tensor:
     """The heads' output [T, H, W], by way of queries that are scaled and in the type of the keys. A norm
     of all heads overwrites theirs."""
     (keys, values), spec = heads.cache.for_kernels, heads.spec

@@ -5,16 +5,18 @@ heads, M width of one. For one row there is no T axis, except in the rows' slots
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from hotsplit.model.delta_net import DeltaNet as DeltaSpec
 from hotsplit.runtime.cache.state_slots import LayerState
-from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights import gpu_products
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.kernels.gpu.kernels import Kernels
 
 
 class Heads(Protocol):
@@ -34,7 +36,7 @@ class Heads(Protocol):
     def state(self) -> LayerState: ...
 
 
-# The runs of a pass, int32 [R, 3], and the slots of its rows, int32 [T]: see kernels.gpu.delta_kernels.
+# The runs of a pass, int32 [R, 3], and the slots of its rows, int32 [T]: see kernels.gpu.delta.
 Slots = tuple[Tensor, Tensor]
 
 
@@ -48,7 +50,7 @@ class Call:
 
 
 def calls(
-    kernels: Kernels, delta: Heads, projected: Tensor, slots: Slots, mixed: Tensor, heads: Tensor
+    kernels: "Kernels", delta: Heads, projected: Tensor, slots: Slots, mixed: Tensor, heads: Tensor
 ) -> tuple[Call, ...]:
     """The kernels that turn projections [T, W] into the heads' gated outputs [T, V M], by way of
     `mixed` [T, X]."""

@@ -1,0 +1,106 @@
+"""The declaration of a GPU kernel. Its module has, in this order: its float64 reference, whose docstring is
+the contract and whose decorator says what a check must know; Triton's kernel; and its launch.
+
+Letters: T rows of a step."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, overload
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.kernels.gpu.kernels import Kernels
+
+Parameters = ParamSpec("Parameters")
+# A kernel takes these as tensors of one element.
+_LISTS = ("index_1", "position_1", "sequence_1")
+
+
+@dataclass(kw_only=True, eq=False)
+class GpuKernel(Generic[Parameters]):
+    """`reference` computes it in float64, on any device; `triton` launches Triton's kernel. `reads`, `writes`:
+    the arguments whose values differ from step to step. All others are weights and scratch. `axes`: the axis
+    of a step's rows, of each argument that has one if there are several rows."""
+
+    reference: Callable[Parameters, None]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    axes: Mapping[str, int]
+    triton: Callable[Parameters, None] = field(init=False)
+
+    @property
+    def name(self) -> str:
+        return self.reference.__name__
+
+    @overload
+    def __get__(self, record: None, owner: object) -> "GpuKernel[Parameters]": ...
+    @overload
+    def __get__(self, record: "Kernels", owner: object) -> Callable[Parameters, None]: ...
+    def __get__(self, record: "Kernels | None", owner: object) -> Any:
+        return self if record is None else record.of(self)
+
+    def launch(self, launch: Callable[Parameters, None]) -> Callable[Parameters, None]:
+        """Declares the launch of Triton's kernel."""
+        self.triton = launch
+        return launch
+
+    def num_rows(self, given: Mapping[str, Any]) -> int | None:
+        """T of a step with these arguments; None if they have no axis of rows."""
+        first = next((given[name] for name in self.axes if name not in _LISTS), None)
+        return None if first is None or first.dim() == 1 else len(first)
+
+
+def gpu_kernel(
+    *,
+    reads: tuple[str, ...],
+    writes: tuple[str, ...],
+    shared: tuple[str, ...] = (),
+    rows_axis: Mapping[str, int] | None = None,
+    is_of_step: bool = True,
+    takes_rows: bool = False,
+) -> Callable[[Callable[Parameters, None]], GpuKernel[Parameters]]:
+    """Declares a kernel by its reference for one row of a step, which is run for each of several rows unless it
+    `takes_rows`. The arguments read and written have the rows as their first axis, or `rows_axis`; those
+    `shared` by rows have none. A kernel of prompts, `is_of_step` False, has its own number of tokens."""
+    axes = {name: 0 for name in (*reads, *writes) if is_of_step and name not in shared}
+    axes |= rows_axis or {}
+
+    def declared(reference: Callable[Parameters, None]) -> GpuKernel[Parameters]:
+        kernel = GpuKernel(reference=reference, reads=reads, writes=writes, axes=axes)
+        if axes and not takes_rows:
+            kernel.reference = _over_rows(kernel)
+        return kernel
+
+    return declared
+
+
+def _over_rows(kernel: GpuKernel[Parameters]) -> Callable[Parameters, None]:
+    """The reference for several rows, whose vectors may be [T, D]; runs the rows one by one."""
+    one_row, axes = kernel.reference, kernel.axes
+    signature = inspect.signature(one_row)
+
+    @wraps(one_row)
+    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> None:
+        given = signature.bind(*arguments, **options).arguments
+        num_rows = kernel.num_rows(given)
+        if num_rows is None:
+            return one_row(*arguments, **options)
+        # In reverse, so that a row overwrites what a repetition of it has appended to the cache.
+        for row in reversed(range(num_rows)):
+            own = {key: _row(given[key], key, axes[key], row) for key in axes if key in given}
+            one_row(**{**given, **own})  # type: ignore[call-arg]
+        return None
+
+    return run
+
+
+def _row(values: Tensor | None, name: str, axis: int, row: int) -> Tensor | None:
+    if values is None:
+        return None
+    if name in _LISTS:
+        return values[row : row + 1]
+    return torch.select(values, axis, row)
