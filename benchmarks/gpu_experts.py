@@ -29,7 +29,7 @@ from random_model import make_mixture
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import FILES, Trial
-from hotsplit.costs.part_bytes import is_expert, layer_tensors
+from hotsplit.costs.part_bytes import is_expert
 from hotsplit.run.housekeeping import list_cache
 
 SHAPE, LAYERS, KIND = "qwen3-30b-a3b", 16, "q4_k_m"
@@ -138,7 +138,7 @@ class Mixture:
 
     def _theirs(self, budget: int, threads: int) -> Times:
         spec = self.model.spec
-        of_layer = sum(e.num_bytes for n, e in layer_tensors(self.model, 0).items() if is_expert(n))
+        of_layer = sum(e.num_bytes for n, e in self.model.layer_tensors[0].items() if is_expert(n))
         rival = RivalModel(
             folder=self.asked.rival,
             model=self.path,

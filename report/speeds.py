@@ -2,7 +2,7 @@
 
 All come from the solver's time model and are reproducible."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hotsplit.artifacts.split_file import Split
@@ -13,6 +13,7 @@ from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.config import ReportConfig
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.advice import Advice, advise
+from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.mode_choice import allowed_modes
 from hotsplit.solver.prediction import placement_of
@@ -38,7 +39,7 @@ def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
     if profile is None or machine is None:
         return Speeds()
     try:
-        inputs = _inputs(config.model, profile, machine, found.split)
+        inputs = _inputs(config, machine, found.split)
         advice = None if found.split is None else _advice(inputs, found.split)
         if not inputs.machine.gpus:
             return Speeds(advice=advice, why_not="The machine file has no GPU to plan for.")
@@ -50,33 +51,29 @@ def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
         return Speeds(why_not=f"There is no prediction: {line}.")
 
 
-def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> Inputs:
+def _inputs(config: ReportConfig, machine: Path, split: Split | None) -> Inputs:
     """The inputs that the plan was solved for; without a plan, those for the first GPU."""
-    if split is None:
-        return load_inputs(
-            model=model,
-            profile=profile,
-            machine=machine,
-            budgets=(0,),
-            host_budget=None,
-            context_length=None,
-            mode=None,
-            workspace=workspace_bytes,
-        )
-    workspace = split.cpu_bytes["workspace"]
-    return load_inputs(
-        model=model,
-        profile=profile,
+    solved = SolveConfig(
+        model=config.model,
+        profile=config.profile,
         machine=machine,
-        budgets=split.budgets,
-        host_budget=split.host_budget_bytes or None,
+        output=config.output,
+        vram_budget_bytes=0,
+    )
+    if split is None:
+        return load_inputs(solved, workspace_bytes)
+    workspace, rule = split.cpu_bytes["workspace"], split.kv_offload
+    solved = replace(
+        solved,
+        vram_budget_bytes=split.budgets,
+        host_budget_bytes=split.host_budget_bytes or None,
         context_length=split.context_length,
         mode=split.mode,
-        workspace=lambda *asked: workspace,
         neuron_cache=CacheOptions(most_rows=split.cache.most_rows) if split.cache else None,
         num_sequences=split.num_sequences,
-        kv_offload=split.kv_offload,
+        kv_offload=None if rule is None else str(rule),
     )
+    return load_inputs(solved, lambda *asked: workspace)
 
 
 def _advice(inputs: Inputs, split: Split) -> Advice:

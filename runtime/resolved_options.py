@@ -11,7 +11,7 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.default_mode import choose_mode, loss_line
-from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, ITEMS, Items, kv_kind, plan_bytes
+from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, ITEMS, Items, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes
@@ -251,7 +251,7 @@ def cache_types_of(
 ) -> CacheTypes:
     """How keys and values are stored and which of them are read. Defaults: the model's own type for
     keys, the keys' type for values, and the plan's selection `planned` (None: all are read)."""
-    own = kv_kind(model)
+    own = model.kv_kind
     key = own if config.cache_type_k is None else config.cache_type_k
     offload = config.kv_offload
     selection = planned if offload is None else KeySelection.parse(offload)

@@ -36,7 +36,7 @@ from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs import cache_bytes
 from hotsplit.costs.cache_bytes import is_cached
-from hotsplit.costs.part_bytes import down_kind, layer_bytes, layer_tensors
+from hotsplit.costs.part_bytes import down_kind, layer_bytes
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.inputs import Inputs
@@ -56,7 +56,8 @@ MOVED_BYTES = 6
 def expected_reads(inputs: Inputs) -> np.ndarray:
     """How often a token reads each neuron or expert, by id; f64 [L, F]."""
     if inputs.model.spec.has_experts:
-        units = ExpertUnits(model=inputs.model, profile=inputs.profile)
+        units = inputs.units
+        assert isinstance(units, ExpertUnits)
         return units.count_LF / units.rank_LTK.shape[1]
     assert not computes_all(inputs.mode), "every neuron is read"
     frequency_LF = inputs.profile.frequency_LF
@@ -143,6 +144,6 @@ def _sides(
 
 def _cpu_row_seconds(model: ModelFile, machine: Machine, layer: int, density: float) -> float:
     """Seconds on the CPU of a fired neuron's up and down rows at this density."""
-    sizes, tensors = layer_bytes(model, layer), layer_tensors(model, layer)
+    sizes, tensors = layer_bytes(model, layer), model.layer_tensors[layer]
     up_s = sizes.up_row / machine.cpu_rate(tensors["ffn_up.weight"].kind, density=density)
     return up_s + sizes.down_row / machine.cpu_rate(down_kind(model, layer), density=density)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from hotsplit.artifacts.changed_model import with_rope_scaling
@@ -11,13 +12,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.cache_bytes import CacheSize
 from hotsplit.costs.default_mode import mode_meant
-from hotsplit.costs.part_bytes import (
-    DEFAULT_CONTEXT,
-    cache_bytes,
-    embedding_bytes,
-    kv_kind,
-    layer_bytes,
-)
+from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, cache_bytes, embedding_bytes, layer_bytes
 from hotsplit.costs.state_bytes import slots_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
@@ -25,30 +20,22 @@ from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.assumed import profile_for
-from hotsplit.solver.multi_gpu import Groups, Pipeline
+from hotsplit.solver.config import SolveConfig
+from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem_builder import build_problem
+from hotsplit.solver.units import ExpertUnits, NeuronUnits
 from hotsplit.system.sizes import format_bytes
 
 # Computes the bytes that a device needs besides weights and KV cache, for a model, a context, a mode, a
 # number of texts and the budget of a GPU (0: there is none).
 Workspace = Callable[[ModelFile, int, Mode, int, int], int]
-_NONE = Figure(best=1.0)
 # Stands in for the GPU of a machine without one; with a budget of 0 its figures do not matter.
 NO_GPU = Gpu(
     name="no GPU",
     source="none",
     memory_bytes=0,
     free_bytes=0,
-    bandwidth_gb_per_s=_NONE,
-    host_to_device_gb_per_s=_NONE,
-    host_to_device_pageable_gb_per_s=_NONE,
-    chosen_rows_gb_per_s=_NONE,
-    copy_latency_s=_NONE,
-    launch_s=_NONE,
-    kernel_s=_NONE,
-    token_s=_NONE,
-    hand_over_s=_NONE,
-    cpu_run_s=_NONE,
+    **{name: Figure(best=1.0) for name in Gpu.__annotations__ if name.endswith("_s")},
 )
 
 
@@ -83,7 +70,21 @@ class Inputs:
         size = workspace(self.model, self.pass_context, self.mode, self.num_sequences, budget)
         return replace(self, workspace=size)
 
+    @cached_property
+    def units(self) -> ExpertUnits | NeuronUnits:
+        """What is placed in each layer."""
+        kind = ExpertUnits if self.model.spec.has_experts else NeuronUnits
+        return kind(model=self.model, profile=self.profile)
+
     def pipeline(self) -> Pipeline:
+        """The placement problem of each GPU. Raises HotsplitError for several GPUs and groups of
+        layers that must be together."""
+        groups = self.model.spec.together(keys_on_host=self.kv_offload is not None)
+        if groups and len(self.budgets) > 1:
+            raise HotsplitError(
+                f"{self.paths[0]}: {len(self.budgets)} GPUs, but layers that {groups[0].reason} are"
+                " planned for one; give --vram-budget once"
+            )
         pairs = zip(self.gpus, self.budgets, strict=True)
         problems = tuple(build_problem(self, gpu, budget) for gpu, budget in pairs)
         for_host = self.host_budget - self.always_on_host
@@ -91,19 +92,8 @@ class Inputs:
         return Pipeline(
             problems=problems,
             need_bytes=0 if self.swapped_rows else need_bytes,
-            together=self._together,
+            together=tuple(group.layers for group in groups),
         )
-
-    @property
-    def _together(self) -> Groups:
-        """The groups of layers that a plan does not divide. Raises HotsplitError for several GPUs."""
-        groups = self.model.spec.together(keys_on_host=self.kv_offload is not None)
-        if groups and len(self.budgets) > 1:
-            raise HotsplitError(
-                f"{self.paths[0]}: {len(self.budgets)} GPUs, but layers that {groups[0].reason} are planned"
-                " for one; give --vram-budget once"
-            )
-        return tuple(group.layers for group in groups)
 
     @property
     def gpu_workspace(self) -> int:
@@ -113,7 +103,7 @@ class Inputs:
 
     @property
     def cache_types(self) -> CacheTypes:
-        return replace(CacheTypes.of(kv_kind(self.model)), selection=self.kv_offload)
+        return replace(CacheTypes.of(self.model.kv_kind), selection=self.kv_offload)
 
     @property
     def pass_context(self) -> int:
@@ -168,47 +158,40 @@ class Inputs:
         )
 
 
-def load_inputs(
-    *,
-    model: Path,
-    profile: Path | None,
-    machine: Path,
-    budgets: tuple[int, ...],
-    host_budget: int | None,
-    context_length: int | None,
-    mode: Mode | None,
-    workspace: Workspace,
-    neuron_cache: CacheOptions | None = None,
-    num_sequences: int = 1,
-    rope: tuple[str | None, float | None] = (None, None),
-    kv_offload: KeySelection | None = None,
-) -> Inputs:
+def load_inputs(config: SolveConfig, workspace: Workspace) -> Inputs:
     """Reads the files, then as `inputs_from`. Raises HotsplitError for files that do not belong
     together or lack something required."""
-    file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
-    if kv_offload is not None:
-        kv_offload.check_windows(model, file.spec)
-    if file.spec.has_experts:
-        _check_experts(file, mode, kv_offload)
-    elif neuron_cache is not None and mode == "dense":
+    mode, selection = config.mode, config.selection
+    model = with_rope_scaling(
+        ModelFile.load(config.model), config.rope_scaling, config.rope_scale, config.context_length
+    )
+    if selection is not None:
+        selection.check_windows(config.model, model.spec)
+    if model.spec.has_experts:
+        asked = {f"--mode {mode}": mode not in (None, "dense"), "--kv-offload": bool(selection)}
+        for option, is_asked in asked.items():
+            if is_asked:
+                model.refuse_chosen(f"plans with {option} are", "leave it out")
+    elif config.neuron_cache is not None and mode == "dense":
         raise HotsplitError(
             "--neuron-cache with --mode dense, which reads every neuron; wanted exact or predicted"
         )
-    elif neuron_cache is not None:
-        file.refuse_chosen("neuron caches are", "leave --neuron-cache out")
+    elif config.neuron_cache is not None:
+        model.refuse_chosen("neuron caches are", "leave --neuron-cache out")
+    cache = config.neuron_cache
     return inputs_from(
-        file,
-        profile_for(file, profile, mode),
-        load_machine(machine),
-        paths=(model, profile, machine),
-        budgets=budgets,
-        host_budget=host_budget,
-        context_length=context_length,
+        model,
+        profile_for(model, config.profile, mode),
+        load_machine(config.machine),
+        paths=(config.model, config.profile, config.machine),
+        budgets=config.budgets,
+        host_budget=config.host_budget_bytes,
+        context_length=config.context_length,
         mode=mode,
         workspace=workspace,
-        swapped_rows=0 if neuron_cache is None else swapped_rows(neuron_cache, file),
-        num_sequences=num_sequences,
-        kv_offload=kv_offload,
+        swapped_rows=0 if cache is None else swapped_rows(cache, model),
+        num_sequences=config.num_sequences,
+        kv_offload=selection,
     )
 
 
@@ -254,14 +237,6 @@ def swapped_rows(options: CacheOptions, model: ModelFile) -> int:
     number = options.of("experts" if model.spec.has_experts else "neurons").most_rows
     assert number is not None
     return number
-
-
-def _check_experts(model: ModelFile, mode: Mode | None, kv_offload: KeySelection | None) -> None:
-    """Raises HotsplitError for what plans of mixtures do not have yet."""
-    asked = {f"--mode {mode}": mode not in (None, "dense"), "--kv-offload": kv_offload is not None}
-    option = next((name for name, is_asked in asked.items() if is_asked), None)
-    if option is not None:
-        model.refuse_chosen(f"plans with {option} are", "leave it out")
 
 
 def _check_profile(inputs: Inputs) -> None:

@@ -27,19 +27,12 @@ import numpy as np
 
 from hotsplit.artifacts.machine_file import Gpu
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
-from hotsplit.costs.part_bytes import (
-    head_bytes,
-    is_expert,
-    is_predictor,
-    kv_read,
-    layer_tensors,
-    read_share,
-)
+from hotsplit.costs.part_bytes import head_bytes, is_expert, is_predictor, kv_read, read_share
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.problem_builder import cpu_seconds, head_seconds, token_seconds
-from hotsplit.solver.units import ExpertUnits, units_of
+from hotsplit.solver.units import ExpertUnits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +49,16 @@ class LayerSplit:
 def layer_split(inputs: Inputs) -> LayerSplit:
     """The split with the largest -ngl that fits."""
     num_layers = inputs.model.spec.num_layers
-    for first in range(num_layers + 1):
-        for has_head in (True, False) if first == 0 else (False,):
-            home = _homes(inputs, first, has_head)
-            if home is not None:
-                return LayerSplit(
-                    seconds=split_seconds(inputs, first, home, has_head),
-                    num_layers=num_layers - first,
-                    has_head=has_head,
-                    homes=tuple(home),
-                )
+    sizes = [kept_bytes(inputs, layer) for layer in range(num_layers)]
+    for first, has_head in [(0, True), *((first, False) for first in range(num_layers + 1))]:
+        home = _homes(inputs, sizes[first:] + [head_bytes(inputs.model)] * has_head)
+        if home is not None:
+            return LayerSplit(
+                seconds=split_seconds(inputs, first, home, has_head),
+                num_layers=num_layers - first,
+                has_head=has_head,
+                homes=tuple(home),
+            )
     raise AssertionError("a split without a layer on a GPU fits any budget")
 
 
@@ -84,7 +77,7 @@ def cpu_moe(inputs: Inputs) -> tuple[int, float] | None:
             return count, total
         experts = [
             (read_share(model, count, name), entry)
-            for name, entry in layer_tensors(model, count).items()
+            for name, entry in model.layer_tensors[count].items()
             if is_expert(name)
         ]
         room += sum(entry.num_bytes for _, entry in experts)
@@ -103,9 +96,14 @@ def on_gpu_seconds(inputs: Inputs) -> float:
 
 def _layer_seconds(inputs: Inputs, gpu: Gpu, layer: int) -> float:
     """Seconds of a layer that is wholly on a GPU."""
-    kernels = dense_kernels(inputs.model, layer, has_predictor=False) + DENSE_FFN_KERNELS
-    read = kv_read(inputs.model, layer, inputs.context_length) + _read_bytes(inputs, layer)
-    return gpu.kernels_seconds(kernels, read)
+    model = inputs.model
+    kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
+    read = sum(
+        read_share(model, layer, name) * entry.num_bytes
+        for name, entry in model.layer_tensors[layer].items()
+        if not is_predictor(name)
+    )
+    return gpu.kernels_seconds(kernels, kv_read(model, layer, inputs.context_length) + read)
 
 
 def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
@@ -115,7 +113,7 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
     before = [split.homes[0] if split.homes else 0] * (spec.num_layers - split.num_layers)
     home = [*before, *split.homes]
     home += home[-1:] * (spec.num_layers + 1 - len(home))
-    hot_LF = np.repeat(is_there_L[:, None], units_of(inputs).number, axis=1)
+    hot_LF = np.repeat(is_there_L[:, None], inputs.units.number, axis=1)
     return PipelinePlacement(
         placement=Placement(hot_LF=hot_LF, dense_L=is_there_L, head=split.has_head),
         home_I=np.array(home, np.int64),
@@ -125,13 +123,14 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
 def without_experts(inputs: Inputs) -> PipelinePlacement | None:
     """A plan of ours with everything but a mixture's experts on the GPUs, as llama.cpp's --cpu-moe has
     it; without the head if that does not fit. None if neither fits, and without experts."""
-    if not inputs.model.spec.has_experts:
+    units = inputs.units
+    if not isinstance(units, ExpertUnits):
         return None
+    is_dense_L = ~units.has_experts_L
+    sizes = [kept_bytes(inputs, layer, has_experts=False) for layer in range(len(is_dense_L))]
     for has_head in (True, False):
-        homes = _homes(inputs, 0, has_head, has_experts=False)
+        homes = _homes(inputs, sizes + [head_bytes(inputs.model)] * has_head)
         if homes is not None:
-            units = ExpertUnits(model=inputs.model, profile=inputs.profile)
-            is_dense_L = ~units.has_experts_L
             home = homes if has_head else [*homes, homes[-1]]
             return PipelinePlacement(
                 placement=Placement(
@@ -144,15 +143,9 @@ def without_experts(inputs: Inputs) -> PipelinePlacement | None:
     return None
 
 
-def _homes(
-    inputs: Inputs, first: int, has_head: bool, *, has_experts: bool = True
-) -> list[int] | None:
-    """The GPU of each layer from `first` on and, with `has_head`, of the head; None if they do not
-    fit."""
-    model, homes = inputs.model, list[int]()
-    layers = range(first, model.spec.num_layers)
-    sizes = [kept_bytes(inputs, layer, has_experts=has_experts) for layer in layers]
-    sizes += [head_bytes(model)] * has_head
+def _homes(inputs: Inputs, sizes: list[int]) -> list[int] | None:
+    """The GPU of each of these items, in order; None if they do not fit."""
+    homes = list[int]()
     gpu, room = -1, -1
     for size in sizes:
         while size > room:
@@ -171,7 +164,12 @@ def split_seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) 
     model, machine = inputs.model, inputs.machine
     total = token_seconds(model, machine) + sum(
         cpu_seconds(
-            model, machine, layer, kv_read(model, layer, inputs.context_length), "dense", _is_read
+            model,
+            machine,
+            layer,
+            kv_read(model, layer, inputs.context_length),
+            "dense",
+            lambda name: not is_predictor(name),
         )
         for layer in range(first)
     )
@@ -186,30 +184,11 @@ def split_seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) 
     return total + (inputs.gpus[homes[0]].cpu_run_s.median if homes and first > 0 else 0.0)
 
 
-def _weight_bytes(inputs: Inputs, layer: int, *, has_experts: bool) -> int:
-    """Bytes of a layer, without its predictor's."""
-    return sum(
-        entry.num_bytes
-        for name, entry in layer_tensors(inputs.model, layer).items()
-        if _is_read(name) and (has_experts or not is_expert(name))
-    )
-
-
 def kept_bytes(inputs: Inputs, layer: int, *, has_experts: bool = True) -> int:
-    """Bytes of a layer's weights, keys, values and states."""
-    kept = inputs.kv_bytes(layer) + inputs.state_bytes(layer)
-    return kept + _weight_bytes(inputs, layer, has_experts=has_experts)
-
-
-def _read_bytes(inputs: Inputs, layer: int) -> float:
-    """The bytes of a layer that a token reads."""
-    model, tensors = inputs.model, layer_tensors(inputs.model, layer)
-    return sum(
-        read_share(model, layer, name) * entry.num_bytes
-        for name, entry in tensors.items()
-        if _is_read(name)
+    """Bytes of a layer's keys, values, states, and weights without its predictor's."""
+    weights = sum(
+        entry.num_bytes
+        for name, entry in inputs.model.layer_tensors[layer].items()
+        if not is_predictor(name) and (has_experts or not is_expert(name))
     )
-
-
-def _is_read(name: str) -> bool:
-    return not is_predictor(name)
+    return weights + inputs.kv_bytes(layer) + inputs.state_bytes(layer)

@@ -23,14 +23,7 @@ from itertools import combinations
 
 import numpy as np
 
-from hotsplit.costs.part_bytes import (
-    head_bytes,
-    is_dense,
-    is_expert,
-    is_predictor,
-    layer_tensors,
-    read_share,
-)
+from hotsplit.costs.part_bytes import head_bytes, is_dense, is_expert, is_predictor, read_share
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import cpu_moe, kept_bytes, on_gpu_seconds, split_seconds
@@ -106,7 +99,7 @@ def _matrices(inputs: Inputs, layer: int) -> list[_Matrix]:
     """The matrices of a layer's neurons or experts."""
     model, gpu_s = inputs.model, 1e-9 / inputs.gpus[0].bandwidth_gb_per_s.median
     found: dict[str, _Matrix] = {}
-    for name, entry in layer_tensors(model, layer).items():
+    for name, entry in model.layer_tensors[layer].items():
         is_moved = is_expert(name) if model.spec.has_experts else not is_dense(name)
         if not is_moved or is_predictor(name):
             continue

@@ -12,7 +12,8 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Winner
 from hotsplit.errors import DoesNotFitError
 from hotsplit.solver.answer import Answer
-from hotsplit.solver.inputs import Inputs, Workspace
+from hotsplit.solver.config import SolveConfig
+from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Found, obvious_plans
 from hotsplit.solver.multi_gpu import (
     PipelinePlacement,
@@ -21,8 +22,7 @@ from hotsplit.solver.multi_gpu import (
     plan_seconds,
 )
 from hotsplit.solver.problem import Placement
-from hotsplit.solver.solve import SolveConfig, inputs_of, split_of
-from hotsplit.solver.units import units_of
+from hotsplit.solver.solve import split_of
 from hotsplit.system.sizes import format_bytes
 
 
@@ -77,14 +77,13 @@ def _times(figure: Figure, factor: float) -> Figure:
 
 def inputs_for(split: Split, config: SolveConfig, workspace: Workspace) -> Inputs:
     """The inputs of the files of `config` for the mode and the budgets of a plan made from them."""
-    inputs = inputs_of(replace(config, mode=split.mode), workspace)
+    inputs = load_inputs(replace(config, mode=split.mode), workspace)
     return replace(inputs, context_length=split.context_length, budgets=split.budgets)
 
 
 def placement_of(split: Split, inputs: Inputs) -> PipelinePlacement:
     """The plan's placement, with its neurons by rank."""
-    units = units_of(inputs)
-    hot_LF = np.stack([units.is_hot(layer, ids) for layer, ids in enumerate(split.hot)])
+    hot_LF = np.stack([inputs.units.is_hot(layer, ids) for layer, ids in enumerate(split.hot)])
     home = split.home or (0,) * (len(split.hot) + 1)
     return PipelinePlacement(
         placement=Placement(

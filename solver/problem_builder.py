@@ -3,7 +3,7 @@ docstring of `problem` defines them.
 
 Letters: L layers, F neurons of a layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING
@@ -16,21 +16,18 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.kernel_counts import ALL_GATES_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import (
     FLOAT_BYTES,
-    LayerBytes,
     down_kind,
     head_bytes,
     is_dense,
     is_predictor,
     kv_read,
     layer_bytes,
-    layer_tensors,
     outside_kind,
     outside_read,
     read_share,
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
-from hotsplit.model.spec import Attention, ModelSpec
 from hotsplit.solver.problem import Problem
 from hotsplit.solver.units import ExpertUnits, NeuronUnits
 
@@ -42,70 +39,56 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
     """The numbers of the problem with one GPU, with every byte count from `hotsplit.costs.part_bytes`.
 
     A token reads the keys and values of one of the texts that are computed at a time."""
-    model, machine, mode = inputs.model, inputs.machine, inputs.mode
-    gpu_s, spec = 1e-9 / gpu.bandwidth_gb_per_s.median, model.spec
-    layers = range(spec.num_layers)
-    sizes = [layer_bytes(model, layer) for layer in layers]
-    types, is_offloaded = inputs.cache_types, inputs.kv_offload is not None
-    read_kv_L = np.array([kv_read(model, layer, inputs.context_length, types) for layer in layers])
-    of_attention = [s.attention - s.head_norms * is_offloaded for s in sizes]
-    attend_s_L = np.zeros(spec.num_layers)
-    if is_offloaded:
-        attend_s_L += [
-            attend_seconds(attention, machine, gpu, read_kv) if attention else 0.0
-            for attention, read_kv in zip(
-                [x.attention for x in spec.layers], read_kv_L, strict=True
-            )
-        ]
-    has_predictor = runs_predictors(mode)
-    read_L = np.array(of_attention) + read_kv_L * (not is_offloaded)
-    if has_predictor:
-        read_L += np.array([s.predictor for s in sizes])
-    units = _experts(inputs) if spec.has_experts else _neurons(inputs, sizes)
-    saved_LF = np.cumsum(units.touched_LF, axis=1) * units.cpu_s_per_byte_L[:, None]
-    kernels_s = HOT_KERNELS * gpu.kernel_s.median
-    num_too_few_L = (saved_LF <= kernels_s + gpu.hand_over_s.median).sum(axis=1)
-    head = head_bytes(model)
-    head_cpu_s = head / machine.cpu_rate(model.tensors[model.head_name].kind)
-    token_s = token_seconds(model, machine)
-    options = {"has_predictor": has_predictor, "has_cache": not is_offloaded}
-    kernels_L = np.array([dense_kernels(model, layer, **options) for layer in layers])
+    model, machine, spec = inputs.model, inputs.machine, inputs.model.spec
+    has_predictor, is_offloaded = runs_predictors(inputs.mode), inputs.kv_offload is not None
 
     def is_read(name: str) -> bool:
         return is_dense(name) or (has_predictor and is_predictor(name))
 
+    dense_bytes, dense_gpu_s, dense_cpu_s = [], [], []
+    for layer, own in enumerate(spec.layers):
+        sizes = layer_bytes(model, layer)
+        read_kv = kv_read(model, layer, inputs.context_length, inputs.cache_types)
+        num_bytes = sizes.attention - sizes.head_norms * is_offloaded
+        num_bytes += sizes.predictor * has_predictor
+        kernels = dense_kernels(
+            model, layer, has_predictor=has_predictor, has_cache=not is_offloaded
+        )
+        gpu_s = gpu.kernels_seconds(kernels, num_bytes + read_kv * (not is_offloaded))
+        if is_offloaded and own.attention:  # the CPU attends
+            values = own.attention.query_size + own.attention.qkv_size
+            copies_s = FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.median
+            read_s = read_kv / (machine.costs.kv_gb_per_s.median * 1e9)
+            gpu_s += gpu.hand_over_s.median + copies_s + read_s
+        kept = 0 if is_offloaded else inputs.kv_bytes(layer)
+        dense_bytes.append(num_bytes + kept + inputs.state_bytes(layer))
+        dense_gpu_s.append(gpu_s)
+        dense_cpu_s.append(cpu_seconds(model, machine, layer, read_kv, inputs.mode, is_read))
+    units = _experts(inputs) if spec.has_experts else _neurons(inputs)
+    kernels_s = HOT_KERNELS * gpu.kernel_s.median
+    saved_LF = np.cumsum(units.touched_LF, axis=1) * units.cpu_s_per_byte_L[:, None]
+    num_too_few_L = (saved_LF <= kernels_s + gpu.hand_over_s.median).sum(axis=1)
+    # Layers that need all of their gates are on a GPU as a whole, with the kernels that they have more.
+    is_whole_L = np.array([layer.neurons.needs_all_gates for layer in spec.layers])
+    touched_L = np.maximum(1.0, units.touched_LF.sum(axis=1))
+    more_s_L = is_whole_L * ALL_GATES_KERNELS * gpu.kernel_s.median / touched_L
+    rate_L = np.array([gpu.neurons_rate(share) for share in units.read_share_L.tolist()])
+    head, token_s = head_bytes(model), token_seconds(model, machine)
     return Problem(
         order_LF=units.order_LF,
         touched_LF=units.touched_LF,
         neuron_bytes_L=units.bytes_L,
-        min_hot_L=np.clip(num_too_few_L + 1, units.least_L, units.most_L),
-        dense_bytes_L=np.array(
-            [
-                of_attention[layer]
-                + sizes[layer].predictor * has_predictor
-                + inputs.kv_bytes(layer) * (not is_offloaded)
-                + inputs.state_bytes(layer)
-                for layer in layers
-            ]
-        ),
-        dense_gpu_s_L=attend_s_L
-        + [
-            gpu.kernels_seconds(*pair)
-            for pair in zip(kernels_L.tolist(), read_L.tolist(), strict=True)
-        ],
-        dense_cpu_s_L=np.array(
-            [
-                cpu_seconds(model, machine, layer, read_kv_L[layer], mode, is_read)
-                for layer in layers
-            ]
-        ),
+        min_hot_L=np.clip(num_too_few_L + 1, units.least_L, units.touched_LF.shape[1]),
+        dense_bytes_L=np.array(dense_bytes),
+        dense_gpu_s_L=np.array(dense_gpu_s),
+        dense_cpu_s_L=np.array(dense_cpu_s),
         head_bytes=head,
         head_gpu_s=head_seconds(model, gpu) + token_s,
-        head_cpu_s=head_cpu_s + token_s,
+        head_cpu_s=head / machine.cpu_rate(model.tensors[model.head_name].kind) + token_s,
         workspace_bytes=inputs.gpu_workspace,
         budget_bytes=budget_bytes,
-        gpu_s_per_byte=gpu_s,
-        hot_s_per_byte_L=_hot_seconds(units, spec, gpu),
+        gpu_s_per_byte=1e-9 / gpu.bandwidth_gb_per_s.median,
+        hot_s_per_byte_L=units.read_more_L / rate_L + more_s_L,
         cpu_s_per_byte_L=units.cpu_s_per_byte_L,
         kernels_s=kernels_s,
         hand_over_s=gpu.hand_over_s.median,
@@ -116,9 +99,9 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Units:
-    """What is placed in each layer, hottest first, with the names of `Problem`. C_l is from `least_L`
-    to `most_L`; `read_share_L`: the share of what is there that a token reads on a GPU; `read_more_L`: the
+class _Placeable:
+    """What is placed in each layer, hottest first, with the names of `Problem`. C_l is at least
+    `least_L`; `read_share_L`: the share of what is there that a token reads on a GPU; `read_more_L`: the
     bytes of a whole layer that a token reads there, over those that it touches."""
 
     order_LF: np.ndarray
@@ -127,79 +110,71 @@ class _Units:
     cpu_s_per_byte_L: np.ndarray
     read_share_L: np.ndarray
     least_L: np.ndarray
-    most_L: np.ndarray
     read_more_L: np.ndarray
     rank_LTK: np.ndarray | None = None
 
 
-def _hot_seconds(units: _Units, spec: ModelSpec, gpu: Gpu) -> np.ndarray:
-    """A GPU's seconds for a touched byte of neurons. Layers that need all of their gates are there as a
-    whole, so theirs include the kernels that they have more."""
-    rate_L = np.array([gpu.neurons_rate(share) for share in units.read_share_L.tolist()])
-    is_whole_L = np.array([layer.neurons.needs_all_gates for layer in spec.layers])
-    touched_L = np.maximum(1.0, units.touched_LF.sum(axis=1))
-    more_s_L = is_whole_L * ALL_GATES_KERNELS * gpu.kernel_s.median / touched_L
-    return units.read_more_L / rate_L + more_s_L
-
-
-def _experts(inputs: "Inputs") -> _Units:
-    units = ExpertUnits(model=inputs.model, profile=inputs.profile)
-    num_layers = inputs.model.spec.num_layers
-    cpu_s_L = units.cpu_s_per_byte_L(inputs.machine)
-    return _Units(
+def _experts(inputs: "Inputs") -> _Placeable:
+    units = inputs.units
+    assert isinstance(units, ExpertUnits)
+    ones_L = np.ones(inputs.model.spec.num_layers)
+    return _Placeable(
         order_LF=units.order_LF,
         touched_LF=units.touched_LF,
         bytes_L=units.bytes_L,
-        cpu_s_per_byte_L=cpu_s_L,
-        read_share_L=np.ones(num_layers),  # of an expert that is read
+        cpu_s_per_byte_L=units.cpu_s_per_byte_L(inputs.machine),
+        read_share_L=ones_L,  # of an expert that is read
         least_L=np.where(units.has_experts_L, 1, units.number),
-        most_L=np.full(num_layers, units.number),
-        read_more_L=np.ones(num_layers),
+        read_more_L=ones_L,
         rank_LTK=units.rank_LTK,
     )
 
 
-def _neurons(inputs: "Inputs", sizes: Sequence[LayerBytes]) -> _Units:
+def _neurons(inputs: "Inputs") -> _Placeable:
     """Units of several neurons touch what these do together."""
-    model, machine, profile, mode = inputs.model, inputs.machine, inputs.profile, inputs.mode
-    units, row_L3 = (
-        NeuronUnits(model=model, profile=profile),
-        [(s.gate_row, s.up_row, s.down_row) for s in sizes],
-    )
-    layers, overfetch_L = range(model.spec.num_layers), overfetch(model, profile)
-    order_L = [units.order(layer) for layer in layers]
-    parts_L, share_2L = [], np.empty((2, len(layers)))
-    for layer in layers:
-        frequency_FM = profile.frequency_LF[layer][order_L[layer]]
-        if computes_all(mode):
+    model, machine, units = inputs.model, inputs.machine, inputs.units
+    assert isinstance(units, NeuronUnits)
+    overfetch_L, all_LF = overfetch(model, inputs.profile), inputs.profile.frequency_LF
+    touched_LF, cpu_s, sizes_L, read_L, order_LF = [], [], [], [], []
+    for layer, spec in enumerate(model.spec.layers):
+        order_FM, sizes = units.order(layer), layer_bytes(model, layer)
+        frequency_FM = all_LF[layer][order_FM]
+        if computes_all(inputs.mode):
             frequency_FM = np.ones_like(frequency_FM)
         named_FM = np.ones_like(frequency_FM)
-        if runs_predictors(mode):
+        if runs_predictors(inputs.mode):
             named_FM = np.minimum(1.0, frequency_FM * overfetch_L[layer])
-        shares = (named_FM, frequency_FM, frequency_FM)
-        parts_L.append(
-            [(share * size).sum(axis=1) for share, size in zip(shares, row_L3[layer], strict=True)]
+        gate_F = (named_FM * sizes.gate_row).sum(axis=1)
+        up_F = (frequency_FM * sizes.up_row).sum(axis=1)
+        down_F = (frequency_FM * sizes.down_row).sum(axis=1)
+        touched_F = gate_F + up_F + down_F
+        named, fired = float(named_FM.mean()), float(frequency_FM.mean())
+        gate_kind = model.entry(layer, f"{spec.neurons.gate_name}.weight").kind
+        up_kind = model.entry(layer, "ffn_up.weight").kind
+        seconds = (
+            gate_F.sum() / machine.cpu_rate(gate_kind, density=named)
+            + up_F.sum() / machine.cpu_rate(up_kind, density=fired)
+            + down_F.sum() / machine.cpu_rate(down_kind(model, layer), density=fired)
         )
-        share_2L[:, layer] = named_FM.mean(), frequency_FM.mean()
-    touched_LF = np.array([gate_F + up_F + down_F for gate_F, up_F, down_F in parts_L])
-    whole = np.array([[part_F.sum() for part_F in parts] for parts in parts_L]).T
-    cpu_s_L = _neuron_seconds(model, machine, share_2L, *whole)
-    touched_L = touched_LF.sum(axis=1)
-    none_s_L = np.full(len(touched_L), 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
-    size_L = np.array([order_FM.shape[1] for order_FM in order_L])
-    is_whole_L = np.array([layer.neurons.needs_all_gates for layer in model.spec.layers])
-    # A GPU reads all ups of a layer that needs all of its gates.
-    silent_ups_L = is_whole_L * np.array(row_L3)[:, 1] * size_L * units.number * (1 - share_2L[1])
-    read_L = touched_L + silent_ups_L
-    return _Units(
-        order_LF=np.array([order_FM[:, 0] for order_FM in order_L]),
-        touched_LF=touched_LF,
-        bytes_L=np.array([s.neuron for s in sizes]) * size_L,
-        cpu_s_per_byte_L=np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0),
-        read_share_L=read_L / (np.sum(row_L3, axis=1) * size_L * units.number),
-        least_L=np.where(is_whole_L, units.number, 1),
-        most_L=np.full(len(layers), units.number),
-        read_more_L=np.divide(read_L, touched_L, out=np.ones(len(layers)), where=touched_L > 0),
+        touched, read = touched_F.sum(), touched_F.sum()
+        if spec.neurons.needs_all_gates:  # a GPU reads all ups
+            read += sizes.up_row * order_FM.size * (1 - fired)
+        least_s = 1e-9 / machine.best_cpu_bandwidth_gb_per_s  # where nothing is touched
+        cpu_s.append(seconds / touched if touched > 0 else least_s)
+        sizes_L.append(sizes.neuron * order_FM.shape[1])
+        read_L.append((read / (sizes.neuron * order_FM.size), read / touched if touched else 1.0))
+        touched_LF.append(touched_F)
+        order_LF.append(order_FM[:, 0])
+    is_whole = [layer.neurons.needs_all_gates for layer in model.spec.layers]
+    read_share_L, read_more_L = np.array(read_L).T
+    return _Placeable(
+        order_LF=np.array(order_LF),
+        touched_LF=np.array(touched_LF),
+        bytes_L=np.array(sizes_L),
+        cpu_s_per_byte_L=np.array(cpu_s),
+        read_share_L=read_share_L,
+        least_L=np.where(is_whole, units.number, 1),
+        read_more_L=read_more_L,
     )
 
 
@@ -218,37 +193,6 @@ def head_seconds(model: ModelFile, gpu: Gpu) -> float:
     return gpu.kernels_seconds(HEAD_KERNELS, head_bytes(model)) + copy_s
 
 
-def attend_seconds(attention: Attention, machine: Machine, gpu: Gpu, kv_read: float) -> float:
-    """Seconds of a layer's attention on the CPU if its projections are on a GPU, with the hand-over
-    and the copies; `kv_read`: bytes of keys and values."""
-    values = attention.query_size + attention.qkv_size
-    copies_s = FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.median
-    return gpu.hand_over_s.median + copies_s + kv_read / (machine.costs.kv_gb_per_s.median * 1e9)
-
-
-def _neuron_seconds(
-    model: ModelFile,
-    machine: Machine,
-    share_2L: np.ndarray,
-    gate_L: np.ndarray,
-    up_L: np.ndarray,
-    down_L: np.ndarray,
-) -> np.ndarray:
-    """CPU seconds of these touched bytes, f64 [L]. `share_2L`: the share of neurons whose gate rows
-    are read, and the share whose up and down rows are."""
-    seconds = []
-    for layer in range(model.spec.num_layers):
-        tensors = layer_tensors(model, layer)
-        gate_kind = tensors[f"{model.spec.layers[layer].neurons.gate_name}.weight"].kind
-        named, fired = share_2L[:, layer].tolist()
-        gate = gate_L[layer] / machine.cpu_rate(gate_kind, density=named)
-        up = up_L[layer] / machine.cpu_rate(tensors["ffn_up.weight"].kind, density=fired)
-        seconds.append(
-            gate + up + down_L[layer] / machine.cpu_rate(down_kind(model, layer), density=fired)
-        )
-    return np.array(seconds)
-
-
 def cpu_seconds(
     model: ModelFile,
     machine: Machine,
@@ -262,7 +206,7 @@ def cpu_seconds(
     own = machine.costs.layer_s["predicted" if runs_predictors(mode) else "exact"].median
     tensors_s = (
         read_share(model, layer, name) * entry.num_bytes / machine.cpu_rate(entry.kind)
-        for name, entry in layer_tensors(model, layer).items()
+        for name, entry in model.layer_tensors[layer].items()
         if is_read(name)
     )
     return fsum([kv_read / (machine.costs.kv_gb_per_s.median * 1e9), own, *tensors_s])

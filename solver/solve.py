@@ -5,115 +5,28 @@ finds a plan, `verify` checks it, `advice` and `notes` comment on it, and this m
 
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from hotsplit.artifacts.data_sheets import is_named, load_machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import UNKNOWN, Split
 from hotsplit.costs.part_bytes import Items, placed_units
-from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.outputs import check_output
-from hotsplit.model.mode_quality import MAX_LOSS
-from hotsplit.model.modes import MODES, Mode
-from hotsplit.model.rope import check_scaling
-from hotsplit.options.engine_config import MAX_SEQUENCES
-from hotsplit.options.key_selection import KeySelection
-from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import Advice, advise
 from hotsplit.solver.assumed import profile_for
+from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.expert_notes import more_line, placed_line, why_line
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
 from hotsplit.solver.prompts import prompt_rates
-from hotsplit.solver.units import counted_layers, units_of
+from hotsplit.solver.units import counted_layers
 from hotsplit.solver.verify import verify
-from hotsplit.solver.with_cache import (
-    advice_line,
-    check_divided,
-    check_options,
-    cost_line,
-    planned_cache,
-)
+from hotsplit.solver.with_cache import advice_line, check_divided, cost_line, planned_cache
 
 COMPARED_S = 2.0  # time limit of the integer program for a plan that is only a comparison
-
-
-@dataclass(frozen=True, kw_only=True)
-class SolveConfig:
-    """Options of `hotsplit solve`."""
-
-    model: Path
-    profile: Path | None = None  # None: for a plan in which every neuron is computed
-    machine: Path
-    output: Path
-    vram_budget_bytes: int | tuple[int, ...]  # for the first GPU, or for each
-    host_budget_bytes: int | None = None  # None: the machine's main memory
-    context_length: int | None = None  # None: the model's, up to DEFAULT_CONTEXT
-    mode: Mode | None = None  # None: the fastest that costs at most `max_loss`
-    max_loss: float = MAX_LOSS  # of the perplexity, by the model file's record
-    time_limit_s: float = 10.0  # for the integer program, which ends before on most small models
-    neuron_cache: CacheOptions | None = None  # None: hot neurons stay as planned
-    num_sequences: int = 1  # texts at a time, each with a context of its own
-    rope_scaling: str | None = None  # as in EngineConfig: for a context above the trained one
-    rope_scale: float | None = None
-    kv_offload: str | None = None  # keys and values in main memory; "on", or sizes (key_selection)
-    force: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.budgets or min(*self.budgets, self.host_budget_bytes or 0) < 0:
-            raise HotsplitError(
-                f"budgets of {self.budgets} bytes on GPUs and {self.host_budget_bytes} in main"
-                " memory; wanted 0 or more"
-            )
-        if self.context_length is not None and self.context_length < 1:
-            raise HotsplitError(f"a context of {self.context_length} tokens; wanted 1 or more")
-        if not 1 <= self.num_sequences <= MAX_SEQUENCES:
-            raise HotsplitError(
-                f"a plan for {self.num_sequences} sequences; wanted 1 to {MAX_SEQUENCES}"
-            )
-        if self.mode is not None and self.mode not in MODES:
-            raise HotsplitError(f"mode {self.mode!r}; wanted one of {MODES}")
-        if not self.max_loss >= 0:
-            raise HotsplitError(f"max loss is {self.max_loss}; wanted 0 or more")
-        if not self.time_limit_s > 0:
-            raise HotsplitError(f"a time limit of {self.time_limit_s} s; wanted more than 0")
-        if self.output in self.inputs:
-            raise HotsplitError(f"{self.output}: is an input; give the plan another name")
-        check_scaling(self.rope_scaling, self.rope_scale)
-        self._check_cache()
-
-    def _check_cache(self) -> None:
-        """Raises HotsplitError for a neuron cache that these options rule out."""
-        if self.neuron_cache is None:
-            return
-        check_options(self.neuron_cache)
-        if len(self.budgets) > 1:
-            raise HotsplitError(
-                f"--neuron-cache with {len(self.budgets)} GPUs; it is planned for one: give"
-                " --vram-budget once, or leave --neuron-cache out"
-            )
-        if not any(self.budgets):
-            raise HotsplitError(
-                "--neuron-cache with a --vram-budget of 0; its slots are in the GPU's memory: give"
-                " it some, or leave --neuron-cache out"
-            )
-
-    @property
-    def inputs(self) -> tuple[Path, ...]:
-        """The files that are read."""
-        return tuple(p for p in (self.model, self.profile, self.machine) if p is not None)
-
-    @property
-    def selection(self) -> KeySelection | None:
-        return None if self.kv_offload is None else KeySelection.parse(self.kv_offload)
-
-    @property
-    def budgets(self) -> tuple[int, ...]:
-        budget = self.vram_budget_bytes
-        return budget if isinstance(budget, tuple) else (budget,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +67,7 @@ def solve(config: SolveConfig, workspace: Workspace) -> SolveReport:
     `workspace` counts the bytes of temporaries. Raises HotsplitError for files that do not belong
     together and for budgets too small; then nothing is written."""
     check_output(config.output, force=config.force, inputs=config.inputs)
-    inputs = inputs_of(config, workspace)
+    inputs = load_inputs(config, workspace)
     began = time.perf_counter()
     found = _find_as_asked(config, inputs, workspace)
     split = split_of(found, solve_s=time.perf_counter() - began)
@@ -178,23 +91,6 @@ def _find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace) ->
     return found
 
 
-def inputs_of(config: SolveConfig, workspace: Workspace) -> Inputs:
-    return load_inputs(
-        model=config.model,
-        profile=config.profile,
-        machine=config.machine,
-        budgets=config.budgets,
-        host_budget=config.host_budget_bytes,
-        context_length=config.context_length,
-        mode=config.mode,
-        workspace=workspace,
-        neuron_cache=config.neuron_cache,
-        num_sequences=config.num_sequences,
-        rope=(config.rope_scaling, config.rope_scale),
-        kv_offload=config.selection,
-    )
-
-
 def check(config: SolveConfig) -> Split:
     """Reads the plan at `output` again. Raises HotsplitError unless it is valid for these files,
     none of which has changed since."""
@@ -213,8 +109,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     placement, plan, spec = answer.placement, answer.plan, inputs.model.spec
     has_many = len(inputs.budgets) > 1
-    units = units_of(inputs)
-    hot = tuple(units.ids(layer, hot_F) for layer, hot_F in enumerate(placement.hot_LF))
+    hot = tuple(inputs.units.ids(layer, hot_F) for layer, hot_F in enumerate(placement.hot_LF))
     _, profile_path, machine_path = inputs.paths
     empty = Split(
         model_id=inputs.model.model_id,

@@ -13,12 +13,12 @@ from hotsplit.files.atomic import partial_file
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import advise
 from hotsplit.solver.answer import Answer
-from hotsplit.solver.inputs import Inputs, Workspace
+from hotsplit.solver.config import SolveConfig
+from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import allowed_modes, in_mode, obvious_plans
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import placement_bytes
-from hotsplit.solver.solve import SolveConfig, inputs_of
 
 FORMAT, VERSION = "hotsplit.sweep", 1
 TIME_LIMIT_S = 2.0  # for the integer program, at each budget
@@ -72,7 +72,7 @@ def sweep(
     and for fewer than two budgets."""
     if config.neuron_cache is not None:
         raise HotsplitError("a curve over budgets has no neuron cache: leave --neuron-cache out")
-    inputs = inputs_of(config, workspace)
+    inputs = load_inputs(config, workspace)
     if not inputs.machine.gpus:
         raise HotsplitError(f"{config.machine}: no GPU, so there is no curve over its memory")
     modes = [inputs.mode] if config.mode else allowed_modes(inputs, config.max_loss)[0]

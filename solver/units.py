@@ -7,7 +7,6 @@ Letters: L layers, F units (experts, or parts) of a layer, M neurons, T recorded
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +14,6 @@ from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.part_bytes import layer_units
-
-if TYPE_CHECKING:
-    from hotsplit.solver.inputs import Inputs
 
 
 def counted_layers(model: ModelFile) -> list[int]:
@@ -133,8 +129,3 @@ class NeuronUnits:
     def is_hot(self, layer: int, ids: np.ndarray) -> np.ndarray:
         """The units of a layer that a plan has on a GPU, by rank; bool [F]."""
         return np.isin(self.order(layer)[:, 0], ids)
-
-
-def units_of(inputs: "Inputs") -> ExpertUnits | NeuronUnits:
-    kind = ExpertUnits if inputs.model.spec.has_experts else NeuronUnits
-    return kind(model=inputs.model, profile=inputs.profile)

@@ -22,7 +22,6 @@ from hotsplit.costs.part_bytes import (
     is_predictor,
     kv_read,
     layer_bytes,
-    layer_tensors,
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import computes_all, runs_predictors
@@ -158,9 +157,7 @@ def _experts_seconds(
 ) -> float:
     """Seconds of a layer's experts: the mean over the recorded tokens of the slower side. Raises
     HotsplitError if there are too few hot ones."""
-    tensors = [
-        e for n, e in layer_tensors(model, layer).items() if "_exps" in n and not is_dense(n)
-    ]
+    tensors = [e for n, e in model.layer_tensors[layer].items() if "_exps" in n and not is_dense(n)]
     num_experts = model.spec.layers[layer].neurons.num_experts
     cold_s = sum(e.num_bytes / machine.cpu_rate(e.kind) for e in tensors) / num_experts
     id_TK, ids = profile.routing_LTK[layer], split.hot[layer]  # type: ignore[index]
@@ -214,7 +211,7 @@ def _dense_seconds(
     read_kv = kv_read(model, layer, split.context_length, types)
     read = {
         name: entry
-        for name, entry in layer_tensors(model, layer).items()
+        for name, entry in model.layer_tensors[layer].items()
         if is_dense(name) or (is_predictor(name) and runs_predictors(split.mode))
     }
     is_predicted = runs_predictors(split.mode)
@@ -242,7 +239,7 @@ def _neurons(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Expected bytes that a token touches of each neuron of a layer, and their seconds on the CPU:
     the seconds of all of them, divided in proportion to bytes; by id, f64 [F]."""
-    sizes, tensors = layer_bytes(model, layer), layer_tensors(model, layer)
+    sizes, tensors = layer_bytes(model, layer), model.layer_tensors[layer]
     gate_F, fired_F = _shares(split, model, profile, layer)
     touched_F = gate_F * sizes.gate_row + fired_F * (sizes.up_row + sizes.down_row)
     gate_kind = tensors[f"{model.spec.layers[layer].neurons.gate_name}.weight"].kind

@@ -8,8 +8,6 @@ use depends on the plan: the search ignores it and finds the fastest plan for th
 
 Letters: L layers, F neurons."""
 
-from dataclasses import fields
-
 import numpy as np
 
 from hotsplit.artifacts.cache_plan import CachePlan
@@ -24,30 +22,26 @@ from hotsplit.solver.inputs import Inputs, swapped_rows
 from hotsplit.solver.memories import Smallest, TooSmallError
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem import Placement
-from hotsplit.solver.units import ExpertUnits
 from hotsplit.system.sizes import format_bytes
 
 # Advice is given if the cache takes at most this share of the hot neurons' bytes on the GPU.
 SMALL_SHARE = 0.02
 
 
-def check_options(options: CacheOptions) -> None:
-    """Raises HotsplitError for options that a plan does not store."""
-    others = [
-        f"{field.name}={getattr(options, field.name):g}"
-        for field in fields(options)
-        if field.name != "most_rows" and getattr(options, field.name) != field.default
-    ]
-    if others:
-        raise HotsplitError(
-            f"--neuron-cache {','.join(others)}: a plan stores only most_rows; give other values to"
-            " the command that runs the plan"
-        )
-
-
 def check_host(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> None:
     """Raises TooSmallError if main memory does not hold this plan with its neuron cache."""
-    needed = sum(_host_bytes(inputs, placement).values())
+    items = plan_bytes(
+        held_in(inputs.model, inputs.mode),
+        context_length=inputs.context_length,
+        num_sequences=inputs.num_sequences,
+        num_hot=num_hot_of(inputs, placement),
+        dense_on_gpu=placement.dense_L.tolist(),
+        head_on_gpu=placement.head,
+        workspace=inputs.workspace,
+        neuron_cache=inputs.cache_size,
+        cache_types=inputs.cache_types,
+    )[1]
+    needed = sum(items.values())
     if needed > inputs.host_budget:
         raise TooSmallError(inputs, pipeline, Smallest(budgets=None, host=needed))
 
@@ -95,20 +89,25 @@ def advice_line(
     is free, and if no swap is expected to make a token faster, because no layer is divided or none
     waits for the CPU."""
     has_units = inputs.mode != "dense" or inputs.model.spec.has_experts
-    is_divided = cached_layers(inputs.model, placement).any()
-    if len(inputs.budgets) > 1 or not has_units or not is_divided:
+    is_cached_L = cached_layers(inputs.model, placement)
+    if len(inputs.budgets) > 1 or not has_units or not is_cached_L.any():
         return None
-    most_rows, packs_bits = (
-        swapped_rows(CacheOptions(), inputs.model),
-        not runs_predictors(inputs.mode),
+    size = CacheSize(
+        most_rows=swapped_rows(CacheOptions(), inputs.model),
+        packs_bits=not runs_predictors(inputs.mode),
     )
-    size = CacheSize(most_rows=most_rows, packs_bits=packs_bits)
     on_gpu = size.most_gpu_bytes(inputs.model)
     num_hot, dense = num_hot_of(inputs, placement), placement.dense_L.tolist()
     on_host = size.host_bytes(inputs.model, num_hot, dense)
     free = min(inputs.host_budget, inputs.machine.free_bytes) - sum(split.cpu_bytes.values())
-    is_small = on_gpu <= SMALL_SHARE * split.gpu_bytes["neurons"]
-    if not is_small or on_host > free or not _waits_for_cpu(inputs, pipeline, placement):
+    if on_gpu > SMALL_SHARE * split.gpu_bytes["neurons"] or on_host > free:
+        return None
+    # Do the cold neurons of a divided layer take longer than the hot ones?
+    problem = pipeline.model
+    hot_L = (problem.touched_LF * placement.hot_LF).sum(axis=1)
+    gpu_L = hot_L * problem.hot_s_per_byte_L + problem.kernels_s
+    cpu_L = (problem.touched_L - hot_L) * problem.cpu_s_per_byte_L + problem.hand_over_s
+    if not (is_cached_L & (cpu_L > gpu_L)).any():
         return None
     return (
         "there is room for a neuron cache, which helps where texts differ from the profile's:"
@@ -117,33 +116,7 @@ def advice_line(
     )
 
 
-def _waits_for_cpu(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> bool:
-    """True if the cold neurons of a divided layer are expected to take longer than the hot ones."""
-    problem, is_cached_L = pipeline.model, cached_layers(inputs.model, placement)
-    hot_L = (problem.touched_LF * placement.hot_LF).sum(axis=1)
-    gpu_L = hot_L * problem.hot_s_per_byte_L + problem.kernels_s
-    cpu_L = (problem.touched_L - hot_L) * problem.cpu_s_per_byte_L + problem.hand_over_s
-    return bool((is_cached_L & (cpu_L > gpu_L)).any())
-
-
 def num_hot_of(inputs: Inputs, placement: Placement) -> list[int]:
     """The hot neurons or experts of each layer, as a plan counts them."""
-    if not inputs.model.spec.has_experts:
-        found: list[int] = placement.num_hot_L.tolist()
-        return found
-    units = ExpertUnits(model=inputs.model, profile=inputs.profile)
+    units = inputs.units
     return [len(units.ids(layer, hot_F)) for layer, hot_F in enumerate(placement.hot_LF)]
-
-
-def _host_bytes(inputs: Inputs, placement: Placement) -> dict[str, int]:
-    return plan_bytes(
-        held_in(inputs.model, inputs.mode),
-        context_length=inputs.context_length,
-        num_sequences=inputs.num_sequences,
-        num_hot=num_hot_of(inputs, placement),
-        dense_on_gpu=placement.dense_L.tolist(),
-        head_on_gpu=placement.head,
-        workspace=inputs.workspace,
-        neuron_cache=inputs.cache_size,
-        cache_types=inputs.cache_types,
-    )[1]

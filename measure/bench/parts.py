@@ -18,7 +18,6 @@ from hotsplit.costs.part_bytes import (
     is_dense,
     is_predictor,
     layer_bytes,
-    layer_tensors,
     outside_read,
     state_bytes,
 )
@@ -168,7 +167,7 @@ def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
 def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
     """Adds norms and biases; leaves out those of predictors."""
     for layer, side in enumerate(sides.layers):
-        for name, entry in layer_tensors(engine.model, layer).items():
+        for name, entry in engine.model.layer_tensors[layer].items():
             if len(entry.shape) == 1 and not is_predictor(name):
                 found[OTHER, side] += entry.num_bytes
 
@@ -214,7 +213,7 @@ def _add_traffic(found: Bytes, steps: Steps) -> None:
 def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
     """Adds all projections and predictors in full."""
     for layer, side in enumerate(sides.layers):
-        for name, entry in layer_tensors(engine.model, layer).items():
+        for name, entry in engine.model.layer_tensors[layer].items():
             if len(entry.shape) == 2 and is_dense(name):
                 found[PROJECTIONS, side] += entry.num_bytes
             elif is_predictor(name) and runs_predictors(engine.mode):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import kv_kind
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.attention import KEY_NORM, QUERY_NORM
 from hotsplit.model.modes import Mode, computes_all
@@ -321,7 +320,7 @@ class Builder:
                 self.tables[block.window],
                 block.num_kv_heads,
                 block.head_dim,
-                self.cache_types or CacheTypes.of(kv_kind(self.model)),
+                self.cache_types or CacheTypes.of(self.model.kv_kind),
                 self.stores.on(self.placement.cache_device(index)).cache,
             )
         return self.caches[name]

@@ -14,7 +14,6 @@ from hotsplit.costs.part_bytes import (
     head_bytes,
     is_dense,
     layer_bytes,
-    layer_tensors,
     outside_of,
     placed_units,
     stored_neuron_bytes,
@@ -93,7 +92,7 @@ def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
     }
     parts = _PARTS | own
     found = dict.fromkeys((*spec.norms, "attention", "shared", *parts.values()), 0)
-    of_layer = layer_tensors(model, index)
+    of_layer = model.layer_tensors[index]
     for name, entry in of_layer.items():
         stem = name.partition(".")[0]
         part = parts.get(stem, stem if stem in spec.norms else "attention")

@@ -122,7 +122,7 @@ def _projected(p: Pass, index: int) -> PoolBytes:
 
 def _heads(p: Pass, a: Attention) -> PoolBytes:
     """The heads' output: on a GPU in the type of the cache."""
-    is_half = p.is_on_gpu and part_bytes.kv_kind(p.model) != "f32"
+    is_half = p.is_on_gpu and p.model.kv_kind != "f32"
     return p.floats(a.query_size / (2 if is_half else 1))
 
 
@@ -131,7 +131,7 @@ def _attend(p: Pass, a: Attention) -> PoolBytes:
     appended, gathered from blocks if there are several sequences, and unpacked; then the output."""
     if p.is_on_gpu:
         return _heads(p, a) * 2
-    tokens, context, is_f32 = p.num_tokens, p.context_length, part_bytes.kv_kind(p.model) == "f32"
+    tokens, context, is_f32 = p.num_tokens, p.context_length, p.model.kv_kind == "f32"
     seen = context if a.window is None else min(context, tokens + a.window - 1)
     appended = PoolBytes() if is_f32 else p.floats(a.key_size / 2) * 2
     layout = cache_layout(context, p.num_sequences, a.window)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import FLOAT_BYTES, layer_tensors, placed_units, tile_rows
+from hotsplit.costs.part_bytes import FLOAT_BYTES, placed_units, tile_rows
 from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
@@ -103,7 +103,7 @@ def _distinct_layers(p: Pass) -> list[int]:
     alike."""
     kinds: dict[object, int] = {}
     for index, layer in enumerate(p.spec.layers):
-        tensors = layer_tensors(p.model, index).items()
+        tensors = p.model.layer_tensors[index].items()
         hot = None if p.num_hot is None else p.num_hot[index]
         before = index and kept_norm(p, index - 1)
         kind = layer, hot, before, tuple((name, entry.kind) for name, entry in tensors)

@@ -37,6 +37,7 @@ from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.fullest import fullest_plan
+from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.mode_choice import find, obvious_plans
 from hotsplit.solver.multi_gpu import plan_is_feasible
@@ -249,20 +250,15 @@ def make_inputs(tmp_path, model, share) -> Inputs:
         tmp_path / "machine.json"
     )
     sizes = sum(bytes_on_one_side(model, 64, 0).values())
-    return load_inputs(
+    config = SolveConfig(
         model=model.path,
-        profile=None,
         machine=tmp_path / "machine.json",
-        budgets=(int(share * sizes) + (1 << 20),),
-        host_budget=None,
+        output=tmp_path / "plan",
+        vram_budget_bytes=int(share * sizes) + (1 << 20),
         context_length=64,
         mode="dense",
-        workspace=lambda *_: 1 << 20,
-        neuron_cache=None,
-        num_sequences=1,
-        rope=(None, None),
-        kv_offload=None,
     )
+    return load_inputs(config, lambda *_: 1 << 20)
 
 
 def test_tensors_that_nothing_reads_are_left_aside(tmp_path, shared):

@@ -456,7 +456,7 @@ def test_layers_that_choose_alike_are_priced_once(monkeypatch):
     assert np.array_equal(problem.least_split_s_LN, other.least_split_s_LN)
     assert np.array_equal(problem.hottest_s_2LN, other.hottest_s_2LN)
     experts.routing_LTK[1] = np.roll(experts.routing_LTK[0], 1, axis=0)
-    assert inputs.pipeline().model.twins == {0: 0, 1: 1}
+    assert dataclasses.replace(inputs).pipeline().model.twins == {0: 0, 1: 1}
 
 
 # ---- the length of a header ---------------------------------------------------------------------

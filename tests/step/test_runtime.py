@@ -13,7 +13,7 @@ from reference import Bounds, logits_ref, rel_error
 from hotsplit import Engine
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.cache_bytes import CacheSize
-from hotsplit.costs.part_bytes import ITEMS, kv_kind, plan_bytes
+from hotsplit.costs.part_bytes import ITEMS, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.options.cache_types import CacheTypes
@@ -57,7 +57,7 @@ def make_split(
         home=home or (),
         neuron_cache=cache and CacheSize(most_rows=cache.most_rows, packs_bits=is_exact),
         num_sequences=num_sequences,
-        cache_types=dataclasses.replace(CacheTypes.of(kv_kind(model)), selection=kv_offload),
+        cache_types=dataclasses.replace(CacheTypes.of(model.kv_kind), selection=kv_offload),
     )
     gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
     return Split(

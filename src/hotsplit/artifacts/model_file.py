@@ -281,6 +281,27 @@ class ModelFile:
         ]
         return max(kinds, key=kinds.count)
 
+    @cached_property
+    def kv_kind(self) -> str:
+        """Default type of the KV cache: f32 for a model file in f32, otherwise f16, which is
+        llama.cpp's default."""
+        kinds = {
+            self.entry(index, f"{name}.weight").kind
+            for index, layer in enumerate(self.spec.layers)
+            for name in layer.mixer.projections
+        }
+        return "f32" if kinds == {"f32"} else "f16"
+
+    @cached_property
+    def layer_tensors(self) -> list[dict[str, TensorEntry]]:
+        """The tensors of each layer by name within it; not to be changed."""
+        found: list[dict[str, TensorEntry]] = [{} for _ in self.spec.layers]
+        for name, entry in self.tensors.items():
+            if name.startswith("blk."):
+                _, layer, rest = name.split(".", 2)
+                found[int(layer)][rest] = entry
+        return found
+
     def entry(self, layer: int, name: str) -> TensorEntry:
         """A tensor of a layer by its name there."""
         return self.tensors[f"blk.{layer}.{name}"]

@@ -18,7 +18,6 @@ from hotsplit.costs.part_bytes import (
     ITEMS,
     Items,
     is_predictor,
-    kv_kind,
     most_units,
     placed_units,
     plan_bytes,
@@ -249,7 +248,7 @@ class Split(SplitKeys):
 
     def cache_types(self, model: ModelFile) -> CacheTypes:
         """How keys and values are stored under this plan, and which of them a token reads."""
-        return replace(CacheTypes.of(kv_kind(model)), selection=self.kv_offload)
+        return replace(CacheTypes.of(model.kv_kind), selection=self.kv_offload)
 
     def items_of_gpus(self, model: ModelFile) -> tuple[list[Items], Items]:
         """Itemised bytes of each GPU, and of the CPU, recomputed from the model file; only the

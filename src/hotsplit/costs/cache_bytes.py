@@ -12,7 +12,6 @@ from hotsplit.costs.part_bytes import (
     NUMBER_BYTES,
     is_expert,
     layer_bytes,
-    layer_tensors,
     most_units,
     placed_units,
 )
@@ -72,7 +71,7 @@ def _layout_bytes(model: ModelFile) -> int:
     and width of experts' matrices."""
     sizes: dict[tuple[str, int, str], int] = {}
     for layer in range(model.spec.num_layers):
-        for name, entry in layer_tensors(model, layer).items():
+        for name, entry in model.layer_tensors[layer].items():
             if not is_expert(name) or not name.endswith(".weight"):
                 continue
             forms, is_down = BY_NAME[entry.kind].forms, is_neuron_major(f"blk.{layer}.{name}")
@@ -85,9 +84,9 @@ def _layout_bytes(model: ModelFile) -> int:
 def _parts(model: ModelFile, layer: int) -> list[int]:
     """Bytes of each part of a neuron, its rows, then its biases, or of an expert."""
     if model.spec.has_experts:
-        number, tensors = model.spec.layers[layer].neurons.num_experts, layer_tensors(model, layer)
+        number, tensors = model.spec.layers[layer].neurons.num_experts, model.layer_tensors[layer]
         return [entry.num_bytes // number for name, entry in tensors.items() if is_expert(name)]
-    sizes, entries = layer_bytes(model, layer), layer_tensors(model, layer)
+    sizes, entries = layer_bytes(model, layer), model.layer_tensors[layer]
     names = model.spec.layers[layer].neurons.matrices
     rows = [entries[f"{name}.weight"].row_bytes for name in names]
     biases = [FLOAT_BYTES for name in names if f"{name}.bias" in entries]

@@ -68,12 +68,6 @@ class LayerBytes:
         return self.gate_row + self.up_row + self.down_row
 
 
-def layer_tensors(model: ModelFile, layer: int) -> dict[str, TensorEntry]:
-    """The tensors of a layer by name within it."""
-    prefix = f"blk.{layer}."
-    return {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
-
-
 _NEURONS = (
     "ffn_gate.",
     "ffn_up.",
@@ -108,7 +102,7 @@ def is_predictor(name: str) -> bool:
 
 def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
     """The exact bytes of a layer, from the tensor table of its model file."""
-    entries, neurons = layer_tensors(model, layer), model.spec.layers[layer].neurons
+    entries, neurons = model.layer_tensors[layer], model.spec.layers[layer].neurons
 
     def row(name: str) -> int:
         bias = FLOAT_BYTES if f"{name}.bias" in entries else 0
@@ -142,7 +136,7 @@ def placed_units(model: ModelFile, layer: int) -> tuple[int, int]:
     neurons = model.spec.layers[layer].neurons
     if not neurons.are_experts:
         return neurons.number, layer_bytes(model, layer).neuron
-    tensors = layer_tensors(model, layer)
+    tensors = model.layer_tensors[layer]
     total = sum(entry.num_bytes for name, entry in tensors.items() if is_expert(name))
     return neurons.num_experts, total // neurons.num_experts
 
@@ -150,7 +144,7 @@ def placed_units(model: ModelFile, layer: int) -> tuple[int, int]:
 def layer_units(model: ModelFile, layer: int, number: int) -> dict[str, float]:
     """Bytes of one expert of a layer by type or, without experts, of one of `number` equal parts
     of its neurons."""
-    entries, neurons = layer_tensors(model, layer), model.spec.layers[layer].neurons
+    entries, neurons = model.layer_tensors[layer], model.spec.layers[layer].neurons
     found: dict[str, float] = {}
     if neurons.num_experts > 1:
         for name, entry in entries.items():
@@ -184,7 +178,7 @@ def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
     names = (*neurons.matrices, neurons.down_name, f"{neurons.down_name}_t")
     return sum(
         entry.num_bytes
-        for name, entry in layer_tensors(model, layer).items()
+        for name, entry in model.layer_tensors[layer].items()
         if name.split(".")[0] in names and not is_dense(name)
     )
 
@@ -195,22 +189,11 @@ def down_kind(model: ModelFile, layer: int) -> str:
     That of a stock file is transposed at load, except where the CPU runs all of it in mode "dense"
     (`ModelFile.runs_as_it_is`). Float types are kept; block types become f16, because their blocks
     run along the other dimension."""
-    entries, name = layer_tensors(model, layer), model.spec.layers[layer].neurons.down_name
+    entries, name = model.layer_tensors[layer], model.spec.layers[layer].neurons.down_name
     if f"{name}_t.weight" in entries:
         return entries[f"{name}_t.weight"].kind
     kind = entries[f"{name}.weight"].kind
     return kind if model.runs_as_it_is else BY_NAME[kind].transposed
-
-
-def kv_kind(model: ModelFile) -> str:
-    """Default type of the KV cache: f32 for a model file in f32, otherwise f16, which is llama.cpp's
-    default."""
-    kinds = {
-        model.tensors[f"blk.{index}.{name}.weight"].kind
-        for index, layer in enumerate(model.spec.layers)
-        for name in layer.mixer.projections
-    }
-    return "f32" if kinds == {"f32"} else "f16"
 
 
 def kv_bytes(
@@ -218,7 +201,7 @@ def kv_bytes(
 ) -> int:
     """Bytes of the keys and values of so many positions that a layer stores, and of the tables that
     select keys; by default in the type `kv_kind`."""
-    types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
+    types, attention = types or CacheTypes.of(model.kv_kind), model.spec.layers[layer].attention
     if attention is None or layer not in model.spec.storing:
         return 0
     return attention.num_kv_heads * types.head_bytes(num_positions, attention.head_dim)
@@ -229,7 +212,7 @@ def kv_read(
 ) -> float:
     """Bytes of a layer's keys, values and tables that a token reads when half of the context is
     filled; of a recurrent state, those that it reads and those that it writes."""
-    types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
+    types, attention = types or CacheTypes.of(model.kv_kind), model.spec.layers[layer].attention
     if attention is None:
         return 2 * state_bytes(model, layer)
     positions = context_length / 2
