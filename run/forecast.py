@@ -26,13 +26,13 @@ from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import Source, look_at
 from hotsplit.run.stages import Job
 from hotsplit.runtime.step.workspace import workspace_bytes
-from hotsplit.solver.answer import Answer
 from hotsplit.solver.assumed import EXPONENT, assumed_experts, by_activation, every_neuron
 from hotsplit.solver.expert_notes import placed_line
 from hotsplit.solver.inputs import Inputs, inputs_from
 from hotsplit.solver.layer_split import cpu_moe, layer_split
 from hotsplit.solver.mode_choice import Found, find
 from hotsplit.solver.multi_gpu import PipelinePlacement, cpu_only_plan, plan_seconds, with_one_home
+from hotsplit.solver.optimise import Answer
 from hotsplit.solver.prediction import check_whole_host
 from hotsplit.solver.problem import on_one_device
 from hotsplit.solver.solve import split_of

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hotsplit.solver.answer import Answer
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement
-from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.problem import Placement, Problem, sets_seconds
 from hotsplit.system.sizes import format_bytes
 

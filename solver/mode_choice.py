@@ -13,12 +13,11 @@ import numpy as np
 from hotsplit.costs.default_mode import refusal, sparse_modes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
-from hotsplit.solver.answer import Answer
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.layer_split import as_plan, layer_split, without_experts
 from hotsplit.solver.memories import TooSmallError, check_budgets, least_of, too_small
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
-from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.with_cache import check_host
 
 Obvious = Literal["whole layers", "experts on the CPU"]

@@ -7,18 +7,23 @@ on from there where the model is small enough for it to finish (`integer_program
 for a mixture of experts, whose price (`replay`) is no linear program: there experts are exchanged.
 The fastest plan wins.
 
+Of layers that must be together (`ModelSpec.together`), the dense blocks are all on the GPU or all on the
+CPU. There are few such groups, so every choice of their sides is a problem of its own: blocks that are
+to stay on the CPU do not fit the budget, and those that are to be on the GPU cost more on the CPU than
+everything there. The least of the problems' bounds is one for all of them.
+
 The bound is the search's, which can be recomputed by adding up; where the integer program finished,
 it is HiGHS's, which is tighter for models of a few neurons."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
 
 import numpy as np
 
 from hotsplit.solver import replay
-from hotsplit.solver.answer import Answer, answer_of
 from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.integer_program import is_small, solve_program
 from hotsplit.solver.lagrangian import search
@@ -44,13 +49,58 @@ from hotsplit.solver.problem import (
     placement_seconds,
 )
 from hotsplit.solver.refine import fill
-from hotsplit.solver.together import find_undivided
 from hotsplit.system.sizes import format_bytes
 
 # Shares of the objective.
+OPTIMAL_GAP = 1e-3  # a plan with a smaller gap is called optimal
 PROVEN = 1e-6  # a smaller gap is below HiGHS's own tolerances
 CUT_GAP = 5e-4
 CUTS_S = 4.0  # time for rows of cuts; goes on until one row has a plan
+
+Status = Literal["optimal", "bounded", "time_limit", "cpu_only"]
+
+
+Status = Literal["optimal", "bounded", "time_limit", "cpu_only"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A plan, its seconds per token, and a lower bound on those of any placement.
+
+    Status: `cpu_only` (no budget holds anything, so there is no other plan), `optimal` (the bound
+    proves that no plan takes 0.1 % less), else `time_limit` (the search ended early, at its time
+    limit or at `beat_s` of find_plan) or `bounded` (it ended by itself); the bound always holds."""
+
+    status: Status
+    plan: PipelinePlacement
+    objective_s: float
+    bound_s: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def placement(self) -> Placement:
+        return self.plan.placement
+
+    @property
+    def gap(self) -> float:
+        return 1 - self.bound_s / self.objective_s
+
+
+def _answer(
+    pipeline: Pipeline,
+    status: Status,  # if the bound does not prove the plan to be optimal
+    plan: PipelinePlacement,
+    bound_s: float,
+    notes: tuple[str, ...] = (),
+) -> Answer:
+    """The answer with this plan and bound."""
+    seconds = plan_seconds(pipeline, plan)
+    assert bound_s <= seconds * (1 + 1e-9), (bound_s, seconds)
+    answer = Answer(
+        status=status, plan=plan, objective_s=seconds, bound_s=min(bound_s, seconds), notes=notes
+    )
+    is_optimal = status != "cpu_only" and answer.gap <= OPTIMAL_GAP
+    return replace(answer, status="optimal") if is_optimal else answer
 
 
 def find_plan(
@@ -66,48 +116,75 @@ def find_plan(
     is left out. The limit is for each choice of the sides of groups.
 
     None if no plan fits all memories."""
-
-    if pipeline.together and pipeline.need_bytes > 0:  # few undivided plans may hold that
+    if not pipeline.together:
+        return _find(pipeline, time_limit_s, known, beat_s)
+    assert pipeline.num_gpus == 1, "Inputs.pipeline refuses others"
+    if pipeline.need_bytes > 0:  # few undivided plans may hold that
         known = [*known, fullest_plan(pipeline)]
-    return find_undivided(pipeline, partial(_find, time_limit_s, known), beat_s)
+    most_s = 2 * plan_seconds(pipeline, cpu_only_plan(pipeline))
+    best: Answer | None = None
+    bounds = []
+    groups = [list(group) for group in pipeline.together]
+    for on_gpu in product((False, True), repeat=len(groups)):
+        problem = pipeline.model
+        bytes_L, cpu_s_L = problem.dense_bytes_L.copy(), problem.dense_cpu_s_L.copy()
+        for group, is_on_gpu in zip(groups, on_gpu, strict=True):
+            if is_on_gpu:
+                cpu_s_L[group] += most_s
+            else:
+                bytes_L[group] += problem.budget_bytes + 1
+        sides = replace(problem, dense_bytes_L=bytes_L, dense_cpu_s_L=cpu_s_L)
+        chosen = replace(pipeline, problems=(sides,), together=())
+        answer = _find(chosen, time_limit_s, known, beat_s)
+        if answer is None:
+            continue
+        bounds.append(answer.bound_s)
+        dense_L, pairs = answer.placement.dense_L, zip(groups, on_gpu, strict=True)
+        are_kept = all((dense_L[group] == is_on_gpu).all() for group, is_on_gpu in pairs)
+        if are_kept and (best is None or answer.objective_s < best.objective_s):
+            best, beat_s = answer, min(beat_s, answer.objective_s)
+    if best is None:
+        return None
+    status = "bounded" if best.status == "optimal" else best.status
+    return _answer(pipeline, status, best.plan, min(bounds), best.notes)
 
 
 def _find(
-    time_limit_s: float, known: Sequence[PipelinePlacement], pipeline: Pipeline, beat_s: float
+    pipeline: Pipeline, time_limit_s: float, known: Sequence[PipelinePlacement], beat_s: float
 ) -> Answer | None:
     """`find_plan` without groups of layers."""
     nothing = cpu_only_plan(pipeline)
     if all(p.budget_bytes < p.minimum_bytes for p in pipeline.problems):
         if pipeline.need_bytes > 0:
             return None
-        bound_s = plan_seconds(pipeline, nothing)
-        return answer_of(pipeline, "cpu_only", nothing, bound_s)
+        return _answer(pipeline, "cpu_only", nothing, plan_seconds(pipeline, nothing))
     fullest = fullest_plan(pipeline) if pipeline.need_bytes > 0 else nothing
     if not plan_is_feasible(pipeline, fullest):
         # The sums are exact. They take 0.1 s for a 7B shape; a search that finds no plan takes 90 s.
         return None
     plans, bound_s = _start(pipeline)
-    start = _fastest(pipeline, [*_whole_plans(pipeline), *plans, *known])
-    start = fullest if start is None else start  # the memories are almost full
-    start_s = plan_seconds(pipeline, start)
+    best = _fastest(pipeline, [*_whole_plans(pipeline), *plans, *known])
+    best = fullest if best is None else best  # the memories are almost full
+    best_s = plan_seconds(pipeline, best)
     if bound_s >= beat_s:
-        return answer_of(pipeline, "time_limit", start, bound_s)
-    if pipeline.model.rank_LTK is not None:
-        if bound_s < start_s * (1 - PROVEN):
-            start = _polished(pipeline, start)
-        return answer_of(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
-    if not time_limit_s or not is_small(pipeline) or bound_s >= start_s * (1 - PROVEN):
-        return answer_of(pipeline, "bounded", start, bound_s, _memory_notes(pipeline, start))
-    solved = solve_program(pipeline, start=start, time_limit_s=time_limit_s)
-    assert solved.plan is not None
-    best = _fastest(pipeline, [start, solved.plan])
-    assert best is not None
-    bound_s = min(max(bound_s, solved.bound_s), plan_seconds(pipeline, best))
-    notes = _memory_notes(pipeline, best)
-    if solved.status == "time_limit":
-        notes = (*notes, f"the integer program was stopped after {time_limit_s:.1f} s")
-        return answer_of(pipeline, "time_limit", best, bound_s, notes)
-    return answer_of(pipeline, "bounded", best, bound_s, notes)
+        return _answer(pipeline, "time_limit", best, bound_s)
+    status: Status = "bounded"
+    notes: tuple[str, ...] = ()
+    if bound_s >= best_s * (1 - PROVEN):
+        pass
+    elif pipeline.model.rank_LTK is not None:
+        best = _polished(pipeline, best)
+    elif time_limit_s and is_small(pipeline):
+        solved = solve_program(pipeline, start=best, time_limit_s=time_limit_s)
+        assert solved.plan is not None
+        fastest = _fastest(pipeline, [best, solved.plan])
+        assert fastest is not None
+        best = fastest
+        bound_s = min(max(bound_s, solved.bound_s), plan_seconds(pipeline, best))
+        if solved.status == "time_limit":
+            status = "time_limit"
+            notes = (f"the integer program was stopped after {time_limit_s:.1f} s",)
+    return _answer(pipeline, status, best, bound_s, (*_memory_notes(pipeline, best), *notes))
 
 
 def _polished(pipeline: Pipeline, plan: PipelinePlacement) -> PipelinePlacement:
@@ -133,14 +210,10 @@ def _whole_plans(pipeline: Pipeline) -> list[PipelinePlacement]:
     ]
 
 
-def _is_whole(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
-    return sum(bytes_of_gpus(pipeline, plan)) == pipeline.model.placeable_bytes
-
-
 def _memory_notes(pipeline: Pipeline, plan: PipelinePlacement) -> tuple[str, ...]:
     """Notes on a plan with nothing on a GPU or with everything there, and on one that leaves out
     what would fit."""
-    if _is_whole(pipeline, plan):
+    if sum(bytes_of_gpus(pipeline, plan)) == pipeline.model.placeable_bytes:
         size = sum(
             placement_bytes(problem, plan.on_gpu(gpu))
             for gpu, problem in enumerate(pipeline.problems)
@@ -173,33 +246,26 @@ def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
 
 def _start_run(problem: Problem) -> tuple[list[Placement], float]:
     """Good placements for one GPU, and a bound."""
-    if problem.num_layers == 0:
-        return _head_alone(problem)
+    if problem.num_layers == 0:  # the head or nothing
+        both = [on_one_device(problem, gpu=on) for on in (False, True)]
+        fitting = both[: 1 + (0 < problem.head_bytes <= problem.room_bytes)]
+        return fitting, min(placement_seconds(problem, placement) for placement in fitting)
     found = search(problem)
-    placements = [] if found.placement is None else [found.placement]
+    if found.placement is None:
+        return [], found.bound_s
+    placements = [found.placement]
     if problem.replayed and problem.need_bytes == 0:
-        placements += [_hottest_first(problem, placement) for placement in placements]
+        # The same dense blocks and head, and the experts that save most seconds per byte: the bound's
+        # numbers of experts jump where its lines meet, and distribute them up to 0.5 % worse.
+        none = replace(found.placement, hot_LF=np.zeros_like(found.placement.hot_LF))
+        num_hot_L = fill(
+            problem,
+            num_hot_L=none.num_hot_L,
+            dense_L=none.dense_L,
+            room_bytes=problem.room_bytes - held_bytes(problem, none),
+        )
+        placements.append(of_counts(problem, num_hot_L, none.dense_L, none.head))
     return placements, found.bound_s
-
-
-def _hottest_first(problem: Problem, placement: Placement) -> Placement:
-    """The same dense blocks and head, and the experts that save most seconds per byte: the bound's
-    numbers of experts jump where its lines meet, and distribute them up to 0.5 % worse."""
-    none = replace(placement, hot_LF=np.zeros_like(placement.hot_LF))
-    num_hot_L = fill(
-        problem,
-        num_hot_L=none.num_hot_L,
-        dense_L=placement.dense_L,
-        room_bytes=problem.room_bytes - held_bytes(problem, none),
-    )
-    return of_counts(problem, num_hot_L, placement.dense_L, placement.head)
-
-
-def _head_alone(problem: Problem) -> tuple[list[Placement], float]:
-    """Placements of a run without layers, which has the head or nothing, and their bound."""
-    both = [on_one_device(problem, gpu=on) for on in (False, True)]
-    fitting = [both[0]] + both[1:] * (0 < problem.head_bytes <= problem.room_bytes)
-    return fitting, min(placement_seconds(problem, placement) for placement in fitting)
 
 
 def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
@@ -276,7 +342,9 @@ def _with_more(
     for gpu, (held, more) in enumerate(zip(bytes_of_gpus(pipeline, plan), more_K, strict=True)):
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
         if more == 0:
-            parts.append(_part(plan.on_gpu(gpu), start, stop))
+            own = plan.on_gpu(gpu)
+            hot_LF, dense_L = own.hot_LF[start:stop], own.dense_L[start:stop]
+            parts.append(Placement(hot_LF=hot_LF, dense_L=dense_L, head=own.head))
             continue
         run = pipeline.run(gpu, start, stop, need_bytes=held + more)
         fastest = _fastest_run(run, _start_run(run)[0])
@@ -285,13 +353,6 @@ def _with_more(
         parts.append(fastest)
     found = joined(pipeline, cut_K, parts)
     return found if plan_is_feasible(pipeline, found) else None
-
-
-def _part(placement: Placement, start: int, stop: int) -> Placement:
-    part = slice(start, stop)
-    return Placement(
-        hot_LF=placement.hot_LF[part], dense_L=placement.dense_L[part], head=placement.head
-    )
 
 
 def _fastest(pipeline: Pipeline, plans: list[PipelinePlacement]) -> PipelinePlacement | None:

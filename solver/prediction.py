@@ -11,7 +11,6 @@ from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Winner
 from hotsplit.errors import DoesNotFitError
-from hotsplit.solver.answer import Answer
 from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Found, obvious_plans
@@ -21,6 +20,7 @@ from hotsplit.solver.multi_gpu import (
     plan_is_feasible,
     plan_seconds,
 )
+from hotsplit.solver.optimise import Answer
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.solve import split_of
 from hotsplit.system.sizes import format_bytes

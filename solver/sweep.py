@@ -12,12 +12,11 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import advise
-from hotsplit.solver.answer import Answer
 from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import allowed_modes, in_mode, obvious_plans
 from hotsplit.solver.multi_gpu import Pipeline
-from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.problem import placement_bytes
 
 FORMAT, VERSION = "hotsplit.sweep", 1

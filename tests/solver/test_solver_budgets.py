@@ -19,10 +19,9 @@ from models import (
 from test_solver import CLOSE, CONTEXT, HIGHS, brute_force, by_hand, whole_plan
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.solver.answer import OPTIMAL_GAP, Answer
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, plan_is_feasible, plan_seconds
-from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.optimise import OPTIMAL_GAP, Answer, find_plan
 from hotsplit.solver.problem import on_one_device, placement_seconds
 from hotsplit.solver.solve import SolveConfig, solve
 
