@@ -33,6 +33,10 @@ from serve_client import (
     request_bytes,
 )
 
+from hotsplit.serve.chat_requests import ChatBody
+from hotsplit.serve.responses_requests import ResponsesBody
+from hotsplit.serve.text_requests import CompletionBody
+
 AT_ONCE = 8
 HANG_S = 30.0
 MAX_BODY = 1 << 20
@@ -64,6 +68,7 @@ HONEST: dict[str, Any] = {
     "samplers": ["dry", "top_k", "xtc"],
 }
 TEXT = {key: HONEST[key] for key in ("max_tokens", "temperature", "seed", "stop", "stream")}
+FIELDS = sorted(ChatBody.model_fields | CompletionBody.model_fields | ResponsesBody.model_fields)
 HONEST_BY_PATH: dict[str, dict[str, Any]] = {
     CHAT: HONEST,
     COMPLETE: {**TEXT, "prompt": ["Hello", "there"], "logprobs": 2, "echo": False, "n": 1},
@@ -242,7 +247,7 @@ def replaced(draw: random.Random) -> Case:
 def _replace(value: Any, draw: random.Random) -> None:
     while True:
         if isinstance(value, dict):
-            key: Any = draw.choice([*value, draw.choice(FIELDS)])
+            key: Any = draw.choice([*value, draw.choice([*FIELDS, "__class__"])])
         elif isinstance(value, list) and value:
             key = draw.randrange(len(value))
         else:
@@ -252,35 +257,6 @@ def _replace(value: Any, draw: random.Random) -> None:
             value[key] = copy.deepcopy(draw.choice(JUNK))
             return
         value = inner
-
-
-FIELDS = (
-    "prompt",
-    "content",
-    "tokens",
-    "input",
-    "tools",
-    "tool_choice",
-    "grammar",
-    "json_schema",
-    "response_format",
-    "min_p",
-    "mirostat",
-    "dry_sequence_breakers",
-    "samplers",
-    "timeout",
-    "chat_template",
-    "chat_template_kwargs",
-    "echo",
-    "best_of",
-    "suffix",
-    "stream_options",
-    "__class__",
-    "max_completion_tokens",
-    "add_generation_prompt",
-    "instructions",
-    "previous_response_id",
-)
 
 
 def no_json(draw: random.Random) -> Case:

@@ -395,15 +395,6 @@ def test_an_echo_is_the_prompts_text_and_is_streamed(served):
     assert sum((each["text_offset"] for each in several), []) == offsets
 
 
-def test_completions_with_logprobs(served):
-    body = {"prompt": "Once upon", "max_tokens": 6, "temperature": 0, "logprobs": 2}
-    _, answer = served.ask("/v1/completions", body)
-    found = answer["choices"][0]["logprobs"]
-    assert "".join(found["tokens"]) == answer["choices"][0]["text"]
-    assert len(found["token_logprobs"]) == 6 and all(len(top) == 2 for top in found["top_logprobs"])
-    assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
-
-
 def test_responses_by_openais_client(client, engine):
     answer = client.responses.create(
         model="any", input="Hello", instructions="Be brief", max_output_tokens=8, temperature=0

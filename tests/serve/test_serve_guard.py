@@ -22,7 +22,6 @@ from scripted_server import page_policy
 
 from hotsplit.errors import HotsplitError
 from hotsplit.serve import connections
-from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.app import ROUTES, app_of
 from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.connections import connection_class
@@ -581,11 +580,6 @@ def test_without_the_packages_the_command_says_which():
     )
     done = run_python(probe)
     assert done.returncode == 1 and "needs the package starlette: pip install " in done.stderr
-
-
-def test_api_errors_are_openais():
-    error = ApiError(400, "m", param="p", code="c").body()["error"]
-    assert error == {"message": "m", "type": "invalid_request_error", "param": "p", "code": "c"}
 
 
 def test_a_late_answer_names_what_set_its_deadline():

@@ -444,14 +444,6 @@ def test_the_thread_sleeps_when_there_is_nothing_to_do_and_wakes(bench):
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(
-    "a, b, count",
-    [([], [1], 0), ([1], [1], 1), ([1, 2], [1, 3], 1), ([2], [1], 0), ([1, 2, 3], [1, 2], 2)],
-)
-def test_the_length_of_a_common_prefix(a, b, count):
-    assert common(a, b) == count == common(b, a)
-
-
 def test_the_length_of_random_common_prefixes():
     chance = random.Random(0)
     for _ in range(300):

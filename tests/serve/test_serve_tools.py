@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 from chat_templates import TEMPLATES
-from paths import ROOT
 from serving import TOKENIZER, TOOL
 from tokenizers import Tokenizer
 from tool_templates import CALL_TEMPLATES
@@ -452,67 +451,32 @@ def test_values_between_tags_have_the_types_of_the_schema(schema, text, value):
 
 # ---- random answers ------------------------------------------------------------------------------
 
+_MARKS = """
+<tool_call> </tool_call> <function=f> <parameter=a> </parameter> </function> [TOOL_CALLS]
+[ARGS] f [ ] { } , : 1 1e999 NaN null ; <|tool_call|> <|python_tag|> ``` <|channel|>
+<|message|> <|end|> <|start|>assistant analysis commentary <think> </think> <|tool_call>
+<tool_call|> call:f{ <|channel> <channel|> <arg_key> </arg_key> <|START_ACTION|>
+<|END_ACTION|> [THINK] <|START_RESPONSE|> <|END_RESPONSE|>
+"""
 PIECES = [
-    "<tool_call>",
-    "</tool_call>",
-    "<function=f>",
-    "<parameter=a>",
-    "</parameter>",
-    "</function>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "f",
-    "[",
-    "]",
-    "{",
-    "}",
+    *_MARKS.split(),
     '"',
     "\\",
-    ",",
-    ":",
     '{"name": "f", ',
     "\n",
     '"arguments": {"a": "',
     '"parameters": ',
-    "1",
-    "1e999",
-    "NaN",
-    "null",
     " ",
-    ";",
-    "<|tool_call|>",
-    "<|python_tag|>",
     BEGIN,
     END,
     CALL,
     CALL_END,
     SEP,
     "```json\n",
-    "```",
-    "<|channel|>",
     "\ufffd",
-    "<|message|>",
-    "<|end|>",
-    "<|start|>assistant",
-    "analysis",
-    "commentary",
     " to=functions.f",
     "é",
-    "<think>",
-    "</think>",
-    "<|tool_call>",
-    "<tool_call|>",
-    "call:f{",
-    "<|channel>",
-    "<channel|>",
     "thought\n",
-    "<arg_key>",
-    "</arg_key>",
-    "<|START_ACTION|>",
-    "<|END_ACTION|>",
-    "[THINK]",
-    "<|START_RESPONSE|>",
-    "<|END_RESPONSE|>",
 ]
 
 
@@ -597,12 +561,6 @@ def test_random_calls_are_read_back(name):
             "</parameter>|<parameter=", json.dumps(calls)
         ):  # without schemas, only names are certain
             assert [call[0] for call in read] == [call["name"] for call in calls], text
-
-
-def test_a_wrong_split_is_noticed():
-    output = output_of(syntax("Hermes"), hermes(ONE), 3)
-    output.parts.pop()
-    assert "".join(part.text for part in output.parts) != hermes(ONE)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -712,15 +670,6 @@ def test_tools_where_roles_alternate_and_there_is_no_system(process):
     assert call.count("<tool_call>") == 2 and result.index("r0") < result.index("r1")
 
 
-def test_the_smollm2_template_has_no_tools():
-    path = ROOT / "build" / "smollm2" / "q8_0.gguf"
-    if not path.exists():
-        pytest.skip("no SmolLM2: make smollm2")
-    from hotsplit.artifacts.model_file import TEMPLATE_KEY, ModelFile
-
-    assert format_of(ModelFile.load(path).text(TEMPLATE_KEY)).describes_tools
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_calls_as_content_are_written_as_the_model_writes_them(name):
     calls = [ONE] if name == "gpt-oss" else [ONE, TWO, TAGS]
@@ -822,11 +771,3 @@ def test_reasoning_is_separated_from_content(text, is_open, reasoning, content, 
     assert "".join(part.text for part in found.parts) == text
     plain = output_of(Syntax(), text, size)
     assert (plain.reasoning, plain.content) == ("", text)
-
-
-@pytest.mark.parametrize("size", [1, 1000])
-def test_reasoning_before_calls(size):
-    text = "<think>hm</think>\n\n" + hermes(ONE)
-    found = output_of(syntax("Hermes"), text, size)
-    assert (found.reasoning, found.content) == ("hm", "")
-    assert [call.name for call in found.calls] == ["f"]

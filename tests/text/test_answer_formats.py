@@ -126,14 +126,6 @@ def test_a_wrong_description_is_noticed(fault, process):
     assert whole == text and tuple(found) != wanted
 
 
-def test_a_reader_that_drops_a_character_is_noticed(process, monkeypatch):
-    known, opened, text, _ = case_of("Gemma 4", "both", process)
-    reader = AnswerReader(known, rules=RULES, opened=opened)
-    was_push = reader.push
-    monkeypatch.setattr(reader, "push", lambda piece: was_push(piece)[:1])
-    assert read(reader, [text])[-1] != text
-
-
 # ---- reasoning -----------------------------------------------------------------------------------
 
 

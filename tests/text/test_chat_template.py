@@ -242,6 +242,9 @@ HOSTILE = {
     "syntax": "{% for %}",
     "lines": "{{ raise_exception('a\\nb\\n' * 1000) }}",
     "no text": "{{ raise_exception(none) }}",
+    "division": "{{ 1 / 0 }}",
+    "sum": "{{ 1 + 'a' }}",
+    "no key": "{{ '%(q)s' % {} }}",
 }
 
 
@@ -253,7 +256,7 @@ def test_a_hostile_template_gives_one_line(name, process):
         template(HOSTILE[name], process).render([USER])
     assert time.perf_counter() - began < 5
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 450
-    assert str(refusal.value).startswith("it ")
+    assert str(refusal.value).startswith("it ") and "Error" not in str(refusal.value)
     assert template(CHATML, process).render([USER]).startswith("<|im_start|>user")
 
 
@@ -471,24 +474,6 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path):
     own.write_bytes(b"\xff")
     with pytest.raises(HotsplitError, match="cannot be read as text"):
         chat_template_of(model, codec, str(own))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{% include '/etc/passwd' %}",
-        "{% for i in range(999999999) %}{% endfor %}",
-        "{{ 1 / 0 }}",
-        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
-        "{{ 1 + 'a' }}",
-        "{{ '%(q)s' % {} }}",
-    ],
-)
-def test_pythons_names_of_errors_are_not_shown(text, process):
-    with pytest.raises(HotsplitError) as refused:
-        template(text, process).render(MESSAGES["one"])
-    assert "Error" not in str(refused.value), refused.value
-    assert "with these messages: " in str(refused.value)
 
 
 @pytest.mark.parametrize(

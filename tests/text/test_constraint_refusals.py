@@ -73,25 +73,11 @@ REGEX_REFUSALS = {
     "": "is empty",
     "a\0": "zero byte",
 }
-UNENFORCED = [
-    "not",
-    "if",
-    "then",
-    "else",
-    "uniqueItems",
-    "dependentSchemas",
-    "dependentRequired",
-    "dependencies",
-    "contains",
-    "minContains",
-    "maxContains",
-    "propertyNames",
-    "unevaluatedProperties",
-    "unevaluatedItems",
-    "$dynamicRef",
-    "$recursiveRef",
-    "$dynamicAnchor",
-]
+UNENFORCED = """
+not if then else uniqueItems dependentSchemas dependentRequired dependencies contains
+minContains maxContains propertyNames unevaluatedProperties unevaluatedItems $dynamicRef
+$recursiveRef $dynamicAnchor
+"""
 STRING = {"type": "string"}
 SCHEMA_REFUSALS = [
     ({"$ref": "http://example.org/a"}, "Resource 'http://example.org/a' is not present"),
@@ -191,7 +177,7 @@ def test_schemas_that_cannot_be_enforced_are_refused(schema, message):
     refused(json_schema_constraint, schema, message)
 
 
-@pytest.mark.parametrize("keyword", UNENFORCED)
+@pytest.mark.parametrize("keyword", UNENFORCED.split())
 def test_a_keyword_that_would_not_be_enforced_is_refused_with_its_place(keyword):
     schema = {"type": "object", "properties": {"a/b": {"type": "array", keyword: {}}}}
     refused(json_schema_constraint, schema, f"#/properties/a~1b: '{regexes.escape(keyword)}': ")
