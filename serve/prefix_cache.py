@@ -15,7 +15,7 @@ but would be a second record of what is kept. The scheduler decides when texts b
 
 from collections.abc import Sequence
 
-from hotsplit.runtime.generate.text_engine import TextEngine
+from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
 _FIRST_SLICE = 16
@@ -24,7 +24,7 @@ _FIRST_SLICE = 16
 class PrefixCache:
     """Opens and closes all of an engine's sequences."""
 
-    def __init__(self, engine: TextEngine, num_places: int) -> None:
+    def __init__(self, engine: Engine, num_places: int) -> None:
         self._engine, self.num_places = engine, num_places
         self._kept: list[TextSequence] = []  # least recently used first
         self._used: dict[TextSequence, bool] = {}  # whether others may reuse it

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from hotsplit.runtime.generate.text_engine import TextEngine
+from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.prefix_cache import PrefixCache, common
 from hotsplit.serve.texts import (
@@ -57,7 +57,7 @@ class Scheduler:
 
     def __init__(
         self,
-        engine: TextEngine,
+        engine: Engine,
         prefix_cache: PrefixCache,
         post: Callable[[Batch], None],
         *,

@@ -26,8 +26,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.files.typed import shown
 from hotsplit.runtime.answers.call_style import CallStyle, call_style
+from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.constraints import json_schema_constraint
-from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of, has_template
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.app import app_of
@@ -46,7 +46,7 @@ _REQUESTS_BYTES = 128 << 20  # of address space: stacks of threads, bodies, answ
 M_ARENA_MAX = -8  # mallopt(3)
 FALLBACK = "chatml"  # the template of files without one
 
-OpenEngine = Callable[[], AbstractContextManager[TextEngine]]
+OpenEngine = Callable[[], AbstractContextManager[Engine]]
 
 
 class Server:
@@ -202,7 +202,7 @@ def _limit_arenas() -> None:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
 
 
-def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
+def served_of(config: ServeConfig, engine: Engine) -> ServedModel:
     model, codec = engine.model, engine.codec
     template = _template_of(config, model, codec)
     style = CallStyle() if isinstance(template, str) else call_style(template)

@@ -10,10 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from hotsplit.model.spec import Pooling
+from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.answer_mask import Mask
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions, Token
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
-from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted
 from hotsplit.runtime.step.sequences import Part
@@ -238,7 +238,7 @@ class Text:
         would otherwise live as long as any reference to the text."""
         self.generation = None
 
-    def embed(self, engine: TextEngine, most: int) -> bool:
+    def embed(self, engine: Engine, most: int) -> bool:
         """Computes the next tokens of a text to be embedded, at most `most`; true if none is left."""
         assert self.sequence is not None and self.pool is not None
         start = self.sequence.length
