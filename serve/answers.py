@@ -12,7 +12,7 @@ from typing import ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hotsplit.runtime.answers.answer_reader import Part
+from hotsplit.runtime.answers.answer_reader import AnswerPart
 from hotsplit.runtime.answers.calls import ToolCall
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.serve.exchange import DONE, EventStream, Exchange, dumps, dumps_with, while_there
@@ -30,7 +30,7 @@ class Output:
     """The next piece of a text, or all pieces together. `report` comes with the last, as does
     `has_calls`: whether any piece has calls."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[AnswerPart] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)  # those with logprobs
     report: Report | None = None
     has_calls: bool = False
@@ -73,9 +73,9 @@ class Voice:
         parts = self._reader.flush(is_cut=report is not None and not report.is_complete)
         return Output(parts=parts, report=report, has_calls=self._reader.has_calls)
 
-    def _parts(self, token: Token) -> list[Part]:
+    def _parts(self, token: Token) -> list[AnswerPart]:
         if self._reader is None:
-            return [Part(kind="content", text=token.text)] if token.text else []
+            return [AnswerPart(kind="content", text=token.text)] if token.text else []
         was_inside = self._reader.inside is not None
         parts = self._reader.push(token.text)
         self._num_undecided += token.id is not None
@@ -87,7 +87,7 @@ class Voice:
         return parts
 
 
-class Answer(ABC):
+class AnswerBody(ABC):
     """The answer to one request, whole or as pieces of a stream that `end` ends."""
 
     end: ClassVar[bytes] = DONE
@@ -148,7 +148,7 @@ class Answer(ABC):
 
 
 async def answered(
-    service: Service, request: Request, parse: Parse, answer_of: type[Answer]
+    service: Service, request: Request, parse: Parse, answer_of: type[AnswerBody]
 ) -> Response:
     """Parses a request, submits its texts and answers it, as a stream if it asks for one."""
     arrival = service.arrival()

@@ -67,6 +67,7 @@ def app_of(service: Service) -> ASGIApp:
         for method, path, handler in ROUTES
     ]
     router = Router(routes, redirect_slashes=False)
+    service.metrics.paths = frozenset(path for _, path, _ in ROUTES)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = service  # if unset, the router answers unknown paths itself

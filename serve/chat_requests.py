@@ -25,12 +25,12 @@ from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.request_body import RequestBody, checked, only, refused
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import (
+    AskedTexts,
     Grammar,
     NumLogprobs,
     Syntax,
     TextBody,
     TextRequest,
-    Wanted,
     jobs_of,
     wanted_of,
 )
@@ -333,7 +333,11 @@ def _styled(
 
 
 def _forced(
-    wanted: Wanted, tools: Sequence[Tool], served: ServedModel, codec: TextCodec, is_parallel: bool
+    wanted: AskedTexts,
+    tools: Sequence[Tool],
+    served: ServedModel,
+    codec: TextCodec,
+    is_parallel: bool,
 ) -> Grammar:
     if wanted.grammar is not None:
         raise wrong(

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from starlette.requests import Request
 
 from hotsplit.serve.answers import (
-    Answer,
+    AnswerBody,
     Body,
     Output,
     chat_logprobs,
@@ -23,7 +23,7 @@ from hotsplit.serve.text_requests import TextRequest
 from hotsplit.serve.texts import Report
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(AnswerBody):
     async def whole(self, exchange: Exchange) -> bytes:
         outputs = await self._outputs(exchange)
         head = head_of(self._service, "chatcmpl", "chat.completion") | self._usage()
@@ -68,7 +68,7 @@ class ChatAnswer(Answer):
         return sse({**self._head, "choices": [choice], **end})
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(AnswerBody):
     """A whole answer and each chunk of a stream have the same form."""
 
     def __init__(self, service: Service, asked: TextRequest, request: Request) -> None:

@@ -16,7 +16,17 @@ from starlette.types import Receive, Scope, Send
 from hotsplit.runtime.generate.constraints import ConstraintError
 from hotsplit.serve.api_error import ApiError, busy, unavailable, wrong
 from hotsplit.serve.scheduler import QueueFull, Scheduler
-from hotsplit.serve.texts import EmbeddingJob, Ended, Event, Failed, Job, Late, Said, Stopping, Text
+from hotsplit.serve.texts import (
+    EmbeddingJob,
+    Ended,
+    Event,
+    Failed,
+    Late,
+    Said,
+    Stopping,
+    Text,
+    TextJob,
+)
 
 log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
@@ -37,7 +47,7 @@ class Exchange:
     def __init__(
         self,
         scheduler: Scheduler,
-        jobs: Sequence[Job | EmbeddingJob],
+        jobs: Sequence[TextJob | EmbeddingJob],
         retry_s: int,
         *,
         is_stream: bool,

@@ -16,27 +16,12 @@ from hotsplit.serve.texts import Report
 
 NAMESPACE = "hotsplit"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-# Paths that have a label; labels for all paths that clients send could fill the memory.
-PATHS = (
-    "/",
-    "/health",
-    "/metrics",
-    "/props",
-    "/tokenize",
-    "/detokenize",
-    "/apply-template",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/models",
-    "/chat/completions",
-    "/models",
-)
 
 
 class Metrics:
     def __init__(self) -> None:
+        # Those that have a label; labels for all paths that clients send could fill the memory.
+        self.paths = frozenset[str]()
         disable_created_metrics()  # they would add a series with each metric's creation time
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests that ended.", "path", "status")
@@ -72,7 +57,7 @@ class Metrics:
         found.set_function(value)
 
     def request(self, line: RequestLine) -> None:
-        path = line.path if line.path in PATHS else "other"
+        path = line.path if line.path in self.paths else "other"
         self._requests.labels(path, str(line.status)).inc()
 
     def step(self, seconds: float, rows: int) -> None:

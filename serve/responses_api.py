@@ -9,7 +9,7 @@ from typing import Literal
 from starlette.requests import Request
 
 from hotsplit.runtime.answers.calls import ToolCall
-from hotsplit.serve.answers import Answer, Body, Output, timings_of, usage_of
+from hotsplit.serve.answers import AnswerBody, Body, Output, timings_of, usage_of
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.exchange import Exchange, dumps, sse
 from hotsplit.serve.service import Service
@@ -32,7 +32,7 @@ _SETTINGS: Body = {
 }
 
 
-class ResponsesAnswer(Answer):
+class ResponsesAnswer(AnswerBody):
     """The growing list of output items: reasoning, messages, tool calls. Only the last can be
     open."""
 

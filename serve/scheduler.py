@@ -23,12 +23,12 @@ from hotsplit.serve.texts import (
     Ended,
     Event,
     Failed,
-    Job,
     Late,
     Listen,
     Said,
     Stopping,
     Text,
+    TextJob,
 )
 
 log = logging.getLogger("hotsplit.serve")
@@ -87,7 +87,7 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self._running and not self._waiting
 
-    def submit(self, jobs: Sequence[Job | EmbeddingJob], listen: Listen) -> list[Text]:
+    def submit(self, jobs: Sequence[TextJob | EmbeddingJob], listen: Listen) -> list[Text]:
         """Queues the texts of a request; they take turns, however many they are, if there is room
         for the first. Raises QueueFull, or Stopping after `stop`."""
         texts = [Text(job, number, listen) for number, job in enumerate(jobs)]

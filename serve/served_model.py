@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tokenizers import pre_tokenizers
+from gguf.vocab import bytes_to_unicode
 
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Pooling
@@ -18,6 +18,9 @@ from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec, check_unicode
 from hotsplit.serve.api_error import wrong
 from hotsplit.tokens.tokenizer_text import refused
+
+# GPT-2's characters for bytes.
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +113,7 @@ class ServedModel:
         if token_id in self._added_ids:
             return name.encode()
         if self._is_byte_level:
-            return bytes(_BYTE_OF.get(character, 0x3F) for character in name)
+            return bytes(_BYTES.get(character, 0x3F) for character in name)
         if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
             return bytes([int(name[3:5], 16)])
         return name.replace("\u2581", " ").encode()
@@ -125,17 +128,3 @@ class ServedModel:
         return state is not None and '"ByteLevel"' in json.dumps(
             json.loads(state.__getstate__()), separators=(",", ":")
         )
-
-
-def _byte_of() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable bytes stand for themselves, the others are numbered
-    from 256."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printed]
-    names = {chr(byte): byte for byte in printed}
-    names |= {chr(256 + number): byte for number, byte in enumerate(others)}
-    assert set(names) == set(pre_tokenizers.ByteLevel.alphabet())
-    return names
-
-
-_BYTE_OF = _byte_of()

@@ -19,7 +19,7 @@ from hotsplit.serve.request_log import RequestLine
 from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import Grammar, TextRequest
-from hotsplit.serve.texts import Arrival, EmbeddingJob, Job, Late, Report
+from hotsplit.serve.texts import Arrival, EmbeddingJob, Late, Report, TextJob
 
 log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
@@ -140,7 +140,7 @@ class Service:
                 min(waiting, MAX_RETRY_S),
             ) from None
 
-    def exchange(self, jobs: Sequence[Job | EmbeddingJob], *, is_stream: bool) -> Exchange:
+    def exchange(self, jobs: Sequence[TextJob | EmbeddingJob], *, is_stream: bool) -> Exchange:
         """Submits the jobs. Raises ApiError if the queue has no room, or if the server is loading
         its model or stopping."""
         waiting = self.scheduler.num_waiting + 1

@@ -22,7 +22,7 @@ from hotsplit.serve.api_error import wrong
 from hotsplit.serve.request_body import Number, RequestBody, Whole, checked, only, texts
 from hotsplit.serve.sampling_fields import SamplingBody, sampling_of
 from hotsplit.serve.served_model import ServedModel
-from hotsplit.serve.texts import Arrival, DeadlineBy, Job
+from hotsplit.serve.texts import Arrival, DeadlineBy, TextJob
 
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_BYTES = 64 << 10
@@ -126,7 +126,7 @@ class Grammar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class AskedTexts:
     """How each text of a request is generated and returned."""
 
     count: int  # per prompt
@@ -184,8 +184,8 @@ class TextRequest:
     texts ("" if given as ids) with their tokens, and whether its answers repeat them. `settings`:
     the fields of a response's request, of which its answer repeats some."""
 
-    wanted: Wanted
-    jobs: list[Job]
+    wanted: AskedTexts
+    jobs: list[TextJob]
     syntax: Syntax = Syntax()
     prompts: tuple[tuple[str, list[int]], ...] = ()
     echoes: bool = False
@@ -229,7 +229,7 @@ def wanted_of(
     marks: Sequence[tuple[int, str]] = (),
     *,
     may_be_empty: bool = False,
-) -> Wanted:
+) -> AskedTexts:
     """What the fields shared by completions and chats ask for; `stops` and `marks` are the template's.
     `may_be_empty`: the answer may have no token of its own."""
     if body.stream_options is not None and not body.stream:
@@ -243,7 +243,7 @@ def wanted_of(
         marks=tuple(marks),
     )
     deadline, deadline_by = arrival.deadline(body.timeout)
-    return Wanted(
+    return AskedTexts(
         count=body.n or body.n_cmpl or 1,
         is_stream=body.stream,
         has_usage=body.stream_options is not None and body.stream_options.include_usage,
@@ -274,8 +274,8 @@ def check_room(
 
 
 def jobs_of(
-    served: ServedModel, ids: list[int], wanted: Wanted, codec: TextCodec, param: str
-) -> list[Job]:
+    served: ServedModel, ids: list[int], wanted: AskedTexts, codec: TextCodec, param: str
+) -> list[TextJob]:
     """A job for each choice; with a seed, choice n is drawn with seed + n."""
     check_room(served, ids, param, "the prompt has {}, which leaves no room for an answer", 1)
     jobs = []
@@ -283,7 +283,7 @@ def jobs_of(
         sampling = wanted.sampling
         if sampling.seed is not None and number:
             sampling = replace(sampling, seed=(sampling.seed + number) % (1 << 64))
-        job = Job(
+        job = TextJob(
             ids=ids,
             codec=codec,
             draws=served.chain(sampling),

@@ -41,7 +41,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TextJob:
     """A text to be continued. After `deadline`, by time.monotonic, it fails; `deadline_by` is what set
     it. `reuses`: whether it may reuse the keys and values of other texts, and leave its own for
     others. `scores`: the prompt's tokens are said, too, with their log probabilities; `only_scores`: nothing
@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingJob:
-    """A text whose hidden states become a vector; `deadline` as in a Job. The passes that compute them
+    """A text whose hidden states become a vector; `deadline` as in a TextJob. The passes that compute them
     round differently from those of other texts, so that keys and values are not shared."""
 
     ids: Sequence[int]
@@ -148,7 +148,7 @@ class Text:
 
     `listen` is only stored here: the scheduler posts events in batches."""
 
-    def __init__(self, job: Job | EmbeddingJob, number: int, listen: Listen) -> None:
+    def __init__(self, job: TextJob | EmbeddingJob, number: int, listen: Listen) -> None:
         self.job, self.number, self.listen = job, number, listen
         self.pool = Pool(job.pooling) if isinstance(job, EmbeddingJob) else None
         self.is_cancelled = False  # set by any thread; read before the next step
@@ -158,7 +158,7 @@ class Text:
         self.num_cached = 0
         self.num_drawn = 0  # tokens, the end token included, as llama-server counts them
         self._num_scored = 0  # tokens of the prompt that have been said
-        self._prompt = job.codec.stream() if isinstance(job, Job) and job.scores else None
+        self._prompt = job.codec.stream() if isinstance(job, TextJob) and job.scores else None
         self._submitted_s = time.monotonic()
         self._began_s = self._first_s = self._submitted_s
         self.last_s = self._submitted_s  # when the latest token was drawn
@@ -176,7 +176,7 @@ class Text:
     def begin(self, sequence: TextSequence, traffic: Traffic) -> None:
         """Continues from the sequence's tokens, which are a prefix of the prompt."""
         job = self.job
-        assert isinstance(job, Job)
+        assert isinstance(job, TextJob)
         self.sequence, self.num_cached = sequence, sequence.length
         self._began_s = time.monotonic()
         self.generation = Generation(
@@ -206,7 +206,7 @@ class Text:
         """The prompt's tokens that follow from the logits of `part`, which has been computed; the first
         token of all comes with the first part, and nothing predicts it."""
         job, stream = self.job, self._prompt
-        assert isinstance(job, Job) and stream is not None and self.sequence is not None
+        assert isinstance(job, TextJob) and stream is not None and self.sequence is not None
         ids, count, tokens = job.ids, job.options.num_logprobs, list[Token]()
         assert count is not None
         if self._num_scored == 0:

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hotsplit.runtime.answers.calls import Call, ToolCall, is_short_id, new_id
+from hotsplit.runtime.answers.calls import ToolCall, WrittenCall, is_short_id, new_id
 from hotsplit.runtime.answers.channels import BEGINS, ENDS, MARKS, TO, header_of
 from hotsplit.runtime.answers.formats import AnswerFormat, Reasoning
 from hotsplit.runtime.answers.parsers import Parser, Tools, message_to
@@ -20,7 +20,7 @@ End = Literal["open", "whole", "cut"]  # of the text so far: more may follow, al
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class AnswerPart:
     """A piece of the model's text. Markup has no place in an answer: marks, and the space around
     calls and reasoning."""
 
@@ -47,15 +47,15 @@ class HeldText:
         self.text = ""
         self._rules, self._ids = rules, set[str]()
         self._scanner = Scanner()
-        self._steps: Steps[list[Call]] | None = None
+        self._steps: Steps[list[WrittenCall]] | None = None
         self._mark = ""
 
     @property
     def is_reading(self) -> bool:
         return self._steps is not None
 
-    def take(self, kind: Kind, count: int) -> Part:
-        part = Part(kind=kind, text=self.text[:count])
+    def take(self, kind: Kind, count: int) -> AnswerPart:
+        part = AnswerPart(kind=kind, text=self.text[:count])
         self.text = self.text[count:]
         return part
 
@@ -64,7 +64,7 @@ class HeldText:
         self._mark, self._scanner = mark, Scanner()
         self._steps = parse(self._scanner, self._rules.tools)
 
-    def read(self, end: End) -> Part | None:
+    def read(self, end: End) -> AnswerPart | None:
         """Reads on; the part with the calls, or with what proved to be text, or None if that is
         not known yet."""
         assert self._steps is not None
@@ -75,7 +75,9 @@ class HeldText:
             return None
         except StopIteration as found:
             part = self.take("calls", self._scanner.at)
-            part = Part(kind="calls", text=part.text, calls=tuple(self._numbered(found.value)))
+            part = AnswerPart(
+                kind="calls", text=part.text, calls=tuple(self._numbered(found.value))
+            )
         except Unfinished:
             part = self.take("content", len(self.text))
         except Malformed:
@@ -83,7 +85,7 @@ class HeldText:
         self._steps = None
         return part
 
-    def _numbered(self, calls: Sequence[Call]) -> Iterator[ToolCall]:
+    def _numbered(self, calls: Sequence[WrittenCall]) -> Iterator[ToolCall]:
         for call in calls[: self._rules.most - len(self._ids)]:
             own = call.id
             if own is None or own in self._ids or self._rules.has_short_ids > is_short_id(own):
@@ -154,15 +156,15 @@ class AnswerReader:
         """True while there is text that may still become one part or another."""
         return bool(self._held.text)
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         self._held.text += text
         return list(self._parts("open"))
 
-    def flush(self, *, is_cut: bool = False) -> list[Part]:
+    def flush(self, *, is_cut: bool = False) -> list[AnswerPart]:
         """The rest, at the end of the answer. `is_cut`: a limit has ended it, not the model."""
         return list(self._parts("cut" if is_cut else "whole"))
 
-    def _parts(self, end: End) -> Iterator[Part]:
+    def _parts(self, end: End) -> Iterator[AnswerPart]:
         gets_on = True
         while self._held.text and gets_on:
             if self._held.is_reading:
@@ -174,7 +176,7 @@ class AnswerReader:
             else:
                 gets_on = yield from self._content(end)
 
-    def _call(self, end: End) -> Generator[Part, None, bool]:
+    def _call(self, end: End) -> Generator[AnswerPart, None, bool]:
         part = self._held.read(end)
         if part is None:
             return False
@@ -187,7 +189,7 @@ class AnswerReader:
         yield part
         return True
 
-    def _reasoning(self, marks: Reasoning, end: End) -> Generator[Part, None, bool]:
+    def _reasoning(self, marks: Reasoning, end: End) -> Generator[AnswerPart, None, bool]:
         """Reads reasoning up to its end. Returns whether it got there."""
         held = self._held
         if self._may_skip:
@@ -224,10 +226,10 @@ class AnswerReader:
         self._is_blank = True
         self._before = "reasoning" if self._splits else "nothing"
 
-    def _thought(self, kind: Kind, count: int) -> Part:
+    def _thought(self, kind: Kind, count: int) -> AnswerPart:
         return self._held.take(kind if self._splits else "content", count)
 
-    def _blank(self, end: End) -> Generator[Part, None, bool]:
+    def _blank(self, end: End) -> Generator[AnswerPart, None, bool]:
         """Reads the space at the beginning, or behind a call or reasoning, and the mark behind
         it."""
         held = self._held
@@ -260,7 +262,7 @@ class AnswerReader:
         wrapper = self._format.wrapper[:1] if self._before == "reasoning" else ()
         return (*self._everywhere, *self._first_calls, *self._thoughts, *self._ends, *wrapper)
 
-    def _content(self, end: End) -> Generator[Part, None, bool]:
+    def _content(self, end: End) -> Generator[AnswerPart, None, bool]:
         """Reads text up to the next mark. Returns whether there is one."""
         at, mark = self._next_mark(self._everywhere, end)
         if at:
@@ -277,7 +279,7 @@ class AnswerReader:
             at -= max((overlap(text, mark) for mark in marks), default=0)
         return at, mark
 
-    def _begin(self, mark: str, end: End) -> Generator[Part, None, bool]:
+    def _begin(self, mark: str, end: End) -> Generator[AnswerPart, None, bool]:
         """Takes the mark at the beginning of the held text, or begins to read what it begins."""
         held = self._held
         if self._format.has_channels:
@@ -301,7 +303,7 @@ class AnswerReader:
             held.begin(mark, {**self._calls, **self._first_calls}[mark])
         return True
 
-    def _message(self, mark: str, end: End) -> Generator[Part, None, bool]:
+    def _message(self, mark: str, end: End) -> Generator[AnswerPart, None, bool]:
         """Reads the end of a message, or the header of one."""
         held = self._held
         if mark in ENDS:

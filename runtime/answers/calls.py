@@ -22,7 +22,7 @@ _OTHERS = frozenset({*_NAMES, "id", "type", "index", "tool_call_id"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class WrittenCall:
     """A call in a model's text. `arguments`: JSON of an object. `id`: the model's own, if it writes
     ids."""
 
@@ -60,7 +60,7 @@ def json_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def call_of(name: object, arguments: object, call_id: object = None) -> Call:
+def call_of(name: object, arguments: object, call_id: object = None) -> WrittenCall:
     """A call from values of JSON. Arguments may be JSON in a string, too; null and the empty string
     stand for no arguments. Raises Malformed."""
     if isinstance(arguments, str) and arguments.strip():
@@ -72,14 +72,14 @@ def call_of(name: object, arguments: object, call_id: object = None) -> Call:
         arguments = {}
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise Malformed
-    return Call(
+    return WrittenCall(
         name=name,
         arguments=json_text(arguments),
         id=call_id if isinstance(call_id, str) and 0 < len(call_id) <= _MAX_ID else None,
     )
 
 
-def calls_of(found: object, tools: Mapping[str, Mapping[str, object]]) -> list[Call]:
+def calls_of(found: object, tools: Mapping[str, Mapping[str, object]]) -> list[WrittenCall]:
     """The calls in a value of JSON: an object with a name and arguments, also inside `function`, or
     a list of such objects. `tools`: names with schemas. Raises Malformed."""
     items = found if isinstance(found, list) else [found]
@@ -88,7 +88,7 @@ def calls_of(found: object, tools: Mapping[str, Mapping[str, object]]) -> list[C
     return [_call_of_object(item, tools) for item in items]
 
 
-def _call_of_object(item: object, tools: Mapping[str, Mapping[str, object]]) -> Call:
+def _call_of_object(item: object, tools: Mapping[str, Mapping[str, object]]) -> WrittenCall:
     if not isinstance(item, dict):
         raise Malformed
     inner = item.get("function")

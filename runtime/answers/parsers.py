@@ -6,13 +6,13 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 
-from hotsplit.runtime.answers.calls import Call, call_of, calls_of, json_text
+from hotsplit.runtime.answers.calls import WrittenCall, call_of, calls_of, json_text
 from hotsplit.runtime.answers.channels import ENDS, Header
 from hotsplit.runtime.answers.scanner import Malformed, Scanner, Steps, sound_json
 from hotsplit.runtime.answers.xml_values import Schema, xml_value
 
 Tools = Mapping[str, Schema]  # the request's tools: names -> schemas of their arguments
-Parser = Callable[[Scanner, Tools], Steps[list[Call]]]
+Parser = Callable[[Scanner, Tools], Steps[list[WrittenCall]]]
 
 DEEPSEEK_BEGIN, DEEPSEEK_END = (
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
@@ -33,13 +33,13 @@ _MAX_DEPTH = 64
 _NAME = re.compile(r"[^\s<>\"'{}]{1,256}")
 
 
-def hermes(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+def hermes(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list in <tool_calls>."""
     begins, ends = ("<tool_call>", "<tool_calls>"), ("</tool_call>", "</tool_calls>")
     return (yield from _tagged(scanner, tools, begins, ends))
 
 
-def granite(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+def granite(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
     """<|tool_call|>[{"name": ..., "arguments": {...}}, ...]; Phi-4 closes it with <|/tool_call|>."""
     begins, ends = ("<|tool_call|>", "<tool_call>"), ("<|/tool_call|>", "</tool_call>")
     return (yield from _tagged(scanner, tools, begins, ends))
@@ -47,7 +47,7 @@ def granite(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
 
 def _tagged(
     scanner: Scanner, tools: Tools, begins: tuple[str, ...], ends: tuple[str, ...]
-) -> Steps[list[Call]]:
+) -> Steps[list[WrittenCall]]:
     """One or several objects, or lists of them, between tags. The closing tag may be missing."""
     yield from scanner.take(*begins)
     calls = calls_of((yield from scanner.json()), tools)
@@ -61,7 +61,7 @@ def _tagged(
     return calls
 
 
-def llama(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+def llama(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
     """{"name": ..., "parameters": {...}}, perhaps behind <|python_tag|>. Without that mark, the
     name must be that of a tool: any answer in JSON begins in the same way."""
     is_marked = yield from scanner.skip("<|python_tag|>")
@@ -71,7 +71,7 @@ def llama(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
     return calls
 
 
-def mistral(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+def mistral(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
     """[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}, ...] or, newer,
     [TOOL_CALLS]name[CALL_ID]id[ARGS]{...}."""
     yield from scanner.take("[TOOL_CALLS]")
@@ -87,7 +87,7 @@ def mistral(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
     return [call_of(name, (yield from scanner.json()), call_id)]
 
 
-def deepseek(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+def deepseek(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
     """Between marks of their own: `name`, separator, {...} in V3.1; `function`, separator, `name`
     and {...} as a block of Markdown before."""
     if (yield from scanner.skip(DEEPSEEK_BEGIN)):
@@ -109,7 +109,7 @@ def deepseek(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
     return [call]
 
 
-def qwen_xml(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+def qwen_xml(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
     """<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>, where
     values are text; or JSON, as Hermes has it."""
     start = scanner.at
@@ -187,7 +187,7 @@ def _ends_parameter(scanner: Scanner, mark: str) -> Steps[bool]:
     return (yield from scanner.follows(*behind[mark])) is not None
 
 
-def arg_tags(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+def arg_tags(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
     """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>, with or
     without line ends between the tags, where values are text; or JSON, as Hermes has it."""
     start = scanner.at
@@ -227,7 +227,7 @@ def _arg_value(scanner: Scanner) -> Steps[str]:
         parts.append(end)
 
 
-def bare_keys(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+def bare_keys(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
     """<|tool_call>call:name{key:<|"|>text<|"|>,other:[1,true],...}<tool_call|>: objects whose keys
     have no quotes, and whose strings have a token of their own."""
     yield from scanner.take("<|tool_call>")
@@ -293,13 +293,13 @@ def _bare_string(scanner: Scanner) -> Steps[str]:
     return text
 
 
-def action(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+def action(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
     """<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}, ...]
     <|END_ACTION|>. The ids count from 0 in each answer, so they are not used."""
     return (yield from _tagged(scanner, tools, ("<|START_ACTION|>",), ("<|END_ACTION|>",)))
 
 
-def python_calls(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+def python_calls(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
     """<function_calls>name(key=value, ...)</function_calls>, one call a line, with values as in
     Python or JSON."""
     yield from scanner.take("<function_calls>")
@@ -319,7 +319,7 @@ def python_calls(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
     return calls
 
 
-def _python_call(statement: ast.stmt) -> Call:
+def _python_call(statement: ast.stmt) -> WrittenCall:
     """Raises Malformed, or as literal_eval does for an argument that is no constant."""
     found = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(found, ast.Call) or found.args or None in {k.arg for k in found.keywords}:
@@ -338,7 +338,7 @@ class _Constants(ast.NodeTransformer):
 def message_to(header: Header) -> Parser:
     """The parser of a message of gpt-oss to a function, which begins with this header."""
 
-    def parse(scanner: Scanner, tools: Tools) -> Steps[list[Call]]:
+    def parse(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
         scanner.at += header.length
         call = call_of(header.recipient, (yield from scanner.json()))
         yield from scanner.close(*ENDS)

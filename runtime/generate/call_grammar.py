@@ -54,12 +54,12 @@ def _constraint(
     *,
     is_parallel: bool,
 ) -> Constraint:
-    written = _Grammar(codec, known)
+    written = _CallGrammar(codec, known)
     grammar = written.of(known, names, schemas, is_parallel=is_parallel)
     return tool_call_constraint(grammar, written.schemas, codec)
 
 
-class _Grammar:
+class _CallGrammar:
     """Writes the Lark grammar of calls. `schemas`: of its rules that are JSON."""
 
     def __init__(self, codec: TextCodec, known: CallForm) -> None:

@@ -21,7 +21,7 @@ from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import one_line, shown
 from hotsplit.options.generation import GenerationOptions
 from hotsplit.options.kinds import check_fields, kinds_checked
-from hotsplit.runtime.answers.answer_reader import AnswerReader, Part
+from hotsplit.runtime.answers.answer_reader import AnswerPart, AnswerReader
 from hotsplit.runtime.answers.formats import format_for
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.answer_mask import Mask, answer_mask
@@ -135,7 +135,7 @@ class Conversation:
         )
         self.run = generation.run
         reader = AnswerReader(self._format, opened=self._format.opens_reasoning(rendered))
-        said: list[Part] = []
+        said: list[AnswerPart] = []
         try:
             for token in self._computed(generation):
                 said += (parts := reader.push(token.text))
@@ -147,7 +147,7 @@ class Conversation:
                 self._sequence.rollback(self._sequence.length)
             self._keep([*said, *reader.flush()], is_over=generation.is_over)
 
-    def _keep(self, said: Sequence[Part], *, is_over: bool) -> None:
+    def _keep(self, said: Sequence[AnswerPart], *, is_over: bool) -> None:
         """Appends the answer to the messages, unless it was stopped before its first text."""
         content = "".join(part.text for part in said if part.kind == "content")
         reasoning = "".join(part.text for part in said if part.kind == "reasoning")
@@ -287,7 +287,7 @@ class Conversation:
                     yield token
 
 
-def _tokens(parts: Sequence[Part], token: Token | None = None) -> Iterator[Token]:
+def _tokens(parts: Sequence[AnswerPart], token: Token | None = None) -> Iterator[Token]:
     """The token with the text of the first part, and one without an id for each further part."""
     texts = [(part.text, part.kind == "reasoning") for part in parts if part.kind != "markup"]
     if token is not None:

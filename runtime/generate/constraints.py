@@ -20,7 +20,7 @@ from torch import Tensor
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.options.kinds import kinds_checked
-from hotsplit.runtime.generate.grammar_process import LIMITS, GrammarProcess, Matcher, State
+from hotsplit.runtime.generate.grammar_process import LIMITS, GrammarProcess, GrammarState, Matcher
 from hotsplit.runtime.generate.grammar_text import Kind
 from hotsplit.runtime.text.codec import TextCodec, check_unicode
 
@@ -105,7 +105,7 @@ class Constraint:
             self._allowed = allowed
         return self._allowed
 
-    def _state(self) -> State:
+    def _state(self) -> GrammarState:
         state = self._matcher.state
         if state.is_over_limits:
             raise ConstraintError(

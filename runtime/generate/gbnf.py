@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hotsplit.runtime.generate.gbnf_parser import (
+    Alternation,
     Character,
-    Choice,
+    Concatenation,
     Lexeme,
     Node,
     Ranges,
     Reference,
     Repeat,
-    Sequence,
     inside,
     references,
 )
@@ -59,7 +59,7 @@ class _LarkWriter:
         self.lines.append(f"{name}: {self._written(node, 0)}")
 
     def _written(self, node: Node, depth: int) -> str:
-        if depth == MAX_LARK_DEPTH and isinstance(node, Choice | Repeat):
+        if depth == MAX_LARK_DEPTH and isinstance(node, Alternation | Repeat):
             name = f"g{next(self._groups)}"
             self.add(name, node)
             return name
@@ -68,9 +68,9 @@ class _LarkWriter:
                 return f"/{node.regex}/"
             case Reference():
                 return self.numbers[node.name]
-            case Sequence():
+            case Concatenation():
                 return " ".join(self._written(part, depth) for part in node.nodes) or '""'
-            case Choice():
+            case Alternation():
                 return f"({' | '.join(self._written(part, depth + 1) for part in node.nodes)})"
             case Repeat():
                 return f"({self._written(node.node, depth + 1)}){times(node)}"
@@ -112,10 +112,10 @@ class _Finder:
         if lexeme is not None:
             return lexeme
         match node:
-            case Sequence():
-                return Sequence(nodes=tuple(self._parts(node.nodes)))
-            case Choice():
-                return Choice(nodes=tuple(self.of(part) for part in node.nodes))
+            case Concatenation():
+                return Concatenation(nodes=tuple(self._parts(node.nodes)))
+            case Alternation():
+                return Alternation(nodes=tuple(self.of(part) for part in node.nodes))
             case Repeat():
                 return Repeat(node=self.of(node.node), least=node.least, most=node.most)
         return node
@@ -126,7 +126,7 @@ class _Finder:
         while start < len(nodes):
             ends = range(len(nodes), start + 1, -1) if len(nodes) <= MAX_PARTS else ()
             for end in ends:
-                lexeme = self._lexeme(Sequence(nodes=nodes[start:end]), id(nodes), start, end)
+                lexeme = self._lexeme(Concatenation(nodes=nodes[start:end]), id(nodes), start, end)
                 if lexeme is not None:
                     yield lexeme
                     start = end
@@ -196,11 +196,13 @@ class WrittenOut:
                     return None
                 expanded = Repeat(node=inner.node, least=node.least, most=node.most)
                 return _WrittenOut(expanded, inner.size + 1, inner.depth + 1)
-            case Sequence() | Choice():
+            case Concatenation() | Alternation():
                 parts = [self._expanded(part) for part in node.nodes]
                 found = [part for part in parts if part is not None]
                 size = 1 + sum(part.size for part in found)
-                depth = max((part.depth for part in found), default=0) + isinstance(node, Choice)
+                depth = max((part.depth for part in found), default=0) + isinstance(
+                    node, Alternation
+                )
                 if len(found) < len(parts) or size > MAX_NODES or depth > MAX_DEPTH:
                     return None
                 return _WrittenOut(
@@ -215,9 +217,9 @@ def regex_of(node: Node) -> str:
     match node:
         case Character():
             return node.regex
-        case Sequence():
+        case Concatenation():
             return "".join(regex_of(part) for part in node.nodes)
-        case Choice():
+        case Alternation():
             return "(?:" + "|".join(regex_of(part) for part in node.nodes) + ")"
         case Repeat():
             return f"(?:{regex_of(node.node)}){times(node)}"
@@ -257,7 +259,7 @@ class _TooLong(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class _Edges:
     is_nullable: bool
     first: frozenset[int] = frozenset()  # positions
     last: frozenset[int] = frozenset()
@@ -268,7 +270,7 @@ class _Positions:
     ranges: list[Ranges] = field(default_factory=list)
     follow: list[frozenset[int]] = field(default_factory=list)
 
-    def of(self, node: Node) -> _Part:
+    def of(self, node: Node) -> _Edges:
         match node:
             case Character():
                 if len(self.ranges) == MAX_POSITIONS:
@@ -276,15 +278,15 @@ class _Positions:
                 self.ranges.append(node.ranges)
                 self.follow.append(frozenset())
                 here = frozenset({len(self.ranges) - 1})
-                return _Part(is_nullable=False, first=here, last=here)
-            case Sequence():
-                found = _Part(is_nullable=True)
+                return _Edges(is_nullable=False, first=here, last=here)
+            case Concatenation():
+                found = _Edges(is_nullable=True)
                 for inner in node.nodes:
                     found = self._joined(found, self.of(inner))
                 return found
-            case Choice():
+            case Alternation():
                 parts = [self.of(inner) for inner in node.nodes]
-                return _Part(
+                return _Edges(
                     is_nullable=any(part.is_nullable for part in parts),
                     first=frozenset().union(*(part.first for part in parts)),
                     last=frozenset().union(*(part.last for part in parts)),
@@ -293,23 +295,23 @@ class _Positions:
                 return self._repeated(node)
         raise AssertionError(node)
 
-    def _repeated(self, node: Repeat) -> _Part:
+    def _repeated(self, node: Repeat) -> _Edges:
         copies = max(node.least, 1) if node.most is None else node.most
         if copies > MAX_POSITIONS:
             raise _TooLong
-        found = _Part(is_nullable=True)
+        found = _Edges(is_nullable=True)
         for copy in range(copies):
             part = self.of(node.node)
             if node.most is None and copy == copies - 1:
                 self._link(part.last, part.first)
             if copy >= node.least:
-                part = _Part(is_nullable=True, first=part.first, last=part.last)
+                part = _Edges(is_nullable=True, first=part.first, last=part.last)
             found = self._joined(found, part)
         return found
 
-    def _joined(self, left: _Part, right: _Part) -> _Part:
+    def _joined(self, left: _Edges, right: _Edges) -> _Edges:
         self._link(left.last, right.first)
-        return _Part(
+        return _Edges(
             is_nullable=left.is_nullable and right.is_nullable,
             first=left.first | right.first if left.is_nullable else left.first,
             last=left.last | right.last if right.is_nullable else right.last,

@@ -34,12 +34,12 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequence:
+class Concatenation:
     nodes: tuple["Node", ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Alternation:
     nodes: tuple["Node", ...]
 
 
@@ -58,7 +58,7 @@ class Lexeme:
     starts: Ranges
 
 
-Node = Character | Reference | Sequence | Choice | Repeat | Lexeme
+Node = Character | Reference | Concatenation | Alternation | Repeat | Lexeme
 
 
 def parse(text: str) -> dict[str, Node]:
@@ -98,7 +98,7 @@ def inside(node: Node) -> Iterator[Node]:
     """The node and all nodes in it, but not those of the rules that it refers to."""
     yield node
     match node:
-        case Sequence() | Choice():
+        case Concatenation() | Alternation():
             for part in node.nodes:
                 yield from inside(part)
         case Repeat():
@@ -123,9 +123,9 @@ def _ends(node: Node, known: set[str]) -> bool:
             return True
         case Reference():
             return node.name in known
-        case Sequence():
+        case Concatenation():
             return all(_ends(part, known) for part in node.nodes)
-        case Choice():
+        case Alternation():
             return any(_ends(part, known) for part in node.nodes)
         case Repeat():
             return node.least == 0 or _ends(node.node, known)
@@ -160,7 +160,7 @@ class _Parser:
         while self._take("|"):
             self._skip(across_lines=True)
             nodes.append(self._sequence(depth))
-        return nodes[0] if len(nodes) == 1 else Choice(nodes=tuple(nodes))
+        return nodes[0] if len(nodes) == 1 else Alternation(nodes=tuple(nodes))
 
     def _sequence(self, depth: int) -> Node:
         nodes: list[Node] = []
@@ -175,7 +175,7 @@ class _Parser:
                 found = Repeat(node=found, least=times[0], most=times[1])
                 self._skip(across_lines=depth > 0)
             nodes.append(found)
-        return Sequence(nodes=tuple(nodes))
+        return Concatenation(nodes=tuple(nodes))
 
     def _symbol(self, depth: int) -> Node | None:
         """One literal, class, group or reference; None at the end of the sequence."""
@@ -203,7 +203,7 @@ class _Parser:
         while not self._take('"'):
             code = ord(self._character('"'))
             characters.append(Character(ranges=((code, code),)))
-        return Sequence(nodes=tuple(characters))
+        return Concatenation(nodes=tuple(characters))
 
     def _class(self) -> Node:
         is_negated = self._take("^")

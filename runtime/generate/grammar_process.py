@@ -27,7 +27,7 @@ LIMITS = "2 s of processor time or 256 MiB of memory"
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class GrammarState:
     """Where a text stands in its grammar. `allowed`: bool, one per token of the tokenizer, of which
     those that end a text are undefined. `error`: what is wrong with the grammar, in one line; if it
     is set, or `is_over_limits`, nothing else is."""
@@ -65,7 +65,7 @@ class Matcher:
         return self._channel.has_answered(self._number, within_s)
 
     @property
-    def state(self) -> State:
+    def state(self) -> GrammarState:
         return self._channel.state(self._number)
 
 
@@ -108,7 +108,7 @@ class _Channel:
         self._connection, self._num_tokens = connection, num_tokens
         self.numbers = count()
         self.waiting = deque[list[Any]]()  # operations that the next request takes along
-        self.states: dict[int, State] = {}
+        self.states: dict[int, GrammarState] = {}
         self._asked = deque[int]()  # matchers whose answers have not come
         weakref.finalize(self, connection.close)
 
@@ -129,7 +129,7 @@ class _Channel:
             within_s = 0.0
         return number in self.states
 
-    def state(self, number: int) -> State:
+    def state(self, number: int) -> GrammarState:
         while number not in self.states:
             self._receive()
         return self.states[number]
@@ -142,17 +142,17 @@ class _Channel:
     def _receive(self) -> None:
         self.states[self._asked.popleft()] = self._received()
 
-    def _received(self) -> State:
+    def _received(self) -> GrammarState:
         try:
             answer = receive(self._connection)
         except OSError:
             answer = None
         if answer is None:
-            return State(allowed=np.zeros(0, dtype=bool), is_over_limits=True)
+            return GrammarState(allowed=np.zeros(0, dtype=bool), is_over_limits=True)
         head, _, bits = answer.partition(b"\n")
         about = json.loads(head)
         if not bits:
-            return State(allowed=np.zeros(self._num_tokens, dtype=bool), **about)
+            return GrammarState(allowed=np.zeros(self._num_tokens, dtype=bool), **about)
         words = np.frombuffer(bits, dtype=np.uint8)
         allowed = np.unpackbits(words, bitorder="little", count=self._num_tokens).view(bool)
-        return State(allowed=allowed, **about)
+        return GrammarState(allowed=allowed, **about)

@@ -17,7 +17,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve.exchange import Exchange
 from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import Scheduler
-from hotsplit.serve.texts import Job
+from hotsplit.serve.texts import TextJob
 
 pytest_plugins = ("serve_fixtures",)
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
@@ -52,7 +52,7 @@ async def asked(engine, *, is_cancelled):
     scheduler = Scheduler(engine, PrefixCache(engine, 2), batches.append, parallel=2, queue=2)
     draws = SamplerChain(SamplingOptions(temperature=0.0), engine.model.spec.vocab_size, None)
     options = GenerationOptions(max_tokens=4, ignores_end=True)
-    jobs = [Job(ids=[1, 2, 3], codec=engine.codec, draws=draws, options=options)] * 2
+    jobs = [TextJob(ids=[1, 2, 3], codec=engine.codec, draws=draws, options=options)] * 2
     exchange = Exchange(scheduler, jobs, 1, is_stream=False)
     scheduler.step()
     text = exchange.texts[0]

@@ -18,7 +18,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve import scheduler as scheduler_module
 from hotsplit.serve.prefix_cache import PrefixCache, common
 from hotsplit.serve.scheduler import QueueFull, Scheduler
-from hotsplit.serve.texts import Ended, Failed, Job, Late, Said, Stopping
+from hotsplit.serve.texts import Ended, Failed, Late, Said, Stopping, TextJob
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 CONTEXT = 300
@@ -56,7 +56,7 @@ class Bench:
         codec = self.engine.codec
         size = self.engine.model.spec.vocab_size
         draws = draws or chain_of(sampling, cached_breakers(codec), size)
-        job = Job(ids=ids, codec=codec, draws=draws, options=options, **given)
+        job = TextJob(ids=ids, codec=codec, draws=draws, options=options, **given)
         self.said[key], self.tokens[key] = "", []
 
         def hear(number, event):
@@ -281,7 +281,7 @@ def test_a_request_of_more_texts_than_the_queue_takes_turns(model, queue):
     bench = Bench(model, parallel=2, kept=0, queue=queue)
     codec, options = bench.engine.codec, GenerationOptions(max_tokens=3)
     draws = chain_of(SAMPLINGS[0], cached_breakers(codec), bench.engine.model.spec.vocab_size)
-    job = Job(ids=[1, 2], codec=codec, draws=draws, options=options)
+    job = TextJob(ids=[1, 2], codec=codec, draws=draws, options=options)
     for _ in range(2):  # the second time as the first
         ended = []
 

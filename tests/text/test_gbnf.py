@@ -100,7 +100,7 @@ def ends_of(rules, node, text, start, known):
         return {start + 1} if is_in else set()
     if isinstance(node, gbnf_parser.Reference):
         return known[node.name, start]
-    if isinstance(node, gbnf_parser.Choice):
+    if isinstance(node, gbnf_parser.Alternation):
         return set().union(*(ends_of(rules, part, text, start, known) for part in node.nodes))
     if isinstance(node, gbnf_parser.Repeat):
         parts = [node.node] * (len(text) + 1 if node.most is None else node.most)
