@@ -37,7 +37,7 @@ PARTS = {
     "fc2.bias": "up_bias_F",
 }
 MARK = ".ffn_pred_"
-OFFSET_OPTION = "--predictor-input-layer-offset"
+OFFSET_OPTION = "--input-layer-offset"
 
 
 @dataclass(frozen=True, kw_only=True)

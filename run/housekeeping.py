@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from hotsplit.errors import HotsplitError
 from hotsplit.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
@@ -53,21 +53,19 @@ def list_cache(cache: Path) -> tuple[CachedArtifact, ...]:
     return tuple(sorted(found, key=lambda s: s.last_used, reverse=True))
 
 
-def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -> Cleared:
-    """Removes artifacts: all, or those with these names (of a folder, a kind or a source), and with
-    `stale_only` only stale and unfinished ones. Removing all includes the rates and
-    what was said.
+def clear(cache: Path, names: Sequence[str] = ()) -> Cleared:
+    """Removes artifacts: all, or those with these names (of a folder, a kind, a source or a state).
+    Removing all includes the rates and what was said.
 
-    Raises HotsplitError for a name that matches nothing."""
+    Raises HotsplitError for a name that matches nothing, unless it is a state."""
     artifacts = list_cache(cache)
     for name in names:
-        if not any(_has_name(s, name) for s in artifacts):
+        if name not in get_args(State) and not any(_has_name(s, name) for s in artifacts):
             raise HotsplitError(
                 f"{name!r}: nothing in {cache} has this name or comes from this source, so nothing"
                 " was removed; hotsplit cache list shows all there is"
             )
     chosen = [s for s in artifacts if not names or any(_has_name(s, name) for name in names)]
-    chosen = [s for s in chosen if not stale_only or s.state != "ready"]
     removed, kept, count = [], [], 0
     for each in chosen:
         why = _remove(cache / each.name)
@@ -76,7 +74,7 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
             count += each.num_bytes
         else:
             kept.append((each.name, why))
-    if not names and not stale_only:
+    if not names:
         for file in (RATES, SAID, PREFETCH_FILE):
             with suppress(OSError):
                 (cache / file).unlink()
@@ -84,7 +82,7 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
 
 
 def _has_name(artifact: CachedArtifact, name: str) -> bool:
-    return name in (artifact.name, artifact.kind, artifact.source) or (
+    return name in (artifact.name, artifact.kind, artifact.source, artifact.state) or (
         bool(artifact.source) and Path(artifact.source).name == name
     )
 

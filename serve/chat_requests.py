@@ -151,7 +151,7 @@ def chat_request(
     values: Mapping[str, object], served: ServedModel, arrival: Arrival
 ) -> TextRequest:
     """The request of /v1/chat/completions. Raises ApiError."""
-    body = checked(ChatBody, values, is_strict=served.is_strict)
+    body = checked(ChatBody, values)
     if body.top_logprobs is not None and not body.logprobs:
         raise wrong("top_logprobs", "top_logprobs is only allowed when logprobs is true")
     rendering = rendering_of(body, served)

@@ -22,8 +22,7 @@ class ServeConfig:
     may ask for fewer. Limits in seconds: `timeout_s` for a request's texts, counted from its
     arrival; `drain_s` for running answers at shutdown; `read_s` for a client to send a request's
     headers, to send its body, and to accept each piece of the answer. `sampling`: the fields of
-    SamplingOptions that replace the model's own. `is_strict`: requests
-    with unknown fields are refused."""
+    SamplingOptions that replace the model's own."""
 
     model: Path
     host: str = "127.0.0.1"
@@ -46,8 +45,6 @@ class ServeConfig:
         default_factory=dict
     )  # of templates; requests add theirs
     sampling: Mapping[str, object] = field(default_factory=dict)
-    log_json: bool = False
-    is_strict: bool = False
 
     def __post_init__(self) -> None:
         self._check_range("parallel", 1, MAX_PARALLEL)

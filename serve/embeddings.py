@@ -81,7 +81,7 @@ def embedding_request(
     values: Mapping[str, object], served: ServedModel, arrival: Arrival
 ) -> EmbeddingRequest:
     """The request of /v1/embeddings. Raises ApiError."""
-    body = checked(EmbeddingsBody, values, is_strict=served.is_strict)
+    body = checked(EmbeddingsBody, values)
     prompts = prompts_of(body.input, served, "input", MAX_INPUTS)
     if body.dimensions is not None and body.dimensions > served.hidden_size:
         line = f"dimensions is {body.dimensions}, wanted at most {served.hidden_size}"

@@ -112,20 +112,18 @@ def texts(most: int, longest: int) -> PlainValidator:
     return PlainValidator(check)
 
 
-def checked(kind: type[Parsed], values: Mapping[str, object], *, is_strict: bool) -> Parsed:
-    """The request as its model. Raises ApiError for wrong fields, and if the server is strict for
-    unknown ones; otherwise the log says each of them once, since a misspelt one changes an answer."""
+def checked(kind: type[Parsed], values: Mapping[str, object]) -> Parsed:
+    """The request as its model; the log says each unknown field once, since a misspelt one changes an
+    answer. Raises ApiError for wrong fields."""
     try:
         body = kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(error) from error
     for name in body.unknown():
         name = name[:MAX_SHOWN]
-        if is_strict:
-            raise wrong(name, f"Unknown parameter: {name!r}.", "unknown_parameter")
         if name not in _SAID and len(_SAID) < MAX_SAID:
             _SAID.add(name)
-            log.warning("ignored %r, which is no parameter here; --strict refuses it", name)
+            log.warning("ignored %r, which is no parameter here", name)
     return body
 
 

@@ -1,10 +1,10 @@
-"""Logs a line for each request, as text or (--log-json) as JSON."""
+"""Logs a line for each request."""
 
 import json
 import logging
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 _LOGGERS = ("hotsplit.serve", "uvicorn.error")
 
@@ -38,31 +38,20 @@ class RequestLine:
 
 
 class _Format(logging.Formatter):
-    def __init__(self, *, is_json: bool) -> None:
-        super().__init__()
-        self._is_json = is_json
-
     def format(self, record: logging.LogRecord) -> str:
         line = getattr(record, "line", None)
         at = time.strftime("%H:%M:%S", time.localtime(record.created))
-        if line is None:
-            text = record.getMessage()
-            if record.exc_info and record.exc_info[1]:
-                text += "\n" + self.formatException(record.exc_info)
-            found: dict[str, object] = {"message": text}
-        else:
-            text, found = line.text(), asdict(line)
-        if not self._is_json:
-            is_warning = record.levelno >= logging.WARNING
-            return f"{at} {record.levelname.lower()}: {text}" if is_warning else f"{at} {text}"
-        head = {"time": round(record.created, 3), "level": record.levelname.lower()}
-        return json.dumps({**head, **found})
+        text = record.getMessage() if line is None else line.text()
+        if line is None and record.exc_info and record.exc_info[1]:
+            text += "\n" + self.formatException(record.exc_info)
+        is_warning = record.levelno >= logging.WARNING
+        return f"{at} {record.levelname.lower()}: {text}" if is_warning else f"{at} {text}"
 
 
-def start_log(*, is_json: bool) -> None:
+def start_log() -> None:
     """Sends our lines and uvicorn's warnings to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Format(is_json=is_json))
+    handler.setFormatter(_Format())
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

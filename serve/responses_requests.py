@@ -82,7 +82,7 @@ def responses_request(
     values: Mapping[str, object], served: ServedModel, arrival: Arrival
 ) -> TextRequest:
     """Parses a request as a chat. Raises ApiError if it is invalid or has no equivalent chat."""
-    body = checked(ResponsesBody, values, is_strict=served.is_strict)
+    body = checked(ResponsesBody, values)
     chat, places = chat_fields(body)
     try:
         request = chat_request(chat, served, arrival)

@@ -43,7 +43,6 @@ class ServedModel:
     max_tokens: int
     call_style: CallStyle  # what the template wants of the calls in earlier messages
     variables: Mapping[str, object] = field(default_factory=dict)  # of the template
-    is_strict: bool = False  # requests with unknown fields are refused
 
     def check_length(self, text: str, param: str) -> None:
         """Refuses, before tokenising, a text that cannot fit into the context."""

@@ -228,7 +228,6 @@ def served_of(config: ServeConfig, engine: Engine) -> ServedModel:
         max_tokens=config.max_tokens,
         variables=config.variables,
         call_style=style,
-        is_strict=config.is_strict,
     )
     served.chain(served.defaults)  # refuses impossible options
     _ = codec.literal  # read now, with the GIL held for a second if the vocabulary is large

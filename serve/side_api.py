@@ -136,7 +136,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     text if parse_special is false; with_pieces also returns texts."""
     values = await service.fields(request)
     served = service.served
-    body = checked(TokenizeBody, values, is_strict=served.is_strict)
+    body = checked(TokenizeBody, values)
 
     def answer() -> Response:
         reader = served
@@ -153,7 +153,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 async def detokenize(service: Service, request: Request) -> Response:
     values = await service.fields(request)
     served = service.served
-    ids = checked(DetokenizeBody, values, is_strict=served.is_strict).tokens
+    ids = checked(DetokenizeBody, values).tokens
     if max(ids, default=0) >= served.vocab_size:
         last = served.vocab_size - 1
         raise wrong("tokens", f"tokens has {max(ids)}, wanted token ids, 0 to {last}")
@@ -167,7 +167,7 @@ async def detokenize(service: Service, request: Request) -> Response:
 async def apply_template(service: Service, request: Request) -> Response:
     values = await service.fields(request)
     served = service.served
-    body = checked(RenderingBody, values, is_strict=served.is_strict)
+    body = checked(RenderingBody, values)
     rendering = await service.prepared(lambda: rendering_of(body, served))
     return JsonResponse({"prompt": rendering.text})
 

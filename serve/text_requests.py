@@ -202,7 +202,7 @@ def completion_request(
     values: Mapping[str, object], served: ServedModel, arrival: Arrival
 ) -> TextRequest:
     """The request of /v1/completions. Raises ApiError."""
-    body = checked(CompletionBody, values, is_strict=served.is_strict)
+    body = checked(CompletionBody, values)
     prompts = prompts_of(body.prompt, served, "prompt", MAX_PROMPTS)
     count = body.n_probs or body.logprobs
     scores = body.echo and count is not None

@@ -3,10 +3,8 @@
 import statistics
 from collections.abc import Sequence
 
-from hotsplit.measure.bench.fields import backend
 from hotsplit.measure.bench.parts import MEANINGS
-from hotsplit.measure.bench.result import BenchReport, Result, Times
-from hotsplit.measure.bench.setting import format_count
+from hotsplit.measure.bench.result import BenchReport, Result
 from hotsplit.system.sizes import format_bytes
 
 MB = 1e6
@@ -104,59 +102,3 @@ def _aligned(rows: Sequence[Row]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def markdown_of(report: BenchReport) -> str:
-    """A Markdown table of llama-bench's columns (mean and standard deviation), followed by ours."""
-    setting, rival = report.setting, report.rival
-    has_types = {setting.type_k, setting.type_v} != {"f16"}
-    heading = ["model", "size", "params", "backend", "threads"]
-    heading += ["type_k", "type_v"] * has_types + ["test", "t/s", "mode", "MB/token", "of limit"]
-    alike = [backend(setting), str(setting.num_threads)]
-    alike += [setting.type_k, setting.type_v] * has_types
-    rows: list[Row] = [heading + ["times llama.cpp"] * bool(rival)]
-    for result in report.results:
-        test, limit = result.test.name, result.limit
-        ours = _model_cells(setting.model_type, setting.model_size, setting.model_n_params)
-        row = [*ours, *alike, test, _mean(result.ours), setting.mode]
-        row += (
-            ["", ""] if limit is None else [f"{limit.bytes_a_token / MB:.2f}", f"{limit.share:.0%}"]
-        )
-        rows.append(row if result.ratio is None else [*row, f"{result.ratio:.2f}"])
-        if result.theirs is not None and rival is not None:
-            name = f"{rival.model_type} ({rival.tool})".strip()
-            theirs = _model_cells(name, rival.model_size, rival.model_n_params)
-            rows.append([*theirs, *alike, test, _mean(result.theirs), "", "", "", ""])
-    return "\n".join(_piped(rows, left=("model", "backend", "mode")))
-
-
-def _model_cells(name: str, size: int, num_params: int) -> list[str]:
-    """A model's cells; empty where a number is 0, which is unknown."""
-    return [
-        name,
-        format_bytes(size) if size else "",
-        format_count(num_params) if num_params else "",
-    ]
-
-
-def _mean(times: Times) -> str:
-    return f"{times.avg_ts:.2f} ± {times.stddev_ts:.2f}"
-
-
-def _piped(rows: Sequence[Row], left: Sequence[str]) -> list[str]:
-    widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
-    is_left = [name in left for name in rows[0]]
-    lines = [
-        "| "
-        + " | ".join(
-            cell.ljust(width) if to_left else cell.rjust(width)
-            for cell, width, to_left in zip(row, widths, is_left, strict=True)
-        )
-        + " |"
-        for row in rows
-    ]
-    marks = [
-        "-" * width if to_left else "-" * (width - 1) + ":"
-        for width, to_left in zip(widths, is_left, strict=True)
-    ]
-    return [lines[0], "| " + " | ".join(marks) + " |", *lines[1:]]

@@ -41,7 +41,6 @@ class CalibrateConfig:
     # A machine file, or a card of data_sheets, whose GPUs to plan for if there is none here.
     gpu_from: Path | None = None
     force: bool = False
-    is_verbose: bool = False  # a note for each doubtful figure, besides the summary
 
 
 def calibrate(
@@ -81,7 +80,7 @@ def calibrate(
         gpus=gpus,
         versions={"python": platform.python_version(), "torch": torch.__version__},
     )
-    for line in report(machine, load, is_verbose=config.is_verbose):
+    for line in report(machine, load):
         say(line)
     machine.save(config.output)
     return machine
@@ -112,7 +111,7 @@ def _load_words(load: float | None) -> list[str]:
     return [f"{load:.1f} processes on {count} processors before the start"]
 
 
-def report(machine: Machine, load: float | None = None, *, is_verbose: bool = False) -> list[str]:
+def report(machine: Machine, load: float | None = None) -> list[str]:
     """The measured figures as lines for the user, with a note on doubtful ones. `load`: the load average
     before the start."""
     lines = [
@@ -133,28 +132,25 @@ def report(machine: Machine, load: float | None = None, *, is_verbose: bool = Fa
                 f" {1e6 * gpu.cpu_run_s.median:.1f} us, a token"
                 f" {1e6 * gpu.token_s.median:.0f} us"
             )
-    return lines + _doubts(machine, load, is_verbose=is_verbose)
+    return lines + _doubts(machine, load)
 
 
-def _doubts(machine: Machine, load: float | None, *, is_verbose: bool) -> list[str]:
-    """One line about all doubtful figures (see Figure.is_doubtful), if there are any, and a load;
-    `is_verbose` adds a line for each figure."""
+def _doubts(machine: Machine, load: float | None) -> list[str]:
+    """One line about all doubtful figures (see Figure.is_doubtful), if there are any, and a load."""
     doubtful = {name: f for name, f in machine.figures.items() if f.is_doubtful and f.quartiles}
-    ranges = {name: _range(figure) for name, figure in doubtful.items()}
     worst = max(doubtful, key=lambda name: doubtful[name].spread, default="")
-    lines = [f"note: {name}: {told}" for name, told in ranges.items()] if is_verbose else []
-    more = "" if is_verbose or len(doubtful) <= 1 else "; -v lists all"
+    more = "" if len(doubtful) <= 1 else "; hotsplit inspect lists all"
     seen = (
         [
             f"{len(doubtful)} of {len(machine.figures)} figures differ between rounds, most of all"
-            f" {worst} ({ranges[worst]})"
+            f" {worst} ({_range(doubtful[worst])})"
         ]
         if doubtful
         else []
     )
     seen += _load_words(load)
     advice = "another process may be using the memory or the processors; calibrate again when the"
-    return [*lines, *[f"note: {'; '.join(seen)}: {advice} machine is idle{more}"] * bool(seen)]
+    return [f"note: {'; '.join(seen)}: {advice} machine is idle{more}"] * bool(seen)
 
 
 def _range(figure: Figure) -> str:

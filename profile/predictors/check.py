@@ -47,7 +47,7 @@ class PredictorCheck:
         )
         if self.other_gain > max(2 * self.gain, CHANCE):
             return (
-                f"{line}; they do better with --predictor-input-layer-offset {1 - self.offset}:"
+                f"{line}; they do better with --input-layer-offset {1 - self.offset}:"
                 " convert with it"
             )
         return f"{line}; were they made for this model?"

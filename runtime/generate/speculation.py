@@ -204,8 +204,8 @@ class Speculation:
             return f"{begin} no step was made"
         if self._num_unsure:
             return (
-                f"{begin} no first guess had the probability of --draft-p-min"
-                f" {self.options.min_probability:g}, or the text is too long for it"
+                f"{begin} no first guess had a probability of {self.options.min_probability:g}, or the"
+                " text is too long for it"
             )
         return (
             f"{begin} a guess takes {1e3 * self._token_s:.3g} ms and a step of the model"

@@ -211,10 +211,10 @@ def test_the_same_bits_give_the_same_swaps():
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("decay=2", "decay=2; wanted 0 to"),
-        ("margin=nan", "margin=nan"),
-        ("most_rows=1.5", "wanted a number"),
-        ("most_rows=0", "most_rows=0; wanted 1 to 65536"),
+        ("decay=2", "decay is 2.0, wanted a number from 0 to"),
+        ("margin=nan", "margin is nan, wanted a number from 0 to 1"),
+        ("most_rows=1.5", "wanted a whole number"),
+        ("most_rows=0", "most_rows is 0, wanted a whole number from 1 to 65536"),
         ("speed=1", "'speed=1' in 'speed=1'"),
         ("decay=0.5,decay=0.6", "'decay=0.6'"),
         ("", "wanted on or NAME=VALUE"),

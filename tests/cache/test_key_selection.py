@@ -404,7 +404,7 @@ def test_the_reported_cache_bytes_are_those_allocated(path, rule, num_sequences)
         ("top=many", "a whole number"),
         ("block=48", "16, 32 or 64"),
         ("block=0", "16, 32 or 64"),
-        ("block=16.5", "a whole number"),
+        ("block=16.5", "16, 32 or 64"),
         ("window=1", "multiple of the block"),
         ("top=0", "multiple of the block"),
         ("candidates=-1", "0 to 64"),
@@ -416,10 +416,10 @@ def test_the_reported_cache_bytes_are_those_allocated(path, rule, num_sequences)
         ("sinks=-64", "multiple of the block"),
         ("top=99999999999999", "multiple of the block of 32 positions, from 32 to 16777216"),
         ("candidates=65", "0 to 64"),
-        ("summary=median", "known: mean, bounds"),
+        ("summary=median", "wanted 'mean' or 'bounds'"),
         ("positions=capped", "wanted on or NAME=VALUE"),
-        ("full=-1", "full=-1; wanted 0 to 16777216"),
-        ("full=99999999999", "wanted 0 to 16777216"),
+        ("full=-1", "full is -1, wanted a whole number from 0 to 16777216"),
+        ("full=99999999999", "from 0 to 16777216"),
     ],
 )
 def test_impossible_sizes_are_refused(path, text, words):

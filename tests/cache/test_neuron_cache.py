@@ -109,7 +109,7 @@ def test_commands_refuse_wrong_settings_and_say_that_a_cache_needs_a_gpu(tmp_pat
     assert main([*command, "--split", split, "-v"]) == 0
     assert "so it is off without one" in capsys.readouterr().err
     for wrong, line in (
-        ("decay=2", "decay=2; wanted 0"),
+        ("decay=2", "decay is 2.0, wanted a number from 0"),
         ("most_rows=300", "room for 16 rows"),
         ("size=3", "wanted on or NAME=VALUE"),
     ):

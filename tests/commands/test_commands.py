@@ -473,9 +473,8 @@ OUTPUTS = {
     ("solve", "output"),
     ("solve", "heat_map"),
     ("export", "output"),
-    ("generate", "prompt_cache"),
+    *((name, "prompt_cache") for name in ("run", "generate", "chat")),
     ("report", "output"),
-    ("doctor", "report"),
     ("profile", "importances"),
 }
 FOLDERS = {("profile", "train_predictors")}

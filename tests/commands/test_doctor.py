@@ -1,5 +1,5 @@
 """`hotsplit doctor` finds what is broken: torch, Triton, the compiler, the library, the level or
-a GPU. Its report contains no names or paths."""
+a GPU."""
 
 import json
 import os
@@ -7,14 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from hotsplit.doctor import gpu, machine
 from hotsplit.doctor.children import Child, Result
-from hotsplit.doctor.finding import scrubbed
-from hotsplit.doctor.probes import probe_kernels
 from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -72,19 +69,13 @@ def light(broken):
         broken(name, f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')")
 
 
-def test_on_this_machine_nothing_is_wrong(tmp_path):
-    report = tmp_path / "report.txt"
-    found = Doctor("--report", str(report))
+def test_on_this_machine_nothing_is_wrong():
+    found = Doctor()
     assert found.code == 0 and not found.wrong() and found.seconds < 10
     abouts = list(dict.fromkeys(each["about"] for each in found.found))
-    assert abouts[:6] == ["versions", "processor", "levels", "kernels", "memory", "cache"]
+    assert abouts[:5] == ["versions", "processor", "kernels", "memory", "cache"]
     assert {"torch", "triton", "driver"} <= set(abouts)
-    (kernels,) = found.of("kernels")
-    assert "agree with numpy" in kernels["text"]
-    assert library.level() in found.of("levels")[0]["text"] or "HOTSPLIT_CPU_LEVEL" in os.environ
-    text = report.read_text()
-    assert len(text.splitlines()) == len(found.found) + 2
-    assert str(Path.home()) not in text and "/" not in text.replace("with/without", "")
+    assert library.level() in found.of("kernels")[0]["text"] or "HOTSPLIT_CPU_LEVEL" in os.environ
 
 
 def test_missing_torch_and_triton_are_reported(light):
@@ -93,7 +84,7 @@ def test_missing_torch_and_triton_are_reported(light):
     assert "is not installed" in found.of("torch")[0]["text"]
     assert "pip install torch" in found.of("torch")[0]["advice"]
     assert "is not installed: models run on the CPU" in found.of("triton")[0]["text"]
-    assert "agree with numpy" in found.of("kernels")[0]["text"]
+    assert "is the best of" in found.of("kernels")[0]["text"]
 
 
 def test_a_missing_compiler_is_reported():
@@ -125,10 +116,10 @@ def test_an_unusable_forced_level_is_reported_and_the_rest_is_checked(light):
     missing = [name for name in library.LEVELS if name not in library.usable_levels()]
     for name in [*missing[:1], "nothing"]:
         found = Doctor(HOTSPLIT_CPU_LEVEL=name)
-        assert found.code == 1 and found.wrong() == ["levels", "torch"]
-        line = found.of("levels")[-1]
+        assert found.code == 1 and found.wrong() == ["kernels", "torch"]
+        line = found.of("kernels")[-1]
         assert f"HOTSPLIT_CPU_LEVEL='{name}'" in line["text"] and "unset" in line["advice"]
-        assert "agree with numpy" in found.of("kernels")[0]["text"]
+        assert "is the best of" in found.of("kernels")[0]["text"]
 
 
 def test_a_forced_level_that_works_is_reported():
@@ -138,16 +129,12 @@ def test_a_forced_level_that_works_is_reported():
         "usable": ["avx2", "generic"],
         "faulty": "avx512",
         "forced": "generic",
-        "wrong": [],
-        "num_tried": 20,
     }
     lines = [each.line for each in machine.processor(Result(done=done))]
     assert any(
         "HOTSPLIT_CPU_LEVEL=generic is set and used -> unset it for avx2" in x for x in lines
     )
     assert any("advertises avx512, whose instructions fail" in line for line in lines)
-    wrong = machine.processor(Result(done=done | {"wrong": ["avx2, q4_0: products are off by 1"]}))
-    assert wrong[-1].state == "wrong" and "HOTSPLIT_CPU_LEVEL=generic" in wrong[-1].advice
 
 
 LIBRARY = """
@@ -165,7 +152,7 @@ util.find_spec = find_spec
     ("spec", "said"),
     [
         ("None", "the C++ library is missing"),
-        ("type('Spec', (), {'origin': __file__})", "OSError: sitecustomize.py: invalid ELF header"),
+        ("type('Spec', (), {'origin': __file__})", "sitecustomize.py: invalid ELF header"),
         ("__import__('os').kill(__import__('os').getpid(), 4)", "crashed by SIGILL"),
     ],
 )
@@ -173,27 +160,8 @@ def test_a_library_that_is_missing_broken_or_for_another_processor_is_reported(b
     broken("sitecustomize", LIBRARY.replace("SPEC", spec))
     result = Child("kernels").result()
     (finding,) = [each for each in machine.processor(result) if each.about == "kernels"]
-    assert finding.state == "wrong" and said in scrubbed(finding.text), finding.text
+    assert finding.state == "wrong" and said in finding.text, finding.text
     assert "install the package again" in finding.advice
-
-
-def test_a_kernel_that_computes_wrongly_is_found(monkeypatch):
-    from hotsplit.doctor import cpu_kernels
-
-    was = cpu_kernels.rows_of
-
-    def rows(lib, each, form, random):
-        data, exact = was(lib, each, form, random)
-        return data, exact * (1.0 + 0.1 * (each.name == "q4_0" and form in (None, "tiled")))
-
-    monkeypatch.setattr(cpu_kernels, "rows_of", rows)
-    level = library.level()
-    try:
-        done = probe_kernels()
-    finally:
-        library.set_level(level)
-    assert {line.split(":")[0].split(", ")[1] for line in done["wrong"]} == {"q4_0", "q4_0_tiled"}
-    assert len(done["wrong"]) == (3 + 2) * len(library.usable_levels())
 
 
 def test_an_interrupt_ends_the_command_with_one_line(broken):

@@ -51,7 +51,7 @@ def lines(findings):
         (
             DRIVER | {"cuda": "12.2"},
             TORCH | {"gpus": []},
-            "older than torch's CUDA 12.8: update it",
+            "update the driver, which is older than torch's CUDA 12.8",
         ),
         (DRIVER, TORCH | {"gpus": [], "gpu_error": "no device"}, "sees no GPU: no device -> check"),
         (DRIVER, {"error": "ImportError: x", "is_missing": False}, "ok    driver"),

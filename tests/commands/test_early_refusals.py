@@ -28,7 +28,6 @@ def ended(words: str, cwd) -> tuple[int, bool, list[str]]:
         ("generate m.gguf", "there is no prompt"),
         ("generate m.gguf -p a --top-p 7", "top_p is 7.0, wanted a number from 0 to 1"),
         ("generate m.gguf -p a -n 0", "max_tokens (-n) is 0"),
-        ("generate m.gguf -p a --keep -1", "--keep is -1"),
         ("generate m.gguf -p a -t 0", "--threads is 0"),
         ("generate m.gguf -p a --device x", "device 'x'"),
         ("generate m.gguf -p a --max-loss -1", "max_loss is -1.0"),
@@ -45,7 +44,7 @@ def ended(words: str, cwd) -> tuple[int, bool, list[str]]:
         ("eval m.gguf", "missing option '--corpus'"),
         ("bench m.gguf -r 0", "-r is 0"),
         ("profile m.gguf --corpus t -o p --tokens 0", "tokens is 0"),
-        ("profile m.gguf --corpus t -o p --target-contribution 7", "target contribution is 7.0"),
+        ("profile m.gguf --corpus t -o p --predictor-rank 0", "predictor rank is 0"),
         ("convert m.gguf -o x.gguf --activation tanh", "activation 'tanh'"),
     ],
 )

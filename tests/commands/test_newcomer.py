@@ -123,10 +123,6 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
             ["run", "m", "-yes"],
             "no such option '-yes', did you mean --yes?; see hotsplit run --help",
         ),
-        (
-            ["calibrate", "-verbose"],
-            "no such option '-verbose', did you mean --verbose?; see hotsplit calibrate --help",
-        ),
         (["generate", "m", "-n", "b"], "'b' is not a valid integer; see hotsplit generate --help"),
     ],
 )
@@ -286,7 +282,10 @@ def test_the_walk_over_the_options_finds_a_missing_row(monkeypatch):
             for names, flag in rows
         ],
         [
-            (names, dataclasses.replace(flag, text="--logging") if names == "--log-jsonl" else flag)
+            (
+                names,
+                dataclasses.replace(flag, text="--origins") if names == "--cors-origins" else flag,
+            )
             for names, flag in rows
         ],
     ):
@@ -440,7 +439,7 @@ OTHER_DIGITS = {
         ["generate", "m", "-p", "a", "--kv-offload", "top=512"],
         ["bench", "m", "-p", "128,512"],
         ["serve", "m", "--port", "8080"],
-        ["profile", "m", "--corpus", "t", "-o", "o", "--target-precision", "0.25"],
+        ["profile", "m", "--corpus", "t", "-o", "o", "--tokens", "25"],
     ],
 )
 def test_numbers_in_other_digits_are_refused(capsys, tmp_path, monkeypatch, arguments, digits):

@@ -357,7 +357,7 @@ def test_an_unstated_input_of_predictors_is_noted(llama, tmp_path, option, writt
     predictor = ModelFile.load(report.output).predictor
     assert predictor is not None and predictor.input_layer_offset == want
     is_assumed = option is None and written is None
-    assert ("--predictor-input-layer-offset" in "".join(report.notes)) == is_assumed
+    assert ("--input-layer-offset" in "".join(report.notes)) == is_assumed
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_contradictions_about_the_input_are_refused(llama, tmp_path, capsys, wri
     folder = random_dejavu(tmp_path / "p")
     (folder / "config.json").write_text(json.dumps({"input_layer_offset": written}))
     command = ["convert", str(llama), "-o", str(tmp_path / "a.gguf"), "--predictors", str(folder)]
-    assert main([*command, "--predictor-input-layer-offset", "0"]) == 1
+    assert main([*command, "--input-layer-offset", "0"]) == 1
     assert words in capsys.readouterr().err
     with pytest.raises(HotsplitError, match="but no predictors"):
         ConvertConfig(source=llama, output=tmp_path / "a", predictor_input_layer_offset=0)

@@ -113,15 +113,14 @@ def export_split(case: Case) -> None:
     """Exports a plan with a damaged profile, as SparkInfer's model-split or as PowerInfer's
     index."""
     plan = case.folder / "model.split.gguf"
-    format, size = ("sparkinfer-split", 8) if case.number % 4 else ("gpuidx", None)
-    output = case.output.with_name("out-4.gguf" if size else "out.gpuidx")
+    is_index = case.number % 4 == 0
+    format, name = ("gpuidx", "out.gpuidx") if is_index else ("sparkinfer-split", "out-4.gguf")
     export(
         ExportConfig(
             source=plan,
-            output=output,
+            output=case.output.with_name(name),
             profile=case.folder / "model.profile.safetensors",
             format=format,
-            group_size=size,
         )  # type: ignore[arg-type]  # both are formats
     )
 

@@ -184,7 +184,6 @@ def _shown(folder: Path) -> None:
                 output=folder / kind / name,
                 format=format,  # type: ignore[arg-type]
                 profile=profile / "model.profile.safetensors",
-                group_size=8 if kind == "model-split" else None,
             )
         )
 

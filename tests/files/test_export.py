@@ -201,9 +201,7 @@ def test_notes_say_what_the_index_cannot_hold(tmp_path, make):
 @pytest.mark.parametrize("group_size", [1, 16, 64])
 def test_the_model_split_orders_hot_to_cold(tmp_path, make, num_layers, group_size):
     split, profile = make(num_layers)
-    config = plan(
-        tmp_path, "sparkinfer-split", f"m-{NEURONS // group_size}.gguf", group_size=group_size
-    )
+    config = plan(tmp_path, "sparkinfer-split", f"m-{NEURONS // group_size}.gguf")
     file = Bytes(export(config).output.read_bytes())
     assert (file.magic, file.version) == (b"GGUF", 3)
     assert file.keys.pop("ffn_group_size") == (5, group_size)
@@ -221,7 +219,7 @@ def test_the_model_split_orders_hot_to_cold(tmp_path, make, num_layers, group_si
         assert perm == ids.tolist() + sorted(cold, key=lambda neuron: (-count_F[neuron], neuron))
 
 
-def test_groups_have_sixteen_neurons_and_partial_ones_are_noted(tmp_path, make):
+def test_the_name_says_the_size_of_groups_and_partial_ones_are_noted(tmp_path, make):
     make(hot=[range(16), range(5), range(32)], dense_on_gpu=False)
     report = export(plan(tmp_path, "sparkinfer-split", "m-4.gguf"))
     assert report.group_size == 16
@@ -235,23 +233,12 @@ def test_groups_have_sixteen_neurons_and_partial_ones_are_noted(tmp_path, make):
 
 
 @pytest.mark.parametrize(
-    ("name", "group_size", "said"),
-    [
-        ("m.gguf", 16, "use .*m-4.gguf"),
-        ("m-8.gguf", 16, "use .*m-4.gguf"),
-        ("m-14.gguf", 16, "use .*/m-4.gguf$"),
-        ("m-4.bin", 16, "use .*m-4.gguf"),
-        ("m-4.gguf", 12, "use --group-size 8$"),
-        ("m-4.gguf", 0, "use --group-size 1"),
-        ("m-4.gguf", 128, "use --group-size 64"),
-    ],
+    "name", ["m.gguf", "m-14.gguf", "m-4.bin", "m-0.gguf", "m-128.gguf", "m-x.gguf"]
 )
-def test_wrong_groups_and_names_are_refused_with_the_right_one(
-    tmp_path, make, name, group_size, said
-):
+def test_wrong_groups_and_names_are_refused_with_the_right_one(tmp_path, make, name):
     make()
-    with pytest.raises(HotsplitError, match=said):
-        export(plan(tmp_path, "sparkinfer-split", name, group_size=group_size))
+    with pytest.raises(HotsplitError, match=r"use .*/m(-x)?-4.gguf$"):
+        export(plan(tmp_path, "sparkinfer-split", name))
     assert {path.name for path in tmp_path.iterdir()} == {"m.split.gguf", "p.safetensors"}
 
 
@@ -259,9 +246,9 @@ def test_more_than_1024_groups_are_refused(tmp_path):
     model = shape_only(make_sizes(num_layers=1, num_neurons=2050))
     make_split(model, [[0]]).save(tmp_path / "m.split.gguf")
     make_profile(model).save(tmp_path / "p.safetensors")
-    with pytest.raises(HotsplitError, match="at most 1024 .* use --group-size 5$"):
-        export(plan(tmp_path, "sparkinfer-split", "m-1025.gguf", group_size=2))
-    export(plan(tmp_path, "sparkinfer-split", "m-410.gguf", group_size=5))
+    with pytest.raises(HotsplitError, match="at most 1024, .* use .*m-205.gguf$"):
+        export(plan(tmp_path, "sparkinfer-split", "m-1025.gguf"))
+    export(plan(tmp_path, "sparkinfer-split", "m-410.gguf"))
 
 
 def test_a_plan_without_hot_neurons_has_no_pattern(tmp_path, make):
@@ -395,7 +382,6 @@ def test_a_plan_of_another_number_of_layers_is_refused(make):
         ({"format": "sparkinfer-split"}, "needs --profile"),
         ({"format": "onnx"}, "unknown; known: powerinfer-activations"),
         ({"format": "powerinfer-activations", "profile": Path("p")}, "given as SOURCE"),
-        ({"format": "gpuidx", "profile": Path("p"), "group_size": 16}, "--group-size is for"),
     ],
 )
 def test_conflicting_options_are_refused(options, said):

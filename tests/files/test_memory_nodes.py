@@ -76,14 +76,6 @@ def test_the_system_spreads_memory(monkeypatch):
 
 
 def test_doctor_counts_the_nodes(two_nodes):
-    done = {
-        "is_built": True,
-        "level": "avx2",
-        "usable": ["avx2"],
-        "faulty": None,
-        "forced": None,
-        "wrong": [],
-        "num_tried": 1,
-    }
+    done = {"is_built": True, "level": "avx2", "usable": ["avx2"], "faulty": None, "forced": None}
     first, *_ = doctor.processor(SimpleNamespace(done=done))
-    assert first.text.endswith("threads allowed, 2 memory nodes")
+    assert "threads allowed, 2 memory nodes;" in first.text

@@ -153,7 +153,7 @@ def test_a_slow_drafter_is_hardly_called():
     [
         (0.08, True, "a guess takes 80 ms and a step of the model 100 ms, so that no draft was"),
         (5.0, True, "a guess takes 5e+03 ms and a step of the model 100 ms"),
-        (0.001, False, "no first guess had the probability of --draft-p-min 0.5"),
+        (0.001, False, "no first guess had a probability of 0.5"),
         (0.001, True, None),
     ],
 )
@@ -267,11 +267,11 @@ def test_the_expected_acceptance_follows_the_counts():
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"most": 0}, "at most 0 tokens"),
+        ({"most": 0}, "most is 0, wanted a whole number from 1 to 127"),
         ({"most": 4, "least": 5}, "at least 5 tokens, wanted 0 to 4"),
-        ({"least": -1}, "at least -1"),
-        ({"min_probability": 1.5}, "least probability is 1.5"),
-        ({"min_probability": float("nan")}, "least probability is nan"),
+        ({"least": -1}, "least is -1, wanted a whole number from 0"),
+        ({"min_probability": 1.5}, "min_probability is 1.5, wanted a number from 0 to 1"),
+        ({"min_probability": float("nan")}, "min_probability is nan"),
     ],
 )
 def test_wrong_options_of_drafts_are_refused(values, match):

@@ -232,8 +232,8 @@ def test_without_a_token_limit_the_context_ends_the_text_or_is_shifted(codec_mod
         ({"max_tokens": 0}, "max_tokens .-n. is 0, wanted 1 or more, or -1"),
         ({"max_tokens": -2}, "max_tokens .-n. is -2"),
         ({"stops": ("a", "")}, "an empty stop string"),
-        ({"num_logprobs": -1}, "logprobs of -1 tokens"),
-        ({"shift_keep": -1}, "-1 tokens to keep"),
+        ({"num_logprobs": -1}, "num_logprobs is -1, wanted a whole number from 0 to 1000"),
+        ({"shift_keep": -1}, "shift_keep is -1"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
@@ -553,11 +553,10 @@ def test_the_command_saves_and_reuses_a_prompts_state(tmp_path, codec_model):
         (("-f", "missing"), "missing", 1),
         (("-p", "ab", "--stop", ""), "an empty stop string", 1),
         (("-p", "ab", "-n", "-3"), "max_tokens (-n) is -3", 1),
-        (("-p", "ab", "--logprobs", "-1"), "logprobs of -1", 1),
+        (("-p", "ab", "--logprobs", "-1"), "num_logprobs is -1", 1),
         (("-p", "ab", "--logprobs", "1"), "goes with --json", 2),
         (("-p", ""), "the prompt is empty", 1),
         (("-p", "ab", "--prompt-cache", "/no/such/folder/f"), "its folder does not exist", 1),
-        (("-p", "ab", "--context-shift", "--keep", "40"), "wanted at most half of it", 1),
         (("-p", "ab", "--temp", "nan"), "temperature", 1),
     ],
 )

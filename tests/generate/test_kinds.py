@@ -69,7 +69,10 @@ def test_no_method_takes_a_value_of_another_kind(kind, name, argument):
         (lambda: GenerationOptions(stops="abc"), "stops is 'abc', wanted a list of strings"),
         (lambda: GenerationOptions(stops=("a", 1)), "stops is ('a', 1), wanted a list of strings"),
         (lambda: GenerationOptions(ignores_end=1), "ignores_end is 1, wanted True or False"),
-        (lambda: GenerationOptions(num_logprobs="3"), "num_logprobs is '3', wanted a whole number"),
+        (
+            lambda: GenerationOptions(num_logprobs="3"),
+            "num_logprobs is '3', wanted a whole number from 0 to 1000",
+        ),
         (
             lambda: EngineConfig(context_length=True),
             "context_length is True, wanted a whole number",

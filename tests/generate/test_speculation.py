@@ -405,7 +405,7 @@ def test_speculation_is_refused_where_rows_may_differ_from_single_steps(tmp_path
 @speculation_options
 @click.pass_context
 def command(context: click.Context, **arguments) -> None:
-    context.obj.append(take_speculation_options(arguments))
+    context.obj.append((take_speculation_options(arguments), arguments.pop("model_draft")))
     assert not arguments
 
 
@@ -415,14 +415,8 @@ def command(context: click.Context, **arguments) -> None:
         ("", (SpeculationOptions(type="ngram", is_optional=True), None)),
         ("--speculate none", (SpeculationOptions(), None)),
         ("--spec-type ngram --draft 7", (SpeculationOptions(type="ngram", most=7), None)),
-        (
-            "--speculate ngram-mod --draft-n 9 --draft-n-min 2",
-            (SpeculationOptions(type="ngram-mod", most=9, least=2), None),
-        ),
-        (
-            "-md d.gguf --draft-max 4 --draft-p-min 0.5",
-            (SpeculationOptions(type="draft", most=4, min_probability=0.5), Path("d.gguf")),
-        ),
+        ("--speculate ngram-mod --draft-n 9", (SpeculationOptions(type="ngram-mod", most=9), None)),
+        ("-md d.gguf --draft-max 4", (SpeculationOptions(type="draft", most=4), Path("d.gguf"))),
         (
             "--model-draft d.gguf --speculate draft",
             (SpeculationOptions(type="draft"), Path("d.gguf")),

@@ -14,7 +14,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
 from hotsplit.measure.bench.fields import to_json
 from hotsplit.measure.bench.rival import located, program_of
-from hotsplit.measure.bench.tables import lines_of, markdown_of
+from hotsplit.measure.bench.tables import lines_of
 from hotsplit.system import processors
 
 pytest_plugins = ("bench_fixtures",)
@@ -87,7 +87,6 @@ def test_bench_compares_itself_with_another_program(
     content = to_json(report)
     assert content["compare"]["tool"] == report.rival.tool
     assert content["tests"][0]["llamacpp"]["samples_ts"] == pytest.approx([1e6] * 3)
-    assert len(markdown_of(report).splitlines()) == 2 + 2 * 4
     assert any("in rounds" in line for line in lines_of(report))
     if text is FAKE_PYTHON:
         assert any("two models" in note for note in report.notes)
@@ -182,7 +181,7 @@ def test_requests_that_cannot_be_measured_are_refused(bench_files, capsys, optio
     assert words in error[-1], error
 
 
-@pytest.mark.parametrize("options", ["-p nan", "-p 1,,2", "-n 1.5", "-r nan", "--json --md"])
+@pytest.mark.parametrize("options", ["-p nan", "-p 1,,2", "-n 1.5", "-r nan"])
 def test_usage_errors_have_exit_code_2(bench_files, options):
     assert main(["bench", str(bench_files / "dense.gguf"), *options.split()]) == 2
 
@@ -201,8 +200,6 @@ def test_the_command(bench_files, capsys, small_buffer):
     assert main([*given, "--json"]) == 0
     out = capsys.readouterr()
     assert [t["test"] for t in json.loads(out.out)["tests"]] == ["pp4", "pp6", "tg2"]
-    assert main([*given, "--md"]) == 0
-    assert capsys.readouterr().out.startswith("| model ")
     assert main(given) == 0
     out = capsys.readouterr()
     assert not out.out and "tokens/s" in out.err and "output head" in out.err

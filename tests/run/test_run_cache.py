@@ -114,7 +114,7 @@ def test_what_another_version_made_is_not_used_and_is_stale(monkeypatch, cache):
     assert new != old and current_version("machine")[-1] == 99
     states = {s.name: s.state for s in housekeeping.list_cache(cache)}
     assert states == {old.name: "stale", new.name: "ready"}
-    assert housekeeping.clear(cache, stale_only=True).removed == (old.name,)
+    assert housekeeping.clear(cache, ["stale"]).removed == (old.name,)
 
 
 def test_a_truncated_artifact_is_made_again(cache):

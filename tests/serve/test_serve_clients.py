@@ -219,7 +219,7 @@ def test_tools_of_other_kinds_are_left_out(caplog):
 )
 def test_what_would_be_missed_is_refused(more, param):
     with pytest.raises(ApiError) as caught:
-        chat_fields(checked(ResponsesBody, {"input": "a", **more}, is_strict=False))
+        chat_fields(checked(ResponsesBody, {"input": "a", **more}))
     assert caught.value.status == 400 and caught.value.param == param
 
 

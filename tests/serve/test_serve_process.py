@@ -1,6 +1,5 @@
 """The server's process: how it starts and stops, what it refuses, and what waiting clients get."""
 
-import json
 import os
 import signal
 import socket
@@ -29,7 +28,7 @@ FULL = {**LONG, "prompt": [[7]] * 4, "n": 16}
 @pytest.fixture
 def narrow(model):
     """A server that computes one text at a time and refuses requests while 30 wait."""
-    options = ("-np", "1", "--kept", "1", "--queue", "30", "--drain", "60", "--log-json")
+    options = ("-np", "1", "--kept", "1", "--queue", "30", "--drain", "60")
     with Served(model, *options, key="k") as served:
         yield served
 
@@ -81,9 +80,8 @@ def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
     status, answer = found[0]
     assert status == 200 and answer["usage"]["completion_tokens"] == 16_000
     assert narrow.process.wait(60) == 0
-    lines = [json.loads(line) for line in narrow.log if line.startswith("{")]
-    ended = next(line for line in lines if line.get("generated_tokens") == 16_000)
-    assert ended["status"] == 200 and ended["path"] == "/v1/completions" and ended["id"]
+    ended = next(line for line in narrow.log if " 16000 generated" in line)
+    assert " POST /v1/completions 200 " in ended
 
 
 def test_a_stop_that_times_out_ends_the_process_and_every_answer(model):

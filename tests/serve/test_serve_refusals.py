@@ -11,14 +11,13 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kerne
 
 @pytest.fixture(scope="module")
 def served(model):
-    with Served(model, "--parallel", "1", "--strict") as served:
+    with Served(model, "--parallel", "1") as served:
         yield served
 
 
 @pytest.mark.parametrize(
     "fields, param",
     [
-        ({"temperatur": 1}, "temperatur"),
         ({"messages": "Hello"}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),

@@ -171,8 +171,12 @@ def test_the_smallest_budget_beside_a_cache(files, tmp_path):
 
 REFUSED = [
     ("-vb 200KiB --neuron-cache margin=0.5", 1, "margin=0.5: a plan stores only most_rows"),
-    ("-vb 200KiB --neuron-cache most_rows=0", 1, "most_rows=0; wanted 1 to 65536"),
-    ("-vb 200KiB --neuron-cache most_rows=x", 1, "most_rows='x'; wanted a number"),
+    (
+        "-vb 200KiB --neuron-cache most_rows=0",
+        1,
+        "most_rows is 0, wanted a whole number from 1 to 65536",
+    ),
+    ("-vb 200KiB --neuron-cache most_rows=x", 1, "most_rows is 'x', wanted a whole number"),
     ("-vb 200KiB --neuron-cache nan", 1, "'nan' in 'nan'; wanted on or NAME=VALUE"),
     ("-vb 200KiB --neuron-cache on --mode dense", 1, "reads every neuron; wanted exact or"),
     ("-vb 0 --neuron-cache on", 1, "its slots are in the GPU's memory"),

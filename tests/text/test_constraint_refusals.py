@@ -1,6 +1,7 @@
 """Refusals of schemas, grammars and regexes, and the command-line options that take them."""
 
 import sys
+from itertools import combinations
 
 import click
 import pytest
@@ -8,12 +9,7 @@ import regex as regexes
 from click.testing import CliRunner
 from constrained_texts import tiny_codec, written
 
-from hotsplit.commands.options.constraints import (
-    NAMES,
-    ConstraintOptions,
-    constraint_of,
-    constraint_options,
-)
+from hotsplit.commands.options.constraints import constraint_of, constraint_options, take_constraint
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate import constraints
 from hotsplit.runtime.generate.constraints import (
@@ -210,11 +206,8 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeyp
 @click.command()
 @constraint_options
 def command(**options):
-    constraint = constraint_of(ConstraintOptions(**options), tiny_codec())
-    if constraint is None:
-        click.echo("none")
-    else:
-        click.echo(written(constraint))
+    given = take_constraint(options)
+    click.echo("none" if given is None else written(constraint_of(given, tiny_codec())))
 
 
 def run(*arguments):
@@ -233,7 +226,7 @@ def run(*arguments):
 def test_options_take_texts_and_files(tmp_path, option, text, pattern, as_file):
     path = tmp_path / "text"
     path.write_text(text)
-    result = run(f"{option}-file", path) if as_file else run(option, text)
+    result = run(option, f"@{path}") if as_file else run(option, text)
     assert (result.exit_code, result.output) == (0, pattern)
 
 
@@ -242,22 +235,20 @@ def test_short_options_and_none_and_the_lark_suffix(tmp_path):
     assert run("-j", '{"const": 5}').output == "5\n" and run("--regex", "ab{2}").output == "abb\n"
     path = tmp_path / "a.lark"
     path.write_text('// a rule named root is a Lark one here\nroot: "x"\nstart: root\n')
-    assert run("--grammar-file", path).output == "x\n"
+    assert run("--grammar", f"@{path}").output == "x\n"
     path = tmp_path / "a.json"
     path.write_text('{"const": null}')
-    assert run("-jf", path).output == "null\n"
+    assert run("-j", f"@{path}").output == "null\n"
 
 
 def test_two_constraints_are_a_usage_error():
-    for first in range(len(NAMES)):
-        for second in range(first):
-            names = [f"--{NAMES[number].replace('_', '-')}" for number in (second, first)]
-            result = run(*(part for name in names for part in (name, "a")))
-            assert result.exit_code == 2, result.output
-            assert f"{names[0]} and {names[1]} exclude each other; give one" in result.output
+    for names in combinations(("--json-schema", "--grammar", "--regex"), 2):
+        result = run(*(part for name in names for part in (name, "a")))
+        assert result.exit_code == 2, result.output
+        assert f"{names[0]} and {names[1]} exclude each other; give one" in result.output
 
 
-@pytest.mark.parametrize("option", ["--json-schema-file", "--grammar-file"])
+@pytest.mark.parametrize("option", ["--json-schema", "--grammar"])
 def test_files_that_cannot_be_read_give_one_line(tmp_path, option):
     contents = {
         "missing": (None, "no such file; wanted a "),
@@ -270,7 +261,7 @@ def test_files_that_cannot_be_read_give_one_line(tmp_path, option):
         path = tmp_path / name
         if content is not None:
             path.write_bytes(content)
-        error = run(option, path).exception
+        error = run(option, f"@{path}").exception
         assert isinstance(error, HotsplitError) and message in str(error), (name, error)
         assert str(path) in str(error) and "\n" not in str(error)
-    assert "is a folder" in str(run(option, tmp_path).exception)
+    assert "is a folder" in str(run(option, f"@{tmp_path}").exception)

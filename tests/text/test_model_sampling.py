@@ -79,7 +79,7 @@ def test_numbers_in_other_types(value, field, found):
         ("top_k", np.float32(1.5), "general.sampling.top_k is 1.5, wanted a whole number; "),
         ("top_p", np.float32(1.5), "general.sampling.top_p is 1.5, wanted a number from 0 to 1; "),
         ("penalty_repeat", np.float32(0), "general.sampling.penalty_repeat is 0, wanted more than"),
-        ("mirostat", np.int32(3), "general.sampling.mirostat is 3, wanted 0 (off), 1 or 2; "),
+        ("mirostat", np.int32(3), "general.sampling.mirostat is 3, wanted 0, 1 or 2; "),
         ("sequence", "top_k;best", "no sampler is called 'best'; known: "),
         ("sequence", np.int32(1), "general.sampling.sequence is 1, wanted "),
     ],

@@ -12,10 +12,8 @@ import click
 
 from hotsplit.commands.bench import bench
 from hotsplit.commands.cache import cache
-from hotsplit.commands.chat import chat
 from hotsplit.commands.doctor import doctor
 from hotsplit.commands.evaluate import evaluate
-from hotsplit.commands.generate import generate
 from hotsplit.commands.help.command import completion, help_command
 from hotsplit.commands.options.engine import rope_options
 from hotsplit.commands.options.outtype import OUTTYPE
@@ -34,6 +32,7 @@ from hotsplit.commands.options.shared import (
 from hotsplit.commands.plan import plan
 from hotsplit.commands.profile_command import profile
 from hotsplit.commands.report import report
+from hotsplit.commands.run import chat, generate
 from hotsplit.commands.run import run as run_command
 from hotsplit.commands.serve import serve
 from hotsplit.files.written import Written
@@ -137,7 +136,7 @@ for _command in (
     " model_0.pt, model_1.pt, ...",
 )
 @click.option(
-    "--predictor-input-layer-offset",
+    "--input-layer-offset",
     type=click.IntRange(0, 1),
     help="The input that the predictors read: 0 for their own layer's, 1 for that of the"
     " layer before.",
@@ -151,14 +150,24 @@ for _command in (
 )
 @report_options
 def convert(
-    source: Path, tensor_types: tuple[str, ...], is_verified: bool, as_json: bool, **options: Any
+    source: Path,
+    tensor_types: tuple[str, ...],
+    input_layer_offset: int | None,
+    is_verified: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Turn a Hugging Face checkpoint, or a GGUF, into a model file.
 
     SOURCE is a folder, a .gguf file, or the name of a checkpoint on the hub (org/name)."""
     from hotsplit.convert.options import ConvertConfig
 
-    config = ConvertConfig(source=source, tensor_types=tensor_types, **options)
+    config = ConvertConfig(
+        source=source,
+        tensor_types=tensor_types,
+        predictor_input_layer_offset=input_layer_offset,
+        **options,
+    )
     from hotsplit.convert.convert import convert as run  # seconds of imports
     from hotsplit.system.progress import progress
 
@@ -198,13 +207,6 @@ def convert(
     help="Machine file, or a card by its data sheet, e.g. rtx-4060-8gb, whose GPU to plan for, if this"
     " machine has none.",
 )
-@click.option(
-    "-v",
-    "--verbose",
-    "is_verbose",
-    is_flag=True,
-    help="Print a note for each figure that varied between rounds.",
-)
 @report_options
 def calibrate(as_json: bool, **options: Any) -> None:
     """Measure this machine's bandwidths, latencies and memories."""
@@ -237,7 +239,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
     "-vb",
     "--vram",
     "--vram-budget",
-    "budgets",
+    "vram",
     type=SIZE,
     multiple=True,
     help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"
@@ -315,7 +317,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
 )
 @report_options
 def solve(
-    budgets: tuple[int, ...],
+    vram: tuple[int, ...],
     explained: bool,
     heat_map: Path | None,
     sweep_range: str | None,
@@ -332,24 +334,24 @@ def solve(
     from hotsplit.options.neuron_cache import CacheOptions
     from hotsplit.solver.solve import SolveConfig
 
-    if not budgets and not sweep_range and not is_check:
+    if not vram and not sweep_range and not is_check:
         context = click.get_current_context()
-        (option,) = (param for param in context.command.params if param.name == "budgets")
+        (option,) = (param for param in context.command.params if param.name == "vram")
         raise click.MissingParameter(ctx=context, param=option)
     pictured = explained or heat_map
     if (is_check or sweep_range) and (pictured or (is_check and sweep_range)):
         raise click.UsageError("--check, --sweep, and --explain or --heat-map exclude each other.")
-    if sweep_range and budgets:
+    if sweep_range and vram:
         raise click.UsageError("--sweep FROM:TO gives the budgets: leave --vram-budget out.")
     if (is_check or sweep_range) and neuron_cache is not None:
         raise click.UsageError("--neuron-cache is for a new plan: leave it out here.")
     config = SolveConfig(
-        vram_budget_bytes=budgets or (0,),
+        vram_budget_bytes=vram or (0,),
         neuron_cache=None if neuron_cache is None else CacheOptions.parse(neuron_cache),
         **options,
     )
     if is_check:
-        report, lines = run_check(config, budgets)
+        report, lines = run_check(config, vram)
     elif sweep_range:
         report, lines = run_sweep(config, sweep_range)
     else:
@@ -444,7 +446,6 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
 @click.option("-o", "--output", type=OUTPUT, help="The file or folder to write.")
 @click.option("--profile", type=FILE, help="The profile that the plan was made from.")
 @click.option("--machine", type=FILE, help="The machine file of the plan, for --llama-cpp.")
-@click.option("--group-size", type=int, help="Neurons per group, for SparkInfer. [default: 16]")
 @rope_options
 @report_options
 def export_command(
@@ -463,7 +464,7 @@ def export_command(
     if is_for_llama_cpp:
         from hotsplit.commands.llamacpp_options import told
 
-        others = [name for name in ("format", "output", "group_size") if options[name] is not None]
+        others = [name for name in ("format", "output") if options[name] is not None]
         if others:
             raise click.UsageError(f"--{others[0].replace('_', '-')} is not for --llama-cpp.")
         finish(

@@ -94,13 +94,11 @@ _LENGTHS = Parsed("N[,N...]", _lengths)
 @long_text_options
 @neuron_cache_option
 @running_options
-@click.option("--md", "as_markdown", is_flag=True, help="Print llama-bench's table on stdout.")
 @json_option
 def bench(
     prompt_lengths: tuple[tuple[int, ...], ...],
     gen_lengths: tuple[tuple[int, ...], ...],
     depths: tuple[tuple[int, ...], ...],
-    as_markdown: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -108,15 +106,13 @@ def bench(
 
     Speeds are compared with the limit set by the memory's speed and, if the step is native,
     broken down by its parts."""
-    if as_json and as_markdown:
-        raise click.UsageError("--json and --md are two forms of one report: leave one out.")
     lengths = {"prompt_lengths": prompt_lengths, "gen_lengths": gen_lengths, "depths": depths}
     options |= {name: sum(values, ()) for name, values in lengths.items() if values}
     with preparation(options):
-        _measure(options, as_json=as_json, as_markdown=as_markdown)
+        _measure(options, as_json=as_json)
 
 
-def _measure(options: dict[str, Any], *, as_json: bool, as_markdown: bool) -> None:
+def _measure(options: dict[str, Any], *, as_json: bool) -> None:
     from hotsplit.measure.bench.config import BenchConfig
 
     engine = take_engine_options(options)
@@ -125,7 +121,7 @@ def _measure(options: dict[str, Any], *, as_json: bool, as_markdown: bool) -> No
     )  # refuses wrong options before the imports, which take seconds
     from hotsplit.measure.bench.bench import bench as run
     from hotsplit.measure.bench.fields import to_json
-    from hotsplit.measure.bench.tables import lines_of, markdown_of
+    from hotsplit.measure.bench.tables import lines_of
     from hotsplit.system.progress import progress
 
     with progress("measuring", config.num_runs, "tests") as advance:
@@ -133,8 +129,4 @@ def _measure(options: dict[str, Any], *, as_json: bool, as_markdown: bool) -> No
     kept = bench_line(config.model) if config.split is None else None
     if kept and not as_json:
         say(kept)
-    if as_markdown:
-        click.echo(markdown_of(report))
-        finish({}, False, [f"note: {note}" for note in report.notes])
-    else:
-        finish(to_json(report) if as_json else {}, as_json, lines_of(report))
+    finish(to_json(report) if as_json else {}, as_json, lines_of(report))

@@ -14,32 +14,27 @@ from hotsplit.system.sizes import format_bytes
 @click.command(cls=FileCommand)
 @click.argument("action", type=click.Choice(["list", "clear"]))
 @click.argument("names", nargs=-1, metavar="[NAME...]")
-@click.option(
-    "--stale",
-    "stale_only",
-    is_flag=True,
-    help="With clear: remove only unfinished files and those made by another version.",
-)
 @json_option
-def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) -> None:
+def cache(action: str, names: tuple[str, ...], as_json: bool) -> None:
     """Show or remove the files that `hotsplit run` keeps.
 
-    NAME is a folder's name, a kind or a source, as `list` shows them; without a name, `clear`
-    removes everything that is not in use. Sources are never touched."""
+    NAME is a folder's name, a kind, a source or a state (stale: of another version; unfinished), as
+    `list` shows them; without a name, `clear` removes everything that is not in use. Sources are
+    never touched."""
     from hotsplit.run.cache_folder import cache_folder
     from hotsplit.run.housekeeping import clear, list_cache
 
     folder = cache_folder()
     if action == "clear":
-        cleared = clear(folder, names, stale_only=stale_only)
+        cleared = clear(folder, names)
         lines = [f"kept {name}: {why}" for name, why in cleared.kept]
         lines.append(
             f"removed {len(cleared.removed)} from {folder}, {format_bytes(cleared.num_bytes)}"
         )
         finish(asdict(cleared) | {"cache": str(folder)}, as_json, lines)
         return
-    if names or stale_only:
-        raise click.UsageError("list shows everything: leave names and --stale out.")
+    if names:
+        raise click.UsageError("list shows everything: leave names out.")
     found = list_cache(folder)
     total = sum(artifact.num_bytes for artifact in found)
     content = {"cache": str(folder), "num_bytes": total, "entries": [asdict(s) for s in found]}

@@ -1,4 +1,4 @@
-"""`hotsplit chat`: a conversation at a terminal, or with a script through a pipe.
+"""A conversation at a terminal, or with a script through a pipe.
 
 Answers go to stdout, everything else to stderr. Line editing is in terminal, the conversation in
 runtime.generate.chat."""
@@ -8,29 +8,12 @@ from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-import click
-
-from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, constraint_of
-from hotsplit.commands.options.engine import neuron_cache_option
-from hotsplit.commands.options.preparation import preparation, preparation_options
-from hotsplit.commands.options.sampling import (
-    decoding_options,
-    model_sampling,
-    take_sampling_options,
-)
-from hotsplit.commands.options.shared import (
-    FILE,
-    FileCommand,
-    context_option,
-    placement_options,
-    running_options,
-    say,
-)
-from hotsplit.commands.options.slow_plans import warn_of_slow_plan
-from hotsplit.commands.options.speculation import speculating, take_speculation_options
-from hotsplit.commands.terminal.prompts import chat_options, system_message, template_variables
+from hotsplit.commands.options.constraints import constraint_of
+from hotsplit.commands.options.shared import say
+from hotsplit.commands.options.speculation import speculating
+from hotsplit.commands.request import Request
 from hotsplit.commands.terminal.terminal import (
     Lines,
     PipedLines,
@@ -41,12 +24,11 @@ from hotsplit.commands.terminal.terminal import (
     stopping,
 )
 from hotsplit.errors import HotsplitError, Interrupted
-from hotsplit.options.engine_config import EngineConfig
-from hotsplit.options.generation import GenerationOptions
+from hotsplit.options.generation import SamplingOptions
 
 if TYPE_CHECKING:
+    from hotsplit.runtime.engine import Engine
     from hotsplit.runtime.generate.chat import Conversation
-    from hotsplit.runtime.generate.constraints import Constraint
     from hotsplit.runtime.generate.generation import Token
 
 HELP = """\
@@ -63,109 +45,52 @@ Enter sends, Alt-Enter or a backslash before Enter makes a new line, Ctrl-C stop
 A message that begins with / is written with //."""
 
 
-@click.command(cls=FileCommand)
-@click.argument("model", type=FILE)
-@placement_options
-@preparation_options
-@chat_options
-@click.option(
-    "-n",
-    "--max-tokens",
-    "--n-predict",
-    "max_tokens",
-    default=-1,
-    show_default=True,
-    help="Maximum tokens per answer; -1: as many as the context has room for.",
-)
-@click.option(
-    "--stop",
-    "-r",
-    "--reverse-prompt",
-    "stops",
-    multiple=True,
-    metavar="TEXT",
-    help="End an answer where this text appears; may be repeated.",
-)
-@context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")
-@decoding_options
-@neuron_cache_option
-@running_options
-def chat(**options: Any) -> None:
-    """Talk with a model.
-
-    If stdin is not a terminal, each of its lines is a message. /help lists the commands."""
-    with preparation(options) as name:
-        talk(name=name, **options)
-
-
-def talk(
-    *,
-    model: Path,
-    split: Path | None,
-    system: str | None,
-    system_file: Path | None,
-    template: str | None,
-    variables: tuple[str, ...],
-    max_tokens: int,
-    shifts: bool,
-    stops: tuple[str, ...],
-    threads: int | None,
-    name: str | None = None,
-    ignores_end: bool = False,
-    **options: Any,
+def converse(
+    engine: "Engine",
+    request: Request,
+    sampling: SamplingOptions,
+    draft_model: Path | None,
+    name: str,
 ) -> None:
-    """Runs `chat` with its options; `name` is the model's display name."""
-    given = take_sampling_options(options)
-    speculation, draft_model = take_speculation_options(options)
-    constraint = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
-    endings = GenerationOptions(max_tokens=max_tokens, stops=stops, ignores_end=ignores_end)
-    template_values = template_variables(variables)
-    system = system_message(system, system_file)
-    config = EngineConfig(**options)  # refuses wrong options before the imports, which take seconds
-    from hotsplit.runtime.engine import load_engine
+    """Holds a conversation; `name` is the model's display name."""
     from hotsplit.runtime.generate.chat import ChatOptions
-    from hotsplit.runtime.kernels.threads import use_threads
 
-    chat_options = ChatOptions(generation=endings, variables=template_values, drops_oldest=shifts)
-    use_threads(threads)
-    with load_engine(model, split, config) as engine:
-        warn_of_slow_plan(engine, split)
-        sampling = model_sampling(engine, given)
-        constraint_of(constraint, engine.codec)  # refuses wrong options before the first message
-        new_mask = None
-        if constraint != ConstraintOptions():
-            new_mask = cast(
-                "Callable[[], Constraint]", partial(constraint_of, constraint, engine.codec)
+    options = ChatOptions(
+        generation=request.endings, variables=request.variables, drops_oldest=request.shifts
+    )
+    new_mask = None
+    if request.constraint is not None:
+        new_mask = partial(constraint_of, request.constraint, engine.codec)
+        new_mask()  # refuses wrong options before the first message
+    with (
+        speculating(engine, request.speculation, draft_model) as drafts,
+        engine.chat(
+            request.system,
+            template=request.template,
+            sampling=sampling,
+            options=options,
+            new_constraint=new_mask,
+            drafts=drafts,
+        ) as conversation,
+    ):
+        if sys.stdin is None or sys.stdout is None:
+            raise HotsplitError("stdin or stdout is closed; a conversation needs both")
+        is_typed = sys.stdin.isatty()
+        if is_typed:
+            note(
+                f"[{name} on {engine.device}; a context of {engine.context_length} tokens; /help for"
+                " help, Ctrl-D to leave]"
             )
-        with (
-            speculating(engine, speculation, draft_model) as drafts,
-            engine.chat(
-                system,
-                template=template,
-                sampling=sampling,
-                options=chat_options,
-                new_constraint=new_mask,
-                drafts=drafts,
-            ) as conversation,
-        ):
-            if sys.stdin is None or sys.stdout is None:
-                raise HotsplitError("stdin or stdout is closed; a conversation needs both")
-            is_typed = sys.stdin.isatty()
-            if is_typed:
-                note(
-                    f"[{name or model.name} on {engine.device}; a context of {engine.context_length}"
-                    " tokens; /help for help, Ctrl-D to leave]"
-                )
-            lines = TypedLines() if is_typed else PipedLines()
-            conversed = Talk(conversation, lines, is_typed, is_greedy=sampling.temperature <= 0)
-            conversed.run()
-            if drafts is not None and (line := drafts.line()) is not None:
-                note(f"[{line}]")
-        if engine.neuron_cache is not None:
-            note(f"[{engine.neuron_cache.line}]")
-    if conversed.num_errors and not is_typed:
-        raise HotsplitError(f"{conversed.num_errors} of the lines failed; see above")
-    if not conversed.num_lines and not is_typed:
+        lines = TypedLines() if is_typed else PipedLines()
+        talk = Talk(conversation, lines, is_typed, is_greedy=sampling.temperature <= 0)
+        talk.run()
+        if drafts is not None and (line := drafts.line()) is not None:
+            note(f"[{line}]")
+    if engine.neuron_cache is not None:
+        note(f"[{engine.neuron_cache.line}]")
+    if talk.num_errors and not is_typed:
+        raise HotsplitError(f"{talk.num_errors} of the lines failed; see above")
+    if not talk.num_lines and not is_typed:
         raise HotsplitError(
             "stdin has no message, so there was nothing to answer; write one on each line, or type"
             " at a terminal"

@@ -49,7 +49,7 @@ _options = joined(
     ),
     click.option(
         "--host-budget",
-        "host_budget",
+        "host_budget_bytes",
         type=SIZE,
         help="Main memory to use, e.g. 16GiB. [default: all of it]",
     ),
@@ -80,7 +80,7 @@ def plan(
     source: Path,
     vram: tuple[int, ...],
     machine: Path | None,
-    host_budget: int | None,
+    host_budget_bytes: int | None,
     outtype: Any,
     tokenizer: Path | None,
     activation: str | None,
@@ -101,14 +101,16 @@ def plan(
     use_threads(options["threads"])
     engine = take_engine_options(dict(options))
     wishes = Wishes(vram=vram or None, outtype=outtype, engine=engine)
-    others = _machines(machine, host_budget, len(vram))
+    others = _machines(machine, host_budget_bytes, len(vram))
     with Cache.open(_once()) as cache, TemporaryDirectory() as scratch:
         if machine is None:
             _check_gpu(wishes)
         read, num_bytes = source_of(source, activation, tokenizer, Path(scratch))
         for number, other in enumerate(others, 1):
             try:
-                job, figures, found = _priced(read, wishes, cache, other, machine, host_budget)
+                job, figures, found = _priced(
+                    read, wishes, cache, other, machine, host_budget_bytes
+                )
                 break
             except DoesNotFitError as error:
                 if number == len(others):
@@ -227,7 +229,7 @@ def _next_command(source: Path, vram: tuple[int, ...] | None) -> list[str]:
     words += [word for each in vram or () for word in ("--vram", size_words(each))]
     for param in given(click.get_current_context()):
         value = click.get_current_context().params[str(param.name)]
-        if param.name in ("source", "machine", "vram", "host_budget", "as_json"):
+        if param.name in ("source", "machine", "vram", "host_budget_bytes", "as_json"):
             continue
         for each in value if isinstance(value, tuple) else (value,):
             words += [next(name for name in param.opts if name.startswith("--")), str(each)]

@@ -1,7 +1,6 @@
 """The command `hotsplit profile`."""
 
 from contextlib import nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,24 +66,6 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 )
 @click.option("--predictor-rank", type=int, help="Use low-rank predictors of this rank only.")
 @click.option(
-    "--target-contribution",
-    default=0.992,
-    show_default=True,
-    help="Share of the neurons' contribution that predictors must find.",
-)
-@click.option(
-    "--target-lost-norm",
-    default=0.04,
-    show_default=True,
-    help="Share of a layer's output that predictors may lose.",
-)
-@click.option(
-    "--target-precision",
-    default=0.75,
-    show_default=True,
-    help="Share of the predicted neurons that should actually fire.",
-)
-@click.option(
     "--input-layer-offset",
     type=click.IntRange(0, 1),
     default=0,
@@ -117,10 +98,9 @@ def profile(
     if len(files) != 1:
         raise click.UsageError("one model at a time; give text with --corpus")
     from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig
-    from hotsplit.profile.predictors.options import PredictorOptions, Target
+    from hotsplit.profile.predictors.options import PredictorOptions
 
-    target = Target(**{each.name: options.pop(f"target_{each.name}") for each in fields(Target)})
-    predictors = PredictorOptions(rank=options.pop("predictor_rank"), target=target)
+    predictors = PredictorOptions(rank=options.pop("predictor_rank"))
     with texts_or_default(options.pop("corpora")) as texts:
         config = ProfileConfig(
             model=files[0],

@@ -19,7 +19,6 @@ from hotsplit.commands.options.sampling import (
 )
 from hotsplit.commands.options.shared import (
     FILE,
-    SIZE,
     FileCommand,
     context_option,
     json_option,
@@ -105,21 +104,6 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
     help="Seconds that answers have to finish when the server is stopped.",
 )
 @click.option(
-    "--read-timeout",
-    "read_s",
-    default=30.0,
-    show_default=True,
-    help="Seconds that a client has to send a request's headers, to send its body, and to read each"
-    " piece of an answer.",
-)
-@click.option(
-    "--max-body",
-    "max_body_bytes",
-    type=SIZE,
-    default=8 << 20,
-    help="Maximum size of a request. [default: 8MiB]",
-)
-@click.option(
     "--api-key",
     metavar="KEY",
     help="Require this key in every request except /health; better set in the environment"
@@ -144,13 +128,6 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
     "-a", "--alias", metavar="NAME", help="The model's name in the API. [default: its file's]"
 )
 @template_options
-@click.option(
-    "--strict",
-    "is_strict",
-    is_flag=True,
-    help="Refuse requests with unknown fields, which are otherwise said in the log and ignored.",
-)
-@click.option("--log-json", is_flag=True, help="Write log lines as JSON.")
 @sampling_options
 @long_text_options
 @running_options
@@ -183,9 +160,9 @@ def serve(
     from hotsplit.serve.server import listener_of
 
     listener_of(config).close()  # an address that cannot be had is refused before long work
-    with preparation(placing, lambda: config.parallel + config.num_kept) as name:
-        if name is not None and config.alias is None:
-            config = replace(config, alias=Path(name).name.removesuffix(".gguf"))
+    with preparation(placing, config.parallel + config.num_kept) as prepared:
+        if prepared is not None and config.alias is None:
+            config = replace(config, alias=model.name.removesuffix(".gguf"))
         _serve(config, placing, as_json=as_json)
 
 
@@ -206,7 +183,7 @@ def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> 
         parallel, kept = _places_of(split, plan_places, config.parallel, config.kept)
         config = replace(config, parallel=parallel, kept=kept)
     num_places = config.parallel + config.num_kept
-    start_log(is_json=config.log_json)
+    start_log()
 
     def open_engine() -> "Engine":
         use_threads(threads)

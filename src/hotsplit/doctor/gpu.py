@@ -16,13 +16,8 @@ MOST_LETTERS = 300
 
 def torch(found: Result) -> list[Finding]:
     if found.done is None:
-        return [
-            wrong(
-                "torch",
-                f"importing and using it {_ended(found)}",
-                "reinstall torch for this processor and Python",
-            )
-        ]
+        advice = "reinstall torch for this processor and Python"
+        return [wrong("torch", f"importing and using it {_ended(found)}", advice)]
     done = found.done
     if "error" in done:
         if done["is_missing"]:
@@ -30,9 +25,8 @@ def torch(found: Result) -> list[Finding]:
         text = f"cannot be imported: {done['error'][:MOST_LETTERS]}"
         return [wrong("torch", text, "install torch again")]
     if not done["is_right"]:
-        return [
-            wrong("torch", f"{done['version']} multiplies matrices wrongly", "install torch again")
-        ]
+        text = f"{done['version']} multiplies matrices wrongly"
+        return [wrong("torch", text, "install torch again")]
     cuda = f"for CUDA {done['cuda']}" if done["cuda"] else "for the CPU"
     findings = [ok("torch", f"{done['version']}, {cuda}")]
     if done["runtime_error"]:
@@ -48,14 +42,11 @@ def driver(found: Result, torch_found: Result) -> list[Finding]:
     done, gpus = found.done, gpus_of(torch_found)
     seen = done["gpus"] or gpus
     if not done["cuda"] and not seen:
-        advice = (
-            "in a container, pass the GPU in (--gpus all)"
-            if not is_wsl()
-            else ("install NVIDIA's driver in Windows, not in WSL")
-        )
-        return [
-            note("driver", "no NVIDIA driver: everything runs on the CPU", f"with a GPU: {advice}")
-        ]
+        advice = "in a container, pass the GPU in (--gpus all)"
+        if is_wsl():
+            advice = "install NVIDIA's driver in Windows, not in WSL"
+        text = "no NVIDIA driver: everything runs on the CPU"
+        return [note("driver", text, f"with a GPU: {advice}")]
     text = f"{done['driver'] or 'unknown version'}, CUDA up to {done['cuda'] or 'unknown'}"
     if gpus or torch_found.done is None or "error" in torch_found.done:
         return [ok("driver", text)]
@@ -65,7 +56,7 @@ def driver(found: Result, torch_found: Result) -> list[Finding]:
         advice = "install torch for CUDA (its wheel without +cpu)"
     elif done["cuda"] and _number(done["cuda"]) < _number(built):
         advice = (
-            f"the driver is older than torch's CUDA {built}: update it, or install an older torch"
+            f"update the driver, which is older than torch's CUDA {built}, or take an older torch"
         )
     else:
         advice = "check whether CUDA_VISIBLE_DEVICES hides it, and whether nvidia-smi lists it"
@@ -80,31 +71,19 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
         return [problem("triton", f"importing it {_ended(found)}{later}", "reinstall triton")]
     done = found.done
     if "error" in done:
-        text = (
-            "is not installed" if done["is_missing"] else f"fails: {done['error'][:MOST_LETTERS]}"
-        )
+        error = f"fails: {done['error'][:MOST_LETTERS]}"
+        text = "is not installed" if done["is_missing"] else error
         return [problem("triton", f"{text}: models run on the CPU{later}", "pip install triton")]
     size = f"{done['num_files']:,} files of {format_bytes(done['num_bytes'])} in its cache"
     lines = [ok("triton", f"{done['version']}, {size}")]
     if not done["can_write"]:
-        lines.append(
-            problem(
-                "triton",
-                f"its cache cannot be written, so every load compiles{later}",
-                "set TRITON_CACHE_DIR to another folder",
-            )
-        )
+        text = f"its cache cannot be written, so every load compiles{later}"
+        lines.append(problem("triton", text, "set TRITON_CACHE_DIR to another folder"))
     missing = [] if done["compiler"] else ["a C compiler"]
     missing += [] if done["has_headers"] else ["Python's headers"]
     if missing:
-        lines.append(
-            problem(
-                "compiler",
-                f"{' and '.join(missing)} not found; Triton needs"
-                f" them to build its launchers{later}",
-                "apt install gcc python3-dev, or the like",
-            )
-        )
+        text = f"{' and '.join(missing)} not found; Triton needs them to build its launchers{later}"
+        lines.append(problem("compiler", text, "apt install gcc python3-dev, or the like"))
     return lines
 
 
@@ -123,22 +102,11 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
         f" {format_bytes(gpu['total'])}"
     )
     if capability < LEAST_CAPABILITY:
-        return [
-            wrong(
-                about,
-                f"{text}: below {LEAST_CAPABILITY}, the lowest that torch's wheels for"
-                " CUDA 12.8 and later support",
-                "use --device cpu",
-            )
-        ]
+        text += f": below {LEAST_CAPABILITY}, the lowest that torch's wheels for CUDA 12.8 and later support"
+        return [wrong(about, text, "use --device cpu")]
     if capability < BF16_CAPABILITY:
-        return [
-            note(
-                about,
-                f"{text}: it has no bf16, so a bf16 model may run slower on it",
-                "convert with --outtype f16 or a quantised type",
-            )
-        ]
+        text += ": it has no bf16, so a bf16 model may run slower on it"
+        return [note(about, text, "convert with --outtype f16 or a quantised type")]
     return [ok(about, text)]
 
 
@@ -152,9 +120,8 @@ def trials(results: Sequence[Result]) -> list[Finding]:
                 found.append(ok(about, "a small model gives the CPU's logits"))
                 continue
             why = result.done["why"]
-        found.append(
-            wrong(about, why, "models run on the CPU; update NVIDIA's driver, torch and triton")
-        )
+        advice = "models run on the CPU; update NVIDIA's driver, torch and triton"
+        found.append(wrong(about, why, advice))
     return found
 
 

@@ -1,9 +1,10 @@
 """Findings on the system, the processor and its kernels, memory, and the cache folder."""
 
-import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -47,52 +48,30 @@ def is_wsl() -> bool:
 
 
 def processor(kernels: Result) -> list[Finding]:
-    """The processor, the levels that it can run, and the kernels compared with numpy."""
+    """The processor, the C++ library, and the levels that it can run."""
     here = processors()
     text = f"{processor_name()}, {here.usable} of {here.in_machine} threads allowed"
     text += "" if here.quota is None else f", by a CPU quota of {here.quota:g}"
     text += f", {len(here.nodes)} memory nodes" if len(here.nodes) > 1 else ""
-    found = [ok("processor", text)]
+    found = [ok("processor", f"{text}; {here.threads} are used")]
     if kernels.done is None:
         verb = "cannot be tried:" if "No module" in kernels.how else "fails:"
         text = f"the C++ library {verb} {kernels.why}"
         advice = f"set {LEVEL_VARIABLE} to a lower level, e.g. generic, or {REBUILD}"
         return [*found, wrong("kernels", text, advice)]
-    done = kernels.done
-    if not done["is_built"]:
-        return [
-            *found,
-            wrong("kernels", "the C++ library is missing: no model can be run", REBUILD),
-        ]
-    found += _levels(done)
-    if done["wrong"]:
-        bad = {line.partition(",")[0] for line in done["wrong"]}
-        good = [f"set {LEVEL_VARIABLE}={level}" for level in done["usable"] if level not in bad]
-        return [
-            *found,
-            wrong(
-                "kernels",
-                f"{len(done['wrong'])} of {done['num_tried']} give wrong"
-                f" results, first: {done['wrong'][0]}",
-                f"{[*good, REBUILD][0]}, and report it",
-            ),
-        ]
-    what = f"{done['num_tried']} (levels times types) agree with numpy"
-    return [*found, ok("kernels", f"{what}, {here.threads} threads")]
+    if not kernels.done["is_built"]:
+        text = "the C++ library is missing: no model can be run"
+        return [*found, wrong("kernels", text, REBUILD)]
+    return [*found, *_levels(kernels.done)]
 
 
 def _levels(done: Mapping[str, Any]) -> list[Finding]:
     usable, forced = list(done["usable"]), done["forced"]
     text = f"{done['level']} is the best of {', '.join(usable)}"
-    found = [ok("levels", text)]
+    found = [ok("kernels", text)]
     if done["faulty"] is not None:
-        found = [
-            note(
-                "levels",
-                f"the processor advertises {done['faulty']}, whose instructions fail here; {text}",
-                "nothing: that level is left out",
-            )
-        ]
+        text = f"the processor advertises {done['faulty']}, whose instructions fail here; {text}"
+        found = [note("kernels", text, "nothing: that level is left out")]
     if forced is None:
         return found
     if forced not in LEVELS:
@@ -100,16 +79,10 @@ def _levels(done: Mapping[str, Any]) -> list[Finding]:
     elif forced not in usable:
         why = f"cannot run on this processor, which has {', '.join(usable)}"
     else:
-        return [
-            *found,
-            note(
-                "levels",
-                f"{LEVEL_VARIABLE}={forced} is set and used",
-                f"unset it for {done['level']}" if forced != done["level"] else "",
-            ),
-        ]
+        advice = f"unset it for {done['level']}" if forced != done["level"] else ""
+        return [*found, note("kernels", f"{LEVEL_VARIABLE}={forced} is set and used", advice)]
     advice = f"unset {LEVEL_VARIABLE}: until then every command that loads a model is refused"
-    return [*found, wrong("levels", f"{LEVEL_VARIABLE}={forced!r} {why}", advice)]
+    return [*found, wrong("kernels", f"{LEVEL_VARIABLE}={forced!r} {why}", advice)]
 
 
 def memory() -> list[Finding]:
@@ -117,54 +90,35 @@ def memory() -> list[Finding]:
     free, most = free_memory_bytes(), memory_limit_bytes()
     text = f"{format_bytes(free)} free of {format_bytes(total)}"
     text += f"; this process may use {format_bytes(most)}" if most < total else ""
-    if free < LITTLE_BYTES:
-        return [
-            note(
-                "memory",
-                text,
-                "end other programs, or raise the limit of the container or shell (ulimit -v)",
-            )
-        ]
-    return [ok("memory", text)]
+    if free >= LITTLE_BYTES:
+        return [ok("memory", text)]
+    advice = "end other programs, or raise the limit of the container or shell (ulimit -v)"
+    return [note("memory", text, advice)]
 
 
 def trials() -> list[Finding]:
     """Plans that `run` has tried, with their predictions."""
     findings = []
-    try:
-        paths = sorted(cache_folder().glob("trial-*/trial.json"))
-    except (HotsplitError, OSError):
-        return []
-    for path in paths:
-        try:
-            trial = Trial.load(path)
-        except (HotsplitError, OSError):
-            continue  # `run` makes it again
-        text = f"{trial.line}; {trial.parts_line}"
-        is_missed = trial.ratio is None or trial.ratio > MISSED
-        advice = "if another program was busy then: hotsplit cache clear machine trial"
-        findings.append(
-            note("trial of a plan", text, advice) if is_missed else ok("trial of a plan", text)
-        )
+    with suppress(HotsplitError, OSError):
+        for path in sorted(cache_folder().glob("trial-*/trial.json")):
+            with suppress(HotsplitError, OSError):  # `run` makes a damaged one again
+                trial = Trial.load(path)
+                about, text = "trial of a plan", f"{trial.line}; {trial.parts_line}"
+                is_missed = trial.ratio is None or trial.ratio > MISSED
+                advice = "if another program was busy then: hotsplit cache clear machine trial"
+                findings.append(note(about, text, advice) if is_missed else ok(about, text))
     return findings
 
 
 def cache() -> list[Finding]:
-    """Whether the cache folder can be written. The report must not have its name."""
+    """Whether the cache folder can be written."""
     try:
         folder = cache_folder()
         there = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=there) as file:  # for root, permissions prove nothing
             file.write(bytes(4096))
-        free = os.statvfs(there)
-        return [ok("cache", f"can be written, {format_bytes(free.f_bavail * free.f_frsize)} free")]
+        free = shutil.disk_usage(there).free
+        return [ok("cache", f"{folder} can be written, {format_bytes(free)} free")]
     except (HotsplitError, OSError, StopIteration):
-        pass
-    return [
-        wrong(
-            "cache",
-            "the cache folder cannot be written, so run cannot prepare models and GPU"
-            " checks are not kept",
-            f"set {VARIABLE} to another folder",
-        )
-    ]
+        text = "the cache folder cannot be written, so run cannot prepare models"
+        return [wrong("cache", text, f"set {VARIABLE} to another folder")]

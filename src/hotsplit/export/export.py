@@ -21,13 +21,12 @@ class ExportConfig:
     """A profile (powerinfer-activations) or a plan (the others), and the path of its export.
 
     A plan needs the `profile` that it was solved with: the plan lists the hot neurons, the profile
-    has their number and the order of the cold ones. `group_size`: neurons; None means 16."""
+    has their number and the order of the cold ones."""
 
     source: Path
     output: Path
     format: Format
     profile: Path | None = None
-    group_size: int | None = None
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -45,8 +44,6 @@ class ExportConfig:
                 f"{self.format} needs --profile, the one that the plan was solved with:"
                 " a plan does not say how many neurons a layer has"
             )
-        if self.format != "sparkinfer-split" and self.group_size is not None:
-            raise HotsplitError(f"--group-size is for sparkinfer-split, not for {self.format}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +111,8 @@ def _export_plan(config: ExportConfig) -> ExportReport:
         notes += powerinfer.index_notes(split, dense_on_cpu(split), config.output)
         num_bytes = powerinfer.write_index(split, num_neurons, config.output)
     else:
-        group_size = (
-            sparkinfer.DEFAULT_GROUP_SIZE if config.group_size is None else config.group_size
-        )
         sparkinfer.hot_pattern(split)
-        sparkinfer.check_groups(num_neurons, group_size, config.output)
+        group_size = sparkinfer.group_size_of(num_neurons, config.output)
         notes += sparkinfer.model_split_notes(split, dense_on_cpu(split), group_size)
         num_bytes = sparkinfer.write_model_split(split, profile, group_size, config.output)
     return ExportReport(

@@ -61,27 +61,21 @@ def hot_to_cold(ids_H: np.ndarray, count_F: np.ndarray) -> np.ndarray:
     return np.concatenate([ids_H, cold]).astype(np.int32)
 
 
-def check_groups(num_neurons: int, group_size: int, path: Path) -> None:
-    """Raises HotsplitError for groups that SparkInfer refuses, and for a file name that does not
-    end in the number of groups."""
-    if group_size < 1 or num_neurons % group_size or num_neurons // group_size > MAX_GROUPS:
-        fitting = [
-            size
-            for size in range(1, num_neurons + 1)
-            if num_neurons % size == 0 and num_neurons // size <= MAX_GROUPS
-        ]
-        nearest = min(fitting, key=lambda size: abs(size - group_size))
-        raise HotsplitError(
-            f"groups of {group_size} for {num_neurons} neurons a layer; SparkInfer needs whole"
-            f" groups, at most {MAX_GROUPS} of them; use --group-size {nearest}"
-        )
-    ending = f"-{num_neurons // group_size}.gguf"
-    if not path.name.endswith(ending):
-        stem, dash, number = path.stem.rpartition("-")
-        name = (stem if dash and number.isdigit() else path.stem) + ending
-        raise HotsplitError(
-            f"{path}: SparkInfer's file names end in the number of groups; use {path.with_name(name)}"
-        )
+def group_size_of(num_neurons: int, path: Path) -> int:
+    """Neurons of a group, by the number of groups at the end of the file's name. Raises HotsplitError
+    for another name, and for groups that SparkInfer refuses."""
+    stem, dash, number = path.stem.rpartition("-")
+    is_number = bool(dash) and number.isascii() and number.isdigit()
+    count = int(number[:9]) if is_number else 0
+    if path.suffix == ".gguf" and 0 < count <= MAX_GROUPS and num_neurons % count == 0:
+        return num_neurons // count
+    fitting = [n for n in range(1, min(num_neurons, MAX_GROUPS) + 1) if num_neurons % n == 0]
+    nearest = min(fitting, key=lambda n: abs(num_neurons // n - DEFAULT_GROUP_SIZE))
+    name = f"{stem if is_number else path.stem}-{nearest}.gguf"
+    raise HotsplitError(
+        f"{path}: SparkInfer's file names end in the number of groups, at most {MAX_GROUPS}, into which"
+        f" {num_neurons} neurons a layer are divided; use {path.with_name(name)}"
+    )
 
 
 def model_split_notes(split: Split, on_cpu: str, group_size: int) -> list[str]:

@@ -6,7 +6,9 @@ the plan or the machine is checked at load (runtime.resolved_options)."""
 
 import re
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Annotated, TypedDict
+
+from annotated_types import Interval
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
@@ -96,7 +98,7 @@ class EngineConfig:
     is_resident: bool | None = None
     graph: bool = True
     cpu_ffn: bool = False
-    num_sequences: int = 1
+    num_sequences: Annotated[int, Interval(ge=1, le=MAX_SEQUENCES)] = 1
     max_loss: float = MAX_LOSS
     cache_type_k: str | None = None
     cache_type_v: str | None = None
@@ -116,12 +118,8 @@ class EngineConfig:
             raise HotsplitError(
                 f"context_length (-c) is {self.context_length}, wanted 1 or more, or 0 for the model's"
             )
-        if not self.max_loss >= 0:  # rejects NaN
+        if not self.max_loss >= 0:  # rejects NaN; infinity accepts all
             raise HotsplitError(f"max_loss is {self.max_loss}, wanted 0 or more, e.g. 0.01")
-        if not 1 <= self.num_sequences <= MAX_SEQUENCES:
-            raise HotsplitError(
-                f"{self.num_sequences} sequences asked for, wanted 1 to {MAX_SEQUENCES}"
-            )
         check_device(self.device)
         for name in (self.cache_type_k, self.cache_type_v):
             if name is not None:

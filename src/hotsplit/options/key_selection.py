@@ -13,18 +13,19 @@ logits are the same in a prompt, a draft or a single step.
 The search itself is in runtime/kernels/cpu/key_selection.h, and in torch in
 runtime/cache/key_tables.py."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Literal, Self, get_args
+
+from annotated_types import Interval
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files.typed import shown
 from hotsplit.model.spec import ModelSpec
-from hotsplit.system.sizes import whole_number
+from hotsplit.options.kinds import check_fields, parse_settings
 
-SUMMARIES = ("mean", "bounds")
+Summary = Literal["mean", "bounds"]
+SUMMARIES = get_args(Summary)  # by their numbers in C++
 WIDTH = 64  # table rows are padded to multiples of this many values
-BLOCKS = (16, 32, 64)  # each divides budget.BLOCK_LENGTH
 MOST = 1 << 24
 DEFAULT = "on"
 
@@ -33,23 +34,16 @@ DEFAULT = "on"
 class KeySelection:
     """The sizes of a selection, in positions. Raises HotsplitError for invalid ones."""
 
-    block: int = 32
+    block: Literal[16, 32, 64] = 32  # each divides budget.BLOCK_LENGTH
     sinks: int = 64
     window: int = 1024
     top: int = 1024
-    candidates: int = 8
-    summary: str = "bounds"
-    full: int = 0
+    candidates: Annotated[int, Interval(ge=0, le=64)] = 8
+    summary: Summary = "bounds"
+    full: Annotated[int, Interval(ge=0, le=MOST)] = 0
 
     def __post_init__(self) -> None:
-        if self.block not in BLOCKS:
-            raise HotsplitError(f"block={self.block}; wanted 16, 32 or 64")
-        if self.summary not in SUMMARIES:
-            raise HotsplitError(f"summary={shown(self.summary)}; known: {', '.join(SUMMARIES)}")
-        if not 0 <= self.candidates <= 64:
-            raise HotsplitError(f"candidates={self.candidates}; wanted 0 to 64")
-        if not 0 <= self.full <= MOST:
-            raise HotsplitError(f"full={self.full}; wanted 0 to {MOST} positions")
+        check_fields(self)
         for name, least in (("sinks", 0), ("window", self.block), ("top", self.block)):
             length = getattr(self, name)
             if length % self.block or not least <= length <= MOST:
@@ -70,19 +64,7 @@ class KeySelection:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parses "on", the defaults, or e.g. "window=2048,top=512", which changes some."""
-        if text == DEFAULT:
-            return cls()
-        found: dict[str, int | str] = {}
-        names = [field.name for field in fields(cls)]
-        for part in str(text).split(","):
-            name, _, value = part.partition("=")
-            if name not in names or name in found or not value:
-                raise HotsplitError(
-                    f"{shown(part)} in {shown(text)}; wanted {DEFAULT} or NAME=VALUE,... with"
-                    f" {', '.join(names)}"
-                )
-            found[name] = value if name == "summary" else _whole(name, value)
-        return replace(cls(), **found)  # type: ignore[arg-type]
+        return cls(**parse_settings(cls, text, DEFAULT))
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -120,10 +102,3 @@ class KeySelection:
 
 def padded(width: int) -> int:
     return -(-width // WIDTH) * WIDTH
-
-
-def _whole(name: str, value: str) -> int:
-    try:
-        return whole_number(value)
-    except ValueError as error:
-        raise HotsplitError(f"{name}={shown(value)}; wanted a whole number") from error

@@ -1,21 +1,39 @@
-"""Checks that options are of the kinds that their annotations declare.
+"""Checks that options are of the kinds and within the bounds that their annotations declare.
 
 Python passes on any value, and a wrong one shows up late or never: 1.5 tokens, three stop strings
-for "abc". Ranges, and rules that depend on a model, are checked where the option is declared or
-used."""
+for "abc". Rules that depend on other options or on a model are checked where the option is declared
+or used. pydantic is no help here: its strict mode takes neither numpy's numbers nor arrays, and its
+errors of unions name no kind."""
 
 import inspect
+import math
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from annotated_types import Ge, Interval, Le
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import plain, shown
+from hotsplit.system.sizes import whole_number
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
+Finite = Annotated[float, Interval()]
+Share = Annotated[float, Interval(ge=0, le=1)]
 
 # One of a kind, and several.
 _WORDS: dict[object, tuple[str, str]] = {
@@ -29,7 +47,7 @@ _WORDS: dict[object, tuple[str, str]] = {
 
 def check_fields(options: Any) -> None:
     """Raises HotsplitError for the first field of a dataclass that is of another kind than
-    declared; a list is as good as a tuple."""
+    declared, or out of bounds; a list is as good as a tuple."""
     for name, kind in _hints(options.__class__).items():
         check_kind(name, getattr(options, name), kind)
 
@@ -68,15 +86,60 @@ def check_kind(name: str, value: object, kind: object) -> None:
 @cache
 def _hints(declared: Any) -> dict[str, Any]:
     """Read at the first use, when all names of the annotations are known."""
-    return get_type_hints(declared)
+    return get_type_hints(declared, include_extras=True)
+
+
+def parse_settings(declared: type, text: str, default: str) -> dict[str, Any]:
+    """The fields of a dataclass of numbers and strings in NAME=VALUE,...; {} for `default`. Raises
+    HotsplitError for any other text."""
+    if text == default:
+        return {}
+    kinds, found = _hints(declared), dict[str, Any]()
+    for part in str(text).split(","):
+        name, _, value = part.partition("=")
+        if name not in kinds or name in found or not value:
+            raise HotsplitError(
+                f"{shown(part)} in {shown(text)}; wanted {default} or NAME=VALUE,... with"
+                f" {', '.join(kinds)}"
+            )
+        found[name] = _read(name, value, kinds[name])
+    return found
+
+
+def _read(name: str, text: str, kind: Any) -> object:
+    basic = _basic(kind)
+    try:
+        if int in basic or bool in basic:
+            number = whole_number(text)
+            return number if int in basic else bool(number)
+        if float in basic and text.isascii():  # Python also takes the digits of other scripts
+            return float(text)
+    except ValueError:
+        pass
+    else:
+        if float not in basic:
+            return text
+    raise HotsplitError(f"{name} is {shown(text)}, wanted {_words(kind)}")
+
+
+def _basic(kind: Any) -> set[type]:
+    """The classes of which values of a kind are."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is None:
+        return {kind}
+    if origin is Literal:
+        return {type(part) for part in parts}
+    return set().union(*map(_basic, parts[:1] if origin is Annotated else parts))
 
 
 def _is_of(value: object, kind: Any) -> bool:
     origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _is_of(value, parts[0]) and _is_within(plain(value), *_bounds(kind))
     if origin in (Union, types.UnionType):
         return any(_is_of(value, part) for part in parts)
     if origin is Literal:
-        return any(type(value) is type(part) and value == part for part in parts)
+        return any(type(plain(value)) is type(part) and value == part for part in parts)
     if origin is tuple:
         return _is_tuple(value, parts)
     if origin is not None and issubclass(origin, Mapping):
@@ -95,6 +158,21 @@ def _is_of(value: object, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
+def _bounds(kind: Any) -> tuple[float, float]:
+    """The least and the greatest number of an annotated kind; numbers have no bounds of their own."""
+    low, high = -math.inf, math.inf
+    for bound in kind.__metadata__:
+        for each in bound if isinstance(bound, Interval) else (bound,):
+            low = each.ge if isinstance(each, Ge) else low  # type: ignore[assignment]
+            high = each.le if isinstance(each, Le) else high  # type: ignore[assignment]
+    return low, high
+
+
+def _is_within(value: Any, low: float, high: float) -> bool:
+    """Not math.isfinite, which raises for a whole number that no float can hold."""
+    return abs(value) <= sys.float_info.max and low <= value <= high
+
+
 def _is_tuple(value: object, parts: tuple[Any, ...]) -> bool:
     if not isinstance(value, tuple | list):
         return False
@@ -106,6 +184,11 @@ def _is_tuple(value: object, parts: tuple[Any, ...]) -> bool:
 def _words(kind: Any, *, several: bool = False) -> str:
     """A kind in words. None is not named: it is the default where it is allowed."""
     origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        low, high = (f"{b:g}" if parts[0] is float else str(b) for b in _bounds(kind))
+        least = "" if low == "-inf" else f" from {low}"
+        most = "" if high == "inf" else f" to {high}" if least else f" up to {high}"
+        return f"{_words(parts[0], several=several)}{least}{most}"
     if origin in (Union, types.UnionType):
         named = [part for part in parts if part is not types.NoneType]
         return _one_of([_words(part, several=several) for part in named])

@@ -12,13 +12,13 @@ tests/cache/cache_reference.py.
 Letters: L layers."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+from annotated_types import Interval
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files.typed import shown
-from hotsplit.options.kinds import check_fields
+from hotsplit.options.kinds import Share, check_fields, parse_settings
 
 DEFAULT = "on"
 Off = Literal["off"]
@@ -45,36 +45,21 @@ class CacheOptions:
     an advantage of `margin` (a frequency) on top of the cost of the copy, which is spread over the
     next `stay` tokens."""
 
-    decay: float = 0.99
-    burst_decay: float = 0.9
-    burst_weight: float = 0.2
-    prior_tokens: float = 32.0
-    margin: float | None = None  # None: 0.03, and 0.06 of experts
-    stay: float | None = None  # None: 100, and 50 of experts
+    decay: Annotated[float, Interval(ge=0, le=0.999999)] = 0.99
+    burst_decay: Annotated[float, Interval(ge=0, le=0.999999)] = 0.9
+    burst_weight: Share = 0.2
+    prior_tokens: Annotated[float, Interval(ge=1, le=1e9)] = 32.0
+    margin: Share | None = None  # None: 0.03, and 0.06 of experts
+    stay: Annotated[float, Interval(ge=1, le=1e9)] | None = None  # None: 100, and 50 of experts
     # Most neurons swapped in a step, which determines the size of staging. None: 64, 8 experts.
-    most_rows: int | None = None
-    visited: float | None = None  # share of the layers that a step considers, in turn; see `of`
-    start_gain: float = 0.005  # swapping begins when it would save this share of a step
+    most_rows: Annotated[int, Interval(ge=1, le=1 << 16)] | None = None
+    # Share of the layers that a step considers, in turn; see `of`.
+    visited: Annotated[float, Interval(ge=1e-6, le=1)] | None = None
+    start_gain: Share = 0.005  # swapping begins when it would save this share of a step
     is_always_on: bool = False  # for tests: never stops swapping
-
-    _RANGES = {
-        "decay": (0.0, 0.999999),
-        "burst_decay": (0.0, 0.999999),
-        "burst_weight": (0.0, 1.0),
-        "prior_tokens": (1.0, 1e9),
-        "margin": (0.0, 1.0),
-        "stay": (1.0, 1e9),
-        "most_rows": (1, 1 << 16),
-        "visited": (1e-6, 1.0),
-        "start_gain": (0.0, 1.0),
-    }
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, (low, high) in self._RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:  # rejects NaN
-                raise HotsplitError(f"{name}={value:g}; wanted {low:g} to {high:g}")
 
     def of(self, units: Units) -> Self:
         """The options with defaults for these units. A layer has few experts, each of which takes
@@ -87,27 +72,7 @@ class CacheOptions:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parses "on", which means the defaults, or e.g. "decay=0.995,margin=0.05"."""
-        if text == DEFAULT:
-            return cls()
-        types: dict[str, type] = {
-            field.name: type(_DEFAULTS["neurons"].get(field.name, field.default))
-            for field in fields(cls)
-        }
-        found: dict[str, float] = {}
-        for part in text.split(","):
-            name, _, value = part.partition("=")
-            if name not in types or name in found or not value:
-                raise HotsplitError(
-                    f"{shown(part)} in {shown(text)}; wanted {DEFAULT} or NAME=VALUE,... with"
-                    f" {', '.join(types)}"
-                )
-            try:
-                if not value.isascii():  # Python also takes the digits of other scripts
-                    raise ValueError
-                found[name] = types[name](int(value) if types[name] is bool else value)
-            except ValueError as error:
-                raise HotsplitError(f"{name}={value!r}; wanted a number") from error
-        return replace(cls(), **found)  # type: ignore[arg-type]
+        return cls(**parse_settings(cls, text, DEFAULT))
 
     def __str__(self) -> str:
         given = {field.name: getattr(self, field.name) for field in fields(self)}

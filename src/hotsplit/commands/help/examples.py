@@ -55,7 +55,6 @@ EXAMPLES = {
         "hotsplit export p.safetensors --format powerinfer-activations -o activation",
         "hotsplit export m.gguf --llama-cpp --split plan.gguf --profile p.safetensors --machine machine.json",
     ),
-    "doctor": ("hotsplit doctor", "hotsplit doctor --report report.txt"),
 }
 
 

@@ -12,35 +12,27 @@ ALL, REST = "Options", "Other options"
 GROUPS: tuple[tuple[str, str], ...] = (
     (
         "Input and output",
-        "prompt prompt_file prompts_file corpora profile machine output "
-        "heat_map explained text_key is_merge num_logprobs is_shown "
-        "json_lines as_json as_markdown force prompt_cache yes "
-        "log_json is_strict",
+        "prompt prompt_file prompts_file profile machine output heat_map explained text_key"
+        " is_merge num_logprobs is_shown json_lines as_json force prompt_cache",
     ),
-    ("Memory", "budgets host_budget_bytes"),
+    ("Memory", "host_budget_bytes"),
     ("Search", "sweep_range is_check"),
     ("Chat", "is_chat system system_file template variables"),
     (
         "Length",
-        "max_tokens context_length rope_scaling rope_scale num_sequences shifts "
-        "stops ignores_end keep tokens",
+        "max_tokens context_length rope_scaling rope_scale num_sequences shifts stops ignores_end",
     ),
-    ("Preparing the model", "vram outtype tokenizer activation is_verified"),
+    ("Preparing the model", "vram corpora tokens outtype tokenizer activation is_verified yes"),
     ("Measurements", "prompt_lengths gen_lengths depths repetitions text"),
     ("Comparison with llama.cpp", "compare compare_model compare_gpu_layers"),
-    ("Neuron cache", "neuron_cache"),
-    (
-        "Predictors",
-        "train_predictors predictor_rank "
-        "target_contribution target_lost_norm target_precision input_layer_offset",
-    ),
+    ("Predictors", "train_predictors predictor_rank input_layer_offset"),
     ("Address and access", "host port api_key origins hosts alias"),
-    ("Load", "parallel kept queue timeout_s drain_s read_s max_body_bytes"),
+    ("Load", "parallel kept queue timeout_s drain_s"),
     ("Sampling", "temperature top_k top_p min_p repeat_penalty seed help_sampling"),
-    ("Constrained output", "json_schema json_schema_file grammar grammar_file regex"),
+    ("Constrained output", "json_schema grammar regex"),
     ("Speculative decoding", "spec_type model_draft draft_max"),
     ("KV cache", "cache_type_k cache_type_v kv_offload"),
-    ("Computation", "split cpu_ffn mode max_loss threads device"),
+    ("Computation", "split cpu_ffn mode max_loss neuron_cache threads device"),
 )
 _TITLES = {name: title for title, names in reversed(GROUPS) for name in names.split()}
 

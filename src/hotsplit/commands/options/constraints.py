@@ -1,13 +1,14 @@
 """The options that constrain a model's output: a JSON schema, grammar or regex."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.shared import FILE, joined
+from hotsplit.commands.options.shared import joined
 from hotsplit.errors import HotsplitError, about
 from hotsplit.files.json_file import read_text
 
@@ -17,57 +18,67 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 4 << 20  # of a schema or grammar in a file
 LARK_SUFFIX = ".lark"
-NAMES = ("json_schema", "json_schema_file", "grammar", "grammar_file", "regex")
-
-# The command takes their values as keywords named as in NAMES.
+FILE_MARK = "@"  # before the name of a file that has the text
+_WORDS = {"json_schema": "JSON schema", "grammar": "grammar", "regex": "regex"}
+# `take_constraint` takes their values.
 constraint_options = joined(
-    click.option("-j", "--json-schema", metavar="TEXT", help="JSON schema for the output."),
-    click.option("-jf", "--json-schema-file", type=FILE, help="The same, from a file."),
-    click.option("--grammar", metavar="TEXT", help="Grammar (GBNF or Lark) for the output."),
+    click.option("-j", "--json-schema", metavar="TEXT|@FILE", help="JSON schema for the output."),
     click.option(
-        "--grammar-file", type=FILE, help="The same, from a file; one named .lark is always Lark."
+        "--grammar",
+        metavar="TEXT|@FILE",
+        help="Grammar (GBNF or Lark) for the output; a file named .lark is always Lark.",
     ),
     click.option("--regex", metavar="TEXT", help="Regex that the whole output must match."),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConstraintOptions:
-    json_schema: str | None = None
-    json_schema_file: Path | None = None
-    grammar: str | None = None
-    grammar_file: Path | None = None
-    regex: str | None = None
+class ConstraintOption:
+    """A constraint of the user's: its kind, its text, and the file that it is from."""
 
-    def __post_init__(self) -> None:
-        """Raises click's usage error if more than one is given."""
-        given = [f"--{name.replace('_', '-')}" for name in NAMES if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise click.UsageError(f"{' and '.join(given)} exclude each other; give one")
+    kind: str
+    text: str
+    path: Path | None = None
 
 
-def constraint_of(options: ConstraintOptions, codec: "TextCodec") -> "Constraint | None":
-    """The constraint that the options ask for; None if they ask for none.
+def take_constraint(options: dict[str, Any]) -> ConstraintOption | None:
+    """The constraint among a command's options, from which all are removed; None if there is none.
+    Raises click's usage error if more than one is given, HotsplitError for a file that cannot be
+    read."""
+    given = {name: text for name in _WORDS if (text := options.pop(name)) is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(f"{names} exclude each other; give one")
+    ((kind, text),) = given.items()
+    if kind == "regex" or not text.startswith(FILE_MARK):
+        return ConstraintOption(kind=kind, text=text)
+    path, what = Path(text.removeprefix(FILE_MARK)), _WORDS[kind]
+    text = read_text(path, what)
+    if len(text) > MAX_CHARACTERS:
+        raise HotsplitError(f"{path}: has over {MAX_CHARACTERS} characters; wanted a {what}")
+    if not text.strip():
+        raise HotsplitError(f"{path}: is empty; wanted a {what}")
+    return ConstraintOption(kind=kind, text=text, path=path)
 
-    Raises HotsplitError for a file that cannot be read and for syntax errors."""
+
+def constraint_of(option: ConstraintOption, codec: "TextCodec") -> "Constraint":
+    """A new constraint for one text. Raises HotsplitError for syntax errors."""
     from hotsplit.runtime.generate import constraints
 
-    if options.regex is not None:
-        return constraints.regex_constraint(options.regex, codec)
-    schema, grammar = options.json_schema, options.grammar
-    path = options.json_schema_file or options.grammar_file
-    if options.json_schema_file is not None:
-        schema = _read(options.json_schema_file, "JSON schema")
-    if options.grammar_file is not None:
-        grammar = _read(options.grammar_file, "grammar")
-    with nullcontext() if path is None else about(path):
-        if schema is not None:
-            return constraints.json_schema_constraint(schema, codec)
-        if grammar is None:
-            return None
-        is_lark = path is not None and path.suffix == LARK_SUFFIX or _looks_like_lark(grammar)
-        make = constraints.lark_constraint if is_lark else constraints.gbnf_constraint
-        return make(grammar, codec)
+    is_lark = option.path is not None and option.path.suffix == LARK_SUFFIX
+    make: Callable[[str, TextCodec], Constraint]
+    if option.kind == "regex":
+        make = constraints.regex_constraint
+    elif option.kind == "json_schema":
+        make = constraints.json_schema_constraint
+    elif is_lark or _looks_like_lark(option.text):
+        make = constraints.lark_constraint
+    else:
+        make = constraints.gbnf_constraint
+    with nullcontext() if option.path is None else about(option.path):
+        return make(option.text, codec)
 
 
 def _looks_like_lark(text: str) -> bool:
@@ -75,12 +86,3 @@ def _looks_like_lark(text: str) -> bool:
     return "::=" not in text and any(
         line.lstrip().startswith(("start", "?start", "%llguidance")) for line in text.splitlines()
     )
-
-
-def _read(path: Path, what: str) -> str:
-    text = read_text(path, what)
-    if len(text) > MAX_CHARACTERS:
-        raise HotsplitError(f"{path}: has over {MAX_CHARACTERS} characters; wanted a {what}")
-    if not text.strip():
-        raise HotsplitError(f"{path}: is empty; wanted a {what}")
-    return text

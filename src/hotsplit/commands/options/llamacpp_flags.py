@@ -109,7 +109,10 @@ def _add(line: _Line, name: str, flag: Flag, values: list[str]) -> None:
     elif flag.does == "each":
         parts = [part.strip() for value in values for part in value.split(",")]
         line.taken += [word for part in parts for word in (flag.text, part)]
-    elif flag.does == "rename":
+    elif flag.does == "text":
+        line.taken += [flag.text, f"@{' '.join(values)}"]
+    elif flag.does != "same":
+        assert flag.does == "rename", flag
         line.taken += [flag.text, *values]
 
 

@@ -5,13 +5,9 @@ llama-cpp-python 0.3.36; tests/llamacpp/options.txt lists their names). An optio
 itself comes first; among rows, the first one that has the name and the command."""
 
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal
 
 Values = Literal["none", "one", "optional"]
-Does = Literal[
-    "same", "note", "refuse", "rename", "each", "layers", "device", "model", "file", "thinking"
-]
-
 PREPARING = ("generate", "chat", "serve", "bench")  # they have --vram, as run has
 _TALKS = ("chat", "run")
 _TEXTS = ("generate", *_TALKS)
@@ -34,14 +30,15 @@ class Flag:
     - "same": it is already what we do.
     - "note": it does not change the generated text, and is dropped with a note.
     - "refuse": `text` says what to do instead.
-    - "rename": `text` is our spelling. "each": the same for every part between commas.
+    - "rename": `text` is our spelling. "each": the same for every part between commas. "text": the
+      same, but the value is a file with the text.
     - "model", "file": the value is the model, or names a file of that model's repository.
     - "layers", "device": a number of GPU layers, a device name.
     - "thinking": a variable of chat templates, by the option's name.
 
     A value in `usual` is already what we do."""
 
-    does: Does
+    does: str
     values: Values
     commands: tuple[str, ...]
     text: str
@@ -94,7 +91,7 @@ _ROWS = """
 -v --verbose --log-verbose --simple-io --log-disable --log-prefix --log-timestamps --no-log-prefix
     --no-log-timestamps --verbose-prompt | note | $LOG
 -lv --verbosity --log-verbosity --log-colors N | note | $LOG
---log-jsonl | rename serve | --log-json
+--log-jsonl | refuse serve | a line of the log is plain text
 --log-jsonl | note | the report is JSON with --json
 --no-log-jsonl | same
 --log-file N | refuse | messages go to stderr: end the command with 2> FILE
@@ -169,7 +166,7 @@ _ROWS = """
 --warmup | note | only bench has warm-ups, and always
 -bs --backend-sampling --spec-draft-backend-sampling --no-spec-draft-backend-sampling | note |
     tokens are drawn by the CPU
--o --output | refuse bench | the report's form is --json or --md
+-o --output | refuse bench | the report's form is a table or --json
 -pg | refuse bench | a prompt and the tokens after it are two tests: -p N -n M -d N
 # ---- drafts
 -md --model-draft --spec-draft-model --spec-draft-hf -hfd -hfrd --hf-repo-draft N | refuse serve |
@@ -181,8 +178,8 @@ _ROWS = """
     serve | $NO_DRAFTS
 --spec-draft-model --spec-draft-hf -hfd -hfrd --hf-repo-draft N | rename texts | -md
 --spec-draft-n-max N | rename texts | --draft-max
---spec-draft-n-min N | rename texts | --draft-min
---spec-draft-p-min N | rename texts | --draft-p-min
+--spec-draft-n-min --draft-min --draft-n-min --spec-draft-p-min --draft-p-min N | note | a draft
+    ends where another token would cost more than it saves
 --spec-default | same texts
 --spec-draft-threads -td --threads-draft --spec-draft-threads-batch -tbd --threads-batch-draft
     --spec-draft-cpu-mask -Cd --cpu-mask-draft --spec-draft-cpu-range -Crd --cpu-range-draft
@@ -209,18 +206,15 @@ _ROWS = """
 -no-cnv --no-conversation | same generate run
 -no-cnv --no-conversation | refuse chat | to continue a text: hotsplit generate MODEL -p TEXT
 -st --single-turn | refuse | for one answer: hotsplit generate MODEL --chat -p TEXT
--p --prompt -f --file N | refuse chat | hotsplit generate MODEL --chat -p TEXT, or -f FILE |  | for
-    a text, not for a conversation
 -bf --binary-file N | refuse | texts are UTF-8: -f FILE
 -o --output --output-file N | refuse texts | the text goes to stdout: end the command with > FILE
---prompt-cache N | refuse talks | hotsplit generate MODEL takes it
 --prompt-cache-all --prompt-cache-ro | refuse | --prompt-cache keeps only the prompt, never the
     text after it; leave it out
 --display-prompt | same
---no-display-prompt | same chat
 --no-context-shift --no-escape --no-warmup | same
 --context-shift | refuse serve | an answer ends where its context is full; give a longer -c
---keep N | note | texts are never shortened here, but for the oldest turns of a chat
+--keep N | note serve | texts are never shortened here
+--keep N | note | --context-shift keeps the first 4 tokens of a text
 -np --parallel N | note texts | several texts: hotsplit generate --prompts FILE | 1 -1
 -e --escape | refuse | write the characters themselves: -p $'a\\nb' or -f FILE
 -mli --multiline-input | refuse | Alt-Enter, or a backslash before Enter, makes a new line
@@ -231,9 +225,11 @@ _ROWS = """
 --chat-template-file N | rename writers | --chat-template
 --jinja | same
 --no-jinja | note | chat templates are always Jinja's
---ignore-eos | refuse chat | hotsplit generate MODEL takes it
 --tfs --tfs-z N | refuse | there is no tail-free sampling (llama.cpp has dropped it, too); --min-p
     cuts the tail
+-jf --json-schema-file N | text texts | --json-schema
+--grammar-file N | text texts | --grammar
+--sampling-seq --sampler-seq N | refuse writers | samplers have names: --samplers "top_k;temperature"
 --penalize-nl | refuse | the newline is penalised like any token; leave the option out
 # ---- thoughts
 -rea --reasoning --reasoning-effort --reasoning-budget N | thinking writers | thoughts are not
@@ -311,14 +307,13 @@ def _rows() -> tuple[tuple[str, Flag], ...]:
         verb, *commands = does.split()
         groups = [_COMMANDS.get(group, (group,)) for group in commands] or [_LOADERS]
         flag = Flag(
-            does=cast(Does, verb),
+            does=verb,
             values=values,
             commands=sum(groups, ()),
             text=text,
             usual=tuple("" if word == "-" else word for word in usual.split()),
             whose=whose or "llama.cpp's",
         )
-        assert verb in get_args(Does), row
         rows.append((names, flag))
     return tuple(rows)
 

@@ -4,28 +4,25 @@ The stages are chosen, run and cached by the package hotsplit.run."""
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.options.shared import FILE, SIZE, joined, say, take_engine_options
-from hotsplit.commands.options.speculation import take_speculation_options
+from hotsplit.errors import HotsplitError
 from hotsplit.files.steady import suspended
 from hotsplit.options.engine_config import EngineConfig
 
 if TYPE_CHECKING:
-    from hotsplit.run.estimate import Estimate
     from hotsplit.run.prepare import Ready
     from hotsplit.run.stages import Job
 
 ASKED_FROM_S = 600.0  # longer work must be confirmed at a terminal
-
-yes_option = click.option(
-    "-y", "--yes", is_flag=True, help="Do not ask for confirmation of long work."
-)
+DEFAULT_TEXT = "profiling on the text in the package (Python's documentation, two old books);"
 
 
 def vram_option(default: str) -> Callable[[Any], Any]:
@@ -47,24 +44,53 @@ tokenizer_option = click.option(
     help="The model's tokenizer.json, if the model has none or one that cannot be used; it is written"
     " into a copy of the model.",
 )
+outtype_option = click.option(
+    "--outtype", type=OUTTYPE, help="Type of the matrices. [default: one that fits into memory]"
+)
+activation_option = click.option(
+    "--activation",
+    metavar="NAME",
+    help="The activation, which other programs' GGUF files do not record: relu, drelu,"
+    " fatrelu=0.01, ...",
+)
+yes_option = click.option(
+    "-y", "--yes", is_flag=True, help="Do not ask for confirmation of long work."
+)
+# `preparation` takes their values.
 preparation_options = joined(
     vram_option("a GGUF runs without a plan; other models as with hotsplit run"),
     tokenizer_option,
     yes_option,
 )
-DEFAULT_TEXT = "profiling on the text in the package (Python's documentation, two old books);"
-
-
-def announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
-    """Announces the work; asks the user if it takes long."""
-    if not planned.works:
-        return
-    say(planned.line)
-    if any(work.kind in ("look", "profile") for work in planned.works) and not job.texts:
-        say(f"{DEFAULT_TEXT} hotsplit run --corpus with text like yours makes a better profile")
-    is_asked = planned.seconds > ASKED_FROM_S and not yes
-    if is_asked and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
-        click.confirm("continue?", default=True, abort=True, err=True)
+all_preparation_options = joined(
+    vram_option(
+        "run: most of what is free on the first, or on --device; elsewhere a GGUF runs without a plan"
+    ),
+    click.option(
+        "--corpus",
+        "corpora",
+        type=FILE,
+        multiple=True,
+        help="Text like yours to profile on, if profiling pays off; may be repeated. [default: a"
+        " text in the package]",
+    ),
+    click.option(
+        "--tokens",
+        type=int,
+        help="Tokens to profile on. [default: as many as take at most a quarter of an hour]",
+    ),
+    outtype_option,
+    tokenizer_option,
+    activation_option,
+    click.option(
+        "--verify/--no-verify",
+        "is_verified",
+        default=None,
+        help="Compare a converted model with its source. [default: if it takes less than a minute]",
+    ),
+    yes_option,
+)
+_NAMES = ("vram", "outtype", "tokens", "corpora", "tokenizer", "activation", "is_verified")
 
 
 @contextmanager
@@ -84,11 +110,6 @@ def texts_or_default(corpora: tuple[Path, ...]) -> Iterator[tuple[Path, ...]]:
         yield texts_of((), cache)
 
 
-def said_when_ready(ready: "Ready") -> None:
-    if ready.made:
-        say(f"ready in {ready.seconds:.0f} s; hotsplit cache list shows what is kept")
-
-
 def needs_preparation(model: Path) -> bool:
     """True for all but a GGUF: a folder, or a name on the hub."""
     from hotsplit.convert.hub_names import named_on_hub
@@ -98,26 +119,42 @@ def needs_preparation(model: Path) -> bool:
 
 @contextmanager
 def preparation(
-    options: dict[str, Any], num_sequences: Callable[[], int] = lambda: 1
-) -> Iterator[str | None]:
-    """Takes --vram, --tokenizer and --yes out of a command's options. If a budget or a tokenizer is
-    given, or the model is no file, the model is prepared for `num_sequences` texts at a time, and the options "model", "split",
-    "mode", "device" and "context_length" become those of what was made, whose files stay in the cache
-    while the context is open; so is a draft model. Yields the name that the user gave, or None if nothing had to be
-    prepared. Raises HotsplitError if it cannot be, UsageError beside a plan of the user's."""
-    vram, yes, tokenizer = (options.pop(name) for name in ("vram", "yes", "tokenizer"))
-    model: Path = options["model"]
-    is_ready = options["split"] is not None or not needs_preparation(model)
-    with drafting(options, yes=yes):
-        if not vram and tokenizer is None and is_ready:
+    options: dict[str, Any],
+    num_sequences: int = 1,
+    *,
+    is_always: bool = False,
+    check: Callable[["Job"], None] = lambda job: None,
+) -> Iterator[dict[str, Any] | None]:
+    """Takes the options of preparation out of a command's options. If one is given, the model is no
+    file, or `is_always` and there is no plan, the model is prepared for `num_sequences` texts at a
+    time, and the options "model", "split", "mode", "device" and "context_length" become those of
+    what was made, whose files stay in the cache while the context is open; so is a draft model.
+
+    Yields what was done, for a report; None if nothing had to be prepared. `check` is called before
+    anything is made. Raises HotsplitError if the model cannot be prepared, UsageError beside a plan
+    of the user's."""
+    yes = options.pop("yes")
+    given = {name: value for name in _NAMES if (value := options.pop(name, None)) not in (None, ())}
+    model, split, draft = options["model"], options["split"], options.get("model_draft")
+    has_draft = draft is not None and needs_preparation(draft)
+    is_file = split is not None or not needs_preparation(model)
+    for path in (*given.get("corpora", ()), *([] if draft is None or has_draft else [draft])):
+        if not path.exists():
+            raise HotsplitError(f"{path}: no such file or folder")
+    with _draft_prepared(options, yes=yes) if has_draft else nullcontext():
+        is_asked = is_always and split is None or given.keys() - {"is_verified"}
+        if is_file and not is_asked:
             yield None
             return
         for name, option in (("split", "--split"), ("cpu_ffn", "-cffn")):
             if options.get(name):
-                what = "--vram makes a plan" if vram else f"{model} is prepared first"
+                what = "--vram makes a plan" if given.get("vram") else f"{model} is prepared first"
                 raise click.UsageError(f"{what}: leave {option} out.")
-        engine = replace(take_engine_options(dict(options)), num_sequences=num_sequences())
-        with _prepared(model, engine, options["threads"], vram, tokenizer, yes=yes) as ready:
+        engine = replace(take_engine_options(dict(options)), num_sequences=num_sequences)
+        with _prepared(model, engine, options["threads"], given, yes=yes, check=check) as (
+            ready,
+            facts,
+        ):
             options |= {
                 "model": ready.model,
                 "split": ready.split,
@@ -125,18 +162,14 @@ def preparation(
                 "device": ready.device,
                 "context_length": ready.context_length,
             }
-            yield str(model)
+            yield facts
 
 
 @contextmanager
-def drafting(options: dict[str, Any], *, yes: bool) -> Iterator[None]:
-    """Prepares a draft model that is no file for the CPU; the option "model_draft" becomes its file."""
-    draft: Path | None = options.get("model_draft")
-    if draft is None or not needs_preparation(draft):
-        yield
-        return
-    take_speculation_options(dict(options))  # refuses a draft model that would not be used
-    with _prepared(draft, EngineConfig(device="cpu"), options["threads"], yes=yes) as ready:
+def _draft_prepared(options: dict[str, Any], *, yes: bool) -> Iterator[None]:
+    """Prepares the draft model for the CPU; the option "model_draft" becomes its file."""
+    engine, draft = EngineConfig(device="cpu"), options["model_draft"]
+    with _prepared(draft, engine, options["threads"], {}, yes=yes) as (ready, _):
         options["model_draft"] = ready.model
         yield
 
@@ -146,26 +179,46 @@ def _prepared(
     model: Path,
     engine: EngineConfig,
     threads: int | None,
-    vram: tuple[int, ...] = (),
-    tokenizer: Path | None = None,
+    given: dict[str, Any],
     *,
     yes: bool,
-) -> "Iterator[Ready]":
+    check: Callable[["Job"], None] = lambda job: None,
+) -> "Iterator[tuple[Ready, dict[str, Any]]]":
     from hotsplit.run.cache_folder import Cache
     from hotsplit.run.choice import Wishes
-    from hotsplit.run.prepare import estimate_of, job_of, prepare
+    from hotsplit.run.prepare import estimate_of, job_of, prepare, summary
     from hotsplit.run.source import check_tokenizer, look_at
     from hotsplit.runtime.kernels.threads import use_threads
+    from hotsplit.runtime.resolved_options import device_of
 
     use_threads(threads)
+    device_of(engine.device)
+    wishes = Wishes(
+        vram=given.get("vram"),
+        outtype=given.get("outtype"),
+        tokens=given.get("tokens"),
+        engine=engine,
+    )
     with Cache.open(say) as cache:
-        given = look_at(model, None, cache.folder / "planned.gguf", tokenizer)
-        job = job_of(given, Wishes(vram=vram or None, engine=engine), (), cache)
+        planned_file = cache.folder / "planned.gguf"
+        source = look_at(model, given.get("activation"), planned_file, given.get("tokenizer"))
+        corpora = given.get("corpora", ())
+        job = job_of(source, wishes, corpora, cache, is_verified=given.get("is_verified"))
+        check(job)
         planned = estimate_of(job)
+        facts = summary(job, planned)
         if planned.works:
-            check_tokenizer(given, job.choice.model)
-        announce(job, planned, yes=yes)
+            check_tokenizer(source, job.choice.model)
+            say(planned.line)
+            if any(work.kind in ("look", "profile") for work in planned.works) and not corpora:
+                say(
+                    f"{DEFAULT_TEXT} hotsplit run --corpus with text like yours makes a better profile"
+                )
+            is_asked = planned.seconds > ASKED_FROM_S and not yes
+            if is_asked and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
+                click.confirm("continue?", default=True, abort=True, err=True)
         with suspended():
             ready = prepare(job, planned)
-        said_when_ready(ready)
-        yield ready
+        if ready.made:
+            say(f"ready in {ready.seconds:.0f} s; hotsplit cache list shows what is kept")
+        yield ready, facts | {"prepared_s": ready.seconds, "made": ready.made}

@@ -14,10 +14,8 @@ from hotsplit.commands.options.shared import Parsed, joined, say
 from hotsplit.commands.options.speculation import speculation_options
 from hotsplit.options.generation import (
     DEFAULT_SAMPLERS,
-    LETTERS,
     SamplingOptions,
     bias_of,
-    samplers_of_letters,
     samplers_of_names,
 )
 from hotsplit.options.model_sampling import SETTINGS, sampling_line
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SamplingOptions()
-_DEFAULT_LETTERS = "".join(LETTERS[name] for name in DEFAULT_SAMPLERS)
 _RANDOM_SEEDS = (-1,)  # llama.cpp's value for a random seed
 
 
@@ -196,13 +193,6 @@ _GROUPS = {
             metavar='"A;B;C"',
         ),
         _Option(
-            "--sampling-seq --sampler-seq",
-            "sampling_seq",
-            f"The same by letters. [default: {_DEFAULT_LETTERS}]",
-            type=str,
-            metavar="LETTERS",
-        ),
-        _Option(
             "-s --seed",
             "seed",
             "Random seed, for repeatable results; -1: a new one each time.",
@@ -249,17 +239,11 @@ def take_sampling_options(arguments: dict[str, Any]) -> dict[str, object]:
     """The fields of SamplingOptions that are given, from a command's keyword arguments, from which
     they are removed.
 
-    Raises HotsplitError for an invalid value, click's UsageError for two orders."""
+    Raises HotsplitError for an invalid value."""
     options = {option.field: arguments.pop(option.field) for option in _OPTIONS}
     given = {name: value for name, value in options.items() if value not in (None, ())}
-    names, letters = options["samplers"], options["sampling_seq"]
-    given.pop("sampling_seq", None)
-    if names is not None and letters is not None:
-        raise click.UsageError("--samplers and --sampling-seq both set the order: leave one out.")
-    if names is not None:
-        given["samplers"] = samplers_of_names(names)
-    if letters is not None:
-        given["samplers"] = samplers_of_letters(letters)
+    if options["samplers"] is not None:
+        given["samplers"] = samplers_of_names(options["samplers"])
     if breakers := options["dry_sequence_breakers"]:
         # llama.cpp: "none" clears earlier ones.
         last = max((i for i, breaker in enumerate(breakers) if breaker == "none"), default=-1)

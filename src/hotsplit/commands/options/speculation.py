@@ -49,34 +49,15 @@ speculation_options = joined(
         show_default=True,
         help="Maximum tokens per draft; fewer if that is faster.",
     ),
-    click.option(
-        "--draft-min",
-        "--draft-n-min",
-        "draft_min",
-        type=int,
-        default=_DEFAULTS.least,
-        show_default=True,
-        hidden=True,
-        help="Minimum tokens of a draft.",
-    ),
-    click.option(
-        "--draft-p-min",
-        "draft_p_min",
-        type=float,
-        default=_DEFAULTS.min_probability,
-        show_default=True,
-        hidden=True,
-        help="Probability below which a draft model stops drafting.",
-    ),
 )
 
 
-def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOptions, Path | None]:
-    """Takes the options and the draft model out of a command's keyword arguments.
+def take_speculation_options(options: dict[str, Any]) -> SpeculationOptions:
+    """Takes the options out of a command's, all but the draft model ("model_draft").
 
     Raises HotsplitError for invalid values, click's UsageError for impossible combinations."""
-    model_draft: Path | None = arguments.pop("model_draft")
-    spec_type: SpecType | None = arguments.pop("spec_type")
+    model_draft: Path | None = options["model_draft"]
+    spec_type: SpecType | None = options.pop("spec_type")
     is_optional = spec_type is None and model_draft is None
     if spec_type is None:
         spec_type = _UNLESS_TOLD if model_draft is None else "draft"
@@ -84,14 +65,9 @@ def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOpti
         raise click.UsageError("--speculate draft needs a draft model: -md SOURCE.")
     if spec_type != "draft" and model_draft is not None:
         raise click.UsageError(f"-md is for --speculate draft, not for {spec_type}.")
-    options = SpeculationOptions(
-        type=spec_type,
-        is_optional=is_optional,
-        most=arguments.pop("draft_max"),
-        least=arguments.pop("draft_min"),
-        min_probability=arguments.pop("draft_p_min"),
+    return SpeculationOptions(
+        type=spec_type, is_optional=is_optional, most=options.pop("draft_max")
     )
-    return options, model_draft
 
 
 @contextmanager

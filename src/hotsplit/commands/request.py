@@ -1,0 +1,214 @@
+"""What `run`, `generate` and `chat` are asked for: texts or a conversation, and how they are sampled,
+constrained and shown. The three have the same options."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from hotsplit.commands.options.constraints import ConstraintOption, take_constraint
+from hotsplit.commands.options.engine import neuron_cache_option
+from hotsplit.commands.options.preparation import all_preparation_options
+from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
+from hotsplit.commands.options.shared import (
+    FILE,
+    OUTPUT,
+    context_option,
+    force_option,
+    joined,
+    json_option,
+    placement_options,
+    running_options,
+    take_engine_options,
+)
+from hotsplit.commands.options.speculation import take_speculation_options
+from hotsplit.commands.terminal.prompts import (
+    chat_options,
+    note_unread,
+    prompts_of,
+    system_message,
+    template_variables,
+)
+from hotsplit.errors import HotsplitError
+from hotsplit.options.generation import ENDLESS, GenerationOptions, SpeculationOptions
+
+TEXT_TOKENS = 128  # of a text, unless -n says another number
+SHIFT_KEEP = 4  # tokens at the beginning of a text that stay in the context, as attention sinks
+request_options = joined(
+    click.option("-p", "--prompt", help="The text to continue; - reads it from stdin."),
+    click.option(
+        "-f",
+        "--file",
+        "prompt_file",
+        type=click.Path(path_type=Path, allow_dash=True),
+        help="The same, from a file; - for stdin. One newline at its end is left out.",
+    ),
+    click.option(
+        "--prompts",
+        "prompts_file",
+        type=FILE,
+        help='Several prompts, one per line (.jsonl: strings, or objects with "prompt"),'
+        " generated together.",
+    ),
+    click.option(
+        "--chat",
+        "is_chat",
+        is_flag=True,
+        help="Treat the prompt as a message and print the answer, as chat always does.",
+    ),
+    chat_options,
+    click.option(
+        "-n",
+        "--max-tokens",
+        "--n-predict",
+        "max_tokens",
+        type=int,
+        help=f"Maximum tokens to generate; -1: as many as the context has room for. [default:"
+        f" {TEXT_TOKENS} for a text, -1 for an answer]",
+    ),
+    click.option(
+        "--stop",
+        "-r",
+        "--reverse-prompt",
+        "stops",
+        multiple=True,
+        metavar="TEXT",
+        help="Stop where this text appears; may be repeated.",
+    ),
+    click.option(
+        "--ignore-eos", "ignores_end", is_flag=True, help="Continue after the model's end token."
+    ),
+    click.option(
+        "--logprobs",
+        "num_logprobs",
+        type=int,
+        metavar="N",
+        help="With --json or --json-lines: log probabilities of each token and of the N likeliest.",
+    ),
+    click.option(
+        "--no-display-prompt",
+        "is_shown",
+        flag_value=False,
+        default=True,
+        type=bool,
+        help="Print only the continuation, not the prompt.",
+    ),
+    click.option(
+        "--json-lines",
+        is_flag=True,
+        help="Print one JSON object per token on stdout, then the report.",
+    ),
+    click.option(
+        "--prompt-cache",
+        type=OUTPUT,
+        help="Save the prompt's state to this file, and load it from there the next time.",
+    ),
+    context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]"),
+    all_preparation_options,
+    decoding_options,
+    placement_options,
+    neuron_cache_option,
+    running_options,
+    force_option,
+    json_option,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for. Without prompts it is a conversation; `is_answer`: the prompt is a message,
+    and the answer is written. `sampling`: the fields of SamplingOptions that are given; `shifts`: a
+    full context drops the oldest turns, or the oldest part of a text."""
+
+    prompts: list[str]
+    is_many: bool
+    is_answer: bool
+    is_shown: bool  # print the prompt before its continuation
+    output: Literal["text", "json", "lines"]
+    prompt_cache: Path | None
+    force: bool
+    system: str | None
+    template: str | None
+    variables: Mapping[str, object]  # of the template
+    shifts: bool
+    endings: GenerationOptions
+    sampling: Mapping[str, object]
+    constraint: ConstraintOption | None
+    speculation: SpeculationOptions
+
+
+def take_request(
+    options: dict[str, Any], *, is_text: bool = False, is_chat: bool = False
+) -> Request:
+    """Takes a request out of a command's options; what is left says how the model is prepared and
+    loaded. `is_text`: a prompt must be given; `is_chat`: it is a message.
+
+    Wrong options are refused here, before imports that take seconds. Raises click's UsageError for
+    options that exclude each other, HotsplitError for wrong values."""
+    take = options.pop
+    sampling = take_sampling_options(options)
+    speculation = take_speculation_options(options)
+    constraint = take_constraint(options)
+    take_engine_options(dict(options))
+    names = ("prompt", "prompt_file", "prompts_file")
+    sources = [take(name) for name in names]
+    is_many, has_prompt = (
+        sources[2] is not None,
+        is_text or any(each is not None for each in sources),
+    )
+    is_answer = take("is_chat") or is_chat
+    system_text, system_file, template = take("system"), take("system_file"), take("template")
+    if has_prompt and not is_answer and (system_text, system_file, template) != (None, None, None):
+        raise click.UsageError("--system, --system-file and --chat-template are for --chat.")
+    system = system_message(system_text, system_file)
+    variables = template_variables(take("variables"))
+    as_json, as_lines, prompt_cache = take("as_json"), take("json_lines"), take("prompt_cache")
+    max_tokens, shifts, num_logprobs = take("max_tokens"), take("shifts"), take("num_logprobs")
+    if max_tokens is None:
+        max_tokens = ENDLESS if is_answer or not has_prompt else TEXT_TOKENS
+    endings = GenerationOptions(
+        max_tokens=max_tokens,
+        stops=take("stops"),
+        ignores_end=take("ignores_end"),
+        num_logprobs=num_logprobs,
+        shift_keep=SHIFT_KEEP if shifts and has_prompt else None,
+    )
+    if not has_prompt:
+        for is_given, option in (
+            (as_json or as_lines, "--json and --json-lines are"),
+            (num_logprobs is not None, "--logprobs is"),
+            (prompt_cache is not None, "--prompt-cache is"),
+        ):
+            if is_given:
+                raise click.UsageError(f"{option} for a text: give -p TEXT.")
+    elif num_logprobs is not None and not (as_json or as_lines):
+        raise click.UsageError("--logprobs goes with --json or --json-lines.")
+    if is_many and (prompt_cache or is_answer):
+        raise click.UsageError("--prompt-cache and --chat are for one text: leave --prompts out.")
+    if is_answer and prompt_cache:
+        raise click.UsageError("--chat does not use a prompt cache: leave --prompt-cache out.")
+    if is_many and speculation.type != "none" and not speculation.is_optional:
+        raise click.UsageError("--speculate and -md are for one text: leave --prompts out.")
+    if prompt_cache and not prompt_cache.absolute().parent.is_dir():
+        raise HotsplitError(f"{prompt_cache}: its folder does not exist; create it first")
+    if has_prompt:
+        note_unread(sources[0], sources[1])
+    return Request(
+        prompts=prompts_of(*sources) if has_prompt else [],
+        is_many=is_many,
+        is_answer=is_answer,
+        is_shown=take("is_shown"),
+        output="lines" if as_lines else "json" if as_json else "text",
+        prompt_cache=prompt_cache,
+        force=take("force"),
+        system=system,
+        template=template,
+        variables=variables,
+        shifts=shifts,
+        endings=endings,
+        sampling=sampling,
+        constraint=constraint,
+        speculation=speculation,
+    )
