@@ -62,14 +62,6 @@ def advise(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> Advic
     )
 
 
-def best_cpu_rate(inputs: Inputs) -> float:
-    """Bytes per second, the highest rate of row products and of torch's sum."""
-    machine = inputs.machine
-    rates = [f.best for f in machine.cpu_sum_gb_per_s.values()]
-    rates += [f.best for f in machine.costs.all_rows_gb_per_s.values()]
-    return 1e9 * max([machine.best_cpu_bandwidth_gb_per_s, *rates])
-
-
 def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> float:
     """The limit in seconds per token. GPUs run one after the other; the CPU overlaps with all of
     them."""
@@ -91,7 +83,10 @@ def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -
         gpu_s += touched * problem.gpu_s_per_byte
     cold = (touched_LF.sum(axis=1) - hot_L).sum() + dense_L[~placement.dense_L].sum()
     cold += head * (not placement.head) + kv_L.sum() * is_offloaded
-    return max(gpu_s, float(cold) / best_cpu_rate(inputs))
+    machine = inputs.machine
+    rates = [figure.best for figure in machine.cpu_sum_gb_per_s.values()]
+    rates += [figure.best for figure in machine.costs.all_rows_gb_per_s.values()]
+    return max(gpu_s, float(cold) / (1e9 * max([machine.best_cpu_bandwidth_gb_per_s, *rates])))
 
 
 def helps_from(problem: Problem) -> int | None:
@@ -108,38 +103,35 @@ def helps_from(problem: Problem) -> int | None:
     return None
 
 
-# ---- notes on budgets ------------------------------------------------------------------------------
-
-
 def room_notes(advice: Advice, split: Split, model: ModelFile) -> list[str]:
-    """Notes on budgets that would help or suffice, and on room that the plan leaves."""
-    return _budget_notes(advice, split) + _unused_notes(advice, split, model)
+    """Notes on budgets that would help or suffice, and on why a GPU has room left: by the plan's bound,
+    no other plan for these budgets, however full, is faster by more than the gap."""
+    notes, helps = [], advice.helps_from_bytes
+    if max(split.budgets) < advice.fits_from_bytes:
+        fits = f"everything fits from {format_bytes(advice.fits_from_bytes)} on"
+        if len(split.budgets) > 1:
+            fits = f"on the first GPU alone {fits}"
+        notes.append(
+            f"at no budget does this GPU help on this machine (by 1 % or more); {fits}"
+            if helps is None
+            else f"below {format_bytes(helps)} nothing on the GPU helps on this machine (by 1 % or"
+            f" more); {fits}"
+        )
+    if split.is_whole or helps is None or sum(split.budgets) < helps:
+        return notes  # nothing is left to place, or the note above says why nothing is placed
+    faster = "faster" if split.gap < SMALL_GAP else f"faster by more than {split.gap:.2%}"
+    for number, (left, limit) in enumerate(zip(unused(split, model), split.budgets, strict=True)):
+        if left >= UNUSED * limit > 0:
+            notes.append(
+                f"{format_bytes(left)} of the {format_bytes(limit)} of GPU {number} stay unused:"
+                " nothing that is left for the CPU and fits there would make a token"
+                f" {faster} on this machine"
+            )
+    return notes
 
 
-def _budget_notes(advice: Advice, split: Split) -> list[str]:
-    if max(split.budgets) >= advice.fits_from_bytes:
-        return []
-    fits = f"everything fits from {format_bytes(advice.fits_from_bytes)} on"
-    if len(split.budgets) > 1:
-        fits = f"on the first GPU alone {fits}"
-    if advice.helps_from_bytes is None:
-        return [f"at no budget does this GPU help on this machine (by 1 % or more); {fits}"]
-    helps = format_bytes(advice.helps_from_bytes)
-    return [f"below {helps} nothing on the GPU helps on this machine (by 1 % or more); {fits}"]
-
-
-def _unused_notes(advice: Advice, split: Split, model: ModelFile) -> list[str]:
-    """Notes on why a GPU has room left: by the plan's bound, no other plan for these budgets,
-    however full, is faster by more than the gap."""
-    helps, budget = advice.helps_from_bytes, sum(split.budgets)
-    if split.is_whole or helps is None or budget < helps:
-        return []  # nothing is left to place, or `_budget_notes` says why nothing is placed
+def unused(split: Split, model: ModelFile) -> list[int]:
+    """Bytes of each GPU's budget that a plan leaves."""
     used = [sum(items.values()) for items in split.items_of_gpus(model)[0]]
     used += [0] * (len(split.budgets) - len(used))
-    faster = "faster" if split.gap < SMALL_GAP else f"faster by more than {split.gap:.2%}"
-    return [
-        f"{format_bytes(limit - taken)} of the {format_bytes(limit)} of GPU {number} stay unused: nothing"
-        f" that is left for the CPU and fits there would make a token {faster} on this machine"
-        for number, (taken, limit) in enumerate(zip(used, split.budgets, strict=True))
-        if limit - taken >= UNUSED * limit > 0
-    ]
+    return [limit - taken for limit, taken in zip(split.budgets, used, strict=True)]

@@ -32,10 +32,8 @@ Letters: L layers, F neurons of a layer."""
 
 import numpy as np
 
-from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs import cache_bytes
-from hotsplit.costs.cache_bytes import is_cached
 from hotsplit.costs.part_bytes import down_kind, layer_bytes
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.options.neuron_cache import CacheCosts
@@ -71,8 +69,15 @@ def cache_costs(inputs: Inputs, problem: Problem, placement: Placement) -> Cache
     cached have costs of zero: their seconds are in `rest_s`."""
     machine, gpu = inputs.machine, inputs.machine.gpus[0]
     is_cached_L = cached_layers(inputs.model, placement)
-    sides_of = _of_experts if inputs.model.spec.has_experts else _of_neurons
-    sides_L4 = np.array(sides_of(inputs, problem, placement)) * is_cached_L[:, None]
+    reads_LF = np.take_along_axis(expected_reads(inputs), problem.order_LF.astype(np.int64), axis=1)
+    sides_L4 = np.zeros((problem.num_layers, 4))
+    for layer in np.flatnonzero(is_cached_L).tolist():
+        if inputs.model.spec.has_experts:
+            own = problem.sides(layer)
+            sides_L4[layer] = own.kernels_s, own.hot_s, own.hand_over_s, own.cold_s
+        else:
+            is_hot_F = placement.hot_LF[layer]
+            sides_L4[layer] = _neuron_sides(inputs, problem, is_hot_F, reads_LF[layer], layer)
     link_s = 1e-9 / gpu.host_to_device_gb_per_s.median
     copied_L = problem.neuron_bytes_L * is_cached_L
     if inputs.model.spec.has_experts:
@@ -94,42 +99,29 @@ def cache_costs(inputs: Inputs, problem: Problem, placement: Placement) -> Cache
     )
 
 
-Sides = tuple[float, float, float, float]  # hot_s, hot_row_s, cold_s and cold_row_s of a layer
-
-
-def _of_experts(inputs: Inputs, problem: Problem, placement: Placement) -> list[Sides]:
-    sides = [problem.sides(layer) for layer in range(problem.num_layers)]
-    return [(own.kernels_s, own.hot_s, own.hand_over_s, own.cold_s) for own in sides]
-
-
-def _of_neurons(inputs: Inputs, problem: Problem, placement: Placement) -> list[Sides]:
-    order_LF = problem.order_LF.astype(np.int64)
-    reads_LF = np.take_along_axis(expected_reads(inputs), order_LF, axis=1)
-    layers = range(problem.num_layers)
-    return [_sides(inputs, problem, placement, reads_LF, layer) for layer in layers]
-
-
 def cached_layers(model: ModelFile, placement: Placement) -> np.ndarray:
     """Whether a neuron cache serves each layer, bool [L]."""
     dense = placement.dense_L.tolist()
     return np.array(cache_bytes.cached_layers(model, placement.num_hot_L.tolist(), dense))
 
 
-def _sides(
-    inputs: Inputs, problem: Problem, placement: Placement, reads_LF: np.ndarray, layer: int
-) -> Sides:
-    """Those of a layer; zeros if it is not cached."""
-    is_hot_F, reads_F = placement.hot_LF[layer], reads_LF[layer]
-    if not is_cached(int(is_hot_F.sum()), len(is_hot_F)):
-        return 0.0, 0.0, 0.0, 0.0
-    touched_F, gpu_s = problem.touched_LF[layer], problem.hot_s_per_byte_L[layer]
+def _neuron_sides(
+    inputs: Inputs, problem: Problem, is_hot_F: np.ndarray, reads_F: np.ndarray, layer: int
+) -> tuple[float, float, float, float]:
+    """hot_s, hot_row_s, cold_s and cold_row_s of a layer's neurons."""
+    model, touched_F, gpu_s = (
+        inputs.model,
+        problem.touched_LF[layer],
+        problem.hot_s_per_byte_L[layer],
+    )
     hot_s = touched_F[is_hot_F].sum() * gpu_s
     cold_s = touched_F[~is_hot_F].sum() * problem.cpu_s_per_byte_L[layer]
     num_hot, num_cold = reads_F[is_hot_F].sum(), reads_F[~is_hot_F].sum()
     if not runs_predictors(inputs.mode):
-        sizes = layer_bytes(inputs.model, layer)
+        sizes, rate, density = layer_bytes(model, layer), inputs.machine.cpu_rate, reads_F.mean()
         hot_row_s = (sizes.up_row + sizes.down_row) * gpu_s
-        cold_row_s = _cpu_row_seconds(inputs.model, inputs.machine, layer, reads_F.mean())
+        up_s = sizes.up_row / rate(model.entry(layer, "ffn_up.weight").kind, density=density)
+        cold_row_s = up_s + sizes.down_row / rate(down_kind(model, layer), density=density)
         if num_cold > 0:  # what is left of cold_s, for the gates, must not become negative
             cold_row_s = min(cold_row_s, cold_s / num_cold)
     else:
@@ -140,10 +132,3 @@ def _sides(
     fixed_hot_s = problem.kernels_s + max(0.0, hot_s - num_hot * hot_row_s)
     fixed_cold_s = problem.hand_over_s + max(0.0, cold_s - num_cold * cold_row_s)
     return fixed_hot_s, hot_row_s, fixed_cold_s, cold_row_s
-
-
-def _cpu_row_seconds(model: ModelFile, machine: Machine, layer: int, density: float) -> float:
-    """Seconds on the CPU of a fired neuron's up and down rows at this density."""
-    sizes, tensors = layer_bytes(model, layer), model.layer_tensors[layer]
-    up_s = sizes.up_row / machine.cpu_rate(tensors["ffn_up.weight"].kind, density=density)
-    return up_s + sizes.down_row / machine.cpu_rate(down_kind(model, layer), density=density)

@@ -72,7 +72,7 @@ def placed_line(
         return f"{line}; all experts are on the CPU"
     if count == all_experts:
         return line
-    share = np.mean([_share(problem.sides(n).rank_TK, placement.hot_LF[n]) for n in routed])
+    share = np.mean([placement.hot_LF[n][problem.sides(n).rank_TK].mean() for n in routed])
     return (
         f"{line}. {by}, {share:.0%} of the experts that a token's routers choose are"
         " there; the CPU computes the others at the same time"
@@ -81,10 +81,6 @@ def placed_line(
 
 def _of(count: int, number: int) -> str:
     return f"all {number:,}" if count == number else f"{count:,} of {number:,}"
-
-
-def _share(rank_TK: np.ndarray, is_hot_F: np.ndarray) -> float:
-    return float(is_hot_F[rank_TK].mean())
 
 
 def edges(pipeline: Pipeline, placement: Placement) -> dict[int, Edge]:
@@ -130,8 +126,14 @@ def why_line(
         size = format_bytes(best.num_bytes)
         what = f"{best.count} experts of a layer, of which fewer do not pay, take {size} and would"
     fits = any(step.gain_s > 0 and step.num_bytes <= unused[step.gpu] for step in steps)
-    reason = "no faster plan was found" if fits else _full_words(pipeline, steps)
-    left = " and ".join(format_bytes(unused[gpu]) for gpu in sorted({step.gpu for step in steps}))
+    gpus = sorted({step.gpu for step in steps})
+    reason, is_one = "the budget is full", len(gpus) == 1
+    if fits:
+        reason = "no faster plan was found"
+    elif pipeline.num_gpus > 1:
+        names = " and ".join(f"GPU {gpu}" for gpu in gpus)
+        reason = f"{names}, which {'has' if is_one else 'have'} their layers, {'is' if is_one else 'are'} full"
+    left = " and ".join(format_bytes(unused[gpu]) for gpu in gpus)
     line = f"{begin} {reason}: {left} are left, and {what} make a token {gain} faster"
     at = edges(pipeline, placement)
     if not at:
@@ -145,14 +147,6 @@ def why_line(
         f" say, expert {edge.hot_expert} is the last on the GPU, chosen by {edge.least_hot:.2%} of the"
         f" tokens, and expert {edge.cold_expert} the first on the CPU, by {edge.most_cold:.2%}"
     )
-
-
-def _full_words(pipeline: Pipeline, steps: Sequence[Step]) -> str:
-    if pipeline.num_gpus == 1:
-        return "the budget is full"
-    gpus = sorted({step.gpu for step in steps})
-    names = " and ".join(f"GPU {gpu}" for gpu in gpus)
-    return f"{names}, which {'has' if len(gpus) == 1 else 'have'} their layers, {'is' if len(gpus) == 1 else 'are'} full"
 
 
 def more_line(pipeline: Pipeline, answer: Answer, *, time_limit_s: float) -> str | None:

@@ -45,24 +45,6 @@ class Explanation:
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LayerPlace:
-    """Where a layer is: its dense block's device, and how many of its units are on its GPU."""
-
-    layer: int
-    gpu: int
-    has_dense: bool
-    num_hot: int
-    number: int
-    share: float  # of the firings, or of a router's choices, that are of units on the GPU
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Equal for layers that are described together."""
-        is_divided = 0 < self.num_hot < self.number
-        return self.gpu, self.has_dense, is_divided or self.num_hot, self.number
-
-
 def explain(config: SolveConfig, workspace: Workspace) -> Explanation:
     """Explains the plan at the config's output."""
     split, model = Split.load(config.output), ModelFile.load(config.model)
@@ -98,39 +80,32 @@ def _layer_lines(config: SolveConfig, split: Split, model: ModelFile) -> Iterato
     """A sentence for each run of layers that are placed alike."""
     profile = profile_for(model, config.profile, split.mode)
     share_L, units = firings_on_gpu(split, profile), units_of(split, profile)
-    places = [
-        _LayerPlace(
-            layer=layer,
-            gpu=split.home[layer] if split.home else 0,
-            has_dense=split.dense_on_gpu[layer],
-            num_hot=len(split.hot[layer]),
-            number=placed_units(model, layer)[0],
-            share=float(share_L[layer]),
-        )
-        for layer in range(len(split.hot))
-    ]
-    for _, run in groupby(places, lambda place: place.kind):
-        yield _of_run(list(run), units.name, units.events)
+    home, counts_L = split.home or (0,) * len(split.hot), [len(ids) for ids in split.hot]
+    number_L = [placed_units(model, layer)[0] for layer in range(len(split.hot))]
 
+    def kind(layer: int) -> tuple[object, ...]:
+        count, number = counts_L[layer], number_L[layer]
+        return home[layer], split.dense_on_gpu[layer], 0 < count < number or count, number
 
-def _of_run(run: list[_LayerPlace], name: str, events: str) -> str:
-    first, last = run[0], run[-1]
-    gpu, is_one = f"GPU {first.gpu}", len(run) == 1
-    home = gpu if first.has_dense else "the CPU"
-    line = f"Layer {first.layer}" if is_one else f"Layers {first.layer} to {last.layer}"
-    line = f"{line}: the attention is on {home}"
-    counts = sorted({place.num_hot for place in run})
-    if counts in ([0], [first.number]):
-        side = gpu if counts[0] else "the CPU"
-        return (
-            f"{line}, and so are all {name}." if side == home else f"{line}, {side} has all {name}."
+    for _, run in groupby(range(len(split.hot)), kind):
+        layers = list(run)
+        first, last, is_one = layers[0], layers[-1], len(layers) == 1
+        gpu, number = f"GPU {home[first]}", number_L[first]
+        side = gpu if split.dense_on_gpu[first] else "the CPU"
+        line = f"Layer {first}" if is_one else f"Layers {first} to {last}"
+        line = f"{line}: the attention is on {side}"
+        counts = sorted({counts_L[layer] for layer in layers})
+        if counts in ([0], [number]):
+            other = gpu if counts[0] else "the CPU"
+            same = f"{line}, and so are all {units.name}."
+            yield same if other == side else f"{line}, {other} has all {units.name}."
+            continue
+        hot = f"{counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else f"{counts[0]:,}"
+        yield (
+            f"{line}, {gpu} has {hot} of {number:,} {units.name}{'' if is_one else ' of each layer'},"
+            f" from which {np.mean(share_L[layers]):.0%} of the {units.events} come; the CPU computes"
+            " the others at the same time."
         )
-    hot = f"{counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else f"{counts[0]:,}"
-    share = np.mean([place.share for place in run])
-    return (
-        f"{line}, {gpu} has {hot} of {first.number:,} {name}{'' if is_one else ' of each layer'}, from"
-        f" which {share:.0%} of the {events} come; the CPU computes the others at the same time."
-    )
 
 
 def _link_lines(config: SolveConfig, split: Split, workspace: Workspace) -> list[str]:

@@ -45,7 +45,6 @@ from typing import Self
 
 import numpy as np
 
-from hotsplit.solver.balance import balanced
 from hotsplit.solver.problem import (
     ROUNDING,
     Placement,
@@ -55,7 +54,7 @@ from hotsplit.solver.problem import (
     on_one_device,
     placement_seconds,
 )
-from hotsplit.solver.refine import fill
+from hotsplit.solver.refine import balanced, fill
 
 FIRST_PRICES = 500
 LEAST_SHARE = 1e-6  # the lowest price above 0, as a share of the seconds to read a byte on the CPU
@@ -131,33 +130,23 @@ def priced_layers(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np
 
     Two arrays [2, K, L]; the first index is 1 for a dense block on the GPU. The cost is exact or
     too low."""
-    shape = (2, len(price_K), problem.num_layers)
+    shape, most = (2, len(price_K), problem.num_layers), problem.num_neurons
     cost_2KL, count_2KL = np.empty(shape), np.empty(shape, np.int64)
     for layer in range(problem.num_layers):
         bytes_K = price_K * problem.neuron_bytes_L[layer]
-        split_K, split_count_K = _split_layer(problem, layer, bytes_K)
+        least, seconds_N = int(problem.min_hot_L[layer]), problem.least_split_s_LN[layer]
+        split_K, split_count_K = np.full_like(bytes_K, np.inf), np.zeros(len(bytes_K), np.int64)
+        if least < most:  # both hot and cold neurons
+            split_count_K = least + np.searchsorted(np.diff(seconds_N[least:most]), -bytes_K)
+            split_K = seconds_N[split_count_K] + split_count_K * bytes_K
         for dense in (0, 1):
             none_s, all_s = problem.hottest_s_2LN[dense, layer, [0, -1]]
-            all_K = all_s + problem.num_neurons * bytes_K
-            least_K = np.minimum(np.minimum(none_s, split_K), all_K)
+            least_K = np.minimum(np.minimum(none_s, split_K), all_s + most * bytes_K)
             cost_2KL[dense, :, layer] = least_K
             count_2KL[dense, :, layer] = np.select(
-                [least_K == none_s, least_K == split_K], [0, split_count_K], problem.num_neurons
+                [least_K == none_s, least_K == split_K], [0, split_count_K], most
             )
     return cost_2KL, count_2KL
-
-
-def _split_layer(
-    problem: Problem, layer: int, bytes_K: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The same for one layer with both hot and cold neurons; infinite if C_l forbids it."""
-    least, most = int(problem.min_hot_L[layer]), problem.num_neurons - 1
-    if least > most:
-        return np.full_like(bytes_K, np.inf), np.zeros(len(bytes_K), np.int64)
-    seconds_N = problem.least_split_s_LN[layer]
-    steps = np.diff(seconds_N[least : most + 1])
-    count_K = least + np.searchsorted(steps, -bytes_K)
-    return seconds_N[count_K] + count_K * bytes_K, count_K
 
 
 def block_costs(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -238,7 +227,13 @@ def _branches(problem: Problem) -> list[_Branch]:
     heapq.heapify(queue)
     # Zooming only raises a value, so once the least branch is zoomed the bound is final.
     while not queue[0].is_zoomed:
-        heapq.heapreplace(queue, _zoom(problem, queue[0]))
+        branch = queue[0]
+        for _ in range(ZOOM_ROUNDS):  # its value is concave in the price
+            price_K = np.linspace(branch.low, branch.high, ZOOM_PRICES)
+            price_K = np.unique(np.append(price_K, branch.price))
+            value_Kmq = _values(problem, price_K)
+            branch = _Branch.of(branch.num_dense, branch.head, price_K, value_Kmq)
+        heapq.heapreplace(queue, replace(branch, is_zoomed=True))
     return sorted(queue)
 
 
@@ -254,25 +249,13 @@ def first_prices(problem: Problem) -> np.ndarray:
     return np.concatenate([falling, [0.0], rising])
 
 
-def _zoom(problem: Problem, branch: _Branch) -> _Branch:
-    """The same branch with a better price: its value is concave in the price."""
-    for _ in range(ZOOM_ROUNDS):
-        price_K = np.linspace(branch.low, branch.high, ZOOM_PRICES)
-        price_K = np.unique(np.append(price_K, branch.price))
-        value_Kmq = _values(problem, price_K)
-        branch = _Branch.of(branch.num_dense, branch.head, price_K, value_Kmq)
-    return replace(branch, is_zoomed=True)
-
-
 def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
     """The dense blocks on the GPU at the branch's value; bool [L]."""
     off_KL, on_KL = block_costs(problem, np.array([branch.price]))
     sums = [(off_Km[0], on_Km[0]) for off_Km, on_Km in _sums(off_KL, on_KL, problem.cpu_run_s)]
     dense_L = np.zeros(problem.num_layers, bool)
-    run_s, left = (
-        0.0,
-        branch.num_dense,
-    )  # run_s: of a run on the CPU that begins with the next block
+    left = branch.num_dense
+    run_s = 0.0  # of a run on the CPU that begins with the next block
     for layer in reversed(range(problem.num_layers)):
         off_m, on_m = sums[layer + 1]
         dense_L[layer] = on_m[left] + run_s < off_m[left]
@@ -298,7 +281,14 @@ def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Place
     left = room - int(num_hot_L @ problem.neuron_bytes_L)
     even = balanced(problem, num_hot_L, dense_L, head, left)
     if least <= 0:
-        num_hot_L = _without_harm(problem, num_hot_L, dense_L)
+        # Near the balance of the two sides, `least_split_s_LN` is below what the hottest neurons
+        # take: one neuron fewer, or none, may be no slower.
+        layer_L, side_L = np.arange(problem.num_layers), dense_L.astype(int)
+        fewer_L = np.where(num_hot_L > problem.min_hot_L, num_hot_L - 1, num_hot_L)
+        for other_L in (fewer_L, 0 * num_hot_L):
+            other_s_L = problem.hottest_s_2LN[side_L, layer_L, other_L]
+            now_s_L = problem.hottest_s_2LN[side_L, layer_L, num_hot_L]
+            num_hot_L = np.where(other_s_L <= now_s_L, other_L, num_hot_L)
     left = room - int(num_hot_L @ problem.neuron_bytes_L)
     filled_L = fill(problem, num_hot_L=num_hot_L, dense_L=dense_L, room_bytes=left)
     filled = of_counts(problem, filled_L, dense_L, head)
@@ -340,32 +330,13 @@ def _priced_counts(
             fewer_L = count_KL[last + 1]
         found_L, found_bytes = count_KL[last], bytes_K[last]
         price_K = np.linspace(price_K[last], price_K[min(len(price_K) - 1, last + 1)], ZOOM_PRICES)
-    return _trimmed(problem, found_L, np.minimum(found_L, fewer_L), least, room)
-
-
-def _trimmed(
-    problem: Problem, num_hot_L: np.ndarray, fewer_L: np.ndarray, least: int, room: int
-) -> np.ndarray | None:
-    """The counts, lowered until their bytes hardly exceed `least`, but no layer's below its count
-    in `fewer_L`; None if they need more than `room`. `fewer_L` has the counts at almost the same
-    price, so that counts in between cost about the same."""
-    num_hot_L, surplus = num_hot_L.copy(), int(num_hot_L @ problem.neuron_bytes_L) - least
+    # Lowered until the bytes hardly exceed `least`, but no layer's count below that at almost the same
+    # price, so that counts in between cost about the same.
+    num_hot_L, surplus = found_L.copy(), int(found_bytes) - least
     for layer in np.argsort(-num_hot_L, kind="stable"):
-        floor = max(fewer_L[layer], problem.min_hot_L[layer])
+        floor = max(min(found_L[layer], fewer_L[layer]), problem.min_hot_L[layer])
         spare = int(num_hot_L[layer] - floor)
         fewer = max(0, min(spare, surplus // int(problem.neuron_bytes_L[layer])))
         num_hot_L[layer] -= fewer
         surplus -= fewer * int(problem.neuron_bytes_L[layer])
     return num_hot_L if least <= num_hot_L @ problem.neuron_bytes_L <= room else None
-
-
-def _without_harm(problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray) -> np.ndarray:
-    """The counts, with one neuron fewer or none in layers where that is no slower: near the balance
-    of the two sides, `least_split_s_LN` is below what the hottest neurons take."""
-    layer_L, side_L = np.arange(problem.num_layers), dense_L.astype(int)
-    fewer_L = np.where(num_hot_L > problem.min_hot_L, num_hot_L - 1, num_hot_L)
-    for other_L in (fewer_L, 0 * num_hot_L):
-        other_s_L = problem.hottest_s_2LN[side_L, layer_L, other_L]
-        now_s_L = problem.hottest_s_2LN[side_L, layer_L, num_hot_L]
-        num_hot_L = np.where(other_s_L <= now_s_L, other_L, num_hot_L)
-    return num_hot_L

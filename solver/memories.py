@@ -57,12 +57,10 @@ def too_small(inputs: Inputs, pipeline: Pipeline) -> TooSmallError:
         smallest = Smallest(budgets=_more(inputs, raised), host=host, context=context)
     elif missing <= 0:
         smallest = Smallest(budgets=usable, host=None)
+    elif (budgets := _more(inputs, raised)) is None:
+        smallest = Smallest(budgets=usable, host=host, together=True)
     else:
-        budgets = _more(inputs, raised)
-        if budgets is None:
-            smallest = Smallest(budgets=usable, host=host, together=True)
-        else:
-            smallest = Smallest(budgets=budgets, host=None)
+        smallest = Smallest(budgets=budgets, host=None)
     return TooSmallError(inputs, pipeline, smallest)
 
 
@@ -147,21 +145,17 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
             f" --host-budget that works is {_size(smallest.host)}{shorter}"
         )
     now = tuple(problem.budget_bytes for problem in pipeline.problems)
-    named = [] if budgets is None else [f"{_budgets(budgets, now)} of GPU memory"]
+    sizes = [
+        f"{_size(size)} as given" if size == given else _size(size)
+        for size, given in zip(budgets or (), now, strict=False)
+    ]
+    named = [f"{' + '.join(sizes)} of GPU memory"] if sizes else []
     named += [] if smallest.host is None else [f"{_size(smallest.host)} of main memory"]
     given = " + ".join(map(format_bytes, now))
     return (
         f"{inputs.paths[0]}: does not fit into {given} of GPU memory and {inputs.host_words}; the"
         " smallest that works is"
         f" {(' and ' if smallest.together else ', or ').join(named)}{shorter}"
-    )
-
-
-def _budgets(budgets: tuple[int, ...], now: tuple[int, ...]) -> str:
-    """The budgets as text; "as given" marks those that equal the present ones."""
-    return " + ".join(
-        f"{_size(size)} as given" if size == given else _size(size)
-        for size, given in zip(budgets, now, strict=True)
     )
 
 

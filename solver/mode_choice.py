@@ -63,7 +63,13 @@ def find_fastest(
     cache if only mode dense is allowed."""
     allowed, others = allowed_modes(inputs, max_loss)
     if inputs.swapped_rows and not inputs.model.spec.has_experts:
-        allowed = _cached_modes(inputs, allowed, max_loss)
+        allowed = [mode for mode in allowed if mode != "dense"]
+        if not allowed:
+            raise HotsplitError(
+                f"{inputs.paths[0]}: no mode but dense costs at most {max_loss:.2%} of the perplexity"
+                " by the file's record, and dense has nothing for a neuron cache to follow; leave"
+                " --neuron-cache out, or ask for --mode exact or predicted"
+            )
         others.append(Alternative(name="dense", seconds=None, why_not="reads every neuron"))
     best: Found | None = None
     refused: list[TooSmallError] = []
@@ -106,19 +112,6 @@ def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[Mode], list[Alt
         else:
             others.append(Alternative(name=mode, seconds=None, why_not=why_not))
     return [*allowed, "dense"], others
-
-
-def _cached_modes(inputs: Inputs, allowed: list[Mode], max_loss: float) -> list[Mode]:
-    """The modes in which a neuron cache has something to follow. Raises HotsplitError if there
-    are none."""
-    found: list[Mode] = [mode for mode in allowed if mode != "dense"]
-    if not found:
-        raise HotsplitError(
-            f"{inputs.paths[0]}: no mode but dense costs at most {max_loss:.2%} of the perplexity by"
-            " the file's record, and dense has nothing for a neuron cache to follow; leave"
-            " --neuron-cache out, or ask for --mode exact or predicted"
-        )
-    return found
 
 
 def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: float) -> Found:

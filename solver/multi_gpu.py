@@ -24,7 +24,6 @@ Letters: K GPUs, L layers, F neurons, I = L + 1 items (the head is the last), S 
 cut, P prices, N rewards, C rows of cuts."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations_with_replacement
 from math import comb
 
@@ -83,14 +82,7 @@ class Pipeline:
             need_bytes=need_bytes,
         )
 
-    @cached_property
-    def run_bound_NKII(self) -> np.ndarray:
-        """A lower bound on T - reward * bytes of the items start..stop-1 on GPU k, for each reward;
-        f64 [N, K, I + 1, I + 1], infinite for start > stop."""
-        runs = [_run_bounds(problem, self.rewards_N) for problem in self.problems]
-        return np.stack(runs, axis=1)
-
-    @cached_property
+    @property
     def rewards_N(self) -> np.ndarray:
         """The rewards r to try, in seconds per byte: 0, and about NUM_REWARDS of the positive
         `first_prices`; 0 alone if need is 0."""
@@ -116,10 +108,12 @@ class Pipeline:
     def cuts(self) -> tuple[np.ndarray, np.ndarray]:
         """Every row of cuts [C, K + 1], and a bound for each, least first."""
         cut_CK = self.cut_rows()
+        bound_KNSS = [_run_bounds(problem, self.rewards_N) for problem in self.problems]
         bound_C = np.zeros(len(cut_CK))
-        for reward, bound_KII in zip(self.rewards_N, self.run_bound_NKII, strict=True):
+        for number, reward in enumerate(self.rewards_N):
             runs = [
-                bound_KII[gpu, cut_CK[:, gpu], cut_CK[:, gpu + 1]] for gpu in range(self.num_gpus)
+                bound_NSS[number, cut_CK[:, gpu], cut_CK[:, gpu + 1]]
+                for gpu, bound_NSS in enumerate(bound_KNSS)
             ]
             bound_C = np.maximum(bound_C, np.sum(runs, axis=0) + reward * self.need_bytes)
         bound_C *= 1 - ROUNDING
@@ -185,18 +179,13 @@ def plan_seconds(pipeline: Pipeline, plan: PipelinePlacement) -> float:
         total += float(layer_seconds(problem, placement)[is_home_L].sum())
         if plan.home_I[-1] == gpu:
             total += head_seconds(problem, placement)
-        total += gpu_use_seconds(problem, _items_of(plan, gpu))
+        at_home = Placement(
+            hot_LF=placement.hot_LF[is_home_L],
+            dense_L=placement.dense_L[is_home_L],
+            head=bool(placement.head and plan.home_I[-1] == gpu),
+        )
+        total += gpu_use_seconds(problem, at_home)
     return total
-
-
-def _items_of(plan: PipelinePlacement, gpu: int) -> Placement:
-    """The placement of the layers whose home this GPU is, and of the head if it is the head's."""
-    is_home_L = plan.home_I[:-1] == gpu
-    return Placement(
-        hot_LF=plan.placement.hot_LF[is_home_L],
-        dense_L=plan.placement.dense_L[is_home_L],
-        head=bool(plan.placement.head and plan.home_I[-1] == gpu),
-    )
 
 
 def _run_bounds(problem: Problem, reward_N: np.ndarray) -> np.ndarray:

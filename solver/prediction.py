@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
+from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Winner
 from hotsplit.errors import DoesNotFitError
@@ -37,42 +37,38 @@ class Scales:
 
 def scaled(machine: Machine, scales: Scales) -> Machine:
     """The machine with these seconds; no figure of it is then one that was measured."""
-    costs = None if machine.cpu_costs is None else _scaled_cpu(machine.cpu_costs, scales.cpu)
-    return replace(
-        machine, cpu_costs=costs, gpus=tuple(_scaled_gpu(g, scales) for g in machine.gpus)
-    )
 
+    def times(figure: Figure, factor: float) -> Figure:
+        return figure if factor == 1 else Figure(best=figure.median * factor)
 
-def _scaled_cpu(costs: CpuCosts, factor: float) -> CpuCosts:
-    def each(figures: Mapping[str, Figure], own: float) -> dict[str, Figure]:
-        return {name: _times(figure, own) for name, figure in figures.items()}
-
-    return replace(
-        costs,
-        all_rows_gb_per_s=each(costs.all_rows_gb_per_s, 1 / factor),
-        chosen_rows_gb_per_s=each(costs.chosen_rows_gb_per_s, 1 / factor),
-        kv_gb_per_s=_times(costs.kv_gb_per_s, 1 / factor),
-        layer_s=each(costs.layer_s, factor),
-        token_s=_times(costs.token_s, factor),
-        logit_s=_times(costs.logit_s, factor),
-    )
-
-
-def _scaled_gpu(gpu: Gpu, scales: Scales) -> Gpu:
-    return replace(
-        gpu,
-        bandwidth_gb_per_s=_times(gpu.bandwidth_gb_per_s, 1 / scales.gpu),
-        chosen_rows_gb_per_s=_times(gpu.chosen_rows_gb_per_s, 1 / scales.gpu),
-        launch_s=_times(gpu.launch_s, scales.gpu),
-        kernel_s=_times(gpu.kernel_s, scales.gpu),
-        token_s=_times(gpu.token_s, scales.gpu),
-        hand_over_s=_times(gpu.hand_over_s, scales.hand_over),
-        cpu_run_s=_times(gpu.cpu_run_s, scales.hand_over),
-    )
-
-
-def _times(figure: Figure, factor: float) -> Figure:
-    return figure if factor == 1 else Figure(best=figure.median * factor)
+    gpu_factors = {
+        "bandwidth_gb_per_s": 1 / scales.gpu,
+        "chosen_rows_gb_per_s": 1 / scales.gpu,
+        **dict.fromkeys(("launch_s", "kernel_s", "token_s"), scales.gpu),
+        **dict.fromkeys(("hand_over_s", "cpu_run_s"), scales.hand_over),
+    }
+    gpus = [
+        replace(gpu, **{name: times(gpu.figures[name], own) for name, own in gpu_factors.items()})
+        for gpu in machine.gpus
+    ]
+    costs = machine.cpu_costs
+    if costs is not None:
+        by_type = {
+            name: {kind: times(figure, own) for kind, figure in getattr(costs, name).items()}
+            for name, own in {
+                "all_rows_gb_per_s": 1 / scales.cpu,
+                "chosen_rows_gb_per_s": 1 / scales.cpu,
+                "layer_s": scales.cpu,
+            }.items()
+        }
+        costs = replace(
+            costs,
+            kv_gb_per_s=times(costs.kv_gb_per_s, 1 / scales.cpu),
+            token_s=times(costs.token_s, scales.cpu),
+            logit_s=times(costs.logit_s, scales.cpu),
+            **by_type,
+        )
+    return replace(machine, cpu_costs=costs, gpus=tuple(gpus))
 
 
 def inputs_for(split: Split, config: SolveConfig, workspace: Workspace) -> Inputs:

@@ -14,11 +14,11 @@ from hotsplit.costs.part_bytes import Items, placed_units
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.outputs import check_output
 from hotsplit.model.modes import Mode
-from hotsplit.solver.advice import Advice, advise
+from hotsplit.solver.advice import Advice, advise, unused
 from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.expert_notes import more_line, placed_line, why_line
-from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
+from hotsplit.solver.inputs import Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
 from hotsplit.solver.prompts import prompt_rates
@@ -65,22 +65,11 @@ def solve(config: SolveConfig, workspace: Workspace) -> SolveReport:
     """Writes the plan and returns a report on it.
 
     `workspace` counts the bytes of temporaries. Raises HotsplitError for files that do not belong
-    together and for budgets too small; then nothing is written."""
+    together, for budgets too small, with the smallest memory that works, and for a neuron cache that
+    would have nothing to swap; then nothing is written."""
     check_output(config.output, force=config.force, inputs=config.inputs)
     inputs = load_inputs(config, workspace)
     began = time.perf_counter()
-    found = _find_as_asked(config, inputs, workspace)
-    split = split_of(found, solve_s=time.perf_counter() - began)
-    verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)
-    split.save(config.output)
-    return _report(config, split, found)
-
-
-def _find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace) -> Found:
-    """The best plan of the mode asked for, or of all allowed modes.
-
-    Raises HotsplitError if none fits, with the smallest memory that works, and for a neuron cache
-    that would have nothing to swap."""
     if config.mode is not None:
         found = find(inputs, time_limit_s=config.time_limit_s)
     else:
@@ -88,7 +77,10 @@ def _find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace) ->
             inputs, max_loss=config.max_loss, time_limit_s=config.time_limit_s, workspace=workspace
         )
     check_divided(found.inputs, found.answer.placement)
-    return found
+    split = split_of(found, solve_s=time.perf_counter() - began)
+    verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)
+    split.save(config.output)
+    return _report(config, split, found)
 
 
 def check(config: SolveConfig) -> Split:
@@ -174,33 +166,27 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         alternatives=found.others if config.mode is None else (),
         notes=(
             *answer.notes,
-            *_cache_notes(found, split),
-            *_expert_notes(found, split),
+            *_unit_notes(found, split),
             *mode_notes(config.mode, config.max_loss, split, advice, inputs.model),
             *notes_of(inputs, advice, split),
         ),
     )
 
 
-def _expert_notes(found: Found, split: Split) -> list[str]:
-    """Which experts are on the GPU, why the others are not, and what more memory would bring."""
-    if not split.num_experts or not found.answer.placement.uses_gpu:
-        return []  # another note says that nothing pays off
+def _unit_notes(found: Found, split: Split) -> list[str]:
+    """What the plan's neuron cache takes, or that there is room for one if the plan has none; which
+    experts are on the GPU, why the others are not, and what more memory would bring."""
     inputs, pipeline, plan = found.inputs, found.pipeline, found.answer.plan
-    used = [sum(items.values()) for items in split.items_of_gpus(inputs.model)[0]]
-    used += [0] * (len(split.budgets) - len(used))
-    unused = [limit - taken for limit, taken in zip(split.budgets, used, strict=True)]
-    why = why_line(pipeline, plan, unused, split.objective_s)
-    more = more_line(pipeline, found.answer, time_limit_s=COMPARED_S)
-    lines = [placed_line(inputs, plan, pipeline.model), why, more]
+    placement = plan.placement
+    if inputs.swapped_rows:
+        plain = find(replace(inputs, swapped_rows=0), time_limit_s=COMPARED_S)
+        lines = [cost_line(inputs, placement, split, plain.answer.objective_s)]
+    else:
+        lines = [advice_line(inputs, pipeline, placement, split)]
+    if split.num_experts and placement.uses_gpu:  # else another note says that nothing pays off
+        lines += [
+            placed_line(inputs, plan, pipeline.model),
+            why_line(pipeline, plan, unused(split, inputs.model), split.objective_s),
+            more_line(pipeline, found.answer, time_limit_s=COMPARED_S),
+        ]
     return [line for line in lines if line is not None]
-
-
-def _cache_notes(found: Found, split: Split) -> list[str]:
-    """A note on what the plan's neuron cache takes, or on room for one if the plan has none."""
-    inputs, placement = found.inputs, found.answer.placement
-    if not inputs.swapped_rows:
-        line = advice_line(inputs, found.pipeline, placement, split)
-        return [] if line is None else [line]
-    plain = find(replace(inputs, swapped_rows=0), time_limit_s=COMPARED_S)
-    return [cost_line(inputs, placement, split, plain.answer.objective_s)]

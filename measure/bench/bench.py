@@ -20,7 +20,7 @@ from hotsplit.measure.bench.rounds import Rounds
 from hotsplit.measure.bench.runner import RandomTokens, Runner, TextTokens, Tokens
 from hotsplit.measure.bench.setting import setting_of
 from hotsplit.measure.bench.summary import report_of
-from hotsplit.runtime.engine import Engine, load_engine
+from hotsplit.runtime.engine import load_engine
 from hotsplit.runtime.kernels.threads import threads_in_use, use_threads
 from hotsplit.system.processors import load_now
 
@@ -33,59 +33,40 @@ def bench(
     Raises HotsplitError for options that the model, the plan or llama.cpp does not support."""
     load_before = load_now()
     file = ModelFile.load(config.model)
-    _check_lengths(config, file)
-    check_rival(config, file)
-    plan = None if config.split is None else Split.load(config.split)
-    use_threads(config.threads)
-    with ExitStack() as stack:
-        engine = stack.enter_context(_load(config, plan))
-        runner = Runner(engine)
-        stack.callback(runner.close)
-        tokens = _tokens(config, engine)
-        threads = threads_in_use()
-        rival = start_rival(config, engine, threads)
-        if rival is not None:
-            stack.callback(rival.close)
-        rounds = Rounds(config, runner, tokens, rival, _bandwidths(engine, plan), on_test)
-        rounds.run()
-        setting = setting_of(engine, plan, threads, load_before)
-        return report_of(config, engine, plan, setting, rounds)
-
-
-def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
-    scaled = with_rope_scaling(file, *config.engine.rope, config.num_tokens)
-    longest = scaled.spec.context_length
+    longest = with_rope_scaling(file, *config.engine.rope, config.num_tokens).spec.context_length
     for test in config.tests:
         if test.depth + test.length > longest:
             raise HotsplitError(
                 f"{test.name} takes {test.depth + test.length} tokens, the model has a context of"
                 f" {longest}; give shorter lengths with -p, -n and -d, or --rope-scaling yarn"
             )
-
-
-def _load(config: BenchConfig, plan: Split | None) -> Engine:
+    check_rival(config, file)
+    plan = None if config.split is None else Split.load(config.split)
     if plan is not None and plan.context_length < config.num_tokens:
         raise HotsplitError(
             f"{config.split}: the plan has a context of {plan.context_length}, the longest test takes"
             f" {config.num_tokens}; give shorter lengths, or solve again with --context"
         )
-    context_length = config.num_tokens if plan is None else None
-    asked = replace(config.engine, context_length=context_length)
-    return load_engine(config.model, config.split, asked)
-
-
-def _tokens(config: BenchConfig, engine: Engine) -> Tokens:
-    if config.text is None:
-        return RandomTokens(config.seed, engine.model.spec.vocab_size)
-    longest = max(max(test.depth, test.length) for test in config.tests)
-    return TextTokens(config.text, engine, longest)
-
-
-def _bandwidths(engine: Engine, plan: Split | None) -> dict[str, Bandwidth]:
-    """Probes for the devices that read weights."""
-    found = {}
-    if engine.device.type == "cuda":
-        found["gpu"] = gpu_bandwidth(engine.device)
-    if engine.device.type == "cpu" or plan is not None:
-        found["cpu"] = cpu_bandwidth()
-    return found
+    use_threads(config.threads)
+    with ExitStack() as stack:
+        asked = replace(config.engine, context_length=None if plan else config.num_tokens)
+        engine = stack.enter_context(load_engine(config.model, config.split, asked))
+        runner = Runner(engine)
+        stack.callback(runner.close)
+        tokens: Tokens = RandomTokens(config.seed, engine.model.spec.vocab_size)
+        if config.text is not None:
+            longest = max(max(test.depth, test.length) for test in config.tests)
+            tokens = TextTokens(config.text, engine, longest)
+        threads = threads_in_use()
+        rival = start_rival(config, engine, threads)
+        if rival is not None:
+            stack.callback(rival.close)
+        probes: dict[str, Bandwidth] = {}  # of the devices that read weights
+        if engine.device.type == "cuda":
+            probes["gpu"] = gpu_bandwidth(engine.device)
+        if engine.device.type == "cpu" or plan is not None:
+            probes["cpu"] = cpu_bandwidth()
+        rounds = Rounds(config, runner, tokens, rival, probes, on_test)
+        rounds.run()
+        setting = setting_of(engine, plan, threads, load_before)
+        return report_of(config, engine, plan, setting, rounds)

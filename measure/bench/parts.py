@@ -115,25 +115,6 @@ class StepBytes:
         return {role: self.of_role(role) for role in ROLES if role in sides}
 
 
-def bytes_by_part(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
-    """Average bytes per token of these steps."""
-    is_by_layer = steps.counts_LP2 is None and engine.device.type == "cpu"
-    # Steps that run layer by layer on the CPU count no sides of a plan.
-    sides = Sides.of(engine, None if is_by_layer else plan)
-    found: Bytes = defaultdict(float)
-    _add_outside_layers(found, engine, sides)
-    _add_vectors(found, engine, sides)
-    unknown = _add_cache(found, engine, sides, steps)
-    if steps.counts_LP2 is not None:
-        _add_counted(found, sides, steps, plan)
-    elif is_by_layer:
-        _add_traffic(found, steps)
-    else:
-        _add_projections(found, engine, sides)
-        unknown = unknown or _add_neurons(found, engine, plan, steps)
-    return StepBytes(dict(found), unknown)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sides:
     """The sides of the plan that hold each layer's attention, the head and the embedding."""
@@ -154,22 +135,47 @@ class Sides:
         return cls(layers=layers, head=head, embedding=head if is_with_head else "cpu")
 
 
-def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
-    model = engine.model
+def bytes_by_part(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
+    """Average bytes per token of these steps."""
+    model, count, traffic = engine.model, steps.num_steps, steps.traffic
+    is_by_layer = steps.counts_LP2 is None and engine.device.type == "cpu"
+    # Steps that run layer by layer on the CPU count no sides of a plan.
+    sides = Sides.of(engine, None if is_by_layer else plan)
+    found: Bytes = defaultdict(float)
     found[HEAD, sides.head] += head_bytes(model)
     found[OTHER, sides.embedding] += model.tensors["token_embd.weight"].row_bytes
     if positions := model.tensors.get("position_embd.weight"):
         found[OTHER, "cpu"] += positions.row_bytes
     if read := outside_read(model):
         found[OTHER, "cpu"] += read
-
-
-def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
-    """Adds norms and biases; leaves out those of predictors."""
-    for layer, side in enumerate(sides.layers):
-        for name, entry in engine.model.layer_tensors[layer].items():
+    for layer, side in enumerate(sides.layers):  # norms and biases, not those of predictors
+        for name, entry in model.layer_tensors[layer].items():
             if len(entry.shape) == 1 and not is_predictor(name):
                 found[OTHER, side] += entry.num_bytes
+    unknown = _add_cache(found, engine, sides, steps)
+    if steps.counts_LP2 is not None:
+        for layer, side in enumerate(sides.layers):
+            counted = steps.counts_LP2[layer, :, 1]
+            of_part = {name: counted[i].item() / count for i, name in enumerate(PARTS)}
+            found[PROJECTIONS, side] += of_part["inputs"] + of_part["output"] + of_part["other"]
+            if of_part["predictor"]:
+                found[PREDICTOR, side] += of_part["predictor"]
+            for name, part in neuron_parts(plan, layer).items():
+                found[part, "gpu" if part == HOT else "cpu"] += of_part[name]
+    elif is_by_layer:
+        found[PROJECTIONS, "cpu"] += traffic.attention / count
+        found[NEURONS, "cpu"] += (traffic.gate + traffic.up + traffic.down) / count
+        if traffic.predictor:
+            found[PREDICTOR, "cpu"] += traffic.predictor / count
+    else:
+        for layer, side in enumerate(sides.layers):
+            for name, entry in model.layer_tensors[layer].items():
+                if len(entry.shape) == 2 and is_dense(name):
+                    found[PROJECTIONS, side] += entry.num_bytes
+                elif is_predictor(name) and runs_predictors(engine.mode):
+                    found[PREDICTOR, side] += entry.num_bytes
+        unknown = unknown or _add_neurons(found, engine, plan, steps)
+    return StepBytes(dict(found), unknown)
 
 
 def _add_cache(found: Bytes, engine: Engine, sides: Sides, steps: Steps) -> str | None:
@@ -187,37 +193,6 @@ def _add_cache(found: Bytes, engine: Engine, sides: Sides, steps: Steps) -> str 
         read = min(positions, attention.window or positions)
         found[CACHE, side] += read * attention.num_kv_heads * types.row_bytes(attention.head_dim)
     return None
-
-
-def _add_counted(found: Bytes, sides: Sides, steps: Steps, plan: Split | None) -> None:
-    assert steps.counts_LP2 is not None
-    for layer, side in enumerate(sides.layers):
-        counted = steps.counts_LP2[layer, :, 1]
-        read = {name: counted[i].item() / steps.num_steps for i, name in enumerate(PARTS)}
-        found[PROJECTIONS, side] += read["inputs"] + read["output"] + read["other"]
-        if read["predictor"]:
-            found[PREDICTOR, side] += read["predictor"]
-        for name, part in neuron_parts(plan, layer).items():
-            found[part, "gpu" if part == HOT else "cpu"] += read[name]
-
-
-def _add_traffic(found: Bytes, steps: Steps) -> None:
-    """Adds the counters of CPU steps that run layer by layer."""
-    traffic, count = steps.traffic, steps.num_steps
-    found[PROJECTIONS, "cpu"] += traffic.attention / count
-    found[NEURONS, "cpu"] += (traffic.gate + traffic.up + traffic.down) / count
-    if traffic.predictor:
-        found[PREDICTOR, "cpu"] += traffic.predictor / count
-
-
-def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
-    """Adds all projections and predictors in full."""
-    for layer, side in enumerate(sides.layers):
-        for name, entry in engine.model.layer_tensors[layer].items():
-            if len(entry.shape) == 2 and is_dense(name):
-                found[PROJECTIONS, side] += entry.num_bytes
-            elif is_predictor(name) and runs_predictors(engine.mode):
-                found[PREDICTOR, side] += entry.num_bytes
 
 
 def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps) -> str | None:

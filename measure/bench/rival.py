@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
@@ -54,26 +54,6 @@ class About:
     model_size: int = 0
     model_n_params: int = 0
     vocab_size: int = 0
-
-
-class Rival(Protocol):
-    """A llama.cpp to compare with."""
-
-    about: About
-
-    def go_to(self, ids: Sequence[int]) -> None:
-        """Fills the cache with these tokens, and only these."""
-
-    def run(self, test: BenchTest, ids: Sequence[int]) -> int:
-        """Runs a test and returns nanoseconds. A rival that draws its own tokens ignores `ids`."""
-
-    def close(self) -> None: ...
-
-
-def rival_of(options: RivalOptions) -> Rival:
-    """Starts llama.cpp. Raises HotsplitError if it cannot load the model."""
-    is_python = program_of(options.path) == "python"
-    return PythonRival(options) if is_python else LlamaBench(options)
 
 
 def program_of(path: Path) -> Literal["python", "llama-bench"]:
@@ -139,28 +119,30 @@ class PythonRival:
         )
         self._ids: list[int] = []
         try:
-            self.about = self._about(options)
+            found = self._line()
+            if "error" in found:
+                raise self._refusal(found, options)
+            self.about = About(**found)
         except BaseException:
             self.close()
             raise
 
-    def _about(self, options: RivalOptions) -> About:
-        found = self._line()
-        if "error" not in found:
-            return About(**found)
+    def _refusal(self, found: dict[str, Any], options: RivalOptions) -> HotsplitError:
         log = [line for line in found.get("log", []) if line]
         words = f"{options.path}: {found['error']}"
         if not log and "log" not in found:
-            raise HotsplitError(f"{words}; pip install llama-cpp-python there, or name another")
+            return HotsplitError(f"{words}; pip install llama-cpp-python there, or name another")
         words += f" {options.model}" + (f" ({log[0][:MOST_LETTERS]})" if log else "")
-        raise HotsplitError(f"{words}; give a file that it loads with --compare-model")
+        return HotsplitError(f"{words}; give a file that it loads with --compare-model")
 
     def go_to(self, ids: Sequence[int]) -> None:
+        """Fills the cache with these tokens, and only these."""
         if self._ids != list(ids):
             self._ask("depth", ids)
             self._ids = list(ids)
 
     def run(self, test: BenchTest, ids: Sequence[int]) -> int:
+        """Runs a test and returns nanoseconds."""
         time.sleep(PAUSE_S)
         ns = self._ask(test.kind, ids)["ns"]
         time.sleep(PAUSE_S)
@@ -266,6 +248,9 @@ class LlamaBench:
         )
 
 
+Rival = PythonRival | LlamaBench
+
+
 def check_rival(config: BenchConfig, file: ModelFile) -> None:
     """Refuses an impossible comparison before the engine is loaded."""
     if config.compare is None:
@@ -286,17 +271,17 @@ def start_rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | No
         return None
     types = engine.cache_types
     layers = config.compare_gpu_layers
-    rival = rival_of(
-        RivalOptions(
-            path=located(config.compare),
-            model=(config.compare_model or config.model).absolute(),
-            context_length=config.num_tokens,
-            type_k=types.key.kind,
-            type_v=types.value.kind,
-            threads=threads,
-            gpu_layers=0 if layers is None and engine.device.type == "cpu" else layers,
-        )
+    options = RivalOptions(
+        path=located(config.compare),
+        model=(config.compare_model or config.model).absolute(),
+        context_length=config.num_tokens,
+        type_k=types.key.kind,
+        type_v=types.value.kind,
+        threads=threads,
+        gpu_layers=0 if layers is None and engine.device.type == "cpu" else layers,
     )
+    is_python = program_of(options.path) == "python"
+    rival: Rival = PythonRival(options) if is_python else LlamaBench(options)
     if rival.about.vocab_size not in (0, engine.model.spec.vocab_size):
         rival.close()
         raise HotsplitError(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
@@ -28,12 +27,6 @@ class Sample:
 
     ns: int
     steps: Steps  # for a prompt, every token counts as a step
-
-
-class Tokens(Protocol):
-    """The source of input tokens, the same for both sides of a comparison."""
-
-    def take(self, count: int) -> list[int]: ...
 
 
 class RandomTokens:
@@ -64,6 +57,9 @@ class TextTokens:
             self._at = 0
         self._at += count
         return self._ids[self._at - count : self._at]
+
+
+Tokens = RandomTokens | TextTokens  # the same for both sides of a comparison
 
 
 class Runner:

@@ -3,7 +3,7 @@
 import statistics
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.measure.bench.config import BenchConfig, BenchTest
+from hotsplit.measure.bench.config import BenchConfig
 from hotsplit.measure.bench.parts import ORDER, StepBytes, bytes_by_part, part_ns
 from hotsplit.measure.bench.result import BenchReport, Limit, Part, Result, Setting, Times
 from hotsplit.measure.bench.rounds import Measured, Rounds
@@ -25,47 +25,38 @@ def report_of(
         texts = measured.ours if test.kind == "tg" else []
         reads = [bytes_by_part(engine, plan, sample.steps) for sample in texts]
         unknown = unknown or (reads[0].unknown if reads else None)
-        results.append(_result(test, measured, reads, plan, setting))
+        ours = Times(num_tokens=test.length, samples_ns=tuple(s.ns for s in measured.ours))
+        theirs = tuple(measured.theirs)
+        read = reads[ours.middle] if reads else None
+        results.append(
+            Result(
+                test=test,
+                began=measured.began,
+                ours=ours,
+                theirs=Times(num_tokens=test.length, samples_ns=theirs) if theirs else None,
+                parts=_parts(measured.ours[ours.middle], read, plan),
+                bytes_by_role={} if read is None else read.by_role,
+                limit=_limit(ours, reads, measured, setting),
+                predicted_s=plan.objective_s if plan is not None and test.kind == "tg" else None,
+            )
+        )
     rival = None if rounds.rival is None else rounds.rival.about
-    bandwidths = {
-        name: tuple(measured[name] / 1e9 for measured in rounds.bandwidths)
-        for name in rounds.bandwidths[0]
-    }
+    is_native = rounds.runner.native is not None
     return BenchReport(
         config=config,
         setting=setting,
-        bandwidth_gb_per_s=bandwidths,
+        bandwidth_gb_per_s={
+            name: tuple(measured[name] / 1e9 for measured in rounds.bandwidths)
+            for name in rounds.bandwidths[0]
+        },
         results=tuple(results),
         rival=rival,
-        parts_missing=_parts_missing(engine, rounds),
+        parts_missing=None if is_native else "a step on a GPU is one CUDA graph",
         limit_missing=unknown,
         notes=(
             *_notes(config, setting, results, rival.model_n_params if rival else None),
             *([] if engine.neuron_cache is None else [engine.neuron_cache.line]),
         ),
-    )
-
-
-def _result(
-    test: BenchTest,
-    measured: Measured,
-    reads: list[StepBytes],
-    plan: Split | None,
-    setting: Setting,
-) -> Result:
-    ours = Times(num_tokens=test.length, samples_ns=tuple(s.ns for s in measured.ours))
-    theirs = tuple(measured.theirs)
-    middle = ours.middle
-    read = reads[middle] if reads else None
-    return Result(
-        test=test,
-        began=measured.began,
-        ours=ours,
-        theirs=Times(num_tokens=test.length, samples_ns=theirs) if theirs else None,
-        parts=_parts(measured.ours[middle], read, plan),
-        bytes_by_role={} if read is None else read.by_role,
-        limit=_limit(ours, reads, measured, setting),
-        predicted_s=plan.objective_s if plan is not None and test.kind == "tg" else None,
     )
 
 
@@ -89,11 +80,16 @@ def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[
 def _limit(
     ours: Times, reads: list[StepBytes], measured: Measured, setting: Setting
 ) -> Limit | None:
-    """The limit of memory bandwidth, from the bandwidth and bytes of each round."""
+    """The limit of memory bandwidth, from the bandwidth and bytes of each round. A GPU and the CPU read
+    concurrently (solver.advice)."""
     if not reads or any(read.total is None for read in reads):
         return None
+    sides = ["cpu"] if setting.device == "cpu" else list(measured.bandwidths[0])
     least_s = [
-        _least_s(read, bandwidth, setting)
+        max(
+            ((read.total if sides == ["cpu"] else read.of_role(side)) or 0.0) / bandwidth[side]
+            for side in sides
+        )
         for read, bandwidth in zip(reads, measured.bandwidths, strict=True)
     ]
     shares = [
@@ -109,28 +105,16 @@ def _limit(
     )
 
 
-def _least_s(read: StepBytes, bandwidth: dict[str, float], setting: Setting) -> float:
-    """Minimum seconds per token; a GPU and the CPU read concurrently (solver.advice)."""
-    if setting.device == "cpu":
-        assert read.total is not None
-        return read.total / bandwidth["cpu"]
-    return max((read.of_role(role) or 0.0) / bandwidth[role] for role in bandwidth)
-
-
-def _parts_missing(engine: Engine, rounds: Rounds) -> str | None:
-    if rounds.runner.native is not None:
-        return None
-    return "a step on a GPU is one CUDA graph"
-
-
 def _notes(
     config: BenchConfig, setting: Setting, results: list[Result], rival_params: int | None
 ) -> list[str]:
     """Caveats for readers of the numbers."""
     found = []
     if setting.load_before is not None and setting.load_before > BUSY:
+        slower = "; this slows llama.cpp more, because its threads spin while they wait"
         found.append(
-            _busy_note(setting.load_before, setting, is_compared=config.compare is not None)
+            f"the machine was busy before the start: {setting.load_before:.1f} processes on"
+            f" {setting.num_processors} processors{slower * (config.compare is not None)}"
         )
     if config.split is not None and setting.device == "cpu":
         found.append("no CUDA device is used: both sides of the plan run on the CPU")
@@ -140,7 +124,26 @@ def _notes(
             " --text FILE takes them from a text"
         )
     for result in results:
-        found += _result_notes(result, setting)
+        low, high = result.ours.range_ts
+        if high - low > WIDE * result.ours.median_ts:
+            found.append(
+                "rounds differ by more than a fifth, so something else is using this machine;"
+                " ratios and shares of a round suffer less from it than speeds"
+            )
+        share = result.predicted_over_measured
+        if share is not None and result.predicted_s is not None and setting.device != "cpu":
+            found.append(
+                f"{result.test.name}: the plan predicts {1e3 * result.predicted_s:.3g} ms a token,"
+                f" which is {share:.2f} of what was measured; hotsplit run tries plans, and doctor"
+                " shows their parts"
+            )
+        limit = result.limit
+        if limit is not None and limit.bytes_a_token <= setting.last_cache_bytes:
+            found.append(
+                f"a token's bytes ({format_bytes(round(limit.bytes_a_token))}) fit into the"
+                f" last-level cache ({format_bytes(setting.last_cache_bytes)}), which is faster than"
+                " memory: more than 100 % of the limit is possible"
+            )
     ours = setting.model_n_params
     if rival_params and abs(rival_params / ours - 1) > SAME_MODEL:
         found.append(
@@ -148,38 +151,3 @@ def _notes(
             f" {format_count(ours)}: the ratios compare two models"
         )
     return list(dict.fromkeys(found))
-
-
-def _busy_note(load: float, setting: Setting, *, is_compared: bool) -> str:
-    note = (
-        f"the machine was busy before the start: {load:.1f} processes on {setting.num_processors}"
-        " processors"
-    )
-    if not is_compared:
-        return note
-    return note + "; this slows llama.cpp more, because its threads spin while they wait"
-
-
-def _result_notes(result: Result, setting: Setting) -> list[str]:
-    found = []
-    low, high = result.ours.range_ts
-    if high - low > WIDE * result.ours.median_ts:
-        found.append(
-            "rounds differ by more than a fifth, so something else is using this machine; ratios and"
-            " shares of a round suffer less from it than speeds"
-        )
-    share = result.predicted_over_measured
-    if share is not None and result.predicted_s is not None and setting.device != "cpu":
-        found.append(
-            f"{result.test.name}: the plan predicts {1e3 * result.predicted_s:.3g} ms a token, which"
-            f" is {share:.2f} of what was measured; hotsplit run tries plans, and doctor shows their"
-            " parts"
-        )
-    limit = result.limit
-    if limit is not None and limit.bytes_a_token <= setting.last_cache_bytes:
-        found.append(
-            f"a token's bytes ({format_bytes(round(limit.bytes_a_token))}) fit into the last-level"
-            f" cache ({format_bytes(setting.last_cache_bytes)}), which is faster than memory: more"
-            " than 100 % of the limit is possible"
-        )
-    return found
