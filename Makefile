@@ -195,10 +195,11 @@ test-all: test
 MINUTES ?= 60
 FAULTS ?= 200
 FUZZ_START ?= 1000000  # number of the first case, above those in the tests
+fuzz: export PYTHONPATH = $(shell PYTHONPATH=tests $(BIN)/python -c 'import paths; print(paths.SEARCH_PATH)')
 fuzz: build  ## readers for MINUTES, then random faults of every command that writes, and two writers
-	PYTHONPATH=tests $(BIN)/python tests/damage/fuzz_long.py --minutes $(MINUTES) --start $(FUZZ_START)
-	PYTHONPATH=tests $(BIN)/python tests/damage/faults.py --cases $(FAULTS)
-	PYTHONPATH=tests $(BIN)/python tests/damage/two_writers.py --rounds 1000
+	$(BIN)/python tests/damage/fuzz_long.py --minutes $(MINUTES) --start $(FUZZ_START)
+	$(BIN)/python tests/damage/faults.py --cases $(FAULTS)
+	$(BIN)/python tests/damage/two_writers.py --rounds 1000
 
 LLAMACPP := build/llamacpp-venv
 LLAMACPP_PINS := tests/llamacpp/requirements.txt

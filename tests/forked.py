@@ -29,6 +29,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paths import SEARCH_PATH
+
 PACKAGES = ["torch", "numpy", "safetensors", "tokenizers", "transformers"]
 COMMANDS = """
 hotsplit.cli hotsplit.commands.all_commands hotsplit.runtime.engine
@@ -275,4 +277,5 @@ def start(path: str, modules: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    sys.path += SEARCH_PATH.split(os.pathsep)
     start(sys.argv[1], sys.argv[2:])

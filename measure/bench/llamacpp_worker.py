@@ -16,7 +16,7 @@ import time
 try:
     import llama_cpp as llama  # type: ignore[import-not-found]
 except ImportError as error:
-    print(json.dumps({"error": f"it has no llama_cpp ({error})"}), flush=True)
+    print(json.dumps({"error": f"it has no llama_cpp ({error})"}), flush=True)  # noqa: T201
     raise SystemExit(0) from None
 
 BATCH, UBATCH = 2048, 512  # llama-bench's
@@ -57,7 +57,7 @@ def main(options: dict) -> None:  # type: ignore[type-arg]
 
 
 def tell(answer: dict) -> None:  # type: ignore[type-arg]
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(answer), flush=True)  # noqa: T201
 
 
 def context_of(model, options):  # type: ignore[no-untyped-def]

@@ -95,7 +95,7 @@ def main() -> None:
     args = parser.parse_args()
     text = "\n\n\n".join([*pages(args.python_docs), *books(args.brotli)]) + "\n"
     OUTPUT.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
-    print(f"{len(text):,} characters, {OUTPUT.stat().st_size:,} bytes")
+    print(f"{len(text):,} characters, {OUTPUT.stat().st_size:,} bytes")  # noqa: T201
 
 
 if __name__ == "__main__":

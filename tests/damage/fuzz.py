@@ -4,12 +4,11 @@ outcomes.
     import fuzz; fuzz.main() with arguments INPUTS WORK LIMIT_S KIND:START:STOP ...
 
 A case is a kind and a number. The number is the seed of its damage, so a case is the same every
-time (with a guide: for the same guide). Kinds are those of fuzz_readers and fuzz_odd, whose files
+time. Kinds are those of fuzz_readers and fuzz_odd, whose files
 must be refused or read as valid ones; those of fuzz_meaning, which must be refused; those of
 fuzz_pairs, which must be refused if anything shows that the two files do not belong together; and
 `found`, the files of fuzz_corpus. INPUTS holds valid files (see fuzz_inputs). The first line on
-stdout is `ready`. Each case has a line with its kind, number and outcome; with a guide, a line with
-newly reached lines of code may come before it. The last line has the processor time. `refused` (a
+stdout is `ready`. Each case has a line with its kind, number and outcome. `refused` (a
 HotsplitError of one line, nothing left behind) and `done` are right, everything else is wrong. A
 case that takes over LIMIT_S seconds or kills the process has no line, and ends the output; one that
 takes over 1 GiB of memory ends in MemoryError, or kills the process."""
@@ -17,7 +16,6 @@ takes over 1 GiB of memory ends in MemoryError, or kills the process."""
 import contextlib
 import ctypes
 import io
-import json
 import os
 import random
 import re
@@ -31,8 +29,6 @@ from pathlib import Path
 
 import forked
 from fuzz_damage import another_value, mutated, spots_of
-from fuzz_guide import Chain, load
-from fuzz_lines import Lines
 from fuzz_meaning import MEANINGS, misread
 from fuzz_odd import ODDS, read_odd
 from fuzz_pairs import PAIRS, put_together
@@ -41,9 +37,6 @@ from fuzz_readers import KINDS, Case
 from hotsplit.errors import HotsplitError
 
 MEMORY_BYTES = 1 << 30
-GUIDE = "guide.json"  # beside the folder WORK
-NEW = "new"  # begins the line about lines that a case was the first to reach
-USED = "used"  # begins the last line of a child: the processor time of its cases
 READY = "ready"  # the first line of a child, printed when it has read the undamaged inputs
 MAX_LINE = 1000  # a refusal must have fewer characters
 # KIND/NAME.refused and KIND/NAME.done: cases that once ended otherwise.
@@ -52,23 +45,17 @@ FOUND = sorted(path for path in (Path(__file__).parent / "fuzz_corpus").glob("*/
 # ------------------------------------------------------------------ cases
 
 
-def damaged(inputs: Path, kind: str, number: int, before: Chain = ()) -> tuple[str, bytes]:
-    """The name and the content of the file of a case; `before` are the numbers of damages that come
-    first."""
-    target = KINDS[kind].target
-    if kind == "pt" and number % 8 == 0:
-        target, before = "config.json", ()
-    path = inputs / kind / target
-    content, spots = path.read_bytes(), [] if KINDS[kind].is_values else spots_of(path)
-    for each in (*before, number):
-        rng = random.Random(f"{kind} {each}")
-        is_values = KINDS[kind].is_values
-        content = another_value(content, rng) if is_values else mutated(content, spots, rng)
-    return target, content
+def damaged(inputs: Path, kind: str, number: int) -> tuple[str, bytes]:
+    """The name and the content of the file of a case."""
+    target = "config.json" if kind == "pt" and number % 8 == 0 else KINDS[kind].target
+    path, rng = inputs / kind / target, random.Random(f"{kind} {number}")
+    if KINDS[kind].is_values:
+        return target, another_value(path.read_bytes(), rng)
+    return target, mutated(path.read_bytes(), spots_of(path), rng)
 
 
-def read_damaged(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
-    return read_file(inputs, kind, *damaged(inputs, kind, number, before), work, number)
+def read_damaged(inputs: Path, kind: str, number: int, work: Path) -> str:
+    return read_file(inputs, kind, *damaged(inputs, kind, number), work, number)
 
 
 def read_file(
@@ -96,7 +83,7 @@ def read_file(
     return "done"
 
 
-def replay(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
+def replay(inputs: Path, kind: str, number: int, work: Path) -> str:
     """Reads a file of fuzz_corpus; its folder names its kind, its suffix the right outcome."""
     path = FOUND[number]
     kind = path.parent.name
@@ -107,7 +94,7 @@ def replay(inputs: Path, kind: str, number: int, work: Path, before: Chain = ())
     return "done" if outcome == wanted else f"{outcome} where it must be {wanted}: {path.name}"
 
 
-def misbehave(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
+def misbehave(inputs: Path, kind: str, number: int, work: Path) -> str:
     """Wrong outcomes that the harness must catch: case 2 of each kind goes wrong, the others are
     refused."""
     if number == 2:
@@ -164,7 +151,7 @@ def all_kinds() -> list[str]:
     return [*KINDS, *ODDS, *MEANINGS, *PAIRS]
 
 
-def runner_of(kind: str) -> Callable[[Path, str, int, Path, Chain], str]:
+def runner_of(kind: str) -> Callable[[Path, str, int, Path], str]:
     if kind in KINDS:
         return read_damaged
     if kind in MEANINGS:
@@ -189,36 +176,20 @@ def warm_up(inputs: Path, kinds: list[str], work: Path) -> None:
 
 
 def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
-    """Runs the cases; with a guide, reports each case that reaches lines new to the guide."""
-    guide = load(work.parent / GUIDE)
     with contextlib.redirect_stderr(io.StringIO()):
         warm_up(inputs, [text.split(":")[0] for text in ranges], work)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(READY, flush=True)
-    began = used_seconds()
     for text in ranges:
         kind, start, stop = text.split(":")
-        run, known = runner_of(kind), guide.get(kind)
-        lines = Lines(known.lines) if known else None
         for number in range(int(start), int(stop)):
-            before = known.chain(kind, number) if known else ()
-            case = partial(run, inputs, kind, number, work, before)
             signal.alarm(limit_s)  # the default action: the process ends, wherever it is
-            with contextlib.redirect_stderr(io.StringIO()), lines or contextlib.nullcontext():
-                outcome = outcome_of(case, work)
+            with contextlib.redirect_stderr(io.StringIO()):
+                outcome = outcome_of(partial(runner_of(kind), inputs, kind, number, work), work)
             signal.alarm(0)
-            if lines and (new := lines.take()):
-                print(NEW, json.dumps([kind, number, sorted(new)]), flush=True)
             print(kind, number, outcome.replace("\n", " "), flush=True)
-    print(USED, used_seconds() - began, flush=True)
-
-
-def used_seconds() -> float:
-    """The processor time of this process and its children."""
-    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in found)
 
 
 # ------------------------------------------------------------------ the parent's side
@@ -226,21 +197,10 @@ def used_seconds() -> float:
 ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 Cases = dict[str, range]  # the numbers of each kind
 Outcomes = dict[tuple[str, int], str]
-FoundNew = Callable[[str, int, list], None]
-Used = Callable[[float], None]
 
 
-def run_cases(
-    inputs: Path,
-    work: Path,
-    cases: Cases,
-    limit_s: int = 5,
-    found_new: FoundNew | None = None,
-    used: Used | None = None,
-) -> Outcomes:
-    """The outcome of every case; a process that dies is replaced by another. `found_new` receives
-    the lines that a case was the first to reach, if there is a guide beside `work`, and `used` the
-    processor seconds of the cases of each process that lives to its end."""
+def run_cases(inputs: Path, work: Path, cases: Cases, limit_s: int = 5) -> Outcomes:
+    """The outcome of every case; a process that dies is replaced by another."""
     outcomes: Outcomes = {}
     while len(outcomes) < sum(map(len, cases.values())):
         shutil.rmtree(work, ignore_errors=True)
@@ -263,14 +223,7 @@ def run_cases(
         first, *lines = done.stdout.splitlines() or [""]
         if first != READY:
             raise RuntimeError(f"the whole inputs cannot be read: {done.stderr[-2000:]}")
-        for line in lines:
-            if found_new is not None and line.startswith(f"{NEW} "):
-                found_new(*json.loads(line.removeprefix(NEW)))
-            if used is not None and line.startswith(f"{USED} "):
-                used(float(line.removeprefix(USED)))
-        found = [
-            line.split(" ", 2) for line in lines if not line.startswith((f"{NEW} ", f"{USED} "))
-        ]
+        found = [line.split(" ", 2) for line in lines]
         outcomes |= {(kind, int(number)): outcome for kind, number, outcome in found}
         left = [case for case in missing if case not in outcomes]
         if left:

@@ -8,91 +8,20 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-EXTREMES = (
-    0,
-    1,
-    2,
-    0x7F,
-    0x80,
-    0xFF,
-    0x7FFF,
-    0xFFFF,
-    1 << 24,
-    0x7FFFFFFF,
-    0x80000000,
-    0xFFFFFFFF,
-    1 << 32,
-    1 << 40,
-    (1 << 62) - 1,
-    (1 << 63) - 1,
-    1 << 63,
-    (1 << 64) - 1,
-)
-NUMBERS = (
-    b"-1",
-    b"0",
-    b"1",
-    b"7",
-    b"1e308",
-    b"0.5",
-    b"4294967296",
-    b"9" * 20,
-    b"9" * 400,
-    b"null",
-    b'"x"',
-    b"[]",
-    b"true",
-    b"NaN",
-    b"Infinity",
-    b"1000000000",
-)
+_POWERS = (7, 8, 15, 16, 24, 31, 32, 40, 62, 63, 64)
+EXTREMES = (0, 1, 2, *(n for p in _POWERS for n in ((1 << p) - 1, 1 << p) if n < 1 << 64))
+_NUMBERS = b'-1 0 1 7 1e308 0.5 4294967296 null "x" [] true NaN Infinity 1000000000'
+NUMBERS = (*_NUMBERS.split(), b"9" * 20, b"9" * 400)
 # Replacements of a value: well-formed JSON with another meaning.
-ODD = (
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2,
-    3,
-    7,
-    0.5,
-    -0.5,
-    1e308,
-    1e-308,
-    10**9,
-    2**53,
-    2**63,
-    10**30,
-    "",
-    "x",
-    "llama",
-    "0",
-    "x" * 5000,
-    "\0",
-    "a\nb",
-    [],
-    [0],
-    ["x"],
-    [[]],
-    {},
-    {"": 0},
-    {"type": "linear", "factor": 2.0},
-    {"rope_type": "default"},
+ODD = json.loads(
+    """[null, true, false, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e308, 1e-308, 1000000000, 9007199254740992,
+    9223372036854775808, 1000000000000000000000000000000, "", "x", "llama", "0", "\\u0000", "a\\nb", [],
+    [0], ["x"], [[]], {}, {"": 0}, {"type": "linear", "factor": 2.0}, {"rope_type": "default"}]"""
 )
+ODD.append("x" * 5000)
 # Architectures: some with Llama's tensor names, some with others.
-CLASSES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "SparseLlamaForCausalLM",
-    "BambooForCausalLM",
-    "Phi3ForCausalLM",
-    "OPTForCausalLM",
-    "FalconForCausalLM",
-)
+_FAMILIES = "Llama Mistral Qwen2 Qwen3 SparseLlama Bamboo Phi3 OPT Falcon"
+CLASSES = tuple(f"{family}ForCausalLM" for family in _FAMILIES.split())
 # Optional keys; most of them change the model that a config.json describes.
 ABSENT = ("sliding_window", "layer_types", "is_causal", "rope_scaling", "eos_token_id", "format")
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import fuzz_wrong as wrong
 import fuzz_wrong_families as families
 import numpy as np
-from fuzz_guide import Chain
 from fuzz_readers import KINDS, Case
 from fuzz_wrong import Change
 from safetensors.numpy import load_file
@@ -164,7 +163,7 @@ def _quality() -> dict:
     return {"exact": values, "predicted": dict(values)}
 
 
-def misread(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
+def misread(inputs: Path, kind: str, number: int, work: Path) -> str:
     """Reads a file with wrong content; the reader must raise."""
     name, content = changed(inputs, kind, number)
     meaning = MEANINGS[kind]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 from fuzz_damage import ODD, another_value
-from fuzz_guide import Chain
 from fuzz_meaning import Content, load, read_content
 from fuzz_readers import KINDS
 
@@ -70,16 +69,11 @@ VALUES = (
 NUMBERS = (0, 1, -1, 2, 1 << 31, -(1 << 62), 0.5, np.nan, np.inf, -np.inf, 1e38, 1e-38)
 
 
-def odd(inputs: Path, kind: str, number: int, before: Chain = ()) -> Content:
-    """The content of a case: one to three changes, after those of the cases `before`."""
+def odd(inputs: Path, kind: str, number: int) -> Content:
+    """The content of a case: one to three changes."""
     path = inputs / ODDS[kind] / KINDS[ODDS[kind]].target
     content = load(path)
-    for each in (*before, number):
-        _change(content, random.Random(f"{kind} {each}"), is_gguf=path.suffix == ".gguf")
-    return content
-
-
-def _change(content: Content, rng: random.Random, *, is_gguf: bool) -> None:
+    rng, is_gguf = random.Random(f"{kind} {number}"), path.suffix == ".gguf"
     for _ in range(rng.choice((1, 1, 2, 3))):
         if content.arrays and rng.random() < 0.4:
             _another_array(content.arrays, rng, is_gguf=is_gguf)
@@ -87,6 +81,7 @@ def _change(content: Content, rng: random.Random, *, is_gguf: bool) -> None:
             _another_key(content.values, rng)
         else:
             _another_metadatum(content.values, rng)
+    return content
 
 
 def _another_key(keys: dict, rng: random.Random) -> None:
@@ -160,6 +155,6 @@ def _another_array(arrays: dict, rng: random.Random, *, is_gguf: bool) -> None:
     arrays[name] = np.ascontiguousarray(array)
 
 
-def read_odd(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
-    read_content(inputs, kind, ODDS[kind], odd(inputs, kind, number, before), work, number)
+def read_odd(inputs: Path, kind: str, number: int, work: Path) -> str:
+    read_content(inputs, kind, ODDS[kind], odd(inputs, kind, number), work, number)
     return "done"

@@ -3,11 +3,9 @@
 The model `base` is used with artifacts of itself and of others, which differ from it in one thing.
 Another model's artifact is tried as it is, and with the base's id put into it, so that a check of
 ids alone does not suffice. If the id is the base's and all sizes that the artifact shows agree,
-nothing tells that it belongs to another model, and it is accepted. Further cases draw models that
-differ from the base in up to three of these things, and have other sizes."""
+nothing tells that it belongs to another model, and it is accepted."""
 
 import dataclasses
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from fuzz_guide import Chain
 from fuzz_inputs import QUALITY, predictors_of
 from models import byte_level_keys, make_machine, make_model, make_profile, make_sizes
 from test_runtime import make_split
@@ -43,14 +40,6 @@ OTHERS: dict[str, dict[str, int] | None] = {
     "heads": {"num_kv_heads": 4},
     "vocabulary": {"vocab_size": 300},
 }
-# Sizes of drawn models, for each thing in which they may differ.
-DRAWN: dict[str, tuple[dict[str, int], ...]] = {
-    "layers": tuple({"num_layers": n} for n in (1, 3, 4)),
-    "width": tuple({"width": n, "head_width": 16} for n in (32, 96, 128)),
-    "neurons": tuple({"num_neurons": n} for n in (32, 64, 128, 160)),
-    "heads": tuple({"num_kv_heads": n} for n in (1, 4)),
-    "vocabulary": tuple({"vocab_size": n} for n in (299, 300, 320)),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +60,13 @@ class Pair:
 @cache
 def model_of(folder: Path, name: str) -> Path:
     """The file of a model: `base`, or one of OTHERS."""
-    return model_file(folder / f"{name}.gguf", int(name == "weights"), OTHERS.get(name) or {})
-
-
-def model_file(path: Path, seed: int, sizes: dict[str, int]) -> Path:
-    """The file of a model with the base's sizes except these, and weights from a seed; made unless
-    it exists."""
-    if path.exists():
-        return path
+    path = folder / f"{name}.gguf"
     path.parent.mkdir(parents=True, exist_ok=True)
     keys, vocab_size = byte_level_keys()
-    sizes = {"vocab_size": vocab_size, "context_length": CONTEXT, **sizes}
+    sizes = {"vocab_size": vocab_size, "context_length": CONTEXT, **(OTHERS.get(name) or {})}
     model = make_model(
         sizes=make_sizes(**sizes),
-        seed=seed,
+        seed=int(name == "weights"),
         path=path,
         predictor_rank=8,
         extra_keys=keys,
@@ -92,36 +74,6 @@ def model_file(path: Path, seed: int, sizes: dict[str, int]) -> Path:
     )
     dataclasses.replace(model, quality={"exact": QUALITY, "predicted": QUALITY}).save(path)
     return path
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """A model that differs from the base in these things; `forged`: the artifact has the base's id."""
-
-    differs: frozenset[str]
-    sizes: dict[str, int]
-    seed: int
-    forged: bool
-
-    def must_be_refused(self, pair: Pair) -> bool:
-        return bool(self.differs & pair.sees) or (
-            pair.has_id and not self.forged and (bool(self.differs) or self.seed != 0)
-        )
-
-
-def drawn(kind: str, number: int) -> Drawn:
-    rng = random.Random(f"{kind} {number}")
-    differs = rng.sample(sorted(DRAWN), rng.choice((0, 1, 1, 1, 2, 3)))
-    sizes: dict[str, int] = {}
-    for name in differs:
-        sizes |= rng.choice(DRAWN[name])
-    named = {"fewer layers"} if sizes.get("num_layers", 2) < 2 else set()
-    return Drawn(
-        differs=frozenset(differs) | named,
-        sizes=sizes,
-        seed=rng.randrange(4),
-        forged=rng.random() < 0.7,
-    )
 
 
 def save_profile(model: ModelFile, path: Path) -> None:
@@ -256,22 +208,17 @@ def artifact_of(pair: Pair, base: Path, other: Path, forged: bool, path: Path) -
     pair.make(model, path)
 
 
-def put_together(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
-    """Uses the base model with an artifact of a model; the number selects or draws the latter."""
+def put_together(inputs: Path, kind: str, number: int, work: Path) -> str:
+    """Uses the base model with an artifact of a model, which the number selects."""
     pair, models = PAIRS[kind], inputs / "pairs"
     artifact, output = work / f"artifact{pair.suffix}", work / "output"
     output.mkdir(exist_ok=True)
-    base = model_of(models, "base")
-    if number < len(cases := cases_of(pair)):
-        name, forged = cases[number]
-        what, other = f"{name}, forged: {forged}", model_of(models, name)
-        is_wrong = must_refuse(pair, name, forged)
-    else:
-        case = drawn(kind, number)
-        what, forged, is_wrong = str(case), case.forged, case.must_be_refused(pair)
-        (work / "drawn.gguf").unlink(missing_ok=True)
-        other = model_file(work / "drawn.gguf", case.seed, case.sizes)
+    cases = cases_of(pair)
+    name, forged = cases[number % len(cases)]
+    base, other = model_of(models, "base"), model_of(models, name)
     artifact_of(pair, base, other, forged, artifact)
     pair.use(base, artifact, output / "out.gguf")
     shutil.rmtree(output)
-    return f"done where it must be refused: {kind} of {what}" if is_wrong else "done"
+    if must_refuse(pair, name, forged):
+        return f"done where it must be refused: {kind} of {name}, forged: {forged}"
+    return "done"

@@ -2,8 +2,6 @@
 value are refused in one line, and so are pairs of files that visibly do not belong together. See
 fuzz.py, fuzz_readers, fuzz_odd, fuzz_meaning and fuzz_pairs; fuzz_long.py runs for hours."""
 
-import argparse
-import dataclasses
 import json
 import random
 import shutil
@@ -14,90 +12,70 @@ import fuzz
 import fuzz_long
 import fuzz_meaning
 import pytest
-from fuzz import FOUND, all_kinds, outcome_of, run_cases, wrong_outcomes
+from fuzz import FOUND, outcome_of, run_cases, wrong_outcomes
 from fuzz_damage import another_value, mutated, spots_of
-from fuzz_guide import Known, load, save
 from fuzz_inputs import make_inputs
-from fuzz_lines import Lines, all_lines
-from fuzz_long import print_counts, run_batch
 from fuzz_meaning import MEANINGS, Meaning, misread
 from fuzz_odd import ODDS
-from fuzz_pairs import DRAWN, PAIRS, Drawn, cases_of, drawn, must_refuse
+from fuzz_pairs import PAIRS, cases_of, must_refuse
 from fuzz_readers import KINDS, TARGETS
 
-from hotsplit.errors import HotsplitError
+
+def _counts(table: str) -> dict[str, int]:
+    """Numbers of cases by kind, from lines such as 30: text jsonl."""
+    rows = (line.split(":") for line in table.strip().splitlines())
+    return {kind: int(number) for number, kinds in rows for kind in kinds.split()}
+
 
 # Number of cases by kind, for two processes that take about equally long. MANY has the kinds of
 # which most cases must be refused, FEW the others. fuzz_long.py runs further cases, for hours.
 MANY = (
-    {"safetensors": 102, "gguf": 102, "ours": 75, "index": 50, "profile": 50, "plan": 30},
-    {"bin": 110, "stock": 75, "pt": 75, "config": 60, "values": 60, "machine": 50},
+    _counts(
+        """
+        102: safetensors gguf
+         75: ours
+         50: index profile
+         30: plan
+        """
+    ),
+    _counts(
+        """
+        110: bin
+         75: stock pt
+         60: config values
+         50: machine
+        """
+    ),
 )
 FEW = (
-    {
-        "tokenizer": 20,
-        "tokens": 25,
-        "special": 12,
-        "generation": 10,
-        "template": 6,
-        "vocab": 10,
-        "found": len(FOUND),
-        "merges": 10,
-        "sentencepiece": 4,
-        "theirs": 30,
-        "powerinfer": 30,
-        "run": 50,
-        "falcon": 10,
-        "opt": 10,
-        "phi": 12,
-        "qwen": 10,
-        "gemma": 6,
-        "falcon-weights": 12,
-        "opt-weights": 8,
-        "phi-weights": 8,
-        "falcon-gguf": 12,
-        "opt-gguf": 24,
-        "qwen-gguf": 10,
-        "gemma-gguf": 6,
-        "bin-index": 10,
-        "yarn": 14,
-        "llama3": 10,
-        "yarn-gguf": 10,
-        "scores": 10,
-        "unigram": 10,
-    },
-    {
-        "imatrix": 12,
-        "imatrix-dat": 12,
-        "merge": 40,
-        "figures": 30,
-        "prompt": 40,
-        "resume": 40,
-        "conversation": 20,
-        "gbnf": 30,
-        "schema": 30,
-        "regex": 30,
-        "lark": 30,
-        "text": 30,
-        "jsonl": 30,
-        "parquet": 30,
-        "comparison": 15,
-        "told": 15,
-        "templates": 10,
-        "folder": 10,
-        "shown": 10,
-        "shown-theirs": 10,
-        "shown-predictors": 12,
-        "gpuidx": 10,
-        "model-split": 10,
-        "export": 12,
-        "entry": 10,
-        "rates": 10,
-        "rules": 15,
-        "messages": 3,
-        "prompts": 10,
-    },
+    _counts(
+        """
+         50: run
+         30: theirs powerinfer
+         25: tokens
+         24: opt-gguf
+         20: tokenizer
+         14: yarn
+         12: special phi falcon-weights falcon-gguf
+         10: generation vocab merges falcon opt qwen qwen-gguf bin-index llama3 yarn-gguf scores unigram
+          8: opt-weights phi-weights
+          6: template gemma gemma-gguf
+          4: sentencepiece
+        """
+    ),
+    _counts(
+        """
+         40: merge prompt resume
+         30: figures gbnf schema regex lark text jsonl parquet
+         20: conversation
+         15: comparison told rules
+         12: imatrix imatrix-dat shown-predictors export
+         10: templates folder shown shown-theirs gpuidx model-split entry rates prompts
+          3: messages
+        """
+    ),
 )
+FEW[0]["found"] = len(FOUND)
 # Kinds of which no case has to be refused: a tokenizer that transformers rejects becomes a note,
 # inspect shows why convert would refuse a folder, and damaged files of a cache count as missing.
 TOLERANT = ("sentencepiece", "folder", "entry", "rates")
@@ -259,107 +237,17 @@ def test_a_found_case_with_another_outcome_is_reported(inputs, tmp_path, monkeyp
     assert outcomes == ["done where it must be refused: whole.refused", "done"]
 
 
-def test_counts_are_printed_by_kind(capsys):
-    one, other = ("x.py", 1), ("x.py", 2)
-    counts = {
-        "a": Known(
-            cases=4,
-            refused=3,
-            wrong=1,
-            last_new=2,
-            seeds=[(1,), (1, 2)],
-            seconds=60,
-            lines={one, other},
-            cpu_seconds=30,
-        ),
-        "b": Known(cases=2, done=2, seconds=120, lines={one}, cpu_seconds=90),
-    }
-    print_counts(counts)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1:] == [
-        ["a", "4", "3", "0", "1", "2", "2", "2", "1", "0"],
-        ["b", "2", "0", "2", "0", "1", "0", "0", "2", "2"],
-        ["all", "6", "3", "2", "1", "2", "2", "2", "3", "2"],
-    ]
-    assert len(all_kinds()) == len(KINDS) + len(ODDS) + len(MEANINGS) + len(PAIRS)
-
-
-# ---- long runs ----------------------------------------------------------------------------------
-
-
-def asked(keep: Path, **changes: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"batch": 40, "keep": keep, "start": 0, "minutes": 0.0} | changes)
-
-
-def test_a_case_that_reaches_new_lines_is_damaged_further(inputs, tmp_path):
-    """Only lines of the readers' code count; another run continues from what this one found."""
-    shutil.copytree(inputs, tmp_path / "inputs")
-    known = Known()
-    for start in (0, 40):
-        assert run_batch("machine", range(start, start + 40), asked(tmp_path), tmp_path, known) == 0
-    assert known.cases == 80 == known.refused + known.done and known.wrong == 0
-    assert 0 < known.cpu_seconds < 2 * known.seconds + 1
-    assert 0 < known.last_new <= 80 and len(known.seeds) > 1
-    reached = {name for name, _ in known.lines}
-    assert "src/hotsplit/artifacts/machine_file.py" in reached and known.lines < all_lines()
-    save(tmp_path / "again.json", {"machine": known})
-    assert load(tmp_path / "again.json") == {"machine": known}
-    chains = [known.chain("machine", number) for number in range(100)]
-    assert chains == [known.chain("machine", number) for number in range(100)]
-    assert 40 < sum(bool(chain) for chain in chains) < 80
-    content = [fuzz.damaged(inputs, "machine", 3, (number,)) for number in range(10, 20)]
-    assert len({*content, fuzz.damaged(inputs, "machine", 3)}) > 5
-
-
-def test_only_new_lines_are_reported():
-    from hotsplit.files import json_file
-
-    name = "src/hotsplit/files/json_file.py"
-    with Lines(set()) as lines, pytest.raises(HotsplitError):
-        json_file.read_text(Path("/dev/null/none"), "x")
-    first = lines.take()
-    assert first and {file for file, _ in first} == {name} and not lines.take()
-    with Lines(first) as lines, pytest.raises(HotsplitError):
-        json_file.read_text(Path("/dev/null/none"), "x")
-    assert not lines.take()
-    assert first < all_lines()
-
-
-def test_an_overdue_case_is_tried_once_more(inputs, tmp_path, monkeypatch):
+def test_an_overdue_case_is_tried_once_more(tmp_path, monkeypatch, capsys):
     """A case may be late once because the machine is busy; one that is late twice is wrong."""
     tries = []
 
-    def run(inputs, work, cases, *more):
+    def run(inputs, work, cases, limit_s):
         tries.append(cases)
         (kind, numbers), late = next(iter(cases.items())), f"{fuzz_long.OVERDUE}: "
         is_late = len(tries) == 1 or numbers == range(3, 4)
         return {(kind, n): late if n in (2, 3) and is_late else "refused" for n in numbers}
 
     monkeypatch.setattr(fuzz_long, "run_cases", run)
-    known = Known()
-    shutil.copytree(inputs / "machine", tmp_path / "inputs" / "machine")
-    assert run_batch("machine", range(5), asked(tmp_path), tmp_path, known) == 1
+    assert fuzz_long.run_batch("machine", range(5), tmp_path) == {"wrong": 1, "refused": 4}
     assert [cases["machine"] for cases in tries] == [range(5), range(2, 3), range(3, 4)]
-    assert known.wrong == 1 and known.refused == 4
-
-
-@pytest.mark.parametrize("kind", PAIRS)
-def test_drawn_pairs_are_of_all_sorts(kind):
-    cases = [drawn(kind, number) for number in range(100, 400)]
-    assert cases == [drawn(kind, number) for number in range(100, 400)]
-    for name in DRAWN:
-        assert {name in case.differs for case in cases} == {True, False}
-    assert {case.forged for case in cases} == {True, False}
-    twin = Drawn(differs=frozenset(), sizes={}, seed=0, forged=False)
-    assert not twin.must_be_refused(PAIRS[kind])
-    for change in (
-        *({"differs": frozenset({n})} for n in PAIRS[kind].sees),
-        *([{"seed": 1}] if PAIRS[kind].has_id else []),
-    ):
-        assert dataclasses.replace(twin, **change).must_be_refused(PAIRS[kind])
-
-
-def test_drawn_pairs_have_the_right_end(inputs, tmp_path):
-    outcomes = outcomes_of(inputs, tmp_path, (dict.fromkeys(PAIRS, range(100, 108)),))
-    assert not wrong_outcomes(outcomes)
-    assert {*outcomes.values()} == {"refused", "done"}
+    assert capsys.readouterr().err == f"machine 3: {fuzz_long.OVERDUE}: \n"

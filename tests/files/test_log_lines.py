@@ -1,16 +1,13 @@
 """Library code reports through loggers; the command line shows the messages as plain lines."""
 
-import ast
 import io
 import logging
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 from forked import run_python
 from models import byte_level_keys, make_model, make_sizes
-from paths import ROOT
 from rich.console import Console
 from rich.progress import Progress
 
@@ -19,65 +16,6 @@ from hotsplit.commands.options import shared
 from hotsplit.runtime import resolved_options
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system.log_lines import NAME, lines_on_stderr
-
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDERS = PROJECT["tool"]["scikit-build"]["wheel"]["packages"].values()
-# The command line itself, and programs that answer another process on stdout.
-PRINTING = {
-    "src/hotsplit/cli.py",
-    "src/hotsplit/system/signals.py",
-    "src/hotsplit/system/log_lines.py",
-    "src/hotsplit/doctor/probes.py",
-    "measure/bench/llamacpp_worker.py",
-    "run/default_corpus/build.py",
-}
-WRITERS = {
-    "sys.stderr.write",
-    "sys.stdout.write",
-    "sys.stderr.writelines",
-    "click.echo",
-    "click.secho",
-    "warnings.warn",
-    "logging.warning",
-    "logging.info",
-    "print",
-}
-LIBRARY = sorted(
-    path
-    for folder in FOLDERS
-    for path in (ROOT / folder).rglob("*.py")
-    if "commands" not in path.relative_to(ROOT).parts
-)
-
-
-def prints_in(text: str) -> list[str]:
-    """The calls that write to the terminal without the package's loggers."""
-    calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
-    names = (ast.unparse(call.func) for call in calls)
-    return [name for name in names if name in WRITERS]
-
-
-def test_no_library_module_prints():
-    assert len(LIBRARY) > 200
-    names = {str(path.relative_to(ROOT)): path for path in LIBRARY}
-    found = {name: prints_in(path.read_text(encoding="utf-8")) for name, path in names.items()}
-    assert {name for name, calls in found.items() if calls} == PRINTING
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "print(1)",
-        "def f():\n    print('a', file=sys.stderr)",
-        "sys.stderr.write('a')",
-        "click.echo('a')",
-        "warnings.warn('a')",
-        "logging.warning('a')",
-    ],
-)
-def test_a_module_that_prints_is_found(text):
-    assert len(prints_in(text)) == 1
-    assert not prints_in("console.print(1)\nlog.warning('a')\nprinted(1)\n")
 
 
 def test_the_lines_are_plain(capsys):

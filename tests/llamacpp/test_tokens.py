@@ -83,7 +83,7 @@ def test_all_names_of_a_pre_tokenizer_split_alike(llama_cpp, tmp_path, whole_lin
     keys, tensors = whole_lines
     lines = [line for line in LINES + HARD if unicodedata.is_normalized("NFC", line)]
     may_differ = [SPLIT_OTHERWISE[words] for words in kind.in_llama_cpp]
-    for name in (kind.name, *kind.other_names):
+    for name in (kind.name, *kind.other_names.split()):
         path = tmp_path / "m.gguf"
         write_gguf(path, "llama", keys | {"tokenizer.ggml.pre": name}, tensors)
         codec = TextCodec.of(ModelFile.load(path))

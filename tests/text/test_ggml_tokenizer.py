@@ -145,7 +145,7 @@ def test_the_document_lists_the_table():
     page = (BUNDLED.parent.parent / "docs/tokenizers.md").read_text(encoding="utf-8")
     lines = []
     for kind in BYTE_LEVEL_KINDS:
-        names = ", ".join(f"`{name}`" for name in (kind.name, *kind.other_names))
+        names = ", ".join(f"`{name}`" for name in (kind.name, *kind.other_names.split()))
         lines.append(f"- {names}{': ' if kind.in_llama_cpp else ''}{', '.join(kind.in_llama_cpp)}")
     assert "compares -->\n" + "\n".join(lines) + "\n<!-- end -->" in page
 

@@ -167,10 +167,20 @@ class ModelFile:
                 raise HotsplitError(
                     f"{self.path}: {name} is in {entry.kind}, which cannot be computed with{advice}"
                 )
-        self._check_rotary()
+        for name in sorted(divisor_shapes(self.spec)):
+            factors = self.tensors[name].read()
+            if not ((factors > 0) & (factors < np.inf)).all():
+                raise HotsplitError(
+                    f"{self.path}: {name} is not all finite and above zero: rotary embeddings would be"
+                    " wrong; download the file again"
+                )
         if self.predictor is not None:
             self.refuse_predictors("convert its checkpoint without them")
-            self._check_predictor(self.predictor)
+            if self.predictor.kind == "relu" and 0 in self.predictor.rank_L:
+                raise HotsplitError(
+                    f"{self.path}: predictors of kind relu have two matrices, but layer"
+                    f" {self.predictor.rank_L.index(0)} says rank 0; convert them again"
+                )
 
     def expected_shapes(self) -> tuple[Shapes, Shapes]:
         """The tensors that must be present, and those that may be."""
@@ -194,23 +204,6 @@ class ModelFile:
             raise HotsplitError(
                 f"{self.path}: has {what}, which made neurons of a {self.activation} model silent and"
                 " are no longer supported; convert its checkpoint again"
-            )
-
-    def _check_rotary(self) -> None:
-        """Raises HotsplitError unless the divisors of the frequencies are finite and positive."""
-        for name in sorted(divisor_shapes(self.spec)):
-            factors = self.tensors[name].read()
-            if not ((factors > 0) & (factors < np.inf)).all():
-                raise HotsplitError(
-                    f"{self.path}: {name} is not all finite and above zero: rotary embeddings would be"
-                    " wrong; download the file again"
-                )
-
-    def _check_predictor(self, info: PredictorInfo) -> None:
-        if info.kind == "relu" and 0 in info.rank_L:
-            raise HotsplitError(
-                f"{self.path}: predictors of kind relu have two matrices, but layer"
-                f" {info.rank_L.index(0)} says rank 0; convert them again"
             )
 
     @property

@@ -69,16 +69,16 @@ def _with_vectors(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         is_row = name.endswith(f".{OUTPUT_GATE}") and entry.shape[:-1] == (1,)
         if (is_row or is_vector(name, entry.shape)) and can_unpack(entry.kind):
             entry = unpacked(entry)
-            entry = _row_of(entry) if is_row else entry
+            if is_row:
+                entry = replace(
+                    entry, shape=entry.shape[1:], read_rows=partial(_values_of_row, entry)
+                )
         found[name] = entry
     return found
 
 
-def _row_of(entry: TensorEntry) -> TensorEntry:
-    """The only row of a matrix, as a vector."""
-    return replace(
-        entry, shape=entry.shape[1:], read_rows=lambda start, stop: entry.read()[0, start:stop]
-    )
+def _values_of_row(matrix: TensorEntry, start: int, stop: int) -> np.ndarray:
+    return matrix.read()[0, start:stop]
 
 
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)(\.weight)")

@@ -162,7 +162,13 @@ class Profile(ProfileHeader):
             raise HotsplitError(
                 f"counts from {counts.min()} to {counts.max()} for {self.num_tokens} tokens"
             )
-        self._check_numbers()
+        number_L, most = self.own_neurons_L, counts.shape[1]
+        if len(number_L) != len(counts) or number_L.min() < 1 or number_L.max() > most:
+            raise HotsplitError(
+                f"layers have {shown(self.num_neurons_L)} neurons, counts are {counts.shape}"
+            )
+        if counts[np.arange(most) >= number_L[:, None]].any():
+            raise HotsplitError("more neurons fired in a layer than it has")
         self._check_experts()
         total = self.num_tokens * counts.shape[1]
         if total > MAX_COUNT:
@@ -171,16 +177,6 @@ class Profile(ProfileHeader):
             )
         if histogram.min() < 0 or any(sum(row) != total for row in histogram.tolist()):
             raise HotsplitError("the histograms do not count every neuron once per token")
-
-    def _check_numbers(self) -> None:
-        counts, number_L = self.active_count_LF, self.own_neurons_L
-        num_layers, most = counts.shape
-        if len(number_L) != num_layers or number_L.min() < 1 or number_L.max() > most:
-            raise HotsplitError(
-                f"layers have {shown(self.num_neurons_L)} neurons, counts are {counts.shape}"
-            )
-        if counts[np.arange(most) >= number_L[:, None]].any():
-            raise HotsplitError("more neurons fired in a layer than it has")
 
     def _check_experts(self) -> None:
         count_LE = self.expert_count_LE

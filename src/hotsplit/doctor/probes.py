@@ -27,7 +27,7 @@ def main() -> None:
         "gpu": probe_gpu,
     }
     name, *arguments = sys.argv[1:]
-    print(json.dumps({"done": probes[name](*arguments)}), flush=True)
+    print(json.dumps({"done": probes[name](*arguments)}), flush=True)  # noqa: T201
 
 
 def _leave_no_core() -> None:
@@ -41,7 +41,7 @@ def _leave_no_core() -> None:
 
 
 def tell_at(what: str) -> None:
-    print(json.dumps({"at": what}), flush=True)
+    print(json.dumps({"at": what}), flush=True)  # noqa: T201
 
 
 def probe_kernels() -> dict[str, Any]:

@@ -66,7 +66,8 @@ def partial_folder(path: Path) -> Iterator[Path]:
     (see check_output_folder), atomically if the system can exchange two names, as Linux can."""
     with _made(path, _new_folder) as partial:
         yield partial
-        _sync_all(partial)
+        for path_within in (*partial.rglob("*"), partial):
+            _sync(path_within)
         _put(partial, path, put_folder)
 
 
@@ -109,13 +110,16 @@ def remove_stale(path: Path) -> None:
         name = other.name.removeprefix(f"{_stem(path)}.")
         if not _OURS.fullmatch(name) or other.is_symlink():
             continue
-        with suppress(OSError), _opened(other) as descriptor:  # it may be another user's
-            if not _lock(descriptor):
-                continue
-            if name.endswith(OLD) and not path.exists():
-                other.rename(path)
-            else:
-                _remove(other)
+        with suppress(OSError):  # it may be another user's
+            descriptor = os.open(other, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                if _lock(descriptor):
+                    if name.endswith(OLD) and not path.exists():
+                        other.rename(path)
+                    else:
+                        _remove(other)
+            finally:
+                os.close(descriptor)
 
 
 @contextmanager
@@ -129,7 +133,10 @@ def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
             yield partial
         except OSError as error:
             if error.errno in NO_ROOM:
-                raise no_room(path, error.strerror) from error
+                raise HotsplitError(
+                    f"{path}: cannot be written ({error.strerror or 'no room'}); free space or"
+                    " write elsewhere"
+                ) from error
             if os.fspath(error.filename or "").startswith(str(partial)):
                 raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
             raise
@@ -145,13 +152,6 @@ def remove_unfinished() -> None:
     interrupted, since a signal can come before a `with` block has been entered."""
     for partial in [*_unfinished]:
         _remove(partial)
-
-
-def no_room(path: Path, reason: str | None) -> HotsplitError:
-    """The error for a file that could not be written because of one of NO_ROOM."""
-    return HotsplitError(
-        f"{path}: cannot be written ({reason or 'no room'}); free space or write elsewhere"
-    )
 
 
 def _put(partial: Path, path: Path, replace: Callable[[Path, Path], None]) -> None:
@@ -220,15 +220,6 @@ def _new_folder(partial: Path) -> int:
         raise FileExistsError(errno.EEXIST, "was removed", partial) from error
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _lock(descriptor: int) -> bool | None:
     """True if this process now has the lock, false if another has it, None without locks."""
     try:
@@ -272,11 +263,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sync_all(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _sync(path)
 
 
 # ---- reading ------------------------------------------------------------------------------------

@@ -324,7 +324,9 @@ def write_gguf(
             for (entry, start, stop), data in zip(pieces, results, strict=True):
                 wanted = (stop - start) * entry.num_bytes // entry.shape[0]
                 assert data.nbytes == wanted, (entry, start, stop, data.nbytes)
-                _write_all(file, data)
+                rest = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+                while rest:  # one call on a raw file may write fewer bytes (2 GiB on Linux)
+                    rest = rest[file.write(rest) :]
                 if stop == entry.shape[0]:
                     _pad(file)
                 on_bytes(data.nbytes)
@@ -358,13 +360,6 @@ def _pieces(entry: TensorEntry) -> Iterator[tuple[int, int]]:
     step = max(1, PIECE_VALUES // prod(entry.shape[1:]))
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)
-
-
-def _write_all(file: FileIO, data: np.ndarray) -> None:
-    """Writes all bytes: a single call on a raw file may write fewer (at most 2 GiB on Linux)."""
-    rest = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 def _pad(file: FileIO) -> None:

@@ -15,20 +15,6 @@ from hotsplit.files.typed import other_version
 # A tensor's entry takes about 100 bytes. The safetensors package reads headers of up to 100 MB and
 # holds several copies.
 MAX_HEADER_BYTES = 32 << 20
-_NAMES = {
-    "b1": "BOOL",
-    "u1": "U8",
-    "i1": "I8",
-    "i2": "I16",
-    "u2": "U16",
-    "f2": "F16",
-    "i4": "I32",
-    "u4": "U32",
-    "f4": "F32",
-    "i8": "I64",
-    "u8": "U64",
-    "f8": "F64",
-}
 
 
 def check_header(path: Path, what: str) -> None:
@@ -68,8 +54,9 @@ def save_arrays(
     for name in names:
         array = arrays[name]
         start, end = end, end + array.nbytes
+        kind, bits = array.dtype.kind, 8 * array.dtype.itemsize
         header[name] = {
-            "dtype": _NAMES[array.dtype.str[1:]],
+            "dtype": "BOOL" if kind == "b" else f"{kind.upper()}{bits}",
             "shape": list(array.shape),
             "data_offsets": [start, end],
         }

@@ -10,20 +10,8 @@ from pathlib import Path
 from hotsplit.files.gguf_parts import part_paths
 
 # Suffixes of checkpoints, predictors and texts; other files in an input folder may change.
-READ = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".json",
-    ".jsonl",
-    ".ndjson",
-    ".txt",
-    ".text",
-    ".md",
-    ".parquet",
-    ".model",
-    ".jinja",
-}
+_READ = ".safetensors .bin .pt .json .jsonl .ndjson .txt .text .md .parquet .model .jinja"
+READ = {*_READ.split()}
 _Stamp = tuple[int, int, int]  # inode, bytes, time of the last change in nanoseconds
 _inputs: ContextVar[dict[Path, _Stamp | None] | None] = ContextVar("inputs")
 _new: ContextVar[set[Path]] = ContextVar("new")

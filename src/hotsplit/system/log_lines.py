@@ -16,7 +16,7 @@ NAME = "hotsplit"
 def to_stderr(line: str) -> None:
     """Prints to the current sys.stderr, which a progress bar redirects to above itself."""
     if sys.stderr is not None:
-        print(line, file=sys.stderr)
+        print(line, file=sys.stderr)  # noqa: T201
 
 
 class _Lines(logging.Handler):

@@ -4,22 +4,13 @@ import re
 
 from hotsplit.errors import HotsplitError
 
-UNITS = {
-    "": 1 << 30,
-    "B": 1,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-    "K": 1 << 10,
-    "M": 1 << 20,
-    "G": 1 << 30,
-    "T": 1 << 40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
+UNITS = {"": 1 << 30, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    UNITS |= {
+        _letter: 1 << 10 * _power,
+        f"{_letter}IB": 1 << 10 * _power,
+        f"{_letter}B": 10 ** (3 * _power),
+    }
 
 MOST = 1 << 60  # 2^30 GiB; files store sizes in 64 bits
 

@@ -59,7 +59,7 @@ _SPACES_BEYOND, _DIGITS_BEYOND = "white space beyond ASCII", "digits beyond ASCI
 @dataclass(frozen=True, kw_only=True)
 class ByteLevelKind:
     name: str  # written by convert
-    other_names: tuple[str, ...] = ()  # for the same kind in third-party files
+    other_names: str = ""  # for the same kind in third-party files, with spaces between them
     # Each splits what the ones before it have left; (): GPT-2's, built into tokenizers' ByteLevel.
     patterns: tuple[str, ...] = ()
     splits_digits: bool = False  # every digit is a word, split before the pattern applies
@@ -75,72 +75,31 @@ BYTE_LEVEL_KINDS = (
     ByteLevelKind(
         name="gpt-2",
         other_names=(
-            "phi-2",
-            "jina-es",
-            "jina-de",
-            "jina-v2-es",
-            "jina-v2-de",
-            "gigachat",
-            "a.x-4.0",
-            "mellum",
-            "modern-bert",
-            "mpt",
-            "olmo",
-            "jais",
-            "trillion",
-            "granite-docling",
-            "exaone4",
-            "jina-v1-en",
-            "jina-v2-code",
-            "roberta-bpe",
+            "phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum "
+            "modern-bert mpt olmo jais trillion granite-docling exaone4 jina-v1-en "
+            "jina-v2-code roberta-bpe"
         ),
     ),
     ByteLevelKind(
         name="smollm",
-        other_names=(
-            "starcoder",
-            "refact",
-            "command-r",
-            "codeshell",
-            "exaone",
-            "minerva-7b",
-            "mellum2",
-        ),
+        other_names="starcoder refact command-r codeshell exaone minerva-7b mellum2",
         splits_digits=True,
     ),
     ByteLevelKind(
         name="llama-bpe",
-        other_names=(
-            "llama3",
-            "llama-v3",
-            "falcon3",
-            "falcon-h1",
-            "pixtral",
-            "midm-2.0",
-            "lfm2",
-            "jina-v5-nano",
-        ),
+        other_names="llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
         patterns=(_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,),
         whole_words_first=True,
         adds_begin=True,
     ),
     ByteLevelKind(
         name="smaug-bpe",
-        other_names=("dbrx", "chatglm-bpe", "glm4"),
+        other_names="dbrx chatglm-bpe glm4",
         patterns=(_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,),
     ),
     ByteLevelKind(
         name="qwen2",
-        other_names=(
-            "deepseek-r1-qwen",
-            "kormo",
-            "f2llmv2",
-            "megrez",
-            "stablelm2",
-            "hunyuan",
-            "solar-open",
-            "grok-2",
-        ),
+        other_names="deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
         patterns=(_CONTRACTIONS + r"\p{N}" + _SPACES,),
         is_published_with_nfc=True,
     ),
@@ -159,7 +118,7 @@ BYTE_LEVEL_KINDS = (
     ),
     ByteLevelKind(
         name="gpt-4o",
-        other_names=("llama4", "kanana2", "talkie", "minimax-m2"),
+        other_names="llama4 kanana2 talkie minimax-m2",
         patterns=(_GPT4O,),
         in_llama_cpp=(_MARKS, _CASES),
     ),
@@ -171,7 +130,7 @@ BYTE_LEVEL_KINDS = (
     ),
     ByteLevelKind(
         name="tiny_aya",
-        other_names=("cohere2moe",),
+        other_names="cohere2moe",
         patterns=(r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
         in_llama_cpp=(_ANY_CASES, _CASES, _NUMBERS),
     ),
@@ -214,7 +173,7 @@ BYTE_LEVEL_KINDS = (
     ),
     ByteLevelKind(
         name="deepseek-v3",
-        other_names=("hunyuan-dense", "joyai-llm"),
+        other_names="hunyuan-dense joyai-llm",
         patterns=(r"\p{N}{1,3}", _CHINESE_AND_JAPANESE, _DEEPSEEK),
     ),
     ByteLevelKind(
@@ -254,7 +213,7 @@ BYTE_LEVEL_KINDS = (
     ),
     ByteLevelKind(
         name="bailingmoe",
-        other_names=("bailingmoe2", "llada-moe"),
+        other_names="bailingmoe2 llada-moe",
         patterns=(
             r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
             r"|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -276,12 +235,12 @@ BYTE_LEVEL_KINDS = (
         ),
         adds_begin=True,
     ),
-    ByteLevelKind(name="poro-chat", other_names=("bloom", "gpt3-finnish"), patterns=(_BLOOM,)),
+    ByteLevelKind(name="poro-chat", other_names="bloom gpt3-finnish", patterns=(_BLOOM,)),
     ByteLevelKind(name="viking", patterns=(_BLOOM, r"\p{N}")),
 )
 
 
 def kind_of(name: object) -> ByteLevelKind | None:
     """The pre-tokenizer of this name; None if it is unknown."""
-    kinds = (kind for kind in BYTE_LEVEL_KINDS if name in (kind.name, *kind.other_names))
+    kinds = (kind for kind in BYTE_LEVEL_KINDS if name in (kind.name, *kind.other_names.split()))
     return next(kinds, None)

@@ -282,7 +282,7 @@ def say(line: str) -> None:
         line = "\n".join(map(escaped, line.split("\n")))
         is_terminal = sys.stderr.isatty()
         width = min(WIDEST, shutil.get_terminal_size().columns)
-        print(wrapped(line, width) if is_terminal else line, file=sys.stderr, flush=True)
+        print(wrapped(line, width) if is_terminal else line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def wrapped(line: str, width: int) -> str:
