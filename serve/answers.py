@@ -94,7 +94,7 @@ class AnswerBody(ABC):
 
     def __init__(self, service: Service, asked: TextRequest, request: Request) -> None:
         self._service, self._asked, self._request = service, asked, request
-        self._more: Body = {"usage": None} if asked.wanted.has_usage else {}
+        self._more: Body = {"usage": None} if asked.has_usage else {}
         self._reports: dict[int, Report] = {}  # of the texts that have ended, by index
         self._num_reasoning = 0  # tokens of these texts
 
@@ -154,12 +154,12 @@ async def answered(
     arrival = service.arrival()
     fields = await service.fields(request)
     asked = await service.prepared(lambda: parse(fields, service.served, arrival))
-    if asked.wanted.grammar is not None:
-        masked = service.with_masks(asked, asked.wanted.grammar)
+    if asked.grammar is not None:
+        masked = service.with_masks(asked, asked.grammar)
         asked = await while_there(request.receive, masked)
-    exchange = service.exchange(asked.jobs, is_stream=asked.wanted.is_stream)
+    exchange = service.exchange(asked.jobs, is_stream=asked.is_stream)
     answer = answer_of(service, asked, request)
-    if asked.wanted.is_stream:
+    if asked.is_stream:
         pieces = answer.pieces(exchange)
         return EventStream(exchange, pieces, service.config.read_s, answer.end)
     try:

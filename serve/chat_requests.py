@@ -20,19 +20,16 @@ from hotsplit.runtime.answers.calls import Tool, json_text, name_of, schema_of, 
 from hotsplit.runtime.answers.formats import AnswerFormat
 from hotsplit.runtime.answers.scanner import sound_json
 from hotsplit.runtime.generate.call_grammar import forced_calls
-from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.request_body import RequestBody, checked, only, refused
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import (
-    AskedTexts,
     Grammar,
     NumLogprobs,
     Syntax,
     TextBody,
     TextRequest,
-    jobs_of,
-    wanted_of,
+    text_request,
 )
 from hotsplit.serve.texts import Arrival
 
@@ -164,14 +161,33 @@ def chat_request(
             most=MAX_CALLS if is_parallel else 1,
             has_short_ids=served.call_style.has_short_ids,
         )
-    codec, stops = served.chat_codec()
-    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    wanted = wanted_of(body, served, num_logprobs, codec, arrival, stops, served.marks)
-    if choice.forced:
-        forced = _forced(wanted, choice.forced, served, codec, is_parallel)
-        wanted = replace(wanted, grammar=forced)
     served.check_length(rendering.text, "messages")
-    ids = served.encode_plain(rendering.text, "messages")
+    codec, stops = served.chat_codec()
+    request = text_request(
+        body,
+        served,
+        arrival,
+        [served.encode_plain(rendering.text, "messages")],
+        "messages",
+        codec=codec,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        stops=stops,
+        marks=served.marks,
+    )
+    if choice.forced:
+        if request.grammar is not None:
+            raise wrong(
+                "tool_choice",
+                "tool_choice requires a call, which response_format, json_schema and"
+                " grammar exclude; give one of them",
+            )
+        calls, tools = served.format.calls, choice.forced
+        forced = Grammar(
+            param="tool_choice",
+            size=len(json.dumps(tools)),
+            make=lambda: forced_calls(calls, tools, codec, is_parallel=is_parallel),
+        )
+        request = replace(request, grammar=forced)
     syntax = Syntax(
         format=served.format,
         rules=rules,
@@ -180,8 +196,7 @@ def chat_request(
         continued=rendering.continued,
         has_forced_calls=bool(choice.forced),
     )
-    jobs = jobs_of(served, ids, wanted, codec, "messages")
-    return TextRequest(wanted=wanted, jobs=jobs, syntax=syntax)
+    return replace(request, syntax=syntax)
 
 
 def rendering_of(body: RenderingBody, served: ServedModel) -> Rendering:
@@ -330,24 +345,3 @@ def _styled(
             call["id"] = short_id(call["id"])
     content_or_none = content or None if style.has_null_content else content
     return {"content": content_or_none, "tool_calls": calls}
-
-
-def _forced(
-    wanted: AskedTexts,
-    tools: Sequence[Tool],
-    served: ServedModel,
-    codec: TextCodec,
-    is_parallel: bool,
-) -> Grammar:
-    if wanted.grammar is not None:
-        raise wrong(
-            "tool_choice",
-            "tool_choice requires a call, which response_format, json_schema and"
-            " grammar exclude; give one of them",
-        )
-    calls = served.format.calls
-    return Grammar(
-        param="tool_choice",
-        size=len(json.dumps(tools)),
-        make=lambda: forced_calls(calls, tools, codec, is_parallel=is_parallel),
-    )

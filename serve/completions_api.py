@@ -55,7 +55,7 @@ class ChatAnswer(AnswerBody):
                     found += self._end(number, finish_reason(piece), piece.report)
             yield found
         usage = self._usage()
-        if self._asked.wanted.has_usage:
+        if self._asked.has_usage:
             yield sse({**self._head, "choices": [], **usage})
 
     def _chunk(self, number: int, delta: Body, logprobs: Body | None = None) -> bytes:
@@ -100,14 +100,14 @@ class CompletionAnswer(AnswerBody):
                     lengths[number] += len(piece.content)
             yield found
         usage = self._usage()
-        if self._asked.wanted.has_usage:
+        if self._asked.has_usage:
             yield sse({**self._head, "choices": [], **usage})
 
     def _prompt(self, number: int) -> str:
         """The prompt's text if the answer repeats it (`echo`), else ""."""
         if not self._asked.echoes or self._asked.jobs[number].scores:  # whose tokens are said
             return ""
-        text, ids = self._asked.prompts[number // self._asked.wanted.count]
+        text, ids = self._asked.prompts[number // self._asked.num_choices]
         return text or self._service.served.codec.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _choice(self, number: int, text: str, output: Output, start: int = 0) -> Body:

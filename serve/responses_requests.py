@@ -98,10 +98,10 @@ def responses_request(
             code=error.code,
             headers=error.headers,
         ) from error
-    sampling, tools = request.wanted.sampling, body.tools
-    functions = [tool for tool in tools if isinstance(tool, dict) and tool["type"] == "function"]
-    own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "tools": functions}
-    return replace(request, settings={**values, **own})
+    functions = [t for t in body.tools if isinstance(t, dict) and t["type"] == "function"]
+    defaults = {name: getattr(served.defaults, name) for name in ("temperature", "top_p")}
+    given = {name: value for name, value in values.items() if value is not None}
+    return replace(request, settings={**defaults, **given, "tools": functions})
 
 
 def chat_fields(body: ResponsesBody) -> tuple[dict[str, object], list[str]]:

@@ -126,12 +126,12 @@ class Service:
     async def with_masks(self, asked: TextRequest, grammar: Grammar) -> TextRequest:
         """The request with the masks of its grammar. Raises ApiError if the grammar is wrong, if too
         many others wait to be compiled, or at the request's deadline."""
-        late_s = asked.wanted.deadline - time.monotonic()
+        late_s = asked.jobs[0].deadline - time.monotonic()
         try:
             async with asyncio.timeout(late_s):
                 return await self._grammars.run(lambda: asked.with_masks(grammar), grammar.size)
         except TimeoutError:
-            raise error_of(Late(asked.wanted.deadline_by)) from None
+            raise error_of(Late(asked.jobs[0].deadline_by)) from None
         except QueueFull:
             waiting = self._grammars.num_waiting
             raise busy(

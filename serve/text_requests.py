@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeGuard
 from pydantic import BeforeValidator, Field
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import ENDLESS, GenerationOptions, SamplingOptions
+from hotsplit.options.generation import ENDLESS, GenerationOptions
 from hotsplit.runtime.answers.answer_reader import AnswerReader, CallRules
 from hotsplit.runtime.answers.formats import AnswerFormat
 from hotsplit.runtime.generate.answer_mask import Mask, answer_mask
@@ -22,7 +22,7 @@ from hotsplit.serve.api_error import wrong
 from hotsplit.serve.request_body import Number, RequestBody, Whole, checked, only, texts
 from hotsplit.serve.sampling_fields import SamplingBody, sampling_of
 from hotsplit.serve.served_model import ServedModel
-from hotsplit.serve.texts import Arrival, DeadlineBy, TextJob
+from hotsplit.serve.texts import Arrival, TextJob
 
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_BYTES = 64 << 10
@@ -126,22 +126,6 @@ class Grammar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedTexts:
-    """How each text of a request is generated and returned."""
-
-    count: int  # per prompt
-    is_stream: bool
-    has_usage: bool  # in a stream
-    sampling: SamplingOptions
-    options: GenerationOptions
-    grammar: Grammar | None
-    reuses: bool
-    deadline: float
-    deadline_by: DeadlineBy
-    generates: bool  # tokens beside those of a prompt that it repeats
-
-
-@dataclass(frozen=True, kw_only=True)
 class Syntax:
     """How an answer to a prompt is read, and where a grammar holds in it; without a format, all of it
     is content. `rules` and `splits_reasoning` are those of AnswerReader. `continued`: the message
@@ -180,12 +164,15 @@ class Syntax:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest:
-    """A completion or a chat, ready to be submitted once `with_masks`. `prompts` and `echoes` are a completion's:
-    texts ("" if given as ids) with their tokens, and whether its answers repeat them. `settings`:
-    the fields of a response's request, of which its answer repeats some."""
+    """A completion or a chat, ready to be submitted once `with_masks`. `prompts` and `echoes` are a
+    completion's: texts ("" if given as ids) with their tokens, and whether its answers repeat them.
+    `settings`: the fields of a response's request, of which its answer repeats some."""
 
-    wanted: AskedTexts
     jobs: list[TextJob]
+    num_choices: int  # for each prompt
+    is_stream: bool
+    has_usage: bool  # in a stream
+    grammar: Grammar | None
     syntax: Syntax = Syntax()
     prompts: tuple[tuple[str, list[int]], ...] = ()
     echoes: bool = False
@@ -205,36 +192,42 @@ def completion_request(
     body = checked(CompletionBody, values)
     prompts = prompts_of(body.prompt, served, "prompt", MAX_PROMPTS)
     count = body.n_probs or body.logprobs
-    scores = body.echo and count is not None
-    wanted = wanted_of(body, served, count, served.codec, arrival, may_be_empty=scores)
-    if body.best_of not in (None, wanted.count):
-        line = f"best_of is {body.best_of}, n is {wanted.count}: both must be the same"
+    num_choices = body.n or body.n_cmpl or 1
+    if body.best_of not in (None, num_choices):
+        line = f"best_of is {body.best_of}, n is {num_choices}: both must be the same"
         raise wrong("best_of", line)
-    jobs = [
-        job for _, ids in prompts for job in jobs_of(served, ids, wanted, served.codec, "prompt")
-    ]
-    if scores:  # of a prefix that is reused there are no logits
-        only_scores = not wanted.generates
-        jobs = [replace(job, scores=True, only_scores=only_scores, reuses=False) for job in jobs]
-    return TextRequest(wanted=wanted, prompts=tuple(prompts), echoes=body.echo, jobs=jobs)
+    request = text_request(
+        body,
+        served,
+        arrival,
+        [ids for _, ids in prompts],
+        "prompt",
+        codec=served.codec,
+        num_logprobs=count,
+        scores=body.echo and count is not None,
+    )
+    return replace(request, prompts=tuple(prompts), echoes=body.echo)
 
 
-def wanted_of(
+def text_request(
     body: TextBody,
     served: ServedModel,
-    num_logprobs: int | None,
-    codec: TextCodec,
     arrival: Arrival,
+    prompts: Sequence[list[int]],
+    param: str,
+    *,
+    codec: TextCodec,
+    num_logprobs: int | None,
     stops: Sequence[str] = (),
     marks: Sequence[tuple[int, str]] = (),
-    *,
-    may_be_empty: bool = False,
-) -> AskedTexts:
-    """What the fields shared by completions and chats ask for; `stops` and `marks` are the template's.
-    `may_be_empty`: the answer may have no token of its own."""
+    scores: bool = False,
+) -> TextRequest:
+    """A job for each choice of each prompt, which came in the field `param`; with a seed, choice n is
+    drawn with seed + n. `stops` and `marks` are the template's. With `scores`, the answer may have no
+    token of its own. Raises ApiError."""
     if body.stream_options is not None and not body.stream:
         raise wrong("stream_options", "stream_options is only allowed when stream is true")
-    max_tokens = _max_tokens(body, served, may_be_empty=may_be_empty)
+    max_tokens = _max_tokens(body, served, may_be_empty=scores)
     options = GenerationOptions(
         max_tokens=max_tokens or 1,
         stops=(*body.stop, *stops),
@@ -242,18 +235,34 @@ def wanted_of(
         num_logprobs=num_logprobs,
         marks=tuple(marks),
     )
+    sampling = sampling_of(body, served.defaults, served.encode_plain, served.vocab_size)
+    grammar = _grammar(body, codec)
     deadline, deadline_by = arrival.deadline(body.timeout)
-    return AskedTexts(
-        count=body.n or body.n_cmpl or 1,
+    num_choices, jobs = body.n or body.n_cmpl or 1, []
+    for ids in prompts:
+        check_room(served, ids, param, "the prompt has {}, which leaves no room for an answer", 1)
+        for number in range(num_choices):
+            own = sampling
+            if sampling.seed is not None and number:
+                own = replace(sampling, seed=(sampling.seed + number) % (1 << 64))
+            job = TextJob(
+                ids=ids,
+                codec=codec,
+                draws=served.chain(own),
+                options=options,
+                deadline=deadline,
+                deadline_by=deadline_by,
+                reuses=body.cache_prompt and not scores,  # a prefix that is reused has no logits
+                scores=scores,
+                only_scores=scores and max_tokens == 0,
+            )
+            jobs.append(job)
+    return TextRequest(
+        jobs=jobs,
+        num_choices=num_choices,
         is_stream=body.stream,
         has_usage=body.stream_options is not None and body.stream_options.include_usage,
-        sampling=sampling_of(body, served.defaults, served.encode_plain, served.vocab_size),
-        options=options,
-        grammar=_grammar(body, codec),
-        reuses=body.cache_prompt,
-        deadline=deadline,
-        deadline_by=deadline_by,
-        generates=max_tokens != 0,
+        grammar=grammar,
     )
 
 
@@ -271,29 +280,6 @@ def check_room(
             f" {words.format(len(ids))}. Shorten it, or start the server with --context.",
             "context_length_exceeded",
         )
-
-
-def jobs_of(
-    served: ServedModel, ids: list[int], wanted: AskedTexts, codec: TextCodec, param: str
-) -> list[TextJob]:
-    """A job for each choice; with a seed, choice n is drawn with seed + n."""
-    check_room(served, ids, param, "the prompt has {}, which leaves no room for an answer", 1)
-    jobs = []
-    for number in range(wanted.count):
-        sampling = wanted.sampling
-        if sampling.seed is not None and number:
-            sampling = replace(sampling, seed=(sampling.seed + number) % (1 << 64))
-        job = TextJob(
-            ids=ids,
-            codec=codec,
-            draws=served.chain(sampling),
-            options=wanted.options,
-            deadline=wanted.deadline,
-            deadline_by=wanted.deadline_by,
-            reuses=wanted.reuses,
-        )
-        jobs.append(job)
-    return jobs
 
 
 def prompts_of(

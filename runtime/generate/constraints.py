@@ -20,7 +20,7 @@ from torch import Tensor
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.options.kinds import kinds_checked
-from hotsplit.runtime.generate.grammar_process import LIMITS, GrammarProcess, GrammarState, Matcher
+from hotsplit.runtime.generate.grammar_process import LIMITS, Channel, GrammarProcess, GrammarState
 from hotsplit.runtime.generate.grammar_text import Kind
 from hotsplit.runtime.text.codec import TextCodec, check_unicode
 
@@ -38,13 +38,12 @@ class Constraint:
 
     End tokens are allowed only where the grammar may end."""
 
-    def __init__(
-        self, matcher: Matcher, codec: TextCodec, num_tokens: int, what: Kind, grammar: str
-    ) -> None:
-        self._matcher, self._codec, self._what = matcher, codec, what
+    def __init__(self, channel: Channel, codec: TextCodec, what: Kind, grammar: str) -> None:
+        self._channel, self._codec, self._what = channel, codec, what
+        self._number = channel.number_of(self)
         self.grammar = grammar
-        self._num_tokens = num_tokens
-        self._end_ids = [end for end in codec.end_ids if end < num_tokens]
+        self._num_tokens = channel.num_tokens
+        self._end_ids = [end for end in codec.end_ids if end < channel.num_tokens]
         self._has_ended = False
         self._allowed: np.ndarray | None = None  # the tokens that may come next, once known
 
@@ -73,13 +72,15 @@ class Constraint:
         if token_id in self._codec.end_ids:
             self._has_ended, self._allowed = True, None
             return
-        self._matcher.take(token_id)
+        self._channel.ask("take", self._number, token_id)
         self._allowed = None
 
     @kinds_checked
     def is_ready(self, within_s: float) -> bool:
         """Waits up to `within_s` for the next mask; true if it has been computed."""
-        return self._has_ended or self._allowed is not None or self._matcher.is_ready(within_s)
+        if self._has_ended or self._allowed is not None:
+            return True
+        return self._channel.is_ready(self._number, within_s)
 
     @property
     def can_end(self) -> bool:
@@ -88,9 +89,8 @@ class Constraint:
 
     def fork(self) -> "Constraint":
         """A copy with the same state."""
-        other = Constraint(
-            self._matcher.copy(), self._codec, self._num_tokens, self._what, self.grammar
-        )
+        other = Constraint(self._channel, self._codec, self._what, self.grammar)
+        self._channel.copy(other._number, self._number)
         other._has_ended, other._allowed = self._has_ended, self._allowed
         return other
 
@@ -106,7 +106,7 @@ class Constraint:
         return self._allowed
 
     def _state(self) -> GrammarState:
-        state = self._matcher.state
+        state = self._channel.state(self._number)
         if state.is_over_limits:
             raise ConstraintError(
                 f"the {self._what} needs more than {LIMITS}; make it smaller or simpler"
@@ -171,16 +171,15 @@ def _constraint(what: Kind, text: str, codec: TextCodec) -> Constraint:
             "the model names no end token, without which no grammar can end; convert its checkpoint"
             " again with its generation_config.json"
         )
-    process = _process(codec)
     try:
-        matcher = process.matcher(what, text)
+        channel = _process(codec).channel()
     except OSError:  # something has ended it since
         _processes.pop(codec.tokenizer, None)
-        process = _process(codec)
-        matcher = process.matcher(what, text)
+        channel = _process(codec).channel()
     grammar = "" if what in ("JSON schema", "grammar of tool calls") else text
-    constraint = Constraint(matcher, codec, process.num_tokens, what, grammar)
-    constraint.mask_V(process.num_tokens)  # raises if no text at all is allowed
+    constraint = Constraint(channel, codec, what, grammar)
+    channel.ask("compile", constraint._number, what, text)
+    constraint.mask_V(channel.num_tokens)  # raises if no text at all is allowed
     return constraint
 
 

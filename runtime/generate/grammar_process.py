@@ -17,7 +17,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.generate.grammar_text import Kind
 from hotsplit.runtime.text.worker import Worker
 from hotsplit.runtime.text.worker_inside import receive, send
 
@@ -36,37 +35,6 @@ class GrammarState:
     can_end: bool = False
     error: str | None = None
     is_over_limits: bool = False
-
-
-class Matcher:
-    """A text in its grammar. Copies share a process, which ends with the last of them.
-
-    A matcher and its copies belong to one thread at a time."""
-
-    def __init__(self, channel: "_Channel") -> None:
-        self._channel, self._number = channel, next(channel.numbers)
-        weakref.finalize(self, channel.waiting.append, ["drop", self._number]).atexit = False
-
-    def compile(self, kind: Kind, text: str) -> None:
-        self._channel.ask(self._number, ["compile", self._number, kind, text])
-
-    def take(self, token_id: int) -> None:
-        """Advances by a token. Does not wait: the next state is computed meanwhile."""
-        self._channel.ask(self._number, ["take", self._number, token_id])
-
-    def copy(self) -> "Matcher":
-        other = Matcher(self._channel)
-        self._channel.waiting.append(["copy", other._number, self._number])
-        self._channel.states[other._number] = self.state
-        return other
-
-    def is_ready(self, within_s: float) -> bool:
-        """Waits up to `within_s`; true if `state` need not be waited for."""
-        return self._channel.has_answered(self._number, within_s)
-
-    @property
-    def state(self) -> GrammarState:
-        return self._channel.state(self._number)
 
 
 class GrammarProcess:
@@ -90,57 +58,69 @@ class GrammarProcess:
             raise HotsplitError(f"the model's tokenizer cannot be constrained: {message}")
         self.num_tokens: int = answer["num_tokens"]
 
-    def matcher(self, kind: Kind, text: str) -> Matcher:
-        """Begins to compile a grammar. Raises OSError if the process has ended."""
+    def channel(self) -> "Channel":
+        """Starts the process of a grammar. Raises OSError if this one has ended."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             socket.send_fds(self._worker.connection, [b"\0"], [theirs.fileno()])
         ours.settimeout(WALL_S)
-        matcher = Matcher(_Channel(ours, self.num_tokens))
-        matcher.compile(kind, text)
-        return matcher
+        return Channel(ours, self.num_tokens)
 
 
-class _Channel:
-    """The connection to a grammar's process, and the answers that have come over it."""
+class Channel:
+    """The connection to a grammar's process, in which texts are known by numbers, and the states that
+    have come over it. The process ends with it.
+
+    A channel belongs to one thread at a time."""
 
     def __init__(self, connection: socket.socket, num_tokens: int) -> None:
-        self._connection, self._num_tokens = connection, num_tokens
-        self.numbers = count()
-        self.waiting = deque[list[Any]]()  # operations that the next request takes along
-        self.states: dict[int, GrammarState] = {}
-        self._asked = deque[int]()  # matchers whose answers have not come
+        self._connection, self.num_tokens = connection, num_tokens
+        self._numbers = count()
+        self._waiting = deque[list[Any]]()  # operations that the next request takes along
+        self._states: dict[int, GrammarState] = {}
+        self._asked = deque[int]()  # texts whose states have not come
         weakref.finalize(self, connection.close)
 
-    def ask(self, number: int, operation: list[Any]) -> None:
-        operations = [self.waiting.popleft() for _ in range(len(self.waiting))]
-        for kind, dropped, *_ in operations:
-            if kind == "drop":
-                self.states.pop(dropped, None)
-        self.states.pop(number, None)
+    def number_of(self, text: object) -> int:
+        """A number for a text, which is dropped with the object."""
+        number = next(self._numbers)
+        weakref.finalize(text, self._waiting.append, ["drop", number]).atexit = False
+        return number
+
+    def copy(self, number: int, of: int) -> None:
+        self._waiting.append(["copy", number, of])
+        self._states[number] = self.state(of)
+
+    def ask(self, kind: str, number: int, *given: object) -> None:
+        """Has a text's next state computed, which is not waited for: "compile" with the kind of a
+        grammar and the grammar, or "take" with a token's id."""
+        operations = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        for what, dropped, *_ in operations:
+            if what == "drop":
+                self._states.pop(dropped, None)
+        self._states.pop(number, None)
         self._asked.append(number)
         with contextlib.suppress(OSError):  # it has ended, as `state` will find
-            send(self._connection, json.dumps([*operations, operation]).encode())
+            send(self._connection, json.dumps([*operations, [kind, number, *given]]).encode())
 
-    def has_answered(self, number: int, within_s: float) -> bool:
-        """An answer to another matcher uses up the wait."""
-        while number not in self.states and self._has_come(within_s):
-            self._receive()
-            within_s = 0.0
-        return number in self.states
-
-    def state(self, number: int) -> GrammarState:
-        while number not in self.states:
-            self._receive()
-        return self.states[number]
-
-    def _has_come(self, within_s: float) -> bool:
+    def is_ready(self, number: int, within_s: float) -> bool:
+        """Waits up to `within_s`; true if `state` need not be waited for. The state of another text
+        uses up the wait."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
-            return bool(selector.select(within_s))
+            while number not in self._states and selector.select(within_s):
+                self._receive()
+                within_s = 0.0
+        return number in self._states
+
+    def state(self, number: int) -> GrammarState:
+        while number not in self._states:
+            self._receive()
+        return self._states[number]
 
     def _receive(self) -> None:
-        self.states[self._asked.popleft()] = self._received()
+        number = self._asked.popleft()
+        self._states[number] = self._received()
 
     def _received(self) -> GrammarState:
         try:
@@ -152,7 +132,7 @@ class _Channel:
         head, _, bits = answer.partition(b"\n")
         about = json.loads(head)
         if not bits:
-            return GrammarState(allowed=np.zeros(self._num_tokens, dtype=bool), **about)
+            return GrammarState(allowed=np.zeros(self.num_tokens, dtype=bool), **about)
         words = np.frombuffer(bits, dtype=np.uint8)
-        allowed = np.unpackbits(words, bitorder="little", count=self._num_tokens).view(bool)
+        allowed = np.unpackbits(words, bitorder="little", count=self.num_tokens).view(bool)
         return GrammarState(allowed=allowed, **about)

@@ -50,6 +50,20 @@ def served(model):
                 ("dry_multiplier", "\ud800"),
             )
         ),
+        *(
+            (
+                {
+                    "messages": [
+                        {
+                            "role": "assistant",
+                            "tool_calls": [{"function": {"name": "f", "arguments": wrong}}],
+                        }
+                    ]
+                },
+                "messages[0].tool_calls[0].function.arguments",
+            )
+            for wrong in ("{", "nonsense", "[1]", '{"a": NaN}', '{"a": 1e400}', '"\\ud800"')
+        ),
         ({"\ud800": 1}, "?"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),

@@ -7,7 +7,7 @@ import jsonschema
 import openai
 import pytest
 from serving import SAID, TOOL, Served, save_model
-from test_serve_tools import TAGS, WRITERS
+from test_serve_tools import WRITERS
 from tool_templates import CALL_TEMPLATES
 
 from hotsplit.runtime.kernels.cpu import library
@@ -130,33 +130,6 @@ def test_arguments_in_earlier_calls(served, arguments):
     assert status == 200 and ("\u00e9" in answer["prompt"]) is (
         arguments not in ("", "{}", None, {})
     )
-
-
-@pytest.mark.parametrize(
-    "arguments", ["{", "nonsense", "[1]", '{"a": NaN}', '{"a": 1e400}', '"\\ud800"']
-)
-def test_arguments_that_are_not_json_are_refused(served, arguments):
-    call = {
-        "id": "abcDEF012",
-        "type": "function",
-        "function": {"name": "f", "arguments": arguments},
-    }
-    messages = [*SAID, {"role": "assistant", "tool_calls": [call]}]
-    status, answer = served.ask("/v1/chat/completions", {"messages": messages})
-    assert status == 400 and "arguments is" in answer["error"]["message"]
-
-
-def test_what_is_no_call_is_text(client, name):
-    text = written(name, FIRST)
-    cut = text[: text.rindex("}" if "}" in text else "=city")]
-    assert answer_of(client, SAID, cut, is_stream=True) == (cut, [], "stop")
-
-
-def test_tags_inside_arguments_and_text_behind_a_call(client, name):
-    text = f"{written(name, TAGS)}\nSo."
-    content, (call,), reason = answer_of(client, SAID, text, is_stream=False)
-    assert (content, reason) == ("\nSo.", "tool_calls")
-    assert json.loads(call["function"]["arguments"]) == TAGS["arguments"]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

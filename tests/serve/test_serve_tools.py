@@ -15,9 +15,9 @@ from tool_templates import CALL_TEMPLATES
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.answers.answer_reader import CallRules
-from hotsplit.runtime.answers.call_style import CallStyle, call_style, with_described
+from hotsplit.runtime.answers.call_style import CallStyle, call_style
 from hotsplit.runtime.answers.calls import is_short_id, short_id
-from hotsplit.runtime.answers.formats import DESCRIBED, FORMATS, format_of
+from hotsplit.runtime.answers.formats import FORMATS, format_of
 from hotsplit.runtime.generate.call_grammar import forced_calls
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.runtime.text.chat_template import ChatTemplate
@@ -643,33 +643,6 @@ def test_calls_that_a_template_does_not_read_are_content(process):
         assert call_style(ChatTemplate(name="it", text=text, process=process)) == broken
 
 
-def test_tools_where_roles_alternate_and_there_is_no_system(process):
-    """Gemma's template refuses a system message, and two messages of the user in a row."""
-    template = ChatTemplate(
-        name="it", text=TEMPLATES["gemma"], special={"bos_token": "<bos>"}, process=process
-    )
-    style = call_style(template)
-    assert style.describes_tools and not style.has_system
-    calls = [
-        {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        for n in range(2)
-    ]
-    results = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"r{n}"} for n in range(2)]
-    items = [
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "tool_calls": calls},
-        *results,
-    ]
-    found = with_described(
-        messages_of([ChatMessage(**item) for item in items], style, DESCRIBED),
-        [TOOL],
-        has_system=False,
-    )
-    first, call, result = template.render(found).split("<start_of_turn>")[1:4]
-    assert first.startswith("user\n# Tools") and "Hello" in first and json.dumps(TOOL) in first
-    assert call.count("<tool_call>") == 2 and result.index("r0") < result.index("r1")
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_calls_as_content_are_written_as_the_model_writes_them(name):
     calls = [ONE] if name == "gpt-oss" else [ONE, TWO, TAGS]
@@ -749,25 +722,3 @@ def test_a_grammar_allows_calls_as_the_format_has_them(name, codec):
 
 
 # ---- reasoning -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 4, 1000])
-@pytest.mark.parametrize(
-    "text, is_open, reasoning, content",
-    [
-        ("<think>a\nb</think>\n\nc", False, "a\nb", "c"),
-        ("<think>\na\n\n</think>\n", False, "a\n", ""),
-        ("a</think>b", True, "a", "b"),
-        ("\n<think>never ends", False, "never ends", ""),
-        ("<thin", False, "", "<thin"),
-        ("no <think>tag</think>", False, "", "no <think>tag</think>"),
-        ("<think></think>", False, "", ""),
-    ],
-)
-def test_reasoning_is_separated_from_content(text, is_open, reasoning, content, size):
-    prompt = "A: <think>" if is_open else "A: "
-    found = output_of(Syntax(format=DESCRIBED, prompt=prompt, splits_reasoning=True), text, size)
-    assert (found.reasoning, found.content) == (reasoning, content)
-    assert "".join(part.text for part in found.parts) == text
-    plain = output_of(Syntax(), text, size)
-    assert (plain.reasoning, plain.content) == ("", text)

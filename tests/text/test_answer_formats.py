@@ -168,6 +168,12 @@ def test_a_wrong_description_is_noticed(fault, process):
         ("Hermes", "<think>\n\n</think>\n\n", "</think>\n\nParis", "Paris", ""),
         ("Hermes", "", "<think>\nhm\n\n</think>\n\n  Paris", "Paris", "hm\n"),
         ("Granite 3.2", "", "Here is my thought process: hm Here is my response: b", "b", " hm "),
+        ("described", "A: ", "<think>\na\n\n</think>\n", "", "a\n"),
+        ("described", "A: <think>", "a</think>b", "b", "a"),
+        ("described", "A: ", "\n<think>never ends", "", "never ends"),
+        ("described", "A: ", "<thin", "<thin", ""),
+        ("described", "A: ", "no <think>tag</think>", "no <think>tag</think>", ""),
+        ("described", "A: ", "<think></think>", "", ""),
         (
             "described",
             "",

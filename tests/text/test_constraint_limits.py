@@ -79,7 +79,7 @@ def test_this_process_neither_computes_nor_grows():
 def test_a_grammar_that_exceeds_its_limits_later_ends_its_own_texts():
     late, other = (regex_constraint("ab*", tiny_codec()) for _ in range(2))
     copy = late.fork()
-    late._matcher._channel._connection.shutdown(socket.SHUT_RDWR)  # as if its process were killed
+    late._channel._connection.shutdown(socket.SHUT_RDWR)  # as if its process were killed
     for each in (late, copy):
         each.accept(tiny_codec().tokenizer.token_to_id("a"))
         assert each.is_ready(1.0)
