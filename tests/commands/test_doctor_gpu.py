@@ -1,8 +1,5 @@
 """What `hotsplit doctor` says about torch, drivers, GPUs and trials of them."""
 
-import shutil
-import subprocess
-
 import pytest
 from fake_cuda import library as fake_library
 from fake_cuda.kernels import launched
@@ -130,30 +127,23 @@ def test_triton(changes, said):
         assert states == ({"wrong" if has_gpu else "note"} if changes else set())
 
 
-NVML = """
-#include <string.h>
-typedef struct { unsigned long long total, free, used; } Memory;
-int nvmlInit_v2(void) { return 0; }
-int nvmlSystemGetDriverVersion(char* text, unsigned n) { strncpy(text, "570.1", n); return 0; }
-int nvmlDeviceGetCount_v2(unsigned* n) { *n = 1; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned i, void** h) { *h = h; return 0; }
-int nvmlDeviceGetName(void* h, char* text, unsigned n) { strncpy(text, "Some Card", n); return 0; }
-int nvmlDeviceGetMemoryInfo(void* h, Memory* m) {
-    m->total = 8ull << 30; m->free = 6ull << 30; m->used = 2ull << 30; return 0; }
-int nvmlDeviceGetCudaComputeCapability(void* h, int* a, int* b) { *a = 8; *b = 9; return 0; }
-int cuDriverGetVersion(int* n) { *n = 12080; return 0; }
+SMI = """#!/bin/sh
+case "$1" in
+--query-gpu=*) echo "570.1, 0, Some Card, 6144, 8192, 8.9" ;;
+*) echo "| NVIDIA-SMI 570.1   Driver Version: 570.1   CUDA Version: 12.8 |" ;;
+esac
 """
+SILENT = "#!/bin/sh\necho 'Failed to initialize NVML'\nexit 9\n"
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no compiler")
-def test_the_driver_is_queried_without_torch(tmp_path, monkeypatch):
-    (tmp_path / "nvml.c").write_text(NVML)
-    for name in ("libnvidia-ml.so.1", "libcuda.so.1"):
-        command = ["gcc", "-shared", "-fPIC", "-o", tmp_path / name, tmp_path / "nvml.c"]
-        subprocess.run(command, check=True)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    result = Child("driver").result()
-    assert result.done == DRIVER
+@pytest.mark.parametrize(
+    ("program", "found"), [(SMI, DRIVER), (SILENT, {"cuda": None, "driver": None, "gpus": []})]
+)
+def test_the_driver_is_queried_without_torch(tmp_path, monkeypatch, program, found):
+    (tmp_path / "nvidia-smi").write_text(program)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert Child("driver").result().done == found
 
 
 # ---- trials of GPUs ------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
-from hotsplit.commands.options.kept_files import report_line
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.eval_file import load_eval
 from hotsplit.profile.report import load_predictor_report
@@ -29,7 +28,6 @@ from hotsplit.report.config import MAX_BYTES, ReportConfig
 from hotsplit.report.plots import firing_curves, plot_map
 from hotsplit.report.report import report
 from hotsplit.report.speeds import Speeds, speeds_of
-from hotsplit.run.cached_files import CachedFiles
 from hotsplit.solver.placed import device_of_ranks
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import plan_seconds
@@ -130,27 +128,6 @@ def config_of(folder, output, **changes) -> ReportConfig:
         output=output,
     )
     return dataclasses.replace(config, **changes)
-
-
-def test_the_command_for_cached_files_has_only_those_that_go_together(
-    folder, tmp_path, monkeypatch
-):
-    """A plan that was made for another machine than the one given is left out: the page would
-    refuse it."""
-    kept = CachedFiles(
-        profile=folder / "p.safetensors",
-        split=folder / "plan.gguf",
-        machine=folder / "machine.json",
-    )
-    monkeypatch.setattr("hotsplit.run.cached_files.cached_files_for", lambda model: kept)
-    config = ReportConfig(model=folder / "model.gguf", output=tmp_path / "page.html")
-    words = str(report_line(config)).split()
-    assert words[-6::2] == ["--profile", "--split", "--machine"]
-    other = tmp_path / "other.json"
-    dataclasses.replace(make_machine(**SLOW), cpu_name="other").save(other)
-    words = str(report_line(dataclasses.replace(config, machine=other))).split()
-    assert words[-4:] == ["--profile", str(kept.profile), "--machine", str(other)]
-    assert report_line(config_of(folder, tmp_path / "page.html", evals=())) is None
 
 
 def test_a_file_name_that_is_not_utf8_is_shown_escaped(folder, tmp_path):

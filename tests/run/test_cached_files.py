@@ -68,10 +68,10 @@ def test_a_damaged_copy_is_not_named_and_is_made_again(silu, capsys):
     assert copy.read_bytes() == whole
 
 
-def test_a_damaged_profile_is_made_again(relu, text, capsys):
+def test_a_damaged_profile_is_made_again(relu, text, cache, capsys):
     words = ["--mode", "predicted", "--tokens", 1408, "--corpus", text]
     run(relu, *words)
-    profile = cached_files_for(relu).profile
+    (profile,) = cache.glob(f"profile-*/{stages.PROFILE}")
     whole = profile.read_bytes()
     profile.write_bytes(b"\xff" * 8 + whole[8:])
     full = cached_files_for(relu).model
@@ -84,43 +84,15 @@ def test_a_damaged_profile_is_made_again(relu, text, capsys):
     assert profile.read_bytes() == whole and cached_files_for(relu).model == full
 
 
-def test_a_profile_that_run_made_goes_into_the_page(relu, text, tmp_path, capsys):
+def test_bench_names_the_files_that_run_uses(relu, text, tmp_path, capsys):
     model = tmp_path / "m.gguf"
     assert main(["convert", str(relu), "-o", str(model), "--no-verify"]) == 0
     run(model, "--mode", "predicted", "--tokens", 1408, "--corpus", text)
-    page = tmp_path / "page.html"
     capsys.readouterr()
-    assert main(["report", str(model), "-o", str(page)]) == 0
-    (found,) = commands_in(capsys.readouterr().err)
-    assert found[found.index("--profile") + 1].endswith(stages.PROFILE)
-    before = page.read_bytes()
-    assert main(found) == 0
-    assert not commands_in(capsys.readouterr().err)
-    assert len(page.read_bytes()) > len(before)
-    _check_that_given_files_stay(model, page, cached_files_for(model).profile, text, capsys)
     words = ["-p", "8", "-n", "2", "-r", "1", "-t", "1"]
     assert main(["bench", str(model), *words]) == 0
     (found,) = commands_in(capsys.readouterr().err)
     assert main([*found, *words]) == 0
-    assert not commands_in(capsys.readouterr().err)
-
-
-def _check_that_given_files_stay(model, page, profile, text, capsys):
-    """The command for a page has the inputs that were given, each as often as it was."""
-    evals = [page.with_name(f"{mode}.json") for mode in ("dense", "exact")]
-    for path in evals:
-        words = ["--corpus", str(text), "--tokens", "300", "--mode", path.stem, "--json"]
-        assert main(["eval", str(model), *words]) == 0
-        path.write_text(capsys.readouterr().out)
-    predictors = profile.parent / stages.PREDICTORS
-    given = ["--predictors", str(predictors)]
-    for path in evals:
-        given += ["--eval-json", str(path)]
-    assert main(["report", str(model), "-o", str(page), "--force", *given]) == 0
-    (found,) = commands_in(capsys.readouterr().err)
-    assert found[found.index("--profile") + 1] == str(profile)
-    assert found[-len(given) :] == given
-    assert main(found) == 0
     assert not commands_in(capsys.readouterr().err)
 
 

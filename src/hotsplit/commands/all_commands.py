@@ -401,18 +401,26 @@ def inspect_command(
 
 
 def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
-    from hotsplit.inspection.summary import print_facts, print_table, to_json
+    from hotsplit.inspection.summary import columns_table, facts_table, print_tables, to_json
     from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 
     summary = summarise_program(file, split)
     if as_json:
         click.echo(to_json(summary))
         return
-    print_facts(summary.kind, facts_of(summary))
-    columns = ["layers", "device", "operation", "reads", "writes", "weights a layer"]
-    print_table("operations, in order", columns, [line.row for line in lines_of(summary)])
-    rows = [(device, format_bytes(count)) for device, count in summary.weight_bytes.items()]
-    print_table("weights", ["device", "bytes"], rows)
+    names = ["layers", "device", "operation", "reads", "writes", "weights a layer"]
+    cells = zip(*(line.row for line in lines_of(summary)), strict=True)
+    sizes = {
+        "device": summary.weight_bytes,
+        "bytes": map(format_bytes, summary.weight_bytes.values()),
+    }
+    print_tables(
+        [
+            facts_table(summary.kind, facts_of(summary)),
+            columns_table("operations, in order", dict(zip(names, cells, strict=True))),
+            columns_table("weights", sizes),
+        ]
+    )
 
 
 def _inspect_checkpoint(folder: Path, as_json: bool) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.options.kept_files import report_line
 from hotsplit.commands.options.shared import FILE, FileCommand, OutputPath, finish, report_options
 from hotsplit.system.sizes import format_bytes
 
@@ -44,10 +43,8 @@ def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
     lines = []
     if summary.missing:
         absent = [f"--{name}" for name in ("profile", "machine", "split") if not options[name]]
-        wanted = f" (give {', '.join(absent)}; the page says which command makes each)"
+        wanted = f" (give {', '.join(absent)}; the page says which command makes each, hotsplit cache list what run has made)"
         lines.append(f"no input for: {', '.join(summary.missing)}{wanted if absent else ''}")
-        kept = report_line(config)
-        lines += [kept] if kept else []
     lines.append(
         f"wrote {summary.output}: {summary.num_plots} plots, {format_bytes(summary.num_bytes)}"
     )

@@ -3,17 +3,17 @@
 A probe imports what it tries inside its function and returns what it found. The process prints JSON
 objects, one per line: {"at": "..."} before each thing that it tries, and last {"done": {...}}."""
 
-import ctypes
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
-from ctypes import byref, c_char_p, c_int, c_uint, c_ulonglong, c_void_p, create_string_buffer
 from pathlib import Path
 from typing import Any
 
-_NVML, _CUDA = "libnvidia-ml.so.1", "libcuda.so.1"
+_IN_WSL = "/usr/lib/wsl/lib"
 _RANK = 64  # of the small model's predictors
 
 
@@ -141,61 +141,34 @@ def probe_triton() -> dict[str, Any]:
     }
 
 
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t."""
-
-    _fields_ = [("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong)]
-
-
 def probe_driver() -> dict[str, Any]:
-    """NVIDIA's driver and its GPUs, without torch. Signatures are from nvml.h and cuda.h."""
-    tell_at(_CUDA)
-    found: dict[str, Any] = {"cuda": _cuda_version(), "driver": None, "gpus": []}
-    tell_at(_NVML)
-    nvml = _library(_NVML)
-    if nvml is not None and nvml.nvmlInit_v2() == 0:
-        text = create_string_buffer(96)
-        if nvml.nvmlSystemGetDriverVersion(text, c_uint(len(text))) == 0:
-            found["driver"] = text.value.decode(errors="replace")
-        count = c_uint()
-        nvml.nvmlDeviceGetCount_v2(byref(count))
-        found["gpus"] = [_gpu_of_driver(nvml, number) for number in range(count.value)]
-    return found
-
-
-def _library(name: str) -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(name)
-    except OSError:
-        return None
-
-
-def _cuda_version() -> str | None:
-    """The latest CUDA that the driver supports; None without a driver."""
-    cuda, number = _library(_CUDA), c_int()
-    if cuda is None or cuda.cuDriverGetVersion(byref(number)):
-        return None
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
-
-
-def _gpu_of_driver(nvml: ctypes.CDLL, number: int) -> dict[str, Any]:
-    handle, name, memory = c_void_p(), create_string_buffer(96), _Memory()
-    major, minor = c_int(), c_int()
-    nvml.nvmlDeviceGetName.argtypes = [c_void_p, c_char_p, c_uint]
-    nvml.nvmlDeviceGetMemoryInfo.argtypes = [c_void_p, c_void_p]
-    nvml.nvmlDeviceGetCudaComputeCapability.argtypes = [c_void_p, c_void_p, c_void_p]
-    if nvml.nvmlDeviceGetHandleByIndex_v2(c_uint(number), byref(handle)):
-        return {"index": number, "name": "unknown", "free": 0, "total": 0, "capability": "unknown"}
-    nvml.nvmlDeviceGetName(handle, name, len(name))
-    nvml.nvmlDeviceGetMemoryInfo(handle, byref(memory))
-    nvml.nvmlDeviceGetCudaComputeCapability(handle, byref(major), byref(minor))
+    """NVIDIA's driver and its GPUs as nvidia-smi reports them, without torch."""
+    tell_at("nvidia-smi")
+    program = shutil.which("nvidia-smi", path=f"{os.environ.get('PATH', '')}:{_IN_WSL}")
+    if program is None:
+        return {"cuda": None, "driver": None, "gpus": []}
+    fields = "driver_version,index,name,memory.free,memory.total,compute_cap"
+    rows = _output(program, f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
+    gpus = [[cell.strip() for cell in row.split(",")] for row in rows if row.count(",") == 5]
+    cuda = re.search(r"CUDA Version: *([0-9.]+)", _output(program))
     return {
-        "index": number,
-        "name": name.value.decode(errors="replace"),
-        "free": memory.free,
-        "total": memory.total,
-        "capability": f"{major.value}.{minor.value}",
+        "cuda": cuda and cuda[1],
+        "driver": gpus[0][0] if gpus else None,
+        "gpus": [
+            {
+                "index": int(index),
+                "name": name,
+                "free": int(free) << 20,
+                "total": int(total) << 20,
+                "capability": capability,
+            }
+            for _, index, name, free, total, capability in gpus
+        ],
     }
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def probe_gpu(*devices: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from hotsplit.inspection.summary import (
     Summary,
     columns_table,
     facts_table,
+    formatted,
     predictor_facts,
     predictor_layers,
     span,
@@ -55,10 +56,7 @@ class ProfileSummary(Summary):
             ("model id", profile.model_id),
             ("tokens", f"{profile.num_tokens:,}"),
             ("counted with", profile.arithmetic or "unknown"),
-            *(
-                ("corpus", f"{c.name}: {c.num_tokens:,} tokens, sha256 {c.sha256[:12]}")
-                for c in corpora
-            ),
+            *(("corpus", f"{c.name}: {c.num_tokens:,} tokens, {c.sha256[:12]}") for c in corpora),
             ("layers", len(profile.threshold_L)),
             ("neurons a layer", span(profile.own_neurons_L.tolist(), ",")),
             *(() if count_LE is None else [("experts a layer", f"{count_LE.shape[1]:,}")]),
@@ -67,42 +65,23 @@ class ProfileSummary(Summary):
 
     def tables(self, *, all_tensors: bool) -> list[Table]:
         profile = self.profile
-        columns = ["layer", "density", "firings of the hottest fifth", "never fired", "threshold"]
-        layers = columns_table(
-            "layers",
-            columns,
-            [
-                (layer, f"{density:.2%}", f"{fifth:.1%}", f"{never:,}", f"{threshold:g}")
-                for layer, (density, fifth, never, threshold) in enumerate(
-                    zip(
-                        profile.density_L,
-                        profile.hottest_fifth_L(),
-                        profile.never_fired_L(),
-                        profile.threshold_L,
-                        strict=True,
-                    )
-                )
-            ],
-        )
-        columns = [
-            "layer",
-            "tokens of the hottest expert",
-            "of the coldest",
-            "choices of the hottest fifth",
-            "never chosen",
-        ]
-        rows = [
-            (
-                layer,
-                f"{each['hottest']:.1%}",
-                f"{each['coldest']:.1%}",
-                f"{each['hottest_fifth']:.1%}",
-                f"{each['never_chosen']:,}",
-            )
-            for layer, each in enumerate(self._experts())
-            if each["hottest"]
-        ]
-        return [layers, *([columns_table("experts", columns, rows)] if rows else [])]
+        layers = {
+            "layer": range(len(profile.threshold_L)),
+            "density": formatted(".2%", profile.density_L),
+            "firings of the hottest fifth": formatted(".1%", profile.hottest_fifth_L()),
+            "never fired": formatted(",", profile.never_fired_L()),
+            "threshold": formatted("g", profile.threshold_L),
+        }
+        found = [(layer, each) for layer, each in enumerate(self._experts()) if each["hottest"]]
+        experts = {
+            "layer": [layer for layer, _ in found],
+            "tokens of the hottest expert": [f"{each['hottest']:.1%}" for _, each in found],
+            "of the coldest": [f"{each['coldest']:.1%}" for _, each in found],
+            "choices of the hottest fifth": [f"{each['hottest_fifth']:.1%}" for _, each in found],
+            "never chosen": [f"{each['never_chosen']:,}" for _, each in found],
+        }
+        tables = [columns_table("layers", layers)]
+        return [*tables, columns_table("experts", experts)] if found else tables
 
     def _experts(self) -> list[dict[str, float]]:
         """Shares of tokens and choices in each layer, 0 in one without experts; [] of a model without
@@ -188,29 +167,24 @@ class ImportancesSummary(Summary):
     def facts(self) -> list[Row]:
         content = self.content
         chunks, size = content["num_chunks"], content["chunk_tokens"]
+        of = f" of {size:,} tokens" if size else ""
         return [
             *(("text", name) for name in content["datasets"]),
-            (
-                "chunks",
-                f"{chunks:,}{f' of {size:,} tokens' if size else ''}" if chunks else "unknown",
-            ),
+            ("chunks", f"{chunks:,}{of}" if chunks else "unknown"),
             ("matrices", f"{len(content['tensors']):,}"),
         ]
 
     def tables(self, *, all_tensors: bool) -> list[Table]:
-        columns = ["matrix", "inputs", "experts", "never chosen", "mean square", "largest"]
-        rows = [
-            (
-                each["name"],
-                f"{each['num_values']:,}",
-                each["num_experts"],
-                each["never_chosen"],
-                f"{each['mean']:.3g}",
-                f"{each['largest']:.3g}",
-            )
-            for each in self.content["tensors"]
-        ]
-        return [columns_table("importances", columns, rows)]
+        tensors = self.content["tensors"]
+        columns = {
+            "matrix": [each["name"] for each in tensors],
+            "inputs": [f"{each['num_values']:,}" for each in tensors],
+            "experts": [each["num_experts"] for each in tensors],
+            "never chosen": [each["never_chosen"] for each in tensors],
+            "mean square": [f"{each['mean']:.3g}" for each in tensors],
+            "largest": [f"{each['largest']:.3g}" for each in tensors],
+        }
+        return [columns_table("importances", columns)]
 
 
 @dataclass(frozen=True)
@@ -224,18 +198,13 @@ class MachineSummary(Summary):
 
     @property
     def facts(self) -> list[Row]:
-        machine = self.machine
+        machine, rates = self.machine, self.machine.cpu_bandwidth_gb_per_s
+        memory = f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.free_bytes)} free"
         return [
             ("CPU", machine.cpu_name),
             ("threads", machine.num_threads),
-            (
-                "memory",
-                f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.free_bytes)} free",
-            ),
-            *(
-                (f"bandwidth, threads: {threads}", f"{_shown(rate)} GB/s")
-                for threads, rate in machine.cpu_bandwidth_gb_per_s.items()
-            ),
+            ("memory", memory),
+            *((f"bandwidth, threads: {n}", f"{_figure(rate)} GB/s") for n, rate in rates.items()),
             ("GPUs", len(machine.gpus) or "none"),
             *((f"version of {name}", version) for name, version in machine.versions.items()),
         ]
@@ -243,14 +212,12 @@ class MachineSummary(Summary):
     def tables(self, *, all_tensors: bool) -> list[Table]:
         """Every figure of each GPU under its name in the file, with the unit in the name."""
         return [
-            facts_table(
-                f"GPU {number}", [(name, _shown(value)) for name, value in vars(gpu).items()]
-            )
-            for number, gpu in enumerate(self.machine.gpus)
+            facts_table(f"GPU {n}", [(name, _figure(value)) for name, value in vars(gpu).items()])
+            for n, gpu in enumerate(self.machine.gpus)
         ]
 
 
-def _shown(value: object) -> str:
+def _figure(value: object) -> str:
     """A value; of a figure the best one, and the range of the middle half of the rounds."""
     if not isinstance(value, Figure):
         return f"{value:,}" if isinstance(value, int) else str(value)

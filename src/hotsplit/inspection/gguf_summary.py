@@ -27,6 +27,7 @@ from hotsplit.inspection.summary import (
     Summary,
     columns_table,
     facts_table,
+    formatted,
     predictor_facts,
     predictor_layers,
     span,
@@ -61,7 +62,7 @@ class Amount:
     num_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TensorFact:
     name: str
     kind: str
@@ -104,14 +105,9 @@ class GgufSummary(Summary):
 
     @property
     def tensors(self) -> list[TensorFact]:
+        own = self._own_parts
         return [
-            TensorFact(
-                name=name,
-                kind=e.kind,
-                shape=e.shape,
-                part=self._own_parts.get(name) or part_of(name),
-                num_bytes=e.num_bytes,
-            )
+            TensorFact(name, e.kind, e.shape, own.get(name) or part_of(name), e.num_bytes)
             for name, e in self.entries.items()
         ]
 
@@ -189,6 +185,7 @@ class GgufSummary(Summary):
             rows.append(("refused by the runtime", self.refusal))
         if self.model is not None:
             m = self.model
+            head = "the embedding (tied)" if m.is_tied else "its own matrix (not tied)"
             rows += [
                 ("layout", m.layout),
                 ("activation", m.activation),
@@ -197,10 +194,7 @@ class GgufSummary(Summary):
                 *([("note", m.skipped_note)] if m.num_skipped else []),
                 *([("a text keeps", kept)] if (kept := text_words(m)) else []),
                 *_read_rows(m),
-                (
-                    "output head",
-                    "the embedding (tied)" if m.is_tied else "its own matrix (not tied)",
-                ),
+                ("output head", head),
                 *predictor_facts(m.predictor),
                 ("model id", m.model_id),
             ]
@@ -211,12 +205,10 @@ class GgufSummary(Summary):
         if not t.is_whole and t.model is None:
             return [("tokenizer", "none")]
         ids = ", ".join(f"{name} {number}" for name, number in t.special_ids.items())
+        whole = "yes" if t.is_whole else "no: text is tokenised by llama.cpp's keys"
         return [
             *([("refused as tokenizer", t.refusal)] if t.refusal else []),
-            (
-                "tokenizer.json",
-                "yes" if t.is_whole else "no: text is tokenised by llama.cpp's keys",
-            ),
+            ("tokenizer.json", whole),
             ("tokenizer.ggml", f"{t.model or 'none'}, {t.num_tokens:,} tokens; {ids or 'no ids'}"),
             ("chat template", "yes" if t.has_chat_template else "no"),
         ]
@@ -224,14 +216,14 @@ class GgufSummary(Summary):
     def tables(self, *, all_tensors: bool) -> list[Table]:
         every = self.tensors
         chosen = [f for f in every if all_tensors or not re.match(r"blk\.(?!0\.)", f.name)]
-        tensors = columns_table(
-            "tensors",
-            ["name", "type", "shape", "part", "bytes"],
-            [
-                (f.name, f.kind, " x ".join(map(str, f.shape)), f.part, f"{f.num_bytes:,}")
-                for f in chosen
-            ],
-        )
+        columns = {
+            "name": [f.name for f in chosen],
+            "type": [f.kind for f in chosen],
+            "shape": [" x ".join(map(str, f.shape)) for f in chosen],
+            "part": [f.part for f in chosen],
+            "bytes": [f"{f.num_bytes:,}" for f in chosen],
+        }
+        tensors = columns_table("tensors", columns)
         if len(chosen) < len(every):
             tensors.caption = f"and {len(every) - len(chosen):,} of the other layers: --tensors"
         tables = [
@@ -290,21 +282,15 @@ def _amounts(facts: Iterable[TensorFact], key_of: Callable[[TensorFact], str]) -
 
 
 def _amounts_table(title: str, amounts: dict[str, Amount]) -> Table:
-    total = sum(amount.num_bytes for amount in amounts.values()) or 1
-    return columns_table(
-        title,
-        ["", "tensors", "bytes", "", "share"],
-        [
-            (
-                name,
-                a.num_tensors,
-                f"{a.num_bytes:,}",
-                format_bytes(a.num_bytes),
-                f"{a.num_bytes / total:.1%}",
-            )
-            for name, a in amounts.items()
-        ],
-    )
+    sizes = [amount.num_bytes for amount in amounts.values()]
+    columns = {
+        "": amounts,
+        "tensors": [amount.num_tensors for amount in amounts.values()],
+        "bytes": formatted(",", sizes),
+        "\0size": map(format_bytes, sizes),
+        "share": [f"{size / (sum(sizes) or 1):.1%}" for size in sizes],
+    }
+    return columns_table(title, columns)
 
 
 def _short(value: Value) -> str | int | float | bool:

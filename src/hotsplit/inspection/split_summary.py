@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.artifacts.split_file import Split
-from hotsplit.inspection.summary import Row, Summary, columns_table
+from hotsplit.inspection.summary import Row, Summary, columns_table, formatted
 from hotsplit.system.sizes import format_bytes
 
 
@@ -131,59 +131,45 @@ class SplitSummary(Summary):
 
     def _gpus_table(self) -> Table:
         """Each GPU with the first and the last layer that has something on it."""
-        rows = []
-        for number, gpu in enumerate(self.gpus):
-            own = [layer for layer in gpu.layers if self._has_any(layer)]
-            rows.append(
-                (
-                    number,
-                    format_bytes(gpu.budget_bytes),
-                    f"{own[0]} to {own[-1]}" if own else "none",
-                    gpu.num_dense,
-                    f"{gpu.num_hot:,}",
-                    "here" if gpu.has_head else "",
-                )
-            )
-        columns = ["GPU", "budget", "layers", "dense blocks", self.split.units, "head"]
-        return columns_table("GPUs", columns, rows)
+        own = [[layer for layer in gpu.layers if self._has_any(layer)] for gpu in self.gpus]
+        columns = {
+            "GPU": range(len(self.gpus)),
+            "budget": [format_bytes(gpu.budget_bytes) for gpu in self.gpus],
+            "layers": [f"{each[0]} to {each[-1]}" if each else "none" for each in own],
+            "dense blocks": [gpu.num_dense for gpu in self.gpus],
+            self.split.units: [f"{gpu.num_hot:,}" for gpu in self.gpus],
+            "head": ["here" if gpu.has_head else "" for gpu in self.gpus],
+        }
+        return columns_table("GPUs", columns)
 
     def _has_any(self, layer: int) -> bool:
         return self.split.dense_on_gpu[layer] or len(self.split.hot[layer]) > 0
 
     def _bytes_table(self) -> Table:
-        on_gpu, on_cpu = self.split.gpu_bytes, self.split.cpu_bytes
-        pairs = [(item, on_gpu[item], on_cpu[item]) for item in on_gpu]
-        pairs.append(("all", sum(on_gpu.values()), sum(on_cpu.values())))
-        columns = ["", "GPUs" if self.split.home else "GPU", "", "CPU", ""]
-        return columns_table(
-            "bytes",
-            columns,
-            [
-                (self._name(item), f"{gpu:,}", format_bytes(gpu), f"{cpu:,}", format_bytes(cpu))
-                for item, gpu, cpu in pairs
-            ],
+        """Items of bytes; the rows of experts count as neurons in the file."""
+        gpu, cpu = (
+            {**side, "all": sum(side.values())}
+            for side in (self.split.gpu_bytes, self.split.cpu_bytes)
         )
-
-    def _name(self, item: str) -> str:
-        """An item of bytes; the rows of experts count as neurons in the file."""
-        return self.split.units if item == "neurons" else item
+        columns = {
+            "": [self.split.units if item == "neurons" else item for item in gpu],
+            "GPUs" if self.split.home else "GPU": formatted(",", gpu.values()),
+            "\0GPU": map(format_bytes, gpu.values()),
+            "CPU": formatted(",", [cpu[item] for item in gpu]),
+            "\0CPU": [format_bytes(cpu[item]) for item in gpu],
+        }
+        return columns_table("bytes", columns)
 
     def _layers_table(self) -> Table:
-        return columns_table(
-            "layers",
-            ["layer", "home", f"{self.split.units} on GPUs", "dense block"],
-            [
-                (
-                    layer,
-                    f"GPU {home}" if self._has_any(layer) else "CPU",
-                    f"{num_hot:,}",
-                    f"GPU {home}" if is_on_gpu else "CPU",
-                )
-                for layer, (home, num_hot, is_on_gpu) in enumerate(
-                    zip(self.home, self.num_hot_L, self.split.dense_on_gpu, strict=False)
-                )
-            ],
-        )
+        homes = [f"GPU {home}" for home in self.home[: len(self.split.hot)]]
+        is_dense_L = self.split.dense_on_gpu
+        columns = {
+            "layer": range(len(homes)),
+            "home": [home if self._has_any(n) else "CPU" for n, home in enumerate(homes)],
+            f"{self.split.units} on GPUs": formatted(",", self.num_hot_L),
+            "dense block": [h if d else "CPU" for h, d in zip(homes, is_dense_L, strict=True)],
+        }
+        return columns_table("layers", columns)
 
 
 def _cache_content(cache: CachePlan) -> dict[str, Any]:

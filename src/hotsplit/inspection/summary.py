@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,6 @@ def print_facts(title: str, rows: Iterable[Row]) -> None:
     print_tables([facts_table(title, rows)])
 
 
-def print_table(title: str, columns: list[str], rows: Iterable[Row]) -> None:
-    print_tables([columns_table(title, columns, rows)])
-
-
 def print_tables(tables: Iterable[Table]) -> None:
     """Prints tables on stdout. In a pipe or a file, lines lose the trailing spaces with which rich
     fills the last column."""
@@ -116,15 +112,22 @@ def facts_table(title: str, rows: Iterable[Row]) -> Table:
 _TEXTS = ("type", "shape", "part", "device", "operation", "reads", "writes")
 
 
-def columns_table(title: str, columns: list[str], rows: Iterable[Row]) -> Table:
-    """The first column and those in _TEXTS are left-aligned, all others right-aligned."""
+def columns_table(title: str, columns: Mapping[str, Iterable[object]]) -> Table:
+    """A table of cells by column. The first column and those in _TEXTS are left-aligned, all others
+    right-aligned; what stands behind a NUL in a name only tells columns of one heading apart."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for number, column in enumerate(columns):
         is_text = number == 0 or column in _TEXTS
-        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
-    for row in rows:
+        name = column.partition("\0")[0]
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    for row in zip(*columns.values(), strict=True):
         table.add_row(*map(_printable, row))
     return table
+
+
+def formatted(form: str, values: Iterable[object]) -> list[str]:
+    """Each of the values in a format, e.g. ".1%"."""
+    return [format(value, form) for value in values]
 
 
 def _printable(value: object) -> str:
@@ -155,19 +158,11 @@ def predictor_facts(predictor: PredictorInfo | None) -> list[Row]:
 
 
 def predictor_layers(predictor: PredictorInfo) -> Table:
-    density_L = [f"{density:.2%}" for density in predictor.density_L]
-    return columns_table(
-        "predictors by layer",
-        ["layer", "rank", "threshold", "predicted density"],
-        [
-            (layer, rank, f"{threshold:g}", density)
-            for layer, (rank, threshold, density) in enumerate(
-                zip(
-                    predictor.rank_L,
-                    predictor.threshold_L,
-                    density_L or ["unknown"] * len(predictor.rank_L),
-                    strict=True,
-                )
-            )
-        ],
-    )
+    count = len(predictor.rank_L)
+    columns = {
+        "layer": range(count),
+        "rank": predictor.rank_L,
+        "threshold": formatted("g", predictor.threshold_L),
+        "predicted density": formatted(".2%", predictor.density_L) or ["unknown"] * count,
+    }
+    return columns_table("predictors by layer", columns)

@@ -1,14 +1,9 @@
 """Lines that name files which `hotsplit run` has cached for a model, and commands with them."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hotsplit.errors import HotsplitError
-
-if TYPE_CHECKING:
-    from hotsplit.report.config import ReportConfig
 
 
 def with_copy(error: HotsplitError, command: str, model: Path) -> HotsplitError:
@@ -26,39 +21,10 @@ def with_copy(error: HotsplitError, command: str, model: Path) -> HotsplitError:
 
         copy = cached_files_for(model).model
         if copy is not None and copy != model.resolve():
-            return HotsplitError(f"{error}; run has a converted copy: {command} {_quoted(copy)}")
+            return HotsplitError(
+                f"{error}; run has a converted copy: {command} {shlex.quote(str(copy))}"
+            )
     return error
-
-
-def report_line(config: "ReportConfig") -> str | None:
-    """A line with the command for a page with the files that were given and those cached by `run`
-    that go with them; None if there are none of the latter."""
-    from hotsplit.report.artifacts import load_artifacts
-    from hotsplit.run.cached_files import cached_files_for
-
-    kept, whole = cached_files_for(config.model), config
-    for name in ("profile", "split", "machine"):
-        if getattr(kept, name) is None or getattr(config, name) is not None:
-            continue
-        more = replace(whole, **{name: getattr(kept, name)})
-        try:
-            load_artifacts(more)
-        except HotsplitError:  # e.g. a plan that was made from another profile than the one given
-            continue
-        whole = more
-    if whole == config:
-        return None
-    named = {
-        "--profile": whole.profile,
-        "--split": whole.split,
-        "--machine": whole.machine,
-        "--predictors": whole.predictors,
-    }
-    options = [(option, path) for option, path in named.items() if path is not None]
-    options += [("--eval-json", path) for path in whole.evals]
-    words = " ".join(f"{option} {_quoted(path)}" for option, path in options)
-    command = f"hotsplit report {_quoted(whole.model)} -o {_quoted(whole.output)} --force {words}"
-    return f"run has more files for this model: {command}"
 
 
 def bench_line(model: Path) -> str | None:
@@ -70,9 +36,5 @@ def bench_line(model: Path) -> str | None:
     copy = kept.model if is_full and kept.model != model.resolve() else None
     if copy is None and kept.split is None:
         return None
-    plan = f" --split {_quoted(kept.split)}" if kept.split else ""
-    return f"note: run uses its cached files: hotsplit bench {_quoted(copy or model)}{plan}"
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
+    words = [str(copy or model), *(["--split", str(kept.split)] if kept.split else [])]
+    return f"note: run uses its cached files: hotsplit bench {shlex.join(words)}"

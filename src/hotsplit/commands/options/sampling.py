@@ -3,8 +3,7 @@
 The command's own help has a few; --help-sampling explains all of them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -24,183 +23,82 @@ if TYPE_CHECKING:
     from hotsplit.runtime.engine import Engine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-_DEFAULTS = SamplingOptions()
 _RANDOM_SEEDS = (-1,)  # llama.cpp's value for a random seed
+# Groups of options: spellings | field of SamplingOptions | help. The help of a command has those with
+# a star.
+_ROWS = f"""
+# Temperature
+--temp --temperature | temperature* | Temperature; 0 or less always takes the likeliest token.
+--dynatemp-range | dynatemp_range | Temperature moves by up to N with the entropy; 0: fixed.
+--dynatemp-exp | dynatemp_exponent | Exponent of the entropy for --dynatemp-range.
+# Which tokens are candidates
+--top-k | top_k* | Keep the N likeliest tokens; 0: off.
+--top-p | top_p* | Keep the likeliest tokens whose probabilities add up to N; 1: off.
+--min-p | min_p* | Keep tokens with at least N times the best one's probability; 0: off.
+--typical --typical-p | typ_p | Locally typical sampling; 1: off.
+--top-nsigma --top-n-sigma | top_n_sigma | Keep logits within N standard deviations of the best; 0 or
+    less: off.
+--xtc-probability | xtc_probability | How often the likeliest tokens are left out; 0: off.
+--xtc-threshold | xtc_threshold | Minimum probability of tokens left out; over 0.5: off.
+-l --logit-bias | logit_bias | Added to a token's logit: 15043+1, 15043-inf; may be repeated.
+# Repetition
+--repeat-penalty | repeat_penalty* | Penalty for recent tokens; 1: off.
+--repeat-last-n | repeat_last_n | How many tokens are recent; 0: off, -1: all.
+--presence-penalty | presence_penalty | Subtracted from the logit of each recent token; 0: off.
+--frequency-penalty | frequency_penalty | The same, times how often it appeared; 0: off.
+--dry-multiplier | dry_multiplier | DRY: penalty for continuing a repetition; 0: off.
+--dry-base | dry_base | Factor by which the penalty grows with every token.
+--dry-allowed-length | dry_allowed_length | Length of a repetition from which the penalty applies.
+--dry-penalty-last-n | dry_penalty_last_n | Tokens that are searched; 0: off, -1: all.
+--dry-sequence-breaker | dry_sequence_breakers | Text that ends a repetition, instead of newline : " *;
+    may be repeated; none: off.
+# Mirostat, instead of the samplers above except temperature and logit bias
+--mirostat | mirostat | 1 or 2 for its versions; 0: off.
+--mirostat-lr | mirostat_lr | Learning rate (eta).
+--mirostat-ent | mirostat_ent | Target entropy in bits (tau).
+# Adaptive-p, the last sampler if --samplers names it
+--adaptive-target | adaptive_target | Prefers tokens near this probability; below 0: off.
+--adaptive-decay | adaptive_decay | Factor per token on the weight of earlier draws.
+# Order and seed
+--samplers | samplers | Samplers in order; "" draws from the model's own probabilities. [default:
+    {";".join(DEFAULT_SAMPLERS)}]
+-s --seed | seed* | Random seed, for repeatable results; -1: a new one each time.
+"""
+# (type, metavar) of options whose default is no number.
+_TYPES: dict[str, tuple[Any, str | None]] = {
+    "logit_bias": (Parsed("logit bias", bias_of), "TOKEN(+/-)BIAS"),
+    "dry_sequence_breakers": (str, "TEXT"),
+    "samplers": (str, '"A;B;C"'),
+    "seed": (int, None),
+}
+_REPEATED = ("logit_bias", "dry_sequence_breakers")
 
 
-@dataclass(frozen=True)
-class _Option:
-    """An option that sets `field` of SamplingOptions, or another form of one of its fields."""
+class _Option(NamedTuple):
+    """An option that sets `field` of SamplingOptions."""
 
     spellings: str
     field: str
     help: str
-    type: Any = float
-    metavar: str = "N"
-    is_common: bool = False
-    is_repeated: bool = False
-
-    @property
-    def default(self) -> object:
-        return getattr(_DEFAULTS, self.field, None)
-
-    @property
-    def is_number(self) -> bool:
-        return isinstance(self.default, int | float)
-
-    @property
-    def full_help(self) -> str:
-        return (
-            f"{self.help} [default: {self._source}{self.default}]" if self.is_number else self.help
-        )
-
-    @property
-    def _source(self) -> str:
-        is_models = any(setting.field == self.field for setting in SETTINGS)
-        return "the model's, or " if is_models else ""
+    is_common: bool
 
 
-_GROUPS = {
-    "Temperature": (
-        _Option(
-            "--temp --temperature",
-            "temperature",
-            "Temperature; 0 or less always takes the likeliest token.",
-            is_common=True,
-        ),
-        _Option(
-            "--dynatemp-range",
-            "dynatemp_range",
-            "Temperature moves by up to N with the entropy; 0: fixed.",
-        ),
-        _Option(
-            "--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy for --dynatemp-range."
-        ),
-    ),
-    "Which tokens are candidates": (
-        _Option(
-            "--top-k", "top_k", "Keep the N likeliest tokens; 0: off.", type=int, is_common=True
-        ),
-        _Option(
-            "--top-p",
-            "top_p",
-            "Keep the likeliest tokens whose probabilities add up to N; 1: off.",
-            is_common=True,
-        ),
-        _Option(
-            "--min-p",
-            "min_p",
-            "Keep tokens with at least N times the best one's probability; 0: off.",
-            is_common=True,
-        ),
-        _Option("--typical --typical-p", "typ_p", "Locally typical sampling; 1: off."),
-        _Option(
-            "--top-nsigma --top-n-sigma",
-            "top_n_sigma",
-            "Keep logits within N standard deviations of the best; 0 or less: off.",
-        ),
-        _Option(
-            "--xtc-probability",
-            "xtc_probability",
-            "How often the likeliest tokens are left out; 0: off.",
-        ),
-        _Option(
-            "--xtc-threshold",
-            "xtc_threshold",
-            "Minimum probability of tokens left out; over 0.5: off.",
-        ),
-        _Option(
-            "-l --logit-bias",
-            "logit_bias",
-            "Added to a token's logit: 15043+1, 15043-inf; may be repeated.",
-            type=Parsed("logit bias", bias_of),
-            metavar="TOKEN(+/-)BIAS",
-            is_repeated=True,
-        ),
-    ),
-    "Repetition": (
-        _Option(
-            "--repeat-penalty",
-            "repeat_penalty",
-            "Penalty for recent tokens; 1: off.",
-            is_common=True,
-        ),
-        _Option(
-            "--repeat-last-n",
-            "repeat_last_n",
-            "How many tokens are recent; 0: off, -1: all.",
-            type=int,
-        ),
-        _Option(
-            "--presence-penalty",
-            "presence_penalty",
-            "Subtracted from the logit of each recent token; 0: off.",
-        ),
-        _Option(
-            "--frequency-penalty",
-            "frequency_penalty",
-            "The same, times how often it appeared; 0: off.",
-        ),
-        _Option(
-            "--dry-multiplier",
-            "dry_multiplier",
-            "DRY: penalty for continuing a repetition; 0: off.",
-        ),
-        _Option("--dry-base", "dry_base", "Factor by which the penalty grows with every token."),
-        _Option(
-            "--dry-allowed-length",
-            "dry_allowed_length",
-            "Length of a repetition from which the penalty applies.",
-            type=int,
-        ),
-        _Option(
-            "--dry-penalty-last-n",
-            "dry_penalty_last_n",
-            "Tokens that are searched; 0: off, -1: all.",
-            type=int,
-        ),
-        _Option(
-            "--dry-sequence-breaker",
-            "dry_sequence_breakers",
-            'Text that ends a repetition, instead of newline : " *; may be repeated; none: off.',
-            type=str,
-            metavar="TEXT",
-            is_repeated=True,
-        ),
-    ),
-    "Mirostat, instead of the samplers above except temperature and logit bias": (
-        _Option("--mirostat", "mirostat", "1 or 2 for its versions; 0: off.", type=int),
-        _Option("--mirostat-lr", "mirostat_lr", "Learning rate (eta)."),
-        _Option("--mirostat-ent", "mirostat_ent", "Target entropy in bits (tau)."),
-    ),
-    "Adaptive-p, the last sampler if --samplers names it": (
-        _Option(
-            "--adaptive-target",
-            "adaptive_target",
-            "Prefers tokens near this probability; below 0: off.",
-        ),
-        _Option(
-            "--adaptive-decay", "adaptive_decay", "Factor per token on the weight of earlier draws."
-        ),
-    ),
-    "Order and seed": (
-        _Option(
-            "--samplers",
-            "samplers",
-            'Samplers in order; "" draws from the model\'s own probabilities.'
-            f" [default: {';'.join(DEFAULT_SAMPLERS)}]",
-            type=str,
-            metavar='"A;B;C"',
-        ),
-        _Option(
-            "-s --seed",
-            "seed",
-            "Random seed, for repeatable results; -1: a new one each time.",
-            type=int,
-            is_common=True,
-        ),
-    ),
-}
+def _groups() -> dict[str, list[_Option]]:
+    groups: dict[str, list[_Option]] = {}
+    for row in _ROWS.replace("\n    ", " ").strip().splitlines():
+        if row.startswith("# "):
+            options = groups[row.removeprefix("# ")] = []
+            continue
+        spellings, field, words = row.split(" | ")
+        field, star, _ = field.partition("*")
+        if field not in _TYPES:
+            source = "the model's, or " if any(s.field == field for s in SETTINGS) else ""
+            words += f" [default: {source}{getattr(SamplingOptions, field)}]"
+        options.append(_Option(spellings, field, words, bool(star)))
+    return groups
+
+
+_GROUPS = _groups()
 _OPTIONS = [option for group in _GROUPS.values() for option in group]
 
 
@@ -216,15 +114,17 @@ def sampling_options(command: Command) -> Command:
         help="Show all sampling options: penalties, DRY, XTC, Mirostat, their order.",
     )(command)
     for option in reversed(_OPTIONS):
+        kind, metavar = _TYPES.get(
+            option.field, (type(getattr(SamplingOptions, option.field)), None)
+        )
         command = click.option(
             *option.spellings.split(),
             option.field,
-            type=option.type,
-            metavar=None if option.is_number or option.field == "seed" else option.metavar,
-            default=None,
-            multiple=option.is_repeated,
+            type=kind,
+            metavar=metavar,
+            multiple=option.field in _REPEATED,
             hidden=not option.is_common,
-            help=option.full_help,
+            help=option.help,
         )(command)
     return command
 
@@ -271,7 +171,13 @@ def _show_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     for title, options in _GROUPS.items():
         with formatter.section(title):
             formatter.write_dl(
-                [(f"{', '.join(o.spellings.split())} {o.metavar}", o.full_help) for o in options]
+                [
+                    (
+                        f"{', '.join(o.spellings.split())} {_TYPES.get(o.field, (0, 0))[1] or 'N'}",
+                        o.help,
+                    )
+                    for o in options
+                ]
             )
     click.echo(formatter.getvalue(), nl=False)
     ctx.exit()
