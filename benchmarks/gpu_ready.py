@@ -52,10 +52,8 @@ def reason(packages: list[str], *, needs_kernels: bool, needs_device: bool) -> s
             else "install it, or name another Python: PYTHON=..."
         )
         return f"{sys.executable} has no {', '.join(missing)}; {remedy}"
-    if needs_kernels:
-        library = importlib.import_module("hotsplit.runtime.kernels.cpu.library")
-        if not library.is_available():
-            return "the C++ kernels are not built; run benchmarks/gpu_setup.sh again"
+    if needs_kernels and find_spec("hotsplit.runtime._cpu") is None:
+        return "the C++ kernels are not built; run benchmarks/gpu_setup.sh again"
     return None
 
 

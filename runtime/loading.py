@@ -37,7 +37,6 @@ from hotsplit.runtime.gpu_setup import (
     uploading,
     with_cold_streams,
 )
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
 from hotsplit.runtime.kernels.threads import use_default_threads
@@ -95,8 +94,7 @@ def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
 def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "Loaded":
     """Loads a model for this configuration; loads it again, on the CPU, if a GPU fails.
 
-    Raises HotsplitError if the C++ library is missing, or does not cover the model."""
-    library.check_available()
+    Raises HotsplitError if the C++ does not cover the model."""
     if model.num_skipped:
         log.info(f"{model.path}: {model.skipped_note}")
     device = device_of(config.device)

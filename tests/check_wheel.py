@@ -38,10 +38,9 @@ SERVED = """
 from pathlib import Path
 from hotsplit.report import page
 from hotsplit.run.stages import DEFAULT_TEXT
-from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.cpu import library  # raises if the C++ kernels do not load
 from hotsplit.serve import app
 import lzma, hotsplit
-assert library.is_available(), "the C++ kernels do not load"
 assert len(lzma.decompress(DEFAULT_TEXT.read_bytes())) > 100_000, "the default corpus is cut"
 print(Path(hotsplit.__file__).parent)
 """

@@ -153,7 +153,7 @@ def restore_library():
     library.set_level(level)
 
 
-@pytest.fixture(params=library.usable_levels() if library.is_available() else [])
+@pytest.fixture(params=library.usable_levels())
 def level(request):
     """Runs the test at each level that this machine can run."""
     before = library.level()

@@ -31,7 +31,7 @@ class Bounds(dict[str, float]):
 
     def __getitem__(self, kind: str) -> float:
         bound = super().__getitem__(kind)
-        is_rounded = kind == "bf16" and library.is_available() and library.rounds_to_bf16()
+        is_rounded = kind == "bf16" and library.rounds_to_bf16()
         return max(bound, 0.015) if is_rounded else bound
 
 

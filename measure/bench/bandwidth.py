@@ -14,8 +14,6 @@ from hotsplit.files.gguf_file import array_entry
 from hotsplit.measure.calibrate.cpu_bandwidth import buffer_bytes
 from hotsplit.measure.calibrate.gpu import READ_BYTES, event_seconds
 from hotsplit.measure.timing.interleave import seconds_of
-from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.weights.matrix import matrix_of
 from hotsplit.runtime.weights.resident import Residence
 
 ROW_VALUES = 4096
@@ -28,8 +26,7 @@ def cpu_bandwidth() -> Bandwidth:
     """A probe that times an f32 matrix-vector product over memory allocated like weights."""
     num_rows = max(1, buffer_bytes() // (4 * ROW_VALUES))
     ones = array_entry(np.ones((num_rows, ROW_VALUES), np.float32), "f32")
-    has_kernels = library.is_available()
-    matrix = Residence().matrix(ones) if has_kernels else matrix_of(ones, torch.device("cpu"))
+    matrix = Residence().matrix(ones)
     x_D = torch.ones(ROW_VALUES)
 
     def measure() -> float:

@@ -33,7 +33,7 @@ def setting_of(
         type_v=types.value.name,
         cpu_name=processor_name(),
         gpu_name=torch.cuda.get_device_name(engine.device) if is_gpu else "",
-        level=library.level() if library.is_available() else None,
+        level=library.level(),
         last_cache_bytes=last_cache_bytes(),
         num_processors=processors().usable,
         load_before=load_before,

@@ -59,7 +59,7 @@ def calibrate(
             f"{config.gpu_from}: has no GPU; give the file of a machine that has one"
         )
     (total, free), load = memory_bytes(), load_now()
-    kernels, sums = measure_cpu(say, on_probe)
+    kernels, sums = measure_cpu(on_probe)
     num_gpus = torch.cuda.device_count()
     use_default_threads(beside_gpu=num_gpus > 0 or borrowed is not None)
     costs = measure_costs(buffer_bytes() // 2, COSTS_LIMIT_S, on_probe)

@@ -19,29 +19,21 @@ CPU_LIMIT_S = 8.0  # the minimum number of rounds is run even if it takes longer
 
 
 def measure_cpu(
-    say: Callable[[str], None] = lambda line: None,
     on_probe: Callable[[float], None] = lambda count: None,
 ) -> tuple[dict[int, Figure], dict[int, Figure]]:
-    """GB/s read by our row products and by torch's sum, for each number of threads.
-
-    Without the C++ kernels, both figures are those of torch's sum."""
+    """GB/s read by our row products and by torch's sum, for each number of threads."""
     counts, torch_before = thread_counts(processors().usable), torch.get_num_threads()
     values = torch.ones(buffer_bytes() // (4 * ROW_VALUES) * ROW_VALUES)
     probes = {("sum", n): _sum_probe(values, n) for n in counts}
-    has_kernels = library.is_available()
-    if has_kernels:
-        kernel_before = library.num_threads()
-        probes |= {("kernel", n): _kernel_probe(values, n) for n in counts}
-    else:
-        say("note: the C++ kernels are not built; CPU bandwidth is that of torch's sum")
+    probes |= {("kernel", n): _kernel_probe(values, n) for n in counts}
+    kernel_before = library.num_threads()
     try:
         found = run_rounds(list(probes.values()), CPU_LIMIT_S, on_probe)
     finally:
         torch.set_num_threads(torch_before)
-        if has_kernels:
-            library.set_threads(kernel_before)
+        library.set_threads(kernel_before)
     sums = {n: found[probes["sum", n].name] for n in counts}
-    kernels = {n: found[probes["kernel", n].name] for n in counts} if has_kernels else sums
+    kernels = {n: found[probes["kernel", n].name] for n in counts}
     return kernels, sums
 
 

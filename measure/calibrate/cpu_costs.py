@@ -19,7 +19,6 @@ Letters: N rows, D row width, A chosen rows, L layers, W words of a bit mask, V 
 
 import itertools
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +46,7 @@ from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
-from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
+from hotsplit.runtime.weights.matrix import Linear, Matrix
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 from hotsplit.runtime.weights.resident import Residence
 
@@ -72,7 +71,7 @@ def measure_costs(
     """Measures with the threads that the kernels use now; the two matrices of a type take up to
     `buffer_bytes` together."""
     probes = [p for kind in NAMES for p in _row_probes(kind, buffer_bytes // 2)]
-    threads = library.num_threads() if library.is_available() else 1
+    threads = library.num_threads()
     for mode in MODES:
         for num_layers in (FEW, MANY):
             probes.append(_step_probe(mode, _small_engine(mode, TINY, num_layers), threads))
@@ -113,11 +112,10 @@ def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
     the rows.
 
     Each timing takes another tenth, since the previous one may still be in a cache."""
-    entry, is_native = _random_rows(kind, num_bytes), library.is_available()
-    matrix = Residence().matrix(entry) if is_native else matrix_of(entry, CPU)
-    whole = Residence().whole(entry, "tiled") if is_native else matrix
+    entry = _random_rows(kind, num_bytes)
+    matrix, whole = Residence().matrix(entry), Residence().whole(entry, "tiled")
     x_D, x_TD = torch.ones(ROW_VALUES), torch.ones(PASS_TOKENS, ROW_VALUES)
-    chosen, chosen_bytes = _native_tenth(matrix) if library.is_available() else _torch_tenth(matrix)
+    chosen, chosen_bytes = _native_tenth(matrix)
     return [
         Probe(
             name=f"{kind}, all rows",
@@ -170,23 +168,6 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
     return seconds, 3 * len(tenths[0]) * matrix.row_bytes
 
 
-def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
-    """The same with torch: a product with two thirds of a tenth of the rows, for gate and up, and a
-    weighted sum of the last third, for down."""
-    x_D, turn, tenths = torch.ones(ROW_VALUES), itertools.count(), _tenths(matrix.num_rows)
-    weight_A = torch.ones(len(tenths[0]))
-
-    def seconds() -> float:
-        rows_A = tenths[next(turn) % len(tenths)].to(torch.int32)
-        third = len(rows_A) // 3
-        began = time.perf_counter()
-        matrix.dot(x_D, rows_A[: 2 * third])
-        matrix.combine(weight_A[: len(rows_A) - 2 * third], rows_A[2 * third :])
-        return time.perf_counter() - began
-
-    return seconds, len(tenths[0]) * matrix.row_bytes
-
-
 def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
     """Rows whose values are all 1, or rows of blocks whose bytes are all 1, except that f16 scales
     are near 1.0. They fill whole tiles, as those of models do: others would not be tiled."""
@@ -236,8 +217,6 @@ def _step_probe(mode: str, engine: Engine, threads: int) -> Probe:
     spec = engine.model.spec
 
     def seconds() -> float:
-        if not library.is_available():
-            return step_seconds(engine, STEPS)
         before = library.num_threads()
         library.set_threads(threads)
         try:

@@ -7,13 +7,12 @@ from hotsplit.runtime.kernels.cpu import library
 
 
 def arithmetic(device: torch.device) -> str:
-    """One line, e.g. "avx512vnni, torch 2.13.0 AVX512" for a CPU, whose level is "torch" if the C++
-    kernels are not built, or a GPU's name with the releases of torch and CUDA.
+    """One line, e.g. "avx512vnni, torch 2.13.0 AVX512" for a CPU, or a GPU's name with the
+    releases of torch and CUDA.
 
     Sums in training also depend on torch's number of threads; those of the C++ kernels do not."""
     release = torch.__version__.split("+")[0]
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device)
         return f"{name}, torch {release} for CUDA {torch.version.cuda}"
-    level = library.level() if library.is_available() else "torch"
-    return f"{level}, torch {release} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{library.level()}, torch {release} {torch.backends.cpu.get_cpu_capability()}"

@@ -49,8 +49,7 @@ def set_for_this_processor() -> None:
 
 @cache
 def _set_once() -> None:
-    is_needed = library.is_available() and library.prefers_tiles()
-    if not is_needed or library.knows_prefetch_distance():
+    if not library.prefers_tiles() or library.knows_prefetch_distance():
         return
     software = f"{__version__}, {library.level()}, {library.num_threads()} threads"
     processor = f"{_processor()}, {software}"

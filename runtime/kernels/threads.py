@@ -28,8 +28,7 @@ def use_threads(count: int | None) -> int:
     if count > (here := processors().usable):
         _note_too_many(count, here)
     torch.set_num_threads(count)
-    if library.is_available():
-        library.set_threads(count)
+    library.set_threads(count)
     return count
 
 
@@ -37,7 +36,7 @@ def use_default_threads(*, beside_gpu: bool) -> None:
     """Lets the kernels use the default for work beside a GPU, or for work without one. Changes
     nothing if the user gave a number, by `use_threads` or in another way."""
     count = threads_of_steps(beside_gpu=beside_gpu)
-    if library.is_available() and count != library.num_threads():
+    if count != library.num_threads():
         library.set_threads(count)
 
 
@@ -53,7 +52,7 @@ def threads_of_steps(*, beside_gpu: bool) -> int:
 
 def threads_in_use() -> int:
     """The threads that share a job now."""
-    return library.num_threads() if library.is_available() else torch.get_num_threads()
+    return library.num_threads()
 
 
 @cache

@@ -48,9 +48,7 @@ def hollow_builder(model: ModelFile, mode: Mode, *, is_divided: bool) -> Builder
 
 
 def step_bytes(hollow: Builder, context_length: int, num_sequences: int = 1) -> int:
-    """Workspace bytes of a native step; 0 if the kernels do not cover it, or are not built."""
-    if not library.is_available():
-        return 0
+    """Workspace bytes of a native step; 0 if the kernels do not cover it."""
     weights = hollow.weights()
     try:
         builder = StepBuilder(weights.spec.value_sizes)  # keeps the structs' memory alive

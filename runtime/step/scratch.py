@@ -16,7 +16,6 @@ from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.position_wise import TOKEN, PositionWise
 from hotsplit.model.spec import Attention, DeltaNet, Neurons
 from hotsplit.runtime.device.pools import PoolBytes
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.ops.attention.attend import MOST_SCORES, stores_scores
@@ -213,7 +212,7 @@ def experts(p: Pass, index: int) -> PoolBytes:
     if p.is_on_gpu:
         return _experts_on_gpu(p, index)
     used, own = spec.route.num_used, spec.neurons.of_expert
-    if p.way == "unwatched" and library.is_available():
+    if p.way == "unwatched":
         rows = min(p.num_tokens, MAX_ROWS)
         return p.floats(2 * width + 4 * used) + p.tensor(chosen_bytes(p.hollow, index, rows))
     seen = 2 * used * own + 5 * own if p.way == "watched" else 0
@@ -326,7 +325,7 @@ def _appended(p: Pass, index: int, number: int) -> int:
     """Neurons by which a part of a layer on the CPU is completed to whole tiles."""
     layer = p.spec.layers[index]
     own, adds_all = layer.neurons, p.spec.computes_all(index, p.mode)
-    if p.is_on_gpu or layer.predict or number in (0, own.number) or not library.is_available():
+    if p.is_on_gpu or layer.predict or number in (0, own.number):
         return 0
     kinds = [p.kind(f"blk.{index}.{name}") for name in own.matrices][: None if adds_all else 1]
     down = part_bytes.down_kind(p.model, index)
@@ -340,7 +339,7 @@ def _on_cpu(p: Pass, index: int, number: int, *, is_divided: bool) -> PoolBytes:
     own, is_named = p.spec.layers[index].neurons, p.spec.layers[index].predict is not None
     width, is_drelu = p.spec.hidden_size, own.activation == "drelu"
     is_all = p.spec.computes_all(index, p.mode)
-    if p.way == "unwatched" and library.is_available() and (p.num_tokens > 1 or is_all):
+    if p.way == "unwatched" and (p.num_tokens > 1 or is_all):
         rows = min(p.num_tokens, MAX_ROWS)
         packed = 17 * rows * -(-number // 32) * 32 * is_named
         own_bytes = packed + neurons_bytes(p.hollow, index, number, rows)

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import FLOAT_BYTES, placed_units, tile_rows
+from hotsplit.costs.part_bytes import FLOAT_BYTES, placed_units
 from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.device.device_memory import ALIGNMENT, BESIDE_BYTES, LEAST_BUDGET_BYTES
 from hotsplit.runtime.device.pools import SEGMENT_BYTES, PoolBytes
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.step.decoder import plain_ops
@@ -67,9 +66,6 @@ def pass_pools(p: Pass) -> PoolBytes:
             held = alive.get(name_of(op.reads[0]), PoolBytes())
             alive = {name: size for name, size in alive.items() if name not in last}
             alive |= written(p, index, op, held)
-    if not p.is_on_gpu and not library.is_available():  # torch unpacks every matrix, in tiles
-        widest = max(spec.hidden_size, spec.most_query_size)
-        most += p.tensor(4 * FLOAT_BYTES * widest * tile_rows(widest))
     return most + p.tensor(4096 + 64 * p.num_tokens)  # positions, ids, scalars
 
 
@@ -121,7 +117,7 @@ def workspace_bytes(
     """What a plan, or an engine without one, reserves on each device that holds anything: on the CPU
     for passes, watched by observers or not, and native steps, however neurons are divided; on a GPU
     of this budget, at least what `gpu_bytes` needs beyond the budget that is enforced at least."""
-    tokens = min(SHORT_CHUNK if library.is_available() else PREFILL_CHUNK, context_length)
+    tokens = min(SHORT_CHUNK, context_length)
     watched = Pass(
         model=model,
         mode=mode,

@@ -45,7 +45,7 @@ class Matrix(StoredMatrix):
     def is_native(self) -> bool:
         """True if the C++ kernels support it."""
         is_on_cpu = self.data.device.type == "cpu" and not self._is_on_gpu
-        return is_on_cpu and self.kind not in _GPU_KINDS and library.is_available()
+        return is_on_cpu and self.kind not in _GPU_KINDS
 
     def part(self, start: int, stop: int) -> "Matrix":
         """A range of consecutive rows, as a view; in a tiled or grouped matrix, whole tiles or

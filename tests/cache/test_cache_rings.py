@@ -26,7 +26,6 @@ from hotsplit.costs import cache_layout
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Attention
 from hotsplit.runtime.cache.block_table import NO_BLOCK, BlockTable
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder, native_step
@@ -34,7 +33,6 @@ from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.serve.prefix_cache import PrefixCache
 
-native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 WINDOW, CONTEXT = 9, 300
 SIZES = make_sizes(num_layers=3, num_neurons=64, context_length=CONTEXT)
 
@@ -79,7 +77,6 @@ def planned(model: ModelFile, **options) -> Split:
     return make_split(model, hot, context_length=CONTEXT, **options)
 
 
-@native
 @pytest.mark.parametrize("types", [{}, {"cache_type_k": "q8_0", "cache_type_v": "q4_0"}])
 def test_random_schedules_beyond_the_window(monkeypatch, model, types):
     """Texts end, fork, are marked and rolled back to any place; blocks are dropped and windows taken
@@ -175,7 +172,6 @@ def test_hybrid_steps_read_rings(monkeypatch, model):
         assert mirrored(with_steps(one, split), with_steps(other, split), 12) > 100
 
 
-@native
 def test_a_saved_text_has_what_rings_hold(monkeypatch, model):
     """It goes on with the same bits, also after a rollback to before what was saved, and where it was
     saved with all positions; the other way round it is refused."""
@@ -203,7 +199,6 @@ def test_a_saved_text_has_what_rings_hold(monkeypatch, model):
             other.write_state(ids, state)
 
 
-@native
 def test_an_observed_pass_and_timed_steps_use_rings(monkeypatch, model):
     found = []
     ids = torch.arange(250) % 50
@@ -220,7 +215,6 @@ def test_an_observed_pass_and_timed_steps_use_rings(monkeypatch, model):
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True)) and len(found[0]) == 15
 
 
-@native
 def test_a_server_reuses_a_prefix_whose_window_is_saved(monkeypatch, model):
     """Where the second text parts from the first, it saves its window for the third."""
     chance = random.Random(0)
@@ -257,7 +251,6 @@ FAMILIES = {
 }
 
 
-@native
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rings_give_the_logits_of_transformers(tmp_path, family):
     """A text of 30 windows in uneven pieces, one of which is rolled back and given again. SmallThinker

@@ -22,7 +22,6 @@ from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.threads import use_threads
 
-native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT, LENGTH = 320, 300
 IDS = torch.randint(50, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
 SMALL = "block=16,sinks=16,window=32,top=32,candidates=2"
@@ -63,7 +62,6 @@ def logits(path, offload, **options) -> torch.Tensor:
 # ---- everything is chosen ------------------------------------------------------------------------
 
 
-@native
 @pytest.mark.parametrize(
     ("rule", "kind"), [*((rule, "f16") for rule in ALL), (ALL[0], "q8_0"), (ALL[0], "q4_0")]
 )
@@ -73,7 +71,6 @@ def test_choosing_all_keys_equals_full_attention_bit_for_bit(path, rule, kind, n
     assert torch.equal(logits(path, rule, **options), logits(path, None, **options))
 
 
-@native
 @pytest.mark.parametrize("rule", RULES)
 def test_a_short_text_is_read_entirely_and_a_long_one_is_not(path, rule):
     sizes = KeySelection.parse(rule)
@@ -88,7 +85,6 @@ FULL = 267  # within a block, and beyond what each rule reads entirely
 READ_IN_FULL = [f"{rule},full={FULL}" for rule in (RULES[0], RULES[2], RULES[4])]
 
 
-@native
 @pytest.mark.parametrize("rule", READ_IN_FULL)
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_the_first_positions_are_read_in_full(path, rule, num_sequences):
@@ -111,7 +107,6 @@ def test_bytes_read_are_those_of_all_keys_within_a_full_beginning():
     assert types.read_bytes(4096, width) < types.read_bytes(4095, width)
 
 
-@native
 @pytest.mark.parametrize("rule", READ_IN_FULL)
 def test_after_a_full_prompt_the_search_is_that_of_a_restored_one(path, tmp_path, rule):
     """A text that was read without a selection continues under the rule with the same logits."""
@@ -125,7 +120,6 @@ def test_after_a_full_prompt_the_search_is_that_of_a_restored_one(path, tmp_path
         assert torch.equal(text.extend(IDS[FULL:], "all"), found[FULL:])
 
 
-@native
 @pytest.mark.parametrize("full", [1, 94, 95, 96, 97, 200, LENGTH, CONTEXT, 1 << 24])
 def test_every_length_of_a_full_beginning(path, full):
     """There are lengths around the one that is read in full anyway, the context's length, and a
@@ -142,7 +136,6 @@ def test_every_length_of_a_full_beginning(path, full):
 # ---- tables --------------------------------------------------------------------------------------
 
 
-@native
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_0-plain"])
 @pytest.mark.parametrize("num_sequences", [1, 2])
@@ -164,7 +157,6 @@ def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences)
                     assert torch.equal(found, wanted)
 
 
-@native
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_key_that_is_not_finite_affects_only_its_own_head(path, rule, bad):
@@ -269,7 +261,6 @@ def test_the_choice_keeps_most_of_what_the_best_one_would():
     assert kept[8] > 0.95 and kept[8] > kept[0]
 
 
-@native
 @pytest.mark.parametrize(
     ("rule", "width", "heads", "kv"),
     [
@@ -292,7 +283,6 @@ def test_torch_computes_the_same(tmp_path, rule, width, heads, kv):
     assert differs.float().mean() < 0.1 * unlike.float().mean()
 
 
-@native
 def test_every_level_chooses_the_same_keys(path):
     """Integer sums are the same at every level. Logits differ by rounding, and by more in at most
     one row of twenty."""
@@ -315,7 +305,6 @@ def test_every_level_chooses_the_same_keys(path):
 # ---- rows, sequences, states ---------------------------------------------------------------------
 
 
-@native
 @pytest.mark.parametrize(
     ("rule", "kind"), [(RULES[0], "f16"), (RULES[3], "q4_0"), (READ_IN_FULL[0], "f16")]
 )
@@ -333,7 +322,6 @@ def test_a_row_does_not_depend_on_the_others(path, rule, kind):
             assert torch.equal(torch.cat(rows), single)
 
 
-@native
 @pytest.mark.parametrize("rule", [RULES[0], RULES[1], READ_IN_FULL[0]])
 def test_random_schedules_of_several_texts(path, rule):
     import random
@@ -344,7 +332,6 @@ def test_random_schedules_of_several_texts(path, rule):
     assert compared > 500
 
 
-@native
 def test_a_fork_that_diverges_gets_its_own_tables(path):
     """A block that two texts share is copied with its tables when one of them writes into it."""
     with load(path, num_sequences=3) as engine, engine.sequence() as text:
@@ -360,7 +347,6 @@ def test_a_fork_that_diverges_gets_its_own_tables(path):
         assert torch.equal(engine.logits([*IDS[:201], *changed, 5, 6, 7])[LENGTH:], got)
 
 
-@native
 @pytest.mark.parametrize("at", [100, 200, 207])
 def test_a_restored_state_continues_bit_for_bit(path, tmp_path, at):
     with load(path) as engine:
@@ -453,7 +439,6 @@ def test_contexts_shorter_than_the_window(path, rule, context):
         assert torch.equal(found, engine.logits(ids))
 
 
-@native
 def test_chosen_scores_with_a_soft_cap():
     """Rows before the search begins agree closely."""
     shape = make_sizes(num_layers=1, num_heads=2, num_kv_heads=1, context_length=CONTEXT)

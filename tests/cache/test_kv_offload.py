@@ -25,15 +25,11 @@ from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.step.host_mixers import HostMixers
 from hotsplit.runtime.step.plain_backend import plain_backend
 
-pytestmark = [
-    pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-]
 CONTEXT = 160
 IDS = torch.randint(50, (CONTEXT,), generator=torch.Generator().manual_seed(5)).tolist()
 EVERYTHING = KeySelection(window=CONTEXT // 32 * 32 + 32)

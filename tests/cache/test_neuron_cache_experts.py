@@ -20,7 +20,6 @@ from test_runtime import IDS as TOKENS
 from hotsplit.costs.cache_bytes import CacheSize
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.device.streams import PlainStream
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.planar import planar
 from hotsplit.runtime.model.loader import load_weights
@@ -38,7 +37,6 @@ from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights.expert_block import ExpertMatrices
 from hotsplit.runtime.weights.resident import Residence
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CPU = torch.device("cpu")
 E, NONE = 12, np.zeros(0, np.int32)
 IDS = TOKENS[:5]

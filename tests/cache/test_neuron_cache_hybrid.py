@@ -17,7 +17,6 @@ from test_runtime import make_split
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.device.bits import unpack_bits
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.model.loader import load_weights
@@ -30,7 +29,6 @@ from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights.resident import Residence
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CPU = torch.device("cpu")
 F, L = 96, 4
 IDS = TOKENS[:5]

@@ -31,7 +31,6 @@ from hotsplit.runtime.generate.prompt_cache import FORMAT, VERSION, restore_prom
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.sequences import Part, Sequence
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT, ROOM = 300, 5
 
 

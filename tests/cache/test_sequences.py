@@ -14,11 +14,9 @@ from hotsplit.costs.cache_layout import BLOCK_LENGTH, kv_positions
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.block_table import NO_BLOCK, BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.batch import LogitsMemory, Row, rows_of
 from hotsplit.runtime.step.sequences import Part, Sequence
 
-native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT = 300
 ROOM = 8
 
@@ -138,7 +136,6 @@ def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) ->
     return compared
 
 
-@native
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
 def test_random_schedules(tmp_path, kind, mode):
@@ -155,7 +152,6 @@ def test_random_schedules(tmp_path, kind, mode):
 
 
 @pytest.mark.slow
-@native
 def test_a_thousand_random_schedules(tmp_path):
     for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"):
         model = model_of(tmp_path, kind)
@@ -171,7 +167,6 @@ def test_a_thousand_random_schedules(tmp_path):
                     schedule(engine, alone, random.Random(f"{kind} {mode} slow {seed}"), 12)
 
 
-@native
 def test_the_comparison_finds_a_wrong_block(tmp_path):
     """A sequence that reads another's block gets other logits."""
     model = model_of(tmp_path, "q8_0")
@@ -186,7 +181,6 @@ def test_the_comparison_finds_a_wrong_block(tmp_path):
         assert not torch.equal(first.extend([3]), want)
 
 
-@native
 def test_a_tree_of_drafts(tmp_path):
     """Branches copy their stem's keys and values instead of computing them again."""
     model = model_of(tmp_path, "q8_0")
@@ -252,7 +246,6 @@ def test_the_reported_cache_bytes_are_those_allocated_for_every_count(tmp_path):
     assert kv_positions(150, 3) == 3 * 3 * BLOCK_LENGTH
 
 
-@native
 def test_a_single_step_is_one_of_its_sequence(tmp_path):
     model = model_of(tmp_path, "q8_0")
     with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
@@ -264,7 +257,6 @@ def test_a_single_step_is_one_of_its_sequence(tmp_path):
         assert not torch.equal(got, first.extend([7])[0])
 
 
-@native
 def test_an_engine_loaded_in_inference_mode_runs_outside_it(tmp_path):
     model = model_of(tmp_path, "q8_0")
     with torch.inference_mode():
@@ -275,7 +267,6 @@ def test_an_engine_loaded_in_inference_mode_runs_outside_it(tmp_path):
         assert torch.equal(text.extend([2]), engine.logits([1] * 40 + [2])[-1:])
 
 
-@native
 def test_an_interrupted_copy_changes_nothing(tmp_path, monkeypatch):
     """A copy is interrupted before its first layer, another before its second; then both sequences
     continue as if nothing had happened."""
@@ -309,7 +300,6 @@ def test_an_interrupted_copy_changes_nothing(tmp_path, monkeypatch):
         assert len(table._free) == table.num_blocks
 
 
-@native
 def test_impossible_parts_are_refused(tmp_path):
     model = saved(tmp_path, sizes=make_sizes(context_length=400))
     with (

@@ -14,7 +14,6 @@ from hotsplit.doctor import gpu, machine
 from hotsplit.doctor.children import Child, Result
 from hotsplit.runtime.kernels.cpu import library
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 PROGRAM = "import sys; from hotsplit.cli import main; sys.exit(main())"
 
 

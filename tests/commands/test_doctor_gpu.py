@@ -9,10 +9,7 @@ from test_doctor import broken  # noqa: F401
 from hotsplit.doctor import gpu
 from hotsplit.doctor.children import Child, Result
 from hotsplit.doctor.probes import probe_gpu
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
 # ---- torch, drivers and GPUs as children report them ---------------------------------------------
 

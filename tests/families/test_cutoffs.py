@@ -17,9 +17,7 @@ from hotsplit import Engine, HotsplitError
 from hotsplit.costs.default_mode import choose_mode
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Neurons
-from hotsplit.runtime.kernels.cpu import library
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 SHARE, F = 0.8, 203  # of neurons cut off, and a number with no whole group
 CUTOFF = torch.distributions.Normal(0, 1).icdf(torch.tensor(SHARE)).item()
 BIASES = ("ffn_gate.bias",)

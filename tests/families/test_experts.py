@@ -32,8 +32,7 @@ from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.route import Router, route_ref
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
-native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-LEVELS = library.usable_levels() if library.is_available() else []
+LEVELS = library.usable_levels()
 BOUNDS = Bounds(
     f32=1e-5, f16=1e-3, bf16=1e-3, q8_0=1e-3, q4_0=1e-3, q4_k=1e-3, q5_k=1e-3, q6_k=1e-3
 )
@@ -175,7 +174,6 @@ def test_of_equal_scores_the_lower_index_is_chosen(tmp_path, in_torch):
 LAYOUTS = [("sparse", "dense"), ("sparse", "exact"), ("stock", "dense")]
 
 
-@native
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
 @pytest.mark.parametrize("name", ROUTES)
 def test_native_experts_equal_those_of_torch(name, layout, mode):
@@ -189,7 +187,6 @@ def test_native_experts_equal_those_of_torch(name, layout, mode):
             assert rel_error(engine.logits(IDS), watched(engine, IDS)) < 1e-5
 
 
-@native
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
 @pytest.mark.parametrize("kind", BOUNDS)
 def test_all_types(restore_library, kind, layout, mode):
@@ -214,7 +211,6 @@ def test_all_types(restore_library, kind, layout, mode):
                 assert torch.equal(engine._step(token, position), want[position])
 
 
-@native
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
 def test_all_levels(restore_library, level, layout, mode):
@@ -229,7 +225,6 @@ def test_all_levels(restore_library, level, layout, mode):
                 assert torch.equal(engine._step(token, position), want[position])
 
 
-@native
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
 def test_random_schedules(layout, mode, num_seeds=8):
     for kind in ("f32", "q8_0"):
@@ -244,13 +239,11 @@ def test_random_schedules(layout, mode, num_seeds=8):
 
 
 @pytest.mark.slow
-@native
 def test_a_thousand_random_schedules():
     for layout, mode in LAYOUTS:
         test_random_schedules(layout, mode, num_seeds=170)
 
 
-@native
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
 def test_an_expert_that_no_row_chooses_is_not_read(kind, layout, mode):
@@ -273,7 +266,6 @@ def test_an_expert_that_no_row_chooses_is_not_read(kind, layout, mode):
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-@native
 @pytest.mark.parametrize("layout", ["sparse", "stock"])
 def test_bytes_are_those_of_the_chosen_experts(layout):
     """Three of seven for one row; of several rows, each expert that any row chooses once."""
@@ -296,7 +288,6 @@ def test_bytes_are_those_of_the_chosen_experts(layout):
             assert read[0] == read[1] == experts * 96 * row and sum(read) == experts * of_expert
 
 
-@native
 def test_exact_mode_skips_silent_neurons_of_the_chosen_experts():
     model = mixture(kind="q8_0", num_neurons=96, activation="relu")
     with Engine.of(model, mode="exact") as engine:
@@ -311,7 +302,6 @@ def test_exact_mode_skips_silent_neurons_of_the_chosen_experts():
         assert 0 < read == sum(fired) * 68 < 2 * 3 * 96 * 68
 
 
-@native
 @pytest.mark.parametrize("mode", ["dense", "exact"])
 def test_bytes_by_shares_are_those_that_the_runtime_reads(mode):
     """Also with a first layer that has no experts, and another number of neurons."""
@@ -401,7 +391,6 @@ def many_experts(kind: str, path: Path, num_experts: int) -> Path:
     return path
 
 
-@native
 def test_a_load_takes_the_bytes_of_the_file_and_no_copy_more(tmp_path):
     """Files of 57 and 107 MB: a tensor of all experts is a sixth of one."""
     files = [many_experts(kind, tmp_path / f"{kind}.gguf", 256) for kind in ("q4_k", "q8_0")]

@@ -33,7 +33,6 @@ from hotsplit.model.planes import BEGIN, END, PREDICT
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.attend import capped
@@ -44,7 +43,6 @@ from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.assumed import by_activation
 from hotsplit.solver.solve import SolveConfig, solve
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 BOUND = 1e-5
 CONFIG = CASES["gemma3n"].to_dict() | {"architectures": ["Gemma3nForCausalLM"]}
 

@@ -29,7 +29,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.table import read_blueprint
 from hotsplit.model.spec import Add
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
@@ -43,7 +42,6 @@ from hotsplit.solver.mode_choice import find, obvious_plans
 from hotsplit.solver.multi_gpu import plan_is_feasible
 from hotsplit.solver.optimise import find_plan
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 BOUND = 1e-5
 # All layers without a window, one key head, values that are keys.
 FULL = Gemma4TextConfig(

@@ -26,8 +26,7 @@ from hotsplit.runtime.step.batch import Row, rows_of
 from hotsplit.runtime.step.host_mixers import HostMixers
 from hotsplit.runtime.step.plain_backend import plain_backend
 
-native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-LEVELS = library.usable_levels() if library.is_available() else []
+LEVELS = library.usable_levels()
 BOUND = 1e-5  # against float64, with all weights and the cache in f32; the largest seen was 1e-6
 SIZES = make_sizes(num_layers=6, num_neurons=96, context_length=300)
 LONG = np.random.default_rng(1).integers(0, 50, 600).tolist()
@@ -213,7 +212,6 @@ def test_layers_that_differ_in_torch(model, want):
         assert rel_error(in_torch(engine, IDS[:100]), want) < BOUND
 
 
-@native
 @pytest.mark.parametrize("level", LEVELS)
 def test_layers_that_differ_in_the_native_step(restore_library, model, want, level):
     """Token by token, in one prompt, in several, and with any number of threads."""
@@ -228,7 +226,6 @@ def test_layers_that_differ_in_the_native_step(restore_library, model, want, lev
             assert torch.equal(stepped(engine, IDS[:20]), alone[:20])
 
 
-@native
 def test_layers_that_differ_as_observers_see_them(model):
     """Each observer gets the neurons of the layer, as many as it has."""
     seen = {}
@@ -248,7 +245,6 @@ def test_layers_that_differ_as_observers_see_them(model):
             assert got.shape == plain.shape and rel_error(got, plain) < BOUND
 
 
-@native
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_layers_that_differ_in_sparse_modes(mode):
     spec = differing_spec(SIZES, window=9)
@@ -262,7 +258,6 @@ EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 272, 599, 600, 1000)
 POSITIONS = (0, 1, 15, 16, 63, 64, 255, 256, 257, 511, 512, 599)
 
 
-@native
 @pytest.mark.parametrize("window", EDGES)
 @pytest.mark.parametrize("heads, head_width", [((4, 2), None), ((5, 1), 24)])
 def test_windows_at_every_edge(window, heads, head_width):
@@ -277,7 +272,6 @@ def test_windows_at_every_edge(window, heads, head_width):
             assert torch.equal(engine._step(ids[position], position), got[position]), position
 
 
-@native
 @pytest.mark.parametrize("wrong", [-1, 1])
 @pytest.mark.parametrize("window", [2, 17, 65, 257])
 def test_the_bound_rejects_a_step_with_another_window(window, wrong):
@@ -287,7 +281,6 @@ def test_the_bound_rejects_a_step_with_another_window(window, wrong):
     assert error > 10 * BOUND
 
 
-@native
 @pytest.mark.parametrize("window", [1, 16, 40, 300])
 def test_keys_before_the_window_are_not_read(window):
     """Those of whole tiles before it: NaN there changes nothing."""
@@ -303,7 +296,6 @@ def test_keys_before_the_window_are_not_read(window):
             assert engine._step(ids[599], 599).isnan().all()
 
 
-@native
 def test_sequences_and_drafts_in_blocks(model, want):
     """Three sequences in blocks of 64 positions, each with several rows in a step: each row has the
     bits that it has alone."""
@@ -324,7 +316,6 @@ def test_sequences_and_drafts_in_blocks(model, want):
     assert torch.equal(got, right) and rel_error(alone, want) < BOUND
 
 
-@native
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_heads_that_attend_on_the_host_for_a_gpu(model, num_sequences):
     """Queries, keys and values of each layer, as many as it has, give what torch gives."""
@@ -352,7 +343,6 @@ def test_heads_that_attend_on_the_host_for_a_gpu(model, num_sequences):
 # ---- hybrid steps ----------------------------------------------------------------------------
 
 
-@native
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_layers_that_differ_in_a_hybrid_step(mode, num_rows):

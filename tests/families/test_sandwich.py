@@ -28,7 +28,6 @@ from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights import gpu_products
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 FAMILY = ("olmo2", "sandwich with biases")
 MODES = ("dense", "exact", "predicted")
 
@@ -132,7 +131,7 @@ def test_the_comparison_rejects_other_models(tmp_path, monkeypatch, mutant):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("level", library.usable_levels() if library.is_available() else [])
+@pytest.mark.parametrize("level", library.usable_levels())
 @pytest.mark.parametrize("family", FAMILY)
 def test_the_native_step_agrees_with_torch(tmp_path, restore_library, family, level, mode):
     library.set_level(level)

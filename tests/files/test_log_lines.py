@@ -14,7 +14,6 @@ from rich.progress import Progress
 from hotsplit.cli import main
 from hotsplit.commands.options import shared
 from hotsplit.runtime import resolved_options
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system.log_lines import NAME, lines_on_stderr
 
 
@@ -86,7 +85,6 @@ def stderr_of(first: str, path: Path) -> str:
     return done.stderr
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 def test_a_program_shows_warnings_by_default_and_the_rest_on_request(model):
     """Without a handler, Python shows warnings as plain lines and hides messages of level INFO."""
     (warned,) = stderr_of("", model).splitlines()
@@ -105,7 +103,6 @@ def test_a_command_says_them_as_its_own_notes(model, monkeypatch):
     assert sum(EXPLAINED in line for line in said) == 1
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 def test_a_command_shows_warnings_and_information(model, capsys, monkeypatch):
     monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: 1)
     given = ["generate", str(model), "-p", "a", "-n", "1", "--device", "cpu", "--kv-offload", SIZES]

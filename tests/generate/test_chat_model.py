@@ -16,10 +16,7 @@ TEXT = (
     " often called the first algorithm. "
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built"),
-]
+pytestmark = [pytest.mark.slow]
 
 
 def model(kind: str) -> Path:

@@ -24,7 +24,6 @@ from hotsplit.files.gguf_file import type_of
 from hotsplit.options.generation import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.chat_template import chat_template_of
 
 FOLDER = ROOT / "build" / "smollm2"
@@ -65,7 +64,6 @@ LATER = ("Say that in one sentence.", "Why does it matter?")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built"),
     pytest.mark.skipif(not (FOLDER / "f16.gguf").exists(), reason="make smollm2 makes the model"),
 ]
 

@@ -20,7 +20,6 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.pooling import pooling_of
 from hotsplit.errors import HotsplitError
 from hotsplit.families.key_reader import KeyReader
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve.texts import EmbeddingJob, Ended, Pool
 
 IDS = [7, 200, 33, 41, 41, 9, 3, 180, 65, 250, 12]
@@ -108,7 +107,6 @@ def test_another_pooling_is_refused(model, number, words):
         KeyReader(model, keys, loaded.tensors).model()
 
 
-@pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 def test_texts_beside_it_stay_the_same(tmp_path):
     """Keys and values of a text that is embedded are not shared, and its turn ends."""
     bench = Bench(save_model(tmp_path, context_length=300))
@@ -133,7 +131,6 @@ def test_texts_beside_it_stay_the_same(tmp_path):
         bench.close()
 
 
-@pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 def test_openais_client(model):
     with Served(model, "--parallel", "2") as served:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)

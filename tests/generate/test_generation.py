@@ -25,9 +25,7 @@ from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.generate.stops import StopFilter
-from hotsplit.runtime.kernels.cpu import library
 
-native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 DRAWN = SamplingOptions(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=5)
 
 
@@ -272,7 +270,6 @@ def test_tokens_kept_in_a_sequence_are_not_computed_again(codec_model):
         assert again == [t.id for t in engine.generate(other, 6, 0.0)]
 
 
-@native
 def test_texts_generated_together_equal_those_generated_alone(codec_model):
     prompts = ["ab cd", "ef", "gh ij kl mn", "ab"]
     options = GenerationOptions(max_tokens=20, stops=("zz",))
@@ -301,7 +298,6 @@ class Drafting(Speculation):
         pass
 
 
-@native
 def test_a_step_that_fails_after_a_draft_leaves_the_sequence_consistent(codec_model, monkeypatch):
     with Engine.load(codec_model) as engine, engine.sequence() as text:
         tokens = engine.generate("ab cd", 20, 0.0, sequence=text, drafts=Drafting())

@@ -35,14 +35,12 @@ from hotsplit.runtime.generate.generation import Generation, GenerationOptions
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation, check_rows
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted
 from hotsplit.runtime.step.sequences import Sequences
 
 CONTEXT = 400
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 MODES = ("dense", "exact", "predicted")
 
 
@@ -106,7 +104,6 @@ LIES = {
 }
 
 
-@native
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_no_drafter_changes_greedy_or_seeded_texts(tmp_path, kind, mode):
@@ -134,7 +131,6 @@ def test_no_drafter_changes_greedy_or_seeded_texts(tmp_path, kind, mode):
                     assert text_of(engine, 150, drafts, sampling=sampling) == want
 
 
-@native
 @pytest.mark.parametrize("lie", LIES)
 def test_adversarial_drafts_change_nothing(tmp_path, lie):
     with Engine.load(model_path(tmp_path, "q8_0"), mode="predicted") as engine:
@@ -154,7 +150,6 @@ def test_adversarial_drafts_change_nothing(tmp_path, lie):
             assert text_of(engine, 600, drafts, sampling=sampling, shift_keep=3) == shifted
 
 
-@native
 def test_the_comparison_finds_a_changed_text(tmp_path):
     """A verifier that accepts every draft changes the text."""
     with Engine.load(model_path(tmp_path, "q8_0"), mode="exact") as engine:
@@ -193,7 +188,6 @@ class _Fixed:
         return self.after.sample(logits_V, history, mask_V) if token is None else token
 
 
-@native
 def test_no_token_depends_on_a_clock(tmp_path, monkeypatch):
     path = model_path(tmp_path, "q8_0")
     chance = random.Random(7)
@@ -221,7 +215,6 @@ def test_no_token_depends_on_a_clock(tmp_path, monkeypatch):
             assert len(seen) > 1  # the drafts did depend on the clock
 
 
-@native
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_a_sequence_is_clean_after_an_interruption(tmp_path, num_sequences):
     with Engine.load(
@@ -254,7 +247,6 @@ def test_a_sequence_is_clean_after_an_interruption(tmp_path, num_sequences):
                 assert (table.block_SN == NO_BLOCK).all() and len(table._free) == table.num_blocks
 
 
-@native
 def test_the_draft_models_sequence_is_the_text(tmp_path):
     path, small = model_path(tmp_path, "q8_0"), model_path(tmp_path, "q4_0", "draft")
     with Engine.load(path, mode="dense") as engine, Engine.load(small, mode="dense") as other:
@@ -281,7 +273,6 @@ def test_the_draft_models_sequence_is_the_text(tmp_path):
         assert guess == text_of(other, 12)
 
 
-@native
 def test_a_draft_model_proposes_nothing_when_unsure_or_full(tmp_path):
     path = model_path(tmp_path, "q8_0")
     with Engine.load(path, mode="dense", context_length=32) as engine, engine.sequence() as text:
@@ -385,7 +376,6 @@ def refuses(engine: Engine, match: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@native
 def test_speculation_is_refused_where_rows_may_differ_from_single_steps(tmp_path):
     path = model_path(tmp_path, "q8_0")
     with Engine.load(path) as engine:
@@ -442,7 +432,6 @@ def test_conflicting_options_are_refused(line, match):
     assert result.exit_code == 2 and match in result.output
 
 
-@native
 def test_every_type_of_drafter_can_be_chosen(tmp_path):
     path, small = model_path(tmp_path, "q8_0"), model_path(tmp_path, "q4_0", "draft")
     with Engine.load(path, mode="exact", context_length=200) as engine:
@@ -459,7 +448,6 @@ def test_every_type_of_drafter_can_be_chosen(tmp_path):
                 assert drafts.totals.tokens == 99
 
 
-@native
 @pytest.mark.parametrize("target_pad, draft_pad", [(0, 7), (7, 0)])
 def test_a_draft_model_may_have_another_number_of_padded_logits(tmp_path, target_pad, draft_pad):
     """Ids of the padding are neither drafted nor read."""
@@ -486,7 +474,6 @@ def test_a_draft_model_may_have_another_number_of_padded_logits(tmp_path, target
                 assert len(drafter.propose([*PROMPT, 1], 8).tokens) == 8
 
 
-@native
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     path = model_path(tmp_path, "q8_0")
     keys, vocab_size = byte_level_keys()
@@ -542,7 +529,6 @@ def real_texts(path: Path, mode: str, prompt: str, count: int) -> None:
 
 
 @pytest.mark.slow
-@native
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_two_thousand_tokens_of_a_chat_model(kind):
     path = ROOT / "build" / "smollm2" / f"{kind}.gguf"
@@ -552,7 +538,6 @@ def test_two_thousand_tokens_of_a_chat_model(kind):
     )
 
 
-@native
 @pytest.mark.parametrize(
     "mode, count",
     [("exact", 200), *(pytest.param(m, 2000, marks=pytest.mark.slow) for m in ("dense", "exact"))],

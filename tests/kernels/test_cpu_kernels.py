@@ -23,10 +23,8 @@ from small_blocks import random_rows as random_small_rows
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.cpu import library, shared_library
 from hotsplit.runtime.kernels.stored import unpack
-
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
 EPS = torch.finfo(torch.float32).eps
 FLOAT_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -40,7 +38,7 @@ PLANAR = ["q4_0_planar", "q8_0_planar"]
 SMALL_BLOCKS = ["q8_0", "q4_0", *PLANAR]
 QUANT_BYTES = {"q4": 16, "q8": 32}  # of a block of 32 values, after its scale
 KINDS = [*FLOAT_DTYPES, *QUANT_TYPES]
-LEVELS = library.usable_levels() if library.is_available() else []
+LEVELS = library.usable_levels()
 SIZES = [(kind, D) for kind in FLOAT_DTYPES for D in (1, 31, 32, 33, 100, 256)]
 SIZES += [(kind, D) for kind in SMALL_BLOCKS for D in (32, 64, 96, 128, 160, 256)]
 SIZES += [(kind, D) for kind in PLANAR for D in (480, 512, 544, 2048)]
@@ -512,7 +510,7 @@ def test_an_impossible_thread_count_is_refused(num_threads):
 
 def test_no_level_is_missing_because_its_probe_failed():
     """The tests above cover only the levels that the probe accepted."""
-    assert library._built().hs_faulty_level() is None
+    assert library._lib.hs_faulty_level() is None
 
 
 def test_rows_beyond_two_gib_are_found(level):
@@ -634,7 +632,7 @@ def test_wrong_arguments_are_refused(bad, match):
 
 @pytest.mark.parametrize("columns, codes", [(33, (3, 4, 8, 99, -1)), (224, (5, 6, 7)), (0, (99,))])
 def test_the_library_itself_refuses_partial_blocks_and_unknown_kinds(columns, codes):
-    lib, y = library._built(), torch.zeros(columns + 1)
+    lib, y = library._lib, torch.zeros(columns + 1)
     weight, x = torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(columns)
     of_weight = weight.data_ptr(), 256, 1, columns
     of_rows = None, 1, y.data_ptr()
@@ -673,10 +671,9 @@ def test_a_level_this_machine_lacks_is_refused(monkeypatch):
 
 
 def test_without_the_shared_library(monkeypatch):
-    monkeypatch.setattr(library, "_lib", None)
-    assert not library.is_available()
+    monkeypatch.setattr(shared_library, "find_spec", lambda name: None)
     with pytest.raises(HotsplitError, match=r"missing: .* make build .* C\+\+ compiler"):
-        library.dot_rows(torch.ones(1, 1), "f32", torch.ones(1))
+        library._load()
 
 
 def test_the_kernels_work_after_a_fork():

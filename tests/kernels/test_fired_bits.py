@@ -11,11 +11,9 @@ from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.step.batch import Row, rows_of
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 F, L = 77, 2  # not a whole number of words
 IDS = [3, 17, 9, 40, 2, 33, 21]
 SOME = np.random.default_rng(5).permutation(F)[:30]

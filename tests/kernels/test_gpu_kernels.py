@@ -30,7 +30,6 @@ from gpu_matrices import (
 from small_blocks import CODED, edge_rows
 
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu import launch
 from hotsplit.runtime.kernels.planar import planar
 from hotsplit.runtime.kernels.stored import rows_together, unpack
@@ -168,7 +167,6 @@ def test_unpack_of_chosen_rows_with_gaps(kernels, kind):
     assert_close(got, want, torch.finfo(torch.bfloat16).eps * sizes(matrix)[index.long()])
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 @pytest.mark.parametrize("kind", TILE_KINDS)
 def test_unpack_of_tiles_and_groups(kernels, kind, blocks):
@@ -183,7 +181,6 @@ def test_unpack_of_tiles_and_groups(kernels, kind, blocks):
     assert (out[:, width:] == 7).all()
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_unpack_of_tiles_to_16_bits(kernels, dtype):
     kind = "q4_k_tiled" if dtype == torch.float16 else "bf16_grouped"

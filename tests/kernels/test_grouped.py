@@ -16,7 +16,6 @@ from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.weights.matrix import Matrix
 from hotsplit.runtime.weights.resident import Residence
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 WIDTHS = [32, 64, 96, 160, 512, 576, 1056]
 FLOATS = {"f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -17,8 +17,6 @@ from hotsplit.runtime.kernels.prefetch_distance import (
 )
 from hotsplit.system.cache_place import PREFETCH_FILE
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(monkeypatch, tmp_path):

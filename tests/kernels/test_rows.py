@@ -23,10 +23,8 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.step.batch import Row, rows_of
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
-LEVELS = library.usable_levels() if library.is_available() else []
+LEVELS = library.usable_levels()
 MODES = ("dense", "exact", "predicted")
 # Bounds against float64. All but f32 have a KV cache in f16; q8_0 and q4_0 also round x to 16 bits.
 BOUNDS = {"f32": 1e-5, "f16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}

@@ -17,10 +17,8 @@ import pytest
 from cpp_compiler import KERNELS, compiled
 from paths import ROOT
 
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.neuron_cache.native.library import SWAP
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 RUNTIME = ROOT / "runtime"
 CACHE = "neuron_cache.native.library"
 HEADERS = (

@@ -77,7 +77,6 @@ def test_a_fault_of_the_pool_is_noticed(driver, tmp_path, fault):
     assert done.returncode == 1 and "computed" in done.stdout, done
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 def test_a_step_has_the_same_bits_with_any_number_of_threads(tmp_path, restore_library):
     """Most of them outnumber the processors. Then the same on one processor."""
     sizes = make_sizes(width=256, num_neurons=1056, num_heads=8, vocab_size=500)

@@ -211,7 +211,6 @@ print(woken(lambda: step.run_rows(rows_of([3, 4], 2, "all"))), woken(lambda: log
 """
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 @pytest.mark.skipif(sys.platform != "linux", reason="counts context switches in /proc")
 def test_a_step_beside_a_gpu_wakes_no_thread_of_torch(tmp_path):
     """Copies of logits by torch would: of more than 32,768 values each is a region of all threads,

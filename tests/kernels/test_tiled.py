@@ -17,7 +17,6 @@ from hotsplit.runtime.kernels.tiled import TILE_ROWS, TILED_KIND, from_tiled, is
 from hotsplit.runtime.weights.matrix import Matrix
 from hotsplit.runtime.weights.resident import Residence
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
 WIDTHS = [(kind, width) for kind in BLOCK_BYTES for width in (32, 64, 96, 160, 576, 1056)]
 WIDTHS += [(kind, width) for kind in small_blocks.CODED for width in (32, 96, 416)]

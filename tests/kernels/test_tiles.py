@@ -1,5 +1,4 @@
-"""Products over several tokens: with the C++ kernels and without, whole and chosen rows, neurons in
-parts."""
+"""Products over several tokens: whole and chosen rows, neurons in parts."""
 
 import gguf
 import numpy as np
@@ -9,10 +8,9 @@ from models import decided_predictors, make_model, make_sizes
 from test_cpu_kernels import rounded
 
 from hotsplit.costs.part_bytes import tile_rows
-from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
+from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.costs.pass_parts import part_neurons
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons import feed_forward
 from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.weights import matrix
@@ -29,13 +27,9 @@ T, N, D = 5, 700, 96
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
 
-@pytest.fixture(params=["native", "torch"])
-def tile(request, monkeypatch):
-    """Runs a test with the kernels and without them ("torch")."""
-    if request.param == "torch":
-        monkeypatch.setattr(library, "_lib", None)
-    monkeypatch.setattr(matrix, "tile_rows", lambda width: 256)  # three tiles
-    return request.param
+@pytest.fixture
+def three_tiles(monkeypatch):
+    monkeypatch.setattr(matrix, "tile_rows", lambda width: 256)
 
 
 def random_matrix(kind: str) -> tuple[Matrix, torch.Tensor]:
@@ -56,14 +50,12 @@ def is_right(got, left, right, eps) -> bool:
     return bool(((got.double() - left.double() @ right).abs() <= bound).all())
 
 
-def eps_of(tile: str, kind: str, count: int) -> float:
-    # The kernels quantise x to 16 bits, each block of 32 values by its largest.
-    is_rounded = tile == "native" and kind in ("q8_0", "q4_0")
-    return 2**-12 if is_rounded else count * torch.finfo(torch.float32).eps
+EPS = torch.finfo(torch.float32).eps
 
 
+@pytest.mark.usefixtures("three_tiles")
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_over_several_tokens(tile, kind):
+def test_products_over_several_tokens(kind):
     W, exact_ND = random_matrix(kind)
     generator = torch.Generator().manual_seed(1)
     for index_A in (None, torch.arange(N - 1, -1, -3), torch.arange(0)):
@@ -74,19 +66,22 @@ def test_products_over_several_tokens(tile, kind):
         combined = W.combine_many(weight_TA, index_A)
         assert product.shape == (T, len(rows_AD)) and combined.shape == (T, D)
         assert product.dtype == combined.dtype == torch.float32
-        taken_TD = rounded(kind, x_TD) if tile == "native" else x_TD
-        assert is_right(product, taken_TD, rows_AD.T, eps_of(tile, kind, D))
-        assert is_right(combined, weight_TA, rows_AD, eps_of("torch", kind, N))
+        # The kernels quantise x to 16 bits, each block of 32 values by its largest.
+        eps = 2**-12 if kind in ("q8_0", "q4_0") else D * EPS
+        assert is_right(product, rounded(kind, x_TD), rows_AD.T, eps)
+        assert is_right(combined, weight_TA, rows_AD, N * EPS)
 
 
+@pytest.mark.usefixtures("three_tiles")
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_bound_rejects_wrong_products(tile, wrong):
+def test_the_bound_rejects_wrong_products(wrong):
     W, exact_ND = random_matrix("f16")
     x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
-    assert not is_right(wrong(W.product(x_TD)), x_TD, exact_ND.T, eps_of(tile, "f16", D))
+    assert not is_right(wrong(W.product(x_TD)), x_TD, exact_ND.T, D * EPS)
 
 
-def test_products_of_strided_rows(tile):
+@pytest.mark.usefixtures("three_tiles")
+def test_products_of_strided_rows():
     W, _ = random_matrix("q8_0")
     wide = torch.cat([W.data, W.data], dim=1)[:, : W.data.shape[1]]
     x_TD = torch.randn(T, D)
@@ -131,7 +126,7 @@ def test_parts_and_chosen_rows_give_the_same_as_all_rows(model_path, mode, num_t
 def test_observers_see_short_passes(model_path):
     seen = []
     with Engine.load(model_path, device="cpu") as engine:
-        assert engine._live.most_tokens == (MAX_ROWS if library.is_available() else PREFILL_CHUNK)
+        assert engine._live.most_tokens == MAX_ROWS
         with engine.observe(
             lambda name, layer, tensor: seen.append(len(tensor)),
             lambda name, layer: name == "embedding",

@@ -2,13 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.measure.bench.config import BenchConfig
-from hotsplit.runtime.kernels.cpu import library
-
-needs_kernels = pytest.mark.skipif(not library.is_available(), reason="needs the C++ kernels")
 
 
 def config_of(path: Path, **options) -> BenchConfig:

@@ -16,7 +16,6 @@ from hotsplit.artifacts.data_sheets import load_machine
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate as calibrating
-from hotsplit.measure.calibrate import cpu_bandwidth
 from hotsplit.measure.calibrate import gpu as calibrate_gpu
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, busy_words, calibrate, report
 from hotsplit.measure.calibrate.cpu_bandwidth import thread_counts
@@ -97,19 +96,9 @@ def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypa
     assert lent.gpus[0].source == "measured on synthetic CPU"
 
 
-def test_without_the_kernels_the_sum_is_what_the_runtime_reaches(monkeypatch):
-    monkeypatch.setattr(cpu_bandwidth.library, "is_available", lambda: False)
-    monkeypatch.setattr(cpu_bandwidth, "processors", lambda: SimpleNamespace(usable=1))
-    monkeypatch.setattr(cpu_bandwidth, "buffer_bytes", lambda: 8 << 20)
-    lines = []
-    kernels, sums = cpu_bandwidth.measure_cpu(lines.append)
-    assert kernels == sums
-    assert "not built" in lines[0]
-
-
 def test_all_rows_are_timed_in_the_form_that_models_have(monkeypatch):
     """Whatever the size of the buffer: rows that do not fill tiles take up to three times as long."""
-    if not library.is_available() or not library.prefers_tiles():
+    if not library.prefers_tiles():
         pytest.skip("no matrix is tiled here")
     seen = []
     for name in ("dot", "product"):

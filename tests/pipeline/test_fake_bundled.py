@@ -23,12 +23,10 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
-    pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
 ]
 TINY = ROOT / "examples" / "tiny-relu"
 TOKENS = [11, 250, 7, 301]

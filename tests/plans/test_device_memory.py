@@ -32,7 +32,6 @@ from hotsplit.runtime.device.device_memory import (
     out_of_memory_as_error,
 )
 from hotsplit.runtime.device.pools import SEGMENT_BYTES, PoolBytes
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.kernels.stored import unpack
@@ -83,7 +82,7 @@ def load(model, split, *, mode="exact", context=32, is_resident=True):
     size = gpu_setup.slab_bytes(model, split.gpu_bytes, context, sum(map(len, split.hot)))
     memory = DeviceMemory.of(CARD, size)
     uploader = Uploader(memory=memory, piece_bytes=1 << 12)
-    residence = Residence() if is_resident and library.is_available() else None
+    residence = Residence() if is_resident else None
     weights = load_weights(
         model,
         placement,

@@ -20,7 +20,6 @@ from hotsplit.runtime.step import doorbells
 from hotsplit.runtime.step.cuda_backend import _captured
 from hotsplit.runtime.step.doorbells import DoorbellStream, Handovers, HandoverStruct, ServingStruct
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 on_fake = pytest.mark.skipif(not fake.can_be_built(), reason="needs a C++ compiler, and Linux")
 FUNCTION, QUERY = CFUNCTYPE(None, c_void_p), CFUNCTYPE(c_int, c_void_p)
 NOT_READY, FAILED = 600, 719

@@ -24,7 +24,6 @@ from hotsplit.options.prompt_rates import PromptRates
 from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.gpu_setup import cold_blocks, with_stream
-from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.prefill import cold_stream
@@ -33,9 +32,6 @@ from hotsplit.runtime.prefill.expert_stream import ExpertStream, streamed
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.neuron_block import by_role
 
-pytestmark = pytest.mark.skipif(
-    not cpu_kernels.is_available(), reason="the C++ kernels are not built"
-)
 CPU = torch.device("cpu")
 IDS = np.random.default_rng(3).integers(0, 50, 21).tolist()
 # Seconds per byte with which the CPU takes experts of up to about three tokens.

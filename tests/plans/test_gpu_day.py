@@ -15,8 +15,6 @@ import torch
 from models import make_sizes
 from paths import ROOT, SEARCH_PATH
 
-from hotsplit.runtime.kernels.cpu import library
-
 BENCHMARKS, GPU_TESTS = str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")
 sys.path[:0] = [BENCHMARKS, GPU_TESTS]
 
@@ -44,7 +42,6 @@ TOY = make_sizes(
     vocab_size=384,
     context_length=1024,
 )
-needs_kernels = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels here")
 
 # ---- sections ------------------------------------------------------------------------------
 
@@ -359,7 +356,6 @@ print(*(name for name, _ in found))
 """
 
 
-@needs_kernels
 def test_prompts_are_timed_by_type(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_prompts, "KINDS", ("q4_k",))
     path = tmp_path / "r.json"
@@ -376,7 +372,6 @@ def test_prompts_are_timed_by_type(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.rglob("*.gguf"))
 
 
-@needs_kernels
 def test_a_model_is_run_as_a_user_types_it(tmp_path, monkeypatch):
     """The stand-in on the CPU alone, without what `run` prepares for a GPU."""
     model = gpu_trained.stand_in(tmp_path, TOY)

@@ -17,7 +17,6 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.commands.serve import _say_loaded
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.speculation import check_rows
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.model.placement import Placement
@@ -27,7 +26,6 @@ from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.config import ServeConfig
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT = 80
 DIVIDED = ("every kind of layer", "two GPUs, layers on the CPU", "attention on the CPU", "random")
 

@@ -25,7 +25,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.device.streams import HostNode
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -35,8 +34,6 @@ from hotsplit.runtime.step.cuda_backend import without_collection
 from hotsplit.runtime.step.hybrid_step import HybridStep, Meter, Segment
 from hotsplit.runtime.step.native_parts import HostBuffers
 from hotsplit.runtime.step.plain_backend import plain_backend
-
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
 
 def hybrid(engine, split, backend):

@@ -15,14 +15,12 @@ from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime import resolved_options
 from hotsplit.runtime.device import huge_pages
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights import resident
 from hotsplit.runtime.weights.matrix import matrix_of
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.system import control_groups, system_memory
 from hotsplit.system.log_lines import lines_on_stderr
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CPU = torch.device("cpu")
 
 

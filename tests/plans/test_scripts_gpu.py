@@ -14,7 +14,6 @@ from models import make_machine, make_model, make_sizes
 from paths import ROOT
 
 from hotsplit import Engine
-from hotsplit.runtime.kernels.cpu import library
 
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]  # tests/gpu is not a package
 
@@ -31,7 +30,6 @@ import run as gpu_run  # noqa: E402
 
 del sys.path[:2]
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CPU = torch.device("cpu")
 TOY = make_sizes(
     num_layers=3,

@@ -21,7 +21,6 @@ from hotsplit.runtime.device import staging
 from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.gpu_setup import cold_blocks, with_stream
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.stored import rows_together
 from hotsplit.runtime.model.placement import Placement
@@ -98,8 +97,6 @@ def planned(tmp_path, hot, **options):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("is_resident", [False, True])
 def test_streamed_neurons_give_the_results_of_the_cpu(tmp_path, pattern, mode, is_resident):
-    if is_resident and not library.is_available():
-        pytest.skip("the C++ kernels are not built")
     model, split = planned(tmp_path, PATTERNS[pattern], predictor_rank=8)
     with Engine.load(
         model.path, split=tmp_path / "s.gguf", mode=mode, is_resident=is_resident
@@ -121,8 +118,6 @@ def test_streamed_neurons_give_the_results_of_the_cpu(tmp_path, pattern, mode, i
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_resident", [False, True])
 def test_every_type(tmp_path, kind, is_resident):
-    if is_resident and not library.is_available():
-        pytest.skip("the C++ kernels are not built")
     shape = make_sizes(width=256, num_neurons=F)
     model, split = planned(tmp_path, PATTERNS["random"], kind=kind, sizes=shape)
     for mode in ("dense", "exact"):
@@ -136,7 +131,6 @@ def test_every_type(tmp_path, kind, is_resident):
             assert rel_error(engine.logits(IDS), want) < bound
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_of_tiles_and_groups_are_whole(tmp_path, kind):
     """Two layers, one of which is divided, whose cold neurons have the forms of the CPU alone."""
@@ -366,7 +360,6 @@ def test_copies_run_ahead(monkeypatch):
 # ---- spans ------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("mode, num_spans", [("dense", 3), ("exact", 2), ("predicted", 1)])
 def test_matrices_that_are_read_together_are_one_copy(tmp_path, mode, num_spans):
     hot, num_cold = [PATTERNS["random"][1][:32]] * 2, F - 32

@@ -48,16 +48,7 @@ def stores():
     }
 
 
-KINDS = [
-    "mapped",
-    pytest.param(
-        "resident",
-        marks=pytest.mark.skipif(
-            not library.is_available(), reason="the C++ kernels are not built"
-        ),
-    ),
-    "device",
-]
+KINDS = ["mapped", "resident", "device"]
 
 
 def values(matrix):
@@ -127,7 +118,6 @@ def weights_of(layer):
     return [linear.weight for linear in (*attention.inputs, attention.output)]
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", STORED_KINDS)
 def test_beside_a_gpu_weights_have_the_forms_of_the_cpu_alone(kind, mode):
@@ -148,7 +138,6 @@ def test_beside_a_gpu_weights_have_the_forms_of_the_cpu_alone(kind, mode):
         assert {kind.rpartition("_")[2] for kind in kinds} == FASTEST[kind]
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("mode, together", [("dense", 64), ("exact", 16), ("predicted", 1)])
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_cold_neurons_of_any_number_are_whole_tiles(kind, mode, together):

@@ -12,10 +12,8 @@ from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, save_mod
 
 from hotsplit import Engine
 from hotsplit.options.generation import GenerationOptions, SamplingOptions
-from hotsplit.runtime.kernels.cpu import library
 
 pytest_plugins = ("serve_fixtures",)
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 CHAT, PROMPT = "/v1/chat/completions", "user: Hello\nassistant: "
 
 

@@ -11,12 +11,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from serving import CALL, SAID, TOOL, Served, save_model
 
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.request_body import checked
 from hotsplit.serve.responses_requests import ResponsesBody, chat_fields
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 PATH = "/v1/responses"
 EVENT = TypeAdapter(ResponseStreamEvent)  # takes 0.2 s
 FUNCTION = {

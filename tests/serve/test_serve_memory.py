@@ -13,14 +13,12 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.generation import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve.exchange import Exchange
 from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import Scheduler
 from hotsplit.serve.texts import TextJob
 
 pytest_plugins = ("serve_fixtures",)
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, monkeypatch):

@@ -2,14 +2,11 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from serving import CONTEXT, Served, leave
 
 from hotsplit import Engine
-from hotsplit.runtime.kernels.cpu import library
 
 pytest_plugins = ("serve_fixtures",)
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 RULE = "block=16,sinks=16,window=32,top=32,candidates=2"
 SHARED = [(17 * i + 5) % 4000 + 1 for i in range(120)]
 PROMPTS = [SHARED + [(i * by + 3) % 4000 + 1 for i in range(40)] for by in (7, 11, 13, 29)]

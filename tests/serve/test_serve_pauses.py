@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from hotsplit.options.generation import SamplingOptions
 from hotsplit.runtime.answers.call_style import CallStyle
 from hotsplit.runtime.generate.dry import dry_breakers
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.exchange import dumps, dumps_with
@@ -183,7 +182,6 @@ def test_the_most_sequence_breakers_are_found_soon(served):
     assert least_s(breakers) < 15 * least_s(breakers[:1])
 
 
-@pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 @pytest.mark.parametrize(
     "path, body",
     [

@@ -14,12 +14,10 @@ from serving import Served, leave
 
 from hotsplit.cli import main
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.server import Server
 
 pytest_plugins = ("serve_fixtures",)
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 LONG = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "temperature": 0}
 # 64 texts, more than `narrow` lets wait, and 16,000 tokens, enough to still run after a few requests.
 FULL = {**LONG, "prompt": [[7]] * 4, "n": 16}

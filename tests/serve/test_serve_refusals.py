@@ -3,10 +3,7 @@
 import pytest
 from serving import SAID, TOOL, Served
 
-from hotsplit.runtime.kernels.cpu import library
-
 pytest_plugins = ("serve_fixtures",)
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,11 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.generation import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.dry import cached_breakers
 from hotsplit.runtime.generate.sampler_chain import chain_of
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.serve import scheduler as scheduler_module
 from hotsplit.serve.prefix_cache import PrefixCache, common
 from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.texts import Ended, Failed, Late, Said, Stopping, TextJob
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 CONTEXT = 300
 PARALLEL, KEPT = 4, 3
 SAMPLINGS = (

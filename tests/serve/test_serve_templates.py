@@ -4,9 +4,6 @@ import pytest
 from chat_templates import GEMMA
 from serving import SAID, TOOL, Served, save_model
 
-from hotsplit.runtime.kernels.cpu import library
-
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLED = {"role": "assistant", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "42"}

@@ -10,9 +10,6 @@ from serving import SAID, TOOL, Served, save_model
 from test_serve_tools import WRITERS
 from tool_templates import CALL_TEMPLATES
 
-from hotsplit.runtime.kernels.cpu import library
-
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 FIRST = {"name": "f", "arguments": {"city": "K\u00f6ln", "n": 2}}
 SECOND = {"name": "f", "arguments": {"city": "Paris"}}
 NAMES = ("qwen", "mistral, nine", "deepseek", "qwen-coder", "no calls", "llama", "gemma")

@@ -7,15 +7,11 @@ import statistics
 import time
 from pathlib import Path
 
-import pytest
 import serve_hostile
 from models import make_model, make_sizes
 from serve_client import CHAT, Answer, ServerProcess, ask, family, gauges, request_bytes, stream
 from test_chat import chat_keys
 
-from hotsplit.runtime.kernels.cpu import library
-
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 HONEST = {
     "messages": [{"role": "user", "content": "Hello"}],
     "temperature": 0,

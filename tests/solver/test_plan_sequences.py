@@ -21,12 +21,10 @@ from hotsplit.costs.part_bytes import kv_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.inspection.inspect_file import inspect_file
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.config import ServeConfig
 from hotsplit.solver.solve import SolveConfig, check, solve
 
-native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT, WORKSPACE = 100, 100 << 10
 
 
@@ -196,7 +194,6 @@ def test_more_sequences_than_the_plan_has_are_refused_with_advice(tmp_path):
         assert texts[0].length == 0
 
 
-@native
 def test_sequences_of_a_plan_have_the_same_bits_as_alone(tmp_path):
     path, plan = small_plan(tmp_path, 3)
     ids = [[5, 9, 2], [7] * 70, [1, 2, 3, 4]]

@@ -23,7 +23,6 @@ from hotsplit.measure.calibrate.step_costs import (
     plan_of,
     steps_of,
 )
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.solver.mode_choice import find
 from hotsplit.solver.problem import num_cpu_runs, of_counts, placement_seconds
 
@@ -108,7 +107,6 @@ def test_terms_are_separable_and_runs_are_counted():
         assert terms_ST[:, 4].tolist() == [0, 0, 0, 0, 1, 2]
 
 
-@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 def test_steps_run_as_planned_and_give_the_undivided_logits():
     shape = Shape(num_layers=4, hidden_size=64, num_neurons=128, vocab_size=50, head_dim=32)
     logits = []

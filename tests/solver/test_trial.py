@@ -36,7 +36,6 @@ from hotsplit.run.trial import (
     tried,
 )
 from hotsplit.runtime.kernels import threads
-from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.solver.mode_choice import find
 from hotsplit.solver.multi_gpu import plan_seconds
 from hotsplit.solver.prediction import (
@@ -304,7 +303,6 @@ def test_a_plan_by_hand_is_warned_of(tmp_path, token_s, cpu_s, words):
 
 
 @pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux")
-@pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built")
 def test_generate_warns_of_a_slow_plan_and_runs_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
     keys, vocab_size = byte_level_keys()

@@ -18,7 +18,6 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.program_summary import summarise_program
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q6_k")
 
 
@@ -65,7 +64,7 @@ def test_logits_equal_the_reference(tmp_path, kind):
         assert rel_error(decoded(engine, IDS), watched(engine, IDS)) < BOUNDS[kind]
 
 
-@pytest.mark.parametrize("level", library.usable_levels() if library.is_available() else [])
+@pytest.mark.parametrize("level", library.usable_levels())
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_at_once_equal_single_steps_on_any_number_of_threads(
     tmp_path, restore_library, kind, level

@@ -22,7 +22,6 @@ from hotsplit.profile.count.counting import Counter, experts_of, gates_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.native_layers import SHOWN, NativeLayers
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 IDS = [(7 * i + i * i) % 50 for i in range(30)]
 OF_ALL = SHOWN - {"ffn_predicted", "ffn_experts", "ffn_shared_hidden"}  # what every layer has
 

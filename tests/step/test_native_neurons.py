@@ -18,7 +18,6 @@ from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.structs import NotNative
 
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 BOUNDS = {"f32": 1e-5, "q8_0": 1e-3, "q4_0": 1e-3}
 F, D = 77, 64  # F bits do not fill whole words

@@ -32,7 +32,6 @@ from hotsplit.inspection.summary import to_json
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary
 from hotsplit.runtime.device.pools import PoolBytes
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.model.loader import load_weights
@@ -51,7 +50,6 @@ from hotsplit.runtime.weights import gpu_products
 
 CPU, IDS = torch.device("cpu"), [1, 5, 2, 3]
 ROTARY = Rotary(theta=1e4, pairing="halves")
-pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
 
 @dataclass(frozen=True, kw_only=True)

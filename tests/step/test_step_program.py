@@ -20,7 +20,6 @@ from hotsplit.cli import main
 from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.model.spec import Predict
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.forms import host_form, placed_form
@@ -28,9 +27,6 @@ from hotsplit.runtime.step.program import HOST, LayerPlace, StepForm, gpu, layer
 from hotsplit.runtime.step.program_summary import lines_of, summarise_program
 from hotsplit.runtime.step.value_order import edges, last_reads
 
-needs_kernels = pytest.mark.skipif(
-    not library.is_available(), reason="the C++ kernels are not built"
-)
 CPU = torch.device("cpu")
 POSITION = 3
 # Hot neurons of each layer, dense blocks on a GPU, whether the head is on a GPU, and homes.
@@ -107,7 +103,6 @@ marked = [
 ]
 
 
-@needs_kernels
 @pytest.mark.parametrize("loaded", marked, indirect=True)
 def test_any_order_that_the_declared_edges_allow_gives_the_same_bits(loaded):
     replay, want = loaded
@@ -117,7 +112,6 @@ def test_any_order_that_the_declared_edges_allow_gives_the_same_bits(loaded):
     assert len(orders) > 30 or "copy" not in {op.name for op in replay.operations}
 
 
-@needs_kernels
 @pytest.mark.parametrize("loaded", marked, indirect=True)
 def test_a_read_or_write_that_is_not_declared_is_found(loaded):
     """Each is left out in turn. One whose order follows from the other declarations cannot be
@@ -135,7 +129,6 @@ def test_a_read_or_write_that_is_not_declared_is_found(loaded):
     assert found[True] >= 20 and not missed
 
 
-@needs_kernels
 @pytest.mark.parametrize("loaded", [("llama", "divided")], indirect=True)
 def test_the_replay_sees_a_value_that_nothing_writes(loaded):
     replay, want = loaded
@@ -160,7 +153,6 @@ def files(tmp_path, family, plan, predictor_rank=8):
     return model, split
 
 
-@needs_kernels
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_program_of_the_files_is_that_of_the_weights(tmp_path, family, plan):

@@ -29,7 +29,6 @@ from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import Uploader
 
-native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 assert callable(as_on_a_gpu)  # a fixture
 # With one token in a sparse mode, the bound is for all neurons; below this many bytes, small tensors
 # count.
@@ -108,7 +107,7 @@ def host_weights(model, mode, context, hot, num_sequences):
     placement = Placement.on_one_device(model.spec.num_layers, torch.device("cpu"))
     if [len(ids) for ids in hot] != [x.neurons.number for x in model.spec.layers]:
         placement = replace(placement, hot=tuple(np.array(ids, np.int32) for ids in hot))
-    residence = Residence() if library.is_available() else None
+    residence = Residence()
     return load_weights(
         model,
         placement,
@@ -138,7 +137,6 @@ def is_close(bound: int, peak: int) -> bool:
     return peak <= bound < CLOSE * peak + LEAST_BYTES
 
 
-@native
 @pytest.mark.parametrize("seed", range(40))
 def test_passes_on_the_cpu_stay_within_a_close_bound(seed, monkeypatch):
     monkeypatch.setattr(decoder, "SHORT_CHUNK", 300)
@@ -185,7 +183,6 @@ def test_passes_on_a_gpu_stay_within_a_close_bound(seed, monkeypatch, as_on_a_gp
     assert fewer.small <= pass_pools(p).small and fewer.large <= pass_pools(p).large
 
 
-@native
 @pytest.mark.parametrize(
     "kind, neurons, context", [("attention", 64, 1024), ("neurons", 1024, 128)]
 )
@@ -209,7 +206,6 @@ def test_the_comparison_notices_an_operation_that_is_not_counted(
     assert not is_close(pass_pools(p).total, peak)
 
 
-@native
 @pytest.mark.parametrize("seed", range(80, 100))
 def test_a_native_step_is_counted_as_for_loaded_weights(seed):
     """To the byte; in divided layers, at least, because plans may leave some undivided."""

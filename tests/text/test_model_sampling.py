@@ -24,7 +24,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.generation import GenerationOptions, SamplingOptions
 from hotsplit.options.model_sampling import sampling_line, sampling_of, settings_of
 from hotsplit.runtime.generate.chat import ChatOptions
-from hotsplit.runtime.kernels.cpu import library
 
 PATH = Path("m.gguf")
 # gguf-py's names, as its writer stores them, and the field of each.
@@ -177,8 +176,6 @@ def test_conversions_carry_them(tmp_path):
 @pytest.fixture(scope="module")
 def greedy(tmp_path_factory):
     """A model whose file says that the likeliest token is taken."""
-    if not library.is_available():
-        pytest.skip("no C++ kernels")
     folder = tmp_path_factory.mktemp("greedy")
     return save_model(folder, **{"general.sampling.temp": np.float32(0)})
 

@@ -15,7 +15,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.runtime.answers.formats import format_of
 from hotsplit.runtime.generate.answer_mask import answer_mask
 from hotsplit.runtime.generate.constraints import gbnf_constraint, json_schema_constraint
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.text.codec import TextCodec
 
 ANSWERS = {
@@ -184,8 +183,6 @@ FAMILIES = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     """(name, model file, id of the token that ends a thought)."""
-    if not library.is_available():
-        pytest.skip("no C++ kernels")
     template, marks, is_special, end = FAMILIES[request.param]
     codec = codec_with(*marks, special=is_special)
     model = save_model(

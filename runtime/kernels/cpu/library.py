@@ -13,7 +13,7 @@ Rows of a matrix may be strided. A list of rows, index_A, is int32 [A], in any o
 allowed; None means all rows, A = F. Functions raise ValueError for a wrong dtype, shape or layout,
 and IndexError for a row that W lacks.
 
-If the C++ is not built, all of these raise HotsplitError, and `is_available()` is False.
+If the C++ is not built, importing this raises HotsplitError.
 
 Shapes: F rows of the matrix, D values in a row, A chosen rows."""
 
@@ -74,14 +74,13 @@ _LAYOUTS = _layouts()
 ) = range(7)
 
 
-def _load() -> ctypes.CDLL | None:
-    """The shared library; None if it is not built. Torch's threads, which share its processors and
-    of which torch starts one per processor of the machine, are limited as its own."""
+def _load() -> ctypes.CDLL:
+    """The shared library. Torch's threads, which share its processors and of which torch starts one per
+    processor of the machine, are limited as its own."""
     if torch.get_num_threads() > (here := processors()).usable:
         torch.set_num_threads(here.threads)
     lib = open_library()
-    faulty = None if lib is None else lib.hs_faulty_level()
-    if lib is not None and faulty is not None:
+    if (faulty := lib.hs_faulty_level()) is not None:
         log.warning(
             f"the processor advertises {faulty.decode()} but its instructions fail here;"
             f" using {lib.hs_level().decode()}"
@@ -92,35 +91,15 @@ def _load() -> ctypes.CDLL | None:
 _lib = _load()
 
 
-def _built() -> ctypes.CDLL:
-    if _lib is None:
-        raise HotsplitError(
-            "hotsplit's C++ library is missing: install the package again, or run make build in the"
-            " repository, which needs a C++ compiler (apt install g++, or the like)"
-        )
-    return _lib
-
-
-def is_available() -> bool:
-    """True if the C++ library is built."""
-    return _lib is not None
-
-
-def check_available() -> None:
-    """Raises HotsplitError, with what to do, if the C++ library is not built."""
-    _built()
-
-
 def level() -> str:
     """The instruction set in use, one of LEVELS."""
-    name: bytes = _built().hs_level()
+    name: bytes = _lib.hs_level()
     return name.decode()
 
 
 def usable_levels() -> list[str]:
     """The LEVELS that this build has and this processor can run, best first."""
-    lib = _built()
-    return [name for name in LEVELS if lib.hs_level_status(name.encode()) == _OK]
+    return [name for name in LEVELS if _lib.hs_level_status(name.encode()) == _OK]
 
 
 def prefers_tiles() -> bool:
@@ -137,7 +116,7 @@ def rounds_to_bf16() -> bool:
 
 def set_level(name: str) -> None:
     """Switches the instruction set. Raises ValueError if it is unknown or unusable."""
-    if _built().hs_set_level(name.encode()) != _OK:
+    if _lib.hs_set_level(name.encode()) != _OK:
         what = "this machine cannot run" if name in LEVELS else "there is no"
         raise ValueError(f"{what} CPU level {name!r}; usable here: {', '.join(usable_levels())}")
 
@@ -145,7 +124,7 @@ def set_level(name: str) -> None:
 def num_threads() -> int:
     """Number of threads that share a job, including the caller's; by default that of
     system.processors."""
-    return int(_built().hs_num_threads())
+    return int(_lib.hs_num_threads())
 
 
 def set_threads(num_threads: int) -> None:
@@ -153,7 +132,7 @@ def set_threads(num_threads: int) -> None:
     do not spin."""
     status = _BAD_ARGUMENT
     if 1 <= num_threads <= 1024:
-        status = _built().hs_set_threads(num_threads, processors().usable)
+        status = _lib.hs_set_threads(num_threads, processors().usable)
     if status == _BAD_ARGUMENT:
         raise ValueError(f"num_threads must be 1 to 1024, got {num_threads}")
     if status == _NO_THREADS:
@@ -166,31 +145,31 @@ def set_threads(num_threads: int) -> None:
 def set_spin_time(microseconds: int = 50) -> None:
     """Lets an idle thread wait this long for a job before it sleeps; at first it waits as long as
     by default."""
-    _built().hs_set_spin_time(microseconds)
+    _lib.hs_set_spin_time(microseconds)
 
 
 def knows_prefetch_distance() -> bool:
     """True if the kernels know how far ahead this processor should prefetch; if not,
     runtime.kernels.prefetch_distance measures it."""
-    return bool(_built().hs_knows_prefetch_distance())
+    return bool(_lib.hs_knows_prefetch_distance())
 
 
 def prefetch_distance() -> int:
     """How many bytes ahead a product prefetches matrices in tiles; 0 leaves that to the hardware."""
-    return int(_built().hs_prefetch_distance())
+    return int(_lib.hs_prefetch_distance())
 
 
 def set_prefetch_distance(num_bytes: int) -> None:
     """Sets `prefetch_distance`, on which only the speed depends."""
     if num_bytes < 0:
         raise ValueError(f"num_bytes must not be negative, got {num_bytes}")
-    _built().hs_set_prefetch_distance(num_bytes)
+    _lib.hs_set_prefetch_distance(num_bytes)
 
 
 def evict(data: Tensor) -> None:
     """Evicts a contiguous tensor from the processor's caches, for measurements."""
     assert data.is_contiguous() and data.device.type == "cpu"
-    _built().hs_evict(data.data_ptr(), data.nbytes)
+    _lib.hs_evict(data.data_ptr(), data.nbytes)
 
 
 def _use_level_from_environment() -> None:
@@ -199,8 +178,6 @@ def _use_level_from_environment() -> None:
         return
     if name not in LEVELS:
         raise HotsplitError(f"{LEVEL_VARIABLE}={name!r}: must be one of {', '.join(LEVELS)}")
-    if _lib is None:
-        return  # no kernels at any level
     try:
         set_level(name)
     except ValueError as error:
@@ -271,12 +248,12 @@ def kind_code(kind: str) -> int:
 def operation_kind(kind: str) -> int:
     """The number of an operation that is in a file of its own (operation.h), by its kind in the step program; -1
     if there is none."""
-    return int(_built().hs_operation_kind(kind.encode()))
+    return int(_lib.hs_operation_kind(kind.encode()))
 
 
 def step_bytes(step: ctypes.Structure) -> int:
     """Workspace bytes of a step described by native_step.py; -1 if it is inconsistent."""
-    return int(_built().hs_step_bytes(ctypes.addressof(step)))
+    return int(_lib.hs_step_bytes(ctypes.addressof(step)))
 
 
 def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None:
@@ -285,8 +262,7 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
 
     Raises IndexError for an impossible token or position, or a position without a block in the
     cache."""
-    lib = _lib or _built()
-    status = lib.hs_step(
+    status = _lib.hs_step(
         ctypes.addressof(step), ctypes.addressof(rows), len(rows), logits.data_ptr()
     )
     if status == _INDEX_OUT_OF_RANGE:
@@ -301,7 +277,7 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
 def run_part(part: ctypes.Structure) -> None:
     """Runs a part of a step, a struct of native_parts.py; step_bytes must have checked the step, and
     the caller its rows."""
-    (_lib or _built()).hs_part(ctypes.addressof(part))
+    _lib.hs_part(ctypes.addressof(part))
 
 
 def part_function() -> int:
@@ -312,12 +288,12 @@ def part_function() -> int:
 
 def neurons_bytes(neurons: ctypes.Structure) -> int:
     """Workspace bytes of a block of neurons described by ops/neurons/native.py; -1 if inconsistent."""
-    return int(_built().hs_neurons_bytes(ctypes.addressof(neurons)))
+    return int(_lib.hs_neurons_bytes(ctypes.addressof(neurons)))
 
 
 def run_neurons(neurons: ctypes.Structure) -> None:
     """Runs gate, up and down of one block for its tokens; neurons_bytes must have checked it."""
-    (_lib or _built()).hs_neurons(ctypes.addressof(neurons))
+    _lib.hs_neurons(ctypes.addressof(neurons))
 
 
 def neurons_function() -> int:
@@ -327,12 +303,12 @@ def neurons_function() -> int:
 
 def chosen_bytes(chosen: ctypes.Structure) -> int:
     """Workspace bytes of experts described by ops/neurons/chosen.py; -1 if inconsistent."""
-    return int(_built().hs_chosen_bytes(ctypes.addressof(chosen)))
+    return int(_lib.hs_chosen_bytes(ctypes.addressof(chosen)))
 
 
 def run_chosen(chosen: ctypes.Structure) -> None:
     """Runs the experts for their tokens; chosen_bytes must have checked them."""
-    (_lib or _built()).hs_chosen(ctypes.addressof(chosen))
+    _lib.hs_chosen(ctypes.addressof(chosen))
 
 
 def chosen_function() -> int:
@@ -348,7 +324,7 @@ def serve(
     did)."""
     status = ctypes.c_int32()
     size = ctypes.sizeof(handovers) // len(handovers)
-    served = (_lib or _built()).hs_serve(
+    served = _lib.hs_serve(
         ctypes.addressof(handovers) + start * size,
         stop - start,
         ctypes.addressof(serving),
@@ -363,7 +339,7 @@ def copy_rows_function() -> int:
 
 
 def _address(function: str) -> int:
-    found = ctypes.cast(getattr(_built(), function), ctypes.c_void_p).value
+    found = ctypes.cast(getattr(_lib, function), ctypes.c_void_p).value
     assert found is not None
     return found
 
@@ -382,7 +358,6 @@ def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None
 
     weight: the matrix W_FD as `kind` stores it. x: f32 [D] or [T, D], contiguous; a vector's result
     is bit-identical whatever the others are."""
-    lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if is_grouped(kind):
         raise ValueError(
@@ -394,7 +369,7 @@ def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None
         _refuse("x", f"contiguous {torch.float32} of {num_columns} values a vector", x)
     num_active, index = _check_list(index_A, num_rows)
     y = torch.empty(*x.shape[:-1], num_active, dtype=torch.float32, device="cpu")
-    status = lib.hs_dot_rows(
+    status = _lib.hs_dot_rows(
         code,
         weight.data_ptr(),
         stride,
@@ -418,7 +393,6 @@ def accumulate_rows(
     If W is the transposed down matrix, this is the down projection of the active neurons.
     coefficient_A: f32 [A]. Rows are added in the order of index_A. Raises ValueError for tiles, and
     for a list of grouped rows."""
-    lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if is_tiled(kind):
         raise ValueError(
@@ -429,7 +403,7 @@ def accumulate_rows(
     num_active, index = _check_list(index_A, num_rows)
     coefficient = _check_vector("coefficient_A", coefficient_A, torch.float32, num_active)
     y_D = torch.empty(num_columns, dtype=torch.float32, device="cpu")
-    status = lib.hs_accumulate_rows(
+    status = _lib.hs_accumulate_rows(
         code,
         weight.data_ptr(),
         stride,
@@ -471,7 +445,7 @@ def pack_rows(
         packed_kind = kind
     if rows_together(packed_kind) > 1 and not out.is_contiguous():
         _refuse("out", f"contiguous rows for the {form} form", out)
-    status = _built().hs_pack_rows(
+    status = _lib.hs_pack_rows(
         code,
         kind_code(packed_kind),
         weight.data_ptr(),
@@ -488,13 +462,12 @@ def pack_rows(
 
 def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | None = None) -> None:
     """Writes out_AD[a] = W_FD[index_A[a]]; out_AD: f32 [A, D], contiguous."""
-    lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     num_active, index = _check_list(index_A, num_rows)
     is_right = out_AD.dtype == torch.float32 and out_AD.is_contiguous()
     if not is_right or not out_AD.is_cpu or out_AD.shape != (num_active, num_columns):
         _refuse("out_AD", f"contiguous f32 of {num_active} rows of {num_columns}", out_AD)
-    status = lib.hs_unpack_rows(
+    status = _lib.hs_unpack_rows(
         code, weight.data_ptr(), stride, num_rows, num_columns, index, num_active, out_AD.data_ptr()
     )
     _check_status(status, index_A, num_rows)

@@ -4,6 +4,7 @@ import ctypes
 from importlib.util import find_spec
 from typing import Any
 
+from hotsplit.errors import HotsplitError
 from hotsplit.system.processors import processors
 
 # Instruction sets, best first.
@@ -53,13 +54,16 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-def open_library() -> ctypes.CDLL | None:
-    """The library, its functions with their types, and the default number of threads for its jobs;
-    None if it is not built. Raises OSError for a
-    file that cannot be loaded and AttributeError for one that lacks functions."""
+def open_library() -> ctypes.CDLL:
+    """The library, its functions with their types, and the default number of threads for its jobs. Raises
+    HotsplitError if it is not built, OSError for a file that cannot be loaded and AttributeError for one
+    that lacks functions."""
     spec = find_spec("hotsplit.runtime._cpu")  # finds the file in every kind of install
     if spec is None or spec.origin is None:
-        return None
+        raise HotsplitError(
+            "hotsplit's C++ library is missing: install the package again, or run make build in the"
+            " repository, which needs a C++ compiler (apt install g++, or the like)"
+        )
     lib = ctypes.CDLL(spec.origin)
     for name, (returned, taken) in SIGNATURES.items():
         function = getattr(lib, name)

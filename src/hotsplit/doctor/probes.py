@@ -46,11 +46,13 @@ def tell_at(what: str) -> None:
 
 def probe_kernels() -> dict[str, Any]:
     """The CPU's levels, as the C++ library finds them."""
+    from hotsplit.errors import HotsplitError
     from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, LEVELS, open_library
 
     tell_at("loading the library")
-    lib = open_library()
-    if lib is None:
+    try:
+        lib = open_library()
+    except HotsplitError:
         return {"is_built": False}
     tell_at("choosing a level")
     faulty = lib.hs_faulty_level()
