@@ -1,5 +1,7 @@
 """What `hotsplit doctor` says about torch, drivers, GPUs and trials of them."""
 
+import os
+
 import pytest
 from fake_cuda import library as fake_library
 from fake_cuda.kernels import launched
