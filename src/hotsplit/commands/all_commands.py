@@ -15,17 +15,20 @@ from hotsplit.commands.cache import cache
 from hotsplit.commands.doctor import doctor
 from hotsplit.commands.evaluate import evaluate
 from hotsplit.commands.help.command import completion, help_command
-from hotsplit.commands.options.engine import rope_options
+from hotsplit.commands.options.engine import kv_offload_option, rope_options
 from hotsplit.commands.options.outtype import OUTTYPE
+from hotsplit.commands.options.preparation import activation_option, tokenizer_option, vram_option
 from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
-    SIZE,
     FileCommand,
     OutputPath,
+    context_option,
     finish,
+    host_budget_option,
     json_option,
     max_loss_option,
+    mode_option,
     report_options,
     say,
 )
@@ -36,7 +39,6 @@ from hotsplit.commands.run import chat, generate
 from hotsplit.commands.run import run as run_command
 from hotsplit.commands.serve import serve
 from hotsplit.files.written import Written
-from hotsplit.options.key_selection import DEFAULT
 from hotsplit.system.sizes import format_bytes
 
 
@@ -118,17 +120,8 @@ for _command in (
     help="An importance matrix, made by hotsplit profile --imatrix or llama.cpp, by which the"
     " search for scales weighs errors.",
 )
-@click.option(
-    "--tokenizer",
-    type=FILE,
-    help="The model's tokenizer.json, to be used instead of the source's own tokenizer.",
-)
-@click.option(
-    "--activation",
-    metavar="NAME",
-    help="The activation, which other programs' GGUF files do not record: relu, drelu,"
-    " fatrelu=0.01, ...",
-)
+@tokenizer_option
+@activation_option
 @click.option(
     "--predictors",
     type=FILE,
@@ -235,22 +228,8 @@ def calibrate(as_json: bool, **options: Any) -> None:
     help="Made by hotsplit calibrate; or a card by its data sheet, beside a typical processor,"
     " e.g. rtx-4060-8gb.",
 )
-@click.option(
-    "-vb",
-    "--vram",
-    "--vram-budget",
-    "vram",
-    type=SIZE,
-    multiple=True,
-    help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"
-    " the CPU alone.",
-)
-@click.option(
-    "--host-budget",
-    "host_budget_bytes",
-    type=SIZE,
-    help="Main memory to use, e.g. 16GiB. [default: all of it]",
-)
+@vram_option("with --sweep none, else required")
+@host_budget_option
 @click.option(
     "-o",
     "--output",
@@ -258,14 +237,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
     required=True,
     help="The plan (split file) to write; with --sweep the curve (JSON).",
 )
-@click.option(
-    "-c",
-    "--context",
-    "--ctx-size",
-    "context_length",
-    type=int,
-    help="Context length to reserve KV cache for. [default: the model's, up to 4,096]",
-)
+@context_option("Context length to reserve KV cache for. [default: the model's, up to 4,096]")
 @rope_options
 @click.option(
     "--sequences",
@@ -275,20 +247,8 @@ def calibrate(as_json: bool, **options: Any) -> None:
     help="Texts at a time to reserve KV cache for, each with a whole --context: --parallel"
     " and --kept of serve together, or the prompts of generate.",
 )
-@click.option(
-    "--kv-offload",
-    "kv_offload",
-    is_flag=False,
-    flag_value=DEFAULT,
-    metavar="[SIZES]",
-    help="Keys and values stay in main memory, where the CPU attends to the best of them; the"
-    " GPU's memory goes to neurons. Sizes such as window=2048,top=512.",
-)
-@click.option(
-    "--mode",
-    type=click.Choice(["dense", "exact", "predicted"]),
-    help="Mode to plan for. [default: the fastest within --max-loss]",
-)
+@kv_offload_option
+@mode_option
 @max_loss_option
 @click.option(
     "--neuron-cache",

@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotsplit.commands.options.engine import cache_type_options, rope_options
-from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.options.preparation import tokenizer_option, vram_option
+from hotsplit.commands.options.preparation import (
+    activation_option,
+    outtype_option,
+    tokenizer_option,
+    vram_option,
+)
 from hotsplit.commands.options.shared import (
     FILE,
-    SIZE,
     FileCommand,
     context_option,
     finish,
     given,
+    host_budget_option,
     joined,
     json_option,
     running_options,
@@ -47,23 +51,11 @@ _options = joined(
         help="Another machine than this one: a file of hotsplit calibrate, or a card by its data"
         " sheet beside a typical processor, e.g. rtx-4060-8gb or rtx-4060-8gb+ddr5-5600.",
     ),
-    click.option(
-        "--host-budget",
-        "host_budget_bytes",
-        type=SIZE,
-        help="Main memory to use, e.g. 16GiB. [default: all of it]",
-    ),
+    host_budget_option,
     context_option("Context length in tokens. [default: the model's, up to 4,096]"),
-    click.option(
-        "--outtype", type=OUTTYPE, help="Type of the matrices. [default: one that fits into memory]"
-    ),
+    outtype_option,
     tokenizer_option,
-    click.option(
-        "--activation",
-        metavar="NAME",
-        help="The activation, which other programs' GGUF files do not record: relu,"
-        " fatrelu=0.01, ...",
-    ),
+    activation_option,
 )
 
 

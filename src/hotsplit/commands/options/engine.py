@@ -28,6 +28,15 @@ rope_options = joined(
         " what --context needs]",
     ),
 )
+kv_offload_option = engine_option(
+    "kv_offload",
+    "--kv-offload",
+    is_flag=False,
+    flag_value=DEFAULT,
+    metavar="[SIZES]",
+    help="Keys and values stay in main memory; in long texts, read only the first keys, the last ones,"
+    " and the best-scoring ones in between. Sizes such as window=2048,top=512.",
+)
 cache_type_options = joined(
     engine_option(
         "cache_type_k",
@@ -45,15 +54,7 @@ cache_type_options = joined(
         metavar="TYPE",
         help="Type of cached values. [default: that of the keys]",
     ),
-    engine_option(
-        "kv_offload",
-        "--kv-offload",
-        is_flag=False,
-        flag_value=DEFAULT,
-        metavar="[SIZES]",
-        help="In long texts, read only the first keys, the last ones, and the best-scoring ones in"
-        " between (on the CPU, or as the plan says); sizes such as window=2048,top=512.",
-    ),
+    kv_offload_option,
 )
 
 long_text_options = joined(rope_options, cache_type_options)

@@ -139,8 +139,7 @@ def _gpu_layers(name: str, values: list[str], notes: list[str], command: str) ->
         return []
     how = BUDGET
     if command in ("run", *PREPARING):
-        how = "GPU memory is given in bytes, not in layers: --vram 8GiB"
-        how += " makes a plan, --split PLAN takes one" * (command != "run")
+        how = "GPU memory is given in bytes, not in layers: --vram 8GiB makes a plan, --split PLAN takes one"
     raise click.UsageError(f"{name} {text} is llama.cpp's: {how}")
 
 

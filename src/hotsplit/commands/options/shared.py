@@ -220,8 +220,8 @@ mode_option = engine_option(
     "mode",
     "--mode",
     type=click.Choice(MODES),
-    help="How feed-forward layers are computed. [default: the plan's mode; without a plan, the one"
-    " that reads least within --max-loss, by the file's record]",
+    help="How feed-forward layers are computed. [default: the plan's mode; in a new plan the fastest"
+    " within --max-loss, without one that which reads least, by the file's record]",
 )
 max_loss_option = engine_option(
     "max_loss",
@@ -258,6 +258,12 @@ class Parsed(click.ParamType):
 
 # A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as in SparkInfer's --vram-budget).
 SIZE = Parsed("size", parse_bytes)
+host_budget_option = click.option(
+    "--host-budget",
+    "host_budget_bytes",
+    type=SIZE,
+    help="Main memory to use, e.g. 16GiB. [default: all of it]",
+)
 
 
 def given(ctx: click.Context) -> list[click.Parameter]:
