@@ -2,14 +2,13 @@
 pace, memory comes back, and nothing stays busy."""
 
 import asyncio
-import random
 import statistics
 import time
 from pathlib import Path
 
 import serve_hostile
 from models import make_model, make_sizes
-from serve_client import CHAT, Answer, ServerProcess, ask, family, gauges, request_bytes, stream
+from serve_client import CHAT, Answer, ServerProcess, ask, family, gauges, stream
 from test_chat import chat_keys
 
 HONEST = {
@@ -18,7 +17,7 @@ HONEST = {
     "ignore_eos": True,
     "max_tokens": 100,
 }
-NUM_HOSTILE, AT_ONCE = 200, 8
+NUM_HOSTILE, AT_ONCE = 300, 8
 MOST_S = 1.0  # without a token; 0.13 s on a machine that two other programs keep busy
 
 
@@ -32,23 +31,6 @@ def model_with_slow_steps(path):
     return path
 
 
-def hostile_cases():
-    """Every explosive constraint, and draws of all kinds."""
-    draw = random.Random(3)
-    cases = [
-        serve_hostile.Case(
-            name="explosive",
-            right=frozenset({200, 400}),
-            data=request_bytes(CHAT, {**serve_hostile.HONEST, **more}),
-        )
-        for more in serve_hostile.EXPLOSIVE
-    ]
-    kinds = [make for make in serve_hostile.KINDS if make is not serve_hostile.explosive]
-    cases += [kinds[i % len(kinds)](draw) for i in range(NUM_HOSTILE - len(cases))]
-    draw.shuffle(cases)
-    return cases
-
-
 def cpu_s(pids):
     """Processor time of processes, in seconds (fields 14 and 15 of proc(5) stat)."""
     stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
@@ -57,10 +39,11 @@ def cpu_s(pids):
 
 async def gaps_while(port, is_over):
     """Seconds between tokens of answers, one after the other, until `is_over()`."""
-    gaps = []
+    gaps, texts = [], set()
     while True:
         answer: Answer = await stream(port, CHAT, HONEST)
-        assert answer.finish == "length"
+        texts.add(answer.text)
+        assert answer.finish == "length" and len(texts) == 1
         gaps += answer.gaps_s
         if is_over():
             return gaps
@@ -69,7 +52,7 @@ async def gaps_while(port, is_over):
 async def watch(server):
     await ask(server.port, CHAT, {**HONEST, "json_schema": {"type": "null"}})  # starts processes
     before = await gaps_while(server.port, lambda: True)
-    cases, rss, failures = hostile_cases(), 0, []
+    cases, rss, failures = serve_hostile.cases_of(3, NUM_HOSTILE), 0, []
     honest = asyncio.create_task(gaps_while(server.port, lambda: not cases))
 
     async def attack():
@@ -78,7 +61,7 @@ async def watch(server):
             if len(cases) < 0.7 * NUM_HOSTILE and not rss:
                 rss = server.rss_bytes()
             case = cases.pop()
-            status = await serve_hostile._try(server, case)
+            status = await serve_hostile.status_of(server, case)
             if status not in case.right:
                 failures.append((case.name, status, case.data[:300]))
 
@@ -95,17 +78,8 @@ async def until_idle(server):
 
 def test_hostile_requests_beside_an_honest_client(tmp_path):
     model = model_with_slow_steps(tmp_path / "model.gguf")
-    with ServerProcess(
-        model,
-        tmp_path / "log",
-        *serve_hostile.OPTIONS,
-        "--max-tokens",
-        "100",
-        "--parallel",
-        "4",
-        "--queue",
-        "64",
-    ) as server:
+    options = (*serve_hostile.OPTIONS, "--max-tokens", "100")
+    with ServerProcess(model, tmp_path / "log", *options) as server:
         for is_last in (False, True):  # other work on this machine only adds to the times
             before, during, after, rss, failures = asyncio.run(watch(server))
             assert not failures
