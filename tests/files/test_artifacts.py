@@ -22,6 +22,14 @@ from hotsplit.files.outputs import check_output
 from hotsplit.files.typed import other_version
 from hotsplit.system.sizes import format_bytes, parse_bytes
 
+NAMES = (
+    "model.gguf",
+    "model.profile.safetensors",
+    "machine.json",
+    "model.split.gguf",
+    "predictors.safetensors",
+)
+
 
 def make_predictors(**changes):
     random = np.random.default_rng(0)
@@ -40,16 +48,11 @@ def make_predictors(**changes):
 def one_of_each(folder):
     """(path, artifact) of a valid model, profile, machine, split and predictors file."""
     model = dataclasses.replace(make_model(predictor_rank=4), path=folder / "model.gguf")
-    made = {
-        "model.gguf": model,
-        "model.profile.safetensors": make_profile(model),
-        "machine.json": make_machine(),
-        "model.split.gguf": make_split(model, [[4, 2], []]),
-        "predictors.safetensors": make_predictors(),
-    }
-    for name, artifact in made.items():
+    split = make_split(model, [[4, 2], []])
+    made = [model, make_profile(model), make_machine(), split, make_predictors()]
+    for name, artifact in zip(NAMES, made, strict=True):
         artifact.save(folder / name)
-    return [(folder / name, artifact) for name, artifact in made.items()]
+    return [(folder / name, artifact) for name, artifact in zip(NAMES, made, strict=True)]
 
 
 def plain(value):
@@ -75,15 +78,7 @@ def test_round_trip(tmp_path, index):
     path, artifact = one_of_each(tmp_path)[index]
     again = type(artifact).load(path)
     assert plain(again) == plain(artifact)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        [
-            "model.gguf",
-            "model.profile.safetensors",
-            "machine.json",
-            "model.split.gguf",
-            "predictors.safetensors",
-        ]
-    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -113,16 +108,7 @@ def test_a_file_of_another_kind_and_a_missing_one_are_refused(tmp_path, index):
         kind.load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.gguf",
-        "model.split.gguf",
-        "predictors.safetensors",
-        "model.profile.safetensors",
-        "machine.json",
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_another_version_is_refused(tmp_path, name):
     (path, artifact) = next(f for f in one_of_each(tmp_path) if f[0].name == name)
     content = path.read_bytes()
@@ -307,23 +293,11 @@ def test_outputs_are_checked_before_the_work(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["there"]
 
 
-@pytest.mark.parametrize(
-    "text, count",
-    [
-        ("8", 8 << 30),
-        ("8GiB", 8 << 30),
-        ("512 MiB", 512 << 20),
-        ("1.5GB", 1_500_000_000),
-        ("0", 0),
-        ("8G", 8 << 30),
-        ("8g", 8 << 30),
-        ("8192M", 8 << 30),
-        ("8388608K", 8 << 30),
-        ("1T", 1 << 40),
-    ],
-)
-def test_sizes_are_parsed(text, count):
-    assert parse_bytes(text) == count
+def test_sizes_are_parsed():
+    for text in ("8", "8GiB", "8G", "8g", "8192M", "8388608K"):
+        assert parse_bytes(text) == 8 << 30
+    found = [parse_bytes(text) for text in ("512 MiB", "1.5GB", "0", "1T")]
+    assert found == [512 << 20, 1_500_000_000, 0, 1 << 40]
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "8 apples", "1e3", "٨GiB", "８GiB"])
@@ -333,12 +307,8 @@ def test_invalid_sizes_are_refused(text):
 
 
 def test_sizes_are_formatted():
-    assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 30)] == [
-        "0 B",
-        "1023 B",
-        "1.50 KiB",
-        "3.00 GiB",
-    ]
+    shown = [format_bytes(n) for n in (0, 1023, 1536, 3 << 30)]
+    assert shown == ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]
 
 
 @pytest.mark.parametrize(

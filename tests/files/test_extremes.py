@@ -49,39 +49,19 @@ def test_all_stages_with_extreme_sizes(tmp_path, sizes):
     folder = random_llama(tmp_path / "checkpoint", **sizes)
     (tmp_path / "text.txt").write_text(TEXT)
     make_machine().save(tmp_path / "machine")
+    text, machine = tmp_path / "text.txt", tmp_path / "machine"
     model, profile, full = tmp_path / "m.gguf", tmp_path / "p", tmp_path / "full.gguf"
     plan, predictors = tmp_path / "plan.gguf", tmp_path / "predictors"
-    for words in (
-        ("convert", folder, "-o", model, "--outtype", "f32"),
-        (
-            "profile",
-            model,
-            "--corpus",
-            tmp_path / "text.txt",
-            "-o",
-            profile,
-            "--tokens",
-            6000,
-            "--train-predictors",
-            predictors,
-        ),
-        ("convert", model, "-o", full, "--predictors", predictors),
-        (
-            "solve",
-            full,
-            "--profile",
-            profile,
-            "--machine",
-            tmp_path / "machine",
-            "-vb",
-            "1MiB",
-            "-o",
-            plan,
-        ),
-        ("generate", full, "--split", plan, "-p", "the", "-n", 4, "--temp", 0, "--device", "cpu"),
-        ("eval", full, "--corpus", tmp_path / "text.txt", "--tokens", 256, "--mode", "predicted"),
-        ("inspect", full),
+    for line in (
+        f"convert {folder} -o {model} --outtype f32",
+        f"profile {model} --corpus {text} -o {profile} --tokens 6000 --train-predictors {predictors}",
+        f"convert {model} -o {full} --predictors {predictors}",
+        f"solve {full} --profile {profile} --machine {machine} -vb 1MiB -o {plan}",
+        f"generate {full} --split {plan} -p the -n 4 --temp 0 --device cpu",
+        f"eval {full} --corpus {text} --tokens 256 --mode predicted",
+        f"inspect {full}",
     ):
+        words = line.split()
         code, _, errors = run(*words)
         assert code == 0, (words, errors)
     ids = torch.randint(320, (12,), generator=torch.Generator().manual_seed(0))

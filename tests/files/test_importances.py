@@ -327,21 +327,10 @@ def test_profile_adds_up_what_transformers_sees(checkpoint, tmp_path):
     wanted = squares_ref(checkpoint, windows)
     assert found.datasets == ("t.txt",) and found.num_chunks == len(windows)
     assert len(found.tensors) == 14
-    theirs = dict(
-        zip(
-            NAMES,
-            (
-                "self_attn.q_proj",
-                "self_attn.k_proj",
-                "self_attn.v_proj",
-                "self_attn.o_proj",
-                "mlp.gate_proj",
-                "mlp.up_proj",
-                "mlp.down_proj",
-            ),
-            strict=True,
-        )
-    )
+    attention, feed_forward = "qkvo", ("gate", "up", "down")
+    modules = [f"self_attn.{part}_proj" for part in attention]
+    modules += [f"mlp.{part}_proj" for part in feed_forward]
+    theirs = dict(zip(NAMES, modules, strict=True))
     for layer in range(2):
         for name, source in theirs.items():
             sums, count = wanted[f"model.layers.{layer}.{source}"]

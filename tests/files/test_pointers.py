@@ -13,18 +13,11 @@ from hotsplit.files.atomic import POINTER_BYTES, require_file
 
 OID = "4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
 LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{OID}\nsize 12345\n"
+IS_LFS = ("is a Git LFS pointer to a file of 12,345 bytes", "git lfs pull")
 POINTERS = {
-    "lfs": (LFS, "is a Git LFS pointer to a file of 12,345 bytes", "git lfs pull"),
-    "extended": (
-        LFS.replace("oid", f"ext-0-foo sha256:{OID}\noid"),
-        "is a Git LFS pointer to a file of 12,345 bytes",
-        "git lfs pull",
-    ),
-    "older": (
-        LFS.replace("git-lfs.github.com", "hawser.github.com"),
-        "is a Git LFS pointer to a file of 12,345 bytes",
-        "git lfs pull",
-    ),
+    "lfs": (LFS, *IS_LFS),
+    "extended": (LFS.replace("oid", f"ext-0-foo sha256:{OID}\noid"), *IS_LFS),
+    "older": (LFS.replace("git-lfs.github.com", "hawser.github.com"), *IS_LFS),
     "annex": (
         f"/annex/objects/SHA256E-s12345--{OID}.gguf\n",
         "is a git-annex pointer to a file of 12,345 bytes",
