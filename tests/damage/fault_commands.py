@@ -11,17 +11,28 @@ from typing import Any
 import numpy as np
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Command:
-    """`arguments` has {in} and {out} for the folders of inputs and outputs. `state` lists what
-    an ended command may leave beside the outputs, for the same command to resume from."""
+    """`arguments` has {in} and {out} for the folders of inputs and outputs. `further` are outputs
+    that it does not name. `state` lists what an ended command may leave beside the outputs, for the
+    same command to resume from."""
 
     name: str
     arguments: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    further: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
     replaces: bool = True  # --force replaces existing outputs of any kind
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(re.findall(r"\{in\}/(\S+)", self.arguments))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The files and folders of the arguments; files in a folder that has `further` ones."""
+        named = re.findall(r"\{out\}/(\S+)", self.arguments)
+        holders = {name.split("/")[0] for name in self.further if "/" in name}
+        return (*(name for name in named if name not in holders), *self.further)
 
     def argv(self, folder_in: Path, folder_out: Path) -> list[str]:
         words = self.arguments.split()
@@ -30,77 +41,34 @@ class Command:
         return [*filled, *(["--force"] if self.replaces else [])]
 
 
+SOLVE = "{in}/model.gguf --profile {in}/a.safetensors --machine {in}/machine.json"
+EXPORT = "export {in}/plan.gguf --profile {in}/a.safetensors --format"
 COMMANDS = (
+    Command("convert", "convert {in}/hf -o {out}/m.gguf --outtype f16"),
+    Command("convert-gguf", "convert {in}/model.gguf -o {out}/m.gguf --outtype q8_0"),
     Command(
-        name="convert",
-        arguments="convert {in}/hf -o {out}/m.gguf --outtype f16",
-        inputs=("hf",),
-        outputs=("m.gguf",),
-    ),
-    Command(
-        name="convert-gguf",
-        arguments="convert {in}/model.gguf -o {out}/m.gguf --outtype q8_0",
-        inputs=("model.gguf",),
-        outputs=("m.gguf",),
-    ),
-    Command(
-        name="profile",
-        arguments="profile {in}/model.gguf --corpus {in}/t.txt -o {out}/p.safetensors --tokens 1500"
+        "profile",
+        "profile {in}/model.gguf --corpus {in}/t.txt -o {out}/p.safetensors --tokens 1500"
         " --train-predictors {out}/pred --predictor-rank 8",
-        inputs=("model.gguf", "t.txt"),
-        outputs=("p.safetensors", "p.report.json", "pred/predictors.safetensors"),
+        further=("p.report.json", "pred/predictors.safetensors"),
         state=("p.safetensors.resume",),
     ),
+    Command("merge", "profile --merge {in}/a.safetensors {in}/b.safetensors -o {out}/p"),
     Command(
-        name="merge",
-        arguments="profile --merge {in}/a.safetensors {in}/b.safetensors -o {out}/p",
-        inputs=("a.safetensors", "b.safetensors"),
-        outputs=("p",),
+        "solve",
+        f"solve {SOLVE} -vb 2400KiB -c 32 --mode exact -o {{out}}/s.gguf --heat-map {{out}}/h.png",
     ),
     Command(
-        name="solve",
-        arguments="solve {in}/model.gguf --profile {in}/a.safetensors --machine {in}/machine.json"
-        " -vb 2400KiB -c 32 --mode exact -o {out}/s.gguf --heat-map {out}/h.png",
-        inputs=("model.gguf", "a.safetensors", "machine.json"),
-        outputs=("s.gguf", "h.png"),
+        "activations",
+        "export {in}/a.safetensors --format powerinfer-activations -o {out}/activation",
     ),
+    Command("gpuidx", EXPORT + " gpuidx -o {out}/x"),
+    Command("sparkinfer-split", EXPORT + " sparkinfer-split -o {out}/x-6.gguf"),
+    Command("report", f"report {SOLVE} --split {{in}}/plan.gguf -o {{out}}/r.html"),
+    Command("calibrate", "calibrate -o {out}/machine.json"),
     Command(
-        name="activations",
-        arguments="export {in}/a.safetensors --format powerinfer-activations -o {out}/activation",
-        inputs=("a.safetensors",),
-        outputs=("activation",),
-    ),
-    Command(
-        name="gpuidx",
-        arguments="export {in}/plan.gguf --format gpuidx --profile {in}/a.safetensors -o {out}/x",
-        inputs=("plan.gguf", "a.safetensors"),
-        outputs=("x",),
-    ),
-    Command(
-        name="sparkinfer-split",
-        arguments="export {in}/plan.gguf --format sparkinfer-split --profile {in}/a.safetensors"
-        " -o {out}/x-6.gguf",
-        inputs=("plan.gguf", "a.safetensors"),
-        outputs=("x-6.gguf",),
-    ),
-    Command(
-        name="report",
-        arguments="report {in}/model.gguf --profile {in}/a.safetensors --machine {in}/machine.json"
-        " --split {in}/plan.gguf -o {out}/r.html",
-        inputs=("model.gguf", "a.safetensors", "machine.json", "plan.gguf"),
-        outputs=("r.html",),
-    ),
-    Command(
-        name="calibrate",
-        arguments="calibrate -o {out}/machine.json",
-        inputs=(),
-        outputs=("machine.json",),
-    ),
-    Command(
-        name="prompt-cache",
-        arguments="generate {in}/model.gguf -p abcdef -n 2 --seed 0 --threads 1 --prompt-cache {out}/c",
-        inputs=("model.gguf",),
-        outputs=("c",),
+        "prompt-cache",
+        "generate {in}/model.gguf -p abcdef -n 2 --seed 0 --threads 1 --prompt-cache {out}/c",
         replaces=False,
     ),
 )

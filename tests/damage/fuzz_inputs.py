@@ -182,19 +182,8 @@ def _model_files(folder: Path) -> None:
 def _artifacts(folder: Path) -> None:
     """Profiles, a plan, machines, reports, and saved states of runs."""
     plain, silu = (ModelFile.load(folder / f"{name}.gguf") for name in ("plain", "silu"))
-    for kind in (
-        "profile",
-        "machine",
-        "figures",
-        "merge",
-        "resume",
-        "prompt",
-        "conversation",
-        "imatrix",
-        "imatrix-dat",
-        "comparison",
-        "told",
-    ):
+    kinds = "profile machine figures merge resume prompt conversation imatrix imatrix-dat"
+    for kind in (*kinds.split(), "comparison", "told"):
         (folder / kind).mkdir()
     made = make_profile(plain)
     made.save(folder / "profile" / TARGETS["profile"])

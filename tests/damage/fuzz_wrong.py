@@ -12,6 +12,7 @@ import numpy as np
 
 NAN, INF = math.nan, math.inf
 NOT_COUNTS = (-1, 1.5, True, "1", None, [], {}, 2**63, 10**30)
+NOT_SIZES = (0, -1, 1.5, "x", [], {}, 10**30, 10**9)
 NOT_TEXTS = (None, 0, True, [], {}, ["x"])
 NOT_SHARES = (-0.5, 1.5, 1e9, INF, -INF, NAN, "x", None, True)
 
@@ -200,6 +201,7 @@ PREDICTORS = {
     "a key is missing": without("*"),
     **QUALITY,
 }
+NOT_QUARTILES = ([1, 2], [3, 2, 1], [1, NAN, 2], [0, 1, 2], [-1, 1, 2], "x", [1, 2, 3], [], 0)
 FIGURES = (
     "gpus/*/bandwidth_gb_per_s",
     "gpus/*/launch_s",
@@ -213,21 +215,7 @@ MACHINE = {
         f"{f}: no rate": one_of(f"{f}/best", 0, -1.0, NAN, INF, 1e19, 1e-19, "x", None, True)
         for f in FIGURES
     },
-    **{
-        f"{f}: no quartiles": one_of(
-            f"{f}/quartiles",
-            [1, 2],
-            [3, 2, 1],
-            [1, NAN, 2],
-            [0, 1, 2],
-            [-1, 1, 2],
-            "x",
-            [1, 2, 3],
-            [],
-            0,
-        )
-        for f in FIGURES
-    },
+    **{f"{f}: no quartiles": one_of(f"{f}/quartiles", *NOT_QUARTILES) for f in FIGURES},
     **{f"{f}: rounds of nothing": one_of(f"{f}/rounds", 1, *NOT_COUNTS) for f in FIGURES},
     **{f"{f}: with more": one_of(f"{f}/other", 1) for f in FIGURES},
     **{f"{f}: without a value": without(f"{f}/*") for f in FIGURES},
@@ -350,14 +338,7 @@ MODEL = {
     "eos that is no number": one_of("tokenizer.ggml.eos_token_id", "x", [0], np.float32(0), True),
     "bos that is no number": one_of("tokenizer.ggml.bos_token_id", "x", [0], np.float32(0), True),
     "invalid tokenizer": one_of(
-        "tokenizer.huggingface.json",
-        "{",
-        "{}",
-        "[]",
-        "null",
-        '{"model": {"type": "BPE"}}',
-        ["x"],
-        np.uint32(1),
+        "tokenizer.huggingface.json", "{", "{}", "[]", "null", '{"model": {}}', ["x"], np.uint32(1)
     ),
     "a tensor of another layer": more("blk.1.attn_norm.weight"),
     "no norm": lacking("attn_norm.weight"),
@@ -378,29 +359,19 @@ THEIRS = {
     "bos that is no number": one_of("tokenizer.ggml.bos_token_id", "x", [0]),
     "invalid flag": one_of("tokenizer.ggml.add_bos_token", np.uint32(1), "true", [True]),
 }
+SIZES = "num_hidden_layers hidden_size vocab_size"
+SIZES += " intermediate_size num_attention_heads num_key_value_heads"
 CONFIG = {
-    **{
-        f"invalid {key}": one_of(key, 0, -1, 1.5, "x", [], {}, 10**30, 10**9)
-        for key in (
-            "num_hidden_layers",
-            "hidden_size",
-            "vocab_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-        )
-    },
+    **{f"invalid {key}": one_of(key, *NOT_SIZES) for key in SIZES.split()},
     "no epsilon": one_of("rms_norm_eps", 0, -1, "x", [], 10**400),
     "unknown activation": one_of("hidden_act", "x", "x" * 100_000, 1, None, ["silu"], "mish"),
     "unknown architecture": one_of("architectures", [], None, ["x"], ["x" * 100_000], "x", {}),
     "unknown rotation": one_of(
         "rope_scaling",
-        {"rope_type": "yarn"},
-        {"type": "x" * 100_000},
+        *({"rope_type": kind} for kind in ("yarn", "linear", "x" * 9999)),
         1,
         "x",
-        ["linear"],
-        {"rope_type": "linear"},
+        [1],
     ),
     "looks ahead": one_of("is_causal", False, "x" * 100_000, 0),
     "packed": one_of("quantization_config", {"x": "y" * 100_000}, 1, "gptq"),
@@ -452,14 +423,8 @@ WEIGHTS = {
 INDEX = {
     "another file": one_of(
         "weight_map/*",
-        "model-9.safetensors",
+        *["model-9.safetensors", ".", "..", "../x", "/", "\x00", "config.json"],
         "",
-        ".",
-        "..",
-        "../x",
-        "/",
-        "\0",
-        "config.json",
         "x" * 5000,
     ),
     "the other file": _swapped,

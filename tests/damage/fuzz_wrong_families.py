@@ -37,18 +37,16 @@ LLAMA3: dict[str, Change] = ROTATION | {
     "a border is missing": without(R + "low_freq_factor"),
 }
 NOT_SIZES = (0, -1, 1.5, "x", [], {}, True, 10**30, 10**9)
+
+
+def _sizes(keys: str) -> dict[str, Change]:
+    return {f"invalid {key}": one_of(key, *NOT_SIZES) for key in keys.split()}
+
+
 FALCON: dict[str, Change] = {
-    **{
-        f"invalid {key}": one_of(key, *NOT_SIZES)
-        for key in (
-            "num_hidden_layers",
-            "hidden_size",
-            "vocab_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_kv_heads",
-        )
-    },
+    **_sizes(
+        "num_hidden_layers hidden_size vocab_size ffn_hidden_size num_attention_heads num_kv_heads"
+    ),
     "biased by distance": one_of("alibi", True, "x", 1, []),
     "no epsilon": one_of("layer_norm_epsilon", *NOT_POSITIVE),
     "unknown activation": one_of("activation", "x", "tanh", 1, None, ["relu"], "x" * 5000),
@@ -58,17 +56,9 @@ FALCON: dict[str, Change] = {
     "other norms": one_of("num_ln_in_parallel_attn", 3, 0, "x"),
 }
 OPT: dict[str, Change] = {
-    **{
-        f"invalid {key}": one_of(key, *NOT_SIZES)
-        for key in (
-            "num_hidden_layers",
-            "hidden_size",
-            "vocab_size",
-            "ffn_dim",
-            "num_attention_heads",
-            "max_position_embeddings",
-        )
-    },
+    **_sizes(
+        "num_hidden_layers hidden_size vocab_size ffn_dim num_attention_heads max_position_embeddings"
+    ),
     "embeddings of another width": one_of("word_embed_proj_dim", 16, 0, "x", True, []),
     "no last norm": one_of("_remove_final_layer_norm", True, "x", [True]),
     "invalid order": one_of("do_layer_norm_before", "x", 1, [], None),
@@ -77,26 +67,11 @@ OPT: dict[str, Change] = {
     "unknown activation": one_of("activation_function", "x", "tanh", 1, None, ["relu"]),
 }
 PHI: dict[str, Change] = {
-    **{
-        f"invalid {key}": one_of(key, *NOT_SIZES)
-        for key in (
-            "num_hidden_layers",
-            "hidden_size",
-            "vocab_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-        )
-    },
-    "biases": one_of("attention_bias", True, "x"),
-    "the long context": one_of(
-        "rope_scaling",
-        {"type": "longrope"},
-        {"rope_type": "su"},
-        {"type": "yarn", "factor": 2.0},
-        "x",
-        [1],
+    **_sizes(
+        "num_hidden_layers hidden_size vocab_size intermediate_size num_attention_heads num_key_value_heads"
     ),
+    "biases": one_of("attention_bias", True, "x"),
+    "the long context": one_of("rope_scaling", {"type": "longrope"}, {"rope_type": "su"}, "x", [1]),
     "some of the pairs": one_of(R + "partial_rotary_factor", 1.5, "x", 0.01, [1.0]),
     "no window": one_of("sliding_window", 0, -1, "x", 1.5, [], True),
     "heads of another width": one_of("head_dim", 4, 10, 16, "x", 0, 7),

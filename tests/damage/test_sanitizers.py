@@ -8,23 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cpp_compiler import KERNELS, ROOT, compiled
+from cpp_compiler import KERNELS, compiled
 
 from hotsplit.runtime.kernels.cpu import library
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
-SOURCES = {
-    "dispatch": [],
-    "probe": [],
-    "thread_pool": [],
-    "neurons": [],
-    "operation": [],
-    "step": [],
-    "row_copies": [],
-    "step_server": [],
-    "rows_generic": [],
-    "rows_avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "rows_avxvnni": ["-mavx2", "-mavxvnni", "-mfma", "-mf16c"],
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+PLAIN = "dispatch probe thread_pool neurons operation step row_copies step_server rows_generic"
+SOURCES = dict.fromkeys(PLAIN.split(), list[str]()) | {
+    "rows_avx2": AVX2,
+    "rows_avxvnni": [*AVX2, "-mavxvnni"],
     "rows_avx512": AVX512,
     "rows_avx512vnni": [*AVX512, "-mavx512vnni"],
     "rows_avx512bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
@@ -54,7 +47,7 @@ def all_compiled(folder: Path, how: list[str]) -> list[Path]:
         if level != name and level not in usable:
             (folder / f"no_{level}.cpp").write_text(LACKING.format(level))
             sources[name] = (folder / f"no_{level}.cpp", [f"-I{KERNELS}"])
-    sources["driver"] = (ROOT / "tests" / "sanitized_kernels.cpp", [])
+    sources["driver"] = (Path(__file__).with_name("sanitized_kernels.cpp"), [])
 
     def compile_one(name: str) -> Path:
         source, flags = sources[name]

@@ -32,45 +32,17 @@ from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.inspection.inspect_file import inspect_file
 from hotsplit.inspection.summary import to_json
 
-VALUES = [
-    None,
-    "x",
-    "",
-    "\x1b[31m\n",
-    -1,
-    0,
-    0.5,
-    10**19,
-    10**400,
-    float("nan"),
-    float("inf"),
-    True,
-    [],
-    [None],
-    ["x"],
-    [float("inf")],
-    {},
-    {"a": 1},
-]
+VALUES = [None, "x", "", "\x1b[31m\n", -1, 0, 0.5, 10**19, 10**400, math.nan, math.inf, True]
+VALUES += [[], [None], ["x"], [math.inf], {}, {"a": 1}]
 # GGUF has neither null nor objects.
-GGUF_VALUES = [
-    "x",
-    "",
-    "\x1b[31m\n",
-    np.int32(-1),
-    np.uint32(0),
-    np.float32(0.5),
-    np.uint64(2**63),
-    np.float64("nan"),
-    np.float32("inf"),
-    np.float64("-inf"),
-    True,
-    ["x"],
-    [0.5],
-    [float("inf")],
-    [1],
-    [-1, 0, 0],
-]
+GGUF_VALUES = ["x", "", "\x1b[31m\n", np.int32(-1), np.uint32(0), np.float32(0.5), np.uint64(2**63)]
+GGUF_VALUES += [np.float64("nan"), np.float32("inf"), np.float64("-inf"), True]
+GGUF_VALUES += [["x"], [0.5], [math.inf], [1], [-1, 0, 0]]
+# Read by the same lines as others.
+ALIKE = (
+    "host_to_device_gb_per_s host_to_device_pageable_gb_per_s copy_latency_s bandwidth_gb_per_s"
+    " chosen_rows_gb_per_s kernel_s token_s hand_over_s cpu_run_s 2"
+)
 SPLIT = "hotsplit.split."
 
 
@@ -121,19 +93,7 @@ def outcomes(path: Path, values: dict, write) -> dict[tuple, str]:
     """The outcome for every value in every place of an object, except places that are read
     alike."""
     found = {}
-    alike = {
-        "host_to_device_gb_per_s",
-        "host_to_device_pageable_gb_per_s",
-        "copy_latency_s",
-        "bandwidth_gb_per_s",
-        "chosen_rows_gb_per_s",
-        "kernel_s",
-        "token_s",
-        "hand_over_s",
-        "cpu_run_s",
-        "2",
-    }  # read by the same line as others
-    for place in [place for place in places(values) if not alike & set(place)]:
+    for place in [place for place in places(values) if not {*ALIKE.split()} & set(place)]:
         for number, value in enumerate(VALUES):
             write(with_value(values, place, value))
             found[*place, number] = outcome(path)
