@@ -190,8 +190,8 @@ def _run_child(case: Case, fault: Fault | None, tell: int, errors: int) -> None:
 
 
 def _arm(case: Case, fault: Fault | None) -> list[int]:
-    """Sets up the fault in this process; returns a counter of file events: audit events that name the
-    case's files, or a descriptor."""
+    """Sets up the fault in this process; returns a counter of file events: audit events that name
+    the case's files, or a descriptor."""
     counter, place, is_busy = [0], str(case.folder), [False]
 
     def strike() -> None:

@@ -14,9 +14,10 @@ _NUMBERS = b'-1 0 1 7 1e308 0.5 4294967296 null "x" [] true NaN Infinity 1000000
 NUMBERS = (*_NUMBERS.split(), b"9" * 20, b"9" * 400)
 # Replacements of a value: well-formed JSON with another meaning.
 ODD = json.loads(
-    """[null, true, false, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e308, 1e-308, 1000000000, 9007199254740992,
-    9223372036854775808, 1000000000000000000000000000000, "", "x", "llama", "0", "\\u0000", "a\\nb", [],
-    [0], ["x"], [[]], {}, {"": 0}, {"type": "linear", "factor": 2.0}, {"rope_type": "default"}]"""
+    """[null, true, false, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e308, 1e-308, 1000000000,
+    9007199254740992, 9223372036854775808, 1000000000000000000000000000000, "", "x", "llama", "0",
+    "\\u0000", "a\\nb", [], [0], ["x"], [[]], {}, {"": 0}, {"type": "linear", "factor": 2.0},
+    {"rope_type": "default"}]"""
 )
 ODD.append("x" * 5000)
 # Architectures: some with Llama's tensor names, some with others.
@@ -30,8 +31,8 @@ ABSENT = ("sliding_window", "layer_types", "is_causal", "rope_scaling", "eos_tok
 
 
 def mutated(raw: bytes, spots: list[tuple[int, int]], rng: random.Random) -> bytes:
-    """Tries one to three damages, each in a random one of the spots (start, stop); some find nothing
-    to change there."""
+    """Tries one to three damages, each in a random one of the spots (start, stop); some find
+    nothing to change there."""
     data = bytearray(raw)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         start, stop = rng.choice(spots)
@@ -53,7 +54,8 @@ def set_integer(data: bytearray, start: int, stop: int, rng: random.Random) -> N
 
 
 def change_field(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    """Changes a small integer, such as a length, count or offset: a byte that three zeros follow."""
+    """Changes a small integer, such as a length, count or offset: a byte that three zeros
+    follow."""
     found = [m.start() for m in re.finditer(rb"[\x01-\xff]\0{3}", data[start:stop])]
     if found:
         place = start + rng.choice(found)
@@ -127,8 +129,8 @@ def spots_of(path: Path) -> list[tuple[int, int]]:
 
 
 def another_value(raw: bytes, rng: random.Random) -> bytes:
-    """A JSON object with one or two values changed or removed at any depth, or set at its top level;
-    by chance they may be what they were."""
+    """A JSON object with one or two values changed or removed at any depth, or set at its top
+    level; by chance they may be what they were."""
     values = json.loads(raw)
     if "architectures" in values and rng.random() < 0.05:
         values["architectures"] = [rng.choice(CLASSES)]

@@ -62,7 +62,8 @@ def stretch(case: Case) -> None:
 
 
 def find_template(case: Case) -> None:
-    """Finds the default template and the one named `tool_use`; a few cases also render with them."""
+    """Finds the default template and the one named `tool_use`; a few cases also render with
+    them."""
     model = ModelFile.load(case.path)
     codec = TextCodec.of(model)
     for name in (None, "tool_use"):

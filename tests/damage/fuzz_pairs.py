@@ -180,7 +180,8 @@ PAIRS = {
     "pair-merge": Pair(
         make=save_profile, use=merge_with, sees=SIZES - {"width", "heads", "vocabulary"}
     ),
-    # A draft model must have the same tokens, which these models have; padding may give it more logits.
+    # A draft model must have the same tokens, which these models have; padding may give it more
+    # logits.
     "pair-draft": Pair(
         make=lambda model, path: model.save(path),
         use=guess_with,

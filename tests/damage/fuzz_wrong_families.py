@@ -57,7 +57,8 @@ FALCON: dict[str, Change] = {
 }
 OPT: dict[str, Change] = {
     **_sizes(
-        "num_hidden_layers hidden_size vocab_size ffn_dim num_attention_heads max_position_embeddings"
+        "num_hidden_layers hidden_size vocab_size ffn_dim num_attention_heads"
+        " max_position_embeddings"
     ),
     "embeddings of another width": one_of("word_embed_proj_dim", 16, 0, "x", True, []),
     "no last norm": one_of("_remove_final_layer_norm", True, "x", [True]),
@@ -68,7 +69,8 @@ OPT: dict[str, Change] = {
 }
 PHI: dict[str, Change] = {
     **_sizes(
-        "num_hidden_layers hidden_size vocab_size intermediate_size num_attention_heads num_key_value_heads"
+        "num_hidden_layers hidden_size vocab_size intermediate_size num_attention_heads"
+        " num_key_value_heads"
     ),
     "biases": one_of("attention_bias", True, "x"),
     "the long context": one_of("rope_scaling", {"type": "longrope"}, {"rope_type": "su"}, "x", [1]),

@@ -57,7 +57,8 @@ FEW = (
          20: tokenizer
          14: yarn
          12: special phi falcon-weights falcon-gguf
-         10: generation vocab merges falcon opt qwen qwen-gguf bin-index llama3 yarn-gguf scores unigram
+         10: generation vocab merges falcon opt qwen qwen-gguf bin-index llama3
+         10: yarn-gguf scores unigram
           8: opt-weights phi-weights
           6: template gemma gemma-gguf
           4: sentencepiece

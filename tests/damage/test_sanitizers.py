@@ -29,8 +29,8 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null", "-pthread"]
 # program that fails is compiled again with such messages.
 TRAPS = ["-fsanitize-undefined-trap-on-error"]
 SAYS = ["-g", "-fno-sanitize-recover=all"]
-# dispatch.cpp never calls levels that the processor lacks; test_amx.py and test_avxvnni.py run two of
-# them on emulated instructions.
+# dispatch.cpp never calls levels that the processor lacks; test_amx.py and test_avxvnni.py run two
+# of them on emulated instructions.
 LACKING = '#include "kernels.h"\nconst Kernels kernels_{} = {{}};\n'
 
 pytestmark = pytest.mark.skipif(

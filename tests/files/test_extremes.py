@@ -54,7 +54,8 @@ def test_all_stages_with_extreme_sizes(tmp_path, sizes):
     plan, predictors = tmp_path / "plan.gguf", tmp_path / "predictors"
     for line in (
         f"convert {folder} -o {model} --outtype f32",
-        f"profile {model} --corpus {text} -o {profile} --tokens 6000 --train-predictors {predictors}",
+        f"profile {model} --corpus {text} -o {profile} --tokens 6000 --train-predictors"
+        f" {predictors}",
         f"convert {model} -o {full} --predictors {predictors}",
         f"solve {full} --profile {profile} --machine {machine} -vb 1MiB -o {plan}",
         f"generate {full} --split {plan} -p the -n 4 --temp 0 --device cpu",

@@ -1,5 +1,5 @@
-"""A model in several files, divided by gguf's writer: read from part 1 as if it were one file; parts
-that are missing, swapped or of another model are refused by name."""
+"""A model in several files, divided by gguf's writer: read from part 1 as if it were one file;
+parts that are missing, swapped or of another model are refused by name."""
 
 import json
 import os

@@ -1,5 +1,6 @@
-"""Importance matrices: both formats of llama.cpp, what `convert` makes of them and what `profile` writes.
-The oracles are gguf's reader, the encoder given the weights directly, and transformers' inputs in f64."""
+"""Importance matrices: both formats of llama.cpp, what `convert` makes of them and what `profile`
+writes. The oracles are gguf's reader, the encoder given the weights directly, and transformers'
+inputs in f64."""
 
 import struct
 from dataclasses import replace
@@ -279,7 +280,8 @@ def test_those_of_another_model_are_refused(checkpoint, tmp_path, message):
 
 
 def squares_ref(folder: Path, windows) -> dict[str, tuple[torch.Tensor, int]]:
-    """f64 sums of squares of the inputs of transformers' linear layers, and the numbers of tokens."""
+    """f64 sums of squares of the inputs of transformers' linear layers, and the numbers of
+    tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     found: dict[str, tuple[torch.Tensor, int]] = {}
 

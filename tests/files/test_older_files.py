@@ -1,5 +1,5 @@
-"""Files that other programs and other years made: one tensor for each expert, queries, keys and values in
-one, key heads listed with zeros, metadata that are not UTF-8, pieces of a file.
+"""Files that other programs and other years made: one tensor for each expert, queries, keys and
+values in one, key heads listed with zeros, metadata that are not UTF-8, pieces of a file.
 
 Oracle: the same model in today's form, whose logits must have the same bits."""
 
@@ -53,11 +53,13 @@ def logits(path: Path, **options) -> torch.Tensor:
         return engine.logits(IDS)
 
 
-# ---- one tensor for each expert ----------------------------------------------------------------------
+# ---- one tensor for each expert
+# ----------------------------------------------------------------------
 
 
 def of_each_expert(tensors, order=None, kinds=None):
-    """llama.cpp's converter of 2023 wrote files like these: expert by expert, the matrices of one after another."""
+    """llama.cpp's converter of 2023 wrote files like these: expert by expert, the matrices of one
+    after another."""
     found, apart = {}, {}
     for name, entry in tensors.items():
         match = re.fullmatch(r"(blk\.\d+\.ffn_\w+)_exps\.weight", name)
@@ -135,7 +137,8 @@ def test_experts_that_are_no_whole_are_refused_in_one_line(tmp_path, change, wor
     assert "\n" not in str(caught.value)
 
 
-# ---- queries, keys and values in one ----------------------------------------------------------------
+# ---- queries, keys and values in one
+# ----------------------------------------------------------------
 
 
 def with_fused_attention(tensors):
@@ -171,7 +174,8 @@ def test_a_fused_matrix_of_another_height_is_refused(tmp_path):
         ModelFile.load(old)
 
 
-# ---- ollama's keys -------------------------------------------------------------------------------------
+# ---- ollama's keys
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -197,7 +201,8 @@ def test_key_heads_of_each_layer_may_be_listed_with_zeros(tmp_path, case, attend
             ModelFile.load(other)
 
 
-# ---- bytes that are no text, pieces of a file ---------------------------------------------------------
+# ---- bytes that are no text, pieces of a file
+# ---------------------------------------------------------
 
 
 def test_metadata_that_are_not_utf_8_do_not_matter(tmp_path, capsys):

@@ -2,8 +2,8 @@
 times on which it bases decisions, and the frequencies that its scores start from.
 
 Specified in docs/formats.md (model.split.gguf). The options of the cache are in
-hotsplit.options.neuron_cache, its memory is counted by hotsplit.costs.cache_bytes, and the times are computed by
-solver/cache_costs.py.
+hotsplit.options.neuron_cache, its memory is counted by hotsplit.costs.cache_bytes, and the times
+are computed by solver/cache_costs.py.
 
 Letters: L layers, F neurons of a layer."""
 

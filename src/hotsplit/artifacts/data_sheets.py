@@ -3,10 +3,10 @@
     rtx-4060-8gb              the card, beside the host DEFAULT_HOST
     rtx-4060-8gb+ddr5-5600    beside another one
 
-Bandwidths and memories are those of the makers' data sheets (NVIDIA's product pages, JEDEC's rates of
-dual-channel memory), of which a kernel reaches GPU_SHARE or CPU_SHARE; how fast memory is copied
-follows from the slot. Everything else is an assumption, the same for all cards: each machine says so in
-`source`, and `hotsplit calibrate` replaces it by what it measures."""
+Bandwidths and memories are those of the makers' data sheets (NVIDIA's product pages, JEDEC's rates
+of dual-channel memory), of which a kernel reaches GPU_SHARE or CPU_SHARE; how fast memory is copied
+follows from the slot. Everything else is an assumption, the same for all cards: each machine says
+so in `source`, and `hotsplit calibrate` replaces it by what it measures."""
 
 import re
 from dataclasses import replace
@@ -30,8 +30,8 @@ COPY_S, LAUNCH_S, KERNEL_S, GPU_TOKEN_S, HAND_OVER_S = 5e-6, 2e-6, 3e-6, 1e-4, 5
 CPU_LAYER_S, CPU_TOKEN_S, LOGIT_S = 3e-5, 5e-5, 5e-10
 THREADS = 8
 
-# Name: (GiB of memory, GB/s, link). A laptop's card is named as one; its power decides how much of the
-# bandwidth it has.
+# Name: (GiB of memory, GB/s, link). A laptop's card is named as one; its power decides how much of
+# the bandwidth it has.
 CARDS: dict[str, tuple[int, float, str]] = {
     "rtx-2060-6gb": (6, 336.0, "3x16"),
     "rtx-2070-8gb": (8, 448.0, "3x16"),
@@ -80,8 +80,8 @@ def is_named(given: Path) -> bool:
 
 
 def load_machine(given: Path) -> Machine:
-    """The machine file at a path, or a machine of this module by its name. Raises HotsplitError like
-    Machine.load, and for an unknown name."""
+    """The machine file at a path, or a machine of this module by its name. Raises HotsplitError
+    like Machine.load, and for an unknown name."""
     if not is_named(given):
         return Machine.load(given)
     found = _NAME.fullmatch(str(given).lower())
@@ -89,9 +89,10 @@ def load_machine(given: Path) -> Machine:
     card, host = found["card"], found["host"] or DEFAULT_HOST
     if card not in CARDS or host not in HOSTS:
         raise HotsplitError(
-            f"{given}: no such machine file, and no card by data sheet: known are {', '.join(CARDS)};"
-            f" beside {' or '.join(HOSTS)}, e.g. rtx-4060-8gb+ddr5-5600; hotsplit calibrate measures a"
-            " machine"
+            f"{given}: no such machine file, and no card by data sheet: known are"
+            f" {', '.join(CARDS)};"
+            f" beside {' or '.join(HOSTS)}, e.g. rtx-4060-8gb+ddr5-5600; hotsplit calibrate"
+            " measures a machine"
         )
     return machine_of(card, host)
 

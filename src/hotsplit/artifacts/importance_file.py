@@ -2,8 +2,8 @@
 `convert` weighs errors.
 
 The files are llama.cpp's (tools/imatrix/imatrix.cpp), of which two formats are read: a GGUF with a
-sum of squares and a count of tokens for each matrix, which `save` writes, and the older .dat. Both are
-read without trusting any length in them.
+sum of squares and a count of tokens for each matrix, which `save` writes, and the older .dat. Both
+are read without trusting any length in them.
 
 Letters: E matrices of a tensor (experts; else 1), M values of a row."""
 
@@ -39,8 +39,8 @@ class Importance:
     count: np.ndarray  # [1] or [E]
 
     def mean(self, shape: tuple[int, ...]) -> np.ndarray | None:
-        """f32 [E, M] for a tensor [N, M] or [E, N, M]; None if the sizes differ. As llama.cpp has it, it
-        is 1 for experts that no token chose."""
+        """f32 [E, M] for a tensor [N, M] or [E, N, M]; None if the sizes differ. As llama.cpp has
+        it, it is 1 for experts that no token chose."""
         parts = shape[0] if len(shape) == 3 else 1
         if self.squares.size != parts * shape[-1] or parts % self.count.size:
             return None
@@ -65,8 +65,8 @@ class Importances:
 
     @classmethod
     def load(cls, path: Path) -> "Importances":
-        """Raises HotsplitError for a file that is damaged, of another kind, or empty, and for values that
-        cannot be mean squares."""
+        """Raises HotsplitError for a file that is damaged, of another kind, or empty, and for
+        values that cannot be mean squares."""
         require_file(path, WHAT)
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
@@ -114,8 +114,8 @@ def _of_gguf(
             continue
         if not name.endswith(SQUARES):
             raise HotsplitError(
-                f"{path}: unknown tensor {shown(name)}; wanted names that end in {SQUARES}, {COUNTS} or"
-                f" {IGNORED}"
+                f"{path}: unknown tensor {shown(name)}; wanted names that end in {SQUARES},"
+                f" {COUNTS} or {IGNORED}"
             )
         stem = name.removesuffix(SQUARES)
         count = entries.get(stem + COUNTS)
@@ -147,8 +147,8 @@ def _number(path: Path, keys: Mapping[str, Value], name: str) -> int:
 
 
 def is_dat(start: bytes) -> bool:
-    """True if a file with these FIRST_BYTES may be an old importance matrix: a number of entries, and the
-    length and the first letter of a name."""
+    """True if a file with these FIRST_BYTES may be an old importance matrix: a number of entries,
+    and the length and the first letter of a name."""
     if len(start) < FIRST_BYTES:
         return False
     num_entries, length = struct.unpack_from("<2i", start)
@@ -157,8 +157,9 @@ def is_dat(start: bytes) -> bool:
 
 
 def _of_dat(path: Path) -> Importances:
-    """i32 number of entries; of each: i32 length of the name, name, i32 calls, i32 number of values, f32
-    sums of squares; then i32 chunks, i32 length of the text's name, name (both may be missing)."""
+    """i32 number of entries; of each: i32 length of the name, name, i32 calls, i32 number of
+    values, f32 sums of squares; then i32 chunks, i32 length of the text's name, name (both may be
+    missing)."""
     try:
         with path.open("rb") as file:
             read = _Dat(path, map_whole(file))

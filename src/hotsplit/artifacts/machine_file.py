@@ -119,14 +119,14 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuCosts:
-    """The runtime's costs on the CPU, with which plans are priced, with the threads that it uses: beside
-    the GPU if the machine has one.
+    """The runtime's costs on the CPU, with which plans are priced, with the threads that it uses:
+    beside the GPU if the machine has one.
 
     Rates are in GB/s, by the type of the matrix: for all of its rows, and for CHOSEN_SHARE of them.
     `kv_gb_per_s` is the rate at which a token's attention reads keys and values. `layer_s` (by
     mode) and `token_s` are the fixed costs of a layer and of a token, in seconds, `logit_s` that of
-    one of a token's logits: to copy it, and to find the largest. `pass_rows_gb_per_s` is the rate at
-    which all rows are read if they are multiplied by PASS_TOKENS tokens."""
+    one of a token's logits: to copy it, and to find the largest. `pass_rows_gb_per_s` is the rate
+    at which all rows are read if they are multiplied by PASS_TOKENS tokens."""
 
     all_rows_gb_per_s: dict[str, Figure]
     chosen_rows_gb_per_s: dict[str, Figure]
@@ -177,8 +177,8 @@ class Machine:
         )
 
     def pass_seconds(self, kind: str) -> tuple[float, float] | None:
-        """Seconds per byte of a matrix of this type for a prompt's product: whatever its tokens, and for
-        each of them. None if the file has no such rate."""
+        """Seconds per byte of a matrix of this type for a prompt's product: whatever its tokens,
+        and for each of them. None if the file has no such rate."""
         if kind not in self.costs.pass_rows_gb_per_s:
             return None
         read_s = 1 / self.cpu_rate(kind)

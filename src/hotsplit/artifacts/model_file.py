@@ -52,9 +52,9 @@ class PredictorInfo:
     """The arithmetic of the predictors of all layers.
 
     logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, where act is the identity ("linear")
-    or ReLU ("relu", DejaVu's form). A layer of rank 0 has one matrix: logits_F = up_FD x_D + up_bias.
-    A neuron is computed if its logit is above its layer's threshold. x is the FFN input of the layer
-    that is `input_layer_offset` layers earlier."""
+    or ReLU ("relu", DejaVu's form). A layer of rank 0 has one matrix: logits_F = up_FD x_D +
+    up_bias. A neuron is computed if its logit is above its layer's threshold. x is the FFN input of
+    the layer that is `input_layer_offset` layers earlier."""
 
     kind: PredictorKind
     rank_L: tuple[Count, ...]
@@ -159,8 +159,8 @@ class ModelFile:
             if entry.kind not in NAMES:
                 is_larger = entry.kind.startswith("iq")  # others are ternary: to q2_k, exactly
                 advice = (
-                    "; first run hotsplit convert FILE -o model.gguf, which converts it to a larger type"
-                    + files_instead(entry.row_bytes / entry.shape[-1]) * is_larger
+                    "; first run hotsplit convert FILE -o model.gguf, which converts it to a larger"
+                    " type" + files_instead(entry.row_bytes / entry.shape[-1]) * is_larger
                     if can_unpack(entry.kind)
                     else " and cannot be converted; use a file of another type"
                 )
@@ -171,8 +171,8 @@ class ModelFile:
             factors = self.tensors[name].read()
             if not ((factors > 0) & (factors < np.inf)).all():
                 raise HotsplitError(
-                    f"{self.path}: {name} is not all finite and above zero: rotary embeddings would be"
-                    " wrong; download the file again"
+                    f"{self.path}: {name} is not all finite and above zero: rotary embeddings would"
+                    " be wrong; download the file again"
                 )
         if self.predictor is not None:
             self.refuse_predictors("convert its checkpoint without them")
@@ -202,8 +202,8 @@ class ModelFile:
         if limits or is_below:
             what = f"limits of gates ({limits[0]})" if limits else "thresholds of gates"
             raise HotsplitError(
-                f"{self.path}: has {what}, which made neurons of a {self.activation} model silent and"
-                " are no longer supported; convert its checkpoint again"
+                f"{self.path}: has {what}, which made neurons of a {self.activation} model silent"
+                " and are no longer supported; convert its checkpoint again"
             )
 
     @property
@@ -240,8 +240,9 @@ class ModelFile:
         )
 
     def refuse_chosen(self, what: str, instead: str) -> None:
-        """Raises HotsplitError for a model that chooses a token's neurons itself, for which `what` is
-        not supported: a mixture of experts, or one whose neurons depend on all gates of their layer."""
+        """Raises HotsplitError for a model that chooses a token's neurons itself, for which `what`
+        is not supported: a mixture of experts, or one whose neurons depend on all gates of their
+        layer."""
         spec, kind = self.bare_spec, "models that need all gates of a layer"
         kind = "mixtures of experts" if spec.has_experts else kind
         if spec.has_experts or spec.needs_all_gates:
@@ -253,8 +254,8 @@ class ModelFile:
         self.refuse_chosen("predictors are", instead)
         if not self.bare_spec.silences:
             raise HotsplitError(
-                f"{self.path}: every neuron of this {self.activation} model fires, so there is nothing"
-                f" to predict; {instead}"
+                f"{self.path}: every neuron of this {self.activation} model fires, so there is"
+                f" nothing to predict; {instead}"
             )
 
     @property

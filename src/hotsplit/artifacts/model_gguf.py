@@ -1,5 +1,5 @@
-"""The GGUF under a model file: its keys and tensors, and the id of its weights. Those of PowerInfer's
-files are translated.
+"""The GGUF under a model file: its keys and tensors, and the id of its weights. Those of
+PowerInfer's files are translated.
 
 `model_file` says what the keys and tensors mean."""
 
@@ -62,8 +62,8 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
 
 def _with_vectors(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The tensors, with vectors in f32, whatever type the file has them in, unless it has no values
-    that `gguf` knows. Gates of shared experts are vectors, too: llama.cpp's converter writes them as
-    matrices of one row, and its quantize as vectors."""
+    that `gguf` knows. Gates of shared experts are vectors, too: llama.cpp's converter writes them
+    as matrices of one row, and its quantize as vectors."""
     found: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
         is_row = name.endswith(f".{OUTPUT_GATE}") and entry.shape[:-1] == (1,)
@@ -85,8 +85,9 @@ _EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)(\.weight)")
 
 
 def _with_experts_together(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors, with the experts of files from before April 2024, which have one tensor for each, as one
-    of all. Raises HotsplitError for experts that are missing, or of several types or shapes."""
+    """The tensors, with the experts of files from before April 2024, which have one tensor for
+    each, as one of all. Raises HotsplitError for experts that are missing, or of several types or
+    shapes."""
     found: dict[str, TensorEntry] = {}
     experts: dict[str, dict[int, TensorEntry]] = {}
     for name, entry in tensors.items():
@@ -101,7 +102,8 @@ def _with_experts_together(tensors: dict[str, TensorEntry]) -> dict[str, TensorE
         kinds = sorted({f"{entry.kind} {list(entry.shape)}" for entry in each})
         if kinds[1:]:
             raise HotsplitError(
-                f"has experts of {name} in {' and '.join(kinds)}, which cannot be one tensor: it was made"
+                f"has experts of {name} in {' and '.join(kinds)}, which cannot be one tensor: it"
+                " was made"
                 " by a llama.cpp of before April 2024; later files of this model have one type"
             )
         found[name] = stacked(each)
@@ -112,8 +114,9 @@ _JOINED = ".ffn_gate_up_exps.weight"
 
 
 def _with_experts_apart(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors, with experts' gates and ups, which llama.cpp may join in one tensor [E, 2F, D], as
-    two views of it. Raises HotsplitError for a layer with both kinds, and if there is no half."""
+    """The tensors, with experts' gates and ups, which llama.cpp may join in one tensor [E, 2F, D],
+    as two views of it. Raises HotsplitError for a layer with both kinds, and if there is no
+    half."""
     if not any(name.endswith(_JOINED) for name in tensors):
         return tensors
     found: dict[str, TensorEntry] = {}

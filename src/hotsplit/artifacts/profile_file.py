@@ -2,7 +2,8 @@
 
 Specified in docs/formats.md. Two profiles of one model, with the same thresholds, can be added.
 
-Letters: L layers, F neurons, B histogram bins, E experts, T recorded tokens, K experts of a token."""
+Letters: L layers, F neurons, B histogram bins, E experts, T recorded tokens, K experts of a
+token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -173,7 +174,8 @@ class Profile(ProfileHeader):
         total = self.num_tokens * counts.shape[1]
         if total > MAX_COUNT:
             raise HotsplitError(
-                f"{self.num_tokens} tokens of {counts.shape[1]} neurons are more than can be counted"
+                f"{self.num_tokens} tokens of {counts.shape[1]} neurons are more than can be"
+                " counted"
             )
         if histogram.min() < 0 or any(sum(row) != total for row in histogram.tolist()):
             raise HotsplitError("the histograms do not count every neuron once per token")

@@ -214,7 +214,8 @@ class Split(SplitKeys):
         is_rising = list(self.home) == sorted(self.home)
         if len(self.home) != len(self.hot) + 1 or not is_rising:
             raise HotsplitError(
-                f"homes {list(self.home)}, wanted one per layer and one of the head, never decreasing"
+                f"homes {list(self.home)}, wanted one per layer and one of the head, never"
+                " decreasing"
             )
         budgets = self.gpu_budget_bytes
         if self.home[-1] >= len(budgets) or sum(budgets) != self.vram_budget_bytes:
@@ -291,8 +292,8 @@ class Split(SplitKeys):
         if self.context_length > model.spec.context_length:
             raise HotsplitError(
                 f"{path}: for a context of {self.context_length} tokens, {model.path} has up to"
-                f" {model.spec.context_length}; give the --rope-scaling that it was made with, or run"
-                " hotsplit solve again"
+                f" {model.spec.context_length}; give the --rope-scaling that it was made with, or"
+                " run hotsplit solve again"
             )
         layers = model.spec.layers
         if len(self.hot) != len(layers) or any(
@@ -306,8 +307,8 @@ class Split(SplitKeys):
         num_experts = max(layer.neurons.num_experts for layer in layers)
         if self.num_experts and self.num_experts != num_experts:
             raise HotsplitError(
-                f"{path}: places {self.num_experts} experts of a layer, {model.path} has {num_experts};"
-                " run hotsplit solve on this model"
+                f"{path}: places {self.num_experts} experts of a layer, {model.path} has"
+                f" {num_experts}; run hotsplit solve on this model"
             )
         number = most_units(model.spec)
         if self.cache is not None and self.cache.frequency_LF.shape[1] != number:

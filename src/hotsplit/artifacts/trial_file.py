@@ -80,7 +80,8 @@ class Trial:
         if self.ratio is None:
             return "the plan was not timed"
         parts = ", ".join(
-            f"{words} {milliseconds(self.parts_s[name])} (measured {self.scales[name]:.2g} times as long)"
+            f"{words} {milliseconds(self.parts_s[name])} (measured {self.scales[name]:.2g} times as"
+            " long)"
             for name, words in PARTS.items()
         )
         return f"{self.ratio:.2g} times what was predicted: {parts}"

@@ -78,8 +78,8 @@ def _export_profile(config: ExportConfig) -> ExportReport:
     profile = Profile.load(config.source)
     if profile.expert_count_LE is not None:
         raise HotsplitError(
-            f"{config.source}: is of a mixture of experts, which PowerInfer does not run; export the"
-            " profile of a dense model"
+            f"{config.source}: is of a mixture of experts, which PowerInfer does not run; export"
+            " the profile of a dense model"
         )
     return ExportReport(
         output=config.output,
@@ -138,8 +138,8 @@ def check_belongs(split: Split, split_path: Path, profile: Profile, profile_path
         )
     if profile.expert_count_LE is not None:
         raise HotsplitError(
-            f"{split_path}: a plan for a mixture of experts, which other engines' files cannot express;"
-            " run it here with hotsplit generate --split"
+            f"{split_path}: a plan for a mixture of experts, which other engines' files cannot"
+            " express; run it here with hotsplit generate --split"
         )
     num_layers, num_neurons = profile.active_count_LF.shape
     is_known = [((ids >= 0) & (ids < num_neurons)).all() for ids in split.hot]

@@ -38,7 +38,8 @@ TEXT_SORT_IS_RIGHT_UP_TO = 10  # layers: activation_10 comes before activation_2
 
 
 def write_index(split: Split, num_neurons: int, path: Path) -> int:
-    """Writes the index of a plan over `num_neurons` neurons per layer; returns the size in bytes."""
+    """Writes the index of a plan over `num_neurons` neurons per layer; returns the size in
+    bytes."""
     tensors = index_tensors(split.hot, num_neurons)
     with partial_file(path) as partial, partial.open("wb") as file:
         file.write(_header(tensors, len(split.hot), split.gpu_bytes["neurons"]))
@@ -77,8 +78,8 @@ def index_notes(split: Split, on_cpu: str, path: Path) -> list[str]:
         notes.append(f"PowerInfer looks for its model file's name followed by {SUFFIX!r}")
     if on_cpu:
         notes.append(
-            f"the plan keeps {on_cpu} on the CPU, which the index cannot express: PowerInfer puts all"
-            " dense blocks on the GPU first, and no neurons if they do not all fit"
+            f"the plan keeps {on_cpu} on the CPU, which the index cannot express: PowerInfer puts"
+            " all dense blocks on the GPU first, and no neurons if they do not all fit"
         )
     return notes
 
@@ -105,7 +106,8 @@ def is_activation_file(name: str) -> bool:
 
 
 def write_activations(profile: Profile, folder: Path) -> int:
-    """Writes `folder`, whole or not at all, replacing an existing one; returns its size in bytes."""
+    """Writes `folder`, whole or not at all, replacing an existing one; returns its size in
+    bytes."""
     import torch
 
     with partial_folder(folder) as partial:

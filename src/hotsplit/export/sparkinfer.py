@@ -62,8 +62,8 @@ def hot_to_cold(ids_H: np.ndarray, count_F: np.ndarray) -> np.ndarray:
 
 
 def group_size_of(num_neurons: int, path: Path) -> int:
-    """Neurons of a group, by the number of groups at the end of the file's name. Raises HotsplitError
-    for another name, and for groups that SparkInfer refuses."""
+    """Neurons of a group, by the number of groups at the end of the file's name. Raises
+    HotsplitError for another name, and for groups that SparkInfer refuses."""
     stem, dash, number = path.stem.rpartition("-")
     is_number = bool(dash) and number.isascii() and number.isdigit()
     count = int(number[:9]) if is_number else 0
@@ -73,8 +73,8 @@ def group_size_of(num_neurons: int, path: Path) -> int:
     nearest = min(fitting, key=lambda n: abs(num_neurons // n - DEFAULT_GROUP_SIZE))
     name = f"{stem if is_number else path.stem}-{nearest}.gguf"
     raise HotsplitError(
-        f"{path}: SparkInfer's file names end in the number of groups, at most {MAX_GROUPS}, into which"
-        f" {num_neurons} neurons a layer are divided; use {path.with_name(name)}"
+        f"{path}: SparkInfer's file names end in the number of groups, at most {MAX_GROUPS}, into"
+        f" which {num_neurons} neurons a layer are divided; use {path.with_name(name)}"
     )
 
 

@@ -31,8 +31,8 @@ from hotsplit.files.mapped_files import map_whole
 from hotsplit.files.pipeline import in_order, num_threads
 from hotsplit.system.system_memory import advice_on_memory
 
-# Values read, encoded and written at a time. On 2 busy cores a file of 4-bit blocks took 4.1-5.1, 2.4-4.3,
-# 2.1-3.2 and 2.2-3.8 s with 1, 2, 4 and 8 Mi; from 4 MiB on numpy asks for huge pages.
+# Values read, encoded and written at a time. On 2 busy cores a file of 4-bit blocks took 4.1-5.1,
+# 2.4-4.3, 2.1-3.2 and 2.2-3.8 s with 1, 2, 4 and 8 Mi; from 4 MiB on numpy asks for huge pages.
 PIECE_VALUES = 4 << 20
 
 # Types whose values are numpy's; arrays of all others hold bytes.
@@ -53,8 +53,9 @@ class TensorEntry:
     """One tensor: its shape (outermost dimension first), its type, and access to its bytes.
 
     `kind` is the type's name in lower case ("f32", "q8_0", "i32"). `read_rows(start, stop)` returns
-    the bytes of some rows (of a vector: of the blocks with these values) as an array. For a file that
-    was read it is a view of the mapped file; for a file to be written it may be computed on demand."""
+    the bytes of some rows (of a vector: of the blocks with these values) as an array. For a file
+    that was read it is a view of the mapped file; for a file to be written it may be computed on
+    demand."""
 
     shape: tuple[int, ...]
     kind: str
@@ -97,8 +98,8 @@ def row_range(entry: TensorEntry, begin: int, end: int) -> TensorEntry:
 
 
 def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:
-    """Matrices of one type and shape as one, numbered by its first dimension: a view if they lie at equal
-    distances in a mapped file, otherwise copied when it is read."""
+    """Matrices of one type and shape as one, numbered by its first dimension: a view if they lie at
+    equal distances in a mapped file, otherwise copied when it is read."""
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         each = [entry.read() for entry in entries[start:stop]]
@@ -135,8 +136,8 @@ def can_unpack(kind: str) -> bool:
 
 
 def values_of(data: np.ndarray, kind: str) -> np.ndarray:
-    """The f32 values of stored rows, or of a vector, as `gguf` unpacks them. Raises HotsplitError for a
-    type that it cannot unpack."""
+    """The f32 values of stored rows, or of a vector, as `gguf` unpacks them. Raises HotsplitError
+    for a type that it cannot unpack."""
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # a damaged scale may be infinite
             return data if kind == "f32" else dequantize(data, type_of(kind))
@@ -205,7 +206,8 @@ def _advise(entry: TensorEntry, advice: str) -> None:
 
 
 def _mapped_at(raw: np.ndarray) -> tuple[mmap.mmap | None, int]:
-    """The mapping of which an array is a view, and its place there in bytes; None if there is none."""
+    """The mapping of which an array is a view, and its place there in bytes; None if there is
+    none."""
     base: object = raw
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base

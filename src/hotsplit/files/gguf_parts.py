@@ -1,7 +1,8 @@
 """The parts of a GGUF in several files, as llama-gguf-split and gguf's writer make them.
 
-Part 1 has the keys of the model, the others only those of the division; each has some of the tensors.
-The parts lie in one folder, and are found by the name of part 1: NAME-00001-of-00003.gguf."""
+Part 1 has the keys of the model, the others only those of the division; each has some of the
+tensors. The parts lie in one folder, and are found by the name of part 1:
+NAME-00001-of-00003.gguf."""
 
 import re
 from collections.abc import Mapping
@@ -165,13 +166,13 @@ def _difference(
 
 
 def raw_cut_of(path: Path) -> str | None:
-    """What a file is that has the name of a piece of a GGUF cut anywhere, and what to do with it; None for
-    another name."""
+    """What a file is that has the name of a piece of a GGUF cut anywhere, and what to do with it;
+    None for another name."""
     match = _PIECE.fullmatch(path.name)
     if match is None:
         return None
     whole, pieces = match[1], re.sub(r"\d+(?=of)|[a-z]$", "*", match[2])
     return (
-        f"is by its name one piece of {whole}, which was cut anywhere; join its pieces in order, as cat"
-        f" {whole}{pieces} > {whole} does"
+        f"is by its name one piece of {whole}, which was cut anywhere; join its pieces in order, as"
+        f" cat {whole}{pieces} > {whole} does"
     )

@@ -86,10 +86,9 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
     """Magic, keys and tensors of a mapped file; `what` describes the file wanted.
 
     Names must be UTF-8. Strings in arrays may hold other bytes, as some of llama.cpp's vocabularies
-    do; such bytes become lone surrogates, which .encode("utf-8", "surrogateescape") turns back. In other
-    values (names of authors, ...) they become U+FFFD.
-    Raises HotsplitError for a file that is damaged, foreign or of an unknown version, or that has
-    too many tensors or keys."""
+    do; such bytes become lone surrogates, which .encode("utf-8", "surrogateescape") turns back. In
+    other values (names of authors, ...) they become U+FFFD. Raises HotsplitError for a file that is
+    damaged, foreign or of an unknown version, or that has too many tensors or keys."""
     try:
         magic, keys, tensors = _Cursor(file).header()
     except Unsupported as error:
@@ -109,8 +108,8 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
 
 
 def header_reach(file: mmap.mmap) -> int:
-    """How many bytes of a file its header takes, as far as it can be read: of a file whose first N bytes
-    alone are there, more than N if the header goes on."""
+    """How many bytes of a file its header takes, as far as it can be read: of a file whose first N
+    bytes alone are there, more than N if the header goes on."""
     cursor = _Cursor(file)
     with suppress(Broken, Unsupported):
         cursor.header()
@@ -156,8 +155,8 @@ class _Cursor:
             raise Unsupported("is GGUF version 1, of 2023; get or make one of version 2 or 3")
         if 3 < version <= NEWER_VERSIONS:
             raise Unsupported(
-                f"is GGUF version {version}, newer than 3, the last that this program reads; install"
-                " a newer hotsplit, or get a file of version 3"
+                f"is GGUF version {version}, newer than 3, the last that this program reads;"
+                " install a newer hotsplit, or get a file of version 3"
             )
         raise Broken(f"is version {version}; this program reads versions 2 and 3")
 

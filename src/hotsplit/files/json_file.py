@@ -16,7 +16,8 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a UTF-8 file or pipe, with unchanged line endings; errors call the file `what`."""
+    """The text of a UTF-8 file or pipe, with unchanged line endings; errors call the file
+    `what`."""
     if not path.is_fifo():
         require_file(path, what)
     try:
@@ -54,7 +55,8 @@ def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # JSON's error, too many digits, surrogates
         raise HotsplitError(
-            f"{path}: not JSON, or not whole ({str(error)[:200]}); wanted a {what}; make or download it again"
+            f"{path}: not JSON, or not whole ({str(error)[:200]}); wanted a {what}; make or"
+            " download it again"
         ) from error
     if not isinstance(value, dict):
         raise HotsplitError(f"{path}: holds {json_kind(value)}, wanted a {what} (an object)")

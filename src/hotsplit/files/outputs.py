@@ -61,7 +61,8 @@ def check_outputs(
 
 
 def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """Raises HotsplitError for outputs that are also an input, or a part of one, or another output."""
+    """Raises HotsplitError for outputs that are also an input, or a part of one, or another
+    output."""
     inputs = [part for path in inputs for part in part_paths(path)]
     for number, path in enumerate(outputs):
         with writing(path):  # a name that is too long, a folder that may not be entered
@@ -72,8 +73,8 @@ def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
             for other in outputs[:number]:
                 if _is_same(path, other):
                     raise HotsplitError(
-                        f"{path}: is written twice by this command, also as {other}; give each output"
-                        " a name of its own"
+                        f"{path}: is written twice by this command, also as {other}; give each"
+                        " output a name of its own"
                     )
 
 

@@ -13,8 +13,8 @@ LONGEST_END = 700  # characters kept at either end of a printed line
 
 
 def other_version(found: object, known: int, again: str) -> str:
-    """What an error says of a file of version `found`, without the file's name. `again`: how to make
-    the file anew."""
+    """What an error says of a file of version `found`, without the file's name. `again`: how to
+    make the file anew."""
     return f"version {shown(found)}, this program reads {known}; {again}"
 
 

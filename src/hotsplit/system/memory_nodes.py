@@ -1,8 +1,9 @@
 """The memory nodes (NUMA) of this process's processors, and memory that is spread over them.
 
-Linux gives a page to the node of the thread that first writes it. Weights are written by few threads and read
-by all, so without more they would all lie in one node, whose bandwidth all processors would then
-share. In turn over the nodes they have the bandwidth of all, whichever thread reads which row."""
+Linux gives a page to the node of the thread that first writes it. Weights are written by few
+threads and read by all, so without more they would all lie in one node, whose bandwidth all
+processors would then share. In turn over the nodes they have the bandwidth of all, whichever thread
+reads which row."""
 
 import ctypes
 import logging
@@ -56,8 +57,8 @@ def spread_if_many(address: int, num_bytes: int) -> None:
 @cache
 def _note_refusal(nodes: tuple[int, ...]) -> None:
     log.warning(
-        f"note: the system does not let memory be spread over nodes {', '.join(map(str, nodes))}; start"
-        " with numactl --interleave=all, or the processors wait for one node's memory"
+        f"note: the system does not let memory be spread over nodes {', '.join(map(str, nodes))};"
+        " start with numactl --interleave=all, or the processors wait for one node's memory"
     )
 
 

@@ -43,8 +43,8 @@ class Processors:
 
     @property
     def threads_beside_gpu(self) -> int:
-        """The default beside a GPU: of more than two cores, one is left to the thread that drives it,
-        whose work would otherwise wait for that of a pool that spins on all of them."""
+        """The default beside a GPU: of more than two cores, one is left to the thread that drives
+        it, whose work would otherwise wait for that of a pool that spins on all of them."""
         return self.threads - 1 if self.threads > 2 else self.threads
 
     def _within_quota(self, count: int) -> int:
@@ -69,7 +69,8 @@ def processors() -> Processors:
 
 
 def can_start_threads(count: int) -> bool:
-    """True if the limit on processes and threads (ulimit -u) leaves room for `count` more threads."""
+    """True if the limit on processes and threads (ulimit -u) leaves room for `count` more
+    threads."""
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if most == resource.RLIM_INFINITY or most > _MANY:
         return True

@@ -48,8 +48,8 @@ def advice_on_memory() -> str:
 
 
 def check_address_space(num_bytes: int, what: str) -> None:
-    """Raises HotsplitError if the limit on address space leaves less than `num_bytes`. Libraries abort
-    where they find out themselves."""
+    """Raises HotsplitError if the limit on address space leaves less than `num_bytes`. Libraries
+    abort where they find out themselves."""
     most = address_space_bytes()
     if most is not None and most - _mapped_bytes() < num_bytes:
         raise HotsplitError(

@@ -2,11 +2,12 @@
 
 `convert` writes the name as `tokenizer.ggml.pre`, and `runtime` builds a tokenizer from it. The
 expressions are those that models are published with where they are known (llama.cpp's
-src/llama-vocab.cpp quotes many), else llama.cpp's. llama.cpp has other expressions for some, because its
-engine lacks the classes of capitals and small letters: `in_llama_cpp` says which text it splits
-otherwise; all other text has the same tokens there. (There is one more difference: llama.cpp has the
-tables of Unicode 15.1, `tokenizers` those of Unicode 16. The 4,382 letters and digits that were added in
-between are symbols to llama.cpp.) docs/tokenizers.md says how to add one."""
+src/llama-vocab.cpp quotes many), else llama.cpp's. llama.cpp has other expressions for some,
+because its engine lacks the classes of capitals and small letters: `in_llama_cpp` says which text
+it splits otherwise; all other text has the same tokens there. (There is one more difference:
+llama.cpp has the tables of Unicode 15.1, `tokenizers` those of Unicode 16. The 4,382 letters and
+digits that were added in between are symbols to llama.cpp.) docs/tokenizers.md says how to add
+one."""
 
 from dataclasses import dataclass
 
@@ -69,8 +70,8 @@ class ByteLevelKind:
     in_llama_cpp: tuple[str, ...] = ()  # kinds of text that llama.cpp splits otherwise
 
 
-# The other names are those that llama.cpp gives the same pattern, whether or not there is a graph here for
-# the models that are published with them.
+# The other names are those that llama.cpp gives the same pattern, whether or not there is a graph
+# here for the models that are published with them.
 BYTE_LEVEL_KINDS = (
     ByteLevelKind(
         name="gpt-2",

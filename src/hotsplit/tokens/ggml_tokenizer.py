@@ -2,8 +2,8 @@
 
 Three kinds are supported: byte-level BPE ("gpt2") with a known pre-tokenizer, SentencePiece's BPE
 ("llama"), which joins the adjacent pair whose token has the highest score, the leftmost among
-equals, and the same with a list of merges (tokenizer_kinds.py). Our own files have a tokenizer.json, which
-takes precedence over these keys."""
+equals, and the same with a list of merges (tokenizer_kinds.py). Our own files have a
+tokenizer.json, which takes precedence over these keys."""
 
 import dataclasses
 import math
@@ -70,8 +70,8 @@ def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
     else:
         *known, last = map(repr, (BYTE_LEVEL, *SENTENCEPIECE_KINDS))
         raise HotsplitError(
-            f"{path}: its tokenizer ({Keys.Tokenizer.MODEL}) is {shown(model)}{why_model(model)}; known"
-            f" are {', '.join(known)} and {last}; {GIVE}"
+            f"{path}: its tokenizer ({Keys.Tokenizer.MODEL}) is {shown(model)}{why_model(model)};"
+            f" known are {', '.join(known)} and {last}; {GIVE}"
         )
     tokenizer.add_special_tokens(vocabulary.added_tokens(*SPECIAL))
     tokenizer.add_tokens(vocabulary.added_tokens(TokenType.USER_DEFINED))
@@ -120,8 +120,8 @@ class _Vocabulary:
         )
         if not isinstance(values, list) or not is_right:
             raise HotsplitError(
-                f"{self.path}: {key} does not have {len(self.tokens)} finite numbers, one for each token;"
-                " download the file again"
+                f"{self.path}: {key} does not have {len(self.tokens)} finite numbers, one for each"
+                " token; download the file again"
             )
         return [float(value) for value in values]
 
@@ -192,8 +192,8 @@ def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
 
 def _listed_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """The merges of two tokens to a third. Left out are those that no text needs: of more than two
-    parts, which files of the first GLM-4 have for tokens that no pair makes, and of bytes that spell a
-    special token, such as Phi-4's U+FFFD, which is cut out of a text before."""
+    parts, which files of the first GLM-4 have for tokens that no pair makes, and of bytes that
+    spell a special token, such as Phi-4's U+FFFD, which is cut out of a text before."""
     ids, merges = vocabulary.ids(), []
     special = {_as_bytes(text) for text in vocabulary.texts(*SPECIAL, TokenType.USER_DEFINED)}
     for merge in _strings(vocabulary.path, vocabulary.keys, Keys.Tokenizer.MERGES):
@@ -254,8 +254,8 @@ def _sentencepiece(vocabulary: _Vocabulary, kind: SentencePieceKind) -> Tokenize
 def _add_ends(
     tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_begin: bool, always_begins: bool
 ) -> None:
-    """Makes the tokenizer add the tokens that begin or end every text. `adds_begin`: if the file does not
-    say."""
+    """Makes the tokenizer add the tokens that begin or end every text. `adds_begin`: if the file
+    does not say."""
     names = Keys.Tokenizer
     begin = end = None
     if vocabulary.is_set(names.ADD_BOS, adds_begin) or always_begins:
@@ -312,8 +312,8 @@ def _pairs(path: Path, token: str, scores: Mapping[str, float]) -> list[tuple[st
         lone = [part for part in (left, right) if len(part) == 1 and part not in scores]
         if lone and (left in scores or right in scores or len(token) == 2):
             raise HotsplitError(
-                f"{path}: the token {shown(token)} is formed with {lone[0]!r}, which is not a token, and"
-                f" BPE by merges cannot do that; {GIVE}"
+                f"{path}: the token {shown(token)} is formed with {lone[0]!r}, which is not a"
+                f" token, and BPE by merges cannot do that; {GIVE}"
             )
     return pairs
 
@@ -329,6 +329,6 @@ def _refuse_overlaps(path: Path, pairs: Mapping[str, list[tuple[str, str]]]) -> 
         for _, right in cuts:
             for other in sorted(by_left.get(right, set()) - {token}):
                 raise HotsplitError(
-                    f"{path}: the tokens {shown(token)} and {shown(other)} have the same score, which"
-                    f" makes tokenisation ambiguous; {GIVE}"
+                    f"{path}: the tokens {shown(token)} and {shown(other)} have the same score,"
+                    f" which makes tokenisation ambiguous; {GIVE}"
                 )

@@ -1,16 +1,17 @@
-"""The kinds of tokenizers that GGUF files name: SentencePiece's, which are rebuilt from the file's keys, and
-those that are not, and why. byte_level.py has those of bytes.
+"""The kinds of tokenizers that GGUF files name: SentencePiece's, which are rebuilt from the file's
+keys, and those that are not, and why. byte_level.py has those of bytes.
 
-The `tokenizers` library has most of the latter, so the model's tokenizer.json can be given instead."""
+The `tokenizers` library has most of the latter, so the model's tokenizer.json can be given
+instead."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentencePieceKind:
-    """BPE of characters. `has_merges`: the file lists them, else they follow from scores, and a space is
-    put before a text unless the file says otherwise. `always_begins`: texts begin with the file's token
-    even where it says that they do not."""
+    """BPE of characters. `has_merges`: the file lists them, else they follow from scores, and a
+    space is put before a text unless the file says otherwise. `always_begins`: texts begin with the
+    file's token even where it says that they do not."""
 
     has_merges: bool = False
     always_begins: bool = False
@@ -23,8 +24,8 @@ SENTENCEPIECE_KINDS = {
     # llama.cpp begins its texts, too: the first files say false.
     "gemma4": SentencePieceKind(has_merges=True, always_begins=True),
 }
-# Parts of a model's name -> its control tokens that do not take the white space behind them, as its others
-# do, of which a file says nothing (llama.cpp's llama-vocab.cpp goes by the name, too).
+# Parts of a model's name -> its control tokens that do not take the white space behind them, as its
+# others do, of which a file says nothing (llama.cpp's llama-vocab.cpp goes by the name, too).
 _NOT_STRIPPING = {("phi-3", "phi3"): ("<unk>", "<s>", "<|endoftext|>")}
 GIVE = "give the model's tokenizer.json with --tokenizer FILE, to run or to convert"
 # Those that are not rebuilt.
