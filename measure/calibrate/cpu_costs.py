@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.machine_file import CHOSEN_SHARE, PASS_TOKENS, CpuCosts, Figure
-from hotsplit.artifacts.random_model import random_model
+from hotsplit.artifacts.random_weights import random_model
 from hotsplit.families.llama import llama_spec
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes

@@ -30,7 +30,7 @@ import torch
 
 from hotsplit.artifacts.machine_file import CpuCosts, Figure
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.random_model import random_model
+from hotsplit.artifacts.random_weights import random_model
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import (

@@ -1,9 +1,9 @@
 """Rounds a predictor's matrix to its type in the model file.
 
-If the input's second moment is given, nibbles are rounded with error feedback (GPTQ, arXiv 2210.17323):
-the columns that follow compensate for the error that rounding a column adds to the product. The
-scale of a block is ggml's, the value of largest magnitude over -8, so that encoding the rounded
-values again gives the same bytes.
+If the input's second moment is given, nibbles are rounded with error feedback (GPTQ, arXiv
+2210.17323): the columns that follow compensate for the error that rounding a column adds to the
+product. The scale of a block is ggml's, the value of largest magnitude over -8, so that encoding
+the rounded values again gives the same bytes.
 
 Letters: N rows, M values of a row, B values of a block."""
 
@@ -12,7 +12,7 @@ import torch
 from gguf import quants
 from torch import Tensor
 
-from hotsplit.artifacts.predictor_file import StoredMatrix
+from hotsplit.artifacts.predictor_file import PredictorMatrix
 from hotsplit.files.gguf_file import is_whole_blocks, type_of
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.runtime.kernels.stored import unpack
@@ -38,8 +38,8 @@ def rounded(weight_NM: Tensor, kind: str, moment_MM: Tensor | None = None) -> Ma
     return Matrix(data=data, kind=kind, width=width)
 
 
-def stored(matrix: Matrix) -> StoredMatrix:
-    return StoredMatrix(matrix.data.cpu().numpy(), matrix.kind)
+def stored(matrix: Matrix) -> PredictorMatrix:
+    return PredictorMatrix(matrix.data.cpu().numpy(), matrix.kind)
 
 
 def values_of(matrix: Matrix) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Command:
+class WritingCommand:
     """`arguments` has {in} and {out} for the folders of inputs and outputs. `further` are outputs
     that it does not name. `state` lists what an ended command may leave beside the outputs, for the
     same command to resume from."""
@@ -44,29 +44,29 @@ class Command:
 SOLVE = "{in}/model.gguf --profile {in}/a.safetensors --machine {in}/machine.json"
 EXPORT = "export {in}/plan.gguf --profile {in}/a.safetensors --format"
 COMMANDS = (
-    Command("convert", "convert {in}/hf -o {out}/m.gguf --outtype f16"),
-    Command("convert-gguf", "convert {in}/model.gguf -o {out}/m.gguf --outtype q8_0"),
-    Command(
+    WritingCommand("convert", "convert {in}/hf -o {out}/m.gguf --outtype f16"),
+    WritingCommand("convert-gguf", "convert {in}/model.gguf -o {out}/m.gguf --outtype q8_0"),
+    WritingCommand(
         "profile",
         "profile {in}/model.gguf --corpus {in}/t.txt -o {out}/p.safetensors --tokens 1500"
         " --train-predictors {out}/pred --predictor-rank 8",
         further=("p.report.json", "pred/predictors.safetensors"),
         state=("p.safetensors.resume",),
     ),
-    Command("merge", "profile --merge {in}/a.safetensors {in}/b.safetensors -o {out}/p"),
-    Command(
+    WritingCommand("merge", "profile --merge {in}/a.safetensors {in}/b.safetensors -o {out}/p"),
+    WritingCommand(
         "solve",
         f"solve {SOLVE} -vb 2400KiB -c 32 --mode exact -o {{out}}/s.gguf --heat-map {{out}}/h.png",
     ),
-    Command(
+    WritingCommand(
         "activations",
         "export {in}/a.safetensors --format powerinfer-activations -o {out}/activation",
     ),
-    Command("gpuidx", EXPORT + " gpuidx -o {out}/x"),
-    Command("sparkinfer-split", EXPORT + " sparkinfer-split -o {out}/x-6.gguf"),
-    Command("report", f"report {SOLVE} --split {{in}}/plan.gguf -o {{out}}/r.html"),
-    Command("calibrate", "calibrate -o {out}/machine.json"),
-    Command(
+    WritingCommand("gpuidx", EXPORT + " gpuidx -o {out}/x"),
+    WritingCommand("sparkinfer-split", EXPORT + " sparkinfer-split -o {out}/x-6.gguf"),
+    WritingCommand("report", f"report {SOLVE} --split {{in}}/plan.gguf -o {{out}}/r.html"),
+    WritingCommand("calibrate", "calibrate -o {out}/machine.json"),
+    WritingCommand(
         "prompt-cache",
         "generate {in}/model.gguf -p abcdef -n 2 --seed 0 --threads 1 --prompt-cache {out}/c",
         replaces=False,

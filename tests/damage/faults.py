@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import full_disk
-from fault_commands import COMMANDS, Command, content_of, make_inputs, prepare
+from fault_commands import COMMANDS, WritingCommand, content_of, make_inputs, prepare
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that forks must not have threads of torch
 NOBODY = 65534
@@ -50,7 +50,7 @@ CUT = 74  # the exit code for a mapped input that was truncated
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class FaultlessRun:
     """A run without a fault."""
 
     outputs: dict[str, object]
@@ -60,7 +60,7 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class InjectedFault:
     kind: str
     seconds: float | None = None  # until it strikes
     event: int | None = None  # the file event at which it strikes; 0: after `count` bytes
@@ -76,10 +76,12 @@ class Fault:
         return f"{self.kind} {at}" + (f" to {self.count} bytes: {self.input}" if self.input else "")
 
 
-class Case:
+class FaultyRun:
     """Folders of inputs and outputs of one command."""
 
-    def __init__(self, command: Command, inputs: Path, folder: Path, *, has_old: bool) -> None:
+    def __init__(
+        self, command: WritingCommand, inputs: Path, folder: Path, *, has_old: bool
+    ) -> None:
         self.command, self.folder = command, folder
         self.input, self.output = folder / "in", folder / "out"
         self.output.mkdir(parents=True)
@@ -126,7 +128,7 @@ class Case:
         ]
         return sorted(found + [path.name for path in inner])
 
-    def run(self, fault: Fault | None) -> tuple[int, int, float]:
+    def run(self, fault: InjectedFault | None) -> tuple[int, int, float]:
         """(exit code, negative for a signal; file events, 0 unless `main` returned; seconds)."""
         began = time.monotonic()
         sys.stdout.flush()
@@ -145,7 +147,7 @@ class Case:
             return os.waitstatus_to_exitcode(status), int(count.read() or 0), seconds
 
 
-def _wait(child: int, fault: Fault | None, began: float) -> int:
+def _wait(child: int, fault: InjectedFault | None, began: float) -> int:
     sends_at = None
     if fault is not None and fault.seconds is not None:
         sends_at = began + fault.seconds
@@ -165,7 +167,7 @@ def _wait(child: int, fault: Fault | None, began: float) -> int:
         time.sleep(0.001)
 
 
-def _run_child(case: Case, fault: Fault | None, tell: int, errors: int) -> None:
+def _run_child(case: FaultyRun, fault: InjectedFault | None, tell: int, errors: int) -> None:
     """Runs the command, and never returns."""
     code = 71
     try:
@@ -189,7 +191,7 @@ def _run_child(case: Case, fault: Fault | None, tell: int, errors: int) -> None:
         os._exit(code)
 
 
-def _arm(case: Case, fault: Fault | None) -> list[int]:
+def _arm(case: FaultyRun, fault: InjectedFault | None) -> list[int]:
     """Sets up the fault in this process; returns a counter of file events: audit events that name
     the case's files, or a descriptor."""
     counter, place, is_busy = [0], str(case.folder), [False]
@@ -233,12 +235,12 @@ def _arm(case: Case, fault: Fault | None) -> list[int]:
 # ---- cases --------------------------------------------------------------------------------------
 
 
-def reference_of(command: Command, inputs: Path, folder: Path) -> Reference:
+def reference_of(command: WritingCommand, inputs: Path, folder: Path) -> FaultlessRun:
     """Runs the command twice without a fault; both runs must give the same outputs."""
     found = []
     for _ in range(2):
         shutil.rmtree(folder, ignore_errors=True)
-        case = Case(command, inputs, folder, has_old=False)
+        case = FaultyRun(command, inputs, folder, has_old=False)
         code, num_events, seconds = case.run(None)
         assert code == 0, (command.name, code, case.stderr)
         assert not case.left(), case.left()
@@ -248,7 +250,7 @@ def reference_of(command: Command, inputs: Path, folder: Path) -> Reference:
     assert not differ, f"{command.name}: two runs differ in {differ}"
     assert None not in first.values(), first
     files = [path for path in case.output.rglob("*") if path.is_file()]
-    return Reference(
+    return FaultlessRun(
         outputs=first,
         seconds=seconds,
         num_events=num_events,
@@ -257,22 +259,22 @@ def reference_of(command: Command, inputs: Path, folder: Path) -> Reference:
 
 
 def fault_of(
-    kind: str, command: Command, reference: Reference, inputs: Path, rng: random.Random
-) -> Fault:
+    kind: str, command: WritingCommand, reference: FaultlessRun, inputs: Path, rng: random.Random
+) -> InjectedFault:
     event = rng.randint(1, max(1, reference.num_events))
     if kind in SIGNALS and rng.random() < 0.4:
-        return Fault(kind=kind, seconds=rng.uniform(0, 1.05) * reference.seconds)
+        return InjectedFault(kind=kind, seconds=rng.uniform(0, 1.05) * reference.seconds)
     if kind in LIMITS:
         most = reference.num_bytes + 4096
-        return Fault(kind=kind, count=int(most * rng.random() ** 2), event=0)
+        return InjectedFault(kind=kind, count=int(most * rng.random() ** 2), event=0)
     if kind == "input cut":
         files = [path for name in command.inputs for path in _files(inputs / name)]
         chosen = rng.choice(files)
         size = chosen.stat().st_size
         left = rng.choice((0, rng.randrange(size), rng.randrange(size), size - 1))
         name = str(chosen.relative_to(inputs))
-        return Fault(kind=kind, event=event, count=left, input=name)
-    return Fault(kind=kind, event=event)
+        return InjectedFault(kind=kind, event=event, count=left, input=name)
+    return InjectedFault(kind=kind, event=event)
 
 
 def _files(path: Path) -> list[Path]:
@@ -286,7 +288,9 @@ def codes_of(kind: str) -> set[int]:
     return {0, 1, CUT} if kind == "input cut" else {0, 1}
 
 
-def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> list[str]:
+def wrong_with(
+    case: FaultyRun, reference: FaultlessRun, fault: InjectedFault, code: int
+) -> list[str]:
     """What went wrong: the exit code, the message, outputs, inputs or what is left over."""
     wrong, found, error = [], case.found(), case.stderr
     if code not in codes_of(fault.kind):
@@ -325,7 +329,7 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
     return wrong
 
 
-def wrong_after(case: Case, reference: Reference) -> list[str]:
+def wrong_after(case: FaultyRun, reference: FaultlessRun) -> list[str]:
     """Runs the same command again, without a fault; returns what went wrong."""
     case.restore()
     code, _, _ = case.run(None)
@@ -349,7 +353,7 @@ def run_cases(num_cases: int, seed: int, only: str | None = None) -> tuple[Count
         prepare()
         commands = [c for c in COMMANDS if only is None or c.name == only]
         kinds = usable_faults()
-        references: dict[str, Reference] = {}
+        references: dict[str, FaultlessRun] = {}
         for number in range(num_cases):
             rng = random.Random(f"{seed} {number}")
             command = commands[number % len(commands)]
@@ -360,7 +364,7 @@ def run_cases(num_cases: int, seed: int, only: str | None = None) -> tuple[Count
             reference = references[command.name]
             fault = fault_of(kind, command, reference, work / "inputs", rng)
             has_old = command.replaces and rng.random() < 0.5
-            case = Case(command, work / "inputs", work / "case", has_old=has_old)
+            case = FaultyRun(command, work / "inputs", work / "case", has_old=has_old)
             code, _, _ = case.run(fault)
             wrong = wrong_with(case, reference, fault, code)
             wrong += wrong_after(case, reference)

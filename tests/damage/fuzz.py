@@ -32,7 +32,7 @@ from fuzz_damage import another_value, mutated, spots_of
 from fuzz_meaning import MEANINGS, misread
 from fuzz_odd import ODDS, read_odd
 from fuzz_pairs import PAIRS, put_together
-from fuzz_readers import KINDS, Case
+from fuzz_readers import KINDS, FuzzCase
 
 from hotsplit.errors import HotsplitError
 
@@ -70,7 +70,7 @@ def read_file(
     try:
         (folder / target).write_bytes(content)
         KINDS[kind].read(
-            Case(
+            FuzzCase(
                 number=number,
                 path=folder / KINDS[kind].target,
                 inputs=inputs,

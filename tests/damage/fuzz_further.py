@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from fuzz_kind import Case, codec_of
+from fuzz_kind import FuzzCase, codec_of
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
@@ -45,14 +45,14 @@ def stdout_of_a_pipe() -> Iterator[None]:
 # ------------------------------------------------------------------ models
 
 
-def compute(case: Case) -> None:
+def compute(case: FuzzCase) -> None:
     """Loads a model and computes with it, in one of the modes."""
     mode = (None, "dense", "exact")[case.number % 3]
     with Engine.load(case.path, mode=mode, device="cpu") as engine:
         engine.logits([1, 2, 3, 5])
 
 
-def stretch(case: Case) -> None:
+def stretch(case: FuzzCase) -> None:
     """Loads a model with the RoPE scaling of its file, none, linear or YaRN, and computes
     logits."""
     kind = (None, "none", "linear", "yarn")[case.number % 4]
@@ -61,7 +61,7 @@ def stretch(case: Case) -> None:
         engine.logits([1, 2, 3, 5])
 
 
-def find_template(case: Case) -> None:
+def find_template(case: FuzzCase) -> None:
     """Finds the default template and the one named `tool_use`; a few cases also render with
     them."""
     model = ModelFile.load(case.path)
@@ -75,7 +75,7 @@ def find_template(case: Case) -> None:
 # ------------------------------------------------------------------ shown and exported
 
 
-def inspect(case: Case) -> None:
+def inspect(case: FuzzCase) -> None:
     """Shows what a file holds, as tables and as JSON."""
     with stdout_of_a_pipe():
         summary = inspect_file(case.path)
@@ -83,7 +83,7 @@ def inspect(case: Case) -> None:
         json.loads(to_json(summary), parse_constant=_refuse_constant)
 
 
-def inspect_model(case: Case) -> None:
+def inspect_model(case: FuzzCase) -> None:
     """Shows what a model file holds, and the operations of its step."""
     inspect(case)
     with stdout_of_a_pipe():
@@ -93,14 +93,14 @@ def inspect_model(case: Case) -> None:
         json.loads(to_json(summary), parse_constant=_refuse_constant)
 
 
-def inspect_folder(case: Case) -> None:
+def inspect_folder(case: FuzzCase) -> None:
     with stdout_of_a_pipe():
         summary = summarise_checkpoint(case.folder)
         print_facts(summary.kind, summary.facts)
         json.loads(to_json(summary), parse_constant=_refuse_constant)
 
 
-def inspect_and_export(case: Case) -> None:
+def inspect_and_export(case: FuzzCase) -> None:
     """Shows a file; exports a profile or a plan in the format that PowerInfer reads."""
     inspect(case)
     if case.path.suffix == ".safetensors":
@@ -110,7 +110,7 @@ def inspect_and_export(case: Case) -> None:
         export(ExportConfig(source=case.path, output=case.output, profile=profile, format="gpuidx"))
 
 
-def export_split(case: Case) -> None:
+def export_split(case: FuzzCase) -> None:
     """Exports a plan with a damaged profile, as SparkInfer's model-split or as PowerInfer's
     index."""
     plan = case.folder / "model.split.gguf"
@@ -129,7 +129,7 @@ def export_split(case: Case) -> None:
 # ------------------------------------------------------------------ the cache of run
 
 
-def list_entry(case: Case) -> None:
+def list_entry(case: FuzzCase) -> None:
     """Lists a cache folder with a damaged entry: it is `ready` if and only if `run` would use
     it."""
     cache = case.output.parent
@@ -145,7 +145,7 @@ def list_entry(case: Case) -> None:
     assert [each.name for each in shown if each.state == "ready"] == [KEPT] * is_used
 
 
-def remember_rates(case: Case) -> None:
+def remember_rates(case: FuzzCase) -> None:
     """Loads damaged rates, which must be positive or dropped, and stores a new one. Those of other
     machines stay as they are."""
     others = _rates_of_others(case.path)
@@ -168,12 +168,12 @@ def _rates_of_others(path: Path) -> str:
 # ------------------------------------------------------------------ texts
 
 
-def read_prompts(case: Case) -> None:
+def read_prompts(case: FuzzCase) -> None:
     for prompt in prompts_of(None, None, case.path):
         codec_of(case.inputs).encode(prompt)
 
 
-def read_messages(case: Case) -> None:
+def read_messages(case: FuzzCase) -> None:
     """Reads a corpus as chat messages, in the built-in template chatml."""
     read_chat_windows(
         [case.path],

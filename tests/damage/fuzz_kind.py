@@ -10,7 +10,7 @@ from hotsplit.runtime.text.codec import TextCodec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class FuzzCase:
     """`path` is the damaged file, `inputs` the folder of all valid inputs, `output` a path in a new
     folder."""
 
@@ -29,7 +29,7 @@ class Kind:
     """`target` is the file that is damaged; `is_values`: in its JSON values, not its bytes."""
 
     target: str
-    read: Callable[[Case], object]
+    read: Callable[[FuzzCase], object]
     is_values: bool = False
 
 

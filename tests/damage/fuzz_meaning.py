@@ -15,7 +15,7 @@ from pathlib import Path
 import fuzz_wrong as wrong
 import fuzz_wrong_families as families
 import numpy as np
-from fuzz_readers import KINDS, Case
+from fuzz_readers import KINDS, FuzzCase
 from fuzz_wrong import Change
 from safetensors.numpy import load_file
 from safetensors.numpy import save as packed
@@ -24,7 +24,7 @@ from hotsplit.files.gguf_file import TensorEntry, read_gguf, write_gguf
 
 
 @dataclass(kw_only=True)
-class Content:
+class FuzzContent:
     """The content of a file, to be changed in place: metadata or keys, and arrays or tensors."""
 
     values: dict
@@ -41,31 +41,33 @@ class Meaning:
 
     kind: str
     changes: dict[str, Change]
-    seal: Callable[[Content], None] = lambda content: None
+    seal: Callable[[FuzzContent], None] = lambda content: None
     is_header: bool = False  # the values are a safetensors header, and the data stay raw bytes
 
 
-def load(path: Path, *, is_header: bool = False) -> Content:
+def load(path: Path, *, is_header: bool = False) -> FuzzContent:
     """Loads JSON and safetensors without any check of ours, GGUF with those of the container."""
     if is_header:
         raw = path.read_bytes()
         end = 8 + int.from_bytes(raw[:8], "little")
-        return Content(values=json.loads(raw[8:end]), arrays={"": np.frombuffer(raw[end:], "u1")})
+        return FuzzContent(
+            values=json.loads(raw[8:end]), arrays={"": np.frombuffer(raw[end:], "u1")}
+        )
     if path.suffix == ".json":
-        return Content(values=json.loads(path.read_text()), arrays={})
+        return FuzzContent(values=json.loads(path.read_text()), arrays={})
     if path.suffix == ".gguf":
         keys, tensors = read_gguf(path, "file")
-        return Content(
+        return FuzzContent(
             values=dict(keys), arrays={n: np.array(e.read()) for n, e in tensors.items()}
         )
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
     plain = ("format", "version")
     values = {k: v if k in plain else json.loads(v) for k, v in header.items()}
-    return Content(values=values, arrays={n: a.copy() for n, a in load_file(path).items()})
+    return FuzzContent(values=values, arrays={n: a.copy() for n, a in load_file(path).items()})
 
 
-def save(path: Path, content: Content, *, is_header: bool = False) -> None:
+def save(path: Path, content: FuzzContent, *, is_header: bool = False) -> None:
     if is_header:
         header = json.dumps(content.values).encode()
         data = content.arrays[""].tobytes()
@@ -80,7 +82,7 @@ def save(path: Path, content: Content, *, is_header: bool = False) -> None:
         path.write_bytes(packed(content.arrays, header))
 
 
-def _save_gguf(path: Path, content: Content) -> None:
+def _save_gguf(path: Path, content: FuzzContent) -> None:
     kinds = {
         np.dtype(np.float64): "f64",
         np.dtype(np.float32): "f32",
@@ -96,7 +98,7 @@ def _save_gguf(path: Path, content: Content) -> None:
     write_gguf(path, architecture, {k: v for k, v in keys.items() if k[:5] != "GGUF."}, tensors)
 
 
-def _seal_prompt(content: Content) -> None:
+def _seal_prompt(content: FuzzContent) -> None:
     digest = hashlib.sha256()
     for name in sorted(content.arrays):
         array = np.ascontiguousarray(content.arrays[name])
@@ -136,7 +138,7 @@ MEANINGS = {
 }
 
 
-def changed(inputs: Path, kind: str, number: int) -> tuple[str, Content]:
+def changed(inputs: Path, kind: str, number: int) -> tuple[str, FuzzContent]:
     """The name of a case's change, and the changed content."""
     meaning = MEANINGS[kind]
     names = list(meaning.changes)
@@ -175,7 +177,7 @@ def read_content(
     inputs: Path,
     kind: str,
     of: str,
-    content: Content,
+    content: FuzzContent,
     work: Path,
     number: int,
     *,
@@ -189,6 +191,6 @@ def read_content(
     path = folder / KINDS[of].target
     save(path, content, is_header=is_header)
     suffix = ".out" if of in ("profile", "merge") else ".gguf"
-    case = Case(number=number, path=path, inputs=inputs, output=output / f"out{suffix}")
+    case = FuzzCase(number=number, path=path, inputs=inputs, output=output / f"out{suffix}")
     KINDS[of].read(case)
     shutil.rmtree(output)

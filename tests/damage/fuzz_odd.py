@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from fuzz_damage import ODD, another_value
-from fuzz_meaning import Content, load, read_content
+from fuzz_meaning import FuzzContent, load, read_content
 from fuzz_readers import KINDS
 
 # For each kind, the kind of fuzz_readers that has its file and its reader.
@@ -69,7 +69,7 @@ VALUES = (
 NUMBERS = (0, 1, -1, 2, 1 << 31, -(1 << 62), 0.5, np.nan, np.inf, -np.inf, 1e38, 1e-38)
 
 
-def odd(inputs: Path, kind: str, number: int) -> Content:
+def odd(inputs: Path, kind: str, number: int) -> FuzzContent:
     """The content of a case: one to three changes."""
     path = inputs / ODDS[kind] / KINDS[ODDS[kind]].target
     content = load(path)

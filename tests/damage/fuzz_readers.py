@@ -33,7 +33,7 @@ import contextlib
 import fuzz_further as further
 from constrained_texts import is_finished
 from fuzz_further import PROMPT
-from fuzz_kind import Case, Kind, codec_of
+from fuzz_kind import FuzzCase, Kind, codec_of
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
@@ -60,12 +60,12 @@ from hotsplit.solver.solve import SolveConfig, solve
 SETTINGS = {"model": "m", "seed": 1, "target": None, "is_trained": False, "share": 0.5}
 
 
-def convert_folder(case: Case) -> None:
+def convert_folder(case: FuzzCase) -> None:
     convert(ConvertConfig(source=case.folder, output=case.output))
     ModelFile.load(case.output)
 
 
-def convert_tokenizer(case: Case) -> None:
+def convert_tokenizer(case: FuzzCase) -> None:
     """Converts into both layouts. A tokenizer that was written can be read again; a template may be
     invalid."""
     with contextlib.suppress(HotsplitError):  # llama.cpp may have no such tokenizer
@@ -84,21 +84,21 @@ def convert_tokenizer(case: Case) -> None:
             codec.encode_rendered(template.render([{"role": "user", "content": "a"}]))
 
 
-def convert_gguf(case: Case) -> None:
+def convert_gguf(case: FuzzCase) -> None:
     convert(ConvertConfig(source=case.path, predictors=case.inputs / "ours", output=case.output))
     ModelFile.load(case.output)
 
 
-def load_model(case: Case) -> None:
+def load_model(case: FuzzCase) -> None:
     ModelFile.load(case.path)
 
 
-def tokenise(case: Case) -> None:
+def tokenise(case: FuzzCase) -> None:
     codec = TextCodec.of(ModelFile.load(case.path))
     codec.tokenizer.decode(codec.encode(PROMPT))
 
 
-def run(case: Case) -> None:
+def run(case: FuzzCase) -> None:
     """Loads and generates, in one of the modes."""
     mode = (None, "dense", "exact", "predicted")[case.number % 4]
     with Engine.load(case.path, mode=mode, device="cpu") as engine:
@@ -106,13 +106,13 @@ def run(case: Case) -> None:
             token.text.encode()
 
 
-def add_predictors(case: Case) -> None:
+def add_predictors(case: FuzzCase) -> None:
     plain = case.inputs / "plain.gguf"
     convert(ConvertConfig(source=plain, predictors=case.folder, output=case.output))
     ModelFile.load(case.output)
 
 
-def search_by(case: Case) -> None:
+def search_by(case: FuzzCase) -> None:
     """Shows an importance matrix, and converts by it."""
     further.inspect(case)
     source = case.inputs / "silu.gguf"
@@ -123,19 +123,19 @@ def search_by(case: Case) -> None:
     ModelFile.load(case.output)
 
 
-def inspect_and_run_plan(case: Case) -> None:
+def inspect_and_run_plan(case: FuzzCase) -> None:
     with Engine.load(case.inputs / "plain.gguf", split=case.path, device="cpu") as engine:
         engine.hidden([5, 6, 7])
     further.inspect_and_export(case)
 
 
-def merge_profiles(case: Case) -> None:
+def merge_profiles(case: FuzzCase) -> None:
     other = case.inputs / "other.profile.safetensors"
     merge(MergeConfig(profiles=(case.path, other), output=case.output))
     Profile.load(case.output)
 
 
-def plan_with(case: Case) -> None:
+def plan_with(case: FuzzCase) -> None:
     solve(
         SolveConfig(
             model=case.inputs / "plain.gguf",
@@ -150,17 +150,17 @@ def plan_with(case: Case) -> None:
     Split.load(case.output)
 
 
-def restore(case: Case) -> None:
+def restore(case: FuzzCase) -> None:
     with Engine.load(case.inputs / "silu.gguf", device="cpu") as engine, engine.sequence() as text:
         restore_prompt(text, case.path, engine.prompt_key())
         text.extend([5])
 
 
-def resume(case: Case) -> None:
+def resume(case: FuzzCase) -> None:
     load_position(case.path, SETTINGS, Ranks(), force=False)
 
 
-def go_on_with(case: Case) -> None:
+def go_on_with(case: FuzzCase) -> None:
     with Engine.load(case.inputs / "run" / "model.gguf", device="cpu") as engine:  # noqa: SIM117
         with engine.chat() as chat:
             chat.load(case.path)
@@ -168,7 +168,7 @@ def go_on_with(case: Case) -> None:
                 pass
 
 
-def follow_grammar(case: Case) -> None:
+def follow_grammar(case: FuzzCase) -> None:
     """Compiles a grammar and accepts a few tokens that it allows."""
     makers = {
         ".gbnf": made.gbnf_constraint,
@@ -185,17 +185,17 @@ def follow_grammar(case: Case) -> None:
             break
 
 
-def read_corpus(case: Case) -> None:
+def read_corpus(case: FuzzCase) -> None:
     codec = codec_of(case.inputs)
     read_windows([case.path], codec, context_length=64, max_tokens=200, seed=case.number)
 
 
-def load_comparison(case: Case) -> None:
+def load_comparison(case: FuzzCase) -> None:
     found = load_eval(case.path)
     plot_quality([(found.mode, found.perplexity_increase, found.perplexity_half_width)])
 
 
-def load_told(case: Case) -> None:
+def load_told(case: FuzzCase) -> None:
     if quality_L := load_predictor_report(case.path, "0" * 64):
         plot_predictors(quality_L)
 

@@ -14,7 +14,7 @@ import two_writers
 from fault_commands import COMMANDS
 from paths import SEARCH_PATH
 
-from hotsplit.files import exchange
+from hotsplit.files import renaming
 
 HERE = Path(__file__).parent
 
@@ -45,19 +45,19 @@ def case(tmp_path):
     (tmp_path / "whole").mkdir()
     for name in command.inputs:
         (tmp_path / "whole" / name).write_bytes(b"input")
-    made = faults.Case(command, tmp_path / "whole", tmp_path / "case", has_old=True)
+    made = faults.FaultyRun(command, tmp_path / "whole", tmp_path / "case", has_old=True)
     made.stderr = "hotsplit: interrupted\n"
     return made
 
 
-REFERENCE = faults.Reference(outputs={"x": b"new"}, seconds=1.0, num_events=9, num_bytes=9)
+REFERENCE = faults.FaultlessRun(outputs={"x": b"new"}, seconds=1.0, num_events=9, num_bytes=9)
 
 
 @pytest.mark.parametrize(
     "kind, code", [("term", 143), ("int", 130), ("disk full", 1), ("kill", -9)]
 )
 def test_old_and_new_outputs_are_accepted(case, kind, code):
-    fault = faults.Fault(kind=kind)
+    fault = faults.InjectedFault(kind=kind)
     assert faults.wrong_with(case, REFERENCE, fault, code) == []
     (case.output / "x").write_bytes(b"new")
     assert faults.wrong_with(case, REFERENCE, fault, code) == []
@@ -65,7 +65,7 @@ def test_old_and_new_outputs_are_accepted(case, kind, code):
 
 
 def test_damage_is_reported(case):
-    fault, x = faults.Fault(kind="term"), case.output / "x"
+    fault, x = faults.InjectedFault(kind="term"), case.output / "x"
 
     def wrong(code: int = 143) -> str:
         return "; ".join(faults.wrong_with(case, REFERENCE, fault, code))
@@ -79,7 +79,7 @@ def test_damage_is_reported(case):
     assert "exit code 70" in wrong(70) and "exit code 1" in wrong(1)
     (case.output / "x.01234567.partial").touch()
     assert "left ['x.01234567.partial']" in wrong()
-    assert not faults.wrong_with(case, REFERENCE, faults.Fault(kind="kill"), -9)
+    assert not faults.wrong_with(case, REFERENCE, faults.InjectedFault(kind="kill"), -9)
     (case.output / "x.01234567.partial").unlink()
     for said, what in (
         ("Traceback (most recent call last)", "a traceback"),
@@ -147,9 +147,9 @@ def test_where_the_system_has_no_links_a_failed_renaming_leaves_no_empty_file(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", fail)
         with pytest.raises(OSError, match="broken"):
-            exchange.put_new(partial, path)
+            renaming.put_new(partial, path)
     assert [*tmp_path.iterdir()] == [partial]
-    exchange.put_new(partial, path)
+    renaming.put_new(partial, path)
     assert [*tmp_path.iterdir()] == [path] and path.read_text() == "whole"
 
 
@@ -157,7 +157,7 @@ def no_links(monkeypatch) -> None:
     def link(source, target):
         raise OSError(errno.EPERM, "no links here", str(source))
 
-    monkeypatch.setattr(exchange, "_renamed", lambda one, other, how: False)
+    monkeypatch.setattr(renaming, "_renamed", lambda one, other, how: False)
     monkeypatch.setattr(os, "link", link)
 
 

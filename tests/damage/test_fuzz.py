@@ -184,12 +184,12 @@ def test_the_harness_catches_wrong_outcomes(tmp_path):
 def test_the_readers_of_a_cache_reject_entries_that_are_dropped_and_rates_that_are_lost(
     inputs, tmp_path, monkeypatch
 ):
-    def case_of(kind: str) -> fuzz.Case:
+    def case_of(kind: str) -> fuzz.FuzzCase:
         target = KINDS[kind].target
         folder = Path(shutil.copytree(inputs / kind, tmp_path / kind))
         (tmp_path / f"{kind} output").mkdir()
         output = tmp_path / f"{kind} output" / "out.gguf"
-        return fuzz.Case(number=0, path=folder / target, inputs=inputs, output=output)
+        return fuzz.FuzzCase(number=0, path=folder / target, inputs=inputs, output=output)
 
     monkeypatch.setattr("hotsplit.run.housekeeping._folders", lambda cache: iter(()))
     with pytest.raises(AssertionError, match="could not be cleared"):

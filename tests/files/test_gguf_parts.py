@@ -19,7 +19,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.files import gguf_parts
-from hotsplit.files.gguf_parts import Part, num_bytes_of, part_paths
+from hotsplit.files.gguf_parts import GgufPart, num_bytes_of, part_paths
 from hotsplit.files.steady import reading
 from hotsplit.run.keys import identity_of_source
 
@@ -236,7 +236,7 @@ def test_run_makes_a_part_that_was_replaced_anew(whole, parts, tmp_path):
 
 def test_numbers_of_any_integer_type_are_read(whole, parts):
     keys = {NUMBER: np.uint64(0), COUNT: np.int32(3), TOTAL: np.int64(21)}
-    assert Part.of(whole, keys) == Part(number=1, count=3, num_tensors=21)
+    assert GgufPart.of(whole, keys) == GgufPart(number=1, count=3, num_tensors=21)
     for wrong in ("3", True, np.float32(3), np.int32(-3), [3]):
         with pytest.raises(HotsplitError, match=r"split\.count is .* wanted a number of parts"):
-            Part.of(whole, {COUNT: wrong})
+            GgufPart.of(whole, {COUNT: wrong})

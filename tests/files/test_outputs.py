@@ -18,7 +18,7 @@ from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.files import exchange
+from hotsplit.files import renaming
 from hotsplit.files.atomic import partial_file, partial_folder, remove_stale
 from hotsplit.files.outputs import check_output, check_output_folder, check_outputs
 from hotsplit.files.safetensors_file import save_arrays
@@ -200,8 +200,8 @@ def test_a_folder_is_replaced_by_one_exchange_of_names_or_by_two_renames(tmp_pat
     """By an exchange, the folder exists at every moment."""
     fill(tmp_path / "x", "old")
     (tmp_path / "other").mkdir()
-    if exchange._exchange(tmp_path / "x", tmp_path / "other"):
-        exchange._exchange(tmp_path / "x", tmp_path / "other")
+    if renaming._exchange(tmp_path / "x", tmp_path / "other"):
+        renaming._exchange(tmp_path / "x", tmp_path / "other")
         (tmp_path / "other").rmdir()
         with monkeypatch.context() as patched:
             for name in ("replace", "rename"):
@@ -209,7 +209,7 @@ def test_a_folder_is_replaced_by_one_exchange_of_names_or_by_two_renames(tmp_pat
             fill(tmp_path / "x", "new")
         assert (tmp_path / "x" / "b" / "c").read_text() == "new"
         assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    monkeypatch.setattr(exchange, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(renaming, "_exchange", lambda one, other: False)
     fill(tmp_path / "x", "again")
     assert (tmp_path / "x" / "b" / "c").read_text() == "again"
 
@@ -221,7 +221,7 @@ def test_a_folder_that_was_set_aside_gets_its_name_back(tmp_path, monkeypatch):
     (tmp_path / "x").rename(tmp_path / "x.01234567.old")
     remove_stale(tmp_path / "x")
     assert (tmp_path / "x" / "a").read_text() == "old"
-    monkeypatch.setattr(exchange, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(renaming, "_exchange", lambda one, other: False)
     real = Path.replace
 
     def replace(self, target):

@@ -13,7 +13,7 @@ from reference import rel_error
 from torch.nn import functional as F
 
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
-from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors, StoredMatrix
+from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, PredictorMatrix, Predictors
 from hotsplit.convert.convert import convert
 from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
@@ -352,11 +352,11 @@ def test_convert_writes_the_declared_types_and_the_runtime_reads_them(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"up": StoredMatrix(np.zeros((192, 37), np.uint8), "q4_0")}, "not whole blocks"),
-        ({"up": StoredMatrix(np.zeros((192, 36), np.int8), "q4_0")}, "wanted a matrix of uint8"),
-        ({"up": StoredMatrix.of(np.full((192, 64), np.nan), "f32")}, "NaN"),
-        ({"up": StoredMatrix(np.full((192, 36), 255, np.uint8), "q4_0")}, "NaN"),
-        ({"down": StoredMatrix.of(np.zeros((8, 64)), "q4_0")}, "stated rank is 0"),
+        ({"up": PredictorMatrix(np.zeros((192, 37), np.uint8), "q4_0")}, "not whole blocks"),
+        ({"up": PredictorMatrix(np.zeros((192, 36), np.int8), "q4_0")}, "wanted a matrix of uint8"),
+        ({"up": PredictorMatrix.of(np.full((192, 64), np.nan), "f32")}, "NaN"),
+        ({"up": PredictorMatrix(np.full((192, 36), 255, np.uint8), "q4_0")}, "NaN"),
+        ({"down": PredictorMatrix.of(np.zeros((8, 64)), "q4_0")}, "stated rank is 0"),
     ],
 )
 def test_wrong_predictors_of_one_matrix_are_refused(tmp_path, changes, words):
@@ -409,7 +409,8 @@ def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
         dataclasses.replace(model, predictor=info, tensors=tensors).save(tmp_path / "m")
 
 
-# ---- options --------------------------------------------------------------------------------------
+# ---- options
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

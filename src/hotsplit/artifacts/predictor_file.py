@@ -32,14 +32,14 @@ STORED = {name: _FLOATS.get(name, np.uint8) for name in ("f32", *PREDICTOR_NAMES
 
 
 @dataclass(frozen=True)
-class StoredMatrix:
+class PredictorMatrix:
     """Rows as stored in a model file: f32 or f16 values, or the bytes of whole blocks."""
 
     data: np.ndarray
     kind: str
 
     @classmethod
-    def of(cls, values: np.ndarray, kind: str) -> "StoredMatrix":
+    def of(cls, values: np.ndarray, kind: str) -> "PredictorMatrix":
         """f32 values, rounded to the type. The width must be a whole number of its blocks."""
         if kind in ("f32", "f16"):
             return cls(values.astype(STORED[kind]), kind)
@@ -76,7 +76,7 @@ class StoredMatrix:
             )
         rows = max(1, CHECKED_VALUES // self.shape[1])
         for start in range(0, len(data), rows):
-            piece = StoredMatrix(data[start : start + rows], self.kind).values()
+            piece = PredictorMatrix(data[start : start + rows], self.kind).values()
             if not np.isfinite(piece).all():
                 raise HotsplitError(f"{name} has NaN or infinite values")
 
@@ -86,8 +86,8 @@ class LayerPredictor:
     """Weights of one layer's predictor: down [R, D] and up [F, R] of the same type, and optional
     f32 biases [R] and [F]. If `down` is None, `up` is [F, D]."""
 
-    down: StoredMatrix | None
-    up: StoredMatrix
+    down: PredictorMatrix | None
+    up: PredictorMatrix
     down_bias_R: np.ndarray | None = None
     up_bias_F: np.ndarray | None = None
 
@@ -103,8 +103,8 @@ class LayerPredictor:
     ) -> "LayerPredictor":
         """A predictor from f32 weights, rounded to the type."""
         return cls(
-            down=None if down_RD is None else StoredMatrix.of(down_RD, kind),
-            up=StoredMatrix.of(up_FR, kind),
+            down=None if down_RD is None else PredictorMatrix.of(down_RD, kind),
+            up=PredictorMatrix.of(up_FR, kind),
             down_bias_R=down_bias_R,
             up_bias_F=up_bias_F,
         )
@@ -124,7 +124,7 @@ class LayerPredictor:
         """D, the width of the input."""
         return (self.up if self.down is None else self.down).shape[1]
 
-    def matrices(self, layer: int) -> dict[str, StoredMatrix]:
+    def matrices(self, layer: int) -> dict[str, PredictorMatrix]:
         """The matrices by their names in a model file."""
         named = {"ffn_pred_down.weight": self.down, "ffn_pred_up.weight": self.up}
         return {f"blk.{layer}.{name}": m for name, m in named.items() if m is not None}
@@ -238,8 +238,8 @@ def _take(arrays: dict[str, np.ndarray], layer: int, kind: str | None) -> LayerP
     if up is None:
         raise HotsplitError(f"array {prefix}up.weight is missing")
     return LayerPredictor(
-        down=None if down is None else StoredMatrix(down, stored),
-        up=StoredMatrix(up, stored),
+        down=None if down is None else PredictorMatrix(down, stored),
+        up=PredictorMatrix(up, stored),
         down_bias_R=arrays.pop(prefix + "down.bias", None),
         up_bias_F=arrays.pop(prefix + "up.bias", None),
     )

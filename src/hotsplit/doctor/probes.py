@@ -174,9 +174,9 @@ def _output(*command: str) -> str:
 
 
 def probe_gpu(*devices: str) -> dict[str, Any]:
-    """Loads a small random model with predictors on each GPU, once with all neurons there and once with
-    them on the CPU. `why`: why one of the GPUs fails the check of a load; None if all pass."""
-    from hotsplit.artifacts.random_model import random_model
+    """Loads a small random model with predictors on each GPU, once with all neurons there and once
+    with them on the CPU. `why`: why one of the GPUs fails the check of a load; None if all pass."""
+    from hotsplit.artifacts.random_weights import random_model
     from hotsplit.families.llama import llama_spec
     from hotsplit.families.sizes import Sizes
     from hotsplit.model.spec import Rotary

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hotsplit.errors import HotsplitError, writing
 from hotsplit.files import mapped_files
-from hotsplit.files.exchange import OLD, put_folder, put_new
+from hotsplit.files.renaming import OLD, put_folder, put_new
 from hotsplit.files.steady import changed_inputs, is_new, wrote
 
 CHUNK_BYTES = 1 << 20

@@ -25,7 +25,7 @@ from gguf.quants import dequantize
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file, require_file
-from hotsplit.files.gguf_parts import SPLIT_KEYS, Part, check_parts, other_parts
+from hotsplit.files.gguf_parts import SPLIT_KEYS, GgufPart, check_parts, other_parts
 from hotsplit.files.gguf_reader import NUMBERS, Magic, TensorInfo, Value, read_header
 from hotsplit.files.mapped_files import map_whole
 from hotsplit.files.pipeline import in_order, num_threads
@@ -247,7 +247,7 @@ def open_gguf(path: Path, what: str) -> GgufFile:
     Part 1 of a model in several files gives the whole model, without the keys of the division;
     raises HotsplitError for another part, and for parts that are missing or of another model."""
     file = _open_one(path, what)
-    part = Part.of(path, file.keys)
+    part = GgufPart.of(path, file.keys)
     files = {path: file}
     if part is not None:
         files |= {other: _open_one(other, what) for other in other_parts(path, part)}

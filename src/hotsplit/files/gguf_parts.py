@@ -1,6 +1,6 @@
 """The parts of a GGUF in several files, as llama-gguf-split and gguf's writer make them.
 
-Part 1 has the keys of the model, the others only those of the division; each has some of the
+GgufPart 1 has the keys of the model, the others only those of the division; each has some of the
 tensors. The parts lie in one folder, and are found by the name of part 1:
 NAME-00001-of-00003.gguf."""
 
@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+
+if TYPE_CHECKING:
+    from hotsplit.files.gguf_file import GgufFile
 
 # As gguf spells them, whose import takes too long for a module that every command imports.
 SPLIT_KEYS = NUMBER, COUNT, NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -23,17 +26,8 @@ MOST_NAMED = 5  # of the missing parts
 _PIECE = re.compile(r"(.*\.gguf)(\.part\d+of\d+|[.-](?:split|part)-?[a-z]+)")
 
 
-class Content(Protocol):
-    """The keys and the tensors of a file."""
-
-    @property
-    def keys(self) -> Mapping[str, object]: ...
-    @property
-    def tensors(self) -> Mapping[str, object]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class GgufPart:
     """What a file says about the division: `number` counts from 1."""
 
     number: int
@@ -41,7 +35,7 @@ class Part:
     num_tensors: int | None  # of all parts together
 
     @classmethod
-    def of(cls, path: Path, keys: Mapping[str, object]) -> "Part | None":
+    def of(cls, path: Path, keys: Mapping[str, object]) -> "GgufPart | None":
         """None for a whole file. Raises HotsplitError for impossible numbers."""
         numbers: dict[str, int] = {}
         for name in SPLIT_KEYS:
@@ -83,7 +77,7 @@ def num_bytes_of(path: Path) -> int:
     return sum(part.stat().st_size for part in part_paths(path))
 
 
-def other_parts(path: Path, part: Part) -> list[Path]:
+def other_parts(path: Path, part: GgufPart) -> list[Path]:
     """The paths of parts 2 and up of the model whose part 1 is `path`.
 
     Raises HotsplitError for a later part, a name by which the others cannot be found, and missing
@@ -112,15 +106,15 @@ def other_parts(path: Path, part: Part) -> list[Path]:
     return [path.with_name(name) for name in names]
 
 
-def check_parts(files: Mapping[Path, Content]) -> None:
+def check_parts(files: Mapping[Path, "GgufFile"]) -> None:
     """Raises HotsplitError unless the files, part 1 first, are all the parts of one model in
     order."""
     first, *_ = files
-    wanted = Part.of(first, files[first].keys)
+    wanted = GgufPart.of(first, files[first].keys)
     assert wanted is not None
     holders: dict[str, Path] = {}
     for number, (path, file) in enumerate(files.items(), start=1):
-        part = Part.of(path, file.keys)
+        part = GgufPart.of(path, file.keys)
         if part is None:
             raise HotsplitError(f"{path}: is a whole file, wanted part {number} of {first}")
         if (why := _difference(part, wanted, file.keys, files[first].keys)) is not None:
@@ -141,7 +135,7 @@ def check_parts(files: Mapping[Path, Content]) -> None:
         )
 
 
-def _check_place(path: Path, part: Part, number: int) -> None:
+def _check_place(path: Path, part: GgufPart, number: int) -> None:
     if part.number != number:
         raise HotsplitError(
             f"{path}: is named as part {number} of {part.count}, but says that it is part"
@@ -150,7 +144,7 @@ def _check_place(path: Path, part: Part, number: int) -> None:
 
 
 def _difference(
-    part: Part, wanted: Part, keys: Mapping[str, object], first: Mapping[str, object]
+    part: GgufPart, wanted: GgufPart, keys: Mapping[str, object], first: Mapping[str, object]
 ) -> str | None:
     """Why a part is not of the model of part 1; None if nothing says so."""
     if part.count != wanted.count:

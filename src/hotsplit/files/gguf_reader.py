@@ -70,15 +70,15 @@ class TensorInfo:
 Header = tuple[Magic, dict[str, Value], dict[str, TensorInfo]]
 
 
-class Broken(Exception):
+class BrokenGguf(Exception):
     """A damaged or unsupported file; the message says what is wrong, without the file's name."""
 
 
-class Foreign(Broken):
+class ForeignGguf(BrokenGguf):
     """A file of another kind."""
 
 
-class Unsupported(Exception):
+class UnsupportedGguf(Exception):
     """A file that may be whole, but is not for this program; the message says what to do."""
 
 
@@ -91,15 +91,15 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
     damaged, foreign or of an unknown version, or that has too many tensors or keys."""
     try:
         magic, keys, tensors = _Cursor(file).header()
-    except Unsupported as error:
+    except UnsupportedGguf as error:
         raise HotsplitError(f"{path}: {error} (wanted a {what})") from error
-    except Broken as error:
+    except BrokenGguf as error:
         if (cut := raw_cut_of(path)) is not None:
             raise HotsplitError(f"{path}: {cut} (wanted a {what})") from error
         other = known_as(path)
         if other and "GGUF" not in other:
             raise HotsplitError(f"{path}: {other}; wanted a {what}") from error
-        if isinstance(error, Foreign):
+        if isinstance(error, ForeignGguf):
             raise HotsplitError(f"{path}: not a GGUF file ({error}); wanted a {what}") from error
         raise HotsplitError(
             f"{path}: not a whole GGUF file ({error}); wanted a {what}; make or copy it again"
@@ -111,7 +111,7 @@ def header_reach(file: mmap.mmap) -> int:
     """How many bytes of a file its header takes, as far as it can be read: of a file whose first N
     bytes alone are there, more than N if the header goes on."""
     cursor = _Cursor(file)
-    with suppress(Broken, Unsupported):
+    with suppress(BrokenGguf, UnsupportedGguf):
         cursor.header()
     return cursor.offset
 
@@ -142,7 +142,7 @@ class _Cursor:
     def magic(self) -> Magic:
         found = self.take(4, "the first four bytes").decode("latin-1")
         if found not in get_args(Magic):
-            raise Foreign(f"starts with {found!r}, wanted 'GGUF'")
+            raise ForeignGguf(f"starts with {found!r}, wanted 'GGUF'")
         return cast(Magic, found)
 
     def check_version(self) -> None:
@@ -150,21 +150,21 @@ class _Cursor:
         if version in (2, 3):
             return
         if version != 0 and version & 0xFFFF == 0:
-            raise Unsupported("is big-endian; get or make a little-endian file")
+            raise UnsupportedGguf("is big-endian; get or make a little-endian file")
         if version == 1:
-            raise Unsupported("is GGUF version 1, of 2023; get or make one of version 2 or 3")
+            raise UnsupportedGguf("is GGUF version 1, of 2023; get or make one of version 2 or 3")
         if 3 < version <= NEWER_VERSIONS:
-            raise Unsupported(
+            raise UnsupportedGguf(
                 f"is GGUF version {version}, newer than 3, the last that this program reads;"
                 " install a newer hotsplit, or get a file of version 3"
             )
-        raise Broken(f"is version {version}; this program reads versions 2 and 3")
+        raise BrokenGguf(f"is version {version}; this program reads versions 2 and 3")
 
     def take(self, num_bytes: int, what: str) -> bytes:
         start = self.offset
         self.offset += num_bytes
         if self.offset > self.end:
-            raise Broken(self.too_long(f"{what} at byte {start:,} takes {num_bytes:,} bytes"))
+            raise BrokenGguf(self.too_long(f"{what} at byte {start:,} takes {num_bytes:,} bytes"))
         return self.file[start : self.offset]
 
     def too_long(self, what: str) -> str:
@@ -180,9 +180,9 @@ class _Cursor:
         each record takes at least `least_bytes`."""
         count = self.integer("<Q", f"the number of {what}")
         if count > (self.end - self.offset) // least_bytes:
-            raise Broken(f"claims {count} {what}, which is more than it can hold")
+            raise BrokenGguf(f"claims {count} {what}, which is more than it can hold")
         if count > most:
-            raise Unsupported(
+            raise UnsupportedGguf(
                 f"has {count} {what}; this program reads up to {most}; get another file"
             )
         return count
@@ -192,15 +192,15 @@ class _Cursor:
         try:
             name = data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise Broken(f"a {what}'s name before byte {self.offset} is not UTF-8") from error
+            raise BrokenGguf(f"a {what}'s name before byte {self.offset} is not UTF-8") from error
         if name in known:
-            raise Broken(f"{what} {_short(name)} appears twice")
+            raise BrokenGguf(f"{what} {_short(name)} appears twice")
         return name
 
     def text(self, what: str, most: int = MAX_HEADER_BYTES) -> bytes:
         size = self.integer("<Q", what)
         if size > most:
-            raise Broken(
+            raise BrokenGguf(
                 f"{what} at byte {self.offset:,} claims {size:,} bytes, wanted at most {most:,}"
             )
         return self.take(size, what)
@@ -217,10 +217,10 @@ class _Cursor:
     def array(self, what: str) -> list:
         type_number = self.integer("<I", what)
         if type_number == ARRAY:
-            raise Broken(f"{what} is an array of arrays, which is not supported")
+            raise BrokenGguf(f"{what} is an array of arrays, which is not supported")
         count = self.integer("<Q", what)
         if count > self.values_left:
-            raise Broken(
+            raise BrokenGguf(
                 f"{what} claims {count} values; arrays have at most {MAX_ARRAY_VALUES} together"
             )
         self.values_left -= count
@@ -230,11 +230,11 @@ class _Cursor:
 
     def numbers(self, type_number: int, count: int, what: str) -> np.ndarray:
         if type_number not in NUMBERS:
-            raise Broken(f"{what} has the unknown type {type_number}")
+            raise BrokenGguf(f"{what} has the unknown type {type_number}")
         dtype = np.dtype(NUMBERS[type_number]).newbyteorder("<")
         raw = self.take(count * dtype.itemsize, what)
         if dtype == np.bool_ and raw.strip(b"\0\1"):
-            raise Broken(f"{what} has a bool that is neither 0 nor 1")
+            raise BrokenGguf(f"{what} has a bool that is neither 0 nor 1")
         return np.frombuffer(raw, dtype)
 
     def strings(self, count: int, what: str) -> list[str]:
@@ -246,11 +246,11 @@ class _Cursor:
             start = offset + 8
             if start > end:
                 self.offset = start
-                raise Broken(self.too_long(f"{what} has {count} strings"))
+                raise BrokenGguf(self.too_long(f"{what} has {count} strings"))
             offset = start + read_length(file, offset)[0]
             if offset > end:
                 self.offset = offset
-                raise Broken(self.too_long(f"{what} has a string of {offset - start:,} bytes"))
+                raise BrokenGguf(self.too_long(f"{what} has a string of {offset - start:,} bytes"))
             values.append(file[start:offset].decode("utf-8", "surrogateescape"))
         self.offset = offset
         return values
@@ -259,28 +259,28 @@ class _Cursor:
         """Reads one tensor's record; `start` is still relative to the beginning of all data."""
         num_dims = self.integer("<I", what)
         if not 1 <= num_dims <= 4:
-            raise Broken(f"{what} has {num_dims} dimensions, wanted 1 to 4")
+            raise BrokenGguf(f"{what} has {num_dims} dimensions, wanted 1 to 4")
         shape = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims, what))[::-1]
         type = _tensor_type(self.integer("<I", what), magic, what)
         block, block_bytes = GGML_QUANT_SIZES[type]
         # A zero dimension must not hide huge ones, which would overflow elsewhere.
         if prod(max(n, 1) for n in shape) >= 1 << 62:
-            raise Broken(f"{what} has the impossible shape {list(shape)}")
+            raise BrokenGguf(f"{what} has the impossible shape {list(shape)}")
         if shape[-1] % block:
-            raise Broken(f"{what} has rows of {shape[-1]} values, not whole blocks of {block}")
+            raise BrokenGguf(f"{what} has rows of {shape[-1]} values, not whole blocks of {block}")
         start = self.integer("<Q", what)
         return TensorInfo(
             shape=shape, type=type, start=start, num_bytes=prod(shape) // block * block_bytes
         )
 
     def placed(self, infos: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-        """The tensors with their place in the file. Raises Broken unless all are aligned, and those
-        that have bytes are disjoint and inside the file."""
+        """The tensors with their place in the file. Raises BrokenGguf unless all are aligned, and
+        those that have bytes are disjoint and inside the file."""
         base = -(-self.offset // alignment) * alignment
         placed = {}
         for name, info in infos.items():
             if info.start % alignment:
-                raise Broken(
+                raise BrokenGguf(
                     f"tensor {_short(name)} is at {info.start}, not a multiple of {alignment}"
                 )
             placed[name] = replace(info, start=base + info.start)
@@ -288,10 +288,10 @@ class _Cursor:
         filled = [(name, info) for name, info in placed.items() if info.num_bytes]
         for name, info in sorted(filled, key=lambda item: item[1].start):
             if info.start < end:
-                raise Broken(f"tensor {_short(name)} overlaps another")
+                raise BrokenGguf(f"tensor {_short(name)} overlaps another")
             end = info.start + info.num_bytes
         if end > len(self.file):
-            raise Broken(f"{end - len(self.file):,} bytes of its tensors are missing")
+            raise BrokenGguf(f"{end - len(self.file):,} bytes of its tensors are missing")
         return placed
 
 
@@ -303,12 +303,12 @@ def _tensor_type(number: int, magic: Magic, what: str) -> GGMLQuantizationType:
     if magic == "PWRI" and number in POWERINFER_TYPES:
         return POWERINFER_TYPES[number]
     if magic == "GGUF" and max(TYPES) < number <= max(TYPES) + NEWER_TYPES:
-        raise Unsupported(
+        raise UnsupportedGguf(
             f"{what} has type {number}, newer than {max(TYPES)}, the last that this program knows;"
             " install a newer hotsplit, or get a file of another type"
         )
     if number not in TYPES or (magic == "PWRI" and number > GGMLQuantizationType.Q8_K):
-        raise Broken(f"{what} has the unknown type {number}")
+        raise BrokenGguf(f"{what} has the unknown type {number}")
     return TYPES[number]
 
 
@@ -317,5 +317,5 @@ def _alignment(keys: dict[str, Value]) -> int:
     value = keys.get("general.alignment", np.uint32(GGUF_DEFAULT_ALIGNMENT))
     if not isinstance(value, np.uint32) or value < 8 or value & (value - 1):
         found = value if isinstance(value, np.number) else f"a {type(value).__name__}"
-        raise Broken(f"general.alignment is {found}, wanted a power of two, at least 8, as u32")
+        raise BrokenGguf(f"general.alignment is {found}, wanted a power of two, at least 8, as u32")
     return int(value)

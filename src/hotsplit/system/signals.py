@@ -31,7 +31,7 @@ def message_of(arguments: Sequence[str]) -> str:
     return INTERRUPTED if arguments and arguments[0] in READERS else MESSAGE
 
 
-class _Handler:
+class _EndingHandler:
     """Raises Interrupted, only once for signals that come together."""
 
     def __init__(self) -> None:
@@ -85,18 +85,18 @@ class _Handler:
 
 def put_back(number: int, handler: SignalHandler) -> None:
     """Installs `handler` for the next signal; called by another handler that is taking one."""
-    if isinstance(handler, _Handler):
+    if isinstance(handler, _EndingHandler):
         # Signals that come with the one taken now are ignored, and `watch` does not pass it on.
         handler.told_at = time.monotonic()
     signal.signal(number, handler)
 
 
 @contextmanager
-def ending(*, is_program: bool) -> Iterator[_Handler]:
+def ending(*, is_program: bool) -> Iterator[_EndingHandler]:
     """Within the block the signals raise exceptions, except those that the process was started with
     ignored (nohup) or that have another handler. After the block, a program has nothing left to do,
     so the signals end it at once."""
-    handler, plain = _Handler(), (signal.SIG_DFL, signal.default_int_handler)
+    handler, plain = _EndingHandler(), (signal.SIG_DFL, signal.default_int_handler)
     if threading.current_thread() is not threading.main_thread():
         yield handler  # Python handles signals in the main thread only
         return
