@@ -4,11 +4,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Interval
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.options.kinds import check_fields
 
 MAX_PARALLEL = 256
+Seconds = Annotated[float, Interval(ge=1e-6, le=1e6)]
 HOST_NAME = r"[A-Za-z0-9._-]+"
 _ORIGIN = re.compile(rf"null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|{HOST_NAME})(:[0-9]{{1,5}})?")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
@@ -26,14 +31,14 @@ class ServeConfig:
 
     model: Path
     host: str = "127.0.0.1"
-    port: int = 8080
-    parallel: int = 1
-    kept: int | None = None  # None: as many as parallel
-    queue: int = 64
-    max_tokens: int = -1
-    timeout_s: float = 600.0
-    drain_s: float = 30.0
-    read_s: float = 30.0
+    port: Annotated[int, Interval(ge=0, le=65535)] = 8080
+    parallel: Annotated[int, Interval(ge=1, le=MAX_PARALLEL)] = 1
+    kept: Annotated[int, Interval(ge=0, le=MAX_PARALLEL)] | None = None  # None: as many as parallel
+    queue: Annotated[int, Interval(ge=0, le=1 << 16)] = 64
+    max_tokens: Annotated[int, Ge(-1)] = -1
+    timeout_s: Seconds = 600.0
+    drain_s: Seconds = 30.0
+    read_s: Seconds = 30.0
     max_body_bytes: int = 8 << 20
     max_connections: int = 1024
     api_key: str | None = field(default=None, repr=False)
@@ -41,26 +46,14 @@ class ServeConfig:
     hosts: tuple[str, ...] = ()  # Host headers accepted besides localhost and IP addresses
     alias: str | None = None
     template: str | None = None
-    variables: Mapping[str, object] = field(
-        default_factory=dict
-    )  # of templates; requests add theirs
+    # Of templates; requests add theirs.
+    variables: Mapping[str, object] = field(default_factory=dict)
     sampling: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._check_range("parallel", 1, MAX_PARALLEL)
-        self._check_range("port", 0, 65535)
-        self._check_range("queue", 0, 1 << 16)
-        self._check_range("max_body_bytes", 1 << 10, 1 << 30)
-        self._check_range("max_connections", 1, 1 << 16)
-        if self.kept is not None:
-            self._check_range("kept", 0, MAX_PARALLEL)
-        if self.max_tokens < 1 and self.max_tokens != -1:
-            raise HotsplitError(f"max_tokens is {self.max_tokens}, wanted 1 or more, or -1")
-        for name in ("timeout_s", "drain_s", "read_s"):
-            if not 0 < getattr(self, name) <= 1e6:
-                raise HotsplitError(
-                    f"{name} is {getattr(self, name)}, wanted more than 0 and at most 1e6"
-                )
+        check_fields(self)
+        if self.max_tokens == 0:
+            raise HotsplitError("max_tokens is 0, wanted 1 or more, or -1")
         object.__setattr__(self, "origins", tuple(map(_origin_of, self.origins)))
         object.__setattr__(self, "hosts", tuple(map(_allowed_host, self.hosts)))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
@@ -71,10 +64,6 @@ class ServeConfig:
     @property
     def num_kept(self) -> int:
         return self.parallel if self.kept is None else self.kept
-
-    def _check_range(self, name: str, low: int, high: int) -> None:
-        if not low <= getattr(self, name) <= high:
-            raise HotsplitError(f"{name} is {getattr(self, name)}, wanted {low} to {high}")
 
 
 def host_of(name: str) -> str:
