@@ -1,30 +1,39 @@
 """Profiles a model: runs text through it and counts firings; on request, trains predictors."""
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hotsplit.artifacts.importance_file import Importances
+import torch
+from torch.cuda import mem_get_info
+
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile, uneven
 from hotsplit.costs.part_bytes import all_neuron_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.files.outputs import check_output
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
-from hotsplit.profile.config import ProfileConfig, check_text
-from hotsplit.profile.corpus.corpus import Windows
+from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig, check_model, check_text
+from hotsplit.profile.corpus.corpus import Windows, read_windows, spread_windows
 from hotsplit.profile.corpus.processes import Ranks
+from hotsplit.profile.corpus.sources import STDIN
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of, routing_of
 from hotsplit.profile.count.input_squares import InputSquares
-from hotsplit.profile.count.resume import resume_path
+from hotsplit.profile.count.resume import Settings, resume_path
 from hotsplit.profile.count.run import Run
-from hotsplit.profile.inputs import check_inputs, load_engine, settings_of, windows_of
 from hotsplit.profile.predictors.layer_trainer import LayerQuality, phases
-from hotsplit.profile.predictors.output import Measured, measure, sha256_of_corpora
-from hotsplit.profile.predictors.train import Trained, train
-from hotsplit.profile.report import save_report
+from hotsplit.profile.predictors.options import check_memory
+from hotsplit.profile.predictors.output import measure, sha256_of_corpora
+from hotsplit.profile.predictors.train import train
+from hotsplit.profile.report import report_path, save_report
+from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.arithmetic import arithmetic
+from hotsplit.runtime.resolved_options import device_of
+from hotsplit.system.sizes import format_bytes
 
 OnTokens = Callable[[float], None]
 
@@ -48,15 +57,7 @@ class ProfileReport:
     quality_L: tuple[LayerQuality, ...]
     quality: EvalReport | None
     record: Mapping[SparseMode, ModeQuality]  # the artifacts' record of each mode
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    profile: Profile
-    trained: Trained | None = None
-    importances: Importances | None = None
-    measured: Measured | None = None  # None: no predictors
+    seconds: float = 0.0
 
 
 def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> ProfileReport:
@@ -81,19 +82,18 @@ def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> 
                 save_every_s=config.save_every_s,
             )
             with run.signals():
-                outcome = _outcome(config, run, windows)
-        report = _report(config, model, outcome, time.perf_counter() - began)
-        ranks.first_only(lambda: _save(config, outcome, report))
+                report, save = _outcome(config, run, windows)
+        report = replace(report, seconds=time.perf_counter() - began)
+        ranks.first_only(lambda: save(report))
         run.finish()
     return report
 
 
-# ---- the work -----------------------------------------------------------------------------------
-
-
-def _outcome(config: ProfileConfig, run: Run, windows: Windows) -> Outcome:
-    """The counts as a profile and what else was asked for; modes are compared on text that nothing was
-    fitted to."""
+def _outcome(
+    config: ProfileConfig, run: Run, windows: Windows
+) -> tuple[ProfileReport, Callable[[ProfileReport], None]]:
+    """(the report, the function that writes it with the profile and what else was asked for). Modes are
+    compared on text that nothing was fitted to."""
     engine, model, ids = run.engine, run.engine.model, windows.ids
     gates, ranks = gates_of(model), run.ranks
     counter = Counter(gates, model.spec.most_neurons, experts_of(model), (ranks.rank, ranks.size))
@@ -117,34 +117,23 @@ def _outcome(config: ProfileConfig, run: Run, windows: Windows) -> Outcome:
         measured = ranks.first_only(lambda: measure(engine, predictors, examined, sha256))
     if squares and config.importances is not None:
         importances = squares.importances(config.importances, run.total("inputs"), windows)
-    found = Profile(
+    choices = counted.get("expert_count_LE")
+    result = Profile(
         model_id=model.model_id,
         num_tokens=int(counted["num_tokens"]),
         threshold_L=model.threshold_L,
         corpora=windows.corpora,
         active_count_LF=counted["active_count_LF"].numpy(),
         gate_histogram_LB=counted["gate_histogram_LB"].numpy(),
-        expert_count_LE=counted["expert_count_LE"].numpy()
-        if "expert_count_LE" in counted
-        else None,
+        expert_count_LE=None if choices is None else choices.numpy(),
         routing_LTK=routing_of(counted),
         quality={} if measured is None else measured.record,
         arithmetic=arithmetic(engine.device),
         num_neurons_L=uneven(model.spec.num_neurons_L),
     )
-    return Outcome(profile=found, trained=trained, importances=importances, measured=measured)
-
-
-# ---- what comes out -----------------------------------------------------------------------------
-
-
-def _report(
-    config: ProfileConfig, model: ModelFile, outcome: Outcome, seconds: float
-) -> ProfileReport:
-    result = outcome.profile
-    quality_L = outcome.trained[1] if outcome.trained else ()
+    quality_L = trained[1] if trained else ()
     of_experts_L = result.hottest_fifth_of_experts_L()
-    return ProfileReport(
+    report = ProfileReport(
         output=config.output,
         model_id=result.model_id,
         num_tokens=result.num_tokens,
@@ -157,20 +146,93 @@ def _report(
         predictor_bytes=sum(q.chosen.num_bytes for q in quality_L),
         ffn_bytes=all_neuron_bytes(model),
         quality_L=quality_L,
-        quality=outcome.measured.report if outcome.measured else None,
+        quality=measured.report if measured else None,
         record=result.quality,
-        seconds=seconds,
     )
 
+    def save(report: ProfileReport) -> None:
+        result.validate()
+        if config.predictor_path is not None and trained:
+            made = replace(trained[0], quality=result.quality, arithmetic=result.arithmetic)
+            made.save(config.predictor_path)
+        result.save(config.output)
+        if importances is not None:
+            importances.save(importances.path)
+        save_report(report)
 
-def _save(config: ProfileConfig, outcome: Outcome, report: ProfileReport) -> None:
-    result = outcome.profile
-    result.validate()
-    if config.predictor_path is not None and outcome.trained:
-        predictors = outcome.trained[0]
-        predictors = replace(predictors, quality=result.quality, arithmetic=result.arithmetic)
-        predictors.save(config.predictor_path)
-    result.save(config.output)
-    if outcome.importances is not None:
-        outcome.importances.save(outcome.importances.path)
-    save_report(report)
+    return report, save
+
+
+def check_inputs(config: ProfileConfig, model: ModelFile) -> None:
+    """Raises HotsplitError for errors that can be found before text is read."""
+    inputs = (config.model, *(path for path in config.corpora if path != STDIN))
+    extras = [path for path in (config.importances, config.predictor_path) if path is not None]
+    for path in (config.output, report_path(config.output), *extras):
+        check_output(path, force=config.force, inputs=inputs)
+    check_model(config, model)
+    if config.train_predictors is not None:
+        check_memory(config.predictors, model)
+
+
+def load_engine(
+    config: ProfileConfig, model: ModelFile, ranks: Ranks, device: str | None
+) -> Engine:
+    """Loads the model. Raises HotsplitError if it is larger than the GPU's free memory."""
+
+    def load() -> Engine:
+        gpu = device_of(device)
+        if gpu.type == "cuda":
+            size, free = sum(e.num_bytes for e in model.tensors.values()), mem_get_info(gpu)[0]
+            if size > free:
+                raise HotsplitError(
+                    f"{config.model}: {format_bytes(size)} of weights, {format_bytes(free)} are free on"
+                    f" {gpu}; give --device cpu, which reads them from the file"
+                )
+        return Engine.load(config.model, mode="dense", device=device, is_resident=False)
+
+    return ranks.together(load)
+
+
+def windows_of(engine: Engine, config: ProfileConfig, ranks: Ranks) -> Windows:
+    """The first process reads the corpus, so that all have the same windows."""
+    found = ranks.first_only(
+        lambda: read_windows(
+            config.corpora,
+            engine.codec,
+            context_length=engine.context_length,
+            max_tokens=config.max_tokens or DEFAULT_TOKENS,
+            seed=config.seed,
+            text_key=config.text_key,
+            must_fill=config.max_tokens is not None,
+            vocab_size=engine.model.spec.vocab_size,
+        )
+    )
+    return found if ranks.size == 1 and found else spread_windows(found, ranks)
+
+
+def settings_of(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ranks) -> Settings:
+    """What a run's numbers depend on; a run resumes only if all of it is unchanged."""
+    trains = config.train_predictors is not None
+    return {
+        "model": engine.model.model_id,
+        "types": _types(engine.model),
+        "thresholds of the model": str(engine.model.threshold_L),
+        "corpus": ", ".join(f"{c.name} {c.sha256}" for c in windows.corpora),
+        "text key": config.text_key,
+        "tokens": config.max_tokens or DEFAULT_TOKENS,
+        "seed": config.seed,
+        "windows": windows.sha256,
+        "arithmetic": arithmetic(engine.device),
+        "training": trains,
+        "predictors": str(config.predictors) if trains else None,
+        "threads": torch.get_num_threads() if trains else None,
+        "processes": ranks.size if trains else None,  # counts are the same for any number
+        **({} if config.importances is None else {"importances": True}),
+    }
+
+
+def _types(model: ModelFile) -> str:
+    """A digest of the activation and of the tensors' names, types and shapes, by which files of one
+    model id may differ."""
+    tensors = sorted((name, entry.kind, entry.shape) for name, entry in model.tensors.items())
+    return hashlib.sha256(repr((model.activation, tensors)).encode()).hexdigest()

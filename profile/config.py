@@ -10,8 +10,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import FILE_NAME
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.count.resume import SAVE_EVERY_S
-from hotsplit.profile.predictors.candidates import predictor_choices
-from hotsplit.profile.predictors.options import PredictorOptions
+from hotsplit.profile.predictors.options import Candidates, PredictorOptions
 
 MIN_TRAINING_WINDOWS = 10
 DEFAULT_TOKENS = 131_072
@@ -27,7 +26,6 @@ class ProfileConfig:
     importances: Path | None = None  # an importance matrix to write (artifacts.importance_file)
     train_predictors: Path | None = None  # a folder for them
     predictors: PredictorOptions = PredictorOptions()
-    input_layer_offset: int = 0
     device: str | None = None
     seed: int = 0
     force: bool = False
@@ -45,15 +43,13 @@ class ProfileConfig:
             raise HotsplitError(f"seed is {self.seed}, wanted 0 or more")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise HotsplitError(f"tokens is {self.max_tokens}, wanted 1 or more")
-        if self.input_layer_offset not in (0, 1):
-            raise HotsplitError(f"input layer offset is {self.input_layer_offset}, wanted 0 or 1")
 
 
 def check_model(config: ProfileConfig, model: ModelFile) -> None:
     """Raises HotsplitError if the model does not suit the options."""
     if config.train_predictors is not None:
         model.refuse_predictors("leave --train-predictors out")
-        predictor_choices(config.predictors, model)
+        Candidates.of(config.predictors, model)
 
 
 def check_text(config: ProfileConfig, windows: Sequence[object]) -> None:

@@ -26,9 +26,9 @@ from hotsplit.artifacts.predictor_file import LayerPredictor
 from hotsplit.costs.part_bytes import LayerBytes, tile_rows
 from hotsplit.files.declared import Share
 from hotsplit.files.gguf_file import is_whole_blocks
-from hotsplit.profile.predictors.candidates import Choices
 from hotsplit.profile.predictors.low_rank import Agree, Batch, LowRank, whole
 from hotsplit.profile.predictors.moments import Moments
+from hotsplit.profile.predictors.options import KEPT_TOKENS, Candidates
 from hotsplit.profile.predictors.rounding import stored
 from hotsplit.profile.predictors.selection import (
     Candidate,
@@ -42,7 +42,6 @@ from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.weights.matrix import Matrix
 
 Phase = Literal["moments", "keep", "train", "measure", "examine"]
-KEPT_TOKENS = 512
 # The phases' shares of the windows; training gets the rest.
 SHARES = {"moments": 0.1, "keep": 0.02, "measure": 0.1, "examine": 0.06}
 
@@ -67,15 +66,14 @@ class LayerTrainer:
         gate_FD: Tensor,
         down: Matrix,
         sizes: LayerBytes,
-        choices: Choices,
+        tried: Candidates,
         gate_bias_F: Tensor | None = None,
-        is_own_input: bool = True,
     ) -> None:
-        self.gate, self.down, self.sizes, self.choices = gate, down, sizes, choices
+        self.gate, self.down, self.sizes, self.tried = gate, down, sizes, tried
         self.down_norm_F = row_norms(down)
         self.num_neurons, self.width = gate_FD.shape
         self.device = gate_FD.device
-        self.moments = Moments(gate_FD, gate_bias_F, is_own_input=is_own_input)
+        self.moments = Moments(gate_FD, gate_bias_F)
         self.kept: list[Batch] = []
         self.candidates: list[Candidate] = []
         self.trained: LowRank | None = None
@@ -104,8 +102,10 @@ class LayerTrainer:
             self._measure(x_TD, gate_TF, hidden_TF)
         elif self.phase == "examine":
             self._examine(x_TD, gate_TF, hidden_TF)
-        elif self.trained is not None and not self.trained.is_done:
-            self.trained.step(self.batch(x_TD, gate_TF, hidden_TF))
+        else:
+            assert self.trained is not None
+            if not self.trained.is_done:
+                self.trained.step(self.batch(x_TD, gate_TF, hidden_TF))
 
     def batch(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> Batch:
         fires_TF = self.fires(gate_TF)
@@ -129,36 +129,29 @@ class LayerTrainer:
         for tensor in vars(self.start).values():  # processes on different processors may differ
             agree(tensor)
         self.held_out, self.kept = joined(self.kept), []
-        if "whole" in self.choices.forms:
+        if self.tried.has_whole:
             for kind in self._kinds(self.start.map_FD.shape[1]):
-                if kind != "f16":  # in f16 it is no smaller than a gate in f16
-                    made = whole(self.start, kind)
-                    self.candidates.append(Candidate(predictor=made, is_trained=False))
-        if "low-rank" in self.choices.forms:
-            self._begin_low_rank(num_steps, agree)
-        assert self.candidates, "no form and type fits"
-
-    def _begin_low_rank(self, num_steps: int, agree: Agree) -> None:
-        made: list[Candidate] = []
-        for rank in self.choices.ranks:
-            network = self._low_rank(rank)
-            made += self._rounded(network)
-        tallies = self._tallies(made)
+                made = whole(self.start, kind)
+                self.candidates.append(Candidate(predictor=made, is_trained=False))
+        low_rank = [
+            each for rank in self.tried.ranks for each in self._rounded(self._low_rank(rank))
+        ]
+        tallies = self._tallies(low_rank)
         square = self.held_out.given_TF.square().sum().item()
         for tally in tallies:
             self._count(tally, self.held_out, square)
-        qualities = [tally.quality(self.choices.target, self.sizes) for tally in tallies]
+        qualities = [tally.quality(self.tried.target, self.sizes) for tally in tallies]
         best = torch.tensor(self._choose(qualities))
         agree(best)
-        self.candidates += made
-        self.trained = self._low_rank(made[int(best)].rank)
+        self.candidates += low_rank
+        self.trained = self._low_rank(low_rank[int(best)].rank)
         self.trained.begin(num_steps, self.held_out, agree)
 
     def _begin_measuring(self) -> None:
-        if self.trained is not None:
-            self.trained.end()
-            if self.trained.is_trained:
-                self.candidates += self._rounded(self.trained)
+        assert self.trained is not None
+        self.trained.end()
+        if self.trained.is_trained:
+            self.candidates += self._rounded(self.trained)
         self.tallies = self._tallies(self.candidates)
 
     def _measure(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
@@ -169,7 +162,7 @@ class LayerTrainer:
             self._count(tally, batch, square)
 
     def _begin_examining(self) -> None:
-        target = self.choices.target
+        target = self.tried.target
         self.qualities = [tally.quality(target, self.sizes) for tally in self.tallies]
         index = self._choose(self.qualities)
         shapes = [(q.rank, q.matrix_kind, q.is_trained) for q in self.qualities]
@@ -206,7 +199,7 @@ class LayerTrainer:
     def _choose(self, qualities: list[Quality]) -> int:
         density = qualities[0].density
         exact = bytes_per_token(0, 1.0, density, self.num_neurons, self.sizes)
-        return choose(qualities, self.choices.target, exact)
+        return choose(qualities, self.tried.target, exact)
 
     def _break_even(self, chosen: Quality) -> float:
         """The density at which both modes read the same bytes: exact reads every gate, predicted
@@ -219,7 +212,7 @@ class LayerTrainer:
         return LowRank(self.start, rank, self.gate)
 
     def _kinds(self, *widths: int) -> list[str]:
-        return [k for k in self.choices.kinds if all(is_whole_blocks(w, k) for w in widths)]
+        return [k for k in self.tried.kinds if all(is_whole_blocks(w, k) for w in widths)]
 
     def _rounded(self, network: LowRank) -> list[Candidate]:
         width = self.start.map_FD.shape[1]
@@ -245,9 +238,9 @@ class LayerTrainer:
 class PredictorTrainer:
     """An observer that passes each layer's tensors to its LayerTrainer."""
 
-    def __init__(self, layers: Sequence[LayerTrainer], input_layer_offset: int) -> None:
-        self.layers, self.offset = layers, input_layer_offset
-        self.inputs: dict[int, Tensor] = {}
+    def __init__(self, layers: Sequence[LayerTrainer]) -> None:
+        self.layers = layers
+        self.x_TD: Tensor | None = None  # of the layer that is being computed, as the gates
         self.gate_TF: Tensor | None = None
 
     def wants(self, name: str, layer: int | None) -> bool:
@@ -258,13 +251,12 @@ class PredictorTrainer:
         # The model runs in inference mode, whose tensors autograd does not accept.
         with torch.inference_mode(False), torch.enable_grad():
             if name == "ffn_norm":
-                self.inputs[layer] = tensor.clone()
+                self.x_TD = tensor.clone()
             elif name == "ffn_gate":
                 self.gate_TF = tensor.clone()
             else:
-                assert self.gate_TF is not None
-                x_TD = self.inputs[max(0, layer - self.offset)]
-                self.layers[layer].add(x_TD, self.gate_TF, tensor.clone())
+                assert self.x_TD is not None and self.gate_TF is not None
+                self.layers[layer].add(self.x_TD, self.gate_TF, tensor.clone())
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

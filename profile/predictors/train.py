@@ -6,23 +6,21 @@ saves and that processes share.
 
 Letters: T tokens, D model width, F or N neurons of a layer, L layers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
-from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
+from hotsplit.artifacts.model_file import PredictorInfo
+from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.run import Part, Run, Tensors
-from hotsplit.profile.predictors.candidates import predictor_choices
 from hotsplit.profile.predictors.layer_trainer import (
-    KEPT_TOKENS,
     LayerQuality,
     LayerTrainer,
     Phase,
@@ -30,27 +28,11 @@ from hotsplit.profile.predictors.layer_trainer import (
     phases,
 )
 from hotsplit.profile.predictors.low_rank import Batch
+from hotsplit.profile.predictors.options import KEPT_TOKENS, Candidates
 from hotsplit.profile.predictors.selection import Examiner, Tally
 from hotsplit.runtime.kernels.gate import Gate
-from hotsplit.runtime.model.layers import Layer
 
-Finished = tuple[LayerPredictor, LayerQuality]
 Trained = tuple[Predictors, tuple[LayerQuality, ...]]
-
-
-def layer_trainer(
-    model: ModelFile, index: int, layer: Layer, gate: Gate, config: ProfileConfig
-) -> LayerTrainer:
-    (block,) = layer.ffn.blocks  # an engine without a plan has one block per layer
-    return LayerTrainer(
-        gate=gate,
-        gate_FD=block.gate.weight.rows(block.id_N),
-        gate_bias_F=block.gate.bias_N,
-        down=block.down,
-        sizes=layer_bytes(model, index),
-        choices=predictor_choices(config.predictors, model),
-        is_own_input=config.input_layer_offset == 0 or index == 0,
-    )
 
 
 def train(
@@ -60,54 +42,53 @@ def train(
 
     Only sums, kept tokens and the state of the training are saved; the rest is derived again."""
     model, ranks = run.engine.model, run.ranks
-    layers = [
-        layer_trainer(model, index, layer, gate, config)
-        for index, (layer, gate) in enumerate(zip(run.engine.layers, gates, strict=True))
-    ]
+    tried, layers = Candidates.of(config.predictors, model), list[LayerTrainer]()
+    for index, (layer, gate) in enumerate(zip(run.engine.layers, gates, strict=True)):
+        (block,) = layer.ffn.blocks  # an engine without a plan has one block per layer
+        trainer = LayerTrainer(
+            gate=gate,
+            gate_FD=block.gate.weight.rows(block.id_N),
+            gate_bias_F=block.gate.bias_N,
+            down=block.down,
+            sizes=layer_bytes(model, index),
+            tried=tried,
+        )
+        layers.append(trainer)
     pieces = {phase: windows[piece] for phase, piece in phases(len(windows)).items()}
     steps = num_steps(pieces["train"], ranks.size)
-    trainer = PredictorTrainer(layers, config.input_layer_offset)
+    observer = PredictorTrainer(layers)
 
-    def enter(phase: Phase) -> Sequence[Tensor]:
+    def enter(phase: Phase) -> None:
         for layer in layers:
             layer.enter(phase, steps, ranks.spread)
-        return pieces[phase]
 
-    def gather(phase: Phase, part: Sums | Kept, piece: Sequence[Tensor]) -> None:
+    def gather(phase: Phase, part_of: Callable[[], Sums | Kept]) -> None:
+        enter(phase)
+        part = part_of()
         run.add(phase, part)
-        run.phase(piece)
+        run.phase(pieces[phase])
         part.settle(run.total(phase))
 
-    with run.engine.observe(trainer.observe, trainer.wants):
-        piece = enter("moments")
-        gather("moments", Sums([layer.moments.sums() for layer in layers]), piece)
-        piece = enter("keep")
-        gather("keep", Kept(layers, ranks), piece)
-        piece = enter("train")
+    with run.engine.observe(observer.observe, observer.wants):
+        gather("moments", lambda: Sums([layer.moments.sums() for layer in layers]))
+        gather("keep", lambda: Kept(layers, ranks))
+        enter("train")
         run.add("train", Weights(layers))
-        run.phase(piece, SharedSteps(ranks, layers).round)
-        piece = enter("measure")
-        gather("measure", Sums([_sums(layer.tallies) for layer in layers]), piece)
-        piece = enter("examine")
-        gather("examine", Sums([_sums(layer.examiners) for layer in layers]), piece)
-    return _together([layer.finish() for layer in layers], model, config)
-
-
-def _sums(parts: Sequence[Tally] | Sequence[Examiner]) -> dict[str, Tensor]:
-    return _numbered([part.sums() for part in parts])
-
-
-def _together(finished: Sequence[Finished], model: ModelFile, config: ProfileConfig) -> Trained:
-    weights, quality = zip(*finished, strict=True)
+        run.phase(pieces["train"], SharedSteps(ranks, layers).round)
+        gather("measure", lambda: Sums([_sums(layer.tallies) for layer in layers]))
+        gather("examine", lambda: Sums([_sums(layer.examiners) for layer in layers]))
+    weights, quality = zip(*(layer.finish() for layer in layers), strict=True)
     info = PredictorInfo(
         kind="linear",
         rank_L=tuple(layer.rank for layer in weights),
         threshold_L=tuple(q.chosen.threshold for q in quality),
-        input_layer_offset=config.input_layer_offset,
         density_L=tuple(q.chosen.predicted_density for q in quality),
     )
-    predictors = Predictors(model_id=model.model_id, info=info, layers=weights)
-    return predictors, quality
+    return Predictors(model_id=model.model_id, info=info, layers=weights), quality
+
+
+def _sums(parts: Sequence[Tally] | Sequence[Examiner]) -> dict[str, Tensor]:
+    return _numbered([part.sums() for part in parts])
 
 
 class Sums(Tensors):
@@ -173,18 +154,17 @@ class Weights(Part):
     is_sum = False
 
     def __init__(self, layers: Sequence[LayerTrainer]) -> None:
-        self.networks = [layer.trained for layer in layers]
+        self.networks = [layer.trained for layer in layers if layer.trained is not None]
 
     def arrays(self) -> dict[str, Tensor]:
-        return _numbered([network.state() if network else {} for network in self.networks])
+        return _numbered([network.state() for network in self.networks])
 
     def load(self, arrays: dict[str, Tensor]) -> None:
         for index, network in enumerate(self.networks):
             prefix = f"{index}/"
-            if network:
-                network.load_state(
-                    {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
-                )
+            network.load_state(
+                {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+            )
 
 
 def _numbered(tensors_L: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -200,7 +180,7 @@ class SharedSteps:
 
     def __init__(self, ranks: Ranks, layers: Sequence[LayerTrainer]) -> None:
         self.ranks = ranks
-        self.networks = [layer.trained for layer in layers if layer.trained is not None]
+        self.networks = Weights(layers).networks
         self.length_of_rank: Sequence[int] = ()
         self.steps = [0] * len(self.networks)  # in this round
         if ranks.size > 1:

@@ -21,11 +21,10 @@ from hotsplit.costs.part_bytes import LayerBytes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
 from hotsplit.model.spec import Neurons
-from hotsplit.profile.predictors.candidates import Choices, predictor_choices
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, LayerTrainer, phases
 from hotsplit.profile.predictors.low_rank import Batch, LowRank, whole
 from hotsplit.profile.predictors.moments import Moments
-from hotsplit.profile.predictors.options import PredictorOptions, Target
+from hotsplit.profile.predictors.options import Candidates, PredictorOptions, Target
 from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedback
 from hotsplit.profile.predictors.selection import Candidate, Examiner, Tally, choose
 from hotsplit.runtime.kernels.gate import Gate
@@ -54,7 +53,7 @@ def matrix(values: torch.Tensor) -> Matrix:
 
 
 def start_of(gate_FD, x_TD, bias_F=None):
-    moments = Moments(gate_FD, bias_F, is_own_input=True)
+    moments = Moments(gate_FD, bias_F)
     gate_TF = x_TD @ gate_FD.T + (0 if bias_F is None else bias_F)
     moments.add(x_TD, gate_TF)
     return moments.start()
@@ -122,22 +121,6 @@ def test_the_start_of_full_rank_is_the_gate_and_of_lower_rank_the_optimum():
     assert np.linalg.norm(got.numpy() - outputs) == pytest.approx(best, rel=1e-3)
     residual = start.residual_F(8).double().square().sum().sqrt() * math.sqrt(len(x_TD))
     assert residual.item() == pytest.approx(best, rel=1e-3)
-
-
-def test_a_layer_ahead_start_is_the_regression_of_the_gates():
-    before_TD, gate_FD = inputs(4000), weights(NEURONS, WIDTH)
-    between_DD, shift_D = weights(WIDTH, WIDTH, seed=5), weights(WIDTH, seed=6)
-    x_TD = before_TD @ between_DD.T + shift_D
-    moments = Moments(gate_FD, None, is_own_input=False)
-    moments.add(before_TD, x_TD @ gate_FD.T)
-    start = moments.start()
-    fresh_TD = inputs(200, seed=9)
-    want = (fresh_TD @ between_DD.T + shift_D) @ gate_FD.T
-    assert rel_error(fresh_TD @ start.map_FD.T + start.bias_F, want) < 0.05
-    assert rel_error(fresh_TD @ gate_FD.T, want) > 0.5
-
-
-# ---- training --------------------------------------------------------------------------------
 
 
 def batch_of(x_TD, gate_FD, up_FD=None) -> Batch:
@@ -228,12 +211,12 @@ def test_the_fewest_bytes_win_among_the_precise():
     assert choose(three, Target(), 20) == 0  # no precise one reads less than mode exact
 
 
-def run_trainer(gate, gate_FD, forms=("low-rank", "whole"), windows=40):
+def run_trainer(gate, gate_FD, windows=40):
     """Runs a layer's trainer through all phases on synthetic tokens."""
     down_FD, up_FD = weights(NEURONS, WIDTH, seed=3), weights(NEURONS, WIDTH, seed=2)
-    choices = Choices(ranks=(32,), kinds=("q8_0", "q4_0"), forms=forms)
+    tried = Candidates(ranks=(32,))
     trainer = LayerTrainer(
-        gate=gate, gate_FD=gate_FD, down=matrix(down_FD), sizes=SIZES, choices=choices
+        gate=gate, gate_FD=gate_FD, down=matrix(down_FD), sizes=SIZES, tried=tried
     )
     tokens = [inputs(64, seed) for seed in range(windows)]
     for phase, piece in phases(windows).items():
@@ -253,7 +236,7 @@ def test_a_layer_keeps_no_more_tokens_than_its_memory_is_planned_for():
         gate_FD=weights(NEURONS, WIDTH),
         sizes=SIZES,
         down=matrix(weights(NEURONS, WIDTH, seed=3)),
-        choices=Choices(ranks=(32,)),
+        tried=Candidates(ranks=(32,)),
     )
     trainer.enter("keep", 0)
     x_TD, gate_TF = inputs(KEPT_TOKENS - 12), torch.rand(KEPT_TOKENS - 12, NEURONS)
@@ -419,16 +402,17 @@ def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
 def test_wrong_options_are_refused(options, words):
     model = make_model(sizes=make_sizes(width=64))
     with pytest.raises(HotsplitError, match=words):
-        predictor_choices(PredictorOptions(**options), model)
+        Candidates.of(PredictorOptions(**options), model)
 
 
 def test_what_is_tried_follows_from_the_rank_alone():
-    for width, rank, ranks, forms in (
-        (256, None, (32, 64, 128), ("low-rank", "whole")),
-        (48, None, (32,), ("low-rank", "whole")),
-        (256, 40, (40,), ("low-rank",)),
-        (16, None, (4,), ("low-rank", "whole")),
+    for width, rank, ranks in (
+        (256, None, (32, 64, 128)),
+        (48, None, (32,)),
+        (256, 40, (40,)),
+        (16, None, (4,)),
     ):
         model = make_model(sizes=make_sizes(width=width, num_neurons=512))
-        found = predictor_choices(PredictorOptions(rank=rank), model)
-        assert (found.ranks, found.forms, found.kinds) == (ranks, forms, ("q8_0", "q4_0"))
+        found = Candidates.of(PredictorOptions(rank=rank), model)
+        assert (found.ranks, found.has_whole) == (ranks, rank is None)
+        assert found.kinds == ("q8_0", "q4_0")

@@ -13,10 +13,8 @@ from models import make_model, make_sizes, shape_only
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry
-from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.predictors import memory
-from hotsplit.profile.predictors.candidates import predictor_choices
-from hotsplit.profile.predictors.options import PredictorOptions
+from hotsplit.profile.predictors import options
+from hotsplit.profile.predictors.options import Candidates, PredictorOptions
 
 WORDS = ["the ", "quick ", "brown ", "fox ", "def ", "add(a, ", "b):\n", "return ", "jumps "]
 CAP_BYTES = (
@@ -127,27 +125,16 @@ def test_the_measure_of_the_peak_sees_copied_weights(big_folder):
     assert peak_over_start(big_folder, "copies") > 3 * CAP_BYTES
 
 
-def test_trainers_that_do_not_fit_are_refused_before_any_text_is_read(monkeypatch):
-    sizes = make_sizes(num_layers=8, width=512, num_neurons=2048)
-    model = make_model(sizes=sizes)
-    config = ProfileConfig(
-        model=Path("m"),
-        corpora=(Path("t"),),
-        output=Path("p"),
-        train_predictors=Path("d"),
-        predictors=PredictorOptions(rank=64),
-    )
-    lasting, passing = memory.trainer_bytes(512, 2048, predictor_choices(config.predictors, model))
-    assert lasting > 8 * 2048 * 512  # the map and its product with the layer before, in f64
-    needed = 8 * lasting + passing
-    for free, fits in ((needed + 8, True), (needed - 8, False)):
-        monkeypatch.setattr(
-            memory, "free_memory_bytes", lambda free=free: round(free / memory.FREE_SHARE)
-        )
-        if fits:
-            memory.check_memory(config, model)
+def test_trainers_that_do_not_fit_are_refused(monkeypatch):
+    model = make_model(sizes=make_sizes(num_layers=8, width=512, num_neurons=2048))
+    asked = PredictorOptions(rank=64)
+    lasting, passing = options.trainer_bytes(512, 2048, Candidates.of(asked, model))
+    assert lasting > 8 * 2048 * 512  # the gate and its map, in f32
+    for more in (8, -8):
+        free = round((8 * lasting + passing + more) / options.FREE_SHARE)
+        monkeypatch.setattr(options, "free_memory_bytes", lambda free=free: free)
+        if more > 0:
+            options.check_memory(asked, model)
             continue
-        with pytest.raises(
-            HotsplitError, match="training predictors of 8 layers takes .* are free"
-        ):
-            memory.check_memory(config, model)
+        with pytest.raises(HotsplitError, match="predictors of 8 layers takes .* are free"):
+            options.check_memory(asked, model)

@@ -65,13 +65,6 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
     "--train-predictors", type=FOLDER, help="Train predictors too, and write them to this folder."
 )
 @click.option("--predictor-rank", type=int, help="Use low-rank predictors of this rank only.")
-@click.option(
-    "--input-layer-offset",
-    type=click.IntRange(0, 1),
-    default=0,
-    show_default=True,
-    help="1 to predict from the input of the layer before.",
-)
 @click.option("--seed", default=0, show_default=True)
 @device_option
 @report_options

@@ -25,7 +25,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("Preparing the model", "vram corpora tokens outtype tokenizer activation is_verified yes"),
     ("Measurements", "prompt_lengths gen_lengths depths repetitions text"),
     ("Comparison with llama.cpp", "compare compare_model compare_gpu_layers"),
-    ("Predictors", "train_predictors predictor_rank input_layer_offset"),
+    ("Predictors", "train_predictors predictor_rank"),
     ("Address and access", "host port api_key origins hosts alias"),
     ("Load", "parallel kept queue timeout_s drain_s"),
     ("Sampling", "temperature top_k top_p min_p repeat_penalty seed help_sampling"),
