@@ -171,7 +171,7 @@ def check_inputs(config: ProfileConfig, model: ModelFile) -> None:
         check_output(path, force=config.force, inputs=inputs)
     check_model(config, model)
     if config.train_predictors is not None:
-        check_memory(config.predictors, model)
+        check_memory(config.predictor_rank, model)
 
 
 def load_engine(
@@ -224,7 +224,7 @@ def settings_of(engine: Engine, windows: Windows, config: ProfileConfig, ranks: 
         "windows": windows.sha256,
         "arithmetic": arithmetic(engine.device),
         "training": trains,
-        "predictors": str(config.predictors) if trains else None,
+        "predictor rank": config.predictor_rank if trains else None,
         "threads": torch.get_num_threads() if trains else None,
         "processes": ranks.size if trains else None,  # counts are the same for any number
         **({} if config.importances is None else {"importances": True}),

@@ -10,7 +10,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import FILE_NAME
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.count.resume import SAVE_EVERY_S
-from hotsplit.profile.predictors.options import Candidates, PredictorOptions
+from hotsplit.profile.predictors.options import Candidates
 
 MIN_TRAINING_WINDOWS = 10
 DEFAULT_TOKENS = 131_072
@@ -25,7 +25,7 @@ class ProfileConfig:
     text_key: str = "text"  # for JSON lines and parquet
     importances: Path | None = None  # an importance matrix to write (artifacts.importance_file)
     train_predictors: Path | None = None  # a folder for them
-    predictors: PredictorOptions = PredictorOptions()
+    predictor_rank: int | None = None  # None: several are tried
     device: str | None = None
     seed: int = 0
     force: bool = False
@@ -49,7 +49,7 @@ def check_model(config: ProfileConfig, model: ModelFile) -> None:
     """Raises HotsplitError if the model does not suit the options."""
     if config.train_predictors is not None:
         model.refuse_predictors("leave --train-predictors out")
-        Candidates.of(config.predictors, model)
+        Candidates.of(config.predictor_rank, model)
 
 
 def check_text(config: ProfileConfig, windows: Sequence[object]) -> None:

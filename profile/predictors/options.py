@@ -25,31 +25,11 @@ FREE_SHARE = 0.9  # of the free memory; the rest is for other programs, and for 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The target for a predictor on the text that it is chosen on (see profile.predictors.selection); each
-    value is more than 0 and less than 1."""
+    """The target for a predictor on the text that it is chosen on: see profile.predictors.selection."""
 
     contribution: float = 0.992
     lost_norm: float = 0.04
     precision: float = 0.75
-
-    def __post_init__(self) -> None:
-        for name in ("contribution", "lost_norm", "precision"):
-            value = getattr(self, name)
-            if not 0 < value < 1:
-                raise HotsplitError(f"target {name} is {value}, wanted more than 0, less than 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictorOptions:
-    """Form and type are chosen by measurement. Without a rank several are tried; with one, only
-    low-rank predictors are."""
-
-    rank: int | None = None
-    target: Target = Target()
-
-    def __post_init__(self) -> None:
-        if self.rank is not None and self.rank < 1:
-            raise HotsplitError(f"predictor rank is {self.rank}, wanted 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,26 +44,27 @@ class Candidates:
     target: Target = Target()
 
     @classmethod
-    def of(cls, options: PredictorOptions, model: ModelFile) -> "Candidates":
-        """Raises HotsplitError for options that do not suit this model."""
+    def of(cls, rank: int | None, model: ModelFile) -> "Candidates":
+        """Form and type are chosen by measurement. Without a rank several are tried; with one, only
+        low-rank predictors are. Raises HotsplitError for a rank that does not suit this model."""
         width, neurons = model.spec.hidden_size, model.spec.most_neurons
-        if options.rank is not None:
-            if options.rank > min(width, neurons):
+        if rank is not None:
+            if not 1 <= rank <= min(width, neurons):
                 raise HotsplitError(
-                    f"predictor rank is {options.rank}, wanted at most {min(width, neurons)}, the"
-                    " smaller of the model's width and its neurons per layer"
+                    f"predictor rank is {rank}, wanted 1 to {min(width, neurons)}, the smaller of the"
+                    " model's width and its neurons per layer"
                 )
-            return cls(ranks=(options.rank,), has_whole=False, target=options.target)
+            return cls(ranks=(rank,), has_whole=False)
         blocks = {max(1, round(share * width / BLOCK)) * BLOCK for share in RANK_SHARES}
-        fitting = tuple(sorted(rank for rank in blocks if rank < width and rank <= neurons))
-        return cls(ranks=fitting or (max(1, width // 4),), target=options.target)
+        fitting = tuple(sorted(each for each in blocks if each < width and each <= neurons))
+        return cls(ranks=fitting or (max(1, width // 4),))
 
 
-def check_memory(options: PredictorOptions, model: ModelFile) -> None:
+def check_memory(rank: int | None, model: ModelFile) -> None:
     """Raises HotsplitError if the free main memory does not hold the trainers of all layers, which
     are in it together. Weights need none: they stay in the mapped file."""
     spec = model.spec
-    tried = Candidates.of(options, model)
+    tried = Candidates.of(rank, model)
     lasting, passing = trainer_bytes(spec.hidden_size, spec.most_neurons, tried)
     needed, free = spec.num_layers * lasting + passing, int(FREE_SHARE * free_memory_bytes())
     if needed > free:

@@ -42,7 +42,7 @@ def train(
 
     Only sums, kept tokens and the state of the training are saved; the rest is derived again."""
     model, ranks = run.engine.model, run.ranks
-    tried, layers = Candidates.of(config.predictors, model), list[LayerTrainer]()
+    tried, layers = Candidates.of(config.predictor_rank, model), list[LayerTrainer]()
     for index, (layer, gate) in enumerate(zip(run.engine.layers, gates, strict=True)):
         (block,) = layer.ffn.blocks  # an engine without a plan has one block per layer
         trainer = LayerTrainer(

@@ -40,7 +40,6 @@ from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_chat_windows
-from hotsplit.profile.predictors.options import PredictorOptions
 from hotsplit.profile.report import warnings
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 
@@ -311,7 +310,7 @@ def test_profile_records_both_modes_and_convert_keeps_them(tmp_path):
             output=tmp_path / "p",
             max_tokens=6000,
             train_predictors=tmp_path,
-            predictors=PredictorOptions(rank=32),
+            predictor_rank=32,
         )
     )
     record = Profile.load(tmp_path / "p").quality
@@ -369,7 +368,7 @@ def test_a_relu_model_loses_nothing_in_mode_exact(tmp_path):
             output=tmp_path / "p",
             max_tokens=4000,
             train_predictors=tmp_path,
-            predictors=PredictorOptions(rank=32),
+            predictor_rank=32,
         )
     )
     record = Profile.load(tmp_path / "p").quality

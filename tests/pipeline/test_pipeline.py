@@ -34,7 +34,7 @@ from hotsplit.measure.timing.interleave import MIN_ROUNDS
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.predictors.options import PredictorOptions, Target
+from hotsplit.profile.predictors.options import Candidates, Target
 from hotsplit.runtime.step.workspace import workspace_bytes
 
 RTX = Path("rtx-4060-8gb")  # by its data sheet
@@ -207,7 +207,12 @@ def test_a_profile_is_a_function_of_its_seed(tmp_path, random_model):
     assert (a != c).any()
 
 
-def test_training_beats_chance_and_keeps_the_contribution_it_promises(tmp_path, random_model):
+def test_training_beats_chance_and_keeps_the_contribution_it_promises(
+    tmp_path, random_model, monkeypatch
+):
+    target = Target(contribution=0.95, lost_norm=0.9, precision=0.01)
+    tried = Candidates(ranks=(32,), has_whole=False, target=target)
+    monkeypatch.setattr(Candidates, "of", lambda rank, model: tried)
     report = profile(
         ProfileConfig(
             model=random_model / "m.gguf",
@@ -215,9 +220,6 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(tmp_path, 
             output=tmp_path / "p",
             max_tokens=8000,
             train_predictors=tmp_path,
-            predictors=PredictorOptions(
-                rank=32, target=Target(contribution=0.95, lost_norm=0.9, precision=0.01)
-            ),
         )
     )
     trained = Predictors.load(tmp_path / "predictors.safetensors")

@@ -24,7 +24,7 @@ from hotsplit.model.spec import Neurons
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, LayerTrainer, phases
 from hotsplit.profile.predictors.low_rank import Batch, LowRank, whole
 from hotsplit.profile.predictors.moments import Moments
-from hotsplit.profile.predictors.options import Candidates, PredictorOptions, Target
+from hotsplit.profile.predictors.options import Candidates, Target
 from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedback
 from hotsplit.profile.predictors.selection import Candidate, Examiner, Tally, choose
 from hotsplit.runtime.kernels.gate import Gate
@@ -396,13 +396,11 @@ def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
 # --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options, words", [({"rank": 0}, "wanted 1 or more"), ({"rank": 65}, "wanted at most 64")]
-)
-def test_wrong_options_are_refused(options, words):
+@pytest.mark.parametrize("rank", [0, 65])
+def test_a_wrong_rank_is_refused(rank):
     model = make_model(sizes=make_sizes(width=64))
-    with pytest.raises(HotsplitError, match=words):
-        Candidates.of(PredictorOptions(**options), model)
+    with pytest.raises(HotsplitError, match=f"rank is {rank}, wanted 1 to 64"):
+        Candidates.of(rank, model)
 
 
 def test_what_is_tried_follows_from_the_rank_alone():
@@ -413,6 +411,6 @@ def test_what_is_tried_follows_from_the_rank_alone():
         (16, None, (4,)),
     ):
         model = make_model(sizes=make_sizes(width=width, num_neurons=512))
-        found = Candidates.of(PredictorOptions(rank=rank), model)
+        found = Candidates.of(rank, model)
         assert (found.ranks, found.has_whole) == (ranks, rank is None)
         assert found.kinds == ("q8_0", "q4_0")

@@ -26,7 +26,6 @@ from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.count import run as run_module
 from hotsplit.profile.count.merge import MergeConfig, merge
-from hotsplit.profile.predictors.options import PredictorOptions
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -50,7 +49,7 @@ def config(files, output, **options):
 
 
 def training(files, output):
-    return {"train_predictors": files / f"{output}-pred", "predictors": PredictorOptions(rank=32)}
+    return {"train_predictors": files / f"{output}-pred", "predictor_rank": 32}
 
 
 def same_profile(a, b, *, has_same_predictors=True):

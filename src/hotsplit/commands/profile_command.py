@@ -91,18 +91,9 @@ def profile(
     if len(files) != 1:
         raise click.UsageError("one model at a time; give text with --corpus")
     from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig
-    from hotsplit.profile.predictors.options import PredictorOptions
 
-    predictors = PredictorOptions(rank=options.pop("predictor_rank"))
     with texts_or_default(options.pop("corpora")) as texts:
-        config = ProfileConfig(
-            model=files[0],
-            output=output,
-            force=force,
-            predictors=predictors,
-            corpora=texts,
-            **options,
-        )
+        config = ProfileConfig(model=files[0], output=output, force=force, corpora=texts, **options)
         from hotsplit.profile.collect import profile as run  # seconds of imports
         from hotsplit.profile.corpus.processes import rank_here
         from hotsplit.system.progress import progress
