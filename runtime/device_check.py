@@ -104,11 +104,11 @@ def _errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[float
 def _routed_on_cpu(
     model: ModelFile, mode: Mode, types: CacheTypes, swaps: Collection[Place]
 ) -> tuple[dict[str, Tensor], list[Place]]:
-    """`logits_on_cpu` in torch, with the other expert at some places, and the near ties of the last two
+    """`logits_on_cpu` with routers in torch and the other expert at some places, and the near ties of the last two
     tokens."""
     first = min(NUM_TOKENS, model.spec.context_length) - 2
     with Swapped(model.spec, swaps, TIE, first=max(0, first)) as swapped:
-        return logits_on_cpu(model, mode, types, in_torch=True), swapped.near
+        return logits_on_cpu(model, mode, types, routes_in_torch=True), swapped.near
 
 
 AGAIN = " again"
@@ -131,16 +131,19 @@ def logits_of(decoder: Decoder, vocab_size: int, *, repeats: bool) -> dict[str, 
 
 
 def logits_on_cpu(
-    model: ModelFile, mode: Mode, types: CacheTypes, *, in_torch: bool = False
+    model: ModelFile, mode: Mode, types: CacheTypes, *, routes_in_torch: bool = False
 ) -> dict[str, Tensor]:
-    """`logits_of` the CPU, whose weights stay in the mapped file. `in_torch`: layer by layer."""
+    """`logits_of` the CPU, whose weights stay in the mapped file. `routes_in_torch`: see
+    Engine.observe."""
     placement = Placement.on_one_device(model.spec.num_layers, torch.device("cpu"))
     context_length = min(NUM_TOKENS, model.spec.context_length)
     weights = load_weights(
         model, placement, mode, context_length, notice=lambda line: None, cache_types=types
     )
-    step = "layer by layer" if in_torch else native_step.build(weights, Traffic())
-    decoder = Decoder(weights=weights, observers=Observers(), native=step)
+    observers, step = Observers(), native_step.build(weights, Traffic())
+    if routes_in_torch:
+        observers.add(lambda *_: None, lambda *_: False, routes_in_torch=True)
+    decoder = Decoder(weights=weights, observers=observers, native=step)
     return logits_of(decoder, model.spec.vocab_size, repeats=False)
 
 

@@ -46,6 +46,7 @@ from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.observers import Observation, Observe, Wants
 from hotsplit.runtime.step.batch import Wanted, rows_of
 from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.gpu_pass import joined
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.sequences import Part, Sequences, not_tokens
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
@@ -135,7 +136,7 @@ class Engine:
 
     @kinds_checked
     def observe(
-        self, observe: Observe, wants: Wants | None = None, *, in_torch: bool = False
+        self, observe: Observe, wants: Wants | None = None, *, routes_in_torch: bool = False
     ) -> Observation:
         """Calls observe(name, layer, tensor) after each named tensor is computed.
 
@@ -144,21 +145,16 @@ class Engine:
         ends with `.remove()` or with the `with` block. A tensor must not be changed, or kept
         without a copy.
 
-        Passes that are observed go layer by layer: in native operations, with the bits of a decode
-        step, if these support the model and show all that is wanted (native_layers.SHOWN); with
-        `in_torch` in torch, which differs in the order of summation. An observer that is added during
-        a pass takes part from the next one on."""
-        return self._live.observers.add(observe, wants, in_torch=in_torch)
+        Passes that are observed go layer by layer: on the CPU in native operations, with the bits of
+        a decode step, on a GPU in torch, which differs in the order of summation. `routes_in_torch`: on
+        the CPU, torch chooses the experts of a mixture (runtime.ops.expert_choices). An observer that is
+        added during a pass takes part from the next one on."""
+        return self._live.observers.add(observe, wants, routes_in_torch=routes_in_torch)
 
     @property
     def cache_types(self) -> CacheTypes:
         """Storage types of keys and values."""
         return self._live.weights.cache.types
-
-    @property
-    def has_native_layers(self) -> bool:
-        """True if passes that are observed can be native."""
-        return self._live.has_native_layers
 
     def memory_report(self) -> list[MemoryReport]:
         """Budgeted, reserved and peak bytes of each GPU that holds a part of the model."""
@@ -213,7 +209,7 @@ class Engine:
 
         def keep(name: str, layer: int | None, x_TD: Tensor) -> None:
             norm = weights.output_norm
-            x_TD = self._live.joined(x_TD).to(weights.head_device)
+            x_TD = joined(weights, x_TD).to(weights.head_device)
             found.append((x_TD if norm is None else norm.apply(x_TD)).float().cpu().clone())
 
         with self._live.observers.add(keep, lambda name, layer: (name, layer) == last):

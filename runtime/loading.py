@@ -61,12 +61,12 @@ from hotsplit.runtime.resolved_options import (
     sequences_of,
     without_gpu,
 )
+from hotsplit.runtime.step import hybrid_builder, native_step
 from hotsplit.runtime.step.cuda_backend import can_overlap, cuda_backend
-from hotsplit.runtime.step.decode_step import decode_step
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.doorbells import can_ring
-from hotsplit.runtime.step.host_mixers import HostMixers, host_ways
-from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.step.hybrid_step import Backend, HybridStep
+from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.workspace import step_rows
 from hotsplit.runtime.weights import gpu_products
@@ -301,21 +301,23 @@ class Loaded:
 
     def _make_decoder(self) -> None:
         """Builds the decode step and the decoder."""
-        step_by = partial(
-            decode_step,
-            placement=self.placement,
-            traffic=self.traffic,
-            max_rows=self.max_rows,
-            on_capture=partial(set_aside, self.memories),
-        )
-        step = step_by(self.weights, backend=self._backend(), neuron_cache=self.neuron_cache)
+        backend = self._backend()
+        step: NativeStep | HybridStep
+        if backend is None:
+            step = native_step.build(self.weights, self.traffic)
+        else:
+            step = hybrid_builder.build(
+                self.weights,
+                self.placement,
+                self.traffic,
+                backend,
+                self.neuron_cache,
+                self.max_rows,
+                partial(set_aside, self.memories),
+            )
         set_aside(self.memories)
         self.decoder = Decoder(
-            weights=self.weights,
-            observers=Observers(),
-            native=step,
-            chunk=self.chunk,
-            host=self._host_mixers(),
+            weights=self.weights, observers=Observers(), native=step, chunk=self.chunk
         )
 
     def _first_logits(self) -> dict[str, Tensor]:
@@ -361,10 +363,3 @@ class Loaded:
             has_doorbells=rings,
             overlaps=overlaps,
         )
-
-    def _host_mixers(self) -> HostMixers | None:
-        """What the CPU computes of attention and delta nets in prompts beside a GPU."""
-        ways = host_ways(self.weights)
-        if not self.is_on_gpu or not ways:
-            return None
-        return HostMixers.of(self.weights, ways)

@@ -5,6 +5,7 @@ It also defines the error measures that other tests use."""
 
 from dataclasses import replace
 from functools import cache
+from math import erf as erf_of
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from gguf.quants import dequantize
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import type_of
 from hotsplit.model.rope import Rotary
-from hotsplit.model.spec import Add, Attention, Neurons, Norm, Route
+from hotsplit.model.spec import Add, Attention, DeltaNet, Neurons, Norm, Route
+from hotsplit.model.tensors import CONV, DECAY, DECAY_BIAS, DELTA_NORM
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.ops.route import route_ref
+
+erf = np.vectorize(erf_of, otypes=[float])
 
 
 def rel_error(got, want) -> float:
@@ -50,41 +53,89 @@ def weights(model: ModelFile, name: str) -> np.ndarray:
     return dequantize(entry.read(), type_of(entry.kind)).astype(np.float64)
 
 
-def logits_ref(model: ModelFile, ids: list[int], *, named_LTF=None, silent=None) -> np.ndarray:
-    """Logits [T, V] of a text, block by block. Neurons outside the mask `named_LTF` are left out;
-    `silent(activated gates)` says which gates of a SiLU model count as closed."""
-    spec = model.bare_spec
+def logits_ref(
+    model: ModelFile, ids: list[int], *, mode="dense", named_LTF=None, silent=None, seen=None
+) -> np.ndarray:
+    """Logits [T, V] of a text, block by block. Neurons outside the mask `named_LTF` are left out, by default
+    in mode "predicted" those that the predictors do not name; `silent(activated gates)` says which gates of a
+    SiLU model count as closed. `seen` gets the values that observers see, by name and layer."""
+    spec, seen = model.bare_spec, {} if seen is None else seen
     factors = weights(model, "rope_freqs.weight") if "rope_freqs.weight" in model.tensors else 1.0
     x = weights(model, "token_embd.weight")[ids] * spec.embedding_scale
+    if spec.has_positions:
+        x = x + weights(model, "position_embd.weight")[: len(ids)]
+    seen["embedding", None] = x
     for number, layer in enumerate(spec.layers):
 
         @cache
         def w(name, number=number):
             return weights(model, f"blk.{number}.{name}")
 
+        def see(name, value, number=number):
+            seen[name, number] = value
+
         value = {"x": x}
         for block in layer.blocks:
             if isinstance(block, Add):
                 first, *others = (value[name] for name in block.terms)
-                result = first + block.factor * sum(others)
+                result = block.times * (first + block.factor * sum(others))
                 result = result * (w(f"{block.scale}.weight") if block.scale else 1.0)
             elif isinstance(block, Norm):
                 result = norm(value[block.reads], w, block)
-            elif isinstance(block, Attention):
-                result = _attention(value[block.reads], block, w, factors)
+            elif isinstance(block, Attention | DeltaNet):
+                see("attn_norm", value[block.reads])
+                if isinstance(block, Attention):
+                    result = _attention(value[block.reads], block, w, factors, see)
+                else:
+                    result = _delta(value[block.reads], block, w, see)
+                see("attn_out", result)
             elif isinstance(block, Route):
                 result = _routed(value[block.reads], block, w)
+                see("ffn_experts", np.array([chosen for chosen, _ in result]))
             else:
                 assert isinstance(block, Neurons), block
+                own = (
+                    see
+                    if block.suffix != "_shexp"
+                    else lambda name, value, see=see: (
+                        see("ffn_shared_hidden", value) if name == "ffn_hidden" else None
+                    )
+                )
+                own("ffn_norm", value[block.reads])
                 mask = 1 if named_LTF is None else named_LTF[number]
-                given = model, block, w, model.threshold_L[number], mask, silent
+                if mode == "predicted" and named_LTF is None:
+                    mask = _predicted(model, number, seen)
+                given = model, block, w, model.threshold_L[number], mask, silent, own
                 result = _neurons(value[block.reads], value.get("routed"), *given)
+                own("ffn_out", result)
             value[block.writes] = result
         x = value["x"]
-    x = norm(x, lambda name: weights(model, name), spec.output_norm) * spec.logit_scale
-    logits_TV = x @ weights(model, model.head_name).T
-    cap = spec.logit_cap
-    return logits_TV if cap is None else cap * np.tanh(logits_TV / cap)
+        see("layer_out", x)
+    if spec.output_norm is not None:
+        x = norm(x, lambda name: weights(model, name), spec.output_norm)
+    logits_TV = (x * spec.logit_scale) @ weights(model, model.head_name).T
+    return capped(logits_TV, spec.logit_cap)
+
+
+def capped(x, cap: float | None):
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+def _predicted(model: ModelFile, number: int, seen):
+    """bool [T, F]: the neurons of a layer that its predictor names."""
+    info = model.predictor
+    x = seen["ffn_norm", max(0, number - info.input_layer_offset)]
+
+    def product(x, name):
+        own = f"blk.{number}.ffn_pred_{name}"
+        bias = weights(model, f"{own}.bias") if f"{own}.bias" in model.tensors else 0.0
+        return x @ weights(model, f"{own}.weight").T + bias
+
+    if info.rank_L[number]:
+        x = product(x, "down")
+        x = np.maximum(x, 0) if info.kind == "relu" else x
+    seen["ffn_predicted", number] = product(x, "up")
+    return seen["ffn_predicted", number] > info.threshold_L[number]
 
 
 def norm(x, w, block: Norm):
@@ -100,15 +151,21 @@ def _linear(x, w, name: str, biases):
     return y + w(f"{name}.bias") if name in biases else y
 
 
-def _attention(x, block: Attention, w, factors):
-    assert not block.growth and block.score_cap is None, block
-    assert not block.norms_by_head and not block.is_fused, block
-    heads = {"attn_q": block.num_heads, "attn_k": block.num_kv_heads}
-    heads |= {} if block.num_kv_projections == 1 else {"attn_v": block.num_kv_heads}
-    q, k, *rest = (
-        _linear(x, w, name, block.biases).reshape(len(x), number, -1)
-        for name, number in heads.items()
-    )
+def _attention(x, block: Attention, w, factors, see):
+    counts = [block.num_heads, *[block.num_kv_heads] * block.num_kv_projections]
+    assert block.source is None, block
+    each = [_linear(x, w, name, block.biases) for name in block.projections]
+    if block.is_fused:
+        each = np.split(each[0], np.cumsum(counts)[:-1] * block.head_dim, axis=1)
+    heads = heads_ref(each, block, w, factors)
+    see("attn_heads", heads)
+    return _linear(heads, w, "attn_output", block.biases)
+
+
+def heads_ref(each, block: Attention, w, factors=1.0):
+    """The outputs of the heads [T, H * W] for queries (and gates), keys and values."""
+    counts = [block.num_heads, *[block.num_kv_heads] * block.num_kv_projections]
+    q, k, *rest = (y.reshape(len(y), n, -1) for y, n in zip(each, counts, strict=True))
     v = rest[0] if rest else k
     if block.norms_values:
         v = norm(v, lambda name: 1.0, block.head_norm)
@@ -118,18 +175,30 @@ def _attention(x, block: Attention, w, factors):
     if block.rotary is not None:
         own = factors if block.rotary.has_factors else 1.0
         q, k = (rotated(y, block.rotary, block.num_rotated, own) for y in (q, k))
-    out = np.zeros_like(q)
+    if block.growth_length:
+        steps = np.arange(len(q)) // block.growth_length
+        q = q * (1 + block.growth * np.log(1 + steps))[:, None, None]
+    out = attend_ref(q, k, v, block, w("attn_sinks.weight") if block.head_sinks else None)
+    out = out / (1 + np.exp(-gate)) if block.is_gated else out
+    return out.reshape(len(q), -1)
+
+
+def attend_ref(query_THW, key_CKW, value_CKW, block: Attention, sink_H=None):
+    """Attention of the last T of C positions, f64 [T, H, W]."""
+    out = np.zeros((*query_THW.shape[:2], value_CKW.shape[2]))
+    before = len(key_CKW) - len(query_THW)
+    at_T, at_C = before + np.arange(len(query_THW))[:, None], np.arange(len(key_CKW))
+    is_seen = (at_C <= at_T) & (at_C > at_T - (block.window or len(key_CKW)))
     for head in range(block.num_heads):
         group = head * block.num_kv_heads // block.num_heads
-        sink = [w("attn_sinks.weight")[head]] if block.head_sinks else []
-        for t in range(len(x)):
-            seen = slice(0 if block.window is None else max(0, t + 1 - block.window), t + 1)
-            scores = np.append(k[seen, group] @ q[t, head] * block.score_scale, sink)
-            share = np.exp(scores - scores.max())
-            share = (share / share.sum())[: t + 1 - seen.start]
-            out[t, head] = share @ v[seen, group]
-    out = out / (1 + np.exp(-gate)) if block.is_gated else out
-    return _linear(out.reshape(len(x), -1), w, "attn_output", block.biases)
+        scores = query_THW[:, head] @ key_CKW[:, group].T * block.score_scale
+        scores = np.where(is_seen, capped(scores, block.score_cap), -np.inf)
+        if sink_H is not None:
+            scores = np.pad(scores, ((0, 0), (0, 1)), constant_values=sink_H[head])
+        share = np.exp(scores - scores.max(axis=1, keepdims=True))
+        share = share / share.sum(axis=1, keepdims=True)
+        out[:, head] = share[:, : len(key_CKW)] @ value_CKW[:, group]
+    return out
 
 
 def _head_norm(y, block: Attention, w, name: str):
@@ -137,6 +206,40 @@ def _head_norm(y, block: Attention, w, name: str):
     if not block.norms_all_heads:
         return norm(y, w, own)
     return norm(y.reshape(len(y), -1), w, own).reshape(y.shape)
+
+
+def _delta(x, block: DeltaNet, w, see):
+    """The recurrence of model/delta_net.py, token by token."""
+    G, V, N = block.num_key_heads, block.num_value_heads, block.key_head_dim
+    z, beta, alpha = (
+        x @ w(f"{name}.weight").T
+        for name in (
+            "attn_gate",
+            *(["ssm_ba"] * 2 if block.is_grouped else ["ssm_beta", "ssm_alpha"]),
+        )
+    )
+    if block.is_grouped:
+        beta, alpha = (
+            beta.reshape(len(x), G, 2, -1)[:, :, part].reshape(len(x), V) for part in range(2)
+        )
+    inputs = np.pad(x @ w("attn_qkv.weight").T, ((block.num_taps - 1, 0), (0, 0)))
+    mixed = sum(inputs[j : j + len(x)] * w(CONV)[:, j] for j in range(block.num_taps))
+    mixed = mixed / (1 + np.exp(-mixed))
+    q, k, v = np.split(mixed, [G * N, 2 * G * N], axis=1)
+    heads = np.arange(V) // (V // G) if block.is_grouped else np.arange(V) % G
+    q, k = (y.reshape(len(x), G, N)[:, heads] for y in (q, k))
+    q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    beta, decay = 1 / (1 + np.exp(-beta)), np.exp(w(DECAY) * np.logaddexp(0, alpha + w(DECAY_BIAS)))
+    state, out = np.zeros(block.state_shape), np.zeros((len(x), V, block.value_head_dim))
+    for t, v_VM in enumerate(v.reshape(out.shape)):
+        state = state * decay[t][:, None, None]
+        delta = beta[t][:, None] * (v_VM - np.einsum("vn,vnm->vm", k[t], state))
+        state = state + k[t][:, :, None] * delta[:, None]
+        out[t] = np.einsum("vn,vnm->vm", q[t], state) / N**0.5
+    own = Norm(name=DELTA_NORM, kind="rms", size=block.value_head_dim, epsilon=block.epsilon)
+    out = norm(out, w, own).reshape(len(x), -1) * z / (1 + np.exp(-z))
+    see("attn_heads", out)
+    return out @ w("ssm_out.weight").T
 
 
 def rotated(y, rotary: Rotary, count: int, factors=1.0):
@@ -164,8 +267,41 @@ def _routed(x, block: Route, w):
     return [route_ref(block, w("ffn_gate_inp.weight"), each, bias, choice, scale) for each in x]
 
 
-def _neurons(x, routed, model, block: Neurons, w, threshold, mask, silent):
+def route_ref(
+    spec: Route,
+    weight_ED: np.ndarray,
+    x_D: np.ndarray,
+    bias_E: np.ndarray | float = 0.0,
+    choice_bias_E: np.ndarray | float = 0.0,
+    scale_E: np.ndarray | None = None,
+) -> tuple[list[int], np.ndarray]:
+    """The definition, in float64, for one token: (experts, their weights [K])."""
+    logit_E = weight_ED.astype(np.float64) @ x_D.astype(np.float64) + bias_E
+    powers_E = np.exp(logit_E - logit_E.max())
+    score_E = {
+        "softmax": powers_E / powers_E.sum(),
+        "sigmoid": 1.0 / (1.0 + np.exp(-logit_E)),
+        "softmax_of_chosen": logit_E,
+    }[spec.gating]
+    choice_E = score_E + choice_bias_E
+    size = spec.num_experts // spec.num_groups
+    best_G = [np.sort(choice_E[g * size :][:size])[-2:].sum() for g in range(spec.num_groups)]
+    groups = sorted(range(spec.num_groups), key=lambda g: (-best_G[g], g))[: spec.num_used_groups]
+    allowed = [e for e in range(spec.num_experts) if e // size in groups]
+    chosen = sorted(allowed, key=lambda e: (-choice_E[e], e))[: spec.num_used]
+    weight_K = score_E[chosen]
+    if spec.gating == "softmax_of_chosen":
+        weight_K = np.exp(weight_K - weight_K.max())
+        weight_K = weight_K / weight_K.sum()
+    if spec.renormalises:
+        weight_K = weight_K / weight_K.sum()
+    return chosen, weight_K * spec.scale * (1.0 if scale_E is None else scale_E[chosen])
+
+
+def _neurons(x, routed, model, block: Neurons, w, threshold, mask, silent, see):
     def outputs(x, expert):
+        """(gates, hidden values, output)."""
+
         def own(name):
             return w(name) if expert is None else w(name)[expert]
 
@@ -174,22 +310,39 @@ def _neurons(x, routed, model, block: Neurons, w, threshold, mask, silent):
         name = f"{block.down_name}_t" if model.layout == "sparse" else block.down_name
         down = own(f"{name}.weight")
         y = hidden @ (down if model.layout == "sparse" else down.T)
-        return y + own(f"{block.down_name}.bias") if block.down_name in block.biases else y
+        y = y + own(f"{block.down_name}.bias") if block.down_name in block.biases else y
+        return np.where(mask, sums[0], np.nan), hidden, y
 
     if not block.are_experts:
-        y = outputs(x, None)
-        gate = 1 / (1 + np.exp(-x @ w("ffn_gate_inp_shexp.weight"))) if block.has_output_gate else 1
-        return (y.T * gate).T
-    return np.stack(
-        [
-            sum(weight * outputs(each, expert) for expert, weight in zip(*chosen, strict=True))
-            for each, chosen in zip(x, routed, strict=True)
+        gate, hidden, y = outputs(x, None)
+        weight = 1.0
+        if block.has_output_gate:
+            weight = 1 / (1 + np.exp(-x @ w("ffn_gate_inp_shexp.weight")))[:, None]
+        y = weight * y
+    else:
+        each = [
+            [outputs(x_D, expert) for expert in chosen]
+            for x_D, (chosen, _) in zip(x, routed, strict=True)
         ]
-    )
+        gate, hidden = (np.array([[k[part] for k in t] for t in each]) for part in range(2))
+        gate, hidden = (values.reshape(len(x), -1) for values in (gate, hidden))
+        y = np.stack(
+            [
+                sum(weight * k[2] for weight, k in zip(own, t, strict=True))
+                for t, (_, own) in zip(each, routed, strict=True)
+            ]
+        )
+    see("ffn_gate", gate)
+    see("ffn_hidden", hidden)
+    return y
 
 
 def _hidden(block: Neurons, threshold, silent, gate, up=1):
     kind = block.activation
+    if kind in ("relu2", "gelu"):
+        return (
+            np.maximum(gate, 0) ** 2 if kind == "relu2" else gate * (1 + erf(gate / 2**0.5)) / 2
+        ) * up
     if kind == "silu":
         value = gate / (1 + np.exp(-gate))
         return value * up if silent is None else np.where(silent(value), 0, value * up)

@@ -115,7 +115,7 @@ class Setting:
     type_v: str
     cpu_name: str
     gpu_name: str
-    level: str | None  # instruction set of the kernels
+    level: str  # instruction set of the kernels
     last_cache_bytes: int
     num_processors: int  # available to this process
     load_before: float | None  # load average of the minute before; None if unknown

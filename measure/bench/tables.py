@@ -30,12 +30,11 @@ def lines_of(report: BenchReport) -> list[str]:
 def _heading(report: BenchReport) -> list[str]:
     config, setting = report.config, report.setting
     where = f"by {config.split}, " if config.split else ""
-    level = f" ({setting.level})" if setting.level else ""
     types = ", ".join(dict.fromkeys((setting.type_k, setting.type_v)))
     lines = [
         f"{config.model}: {setting.model_type}, {format_bytes(setting.model_size)}, mode"
         f" {setting.mode}, {where}on {setting.device}, {setting.num_threads} threads, cache {types}",
-        f"{setting.gpu_name or setting.cpu_name}{level}"
+        f"{setting.gpu_name or setting.cpu_name} ({setting.level})"
         + "".join(
             f", {name} reads {statistics.median(rates):.1f} GB/s"
             for name, rates in report.bandwidth_gb_per_s.items()

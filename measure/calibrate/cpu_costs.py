@@ -2,7 +2,7 @@
 
 Rows of every type are read in the form in which the runtime holds them, with its threads: all of
 them, tiled, by a product with a vector and with the tokens of a short prompt, and the gate, up and down rows of a tenth of the neurons,
-interleaved, by the native call for a block of neurons (in torch if the C++ kernels are not built).
+interleaved, by the native call for a block of neurons.
 
 The fixed cost of a layer is what is left of it without the work on its bytes. It comes from decode
 steps of models of FEW and of MANY layers. In those of TINY width nothing is divided among threads;
@@ -50,7 +50,6 @@ from hotsplit.runtime.weights.matrix import Linear, Matrix
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 from hotsplit.runtime.weights.resident import Residence
 
-CPU = torch.device("cpu")
 ROW_VALUES = 4096
 MODES: tuple[Mode, ...] = ("exact", "predicted")
 FEW, MANY = 2, 6

@@ -184,18 +184,15 @@ def compare_all(
     dense_shares: "ShareCounter | None" = None,
 ) -> list[EvalReport]:
     """Runs all engines on the same windows of token ids, and returns a report on each of `engines`.
-    All are observed, in torch unless native layers support all of them, and thus take the same code
-    path, so that modes are compared and not orders of summation. `counted` marks the tokens whose
+    All are observed, and thus take the same code path, so that modes are compared and not orders of
+    summation. `counted` marks the tokens whose
     prediction counts (None: all); `dense_shares` observes the dense model's neurons.
 
     Raises HotsplitError if no token is compared."""
     shares = [ShareCounter(engine.model) for engine in engines]
     comparison, watcher = Comparison(len(engines)), dense_shares or ShareCounter(dense.model)
     observed = [(dense, watcher), *zip(engines, shares, strict=True)]
-    in_torch = not all(engine.has_native_layers for engine, _ in observed)
-    observations = [
-        engine.observe(each.observe, each.wants, in_torch=in_torch) for engine, each in observed
-    ]
+    observations = [engine.observe(each.observe, each.wants) for engine, each in observed]
     try:
         for number, ids_T in enumerate(windows):
             comparison.begin_window()

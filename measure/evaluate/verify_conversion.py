@@ -417,11 +417,11 @@ def _source_logits(
 
 
 def _logits(model: ModelFile, ids: list[int], followed: Followed | None = None) -> Tensor:
-    """The runtime's logits [T, V] in mode dense; if it follows choices of experts, in torch."""
+    """The runtime's logits [T, V] in mode dense, which may follow choices of experts."""
     with _engine(model, ids) as engine:
         if followed is None:
             return engine.logits(ids)
-        with engine.observe(lambda *_: None, lambda *_: False, in_torch=True), followed:
+        with engine.observe(lambda *_: None, lambda *_: False, routes_in_torch=True), followed:
             return engine.logits(ids)
 
 

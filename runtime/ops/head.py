@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hotsplit.costs.pass_length import LOGITS_CHUNK
 from hotsplit.model.spec import ModelSpec
-from hotsplit.runtime.ops.attention.attend import capped
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observers
@@ -31,7 +30,8 @@ def logits(
 
 def logits_of(x_TD: Tensor, head: Linear, spec: ModelSpec) -> Tensor:
     """Logits f32 [T, V] of what the output norm gives."""
-    return capped(head.apply(x_TD), spec.logit_cap)
+    logits_TV, cap = head.apply(x_TD), spec.logit_cap
+    return logits_TV if cap is None else logits_TV.div_(cap).tanh_().mul_(cap)
 
 
 def launch_head(on: Launcher, head: Linear, spec: ModelSpec, x_D: Tensor, logits_V: Tensor) -> None:

@@ -31,8 +31,6 @@ NAMES = {
     "logits": "[T, V] logits, only of the tokens for which they are wanted",
 }
 
-OUTSIDE = {"embedding", "output_norm", "logits"}  # of layers
-
 Observe = Callable[[str, int | None, Tensor], None]
 Wants = Callable[[str, int | None], bool]
 
@@ -43,7 +41,7 @@ class Observation:
 
     observe: Observe
     wants: Wants
-    in_torch: bool  # passes that it sees go through torch
+    routes_in_torch: bool  # of passes on the CPU that it sees
     registry: "Observers"
 
     def remove(self) -> None:
@@ -62,23 +60,20 @@ class Observers:
         self.active: list[Observation] = []
 
     @property
-    def in_torch(self) -> bool:
-        return any(observation.in_torch for observation in self.active)
+    def has_torch_routers(self) -> bool:
+        return any(observation.routes_in_torch for observation in self.active)
 
-    def add(self, observe: Observe, wants: Wants | None, *, in_torch: bool = False) -> Observation:
+    def add(
+        self, observe: Observe, wants: Wants | None, *, routes_in_torch: bool = False
+    ) -> Observation:
         wants = wants or (lambda name, layer: True)
-        observation = Observation(observe, wants, in_torch, self)
+        observation = Observation(observe, wants, routes_in_torch, self)
         self.active.append(observation)
         return observation
 
     def want(self, name: str, layer: int | None) -> bool:
         """True if any observer wants the tensor."""
         return any(observation.wants(name, layer) for observation in self.active)
-
-    def wanted_in_layers(self, num_layers: int) -> set[str]:
-        """The tensors within layers that any observer wants of any layer."""
-        names = NAMES.keys() - OUTSIDE
-        return {n for n in names if any(self.want(n, layer) for layer in range(num_layers))}
 
     def show(self, name: str, layer: int | None, tensor: Tensor) -> None:
         """Passes a tensor to the observers that want it."""

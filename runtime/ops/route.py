@@ -1,5 +1,4 @@
-"""The router of a mixture of experts: in torch, as its definition in float64, as a struct for C++, and
-as a GPU's kernels.
+"""The router of a mixture of experts: in torch, as a struct for C++, and as a GPU's kernels.
 
 Letters: T tokens, D hidden size, E experts, K experts of a token, G groups."""
 
@@ -7,7 +6,6 @@ from collections.abc import Mapping
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,37 +82,6 @@ def _in_groups(choice_TE: Tensor, spec: Route) -> Tensor:
 def _largest(value_TE: Tensor, count: int) -> Tensor:
     """The indices of the largest values of each row, the largest first; of equal ones the lower."""
     return value_TE.sort(dim=1, descending=True, stable=True).indices[:, :count]
-
-
-def route_ref(
-    spec: Route,
-    weight_ED: np.ndarray,
-    x_D: np.ndarray,
-    bias_E: np.ndarray | float = 0.0,
-    choice_bias_E: np.ndarray | float = 0.0,
-    scale_E: np.ndarray | None = None,
-) -> tuple[list[int], np.ndarray]:
-    """The definition, in float64, for one token: (experts, their weights [K])."""
-    logit_E = weight_ED.astype(np.float64) @ x_D.astype(np.float64) + bias_E
-    powers_E = np.exp(logit_E - logit_E.max())
-    score_E = {
-        "softmax": powers_E / powers_E.sum(),
-        "sigmoid": 1.0 / (1.0 + np.exp(-logit_E)),
-        "softmax_of_chosen": logit_E,
-    }[spec.gating]
-    choice_E = score_E + choice_bias_E
-    size = spec.num_experts // spec.num_groups
-    best_G = [np.sort(choice_E[g * size :][:size])[-2:].sum() for g in range(spec.num_groups)]
-    groups = sorted(range(spec.num_groups), key=lambda g: (-best_G[g], g))[: spec.num_used_groups]
-    allowed = [e for e in range(spec.num_experts) if e // size in groups]
-    chosen = sorted(allowed, key=lambda e: (-choice_E[e], e))[: spec.num_used]
-    weight_K = score_E[chosen]
-    if spec.gating == "softmax_of_chosen":
-        weight_K = np.exp(weight_K - weight_K.max())
-        weight_K = weight_K / weight_K.sum()
-    if spec.renormalises:
-        weight_K = weight_K / weight_K.sum()
-    return chosen, weight_K * spec.scale * (1.0 if scale_E is None else scale_E[chosen])
 
 
 def launch_route(

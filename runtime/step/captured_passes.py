@@ -27,7 +27,7 @@ from torch import Tensor
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.model.layers import Layer
-from hotsplit.runtime.ops.attention.rotary import Places, Turns
+from hotsplit.runtime.ops.attention.rotary import PassPlaces, Places
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.cuda_backend import without_collection
 
@@ -39,7 +39,7 @@ MOST_BYTES = 64 << 20
 LEAST_SHARE = 0.8  # of a pass's time that its launches take, if it is to be captured
 
 # Runs all layers over [T, D] with the tokens' places in the cache; returns the hidden state after them.
-RunLayers = Callable[[Tensor, Turns], Tensor]
+RunLayers = Callable[[Tensor, PassPlaces], Tensor]
 
 
 def is_bound_by_launches(device: torch.device, run: Callable[[], None]) -> bool:
@@ -144,15 +144,15 @@ class PassMemory:
             if blocks_1N is not None:
                 blocks_1N[0].copy_(table.block_SN[sequence])
 
-    def turns(self, length: int) -> Turns:
+    def places(self, length: int) -> PassPlaces:
         position_T, device = self.position_T[:length], self.x_TD.device
-        places = {
+        given = {
             (device, table): Places(position_T)
             if blocks_1N is None
             else Places(position_T, self.sequence_T[:length], blocks_1N)
             for table, blocks_1N in self.tables.items()
         }
-        return Turns(0, length, places)
+        return PassPlaces(0, length, given)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -191,7 +191,7 @@ class CapturedPasses:
     @torch.inference_mode()
     def _run(self, length: int, run_layers: RunLayers) -> None:
         memory = self.memory
-        memory.out_TD[:length].copy_(run_layers(memory.x_TD[:length], memory.turns(length)))
+        memory.out_TD[:length].copy_(run_layers(memory.x_TD[:length], memory.places(length)))
 
     def _first(self, length: int, run: Callable[[], None]) -> None:
         """Runs a pass, and captures it if that pays."""

@@ -1,5 +1,5 @@
-"""Workspace bytes of the C++ kernels before weights are loaded, counted by the code that allocates:
-structs are built as for a loaded model, from tensors in memory that nothing touches."""
+"""Workspace bytes of a native step before weights are loaded, counted by the code that allocates: structs
+are built as for a loaded model, from tensors in memory that nothing touches."""
 
 from dataclasses import replace
 
@@ -11,12 +11,9 @@ from hotsplit.costs.part_bytes import down_kind
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gate import GateStruct
 from hotsplit.runtime.model.loader import Builder
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
-from hotsplit.runtime.ops.neurons.native import NeuronsStruct, block_struct, experts_struct
-from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative, Structs
+from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative
 from hotsplit.runtime.step.native_step import StepBuilder
 from hotsplit.runtime.weights.store import CPU
 
@@ -52,7 +49,7 @@ def step_bytes(hollow: Builder, context_length: int, num_sequences: int = 1) -> 
     weights = hollow.weights()
     try:
         builder = StepBuilder(weights.spec.value_sizes)  # keeps the structs' memory alive
-        step = builder.without_workspace(weights)
+        step, _ = builder.without_workspace(weights)
     except NotNative:
         return 0
     length = context_length if num_sequences == 1 else BLOCK_LENGTH
@@ -62,37 +59,3 @@ def step_bytes(hollow: Builder, context_length: int, num_sequences: int = 1) -> 
     step.context_length = context_length
     step.max_rows = min(MAX_ROWS, context_length * num_sequences)
     return max(0, library.step_bytes(step))
-
-
-def chosen_bytes(hollow: Builder, index: int, max_tokens: int) -> int:
-    """Workspace bytes of a call for the experts of a layer that up to `max_tokens` tokens have chosen."""
-    route = hollow.spec.layers[index].route
-    assert route is not None
-    structs, (block, *_) = Structs(), hollow.expert_loader(index).experts()
-    struct = ChosenStruct(
-        experts=experts_struct(structs, block),
-        width=hollow.spec.hidden_size,
-        num_used=route.num_used,
-        max_tokens=max_tokens,
-        gate=GateStruct(computes_all=block.is_by_output),
-    )
-    return max(0, library.chosen_bytes(struct))
-
-
-def neurons_bytes(hollow: Builder, index: int, number: int, max_tokens: int) -> int:
-    """Workspace bytes of a call for `number` neurons of an undivided layer, and up to `max_tokens`
-    tokens."""
-    structs, width, gate = Structs(), hollow.spec.hidden_size, hollow.gate(index)
-    experts = hollow.expert_loader(index).experts()
-    part = experts[0].expert(0) if experts else hollow.neurons.blocks(index)[0]
-    if not part.is_by_output:
-        part = part.part(0, number)
-    block = block_struct(structs, replace(part, is_whole=True))
-    struct = NeuronsStruct(
-        block=block,
-        width=width,
-        num_neurons=block.num_neurons,
-        max_tokens=max_tokens,
-        gate=gate.struct,
-    )
-    return max(0, library.neurons_bytes(struct))

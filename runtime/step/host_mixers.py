@@ -6,7 +6,7 @@ Each row is bit-identical to that of a native step, for any number of rows.
 
 Letters: T tokens, N values of a token, M values of MAX_ROWS tokens in the layer with most."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, addressof, c_int64, pointer
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +22,7 @@ from hotsplit.runtime.ops.structs import MAX_ROWS, Structs
 from hotsplit.runtime.step.native_ops import VALUES, attend_op, mix_op
 from hotsplit.runtime.step.native_parts import PartStruct
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
+from hotsplit.runtime.weights import gpu_products
 
 Way = Literal["whole", "attend"]
 
@@ -30,9 +31,9 @@ def host_ways(weights: Weights) -> dict[int, Way]:
     """What the host computes of each layer's attention or delta net, by layer."""
     ways: dict[int, Way] = {}
     for index, layer in enumerate(weights.layers):
-        if layer.device.type == "cpu":
+        if not gpu_products.is_gpu(layer.device):
             ways[index] = "whole"
-        elif layer.delta is None and layer.attention.cache.device.type == "cpu":
+        elif layer.delta is None and not gpu_products.is_gpu(layer.attention.cache.device):
             ways[index] = "attend"
     return ways
 
@@ -47,6 +48,7 @@ class Call:
     out_M: Tensor
     num_outputs: int
     layer: Layer
+    is_whole: bool  # with its projections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,7 @@ class HostMixers:
                 out_M=buffers[values[index][2]],
                 num_outputs=values[index][3],
                 layer=layer,
+                is_whole=ways[index] == "whole",
             )
             for number, (index, layer) in enumerate(layers.items())
         }
@@ -116,12 +119,20 @@ class HostMixers:
         )
 
     def run(
-        self, index: int, x_TN: Tensor, *, sequence: int, start: int, slots: StateRun | None = None
+        self,
+        index: int,
+        x_TN: Tensor,
+        *,
+        sequence: int,
+        start: int,
+        slots: StateRun | None = None,
+        on_heads: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """The output f32 [T, N] of a layer's operation for T tokens of a sequence at positions from `start`:
         of the normed input, or of queries, keys and values. Appends to the cache, which must have room, or
-        moves the state from slot to slot."""
-        call, found = self.calls[index], []
+        moves the state from slot to slot. `on_heads` receives the outputs of the heads of a whole layer."""
+        call, found, size = self.calls[index], [], self.calls[index].layer.mixer.widths[1]
+        heads_TH = torch.empty(len(x_TN), size) if on_heads else None
         reads, writes_T = (
             (NO_SLOT, (NO_SLOT,) * len(x_TN)) if slots is None else (slots.reads, slots.writes)
         )
@@ -133,6 +144,7 @@ class HostMixers:
             self._set_rows(sequence, start + first, reads, writes_T[first : first + MAX_ROWS])
             call.in_M[: piece_TN.numel()] = piece_TN.flatten()
             self.part.begin, self.part.end = call.number, call.number + 1
+            self.step.seen_heads = None if heads_TH is None else heads_TH[first:].data_ptr()
             HostNode(
                 function=library.part_function(), argument=addressof(self.part), reads=(), writes=()
             ).run()
@@ -140,6 +152,8 @@ class HostMixers:
             found.append(call.out_M[:size].view(len(piece_TN), -1).clone())
         call.layer.mixer.on_bytes(self.step.attention_bytes)
         self.step.attention_bytes = 0
+        if on_heads is not None and heads_TH is not None:
+            on_heads(heads_TH)
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _set_rows(self, sequence: int, start: int, reads: int, writes_T: Sequence[int]) -> None:

@@ -1,47 +1,32 @@
-"""Layers in native operations, one layer in each call, for passes whose tensors observers see.
+"""Layers in native operations, for passes whose tensors observers see: all of a model on the CPU, with the
+bits of its native step. A call of the C++ library ends where a value is wanted, or where torch chooses
+experts.
 
-`of` takes a model, whose passes have the bits of its native step; `build` takes some layers alone, where a
-model is streamed. Tensors that native operations do not show go through torch (decoder.run_layer).
+Letters: T tokens, K experts of a token, R rows with logits, V vocabulary."""
 
-Letters: T tokens, D model width, F neurons of a layer, L layers, K experts of a token."""
-
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Array, addressof, c_int64, pointer
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.cache.state_slots import StateRun
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer, Weights
-from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.observers import Observers
-from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative
-from hotsplit.runtime.step.batch import Row, slots_of
-from hotsplit.runtime.step.forms import host_form, host_place, roles_of
-from hotsplit.runtime.step.native_ops import OpStruct
+from hotsplit.runtime.ops.observers import NAMES, Observers
+from hotsplit.runtime.step.batch import Row
+from hotsplit.runtime.step.native_ops import ALIASES
 from hotsplit.runtime.step.native_parts import PartStruct
-from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct, take_traffic
-from hotsplit.runtime.step.program import Op, ffn_in, layer_ops, name_of, step_program
-
-# The tensors within a layer that observers of these passes can see.
-SHOWN = frozenset(
-    {
-        "attn_norm",
-        "attn_heads",
-        "ffn_norm",
-        "ffn_predicted",
-        "ffn_experts",
-        "ffn_gate",
-        "ffn_hidden",
-        "ffn_shared_hidden",
-        "layer_out",
-    }
+from hotsplit.runtime.step.native_step import (
+    NativeStep,
+    RowStruct,
+    StepStruct,
+    row_struct,
+    take_traffic,
 )
-# Those within operations, with the field of the step that says where they are written.
+from hotsplit.runtime.step.program import Op, ffn_in, name_of
+
+# Tensors within operations, with the field of the step that says where they are written.
 _WITHIN = {
     "attn_heads": "seen_heads",
     "ffn_predicted": "seen_predicted",
@@ -51,280 +36,167 @@ _WITHIN = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class SeenLayer:
+    """A layer's native operations, `begin` to `end`, and what observers can see of it: of `values` the
+    operation before which they are complete, and the buffers that sum to them; of `widths` the values of a
+    token. `route`: the operation that chooses experts, and the value that it reads."""
+
+    begin: int
+    end: int
+    values: Mapping[str, tuple[int, Sequence[str]]]
+    widths: Mapping[str, int]
+    route: tuple[int, str] | None = None
+
+
 @dataclass(kw_only=True)
 class NativeLayers:
-    """Layers on the CPU, by index."""
-
+    weights: Weights
     step: StepStruct
-    ranges: Mapping[int, tuple[int, int]]  # of native operations, for each layer
-    tables: tuple[BlockTable, ...]
-    x_TD: Tensor
-    attn_in_TD: Tensor
-    ffn_in_2TD: Tensor
-    own: Mapping[str, Tensor]  # the values of position-wise operations, flat
-    routed_TR: Tensor  # numbers of experts, and their weights; a layer's own rows are [2 K]
-    num_used: Mapping[int, int]  # K, by layer; 0 without a router
-    mixed: Mapping[int, str]  # the input of attention or of the delta net, by layer
-    widths: Mapping[int, Mapping[str, int]]  # of the tensors within operations, by layer and name
-    seen: Mapping[str, Tensor]  # f32, by name, with room for [max_rows, width] of the widest layer
-    traffic: Traffic
-    kept: tuple[object, ...]
-    weights: Weights | None = None  # of a whole model
-    outside: tuple[int, int, int] = (
-        0,
-        0,
-        0,
-    )  # the ends of embedding, of other first and of last operations
-    _rows: Array[RowStruct] | None = field(default=None, repr=False)
-    # Sequence, first position, number and slots of the rows.
-    _place: tuple[int, int, int, StateRun | None] | None = None
+    layers: Sequence[SeenLayer]
+    values: Mapping[str, Tensor]  # f32 [max_rows, size], by the step program's name
+    seen: Mapping[
+        str, Tensor
+    ]  # flat, with room for max_rows rows of the widest layer, by observers' name
+    native: NativeStep
+    rows: Array[RowStruct] = field(default_factory=lambda: (RowStruct * 0)(), repr=False)
 
     @classmethod
-    def of(cls, weights: Weights) -> "NativeLayers | None":
-        """All of a model, from token ids to logits; None if the native operations do not support it."""
-        layers = dict(enumerate(weights.layers))
-        if not all(map(_is_supported, weights.layers)):
-            return None
-        try:
-            return cls._build(layers, weights.spec.value_sizes, weights)
-        except NotNative:
-            return None
-
-    @classmethod
-    def build(
-        cls, layers: Mapping[int, Layer], value_sizes: Mapping[str, int]
-    ) -> "NativeLayers | None":
-        """None if the native operations do not support one of the layers. `value_sizes`: those of the
-        model's spec."""
-        if not all(map(_is_supported, layers.values())):
-            return None
-        try:
-            return cls._build(layers, value_sizes)
-        except NotNative:
-            return None
-
-    @classmethod
-    def _build(
-        cls,
-        layers: Mapping[int, Layer],
-        value_sizes: Mapping[str, int],
-        weights: Weights | None = None,
-    ) -> "NativeLayers":
-        builder, all_layers = StepBuilder(value_sizes), tuple(layers.values())
-        (width,) = {layer.mixer.output.num_outputs for layer in all_layers}
-        structs = [builder.layer(layer) for layer in layers.values()]
-        before: Sequence[Op] = ()
-        after: Sequence[Op] = ()
-        if weights is None:
-            step = builder.frame_of(all_layers, structs, width=width)
-        else:
-            step = builder.with_ends(weights, structs)
-            outer = [op for op in step_program(host_form(weights)) if op.layer is None]
-            before, after = outer[: 1 + len(weights.first)], outer[1 + len(weights.first) :]
-        outside = {} if weights is None else weights.outer
-        step.max_rows = min(MAX_ROWS, step.context_length)
-        x_TD = torch.zeros(step.max_rows, step.x_size or width)
-        attn_in_TD, ffn_in_2TD = (
-            torch.zeros(step.max_rows, width),
-            torch.zeros(2, step.max_rows, width),
-        )
-        num_used = {
-            i: layer.router.spec.num_used if layer.router else 0 for i, layer in layers.items()
+    def of(cls, native: NativeStep, weights: Weights) -> "NativeLayers":
+        """The layers of a step, whose workspace they share."""
+        spec, step = weights.spec, StepStruct.from_buffer_copy(native.step)
+        step.max_rows = min(native.max_rows, step.context_length)
+        step.fired = step.times = None
+        sizes = native.values.own | {"x": spec.x_size, "routed": 2 * spec.most_used}
+        used = {name_of(v) for op, _ in native.placed for v in (*op.reads, *op.writes)}
+        used |= {ALIASES[name] for name in used & ALIASES.keys()} | {ALIASES["head_in"]}
+        values = {
+            name: torch.zeros(step.max_rows, sizes.get(name, spec.hidden_size))
+            for name in native.values.names
+            if name in used and name != "named"
         }
-        routed_TR = torch.zeros(step.max_rows, 2 * max(num_used.values()))
-        own_values = {n: torch.zeros(step.max_rows * v) for n, v in builder.values.own.items()}
-        shared = {
-            "x": x_TD,
-            "attn_in": attn_in_TD,
-            "ffn_in.0": ffn_in_2TD[0],
-            "ffn_in.1": ffn_in_2TD[1],
-            "routed": routed_TR,
-        }
-        for name, values in (shared | own_values).items():
-            step.vector[builder.values.number(name)] = values.data_ptr()
-        first = list(chain.from_iterable(builder.lowered(before, layers, outside)))
-        ops: list[OpStruct] = list(first)
-        ranges: dict[int, tuple[int, int]] = {}
-        mixed: dict[int, str] = {}
-        for index, layer in layers.items():
-            begin = len(ops)
-            own = list(layer_ops(index, layer.spec, host_place(roles_of(layer))))
-            (mixer,) = (op for op in own if op.kind in ("attention", "delta"))
-            mixed[index] = name_of(mixer.reads[0])
-            ops += chain.from_iterable(builder.lowered(own, layers, {}))
-            ranges[index] = (begin, len(ops))
-        ops += chain.from_iterable(builder.lowered(after, layers, outside))
-        builder.ops(step, ops)
-        step.workspace = builder.workspace(library.step_bytes(step))
-        widths = {index: _widths(layer) for index, layer in layers.items()}
-        most = {
-            name: max(of_layer.get(name, 0) for of_layer in widths.values()) for name in _WITHIN
-        }
-        (traffic,) = {id(layer.ffn.traffic): layer.ffn.traffic for layer in all_layers}.values()
+        for name, value in values.items():
+            step.vector[native.values.number(name)] = value.data_ptr()
+        layers = [
+            _seen_layer(index, layer, [each for each in native.placed if each[0].layer == index])
+            for index, layer in enumerate(weights.layers)
+        ]
+        most = {name: max(layer.widths.get(name, 0) for layer in layers) for name in _WITHIN}
         return cls(
-            step=step,
-            ranges=ranges,
-            tables=tuple(builder.tables.each),
-            x_TD=x_TD,
-            attn_in_TD=attn_in_TD,
-            ffn_in_2TD=ffn_in_2TD,
-            routed_TR=routed_TR,
-            own=own_values,
-            num_used=num_used,
-            mixed=mixed,
-            widths=widths,
-            seen={name: torch.empty(step.max_rows * size) for name, size in most.items()},
-            traffic=traffic,
-            kept=tuple(builder.kept),
             weights=weights,
-            outside=(min(1, len(first)), len(first), len(ops)),
+            step=step,
+            layers=layers,
+            values=values,
+            seen={name: torch.empty(step.max_rows * size) for name, size in most.items()},
+            native=native,
         )
 
     def logits(self, rows: Sequence[Row], observers: Observers) -> Tensor:
-        """Logits f32 [R, V] of consecutive rows of one sequence that have them, with the bits of the native
-        step; appends to the cache, which must have room."""
-        assert self.weights is not None
-        spec, slots = self.weights.spec, slots_of(rows)
-        self._set_rows(rows[0].sequence, rows[0].position, len(rows), slots)
-        assert self._rows is not None
-        for struct, row in zip(self._rows, rows, strict=True):
-            struct.token, struct.has_logits = row.token, row.has_logits
-        embedded, first, last = self.outside
-        self._run(0, embedded)
-        if observers.want("embedding", None):
-            x = self.x_TD if spec.embedded == "x" else self.own[spec.embedded]
-            size = len(rows) * self.step.width
-            found = x.flatten()[:size].view(len(rows), -1).clone()
-            observers.show("embedding", None, found)
-        self._run(embedded, first)
-        for index in self.ranges:
+        """Logits f32 [R, V] of consecutive rows of one sequence that have them; appends to the cache, which
+        must have room."""
+        self.rows = (RowStruct * len(rows))(*map(row_struct, rows))
+        first, last = self.layers[0].begin, self.layers[-1].end
+        self._run(0, min(1, first))
+        observers.show("embedding", None, self._value(self.weights.spec.embedded))
+        self._run(1, first)
+        for index in range(len(self.layers)):
             self._layer(index, observers)
-        logits_RV = torch.empty(sum(row.has_logits for row in rows), spec.vocab_size)
-        self._run(max(end for _, end in self.ranges.values()), last, logits_RV)
+        logits_RV = torch.empty(sum(row.has_logits for row in rows), self.weights.spec.vocab_size)
+        self._run(last, self.step.num_ops, logits_RV)
         if len(logits_RV):
-            observers.show("output_norm", None, self.attn_in_TD[: len(logits_RV)].clone())
+            observers.show("output_norm", None, self.values["attn_in"][: len(logits_RV)].clone())
             observers.show("logits", None, logits_RV)
         return logits_RV
 
     def _run(self, begin: int, end: int, logits_RV: Tensor | None = None) -> None:
-        assert self._rows is not None
-        count = c_int64(len(self._rows))
+        if begin >= end:
+            return
+        count = c_int64(len(self.rows))
         library.run_part(
             PartStruct(
                 step=pointer(self.step),
-                row=addressof(self._rows),
+                row=addressof(self.rows),
                 num_rows=addressof(count),
-                named=None,
                 logits=None if logits_RV is None else logits_RV.data_ptr(),
                 begin=begin,
                 end=end,
             )
         )
 
-    def run(
-        self,
-        index: int,
-        x_TD: Tensor,
-        *,
-        sequence: int = 0,
-        start: int,
-        slots: StateRun | None,
-        predictor_input_TD: Tensor | None,
-        beside: Mapping[str, Tensor],
-        observers: Observers,
-    ) -> tuple[Tensor, Tensor]:
-        """Does what decoder.run_layer does."""
-        T = len(x_TD)
-        assert self.step.max_rows >= T, T
-        self._set_rows(sequence, start, T, slots)
-        self.x_TD[:T].copy_(x_TD)
-        if predictor_input_TD is not None:
-            self._ffn_in(index - 1)[:T].copy_(predictor_input_TD)
-        for name, values in beside.items():
-            self.own[name][: values.numel()].copy_(values.flatten())
-        self._layer(index, observers)
-        return self.x_TD[:T].clone(), self._ffn_in(index)[:T].clone()
+    def _value(self, name: str) -> Tensor:
+        """A copy of a value, [T, size]."""
+        return self.values[ALIASES.get(name, name)][: len(self.rows)].clone()
 
     def _layer(self, index: int, observers: Observers) -> None:
-        """Runs a layer on the values in the buffers."""
-        assert self._rows is not None
-        T = len(self._rows)
-        reads_x = self.mixed[index] == "x" and observers.want("attn_norm", index)
-        x_TD = self.x_TD[:T].clone() if reads_x else self.x_TD
-        wanted = [name for name in self.widths[index] if observers.want(name, index)]
+        own, layer, found = self.layers[index], self.weights.layers[index], dict[str, Tensor]()
+        wanted = [name for name in NAMES if observers.want(name, index)]
         for name, place in _WITHIN.items():
-            setattr(self.step, place, self.seen[name].data_ptr() if name in wanted else None)
-        self._run(*self.ranges[index])
-        take_traffic(self.step, self.traffic)
-        self._show(index, x_TD, self._ffn_in(index)[:T].clone(), wanted, observers)
-        if observers.want("layer_out", index):
-            observers.show("layer_out", index, self.x_TD[:T].clone())
-
-    def _show(
-        self,
-        index: int,
-        x_TD: Tensor,
-        ffn_in_TD: Tensor,
-        wanted: Collection[str],
-        observers: Observers,
-    ) -> None:
-        T, num_used = len(ffn_in_TD), self.num_used[index]
-        if observers.want("attn_norm", index):
-            inputs = {"x": x_TD, "attn_in": self.attn_in_TD[:T].clone()}
-            observers.show("attn_norm", index, inputs.get(self.mixed[index], ffn_in_TD))
-        observers.show("ffn_norm", index, ffn_in_TD)
-        if num_used:
-            routed_TR = self.routed_TR.flatten()[: T * 2 * num_used].view(T, -1)
-            observers.show("ffn_experts", index, routed_TR[:, :num_used].long())
+            is_wanted = name in wanted and name in own.widths
+            setattr(self.step, place, self.seen[name].data_ptr() if is_wanted else None)
+        stops = {own.values[name][0] for name in wanted if name in own.values} | {own.end}
+        route = own.route if observers.has_torch_routers else None
+        begin = own.begin
+        for stop in sorted(stops if route is None else stops | {route[0]}):
+            self._run(begin, stop)
+            begin = stop
+            for name in wanted:
+                if name in own.values and own.values[name][0] == stop:
+                    first, *others = map(self._value, own.values[name][1])
+                    found[name] = sum(others, first)
+            if route is not None and stop == route[0]:
+                self._route_in_torch(layer, self._value(route[1]))
+                begin += 1
+        take_traffic(self.step, self.native.traffic)
+        T = len(self.rows)
+        if "ffn_out" in found and layer.ffn.down_bias_D is not None:
+            found["ffn_out"] += layer.ffn.down_bias_D
+        if layer.router is not None:
+            found["ffn_experts"] = self._routed(layer)[:, : layer.router.spec.num_used].long()
+        for name in own.widths.keys() & wanted:
+            found[name] = self.seen[name][: T * own.widths[name]].view(T, -1)
         for name in wanted:
-            size = T * self.widths[index][name]
-            observers.show(name, index, self.seen[name][:size].view(T, -1).clone())
+            if name in found:
+                observers.show(name, index, found[name])
 
-    def _ffn_in(self, index: int) -> Tensor:
-        """f32 [T, D], of even or of odd layers."""
-        return self.ffn_in_2TD[int(ffn_in(index).rpartition(".")[2])]
+    def _routed(self, layer: Layer) -> Tensor:
+        """The numbers of a layer's experts and their weights, f32 [T, 2 K]."""
+        assert layer.router is not None
+        T, size = len(self.rows), 2 * layer.router.spec.num_used
+        return self.values["routed"].flatten()[: T * size].view(T, size)
 
-    def _set_rows(self, sequence: int, start: int, count: int, slots: StateRun | None) -> None:
-        """Sets the rows of the next call. Raises IndexError for positions without a block in the
-        cache."""
-        if not all(table.reads(sequence, start, start + count) for table in self.tables):
-            raise IndexError(f"positions {start} to {start + count - 1} have no block in the cache")
-        if self._place == (sequence, start, count, slots):
-            return
-        reads, writes_T = (-1, (-1,) * count) if slots is None else (slots.reads, slots.writes)
-        rows = (
-            RowStruct(0, start + t, sequence, False, -1, reads, writes_T[t]) for t in range(count)
-        )
-        self._rows = (RowStruct * count)(*rows)
-        self._place = (sequence, start, count, slots)
+    def _route_in_torch(self, layer: Layer, x_TD: Tensor) -> None:
+        assert layer.router is not None
+        routed = layer.router.forward(x_TD)
+        self._routed(layer).copy_(torch.cat([routed.id_TK.float(), routed.weight_TK], dim=1))
 
 
-def shows_all(wanted: Collection[str]) -> bool:
-    """True if native layers can show these tensors within layers."""
-    return SHOWN.issuperset(wanted)
-
-
-def _is_supported(layer: Layer) -> bool:
-    devices = (
-        layer.device,
-        *(b.device for b in layer.ffn.blocks),
-        *(b.device for b in layer.ffn.experts),
-    )
-    return all(device.type == "cpu" for device in devices)
-
-
-def _widths(layer: Layer) -> dict[str, int]:
-    """The values per token of a layer's tensors within operations, by name."""
+def _seen_layer(
+    index: int, layer: Layer, placed: Sequence[tuple[Op, tuple[int, int]]]
+) -> SeenLayer:
+    """`placed`: the operations of the layer, and the native ones of each."""
+    begin, end = placed[0][1][0], placed[-1][1][1]
+    values: dict[str, tuple[int, Sequence[str]]] = {}
+    values |= {"ffn_norm": (end, [ffn_in(index)]), "layer_out": (end, ["x"])}
+    route = None
+    for op, (first, last) in placed:
+        read, written = name_of(op.reads[0]) if op.reads else "", name_of(op.writes[0])
+        if op.kind in ("attention", "delta"):
+            values |= {"attn_norm": (first, [read]), "attn_out": (last, [written])}
+        elif op.kind == "neurons":
+            before = values.get("ffn_out", (0, ()))[1]
+            values["ffn_out"] = last, [*before, written]
+        elif op.kind == "route":
+            route = first, read
     num_neurons = layer.ffn.num_neurons
     if layer.router is not None:
         num_neurons = layer.router.spec.num_used * len(layer.ffn.experts[0].id_F)
-    found = {
+    widths = {
         "attn_heads": layer.mixer.widths[1],
         "ffn_gate": num_neurons,
         "ffn_hidden": num_neurons,
     }
     if layer.spec.predict:
-        found["ffn_predicted"] = num_neurons
+        widths["ffn_predicted"] = num_neurons
     if layer.shared is not None:
-        found["ffn_shared_hidden"] = layer.shared.ffn.num_neurons
-    return found
+        widths["ffn_shared_hidden"] = layer.shared.ffn.num_neurons
+    return SeenLayer(begin=begin, end=end, values=values, widths=widths, route=route)

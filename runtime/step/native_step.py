@@ -5,6 +5,7 @@ Models that it does not support run layer by layer in decoder.py; `build` return
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Array, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -118,6 +119,8 @@ class NativeStep:
     """A step of the whole model in one native call."""
 
     step: StepStruct
+    values: StepValues
+    placed: Sequence[tuple[Op, tuple[int, int]]]  # the program, with the native operations of each
     logits: LogitsMemory
     traffic: Traffic
     kept: tuple[Any, ...]  # keeps alive what the structs point to
@@ -130,7 +133,7 @@ class NativeStep:
         """Logits f32 [V] after one token."""
         logits_V = self.logits.take_row()
         row = Row(token=token, position=position, sequence=sequence, has_logits=True)
-        self._run((RowStruct * 1)(_struct_of(row)), logits_V)
+        self._run((RowStruct * 1)(row_struct(row)), logits_V)
         return logits_V
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
@@ -139,7 +142,7 @@ class NativeStep:
 
         Raises IndexError for a token or position out of range, or a position without a block in the
         cache."""
-        structs = (RowStruct * len(rows))(*map(_struct_of, rows))
+        structs = (RowStruct * len(rows))(*map(row_struct, rows))
         logits_RV = self.logits.take(sum(row.has_logits for row in rows))
         self._run(structs, logits_RV)
         return logits_RV
@@ -160,7 +163,7 @@ def take_traffic(step: StepStruct, traffic: Traffic) -> None:
     step.predictor_bytes = step.attention_bytes = 0
 
 
-def _struct_of(row: Row) -> RowStruct:
+def row_struct(row: Row) -> RowStruct:
     source = -1 if row.source is None else row.source
     return RowStruct(
         row.token, row.position, row.sequence, row.has_logits, source, row.reads, row.writes
@@ -202,31 +205,31 @@ class StepBuilder(Structs):
         self.values = StepValues(value_sizes)
 
     def step(self, weights: Weights, traffic: Traffic) -> NativeStep:
-        step = self.without_workspace(weights)
+        step, placed = self.without_workspace(weights)
         step.workspace = self.workspace(library.step_bytes(step))
         return NativeStep(
             step=step,
+            values=self.values,
+            placed=placed,
             logits=LogitsMemory(vocab_size=weights.head.weight.num_rows),
             traffic=traffic,
             kept=tuple(self.kept),
         )
 
-    def without_workspace(self, weights: Weights) -> StepStruct:
-        layers = [self.layer(layer) for layer in weights.layers]
-        step = self.with_ends(weights, layers)
+    def without_workspace(
+        self, weights: Weights
+    ) -> tuple[StepStruct, Sequence[tuple[Op, tuple[int, int]]]]:
+        """The whole model, and its operations with the native ones of each."""
+        step = self.frame(weights, [self.layer(layer) for layer in weights.layers])
+        step.embedding = self.matrix(weights.embedding)
+        step.head = self.linear(weights.head)
+        step.output_norm = self.output_norm(weights)
         program = step_program(host_form(weights))
         lowered = self.lowered(program, dict(enumerate(weights.layers)), weights.outer)
         self.ops(step, [struct for structs in lowered for struct in structs])
         step.max_rows = min(MAX_ROWS, step.context_length * self.tables.each[0].num_sequences)
-        return step
-
-    def with_ends(self, weights: Weights, layer_structs: list[LayerStruct]) -> StepStruct:
-        """A step with these layers, embedding, output norm and head, without operations and workspace."""
-        step = self.frame(weights, layer_structs)
-        step.embedding = self.matrix(weights.embedding)
-        step.head = self.linear(weights.head)
-        step.output_norm = self.output_norm(weights)
-        return step
+        ends = accumulate(map(len, lowered), initial=0)
+        return step, list(zip(program, pairwise(ends), strict=True))
 
     def output_norm(self, weights: Weights) -> NormStruct:
         spec = weights.spec.output_norm

@@ -13,11 +13,9 @@ from hotsplit.model.modes import Mode
 from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.device.pools import PoolBytes
 from hotsplit.runtime.kernels.stored import FLOATS
-from hotsplit.runtime.model.loader import Builder
-from hotsplit.runtime.step.hollow import hollow_builder
 from hotsplit.runtime.weights import gpu_products
 
-Way = Literal["watched", "unwatched", "gpu", "gpu, tiles"]
+Way = Literal["gpu", "gpu, tiles"]
 
 
 def way_on(device: torch.device) -> Way:
@@ -27,9 +25,8 @@ def way_on(device: torch.device) -> Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A pass over T tokens at the end of a context. `way`: "watched" by observers, who see all
-    values; "gpu" where matrices in blocks are multiplied without tiles. `num_hot`: of each layer;
-    None: any number."""
+    """A pass over T tokens on a GPU. `way`: "gpu" where matrices in blocks are multiplied without tiles.
+    `num_hot`: of each layer; None: any number."""
 
     model: ModelFile
     mode: Mode
@@ -39,22 +36,12 @@ class Pass:
     num_hot: Sequence[int] | None = None
     num_sequences: int = 1
 
-    @property
-    def is_on_gpu(self) -> bool:
-        return self.way in ("gpu", "gpu, tiles")
-
-    @cached_property
-    def hollow(self) -> Builder:
-        is_whole = self.model.spec.has_experts and self.model.layout == "stock"
-        return hollow_builder(self.model, "dense" if is_whole else "exact", is_divided=False)
-
     @cached_property
     def spec(self) -> ModelSpec:
         return self.model.spec.in_mode(self.mode)
 
     def tensor(self, num_bytes: int) -> PoolBytes:
-        """One tensor; main memory has no pools, so there it may be several."""
-        return PoolBytes.of(num_bytes) if self.is_on_gpu else PoolBytes(large=num_bytes)
+        return PoolBytes.of(num_bytes)
 
     def floats(self, values: float) -> PoolBytes:
         """A tensor of f32 values, given for one token."""
@@ -80,10 +67,3 @@ class Pass:
     def product(self, kind: str, width: int, num_rows: int) -> PoolBytes:
         """A product on a GPU beside its result."""
         return self.rounded(kind, width) + self.tile(kind, width, num_rows)
-
-    @property
-    def beside(self) -> PoolBytes:
-        """The values of operations before the layers that layers read beside the hidden state; on the CPU."""
-        made = {name for block in self.spec.first for name in block.outputs} - {"x"}
-        sizes = (self.spec.value_sizes[name] for name in sorted(made))
-        return PoolBytes() if self.is_on_gpu else sum(map(self.floats, sizes), PoolBytes())

@@ -1,8 +1,8 @@
 """Upper bounds on the memory of temporaries, before weights are loaded.
 
-A pass of torch over several tokens is a fold over the operations of each layer (step.program), with
-its own sizes: a value lives from the operation that writes it to the last that reads it, and each
-operation takes memory of its own while it runs (step.scratch). The buffers of decode steps are
+A pass in torch on a GPU is a fold over the operations of each layer (step.program), with its own sizes: a
+value lives from the operation that writes it to the last that reads it, and each operation takes memory of
+its own while it runs (step.scratch). The workspace of the C++ kernels and the buffers of decode steps are
 counted by the code that allocates them, for the shapes of the model's spec."""
 
 from dataclasses import replace
@@ -15,18 +15,20 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import FLOAT_BYTES, placed_units
 from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.model.modes import Mode
+from hotsplit.model.position_wise import TOKEN
+from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.device.device_memory import ALIGNMENT, BESIDE_BYTES, LEAST_BUDGET_BYTES
 from hotsplit.runtime.device.pools import SEGMENT_BYTES, PoolBytes
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.kernels.stored import FLOATS
-from hotsplit.runtime.step.decoder import plain_ops
 from hotsplit.runtime.step.divided_layer import hot_sizes, shared_parts
+from hotsplit.runtime.step.gpu_pass import plain_ops
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers
 from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.program import name_of
-from hotsplit.runtime.step.scratch import kept_norm, outside, taken, written
+from hotsplit.runtime.step.scratch import kept_norm, taken, written
 
 ROUNDED_TO = 64 << 10  # what a plan reserves is a multiple of it
 ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take
@@ -45,24 +47,20 @@ EXPERT_GAPS = 6 * 256  # between its matrices and biases in a piece
 
 
 def pass_pools(p: Pass) -> PoolBytes:
-    """Bytes at the peak of a pass; on a GPU, of any pass of up to so many tokens."""
+    """Bytes at the peak of any pass of up to so many tokens."""
     spec, width = p.spec, p.floats(p.spec.hidden_size)
-    turned = {(a.rotary, a.num_rotated) for a in spec.attentions if a.rotary}
-    tables = sum((p.floats(head_dim / 2) * 2 for _, head_dim in turned), PoolBytes())
-    tables = PoolBytes() if p.is_on_gpu else tables
     # An embedding's rows as stored, unpacked, scaled, with positions.
     embedding = p.model.tensors["token_embd.weight"].kind
     most = width * (4 if embedding in FLOATS else 6) | width + _head(p)
-    most |= PoolBytes() if p.is_on_gpu else outside(p)
     for index in _distinct_layers(p):
         layer = spec.layers[index]
         # The caller holds the layer's input, and the previous layer's if the predictor reads it.
         has_before = bool(index and layer.predict and layer.predict.input_layer_offset)
-        inputs = p.floats(spec.x_size) + p.beside
+        inputs = p.floats(spec.x_size)
         inputs += width + kept_norm(p, index - 1) if has_before else PoolBytes()
         alive = {"x": PoolBytes()}
         for op, last in zip(*plain_ops(index, layer), strict=True):
-            most |= tables + inputs + sum(alive.values(), PoolBytes()) + taken(p, index, op)
+            most |= inputs + sum(alive.values(), PoolBytes()) + taken(p, index, op)
             held = alive.get(name_of(op.reads[0]), PoolBytes())
             alive = {name: size for name, size in alive.items() if name not in last}
             alive |= written(p, index, op, held)
@@ -74,9 +72,7 @@ def _head(p: Pass) -> PoolBytes:
     p = replace(p, num_tokens=min(p.num_tokens, LOGITS_CHUNK))
     width, logits = p.floats(p.spec.hidden_size), p.floats(p.spec.vocab_size)
     kind = p.model.tensors[p.model.head_name].kind
-    product = PoolBytes()
-    if p.is_on_gpu:
-        product = p.product(kind, p.spec.hidden_size, p.spec.vocab_size)
+    product = p.product(kind, p.spec.hidden_size, p.spec.vocab_size)
     return width + logits + (width | logits | product)
 
 
@@ -115,27 +111,61 @@ def workspace_bytes(
     gpu_budget_bytes: int = 0,
 ) -> int:
     """What a plan, or an engine without one, reserves on each device that holds anything: on the CPU
-    for passes, watched by observers or not, and native steps, however neurons are divided; on a GPU
+    for native steps, watched by observers or not, and for the CPU's part of passes on a GPU; on a GPU
     of this budget, at least what `gpu_bytes` needs beyond the budget that is enforced at least."""
-    tokens = min(SHORT_CHUNK, context_length)
-    watched = Pass(
-        model=model,
-        mode=mode,
-        num_tokens=tokens,
-        context_length=context_length,
-        way="watched",
-        num_sequences=num_sequences,
-    )
-    most = max(pass_pools(p).total for p in (watched, replace(watched, way="unwatched")))
-    for is_divided in (False,) if model.spec.has_experts else (False, True):
-        builder = hollow_builder(model, mode, is_divided=is_divided)
-        most = max(most, step_bytes(builder, context_length, num_sequences))
+    most = host_bytes(model, context_length, mode, num_sequences)
     if gpu_budget_bytes:
-        longest = replace(watched, num_tokens=min(PREFILL_CHUNK, context_length))
-        most = max(most, outside(longest).total)  # of passes on the GPU
+        tokens = min(PREFILL_CHUNK, context_length)
+        most = max(most, FLOAT_BYTES * tokens * _outside_values(model.spec))  # of passes on the GPU
         free = max(0, LEAST_BUDGET_BYTES - gpu_budget_bytes)
         most = max(most, gpu_bytes(model, context_length, mode, num_sequences) - free)
     return -(-most // ROUNDED_TO) * ROUNDED_TO
+
+
+def host_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: int = 1) -> int:
+    """Bytes of the workspace of native steps, however neurons are divided, or of `seen_bytes`."""
+    is_divided = (False,) if model.spec.has_experts else (False, True)
+    builders = [hollow_builder(model, mode, is_divided=each) for each in is_divided]
+    steps = [step_bytes(each, context_length, num_sequences) for each in builders]
+    return max(*steps, seen_bytes(model, context_length, mode))
+
+
+def seen_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:
+    """Bytes that observers take beside a native step: the values that they see of each row, with copies of those
+    that later operations overwrite, and some logits. A pass on a GPU has no more on the CPU."""
+    spec, rows = model.spec.in_mode(mode), min(SHORT_CHUNK, context_length)
+    outputs = 4 * spec.x_size + 12 * spec.hidden_size + 2 * sum(spec.value_sizes.values())
+    heads = max(layer.mixer.query_size for layer in spec.layers)
+    neurons = max(_seen_neurons(layer) for layer in spec.layers)
+    logits = 2 * min(rows, LOGITS_CHUNK) * spec.vocab_size
+    return FLOAT_BYTES * (rows * (outputs + heads + neurons) + logits)
+
+
+def _seen_neurons(layer: LayerSpec) -> int:
+    """Values of a token that observers see within the neurons of a layer."""
+    route, own = layer.route, layer.neurons
+    number = own.number if route is None else route.num_used * own.of_expert + 4 * route.num_experts
+    shared = 0 if layer.shared is None else layer.shared.number
+    return (2 + (layer.predict is not None)) * number + shared
+
+
+def _outside_values(spec: ModelSpec) -> int:
+    """Values of a token of operations before the layers or after them, one after the other, and of what they
+    leave to layers. What one reads and writes is there twice, in parts and whole, beside a product with a
+    matrix as it is scaled, normed and added."""
+    width, most = spec.hidden_size, 0
+    for blocks in (spec.first, spec.last):
+        kept = width
+        for block in blocks:
+            read = (spec.value_sizes.get(x, width) for x in block.inputs if x != TOKEN)
+            made, shapes = block.values(width), block.shapes(width)
+            products = (
+                shapes[n][0] for n in shapes if len(shapes[n]) > 1 and n not in block.tables
+            )
+            values = 2 * (sum(made.values()) + sum(read)) + 3 * max(products, default=0)
+            most = max(most, kept + values)
+            kept += sum(size for name, size in made.items() if name != "x")
+    return most
 
 
 def gpu_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: int = 1) -> int:

@@ -1,9 +1,8 @@
-"""The matrix products that a decoder needs, for weights in the file's types.
+"""The matrix products of passes in torch, for weights in the file's types, with f32 sums.
 
-Sums are f32. On the CPU, the C++ kernels compute products, and sums of rows for one token; they
-quantise vectors to blocks of 16-bit integers if the weights are in blocks. Sums for several tokens,
-and everything if the kernels are not built, are torch's. On a GPU, products of several tokens are
-computed as runtime.weights.gpu_products says.
+On the CPU, the C++ kernels compute products, and unpack rows for sums of them; they quantise vectors to
+blocks of 16-bit integers if the weights are in blocks. On a GPU, products of several tokens are computed as
+runtime.weights.gpu_products says.
 
 Letters: N rows, D row width, A chosen rows, T tokens."""
 
@@ -16,15 +15,10 @@ from torch import Tensor
 
 from hotsplit.costs.part_bytes import tile_rows
 from hotsplit.files.gguf_file import TensorEntry
-from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.grouped import is_grouped
 from hotsplit.runtime.kernels.planar import PLANAR_KIND
 from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together, unpack
 from hotsplit.runtime.weights import gpu_products
-
-# Layouts for GPUs that the CPU's kernels do not read.
-_GPU_KINDS = tuple(t.gpu_kind for t in TYPES if t.planes and "planar" not in t.forms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +35,6 @@ class Matrix(StoredMatrix):
         is_in_rows = self.kind not in FLOATS and rows_together(self.kind) == 1
         return is_in_rows and gpu_products.multiplies_blocks(self.data.device)
 
-    @property
-    def is_native(self) -> bool:
-        """True if the C++ kernels support it."""
-        is_on_cpu = self.data.device.type == "cpu" and not self._is_on_gpu
-        return is_on_cpu and self.kind not in _GPU_KINDS
-
     def part(self, start: int, stop: int) -> "Matrix":
         """A range of consecutive rows, as a view; in a tiled or grouped matrix, whole tiles or
         groups."""
@@ -62,21 +50,15 @@ class Matrix(StoredMatrix):
             return rows_AD
         return unpack(self.data[index_A], self.kind)
 
-    def dot(self, x_D: Tensor, index_A: Tensor | None = None) -> Tensor:
-        """f32 [A]: the chosen rows (None: all) times one vector."""
-        if self.is_native:
-            return library.dot_rows(self.data, self.kind, x_D, index_A)
-        if self._is_on_gpu and index_A is None and self.kind not in PLANAR_KIND:
-            y_N = x_D.new_empty(self.num_rows)
-            gpu_products.dot(self, x_D, y_N)
-            return y_N
-        return self.product(x_D[None], index_A)[0]
-
-    def combine(self, weight_A: Tensor, index_A: Tensor | None = None) -> Tensor:
-        """f32 [D]: the weighted sum of the chosen rows (None: all)."""
-        if self.is_native and (index_A is None or not is_grouped(self.kind)):
-            return library.accumulate_rows(self.data, self.kind, weight_A, index_A)
-        return self.combine_many(weight_A[None], index_A)[0]
+    def dot(self, x_D: Tensor) -> Tensor:
+        """f32 [N]: the rows times one vector."""
+        if not self._is_on_gpu:
+            return library.dot_rows(self.data, self.kind, x_D)
+        if self.kind in PLANAR_KIND:
+            return self.product(x_D[None])[0]
+        y_N = x_D.new_empty(self.num_rows)
+        gpu_products.dot(self, x_D, y_N)
+        return y_N
 
     def product(
         self,
@@ -92,14 +74,8 @@ class Matrix(StoredMatrix):
                 return gpu_products.multiply(self, x, out)
             return gpu_products.product(x, count, self._gpu_tiles(index_A), out)
         assert isinstance(x, Tensor) and out is None
-        x_TD = x
-        if self.is_native and len(x_TD):
-            rows = None if index_A is None else index_A.to(torch.int32)
-            return library.dot_rows(self.data, self.kind, x_TD.contiguous(), rows)
-        y_TA = x_TD.new_empty(len(x_TD), count)
-        for start, rows_AD in self._tiles(index_A):
-            torch.mm(x_TD, rows_AD.T, out=y_TA[:, start : start + len(rows_AD)])
-        return y_TA
+        rows = None if index_A is None else index_A.to(torch.int32)
+        return library.dot_rows(self.data, self.kind, x.contiguous(), rows)
 
     def combine_many(self, weight_TA: Tensor, index_A: Tensor | None = None) -> Tensor:
         """f32 [T, D]: for every token the weighted sum of the chosen rows (None: all)."""
@@ -157,19 +133,14 @@ class Matrix(StoredMatrix):
             return
         tile = tile_rows(self.width)
         tile -= tile % rows_together(self.kind)
-        buffer = torch.empty(min(tile, count), self.width) if self.is_native else None
-        rows_A = None if index_A is None or buffer is None else index_A.to(torch.int32)
+        buffer = torch.empty(min(tile, count), self.width)
         for start in range(0, count, tile):
             piece = slice(start, min(start + tile, count))
-            if buffer is None:
-                chosen = self.data[piece] if index_A is None else self.data[index_A[piece]]
-                yield start, unpack(chosen, self.kind)
-                continue
             out_AD = buffer[: piece.stop - start]
-            if rows_A is None:
+            if index_A is None:
                 library.unpack_rows(self.data[piece], self.kind, out_AD)
             else:
-                library.unpack_rows(self.data, self.kind, out_AD, rows_A[piece])
+                library.unpack_rows(self.data, self.kind, out_AD, index_A[piece].to(torch.int32))
             yield start, out_AD
 
 

@@ -43,11 +43,6 @@ class NeuronBlock:
         return self.gate.weight.data.device
 
     @property
-    def is_native(self) -> bool:
-        """True if the C++ kernels support the whole block."""
-        return all(matrix.is_native for matrix in self.matrices)
-
-    @property
     def matrices(self) -> list[Matrix]:
         """Gate, up (if there is one) and down."""
         up = [] if self.up is None else [self.up.weight]
@@ -77,11 +72,6 @@ class NeuronBlock:
             up=None if self.up is None else self.up.part(start, stop),
             down=self.down.part(start, stop),
         )
-
-    def rows(self, position_A: Tensor) -> Tensor:
-        """int32 rows of the neurons at these positions of the block."""
-        chosen = position_A if self.row_N is None else self.row_N[position_A]
-        return chosen.to(torch.int32)
 
 
 class HasRole(Protocol):

@@ -25,7 +25,7 @@ from hotsplit.runtime.neuron_cache.setup import first_residents
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import hybrid_builder
-from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.gpu_pass import GpuPass
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights.resident import Residence
 
@@ -195,7 +195,7 @@ def test_prompts_follow_the_tables(tmp_path):
     _, static = cached.static()
     prompt = torch.tensor(IDS[:3])
     found = [
-        Decoder(weights=weights, observers=Observers(), native="none").forward(prompt, 10).clone()
+        GpuPass(weights=weights, observers=Observers()).forward(prompt, 10).clone()
         for weights in (cached.weights, static)
     ]
     assert torch.equal(*found)

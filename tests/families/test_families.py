@@ -571,7 +571,7 @@ def converted(folder: Path, output: Path, **options) -> Path:
 def decoded(engine: Engine, ids: list[int]) -> torch.Tensor:
     """Logits after the last of `ids`, which are decoded one at a time after a prefill of two."""
     with torch.inference_mode():
-        engine._live._run_in_torch(rows_of(ids[:2], 0))
+        engine._live.run(rows_of(ids[:2], 0))
         for position, token in enumerate(ids[2:], start=2):
             logits_V = engine._step(token, position)
         return logits_V

@@ -35,7 +35,7 @@ from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.attention.attend import capped
+from hotsplit.runtime.ops.head import logits_of
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
@@ -100,7 +100,7 @@ def test_hidden_states_are_what_the_head_reads(path):
         with engine.sequence() as text:
             pieces = (IDS[:5], IDS[5:6], IDS[6:])
             states_TD = torch.cat([engine.hidden_states(text, piece) for piece in pieces])
-        found_TV = capped(weights.head.apply(states_TD), weights.spec.logit_cap)
+        found_TV = logits_of(states_TD, weights.head, weights.spec)
     assert rel_error(found_TV, want_TV) < 1e-5
 
 

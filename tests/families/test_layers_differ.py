@@ -1,16 +1,14 @@
-"""Layers with their own windows, rotary embeddings, scales, heads and neurons, against float64: in
-torch, in the native step at every level, in hybrid steps with the float64 kernels.
-
-Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width."""
+"""Layers with their own windows, rotary embeddings, scales, heads and neurons, against float64: in the native
+step at every level, in hybrid steps with the float64 kernels."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from models import changed, differing_spec, family_spec, make_model, make_sizes
-from reference import norm, rel_error, weights
+from reference import heads_ref, logits_ref, rel_error, weights
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -19,103 +17,15 @@ from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.attention import attend
-from hotsplit.runtime.ops.attention.rotary import Turns
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import Row, rows_of
 from hotsplit.runtime.step.host_mixers import HostMixers
 from hotsplit.runtime.step.plain_backend import plain_backend
 
-LEVELS = library.usable_levels()
 BOUND = 1e-5  # against float64, with all weights and the cache in f32; the largest seen was 1e-6
 SIZES = make_sizes(num_layers=6, num_neurons=96, context_length=300)
 LONG = np.random.default_rng(1).integers(0, 50, 600).tolist()
 IDS = np.random.default_rng(3).integers(0, SIZES.vocab_size, 300).tolist()
-
-
-# ---- the definition, in float64 --------------------------------------------------------------
-
-
-def capped(x, cap):
-    return x if cap is None else cap * np.tanh(x / cap)
-
-
-def attend_ref(query_THW, key_CKW, value_CKW, scale, window, cap=None):
-    """Attention of the last T of C positions, one token at a time: f64 [T, H * W]."""
-    num_tokens, num_heads, _ = query_THW.shape
-    num_cached, num_kv, _ = key_CKW.shape
-    kv_head_H = np.arange(num_heads) * num_kv // num_heads
-    key_CHW, value_CHW = key_CKW[:, kv_head_H], value_CKW[:, kv_head_H]
-    out_THW = np.zeros(query_THW.shape)
-    for t in range(num_tokens):
-        distance_C = num_cached - num_tokens + t - np.arange(num_cached)
-        read = (distance_C >= 0) & (distance_C < (window or num_cached))
-        score_CH = capped(scale * (key_CHW[read] * query_THW[t]).sum(axis=2), cap)
-        share_CH = np.exp(score_CH - score_CH.max(axis=0))
-        share_CH /= share_CH.sum(axis=0)
-        out_THW[t] = (share_CH[:, :, None] * value_CHW[read]).sum(axis=0)
-    return out_THW.reshape(num_tokens, -1)
-
-
-def turned(x_THW, rotary):
-    if rotary is None:
-        return x_THW
-    width = x_THW.shape[-1]
-    frequency = rotary.theta ** (-np.arange(0, width, 2) / width) / rotary.scaling.factor
-    angle = np.arange(len(x_THW))[:, None, None] * frequency
-    pairs = x_THW.reshape(*x_THW.shape[:2], *((-1, 2) if rotary.pairing == "adjacent" else (2, -1)))
-    axis = -1 if rotary.pairing == "adjacent" else -2
-    a, b = np.take(pairs, 0, axis), np.take(pairs, 1, axis)
-    rotated = (a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle))
-    return np.stack(rotated, axis).reshape(x_THW.shape)
-
-
-def centred(x, epsilon):
-    """A layer norm without weights."""
-    x = x - x.mean(axis=-1, keepdims=True)
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon)
-
-
-def activated(x, name):
-    if name in ("relu", "relu2"):
-        return np.maximum(x, 0) ** (1 + (name == "relu2"))
-    if name == "silu":
-        return x / (1 + np.exp(-x))
-    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
-
-
-def logits_ref(model, ids):
-    """Logits [T, V] of a Llama in mode dense."""
-    x = weights(model, "token_embd.weight")[ids]
-    for index, layer in enumerate(model.spec.layers):
-
-        def named(name, index=index):
-            return weights(model, f"blk.{index}.{name}")
-
-        def w(name, named=named):
-            return named(f"{name}.weight")
-
-        a, neurons = layer.attention, layer.neurons
-        y = norm(x, named, layer.norms["attn_norm"])
-        query, key, value = (
-            (y @ w(f"attn_{name}").T).reshape(len(ids), -1, a.head_dim) for name in "qkv"
-        )
-        if a.head_norm:
-            query, key = (
-                centred(heads, a.head_norm.epsilon) * w(f"attn_{name}_norm")
-                for heads, name in ((query, "q"), (key, "k"))
-            )
-        query, key = turned(query, a.rotary), turned(key, a.rotary)
-        if a.growth_length:
-            steps = np.arange(len(ids)) // a.growth_length
-            query = query * (1 + a.growth * np.log(1 + steps))[:, None, None]
-        heads = attend_ref(query, key, value, a.score_scale, a.window, a.score_cap)
-        x = x + heads @ w("attn_output").T
-        y = norm(x, named, layer.norms["ffn_norm"])
-        hidden = activated(y @ w("ffn_gate").T, neurons.activation) * (y @ w("ffn_up").T)
-        x = x + hidden @ w("ffn_down_t")
-    y = norm(x, partial(weights, model), model.spec.output_norm)
-    return capped(y @ weights(model, model.head_name).T, model.spec.logit_cap)
 
 
 @pytest.fixture(scope="module")
@@ -151,41 +61,6 @@ def right_logits(window, heads=(4, 2), head_width=None):
     return logits_ref(windowed(window, heads=heads, head_width=head_width), LONG)
 
 
-# ---- torch -----------------------------------------------------------------------------------
-
-
-def drawn(num_tokens, num_cached, heads):
-    generator = torch.Generator().manual_seed(num_tokens + num_cached)
-    shapes = (num_tokens, heads[0]), (num_cached, heads[1]), (num_cached, heads[1])
-    return tuple(torch.randn(*shape, 8, generator=generator) for shape in shapes)
-
-
-def spec_of(heads, **more):
-    num_heads, num_kv_heads = heads
-    return Attention(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8, rotary=None, scale=0.3, **more
-    )
-
-
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 6, 7, 8, 19, 20, 21, 50])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-def test_torch(heads, window):
-    cap = {7: 0.4, 20: 3.0}.get(window)
-    for num_tokens, num_cached in ((1, 1), (1, 20), (5, 5), (7, 20), (20, 20)):
-        tensors = drawn(num_tokens, num_cached, heads)
-        want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, window, cap)
-        got = attend.attend(*tensors, spec_of(heads, window=window, score_cap=cap))
-        assert rel_error(got, want) < 1e-6
-
-
-@pytest.mark.parametrize("wrong", [-1, 1])
-def test_the_bound_rejects_a_window_off_by_one(wrong):
-    tensors = drawn(7, 20, (6, 2))
-    want = attend_ref(*(t.double().numpy() for t in tensors), 0.3, 6)
-    for off, bound in (({"window": 6 + wrong}, 1e-2), ({"window": 6, "score_cap": 4.0}, 1e-3)):
-        assert rel_error(attend.attend(*tensors, spec_of((6, 2), **off)), want) > bound
-
-
 def test_rotaries_are_shared_by_layers_with_equal_ones(model):
     with Engine.of(model, mode="dense") as engine:
         found = [layer.attention.rotary for layer in engine.layers]
@@ -197,25 +72,12 @@ def test_rotaries_are_shared_by_layers_with_equal_ones(model):
 # ---- the native step -------------------------------------------------------------------------
 
 
-def in_torch(engine, ids):
-    """Logits of a prompt whose passes go through torch."""
-    with engine.observe(lambda name, layer, tensor: None, lambda name, layer: False, in_torch=True):
-        return engine.logits(ids)
-
-
 def stepped(engine, ids):
     return torch.stack([engine._step(token, position) for position, token in enumerate(ids)])
 
 
-def test_layers_that_differ_in_torch(model, want):
-    with Engine.of(model, mode="dense", cache_type_k="f32") as engine:
-        assert rel_error(in_torch(engine, IDS[:100]), want) < BOUND
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_layers_that_differ_in_the_native_step(restore_library, model, want, level):
+def test_layers_that_differ_in_the_native_step(level, model, want):
     """Token by token, in one prompt, in several, and with any number of threads."""
-    library.set_level(level)
     with Engine.of(model, mode="dense", cache_type_k="f32") as engine:
         library.set_threads(1)
         alone = stepped(engine, IDS[:100])
@@ -228,21 +90,16 @@ def test_layers_that_differ_in_the_native_step(restore_library, model, want, lev
 
 def test_layers_that_differ_as_observers_see_them(model):
     """Each observer gets the neurons of the layer, as many as it has."""
-    seen = {}
-    with Engine.of(model, mode="dense", cache_type_k="f32") as engine:
-        assert engine._live.has_native_layers
-        for kind in ("native", "torch"):
-
-            def note(name, layer, tensor, kind=kind):
-                seen[kind, name, layer] = tensor.clone()
-
-            names = {"ffn_gate", "layer_out"} | ({"attn_out"} if kind == "torch" else set())
-            with engine.observe(note, lambda name, layer, names=names: name in names):
-                engine.hidden(IDS[:60])
+    seen, want = {}, {}
+    logits_ref(model, IDS[:60], seen=want)
+    with (
+        Engine.of(model, mode="dense", cache_type_k="f32") as engine,
+        engine.observe(lambda name, layer, x: seen.update({(name, layer): x.clone()})),
+    ):
+        engine.hidden(IDS[:60])
     for layer in range(SIZES.num_layers):
         for name in ("ffn_gate", "layer_out"):
-            got, plain = seen["native", name, layer], seen["torch", name, layer]
-            assert got.shape == plain.shape and rel_error(got, plain) < BOUND
+            assert rel_error(seen[name, layer], want[name, layer]) < BOUND
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
@@ -250,8 +107,9 @@ def test_layers_that_differ_in_sparse_modes(mode):
     spec = differing_spec(SIZES, window=9)
     model = make_model(spec=spec, predictor_rank=8)
     model = replace(model, threshold_L=(0.02,) * SIZES.num_layers)
+    want = logits_ref(model, IDS[:40], mode=mode)
     with Engine.of(model, mode=mode, cache_type_k="f32") as engine:
-        assert rel_error(stepped(engine, IDS[:40]), in_torch(engine, IDS[:40])) < BOUND
+        assert rel_error(stepped(engine, IDS[:40]), want) < BOUND
 
 
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 272, 599, 600, 1000)
@@ -318,7 +176,7 @@ def test_sequences_and_drafts_in_blocks(model, want):
 
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_heads_that_attend_on_the_host_for_a_gpu(model, num_sequences):
-    """Queries, keys and values of each layer, as many as it has, give what torch gives."""
+    """Of queries, keys and values of each layer, as many as it has."""
     with (
         Engine.of(model, mode="dense", cache_type_k="f32", num_sequences=num_sequences) as engine,
         torch.inference_mode(),
@@ -333,9 +191,10 @@ def test_heads_that_attend_on_the_host_for_a_gpu(model, num_sequences):
             size = layer.attention.widths[0]
             qkv = torch.randn(150, size, generator=torch.Generator().manual_seed(index))
             got = host.run(index, qkv, sequence=num_sequences - 1, start=0)
-            turns = Turns(0, 150)
-            plain = layer.attention._attend(qkv.clone(), num_sequences - 1, 0, turns)
-            assert rel_error(got, plain) < BOUND
+            a = layer.attention.spec
+            each = np.split(qkv.double().numpy(), np.cumsum(a.projected)[:-1] * a.head_dim, axis=1)
+            want = heads_ref(each, a, lambda name, i=index: weights(model, f"blk.{i}.{name}"))
+            assert rel_error(got, want) < BOUND
             found_heads.append(got.shape[1])
         assert len(set(found_heads)) > 1
 

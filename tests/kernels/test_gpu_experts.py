@@ -19,6 +19,7 @@ from gpu_matrices import (
     sizes,
     vector,
 )
+from reference import route_ref
 from test_gpu_neurons import hidden_bound
 
 from hotsplit.model.spec import Route
@@ -26,7 +27,6 @@ from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu import experts
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.stored import unpack
-from hotsplit.runtime.ops.route import route_ref
 from hotsplit.runtime.weights.matrix import Matrix
 
 pytestmark = pytest.mark.usefixtures("several_rows")

@@ -7,11 +7,8 @@ import torch
 from models import decided_predictors, make_model, make_sizes
 from test_cpu_kernels import rounded
 
-from hotsplit.costs.part_bytes import tile_rows
 from hotsplit.costs.pass_length import SHORT_CHUNK
-from hotsplit.costs.pass_parts import part_neurons
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.ops.neurons import feed_forward
 from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.weights import matrix
 from hotsplit.runtime.weights.matrix import Matrix
@@ -91,13 +88,6 @@ def test_products_of_strided_rows():
     assert torch.equal(apart.product(x_TD, index_A), W.product(x_TD, index_A))
 
 
-def test_a_part_has_whole_tiles():
-    for width in (1, 256, 2048, 8192):
-        for num_tokens in (1, 2, 128, 512):
-            rows = part_neurons(width, num_tokens)
-            assert rows >= tile_rows(width) and rows % tile_rows(width) == 0
-
-
 @pytest.fixture(scope="module", params=["f16", "q8_0"])
 def model_path(request, tmp_path_factory):
     shape = make_sizes(num_layers=2, width=64, num_neurons=3000, vocab_size=50, context_length=600)
@@ -106,21 +96,6 @@ def model_path(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("tiles") / "m.gguf"
     model.save(path)
     return path
-
-
-@pytest.mark.parametrize("num_tokens", [2, 3, 40, 513])
-@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
-def test_parts_and_chosen_rows_give_the_same_as_all_rows(model_path, mode, num_tokens, monkeypatch):
-    """With an observer, all rows of all neurons are computed at once, in passes of 128 tokens."""
-    monkeypatch.setattr(feed_forward, "part_neurons", lambda width, num_tokens: 1024)
-    ids = np.arange(num_tokens) % 50
-    with Engine.load(model_path, mode=mode, device="cpu") as engine:
-        got = engine.logits(ids)
-        with engine.observe(lambda name, layer, tensor: None):
-            want = engine.logits(ids)
-        difference = (got - want).norm() / want.norm()
-        assert difference < 3e-3, difference  # the KV cache is f16
-        assert (got.flip(0) - want).norm() / want.norm() > 1e-2 or num_tokens == 2
 
 
 def test_observers_see_short_passes(model_path):

@@ -37,11 +37,13 @@ from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.head import logits
 from hotsplit.runtime.ops.neurons import mixture
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS
-from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.batch import rows_of
+from hotsplit.runtime.step.gpu_pass import GpuPass
 from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.workspace import (
     decode_bytes,
@@ -76,8 +78,7 @@ def planned(request, tmp_path):
 
 
 def load(model, split, *, mode="exact", context=32, is_resident=True):
-    """(decoder, the card's memory, the CPU's residence) with the GPU's part in a slab. Without the
-    C++ kernels the residence is None."""
+    """(decoder, the card's memory, the CPU's residence) with the GPU's part in a slab."""
     placement = Placement.of_split(split, (CARD,))
     size = gpu_setup.slab_bytes(model, split.gpu_bytes, context, sum(map(len, split.hot)))
     memory = DeviceMemory.of(CARD, size)
@@ -97,12 +98,20 @@ def load(model, split, *, mode="exact", context=32, is_resident=True):
 
 
 def decoder_of(weights):
-    return Decoder(weights=weights, observers=Observers(), native="not asked for")
+    return GpuPass(weights=weights, observers=Observers())
+
+
+def last_logits(decoder, hidden_TD):
+    """Those of the last 16 tokens."""
+    weights = decoder.weights
+    return logits(
+        hidden_TD[-16:], weights.output_norm, weights.head, decoder.observers, weights.spec
+    )
 
 
 @torch.inference_mode()
 def logits_of(decoder, ids=IDS):
-    return decoder.logits(decoder.forward(torch.tensor(ids), 0))
+    return decoder.logits(rows_of(ids, 0, "all"))
 
 
 def test_each_item_takes_the_plans_bytes(planned):
@@ -686,7 +695,7 @@ def test_a_pass_stays_within_its_memory_bound(
 
         @torch.inference_mode()
         def run(decoder=decoder, ids_T=ids_T):
-            decoder.logits(decoder.forward(ids_T, context - len(ids_T))[-16:])
+            last_logits(decoder, decoder.forward(ids_T, context - len(ids_T)))
 
         run()
         peak, p = pool_peaks(run), on_gpu(model, mode, tokens, context, "gpu, tiles")
@@ -727,12 +736,11 @@ def test_a_pass_of_floats_stays_within_its_memory_bound(
         model = family_model(family, sizes=shape, predictor_rank=32, kind="f16")
     split = make_split(model, [range(2048)] * 2, context_length=2048)
     decoder, _, _ = load(model, split, mode=mode, context=2048, is_resident=False)
-    decoder = dataclasses.replace(decoder, chunk=512)
     ids_T = torch.arange(tokens) % 600
 
     @torch.inference_mode()
     def run():
-        decoder.logits(decoder.forward(ids_T, 2048 - tokens)[-16:])
+        last_logits(decoder, decoder.forward(ids_T, 2048 - tokens))
 
     run()
     bound, peak = pass_pools(on_gpu(model, mode, tokens, 2048)), pool_peaks(run)

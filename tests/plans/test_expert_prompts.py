@@ -66,7 +66,7 @@ def with_streams(
         staging=Staging(size, copier, is_pinned=False) if is_staged else None,
     )
     engine._sequences.decoder = dataclasses.replace(
-        engine._live, weights=with_stream(weights, stream), native="weights are with_stream"
+        engine._live, weights=with_stream(weights, stream), native=None
     )
     return stream
 

@@ -66,9 +66,7 @@ def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1)
         staging=Staging(size, copier, is_pinned=False) if is_staged else None,
     )
     weights = with_stream(weights, stream)
-    engine._sequences.decoder = dataclasses.replace(
-        engine._live, weights=weights, native="weights are with_stream"
-    )
+    engine._sequences.decoder = dataclasses.replace(engine._live, weights=weights, native=None)
     return stream
 
 

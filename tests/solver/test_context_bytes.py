@@ -7,7 +7,6 @@ import pytest
 import torch
 from delta_models import FEW, delta_model, full_shape, without_weights
 from models import make_inputs, make_machine, make_model, make_sizes
-from test_cutoffs import as_stock
 from test_solver_experts import profile_of, random_choices
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -22,7 +21,7 @@ from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.cache.state_slots import LayerState
 from hotsplit.runtime.device import huge_pages
-from hotsplit.runtime.step.hollow import hollow_builder, neurons_bytes
+from hotsplit.runtime.step.hollow import hollow_builder
 from hotsplit.runtime.weights.store import CPU
 from hotsplit.solver import solve
 from hotsplit.solver.advice import advise
@@ -179,16 +178,6 @@ def gemma3_12b() -> ModelFile:
     scale, caps = 256**-0.5, (None, None)
     spec = gemma_spec("gemma3", sizes, rotaries, "gelu_tanh", is_local_L, 1024, scale, caps)
     return without_weights(spec)
-
-
-def test_a_block_with_down_by_outputs_takes_memory():
-    """It is that of a call; a block of the wrong form would count as none."""
-    model = as_stock(make_model(sizes=make_sizes(num_layers=1), activation="silu"))
-    found = [
-        neurons_bytes(hollow_builder(model, "dense", is_divided=False), 0, 96, rows)
-        for rows in (1, 8)
-    ]
-    assert 8 * 4 * 64 < found[0] < found[1], found
 
 
 @pytest.mark.parametrize(("num_sequences", "mib"), [(1, 2888), (4, 11552)])

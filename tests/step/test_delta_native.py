@@ -13,7 +13,7 @@ import pytest
 import torch
 from delta_models import FEW, delta_model
 from models import make_sizes
-from reference import rel_error
+from reference import logits_ref, rel_error
 
 from hotsplit import Engine
 from hotsplit.runtime.kernels.cpu import library
@@ -23,7 +23,6 @@ from hotsplit.runtime.ops.norm import NormStruct
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.host_mixers import HostMixers, host_ways
-from hotsplit.runtime.step.native_layers import NativeLayers
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.native_parts import PartStruct
 from hotsplit.runtime.step.native_step import LayerStruct, RowStruct, StepStruct
@@ -330,17 +329,13 @@ def model_path(tmp_path):
 IDS = [(7 * i + i * i) % 50 for i in range(70)]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_model_agrees_with_torch(model_path, restore_library, level):
-    library.set_level(level)
+def test_a_model_agrees_with_the_reference(model_path, level):
     with Engine.load(model_path, mode="dense") as engine:
         got = engine._prefill(torch.tensor(IDS))
         for position, token in enumerate(IDS):
             one_by_one = engine._step(token, position)
         assert torch.equal(got, one_by_one)
-        with engine.observe(lambda name, layer, x: None, lambda name, layer: False, in_torch=True):
-            want = engine._prefill(torch.tensor(IDS))
-        assert rel_error(got, want) < 1e-5
+        assert rel_error(got, logits_ref(engine.model, IDS)[-1]) < 1e-5
 
 
 def test_the_host_mixes_in_passes_beside_a_gpu(monkeypatch):
@@ -350,8 +345,7 @@ def test_the_host_mixes_in_passes_beside_a_gpu(monkeypatch):
         live = engine._live
         ways = host_ways(live.weights)
         assert set(ways.values()) == {"whole"} and len(ways) == len(live.weights.layers)
-        host, seen = HostMixers.of(live.weights, ways), []
-        decoder = replace(live, native="torch", host=host)
+        decoder, seen = replace(live, native=None), []
         live.weights.cache.reserve(1, 0, len(IDS))
         mix = HostMixers.run
         monkeypatch.setattr(HostMixers, "run", lambda *a, **k: (seen.append(a[1]), mix(*a, **k))[1])
@@ -366,24 +360,17 @@ def test_the_host_mixes_in_passes_beside_a_gpu(monkeypatch):
     assert reads[-1].attention == 3 * by_pass
 
 
-def test_observers_see_native_layers(model_path):
-    """In memory and streamed, where a delta net is a layer by itself."""
-    names = ("layer_out", "ffn_hidden", "attn_norm", "attn_heads")
-    with Engine.load(model_path, mode="dense") as engine:
-        assert engine.has_native_layers
-        passes = []
-        for in_torch in (False, True):
-            seen = {}
-            with engine.observe(
-                lambda name, layer, x, seen=seen: seen.update({(name, layer): x.clone()}),
-                lambda name, layer: name in names,
-                in_torch=in_torch,
-            ):
-                engine._prefill(torch.tensor(IDS))
-            passes.append(seen)
-        layers = engine._live.weights.layers
-    native, torches = passes
-    assert len(native) == 4 * len(layers) and native.keys() == torches.keys()
-    for key, values in native.items():
-        assert rel_error(values, torches[key]) < 1e-5
-    assert NativeLayers.build({0: layers[0]}, {}) is not None and layers[0].delta is not None
+def test_observers_see_delta_nets(model_path):
+    names, seen, want = ("layer_out", "ffn_hidden", "attn_norm", "attn_heads"), {}, {}
+    with (
+        Engine.load(model_path, mode="dense") as engine,
+        engine.observe(
+            lambda name, layer, x: seen.update({(name, layer): x.clone()}),
+            lambda name, layer: name in names,
+        ),
+    ):
+        engine._prefill(torch.tensor(IDS))
+        logits_ref(engine.model, IDS, seen=want)
+    assert len(seen) == 4 * engine.model.spec.num_layers
+    for key, values in seen.items():
+        assert rel_error(values, want[key]) < 1e-5

@@ -20,7 +20,7 @@ from reference import rel_error
 from test_device_memory import allocate_as_on_cuda
 from test_hybrid_step import steps
 from test_runtime import make_split
-from test_temporaries import gpu_weights, host_weights
+from test_temporaries import gpu_weights
 
 from hotsplit import Engine
 from hotsplit.costs.bytes_read import bytes_read
@@ -40,8 +40,9 @@ from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.position_wise import Loaded, in_layer
 from hotsplit.runtime.step import hybrid_builder, scratch
-from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.file_form import file_form
+from hotsplit.runtime.step.gpu_pass import GpuPass
 from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.program import step_program
@@ -138,8 +139,7 @@ def assert_same(spec: ModelSpec) -> None:
         split = make_split(model, hot)
         placement = Placement.of_split(split, (CPU,))
         weights = load_weights(model, placement, "exact", 32, notice=print)
-        plain = Decoder(weights=weights, observers=Observers(), native="none")
-        want = plain.logits(plain.forward(torch.tensor(IDS), 0))
+        want = GpuPass(weights=weights, observers=Observers()).logits(rows_of(IDS, 0, "all"))
         backend = plain_backend(reference_kernels())
         step = hybrid_builder.build(weights, placement, Traffic(), backend)
         assert rel_error(steps(step, IDS), want) < 1e-5
@@ -221,20 +221,16 @@ NUMBERS = Numbers(
 )
 
 
-@pytest.mark.parametrize("way", ["unwatched", "gpu", "gpu, tiles"])
+@pytest.mark.parametrize("way", ["gpu", "gpu, tiles"])
 def test_what_operations_take_is_within_a_bound(way, monkeypatch):
-    """Those of Gemma 3n, which has one of each kind, in layers and outside."""
+    """Those of Gemma 3n, which has one of each kind, in layers."""
     tokens, sizes = 200, make_sizes(width=128, context_length=200)
     spec = gemma3n_spec([sizes] * 2, [False] * 2, [None] * 2, [None] * 2, NUMBERS)
     model, hot = make_model(spec=spec, kind="q8_0"), [range(96)] * 2
-    if way == "unwatched":
-        weights = host_weights(model, "exact", tokens, hot, 1)
-        outer = [*weights.first.values(), *weights.last.values()]
-    else:
-        monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
-        monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: way == "gpu")
-        allocate_as_on_cuda(monkeypatch)
-        weights, outer = gpu_weights(model, "exact", tokens, hot, 1), []
+    monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
+    monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: way == "gpu")
+    allocate_as_on_cuda(monkeypatch)
+    weights = gpu_weights(model, "exact", tokens, hot, 1)
     p = Pass(model=model, mode="exact", num_tokens=tokens, context_length=tokens, way=way)
     values = {name: torch.randn(tokens, size) for name, size in spec.value_sizes.items()}
     values |= {"attn_in": values["active"], "token": torch.arange(tokens) % 50}
@@ -246,12 +242,8 @@ def test_what_operations_take_is_within_a_bound(way, monkeypatch):
 
     for own in weights.layers[1].own.values():
         peak, bound = peak_of(own), scratch.own(p, own.block, 1)
-        if way == "unwatched":  # main memory has no pools
-            peak, bound = (PoolBytes(large=each.total) for each in (peak, bound))
         assert peak.small <= bound.small and peak.large <= bound.large, own.block
         assert bound.total < 8 * peak.total, own.block
-    most = max((peak_of(own).total for own in outer), default=0)
-    assert not outer or most <= scratch.outside(p).total < 3 * most
 
 
 def test_operations_are_told_apart_in_json():

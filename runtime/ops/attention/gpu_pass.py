@@ -12,7 +12,7 @@ from torch import Tensor
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.kernels.stored import Vectors
-from hotsplit.runtime.ops.attention.rotary import Places, Rotary, Turns
+from hotsplit.runtime.ops.attention.rotary import PassPlaces, Places, Rotary
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights import gpu_products
 
@@ -37,15 +37,13 @@ class Heads(Protocol):
     def vectors(self) -> Vectors: ...
 
 
-def attend_tokens(
-    heads: Heads, joined_TQ: Tensor, sequence: int, start: int, turns: Turns
-) -> Tensor:
+def attend_tokens(heads: Heads, joined_TQ: Tensor, sequence: int, places: PassPlaces) -> Tensor:
     """The heads' output [T, H * W] in the type of the cache, that of a single token in f32, for
     queries, keys and values [T, Q]; appends to the cache."""
     device = joined_TQ.device
-    places, kernels = turns.places(heads.cache.table, sequence, device), gpu_products.kernels()
+    own, kernels = places.of(heads.cache.table, sequence, device), gpu_products.kernels()
     with gpu_products.made_current(device):
-        heads_TH = run_kernels(kernels, heads, joined_TQ, places).flatten(1)
+        heads_TH = run_kernels(kernels, heads, joined_TQ, own).flatten(1)
     return heads_TH if len(heads_TH) > 1 else heads_TH.float()
 
 

@@ -1,6 +1,6 @@
-"""Rotary embeddings, in torch and as a struct for C++.
+"""Rotary embeddings, as a struct for C++ too, and the places of a prompt's tokens in a GPU's cache.
 
-Letters: T tokens, H heads, W head width."""
+Letters: T tokens, W head width, S sequences, N blocks of a sequence."""
 
 from collections.abc import Mapping
 from ctypes import Array, Structure, c_double, c_int32, c_int64, c_void_p
@@ -42,40 +42,6 @@ class Rotary:
             magnitude=scaling.magnitude,
         )
 
-    def turn(self, start: int, count: int) -> "Turn":
-        """The rotation for positions start .. start + count - 1."""
-        positions = torch.arange(start, start + count, device=self.frequency_W.device)
-        angle = positions[:, None, None] * self.frequency_W
-        cos, sin = angle.cos() * self.magnitude, angle.sin() * self.magnitude
-        return Turn(cos=cos.float(), sin=sin.float(), rotary=self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """The rotation of T positions; `cos` and `sin` are f32 [T, 1, W / 2]."""
-
-    cos: Tensor
-    sin: Tensor
-    rotary: Rotary
-
-    @property
-    def num_values(self) -> int:
-        """The values of a head that rotate: its first."""
-        return 2 * self.cos.shape[-1]
-
-    def apply(self, x_THW: Tensor) -> Tensor:
-        if self.num_values < x_THW.shape[-1]:
-            rest_THW = x_THW[..., self.num_values :]
-            return torch.cat([self.apply(x_THW[..., : self.num_values]), rest_THW], dim=-1)
-        if self.rotary.is_adjacent:
-            first, second = x_THW[..., 0::2], x_THW[..., 1::2]
-        else:
-            first, second = x_THW.chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
-        if self.rotary.is_adjacent:
-            return torch.stack(turned, dim=-1).flatten(-2)
-        return torch.cat(turned, dim=-1)
-
 
 @dataclass(frozen=True)
 class Places:
@@ -87,42 +53,29 @@ class Places:
     table_SN: Tensor | None = None
 
 
-class Turns:
-    """The rotations of positions start .. start + count - 1, made once for each rotary embedding,
-    and their places in the cache, made once for each GPU and table unless `places` has them."""
+class PassPlaces:
+    """The places of positions start .. start + count - 1 of a sequence, made once for each GPU and table
+    unless they are given."""
 
     def __init__(
         self,
         start: int,
         count: int,
-        places: Mapping[tuple[torch.device, BlockTable], Places] | None = None,
+        given: Mapping[tuple[torch.device, BlockTable], Places] | None = None,
     ) -> None:
-        self._start, self._count = start, count
-        self._made: dict[int, Turn] = {}  # by the id of the rotary embedding
-        self._places = dict(places or {})
+        self._start, self._count, self._made = start, count, dict(given or {})
 
-    def of(self, rotary: Rotary | None) -> Turn | None:
-        if rotary is None:
-            return None
-        if id(rotary) not in self._made:  # the turn keeps its rotary embedding, so ids stay unique
-            self._made[id(rotary)] = rotary.turn(self._start, self._count)
-        return self._made[id(rotary)]
-
-    def places(self, table: BlockTable, sequence: int, device: torch.device) -> Places:
-        """The places of the positions of a sequence by this table."""
+    def of(self, table: BlockTable, sequence: int, device: torch.device) -> Places:
         key = device, table
-        if key not in self._places:
-            self._places[key] = self._placed(table, sequence, device)
-        return self._places[key]
-
-    def _placed(self, table: BlockTable, sequence: int, device: torch.device) -> Places:
-        stop = self._start + self._count
-        position_T = torch.arange(self._start, stop, device=device)
-        if table.is_whole:
-            return Places(position_T)
-        sequence_T = torch.zeros(self._count, dtype=torch.int32, device=device)
-        block_N = table.blocks(sequence, stop).to(torch.int32)
-        return Places(position_T, sequence_T, block_N[None].to(device))
+        if key not in self._made:
+            stop = self._start + self._count
+            position_T = torch.arange(self._start, stop, device=device)
+            self._made[key] = Places(position_T)
+            if not table.is_whole:
+                sequence_T = torch.zeros(self._count, dtype=torch.int32, device=device)
+                block_N = table.blocks(sequence, stop).to(torch.int32)
+                self._made[key] = Places(position_T, sequence_T, block_N[None].to(device))
+        return self._made[key]
 
 
 class RotaryStruct(Structure):

@@ -1,23 +1,20 @@
 """The experts of a layer over the tokens that have chosen them: on a GPU in one pass (expert_pass.py), on the
-CPU in one native call (chosen.py), or else, and for observers, one expert after another, which defines the
-result.
+CPU in one native call (chosen.py); for observers, and on a GPU without tensor cores, one expert after another.
 
 Letters: T tokens, D model width, K experts of a token, F neurons of an expert, N tokens of an expert."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
 from hotsplit.runtime.ops.neurons import expert_pass
 from hotsplit.runtime.ops.neurons.chosen import experts_on_cpu
-from hotsplit.runtime.ops.neurons.feed_forward import SHOWN, BlockResult, FeedForward
+from hotsplit.runtime.ops.neurons.feed_forward import SHOWN, FeedForward
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.route import Routed
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.expert_block import ExpertBlock
-from hotsplit.runtime.weights.gpu_products import Factor
 
 
 def run_mixture(ffn: FeedForward, x_TD: Tensor, routed: Routed, *, observers: Observers) -> Tensor:
@@ -56,16 +53,11 @@ def _of_blocks(
     """The weighted sum [T, D] of the chosen experts that are in one block or two."""
     first_TD, *others = [
         _in_one_call(ffn, block, x_TD, routed)
-        if not seen_TKF and _is_native(ffn, block)
+        if not seen_TKF and not gpu_products.is_gpu(block.device)
         else _one_by_one(ffn, block, x_TD, routed, seen_TKF)
         for block in blocks
     ]
     return first_TD + others[0] if others else first_TD
-
-
-def _is_native(ffn: FeedForward, block: ExpertBlock) -> bool:
-    one = block.expert(0)
-    return one.is_native and (ffn.gate.computes_all or not one.is_by_output)
 
 
 def _in_one_call(ffn: FeedForward, block: ExpertBlock, x_TD: Tensor, routed: Routed) -> Tensor:
@@ -87,23 +79,12 @@ def _one_by_one(
             continue
         token_N, number_N = (routed.id_TK == expert).nonzero(as_tuple=True)
         x_ND = x_TD[token_N].to(block.device)
-        result = _expert(ffn, block, expert, x_ND, is_watched=bool(seen_TKF))
-        y_TKD[token_N, number_N] = result.y_TD.to(x_TD.device)
+        place, bias_PD = block.place_of(expert), block.down.bias_PN
+        result = ffn.run_block(block.expert(place), x_ND, None, is_watched=bool(seen_TKF))
+        y_ND = result.y_TD if bias_PD is None else result.y_TD + bias_PD[place]
+        y_TKD[token_N, number_N] = y_ND.to(x_TD.device)
         for name, values_TKF in seen_TKF.items():
-            part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
+            part = result.gate_TN if name == "ffn_gate" else result.hidden_TN
             assert part is not None
             values_TKF[token_N, number_N] = part.to(x_TD.device)
     return (routed.weight_TK[..., None] * y_TKD).sum(dim=1)
-
-
-def _expert(
-    ffn: FeedForward, block: ExpertBlock, expert: int, x_ND: Tensor, *, is_watched: bool
-) -> BlockResult:
-    """One expert of a block, on its device."""
-    place, bias_PD = block.place_of(expert), block.down.bias_PN
-    own = block.expert(place)
-    if gpu_products.is_gpu(block.device) and not (is_watched or block.is_by_output):
-        result = BlockResult(y_TD=ffn.on_gpu(own, Factor.of(x_ND), None))
-    else:
-        result = ffn.run_block(own, x_ND, None, is_watched)
-    return result if bias_PD is None else replace(result, y_TD=result.y_TD + bias_PD[place])

@@ -1,15 +1,8 @@
 """How many neurons or experts a pass computes at a time."""
 
-from hotsplit.costs.part_bytes import FLOAT_BYTES, LEAST_TILE_ROWS, UNPACK_TILE_BYTES, tile_rows
+from hotsplit.costs.part_bytes import FLOAT_BYTES, LEAST_TILE_ROWS
 
 GPU_PART_BYTES = 24 << 20
-
-
-def part_neurons(width: int, num_tokens: int) -> int:
-    """Neurons that an unobserved pass computes at a time: as many whole tiles of a matrix of this
-    width as keep their activations within the bytes of a tile, but at least one."""
-    rows = tile_rows(width)
-    return max(rows, UNPACK_TILE_BYTES // (FLOAT_BYTES * num_tokens) // rows * rows)
 
 
 def gpu_part_neurons(num_tokens: int) -> int:
