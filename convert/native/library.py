@@ -9,47 +9,25 @@ Letters: N rows, M values of a row."""
 
 import ctypes
 import math
-from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import row_bytes, type_of
+from hotsplit.system.shared_libraries import INT, POINTER, SIZE, open_library
 
 LEVELS = ("generic", "avx2", "avx512")  # enum Level in encode.h
 SOURCE_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _OK = 0
 
 
-def _load() -> ctypes.CDLL:
-    spec = find_spec("hotsplit.convert._encode")  # finds the file in every kind of install
-    if spec is None or spec.origin is None:
-        raise HotsplitError("the C++ encoder of convert is not built; run `make build`")
-    lib = ctypes.CDLL(spec.origin)
-    pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    lib.hs_encode_best_level.restype = int32
-    lib.hs_encode.argtypes = [
-        int32,
-        int32,
-        pointer,
-        size,
-        size,
-        pointer,
-        size,
-        size,
-        int32,
-        ctypes.c_float,
-        pointer,
-        pointer,
-        pointer,
-    ]
-    lib.hs_encode.restype = int32
-    return lib
-
-
-_lib = _load()
+# hs_encode of encode.h: level, source kind | data, strides, list of rows, sizes | type, limit | results
+_SOURCE = (INT, INT, POINTER, SIZE, SIZE, POINTER, SIZE, SIZE)
+_TAKEN = (*_SOURCE, INT, ctypes.c_float, POINTER, POINTER, POINTER)
+_lib = open_library(
+    "hotsplit.convert._encode", {"hs_encode_best_level": (INT, ()), "hs_encode": (INT, _TAKEN)}
+)
 
 
 def usable_levels() -> tuple[str, ...]:

@@ -6,41 +6,20 @@ Letters: T tokens, F neurons, B histogram bins."""
 
 import ctypes
 from functools import cache
-from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hotsplit.artifacts.profile_file import EDGES, NUM_BINS
-from hotsplit.errors import HotsplitError
+from hotsplit.system.shared_libraries import INT, POINTER, SIZE, open_library
 
 NUM_BUCKETS = 1 << 15
 
 
-def _load() -> ctypes.CDLL:
-    spec = find_spec("hotsplit.profile._count")  # finds the file in every kind of install
-    if spec is None or spec.origin is None:
-        raise HotsplitError("the C++ counter of profile is not built; run `make build`")
-    lib = ctypes.CDLL(spec.origin)
-    pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    lib.hs_count.argtypes = [
-        pointer,
-        size,
-        size,
-        ctypes.c_float,
-        int32,
-        pointer,
-        pointer,
-        pointer,
-        pointer,
-        size,
-    ]
-    lib.hs_count.restype = int32
-    return lib
-
-
-_lib = _load()
+# hs_count of count.cpp: values and sizes | threshold | bins, edges | counts, histogram and its size
+_TAKEN = (POINTER, SIZE, SIZE, ctypes.c_float, INT, POINTER, POINTER, POINTER, POINTER, SIZE)
+_lib = open_library("hotsplit.profile._count", {"hs_count": (INT, _TAKEN)})
 
 
 @cache

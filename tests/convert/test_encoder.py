@@ -13,7 +13,6 @@ from gguf.quants import dequantize, quantize
 from paths import ROOT
 
 from hotsplit.convert.encode import encode
-from hotsplit.convert.native import library
 from hotsplit.convert.native.library import SOURCE_KINDS, encode_rows, usable_levels
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import type_of
@@ -131,12 +130,6 @@ def test_other_strides_are_copied():
 def test_rows_out_of_range_are_refused():
     with pytest.raises(AssertionError):
         encode_rows(torch.ones(4, 32), "f16", rows=np.array([0, 4]))
-
-
-def test_without_the_library_there_is_one_line(monkeypatch):
-    monkeypatch.setattr(library, "find_spec", lambda name: None)
-    with pytest.raises(HotsplitError, match="not built; run `make build`"):
-        library._load()
 
 
 # ---- types that gguf cannot pack, and importances: ggml's own bytes are the oracle ---------------

@@ -23,8 +23,9 @@ from small_blocks import random_rows as random_small_rows
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.kernels.cpu import library, shared_library
+from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.system import shared_libraries
 
 EPS = torch.finfo(torch.float32).eps
 FLOAT_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -671,7 +672,7 @@ def test_a_level_this_machine_lacks_is_refused(monkeypatch):
 
 
 def test_without_the_shared_library(monkeypatch):
-    monkeypatch.setattr(shared_library, "find_spec", lambda name: None)
+    monkeypatch.setattr(shared_libraries, "find_spec", lambda name: None)
     with pytest.raises(HotsplitError, match=r"missing: .* make build .* C\+\+ compiler"):
         library._load()
 

@@ -1,72 +1,55 @@
 """Opens the C++ library of this folder, with the types of its functions. Needs no torch."""
 
 import ctypes
-from importlib.util import find_spec
-from typing import Any
 
-from hotsplit.errors import HotsplitError
+from hotsplit.system import shared_libraries
 from hotsplit.system.processors import processors
+from hotsplit.system.shared_libraries import INT, POINTER, SIZE, Signatures
 
 # Instruction sets, best first.
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "generic")
 LEVEL_VARIABLE = "HOTSPLIT_CPU_LEVEL"
 
-_POINTER, _SIZE, _STATUS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_INT, _NAME = ctypes.c_int32, ctypes.c_char_p
+STATUS, NAME = INT, ctypes.c_char_p
 # A stored matrix: kind, data, row stride in bytes, rows, columns.
-_MATRIX = (_INT, _POINTER, _SIZE, _SIZE, _SIZE)
+MATRIX = (INT, POINTER, SIZE, SIZE, SIZE)
 
-# The types that functions return and take, as in their headers.
-SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+SIGNATURES: Signatures = {
     # kernels.h
-    "hs_dot_rows": (_STATUS, (*_MATRIX, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER)),
-    "hs_accumulate_rows": (_STATUS, (*_MATRIX, _POINTER, _POINTER, _SIZE, _POINTER)),
-    "hs_pack_rows": (
-        _STATUS,
-        (_INT, _INT, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE),
-    ),
-    "hs_unpack_rows": (_STATUS, (*_MATRIX, _POINTER, _SIZE, _POINTER)),
-    "hs_level": (_NAME, ()),
-    "hs_faulty_level": (_NAME, ()),
-    "hs_level_status": (_STATUS, (_NAME,)),
-    "hs_set_level": (_STATUS, (_NAME,)),
-    "hs_num_threads": (_INT, ()),
-    "hs_set_default_threads": (None, (_INT, _INT)),
-    "hs_set_threads": (_STATUS, (_INT, _INT)),
-    "hs_set_spin_time": (None, (_INT,)),
-    "hs_knows_prefetch_distance": (_INT, ()),
-    "hs_prefetch_distance": (_SIZE, ()),
-    "hs_set_prefetch_distance": (None, (_SIZE,)),
-    "hs_evict": (None, (_POINTER, _SIZE)),
+    "hs_dot_rows": (STATUS, (*MATRIX, POINTER, SIZE, POINTER, SIZE, POINTER)),
+    "hs_accumulate_rows": (STATUS, (*MATRIX, POINTER, POINTER, SIZE, POINTER)),
+    "hs_pack_rows": (STATUS, (INT, INT, POINTER, SIZE, SIZE, POINTER, SIZE, POINTER, SIZE)),
+    "hs_unpack_rows": (STATUS, (*MATRIX, POINTER, SIZE, POINTER)),
+    "hs_level": (NAME, ()),
+    "hs_faulty_level": (NAME, ()),
+    "hs_level_status": (STATUS, (NAME,)),
+    "hs_set_level": (STATUS, (NAME,)),
+    "hs_num_threads": (INT, ()),
+    "hs_set_default_threads": (None, (INT, INT)),
+    "hs_set_threads": (STATUS, (INT, INT)),
+    "hs_set_spin_time": (None, (INT,)),
+    "hs_knows_prefetch_distance": (INT, ()),
+    "hs_prefetch_distance": (SIZE, ()),
+    "hs_set_prefetch_distance": (None, (SIZE,)),
+    "hs_evict": (None, (POINTER, SIZE)),
     # step.h
-    "hs_operation_kind": (_INT, (_NAME,)),
-    "hs_step_bytes": (_SIZE, (_POINTER,)),
-    "hs_step": (_STATUS, (_POINTER, _POINTER, _SIZE, _POINTER)),
-    "hs_part": (None, (_POINTER,)),
-    "hs_neurons_bytes": (_SIZE, (_POINTER,)),
-    "hs_neurons": (None, (_POINTER,)),
-    "hs_chosen_bytes": (_SIZE, (_POINTER,)),
-    "hs_chosen": (None, (_POINTER,)),
+    "hs_operation_kind": (INT, (NAME,)),
+    "hs_step_bytes": (SIZE, (POINTER,)),
+    "hs_step": (STATUS, (POINTER, POINTER, SIZE, POINTER)),
+    "hs_part": (None, (POINTER,)),
+    "hs_neurons_bytes": (SIZE, (POINTER,)),
+    "hs_neurons": (None, (POINTER,)),
+    "hs_chosen_bytes": (SIZE, (POINTER,)),
+    "hs_chosen": (None, (POINTER,)),
     # row_copies.h
-    "hs_copy_rows": (None, (_POINTER,)),
+    "hs_copy_rows": (None, (POINTER,)),
     # step_server.h
-    "hs_serve": (_SIZE, (_POINTER, _SIZE, _POINTER, _POINTER)),
+    "hs_serve": (SIZE, (POINTER, SIZE, POINTER, POINTER)),
 }
 
 
 def open_library() -> ctypes.CDLL:
-    """The library, its functions with their types, and the default number of threads for its jobs. Raises
-    HotsplitError if it is not built, OSError for a file that cannot be loaded and AttributeError for one
-    that lacks functions."""
-    spec = find_spec("hotsplit.runtime._cpu")  # finds the file in every kind of install
-    if spec is None or spec.origin is None:
-        raise HotsplitError(
-            "hotsplit's C++ library is missing: install the package again, or run make build in the"
-            " repository, which needs a C++ compiler (apt install g++, or the like)"
-        )
-    lib = ctypes.CDLL(spec.origin)
-    for name, (returned, taken) in SIGNATURES.items():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = returned, list(taken)
+    """The library, with the default number of threads for its jobs; raises as shared_libraries does."""
+    lib = shared_libraries.open_library("hotsplit.runtime._cpu", SIGNATURES)
     lib.hs_set_default_threads((here := processors()).threads, here.usable)
     return lib

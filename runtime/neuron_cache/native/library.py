@@ -1,12 +1,10 @@
 """Calls the C++ in this folder: the neuron cache's policy."""
 
-import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
-from importlib.util import find_spec
 
 import numpy as np
 
-from hotsplit.errors import HotsplitError
+from hotsplit.system.shared_libraries import open_library
 
 MOST_PENDING = 32  # in policy.h
 
@@ -82,14 +80,7 @@ SWAP = np.dtype(
 )
 
 
-def _load() -> ctypes.CDLL:
-    spec = find_spec("hotsplit.runtime._neuron_cache")  # finds the file in every kind of install
-    if spec is None or spec.origin is None:
-        raise HotsplitError("the C++ of the neuron cache is not built; run `make build`")
-    lib = ctypes.CDLL(spec.origin)
-    lib.hs_cache_step.argtypes = [POINTER(CacheStruct), c_void_p, c_int64]
-    lib.hs_cache_step.restype = None
-    return lib
-
-
-lib = _load()
+lib = open_library(
+    "hotsplit.runtime._neuron_cache",
+    {"hs_cache_step": (None, (POINTER(CacheStruct), c_void_p, c_int64))},
+)
