@@ -98,13 +98,13 @@ def _error_of(error: HTTPException, scope: Scope) -> ApiError:
         found = ApiError(
             405,
             f"{shown!r} does not support {scope['method']}",
-            code="method_not_allowed",
+            "method_not_allowed",
             headers=error.headers,
         )
     else:
         assert error.status_code == 404, error
         ours = OF_LLAMACPP.get(scope["path"])
         hint = f"; closest to llama-server's is {ours}" if ours else ""
-        found = ApiError(404, f"Unknown path: {scope['method']} {shown!r}{hint}", code="not_found")
+        found = ApiError(404, f"Unknown path: {scope['method']} {shown!r}{hint}", "not_found")
     scope["state"]["line"].error = found.message
     return found

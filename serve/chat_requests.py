@@ -223,7 +223,7 @@ def rendering_of(body: RenderingBody, served: ServedModel) -> Rendering:
     if continues is None:
         continues = is_answered and begins
     if isinstance(served.template, str):
-        raise ApiError(501, served.template, code="no_chat_template")
+        raise ApiError(501, served.template, "no_chat_template")
     try:
         text = served.template.render(
             messages,

@@ -114,10 +114,7 @@ def _entry(asked: EmbeddingRequest, index: int, pooled_D: np.ndarray) -> dict[st
     length = float(np.linalg.norm(vector_D))
     if not (np.isfinite(length) and length > 0):
         raise ApiError(
-            500,
-            f"the hidden states of input {index} have the length {length}",
-            kind="server_error",
-            code="internal_error",
+            500, f"the hidden states of input {index} have the length {length}", "internal_error"
         )
     unit_D = (vector_D / length).astype("<f4")
     encoded = base64.b64encode(unit_D.tobytes()).decode() if asked.is_base64 else unit_D.tolist()

@@ -105,9 +105,8 @@ def error_of(error: Exception) -> ApiError:
         return ApiError(
             504,
             f"the answer took longer than {limit} allows",
-            kind="server_error",
+            "timeout",
             param="timeout" if is_field else None,
-            code="timeout",
         )
     if isinstance(error, Stopping):
         return unavailable("the server is stopping")
@@ -115,7 +114,7 @@ def error_of(error: Exception) -> ApiError:
     if isinstance(error, ConstraintError):
         return wrong(None, message, "constraint_failed")
     log.error("a text failed", exc_info=error)
-    return ApiError(500, message, kind="server_error", code="internal_error")
+    return ApiError(500, message, "internal_error")
 
 
 async def while_there(receive: Receive, work: Coroutine[object, object, Result]) -> Result:

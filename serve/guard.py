@@ -63,10 +63,7 @@ class Guard:
             log.exception("%s failed", line.id)
             line.error = f"{type(error).__name__}: {error}"
             failed = ApiError(
-                500,
-                "the request failed; see the server's log under its id",
-                kind="server_error",
-                code="internal_error",
+                500, "the request failed; see the server's log under its id", "internal_error"
             )
             if line.status == 0:
                 await error_response(failed)(scope, receive, self._marked(scope, send, line))
@@ -98,7 +95,7 @@ class Guard:
             raise ApiError(
                 431,
                 f"the headers have more than {MAX_HEAD_BYTES} bytes",
-                code="headers_too_large",
+                "headers_too_large",
                 headers={"Connection": "close"},
             )
         if self._is_local and not self._is_ours(headers.get("host", "")):
@@ -106,7 +103,7 @@ class Guard:
                 403,
                 "this server only serves its own machine; give it an --api-key,"
                 " or allow this host name (--allow-host)",
-                code="wrong_host",
+                "wrong_host",
             )
         path = scope["path"]
         if path not in OPEN_PATHS:
@@ -129,10 +126,7 @@ class Guard:
         what = "wrong" if given is not None else "missing: send Authorization: Bearer KEY"
         scheme = 'Basic realm="hotsplit", charset="UTF-8"' if is_page else "Bearer"
         raise ApiError(
-            401,
-            f"the API key is {what}",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": scheme},
+            401, f"the API key is {what}", "invalid_api_key", headers={"WWW-Authenticate": scheme}
         )
 
     def _is_ours(self, host: str) -> bool:
@@ -181,7 +175,7 @@ def _check_framing(headers: Headers) -> None:
         raise ApiError(
             400,
             "the request has both Content-Length and Transfer-Encoding; send one",
-            code="wrong_framing",
+            "wrong_framing",
             headers={"Connection": "close"},
         )
 

@@ -87,16 +87,14 @@ def responses_request(
     try:
         request = chat_request(chat, served, arrival)
     except ApiError as error:
-        param = _PARAMS.get(error.param or "", error.param)
-        named = _MESSAGE.sub(lambda found: places[int(found[1])], param) if param else None
-        message = _MESSAGE.sub(lambda found: places[int(found[1])], error.message)
+
+        def named(text: str) -> str:
+            return _MESSAGE.sub(lambda found: places[int(found[1])], text)
+
+        message, param = named(error.message), error.param
+        param = None if param is None else named(_PARAMS.get(param, param))
         raise ApiError(
-            error.status,
-            message,
-            kind=error.kind,
-            param=named,
-            code=error.code,
-            headers=error.headers,
+            error.status, message, error.code, param=param, headers=error.headers
         ) from error
     functions = [t for t in body.tools if isinstance(t, dict) and t["type"] == "function"]
     defaults = {name: getattr(served.defaults, name) for name in ("temperature", "top_p")}

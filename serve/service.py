@@ -91,7 +91,7 @@ class Service:
             raise ApiError(
                 415,
                 f"{shown}; with curl, add -H 'Content-Type: application/json'",
-                code="wrong_content_type",
+                "wrong_content_type",
             )
         pieces, length, most = [], 0, self.config.max_body_bytes
         try:
@@ -105,7 +105,7 @@ class Service:
             raise ApiError(
                 408,
                 f"the body took longer than {self.config.read_s:g} s",
-                code="request_timeout",
+                "request_timeout",
                 headers={"Connection": "close"},
             ) from None
         except ClientDisconnect:

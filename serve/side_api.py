@@ -53,7 +53,7 @@ async def metrics(service: Service, request: Request) -> Response:
 async def page(service: Service, request: Request) -> Response:
     """The one static file; its path is fixed."""
     if not PAGE.is_file():
-        raise ApiError(404, "this server has no page; its API is under /v1", code="not_found")
+        raise ApiError(404, "this server has no page; its API is under /v1", "not_found")
     content, policy = _page()
     headers = {
         "content-security-policy": policy,
@@ -87,7 +87,7 @@ async def models(service: Service, request: Request) -> Response:
 async def model(service: Service, request: Request) -> Response:
     name = request.path_params["name"]
     if name != service.served.name:
-        raise ApiError(404, f"The model {name[:80]!r} does not exist.", code="model_not_found")
+        raise ApiError(404, f"The model {name[:80]!r} does not exist.", "model_not_found")
     return JsonResponse(_model(service))
 
 

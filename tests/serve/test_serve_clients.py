@@ -17,27 +17,20 @@ from hotsplit.serve.responses_requests import ResponsesBody, chat_fields
 
 PATH = "/v1/responses"
 EVENT = TypeAdapter(ResponseStreamEvent)  # takes 0.2 s
-FUNCTION = {
-    "type": "function",
-    "name": "f",
-    "description": "Runs it.",
-    "strict": False,
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-}
-OTHER_TOOLS = [
-    {"type": "web_search", "external_web_access": True},
-    {
-        "type": "custom",
-        "name": "patch",
-        "description": "Edits files.",
-        "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'},
-    },
-    {"type": "namespace", "name": "notes", "description": "Notes.", "tools": [FUNCTION]},
-    {"type": "local_shell"},
-    {"type": "image_generation", "output_format": "png"},
-    {"type": "mcp", "server_label": "a", "server_url": "https://example.org"},
-    {"type": "made_up_next_year"},
-]
+FUNCTION = json.loads("""
+{"type": "function", "name": "f", "description": "Runs it.", "strict": false,
+"parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+""")
+OTHER_TOOLS = json.loads(r"""
+[{"type": "web_search", "external_web_access": true}, {"type": "custom", "name": "patch",
+"description": "Edits files.", "format": {"type": "grammar", "syntax": "lark",
+"definition": "start: \"a\""}}, {"type": "namespace", "name": "notes", "description": "Notes.",
+"tools": [{"type": "function", "name": "f", "description": "Runs it.", "strict": false,
+"parameters": {"type": "object", "properties": {"a": {"type": "integer"}},
+"required": ["a"]}}]}, {"type": "local_shell"}, {"type": "image_generation",
+"output_format": "png"}, {"type": "mcp", "server_label": "a",
+"server_url": "https://example.org"}, {"type": "made_up_next_year"}]
+""")
 
 
 def said(role, *texts):
@@ -46,55 +39,31 @@ def said(role, *texts):
 
 
 AGENT = {
-    "model": "any",
-    "instructions": "You edit code.",
     "input": [
         said("developer", "Ask before writing."),
         said("user", "In /tmp."),
         said("user", "Go on"),
     ],
     "tools": [FUNCTION, *OTHER_TOOLS],
-    "tool_choice": "auto",
-    "parallel_tool_calls": False,
-    "reasoning": {"effort": "medium", "summary": "auto"},
-    "store": False,
-    "stream": True,
-    "include": ["reasoning.encrypted_content"],
-    "prompt_cache_key": "0199-a",
-    "service_tier": "auto",
-    "text": {"verbosity": "low"},
-    "client_metadata": {"installation": "a"},
-    "previous_response_id": None,
+    **json.loads("""
+{"model": "any", "instructions": "You edit code.", "tool_choice": "auto",
+"parallel_tool_calls": false, "reasoning": {"effort": "medium", "summary": "auto"},
+"store": false, "stream": true, "include": ["reasoning.encrypted_content"],
+"prompt_cache_key": "0199-a", "service_tier": "auto", "text": {"verbosity": "low"},
+"client_metadata": {"installation": "a"}, "previous_response_id": null}
+"""),
 }
 # As a gateway forwards a chat: every field that it knows, most of them without effect.
-GATEWAY = {
-    "model": "openai/any",
-    "input": [{"role": "user", "content": "Hello"}],
-    "instructions": None,
-    "max_output_tokens": 20,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "tools": [OTHER_TOOLS[0]],
-    "tool_choice": "auto",
-    "truncation": "auto",
-    "background": False,
-    "metadata": {"team": "a"},
-    "include": [],
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "prompt": None,
-    "reasoning": {"effort": None},
-    "safety_identifier": "b",
-    "service_tier": "default",
-    "store": True,
-    "stream": False,
-    "stream_options": None,
-    "text": {"format": {"type": "text"}},
-    "top_logprobs": 0,
-    "max_tool_calls": None,
-    "user": "c",
-    "prompt_cache_retention": "24h",
-}
+GATEWAY = json.loads("""
+{"model": "openai/any", "input": [{"role": "user", "content": "Hello"}], "instructions": null,
+"max_output_tokens": 20, "temperature": 0.0, "top_p": 1.0, "tools": [{"type": "web_search",
+"external_web_access": true}], "tool_choice": "auto", "truncation": "auto", "background": false,
+"metadata": {"team": "a"}, "include": [], "parallel_tool_calls": true,
+"previous_response_id": null, "prompt": null, "reasoning": {"effort": null},
+"safety_identifier": "b", "service_tier": "default", "store": true, "stream": false,
+"stream_options": null, "text": {"format": {"type": "text"}}, "top_logprobs": 0,
+"max_tool_calls": null, "user": "c", "prompt_cache_retention": "24h"}
+""")
 
 
 @pytest.fixture(scope="module")
@@ -244,106 +213,59 @@ def test_reasoning_tokens_are_counted(served):
 
 # ---- chats and completions of editors and pages -----------------------------------------------------
 
-USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-SENT_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 # What Continue stops a completion of code at: 19 texts and more, with those of the model's template.
-STOPS = [
-    "<|endoftext|>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "\n\n",
-    "\r\n\r\n",
-    "/src/",
-    "#- coding: utf-8",
-    "```",
-    "\nfunction",
-    "\nclass",
-    "\nmodule",
-    "\nexport",
-    "\nimport",
-]
+STOPS = json.loads(r"""
+["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+"<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>", "\n\n", "\r\n\r\n", "/src/",
+"#- coding: utf-8", "```", "\nfunction", "\nclass", "\nmodule", "\nexport", "\nimport"]
+""")
 REPLAYED = {
     # cline, src/core/api/providers/openai.ts: content in parts, temperature, usage, tools
-    "Cline": {
-        "model": "any",
-        "temperature": 0,
-        **USAGE,
-        "tools": [TOOL],
-        "messages": [
-            {"role": "system", "content": "You are Cline."},
-            {"role": "user", "content": [{"type": "text", "text": "<task>Go</task>"}]},
-            {"role": "assistant", "tool_calls": [SENT_CALL]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "done"},
-            {"role": "user", "content": [{"type": "text", "text": "# Context"}]},
-        ],
-    },
+    "Cline": json.loads(r"""
+{"model": "any", "temperature": 0, "stream": true, "stream_options": {"include_usage": true},
+"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+"messages": [{"role": "system", "content": "You are Cline."}, {"role": "user",
+"content": [{"type": "text", "text": "<task>Go</task>"}]}, {"role": "assistant",
+"tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f",
+"arguments": "{\"a\": 1}"}}]}, {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+{"role": "user", "content": [{"type": "text", "text": "# Context"}]}]}
+"""),
     # continue, core/llm/openaiTypeConverters.ts: an assistant's empty content is a space
     "Continue": {
-        "model": "any",
-        "max_tokens": 8,
         "stop": STOPS,
-        **USAGE,
-        "tools": [{"type": "function", "function": {**TOOL["function"], "description": "d"}}],
-        "messages": [
-            *SAID,
-            {"role": "assistant", "content": " ", "tool_calls": [SENT_CALL]},
-            {"role": "tool", "content": "done", "tool_call_id": "call_1"},
-        ],
+        **json.loads(r"""
+{"model": "any", "max_tokens": 8, "stream": true, "stream_options": {"include_usage": true},
+"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"},
+"description": "d"}}], "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant",
+"content": " ", "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f",
+"arguments": "{\"a\": 1}"}}]}, {"role": "tool", "content": "done", "tool_call_id": "call_1"}]}
+"""),
     },
     # open-webui, backend/open_webui: a chat with its page's parameters, and the request for a title
-    "Open WebUI": {
-        "model": "any",
-        **USAGE,
-        "temperature": 0.8,
-        "top_p": 0.9,
-        "max_tokens": 8,
-        "top_k": 40,
-        "frequency_penalty": 0.0,
-        "seed": 42,
-        "stop": ["###"],
-        "num_ctx": 2048,
-        "num_keep": 24,
-        "logit_bias": {"5": 1},
-        "reasoning_effort": "medium",
-        "keep_alive": "5m",
-        "messages": SAID,
-        "tools": [TOOL],
-        "function_calling": "native",
-    },
-    "Open WebUI's title": {
-        "model": "any",
-        "stream": False,
-        "max_completion_tokens": 20,
-        "messages": SAID,
-    },
+    "Open WebUI": json.loads(r"""
+{"model": "any", "stream": true, "stream_options": {"include_usage": true}, "temperature": 0.8,
+"top_p": 0.9, "max_tokens": 8, "top_k": 40, "frequency_penalty": 0.0, "seed": 42,
+"stop": ["###"], "num_ctx": 2048, "num_keep": 24, "logit_bias": {"5": 1},
+"reasoning_effort": "medium", "keep_alive": "5m", "messages": [{"role": "user",
+"content": "Hello"}], "tools": [{"type": "function", "function": {"name": "f",
+"parameters": {"type": "object"}}}], "function_calling": "native"}
+"""),
+    "Open WebUI's title": json.loads(r"""
+{"model": "any", "stream": false, "max_completion_tokens": 20, "messages": [{"role": "user",
+"content": "Hello"}]}
+"""),
     # litellm and llm: what they know of OpenAI's newer fields
-    "gateway": {
-        "model": "any",
-        "stream": False,
-        "messages": SAID,
-        "verbosity": "low",
-        "max_tokens": 4,
-        "n": 2,
-        "parallel_tool_calls": True,
-        "service_tier": "auto",
-        "logprobs": True,
-        "top_logprobs": 2,
-        "response_format": {"type": "text"},
-        "modalities": ["text"],
-    },
+    "gateway": json.loads(r"""
+{"model": "any", "stream": false, "messages": [{"role": "user", "content": "Hello"}],
+"verbosity": "low", "max_tokens": 4, "n": 2, "parallel_tool_calls": true,
+"service_tier": "auto", "logprobs": true, "top_logprobs": 2,
+"response_format": {"type": "text"}, "modalities": ["text"]}
+"""),
     "Continue's code": {
-        "model": "any",
-        "prompt": "def f(",
-        "max_tokens": 8,
-        "temperature": 0.01,
         "stop": STOPS,
-        "stream": True,
+        **json.loads(r"""
+{"model": "any", "prompt": "def f(", "max_tokens": 8, "temperature": 0.01, "stream": true}
+"""),
     },
 }
 

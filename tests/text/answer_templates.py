@@ -11,7 +11,7 @@ class Published:
     """A template and the model's marks. `form`: the format that the template has. `says`: what it
     says of calls; without it, it has no tools. `header`: the end of the prompt; behind it `on`, or
     `off` if thinking is off. `think`: the marks around reasoning; None if the model does not reason.
-    `answer`: those around the answer behind it. `calls`: the form of the calls."""
+    `answer`: those around the answer behind it. `calls`: the form of the calls, if it is not `form`."""
 
     form: str
     says: str = ""
@@ -20,7 +20,7 @@ class Published:
     off: str = ""
     think: tuple[str, str] | None = None
     answer: tuple[str, str] = ("", "")
-    calls: str = "Hermes"
+    calls: str = ""
 
     @property
     def template(self) -> str:
@@ -55,10 +55,7 @@ MODEL = "<|turn>model\n"
 PUBLISHED = {
     "Llama 2": Published(form="described", header="[/INST]"),
     "Llama 3.1": Published(
-        form="Llama 3",
-        says=LLAMA,
-        header="<|start_header_id|>assistant<|end_header_id|>\n\n",
-        calls="Llama 3",
+        form="Llama 3", says=LLAMA, header="<|start_header_id|>assistant<|end_header_id|>\n\n"
     ),
     "DeepSeek-R1-Distill-Llama": Published(
         form="DeepSeek",
@@ -66,23 +63,12 @@ PUBLISHED = {
         header="<\uff5cAssistant\uff5c>",
         on="<think>\n",
         think=THINK,
-        calls="DeepSeek",
     ),
-    "Mistral 7B v0.3": Published(
-        form="Mistral", says="[TOOL_CALLS] [{}]", header="[/INST]", calls="Mistral"
-    ),
-    "Mistral Small 3.2": Published(
-        form="Mistral, newer", says=NEWER, header="[/INST]", calls="Mistral, newer"
-    ),
-    "Magistral": Published(
-        form="Mistral, newer", says=NEWER, header="[/INST]", think=BRACKETS, calls="Mistral, newer"
-    ),
+    "Mistral 7B v0.3": Published(form="Mistral", says="[TOOL_CALLS] [{}]", header="[/INST]"),
+    "Mistral Small 3.2": Published(form="Mistral, newer", says=NEWER, header="[/INST]"),
+    "Magistral": Published(form="Mistral, newer", says=NEWER, header="[/INST]", think=BRACKETS),
     "Ministral 3 Reasoning": Published(
-        form="Mistral, newer",
-        says=f"[THINK]...[/THINK]{NEWER}",
-        header="[/INST]",
-        think=BRACKETS,
-        calls="Mistral, newer",
+        form="Mistral, newer", says=f"[THINK]...[/THINK]{NEWER}", header="[/INST]", think=BRACKETS
     ),
     "Mixtral": Published(form="described", header=" [/INST]"),
     "Qwen 2": Published(form="described"),
@@ -91,38 +77,21 @@ PUBLISHED = {
     "Qwen 3 Thinking": Published(form="Hermes", says=HERMES, on="<think>\n", think=THINK),
     "QwQ": Published(form="Hermes", says=HERMES, on="<think>\n", think=THINK),
     "Qwen3-Next Thinking": Published(form="Hermes", says=HERMES, on="<think>\n", think=THINK),
-    "Qwen3-Coder": Published(form="Qwen-Coder", says=CODER, calls="Qwen-Coder"),
+    "Qwen3-Coder": Published(form="Qwen-Coder", says=CODER),
     "Qwen 3.5": Published(
-        form="Qwen-Coder",
-        says=CODER,
-        on="<think>\n",
-        off="<think>\n\n</think>\n\n",
-        think=THINK,
-        calls="Qwen-Coder",
+        form="Qwen-Coder", says=CODER, on="<think>\n", off="<think>\n\n</think>\n\n", think=THINK
     ),
     "Gemma 2": Published(form="described", header="<start_of_turn>model\n"),
     "Gemma 3": Published(form="described", header="<start_of_turn>model\n"),
     "Gemma 4": Published(
-        form="Gemma 4",
-        says=GEMMA,
-        header=MODEL,
-        off="<|channel>thought\n<channel|>",
-        think=CHANNEL,
-        calls="Gemma 4",
+        form="Gemma 4", says=GEMMA, header=MODEL, off="<|channel>thought\n<channel|>", think=CHANNEL
     ),
     "Gemma 4, a block that the prompt opens": Published(
-        form="Gemma 4",
-        says=GEMMA,
-        header=MODEL,
-        on="<|channel>thought\n",
-        think=CHANNEL,
-        calls="Gemma 4",
+        form="Gemma 4", says=GEMMA, header=MODEL, on="<|channel>thought\n", think=CHANNEL
     ),
     "SmolLM3": Published(form="Hermes", says=HERMES, off="<think>\n\n</think>\n", think=THINK),
     "OLMo 2": Published(form="described", header="<|assistant|>\n"),
-    "OLMo 3": Published(
-        form="OLMo 3", says="<function_calls>\nf(a=1)\n</function_calls>", calls="OLMo 3"
-    ),
+    "OLMo 3": Published(form="OLMo 3", says="<function_calls>\nf(a=1)\n</function_calls>"),
     "OLMo 3 Think": Published(form="described", on="<think>", think=("<think>", "</think>\n")),
     "EXAONE 4": Published(
         form="Hermes",
@@ -147,7 +116,6 @@ PUBLISHED = {
         header="<|assistant|>",
         off="\n<think></think>",
         think=("\n<think>", "</think>\n"),
-        calls="GLM-4.5",
     ),
     "GLM-4.7": Published(
         form="GLM-4.7",
@@ -156,9 +124,8 @@ PUBLISHED = {
         on="<think>",
         off="</think>",
         think=("<think>", "</think>"),
-        calls="GLM-4.7",
     ),
-    "Granite 3.1": Published(form="Granite", says=LISTED, calls="Granite"),
+    "Granite 3.1": Published(form="Granite", says=LISTED),
     "Granite 3.2": Published(
         form="Granite 3.2",
         says=f"Here is my thought process: Here is my response: {LISTED}",
@@ -170,14 +137,11 @@ PUBLISHED = {
         says=LISTED,
         think=("<think>", "</think>\n"),
         answer=("<response>", "</response>"),
-        calls="Granite",
     ),
     "Granite 4": Published(form="Hermes", says=HERMES),
     "Falcon 3": Published(form="described", header="<|assistant|>\n"),
     "Phi-3.5": Published(form="described", header="<|assistant|>\n"),
-    "Phi-4-mini": Published(
-        form="Granite", says="<|tool_call|>", header="<|assistant|>", calls="Granite"
-    ),
+    "Phi-4-mini": Published(form="Granite", says="<|tool_call|>", header="<|assistant|>"),
     "Phi-4-mini Reasoning": Published(form="described", header="<|assistant|>", think=THINK),
     "StarCoder 2": Published(form="described", header="### Response\n"),
     "Command R": Published(form="described", header=CHATBOT),
@@ -188,7 +152,6 @@ PUBLISHED = {
         think=THINKING,
         off="<|START_THINKING|><|END_THINKING|>",
         answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        calls="Cohere 2",
     ),
     "Command A Reasoning": Published(
         form="Cohere 2",
@@ -198,7 +161,6 @@ PUBLISHED = {
         off="<|START_THINKING|><|END_THINKING|>",
         think=THINKING,
         answer=("<|START_TEXT|>", "<|END_TEXT|>"),
-        calls="Cohere 2",
     ),
     "gpt-oss": Published(
         form="gpt-oss",
@@ -206,16 +168,10 @@ PUBLISHED = {
         header="<|start|>assistant",
         think=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
         answer=("<|channel|>final<|message|>", "<|return|>"),
-        calls="gpt-oss",
     ),
     "Nemotron Mini": Published(form="described", header="<extra_id_1>Assistant\n"),
     "Nemotron 3 Nano": Published(
-        form="Qwen-Coder",
-        says=CODER,
-        on="<think>\n",
-        off="<think></think>",
-        think=THINK,
-        calls="Qwen-Coder",
+        form="Qwen-Coder", says=CODER, on="<think>\n", off="<think></think>", think=THINK
     ),
     "SmallThinker": Published(form="Hermes", says=HERMES, think=THINK),
     "Arcee AFM": Published(form="Hermes", says=HERMES),

@@ -76,9 +76,10 @@ def case_of(name, kind, process):
     thinks = kind in ("reasoning", "both") and published.think is not None
     begin, end = published.think or ("", "")
     thought = f"{'' if opened else begin}{THOUGHT}{end}" if thinks else ""
-    calls = [ONE] if published.calls == "gpt-oss" else [ONE, TWO]
+    calls = [ONE] if published.form == "gpt-oss" else [ONE, TWO]
     if kind in ("tools", "both"):
-        said = WRITERS[published.calls](*calls)
+        write = WRITERS.get(published.calls or published.form, WRITERS["Hermes"])
+        said = write(*calls)
         wanted = "", [(call["name"], call["arguments"]) for call in calls]
     else:
         before, behind = published.answer
@@ -210,31 +211,19 @@ def test_a_continued_message_opens_reasoning_only_by_its_own_mark():
     [
         (
             "gpt-oss",
-            [
-                "<|channel|>",
-                "analysis",
-                "<|message|>",
-                "h",
-                "m",
-                "<|end|>",
-                "<|start|>",
-                "assistant",
-                "<|channel|>",
-                "final",
-                "<|message|>",
-                "Paris",
-            ],
+            "<|channel|> analysis <|message|> h m <|end|> <|start|> assistant <|channel|> final"
+            " <|message|> Paris",
             6,
         ),
-        ("gpt-oss", ["<|channel|>", "final", "<|message|>", "Paris"], 0),
-        ("Gemma 4", ["<|channel>", "thought", "\n", "hm", "<channel|>", "Pa", "ris"], 5),
-        ("Hermes", ["<", "think", ">", "hm", "</", "think", ">", "\n", "Paris"], 7),
-        ("Hermes", ["<", "b", ">", "Paris"], 0),
+        ("gpt-oss", "<|channel|> final <|message|> Paris", 0),
+        ("Gemma 4", "<|channel> thought \n hm <channel|> Pa ris", 5),
+        ("Hermes", "< think > hm </ think > \n Paris", 7),
+        ("Hermes", "< b > Paris", 0),
     ],
 )
 def test_tokens_of_reasoning_are_counted_with_their_marks(name, tokens, num_reasoning):
     voice = Voice(Syntax(format=BY_NAME[name], rules=RULES, splits_reasoning=True))
-    voice.say([Token(5, text) for text in tokens])
+    voice.say([Token(5, text) for text in tokens.split(" ")])
     voice.finish()
     assert voice.num_reasoning == num_reasoning
 
