@@ -24,7 +24,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 from machine import RESULTS, result_of, write_result
-from random_model import CONV, SHAPES
+from random_model import CONV, blueprint_of
 
 from hotsplit.artifacts.data_sheets import machine_of as machine_of_sheets
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
@@ -110,9 +110,8 @@ def model_of(name: str) -> ModelFile:
 
 
 def _spec_of(name: str) -> ModelSpec:
-    shape, (num_layers, vocab_size) = SHAPES[name], FULL[name]
-    sizes = replace(shape.sizes, num_layers=num_layers, vocab_size=vocab_size)
-    return shape.spec_of(sizes, shape.route)
+    num_layers, vocab_size = FULL[name]
+    return replace(blueprint_of(name, num_layers).spec, vocab_size=vocab_size)
 
 
 def _entry(type_of: Callable[[str], str], name: str, dims: tuple[int, ...]) -> TensorEntry:

@@ -29,7 +29,7 @@ import batch
 import torch
 from chat_model import CONTEXT, STEPS, Tests, add_tests, decode_s, measure, numbers
 from machine import add_to_result, result_of
-from random_model import SHAPES, make_mixture
+from random_model import LAYOUTS, SHAPES, make_mixture, route_of
 from rival import PROMPT, Rival, rival_parser
 
 from hotsplit import Engine
@@ -52,7 +52,7 @@ def main() -> None:
     missing = {kind: path for kind, path in paths.items() if not path.exists()}
     for kind, path in missing.items():
         make_mixture(path, arguments.model, kind)
-        if not SHAPES[arguments.model].route:
+        if route_of(arguments.model) is None:
             make_mixture(_twin(path), arguments.model, kind, layout="stock")
     if missing:
         return print(f"made {', '.join(map(str, missing.values()))}; run this again to measure")
@@ -68,8 +68,8 @@ def _reports(arguments: argparse.Namespace, path: Path) -> dict[str, object]:
         return {str(count): _after_texts(path, count, positions) for count in threads}
     if counts:
         return {str(count): _batches(arguments, path, count, counts) for count in threads}
-    if SHAPES[arguments.model].layout == "sparse":
-        has_rival = SHAPES[arguments.model].route is None
+    if LAYOUTS.get(arguments.model) == "sparse":
+        has_rival = route_of(arguments.model) is None
         rival = Rival(arguments.rival, _twin(path), CONTEXT) if has_rival else None
         return {str(count): _modes(path, count, arguments.rounds, rival) for count in threads}
     return measure(path, arguments, list(threads), Tests.of(arguments), cpu_bandwidth())

@@ -20,17 +20,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from planted_checkpoint import COMMON, MARGIN, UNSEEN, gate_rows, plant_factors, planted_frequencies
-from random_checkpoint import write_tokenizer
+from random_checkpoint import config_of, write_tokenizer
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import StoredMatrix
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.convert.tokenizer import tokenizer_keys
-from hotsplit.families.llama import llama_spec
+from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
-from hotsplit.model.spec import Rotary
 from hotsplit.model.tensors import Layout
 
 GAIN = 0.9  # a matrix multiplies a vector's norm by about this
@@ -125,8 +124,8 @@ def _model(
     info: PredictorInfo | None,
 ) -> ModelFile:
     sizes = planted.sizes
-    rotary = Rotary(theta=10000.0, pairing="adjacent")
-    spec = llama_spec(sizes, rotary, "silu" if info is None else "relu")
+    config = config_of(sizes) | {"hidden_act": "silu" if info is None else "relu"}
+    plan = read_blueprint(path, config, 1 << 20)
     write_tokenizer(path.parent, sizes.vocab_size)
     keys = tokenizer_keys(path.parent, sizes.vocab_size, layout).keys
     model = ModelFile(
@@ -135,7 +134,8 @@ def _model(
         model_id=hashlib.sha256(
             f"{sizes} {planted.rank} {layout} {info is None}".encode()
         ).hexdigest(),
-        bare_spec=spec,
+        bare_spec=plan.spec,
+        keys=plan.keys,
         threshold_L=(0.0,) * sizes.num_layers,
         predictor=info,
         tensors={},

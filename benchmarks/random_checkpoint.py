@@ -38,7 +38,7 @@ def make_checkpoint(folder: Path, shape: Sizes, layers_a_file: int = 8) -> None:
     """Writes bf16 weights in shards (matrices normal with standard deviation 0.02, norms 1),
     config.json and a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
+    (folder / "config.json").write_text(json.dumps(config_of(shape), indent=2))
     write_tokenizer(folder, shape.vocab_size)
     generator = torch.Generator().manual_seed(0)
     shapes = list(_shapes(shape).items())
@@ -72,7 +72,7 @@ def _random(dims: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.empty(dims, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
 
 
-def _config(shape: Sizes) -> dict[str, object]:
+def config_of(shape: Sizes) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

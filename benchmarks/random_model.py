@@ -12,7 +12,7 @@ Letters: E experts, D hidden size."""
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from statistics import NormalDist
 
 import numpy as np
 import torch
-from random_checkpoint import TINYLLAMA, write_tokenizer
+from random_checkpoint import TINYLLAMA, config_of, write_tokenizer
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.encode import encode
@@ -28,17 +28,11 @@ from hotsplit.convert.mixtures import NAMES as MIXTURES
 from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.families import gemma3n
-from hotsplit.families.delta_nets import PERIOD, delta_spec
-from hotsplit.families.experts import Experts
-from hotsplit.families.family import PROJECTION_BIASES
-from hotsplit.families.gpt_oss import EXPERT_BIASES, gpt_oss_spec
-from hotsplit.families.llama import llama_spec
-from hotsplit.families.nemotron import nemotron_spec
-from hotsplit.families.shared_keys import sources
-from hotsplit.families.sizes import Sizes
-from hotsplit.families.smallthinker import STOCK_WINDOW, smallthinker_spec
+from hotsplit.families.blueprint import Blueprint
+from hotsplit.families.from_config import read_blueprint
+from hotsplit.families.smallthinker import STOCK_WINDOW
 from hotsplit.files.gguf_file import TensorEntry, array_entry
-from hotsplit.model.spec import DeltaNet, ModelSpec, Rotary, Route
+from hotsplit.model.route import Route
 from hotsplit.model.tensors import CONV, DECAY, Layout, is_down, is_router, is_vector
 
 PIECE = 1536  # rows of random values, encoded once and repeated
@@ -47,195 +41,109 @@ MEAN = COMMON / np.hypot(1.0, COMMON)  # of the values of a normed embedding
 SILENT = {"relu": 0.6, "relu2": 0.9}  # of the neurons
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model's sizes, but for the vocabulary, and its experts. `spec_of`: the spec for a number of
-    layers, and the route if there is one."""
-
-    sizes: Sizes
-    spec_of: Callable[..., ModelSpec]
-    route: Route | None = None
-    layout: Layout = "stock"
-
-
-def _qwen3(sizes: Sizes, route: Route) -> ModelSpec:
-    rotary = Rotary(theta=1e6, pairing="halves")
-    experts = Experts(route=route, num_neurons=sizes.num_neurons)
-    return llama_spec(
-        sizes, rotary, "silu", architecture="qwen3moe", has_head_norms=True, experts=experts
-    )
-
-
-def _gpt_oss(sizes: Sizes, route: Route) -> ModelSpec:
-    has_window_L = [layer % 2 == 0 for layer in range(sizes.num_layers)]
-    return gpt_oss_spec(
-        sizes,
-        Rotary(theta=150_000.0, pairing="halves"),
-        "swiglu_oai",
-        Experts(route=route, num_neurons=sizes.num_neurons),
-        has_window_L,
-        128,
-        (*PROJECTION_BIASES, *EXPERT_BIASES),
-    )
-
-
-def _smallthinker(sizes: Sizes, route: Route) -> ModelSpec:
-    has_window_L = [layer % 4 != 0 for layer in range(sizes.num_layers)]
-    return smallthinker_spec(
-        sizes,
-        Rotary(theta=1.5e6, pairing="halves"),
-        "relu",
-        Experts(route=route, num_neurons=sizes.num_neurons),
-        STOCK_WINDOW,
-        has_window_L,
-        has_window_L,
-    )
-
-
-def _nemotron(sizes: Sizes) -> ModelSpec:
-    return nemotron_spec(sizes, Rotary(theta=1e4, pairing="halves", num_values=64), "relu2")
-
-
-def _gemma3n(sizes: Sizes) -> ModelSpec:
-    layers = range(sizes.num_layers)
-    numbers = gemma3n.Numbers(
-        num_planes=4,
-        rank=64,
-        window=512,
-        activation="gelu_tanh",
-        logit_cap=30.0,
-        inputs=256,
-        rotaries=(Rotary(theta=1e6, pairing="halves"), Rotary(theta=1e4, pairing="halves")),
-    )
-    cutoffs = [gemma3n.STOCK_CUTOFF if x < gemma3n.SPARSE_LAYERS else None for x in layers]
-    is_local_L = [(layer + 1) % gemma3n.PERIOD != 0 for layer in layers]
-    num_shared = max(0, sizes.num_layers - gemma3n.STOCK_OWN_LAYERS)
-    source_L = sources("random: shared layers", is_local_L, num_shared)
-    return gemma3n.gemma3n_spec([sizes] * sizes.num_layers, is_local_L, source_L, cutoffs, numbers)
-
-
-def _qwen3_6(sizes: Sizes, route: Route) -> ModelSpec:
-    delta = DeltaNet(
-        num_key_heads=16,
-        num_value_heads=32,
-        key_head_dim=128,
-        value_head_dim=128,
-        epsilon=sizes.epsilon,
-    )
-    experts = Experts(
-        route=route, num_neurons=sizes.num_neurons, num_shared=512, has_shared_gate=True
-    )
-    return delta_spec(
-        "qwen35moe",
-        "random",
-        sizes,
-        Rotary(theta=1e7, pairing="halves", num_values=64),
-        "silu",
-        delta,
-        [(layer + 1) % PERIOD == 0 for layer in range(sizes.num_layers)],
-        experts,
-    )
-
-
-SHAPES = {
-    "qwen3-30b-a3b": Shape(
-        sizes=Sizes(
-            num_layers=12,
-            hidden_size=2048,
-            num_neurons=768,
-            num_heads=32,
-            num_kv_heads=4,
-            head_dim=128,
-            vocab_size=32_000,
-            context_length=4096,
-            epsilon=1e-6,
-        ),
-        route=Route(num_experts=128, num_used=8),
-        spec_of=_qwen3,
-    ),
-    "qwen3.6-35b-a3b": Shape(
-        sizes=Sizes(
-            num_layers=8,
-            hidden_size=2048,
-            num_neurons=512,
-            num_heads=16,
-            num_kv_heads=2,
-            head_dim=256,
-            vocab_size=32_000,
-            context_length=40_960,
-            epsilon=1e-6,
-        ),
-        route=Route(num_experts=256, num_used=8),
-        spec_of=_qwen3_6,
-    ),
-    "gpt-oss-20b": Shape(
-        sizes=Sizes(
-            num_layers=8,
-            hidden_size=2880,
-            num_neurons=2880,
-            num_heads=64,
-            num_kv_heads=8,
-            head_dim=64,
-            vocab_size=32_000,
-            context_length=4096,
-            epsilon=1e-5,
-        ),
-        route=Route(
-            num_experts=32,
-            num_used=4,
-            gating="softmax_of_chosen",
-            renormalises=False,
-            has_bias=True,
-        ),
-        spec_of=_gpt_oss,
-    ),
-    "smallthinker-4b": Shape(
-        sizes=Sizes(
-            num_layers=12,
-            hidden_size=1536,
-            num_neurons=768,
-            num_heads=12,
-            num_kv_heads=2,
-            head_dim=128,
-            vocab_size=32_000,
-            context_length=8192,
-            epsilon=1e-6,
-        ),
-        route=Route(num_experts=32, num_used=4, reads="x"),
-        spec_of=_smallthinker,
-        layout="sparse",
-    ),
-    "gemma3n-e2b": Shape(
-        sizes=Sizes(
-            num_layers=30,
-            hidden_size=2048,
-            num_neurons=8192,
-            num_heads=8,
-            num_kv_heads=2,
-            head_dim=256,
-            vocab_size=32_000,
-            context_length=4096,
-            epsilon=1e-6,
-        ),
-        spec_of=_gemma3n,
-        layout="sparse",
-    ),
-    "minitron-4b": Shape(
-        sizes=Sizes(
-            num_layers=8,
-            hidden_size=3072,
-            num_neurons=9216,
-            num_heads=24,
-            num_kv_heads=8,
-            head_dim=128,
-            vocab_size=32_000,
-            context_length=4096,
-            epsilon=1e-5,
-        ),
-        spec_of=_nemotron,
-        layout="sparse",
-    ),
+# Of all shapes, but for the context, where another is there; vocabularies as above.
+COMMON_CONFIG = {
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
 }
+LAYOUTS: dict[str, Layout] = {
+    "smallthinker-4b": "sparse",
+    "gemma3n-e2b": "sparse",
+    "minitron-4b": "sparse",
+}
+# The configs, in the names of transformers.
+SHAPES: dict[str, dict[str, object]] = {
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 12,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    "qwen3.6-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "num_hidden_layers": 8,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1e7,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": 8,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 32,
+    },
+    "smallthinker-4b": {
+        "architectures": ["SmallThinkerForCausalLM"],
+        "num_hidden_layers": 12,
+        "hidden_size": 1536,
+        "moe_ffn_hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "hidden_act": "relu",
+        "max_position_embeddings": 8192,
+        "rope_theta": 1.5e6,
+        "moe_num_primary_experts": 32,
+        "moe_num_active_primary_experts": 4,
+        "moe_primary_router_apply_softmax": True,
+        "sliding_window_size": STOCK_WINDOW,
+    },
+    "gemma3n-e2b": {
+        "architectures": ["Gemma3nForCausalLM"],
+        "num_hidden_layers": 30,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 8,
+        "num_kv_shared_layers": 10,
+        "rope_theta": 1e6,
+        "vocab_size_per_layer_input": 32_000,
+        "sliding_window_pattern": 5,
+    },
+    "minitron-4b": {
+        "architectures": ["NemotronForCausalLM"],
+        "num_hidden_layers": 8,
+        "hidden_size": 3072,
+        "intermediate_size": 9216,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "relu2",
+        "norm_eps": 1e-5,
+    },
+}
+
+
+def blueprint_of(name: str, num_layers: int | None = None) -> Blueprint:
+    """The shape's keys and spec, with fewer layers perhaps."""
+    config = COMMON_CONFIG | SHAPES[name]
+    count = num_layers or config["num_hidden_layers"]
+    assert isinstance(count, int)
+    if name == "smallthinker-4b":
+        layout = [int(layer % 4 != 0) for layer in range(count)]
+        config |= {"sliding_window_layout": layout, "rope_layout": layout}
+    if name == "gemma3n-e2b":
+        config["num_kv_shared_layers"] = max(0, count - gemma3n.STOCK_OWN_LAYERS)
+    return read_blueprint(Path(name), config | {"num_hidden_layers": count}, 1 << 20)
+
+
+def route_of(name: str) -> Route | None:
+    return blueprint_of(name).spec.layers[-1].route
 
 
 Entry = Callable[[str, tuple[int, ...]], TensorEntry]  # of a tensor's name and shape
@@ -246,18 +154,17 @@ def make_mixture(
 ) -> None:
     """Writes a model of one type, or of one of llama.cpp's mixtures, MXFP4 among them: experts in that
     type and all else in q8_0."""
-    shape = SHAPES[name]
-    sizes = replace(shape.sizes, num_layers=num_layers or shape.sizes.num_layers)
-    spec = shape.spec_of(sizes, *([shape.route] if shape.route else []))
-    type_of = partial(_type_of, Roles.of(spec, is_tied=False), kind)
-    entry = partial(_entry, type_of, shape.route, spec.activation, np.random.default_rng(0))
-    _make(path, spec, layout or shape.layout, entry)
+    plan = blueprint_of(name, num_layers)
+    type_of = partial(_type_of, Roles.of(plan.spec, is_tied=False), kind)
+    route, activation = plan.spec.layers[-1].route, plan.spec.activation
+    entry = partial(_entry, type_of, route, activation, np.random.default_rng(0))
+    _make(path, plan, layout or LAYOUTS.get(name, "stock"), entry)
 
 
 def make_dense(path: Path, kind: str) -> None:
     """Writes a Llama in TinyLlama's shape, all matrices of one type, or of llama.cpp's mixture."""
-    spec = llama_spec(TINYLLAMA, Rotary(theta=1e4, pairing="adjacent"), "silu")
-    type_of = partial(_type_of, Roles.of(spec, is_tied=False), kind)
+    plan = read_blueprint(path, config_of(TINYLLAMA), 1 << 20)
+    type_of = partial(_type_of, Roles.of(plan.spec, is_tied=False), kind)
     random = np.random.default_rng(0)
 
     def entry(name: str, dims: tuple[int, ...]) -> TensorEntry:
@@ -266,10 +173,11 @@ def make_dense(path: Path, kind: str) -> None:
         values = 0.02 * random.standard_normal((min(PIECE, dims[0]), dims[1]), np.float32)
         return _encoded(values, type_of(name), name, dims)
 
-    _make(path, spec, "stock", entry)
+    _make(path, plan, "stock", entry)
 
 
-def _make(path: Path, spec: ModelSpec, layout: Layout, entry: Entry) -> None:
+def _make(path: Path, plan: Blueprint, layout: Layout, entry: Entry) -> None:
+    spec = plan.spec
     folder = path.with_suffix(".tokenizer")
     folder.mkdir(exist_ok=True)
     write_tokenizer(folder, spec.vocab_size)
@@ -278,6 +186,7 @@ def _make(path: Path, spec: ModelSpec, layout: Layout, entry: Entry) -> None:
         layout=layout,
         model_id="0" * 64,
         bare_spec=spec,
+        keys=plan.keys,
         threshold_L=(0.0,) * spec.num_layers,
         predictor=None,
         tensors={},

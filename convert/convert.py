@@ -32,7 +32,9 @@ from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import Blueprint
-from hotsplit.families.table import ARCHITECTURES, read_blueprint
+from hotsplit.families.from_config import read_blueprint
+from hotsplit.families.pooling_key import pooling_key
+from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.outputs import check_output
 from hotsplit.files.written import Restored, Written
 from hotsplit.model.neurons import ACTIVATIONS
@@ -168,6 +170,7 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
         path=config.output,
         layout=config.layout,
         bare_spec=replace(plan.spec, pooling=pooling),
+        keys={**plan.keys, **pooling_key(pooling)},
         threshold_L=(plan.threshold,) * plan.spec.num_layers,
         predictor=None,
         tensors=tensors.tensor_entries(checkpoint, plan, config.layout, types),

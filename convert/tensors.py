@@ -22,8 +22,7 @@ from hotsplit.convert.experts import (
 )
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import SAME, Blueprint, Change
-from hotsplit.families.row_order import Rows
+from hotsplit.families.blueprint import SAME, Blueprint, Change, Rows
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.written import Restored
 from hotsplit.model.tensors import (

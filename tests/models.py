@@ -13,20 +13,23 @@ from gguf import quants
 from k_quants import BLOCK_BYTES, random_rows
 from small_blocks import CODED
 from small_blocks import random_rows as random_small_rows
+from spec_keys import spec_keys
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
-from hotsplit.families import falcon, llama, olmo, opt
+from hotsplit.families import falcon
+from hotsplit.families.decoder import decoder, decoder_spec
 from hotsplit.families.experts import Experts
 from hotsplit.families.family import Architecture
 from hotsplit.families.sizes import Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
+from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.blocks import PredictorKind
 from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.rope import NO_SCALING, RopeScaling
+from hotsplit.model.rope import NO_SCALING, Pairing, RopeScaling
 from hotsplit.model.spec import (
     Activation,
     Attention,
@@ -76,20 +79,12 @@ def make_sizes(
     )
 
 
-def sandwich_spec(sizes: Sizes, activation: Activation, options: Collection[str] = ()) -> ModelSpec:
-    """A Llama with norms before and after attention and neurons, and a scaled embedding."""
-    rotary = Rotary(theta=10000.0, pairing="adjacent")
-    attention, neurons = sizes.attention(rotary, options), sizes.neurons(activation, options)
-    layer = sizes.arrangement().sandwich(attention, neurons)
-    scale = sizes.hidden_size**0.5
-    return sizes.model("sandwich", sizes.alike(layer), embedding_scale=scale)
-
-
+SANDWICH = {"arrange": Arrangement.sandwich}
 # Until a family has this arrangement: files of tests are read by this architecture.
 ARCHITECTURES["sandwich"] = Architecture(
     name="sandwich",
-    of_keys=lambda read: sandwich_spec(
-        read.sizes(), read.activation(), read.options(read.sizes().num_layers)
+    of_keys=lambda read: decoder(
+        read, pairing="adjacent", embedding_scale=read.count("embedding_length") ** 0.5, **SANDWICH
     ),
     options=ARCHITECTURES["llama"].options,
 )
@@ -102,25 +97,39 @@ def family_spec(
     options: Collection[str] = (),
     scaling: RopeScaling = NO_SCALING,
     theta: float = 10000.0,
-    **changes: bool,
+    is_post_norm: bool = False,
 ) -> ModelSpec:
     """The spec of an architecture with these sizes and optional tensors."""
-    halves = Rotary(theta=theta, pairing="halves", scaling=scaling)
-    if family == "llama":
-        return llama.llama_spec(sizes, replace(halves, pairing="adjacent"), activation, options)
-    if family == "sandwich":
-        return sandwich_spec(sizes, activation, options)
-    if family == "olmo2":
-        return olmo.olmo_spec(
-            sizes, (halves, halves), activation, [False] * sizes.num_layers, 0, options
-        )
-    if family == "opt":
-        return opt.opt_spec(sizes, activation, options, **changes)
-    if family == "falcon":
-        return falcon.falcon_spec(sizes, halves, activation, options)
-    assert family in ("qwen2", "qwen3"), family
-    return llama.llama_spec(
-        sizes, halves, activation, options, architecture=family, has_head_norms=family == "qwen3"
+    adjacent = {"llama", "sandwich"}
+    pairing: Pairing = "adjacent" if family in adjacent else "halves"
+    own: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "sandwich": {"embedding_scale": sizes.hidden_size**0.5, **SANDWICH},
+        "olmo2": {
+            "arrange": Arrangement.output_norms,
+            "has_head_norms": True,
+            "attention": {"norms_all_heads": True},
+        },
+        "opt": {
+            "rotary": None,
+            "norm": "layer",
+            "is_gated": False,
+            "arrange": Arrangement.post_norm if is_post_norm else Arrangement.pre_norm,
+            "output_norm": not is_post_norm,
+            "has_positions": True,
+        },
+        "falcon": {
+            "norm": "layer",
+            "is_gated": False,
+            "arrange": falcon.arrangement_with(options),
+            "attention": {"is_fused": True},
+        },
+        "qwen2": {},
+        "qwen3": {"has_head_norms": True},
+    }
+    numbers = {"rotary": Rotary(theta=theta, pairing=pairing, scaling=scaling)} | own[family]
+    return decoder_spec(
+        sizes, activation=activation, options=options, architecture=family, **numbers
     )
 
 
@@ -136,7 +145,7 @@ def mixture_spec(
     route = route or Route(num_experts=6, num_used=2)
     experts = Experts(route=route, num_neurons=num_neurons, **numbers)
     rotary = Rotary(theta=10000.0, pairing="halves")
-    return llama.llama_spec(
+    return decoder_spec(
         sizes, rotary, activation, architecture="qwen3moe", has_head_norms=True, experts=experts
     )
 
@@ -264,6 +273,7 @@ def _without_tensors(
         layout="sparse",
         model_id=hashlib.sha256(identity.encode()).hexdigest(),
         bare_spec=spec,
+        keys=spec_keys(spec),
         threshold_L=(0.0,) * num_layers,
         predictor=predictor,
         tensors={},
@@ -304,8 +314,7 @@ def family_model(
 ) -> ModelFile:
     """A model like `make_model`'s with the graph of one of FAMILIES, and ReLU."""
     name, options, is_post_norm = FAMILIES[family]
-    changes = {"is_post_norm": True} if is_post_norm else {}
-    spec = family_spec(name, sizes or make_sizes(), "relu", options, **changes)
+    spec = family_spec(name, sizes or make_sizes(), "relu", options, is_post_norm=is_post_norm)
     model = make_model(
         spec=spec, kind=kind, predictor_rank=predictor_rank, seed=seed, path=path, last=options
     )

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.machine_file import CHOSEN_SHARE, PASS_TOKENS, CpuCosts, Figure
 from hotsplit.artifacts.random_weights import random_model
-from hotsplit.families.llama import llama_spec
+from hotsplit.families.decoder import decoder_spec
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.measure.timing.interleave import Probe, seconds_of, sum_of_rounds, time_rounds
@@ -269,6 +269,6 @@ def _small_engine(mode: Mode, width: int, num_layers: int) -> Engine:
 def _engine_of(sizes: Sizes, mode: Mode) -> Engine:
     """An engine with random weights. Matrices are f16, so keys and values are too, as for any model
     that is not in f32."""
-    spec = llama_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
+    spec = decoder_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
     model = random_model(spec, predictor_rank=8 if runs_predictors(mode) else None)
     return Engine.of(model, mode=mode, device="cpu")

@@ -41,7 +41,7 @@ from hotsplit.costs.part_bytes import (
     layer_bytes,
     plan_bytes,
 )
-from hotsplit.families.llama import llama_spec
+from hotsplit.families.decoder import decoder_spec
 from hotsplit.families.sizes import Sizes
 from hotsplit.measure.calibrate.cpu_costs import step_seconds
 from hotsplit.measure.timing.interleave import Probe, time_rounds
@@ -84,8 +84,8 @@ class Shape:
             vocab_size=self.vocab_size,
             context_length=CONTEXT,
         )
-        one = random_model(llama_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu"))
-        spec = llama_spec(
+        one = random_model(decoder_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu"))
+        spec = decoder_spec(
             replace(sizes, num_layers=num_layers), Rotary(theta=1e4, pairing="adjacent"), "relu"
         )
         tensors = {

@@ -39,7 +39,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
-from hotsplit.families.table import read_blueprint
+from hotsplit.families.from_config import read_blueprint
 from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.spec import Neurons
 from hotsplit.model.weight_types import BY_NAME

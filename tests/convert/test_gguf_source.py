@@ -18,6 +18,7 @@ from models import changed as changed_spec
 from reference import rel_error
 from small_blocks import CODED
 from small_blocks import random_rows as random_small_rows
+from spec_keys import spec_keys
 from test_families import CASES, IDS, transformers_logits
 
 from hotsplit import Engine
@@ -524,7 +525,8 @@ def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype
                 plan, spec=changed_spec(plan.spec, Neurons, activation="relu")
             )
         if wrong == "constant":
-            return dataclasses.replace(plan, spec=changed_spec(plan.spec, Rotary, theta=1e6))
+            spec = changed_spec(plan.spec, Rotary, theta=1e6)
+            return dataclasses.replace(plan, spec=spec, keys=spec_keys(spec))
         other = {"ffn_gate": "ffn_up", "ffn_up": "ffn_gate"}
 
         def name_of(source):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import edit_config, random_llama, random_model
 from models import changed as changed_spec
+from spec_keys import spec_keys
 from test_families import CASES, FALCON, GATED, OPT
 from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, OPTConfig
 
@@ -79,7 +80,7 @@ def spec(kind, **changes):
         if kind is Norm:
             last = dataclasses.replace(plan.spec.output_norm, **changes)
             found = dataclasses.replace(found, output_norm=last)
-        return dataclasses.replace(plan, spec=found)
+        return dataclasses.replace(plan, spec=found, keys=spec_keys(found))
 
     return mutated
 

@@ -10,7 +10,8 @@ from transformers import GraniteMoeHybridConfig
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families import config_reader
-from hotsplit.families.table import FAMILIES, read_blueprint
+from hotsplit.families.from_config import read_blueprint
+from hotsplit.families.table import FAMILIES
 
 PATH = Path("config.json")
 ROWS = 1 << 20

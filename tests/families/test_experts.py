@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import make_model, make_sizes, mixture_spec
 from reference import Bounds, logits_ref, rel_error, route_ref
+from spec_keys import spec_keys
 from test_sequences import CONTEXT, ROOM, Alone, schedule
 
 from hotsplit import Engine
@@ -382,7 +383,8 @@ def many_experts(kind: str, path: Path, num_experts: int) -> Path:
             )
         tensors[name] = entry
     spec = mixture_spec(sizes, route=route, num_neurons=256, activation="silu")
-    dataclasses.replace(model, bare_spec=spec, tensors=tensors, path=path).save(path)
+    keys = spec_keys(spec)
+    dataclasses.replace(model, bare_spec=spec, keys=keys, tensors=tensors, path=path).save(path)
     return path
 
 

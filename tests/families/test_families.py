@@ -994,7 +994,7 @@ REFUSED = {
         "qwen35",
         {"linear_conv_kernel_dim": 4},
     ),
-    "the delta nets have 6024 channels": ("qwen35", {"linear_value_head_dim": 996}),
+    "channels of the delta nets is 6024": ("qwen35", {"linear_value_head_dim": 996}),
     "none of 5 layers has attention": ("qwen35", {"layer_types": ["linear_attention"] * 5}),
     "hidden_act 'relu' is unknown": ("qwen35", {"hidden_act": "relu"}),
     "use_bidirectional_attention is True": ("gemma2", {"use_bidirectional_attention": True}),

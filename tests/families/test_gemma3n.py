@@ -26,9 +26,9 @@ from hotsplit.cli import main
 from hotsplit.costs.kernel_counts import ALL_GATES_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
+from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.gemma3n import SPARSE_LAYERS, STOCK_CUTOFF
 from hotsplit.families.row_order import matrices_joined
-from hotsplit.families.table import read_blueprint
 from hotsplit.model.planes import BEGIN, END, PREDICT
 from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.profile.collect import profile

@@ -26,7 +26,7 @@ from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side, kv_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.families.table import read_blueprint
+from hotsplit.families.from_config import read_blueprint
 from hotsplit.model.spec import Add
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels

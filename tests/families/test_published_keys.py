@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hotsplit.errors import HotsplitError
+from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.key_reader import KeyReader
-from hotsplit.families.table import read_blueprint
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.spec import ModelSpec
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import random_llama, random_model
 from hybrid_plans import SOME, L, make
+from spec_keys import spec_keys
 from test_families import GATED, OPT
 from test_runtime import make_split
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
@@ -98,8 +99,9 @@ def test_a_scaled_model_is_written_and_read_back(model, tmp_path):
     )
     for wanted in (scaling, RopeScaling(kind="linear", factor=2.0), NO_SCALING):
         spec = model.bare_spec.with_scaling(wanted)
-        dataclasses.replace(model, bare_spec=spec).save(tmp_path / f"{wanted.factor}.gguf")
-        assert ModelFile.load(tmp_path / f"{wanted.factor}.gguf").spec.rope_scaling == wanted
+        path = tmp_path / f"{wanted.factor}.gguf"
+        dataclasses.replace(model, bare_spec=spec, keys=spec_keys(spec)).save(path)
+        assert ModelFile.load(path).spec.rope_scaling == wanted
 
 
 def test_yarn_at_its_borders():

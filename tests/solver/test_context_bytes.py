@@ -1,6 +1,7 @@
 """What the recurrent states of a text take is counted in plans, and said in words."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +14,8 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.context_bytes import context_words, text_words
 from hotsplit.costs.part_bytes import kv_bytes, plan_bytes
 from hotsplit.costs.state_bytes import num_slots, slots_bytes, state_bytes
-from hotsplit.families.gemma import gemma_spec
-from hotsplit.families.sizes import Sizes
+from hotsplit.families.from_config import read_blueprint
 from hotsplit.inspection.inspect_file import inspect_file
-from hotsplit.model.rope import Rotary
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.cache.state_slots import LayerState
@@ -162,21 +161,19 @@ def test_a_plan_of_the_full_shape_with_short_and_long_contexts():
 
 def gemma3_12b() -> ModelFile:
     """Its shape, without its weights."""
-    sizes = Sizes(
-        num_layers=48,
-        hidden_size=3840,
-        num_neurons=15360,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=256,
-        vocab_size=262208,
-        context_length=131072,
-        epsilon=1e-6,
-    )
-    rotaries = Rotary(theta=1e6, pairing="halves"), Rotary(theta=10000.0, pairing="halves")
-    is_local_L = [(layer + 1) % 6 != 0 for layer in range(48)]
-    scale, caps = 256**-0.5, (None, None)
-    spec = gemma_spec("gemma3", sizes, rotaries, "gelu_tanh", is_local_L, 1024, scale, caps)
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 48,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "sliding_window": 1024,
+    }
+    spec = read_blueprint(Path("config.json"), config, 262208).spec
     return without_weights(spec)
 
 

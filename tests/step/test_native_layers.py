@@ -29,7 +29,7 @@ OF_SOME = {"ffn_predicted", "ffn_experts", "ffn_shared_hidden"}
 
 def gemma3n():
     sizes = make_sizes(width=128, context_length=64)
-    spec = gemma3n_spec([sizes] * 2, [False] * 2, [None] * 2, [None] * 2, NUMBERS)
+    spec = gemma3n_spec([sizes] * 2, [None] * 2, [None] * 2, [None] * 2, NUMBERS)
     return make_model(spec=spec, kind="q8_0")
 
 

@@ -225,7 +225,7 @@ NUMBERS = Numbers(
 def test_what_operations_take_is_within_a_bound(way, monkeypatch):
     """Those of Gemma 3n, which has one of each kind, in layers."""
     tokens, sizes = 200, make_sizes(width=128, context_length=200)
-    spec = gemma3n_spec([sizes] * 2, [False] * 2, [None] * 2, [None] * 2, NUMBERS)
+    spec = gemma3n_spec([sizes] * 2, [None] * 2, [None] * 2, [None] * 2, NUMBERS)
     model, hot = make_model(spec=spec, kind="q8_0"), [range(96)] * 2
     monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
     monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: way == "gpu")
@@ -248,7 +248,7 @@ def test_what_operations_take_is_within_a_bound(way, monkeypatch):
 
 def test_operations_are_told_apart_in_json():
     sizes = make_sizes(width=128)
-    spec = gemma3n_spec([sizes], [False], [None], [None], NUMBERS)
+    spec = gemma3n_spec([sizes], [None], [None], [None], NUMBERS)
     found = json.loads(to_json(spec))
     blocks = [*found["first"], *found["layers"][0]["blocks"], *found["last"]]
     assert [block["operation"] for block in blocks if "operation" in block] == [

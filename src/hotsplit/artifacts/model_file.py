@@ -18,8 +18,7 @@ from annotated_types import Ge, Le
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.errors import HotsplitError, about
 from hotsplit.families.family import Architecture
-from hotsplit.families.key_reader import QUALITY, VERSION, KeyReader
-from hotsplit.families.spec_keys import spec_keys
+from hotsplit.families.key_reader import QUALITY, VERSION, KeyReader, prefixed
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.declared import Count, NotNaN, Share, read_declared
 from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, write_gguf
@@ -69,6 +68,8 @@ class ModelFile:
     layout: Layout
     model_id: str
     bare_spec: ModelSpec  # what the model is, without predictors
+    # Of the architecture, from which the spec was read, without its prefix; {}: cannot be saved.
+    keys: Mapping[str, Value] = field(default_factory=dict)
     # FATReLU's, above which a gate fires; 0 for other activations.
     threshold_L: tuple[float, ...]
     predictor: PredictorInfo | None
@@ -98,6 +99,7 @@ class ModelFile:
             layout=layout_of(tensors),
             model_id=read.line("hotsplit.model_id"),
             bare_spec=spec,
+            keys=read.own_keys(spec),
             threshold_L=read.thresholds("hotsplit.ffn.threshold", spec.num_layers),
             predictor=_predictor(read, spec.num_layers),
             tensors=tensors,
@@ -319,7 +321,8 @@ class ModelFile:
         )
 
     def _own_keys(self) -> dict[str, Value]:
-        keys = spec_keys(self.bare_spec) | {"hotsplit.model_id": self.model_id}
+        assert self.keys, f"{self.path}: a model without keys"
+        keys = prefixed(self.architecture, self.keys) | {"hotsplit.model_id": self.model_id}
         if self.layout == "sparse":
             keys["hotsplit.version"] = np.uint32(VERSION)
             keys["hotsplit.ffn.activation"] = self.activation

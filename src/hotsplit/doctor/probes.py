@@ -177,7 +177,7 @@ def probe_gpu(*devices: str) -> dict[str, Any]:
     """Loads a small random model with predictors on each GPU, once with all neurons there and once
     with them on the CPU. `why`: why one of the GPUs fails the check of a load; None if all pass."""
     from hotsplit.artifacts.random_weights import random_model
-    from hotsplit.families.llama import llama_spec
+    from hotsplit.families.decoder import decoder_spec
     from hotsplit.families.sizes import Sizes
     from hotsplit.model.spec import Rotary
     from hotsplit.options.engine_config import EngineConfig
@@ -195,7 +195,7 @@ def probe_gpu(*devices: str) -> dict[str, Any]:
         vocab_size=1000,
         context_length=512,
     )
-    spec = llama_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
+    spec = decoder_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
     for device in devices:
         model = random_model(spec, predictor_rank=_RANK)
         for cpu_ffn in (False, True):

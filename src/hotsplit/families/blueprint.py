@@ -1,5 +1,5 @@
-"""A blueprint: the spec of a model and the source of each of its tensors, derived by a family from
-a checkpoint's config."""
+"""A blueprint: the keys and the spec of a model, and the source of each of its tensors, made from a checkpoint's
+config by the table of its family."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Literal
 import gguf
 import numpy as np
 
-from hotsplit.families.row_order import Rows
+from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import ModelSpec
 
 NameOf = Callable[[str], str | None]
@@ -32,31 +32,51 @@ NEGATED_EXP = Change(lambda x: -np.exp(x), lambda x: np.log(-x))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blueprint:
-    """The plan of a conversion. `name_of` maps the name of a checkpoint's tensor to its name in the
-    model file, or to None if it is unknown.
+class Rows:
+    """Reorders the rows of a tensor: row r of the model file is row `order[r]` of the checkpoint's
+    tensor that `name_of` calls `source`, which has `num_rows` rows."""
 
-    `rows` has an entry for each tensor whose rows are reordered, by its name within a layer or, for
-    tensors outside the layers, by its full name. Tensors whose names end with one of `constants` are not in the
-    checkpoint and have this value everywhere; the values of those with an end in `changes`, the first
-    that matches, are changed. `columns`: as `rows`, the order of the columns of a matrix: column c of
-    the model file is the checkpoint's column `columns[name][c]`."""
+    source: str
+    order: np.ndarray
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where a checkpoint's tensors are not those of a model file.
+
+    renamed: llama.cpp's map of names, as it is for this family.
+    rows: an entry for each tensor whose rows are reordered, by its name within a layer or, for tensors outside
+        the layers, by its full name. columns: the same for the columns of a matrix: column c of the model file
+        is the checkpoint's column `columns[name][c]`.
+    constants: tensors whose names end so are not in the checkpoint and have this value everywhere.
+    changes: of the values of tensors whose names end so; the first that matches counts.
+    ignored: suffixes of the names of tensors that are left out; ignored_prefixes: beginnings of such names,
+        which are noted."""
+
+    renamed: Callable[[NameOf], NameOf] = field(default=lambda name_of: name_of, compare=False)
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    ignored: tuple[str, ...] = IGNORED
+    ignored_prefixes: tuple[str, ...] = ()
+    expert_form: ExpertForm = "rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint(Sources):
+    """The plan of a conversion. `keys`: of the model file's architecture, without its prefix. `name_of` maps the
+    name of a checkpoint's tensor to its name in the model file, or to None if it is unknown."""
 
     spec: ModelSpec
+    keys: Mapping[str, Value]
     name_of: NameOf
-    # These two are read from every config in the same way (table.read_blueprint).
     threshold: float = 0.0
     is_tied: bool | None = None  # None if only transformers' default says so
     rope_factors: Mapping[str, np.ndarray] = field(
         default_factory=dict
     )  # f32 [head_dim / 2], by tensor
-    rows: Mapping[str, Rows] = field(default_factory=dict)
-    constants: Mapping[str, float] = field(default_factory=dict)
-    changes: Mapping[str, Change] = field(default_factory=dict)
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    ignored: tuple[str, ...] = IGNORED  # suffixes of the names of tensors that are left out
-    ignored_prefixes: tuple[str, ...] = ()  # of such names, which are noted
-    expert_form: ExpertForm = "rows"
     notes: tuple[str, ...] = ()
 
 
@@ -64,3 +84,19 @@ def gguf_names(arch: gguf.MODEL_ARCH, num_layers: int) -> NameOf:
     """The name map of llama.cpp's converter."""
     names = gguf.get_tensor_name_map(arch, num_layers)
     return lambda source: names.get_name(source, try_suffixes=(".weight", ".bias"))
+
+
+def suffixed(ends: Mapping[str, str]) -> Callable[[NameOf], NameOf]:
+    """A map of names with these ends of a checkpoint's names for those that llama.cpp's map knows, where it
+    lacks them."""
+
+    def renamed(name_of: NameOf) -> NameOf:
+        def name(source: str) -> str | None:
+            for theirs, known in ends.items():
+                if source.endswith(theirs):
+                    return name_of(source.removesuffix(theirs) + known)
+            return name_of(source)
+
+        return name
+
+    return renamed

@@ -5,7 +5,7 @@ mixtures. Their norms multiply by 1 + weight; a model file has that sum.
 A checkpoint has the value heads of a key head side by side. llama.cpp's files of Qwen 3.5 have the
 first of each key head before the second of each (DeltaNet.is_grouped)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,14 +14,12 @@ import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import ADD_ONE, NEGATED_EXP, SAME, Blueprint, NameOf, gguf_names
+from hotsplit.families.blueprint import ADD_ONE, NEGATED_EXP, SAME, NameOf, Rows, Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.experts import (
     COUNTS,
     KEYS,
     Experts,
-    check_experts,
-    config_count,
     dense_layers,
     expert_keys,
     experts_of_keys,
@@ -30,19 +28,19 @@ from hotsplit.families.experts import (
 )
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.glm import SECOND_NORM
-from hotsplit.families.llama import whole_sizes
-from hotsplit.families.row_order import Rows
+from hotsplit.families.rope_scalings import Rope, rope_keys
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import Value, chosen_rows
 from hotsplit.files.typed import shown
-from hotsplit.model.spec import Activation, DeltaNet, ModelSpec, Rotary, Route
+from hotsplit.model.spec import Activation, DeltaNet, ModelSpec, Rotary
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
 
-PERIOD, SHARE, MOST_TAPS = 4, 0.25, 16
-# Layers that only predict tokens further ahead, and the model for images.
+PERIOD, MOST_TAPS = 4, 16
+# Layers that only predict tokens further ahead.
 LEFT_OUT = ("mtp.", "model.mtp.")
+ROPE = Rope(share=0.25)
 _ARCHES = {
     "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen35": gguf.MODEL_ARCH.QWEN35,
@@ -50,60 +48,72 @@ _ARCHES = {
 }
 
 
-def qwen3_next(read: ConfigReader) -> Blueprint:
-    """Qwen3NextForCausalLM."""
-    return _blueprint(read, "qwen3next", renormalises=read.flag("norm_topk_prob"))
-
-
-def qwen3_5(read: ConfigReader) -> Blueprint:
-    """Qwen3_5ForCausalLM, and the text model of Qwen3_5ForConditionalGeneration."""
-    return _blueprint(read, "qwen35")
-
-
-def qwen3_5_moe(read: ConfigReader) -> Blueprint:
-    """Qwen3_5MoeForCausalLM, all of whose layers have experts, and the text
-    model of Qwen3_5MoeForConditionalGeneration."""
-    return _blueprint(read, "qwen35moe")
-
-
-def _blueprint(read: ConfigReader, name: str, *, renormalises: bool = True) -> Blueprint:
-    read.refuse("attention_bias", False, why="its attention has no biases here")
-    neurons_key = "moe_intermediate_size" if name == "qwen35moe" else "intermediate_size"
-    sizes = whole_sizes(read, read.count("max_position_embeddings"), neurons_key)
-    experts = None
+def keys(read: ConfigReader, *, name: str) -> dict[str, Value]:
+    """Which layers attend is said as llama.cpp says it, by a period where there is one."""
+    experts: dict[str, Value] = {}
     if name != "qwen35":
-        experts = _experts(read, sizes, name, renormalises=renormalises)
-        if not experts.num_dense:
-            sizes = replace(sizes, num_neurons=experts.num_neurons)
-    sizes, rotary, factors = read.rotary(sizes, "halves", default_share=SHARE)
-    attends_L = [
-        not has_other
-        for has_other in read.other_layers(
-            sizes.num_layers, "linear_attention", "full_attention_interval", PERIOD
+        is_next = name == "qwen3next"
+        experts = expert_keys(
+            read,
+            renormalises=read.flag("norm_topk_prob") if is_next else True,
+            shared=read.count("shared_expert_intermediate_size"),
+            num_dense=dense_layers(read) if is_next else 0,
         )
+    has_state_L = read.other_layers("linear_attention", "full_attention_interval", PERIOD)
+    attends_L = [not has_state for has_state in has_state_L]
+    period = attends_L.index(True) + 1 if any(attends_L) else 0
+    is_periodic = attends_L == [
+        (layer + 1) % max(1, period) == 0 for layer in range(len(attends_L))
     ]
-    delta = None if all(attends_L) else _delta(read, sizes, is_grouped=name == "qwen3next")
-    names = gguf_names(_ARCHES[name], sizes.num_layers)
-    names = names if name == "qwen35" else with_dense_layers(names, sizes.num_layers)
-    spec = delta_spec(
-        name,
-        str(read.path),
-        sizes,
-        rotary,
-        read.activation("hidden_act", {"silu": "silu"}),
-        delta,
-        attends_L,
-        experts,
+    found: dict[str, Value] = {"attention.recurrent_layers": has_state_L}
+    if is_periodic and period:
+        found = {"full_attention_interval": np.uint32(period)}
+    if any(has_state_L):
+        found |= _delta_keys(read)
+    if name != "qwen3next":
+        found["rope.dimension_sections"] = _sections(read)
+    return {**experts, **found}
+
+
+def _delta_keys(read: ConfigReader) -> dict[str, Value]:
+    keys, values = (read.count(f"linear_num_{which}_heads") for which in ("key", "value"))
+    key_dim, value_dim = (read.count(f"linear_{which}_head_dim") for which in ("key", "value"))
+    read.check_size({"the channels of the delta nets": 2 * keys * key_dim + values * value_dim})
+    return {
+        "ssm.conv_kernel": np.uint32(read.count("linear_conv_kernel_dim")),
+        "ssm.state_size": np.uint32(key_dim),
+        "ssm.group_count": np.uint32(keys),
+        "ssm.time_step_rank": np.uint32(values),
+        "ssm.inner_size": np.uint32(values * value_dim),
+    }
+
+
+def _sections(read: ConfigReader) -> list[int]:
+    """Pairs of values that rotate by a place in time, two in an image, and none, which are all the same
+    in a text; llama.cpp wants the key."""
+    rotated, _ = rope_keys(
+        read, ROPE, read.count("head_dim"), read.count("max_position_embeddings")
     )
+    pairs = int(rotated["rope.dimension_count"]) // 2
+    return [*((pairs + more) // 3 for more in (2, 1, 0)), 0]
+
+
+def derived(read: ConfigReader, *, name: str) -> dict[str, object]:
+    """If all layers have experts, the neurons of a layer are an expert's."""
+    if name == "qwen3next" and dense_layers(read):
+        return {}
+    return {"intermediate_size": read.count("moe_intermediate_size")}
+
+
+def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
+    delta = next((layer.delta for layer in spec.layers if layer.delta is not None), None)
     rows, columns = dict[str, Rows](), dict[str, np.ndarray]()
     if delta is not None:
         rows = _joined_rows(delta) if delta.is_grouped else _tiled_rows(delta)
     if delta is not None and not delta.is_grouped:
         columns = {"ssm_out.weight": _value_order(delta, delta.value_head_dim)}
-    return Blueprint(
-        spec=spec,
-        name_of=_with_decay_bias(names),
-        rope_factors=factors,
+    return Sources(
+        renamed=partial(_renamed, spec),
         rows=rows,
         columns=columns,
         changes={"ssm_norm.weight": SAME, "norm.weight": ADD_ONE, ".ssm_a": NEGATED_EXP},
@@ -111,22 +121,16 @@ def _blueprint(read: ConfigReader, name: str, *, renormalises: bool = True) -> B
     )
 
 
-def _delta(read: ConfigReader, sizes: Sizes, *, is_grouped: bool) -> DeltaNet:
-    delta = DeltaNet(
-        num_key_heads=read.count("linear_num_key_heads"),
-        num_value_heads=read.count("linear_num_value_heads"),
-        key_head_dim=read.count("linear_key_head_dim"),
-        value_head_dim=read.count("linear_value_head_dim"),
-        num_taps=read.count("linear_conv_kernel_dim"),
-        epsilon=sizes.epsilon,
-        is_grouped=is_grouped,
-    )
-    if delta.num_channels > read.max_rows:
-        raise HotsplitError(
-            f"{read.path}: the delta nets have {delta.num_channels} channels, but the largest dimension"
-            f" of a tensor is {read.max_rows}; config and weights belong to different models"
-        )
-    return check_delta(str(read.path), delta)
+def _renamed(spec: ModelSpec, name_of: NameOf) -> NameOf:
+    """The names, with that of the bias of decays, whose name is no tensor's with a suffix."""
+    if spec.has_experts:
+        name_of = with_dense_layers(spec.num_layers)(name_of)
+
+    def name(source: str) -> str | None:
+        stem, found, _ = source.partition(".dt_bias")
+        return name_of(f"{stem}.dt_proj.bias" if found else source)
+
+    return name
 
 
 def check_delta(where: str, delta: DeltaNet) -> DeltaNet:
@@ -142,32 +146,6 @@ def check_delta(where: str, delta: DeltaNet) -> DeltaNet:
             " not supported"
         )
     return delta
-
-
-def _experts(read: ConfigReader, sizes: Sizes, name: str, *, renormalises: bool) -> Experts:
-    route = Route(
-        num_experts=config_count(read),
-        num_used=read.count("num_experts_per_tok"),
-        renormalises=renormalises,
-    )
-    experts = Experts(
-        route=route,
-        num_neurons=read.count("moe_intermediate_size"),
-        num_shared=read.count("shared_expert_intermediate_size"),
-        has_shared_gate=True,
-        num_dense=dense_layers(read, sizes.num_layers) if name == "qwen3next" else 0,
-    )
-    return check_experts(str(read.path), experts, sizes.num_layers)
-
-
-def _with_decay_bias(name_of: NameOf) -> NameOf:
-    """The names, with that of the bias of decays, whose name is no tensor's with a suffix."""
-
-    def name(source: str) -> str | None:
-        stem, found, _ = source.partition(".dt_bias")
-        return name_of(f"{stem}.dt_proj.bias" if found else source)
-
-    return name
 
 
 def _value_order(delta: DeltaNet, width: int) -> np.ndarray:
@@ -317,36 +295,6 @@ def _delta_of_keys(read: "KeyReader", sizes: Sizes) -> DeltaNet:
     return check_delta(str(read.path), delta)
 
 
-def keys(spec: ModelSpec) -> Mapping[str, Value]:
-    """The keys that `of_keys` reads: which layers attend as llama.cpp says it, by a period where
-    there is one."""
-    attends_L = [layer.delta is None for layer in spec.layers]
-    period = attends_L.index(True) + 1
-    is_periodic = attends_L == [(layer + 1) % period == 0 for layer in range(len(attends_L))]
-    found: dict[str, Value] = {"full_attention_interval": np.uint32(period)}
-    if not is_periodic:
-        found = {"attention.recurrent_layers": [not attends for attends in attends_L]}
-    delta = next((layer.delta for layer in spec.layers if layer.delta is not None), None)
-    if delta is not None:
-        found |= {
-            "ssm.conv_kernel": np.uint32(delta.num_taps),
-            "ssm.state_size": np.uint32(delta.key_head_dim),
-            "ssm.group_count": np.uint32(delta.num_key_heads),
-            "ssm.time_step_rank": np.uint32(delta.num_value_heads),
-            "ssm.inner_size": np.uint32(delta.value_size),
-        }
-    if spec.architecture != "qwen3next":
-        found["rope.dimension_sections"] = _sections(spec)
-    return {**expert_keys(spec), **found}
-
-
-def _sections(spec: ModelSpec) -> list[int]:
-    """Pairs of values that rotate by a place in time, two in an image, and none, which are all the same
-    in a text; llama.cpp wants the key."""
-    pairs = spec.attentions[0].num_rotated // 2
-    return [*((pairs + more) // 3 for more in (2, 1, 0)), 0]
-
-
 def _not_in_stock(spec: ModelSpec) -> str | None:
     delta = next((layer.delta for layer in spec.layers if layer.delta is not None), None)
     if delta is None:
@@ -374,34 +322,65 @@ _MIXTURE = _LINEAR | {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
-QWEN3_NEXT = Family(
-    title="Qwen3-Next",
-    blueprint=qwen3_next,
-    model_types=("qwen3_next",),
-    read_keys=COUNTS,
-    defaults=_MIXTURE
-    | {
-        "num_experts_per_tok": 10,
-        "num_experts": 512,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-    },
-)
 QWEN3_5 = Family(
+    classes=("Qwen3_5ForCausalLM",),
     title="Qwen 3.5 and 3.6",
-    blueprint=qwen3_5,
+    graph="qwen35",
+    names=_ARCHES["qwen35"],
     model_types=("qwen3_5_text",),
     defaults=_LINEAR | {"num_key_value_heads": 4},
+    plain={"attention_bias": False},
+    activations={"silu": "silu"},
+    rope=ROPE,
+    keys=partial(keys, name="qwen35"),
+    sources=sources,
 )
-QWEN3_5_MOE = Family(
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    classes=("Qwen3_5MoeForCausalLM",),
     title="Qwen 3.5 and 3.6 MoE",
-    blueprint=qwen3_5_moe,
+    graph="qwen35moe",
+    names=_ARCHES["qwen35moe"],
     model_types=("qwen3_5_moe_text",),
     read_keys=COUNTS,
     defaults=_MIXTURE | {"num_experts_per_tok": 8, "num_experts": 256},
+    derived=partial(derived, name="qwen35moe"),
+    keys=partial(keys, name="qwen35moe"),
 )
-QWEN3_5_WITH_IMAGES = replace(QWEN3_5, model_types=("qwen3_5",), text_key="text_config")
-QWEN3_5_MOE_WITH_IMAGES = replace(QWEN3_5_MOE, model_types=("qwen3_5_moe",), text_key="text_config")
+FAMILIES = (
+    replace(
+        QWEN3_5_MOE,
+        classes=("Qwen3NextForCausalLM",),
+        title="Qwen3-Next",
+        graph="qwen3next",
+        names=_ARCHES["qwen3next"],
+        model_types=("qwen3_next",),
+        defaults=_MIXTURE
+        | {
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        },
+        derived=partial(derived, name="qwen3next"),
+        keys=partial(keys, name="qwen3next"),
+    ),
+    QWEN3_5,
+    QWEN3_5_MOE,
+    # The text models of checkpoints with images.
+    replace(
+        QWEN3_5,
+        classes=("Qwen3_5ForConditionalGeneration",),
+        model_types=("qwen3_5",),
+        text_key="text_config",
+    ),
+    replace(
+        QWEN3_5_MOE,
+        classes=("Qwen3_5MoeForConditionalGeneration",),
+        model_types=("qwen3_5_moe",),
+        text_key="text_config",
+    ),
+)
 _KEYS = (
     "full_attention_interval",
     "attention.recurrent_layers",
@@ -423,7 +402,6 @@ GRAPHS = tuple(
     Architecture(
         name=name,
         of_keys=partial(of_keys, has_experts=name != "qwen35"),
-        keys=keys,
         known_keys=_KEYS if name == "qwen35" else (*KEYS, *_KEYS),
         stock_activations=("silu",),
         not_in_stock=_not_in_stock,

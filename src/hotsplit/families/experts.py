@@ -2,7 +2,7 @@
 checkpoint has the matrices of each expert."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -75,54 +75,51 @@ class Experts:
         return Mixture(route=self.route, experts=replace(experts, biases=biases), shared=shared)
 
 
-def check_experts(where: str, experts: Experts, num_layers: int) -> Experts:
-    """Raises HotsplitError, which begins with `where`, for numbers that do not fit together."""
-    route = experts.route
-    faults = {
-        f"{route.num_experts} experts, wanted 1 to {MAX_EXPERTS}": (
-            not 1 <= route.num_experts <= MAX_EXPERTS
-        ),
-        f"{route.num_used} experts a token of {route.num_experts}": (
-            not 1 <= route.num_used <= route.num_experts
-        ),
-        f"{route.num_experts} experts do not divide into {route.num_groups} groups of two or more": (
-            route.num_groups > 1
-            and (route.num_experts % route.num_groups or route.num_experts < 2 * route.num_groups)
-        ),
-        f"{route.num_used_groups} groups a token of {route.num_groups}": (
-            not 1 <= route.num_used_groups <= route.num_groups
-        ),
-        f"{route.num_used} experts a token from {route.num_used_groups} of {route.num_groups} groups"
-        f" of {route.num_experts} experts": (
-            route.num_used * route.num_groups > route.num_experts * route.num_used_groups
-        ),
-        f"{experts.num_dense} layers without experts of {num_layers}": (
-            not 0 <= experts.num_dense < num_layers
-        ),
-    }
-    fault = next((words for words, is_wrong in faults.items() if is_wrong), None)
-    if fault is not None:
-        raise HotsplitError(f"{where}: {fault}: no such mixture; get the model again")
-    return experts
-
-
-def config_count(read: "ConfigReader") -> int:
-    """The number of experts, by any of its names."""
+def expert_keys(
+    read: "ConfigReader",
+    *,
+    neurons: str = "moe_intermediate_size",
+    used: str = "num_experts_per_tok",
+    gating: Gating = "softmax",
+    renormalises: bool = True,
+    scale: float = 1.0,
+    shared: int = 0,
+    num_dense: int = 0,
+    groups: tuple[int, int] = (1, 1),
+) -> dict[str, Value]:
+    """The keys that `experts_of_keys` reads. neurons, used: the config's keys of the neurons of an expert and of the
+    experts of a token. shared: neurons of the shared experts, 0 without any. groups: their number, and how many a token
+    uses."""
     key = next((name for name in COUNTS if name in read.said), None)
     key = key or next(name for name in COUNTS if name in read.values)
-    value = read.values[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_EXPERTS:
+    count = read.values[key]
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_EXPERTS:
         raise HotsplitError(
-            f"{read.path}: {key} is {shown(value)}, wanted a number of experts from 1 to"
-            f" {MAX_EXPERTS}"
+            f"{read.path}: {key} is {shown(count)}, wanted a number of experts from 1 to {MAX_EXPERTS}"
         )
-    return value
+    keys: dict[str, Value] = {
+        "expert_count": np.uint32(count),
+        "expert_used_count": np.uint32(read.count(used)),
+        "expert_feed_forward_length": np.uint32(length := read.count(neurons)),
+        "expert_gating_func": np.uint32(next(n for n, each in GATINGS.items() if each == gating)),
+        "expert_weights_norm": renormalises,
+        "expert_weights_scale": np.float32(scale),
+    }
+    if shared:
+        keys["expert_shared_feed_forward_length"] = np.uint32(shared)
+        keys["expert_shared_count"] = np.uint32(max(1, shared // length))
+    if num_dense:
+        keys["leading_dense_block_count"] = np.uint32(num_dense)
+    if groups[0] > 1:
+        keys["expert_group_count"], keys["expert_group_used_count"] = map(np.uint32, groups)
+    return keys
 
 
-def dense_layers(read: "ConfigReader", num_layers: int) -> int:
+def dense_layers(read: "ConfigReader") -> int:
     """The number of layers without experts, which are the first, by `mlp_only_layers` and
     `decoder_sparse_step` (transformers, modeling_qwen2_moe.py)."""
     only, step = read.values.get("mlp_only_layers") or [], read.count("decoder_sparse_step")
+    num_layers = read.count("num_hidden_layers")
     if not isinstance(only, list):
         raise HotsplitError(f"{read.path}: mlp_only_layers is {shown(only)}, wanted a list")
     are_dense = [layer in only or (layer + 1) % step != 0 for layer in range(num_layers)]
@@ -135,15 +132,11 @@ def dense_layers(read: "ConfigReader", num_layers: int) -> int:
     return count
 
 
-def with_dense_layers(name_of: NameOf, num_layers: int) -> NameOf:
+def with_dense_layers(num_layers: int) -> Callable[[NameOf], NameOf]:
     """The names, with those of neurons in layers without experts, which llama.cpp's map for a graph
     that has experts in all layers lacks."""
     of_dense = gguf_names(gguf.MODEL_ARCH.LLAMA, num_layers)
-
-    def name(source: str) -> str | None:
-        return name_of(source) or of_dense(source)
-
-    return name
+    return lambda name_of: lambda source: name_of(source) or of_dense(source)
 
 
 def experts_of_keys(
@@ -196,33 +189,31 @@ def experts_of_keys(
         has_shared_gate=has_shared_gate,
         num_dense=read.whole("leading_dense_block_count", 0),
     )
-    return check_experts(str(read.path), experts, num_layers)
+    _check(str(read.path), experts, num_layers)
+    return experts
 
 
-def expert_keys(spec: ModelSpec) -> Mapping[str, Value]:
-    """The keys that `experts_of_keys` reads."""
-    layer = spec.layers[-1]
-    route, neurons, shared = layer.route, layer.neurons, layer.shared
-    if route is None:
-        return {}
-    num_dense = sum(layer.route is None for layer in spec.layers)
-    keys: dict[str, Value] = {
-        "expert_count": np.uint32(route.num_experts),
-        "expert_used_count": np.uint32(route.num_used),
-        "expert_feed_forward_length": np.uint32(neurons.of_expert),
-        "expert_gating_func": np.uint32(next(n for n, g in GATINGS.items() if g == route.gating)),
-        "expert_weights_norm": route.renormalises,
-        "expert_weights_scale": np.float32(route.scale),
+def _check(where: str, experts: Experts, num_layers: int) -> None:
+    """Raises HotsplitError, which begins with `where`, for numbers that do not fit together."""
+    count, used = experts.route.num_experts, experts.route.num_used
+    groups, used_groups = experts.route.num_groups, experts.route.num_used_groups
+    faults = {
+        f"{count} experts, wanted 1 to {MAX_EXPERTS}": not 1 <= count <= MAX_EXPERTS,
+        f"{used} experts a token of {count}": not 1 <= used <= count,
+        f"{count} experts do not divide into {groups} groups of two or more": (
+            groups > 1 and (count % groups or count < 2 * groups)
+        ),
+        f"{used_groups} groups a token of {groups}": not 1 <= used_groups <= groups,
+        f"{used} experts a token from {used_groups} of {groups} groups of {count} experts": (
+            used * groups > count * used_groups
+        ),
+        f"{experts.num_dense} layers without experts of {num_layers}": (
+            not 0 <= experts.num_dense < num_layers
+        ),
     }
-    if shared is not None:
-        keys["expert_shared_feed_forward_length"] = np.uint32(shared.number)
-        keys["expert_shared_count"] = np.uint32(max(1, shared.number // neurons.of_expert))
-    if num_dense:
-        keys["leading_dense_block_count"] = np.uint32(num_dense)
-    if route.num_groups > 1:
-        keys["expert_group_count"] = np.uint32(route.num_groups)
-        keys["expert_group_used_count"] = np.uint32(route.num_used_groups)
-    return keys
+    fault = next((words for words, is_wrong in faults.items() if is_wrong), None)
+    if fault is not None:
+        raise HotsplitError(f"{where}: {fault}: no such mixture; get the model again")
 
 
 def other_in_stock(spec: ModelSpec, *, renormalises: bool) -> str | None:

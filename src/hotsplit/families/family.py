@@ -1,36 +1,56 @@
-"""A family: functions from a checkpoint's config, and from a GGUF's keys, to a model's spec."""
+"""A family: a table of what a checkpoint's config says, from which its keys are made; and a graph, whose keys a
+model's spec is read from. A GGUF enters by its keys."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import gguf
+
+from hotsplit.families.blueprint import NameOf, Sources
+from hotsplit.families.rope_scalings import Rope
 from hotsplit.files.gguf_file import TensorEntry, Value
+from hotsplit.model.neurons import ACTIVATIONS
 from hotsplit.model.spec import Activation, ModelSpec
 
 if TYPE_CHECKING:  # their readers refuse what they read with the names of all families
-    from hotsplit.families.blueprint import Blueprint
     from hotsplit.families.config_reader import ConfigReader
     from hotsplit.families.key_reader import KeyReader
 
 Tensors = dict[str, TensorEntry]
 PROJECTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
+QKV_BIASES = PROJECTION_BIASES[:3]
 GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
+UNGATED_BIASES = GATED_BIASES[1:]
+# transformers' names, and a model file's.
+GATED: Mapping[str, str] = {n: own for own, facts in ACTIVATIONS.items() for n in facts.names}
+UNGATED = {name: own for name, own in GATED.items() if not ACTIVATIONS[own].needs_gates}
+# Keys of a GGUF, and their names in the configs of Llama's relatives.
+FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "hotsplit.ffn.activation": "hidden_act",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A graph by llama.cpp's name for it, or PowerInfer's. `options`: the tensors that all layers
-    of a model have or none. `stock_activations` and `stock_options`: what llama.cpp's graph of this
-    name computes and loads; empty if it has none; `not_in_stock` says what else of a spec it would
-    compute otherwise. `keys` writes what `of_keys` reads beyond the
-    keys that all architectures have (spec_keys); `known_keys` are the names of these. `apart` takes
-    apart what files of llama.cpp's converter have in one tensor, and `joined` makes one of what its graph
-    wants in one. `fuses_attention`: its queries, keys and values are one matrix; what others have in one is
-    taken apart before `of_keys`."""
+    """A graph by llama.cpp's name for it, or PowerInfer's. `of_keys` reads the spec from a file's keys and
+    the names of its tensors; `known_keys` are those that it reads beyond the keys of all architectures
+    (key_reader). `options`: the tensors that all layers of a model have or none. `stock_activations` and
+    `stock_options`: what llama.cpp's graph of this name computes and loads; empty if it has none;
+    `not_in_stock` says what else of a spec it would compute otherwise. `apart` takes apart what files of
+    llama.cpp's converter have in one tensor, and `joined` makes one of what its graph wants in one.
+    `fuses_attention`: its queries, keys and values are one matrix; what others have in one is taken apart
+    before `of_keys`. `usual_keys`: a file's keys as those of the spec's own architecture, if that is another."""
 
     name: str
     of_keys: Callable[["KeyReader"], ModelSpec]
-    keys: Callable[[ModelSpec], Mapping[str, Value]] = lambda spec: {}
     known_keys: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     fuses_attention: bool = False
@@ -39,21 +59,51 @@ class Architecture:
     not_in_stock: Callable[[ModelSpec], str | None] = lambda spec: None
     apart: Callable[[ModelSpec, Tensors], Tensors] = lambda spec, tensors: tensors
     joined: Callable[[ModelSpec, Tensors], Tensors] = lambda spec, tensors: tensors
+    usual_keys: Callable[[ModelSpec, dict[str, Value]], dict[str, Value]] = lambda spec, keys: keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A class of checkpoints. `title`: the name of its models for people. `defaults` are those of
-    transformers' config class for the keys that `blueprint` reads and that may be missing; a key that is
-    null in the file stays null. A missing key that is not listed here is refused, unless transformers'
-    default for it is null or the reader has its own (as for rope_theta). `model_types`: what a config
-    says it is; () for a class that transformers does not have, whose configs say various things.
-    `read_keys`: of the keys that other families refuse (CONFIG_KEYS), those that this one reads.
-    `text_key`: the key of the config of the text model, if the checkpoint has others beside it."""
+    """A class of checkpoints, or several, by the first of `architectures` in config.json (`classes`).
 
+    title: the name of its models for people.
+    graph: the architecture of its model files, unless `keys` has another one.
+    names: of llama.cpp's map of names, that for its tensors, or a map of its own.
+    defaults: transformers' config class's for the keys that are read and that may be missing; a key that is null
+        in the file stays null. A missing key that is not listed here is refused, unless transformers' default
+        for it is null or the reader has its own (as for rope_theta).
+    model_types: what a config says it is; () for a class that transformers does not have, whose configs say
+        various things.
+    fields: the names of FIELDS that are others in its configs.
+    plain: keys of the config that change the graph, with the only value that runs.
+    flags: optional tensors of all layers, by the flag of the config that says they are there.
+    activations: transformers' names of activations that it may have, and a model file's.
+    rope, local_rope: how the config states rotary embeddings, and those of layers with a window, if these have
+        parameters of their own.
+    read_keys: of the keys that other families refuse (CONFIG_KEYS), those that this one reads.
+    text_key: the key of the config of the text model, if the checkpoint has others beside it.
+    by_type: for a config that may be one of several families', these by its `model_type`.
+
+    What is peculiar: `derived` gives values of the config that follow from others, `keys` further keys of the
+    GGUF, `tensors` optional tensors, by name within all layers or in one, with the shapes that keys lack, and
+    `sources` says where a checkpoint's tensors are if they are not named and ordered as a model file's."""
+
+    classes: tuple[str, ...] = ()
     title: str
-    blueprint: Callable[["ConfigReader"], "Blueprint"]
+    graph: str = ""
+    names: gguf.MODEL_ARCH | NameOf = gguf.MODEL_ARCH.LLAMA
     defaults: Mapping[str, object] = field(default_factory=dict)
     model_types: tuple[str, ...] = ()
+    fields: Mapping[str, str] = field(default_factory=dict)
+    plain: Mapping[str, object] = field(default_factory=dict)
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    activations: Mapping[str, str] = field(default_factory=lambda: GATED)
+    rope: Rope | None = Rope()
+    local_rope: Rope | None = None
     read_keys: tuple[str, ...] = ()
     text_key: str = ""
+    by_type: Mapping[str, "Family"] = field(default_factory=dict)
+    derived: Callable[["ConfigReader"], Mapping[str, object]] = lambda read: {}
+    keys: Callable[["ConfigReader"], Mapping[str, Value]] = lambda read: {}
+    tensors: Callable[["ConfigReader"], Mapping[str, tuple[int, ...]]] = lambda read: {}
+    sources: Callable[[ModelSpec, "ConfigReader"], Sources] = lambda spec, read: Sources()

@@ -3,7 +3,7 @@ attention (LAuReL), an input of its own in each layer, and in its first layers g
 mean and deviation, so that one neuron in twenty fires."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -12,24 +12,24 @@ import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import IGNORED, Blueprint, NameOf, gguf_names
-from hotsplit.families.config_reader import GATED, ConfigReader
+from hotsplit.families.blueprint import IGNORED, NameOf, Sources
+from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.layer_inputs import INPUTS, input_keys, layer_inputs, rows_of_first
-from hotsplit.families.llama import whole_sizes
+from hotsplit.families.rope_scalings import Rope, local_theta_key
 from hotsplit.families.row_order import matrices_apart, matrices_joined
 from hotsplit.families.shared_keys import (
     SHARED,
     reading,
     shared_keys,
-    sources_of_config,
     sources_of_keys,
     unused_sources,
     with_unused,
     without_unused,
 )
-from hotsplit.families.sizes import Sizes
-from hotsplit.families.soft_caps import LOGIT_CAP, cap_of_config, cap_of_keys
+from hotsplit.families.sizes import Sizes, by_layer
+from hotsplit.families.soft_caps import LOGIT_CAP, cap_key, cap_of_keys
+from hotsplit.families.windows import KEYS, Windows, local_window_keys, windows_of_keys
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model import planes
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
 
 PERIOD, LOCAL_THETA = 5, 1e4  # the first is of the layers without a window
+WIDTHS = "widths of layers"  # what intermediate_size was, a list perhaps
 CUTOFFS, PATTERN = "activation_sparsity_scale", "activation_sparsity_pattern"
 SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config without a pattern that has more layers than that
 # llama.cpp's cutoff and the layers that have it, whatever the file says (src/models/models.h), and the
@@ -57,55 +58,40 @@ class Numbers:
     num_planes: int
     rank: int  # of the product beside attention
     rotaries: tuple[Rotary, Rotary]  # of layers without a window, and of those with one
-    window: int
     activation: Activation
     logit_cap: float | None
     inputs: int  # values of each layer's own
 
 
-def gemma3n(read: ConfigReader) -> Blueprint:
-    """Gemma3nForCausalLM, and the text model of Gemma3nForConditionalGeneration."""
-    read.refuse("use_bidirectional_attention", False, why="attention is always causal")
-    read.refuse("attention_bias", False, why="its attention has no biases here")
-    read.refuse("altup_active_idx", 0, why="the active plane is the first here")
-    read.refuse("altup_correct_scale", True, why="the corrected plane is always scaled here")
-    widths = _widths(read)
-    widest = ConfigReader(
-        read.path, {**read.values, "intermediate_size": max(widths)}, max_rows=read.max_rows
-    )
-    sizes = whole_sizes(widest, read.count("max_position_embeddings"))
-    sizes, whole, _ = read.rotary_of(sizes, "full_attention", "rope_theta", 1e6)
-    _, local, _ = read.rotary_of(sizes, "sliding_attention", "rope_local_base_freq", LOCAL_THETA)
-    num_planes = read.count("altup_num_inputs")
+def keys(read: ConfigReader) -> dict[str, Value]:
+    num_planes, num_layers = read.count("altup_num_inputs"), read.count("num_hidden_layers")
     if not 2 <= num_planes <= planes.MOST_PLANES:
         raise HotsplitError(
             f"{read.path}: altup_num_inputs is {num_planes}, wanted 2 to {planes.MOST_PLANES}"
         )
-    is_local_L = read.layers_with_window(sizes.num_layers, PERIOD)
-    numbers = Numbers(
-        num_planes=num_planes,
-        rank=read.count("laurel_rank"),
-        rotaries=(whole, local),
-        window=read.window_of(is_local_L),
-        activation=read.activation("hidden_activation", GATED),
-        logit_cap=cap_of_config(read, LOGIT_CAP),
-        inputs=read.count("hidden_size_per_layer_input"),
-    )
-    source_L = sources_of_config(read, is_local_L)
-    each = [replace(sizes, num_neurons=width) for width in widths]
-    spec = gemma3n_spec(each, is_local_L, source_L, _cutoffs(read, sizes.num_layers), numbers)
-    return Blueprint(
-        spec=spec,
-        ignored=(*IGNORED, *unused_sources(spec)),
-        name_of=_names(gguf_names(gguf.MODEL_ARCH.GEMMA3N, sizes.num_layers)),
-        rows=rows_of_first(read, sizes.vocab_size),
-    )
+    windows, widths = local_window_keys(read, PERIOD), _widths(read)
+    cutoffs = _cutoffs(read, num_layers)
+    return {
+        "feed_forward_length": by_layer(widths),
+        **windows,
+        **local_theta_key(read, LOCAL_THETA, "rope_local_base_freq"),
+        **cap_key(read, LOGIT_CAP),
+        "altup.active_idx": np.uint32(0),
+        "altup.num_inputs": np.uint32(num_planes),
+        **shared_keys(read, read.layers_with_window(PERIOD)),
+        **input_keys(read),
+        CUTOFFS: [-math.inf if cutoff is None else cutoff for cutoff in cutoffs],
+    }
+
+
+def derived(read: ConfigReader) -> dict[str, object]:
+    return {"intermediate_size": max(_widths(read)), WIDTHS: read.values.get("intermediate_size")}
 
 
 def _widths(read: ConfigReader) -> list[int]:
     """The neurons of each layer."""
     key, num_layers = "intermediate_size", read.count("num_hidden_layers")
-    found = read.values.get(key)
+    found = read.values.get(WIDTHS, read.values.get(key))
     if not isinstance(found, list):
         return [read.count(key)] * num_layers
     if len(found) != num_layers:
@@ -145,9 +131,17 @@ def _names(name_of: NameOf) -> NameOf:
     return name
 
 
+def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
+    return Sources(
+        renamed=_names,
+        rows=rows_of_first(read, spec.vocab_size),
+        ignored=(*IGNORED, *unused_sources(spec)),
+    )
+
+
 def gemma3n_spec(
     sizes_L: Sequence[Sizes],
-    is_local_L: Sequence[bool],
+    windows: Windows,
     source_L: Sequence[int | None],
     cutoff_L: Sequence[float | None],
     numbers: Numbers,
@@ -156,17 +150,12 @@ def gemma3n_spec(
         _layer(
             sizes,
             sizes.attention(
-                numbers.rotaries[is_local],
-                window=numbers.window if is_local else None,
-                scale=1.0,
-                has_head_norms=True,
+                numbers.rotaries[window is not None], window=window, scale=1.0, has_head_norms=True
             ),
             replace(sizes.neurons(numbers.activation), cutoff=cutoff),
             numbers,
         ).with_attention(norms_values=True, **reading(source))
-        for sizes, is_local, source, cutoff in zip(
-            sizes_L, is_local_L, source_L, cutoff_L, strict=True
-        )
+        for sizes, window, source, cutoff in zip(sizes_L, windows, source_L, cutoff_L, strict=True)
     ]
     any_sizes, num_planes = sizes_L[0], numbers.num_planes
     scale = math.sqrt(any_sizes.hidden_size)
@@ -224,15 +213,14 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         num_planes=min(read.count("altup.num_inputs", 4), planes.MOST_PLANES),
         rank=64 if left is None else left.shape[0],
         rotaries=(whole, local),
-        window=read.count("attention.sliding_window"),
         activation=read.activation(),
         logit_cap=cap_of_keys(read, LOGIT_CAP),
         inputs=read.count(INPUTS),
     )
-    is_local_L = read.layers_with_window(num_layers, PERIOD)
-    source_L = sources_of_keys(read, is_local_L)
+    windows = windows_of_keys(read, num_layers, period=PERIOD, window=None)
+    source_L = sources_of_keys(read, [window is not None for window in windows])
     cutoff_L = _cutoffs_of_keys(read, num_layers)
-    return gemma3n_spec(sizes_L, is_local_L, source_L, cutoff_L, numbers)
+    return gemma3n_spec(sizes_L, windows, source_L, cutoff_L, numbers)
 
 
 def _cutoffs_of_keys(read: "KeyReader", num_layers: int) -> list[float | None]:
@@ -244,27 +232,6 @@ def _cutoffs_of_keys(read: "KeyReader", num_layers: int) -> list[float | None]:
     if max(found) == math.inf:
         raise HotsplitError(f"{read.path}: key {key!r} has infinity: no neuron would fire")
     return [None if cutoff == -math.inf else cutoff for cutoff in found]
-
-
-def keys(spec: ModelSpec) -> Mapping[str, Value]:
-    attentions = spec.attentions
-    local = next((a for a in attentions if a.window is not None), attentions[-1])
-    inputs, begin = spec.first
-    assert (
-        local.rotary and isinstance(inputs, LayerInputs) and isinstance(begin, planes.BeginPlanes)
-    )
-    cutoffs = [layer.neurons.cutoff for layer in spec.layers]
-    return {
-        "attention.sliding_window": np.uint32(local.window or spec.context_length),
-        "attention.sliding_window_pattern": [a.window is not None for a in attentions],
-        "rope.freq_base_swa": np.float32(local.rotary.theta),
-        LOGIT_CAP: np.float32(spec.logit_cap or 0.0),
-        "altup.active_idx": np.uint32(0),
-        "altup.num_inputs": np.uint32(begin.num_planes),
-        **shared_keys(spec),
-        **input_keys(spec),
-        CUTOFFS: [-math.inf if cutoff is None else cutoff for cutoff in cutoffs],
-    }
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:
@@ -304,10 +271,24 @@ def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 GEMMA3N = Family(
+    classes=("Gemma3nForCausalLM",),
     title="Gemma 3n",
+    graph="gemma3n",
+    names=gguf.MODEL_ARCH.GEMMA3N,
     model_types=("gemma3n_text",),
-    blueprint=gemma3n,
     read_keys=(LOGIT_CAP,),
+    fields={"hotsplit.ffn.activation": "hidden_activation"},
+    plain={
+        "use_bidirectional_attention": False,
+        "attention_bias": False,
+        "altup_active_idx": 0,  # the active plane is the first here
+        "altup_correct_scale": True,  # the corrected plane is always scaled here
+    },
+    rope=Rope(kinds=("default", "linear"), theta=1e6, layers="full_attention"),
+    derived=derived,
+    keys=keys,
+    tensors=lambda read: {f"{LEFT}.weight": (read.count("laurel_rank"),)},
+    sources=sources,
     defaults={
         "tie_word_embeddings": True,
         "num_key_value_heads": 2,
@@ -326,24 +307,32 @@ GEMMA3N = Family(
         "laurel_rank": 64,
     },
 )
-GEMMA3N_WITH_IMAGES = replace(GEMMA3N, model_types=("gemma3n",), text_key="text_config")
-GRAPH = Architecture(
-    name="gemma3n",
-    of_keys=of_keys,
-    keys=keys,
-    known_keys=(
-        LOGIT_CAP,
-        CUTOFFS,
-        INPUTS,
-        SHARED,
-        "altup.active_idx",
-        "altup.num_inputs",
-        "attention.sliding_window",
-        "attention.sliding_window_pattern",
-        "rope.freq_base_swa",
+FAMILIES = (
+    GEMMA3N,
+    replace(
+        GEMMA3N,
+        classes=("Gemma3nForConditionalGeneration",),
+        model_types=("gemma3n",),
+        text_key="text_config",
     ),
-    stock_activations=("gelu_tanh",),
-    not_in_stock=not_in_stock,
-    apart=apart,
-    joined=joined,
+)
+GRAPHS = (
+    Architecture(
+        name="gemma3n",
+        of_keys=of_keys,
+        known_keys=(
+            LOGIT_CAP,
+            CUTOFFS,
+            INPUTS,
+            SHARED,
+            "altup.active_idx",
+            "altup.num_inputs",
+            *KEYS,
+            "rope.freq_base_swa",
+        ),
+        stock_activations=("gelu_tanh",),
+        not_in_stock=not_in_stock,
+        apart=apart,
+        joined=joined,
+    ),
 )

@@ -6,144 +6,97 @@ input of its own, from the token, and the last layers read the keys and values o
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import IGNORED, Blueprint, NameOf, gguf_names
-from hotsplit.families.config_reader import GATED, ConfigReader
+from hotsplit.families.blueprint import IGNORED, NameOf, Sources
+from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.experts import (
     COUNTS,
     KEYS,
     Experts,
-    check_experts,
-    config_count,
     expert_keys,
     experts_of_keys,
     other_in_stock,
 )
 from hotsplit.families.family import Architecture, Family, Tensors
-from hotsplit.families.layer_inputs import (
-    INPUTS,
-    input_keys,
-    inputs_of_config,
-    layer_inputs,
-    refuse_without_rows,
-)
-from hotsplit.families.llama import whole_sizes
+from hotsplit.families.layer_inputs import INPUTS, input_keys, layer_inputs, refuse_without_rows
+from hotsplit.families.rope_scalings import THETA, Rope, local_theta_key
 from hotsplit.families.shared_keys import (
     SHARED,
     reading,
     shared_keys,
-    sources_of_config,
+    sources,
     sources_of_keys,
     unused_sources,
     without_unused,
 )
-from hotsplit.families.sizes import Sizes
-from hotsplit.families.soft_caps import LOGIT_CAP, cap_of_config, cap_of_keys
+from hotsplit.families.sizes import Sizes, by_layer
+from hotsplit.families.soft_caps import LOGIT_CAP, cap_key, cap_of_keys
+from hotsplit.families.windows import KEYS as WINDOW_KEYS
+from hotsplit.families.windows import windows_of_keys
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Mixture
 from hotsplit.model.per_layer import PerLayer
 from hotsplit.model.route import OWN_SCALES, ROUTER
-from hotsplit.model.spec import Activation, ModelSpec, Neurons, Rotary, Route
+from hotsplit.model.spec import Activation, ModelSpec, Neurons
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
 
 PERIOD, LOCAL_THETA = 6, 1e4
-FULL = "full_attention"
+FULL, LOCAL = "full_attention", "sliding_attention"
 SCALE = "layer_output_scale"
 ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL_THETA},
+    LOCAL: {"rope_type": "default", "rope_theta": LOCAL_THETA},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 # Vectors of a router in a checkpoint, and their names in a layer of a model file.
 _SCALES = {"scale": f"{ROUTER}.scale", "per_expert_scale": OWN_SCALES}
-_DENSE = re.compile(r"(\.ffn_(?:gate|up|down))\.")
 # Keys of a GGUF of which layers with a window have their own.
-THETA = "rope.freq_base"
 _OF_WINDOWS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+_DENSE = re.compile(r"(\.ffn_(?:gate|up|down))\.")
+# Values of the config, by other names, of layers with a window; those without have the usual ones.
+LOCAL_DIM, LOCAL_KV_HEADS = f"{LOCAL}: head_dim", f"{LOCAL}: num_key_value_heads"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """The attention of a layer. `window`: None without one."""
-
-    sizes: Sizes  # those of its heads
-    rotary: Rotary
-    window: int | None
-    values_are_keys: bool
-    source: int | None  # the layer whose keys and values it reads; None: its own
-
-
-def gemma4(read: ConfigReader) -> Blueprint:
-    """Gemma4ForCausalLM, and the text model of Gemma4ForConditionalGeneration."""
-    read.refuse("use_bidirectional_attention", "vision", why="attention over text is always causal")
-    read.refuse("attention_bias", False, why="its attention has no biases here")
-    sizes = whole_sizes(read, read.count("max_position_embeddings"))
-    is_local_L = _are_local(read, sizes.num_layers)
-    local, whole = _sizes_by_type(read, sizes, is_local_L)
-    ropes = read.values.get("rope_parameters") or ROPE
-    of_ropes = ConfigReader(
-        read.path, {**read.said, "rope_parameters": ropes}, max_rows=read.max_rows
-    )
-    _, wide, factors = of_ropes.rotary_of(whole, FULL, "", 1e6, ("proportional",))
-    _, narrow, _ = of_ropes.rotary_of(local, "sliding_attention", "", LOCAL_THETA)
-    window, are_keys = read.window_of(is_local_L), read.flag("attention_k_eq_v")
-    sources_L = sources_of_config(read, is_local_L)
-    factor_L = [1 + (read.flag("use_double_wide_mlp") and s is not None) for s in sources_L]
-    heads = [
-        Heads(
-            sizes=replace(own, num_neurons=factor * own.num_neurons),
-            source=source,
-            rotary=narrow if is_local else wide,
-            window=window if is_local else None,
-            values_are_keys=are_keys and not is_local,
-        )
-        for is_local, source, factor in zip(is_local_L, sources_L, factor_L, strict=True)
-        for own in [local if is_local else whole]
-    ]
-    experts = _experts(read, sizes) if read.flag("enable_moe_block") else None
-    activation = read.activation("hidden_activation", GATED)
-    if inputs := inputs_of_config(read):
-        refuse_without_rows(read)
-    spec = gemma4_spec(
-        sizes, heads, activation, cap_of_config(read, LOGIT_CAP), (SCALE,), experts, inputs
-    )
-    return Blueprint(
-        spec=spec,
-        name_of=_names(gguf_names(gguf.MODEL_ARCH.GEMMA4, sizes.num_layers), experts is not None),
-        rope_factors=factors,
-        ignored=(*IGNORED, *unused_sources(spec)),
-    )
+def derived(read: ConfigReader) -> dict[str, object]:
+    """The heads of layers without a window as those of the model, and the published rotary embeddings without a
+    key for them."""
+    kv_heads, head_dim = _heads_without_window(read, _are_local(read))
+    return {
+        "head_dim": head_dim,
+        "num_key_value_heads": kv_heads,
+        LOCAL_DIM: read.count("head_dim"),
+        LOCAL_KV_HEADS: read.count("num_key_value_heads"),
+        "rope_parameters": read.values.get("rope_parameters") or ROPE,
+    }
 
 
-def _are_local(read: ConfigReader, num_layers: int) -> list[bool]:
+def _are_local(read: ConfigReader) -> list[bool]:
     """Whether each layer has a window; the last has none (transformers, configuration_gemma4.py)."""
-    found = read.layers_with_window(num_layers, PERIOD)
+    found = read.layers_with_window(PERIOD)
     if read.values.get("layer_types") is None:
         return [*found[:-1], False]
     if found[-1]:
         raise HotsplitError(
-            f"{read.path}: layer_types ends with 'sliding_attention', wanted {FULL!r}, which"
-            " transformers makes of it: correct the config"
+            f"{read.path}: layer_types ends with {LOCAL!r}, wanted {FULL!r}, which transformers makes of"
+            " it: correct the config"
         )
     return found
 
 
-def _sizes_by_type(
-    read: ConfigReader, sizes: Sizes, is_local_L: Sequence[bool]
-) -> tuple[Sizes, Sizes]:
-    """The sizes of layers with a window and without: by `per_layer_config`, which transformers 5
-    writes, with zeros before short indices, and empty if they do not differ, or by the keys of
-    published configs.
+def _heads_without_window(read: ConfigReader, is_local_L: Sequence[bool]) -> tuple[int, int]:
+    """(key-value heads, width of a head) of layers without a window: by `per_layer_config`, which transformers 5
+    writes, with zeros before short indices, and empty if they do not differ, or by the keys of published
+    configs.
 
     Raises HotsplitError for a `per_layer_config` in which other layers differ."""
     key = "per_layer_config"
@@ -166,18 +119,52 @@ def _sizes_by_type(
                 f" num_key_value_heads for each of the layers of full attention ({len(wanted)})"
             )
         own = each[0]
-    own = {name: value for name, value in own.items() if value is not None}
-    other = ConfigReader(
-        read.path, {**read.values, **own}, max_rows=read.max_rows, prefix=f"{FULL}: "
+    other = read.with_values({name: value for name, value in own.items() if value is not None})
+    _, kv_heads, head_dim = other.heads("num_attention_heads", "num_key_value_heads")
+    return kv_heads, head_dim
+
+
+def keys(read: ConfigReader) -> dict[str, Value]:
+    """llama.cpp's keys for layers without a window, and its others for those with one."""
+    is_local_L, shared = _are_local(read), "num_kv_shared_layers"
+    source_L = sources(f"{read.path}: {shared}", is_local_L, read.whole(shared))
+    width, kv_heads = read.count("intermediate_size"), read.count("num_key_value_heads")
+    is_wide, local_kv_heads = read.flag("use_double_wide_mlp"), read.count(LOCAL_KV_HEADS)
+    widths = [width * (1 + (is_wide and source is not None)) for source in source_L]
+    local_dim = np.uint32(read.count(LOCAL_DIM))
+    window = read.count("sliding_window" if any(is_local_L) else "max_position_embeddings")
+    if (inputs := input_keys(read))[INPUTS]:
+        refuse_without_rows(read)
+    found: dict[str, Value] = {
+        "feed_forward_length": by_layer(widths),
+        "attention.head_count_kv": by_layer(
+            [local_kv_heads if is_local else kv_heads for is_local in is_local_L]
+        ),
+        WINDOW_KEYS[0]: np.uint32(window),
+        WINDOW_KEYS[1]: is_local_L,
+        **local_theta_key(read, LOCAL_THETA),
+        **cap_key(read, LOGIT_CAP),
+        **shared_keys(read, is_local_L),
+        **inputs,
+        **{f"{key}_swa": local_dim for key in _OF_WINDOWS},
+    }
+    if read.flag("enable_moe_block"):
+        found |= expert_keys(read, used="top_k_experts")
+    return found
+
+
+def given_tensors(read: ConfigReader) -> Mapping[str, tuple[int, ...]]:
+    """Layers without a window may take their keys as values."""
+    are_keys = read.flag("attention_k_eq_v")
+    values = [i for i, is_local in enumerate(_are_local(read)) if is_local or not are_keys]
+    return dict.fromkeys((f"{SCALE}.weight", *(f"blk.{i}.attn_v.weight" for i in values)), ())
+
+
+def given_sources(spec: ModelSpec, read: ConfigReader) -> Sources:
+    return Sources(
+        renamed=partial(_names, has_experts=spec.has_experts),
+        ignored=(*IGNORED, *unused_sources(spec)),
     )
-    _, kv_heads, head_dim = other.heads("num_attention_heads")
-    return sizes, replace(sizes, num_kv_heads=kv_heads, head_dim=head_dim)
-
-
-def _experts(read: ConfigReader, sizes: Sizes) -> Experts:
-    route = Route(num_experts=config_count(read), num_used=read.count("top_k_experts"))
-    experts = Experts(route=route, num_neurons=read.count("moe_intermediate_size"))
-    return check_experts(str(read.path), experts, sizes.num_layers)
 
 
 def _names(name_of: NameOf, has_experts: bool) -> NameOf:
@@ -211,36 +198,6 @@ def joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
     return {name.replace("_shexp.", "."): entry for name, entry in tensors.items()}
 
 
-def gemma4_spec(
-    sizes: Sizes,
-    heads_L: Sequence[Heads],
-    activation: Activation,
-    logit_cap: float | None,
-    options: Collection[str],
-    experts: Experts | None,
-    inputs: int,
-) -> ModelSpec:
-    """`inputs`: values of each layer's own; 0 without."""
-    arrange = sizes.arrangement()
-    layers = [
-        arrange.sandwich(
-            heads.sizes.attention(
-                heads.rotary, window=heads.window, scale=1.0, has_head_norms=True
-            ),
-            _feed_forward(heads.sizes, activation, experts),
-            scale=SCALE if SCALE in options else "",
-            own=PerLayer(size=inputs, activation=activation) if inputs else None,
-        )
-        .with_attention(norms_values=True, num_kv_projections=1 if heads.values_are_keys else 2)
-        .with_attention(**reading(heads.source))
-        for heads in heads_L
-    ]
-    scale = math.sqrt(sizes.hidden_size)
-    spec = sizes.model("gemma4", layers, embedding_scale=scale)
-    first = (layer_inputs(spec, inputs, sizes.epsilon),) if inputs else ()
-    return replace(spec, logit_cap=logit_cap, first=first)
-
-
 def _feed_forward(
     sizes: Sizes, activation: Activation, experts: Experts | None
 ) -> Neurons | Mixture:
@@ -253,65 +210,50 @@ def _feed_forward(
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
-    num_layers, name = read.count("block_count"), read.graph.name
-    is_local_L = read.layers_with_window(num_layers, PERIOD)
+    num_layers, name, activation = read.count("block_count"), read.graph.name, read.activation()
+    windows = windows_of_keys(read, num_layers, period=PERIOD, window=None)
     theta = np.float32(read.positive(f"{name}.{THETA}_swa", LOCAL_THETA))
-    own: dict[str, Value] = {f"{name}.{THETA}": theta}
+    local: dict[str, Value] = {f"{name}.{THETA}": theta}
     for key in _OF_WINDOWS:
         if f"{name}.{key}_swa" in read.keys:
-            own[f"{name}.{key}"] = np.uint32(read.count(f"{key}_swa"))
-    heads, sources_L = [], sources_of_keys(read, is_local_L)
-    for index, (is_local, source) in enumerate(zip(is_local_L, sources_L, strict=True)):
-        own_read = read.of_layer(index, num_layers, own if is_local else {})
-        rotary = own_read.rotary("halves")
-        heads.append(
-            Heads(
-                sizes=own_read.sizes(),
-                rotary=replace(rotary, has_factors=False) if is_local else rotary,
-                window=read.count("attention.sliding_window") if is_local else None,
-                values_are_keys=f"blk.{index if source is None else source}.attn_v.weight"
-                not in read.tensors,
-                source=source,
-            )
-        )
-    options = {option.removesuffix(".weight") for option in read.options(num_layers)}
+            local[f"{name}.{key}"] = np.uint32(read.count(f"{key}_swa"))
+    source_L = sources_of_keys(read, [window is not None for window in windows])
     experts = experts_of_keys(read) if read.whole("expert_count", 0) else None
-    cap = cap_of_keys(read, LOGIT_CAP)
-    inputs = read.whole(INPUTS, 0)
-    return gemma4_spec(heads[-1].sizes, heads, read.activation(), cap, options, experts, inputs)
-
-
-def keys(spec: ModelSpec) -> Mapping[str, Value]:
-    """llama.cpp's keys for layers without a window, and its others for those with one."""
-    attentions = spec.attentions
-    local = next((a for a in attentions if a.window is not None), attentions[-1])
-    whole = next((a for a in attentions if a.window is None), attentions[-1])
-    assert local.rotary is not None
-    found: dict[str, Value] = {
-        "attention.sliding_window": np.uint32(local.window or spec.context_length),
-        "attention.sliding_window_pattern": [a.window is not None for a in attentions],
-        "rope.freq_base_swa": np.float32(local.rotary.theta),
-        LOGIT_CAP: np.float32(spec.logit_cap or 0.0),
-        **shared_keys(spec),
-        **input_keys(spec),
-    }
-    for a, suffix in ((whole, ""), (local, "_swa")):
-        found[f"attention.key_length{suffix}"] = np.uint32(a.head_dim)
-        found[f"attention.value_length{suffix}"] = np.uint32(a.head_dim)
-        found[f"rope.dimension_count{suffix}"] = np.uint32(a.num_rotated)
-    beside = [layer.shared.number for layer in spec.layers if layer.shared is not None]
-    if beside:
-        is_same = len(set(beside)) == 1
-        found["feed_forward_length"] = np.uint32(beside[0]) if is_same else cast(Value, beside)
-    of_shared = ("expert_shared_feed_forward_length", "expert_shared_count")
-    return found | {k: v for k, v in expert_keys(spec).items() if k not in of_shared}
+    inputs, layers = read.whole(INPUTS, 0), []
+    scale = SCALE if f"{SCALE}.weight" in read.options(num_layers) else ""
+    for index, (window, source) in enumerate(zip(windows, source_L, strict=True)):
+        own = read.of_layer(index, num_layers, {} if window is None else local)
+        sizes, rotary = own.sizes(), own.rotary("halves")
+        if window is not None:
+            rotary = replace(rotary, has_factors=False)
+        has_values = f"blk.{index if source is None else source}.attn_v.weight" in read.tensors
+        layer = sizes.arrangement().sandwich(
+            sizes.attention(rotary, window=window, scale=1.0, has_head_norms=True),
+            _feed_forward(sizes, activation, experts),
+            scale=scale,
+            own=PerLayer(size=inputs, activation=activation) if inputs else None,
+        )
+        layer = layer.with_attention(norms_values=True, num_kv_projections=1 + has_values)
+        layers.append(layer.with_attention(**reading(source)))
+    spec = sizes.model(name, layers, embedding_scale=math.sqrt(sizes.hidden_size))
+    first = (layer_inputs(spec, inputs, sizes.epsilon),) if inputs else ()
+    return replace(spec, logit_cap=cap_of_keys(read, LOGIT_CAP), first=first)
 
 
 GEMMA4 = Family(
+    classes=("Gemma4ForCausalLM",),
     title="Gemma 4",
+    graph="gemma4",
+    names=gguf.MODEL_ARCH.GEMMA4,
     model_types=("gemma4_text",),
-    blueprint=gemma4,
     read_keys=(*COUNTS, LOGIT_CAP),
+    fields={"hotsplit.ffn.activation": "hidden_activation"},
+    plain={"use_bidirectional_attention": "vision", "attention_bias": False},
+    rope=Rope(kinds=("proportional",), theta=1e6, layers=FULL, theta_key=""),
+    derived=derived,
+    keys=keys,
+    tensors=given_tensors,
+    sources=given_sources,
     defaults={
         "tie_word_embeddings": True,
         "num_key_value_heads": 4,
@@ -329,24 +271,32 @@ GEMMA4 = Family(
         "num_experts": None,
     },
 )
-GEMMA4_WITH_IMAGES = replace(GEMMA4, model_types=("gemma4",), text_key="text_config")
-GRAPH = Architecture(
-    name="gemma4",
-    of_keys=of_keys,
-    keys=keys,
-    known_keys=(
-        *KEYS,
-        LOGIT_CAP,
-        INPUTS,
-        SHARED,
-        "attention.sliding_window",
-        "attention.sliding_window_pattern",
-        *(f"{key}_swa" for key in (*_OF_WINDOWS, THETA)),
+FAMILIES = (
+    GEMMA4,
+    replace(
+        GEMMA4,
+        classes=("Gemma4ForConditionalGeneration",),
+        model_types=("gemma4",),
+        text_key="text_config",
     ),
-    options=(f"{SCALE}.weight",),
-    stock_activations=("gelu_tanh",),
-    stock_options=(f"{SCALE}.weight",),
-    not_in_stock=partial(other_in_stock, renormalises=True),
-    apart=apart,
-    joined=joined,
+)
+GRAPHS = (
+    Architecture(
+        name="gemma4",
+        of_keys=of_keys,
+        known_keys=(
+            *KEYS,
+            LOGIT_CAP,
+            INPUTS,
+            SHARED,
+            *WINDOW_KEYS,
+            *(f"{key}_swa" for key in (*_OF_WINDOWS, THETA)),
+        ),
+        options=(f"{SCALE}.weight",),
+        stock_activations=("gelu_tanh",),
+        stock_options=(f"{SCALE}.weight",),
+        not_in_stock=partial(other_in_stock, renormalises=True),
+        apart=apart,
+        joined=joined,
+    ),
 )

@@ -1,83 +1,37 @@
 """gpt-oss (OpenAI, arXiv 2508.10925): experts with biases and a clamped SwiGLU, sinks of attention, a
 window in every other layer."""
 
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import gguf
-import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import Blueprint, NameOf, gguf_names
+from hotsplit.families.blueprint import NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.experts import (
-    COUNTS,
-    KEYS,
-    Experts,
-    check_experts,
-    config_count,
-    expert_keys,
-    experts_of_keys,
-)
+from hotsplit.families.decoder import decoder
+from hotsplit.families.experts import COUNTS, KEYS, expert_keys, experts_of_keys
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
-from hotsplit.families.llama import whole_sizes
-from hotsplit.families.sizes import Sizes
+from hotsplit.families.rope_scalings import Rope
+from hotsplit.families.windows import KEYS as WINDOW_KEYS
+from hotsplit.families.windows import local_window_keys, windows_of_keys
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
+from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.attention import HeadVector
-from hotsplit.model.spec import Activation, ModelSpec, Rotary, Route
+from hotsplit.model.route import ROUTER
+from hotsplit.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
 
-# The norm before the neurons, as llama.cpp names it.
-SECOND_NORM = "post_attention_norm"
 EXPERT_BIASES = ("ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias")
 PERIOD = 2
 
 
-def gpt_oss(read: ConfigReader) -> Blueprint:
-    """GptOssForCausalLM, in bf16 or with experts in MXFP4."""
-    read.refuse("swiglu_limit", 7.0, 7)
-    read.refuse("swiglu_alpha", 1.702)
-    read.refuse("hidden_act", "silu")
-    _check_packing(read)
-    sizes = whole_sizes(read, read.count("max_position_embeddings"))
-    experts = Experts(
-        route=Route(
-            num_experts=config_count(read),
-            num_used=read.count("num_experts_per_tok"),
-            gating="softmax_of_chosen",
-            renormalises=False,
-            has_bias=True,
-        ),
-        num_neurons=sizes.num_neurons,
-    )
-    check_experts(str(read.path), experts, sizes.num_layers)
-    sizes, rotary, factors = read.rotary(
-        sizes, "halves", ("default", "yarn"), 150000.0, rounds_borders=False
-    )
-    biases = PROJECTION_BIASES if read.flag("attention_bias") else ()
-    has_window_L = read.layers_with_window(sizes.num_layers, PERIOD)
-    return Blueprint(
-        spec=gpt_oss_spec(
-            sizes,
-            rotary,
-            "swiglu_oai",
-            experts,
-            has_window_L,
-            read.window_of(has_window_L),
-            (*biases, *EXPERT_BIASES),
-        ),
-        name_of=_with_sinks(gguf_names(gguf.MODEL_ARCH.GPT_OSS, sizes.num_layers)),
-        rope_factors=factors,
-        expert_form="columns",
-    )
-
-
-def _check_packing(read: ConfigReader) -> None:
-    """Raises HotsplitError for packed weights that are not MXFP4."""
+def keys(read: ConfigReader) -> dict[str, Value]:
+    """Of a checkpoint in bf16 or with experts in MXFP4."""
     packing = read.values.get("quantization_config")
     method = packing.get("quant_method") if isinstance(packing, dict) else packing
     if method not in (None, "mxfp4"):
@@ -85,65 +39,31 @@ def _check_packing(read: ConfigReader) -> None:
             f"{read.path}: quant_method is {shown(method)}, wanted 'mxfp4' or none: its weights are"
             " packed; use the original checkpoint"
         )
-
-
-def _with_sinks(name_of: NameOf) -> NameOf:
-    """The names, with that of the sinks, which has no suffix in a checkpoint."""
-
-    def name(source: str) -> str | None:
-        place = name_of(source)
-        return f"{place}.weight" if source.endswith(".sinks") else place
-
-    return name
-
-
-def gpt_oss_spec(
-    sizes: Sizes,
-    rotary: Rotary,
-    activation: Activation,
-    experts: Experts,
-    has_window_L: Sequence[bool],
-    window: int,
-    options: Collection[str],
-) -> ModelSpec:
-    mixture, arrange = experts.mixture(activation, options), sizes.arrangement()
-    layers = [
-        arrange.pre_norm(
-            replace(
-                sizes.attention(rotary, options, window=window if has_window else None),
-                head_sinks=HeadVector("attn_sinks.weight"),
-            ),
-            mixture,
-            second=SECOND_NORM,
-        )
-        for has_window in has_window_L
-    ]
-    return sizes.model("gpt-oss", layers)
+    experts = expert_keys(
+        read, neurons="intermediate_size", gating="softmax_of_chosen", renormalises=False
+    )
+    return experts | local_window_keys(read, PERIOD)
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
     """Borders of YaRN are not rounded, as in transformers; llama.cpp rounds them."""
-    sizes, rotary = read.sizes(), read.rotary("halves")
+    rotary = read.rotary("halves")
     scaling = replace(rotary.scaling, rounds_borders=rotary.scaling.kind != "yarn")
-    return gpt_oss_spec(
-        sizes,
-        replace(rotary, scaling=scaling),
-        read.activation(),
-        experts_of_keys(read, gating="softmax_of_chosen", renormalises=False),
-        read.layers_with_window(sizes.num_layers, PERIOD),
-        read.count("attention.sliding_window"),
-        read.options(sizes.num_layers),
+    return decoder(
+        read,
+        rotary=replace(rotary, scaling=scaling),
+        arrange=partial(Arrangement.pre_norm, second="post_attention_norm"),
+        experts=experts_of_keys(read, gating="softmax_of_chosen", renormalises=False),
+        windows=windows_of_keys(read, read.count("block_count"), period=PERIOD, window=None),
+        attention={"head_sinks": HeadVector("attn_sinks.weight")},
     )
 
 
-def keys(spec: ModelSpec) -> Mapping[str, Value]:
-    windows = [attention.window for attention in spec.attentions]
-    window = next((each for each in windows if each is not None), spec.context_length)
-    return {
-        **expert_keys(spec),
-        "attention.sliding_window": np.uint32(window),
-        "attention.sliding_window_pattern": [each is not None for each in windows],
-    }
+def sinks_as_weights(name_of: NameOf) -> NameOf:
+    """The names, with that of the sinks, which has no suffix in a checkpoint."""
+    return lambda source: (
+        f"{name_of(source)}.weight" if source.endswith(".sinks") else name_of(source)
+    )
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:
@@ -153,32 +73,44 @@ def not_in_stock(spec: ModelSpec) -> str | None:
     return None
 
 
-GPT_OSS = Family(
-    title="gpt-oss",
-    blueprint=gpt_oss,
-    model_types=("gpt_oss",),
-    read_keys=(*COUNTS, "quantization_config"),
-    defaults={
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-        "num_experts_per_tok": 4,
-        "num_local_experts": 128,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "swiglu_alpha": 1.702,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-    },
+FAMILIES = (
+    Family(
+        classes=("GptOssForCausalLM",),
+        title="gpt-oss",
+        graph="gpt-oss",
+        names=gguf.MODEL_ARCH.GPT_OSS,
+        model_types=("gpt_oss",),
+        read_keys=(*COUNTS, "quantization_config"),
+        defaults={
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+        },
+        plain={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        flags={"attention_bias": PROJECTION_BIASES},
+        activations={"silu": "swiglu_oai"},
+        rope=Rope(kinds=("default", "yarn"), theta=150000.0, rounds_borders=False),
+        keys=keys,
+        tensors=lambda read: dict.fromkeys((*EXPERT_BIASES, f"{ROUTER}.bias"), ()),
+        sources=lambda spec, read: Sources(renamed=sinks_as_weights, expert_form="columns"),
+    ),
 )
-GRAPH = Architecture(
-    name="gpt-oss",
-    of_keys=of_keys,
-    keys=keys,
-    known_keys=(*KEYS, "attention.sliding_window", "attention.sliding_window_pattern"),
-    options=(*PROJECTION_BIASES, *EXPERT_BIASES),
-    stock_activations=("swiglu_oai",),
-    stock_options=(*PROJECTION_BIASES, *EXPERT_BIASES),
-    not_in_stock=not_in_stock,
+GRAPHS = (
+    Architecture(
+        name="gpt-oss",
+        of_keys=of_keys,
+        known_keys=(*KEYS, *WINDOW_KEYS),
+        options=(*PROJECTION_BIASES, *EXPERT_BIASES),
+        stock_activations=("swiglu_oai",),
+        stock_options=(*PROJECTION_BIASES, *EXPERT_BIASES),
+        not_in_stock=not_in_stock,
+    ),
 )

@@ -218,6 +218,21 @@ class KeyReader:
             )
         return count
 
+    def own_keys(self, spec: ModelSpec) -> dict[str, Value]:
+        """The keys of the architecture, without its prefix and without layers that are skipped."""
+        prefix, count = f"{self.graph.name}.", self.count("block_count")
+        own = {k.removeprefix(prefix): v for k, v in self.keys.items() if k.startswith(prefix)}
+        own |= {key: self.keys[key] for key in self.graph.known_keys if key in self.keys}
+        if self.num_skipped:
+            own = {
+                key: cast(Value, value[: spec.num_layers])
+                if isinstance(value, list) and len(value) == count
+                else value
+                for key, value in own.items()
+                if key != "nextn_predict_layers"
+            } | {"block_count": np.uint32(spec.num_layers)}
+        return self.graph.usual_keys(spec, own)
+
     def model(self) -> tuple[ModelSpec, dict[str, TensorEntry]]:
         """The spec, and the file's tensors by the names that a model file of this spec has.
 
@@ -371,3 +386,8 @@ class KeyReader:
 
 def _found(value: object) -> str:
     return "is missing" if value is None else f"is {shown(value)}"
+
+
+def prefixed(architecture: str, keys: Mapping[str, Value]) -> dict[str, Value]:
+    """The keys of a file of this architecture, by those without its prefix."""
+    return {k if k.startswith(OWN) else f"{architecture}.{k}": v for k, v in keys.items()}

@@ -1,10 +1,10 @@
-"""The inputs that each layer has of its own (model/per_layer.py): from a config, and as a GGUF's key."""
+"""The inputs that each layer has of its own (model/per_layer.py)."""
 
 import numpy as np
 
 from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import Rows
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.row_order import Rows
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.per_layer import TABLE, LayerInputs
 from hotsplit.model.spec import ModelSpec
@@ -13,9 +13,9 @@ INPUTS = "embedding_length_per_layer_input"
 _SIZE, _TOKENS = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
 
 
-def inputs_of_config(read: ConfigReader) -> int:
-    """The values of each layer's own input; 0 without."""
-    return 0 if read.values.get(_SIZE) in (None, 0) else read.count(_SIZE)
+def input_keys(read: ConfigReader) -> dict[str, Value]:
+    """The key of their size; 0 without."""
+    return {INPUTS: np.uint32(0 if read.values.get(_SIZE) in (None, 0) else read.count(_SIZE))}
 
 
 def refuse_without_rows(read: ConfigReader) -> None:
@@ -46,9 +46,3 @@ def layer_inputs(spec: ModelSpec, size: int, epsilon: float, *, reads: str = "x"
         vocab_size=spec.vocab_size,
         reads=reads,
     )
-
-
-def input_keys(spec: ModelSpec) -> dict[str, Value]:
-    """The key of their size; 0 without."""
-    sizes = (block.size for block in spec.first if isinstance(block, LayerInputs))
-    return {INPUTS: np.uint32(max(sizes, default=0))}

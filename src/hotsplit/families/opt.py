@@ -3,17 +3,23 @@
 llama.cpp has no graph for it; the names are PowerInfer's."""
 
 import re
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotsplit.families.blueprint import IGNORED, Blueprint
-from hotsplit.families.config_reader import UNGATED, ConfigReader
-from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
-from hotsplit.families.row_order import Rows
-from hotsplit.families.sizes import Sizes
-from hotsplit.model.spec import Activation, ModelSpec
+from hotsplit.families.blueprint import Rows, Sources
+from hotsplit.families.config_reader import ConfigReader
+from hotsplit.families.decoder import decoder
+from hotsplit.families.family import (
+    PROJECTION_BIASES,
+    UNGATED,
+    UNGATED_BIASES,
+    Architecture,
+    Family,
+)
+from hotsplit.files.gguf_file import Value
+from hotsplit.model.arrangements import Arrangement
+from hotsplit.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
@@ -21,7 +27,8 @@ if TYPE_CHECKING:
 # transformers' OPTLearnedPositionalEmbedding starts at this row. PowerInfer keeps those before it.
 FIRST_POSITION = 2
 NAME = re.compile(r"(?:model\.)?(?:decoder\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
-OPTIONS = (*PROJECTION_BIASES, "ffn_up.bias", "ffn_down.bias")
+OPTIONS = (*PROJECTION_BIASES, *UNGATED_BIASES)
+IS_POST_NORM = "hotsplit.is_post_norm"
 OUTER = {
     "embed_tokens": "token_embd",
     "embed_positions": "position_embd",
@@ -40,70 +47,45 @@ INNER = {
 }
 
 
-def opt(read: ConfigReader) -> Blueprint:
-    """OPTForCausalLM."""
-    width = read.count("hidden_size")
+def derived(read: ConfigReader) -> dict[str, object]:
+    return {"epsilon": 1e-5}  # torch.nn.LayerNorm's; the config has none
+
+
+def keys(read: ConfigReader) -> dict[str, Value]:
     read.refuse(
-        "word_embed_proj_dim", width, why="embeddings of another width need two more matrices"
+        "word_embed_proj_dim",
+        read.count("hidden_size"),
+        why="embeddings of another width need two more matrices",
     )
     read.refuse("_remove_final_layer_norm", False, why="the graph always has a last norm")
-    heads, kv_heads, head_dim = read.heads("num_attention_heads")
-    context = read.count("max_position_embeddings")
-    sizes = Sizes(
-        num_layers=read.count("num_hidden_layers"),
-        hidden_size=width,
-        num_neurons=read.count("ffn_dim"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=read.count("vocab_size"),
-        context_length=context,
-        epsilon=1e-5,  # torch.nn.LayerNorm's; the config has none
+    read.check_size(
+        {"max_position_embeddings": read.count("max_position_embeddings") + FIRST_POSITION}
     )
-    read.check_size(sizes, FIRST_POSITION + context)
-    activation = read.activation("activation_function", UNGATED)
-    has_biases = read.flag("enable_bias")
-    is_affine = read.flag("layer_norm_elementwise_affine")
-    positions = Rows(
-        source="position_embd.weight",
-        order=np.arange(FIRST_POSITION, FIRST_POSITION + context),
-        num_rows=FIRST_POSITION + context,
-    )
-    return Blueprint(
-        spec=opt_spec(
-            sizes,
-            activation,
-            OPTIONS if has_biases else (),
-            is_post_norm=not read.flag("do_layer_norm_before"),
-        ),
-        name_of=_name_of,
-        rows={"position_embd.weight": positions},
-        constants={} if is_affine else {"norm.weight": 1.0, "norm.bias": 0.0},
-        ignored=IGNORED,
-    )
-
-
-def opt_spec(
-    sizes: Sizes,
-    activation: Activation,
-    options: Collection[str] = (),
-    *,
-    is_post_norm: bool = False,
-) -> ModelSpec:
-    """`is_post_norm`: norms come after the residual sums (OPT 350M), and there is no last norm."""
-    attention = sizes.attention(None, options)
-    neurons = sizes.neurons(activation, options, is_gated=False)
-    arrange = sizes.arrangement("layer")
-    layer = (arrange.post_norm if is_post_norm else arrange.pre_norm)(attention, neurons)
-    return sizes.model(
-        "opt", sizes.alike(layer), output_norm=None if is_post_norm else "layer", has_positions=True
-    )
+    return {} if read.flag("do_layer_norm_before") else {IS_POST_NORM: True}
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
-    sizes, is_post_norm = read.sizes("layer"), read.flag("hotsplit.is_post_norm")
-    options = read.options(sizes.num_layers)
-    return opt_spec(sizes, read.activation(), options, is_post_norm=is_post_norm)
+    """Norms may come after the residual sums (OPT 350M); then there is no last norm."""
+    is_post_norm = read.flag(IS_POST_NORM)
+    return decoder(
+        read,
+        norm="layer",
+        arrange=Arrangement.post_norm if is_post_norm else Arrangement.pre_norm,
+        is_gated=False,
+        rotary=None,
+        output_norm=not is_post_norm,
+        has_positions=True,
+    )
+
+
+def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
+    """Files for OPT have rows of embeddings of positions before the first one's."""
+    name, count = "position_embd.weight", FIRST_POSITION + spec.context_length
+    is_affine = read.flag("layer_norm_elementwise_affine")
+    return Sources(
+        rows={name: Rows(source=name, order=np.arange(FIRST_POSITION, count), num_rows=count)},
+        constants={} if is_affine else {"norm.weight": 1.0, "norm.bias": 0.0},
+    )
 
 
 def _name_of(source: str) -> str | None:
@@ -116,17 +98,30 @@ def _name_of(source: str) -> str | None:
     return f"blk.{layer}.{INNER[name]}.{part}" if name in INNER else None
 
 
-OPT = Family(
-    title="OPT",
-    model_types=("opt",),
-    blueprint=opt,
-    defaults={
-        "tie_word_embeddings": True,
-        "do_layer_norm_before": True,
-        "enable_bias": True,
-        "layer_norm_elementwise_affine": True,
-    },
+FAMILIES = (
+    Family(
+        classes=("OPTForCausalLM",),
+        title="OPT",
+        graph="opt",
+        names=_name_of,
+        model_types=("opt",),
+        defaults={
+            "tie_word_embeddings": True,
+            "do_layer_norm_before": True,
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+        },
+        fields={
+            "feed_forward_length": "ffn_dim",
+            "attention.layer_norm_epsilon": "epsilon",
+            "hotsplit.ffn.activation": "activation_function",
+        },
+        flags={"enable_bias": OPTIONS},
+        activations=UNGATED,
+        rope=None,
+        derived=derived,
+        keys=keys,
+        sources=sources,
+    ),
 )
-GRAPH = Architecture(
-    name="opt", of_keys=of_keys, known_keys=("hotsplit.is_post_norm",), options=OPTIONS
-)
+GRAPHS = (Architecture(name="opt", of_keys=of_keys, known_keys=(IS_POST_NORM,), options=OPTIONS),)

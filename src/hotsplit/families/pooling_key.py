@@ -1,6 +1,9 @@
 """The key of a GGUF that says how a text's vector comes of its hidden states: `pooling_type`."""
 
+import numpy as np
+
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import Pooling
 
 POOLING: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's LLAMA_POOLING_TYPE
@@ -17,3 +20,9 @@ def pooling_of(number: int, where: str) -> Pooling | None:
             f" {', '.join(f'{n} ({name})' for n, name in POOLING.items())}"
         )
     return POOLING.get(number)
+
+
+def pooling_key(pooling: Pooling | None) -> dict[str, Value]:
+    """The key of this pooling; {} without."""
+    numbers = [number for number, name in POOLING.items() if name == pooling]
+    return {"pooling_type": np.uint32(numbers[0])} if numbers else {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.sizes import MAX_COUNT, Sizes
+from hotsplit.families.sizes import MAX_COUNT
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.rope import FREQUENCIES, KINDS, LONG, NO_SCALING, SHORT, RopeScaling
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hotsplit.families.config_reader import ConfigReader
     from hotsplit.families.key_reader import KeyReader
 
-_PREFIX = "rope.scaling."
+THETA, _PREFIX = "rope.freq_base", "rope.scaling."
 # What `scaling_of_keys` reads, without the architecture's prefix.
 SCALING_KEYS = tuple(
     _PREFIX + name
@@ -38,14 +38,29 @@ SCALING_KEYS = tuple(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How the configs of a family state rotary embeddings. kinds: of CONFIG_KINDS. theta: without a key for it.
+    share: of the values of a head that rotate, without a key, where a part of them may. rounds_borders: what
+    YaRN does. layers: the type of layers, if these have parameters of their own in `rope_parameters`
+    (transformers 5) or at least a theta, `theta_key` (4)."""
+
+    kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    theta: float = 10000.0
+    share: float | None = None
+    rounds_borders: bool = True
+    layers: str = ""
+    theta_key: str = "rope_theta"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parameters:
     """What a config says of its rotary embeddings. `own`: a reader of their object in the config, `whole`
-    of the config. `num_pairs`: of the values of a head that rotate. `rounds_borders`: what YaRN does in
-    this family."""
+    of the config. `num_pairs`: of the values of a head that rotate."""
 
     whole: "ConfigReader"
     own: "ConfigReader"
-    sizes: Sizes
+    head_dim: int
+    context_length: int
     theta: float
     num_pairs: int
     rounds_borders: bool
@@ -76,7 +91,81 @@ class ConfigKind:
     reads_share: bool = False
 
 
-def kind_of(own: "ConfigReader", known: tuple[str, ...]) -> ConfigKind:
+def rope_keys(
+    whole: "ConfigReader", rope: Rope, head_dim: int, context_length: int
+) -> tuple[dict[str, Value], Mapping[str, np.ndarray]]:
+    """The keys of the rotary embedding, with the context if a scaling extends it, and the divisors of its
+    frequencies (f32 [W / 2]), by the names of their tensors.
+
+    They are read from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys are given,
+    `rope_scaling` takes precedence, as in transformers. `rope_theta` may also be a key of the config itself."""
+    if rope.layers:
+        whole = _of_layers(whole, rope)
+    own = whole.rope()
+    kind, num_rotated = _kind_of(own, rope.kinds), head_dim
+    if rope.share is not None:
+        num_rotated = _rotated(whole, own, head_dim, rope.share)
+    elif not kind.reads_share:
+        for reader in (whole, own):
+            reader.refuse("partial_rotary_factor", 1.0, 1)
+    theta = own.positive_or("rope_theta", whole.positive("rope_theta", rope.theta))
+    found = kind.read(
+        Parameters(
+            whole=whole,
+            own=own,
+            head_dim=head_dim,
+            context_length=context_length,
+            theta=theta,
+            num_pairs=num_rotated // 2,
+            rounds_borders=rope.rounds_borders,
+        )
+    )
+    keys: dict[str, Value] = {"context_length": np.uint32(found.context_length or context_length)}
+    keys |= {"rope.dimension_count": np.uint32(num_rotated), "rope.freq_base": np.float32(theta)}
+    return keys | scaling_keys(found.scaling), found.divisors
+
+
+def local_theta_key(
+    read: "ConfigReader", theta: float, theta_key: str = "", kinds: tuple[str, ...] = ("default",)
+) -> dict[str, Value]:
+    """The key of the theta of layers with a window, which have parameters of their own."""
+    rope = Rope(kinds=kinds, theta=theta, layers="sliding_attention", theta_key=theta_key)
+    keys, _ = rope_keys(read, rope, 2, 1)
+    return {f"{THETA}_swa": keys[THETA]}
+
+
+def _of_layers(read: "ConfigReader", rope: Rope) -> "ConfigReader":
+    """A reader in which the parameters of a type of layers are those of the model; `rope_scaling` is that of
+    layers with full attention."""
+    nested = read.values.get("rope_parameters") or {}
+    if not isinstance(nested, dict):
+        raise HotsplitError(
+            f"{read.path}: rope_parameters is {shown(nested)}, wanted an object or null"
+        )
+    is_full = rope.layers == "full_attention"
+    return read.with_values(
+        {
+            "rope_parameters": nested.get(rope.layers),
+            "rope_theta": read.values.get(rope.theta_key),
+            "rope_scaling": read.values.get("rope_scaling") if is_full else None,
+        }
+    )
+
+
+def _rotated(whole: "ConfigReader", own: "ConfigReader", head_dim: int, default: float) -> int:
+    """The number of values of a head that rotate."""
+    key = "partial_rotary_factor"
+    share = own.positive_or(key, whole.positive(key, default))
+    count = int(head_dim * share)
+    if share > 1 or count % 2 or not count:
+        raise HotsplitError(
+            f"{whole.path}: {key} is {share:g}: {count} of {head_dim} values of a head cannot rotate in"
+            " pairs"
+        )
+    return count
+
+
+def _kind_of(own: "ConfigReader", known: tuple[str, ...]) -> ConfigKind:
     """The kind that the object in a config names, of those known for its family.
 
     Raises HotsplitError for another."""
@@ -104,7 +193,7 @@ def _llama3(p: Parameters) -> ScalingOfConfig:
     context = p.own.positive("original_max_position_embeddings")
     if not low < high:
         raise p.error(f"low_freq_factor {low} is not below high_freq_factor {high}")
-    width = p.sizes.head_dim
+    width = p.head_dim
     exponents = np.arange(0, width, 2, dtype=np.float64) / width
     wavelengths = 2 * np.pi * p.theta**exponents
     share = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
@@ -118,8 +207,8 @@ def _yarn(p: Parameters) -> ScalingOfConfig:
     p.own.refuse("truncate", p.rounds_borders)
     if p.theta <= 1.0:
         raise HotsplitError(f"{p.own.path}: rope_theta is {p.theta:g}; YaRN wants above 1")
-    length = p.own.count("original_max_position_embeddings", p.sizes.context_length)
-    longer = p.sizes.context_length / length
+    length = p.own.count("original_max_position_embeddings", p.context_length)
+    longer = p.context_length / length
     scaling = RopeScaling(
         kind="yarn",
         factor=p.own.positive("factor", longer if longer > 1.0 else None),
@@ -141,7 +230,7 @@ def _yarn(p: Parameters) -> ScalingOfConfig:
         )
     return ScalingOfConfig(
         scaling=replace(scaling, attn_factor=attention / scaling.magnitude),
-        context_length=max(p.sizes.context_length, int(longest)),
+        context_length=max(p.context_length, int(longest)),
     )
 
 
@@ -149,7 +238,7 @@ def _longrope(p: Parameters) -> ScalingOfConfig:
     """Longrope, of a model that was trained on texts of `original_max_position_embeddings` tokens first; its
     magnitude is as in transformers (modeling_rope_utils.py)."""
     length = p.whole.count("original_max_position_embeddings")
-    factor = p.own.positive("factor", p.sizes.context_length / length)
+    factor = p.own.positive("factor", p.context_length / length)
     magnitude = 1.0
     if factor > 1.0:
         if length < 2:
@@ -174,8 +263,8 @@ def _proportional(p: Parameters) -> ScalingOfConfig:
     """The divisors are 1 for the first pairs, which rotate, and for the others 1e30, as in llama.cpp's
     conversion/gemma.py (transformers, modeling_rope_utils.py)."""
     p.own.refuse("factor", 1.0, 1)
-    key, num_pairs = "partial_rotary_factor", p.sizes.head_dim // 2
-    count = int((share := p.own.positive_or(key, 1.0)) * p.sizes.head_dim // 2)
+    key, num_pairs = "partial_rotary_factor", p.head_dim // 2
+    count = int((share := p.own.positive_or(key, 1.0)) * p.head_dim // 2)
     if not 1 <= count <= num_pairs:
         raise p.error(f"{key} is {share:g}: {count} of {num_pairs} pairs of a head cannot rotate")
     divisors = np.repeat(np.array([1.0, 1e30], np.float32), [count, num_pairs - count])
@@ -196,7 +285,6 @@ CONFIG_KINDS = {
         words="a part of each head's pairs (proportional)", read=_proportional, reads_share=True
     ),
 }
-USUAL_KINDS = ("default", "linear", "llama3", "yarn")  # of most families
 
 
 def scaling_of_keys(read: "KeyReader") -> RopeScaling:

@@ -2,26 +2,16 @@
 are neighbours, and tensors that another file has in one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import Rows
 from hotsplit.families.family import Tensors
-from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_range
 from hotsplit.model.spec import ModelSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Reorders the rows of a tensor: row r of the model file is row `order[r]` of the checkpoint's
-    tensor that `name_of` calls `source`, which has `num_rows` rows."""
-
-    source: str
-    order: np.ndarray
-    num_rows: int
 
 
 def adjacent_pairs(num_rows: int, num_heads: int, num_rotated: int | None = None) -> np.ndarray:
@@ -36,15 +26,25 @@ def adjacent_pairs(num_rows: int, num_heads: int, num_rotated: int | None = None
     return np.concatenate([pairs_HW, rest_HW], axis=1).reshape(-1)
 
 
-def rotary_rows(sizes: Sizes) -> dict[str, Rows]:
+def rotary_rows(spec: ModelSpec) -> dict[str, Rows]:
     """The rows of queries and keys (and their biases) for a graph that rotates adjacent pairs."""
-    rows = {}
-    for name, heads in (("attn_q", sizes.num_heads), ("attn_k", sizes.num_kv_heads)):
-        count = heads * sizes.head_dim
+    attention, rows = spec.attentions[0], {}
+    for name, heads in (("attn_q", attention.num_heads), ("attn_k", attention.num_kv_heads)):
+        count = heads * attention.head_dim
         order = adjacent_pairs(count, heads)
         for part in (".weight", ".bias"):
             rows[name + part] = Rows(source=name + part, order=order, num_rows=count)
     return rows
+
+
+def gate_rows(num_neurons: int, suffix: str = "") -> dict[str, Rows]:
+    """The rows of gates and ups of a checkpoint that has them in one matrix, the gates first."""
+    neurons, source = np.arange(num_neurons), f"ffn_up{suffix}.weight"
+    orders = {"ffn_gate": neurons, "ffn_up": num_neurons + neurons}
+    return {
+        f"{name}{suffix}.weight": Rows(source=source, order=order, num_rows=2 * num_neurons)
+        for name, order in orders.items()
+    }
 
 
 def projections_apart(tensors: Mapping[str, TensorEntry]) -> Tensors:

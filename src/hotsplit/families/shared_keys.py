@@ -1,5 +1,4 @@
-"""Layers at a model's end that read the keys and values of earlier ones: from a config, from a GGUF's keys,
-and as keys."""
+"""Layers at a model's end that read the keys and values of earlier ones."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,9 +21,12 @@ _NAMES = tuple(f"{name}.weight" for name in ("attn_k", "attn_v", KEY_NORM))
 Sources = Sequence[int | None]  # of each layer: that whose keys and values it reads; None: its own
 
 
-def sources_of_config(read: ConfigReader, is_local_L: Sequence[bool]) -> Sources:
+def shared_keys(read: ConfigReader, is_local_L: Sequence[bool]) -> dict[str, Value]:
+    """The key that `sources_of_keys` reads."""
     key = "num_kv_shared_layers"
-    return sources(f"{read.path}: {key}", is_local_L, read.whole(key))
+    count = read.whole(key)
+    sources(f"{read.path}: {key}", is_local_L, count)
+    return {SHARED: np.uint32(count)}
 
 
 def sources_of_keys(read: "KeyReader", is_local_L: Sequence[bool]) -> Sources:
@@ -34,11 +36,6 @@ def sources_of_keys(read: "KeyReader", is_local_L: Sequence[bool]) -> Sources:
 def reading(source: int | None) -> dict[str, int]:
     """The numbers of the attention of a layer that reads the keys and values of this one, if any."""
     return {} if source is None else {"source": source, "num_kv_projections": 0}
-
-
-def shared_keys(spec: ModelSpec) -> dict[str, Value]:
-    """The key that `sources_of_keys` reads."""
-    return {SHARED: np.uint32(len(_sharing(spec)))}
 
 
 def unused_sources(spec: ModelSpec) -> tuple[str, ...]:

@@ -2,7 +2,11 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import cast
 
+import numpy as np
+
+from hotsplit.files.gguf_file import Value
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.blocks import NormKind
 from hotsplit.model.spec import Activation, Attention, LayerSpec, ModelSpec, Neurons, Norm, Rotary
@@ -105,6 +109,11 @@ class Sizes:
     def alike(self, layer: LayerSpec) -> tuple[LayerSpec, ...]:
         """All layers, if they are all like this one."""
         return (layer,) * self.num_layers
+
+
+def by_layer(values: list[int]) -> Value:
+    """The number that all layers share, or a list with each layer's, as in a GGUF."""
+    return np.uint32(values[0]) if len(set(values)) == 1 else cast(Value, values)
 
 
 def sizes_of(spec: ModelSpec) -> Sizes:

@@ -3,7 +3,10 @@ the same names."""
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hotsplit.families.config_reader import ConfigReader
+from hotsplit.files.gguf_file import Value
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
@@ -11,9 +14,10 @@ if TYPE_CHECKING:
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 
 
-def cap_of_config(read: ConfigReader, key: str) -> float | None:
-    """None if it is null."""
-    return None if read.values.get(key) is None else read.positive(key)
+def cap_key(read: ConfigReader, key: str) -> dict[str, Value]:
+    """The key; 0 if it is null in the config."""
+    is_capped = read.values.get(key) is not None
+    return {key: np.float32(read.positive(key) if is_capped else 0.0)}
 
 
 def cap_of_keys(read: "KeyReader", key: str, default: float = 0.0) -> float | None:

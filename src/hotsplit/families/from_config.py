@@ -1,0 +1,157 @@
+"""From a checkpoint's config to a blueprint: the config becomes the keys of a GGUF, by the table of its family, and
+these the spec, as those of any GGUF do."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import Blueprint, gguf_names
+from hotsplit.families.config_reader import ConfigReader
+from hotsplit.families.family import FIELDS, Family
+from hotsplit.families.key_reader import KeyReader, prefixed
+from hotsplit.families.rope_scalings import rope_keys
+from hotsplit.families.table import FAMILIES, titles
+from hotsplit.families.text_models import text_model
+from hotsplit.files.gguf_file import TensorEntry, Value
+from hotsplit.files.typed import shown
+from hotsplit.model.spec import ModelSpec
+from hotsplit.model.unsupported import CONFIG_KEYS, elsewhere_as_gguf, why_not_run
+
+COUNTED = ("block_count", "context_length", "embedding_length", "feed_forward_length")
+EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
+ACTIVATION = "hotsplit.ffn.activation"
+_NONE = TensorEntry(shape=(), kind="f32", read_rows=lambda start, stop: np.zeros(0))
+
+
+def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> Blueprint:
+    """The blueprint that the config's family derives from it.
+
+    Raises HotsplitError, naming the key, for a model that would be computed wrongly, or whose
+    sizes are above the largest dimension of the checkpoint's tensors (`max_rows`).
+
+    Only the config is read: Python code in a checkpoint is never run."""
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        why = why_not_run(name, config) or "is unknown"
+        raise HotsplitError(
+            f"{path}: architecture {shown(name)}: {why}{elsewhere_as_gguf(name)}; supported: {titles()}"
+        )
+    notes = _type_notes(path, config.get("model_type"), family, str(name))
+    is_beside = bool(family.text_key)
+    if is_beside:
+        config = _text_config(path, config, family.text_key)
+    if family.by_type:
+        kind = str(config.get("model_type", next(iter(family.by_type))))
+        ConfigReader(path, {"model_type": kind}).refuse("model_type", *family.by_type)
+        family = family.by_type[kind]
+    read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
+    _refuse_others(read, family)
+    found = _blueprint(family, read.with_values(family.derived(read)), notes)
+    return text_model(found) if is_beside else found
+
+
+def _refuse_others(read: ConfigReader, family: Family) -> None:
+    """Raises HotsplitError for keys that the graph does not compute."""
+    read.refuse("is_causal", True, why="bidirectional attention is not supported")
+    if "quantization_config" not in family.read_keys:
+        read.refuse(
+            "quantization_config", why="its weights are packed; use the original checkpoint"
+        )
+    for key, (plain, why) in CONFIG_KEYS.items():
+        if key not in family.read_keys:
+            read.refuse(key, *plain, why=why)
+    for key, value in family.plain.items():
+        read.refuse(key, value)
+
+
+def _blueprint(family: Family, read: ConfigReader, notes: tuple[str, ...]) -> Blueprint:
+    field = FIELDS | family.fields
+    heads, kv_heads, head_dim = read.heads(
+        field["attention.head_count"], field["attention.head_count_kv"]
+    )
+    counts = {key: read.count(field[key]) for key in COUNTED}
+    counts |= {"attention.head_count": heads, "attention.head_count_kv": kv_heads}
+    counts |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    vocab_size = read.count("vocab_size")
+    read.check_size(
+        {
+            "hidden_size": counts["embedding_length"],
+            "vocab_size": vocab_size,
+            "the width of the heads": heads * head_dim,
+            "the width of the feed-forward layers": counts["feed_forward_length"],
+        }
+    )
+    epsilon = next(key for key in EPSILONS if key in field)
+    keys: dict[str, Value] = {key: np.uint32(count) for key, count in counts.items()}
+    keys |= {
+        epsilon: np.float32(read.positive(field[epsilon])),
+        "vocab_size": np.uint32(vocab_size),
+    }
+    divisors: Mapping[str, np.ndarray] = {}
+    if family.rope is not None:
+        rope, divisors = rope_keys(read, family.rope, head_dim, counts["context_length"])
+        keys |= rope
+    keys |= family.keys(read)
+    activation = read.activation(field[ACTIVATION], family.activations)
+    graph = str(keys.pop("general.architecture", family.graph))
+    given = _tensors(family, read, counts["block_count"]) | dict.fromkeys(divisors, _NONE)
+    spec = _spec(read, graph, keys | {ACTIVATION: activation}, given)
+    own = family.sources(spec, read)
+    names = family.names
+    if isinstance(names, gguf.MODEL_ARCH):
+        names = gguf_names(names, spec.num_layers)
+    return Blueprint(
+        **vars(own),
+        spec=spec,
+        keys=keys,
+        name_of=own.renamed(names),
+        threshold=read.threshold(activation),
+        is_tied=read.is_tied(),
+        rope_factors=divisors,
+        notes=notes,
+    )
+
+
+def _tensors(family: Family, read: ConfigReader, num_layers: int) -> dict[str, TensorEntry]:
+    """The tensors by which a file says what its keys do not: optional ones, of which only names and some shapes
+    are known, and one of each layer."""
+    flagged = (name for flag, names in family.flags.items() if read.flag(flag) for name in names)
+    given = {"ffn_down.weight": (), **dict.fromkeys(flagged, ()), **family.tensors(read)}
+    return {
+        name if name.startswith("blk.") else f"blk.{layer}.{name}": replace(_NONE, shape=shape)
+        for name, shape in given.items()
+        for layer in range(num_layers)
+    }
+
+
+def _spec(
+    read: ConfigReader, graph: str, keys: dict[str, Value], tensors: dict[str, TensorEntry]
+) -> ModelSpec:
+    named = {"general.architecture": graph, **prefixed(graph, keys)}
+    spec, _ = KeyReader(read.path, named, tensors).model()
+    return spec
+
+
+def _text_config(path: Path, config: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """The config of the text model, with what that of the whole says of it."""
+    own = config.get(key)
+    if not isinstance(own, dict):
+        raise HotsplitError(f"{path}: {key} is {shown(own)}, wanted the text model's config")
+    of_all = ("tie_word_embeddings", "quantization_config")
+    return {**own, **{name: config[name] for name in of_all if name in config}}
+
+
+def _type_notes(path: Path, said: object, family: Family, name: str) -> tuple[str, ...]:
+    """A note on a `model_type` that is not the architecture's."""
+    if said is None or not family.model_types or said in family.model_types:
+        return ()
+    return (
+        f"{path}: model_type is {shown(said)}, wanted {family.model_types[0]!r} beside {name}: the"
+        f" model is converted as {name}, which is wrong if it computes anything else",
+    )

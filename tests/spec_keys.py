@@ -1,0 +1,81 @@
+"""The keys of a GGUF from which an architecture makes a spec again, for the specs that tests save: the inverse of
+`Architecture.of_keys`."""
+
+from collections.abc import Iterable
+from typing import cast
+
+import numpy as np
+
+from hotsplit.families.experts import GATINGS
+from hotsplit.families.key_reader import NORM_EPSILON
+from hotsplit.families.rope_scalings import scaling_keys
+from hotsplit.files.gguf_file import Value
+from hotsplit.model.spec import ModelSpec
+
+
+def spec_keys(spec: ModelSpec) -> dict[str, Value]:
+    """The keys, without the architecture's prefix; a number that differs between layers is a list."""
+    attentions = spec.attentions
+    norm = next(norm for layer in spec.layers for norm in layer.norms.values())
+    dense = [x.neurons.number for x in spec.layers if x.route is None]
+    keys: dict[str, Value] = {
+        "block_count": np.uint32(spec.num_layers),
+        "context_length": np.uint32(spec.context_length),
+        "embedding_length": np.uint32(spec.hidden_size),
+        "feed_forward_length": _each(dense or (x.neurons.of_expert for x in spec.layers)),
+        "attention.head_count": _each(a.num_heads for a in attentions),
+        "attention.head_count_kv": _each(a.num_kv_heads for a in attentions),
+        "attention.key_length": _each(a.head_dim for a in attentions),
+        "attention.value_length": _each(a.head_dim for a in attentions),
+        NORM_EPSILON[norm.kind]: np.float32(norm.epsilon),
+        "vocab_size": np.uint32(spec.vocab_size),
+    }
+    if spec.rotary is not None:
+        rotated = _each(a.num_rotated for a in attentions if a.rotary is not None)
+        keys |= {"rope.dimension_count": rotated, "rope.freq_base": np.float32(spec.rotary.theta)}
+        keys |= scaling_keys(spec.rotary.scaling)
+    keys |= _expert_keys(spec) | _delta_keys(spec)
+    windows = [a.window for a in attentions]
+    if any(windows):
+        keys["attention.sliding_window"] = np.uint32(next(filter(None, windows)))
+        keys["attention.sliding_window_pattern"] = [window is not None for window in windows]
+    return keys if spec.output_norm else keys | {"hotsplit.is_post_norm": True}
+
+
+def _expert_keys(spec: ModelSpec) -> dict[str, Value]:
+    layer = spec.layers[-1]
+    if (route := layer.route) is None:
+        return {}
+    keys: dict[str, Value] = {
+        "expert_count": np.uint32(route.num_experts),
+        "expert_used_count": np.uint32(route.num_used),
+        "expert_feed_forward_length": np.uint32(layer.neurons.of_expert),
+        "expert_gating_func": np.uint32(next(n for n, g in GATINGS.items() if g == route.gating)),
+        "expert_weights_norm": route.renormalises,
+        "expert_weights_scale": np.float32(route.scale),
+        "leading_dense_block_count": np.uint32(sum(x.route is None for x in spec.layers)),
+        "expert_group_count": np.uint32(route.num_groups),
+        "expert_group_used_count": np.uint32(route.num_used_groups),
+    }
+    if layer.shared is not None:
+        keys["expert_shared_feed_forward_length"] = np.uint32(layer.shared.number)
+    return keys
+
+
+def _delta_keys(spec: ModelSpec) -> dict[str, Value]:
+    delta = next((layer.delta for layer in spec.layers if layer.delta is not None), None)
+    if delta is None:
+        return {}
+    return {
+        "attention.recurrent_layers": [layer.delta is not None for layer in spec.layers],
+        "ssm.conv_kernel": np.uint32(delta.num_taps),
+        "ssm.state_size": np.uint32(delta.key_head_dim),
+        "ssm.group_count": np.uint32(delta.num_key_heads),
+        "ssm.time_step_rank": np.uint32(delta.num_value_heads),
+        "ssm.inner_size": np.uint32(delta.value_size),
+    }
+
+
+def _each(values: Iterable[int]) -> Value:
+    found = list(values)
+    return np.uint32(found[0]) if len(set(found)) == 1 else cast(Value, found)
