@@ -23,6 +23,7 @@ from hotsplit.families import falcon
 from hotsplit.families.decoder import decoder, decoder_spec
 from hotsplit.families.experts import Experts
 from hotsplit.families.family import Architecture
+from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.sizes import Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
@@ -148,6 +149,28 @@ def mixture_spec(
     return decoder_spec(
         sizes, rotary, activation, architecture="qwen3moe", has_head_norms=True, experts=experts
     )
+
+
+def gemma3n_spec(sizes: Sizes) -> ModelSpec:
+    """A Gemma 3n of these sizes, without windows, cutoffs and shared keys."""
+    config = {
+        "architectures": ["Gemma3nForCausalLM"],
+        "num_hidden_layers": sizes.num_layers,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.num_neurons,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocab_size,
+        "vocab_size_per_layer_input": sizes.vocab_size,
+        "hidden_size_per_layer_input": 32,
+        "max_position_embeddings": sizes.context_length,
+        "layer_types": ["full_attention"] * sizes.num_layers,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 32,
+        "final_logit_softcapping": None,
+    }
+    return read_blueprint(Path("config.json"), config, 1 << 20).spec
 
 
 def changed(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:

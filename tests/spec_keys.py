@@ -8,8 +8,8 @@ import numpy as np
 
 from hotsplit.families.experts import GATINGS
 from hotsplit.families.key_reader import NORM_EPSILON
-from hotsplit.families.rope_scalings import scaling_keys
 from hotsplit.files.gguf_file import Value
+from hotsplit.model.rope import RopeScaling
 from hotsplit.model.spec import ModelSpec
 
 
@@ -33,7 +33,7 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
     if spec.rotary is not None:
         rotated = _each(a.num_rotated for a in attentions if a.rotary is not None)
         keys |= {"rope.dimension_count": rotated, "rope.freq_base": np.float32(spec.rotary.theta)}
-        keys |= scaling_keys(spec.rotary.scaling)
+        keys |= _scaling_keys(spec.rotary.scaling)
     keys |= _expert_keys(spec) | _delta_keys(spec)
     windows = [a.window for a in attentions]
     if any(windows):
@@ -74,6 +74,27 @@ def _delta_keys(spec: ModelSpec) -> dict[str, Value]:
         "ssm.time_step_rank": np.uint32(delta.num_value_heads),
         "ssm.inner_size": np.uint32(delta.value_size),
     }
+
+
+def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:
+    """The keys that `scaling_of_keys` reads, without YaRN's constants at their default."""
+    if scaling.kind == "none":
+        return {}
+    original: dict[str, Value] = {"original_context_length": np.uint32(scaling.original_length)}
+    keys: dict[str, Value] = {"type": scaling.kind}
+    if scaling.kind == "longrope":
+        keys |= original | {"attn_factor": np.float32(scaling.attn_factor)}
+    else:
+        keys["factor"] = np.float32(scaling.factor)
+    if scaling.kind == "yarn":
+        constants = {
+            "attn_factor": (scaling.attn_factor, 1.0),
+            "yarn_beta_fast": (scaling.beta_fast, 32.0),
+            "yarn_beta_slow": (scaling.beta_slow, 1.0),
+        }
+        keys |= original
+        keys |= {n: np.float32(own) for n, (own, plain) in constants.items() if own != plain}
+    return {f"rope.scaling.{name}": value for name, value in keys.items()}
 
 
 def _each(values: Iterable[int]) -> Value:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
-from models import changed as changed_spec
 from models import make_model, make_sizes, mixture_spec
 from reference import rel_error
 from safetensors.torch import load_file, save_file
@@ -212,21 +211,29 @@ def test_no_random_mixture_is_refused_at_any_level(tmp_path, at_level, seed):
 # ---- wrong routers -----------------------------------------------------------------------------------
 
 
-def graph(**changes):
+def graph(**keys):
+    """Other keys of the experts in the file."""
+
     def mutated(plan):
-        return dataclasses.replace(plan, spec=changed_spec(plan.spec, Route, **changes))
+        own = {f"expert_{name}": value for name, value in keys.items()}
+        return dataclasses.replace(plan, keys={**plan.keys, **own})
 
     return mutated
 
 
+ONE = np.uint32(1)
 WRONG = {
-    "sum": ("qwen3moe", graph(renormalises=True), "its logits differ"),
-    "order of softmax": ("qwen3moe", graph(gating="softmax_of_chosen"), "its logits differ"),
-    "sigmoid": ("qwen3moe", graph(gating="sigmoid"), "its logits differ"),
-    "softmax": ("glm", graph(gating="softmax"), "the router of layer 1 chooses experts"),
-    "scale": ("glm", graph(scale=1.81), "its logits differ"),
-    "groups": ("glm in groups", graph(num_groups=1, num_used_groups=1), "the router of layer 1"),
-    "number": ("mixtral", graph(num_used=2), "its logits differ"),
+    "sum": ("qwen3moe", graph(weights_norm=True), "its logits differ"),
+    "order of softmax": ("qwen3moe", graph(gating_func=np.uint32(3)), "its logits differ"),
+    "sigmoid": ("qwen3moe", graph(gating_func=np.uint32(2)), "its logits differ"),
+    "softmax": ("glm", graph(gating_func=ONE), "the router of layer 1 chooses experts"),
+    "scale": ("glm", graph(weights_scale=np.float32(1.81)), "its logits differ"),
+    "groups": (
+        "glm in groups",
+        graph(group_count=ONE, group_used_count=ONE),
+        "the router of layer 1",
+    ),
+    "number": ("mixtral", graph(used_count=np.uint32(2)), "its logits differ"),
 }
 
 

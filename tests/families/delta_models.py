@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from models import _without_tensors, changed, make_model, required_shapes
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.families.delta_nets import delta_spec
+from hotsplit.families.decoder import decoder_spec
 from hotsplit.families.experts import Experts
+from hotsplit.families.glm import SECOND_NORM
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.rope import Rotary
 from hotsplit.model.spec import Attention, ModelSpec, Route
@@ -38,7 +41,17 @@ def spec_of(
     attends_L = attends_L or [(layer + 1) % period == 0 for layer in range(sizes.num_layers)]
     name = "qwen35" if experts is None else "qwen35moe"
     delta = replace(delta, epsilon=sizes.epsilon)
-    return delta_spec(name, "a test", sizes, rotary, "silu", delta, attends_L, experts)
+    return decoder_spec(
+        sizes,
+        rotary,
+        "silu",
+        architecture=name,
+        arrange=partial(Arrangement.pre_norm, second=SECOND_NORM),
+        mixers=[None if attends else delta for attends in attends_L],
+        experts=experts,
+        has_head_norms=True,
+        attention={"is_gated": True},
+    )
 
 
 def with_delta_nets(spec: ModelSpec, delta: DeltaNet = TINY, period: int = PERIOD) -> ModelSpec:

@@ -5,16 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from models import FAMILIES, family_model, make_model, make_sizes, sparse_model
+from models import FAMILIES, family_model, gemma3n_spec, make_model, make_sizes, sparse_model
 from reference import logits_ref, rel_error
 from test_by_output import stock_of
 from test_experts import ROUTES, mixture
 from test_native_step import BOUNDS, CASES
-from test_own_operations import NUMBERS
 from test_runtime import PATTERNS, make_split, saved
 
 from hotsplit import Engine
-from hotsplit.families.gemma3n import gemma3n_spec
 from hotsplit.families.sizes import sizes_of
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of
 from hotsplit.runtime.kernels.cpu import library
@@ -29,7 +27,7 @@ OF_SOME = {"ffn_predicted", "ffn_experts", "ffn_shared_hidden"}
 
 def gemma3n():
     sizes = make_sizes(width=128, context_length=64)
-    spec = gemma3n_spec([sizes] * 2, [None] * 2, [None] * 2, [None] * 2, NUMBERS)
+    spec = gemma3n_spec(sizes)
     return make_model(spec=spec, kind="q8_0")
 
 

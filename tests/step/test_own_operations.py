@@ -15,7 +15,7 @@ import torch
 from allocations import pool_peaks
 from kernel_check import Wrong, check_launch
 from kernel_launches import Launch
-from models import make_model, make_sizes
+from models import gemma3n_spec, make_model, make_sizes
 from reference import rel_error
 from test_device_memory import allocate_as_on_cuda
 from test_hybrid_step import steps
@@ -27,7 +27,6 @@ from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.costs.kernel_counts import dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
-from hotsplit.families.gemma3n import Numbers, gemma3n_spec
 from hotsplit.inspection.summary import to_json
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary
@@ -210,22 +209,11 @@ def test_a_wrong_kernel_of_an_operation_is_found(shape, factor):
         check_launch(launch, bad, right, lambda: None)
 
 
-NUMBERS = Numbers(
-    num_planes=4,
-    rank=32,
-    rotaries=(ROTARY, ROTARY),
-    window=8,
-    activation="gelu_tanh",
-    logit_cap=None,
-    inputs=32,
-)
-
-
 @pytest.mark.parametrize("way", ["gpu", "gpu, tiles"])
 def test_what_operations_take_is_within_a_bound(way, monkeypatch):
     """Those of Gemma 3n, which has one of each kind, in layers."""
     tokens, sizes = 200, make_sizes(width=128, context_length=200)
-    spec = gemma3n_spec([sizes] * 2, [None] * 2, [None] * 2, [None] * 2, NUMBERS)
+    spec = gemma3n_spec(sizes)
     model, hot = make_model(spec=spec, kind="q8_0"), [range(96)] * 2
     monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
     monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: way == "gpu")
@@ -247,8 +235,7 @@ def test_what_operations_take_is_within_a_bound(way, monkeypatch):
 
 
 def test_operations_are_told_apart_in_json():
-    sizes = make_sizes(width=128)
-    spec = gemma3n_spec([sizes], [None], [None], [None], NUMBERS)
+    spec = gemma3n_spec(make_sizes(width=128, num_layers=1))
     found = json.loads(to_json(spec))
     blocks = [*found["first"], *found["layers"][0]["blocks"], *found["last"]]
     assert [block["operation"] for block in blocks if "operation" in block] == [

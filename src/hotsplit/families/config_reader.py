@@ -4,7 +4,6 @@ Keys may be spelt as in transformers 4 or 5."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
@@ -96,14 +95,14 @@ class ConfigReader:
                 f" {' or '.join(map(repr, plain)) or 'none'}: {why}; this checkpoint is not supported"
             )
 
-    def activation(self, key: str, known: Mapping[str, str]) -> Activation:
+    def activation(self, key: str, known: Mapping[str, Activation]) -> Activation:
         """`known` maps the checkpoint's names to a model file's."""
         found = self.values.get(key)
         if not isinstance(found, str) or found not in known:
             raise HotsplitError(
                 f"{self.path}: {key} {shown(found)} is unknown; known: {', '.join(known)}"
             )
-        return cast(Activation, known[found])
+        return known[found]
 
     def threshold(self, activation: Activation) -> float:
         """FATReLU's threshold, above which values pass (ProSparse, arXiv 2402.13516); 0 for another

@@ -11,7 +11,7 @@ from hotsplit.families.windows import KEYS, Windows, windows_of_keys
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.blocks import NormKind
 from hotsplit.model.rope import Pairing
-from hotsplit.model.spec import Activation, LayerSpec, ModelSpec, Rotary
+from hotsplit.model.spec import Activation, LayerSpec, Mixer, ModelSpec, Rotary
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
@@ -29,6 +29,7 @@ def decoder_spec(
     windows: Windows = (),
     rotates_L: Sequence[bool] = (),
     local: Rotary | None = None,
+    mixers: Sequence[Mixer | None] = (),
     experts: Experts | None = None,
     is_gated: bool = True,
     has_head_norms: bool = False,
@@ -43,6 +44,7 @@ def decoder_spec(
     arrange: of the blocks of a layer, a method of Arrangement.
     windows: of each layer; () for none. local: the rotary embedding of layers with one, if it is another.
     rotates_L: whether each layer rotates; () for all.
+    mixers: of each layer, in place of attention; None: it attends.
     experts: in all layers but the first `num_dense`.
     attention: further fields of attention. model: further fields of the spec."""
     neurons = sizes.neurons(activation, options, is_gated=is_gated)
@@ -62,7 +64,7 @@ def decoder_spec(
         layers.append(
             arrange(
                 sizes.arrangement(norm),
-                replace(block, **(attention or {})),
+                (mixers and mixers[index]) or replace(block, **(attention or {})),
                 neurons if mixture is None or index < num_dense else mixture,
             )
         )

@@ -5,7 +5,6 @@ mixtures. Their norms multiply by 1 + weight; a model file has that sum.
 A checkpoint has the value heads of a key head side by side. llama.cpp's files of Qwen 3.5 have the
 first of each key head before the second of each (DeltaNet.is_grouped)."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,10 +15,10 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import ADD_ONE, NEGATED_EXP, SAME, NameOf, Rows, Sources
 from hotsplit.families.config_reader import ConfigReader
+from hotsplit.families.decoder import decoder
 from hotsplit.families.experts import (
     COUNTS,
     KEYS,
-    Experts,
     dense_layers,
     expert_keys,
     experts_of_keys,
@@ -28,11 +27,12 @@ from hotsplit.families.experts import (
 )
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.glm import SECOND_NORM
-from hotsplit.families.rope_scalings import Rope, rope_keys
+from hotsplit.families.rope_scalings import Rope, rotated_values
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import Value, chosen_rows
 from hotsplit.files.typed import shown
-from hotsplit.model.spec import Activation, DeltaNet, ModelSpec, Rotary
+from hotsplit.model.arrangements import Arrangement
+from hotsplit.model.spec import DeltaNet, ModelSpec
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PERIOD, MOST_TAPS = 4, 16
 # Layers that only predict tokens further ahead.
 LEFT_OUT = ("mtp.", "model.mtp.")
-ROPE = Rope(share=0.25)
+SHARE = 0.25  # of the values of a head that rotate
 _ARCHES = {
     "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen35": gguf.MODEL_ARCH.QWEN35,
@@ -91,10 +91,7 @@ def _delta_keys(read: ConfigReader) -> dict[str, Value]:
 def _sections(read: ConfigReader) -> list[int]:
     """Pairs of values that rotate by a place in time, two in an image, and none, which are all the same
     in a text; llama.cpp wants the key."""
-    rotated, _ = rope_keys(
-        read, ROPE, read.count("head_dim"), read.count("max_position_embeddings")
-    )
-    pairs = int(rotated["rope.dimension_count"]) // 2
+    pairs = rotated_values(read, read.rope(), read.count("head_dim"), SHARE) // 2
     return [*((pairs + more) // 3 for more in (2, 1, 0)), 0]
 
 
@@ -131,21 +128,6 @@ def _renamed(spec: ModelSpec, name_of: NameOf) -> NameOf:
         return name_of(f"{stem}.dt_proj.bias" if found else source)
 
     return name
-
-
-def check_delta(where: str, delta: DeltaNet) -> DeltaNet:
-    """Raises HotsplitError, which begins with `where`, for numbers that do not fit together."""
-    if delta.num_value_heads % delta.num_key_heads:
-        raise HotsplitError(
-            f"{where}: {delta.num_value_heads} value heads of delta nets do not divide among"
-            f" {delta.num_key_heads} key heads: no such model; get the model again"
-        )
-    if not 2 <= delta.num_taps <= MOST_TAPS:
-        raise HotsplitError(
-            f"{where}: a convolution of {delta.num_taps} taps, wanted 2 to {MOST_TAPS}: this model is"
-            " not supported"
-        )
-    return delta
 
 
 def _value_order(delta: DeltaNet, width: int) -> np.ndarray:
@@ -204,47 +186,18 @@ def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
     return found
 
 
-def delta_spec(
-    name: str,
-    where: str,
-    sizes: Sizes,
-    rotary: Rotary,
-    activation: Activation,
-    delta: DeltaNet | None,
-    attends_L: Sequence[bool],
-    experts: Experts | None,
-) -> ModelSpec:
-    """`delta`: that of layers without attention, if there are any. `where` begins the error for a model
-    without any attention."""
-    if not any(attends_L):
-        raise HotsplitError(
-            f"{where}: none of {sizes.num_layers} layers has attention: this model is not supported"
-        )
-    attention = replace(sizes.attention(rotary, has_head_norms=True), is_gated=True)
-    arrange, neurons = sizes.arrangement(), sizes.neurons(activation)
-    num_dense = sizes.num_layers if experts is None else experts.num_dense
-    mixture = None if experts is None else experts.mixture(activation)
-    layers = [
-        arrange.pre_norm(
-            attention if attends or delta is None else delta,
-            neurons if mixture is None or index < num_dense else mixture,
-            second=SECOND_NORM,
-        )
-        for index, attends in enumerate(attends_L)
-    ]
-    return sizes.model(name, layers)
-
-
 def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
     kv_heads = "attention.head_count_kv"
     read, has_keys_L = read.with_one(kv_heads)  # ollama lists it, with zeros for delta nets
     sizes, name = read.sizes(is_partly_rotated=True), read.graph.name
-    attends_L = [
-        not has_state
-        for has_state in read.other_layers(
-            sizes.num_layers, "attention.recurrent_layers", "full_attention_interval", PERIOD
+    has_state_L = read.other_layers(
+        sizes.num_layers, "attention.recurrent_layers", "full_attention_interval", PERIOD
+    )
+    attends_L = [not has_state for has_state in has_state_L]
+    if not any(attends_L):
+        raise HotsplitError(
+            f"{read.path}: none of {sizes.num_layers} layers has attention: this model is not supported"
         )
-    ]
     if has_keys_L is not None and has_keys_L[: sizes.num_layers] != attends_L:
         raise HotsplitError(
             f"{read.path}: {name}.{kv_heads} has key heads in other layers than those that attend by its"
@@ -261,38 +214,46 @@ def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
         experts = experts_of_keys(read, has_shared=True, has_shared_gate=True)
         if not experts.num_shared:  # as in llama.cpp
             experts = replace(experts, num_shared=sizes.num_neurons)
-    return delta_spec(
-        name,
-        str(read.path),
-        sizes,
-        read.rotary("halves", sizes.head_dim),
-        read.activation(),
-        None if all(attends_L) else _delta_of_keys(read, sizes),
-        attends_L,
-        experts,
+    delta = None if all(attends_L) else _delta_of_keys(read, sizes)
+    return decoder(
+        read,
+        is_partly_rotated=True,
+        arrange=partial(Arrangement.pre_norm, second=SECOND_NORM),
+        mixers=[None if attends else delta for attends in attends_L],
+        experts=experts,
+        has_head_norms=True,
+        attention={"is_gated": True},
     )
 
 
 def _delta_of_keys(read: "KeyReader", sizes: Sizes) -> DeltaNet:
-    name, heads, inner = (
-        read.graph.name,
-        read.count("ssm.time_step_rank"),
-        read.count("ssm.inner_size"),
+    name, heads = read.graph.name, read.count("ssm.time_step_rank")
+    inner, key_heads, taps = (
+        read.count(f"ssm.{key}") for key in ("inner_size", "group_count", "conv_kernel")
     )
     if inner % heads:
         raise HotsplitError(
             f"{read.path}: {name}.ssm.inner_size is {inner}, which does not divide among {heads} heads"
         )
-    delta = DeltaNet(
-        num_key_heads=read.count("ssm.group_count"),
+    if heads % key_heads:
+        raise HotsplitError(
+            f"{read.path}: {heads} value heads of delta nets do not divide among {key_heads} key heads:"
+            " no such model; get the model again"
+        )
+    if not 2 <= taps <= MOST_TAPS:
+        raise HotsplitError(
+            f"{read.path}: a convolution of {taps} taps, wanted 2 to {MOST_TAPS}: this model is not"
+            " supported"
+        )
+    return DeltaNet(
+        num_key_heads=key_heads,
         num_value_heads=heads,
         key_head_dim=read.count("ssm.state_size"),
         value_head_dim=inner // heads,
-        num_taps=read.count("ssm.conv_kernel"),
+        num_taps=taps,
         epsilon=sizes.epsilon,
         is_grouped=name == "qwen3next",
     )
-    return check_delta(str(read.path), delta)
 
 
 def _not_in_stock(spec: ModelSpec) -> str | None:
@@ -331,7 +292,7 @@ QWEN3_5 = Family(
     defaults=_LINEAR | {"num_key_value_heads": 4},
     plain={"attention_bias": False},
     activations={"silu": "silu"},
-    rope=ROPE,
+    rope=Rope(share=SHARE),
     keys=partial(keys, name="qwen35"),
     sources=sources,
 )

@@ -23,7 +23,9 @@ QKV_BIASES = PROJECTION_BIASES[:3]
 GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 UNGATED_BIASES = GATED_BIASES[1:]
 # transformers' names, and a model file's.
-GATED: Mapping[str, str] = {n: own for own, facts in ACTIVATIONS.items() for n in facts.names}
+GATED: Mapping[str, Activation] = {
+    n: own for own, facts in ACTIVATIONS.items() for n in facts.names
+}
 UNGATED = {name: own for name, own in GATED.items() if not ACTIVATIONS[own].needs_gates}
 # Keys of a GGUF, and their names in the configs of Llama's relatives.
 FIELDS = {
@@ -97,7 +99,7 @@ class Family:
     fields: Mapping[str, str] = field(default_factory=dict)
     plain: Mapping[str, object] = field(default_factory=dict)
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    activations: Mapping[str, str] = field(default_factory=lambda: GATED)
+    activations: Mapping[str, Activation] = field(default_factory=lambda: GATED)
     rope: Rope | None = Rope()
     local_rope: Rope | None = None
     read_keys: tuple[str, ...] = ()

@@ -71,7 +71,7 @@ def _refuse_others(read: ConfigReader, family: Family) -> None:
 
 
 def _blueprint(family: Family, read: ConfigReader, notes: tuple[str, ...]) -> Blueprint:
-    field = FIELDS | family.fields
+    field = {**FIELDS, **family.fields}
     heads, kv_heads, head_dim = read.heads(
         field["attention.head_count"], field["attention.head_count_kv"]
     )

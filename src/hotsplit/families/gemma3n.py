@@ -3,8 +3,7 @@ attention (LAuReL), an input of its own in each layer, and in its first layers g
 mean and deviation, so that one neuron in twenty fires."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from hotsplit.families.blueprint import IGNORED, NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.layer_inputs import INPUTS, input_keys, layer_inputs, rows_of_first
-from hotsplit.families.rope_scalings import Rope, local_theta_key
+from hotsplit.families.rope_scalings import THETA, Rope, local_theta_key
 from hotsplit.families.row_order import matrices_apart, matrices_joined
 from hotsplit.families.shared_keys import (
     SHARED,
@@ -29,13 +28,13 @@ from hotsplit.families.shared_keys import (
 )
 from hotsplit.families.sizes import Sizes, by_layer
 from hotsplit.families.soft_caps import LOGIT_CAP, cap_key, cap_of_keys
-from hotsplit.families.windows import KEYS, Windows, local_window_keys, windows_of_keys
+from hotsplit.families.windows import KEYS, local_window_keys, windows_of_keys
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model import planes
 from hotsplit.model.low_rank import LEFT, LowRank
 from hotsplit.model.per_layer import LayerInputs, PerLayer
-from hotsplit.model.spec import Activation, Add, Attention, LayerSpec, ModelSpec, Neurons, Rotary
+from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Rotary
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
@@ -49,18 +48,6 @@ SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config without a pattern that has mor
 STOCK_NUMBERS = 4, 64, 256  # planes, rank beside attention, values of a layer's input
 STOCK_CUTOFF, STOCK_OWN_LAYERS = 1.6448533535003662, 20
 _OUTER = {"model.altup_projections.": planes.BEGIN, "model.altup_unembed_projections.": planes.END}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """What the layers of a Gemma 3n share beside their sizes."""
-
-    num_planes: int
-    rank: int  # of the product beside attention
-    rotaries: tuple[Rotary, Rotary]  # of layers without a window, and of those with one
-    activation: Activation
-    logit_cap: float | None
-    inputs: int  # values of each layer's own
 
 
 def keys(read: ConfigReader) -> dict[str, Value]:
@@ -139,43 +126,49 @@ def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
     )
 
 
-def gemma3n_spec(
-    sizes_L: Sequence[Sizes],
-    windows: Windows,
-    source_L: Sequence[int | None],
-    cutoff_L: Sequence[float | None],
-    numbers: Numbers,
-) -> ModelSpec:
-    layers = [
-        _layer(
-            sizes,
-            sizes.attention(
-                numbers.rotaries[window is not None], window=window, scale=1.0, has_head_norms=True
-            ),
-            replace(sizes.neurons(numbers.activation), cutoff=cutoff),
-            numbers,
-        ).with_attention(norms_values=True, **reading(source))
-        for sizes, window, source, cutoff in zip(sizes_L, windows, source_L, cutoff_L, strict=True)
-    ]
-    any_sizes, num_planes = sizes_L[0], numbers.num_planes
-    scale = math.sqrt(any_sizes.hidden_size)
-    spec = any_sizes.model("gemma3n", layers, embedding_scale=scale)
-    inputs = layer_inputs(spec, numbers.inputs, any_sizes.epsilon, reads="active")
+def of_keys(read: "KeyReader") -> ModelSpec:
+    if read.whole("altup.active_idx", 0):
+        raise HotsplitError(
+            f"{read.path}: altup.active_idx is not 0: the active plane is the first here"
+        )
+    num_layers, name, activation = read.count("block_count"), read.graph.name, read.activation()
+    whole, theta = read.rotary("halves"), read.positive(f"{name}.{THETA}_swa", LOCAL_THETA)
+    local = Rotary(theta=theta, pairing="halves")
+    num_planes = min(read.count("altup.num_inputs", 4), planes.MOST_PLANES)
+    left = read.tensors.get(f"blk.0.{LEFT}.weight")
+    low_rank = LowRank(rank=64 if left is None else left.shape[0])
+    own = PerLayer(size=read.count(INPUTS), activation=activation, reads="active")
+    windows = windows_of_keys(read, num_layers, period=PERIOD, window=None)
+    source_L = sources_of_keys(read, [window is not None for window in windows])
+    layers = []
+    for index, cutoff in enumerate(_cutoffs_of_keys(read, num_layers)):
+        sizes, window = read.of_layer(index, num_layers, {}).sizes(), windows[index]
+        rotary = whole if window is None else local
+        attention = sizes.attention(rotary, window=window, scale=1.0, has_head_norms=True)
+        neurons = replace(sizes.neurons(activation), cutoff=cutoff)
+        layer = _layer(sizes, attention, neurons, num_planes, low_rank, own)
+        layers.append(layer.with_attention(norms_values=True, **reading(source_L[index])))
+    spec = sizes.model(name, layers, embedding_scale=math.sqrt(sizes.hidden_size))
+    inputs = layer_inputs(spec, own.size, sizes.epsilon, reads="active")
     return replace(
         spec,
-        logit_cap=numbers.logit_cap,
+        logit_cap=cap_of_keys(read, LOGIT_CAP),
         first=(inputs, planes.BeginPlanes(num_planes=num_planes)),
         last=(planes.EndPlanes(num_planes=num_planes),),
     )
 
 
-def _layer(sizes: Sizes, attention: Attention, neurons: Neurons, numbers: Numbers) -> LayerSpec:
+def _layer(
+    sizes: Sizes,
+    attention: Attention,
+    neurons: Neurons,
+    num_planes: int,
+    low_rank: LowRank,
+    own: PerLayer,
+) -> LayerSpec:
     """Norms before and after each block on the active one of several planes, with a product of low rank
     beside attention; what the layer's own input adds goes to the other planes."""
-    norm, num_planes = sizes.arrangement().make_norm, numbers.num_planes
-    low_rank = LowRank(rank=numbers.rank)
-    own = PerLayer(size=numbers.inputs, activation=numbers.activation, reads="active")
-    out, added = low_rank.writes, own.writes
+    norm, out, added = sizes.arrangement().make_norm, low_rank.writes, own.writes
     router_norm = norm(f"{planes.ROUTER}_norm", "active", "active")
     return LayerSpec(
         blocks=(
@@ -197,30 +190,6 @@ def _layer(sizes: Sizes, attention: Attention, neurons: Neurons, numbers: Number
             planes.AddToPlanes(num_planes=num_planes, reads=added),
         )
     )
-
-
-def of_keys(read: "KeyReader") -> ModelSpec:
-    num_layers, name = read.count("block_count"), read.graph.name
-    sizes_L = [read.of_layer(layer, num_layers, {}).sizes() for layer in range(num_layers)]
-    whole = read.rotary("halves")
-    local = Rotary(theta=read.positive(f"{name}.rope.freq_base_swa", LOCAL_THETA), pairing="halves")
-    if read.whole("altup.active_idx", 0):
-        raise HotsplitError(
-            f"{read.path}: altup.active_idx is not 0: the active plane is the first here"
-        )
-    left = read.tensors.get(f"blk.0.{LEFT}.weight")
-    numbers = Numbers(
-        num_planes=min(read.count("altup.num_inputs", 4), planes.MOST_PLANES),
-        rank=64 if left is None else left.shape[0],
-        rotaries=(whole, local),
-        activation=read.activation(),
-        logit_cap=cap_of_keys(read, LOGIT_CAP),
-        inputs=read.count(INPUTS),
-    )
-    windows = windows_of_keys(read, num_layers, period=PERIOD, window=None)
-    source_L = sources_of_keys(read, [window is not None for window in windows])
-    cutoff_L = _cutoffs_of_keys(read, num_layers)
-    return gemma3n_spec(sizes_L, windows, source_L, cutoff_L, numbers)
 
 
 def _cutoffs_of_keys(read: "KeyReader", num_layers: int) -> list[float | None]:

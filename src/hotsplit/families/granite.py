@@ -131,7 +131,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
         attention={"scale": scores},
         embedding_scale=embedding,
         logit_scale=1.0 / logits,
-        **({} if is_rotated else {"rotary": None}),
+        rotary=read.rotary("adjacent") if is_rotated else None,
     )
 
 

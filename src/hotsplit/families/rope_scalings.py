@@ -5,7 +5,7 @@ Letters: W width of a head."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,14 +70,9 @@ class Parameters:
         return HotsplitError(f"{self.own.path}: {self.own.prefix}{words}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScalingOfConfig:
-    """`divisors` of the frequencies, f32 [W / 2], by the names of their tensors. `context_length`: what the
-    scaling extends it to, or 0."""
-
-    scaling: RopeScaling = NO_SCALING
-    divisors: Mapping[str, np.ndarray] = field(default_factory=dict)
-    context_length: int = 0
+# The keys of a scaling, with the context if it extends it, and the divisors of the frequencies, f32 [W / 2], by
+# the names of their tensors.
+Scaled = tuple[dict[str, Value], Mapping[str, np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,30 +81,25 @@ class ConfigKind:
     `reads_share`: of a head's pairs, by `partial_rotary_factor`."""
 
     words: str
-    read: Callable[[Parameters], ScalingOfConfig]
+    read: Callable[[Parameters], Scaled]
     spellings: tuple[str, ...] = ()
     reads_share: bool = False
 
 
-def rope_keys(
-    whole: "ConfigReader", rope: Rope, head_dim: int, context_length: int
-) -> tuple[dict[str, Value], Mapping[str, np.ndarray]]:
-    """The keys of the rotary embedding, with the context if a scaling extends it, and the divisors of its
-    frequencies (f32 [W / 2]), by the names of their tensors.
-
-    They are read from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys are given,
+def rope_keys(whole: "ConfigReader", rope: Rope, head_dim: int, context_length: int) -> Scaled:
+    """The keys of the rotary embedding. They are read from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys are given,
     `rope_scaling` takes precedence, as in transformers. `rope_theta` may also be a key of the config itself."""
     if rope.layers:
         whole = _of_layers(whole, rope)
     own = whole.rope()
     kind, num_rotated = _kind_of(own, rope.kinds), head_dim
     if rope.share is not None:
-        num_rotated = _rotated(whole, own, head_dim, rope.share)
+        num_rotated = rotated_values(whole, own, head_dim, rope.share)
     elif not kind.reads_share:
         for reader in (whole, own):
             reader.refuse("partial_rotary_factor", 1.0, 1)
     theta = own.positive_or("rope_theta", whole.positive("rope_theta", rope.theta))
-    found = kind.read(
+    scaling, divisors = kind.read(
         Parameters(
             whole=whole,
             own=own,
@@ -120,9 +110,8 @@ def rope_keys(
             rounds_borders=rope.rounds_borders,
         )
     )
-    keys: dict[str, Value] = {"context_length": np.uint32(found.context_length or context_length)}
-    keys |= {"rope.dimension_count": np.uint32(num_rotated), "rope.freq_base": np.float32(theta)}
-    return keys | scaling_keys(found.scaling), found.divisors
+    keys: dict[str, Value] = {"rope.dimension_count": np.uint32(num_rotated)}
+    return keys | {THETA: np.float32(theta)} | scaling, divisors
 
 
 def local_theta_key(
@@ -152,7 +141,9 @@ def _of_layers(read: "ConfigReader", rope: Rope) -> "ConfigReader":
     )
 
 
-def _rotated(whole: "ConfigReader", own: "ConfigReader", head_dim: int, default: float) -> int:
+def rotated_values(
+    whole: "ConfigReader", own: "ConfigReader", head_dim: int, default: float
+) -> int:
     """The number of values of a head that rotate."""
     key = "partial_rotary_factor"
     share = own.positive_or(key, whole.positive(key, default))
@@ -180,11 +171,11 @@ def _kind_of(own: "ConfigReader", known: tuple[str, ...]) -> ConfigKind:
     return kinds[spelt[name]]
 
 
-def _linear(p: Parameters) -> ScalingOfConfig:
-    return ScalingOfConfig(scaling=RopeScaling(kind="linear", factor=p.own.positive("factor")))
+def _linear(p: Parameters) -> Scaled:
+    return _keys(type="linear", factor=np.float32(p.own.positive("factor"))), {}
 
 
-def _llama3(p: Parameters) -> ScalingOfConfig:
+def _llama3(p: Parameters) -> Scaled:
     """The divisors are `factor` for long waves, 1 for short ones; between them the reciprocal is
     interpolated (transformers, modeling_rope_utils.py; llama.cpp stores these divisors as
     rope_freqs.weight)."""
@@ -193,48 +184,46 @@ def _llama3(p: Parameters) -> ScalingOfConfig:
     context = p.own.positive("original_max_position_embeddings")
     if not low < high:
         raise p.error(f"low_freq_factor {low} is not below high_freq_factor {high}")
-    width = p.head_dim
-    exponents = np.arange(0, width, 2, dtype=np.float64) / width
+    exponents = np.arange(0, p.head_dim, 2, dtype=np.float64) / p.head_dim
     wavelengths = 2 * np.pi * p.theta**exponents
     share = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
-    divisors = (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
-    return ScalingOfConfig(divisors={FREQUENCIES: divisors})
+    return {}, {FREQUENCIES: (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)}
 
 
-def _yarn(p: Parameters) -> ScalingOfConfig:
-    """YaRN's constants (transformers, modeling_rope_utils.py), and the context length that they extend the
-    original one to, unless it is longer already."""
+def _yarn(p: Parameters) -> Scaled:
+    """YaRN's constants, but for those at their defaults (transformers, modeling_rope_utils.py), and the context
+    length that they extend the original one to, unless it is longer already."""
     p.own.refuse("truncate", p.rounds_borders)
     if p.theta <= 1.0:
         raise HotsplitError(f"{p.own.path}: rope_theta is {p.theta:g}; YaRN wants above 1")
     length = p.own.count("original_max_position_embeddings", p.context_length)
     longer = p.context_length / length
-    scaling = RopeScaling(
-        kind="yarn",
-        factor=p.own.positive("factor", longer if longer > 1.0 else None),
-        original_length=length,
-        beta_fast=p.own.positive("beta_fast", 32.0),
-        beta_slow=p.own.positive("beta_slow", 1.0),
-        rounds_borders=p.own.values.get("truncate", True) is not False,
-    )
-    magnitude, keys = scaling.magnitude, ("mscale", "mscale_all_dim")
-    scales = [1 + p.own.positive(key) * (magnitude - 1) for key in keys if p.own.values.get(key)]
+    factor = p.own.positive("factor", longer if longer > 1.0 else None)
+    usual = whole = RopeScaling(kind="yarn", factor=factor).magnitude
+    keys = ("mscale", "mscale_all_dim")
+    scales = [1 + p.own.positive(key) * (usual - 1) for key in keys if p.own.values.get(key)]
     if len(scales) == 2:  # one alone changes nothing
-        magnitude = scales[0] / scales[1]
-    attention = p.own.positive("attention_factor", magnitude)
-    longest = scaling.factor * length
+        whole = scales[0] / scales[1]
+    constants = {
+        "attn_factor": (p.own.positive("attention_factor", whole) / usual, 1.0),
+        "yarn_beta_fast": (p.own.positive("beta_fast", 32.0), 32.0),
+        "yarn_beta_slow": (p.own.positive("beta_slow", 1.0), 1.0),
+    }
+    longest = factor * length
     if longest > MAX_COUNT:
         raise p.error(
-            f"factor is {scaling.factor:g}; times {length:,} tokens it is a context of more than"
-            f" {MAX_COUNT}"
+            f"factor is {factor:g}; times {length:,} tokens it is a context of more than {MAX_COUNT}"
         )
-    return ScalingOfConfig(
-        scaling=replace(scaling, attn_factor=attention / scaling.magnitude),
-        context_length=max(p.context_length, int(longest)),
+    found = _keys(
+        type="yarn",
+        factor=np.float32(factor),
+        original_context_length=np.uint32(length),
+        **{n: np.float32(own) for n, (own, plain) in constants.items() if own != plain},
     )
+    return found | {"context_length": np.uint32(max(p.context_length, int(longest)))}, {}
 
 
-def _longrope(p: Parameters) -> ScalingOfConfig:
+def _longrope(p: Parameters) -> Scaled:
     """Longrope, of a model that was trained on texts of `original_max_position_embeddings` tokens first; its
     magnitude is as in transformers (modeling_rope_utils.py)."""
     length = p.whole.count("original_max_position_embeddings")
@@ -246,20 +235,20 @@ def _longrope(p: Parameters) -> ScalingOfConfig:
                 f"{p.own.path}: original_max_position_embeddings is {length}, wanted at least 2"
             )
         magnitude = math.sqrt(1.0 + math.log(factor) / math.log(length))
-    scaling = RopeScaling(
-        kind="longrope",
-        original_length=length,
-        attn_factor=p.own.positive("attention_factor", magnitude),
-    )
     what = "one for each pair of values that rotate"
     divisors = {
         name: np.array(p.own.positives(key, p.num_pairs, what), np.float32)
         for key, name in (("short_factor", SHORT), ("long_factor", LONG))
     }
-    return ScalingOfConfig(scaling=scaling, divisors=divisors)
+    keys = _keys(
+        type="longrope",
+        original_context_length=np.uint32(length),
+        attn_factor=np.float32(p.own.positive("attention_factor", magnitude)),
+    )
+    return keys, divisors
 
 
-def _proportional(p: Parameters) -> ScalingOfConfig:
+def _proportional(p: Parameters) -> Scaled:
     """The divisors are 1 for the first pairs, which rotate, and for the others 1e30, as in llama.cpp's
     conversion/gemma.py (transformers, modeling_rope_utils.py)."""
     p.own.refuse("factor", 1.0, 1)
@@ -268,13 +257,15 @@ def _proportional(p: Parameters) -> ScalingOfConfig:
     if not 1 <= count <= num_pairs:
         raise p.error(f"{key} is {share:g}: {count} of {num_pairs} pairs of a head cannot rotate")
     divisors = np.repeat(np.array([1.0, 1e30], np.float32), [count, num_pairs - count])
-    return ScalingOfConfig(divisors={FREQUENCIES: divisors})
+    return {}, {FREQUENCIES: divisors}
+
+
+def _keys(**own: Value) -> dict[str, Value]:
+    return {_PREFIX + name: value for name, value in own.items()}
 
 
 CONFIG_KINDS = {
-    "default": ConfigKind(
-        words="ordinary rotary embeddings (default)", read=lambda p: ScalingOfConfig()
-    ),
+    "default": ConfigKind(words="ordinary rotary embeddings (default)", read=lambda p: ({}, {})),
     "linear": ConfigKind(words="positions divided by a factor (linear)", read=_linear),
     "llama3": ConfigKind(words="Llama 3's (llama3)", read=_llama3),
     "yarn": ConfigKind(words="YaRN (yarn)", read=_yarn),
@@ -340,27 +331,6 @@ def _yarn_of_keys(read: "KeyReader", prefix: str) -> RopeScaling:
 
 def _original_length(read: "KeyReader") -> int:
     return read.count(f"{_PREFIX}original_context_length", read.count("context_length"))
-
-
-def scaling_keys(scaling: RopeScaling) -> dict[str, Value]:
-    """The keys that `scaling_of_keys` reads, without YaRN's constants at their default."""
-    if scaling.kind == "none":
-        return {}
-    original: dict[str, Value] = {"original_context_length": np.uint32(scaling.original_length)}
-    keys: dict[str, Value] = {"type": scaling.kind}
-    if scaling.kind == "longrope":
-        keys |= original | {"attn_factor": np.float32(scaling.attn_factor)}
-    else:
-        keys["factor"] = np.float32(scaling.factor)
-    if scaling.kind == "yarn":
-        constants = {
-            "attn_factor": (scaling.attn_factor, 1.0),
-            "yarn_beta_fast": (scaling.beta_fast, 32.0),
-            "yarn_beta_slow": (scaling.beta_slow, 1.0),
-        }
-        keys |= original
-        keys |= {n: np.float32(own) for n, (own, plain) in constants.items() if own != plain}
-    return {_PREFIX + name: value for name, value in keys.items()}
 
 
 def config_parameters(scaling: RopeScaling) -> dict[str, object]:

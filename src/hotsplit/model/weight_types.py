@@ -1,4 +1,4 @@
-"""The types that weights are stored in: one row a type, with every fact that is not arithmetic.
+"""The types that weights are stored in, with every fact of a type that is not arithmetic.
 
 Lists of types elsewhere are derived from this table. Kernels and encoders have a type's arithmetic;
 `gguf` has its sizes and its unpacking as well, and tests compare the two.
@@ -73,13 +73,13 @@ class WeightType:
     block_values: int
     block_bytes: int
     forms: tuple[Form, ...]
-    is_chosen: bool = True
-    levels: tuple[int, ...] = ()
-    planes: tuple[tuple[int, int], ...] = ()
-    halves: tuple[int, int] | None = None
-    overflows_at: float = math.inf
-    relative_error: float = 0.0
-    absolute_error: float = 0.0
+    is_chosen: bool
+    levels: tuple[int, ...]
+    planes: tuple[tuple[int, int], ...]
+    halves: tuple[int, int] | None
+    overflows_at: float
+    relative_error: float
+    absolute_error: float
 
     @property
     def code(self) -> int:
@@ -145,208 +145,89 @@ class WeightType:
         return len(TYPES) + kinds.index(self.kind_in(form))
 
 
-TYPES: tuple[WeightType, ...] = (
-    WeightType(
-        name="f32",
-        file_type="ALL_F32",
-        block_values=1,
-        block_bytes=4,
-        forms=(),
-        overflows_at=math.inf,
-        relative_error=0.0,
-        absolute_error=0.0,
-    ),
-    WeightType(
-        name="f16",
-        file_type="MOSTLY_F16",
-        block_values=1,
-        block_bytes=2,
-        forms=("grouped",),
-        overflows_at=F16_OVERFLOW,
-        relative_error=2.0**-11,
-        absolute_error=2.0**-24,
-    ),
-    WeightType(
-        name="bf16",
-        file_type="MOSTLY_BF16",
-        block_values=1,
-        block_bytes=2,
-        forms=("grouped",),
-        overflows_at=float.fromhex("0x1.FFp127"),
-        relative_error=2.0**-8,
-        absolute_error=1e-38,
-    ),
-    WeightType(
-        name="q8_0",
-        file_type="MOSTLY_Q8_0",
-        block_values=32,
-        block_bytes=34,
-        forms=FORMS,
-        planes=((0, 2), (2, 32)),
-        halves=(0, 2),
-        overflows_at=127 * F16_OVERFLOW,
-        relative_error=0.5 / 127 + 2.0**-11,
-        absolute_error=127 * 2.0**-24,
-    ),
-    WeightType(
-        name="q4_0",
-        file_type="MOSTLY_Q4_0",
-        block_values=32,
-        block_bytes=18,
-        forms=FORMS,
-        levels=tuple(range(-8, 8)),
-        planes=((0, 2), (2, 16)),
-        halves=(0, 2),
-        overflows_at=8 * F16_OVERFLOW,
-        relative_error=1 / 8 + 2.0**-11,
-        absolute_error=8 * 2.0**-24,
-    ),
-    WeightType(
-        name="q4_k",
-        file_type="MOSTLY_Q4_K_S",
-        block_values=256,
-        block_bytes=144,
-        forms=("tiled",),
-        halves=(0, 4),
-        overflows_at=32 * F16_OVERFLOW,
-        relative_error=0.25,
-        absolute_error=2.0**-15,
-    ),
-    WeightType(
-        name="q5_k",
-        file_type="MOSTLY_Q5_K_S",
-        block_values=256,
-        block_bytes=176,
-        forms=("tiled",),
-        halves=(0, 4),
-        overflows_at=32 * F16_OVERFLOW,
-        relative_error=0.15,
-        absolute_error=2.0**-14,
-    ),
-    WeightType(
-        name="q6_k",
-        file_type="MOSTLY_Q6_K",
-        block_values=256,
-        block_bytes=210,
-        forms=("tiled",),
-        planes=((0, 128), (128, 64), (192, 16), (208, 2)),
-        halves=(208, 210),
-        overflows_at=32 * F16_OVERFLOW,
-        relative_error=0.06,
-        absolute_error=2.0**-13,
-    ),
-    WeightType(
-        name="mxfp4",
-        file_type="MOSTLY_MXFP4_MOE",
-        block_values=32,
-        block_bytes=17,
-        forms=("tiled",),
-        is_chosen=False,
-        planes=((0, 1), (1, 16)),
-        relative_error=0.25 + 2.0**-20,
-        absolute_error=2.0**-126,
-        levels=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
-    ),
-    WeightType(
-        name="iq4_nl",
-        file_type="MOSTLY_IQ4_NL",
-        block_values=32,
-        block_bytes=18,
-        forms=("tiled",),
-        is_chosen=False,
-        planes=((0, 2), (2, 16)),
-        halves=(0, 2),
-        overflows_at=100 * F16_OVERFLOW,
-        relative_error=0.22,
-        absolute_error=127 * 2.0**-24,
-        levels=IQ4_LEVELS,
-    ),
-    WeightType(
-        name="q5_0",
-        file_type="MOSTLY_Q5_0",
-        block_values=32,
-        block_bytes=22,
-        forms=("tiled",),
-        is_chosen=False,
-        planes=((0, 2), (2, 4), (6, 16)),
-        halves=(0, 2),
-        overflows_at=16 * F16_OVERFLOW,
-        relative_error=1 / 16 + 2.0**-11,
-        absolute_error=16 * 2.0**-24,
-        levels=tuple(range(-16, 16)),
-    ),
-    WeightType(
-        name="q4_1",
-        file_type="MOSTLY_Q4_1",
-        block_values=32,
-        block_bytes=20,
-        forms=("tiled",),
-        is_chosen=False,
-        planes=((0, 4), (4, 16)),
-        halves=(0, 4),
-        overflows_at=F16_OVERFLOW,
-        relative_error=1 / 15 + 3 * 2.0**-11,
-        absolute_error=16 * 2.0**-24,
-        levels=tuple(range(16)),
-    ),
-    WeightType(
-        name="q5_1",
-        file_type="MOSTLY_Q5_1",
-        block_values=32,
-        block_bytes=24,
-        forms=("tiled",),
-        is_chosen=False,
-        planes=((0, 4), (4, 4), (8, 16)),
-        halves=(0, 4),
-        overflows_at=F16_OVERFLOW,
-        relative_error=1 / 31 + 3 * 2.0**-11,
-        absolute_error=32 * 2.0**-24,
-        levels=tuple(range(32)),
-    ),
-    WeightType(
-        name="q3_k",
-        file_type="MOSTLY_Q3_K_S",
-        block_values=256,
-        block_bytes=110,
-        forms=("tiled",),
-        is_chosen=False,
-        planes=((32, 64), (0, 32), (96, 12), (108, 2)),
-        halves=(108, 110),
-        overflows_at=32 * F16_OVERFLOW,
-        relative_error=0.5,
-        absolute_error=2.0**-17,
-    ),
-    WeightType(
-        name="q2_k",
-        file_type="MOSTLY_Q2_K",
-        block_values=256,
-        block_bytes=84,
-        forms=("tiled",),
-        is_chosen=False,
-        planes=((16, 64), (0, 16), (80, 4)),
-        halves=(80, 84),
-        overflows_at=8 * F16_OVERFLOW,
-        relative_error=0.75,
-        absolute_error=2.0**-18,
-    ),
-    WeightType(
-        name="iq4_xs",
-        file_type="MOSTLY_IQ4_XS",
-        block_values=256,
-        block_bytes=136,
-        forms=("tiled",),
-        is_chosen=False,
-        levels=IQ4_LEVELS,
-        planes=((8, 128), (0, 8)),
-        halves=(0, 2),
-        overflows_at=32 * F16_OVERFLOW,
-        relative_error=0.3,
-        absolute_error=2.0**-12,
-    ),
-)
+_STEP = 2.0**-24  # of f16 near zero
+_ROUNDED = 2.0**-11  # relative error of a number rounded to f16
+# Where it is not MOSTLY_ and the name.
+_FILE_TYPES = {
+    "f32": "ALL_F32",
+    "mxfp4": "MOSTLY_MXFP4_MOE",
+    **{name: f"MOSTLY_{name.upper()}_S" for name in ("q3_k", "q4_k", "q5_k")},
+}
+_CHOSEN = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
+_LEVELS: dict[str, tuple[int, ...]] = {
+    "q4_0": tuple(range(-8, 8)),
+    "q4_1": tuple(range(16)),
+    "q5_0": tuple(range(-16, 16)),
+    "q5_1": tuple(range(32)),
+    "mxfp4": (*_E2M1, *(-level for level in _E2M1)),
+    "iq4_nl": IQ4_LEVELS,
+    "iq4_xs": IQ4_LEVELS,
+}
+_TILED: tuple[Form, ...] = ("tiled",)
+# Values and bytes of a block, forms, planes, halves.
+_BLOCKS: dict[
+    TypeName, tuple[int, int, tuple[Form, ...], tuple[tuple[int, int], ...], tuple[int, int] | None]
+] = {
+    "f32": (1, 4, (), (), None),
+    "f16": (1, 2, ("grouped",), (), None),
+    "bf16": (1, 2, ("grouped",), (), None),
+    "q8_0": (32, 34, FORMS, ((0, 2), (2, 32)), (0, 2)),
+    "q4_0": (32, 18, FORMS, ((0, 2), (2, 16)), (0, 2)),
+    "q4_k": (256, 144, _TILED, (), (0, 4)),
+    "q5_k": (256, 176, _TILED, (), (0, 4)),
+    "q6_k": (256, 210, _TILED, ((0, 128), (128, 64), (192, 16), (208, 2)), (208, 210)),
+    "mxfp4": (32, 17, _TILED, ((0, 1), (1, 16)), None),
+    "iq4_nl": (32, 18, _TILED, ((0, 2), (2, 16)), (0, 2)),
+    "q5_0": (32, 22, _TILED, ((0, 2), (2, 4), (6, 16)), (0, 2)),
+    "q4_1": (32, 20, _TILED, ((0, 4), (4, 16)), (0, 4)),
+    "q5_1": (32, 24, _TILED, ((0, 4), (4, 4), (8, 16)), (0, 4)),
+    "q3_k": (256, 110, _TILED, ((32, 64), (0, 32), (96, 12), (108, 2)), (108, 110)),
+    "q2_k": (256, 84, _TILED, ((16, 64), (0, 16), (80, 4)), (80, 84)),
+    "iq4_xs": (256, 136, _TILED, ((8, 128), (0, 8)), (0, 2)),
+}
+# Where values overflow, relative and absolute error.
+_BOUNDS = {
+    "f32": (math.inf, 0.0, 0.0),
+    "f16": (F16_OVERFLOW, _ROUNDED, _STEP),
+    "bf16": (float.fromhex("0x1.FFp127"), 2.0**-8, 1e-38),
+    "q8_0": (127 * F16_OVERFLOW, 0.5 / 127 + _ROUNDED, 127 * _STEP),
+    "q4_0": (8 * F16_OVERFLOW, 1 / 8 + _ROUNDED, 8 * _STEP),
+    "q4_k": (32 * F16_OVERFLOW, 0.25, 2.0**-15),
+    "q5_k": (32 * F16_OVERFLOW, 0.15, 2.0**-14),
+    "q6_k": (32 * F16_OVERFLOW, 0.06, 2.0**-13),
+    "mxfp4": (math.inf, 0.25 + 2.0**-20, 2.0**-126),
+    "iq4_nl": (100 * F16_OVERFLOW, 0.22, 127 * _STEP),
+    "q5_0": (16 * F16_OVERFLOW, 1 / 16 + _ROUNDED, 16 * _STEP),
+    "q4_1": (F16_OVERFLOW, 1 / 15 + 3 * _ROUNDED, 16 * _STEP),
+    "q5_1": (F16_OVERFLOW, 1 / 31 + 3 * _ROUNDED, 32 * _STEP),
+    "q3_k": (32 * F16_OVERFLOW, 0.5, 2.0**-17),
+    "q2_k": (8 * F16_OVERFLOW, 0.75, 2.0**-18),
+    "iq4_xs": (32 * F16_OVERFLOW, 0.3, 2.0**-12),
+}
 
+
+def _type(name: TypeName) -> WeightType:
+    block_values, block_bytes, forms, planes, halves = _BLOCKS[name]
+    overflows_at, relative_error, absolute_error = _BOUNDS[name]
+    return WeightType(
+        name=name,
+        file_type=_FILE_TYPES.get(name, f"MOSTLY_{name.upper()}"),
+        block_values=block_values,
+        block_bytes=block_bytes,
+        forms=forms,
+        is_chosen=name in _CHOSEN,
+        levels=_LEVELS.get(name, ()),
+        planes=planes,
+        halves=halves,
+        overflows_at=overflows_at,
+        relative_error=relative_error,
+        absolute_error=absolute_error,
+    )
+
+
+TYPES: tuple[WeightType, ...] = tuple(map(_type, NAMES))  # a type's place is its number in C++
 BY_NAME: dict[str, WeightType] = {each.name: each for each in TYPES}
-assert tuple(BY_NAME) == NAMES, "a type's place is its number in C++"
 
 FLOAT_NAMES = tuple(each.name for each in TYPES if each.is_float)
 # Small blocks with sums of integers.
