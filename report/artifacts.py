@@ -38,7 +38,9 @@ def load_artifacts(config: ReportConfig) -> Artifacts:
     model = ModelFile.load(config.model)
     profile = None if config.profile is None else Profile.load(config.profile)
     machine = None if config.machine is None else Machine.load(config.machine)
-    predictors_path = _predictors_path(config.predictors)
+    predictors_path = config.predictors
+    if predictors_path is not None and predictors_path.is_dir():
+        predictors_path /= FILE_NAME
     predictors = None if predictors_path is None else Predictors.load(predictors_path)
     evals = tuple(map(load_eval, config.evals))
     if config.profile is not None and profile is not None:
@@ -90,10 +92,6 @@ def _load_split(
     if profile is not None and machine is not None:
         verify(split, model=model, profile=profile, machine=machine)
     return split
-
-
-def _predictors_path(given: Path | None) -> Path | None:
-    return given / FILE_NAME if given is not None and given.is_dir() else given
 
 
 def _check_model(

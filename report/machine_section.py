@@ -93,12 +93,12 @@ def _cost_tables(machine: Machine) -> list[Table]:
 
 
 def _rate(figure: Figure) -> str:
-    return f"{figure.best:.1f} GB/s{_spread(figure)}"
+    return _told(figure, f"{figure.best:.1f} GB/s")
 
 
 def _time(figure: Figure) -> str:
-    return f"{1e6 * figure.best:.3g} µs{_spread(figure)}"
+    return _told(figure, f"{1e6 * figure.best:.3g} µs")
 
 
-def _spread(figure: Figure) -> str:
-    return f", half within {figure.spread:.0%}" if figure.rounds else ""
+def _told(figure: Figure, value: str) -> str:
+    return f"{value}, half within {figure.spread:.0%}" if figure.rounds else value

@@ -32,6 +32,7 @@ from hotsplit.report.svg import (
     plot_of,
     save_picture,
 )
+from hotsplit.solver.explain import meanings_of
 from hotsplit.solver.placed import device_of_ranks, firings_on_gpu, units_of
 from hotsplit.solver.sweep import Sweep
 from hotsplit.system.sizes import format_bytes, unit_of
@@ -39,16 +40,6 @@ from hotsplit.system.sizes import format_bytes, unit_of
 NUM_SHARES = 101
 MAX_THIN = 12  # most layers with a line each
 MAX_LINEAR = 15  # highest ratio of the last speed to the first on a linear axis
-MEANINGS = {
-    "attention": "attention, norms",
-    "predictor": "predictors",
-    "kv_cache": "keys, values, states",
-    "head": "output head",
-    "embedding": "embedding",
-    "neurons": "neurons",
-    "neuron_cache": "neuron cache",
-    "workspace": "workspace",
-}
 
 
 def firing_curves(profile: Profile) -> np.ndarray:
@@ -253,7 +244,7 @@ def _draw_map(figure: Figure, split: Split, profile: Profile) -> None:
 
 def name_of(item: str, units: str) -> str:
     """An item's name for a reader; `units`: whether its neurons are experts."""
-    return units if item == "neurons" else MEANINGS[item]
+    return meanings_of(has_experts=units == "experts")[item]
 
 
 def plot_bytes(gpus: Sequence[Items], cpu: Items, units: str) -> Plot:

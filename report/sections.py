@@ -4,14 +4,14 @@ A section whose input is missing names the command that makes it.
 
 Letters: L layers, F neurons of a layer, N plotted shares of the neurons."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
-from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import ITEMS
+from hotsplit.costs.part_bytes import ITEMS, layer_bytes
 from hotsplit.report import plots
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.names import Names
@@ -26,6 +26,20 @@ def rate(seconds: float) -> str:
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:,.1f}"
 
 
+def _by_layer(
+    caption: str,
+    columns: Mapping[str, tuple[str, Iterable[object]]],
+    layers: Iterable[int] | None = None,
+    **options: Any,
+) -> Table:
+    """A table with a row a layer (None: all layers): of each column the head, the form of a value, and
+    the values."""
+    texts = [[form.format(value) for value in values] for form, values in columns.values()]
+    numbers = range(len(texts[0])) if layers is None else layers
+    rows = tuple((str(n), *row) for n, *row in zip(numbers, *texts, strict=True))
+    return Table(caption=caption, head=("layer", *columns), rows=rows, **options)
+
+
 def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
     missing: list[Missing] = []
     if found.profile is None:
@@ -36,13 +50,9 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
         missing.append(Missing(line=speeds.why_not, command=names.new_machine))
     if not missing and found.split is None:
         missing.append(names.no_split)
-    tables: tuple[Table, ...] = ()
-    if found.split is not None:
-        tables += (_speed_table(found.split, speeds),)
-    drawn: tuple[plots.Plot, ...] = ()
+    tables = () if found.split is None else (_speed_table(found.split, speeds),)
     curve = speeds.curve
     if curve is not None:
-        drawn = (plots.plot_curve(curve, found.split),)
         rows = tuple(
             (
                 format_bytes(p.budget_bytes),
@@ -62,31 +72,27 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
         name="speed",
         title="Budget and speed",
         lead="Tokens per second that the solver predicts for one text, from the machine's figures.",
-        plots=drawn,
+        plots=() if curve is None else (plots.plot_curve(curve, found.split),),
         tables=tables,
         missing=tuple(missing),
     )
 
 
 def _speed_table(split: Split, speeds: Speeds) -> Table:
-    def row(name: str, seconds: float | None, meaning: str) -> tuple[str, ...]:
-        told = (
-            (NONE, NONE)
-            if seconds is None
-            else (rate(seconds), f"{seconds / split.objective_s:.2f}x")
-        )
-        return (name, meaning, *told)
-
-    rows = [row("this plan", split.objective_s, f"at most {split.gap:.2%} slower than the best")]
+    rows = [("this plan", split.objective_s, f"at most {split.gap:.2%} slower than the best")]
     if (advice := speeds.advice) is not None:
         there = f"{advice.layer_split_layers} of {len(split.hot)} on GPUs, all weights read"
         rows += [
-            row("the CPU alone", advice.cpu_only_s, "the same with nothing on a GPU"),
-            row("whole layers", advice.layer_split_s, there),
-            row("the machine's limit", advice.limit_s, "the plan's bytes at full bandwidth"),
+            ("the CPU alone", advice.cpu_only_s, "the same with nothing on a GPU"),
+            ("whole layers", advice.layer_split_s, there),
+            ("the machine's limit", advice.limit_s, "the plan's bytes at full bandwidth"),
         ]
+    told = tuple(
+        (name, meaning, rate(seconds), f"{seconds / split.objective_s:.2f}x")
+        for name, seconds, meaning in rows
+    )
     head = ("", "", "tokens/s", "the plan over it")
-    return Table(caption="The plan and others", head=head, rows=tuple(rows), num_texts=2)
+    return Table(caption="The plan and others", head=head, rows=told, num_texts=2)
 
 
 def placement_section(found: Artifacts, names: Names) -> Section:
@@ -145,28 +151,15 @@ def _device_table(split: Split, profile: Profile) -> Table:
 
 
 def _layer_table(split: Split, profile: Profile) -> Table:
-    share_L, units = plots.firings_on_gpu(split, profile), plots.units_of(split, profile)
+    units = plots.units_of(split, profile)
     num_neurons = units.count_LF.shape[1]
-    rows = tuple(
-        (
-            str(layer),
-            "GPU" if is_there else "CPU",
-            f"{len(ids):,}",
-            f"{len(ids) / num_neurons:.1%}",
-            f"{share:.1%}",
-        )
-        for layer, (ids, is_there, share) in enumerate(
-            zip(units.hot, split.dense_on_gpu, share_L, strict=True)
-        )
-    )
-    head = (
-        "layer",
-        "dense block",
-        f"{units.name} on the GPU",
-        "of the layer",
-        f"of its {units.events}",
-    )
-    return Table(caption="Placement by layer", head=head, rows=rows, num_texts=2, is_folded=True)
+    columns = {
+        "dense block": ("{}", ["GPU" if is_there else "CPU" for is_there in split.dense_on_gpu]),
+        f"{units.name} on the GPU": ("{:,}", map(len, units.hot)),
+        "of the layer": ("{:.1%}", [len(ids) / num_neurons for ids in units.hot]),
+        f"of its {units.events}": ("{:.1%}", plots.firings_on_gpu(split, profile)),
+    }
+    return _by_layer("Placement by layer", columns, num_texts=2, is_folded=True)
 
 
 def bytes_section(found: Artifacts, names: Names) -> Section:
@@ -223,38 +216,16 @@ def firing_section(found: Artifacts, names: Names) -> Section:
 
 
 def _firing_table(profile: Profile) -> Table:
-    curve_LN = plots.firing_curves(profile)
-    columns = zip(
-        profile.density_L,
-        curve_LN[:, 5],
-        curve_LN[:, 20],
-        curve_LN[:, 50],
-        profile.never_fired_L(),
-        profile.threshold_L,
-        strict=True,
-    )
-    rows = tuple(
-        (
-            str(layer),
-            f"{density:.2%}",
-            f"{five:.1%}",
-            f"{fifth:.1%}",
-            f"{half:.1%}",
-            f"{silent:,}",
-            f"{threshold:.4g}",
-        )
-        for layer, (density, five, fifth, half, silent, threshold) in enumerate(columns)
-    )
-    head = (
-        "layer",
-        "neurons that fire",
-        "firings of the hottest 5 %",
-        "20 %",
-        "50 %",
-        "never fired",
-        "threshold",
-    )
-    return Table(caption="Firings by layer", head=head, rows=rows, is_folded=True)
+    curve_NL = plots.firing_curves(profile).T
+    columns: dict[str, tuple[str, Iterable[object]]] = {
+        "neurons that fire": ("{:.2%}", profile.density_L),
+        "firings of the hottest 5 %": ("{:.1%}", curve_NL[5]),
+        "20 %": ("{:.1%}", curve_NL[20]),
+        "50 %": ("{:.1%}", curve_NL[50]),
+        "never fired": ("{:,}", profile.never_fired_L()),
+        "threshold": ("{:.4g}", profile.threshold_L),
+    }
+    return _by_layer("Firings by layer", columns, is_folded=True)
 
 
 def _expert_tables(profile: Profile) -> tuple[Table, ...]:
@@ -262,47 +233,34 @@ def _expert_tables(profile: Profile) -> tuple[Table, ...]:
     count_LE, fifth_L = profile.expert_count_LE, profile.hottest_fifth_of_experts_L()
     if count_LE is None or fifth_L is None:
         return ()
-    rows = tuple(
-        (
-            str(layer),
-            f"{count_E.max() / profile.num_tokens:.1%}",
-            f"{count_E.min() / profile.num_tokens:.1%}",
-            f"{fifth:.1%}",
-            f"{(count_E == 0).sum():,}",
-        )
-        for layer, (count_E, fifth) in enumerate(zip(count_LE, fifth_L, strict=True))
-        if count_E.any()  # not in a layer without experts
-    )
-    head = (
-        "layer",
-        "tokens of the hottest expert",
-        "of the coldest",
-        "choices of the hottest fifth",
-        "never chosen",
-    )
-    return (Table(caption="Experts by layer", head=head, rows=rows),)
+    layers = np.flatnonzero(count_LE.any(axis=1))  # those with experts
+    share_LE = count_LE[layers] / profile.num_tokens
+    columns = {
+        "tokens of the hottest expert": ("{:.1%}", share_LE.max(axis=1)),
+        "of the coldest": ("{:.1%}", share_LE.min(axis=1)),
+        "choices of the hottest fifth": ("{:.1%}", np.asarray(fifth_L)[layers]),
+        "never chosen": ("{:,}", (share_LE == 0).sum(axis=1)),
+    }
+    return (_by_layer("Experts by layer", columns, layers.tolist()),)
 
 
 def predictor_section(found: Artifacts, names: Names) -> Section:
     lead = "Small networks that predict which neurons of a layer are worth computing."
-    title, missing = "Predictors", []
-    tables: list[Table] = []
-    drawn: tuple[plots.Plot, ...] = ()
     if found.quality_L:
-        drawn = (plots.plot_predictors(found.quality_L),)
-        tables = [_predictor_summary(found), _predictor_table(found)]
-        lead += " Measured on text that nothing was fitted to."
-    else:
-        missing.append(names.no_predictors)
-        stored = _stored_predictors(found)
-        tables += [] if stored is None else [stored]
+        return Section(
+            name="predictors",
+            title="Predictors",
+            lead=f"{lead} Measured on text that nothing was fitted to.",
+            plots=(plots.plot_predictors(found.quality_L),),
+            tables=(_predictor_summary(found), _predictor_table(found)),
+        )
+    stored = _stored_predictors(found)
     return Section(
         name="predictors",
-        title=title,
+        title="Predictors",
         lead=lead,
-        plots=drawn,
-        tables=tuple(tables),
-        missing=tuple(missing),
+        tables=() if stored is None else (stored,),
+        missing=(names.no_predictors,),
     )
 
 
@@ -332,36 +290,20 @@ def _predictor_summary(found: Artifacts) -> Table:
 
 
 def _predictor_table(found: Artifacts) -> Table:
-    rows = tuple(
-        (
-            str(layer),
-            q.chosen.name,
-            "yes" if q.chosen.is_trained else "no",
-            format_bytes(q.chosen.num_bytes),
-            f"{q.chosen.recall:.1%}",
-            f"{q.chosen.precision:.1%}",
-            f"{q.chosen.contribution:.2%}",
-            f"{q.chosen.lost_norm:.2%}",
-            f"{q.chosen.density:.1%}",
-            f"{q.chosen.predicted_density:.1%}",
-            f"{q.break_even_density:.1%}",
-        )
-        for layer, q in enumerate(found.quality_L)
-    )
-    head = (
-        "layer",
-        "form",
-        "trained",
-        "size",
-        "recall",
-        "precision",
-        "contribution",
-        "lost norm",
-        "fire",
-        "named",
-        "pays off below",
-    )
-    return Table(caption="Predictors by layer", head=head, rows=rows, num_texts=3, is_folded=True)
+    chosen = [quality.chosen for quality in found.quality_L]
+    columns: dict[str, tuple[str, Iterable[object]]] = {
+        "form": ("{}", [one.name for one in chosen]),
+        "trained": ("{}", ["yes" if one.is_trained else "no" for one in chosen]),
+        "size": ("{}", [format_bytes(one.num_bytes) for one in chosen]),
+        "recall": ("{:.1%}", [one.recall for one in chosen]),
+        "precision": ("{:.1%}", [one.precision for one in chosen]),
+        "contribution": ("{:.2%}", [one.contribution for one in chosen]),
+        "lost norm": ("{:.2%}", [one.lost_norm for one in chosen]),
+        "fire": ("{:.1%}", [one.density for one in chosen]),
+        "named": ("{:.1%}", [one.predicted_density for one in chosen]),
+        "pays off below": ("{:.1%}", [quality.break_even_density for quality in found.quality_L]),
+    }
+    return _by_layer("Predictors by layer", columns, num_texts=3, is_folded=True)
 
 
 def _stored_predictors(found: Artifacts) -> Table | None:
@@ -373,32 +315,15 @@ def _stored_predictors(found: Artifacts) -> Table | None:
             for n, layer in enumerate(found.predictors.layers)
         ]
     elif found.model.predictor is not None:
-        info, sizes = found.model.predictor, _sizes_in(found.model)
+        info, model = found.model.predictor, found.model
+        sizes = [layer_bytes(model, layer).predictor for layer in range(model.spec.num_layers)]
     else:
         return None
-    named_L: Sequence[float | None] = info.density_L or (None,) * len(info.rank_L)
-    rows = tuple(
-        (
-            str(layer),
-            f"rank {rank}" if rank else "whole",
-            format_bytes(size),
-            NONE if named is None else f"{named:.1%}",
-            f"{threshold:.4g}",
-        )
-        for layer, (rank, size, named, threshold) in enumerate(
-            zip(info.rank_L, sizes, named_L, info.threshold_L, strict=True)
-        )
-    )
-    head = ("layer", "form", "size", "named", "threshold")
-    return Table(caption=f"Predictors of kind {info.kind}", head=head, rows=rows, num_texts=2)
-
-
-def _sizes_in(model: ModelFile) -> list[int]:
-    return [
-        sum(
-            entry.num_bytes
-            for name, entry in model.tensors.items()
-            if name.startswith(f"blk.{layer}.ffn_pred_")
-        )
-        for layer in range(model.spec.num_layers)
-    ]
+    named_L = [f"{named:.1%}" for named in info.density_L] or [NONE] * len(info.rank_L)
+    columns: dict[str, tuple[str, Iterable[object]]] = {
+        "form": ("{}", [f"rank {rank}" if rank else "whole" for rank in info.rank_L]),
+        "size": ("{}", map(format_bytes, sizes)),
+        "named": ("{}", named_L),
+        "threshold": ("{:.4g}", info.threshold_L),
+    }
+    return _by_layer(f"Predictors of kind {info.kind}", columns, num_texts=2)

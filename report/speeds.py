@@ -40,7 +40,9 @@ def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
         return Speeds()
     try:
         inputs = _inputs(config, machine, found.split)
-        advice = None if found.split is None else _advice(inputs, found.split)
+        advice = None
+        if found.split is not None:
+            advice = advise(inputs, inputs.pipeline(), placement_of(found.split, inputs))
         if not inputs.machine.gpus:
             return Speeds(advice=advice, why_not="The machine file has no GPU to plan for.")
         return Speeds(advice=advice, curve=_curve(inputs, found.split))
@@ -74,10 +76,6 @@ def _inputs(config: ReportConfig, machine: Path, split: Split | None) -> Inputs:
         kv_offload=None if rule is None else str(rule),
     )
     return load_inputs(solved, lambda *asked: workspace)
-
-
-def _advice(inputs: Inputs, split: Split) -> Advice:
-    return advise(inputs, inputs.pipeline(), placement_of(split, inputs))
 
 
 def _curve(inputs: Inputs, split: Split | None) -> Sweep:

@@ -60,9 +60,6 @@ CUTS_S = 4.0  # time for rows of cuts; goes on until one row has a plan
 Status = Literal["optimal", "bounded", "time_limit", "cpu_only"]
 
 
-Status = Literal["optimal", "bounded", "time_limit", "cpu_only"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """A plan, its seconds per token, and a lower bound on those of any placement.

@@ -4,6 +4,7 @@ to explain what was measured."""
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,10 +48,12 @@ def scaled(machine: Machine, scales: Scales) -> Machine:
         **dict.fromkeys(("launch_s", "kernel_s", "token_s"), scales.gpu),
         **dict.fromkeys(("hand_over_s", "cpu_run_s"), scales.hand_over),
     }
-    gpus = [
-        replace(gpu, **{name: times(gpu.figures[name], own) for name, own in gpu_factors.items()})
-        for gpu in machine.gpus
-    ]
+    gpus = []
+    for gpu in machine.gpus:
+        changed: dict[str, Any] = {
+            name: times(gpu.figures[name], own) for name, own in gpu_factors.items()
+        }
+        gpus.append(replace(gpu, **changed))
     costs = machine.cpu_costs
     if costs is not None:
         by_type = {

@@ -180,7 +180,7 @@ def _unit_notes(found: Found, split: Split) -> list[str]:
     placement = plan.placement
     if inputs.swapped_rows:
         plain = find(replace(inputs, swapped_rows=0), time_limit_s=COMPARED_S)
-        lines = [cost_line(inputs, placement, split, plain.answer.objective_s)]
+        lines: list[str | None] = [cost_line(inputs, placement, split, plain.answer.objective_s)]
     else:
         lines = [advice_line(inputs, pipeline, placement, split)]
     if split.num_experts and placement.uses_gpu:  # else another note says that nothing pays off

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from hotsplit.artifacts.data_sheets import load_machine
-from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
+from hotsplit.artifacts.machine_file import CpuCosts, Machine
 from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_output
 from hotsplit.measure.calibrate.cpu_bandwidth import buffer_bytes, measure_cpu
@@ -67,7 +67,11 @@ def calibrate(
         measure_gpu(i, GPU_LIMIT_S / num_gpus, costs, free, on_probe) for i in range(num_gpus)
     )
     if not gpus and borrowed is not None:
-        gpus = _of_another_machine(borrowed)
+        source = f"measured on {borrowed.cpu_name}"  # not here
+        gpus = tuple(
+            replace(gpu, source=source) if gpu.source == "measured" else gpu
+            for gpu in borrowed.gpus
+        )
         say(f"no GPU here; figures of {gpus[0].name} ({gpus[0].source}) from {config.gpu_from}")
     machine = Machine(
         cpu_name=processor_name(),
@@ -84,14 +88,6 @@ def calibrate(
         say(line)
     machine.save(config.output)
     return machine
-
-
-def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
-    """The other machine's GPU figures, marked as not measured here."""
-    return tuple(
-        replace(gpu, source=f"measured on {borrowed.cpu_name}") if gpu.source == "measured" else gpu
-        for gpu in borrowed.gpus
-    )
 
 
 def busy_words(machine: Machine, load: float | None) -> str:
@@ -132,31 +128,25 @@ def report(machine: Machine, load: float | None = None) -> list[str]:
                 f" {1e6 * gpu.cpu_run_s.median:.1f} us, a token"
                 f" {1e6 * gpu.token_s.median:.0f} us"
             )
-    return lines + _doubts(machine, load)
-
-
-def _doubts(machine: Machine, load: float | None) -> list[str]:
-    """One line about all doubtful figures (see Figure.is_doubtful), if there are any, and a load."""
     doubtful = {name: f for name, f in machine.figures.items() if f.is_doubtful and f.quartiles}
-    worst = max(doubtful, key=lambda name: doubtful[name].spread, default="")
-    more = "" if len(doubtful) <= 1 else "; hotsplit inspect lists all"
-    seen = (
-        [
+    seen = _load_words(load)
+    if doubtful:
+        worst = max(doubtful, key=lambda name: doubtful[name].spread)
+        figure = doubtful[worst]
+        low, _, high = figure.quartiles or (0.0, 0.0, 0.0)
+        seen.insert(
+            0,
             f"{len(doubtful)} of {len(machine.figures)} figures differ between rounds, most of all"
-            f" {worst} ({_range(doubtful[worst])})"
-        ]
-        if doubtful
-        else []
-    )
-    seen += _load_words(load)
-    advice = "another process may be using the memory or the processors; calibrate again when the"
-    return [f"note: {'; '.join(seen)}: {advice} machine is idle{more}"] * bool(seen)
-
-
-def _range(figure: Figure) -> str:
-    assert figure.quartiles is not None
-    low, _, high = figure.quartiles
-    return f"{figure.best:.3g} at best, half of {figure.rounds} rounds between {low:.3g} and {high:.3g}"
+            f" {worst} ({figure.best:.3g} at best, half of {figure.rounds} rounds between {low:.3g}"
+            f" and {high:.3g})",
+        )
+    if seen:
+        more = "" if len(doubtful) <= 1 else "; hotsplit inspect lists all"
+        lines.append(
+            f"note: {'; '.join(seen)}: another process may be using the memory or the processors;"
+            f" calibrate again when the machine is idle{more}"
+        )
+    return lines
 
 
 def _costs_line(costs: CpuCosts) -> str:

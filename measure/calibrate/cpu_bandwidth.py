@@ -2,6 +2,7 @@
 over an f16 matrix, and with torch's sum. Both read one buffer (`buffer_bytes`)."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,42 +22,36 @@ CPU_LIMIT_S = 8.0  # the minimum number of rounds is run even if it takes longer
 def measure_cpu(
     on_probe: Callable[[float], None] = lambda count: None,
 ) -> tuple[dict[int, Figure], dict[int, Figure]]:
-    """GB/s read by our row products and by torch's sum, for each number of threads."""
-    counts, torch_before = thread_counts(processors().usable), torch.get_num_threads()
+    """GB/s read by our row products, which read the buffer as an f16 matrix, and by torch's sum, for
+    each number of threads."""
+    counts = thread_counts(processors().usable)
+    before, torch_before = library.num_threads(), torch.get_num_threads()
     values = torch.ones(buffer_bytes() // (4 * ROW_VALUES) * ROW_VALUES)
-    probes = {("sum", n): _sum_probe(values, n) for n in counts}
-    probes |= {("kernel", n): _kernel_probe(values, n) for n in counts}
-    kernel_before = library.num_threads()
-    try:
-        found = run_rounds(list(probes.values()), CPU_LIMIT_S, on_probe)
-    finally:
-        torch.set_num_threads(torch_before)
-        library.set_threads(kernel_before)
-    sums = {n: found[probes["sum", n].name] for n in counts}
-    kernels = {n: found[probes["kernel", n].name] for n in counts}
-    return kernels, sums
+    matrix = values.view(torch.float16).view(-1, ROW_VALUES)  # halves of ones: 1.875 and 0
+    x_D = torch.ones(ROW_VALUES)
 
-
-def _sum_probe(values: torch.Tensor, threads: int) -> Probe:
-    def seconds() -> float:
+    def sum_seconds(threads: int) -> float:
         torch.set_num_threads(threads)
         values[: len(values) // 64].sum()  # wakes the threads
         return seconds_of(values.sum)
 
-    return Probe(name=f"torch's sum, {threads} threads", seconds=seconds, num_bytes=values.nbytes)
-
-
-def _kernel_probe(values: torch.Tensor, threads: int) -> Probe:
-    """The same bytes read as an f16 matrix that is multiplied by a vector."""
-    matrix = values.view(torch.float16).view(-1, ROW_VALUES)  # halves of ones: 1.875 and 0
-    x_D = torch.ones(ROW_VALUES)
-
-    def seconds() -> float:
+    def product_seconds(threads: int) -> float:
         library.set_threads(threads)
         library.dot_rows(matrix[: len(matrix) // 64], "f16", x_D)  # starts the threads
         return seconds_of(lambda: library.dot_rows(matrix, "f16", x_D))
 
-    return Probe(name=f"row products, {threads} threads", seconds=seconds, num_bytes=values.nbytes)
+    probes = [
+        Probe(name=f"{name}, {n}", seconds=partial(seconds, n), num_bytes=values.nbytes)
+        for name, seconds in (("sum", sum_seconds), ("product", product_seconds))
+        for n in counts
+    ]
+    try:
+        found = run_rounds(probes, CPU_LIMIT_S, on_probe)
+    finally:
+        torch.set_num_threads(torch_before)
+        library.set_threads(before)
+    products, sums = ({n: found[f"{name}, {n}"] for n in counts} for name in ("product", "sum"))
+    return products, sums
 
 
 def thread_counts(most: int) -> list[int]:

@@ -114,7 +114,7 @@ def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
     entry = _random_rows(kind, num_bytes)
     matrix, whole = Residence().matrix(entry), Residence().whole(entry, "tiled")
     x_D, x_TD = torch.ones(ROW_VALUES), torch.ones(PASS_TOKENS, ROW_VALUES)
-    chosen, chosen_bytes = _native_tenth(matrix)
+    chosen, chosen_bytes = _tenth_of_neurons(matrix)
     return [
         Probe(
             name=f"{kind}, all rows",
@@ -138,7 +138,7 @@ def _tenths(count: int) -> list[Tensor]:
     return [order[n::num_sets][: count // num_sets].sort().values for n in range(num_sets)]
 
 
-def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
+def _tenth_of_neurons(matrix: Matrix) -> tuple[Callable[[], float], int]:
     """(timer of a tenth of the neurons, bytes read): three rows of the matrix make a neuron."""
     count = matrix.num_rows // 3
     gate, up, down = (replace(matrix, data=matrix.data[i : 3 * count : 3]) for i in range(3))

@@ -4,6 +4,7 @@ Letters: T tokens, L layers, F neurons."""
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -132,47 +133,27 @@ def evaluate(
     plain: dict[str, Any] = dict.fromkeys(own)
     # Whole windows only, no decode steps; no limit of the loss: it is about to be measured.
     common = replace(config.engine, is_resident=False, max_loss=math.inf)
-    with (
-        load_engine(config.model, None, replace(common, mode="dense", **plain)) as dense,
-        load_engine(
-            config.model, config.split, replace(common, mode=_mode(config, dense.model))
-        ) as engine,
-    ):
-        windows, counted = _windows(config, dense, engine)
+    with ExitStack() as stack:
+        as_dense = replace(common, mode="dense", **plain)
+        dense = stack.enter_context(load_engine(config.model, None, as_dense))
+        if config.engine.mode is None and config.split is None:
+            common = replace(common, mode=mode_meant(dense.model))
+        engine = stack.enter_context(load_engine(config.model, config.split, common))
+        sizes: dict[str, int] = {
+            "context_length": min(dense.context_length, engine.context_length),
+            "max_tokens": config.max_tokens,
+            "seed": config.seed,
+        }
+        counted: Sequence[Tensor] | None = None
+        if config.chat_template is None:
+            windows: Sequence[Tensor] = read_windows(config.corpora, dense.codec, **sizes).ids
+        else:
+            template = config.chat_template or None
+            windows, counted = read_chat_windows(
+                config.corpora, dense.model, dense.codec, template=template, **sizes
+            )
         on_total(sum(len(ids_T) for ids_T in windows))
         return compare_all(dense, [engine], windows, on_tokens, counted)[0]
-
-
-def _mode(config: EvalConfig, model: ModelFile) -> Mode | None:
-    engine = config.engine
-    if engine.mode is not None or config.split is not None:
-        return engine.mode
-    return mode_meant(model)
-
-
-def _windows(
-    config: EvalConfig, dense: Engine, engine: Engine
-) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-    """The windows' token ids, and which of them are counted; None for all."""
-    context = min(dense.context_length, engine.context_length)
-    if config.chat_template is not None:
-        return read_chat_windows(
-            config.corpora,
-            dense.model,
-            dense.codec,
-            template=config.chat_template or None,
-            context_length=context,
-            max_tokens=config.max_tokens,
-            seed=config.seed,
-        )
-    windows = read_windows(
-        config.corpora,
-        dense.codec,
-        context_length=context,
-        max_tokens=config.max_tokens,
-        seed=config.seed,
-    )
-    return windows.ids, None
 
 
 def compare_all(
@@ -219,6 +200,16 @@ def report_of(
     found = comparison.result(number)
     increase = increase_of(found.loss_difference)
     own, dense = perplexity_of(found.loss), perplexity_of(found.dense_loss)
+    bytes_half_width: float | None = 0.0
+    if not computes_all(mode):  # only the numbers of neurons vary from token to token
+        bytes_T = torch.zeros((), dtype=torch.float64)
+        for layer in range(model.spec.num_layers):
+            sizes = layer_bytes(model, layer)
+            fired_bytes = sizes.up_row + sizes.down_row
+            bytes_T = bytes_T + fired_bytes * shares.per_token("ffn_hidden", layer)
+            if runs_predictors(mode):
+                bytes_T = bytes_T + sizes.gate_row * shares.per_token("ffn_predicted", layer)
+        bytes_half_width = batch_mean(bytes_T, [len(bytes_T)]).half_width
     return EvalReport(
         model_id=model.model_id,
         mode=mode,
@@ -236,7 +227,7 @@ def report_of(
         top1_agreement=found.agreement.mean,
         top1_half_width=found.agreement.half_width,
         bytes_per_token=mean_bytes(model, mode, shares),
-        bytes_half_width=_bytes_half_width(model, mode, shares),
+        bytes_half_width=bytes_half_width,
         dense_bytes_per_token=dense_bytes(model),
         named_share_L=shares.named_share_L,
         named_half_width=shares.mean_share("ffn_predicted").half_width,
@@ -255,20 +246,6 @@ def mean_bytes(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
             has_predictor=runs_predictors(mode),
         )
     )
-
-
-def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> float | None:
-    """Half-width of mean_bytes, in which only the numbers of neurons vary from token to token."""
-    if computes_all(mode):
-        return 0.0
-    bytes_T = torch.zeros((), dtype=torch.float64)
-    for layer in range(model.spec.num_layers):
-        sizes = layer_bytes(model, layer)
-        fired_bytes = sizes.up_row + sizes.down_row
-        bytes_T = bytes_T + fired_bytes * shares.per_token("ffn_hidden", layer)
-        if runs_predictors(mode):
-            bytes_T = bytes_T + sizes.gate_row * shares.per_token("ffn_predicted", layer)
-    return batch_mean(bytes_T, [len(bytes_T)]).half_width
 
 
 def _within(half_width: float | None, form: str) -> str:

@@ -130,28 +130,36 @@ def verify(written: Written) -> Verification:
             )
             + "; the file is not kept: please report the source; --no-verify keeps it"
         )
-    line = f"verified: logits equal {name} to {error:.1e} on {len(ids)} tokens{_ties(followed)}"
+    line = f"verified: logits equal {name} to {error:.1e} on {len(ids)} tokens"
+    if followed is not None and followed.num_ties:
+        line += (
+            ", given the same experts where the choice is a tie within rounding"
+            f" ({followed.num_ties:,} of {followed.num_choices:,})"
+        )
     kinds = [entry.kind for entry in model.tensors.values()]
     kind = max(set(kinds) - {"f32"}, key=kinds.count, default=None)
     if kind is not None:
         line += f", both with the weights as rounded to {kind}"
     if wanted.source_TV is None or kind is None or len(ids) < 2:
         return Verification(relative_error=error, line=line)
-    rounding = _compared(wanted.source_TV, got_TV, ids)
+    comparison = Comparison(1)
+    comparison.begin_window()
+    comparison.add(wanted.source_TV[:-1], [got_TV[:-1]], torch.tensor(ids[1:]))
+    rounding = comparison.result(0)
     line += (
         f"; the rounding itself: KL {rounding.divergence.mean:.3g} from the source, same top token"
         f" {rounding.agreement.mean:.0%}"
     )
-    warning = _warning(model, kind, rounding) if kind != "q8_0" else None
+    warning = None
+    if kind != "q8_0" and rounding.divergence.mean > LARGE_DIVERGENCE:
+        num_values = sum(math.prod(e.shape) for e in model.tensors.values() if len(e.shape) > 1)
+        size = format_bytes(round(BY_NAME["q8_0"].bytes_per_value * num_values))
+        warning = (
+            f"in {kind} this model has lost much (KL {rounding.divergence.mean:.2g} from the source,"
+            f" over {LARGE_DIVERGENCE:g}: more than types of 3 bits cost an 8B) and may babble;"
+            f" --outtype q8_0 loses little, and takes {size}"
+        )
     return Verification(relative_error=error, line=line, rounding=rounding, warning=warning)
-
-
-def _ties(followed: Followed | None) -> str:
-    """A clause on what rounding decides."""
-    if followed is None or not followed.num_ties:
-        return ""
-    ties, choices = followed.num_ties, followed.num_choices
-    return f", given the same experts where the choice is a tie within rounding ({ties:,} of {choices:,})"
 
 
 def _is_rounded(written: Written, model: ModelFile) -> bool:
@@ -162,25 +170,6 @@ def _is_rounded(written: Written, model: ModelFile) -> bool:
         return False
     _, tensors = ({}, {}) if written.source.is_dir() else read_model_gguf(written.source)
     return kinds != Counter(entry.kind for entry in tensors.values())
-
-
-def _compared(source_TV: Tensor, got_TV: Tensor, ids: list[int]) -> Compared:
-    comparison = Comparison(1)
-    comparison.begin_window()
-    comparison.add(source_TV[:-1], [got_TV[:-1]], torch.tensor(ids[1:]))
-    return comparison.result(0)
-
-
-def _warning(model: ModelFile, kind: str, rounding: Compared) -> str | None:
-    if rounding.divergence.mean <= LARGE_DIVERGENCE:
-        return None
-    num_values = sum(math.prod(e.shape) for e in model.tensors.values() if len(e.shape) > 1)
-    size = format_bytes(round(BY_NAME["q8_0"].bytes_per_value * num_values))
-    return (
-        f"in {kind} this model has lost much (KL {rounding.divergence.mean:.2g} from the source, over"
-        f" {LARGE_DIVERGENCE:g}: more than types of 3 bits cost an 8B) and may babble; --outtype q8_0"
-        f" loses little, and takes {size}"
-    )
 
 
 def _in_f32(model: ModelFile) -> ModelFile:

@@ -42,14 +42,9 @@ def measured(tmp_path_factory):
     return machine, time.perf_counter() - began, lines, timings
 
 
-def test_calibrating_takes_less_than_90_seconds(measured):
-    _, seconds, _, timings = measured
-    assert seconds < 90  # a third of that where nothing else runs
-    assert len(timings) >= MIN_ROUNDS
-
-
 def test_every_figure_has_a_consistent_spread(measured):
-    machine, _, lines, _ = measured
+    machine, seconds, lines, timings = measured
+    assert seconds < 90 and len(timings) >= MIN_ROUNDS  # a third of that where nothing else runs
     cores = thread_counts(machine.num_threads)
     assert list(machine.cpu_bandwidth_gb_per_s) == list(machine.cpu_sum_gb_per_s) == cores
     for name, figure in machine.figures.items():
@@ -61,19 +56,6 @@ def test_every_figure_has_a_consistent_spread(measured):
                 continue
             assert 0.2 < low <= median <= high <= figure.best < 2000
     assert sum(line.startswith("CPU, ") for line in lines) == len(cores)
-
-
-def test_threads_share_the_work(measured):
-    """Bounds that hold on a busy machine too, where a thread may have to share its processor.
-
-    Two threads, one of them at half speed, may together be no faster than a lucky single one, and
-    their reads disturb each other: 0.55 of its rate was seen. n threads read at most n times as
-    much as one; the factor 1.5 allows for a disturbance of the single thread."""
-    machine, *_ = measured
-    for figures in (machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s):
-        one = figures[1].best
-        for threads, figure in figures.items():
-            assert 0.25 * one < figure.best < 1.5 * threads * one
 
 
 def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypatch):
@@ -173,11 +155,6 @@ def test_rounds_end_with_the_time_but_not_before_the_fewest():
     assert run_rounds([probe], 3.5, clock=lambda: next(now))["a"].rounds == MIN_ROUNDS + 3
 
 
-def test_the_best_rate_is_the_largest_and_the_best_time_the_smallest():
-    assert Figure.of_rounds([3, 1, 2], is_rate=True).best == 3
-    assert Figure.of_rounds([3, 1, 2], is_rate=False).best == 1
-
-
 def test_figures_whose_rounds_differ_widely_are_doubtful():
     steady = Figure.of_rounds([10, 10.1, 10.2, 10.1, 10], is_rate=True)
     torn = Figure.of_rounds([10, 5, 9, 4, 6], is_rate=True)
@@ -191,9 +168,10 @@ def test_figures_whose_rounds_differ_widely_are_doubtful():
     assert "another process may be using the memory" in notes[0] and "-v" not in notes[0]
     machine = replace(machine, cpu_bandwidth_gb_per_s=dict.fromkeys(range(1, 20), torn))
     (note,) = [line for line in report(machine) if line.startswith("note")]
-    assert note.startswith(f"note: 19 of {len(machine.figures)} figures") and "-v lists all" in note
-    notes = [line for line in report(machine, is_verbose=True) if line.startswith("note")]
-    assert len(notes) == 20 and all("10 at best" in line for line in notes)
+    assert (
+        note.startswith(f"note: 19 of {len(machine.figures)} figures")
+        and "inspect lists all" in note
+    )
     assert busy_words(machine, 0.0) == f"19 of {len(machine.figures)} figures differ between rounds"
 
 

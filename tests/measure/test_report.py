@@ -56,28 +56,10 @@ def folder(tmp_path_factory):
     )
     dataclasses.replace(machine, gpus=(gpu,), cpu_name=f'"{HOSTILE}').save(here / "machine.json")
     run(
-        "profile",
-        here / "base.gguf",
-        "--corpus",
-        here / "t.txt",
-        "-o",
-        here / "p.safetensors",
-        "--tokens",
-        1500,
-        "--train-predictors",
-        here / "pred",
-        "--predictor-rank",
-        8,
+        f"profile {here}/base.gguf --corpus {here}/t.txt -o {here}/p.safetensors --tokens 1500"
+        f" --train-predictors {here}/pred --predictor-rank 8"
     )
-    run(
-        "convert",
-        here / "base.gguf",
-        "-o",
-        here / "model.gguf",
-        "--predictors",
-        here / "pred",
-        "--no-verify",
-    )
+    run(f"convert {here}/base.gguf -o {here}/model.gguf --predictors {here}/pred --no-verify")
     for name, budget in (("plan", 2500 << 10), ("other", 2400 << 10)):
         solve(
             SolveConfig(
@@ -94,25 +76,15 @@ def folder(tmp_path_factory):
     return here
 
 
-def run(*words: object) -> None:
-    assert main([str(word) for word in words]) == 0
+def run(line: str) -> None:
+    assert main(line.split()) == 0
 
 
 @pytest.fixture(scope="module")
 def compared(folder):
     """The JSON that eval prints, in a file."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        run(
-            "eval",
-            folder / "model.gguf",
-            "--corpus",
-            folder / "t.txt",
-            "--tokens",
-            700,
-            "--mode",
-            "exact",
-            "--json",
-        )
+        run(f"eval {folder}/model.gguf --corpus {folder}/t.txt --tokens 700 --mode exact --json")
     (folder / "eval.json").write_text(said.getvalue())
     return folder / "eval.json"
 
@@ -281,7 +253,8 @@ def test_the_same_files_give_the_same_bytes_and_another_plan_other_plots(folder,
 
 
 def test_a_missing_file_is_named_with_the_command_that_makes_it(folder, tmp_path, capsys):
-    run("report", folder / "model.gguf", "-o", tmp_path / "r.html", "--json")
+    line = f"report {folder}/model.gguf -o {tmp_path}/r.html"
+    run(f"{line} --json")
     found = json.loads(capsys.readouterr().out)
     assert found["missing"] == ["speed", "placement", "bytes", "firings", "machine"]
     assert found["num_plots"] == 1  # the model's own record of quality
@@ -293,32 +266,14 @@ def test_a_missing_file_is_named_with_the_command_that_makes_it(folder, tmp_path
         "eval model.gguf --corpus",
     ):
         assert f"hotsplit {command}" in text, command
-    run("report", folder / "model.gguf", "-o", tmp_path / "r.html", "--force")
+    run(f"{line} --force")
     said = capsys.readouterr().err
     assert "machine (give --profile, --machine, --split; the page says which command" in said
-    run(
-        "report",
-        folder / "model.gguf",
-        "-o",
-        tmp_path / "r.html",
-        "--force",
-        "--profile",
-        folder / "p.safetensors",
-    )
+    run(f"{line} --force --profile {folder}/p.safetensors")
     assert "(give --machine, --split; the page" in capsys.readouterr().err
-    assert main(["report", str(folder / "model.gguf"), "-o", str(tmp_path / "r.html")]) == 1
+    assert main(line.split()) == 1
     assert "exists already" in capsys.readouterr().err
-    run(
-        "report",
-        folder / "model.gguf",
-        "--profile",
-        folder / "p.safetensors",
-        "--machine",
-        folder / "machine.json",
-        "-o",
-        tmp_path / "r.html",
-        "--force",
-    )
+    run(f"{line} --force --profile {folder}/p.safetensors --machine {folder}/machine.json")
     assert "best plan" in (tmp_path / "r.html").read_text()  # the curve needs no plan
 
 
@@ -348,7 +303,7 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
         (found | {"model_id": "0" * 64}, "give files of one model"),
         (found | {"version": 3}, "version 3; wanted .* of version 1"),
         (found | {"kl_mean": "much"}, "kl_mean is 'much'"),
-        (found | {"perplexity_increase": 1e300}, "wanted -1 to 1e\\+12"),
+        (found | {"perplexity_increase": 1e300}, "perplexity_increase is 1e\\+300, wanted at most"),
         (found | {"more": 1}, "'more' is unknown"),
         ({"mode": "exact"}, "wanted a comparison"),
     )

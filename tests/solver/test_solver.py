@@ -376,30 +376,6 @@ def test_hand_solved(changes, seconds, hot, dense, head):
     assert solve_alone(problem, time_limit_s=5)[1] == pytest.approx(seconds, rel=CLOSE)
 
 
-@pytest.mark.parametrize(("cpu_run_s", "seconds"), [(0.0, 58.25), (4.0, 63.25)])
-def test_runs_on_the_cpu_keep_blocks_together(cpu_run_s, seconds):
-    # Three layers of one neuron that touches one byte, room for one block and nothing else. On the
-    # CPU blocks take 20, 21 and 20 s, on the GPU 5. The middle one there: 20 + 5 + 20 + 10 + 3 *
-    # 1 + 1/4 = 58.25 and two runs; an outer one: 5 + 21 + 20 + 10 + 3.25 = 59.25 and one run.
-    touched_LF = np.ones((3, 1))
-    fields = (
-        "neuron_bytes_L",
-        "min_hot_L",
-        "dense_bytes_L",
-        "dense_gpu_s_L",
-        "cpu_s_per_byte_L",
-        "hot_s_per_byte_L",
-    )
-    changes = {name: np.repeat(getattr(by_hand([1]), name), 3) for name in fields}
-    changes |= {"touched_LF": touched_LF, "order_LF": np.zeros((3, 1), np.int32)}
-    changes |= {"dense_cpu_s_L": np.array([20.0, 21.0, 20.0]), "budget_bytes": 100}
-    problem = by_hand([1], **changes, cpu_run_s=cpu_run_s)
-    answer, coarse = find_placement(problem, time_limit_s=5), search(problem)
-    assert answer.objective_s == coarse.objective_s == pytest.approx(seconds, rel=CLOSE)
-    assert answer.placement.dense_L.sum() == 1 and answer.placement.dense_L[1] == (cpu_run_s == 0)
-    assert answer.bound_s <= seconds * (1 + CLOSE)
-
-
 def test_the_number_of_kernels_of_a_dense_block():
     # Llama: q, k, v, o; two norms; rotation, attention over parts of the cache, their combination.
     # Falcon: one norm, and one product for q, k and v. A predictor has two products.
@@ -407,51 +383,6 @@ def test_the_number_of_kernels_of_a_dense_block():
         model = shape_only(make_sizes(), predictor_rank=8, architecture=architecture)
         assert dense_kernels(model, 1, has_predictor=False) == count
         assert dense_kernels(model, 1, has_predictor=True) == count + 2
-
-
-def test_the_hottest_are_not_always_the_best():
-    # Two equal devices and no fixed costs: halves of 5 + 2 and 4 + 3 take 7 s; the hottest one,
-    # or the hottest two, leave 9 s on one side. Dense block and head do not fit.
-    problem = by_hand(
-        [5, 4, 3, 2],
-        budget_bytes=20,
-        hot_s_per_byte_L=np.array([1.0]),
-        kernels_s=1e-9,
-        hand_over_s=1e-9,
-    )
-    assert search(problem).objective_s == pytest.approx(37)
-    assert search(problem).bound_s <= 37 * (1 + CLOSE)
-    answer = find_placement(problem, time_limit_s=5)
-    assert answer.objective_s == pytest.approx(37)
-    assert sorted(problem.touched_LF[0][answer.placement.hot_LF[0]].tolist()) in ([2, 5], [3, 4])
-
-
-def test_least_number_of_hot_neurons():
-    # In exact mode an f32 neuron of width 32 that always fires touches 384 bytes: 1 us at 0.384
-    # GB/s. Hot neurons cost three kernels and a hand-over. Three neurons earn back 2.5 us; all
-    # eight do not earn back 1 ms, so the minimum is all eight.
-    model = make_model(sizes=make_sizes(width=32, num_neurons=8, vocab_size=8))
-    profile = make_profile(model, np.ones((2, 8)))
-    for hand_over_s, least in ((1.5e-6, 3), (1e-3, 8)):
-        machine = make_machine(cpu_gb_per_s=0.384, launch_s=1e-6 / 3, hand_over_s=hand_over_s)
-        problem = make_problem(model, profile, machine, 0)
-        assert problem.min_hot_L.tolist() == [least, least]
-
-
-def test_touched_bytes_of_both_modes():
-    # f32, width 64: rows of 256 bytes. Frequencies 0.5 and 0.1, mean 0.3; predictors name 0.9 of
-    # all neurons, 3 for each that fires: gates are computed for min(1, 1.5) and 0.3.
-    shape = make_sizes(num_layers=1, num_neurons=2)
-    model = make_model(sizes=shape, predictor_rank=4, predictor_density=0.9)
-    profile = make_profile(model, np.array([[0.1, 0.5]]))
-    touched = {
-        mode: make_problem(model, profile, make_machine(), 0, mode=mode).touched_LF[0].tolist()
-        for mode in ("exact", "predicted")
-    }
-    assert touched["exact"] == pytest.approx([256 + 256, 256 + 51.2])
-    assert touched["predicted"] == pytest.approx([256 + 256, 0.3 * 256 + 51.2])
-    problem = make_problem(model, profile, make_machine(), 0)
-    assert problem.order_LF.tolist() == [[1, 0]]
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -660,20 +591,6 @@ def test_notes_say_what_the_figures_leave_open(folder, tmp_path):
     words = ("not measured here", "helps on this machine (by 1 % or more); everything fits from")
     assert report.mode == "exact" and len(report.notes) == len(words)
     assert all(word in note for word, note in zip(words, report.notes, strict=True))
-
-
-def test_synthetic_models_load_again(tmp_path):
-    for kind, is_tied in (("f32", False), ("f16", True), ("q8_0", False)):
-        model = make_model(kind=kind, is_tied=is_tied, predictor_rank=4, predictor_kind="relu")
-        model.save(tmp_path / kind)
-        again = ModelFile.load(tmp_path / kind)
-        assert again.spec.hidden_size == 64 and again.model_id == model.model_id
-        assert again.predictor == model.predictor and again.is_tied == is_tied
-        for name, entry in model.tensors.items():
-            np.testing.assert_array_equal(
-                np.array(entry.read()).reshape(-1).view(np.uint8),
-                np.array(again.tensors[name].read()).reshape(-1).view(np.uint8),
-            )
 
 
 # --- the shape of a real model -------------------------------------------------------------------

@@ -21,7 +21,7 @@ from models import (
     solver_files,
     take_workspace,
 )
-from test_solver import CLOSE, CONTEXT, HIGHS, SLOW, brute_force, by_hand, random_gpu, whole_plan
+from test_solver import CLOSE, CONTEXT, HIGHS, SLOW, brute_force, random_gpu, whole_plan
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
@@ -31,7 +31,7 @@ from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, bytes_of_gpus, plan_is_feasible, plan_seconds
 from hotsplit.solver.optimise import find_plan
-from hotsplit.solver.solve import SolveConfig, check, find, solve, split_of
+from hotsplit.solver.solve import SolveConfig, check, solve
 from hotsplit.solver.verify import verify
 
 
@@ -118,80 +118,6 @@ def test_groups_of_layers_agree_with_brute_force(seed, tmp_path):
     groups_alone = replace(pipeline, problems=(), need_bytes=0)
     assert plan_is_feasible(groups_alone, answer.plan)
     assert not others or not plan_is_feasible(groups_alone, divided)
-
-
-# --- hand-solved cases ---------------------------------------------------------------------------
-
-
-def two_layers(**changes):
-    """Two layers as in test_solver.by_hand, of neurons that touch 8, 4, 2, 1 and 4, 4, 4, 3."""
-    both = {
-        "order_LF": np.arange(4, dtype=np.int32)[None].repeat(2, 0),
-        "touched_LF": np.array([[8, 4, 2, 1], [4, 4, 4, 3]], np.float64),
-    }
-    for name in (
-        "neuron_bytes_L",
-        "dense_bytes_L",
-        "min_hot_L",
-        "dense_gpu_s_L",
-        "dense_cpu_s_L",
-        "cpu_s_per_byte_L",
-        "hot_s_per_byte_L",
-    ):
-        both[name] = np.repeat(getattr(by_hand([1]), name), 2)
-    return by_hand([1], **(both | changes))
-
-
-@pytest.mark.parametrize(
-    ("budgets", "seconds", "dense", "head", "home"),
-    [
-        # All on the CPU: two blocks of 20, neurons 15 and 15, the head 10.
-        ((0, 0), 80.0, [0, 0], False, None),
-        # Two neurons of layer 0 take max(12/4 + 1/2, 3 + 1/4) = 3.5 instead of 15, three of
-        # layer 1 the same: 50 bytes save 23. With those on the first and the head on the second:
-        # 23.5 + 23.5 + 2. Block 1 on the second instead would leave all of its layer's neurons on
-        # the CPU: 23.5 + (5 + 15 + 1/4) + 10.
-        ((100, 100), 49.0, [0, 0], True, [0, 0, 1]),
-        # A block on the first as well saves 15: (5 + 3.5) + 23.5 + 2.
-        ((200, 100), 34.0, None, True, [0, 0, 1]),
-        # Block 0 on the first, block 1 and the head on the second would leave no room for neurons:
-        # 2 * (5 + 15 + 1/4) + 2. Better: block 0 on the first, 5 + 15 + 1/4 with its neurons on
-        # the CPU; block 1 and its neurons on the second, 5 + 3.5; head 10.
-        ((100, 200), 38.75, [1, 1], False, [0, 1]),
-        # The first GPU holds only one neuron: better all five on the second, 23.5 + 23.5 + 10.
-        ((10, 100), 57.0, [0, 0], False, [1, 1]),
-        # Block 0 and its hottest neuron, 5 + max(8/4 + 1/2, 7 + 1/4) = 12.25; block 1 and three
-        # neurons, 8.5; the head, 10.
-        ((110, 130), 30.75, [1, 1], False, [0, 1]),
-    ],
-)
-def test_two_gpus_by_hand(budgets, seconds, dense, head, home):
-    problems = tuple(two_layers(budget_bytes=limit) for limit in budgets)
-    answer = find_plan(Pipeline(problems=problems, need_bytes=0), time_limit_s=5)
-    assert answer.objective_s == pytest.approx(seconds, rel=CLOSE)
-    assert dense is None or answer.placement.dense_L.astype(int).tolist() == dense
-    assert answer.placement.head == head
-    assert home is None or answer.plan.home_I.tolist()[: len(home)] == home
-    assert answer.bound_s <= answer.objective_s
-
-
-def test_main_memory_by_hand():
-    # One layer, two equal devices, no fixed costs: halves of 5 + 2 and 4 + 3 take 7 s, and the
-    # host then holds 20 bytes of neurons. With room for 10 there, three go to the GPU and the
-    # hottest stays: 9 s. The dense block and the head are on the CPU in every case.
-    equal = {
-        "hot_s_per_byte_L": np.array([1.0]),
-        "kernels_s": 1e-9,
-        "hand_over_s": 1e-9,
-        "budget_bytes": 40,
-    }
-    problem = by_hand([5, 4, 3, 2], **equal)
-    for need, seconds in ((0, 37), (20, 37), (30, 39), (40, 44)):
-        pipeline = Pipeline(problems=(problem,), need_bytes=need)
-        answer = find_plan(pipeline, time_limit_s=5)
-        assert answer.objective_s == pytest.approx(seconds), need
-        assert sum(bytes_of_gpus(pipeline, answer.plan)) >= need
-        assert answer.bound_s <= seconds * (1 + CLOSE)
 
 
 def test_main_memory_that_binds_has_a_tight_bound():
@@ -333,12 +259,3 @@ def test_without_a_gpu_there_is_a_plan_for_the_cpu(folder):
         solve(config_of(folder, room(folder, 0.5), force=True), take_workspace)
     with pytest.raises(HotsplitError, match="for 2 budgets"):
         solve(config_of(folder, 0, 0, force=True), take_workspace)
-
-
-def test_find_and_split_of_agree_with_verify(tmp_path):
-    (tmp_path / "file").write_text("any")
-    for seed in range(0, 12, 2):
-        inputs = replace(tiny_inputs(seed, 2, tmp_path), paths=(tmp_path / "file",) * 3)
-        found = find(replace(inputs, host_budget=1 << 30), time_limit_s=5)
-        split = split_of(found, solve_s=0.0)
-        verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)

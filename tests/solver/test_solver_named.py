@@ -53,27 +53,14 @@ class Command:
         """Runs the command with some options changed; returns its refusal. None if there is a plan,
         or if the best plan leaves a neuron cache nothing to swap: more memory would not help."""
         now = vars(self) | other
-        words = [
-            "solve",
-            self.folder / "m.gguf",
-            "--profile",
-            self.folder / "p",
-            "--machine",
-            self.folder / f"c{self.num_gpus}",
-            "-o",
-            self.folder / "plan",
-            "--force",
-            "--host-budget",
-            now["host"],
-            "--mode",
-            self.mode,
-            "-c",
-            now["context"],
-            *self.more,
-            *(word for size in now["budgets"] for word in ("-vb", size)),
-        ]
+        here, budgets = self.folder, " ".join(f"-vb {size}" for size in now["budgets"])
+        words = (
+            f"solve {here}/m.gguf --profile {here}/p --machine {here}/c{self.num_gpus}"
+            f" -o {here}/plan --force --host-budget {now['host']} --mode {self.mode}"
+            f" -c {now['context']} {' '.join(self.more)} {budgets}"
+        )
         capsys.readouterr()
-        if main(list(map(str, words))) == 0:
+        if main(words.split()) == 0:
             return None
         line = capsys.readouterr().err.splitlines()[-1]
         return None if "nothing to swap" in line else line

@@ -140,26 +140,11 @@ def test_main_memory_of_a_byte_is_refused_in_a_line(files, tmp_path, host):
 
 def test_the_command_plans_and_the_program_shows_where_attention_runs(files, tmp_path, capsys):
     plan = str(tmp_path / "s.gguf")
-    words = [
-        "solve",
-        str(files / "m.gguf"),
-        "--profile",
-        str(files / "p"),
-        "--machine",
-        str(files / "c"),
-        "-o",
-        plan,
-        "-vb",
-        "4MiB",
-        "-c",
-        str(CONTEXT),
-        "--mode",
-        "exact",
-        "--kv-offload",
-        RULE,
-        "--json",
-    ]
-    assert main(words) == 0
+    words = (
+        f"solve {files}/m.gguf --profile {files}/p --machine {files}/c -o {plan} -vb 4MiB"
+        f" -c {CONTEXT} --mode exact --kv-offload {RULE} --json"
+    )
+    assert main(words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert (
         found["kv_offload"].startswith("block=16,sinks=16") and not found["gpu_bytes"]["kv_cache"]
