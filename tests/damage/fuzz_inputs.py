@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from checkpoints import edit_config, random_dejavu, random_llama, save_tokenizer
 from fuzz_further_inputs import make_further
+from fuzz_kind import QUALITY
 from fuzz_readers import SETTINGS, TARGETS
 from models import make_machine, make_profile
 from safetensors.torch import load_file, save_file
@@ -30,7 +31,6 @@ from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.measure.evaluate.eval_file import eval_content
 from hotsplit.measure.evaluate.quality import EvalReport
-from hotsplit.model.mode_quality import ModeQuality
 from hotsplit.profile.count.resume import Position, save_position
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.predictors.selection import Quality
@@ -38,16 +38,6 @@ from hotsplit.profile.report import FORMAT, VERSION
 from hotsplit.runtime.generate.prompt_cache import save_prompt
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 300}
-QUALITY = ModeQuality(
-    perplexity_increase=0.001,
-    perplexity_half_width=0.01,
-    kl_mean=0.001,
-    top1_agreement=0.99,
-    num_tokens=100,
-    bytes_per_token=1000,
-    dense_bytes_per_token=2000,
-    corpus_sha256="0" * 64,
-)
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if loop.first and m.content %}"
     "{{ m['content'] | trim }}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"

@@ -6,7 +6,19 @@ from functools import cache
 from pathlib import Path
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.model.mode_quality import ModeQuality
 from hotsplit.runtime.text.codec import TextCodec
+
+QUALITY = ModeQuality(
+    perplexity_increase=0.001,
+    perplexity_half_width=0.01,
+    kl_mean=0.001,
+    top1_agreement=0.99,
+    num_tokens=100,
+    bytes_per_token=1000,
+    dense_bytes_per_token=2000,
+    corpus_sha256="0" * 64,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

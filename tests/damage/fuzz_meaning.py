@@ -15,12 +15,14 @@ from pathlib import Path
 import fuzz_wrong as wrong
 import fuzz_wrong_families as families
 import numpy as np
+from fuzz_kind import QUALITY
 from fuzz_readers import KINDS, FuzzCase
 from fuzz_wrong import Change
 from safetensors.numpy import load_file
 from safetensors.numpy import save as packed
 
 from hotsplit.files.gguf_file import TensorEntry, read_gguf, write_gguf
+from hotsplit.model.mode_quality import quality_values
 
 
 @dataclass(kw_only=True)
@@ -145,24 +147,10 @@ def changed(inputs: Path, kind: str, number: int) -> tuple[str, FuzzContent]:
     name, rng = names[number % len(names)], random.Random(f"{kind} {number}")
     content = load(inputs / meaning.kind / KINDS[meaning.kind].target, is_header=meaning.is_header)
     if kind == "wrong-profile":
-        content.values["quality"] = _quality()
+        content.values["quality"] = quality_values({"exact": QUALITY, "predicted": QUALITY})
     meaning.changes[name](rng, content.values, content.arrays)
     meaning.seal(content)
     return name, content
-
-
-def _quality() -> dict:
-    values = {
-        "perplexity_increase": 0.001,
-        "perplexity_half_width": 0.01,
-        "kl_mean": 0.001,
-        "top1_agreement": 0.99,
-        "num_tokens": 100,
-        "bytes_per_token": 1000,
-        "dense_bytes_per_token": 2000,
-        "corpus_sha256": "0" * 64,
-    }
-    return {"exact": values, "predicted": dict(values)}
 
 
 def misread(inputs: Path, kind: str, number: int, work: Path) -> str:

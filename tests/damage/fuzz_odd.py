@@ -12,59 +12,19 @@ from fuzz_meaning import FuzzContent, load, read_content
 from fuzz_readers import KINDS
 
 # For each kind, the kind of fuzz_readers that has its file and its reader.
-ODDS = {
-    f"odd-{kind}": kind
-    for kind in (
-        "profile",
-        "ours",
-        "merge",
-        "plan",
-        "run",
-        "gguf",
-        "stock",
-        "theirs",
-        "prompt",
-        "resume",
-        "safetensors",
-        "falcon-weights",
-        "phi-weights",
-        "falcon-gguf",
-        "opt-gguf",
-        "qwen-gguf",
-        "yarn-gguf",
-        "scores",
-        "templates",
-        "shown",
-        "export",
-    )
-}
+_ODDS = """
+    profile ours merge plan run gguf stock theirs prompt resume safetensors falcon-weights
+    phi-weights falcon-gguf opt-gguf qwen-gguf yarn-gguf scores templates shown export
+"""
+ODDS = {f"odd-{kind}": kind for kind in _ODDS.split()}
 # Possible values of a GGUF key.
 VALUES = (
     *(kind(n) for kind in (np.uint32, np.int32, np.uint64, np.int64) for n in (0, 1, 2, 7)),
-    np.int32(-1),
-    np.uint32(2**32 - 1),
-    np.int64(-(2**63)),
-    np.uint64(2**64 - 1),
-    np.int8(-1),
+    *(np.int32(-1), np.uint32(2**32 - 1), np.int64(-(2**63)), np.uint64(2**64 - 1), np.int8(-1)),
     *(np.float32(number) for number in (0, -1, 0.5, np.nan, np.inf, 1e-38, 3e38)),
-    np.float64(1e308),
-    np.float64(-0.5),
-    True,
-    False,
-    "x",
-    "x" * 5000,
-    "a\nb",
-    "\0",
-    "none",
-    [1],
-    [-1, 2],
-    [0] * 300,
-    [0.5],
-    [float("nan")],
-    ["x"],
-    ["", "a"],
-    ["\udcff"],
-    [True, False],
+    *(np.float64(1e308), np.float64(-0.5), True, False),
+    *("x", "x" * 5000, "a\nb", "\0", "none"),
+    *([1], [-1, 2], [0] * 300, [0.5], [float("nan")], ["x"], ["", "a"], ["\udcff"], [True, False]),
 )
 NUMBERS = (0, 1, -1, 2, 1 << 31, -(1 << 62), 0.5, np.nan, np.inf, -np.inf, 1e38, 1e-38)
 

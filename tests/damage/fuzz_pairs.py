@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from fuzz_inputs import QUALITY, predictors_of
+from fuzz_inputs import predictors_of
+from fuzz_kind import QUALITY
 from models import byte_level_keys, make_machine, make_model, make_profile, make_sizes
 from test_runtime import make_split
 

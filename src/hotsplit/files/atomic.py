@@ -92,13 +92,11 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     block, and by `remove_unfinished`."""
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         folder = Path(name)
-        _unfinished.add(folder)
-        mapped_files.set_unfinished(_unfinished)
+        _begin(folder)
         try:
             yield folder
         finally:
-            _unfinished.discard(folder)
-            mapped_files.set_unfinished(_unfinished)
+            _end(folder)
 
 
 def remove_stale(path: Path) -> None:
@@ -142,9 +140,18 @@ def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
             raise
         finally:
             _remove(partial)
-            _unfinished.discard(partial)
-            mapped_files.set_unfinished(_unfinished)
+            _end(partial)
             os.close(descriptor)
+
+
+def _begin(path: Path) -> None:
+    _unfinished.add(path)
+    mapped_files.set_unfinished(_unfinished)
+
+
+def _end(path: Path) -> None:
+    _unfinished.discard(path)
+    mapped_files.set_unfinished(_unfinished)
 
 
 def remove_unfinished() -> None:
@@ -183,20 +190,19 @@ def _create(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
     """A new partial file or folder for `path`, and a descriptor that holds its lock."""
     while True:
         partial = path.with_name(f"{_stem(path)}.{secrets.token_hex(4)}{PARTIAL}")
-        _unfinished.add(partial)
+        _begin(partial)
         try:
             descriptor = make(partial)
         except OSError as error:
-            _unfinished.discard(partial)
+            _end(partial)
             if error.errno == errno.EEXIST:
                 continue
             raise
         is_ours = _lock(descriptor)
         # Before it was locked, another run may have removed it as stale.
         if is_ours is None or (is_ours and partial.exists()):
-            mapped_files.set_unfinished(_unfinished)
             return partial, descriptor
-        _unfinished.discard(partial)
+        _end(partial)
         os.close(descriptor)
 
 
@@ -204,7 +210,7 @@ def try_to_create(path: Path) -> None:
     """Raises OSError if no file can be written next to `path`; leaves nothing behind."""
     partial, descriptor = _create(path, _new_file)
     _remove(partial)
-    _unfinished.discard(partial)
+    _end(partial)
     os.close(descriptor)
 
 

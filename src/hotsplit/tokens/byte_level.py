@@ -57,7 +57,7 @@ _ANY_CASES, _NUMBERS = "words with capitals after small letters", "numbers and w
 _SPACES_BEYOND, _DIGITS_BEYOND = "white space beyond ASCII", "digits beyond ASCII"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ByteLevelKind:
     name: str  # written by convert
     other_names: str = ""  # for the same kind in third-party files, with spaces between them
@@ -74,7 +74,7 @@ class ByteLevelKind:
 # here for the models that are published with them.
 BYTE_LEVEL_KINDS = (
     ByteLevelKind(
-        name="gpt-2",
+        "gpt-2",
         other_names=(
             "phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum "
             "modern-bert mpt olmo jais trillion granite-docling exaone4 jina-v1-en "
@@ -82,61 +82,61 @@ BYTE_LEVEL_KINDS = (
         ),
     ),
     ByteLevelKind(
-        name="smollm",
+        "smollm",
         other_names="starcoder refact command-r codeshell exaone minerva-7b mellum2",
         splits_digits=True,
     ),
     ByteLevelKind(
-        name="llama-bpe",
+        "llama-bpe",
         other_names="llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
         patterns=(_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,),
         whole_words_first=True,
         adds_begin=True,
     ),
     ByteLevelKind(
-        name="smaug-bpe",
+        "smaug-bpe",
         other_names="dbrx chatglm-bpe glm4",
         patterns=(_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,),
     ),
     ByteLevelKind(
-        name="qwen2",
+        "qwen2",
         other_names="deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
         patterns=(_CONTRACTIONS + r"\p{N}" + _SPACES,),
         is_published_with_nfc=True,
     ),
     # Qwen 3.5 and 3.6: marks, as in Thai and Hindi, belong to words.
-    ByteLevelKind(name="qwen35", patterns=(_QWEN35,), is_published_with_nfc=True),
-    ByteLevelKind(name="falcon", patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    ByteLevelKind("qwen35", patterns=(_QWEN35,), is_published_with_nfc=True),
+    ByteLevelKind("falcon", patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     ByteLevelKind(
-        name="default", patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+        "default", patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
     ),
     ByteLevelKind(
-        name="tekken",
+        "tekken",
         patterns=(_words(_UPPER, _LOWER) + r"\p{N}" + _SLASHES,),
         whole_words_first=True,
         adds_begin=True,
         in_llama_cpp=(_MARKS, _CASES),
     ),
     ByteLevelKind(
-        name="gpt-4o",
+        "gpt-4o",
         other_names="llama4 kanana2 talkie minimax-m2",
         patterns=(_GPT4O,),
         in_llama_cpp=(_MARKS, _CASES),
     ),
     ByteLevelKind(
-        name="granite-embed-multi-97m",
+        "granite-embed-multi-97m",
         patterns=(_GPT4O,),
         whole_words_first=True,
         in_llama_cpp=(_CASES,),
     ),
     ByteLevelKind(
-        name="tiny_aya",
+        "tiny_aya",
         other_names="cohere2moe",
         patterns=(r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
         in_llama_cpp=(_ANY_CASES, _CASES, _NUMBERS),
     ),
     ByteLevelKind(
-        name="kimi-k2",
+        "kimi-k2",
         patterns=(
             r"[\p{Han}]+|"
             + _words(_UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN, _ENDS + "?")
@@ -146,7 +146,7 @@ BYTE_LEVEL_KINDS = (
         in_llama_cpp=(_MARKS, _ANY_CASES, _CASES),
     ),
     ByteLevelKind(
-        name="youtu",
+        "youtu",
         patterns=(
             "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c"
             "\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|" + _CHINESE_AND_JAPANESE,
@@ -156,7 +156,7 @@ BYTE_LEVEL_KINDS = (
         in_llama_cpp=(_ANY_CASES, _CASES),
     ),
     ByteLevelKind(
-        name="deepseek-llm",
+        "deepseek-llm",
         patterns=(
             r"[\r\n]",
             rf"\s?[{_CASED_LETTERS}]+",
@@ -168,17 +168,17 @@ BYTE_LEVEL_KINDS = (
         in_llama_cpp=(_SPACES_BEYOND,),
     ),
     ByteLevelKind(
-        name="deepseek-coder",
+        "deepseek-coder",
         patterns=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}"),
         in_llama_cpp=(_SPACES_BEYOND,),
     ),
     ByteLevelKind(
-        name="deepseek-v3",
+        "deepseek-v3",
         other_names="hunyuan-dense joyai-llm",
         patterns=(r"\p{N}{1,3}", _CHINESE_AND_JAPANESE, _DEEPSEEK),
     ),
     ByteLevelKind(
-        name="afmoe",
+        "afmoe",
         patterns=(
             r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
             "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
@@ -189,15 +189,15 @@ BYTE_LEVEL_KINDS = (
         in_llama_cpp=(_NUMBERS,),
     ),
     ByteLevelKind(
-        name="seed-coder", patterns=(_CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _LINES,)
+        "seed-coder", patterns=(_CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _LINES,)
     ),
     ByteLevelKind(
-        name="minicpm5",
+        "minicpm5",
         patterns=(r"\p{N}{1,3}", _CONTRACTIONS + r"\p{N}+" + _SPACES),
         whole_words_first=True,
     ),
     ByteLevelKind(
-        name="jais-2",
+        "jais-2",
         patterns=(
             _CONTRACTIONS
             + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -206,14 +206,14 @@ BYTE_LEVEL_KINDS = (
         ),
     ),
     ByteLevelKind(
-        name="exaone-moe",
+        "exaone-moe",
         patterns=(
             _ENDS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
             r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
         ),
     ),
     ByteLevelKind(
-        name="bailingmoe",
+        "bailingmoe",
         other_names="bailingmoe2 llada-moe",
         patterns=(
             r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
@@ -221,11 +221,11 @@ BYTE_LEVEL_KINDS = (
         ),
     ),
     ByteLevelKind(
-        name="superbpe", patterns=(r"\p{N}+", r"(?=(\d{3})+(?!\d))"), in_llama_cpp=(_DIGITS_BEYOND,)
+        "superbpe", patterns=(r"\p{N}+", r"(?=(\d{3})+(?!\d))"), in_llama_cpp=(_DIGITS_BEYOND,)
     ),
-    ByteLevelKind(name="laguna", patterns=(r"[^\n]+|[\n]+", _CONTRACTIONS + r"\p{N}" + _SPACES)),
+    ByteLevelKind("laguna", patterns=(r"[^\n]+|[\n]+", _CONTRACTIONS + r"\p{N}" + _SPACES)),
     ByteLevelKind(
-        name="chameleon",
+        "chameleon",
         patterns=(
             "<sentinel:[0-9]+>",
             "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
@@ -236,8 +236,8 @@ BYTE_LEVEL_KINDS = (
         ),
         adds_begin=True,
     ),
-    ByteLevelKind(name="poro-chat", other_names="bloom gpt3-finnish", patterns=(_BLOOM,)),
-    ByteLevelKind(name="viking", patterns=(_BLOOM, r"\p{N}")),
+    ByteLevelKind("poro-chat", other_names="bloom gpt3-finnish", patterns=(_BLOOM,)),
+    ByteLevelKind("viking", patterns=(_BLOOM, r"\p{N}")),
 )
 
 
