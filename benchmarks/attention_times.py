@@ -1,5 +1,5 @@
-"""The section of gpu_prompts.py about attention: the kernel of passes against torch's attention, for
-passes of two lengths at several places of a text.
+"""The section of gpu_prompts.py about attention: the kernel of passes against torch's attention,
+for passes of two lengths at several places of a text.
 
 Letters: T tokens, H heads, W head width, C positions."""
 

@@ -50,7 +50,8 @@ def main() -> None:
 def measure(
     arguments: argparse.Namespace, modes: list[str], counts: Sequence[int]
 ) -> dict[str, object]:
-    """Tokens a second and seconds of a step, by side, number of sequences and round; prints them."""
+    """Tokens a second and seconds of a step, by side, number of sequences and round; prints
+    them."""
     samples = _samples(arguments, modes, counts)
     sides = {side: _figures(by_count) for side, by_count in samples.items()}
     _print(sides, modes, counts)

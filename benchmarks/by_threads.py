@@ -1,13 +1,15 @@
-"""Decode and prompts beside llama.cpp by number of threads, as `hotsplit bench --compare` measures them.
+"""Decode and prompts beside llama.cpp by number of threads, as `hotsplit bench --compare` measures
+them.
 
     python benchmarks/by_threads.py FOLDER --rival path/to/venv/bin/python [--models smollm2]
 
-The models are SmolLM2-135M-Instruct and Gemma 3 270M (`make smollm2 gemma3`), each with its matrices
-in q8_0, q4_0 and f16, and mixed as Q4_K_M. A first run converts them into FOLDER, in llama.cpp's
-layout, which both sides run as it is; 2 GB. The numbers of threads are 1, 2, 4, 8 and 16, as far as
-this machine has processors. A run measures for five minutes, and adds to the result of earlier ones,
-so that each may measure a part. A cell whose rounds differ much is left out and said: llama.cpp's
-threads wait for each other, so a core that another program uses slows it several times."""
+The models are SmolLM2-135M-Instruct and Gemma 3 270M (`make smollm2 gemma3`), each with its
+matrices in q8_0, q4_0 and f16, and mixed as Q4_K_M. A first run converts them into FOLDER, in
+llama.cpp's layout, which both sides run as it is; 2 GB. The numbers of threads are 1, 2, 4, 8 and
+16, as far as this machine has processors. A run measures for five minutes, and adds to the result
+of earlier ones, so that each may measure a part. A cell whose rounds differ much is left out and
+said: llama.cpp's threads wait for each other, so a core that another program uses slows it several
+times."""
 
 import argparse
 import json

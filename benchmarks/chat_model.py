@@ -10,10 +10,10 @@ round, at most MOST_REPEATS times, and counts by the median; a figure is the med
 
 llama.cpp takes a prompt in one batch and is measured with and without its flash attention: the
 faster, by the median of the rounds, is the rival. The limit of decode is the bytes a step must read
-over the bandwidth; the smaller files fit partly into the last-level cache, so they may come
-closer to the limit than memory alone allows, or exceed it. A run adds to the result of earlier ones,
-so that each may measure a part. torch has one thread unless
---torch-threads says otherwise: further ones would spin after each product and compete with ours."""
+over the bandwidth; the smaller files fit partly into the last-level cache, so they may come closer
+to the limit than memory alone allows, or exceed it. A run adds to the result of earlier ones, so
+that each may measure a part. torch has one thread unless --torch-threads says otherwise: further
+ones would spin after each product and compete with ours."""
 
 import argparse
 import math
@@ -81,7 +81,8 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, benchmark: str, model: str, name: str) -> None:
-    """Measures all types of a folder and adds them to the result, by default results/NAME-PROCESSOR.json."""
+    """Measures all types of a folder and adds them to the result, by default
+    results/NAME-PROCESSOR.json."""
     torch.set_num_threads(arguments.torch_threads)
     bandwidth = cpu_bandwidth()
     result = result_of(
@@ -183,7 +184,8 @@ class Round:
 
 
 def decode_s(engine: Engine, ids: list[int]) -> tuple[float, int]:
-    """(seconds a token, bytes a token must read) of tokens one by one, after PROMPT in the cache."""
+    """(seconds a token, bytes a token must read) of tokens one by one, after PROMPT in the
+    cache."""
     before, began = engine.traffic.total, time.perf_counter()
     for position, token in enumerate(ids, start=len(PROMPT)):
         engine._step(token, position)

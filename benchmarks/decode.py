@@ -6,9 +6,10 @@ Models: a synthetic Llama of 1.1 B parameters with planted sparsity (planted_che
 hotsplit runs in all modes, and for llama.cpp its SiLU twin of the same shape and type. Files
 missing in FOLDER are made first. A round runs every mode and the rival (with flash attention) once,
 on the same token ids; figures are medians of the rounds, unless named otherwise. The limit is the
-read bandwidth over the bytes that a token must read; the bandwidth, which may change within seconds,
-is measured before and after each run as by `hotsplit bench`, and their mean counts. The sparse feed-forward is also measured alone,
-over a tenth of the neurons, counting only the bytes of their rows."""
+read bandwidth over the bytes that a token must read; the bandwidth, which may change within
+seconds, is measured before and after each run as by `hotsplit bench`, and their mean counts. The
+sparse feed-forward is also measured alone, over a tenth of the neurons, counting only the bytes of
+their rows."""
 
 import argparse
 import math

@@ -1,15 +1,17 @@
-"""Whether swapping experts while a text is written is faster than keeping those of a plan: replays the
-neuron cache with experts as its units, and the policies of other programs, on recorded routings.
+"""Whether swapping experts while a text is written is faster than keeping those of a plan: replays
+the neuron cache with experts as its units, and the policies of other programs, on recorded
+routings.
 
-Seconds are computed from bytes: experts and the rest of a token as in Qwen3-30B-A3B (Q4_K_M), a GPU of
-272 GB/s, a CPU of 60 GB/s, and links of three speeds. Routings are those of the bundled mixture, whose
-plan was made from another text, and random ones by Zipf's law whose ranks drift. The options of our
-policy were chosen by others (`tune`), of other seeds, exponents and drifts, and by no recorded text.
+Seconds are computed from bytes: experts and the rest of a token as in Qwen3-30B-A3B (Q4_K_M), a GPU
+of 272 GB/s, a CPU of 60 GB/s, and links of three speeds. Routings are those of the bundled mixture,
+whose plan was made from another text, and random ones by Zipf's law whose ranks drift. The options
+of our policy were chosen by others (`tune`), of other seeds, exponents and drifts, and by no
+recorded text.
 
     expert_cache.py [--random] [--tune] [PROFILE TEXT_PROFILE ...] [-o RESULT]
 
-PROFILE is the profile that plans are made from, the others are of the texts that are replayed (hotsplit
-profile).
+PROFILE is the profile that plans are made from, the others are of the texts that are replayed
+(hotsplit profile).
 
 Letters: L layers, T tokens, K experts of a token, E experts."""
 
@@ -59,8 +61,9 @@ def zipf(
     tokens: int = TOKENS,
     layers: int = LAYERS,
 ) -> Routing:
-    """Tokens choose 8 of 128 experts without replacement, by Zipf's law of their ranks. Every 64 tokens
-    a share `drift` of each layer's experts exchange their ranks; those of the plan are the first."""
+    """Tokens choose 8 of 128 experts without replacement, by Zipf's law of their ranks. Every 64
+    tokens a share `drift` of each layer's experts exchange their ranks; those of the plan are the
+    first."""
     random, num_experts, num_used = np.random.default_rng(seed), 128, 8
     logit_E = -exponent * np.log1p(np.arange(num_experts))
     rank_LE = np.stack([random.permutation(num_experts) for _ in range(layers)])
@@ -175,8 +178,8 @@ def reports(routing: Routing) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def tune(routings: Sequence[Routing]) -> Iterator[tuple[str, dict[str, float]]]:
-    """For each of a grid of options (margin, burst weight, start gain, decay, stay), the mean and the largest time over that of `static`, and the largest
-    over that of the best of RIVALS."""
+    """For each of a grid of options (margin, burst weight, start gain, decay, stay), the mean and
+    the largest time over that of `static`, and the largest over that of the best of RIVALS."""
     cases = [case_of(*given) for given in product(routings, SHARES, LINKS)]
     rivals = [{name: case.seconds(POLICIES[name](case)) for name in RIVALS} for case in cases]
     grid = product((0.03, 0.06, 0.09), (0.0, 0.2), (0.005, 0.03), (0.985, 0.99), (50.0, 100.0))

@@ -1,14 +1,16 @@
 """Plans mixtures of experts in the full shapes of known models, from headers alone.
 
-    python benchmarks/expert_plans.py [--models qwen3-30b-a3b,qwen3.6-35b-a3b] [--budgets 4,8,12,16] [--cases 1,0.7,0.5,1:8,1@200,1:8@200]
+    python benchmarks/expert_plans.py [--models qwen3-30b-a3b,qwen3.6-35b-a3b] [--budgets 4,8,12,16]
+    [--cases 1,0.7,0.5,1:8,1@200,1:8@200]
 
-No weights exist: a model file is its spec and the types and shapes of its tensors, in Q4_K_M. A case's
-routings are drawn. In `S`, the expert of rank r in a layer's own order has the weight r^-S, and a token
-chooses as many of them as the model's do, without replacement. In `S:N`, a text of STRETCH tokens has one
-of N topics, and a topic has factors of its own on all weights, whose logarithms have the standard deviation
-SPREAD: experts are then chosen together. The machine is an RTX 4060 by its data sheet (all of its bandwidth)
-beside a CPU that reads 60 GB/s, or as many as the case says after an `@`. Times are the solver's
-predictions, of tokens that were not used to plan; only the solver's own seconds are measured."""
+No weights exist: a model file is its spec and the types and shapes of its tensors, in Q4_K_M. A
+case's routings are drawn. In `S`, the expert of rank r in a layer's own order has the weight r^-S,
+and a token chooses as many of them as the model's do, without replacement. In `S:N`, a text of
+STRETCH tokens has one of N topics, and a topic has factors of its own on all weights, whose
+logarithms have the standard deviation SPREAD: experts are then chosen together. The machine is an
+RTX 4060 by its data sheet (all of its bandwidth) beside a CPU that reads 60 GB/s, or as many as the
+case says after an `@`. Times are the solver's predictions, of tokens that were not used to plan;
+only the solver's own seconds are measured."""
 
 import argparse
 import sys
@@ -124,8 +126,8 @@ def _no_weights(first: int, last: int) -> np.ndarray:
 
 
 def drawn(spec: ModelSpec, routing: str, seed: int) -> np.ndarray:
-    """The experts of PLANNED tokens, int16 [L, T, K]: Gumbel's trick for choices without replacement. The
-    experts' popularity, also that by topic, is the same for every seed."""
+    """The experts of PLANNED tokens, int16 [L, T, K]: Gumbel's trick for choices without
+    replacement. The experts' popularity, also that by topic, is the same for every seed."""
     popular, chance = np.random.default_rng(99), np.random.default_rng(seed)
     skew, _, topics = routing.partition(":")
     route, found = spec.layers[0].route, []
@@ -193,8 +195,8 @@ def inputs_of(model: ModelFile, machine: Machine, id_LTK: np.ndarray, budget: in
 def times_of(
     model: ModelFile, machine: Machine, tokens: list[np.ndarray], gib: float
 ) -> dict[str, object]:
-    """Milliseconds of a token by WAYS, on tokens other than those that were planned with; the solver's
-    seconds, and its gap."""
+    """Milliseconds of a token by WAYS, on tokens other than those that were planned with; the
+    solver's seconds, and its gap."""
     budget = int(gib * 2**30)
     planned, other = (inputs_of(model, machine, id_LTK, budget) for id_LTK in tokens)
     began, used = time.perf_counter(), time.process_time()

@@ -1,6 +1,7 @@
 """Benchmarks a mixture of experts on the CPU against llama.cpp, alternating in one run.
 
-    python benchmarks/experts.py FOLDER --rival path/to/venv/bin/python [--model qwen3-30b-a3b] [--types q4_k_m,q8_0]
+    python benchmarks/experts.py FOLDER --rival path/to/venv/bin/python [--model qwen3-30b-a3b]
+    [--types q4_k_m,q8_0]
 
 The models are random, in the shapes that random_model.py lists; files missing in FOLDER are made
 first, and nothing is measured in that run. Both sides run the stock layout as it is. What is
@@ -11,8 +12,8 @@ lengths are measured instead, without the rival: whole, and the part of each kin
 not its products (attention, or a gated delta net).
 
 A model with silent neurons is in our layout and is measured in modes `dense` and `exact` instead:
-seconds and bytes a token of both, and of the neurons in it, alternating; beside llama.cpp if it has no
-experts (minitron-4b), which runs a model of the same shape in the stock layout.
+seconds and bytes a token of both, and of the neurons in it, alternating; beside llama.cpp if it has
+no experts (minitron-4b), which runs a model of the same shape in the stock layout.
 
 A run adds its figures to those of earlier runs in the result, so that each can be short."""
 
@@ -100,8 +101,8 @@ def _batches(
 
 
 def _after_texts(path: Path, threads: int, positions: tuple[int, ...]) -> dict[str, object]:
-    """Seconds of a token of STEPS after texts of these lengths, whose keys, values and states are zeros:
-    times do not depend on them; then those of a prompt's tokens."""
+    """Seconds of a token of STEPS after texts of these lengths, whose keys, values and states are
+    zeros: times do not depend on them; then those of a prompt's tokens."""
     library.set_threads(threads)
     generator, report, length = random.Random(0), {}, max(positions) + STEPS
     with Engine.load(path, mode="dense", device="cpu", context_length=length) as engine:

@@ -4,12 +4,12 @@
     python benchmarks/gpu.py FOLDER --smoke [--machine machine.json]     (anywhere, at toy scale)
 
 Models are synthetic (gpu_model.py): a 7B shape and eight layers of a 70B one (with --short only
-eight layers of the 7B one), f16, with planted sparsity. For each shape the benchmark writes the model, calibrates (once, after the first model,
-unless --machine is given), solves at each budget (a share of the model's bytes, mode predicted)
-and, for 7B, at one that holds the whole model (all modes), loads each plan in a separate process,
-and measures them alternately (gpu_cases.py). A plan's limit is the solver's: the bytes that a token
-touches on the GPU and on the CPU, over the measured bandwidth of each, with both overlapped and
-without fixed costs.
+eight layers of the 7B one), f16, with planted sparsity. For each shape the benchmark writes the
+model, calibrates (once, after the first model, unless --machine is given), solves at each budget (a
+share of the model's bytes, mode predicted) and, for 7B, at one that holds the whole model (all
+modes), loads each plan in a separate process, and measures them alternately (gpu_cases.py). A
+plan's limit is the solver's: the bytes that a token touches on the GPU and on the CPU, over the
+measured bandwidth of each, with both overlapped and without fixed costs.
 
 It writes gpu.json as it goes, and at the end prints a table, notes and a line of JSON. To end
 within --minutes, it starts no shape in the last LEAST_SECONDS and no case of a round in the last

@@ -3,16 +3,16 @@
     python benchmarks/gpu_day.py FOLDER [--seconds 600] [--rival build/gpu-rival] [--models build]
         [--only PART,...] [--again PART,...] [--output FILE.json]
 
-Each part is a program of its own with a limit of time; one that hangs is ended, and one that crashes
-goes on behind the point of its crash, or is given up. FOLDER/gpu-day.json is saved after each part.
-A second call with the same FOLDER goes on where the first ended: parts that ended are not repeated,
-unless --again names them, and a part that was cut off keeps its own results so far. At the end, one
-page of text is printed and written to FOLDER/gpu-day.txt, and the JSON, with the results of all
-parts, is copied to benchmarks/results.
+Each part is a program of its own with a limit of time; one that hangs is ended, and one that
+crashes goes on behind the point of its crash, or is given up. FOLDER/gpu-day.json is saved after
+each part. A second call with the same FOLDER goes on where the first ended: parts that ended are
+not repeated, unless --again names them, and a part that was cut off keeps its own results so far.
+At the end, one page of text is printed and written to FOLDER/gpu-day.txt, and the JSON, with the
+results of all parts, is copied to benchmarks/results.
 
-The parts, in their order: handover (gpu_handover.py), tests (the most important of `make test-gpu`),
-trained (gpu_trained.py), experts (gpu_experts.py), plans (gpu.py --short), prompts (gpu_prompts.py), other-tests, bench
-(gpu.py)."""
+The parts, in their order: handover (gpu_handover.py), tests (the most important of `make
+test-gpu`), trained (gpu_trained.py), experts (gpu_experts.py), plans (gpu.py --short), prompts
+(gpu_prompts.py), other-tests, bench (gpu.py)."""
 
 import argparse
 import json

@@ -1,14 +1,14 @@
-"""Measures a mixture of experts as a user runs it: `hotsplit run` at three budgets, against llama.cpp
-with --n-cpu-moe at the same bytes in the same run.
+"""Measures a mixture of experts as a user runs it: `hotsplit run` at three budgets, against
+llama.cpp with --n-cpu-moe at the same bytes in the same run.
 
     python benchmarks/gpu_experts.py [--output FILE.json] [--rival build/gpu-rival] [--seconds 420]
         [--model MODEL.gguf] [--device cuda]
 
-The model has 16 of Qwen3-30B-A3B's 48 layers in Q4_K_M with random weights and routers that choose as by
-Zipf's law (random_model.py); it is made in the folder of FILE. `run` profiles, calibrates, plans
-and tries; what it then runs is timed in a process of its own: decode, and prompts of 512 and 4,096
-tokens. Results are saved case by case; cases with a result in FILE are not repeated. With `--device
-cpu` and a small model, it checks itself on any machine."""
+The model has 16 of Qwen3-30B-A3B's 48 layers in Q4_K_M with random weights and routers that choose
+as by Zipf's law (random_model.py); it is made in the folder of FILE. `run` profiles, calibrates,
+plans and tries; what it then runs is timed in a process of its own: decode, and prompts of 512 and
+4,096 tokens. Results are saved case by case; cases with a result in FILE are not repeated. With
+`--device cpu` and a small model, it checks itself on any machine."""
 
 import argparse
 import random
@@ -95,8 +95,8 @@ class Mixture:
         return [Table(title=title, columns=COLUMNS, rows=[row], note=note)]
 
     def _chosen(self, budget: int, cache: Path) -> tuple[Trial | None, Path | None]:
-        """The trial of the plan for this budget, and the plan that runs; (None, None) without a GPU,
-        (trial, None) for the CPU alone."""
+        """The trial of the plan for this budget, and the plan that runs; (None, None) without a
+        GPU, (trial, None) for the CPU alone."""
         paths: dict[str, list[Path]] = {"plan": [], "trial": []}
         for entry in list_cache(cache):
             paths.setdefault(entry.kind, []).append(cache / entry.name / entry.file)

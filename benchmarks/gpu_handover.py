@@ -6,7 +6,7 @@ Needs torch for CUDA, Triton and a C compiler, but not hotsplit itself. Some 40 
 section by section; sections with a result in FILE are not repeated. `--fake` runs the sections that
 need no real device on a thread instead: their times mean nothing.
 
-    handover  one per layer, with an empty job, for three gaps of GPU time: today's form, alternatives
+    handover  one per layer, with an empty job, for three gaps of GPU time: our form, alternatives
     job       the same, with 10 MB read by a pool of threads
     idle      with other cores asleep or kept awake: is the cost that of waking one?
     split     GPU to CPU and CPU to GPU apart

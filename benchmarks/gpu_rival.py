@@ -38,8 +38,8 @@ def best_rival(
     rival: RivalModel, budget_bytes: int, log: Path, *, moves_experts: bool = False
 ) -> Rival:
     """The rival with the most layers whose buffers fit the budget, of at most MOST_LOADS counts
-    tried. The embedding stays in main memory and is not a layer. With `moves_experts` all layers are
-    on the GPU, `num_layers` of them with their experts, whose bytes are then `layer_bytes`.
+    tried. The embedding stays in main memory and is not a layer. With `moves_experts` all layers
+    are on the GPU, `num_layers` of them with their experts, whose bytes are then `layer_bytes`.
 
     Raises ProcessError if it cannot be loaded, or if no count that was tried fits."""
     most, tried = rival.num_layers + (not moves_experts), set[int]()

@@ -1,13 +1,14 @@
 """Measures models as a user runs them: `hotsplit run` at three budgets, on the CPU alone and on the
 card alone.
 
-    python benchmarks/gpu_trained.py MODEL.gguf ... [--output FILE.json] [--seconds 150] [--device cuda]
+    python benchmarks/gpu_trained.py MODEL.gguf ... [--output FILE.json] [--seconds 150] [--device
+    cuda]
 
 A model that does not exist is reported; if none exists, random weights of SmolLM2's shape stand in,
-whose speed is that of the real ones, and the tables name them. A case whose command had to prepare something runs it again,
-and the second is measured. Everything is made anew in the folder of FILE, so that a plan
-comes from this machine's calibration. Results are saved case by case; cases with a result in FILE
-are not repeated."""
+whose speed is that of the real ones, and the tables name them. A case whose command had to prepare
+something runs it again, and the second is measured. Everything is made anew in the folder of FILE,
+so that a plan comes from this machine's calibration. Results are saved case by case; cases with a
+result in FILE are not repeated."""
 
 import argparse
 import json
@@ -40,9 +41,9 @@ SMOLLM2 = Sizes(
     context_length=2048,
 )
 TEXT = (
-    "The following is a short account of the history of the steam engine, from the first atmospheric"
-    " pumps to the turbines of power stations. In 1712 Thomas Newcomen built an engine that pumped"
-    " water out of a mine in Staffordshire. It burned a great deal of coal, and"
+    "The following is a short account of the history of the steam engine, from the first"
+    " atmospheric pumps to the turbines of power stations. In 1712 Thomas Newcomen built an engine"
+    " that pumped water out of a mine in Staffordshire. It burned a great deal of coal, and"
 )
 COLUMNS = ("model", "tokens/s", "ms a token", "predicted", "prompt, ms", "MiB of budget")
 

@@ -1,6 +1,8 @@
-"""Benchmarks types of downloaded GGUF files on the CPU against llama.cpp, alternating in one run, dense in both.
+"""Benchmarks types of downloaded GGUF files on the CPU against llama.cpp, alternating in one run,
+dense in both.
 
-    python benchmarks/k_quant_model.py FOLDER --rival path/to/venv/bin/python [--types q3_k_m,iq4_xs,mxfp4]
+    python benchmarks/k_quant_model.py FOLDER --rival path/to/venv/bin/python [--types
+    q3_k_m,iq4_xs,mxfp4]
 
 The model is random, of 1.1 B parameters in TinyLlama's shape: all matrices of one type, or of the
 types of llama.cpp's mixture. Both sides run the file as it is; files missing in FOLDER are made

@@ -1,5 +1,5 @@
-"""The section of gpu_prompts.py about the kernels of a step: a graph of layers of norms, projections
-and neurons, with and without launches that overlap (runtime/kernels/gpu/overlap.py)."""
+"""The section of gpu_prompts.py about the kernels of a step: a graph of layers of norms,
+projections and neurons, with and without launches that overlap (runtime/kernels/gpu/overlap.py)."""
 
 import time
 from collections.abc import Callable

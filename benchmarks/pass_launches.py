@@ -1,5 +1,5 @@
-"""The section of gpu_prompts.py about short prompts: how long a pass takes to be launched, how long in
-all, and as a graph (runtime/step/captured_passes.py), all of the model on the card in q8_0."""
+"""The section of gpu_prompts.py about short prompts: how long a pass takes to be launched, how long
+in all, and as a graph (runtime/step/captured_passes.py), all of the model on the card in q8_0."""
 
 import dataclasses
 import time

@@ -1,4 +1,5 @@
-"""The README's picture: decode speeds on the CPU beside llama.cpp's, from the same results as its table.
+"""The README's picture: decode speeds on the CPU beside llama.cpp's, from the same results as its
+table.
 
 Models without silent neurons alone, since both programs then compute the same."""
 
@@ -52,7 +53,8 @@ def picture() -> str:
             f' height="16" fill="{colour}"/>'
         )
         lines.append(
-            f'<text x="{LEFT + fast * scale + 8:.1f}" y="{y + 14}">{slow:.2f}x to {fast:.2f}x</text>'
+            f'<text x="{LEFT + fast * scale + 8:.1f}" y="{y + 14}">'
+            f"{slow:.2f}x to {fast:.2f}x</text>"
         )
     at = WIDTH - 200
     for colour, words in ((REAL, "real"), (SYNTHETIC, "random weights")):

@@ -1,11 +1,13 @@
-"""Times an empty job and one of 100 KB, by threads and by the pause before it, in three thread pools.
+"""Times an empty job and one of 100 KB, by threads and by the pause before it, in three thread
+pools.
 
     python benchmarks/pool_times.py [--rival PYTHON] [--threads 1,2,4,8,16] [--output FILE]
 
-The pools are ours (runtime/kernels/cpu/thread_pool.cpp), OpenMP's, both compiled into one program by g++,
-and llama.cpp's, through a Python that has llama_cpp. A decode step of ours has about four jobs a
-layer; llama.cpp starts its pool once a token, and then runs a graph of many nodes, so the time of a node
-within a graph stands beside that of a graph of one node. A minute; the machine should be idle."""
+The pools are ours (runtime/kernels/cpu/thread_pool.cpp), OpenMP's, both compiled into one program
+by g++, and llama.cpp's, through a Python that has llama_cpp. A decode step of ours has about four
+jobs a layer; llama.cpp starts its pool once a token, and then runs a graph of many nodes, so the
+time of a node within a graph stands beside that of a graph of one node. A minute; the machine
+should be idle."""
 
 import argparse
 import subprocess

@@ -119,8 +119,9 @@ def _report(
             "times_rival_in_rounds": ratio,
         }
         print(
-            f"  {name:16} {num_tokens / median:7.2f} tokens/s, best {num_tokens / min(seconds):7.2f},"
-            f" {statistics.median(theirs) / median:.2f}x llama.cpp ({ratio:.2f}x per round)",
+            f"  {name:16} {num_tokens / median:7.2f} tokens/s, best"
+            f" {num_tokens / min(seconds):7.2f}, {statistics.median(theirs) / median:.2f}x"
+            f" llama.cpp ({ratio:.2f}x per round)",
             flush=True,
         )
     return lines

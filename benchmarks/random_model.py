@@ -1,12 +1,12 @@
-"""Makes random models in the shapes of known ones: mixtures of experts and Minitron 4B with fewer layers,
-Gemma 3n E2B with all of them, and TinyLlama.
+"""Makes random models in the shapes of known ones: mixtures of experts and Minitron 4B with fewer
+layers, Gemma 3n E2B with all of them, and TinyLlama.
 
-Weights are random, a few rows of them repeated. In mixtures, the router's choices are skewed as by Zipf's law:
-every embedding has the same component, of mean 0, by which the logit of the expert with rank r is lower
-by log r. What decides whether a ReLU neuron fires has a part against that component, so that 60 % of those
-of experts are silent, and 90 % of Minitron's, which are squared. Vocabularies have
-32,000 tokens, because a head of the full size would count several times as much beside a quarter of
-the layers.
+Weights are random, a few rows of them repeated. In mixtures, the router's choices are skewed as by
+Zipf's law: every embedding has the same component, of mean 0, by which the logit of the expert with
+rank r is lower by log r. What decides whether a ReLU neuron fires has a part against that
+component, so that 60 % of those of experts are silent, and 90 % of Minitron's, which are squared.
+Vocabularies have 32,000 tokens, because a head of the full size would count several times as much
+beside a quarter of the layers.
 
 Letters: E experts, D hidden size."""
 
@@ -152,8 +152,8 @@ Entry = Callable[[str, tuple[int, ...]], TensorEntry]  # of a tensor's name and 
 def make_mixture(
     path: Path, name: str, kind: str, num_layers: int | None = None, layout: Layout | None = None
 ) -> None:
-    """Writes a model of one type, or of one of llama.cpp's mixtures, MXFP4 among them: experts in that
-    type and all else in q8_0."""
+    """Writes a model of one type, or of one of llama.cpp's mixtures, MXFP4 among them: experts in
+    that type and all else in q8_0."""
     plan = blueprint_of(name, num_layers)
     type_of = partial(_type_of, Roles.of(plan.spec, is_tied=False), kind)
     route, activation = plan.spec.layers[-1].route, plan.spec.activation

@@ -41,8 +41,8 @@ def digest(logits: torch.Tensor) -> str:
 
 
 def of_engine(engine: Engine) -> list[str]:
-    """Digests of the logits: one row per step, many rows in one step, and layer by layer, as under an
-    observer. The three are equal."""
+    """Digests of the logits: one row per step, many rows in one step, and layer by layer, as under
+    an observer. The three are equal."""
     with engine.observe(lambda n, i, t: None, lambda n, i: False):
         plain = engine.logits(IDS)
     return [digest(stepped(engine)), digest(engine.logits(IDS)), digest(plain)]

@@ -48,7 +48,7 @@ def signed(share: float, digits: int = 1) -> str:
     return f"{share * 100:+.{digits}f} %"
 
 
-# ---- what sparsity costs --------------------------------------------------------------------------
+# ---- what sparsity costs ------------------------------------------------------------------------
 
 
 def predictors() -> str:
@@ -171,7 +171,7 @@ def long_context() -> str:
     return markdown(["processor", "after", "all keys", "`--kv-offload`"], rows)
 
 
-# ---- the offline stages ---------------------------------------------------------------------------
+# ---- the offline stages -------------------------------------------------------------------------
 
 
 def placement() -> str:

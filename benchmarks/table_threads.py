@@ -23,7 +23,8 @@ def pool_times_of(found: Any) -> str:
 
 
 def by_threads_of(*found: Any) -> str:
-    """Times llama.cpp, of `by_threads.py`'s results: decode with its share of the byte limit, prompt."""
+    """Times llama.cpp, of `by_threads.py`'s results: decode with its share of the byte limit,
+    prompt."""
     rows = []
     for one in found:
         for model, kinds in one["models"].items():

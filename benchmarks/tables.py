@@ -1,5 +1,5 @@
-"""Fills the tables of the documents from the results that the benchmarks wrote, and draws the README's
-picture.
+"""Fills the tables of the documents from the results that the benchmarks wrote, and draws the
+README's picture.
 
     python benchmarks/tables.py            rewrites every marked block, and the picture
     python benchmarks/tables.py --check    exits with 1 if a block has drifted; writes nothing

@@ -16,8 +16,8 @@ def machine_section(found: Artifacts, names: Names) -> Section:
         return Section(name="machine", title="Machine", lead=lead, missing=(names.no_machine,))
     doubtful = sum(figure.is_doubtful for figure in machine.figures.values())
     doubt = Missing(
-        line=f"{doubtful} of {len(machine.figures)} figures varied by more than a quarter while they"
-        " were measured: calibrate again when the machine is idle.",
+        line=f"{doubtful} of {len(machine.figures)} figures varied by more than a quarter while"
+        " they were measured: calibrate again when the machine is idle.",
         command=f"hotsplit calibrate -o {names.machine} --force",
     )
     tables = (_cpu_table(machine), *_gpu_tables(machine), *_cost_tables(machine))

@@ -92,8 +92,8 @@ def plot_firings(profile: Profile) -> Plot:
         return plot_of(
             "firings",
             figure,
-            alt=f"The hottest fifth of a layer's neurons takes {mean_N[NUM_SHARES // 5]:.0f}% of its"
-            f" firings on average, from {fifth.min():.0f}% to {fifth.max():.0f}% by layer.",
+            alt=f"The hottest fifth of a layer's neurons takes {mean_N[NUM_SHARES // 5]:.0f}% of"
+            f" its firings on average, from {fifth.min():.0f}% to {fifth.max():.0f}% by layer.",
             caption="The higher the curve, the fewer neurons a GPU has to hold.",
         )
 
@@ -163,7 +163,8 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
                 markeredgecolor=INK,
                 label="this plan",
             )
-            alt += f" The plan, at {format_bytes(split.budgets[0])}, reaches {1 / split.objective_s:,.0f}."
+            speed = f"{1 / split.objective_s:,.0f}"
+            alt += f" The plan, at {format_bytes(split.budgets[0])}, reaches {speed}."
         axes.set(
             xlabel=f"GPU memory granted ({label})",
             ylabel="tokens a second, predicted",
@@ -196,7 +197,8 @@ def plot_map(split: Split, profile: Profile) -> Plot:
             "map",
             figure,
             alt=f"{hot:.1%} of the {units.name}, with {hot_fired:.1%} of the {units.events}, are on"
-            f" a GPU; so are the dense blocks of {sum(split.dense_on_gpu)} of {len(split.hot)} layers.",
+            f" a GPU; so are the dense blocks of {sum(split.dense_on_gpu)} of {len(split.hot)}"
+            " layers.",
             caption="A dense block is the attention, norms and predictor of a layer"
             + (
                 ", with its KV cache."
@@ -279,7 +281,8 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items, units: str) -> Plot:
             "bytes",
             figure,
             alt=f"{format_bytes(on_gpus)} are on GPUs and {format_bytes(sum(cpu.values()))} in main"
-            f" memory; the largest item is {name_of(largest, units)}, {format_bytes(totals[largest])}.",
+            f" memory; the largest item is {name_of(largest, units)},"
+            f" {format_bytes(totals[largest])}.",
             caption="Workspace is what a pass needs besides weights and KV cache.",
         )
 

@@ -32,8 +32,8 @@ def _by_layer(
     layers: Iterable[int] | None = None,
     **options: Any,
 ) -> Table:
-    """A table with a row a layer (None: all layers): of each column the head, the form of a value, and
-    the values."""
+    """A table with a row a layer (None: all layers): of each column the head, the form of a value,
+    and the values."""
     texts = [[form.format(value) for value in values] for form, values in columns.values()]
     numbers = range(len(texts[0])) if layers is None else layers
     rows = tuple((str(n), *row) for n, *row in zip(numbers, *texts, strict=True))
@@ -97,6 +97,7 @@ def _speed_table(split: Split, speeds: Speeds) -> Table:
 
 def placement_section(found: Artifacts, names: Names) -> Section:
     split, profile = found.split, found.profile
+    units = "neurons" if split is None else split.units
     missing = [] if split is not None else [names.no_split]
     missing += [] if profile is not None else [names.no_profile]
     drawn: tuple[plots.Plot, ...] = ()
@@ -107,8 +108,7 @@ def placement_section(found: Artifacts, names: Names) -> Section:
     return Section(
         name="placement",
         title="Placement",
-        lead=f"The {'neurons' if split is None else split.units} that GPUs hold: the hottest of each layer,"
-        " as many as fit and pay off.",
+        lead=f"The {units} that GPUs hold: the hottest of each layer, as many as fit and pay off.",
         plots=drawn,
         tables=tables,
         missing=tuple(missing),
@@ -307,7 +307,8 @@ def _predictor_table(found: Artifacts) -> Table:
 
 
 def _stored_predictors(found: Artifacts) -> Table | None:
-    """The predictors of their file or of the model, for a page without a report on their quality."""
+    """The predictors of their file or of the model, for a page without a report on their
+    quality."""
     if found.predictors is not None:
         info = found.predictors.info
         sizes = [

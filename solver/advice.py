@@ -104,8 +104,8 @@ def helps_from(problem: Problem) -> int | None:
 
 
 def room_notes(advice: Advice, split: Split, model: ModelFile) -> list[str]:
-    """Notes on budgets that would help or suffice, and on why a GPU has room left: by the plan's bound,
-    no other plan for these budgets, however full, is faster by more than the gap."""
+    """Notes on budgets that would help or suffice, and on why a GPU has room left: by the plan's
+    bound, no other plan for these budgets, however full, is faster by more than the gap."""
     notes, helps = [], advice.helps_from_bytes
     if max(split.budgets) < advice.fits_from_bytes:
         fits = f"everything fits from {format_bytes(advice.fits_from_bytes)} on"

@@ -1,9 +1,9 @@
 """What a plan assumes of the neurons of a model without a profile.
 
 Where every neuron is computed for every token (mode dense, or a model that has no other), nothing
-remains to be counted. Which experts a mixture's tokens choose is known only from text; until then an
-expert's share of the tokens may be assumed to fall with its rank r as r^-EXPONENT (Zipf's law), at
-most 1.
+remains to be counted. Which experts a mixture's tokens choose is known only from text; until then
+an expert's share of the tokens may be assumed to fall with its rank r as r^-EXPONENT (Zipf's law),
+at most 1.
 
 Letters: L layers, F neurons of a layer, E experts, K of them chosen by a token, T tokens."""
 
@@ -18,8 +18,8 @@ from hotsplit.costs.default_mode import computes_every_neuron
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 
-# On Qwen's mixtures, profiles of text gave 60 % of the experts 93 % of the choices; 256 experts by this
-# exponent give them 83 %, by 1 92 %, and by 0 60 %.
+# On Qwen's mixtures, profiles of text gave 60 % of the experts 93 % of the choices; 256 experts by
+# this exponent give them 83 %, by 1 92 %, and by 0 60 %.
 EXPONENT = 0.7
 NUM_TOKENS, BLOCK_TOKENS = 2048, 32
 
@@ -73,7 +73,8 @@ def by_activation(model: ModelFile) -> Profile:
 
 def assumed_experts(model: ModelFile, exponent: float) -> Profile:
     """A profile of a mixture in which each layer's experts are chosen by Zipf's law, expert 0 most
-    often; an exponent of 0 chooses all equally often. All layers of as many experts choose alike."""
+    often; an exponent of 0 chooses all equally often. All layers of as many experts choose
+    alike."""
     layers, num_used = model.spec.layers, model.spec.most_used
     drawn: dict[int, np.ndarray] = {}
     routing_LTK = np.full((len(layers), NUM_TOKENS, num_used), -1, np.int16)
@@ -100,8 +101,9 @@ def drawn_experts(num_experts: int, num_used: int, exponent: float) -> np.ndarra
     """The experts of NUM_TOKENS tokens, ascending, int16 [T, K].
 
     Systematic sampling (Madow, 1949): the shares are laid end to end in a random order, and a token
-    takes the K experts at u, u + 1, ... Each block of tokens has an order of its own and evenly spaced
-    u, so that each expert is chosen as often as its share says, but for one token of a block."""
+    takes the K experts at u, u + 1, ... Each block of tokens has an order of its own and evenly
+    spaced u, so that each expert is chosen as often as its share says, but for one token of a
+    block."""
     share_E = zipf_shares(num_experts, num_used, exponent)
     random = np.random.default_rng(0)
     blocks = []
@@ -116,8 +118,8 @@ def drawn_experts(num_experts: int, num_used: int, exponent: float) -> np.ndarra
 
 
 def zipf_shares(num_experts: int, num_used: int, exponent: float) -> np.ndarray:
-    """The share of the tokens that choose each expert, f64 [E] with the sum K: as rank^-exponent, but
-    at most 1, and the rest in the same proportion."""
+    """The share of the tokens that choose each expert, f64 [E] with the sum K: as rank^-exponent,
+    but at most 1, and the rest in the same proportion."""
     weight_E = np.arange(1, num_experts + 1) ** -exponent
     for num_always in range(num_used + 1):
         rest_E = weight_E[num_always:]

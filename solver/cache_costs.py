@@ -13,20 +13,21 @@ What counts as read depends on the mode:
     predicted  the neurons that the predictor names: the gate row of each and, as often as a named
                neuron fires, its up and down rows.
 
-Of a mixture, a layer reads the experts that its router chooses: hot_row_s and cold_row_s are an expert's
-seconds as in `replay`, hot_s those of the kernels, cold_s the hand-over.
+Of a mixture, a layer reads the experts that its router chooses: hot_row_s and cold_row_s are an
+expert's seconds as in `replay`, hot_s those of the kernels, cold_s the hand-over.
 
 With the profile's expected counts, the sum over the cached layers plus `rest_s` is the plan's
-objective; of a mixture, the mean of that over the recorded tokens. A row on the GPU takes its bytes over the GPU's rate; on the CPU, in mode exact, its
-bytes over the rates of its matrices at the layer's density. `problem` spreads a layer's CPU seconds
-over all of its bytes, gates included; cold_s takes the difference. In mode predicted a row on
-either side takes that side's expected seconds over its expected rows.
+objective; of a mixture, the mean of that over the recorded tokens. A row on the GPU takes its bytes
+over the GPU's rate; on the CPU, in mode exact, its bytes over the rates of its matrices at the
+layer's density. `problem` spreads a layer's CPU seconds over all of its bytes, gates included;
+cold_s takes the difference. In mode predicted a row on either side takes that side's expected
+seconds over its expected rows.
 
 A copied neuron takes all of its bytes over the rate of the link (from pinned memory), and each
 step's copy takes `Gpu.copy_latency_s` in addition. Gathering reads and writes all of a neuron's
 bytes, at the rate measured with the fewest threads, since one thread gathers; SWAP_S is added for
-the host's work on a swap that does not depend on bytes. Experts are not gathered, but the GPU moves them
-from staging to their slots between steps, in another layout.
+the host's work on a swap that does not depend on bytes. Experts are not gathered, but the GPU moves
+them from staging to their slots between steps, in another layout.
 
 Letters: L layers, F neurons of a layer."""
 
@@ -44,8 +45,8 @@ from hotsplit.solver.units import ExpertUnits
 
 # The host's bookkeeping for a swap: measured on two busy cores, with 47 swaps a step.
 SWAP_S = 1e-5
-# Of a swap of experts, whose matrices it sends one by one: 96 us alone, 60 us of three at a time, on
-# two busy cores, with the CPU in the GPU's role and small matrices.
+# Of a swap of experts, whose matrices it sends one by one: 96 us alone, 60 us of three at a time,
+# on two busy cores, with the CPU in the GPU's role and small matrices.
 EXPERT_SWAP_S = 1e-4
 # A byte that a GPU moves from staging to a slot is read and written, and so are four of a table.
 MOVED_BYTES = 6

@@ -1,5 +1,5 @@
-"""What a plan of a mixture of experts says in words: what is on the GPU, why an expert is not, and what
-more memory would bring. `explain` says what a faster link would bring.
+"""What a plan of a mixture of experts says in words: what is on the GPU, why an expert is not, and
+what more memory would bring. `explain` says what a faster link would bring.
 
 Letters: L layers, F experts of a layer by rank, T recorded tokens, K experts of a token."""
 
@@ -20,8 +20,8 @@ WORTH_IT = 0.01  # of a token
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """Shares of the tokens, in a layer with experts on both sides, that chose the least chosen expert on
-    the GPU, and the most chosen one on the CPU."""
+    """Shares of the tokens, in a layer with experts on both sides, that chose the least chosen
+    expert on the GPU, and the most chosen one on the CPU."""
 
     least_hot: float
     most_cold: float
@@ -67,7 +67,8 @@ def placed_line(
         parts.append(f"{_of(count, all_experts)} experts{each if count < all_experts else ''}")
     line = f"on the GPU: {', '.join(parts)}"
     if num_dense < len(dense):
-        line += f"; the CPU has the neurons of {_of(len(dense) - num_dense, len(dense))} layers without experts"
+        others = _of(len(dense) - num_dense, len(dense))
+        line += f"; the CPU has the neurons of {others} layers without experts"
     if not count:
         return f"{line}; all experts are on the CPU"
     if count == all_experts:
@@ -105,8 +106,8 @@ def edges(pipeline: Pipeline, placement: Placement) -> dict[int, Edge]:
 def why_line(
     pipeline: Pipeline, plan: PipelinePlacement, unused: Sequence[int], seconds: float
 ) -> str | None:
-    """Why experts are on the CPU; None if none is. `unused`: bytes of each budget; `seconds`: of a token
-    by the plan."""
+    """Why experts are on the CPU; None if none is. `unused`: bytes of each budget; `seconds`: of a
+    token by the plan."""
     placement, problem = plan.placement, pipeline.model
     cold = [n for n in problem.replayed if not placement.hot_LF[n].all()]
     if not cold:
@@ -132,26 +133,29 @@ def why_line(
         reason = "no faster plan was found"
     elif pipeline.num_gpus > 1:
         names = " and ".join(f"GPU {gpu}" for gpu in gpus)
-        reason = f"{names}, which {'has' if is_one else 'have'} their layers, {'is' if is_one else 'are'} full"
+        have, are = ("has", "is") if is_one else ("have", "are")
+        reason = f"{names}, which {have} their layers, {are} full"
     left = " and ".join(format_bytes(unused[gpu]) for gpu in gpus)
     line = f"{begin} {reason}: {left} are left, and {what} make a token {gain} faster"
     at = edges(pipeline, placement)
     if not at:
         return line
-    # Experts that are chosen together are exchanged for others, so that some layers are out of order.
+    # Experts that are chosen together are exchanged for others, so that some layers are out of
+    # order.
     typical = [n for n in at if at[n].least_hot >= at[n].most_cold] or list(at)
     layer = sorted(typical, key=lambda n: at[n].most_cold)[len(typical) // 2]
     edge = at[layer]
     return (
-        f"{line}. Those that the profile's tokens choose most often have the places: in layer {layer},"
-        f" say, expert {edge.hot_expert} is the last on the GPU, chosen by {edge.least_hot:.2%} of the"
-        f" tokens, and expert {edge.cold_expert} the first on the CPU, by {edge.most_cold:.2%}"
+        f"{line}. Those that the profile's tokens choose most often have the places: in layer"
+        f" {layer}, say, expert {edge.hot_expert} is the last on the GPU, chosen by"
+        f" {edge.least_hot:.2%} of the tokens, and expert {edge.cold_expert} the first on the CPU,"
+        f" by {edge.most_cold:.2%}"
     )
 
 
 def more_line(pipeline: Pipeline, answer: Answer, *, time_limit_s: float) -> str | None:
-    """What MORE_BYTES more on the first GPU would bring, or as many as hold the whole model, by the plan
-    for them; None if no expert is on the CPU, or if all would fit already."""
+    """What MORE_BYTES more on the first GPU would bring, or as many as hold the whole model, by the
+    plan for them; None if no expert is on the CPU, or if all would fit already."""
     problem, routed = pipeline.model, pipeline.model.replayed
     first, *others = pipeline.problems
     missing = first.placeable_bytes + first.workspace_bytes - first.budget_bytes
@@ -168,7 +172,8 @@ def more_line(pipeline: Pipeline, answer: Answer, *, time_limit_s: float) -> str
     count, number = int(found.placement.num_hot_L[routed].sum()), problem.num_neurons * len(routed)
     return (
         f"{size} would bring {1 / found.objective_s:,.1f} tokens/s instead of"
-        f" {1 / answer.objective_s:,.1f} ({gain:+.1%}), with {_of(count, number)} experts on the GPU"
+        f" {1 / answer.objective_s:,.1f} ({gain:+.1%}), with {_of(count, number)} experts on the"
+        " GPU"
     )
 
 

@@ -102,9 +102,10 @@ def _layer_lines(config: SolveConfig, split: Split, model: ModelFile) -> Iterato
             continue
         hot = f"{counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else f"{counts[0]:,}"
         yield (
-            f"{line}, {gpu} has {hot} of {number:,} {units.name}{'' if is_one else ' of each layer'},"
-            f" from which {np.mean(share_L[layers]):.0%} of the {units.events} come; the CPU computes"
-            " the others at the same time."
+            f"{line}, {gpu} has {hot} of {number:,}"
+            f" {units.name}{'' if is_one else ' of each layer'}, from which"
+            f" {np.mean(share_L[layers]):.0%} of the {units.events} come; the CPU computes the"
+            " others at the same time."
         )
 
 
@@ -117,6 +118,6 @@ def _link_lines(config: SolveConfig, split: Split, workspace: Workspace) -> list
     found_s = find(faster, time_limit_s=COMPARED_S).answer.objective_s
     seconds = min(found_s, split.objective_s)  # this plan would still be there
     return [
-        f"With hand-overs between GPU and CPU in half the time, a plan would reach {1 / seconds:,.1f}"
-        f" tokens/s ({split.objective_s / seconds - 1:+.1%})."
+        "With hand-overs between GPU and CPU in half the time, a plan would reach"
+        f" {1 / seconds:,.1f} tokens/s ({split.objective_s / seconds - 1:+.1%})."
     ]

@@ -25,8 +25,8 @@ Intervals = list[tuple[int, int]]  # of counts, both ends included, ascending an
 
 @dataclass(frozen=True, kw_only=True)
 class _Class:
-    """Items of one size: the neurons of `layers`, or dense blocks, each of one layer or of a group of
-    them, or the head."""
+    """Items of one size: the neurons of `layers`, or dense blocks, each of one layer or of a group
+    of them, or the head."""
 
     size: int
     counts: Intervals

@@ -26,8 +26,8 @@ from hotsplit.solver.problem_builder import build_problem
 from hotsplit.solver.units import ExpertUnits, NeuronUnits
 from hotsplit.system.sizes import format_bytes
 
-# Computes the bytes that a device needs besides weights and KV cache, for a model, a context, a mode, a
-# number of texts and the budget of a GPU (0: there is none).
+# Computes the bytes that a device needs besides weights and KV cache, for a model, a context, a
+# mode, a number of texts and the budget of a GPU (0: there is none).
 Workspace = Callable[[ModelFile, int, Mode, int, int], int]
 # Stands in for the GPU of a machine without one; with a budget of 0 its figures do not matter.
 NO_GPU = Gpu(
@@ -41,8 +41,8 @@ NO_GPU = Gpu(
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Checked inputs. `paths` are those of model, profile (None: none is needed) and machine file, for
-    messages.
+    """Checked inputs. `paths` are those of model, profile (None: none is needed) and machine file,
+    for messages.
 
     With a neuron cache, main memory is only checked once a plan is found (`with_cache`)."""
 
@@ -210,9 +210,9 @@ def inputs_from(
     num_sequences: int = 1,
     kv_offload: KeySelection | None = None,
 ) -> Inputs:
-    """Checked inputs from what the files at `paths` hold. None: all main memory, the model's context
-    up to DEFAULT_CONTEXT, and the mode that the model was made for. Raises HotsplitError if they do not
-    belong together or lack something required."""
+    """Checked inputs from what the files at `paths` hold. None: all main memory, the model's
+    context up to DEFAULT_CONTEXT, and the mode that the model was made for. Raises HotsplitError if
+    they do not belong together or lack something required."""
     inputs = Inputs(
         model=model,
         profile=profile,
@@ -257,8 +257,8 @@ def _check_profile(inputs: Inputs) -> None:
     numbers = {layer.neurons.number for layer in model.spec.layers}
     if inputs.swapped_rows and not model.spec.has_experts and len(numbers) > 1:
         raise HotsplitError(
-            f"{model_path}: its layers have {' or '.join(map(str, sorted(numbers)))} neurons, and a neuron"
-            " cache is planned where all have as many; leave --neuron-cache out"
+            f"{model_path}: its layers have {' or '.join(map(str, sorted(numbers)))} neurons, and a"
+            " neuron cache is planned where all have as many; leave --neuron-cache out"
         )
     if model.spec.has_experts and profile.routing_LTK is None:
         raise HotsplitError(

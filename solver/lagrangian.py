@@ -17,9 +17,9 @@ The bound is loosest where the best price leaves a dense block half on the GPU. 
 branch for each number m of dense blocks on the GPU and each device of the head. Within a branch the
 minimum over the sets of m layers is exact, by a recursion over the layers: it keeps the least cost
 of all layers so far with m blocks on the GPU, once with the last layer's block there and once
-without (the cost of a run on the CPU couples a layer only to the one before it). The bound is the least,
-over the branches that fit, of the best value found in each, or T of the placement without a GPU if
-that is feasible and less.
+without (the cost of a run on the CPU couples a layer only to the one before it). The bound is the
+least, over the branches that fit, of the best value found in each, or T of the placement without a
+GPU if that is feasible and less.
 
 For the inner minimum over one layer's neurons, write x for the touched bytes of n hot neurons, 1 <=
 n < F: the layer is then split, wherever its dense block is, and
@@ -330,8 +330,8 @@ def _priced_counts(
             fewer_L = count_KL[last + 1]
         found_L, found_bytes = count_KL[last], bytes_K[last]
         price_K = np.linspace(price_K[last], price_K[min(len(price_K) - 1, last + 1)], ZOOM_PRICES)
-    # Lowered until the bytes hardly exceed `least`, but no layer's count below that at almost the same
-    # price, so that counts in between cost about the same.
+    # Lowered until the bytes hardly exceed `least`, but no layer's count below that at almost the
+    # same price, so that counts in between cost about the same.
     num_hot_L, surplus = found_L.copy(), int(found_bytes) - least
     for layer in np.argsort(-num_hot_L, kind="stable"):
         floor = max(min(found_L[layer], fewer_L[layer]), problem.min_hot_L[layer])

@@ -1,5 +1,5 @@
-"""Predicts the time of llama.cpp's layer split at the same budgets and, for a mixture of experts, of
-its --n-cpu-moe, from this machine's figures.
+"""Predicts the time of llama.cpp's layer split at the same budgets and, for a mixture of experts,
+of its --n-cpu-moe, from this machine's figures.
 
 Assumptions:
 
@@ -7,14 +7,19 @@ Assumptions:
   too. The largest n that fits is taken. Several GPUs are filled one after the other, in order.
 - Every GPU in use has a compute buffer of the size of our workspace. Memory that the driver takes
   for itself is counted for neither program.
-- There is no sparsity and there are no predictors: a token reads every weight, of a mixture those of
-  as many experts as it chooses, and half of the KV cache, in the types of this file; on the CPU at the measured rates of our products of whole
+- There is no sparsity and there are no predictors: a token reads every weight, of a mixture those
+of
+  as many experts as it chooses, and half of the KV cache, in the types of this file; on the CPU at
+  the measured rates of our products of whole
   matrices, plus the fixed cost of a layer. The fixed cost of a token is added in any case.
-- Nothing overlaps. The kernels of a layer on a GPU take as long as ours that read as many bytes, but
+- Nothing overlaps. The kernels of a layer on a GPU take as long as ours that read as many bytes,
+but
   a feed-forward part has DENSE_FFN_KERNELS of them, one more than ours.
-- --n-cpu-moe n puts all but the experts of the first n layers on the GPU; the smallest n that fits is
+- --n-cpu-moe n puts all but the experts of the first n layers on the GPU; the smallest n that fits
+is
   taken. Such a layer waits for the CPU, which costs a hand-over of ours.
-- Each GPU in use, and the run of layers on the CPU before the first, cost a token what they cost us.
+- Each GPU in use, and the run of layers on the CPU before the first, cost a token what they cost
+us.
   If a GPU has the head, the logits are copied from it as well.
 
 The rates of llama.cpp's own kernels are not modelled.
@@ -121,8 +126,8 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
 
 
 def without_experts(inputs: Inputs) -> PipelinePlacement | None:
-    """A plan of ours with everything but a mixture's experts on the GPUs, as llama.cpp's --cpu-moe has
-    it; without the head if that does not fit. None if neither fits, and without experts."""
+    """A plan of ours with everything but a mixture's experts on the GPUs, as llama.cpp's --cpu-moe
+    has it; without the head if that does not fit. None if neither fits, and without experts."""
     units = inputs.units
     if not isinstance(units, ExpertUnits):
         return None

@@ -1,19 +1,19 @@
-"""The options of llama.cpp that come closest to a plan: of all that they can express within the same
-budget, the fastest by this machine's figures and the assumptions of `layer_split`.
+"""The options of llama.cpp that come closest to a plan: of all that they can express within the
+same budget, the fastest by this machine's figures and the assumptions of `layer_split`.
 
     -ngl n             the output matrix, then the last n - 1 layers, whole
     --n-cpu-moe n      all but the experts of the first n layers
-    -ot pattern=CPU    all but single tensors: of each layer any of the matrices of its neurons or of its
-                       experts, which are whole or not there; no option divides a matrix
+    -ot pattern=CPU    all but single tensors: of each layer any of the matrices of its neurons or
+                       of its experts, which are whole or not there; no option divides a matrix
 
-Each matrix on the GPU saves the seconds that the CPU would take longer for what a token reads of it,
-and a layer without any on the CPU its hand-over; the best choice is a knapsack. Its sizes are rounded
-up to a STEPS-th of the room, so that a plan may be that much better.
+Each matrix on the GPU saves the seconds that the CPU would take longer for what a token reads of
+it, and a layer without any on the CPU its hand-over; the best choice is a knapsack. Its sizes are
+rounded up to a STEPS-th of the room, so that a plan may be that much better.
 
--ngl counts the output matrix first since 2025, then the layers that predict tokens further ahead (MTP),
-although they are not loaded (llama.cpp, src/llama-model.cpp); `layer_split` keeps the older rule, by
-which the output matrix comes last. Names are those of files in llama.cpp's layout, which may join the
-gates and ups of experts in one matrix.
+-ngl counts the output matrix first since 2025, then the layers that predict tokens further ahead
+(MTP), although they are not loaded (llama.cpp, src/llama-model.cpp); `layer_split` keeps the older
+rule, by which the output matrix comes last. Names are those of files in llama.cpp's layout, which
+may join the gates and ups of experts in one matrix.
 
 Letters: L layers, O choices of a layer, R room in steps."""
 
@@ -51,8 +51,8 @@ def ways(inputs: Inputs) -> list[Told]:
     longer one that is not faster by WORTH_IT. Raises HotsplitError for several GPUs."""
     if len(inputs.budgets) > 1:
         raise HotsplitError(
-            f"a plan for {len(inputs.budgets)} GPUs; llama.cpp's options are written for one: make a"
-            " plan with one --vram-budget"
+            f"a plan for {len(inputs.budgets)} GPUs; llama.cpp's options are written for one: make"
+            " a plan with one --vram-budget"
         )
     found = [_layers(inputs)]
     if (moe := cpu_moe(inputs)) is not None and moe[0]:
@@ -154,8 +154,8 @@ def _pattern(names: tuple[str, ...], layers: list[int]) -> str:
 def _knapsack(
     of_layers: list[list[_Matrix]], room: int, hand_over_s: float
 ) -> list[frozenset[str]]:
-    """The names on the GPU, of each layer, that save most in this room; of equal choices that with the
-    last layers whole."""
+    """The names on the GPU, of each layer, that save most in this room; of equal choices that with
+    the last layers whole."""
     step = max(1, room // STEPS)
     best_R = np.zeros(room // step + 1)
     chosen: list[np.ndarray] = []

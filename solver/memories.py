@@ -117,8 +117,8 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
     if inputs.swapped_rows and budgets is None and smallest.host is not None:
         return (
             f"{inputs.host_words} do not hold the plan with a neuron cache, which keeps a copy of"
-            f" each hot neuron there; with this budget of GPU memory the smallest --host-budget that holds one is {_size(smallest.host)}, or leave"
-            " --neuron-cache out"
+            " each hot neuron there; with this budget of GPU memory the smallest --host-budget"
+            f" that holds one is {_size(smallest.host)}, or leave --neuron-cache out"
         )
     if pipeline.num_gpus == 1 and not pipeline.need_bytes and budgets is not None:
         if inputs.swapped_rows:
@@ -129,9 +129,9 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
                 " most_rows=N with a smaller N takes less"
             )
         return (
-            f"a budget of {format_bytes(problem.budget_bytes)} holds nothing: the smallest that works"
-            f" is {_size(budgets[0])}, of which {format_bytes(problem.workspace_bytes)} are workspace;"
-            " 0 gives a plan for the CPU alone"
+            f"a budget of {format_bytes(problem.budget_bytes)} holds nothing: the smallest that"
+            f" works is {_size(budgets[0])}, of which {format_bytes(problem.workspace_bytes)} are"
+            " workspace; 0 gives a plan for the CPU alone"
         )
     shorter = "" if smallest.context is None else f"; a --context of {smallest.context:,} fits, too"
     if budgets is None and inputs.host_budget < inputs.always_on_host:

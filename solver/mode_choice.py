@@ -1,9 +1,9 @@
 """Chooses a plan's mode: the fastest by the solver's own model, among those within the loss limit.
 
 The best plan in the same memories is found for each mode that the model file supports and whose
-recorded loss is within the limit (hotsplit.costs.default_mode). Mode dense is among them unless a neuron
-cache is asked for; its plan is never slower than a split by whole layers that fits (`layer_split`).
-The fastest wins; the others' times are reported."""
+recorded loss is within the limit (hotsplit.costs.default_mode). Mode dense is among them unless a
+neuron cache is asked for; its plan is never slower than a split by whole layers that fits
+(`layer_split`). The fastest wins; the others' times are reported."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -66,9 +66,9 @@ def find_fastest(
         allowed = [mode for mode in allowed if mode != "dense"]
         if not allowed:
             raise HotsplitError(
-                f"{inputs.paths[0]}: no mode but dense costs at most {max_loss:.2%} of the perplexity"
-                " by the file's record, and dense has nothing for a neuron cache to follow; leave"
-                " --neuron-cache out, or ask for --mode exact or predicted"
+                f"{inputs.paths[0]}: no mode but dense costs at most {max_loss:.2%} of the"
+                " perplexity by the file's record, and dense has nothing for a neuron cache to"
+                " follow; leave --neuron-cache out, or ask for --mode exact or predicted"
             )
         others.append(Alternative(name="dense", seconds=None, why_not="reads every neuron"))
     best: Found | None = None
@@ -130,8 +130,8 @@ def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: fl
 
 
 def obvious_plans(inputs: Inputs) -> dict[Obvious, PipelinePlacement]:
-    """What llama.cpp would be told, if the mode is dense: whole layers, and everything but the experts
-    of a mixture. They may not fit."""
+    """What llama.cpp would be told, if the mode is dense: whole layers, and everything but the
+    experts of a mixture. They may not fit."""
     if inputs.mode != "dense":
         return {}
     found: dict[Obvious, PipelinePlacement] = {"whole layers": as_plan(inputs, layer_split(inputs))}

@@ -9,9 +9,9 @@ on one GPU (`problem`), so that bounds and placements of single GPUs add up:
     T = sum_k T of the items cut_k .. cut_(k+1) - 1 on GPU k
 
 (a run of layers on the CPU that spans two GPUs' homes counts twice, being a host function of each;
-a run whose GPU holds nothing costs what it does on the CPU alone). With one GPU there is one run and nothing to cut. A cheap bound for
-all cuts at once prices every layer on every GPU once: for any prices p_k and any reward r >= 0 with
-p_k + r >= 0
+a run whose GPU holds nothing costs what it does on the CPU alone). With one GPU there is one run
+and nothing to cut. A cheap bound for all cuts at once prices every layer on every GPU once: for any
+prices p_k and any reward r >= 0 with p_k + r >= 0
 
     T >= sum_k [least T + p_k * bytes over the placements of run k  -  (p_k + r) * room_k]
          + r * need
@@ -52,8 +52,8 @@ MAX_CUTS = 3_000_000  # most rows of cuts to compare; 4 GPUs and 80 layers have 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """`problems[k]` is the whole model with GPU k as the only one; `need_bytes` is what all GPUs
-    together must hold (each problem's own is 0). `together`: groups of layers whose dense blocks are on
-    one device."""
+    together must hold (each problem's own is 0). `together`: groups of layers whose dense blocks
+    are on one device."""
 
     problems: tuple[Problem, ...]
     need_bytes: int
@@ -157,8 +157,8 @@ def bytes_of_gpus(pipeline: Pipeline, plan: PipelinePlacement) -> list[int]:
 
 
 def plan_is_feasible(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
-    """True if the plan respects all memories, the order of homes, groups of layers, and every layer's
-    minimum."""
+    """True if the plan respects all memories, the order of homes, groups of layers, and every
+    layer's minimum."""
     if (np.diff(plan.home_I) < 0).any():
         return False
     device_L = np.where(plan.placement.dense_L, plan.home_I[:-1], -1)

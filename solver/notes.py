@@ -44,8 +44,9 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     doubtful = sum(figure.is_doubtful for figure in rates)
     if 4 * doubtful >= len(rates):
         notes.append(
-            f"{doubtful} of {len(rates)} rates of the CPU in {inputs.paths[2]} varied while they were"
-            " measured: predicted speeds may be far off; calibrate again when the machine is idle"
+            f"{doubtful} of {len(rates)} rates of the CPU in {inputs.paths[2]} varied while they"
+            " were measured: predicted speeds may be far off; calibrate again when the machine is"
+            " idle"
         )
     if len(machine.gpus) > len(inputs.budgets):
         notes.append(
@@ -66,8 +67,8 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
 
 
 def _model_notes(inputs: Inputs, split: Split) -> list[str]:
-    """What a stock file's transposed projections take, what the host holds for operations of which a
-    token reads a row, and what the context of a model with recurrent states takes and leaves."""
+    """What a stock file's transposed projections take, what the host holds for operations of which
+    a token reads a row, and what the context of a model with recurrent states takes and leaves."""
     model, notes = inputs.model, []
     more = all_neuron_bytes(model) - all_neuron_bytes(replace(model, runs_as_it_is=True))
     if model.layout == "stock" and more > 0:

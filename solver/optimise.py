@@ -7,10 +7,10 @@ on from there where the model is small enough for it to finish (`integer_program
 for a mixture of experts, whose price (`replay`) is no linear program: there experts are exchanged.
 The fastest plan wins.
 
-Of layers that must be together (`ModelSpec.together`), the dense blocks are all on the GPU or all on the
-CPU. There are few such groups, so every choice of their sides is a problem of its own: blocks that are
-to stay on the CPU do not fit the budget, and those that are to be on the GPU cost more on the CPU than
-everything there. The least of the problems' bounds is one for all of them.
+Of layers that must be together (`ModelSpec.together`), the dense blocks are all on the GPU or all
+on the CPU. There are few such groups, so every choice of their sides is a problem of its own:
+blocks that are to stay on the CPU do not fit the budget, and those that are to be on the GPU cost
+more on the CPU than everything there. The least of the problems' bounds is one for all of them.
 
 The bound is the search's, which can be recomputed by adding up; where the integer program finished,
 it is HiGHS's, which is tighter for models of a few neurons."""
@@ -157,7 +157,8 @@ def _find(
         return _answer(pipeline, "cpu_only", nothing, plan_seconds(pipeline, nothing))
     fullest = fullest_plan(pipeline) if pipeline.need_bytes > 0 else nothing
     if not plan_is_feasible(pipeline, fullest):
-        # The sums are exact. They take 0.1 s for a 7B shape; a search that finds no plan takes 90 s.
+        # The sums are exact. They take 0.1 s for a 7B shape; a search that finds no plan takes 90
+        # s.
         return None
     plans, bound_s = _start(pipeline)
     best = _fastest(pipeline, [*_whole_plans(pipeline), *plans, *known])
@@ -224,8 +225,8 @@ def _memory_notes(pipeline: Pipeline, plan: PipelinePlacement) -> tuple[str, ...
         longer = min(whole) / plan_seconds(pipeline, plan) - 1
         notes.append(
             "everything would fit on the GPU, but a token would take"
-            f" {f'{longer:.2%}' if longer >= 1e-4 else 'up to 0.01%'} longer, by the figures of this"
-            " machine"
+            f" {f'{longer:.2%}' if longer >= 1e-4 else 'up to 0.01%'} longer, by the figures of"
+            " this machine"
         )
     return tuple(notes)
 
@@ -252,8 +253,9 @@ def _start_run(problem: Problem) -> tuple[list[Placement], float]:
         return [], found.bound_s
     placements = [found.placement]
     if problem.replayed and problem.need_bytes == 0:
-        # The same dense blocks and head, and the experts that save most seconds per byte: the bound's
-        # numbers of experts jump where its lines meet, and distribute them up to 0.5 % worse.
+        # The same dense blocks and head, and the experts that save most seconds per byte: the
+        # bound's numbers of experts jump where its lines meet, and distribute them up to 0.5 %
+        # worse.
         none = replace(found.placement, hot_LF=np.zeros_like(found.placement.hot_LF))
         num_hot_L = fill(
             problem,

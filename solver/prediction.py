@@ -127,8 +127,8 @@ def _are_equal(one: PipelinePlacement, other: PipelinePlacement) -> bool:
 
 
 def write_obvious(plan: Split, inputs: Inputs, paths: Mapping[Winner, Path]) -> dict[Winner, float]:
-    """Writes the obvious plans that fit, have anything on a GPU and are not `plan`, each to its path;
-    returns the seconds of a token that they are predicted to take."""
+    """Writes the obvious plans that fit, have anything on a GPU and are not `plan`, each to its
+    path; returns the seconds of a token that they are predicted to take."""
     pipeline, planned = inputs.pipeline(), placement_of(plan, inputs)
     predicted_s: dict[Winner, float] = {}
     for name, other in obvious_plans(inputs).items():

@@ -52,10 +52,10 @@ keys' bytes, a hand-over, the copies of queries, keys, values and the heads' out
 of keys, values and tables that the CPU reads, over its rate for the cache. These are counted for a
 token in the middle of the context.
 
-Of a mixture of experts, an expert is what a neuron is above: it is touched whole, with the frequency
-with which the router chooses it. With 8 of 128 chosen, how many of a token's experts are on the GPU
-varies, and the slower side counts, so M_l is not the larger of two means but the mean of the larger
-side over recorded choices (`replay`).
+Of a mixture of experts, an expert is what a neuron is above: it is touched whole, with the
+frequency with which the router chooses it. With 8 of 128 chosen, how many of a token's experts are
+on the GPU varies, and the slower side counts, so M_l is not the larger of two means but the mean of
+the larger side over recorded choices (`replay`).
 
 The GPU holds at most its budget, including a workspace if it holds anything. The host stays within
 its budget if at least `need_bytes` are on the GPU.
@@ -191,8 +191,8 @@ class Problem:
 
     @cached_property
     def twins(self) -> dict[int, int]:
-        """For each layer that is priced by replay, the first one with the same choices, sizes and rates:
-        assumed choices are those of all layers."""
+        """For each layer that is priced by replay, the first one with the same choices, sizes and
+        rates: assumed choices are those of all layers."""
         first: dict[object, int] = {}
         found = {}
         for layer in self.replayed:

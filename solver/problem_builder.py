@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
-    """The numbers of the problem with one GPU, with every byte count from `hotsplit.costs.part_bytes`.
+    """The numbers of the problem with one GPU, with every byte count from
+    `hotsplit.costs.part_bytes`.
 
     A token reads the keys and values of one of the texts that are computed at a time."""
     model, machine, spec = inputs.model, inputs.machine, inputs.model.spec
@@ -68,7 +69,8 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
     kernels_s = HOT_KERNELS * gpu.kernel_s.median
     saved_LF = np.cumsum(units.touched_LF, axis=1) * units.cpu_s_per_byte_L[:, None]
     num_too_few_L = (saved_LF <= kernels_s + gpu.hand_over_s.median).sum(axis=1)
-    # Layers that need all of their gates are on a GPU as a whole, with the kernels that they have more.
+    # Layers that need all of their gates are on a GPU as a whole, with the kernels that they have
+    # more.
     is_whole_L = np.array([layer.neurons.needs_all_gates for layer in spec.layers])
     touched_L = np.maximum(1.0, units.touched_LF.sum(axis=1))
     more_s_L = is_whole_L * ALL_GATES_KERNELS * gpu.kernel_s.median / touched_L
@@ -101,8 +103,9 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
 @dataclass(frozen=True, kw_only=True)
 class _Placeable:
     """What is placed in each layer, hottest first, with the names of `Problem`. C_l is at least
-    `least_L`; `read_share_L`: the share of what is there that a token reads on a GPU; `read_more_L`: the
-    bytes of a whole layer that a token reads there, over those that it touches."""
+    `least_L`; `read_share_L`: the share of what is there that a token reads on a GPU;
+    `read_more_L`: the bytes of a whole layer that a token reads there, over those that it
+    touches."""
 
     order_LF: np.ndarray
     touched_LF: np.ndarray
@@ -179,7 +182,8 @@ def _neurons(inputs: "Inputs") -> _Placeable:
 
 
 def token_seconds(model: ModelFile, machine: Machine) -> float:
-    """The fixed seconds of a token on the CPU, those of its logits, and of what is outside the layers there."""
+    """The fixed seconds of a token on the CPU, those of its logits, and of what is outside the
+    layers there."""
     total = machine.costs.token_s.median + model.spec.vocab_size * machine.costs.logit_s.median
     if num_bytes := outside_read(model):
         total += num_bytes / machine.cpu_rate(outside_kind(model))

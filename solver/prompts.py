@@ -7,8 +7,8 @@ from hotsplit.solver.inputs import Inputs
 
 
 def prompt_rates(inputs: Inputs) -> PromptRates | None:
-    """Means over the bytes of all experts, with the first GPU's link; None for a model without experts,
-    without a GPU, and if the machine file has no rate of a prompt's products."""
+    """Means over the bytes of all experts, with the first GPU's link; None for a model without
+    experts, without a GPU, and if the machine file has no rate of a prompt's products."""
     found = {"cpu_s": 0.0, "token_s": 0.0}
     total = 0.0
     for index, layer in enumerate(inputs.model.spec.layers):

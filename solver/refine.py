@@ -2,8 +2,9 @@
 budget with those that save the most seconds per byte, or chooses, for given numbers of hot neurons,
 those with which GPU and CPU take equally long.
 
-`fill` works on counts, since a layer's hot neurons there are its hottest, and never makes a placement
-slower. The hottest are the best choice only while the CPU takes longer; `balanced` chooses others.
+`fill` works on counts, since a layer's hot neurons there are its hottest, and never makes a
+placement slower. The hottest are the best choice only while the CPU takes longer; `balanced`
+chooses others.
 
 Letters: L layers, F neurons, S first ranks of a window, H hot and C cold neurons of a layer."""
 
@@ -69,8 +70,9 @@ class _Layer:
         return best
 
     def _steps(self) -> Iterator[int]:
-        """Sizes of steps to try: all the rest; C_l from none; else one neuron, or the run of neurons
-        that are as hot as the next one, or half of it and so on: many never fire in a profile."""
+        """Sizes of steps to try: all the rest; C_l from none; else one neuron, or the run of
+        neurons that are as hot as the next one, or half of it and so on: many never fire in a
+        profile."""
         left = len(self.touched_F) - self.num_hot
         yield left
         if self.num_hot == 0:

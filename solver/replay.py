@@ -7,11 +7,11 @@ For a token t with h_t of its K experts on the GPU, by Sides,
 and M is the mean over the recorded tokens. With S hot experts, h_t is the number of the token's
 experts in S: an integer, so g may be replaced by the convex function of straight lines through its
 values at 0..K. Any mean of these lines, with weights of the token's own, is at most g(h_t); summed
-over the tokens it is a constant plus one weight for each expert in S, and over all sets of n experts
-least for the n smallest weights. So every choice of means bounds M for all n at once, convexly in n.
-`relax` finds good ones by Frank and Wolfe's method (1956) for the sets' relaxation, whose experts may
-be there in part, with the lines' maximum smoothed by a softmax. The bound by means
-(`Problem.least_split_s_LN`) holds as well, by Jensen's inequality.
+over the tokens it is a constant plus one weight for each expert in S, and over all sets of n
+experts least for the n smallest weights. So every choice of means bounds M for all n at once,
+convexly in n. `relax` finds good ones by Frank and Wolfe's method (1956) for the sets' relaxation,
+whose experts may be there in part, with the lines' maximum smoothed by a softmax. The bound by
+means (`Problem.least_split_s_LN`) holds as well, by Jensen's inequality.
 
 Letters: T recorded tokens, K experts of a token, E experts of the layer by rank (0 is the most
 frequent), H sets, N = E + 1 counts of hot experts."""
@@ -127,8 +127,8 @@ def _of_experts(sides: Sides, value_T: np.ndarray) -> np.ndarray:
 
 
 def polished(sides: Sides, hot_E: np.ndarray) -> np.ndarray:
-    """A set with as many experts that is no slower in a divided layer: this one or the largest shares of
-    `relax`, both `improved`."""
+    """A set with as many experts that is no slower in a divided layer: this one or the largest
+    shares of `relax`, both `improved`."""
     share_E, count = relax(sides, int(hot_E.sum()))[0], int(hot_E.sum())
     found_E = np.zeros_like(hot_E)
     found_E[np.argsort(-share_E, kind="stable")[:count]] = True

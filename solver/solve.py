@@ -1,7 +1,8 @@
 """The solve command: model + profile + machine -> model.split.gguf.
 
-`inputs` loads the files and checks that they belong together, `mode_choice` chooses a mode, `optimise`
-finds a plan, `verify` checks it, `advice` and `notes` comment on it, and this module writes it."""
+`inputs` loads the files and checks that they belong together, `mode_choice` chooses a mode,
+`optimise` finds a plan, `verify` checks it, `advice` and `notes` comment on it, and this module
+writes it."""
 
 import time
 from dataclasses import dataclass, replace
@@ -65,8 +66,8 @@ def solve(config: SolveConfig, workspace: Workspace) -> SolveReport:
     """Writes the plan and returns a report on it.
 
     `workspace` counts the bytes of temporaries. Raises HotsplitError for files that do not belong
-    together, for budgets too small, with the smallest memory that works, and for a neuron cache that
-    would have nothing to swap; then nothing is written."""
+    together, for budgets too small, with the smallest memory that works, and for a neuron cache
+    that would have nothing to swap; then nothing is written."""
     check_output(config.output, force=config.force, inputs=config.inputs)
     inputs = load_inputs(config, workspace)
     began = time.perf_counter()

@@ -1,8 +1,9 @@
 """What the solver places in a layer of a mixture: its experts. The neurons of a layer without
-experts are placed all together, as if they were as many equal parts. In a model without experts it places
-neurons, or several at once in the layers that have more than others.
+experts are placed all together, as if they were as many equal parts. In a model without experts it
+places neurons, or several at once in the layers that have more than others.
 
-Letters: L layers, F units (experts, or parts) of a layer, M neurons, T recorded tokens, K experts of a token."""
+Letters: L layers, F units (experts, or parts) of a layer, M neurons, T recorded tokens, K experts
+of a token."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,8 +106,8 @@ class ExpertUnits:
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronUnits:
-    """The units of a model without experts: as many in each layer, each of as many neurons as the layer's
-    number requires, hottest first, ties by id."""
+    """The units of a model without experts: as many in each layer, each of as many neurons as the
+    layer's number requires, hottest first, ties by id."""
 
     model: ModelFile
     profile: Profile

@@ -63,8 +63,8 @@ def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine
 
 def _check_cache(split: Split, cache: CachePlan, model: ModelFile, profile: Profile) -> None:
     """Checks that the cache's initial frequencies are the profile's, and that by the cache's costs
-    a token that reads as many neurons as the profile expects takes the plan's seconds; of a mixture,
-    that the recorded tokens do on average."""
+    a token that reads as many neurons as the profile expects takes the plan's seconds; of a
+    mixture, that the recorded tokens do on average."""
     seconds, costs = cache.costs.rest_s, cache.costs
     for layer, ids in enumerate(split.hot):
         if split.num_experts:

@@ -1,5 +1,5 @@
-"""Small Triton kernels for gpu_handover.py. Addresses are integers, so that pinned memory is as good
-as the device's. A kernel that waits for the CPU gives up after a second."""
+"""Small Triton kernels for gpu_handover.py. Addresses are integers, so that pinned memory is as
+good as the device's. A kernel that waits for the CPU gives up after a second."""
 
 import triton
 import triton.language as tl

@@ -3,9 +3,10 @@
     python ggml_jobs.py THREADS BYTES PAUSE_US ...
 
 A job is a graph of one node: a row product with BYTES of f32 weights that no other job of the last
-64 MiB has read, or a sum of one value (BYTES 0). Before it the caller computes for PAUSE_US microseconds,
-or sleeps as long if it is negative. Prints for each pause the median and the 90th percentile in
-nanoseconds, and at last those of a node within a graph of NODES such nodes, which share one start."""
+64 MiB has read, or a sum of one value (BYTES 0). Before it the caller computes for PAUSE_US
+microseconds, or sleeps as long if it is negative. Prints for each pause the median and the 90th
+percentile in nanoseconds, and at last those of a node within a graph of NODES such nodes, which
+share one start."""
 
 import ctypes
 import sys

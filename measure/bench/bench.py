@@ -44,8 +44,8 @@ def bench(
     plan = None if config.split is None else Split.load(config.split)
     if plan is not None and plan.context_length < config.num_tokens:
         raise HotsplitError(
-            f"{config.split}: the plan has a context of {plan.context_length}, the longest test takes"
-            f" {config.num_tokens}; give shorter lengths, or solve again with --context"
+            f"{config.split}: the plan has a context of {plan.context_length}, the longest test"
+            f" takes {config.num_tokens}; give shorter lengths, or solve again with --context"
         )
     use_threads(config.threads)
     with ExitStack() as stack:

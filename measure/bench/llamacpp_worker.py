@@ -1,7 +1,8 @@
 """llama.cpp's half of a comparison, run by a Python that has llama-cpp-python.
 
 It imports nothing from hotsplit; its source is passed with -c. Its argument is a JSON object:
-model, context, type_k and type_v (ggml's numbers), threads, gpu_layers (null: all). The first line on stdout describes
+model, context, type_k and type_v (ggml's numbers), threads, gpu_layers (null: all). The first line
+on stdout describes
 llama.cpp and the model, or is {"error": ...}; then each line on stdin gets one on stdout:
     {"do": "depth", "ids": [...]}     fills the cache with these tokens: {}
     {"do": "pp", "ids": [...]}        times a prompt after them, BATCH at a time: {"ns": ...}

@@ -1,9 +1,9 @@
 """Runs llama.cpp for comparison, through a Python that has llama_cpp or through llama-bench.
 
 The Python is one process that runs tests on request and idles in between; llama-bench is started
-anew for each test, loads the model and measures one repetition. Both run in the environment as the user
-has it: OMP_WAIT_POLICY=passive, which the commands set for torch, would slow llama.cpp's threads (1.1 B in
-Q4_K_M, 2 threads: 31 tokens/s instead of 50)."""
+anew for each test, loads the model and measures one repetition. Both run in the environment as the
+user has it: OMP_WAIT_POLICY=passive, which the commands set for torch, would slow llama.cpp's
+threads (1.1 B in Q4_K_M, 2 threads: 31 tokens/s instead of 50)."""
 
 import json
 import os
@@ -243,8 +243,8 @@ class LlamaBench:
         errors = [line for line in said if "error" in line.lower()] or said[-1:]
         words = f" ({errors[0].strip()[:MOST_LETTERS]})" if errors else ""
         return HotsplitError(
-            f"{self._options.path}: cannot measure {test.name} of {self._options.model}{words}; give"
-            " a file that it loads with --compare-model"
+            f"{self._options.path}: cannot measure {test.name} of {self._options.model}{words};"
+            " give a file that it loads with --compare-model"
         )
 
 

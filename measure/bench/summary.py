@@ -80,8 +80,8 @@ def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[
 def _limit(
     ours: Times, reads: list[StepBytes], measured: Measured, setting: Setting
 ) -> Limit | None:
-    """The limit of memory bandwidth, from the bandwidth and bytes of each round. A GPU and the CPU read
-    concurrently (solver.advice)."""
+    """The limit of memory bandwidth, from the bandwidth and bytes of each round. A GPU and the CPU
+    read concurrently (solver.advice)."""
     if not reads or any(read.total is None for read in reads):
         return None
     sides = ["cpu"] if setting.device == "cpu" else list(measured.bandwidths[0])
@@ -141,8 +141,8 @@ def _notes(
         if limit is not None and limit.bytes_a_token <= setting.last_cache_bytes:
             found.append(
                 f"a token's bytes ({format_bytes(round(limit.bytes_a_token))}) fit into the"
-                f" last-level cache ({format_bytes(setting.last_cache_bytes)}), which is faster than"
-                " memory: more than 100 % of the limit is possible"
+                f" last-level cache ({format_bytes(setting.last_cache_bytes)}), which is faster"
+                " than memory: more than 100 % of the limit is possible"
             )
     ours = setting.model_n_params
     if rival_params and abs(rival_params / ours - 1) > SAME_MODEL:

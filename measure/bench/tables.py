@@ -33,7 +33,8 @@ def _heading(report: BenchReport) -> list[str]:
     types = ", ".join(dict.fromkeys((setting.type_k, setting.type_v)))
     lines = [
         f"{config.model}: {setting.model_type}, {format_bytes(setting.model_size)}, mode"
-        f" {setting.mode}, {where}on {setting.device}, {setting.num_threads} threads, cache {types}",
+        f" {setting.mode}, {where}on {setting.device}, {setting.num_threads} threads, cache"
+        f" {types}",
         f"{setting.gpu_name or setting.cpu_name} ({setting.level})"
         + "".join(
             f", {name} reads {statistics.median(rates):.1f} GB/s"

@@ -27,8 +27,8 @@ from hotsplit.system.system_memory import memory_bytes
 
 # Of each part, all GPUs together; the minimum number of rounds is run even if it takes longer.
 COSTS_LIMIT_S, GPU_LIMIT_S = 8.0, 10.0
-# Processes for each processor, and the share of doubtful figures, above which other programs spoil the
-# figures. The load average falls only slowly after they have ended.
+# Processes for each processor, and the share of doubtful figures, above which other programs spoil
+# the figures. The load average falls only slowly after they have ended.
 BUSY_LOAD, BUSY_SHARE = 0.5, 0.25
 
 Say = Callable[[str], None]
@@ -91,8 +91,8 @@ def calibrate(
 
 
 def busy_words(machine: Machine, load: float | None) -> str:
-    """What shows that other programs were running when a machine was measured, in words; "" if nothing
-    does. `load`: the load average before."""
+    """What shows that other programs were running when a machine was measured, in words; "" if
+    nothing does. `load`: the load average before."""
     figures = machine.figures.values()
     count = sum(figure.is_doubtful for figure in figures)
     is_torn = count > BUSY_SHARE * len(figures)
@@ -108,10 +108,11 @@ def _load_words(load: float | None) -> list[str]:
 
 
 def report(machine: Machine, load: float | None = None) -> list[str]:
-    """The measured figures as lines for the user, with a note on doubtful ones. `load`: the load average
-    before the start."""
+    """The measured figures as lines for the user, with a note on doubtful ones. `load`: the load
+    average before the start."""
     lines = [
-        f"CPU, {n} thread{'s' if n > 1 else ''}: {figure.best:.1f} GB/s (median {figure.median:.1f})"
+        f"CPU, {n} thread{'s' if n > 1 else ''}: {figure.best:.1f} GB/s (median"
+        f" {figure.median:.1f})"
         + (f", torch's sum {sums.best:.1f}" if (sums := machine.cpu_sum_gb_per_s.get(n)) else "")
         for n, figure in machine.cpu_bandwidth_gb_per_s.items()
     ]
@@ -155,8 +156,8 @@ def _costs_line(costs: CpuCosts) -> str:
         for kind, figure in costs.all_rows_gb_per_s.items()
     )
     return (
-        f"CPU with all threads, all rows (chosen ones) in GB/s: {rates}; cache {costs.kv_gb_per_s.median:.1f};"
-        f" a layer {1e6 * costs.layer_s['exact'].median:.0f} us, with predictor"
-        f" {1e6 * costs.layer_s['predicted'].median:.0f} us, a token"
+        f"CPU with all threads, all rows (chosen ones) in GB/s: {rates}; cache"
+        f" {costs.kv_gb_per_s.median:.1f}; a layer {1e6 * costs.layer_s['exact'].median:.0f} us,"
+        f" with predictor {1e6 * costs.layer_s['predicted'].median:.0f} us, a token"
         f" {1e6 * costs.token_s.median:.0f} us"
     )

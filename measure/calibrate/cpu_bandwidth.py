@@ -1,5 +1,5 @@
-"""How fast the CPU reads memory, for several numbers of threads: with the runtime's own row products
-over an f16 matrix, and with torch's sum. Both read one buffer (`buffer_bytes`)."""
+"""How fast the CPU reads memory, for several numbers of threads: with the runtime's own row
+products over an f16 matrix, and with torch's sum. Both read one buffer (`buffer_bytes`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,8 +22,8 @@ CPU_LIMIT_S = 8.0  # the minimum number of rounds is run even if it takes longer
 def measure_cpu(
     on_probe: Callable[[float], None] = lambda count: None,
 ) -> tuple[dict[int, Figure], dict[int, Figure]]:
-    """GB/s read by our row products, which read the buffer as an f16 matrix, and by torch's sum, for
-    each number of threads."""
+    """GB/s read by our row products, which read the buffer as an f16 matrix, and by torch's sum,
+    for each number of threads."""
     counts = thread_counts(processors().usable)
     before, torch_before = library.num_threads(), torch.get_num_threads()
     values = torch.ones(buffer_bytes() // (4 * ROW_VALUES) * ROW_VALUES)

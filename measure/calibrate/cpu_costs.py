@@ -1,8 +1,8 @@
 """Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
 
 Rows of every type are read in the form in which the runtime holds them, with its threads: all of
-them, tiled, by a product with a vector and with the tokens of a short prompt, and the gate, up and down rows of a tenth of the neurons,
-interleaved, by the native call for a block of neurons.
+them, tiled, by a product with a vector and with the tokens of a short prompt, and the gate, up and
+down rows of a tenth of the neurons, interleaved, by the native call for a block of neurons.
 
 The fixed cost of a layer is what is left of it without the work on its bytes. It comes from decode
 steps of models of FEW and of MANY layers. In those of TINY width nothing is divided among threads;
@@ -12,8 +12,9 @@ of the work and its fixed cost, which therefore is
 
     seconds with n threads - (seconds with one - seconds of a tiny layer) / n
 
-The rest of a step is that of a token; a logit's cost is that of sampling from many and from few. The cost of reading keys and
-values is the difference between steps at the end and at the beginning of a long context.
+The rest of a step is that of a token; a logit's cost is that of sampling from many and from few.
+The cost of reading keys and values is the difference between steps at the end and at the beginning
+of a long context.
 
 Letters: N rows, D row width, A chosen rows, L layers, W words of a bit mask, V vocabulary."""
 
@@ -107,8 +108,8 @@ def _layer_seconds(times: Mapping[str, Sequence[float]], mode: str, threads: int
 
 
 def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
-    """Probes of one type: all rows times a vector and times several, and a tenth of the neurons made of
-    the rows.
+    """Probes of one type: all rows times a vector and times several, and a tenth of the neurons
+    made of the rows.
 
     Each timing takes another tenth, since the previous one may still be in a cache."""
     entry = _random_rows(kind, num_bytes)

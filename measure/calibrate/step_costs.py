@@ -1,5 +1,5 @@
-"""Fits the fixed costs of decode steps over a GPU and the CPU to the times of whole steps of the real
-backend: its graph, its copies, and the way in which it hands over to the CPU.
+"""Fits the fixed costs of decode steps over a GPU and the CPU to the times of whole steps of the
+real backend: its graph, its copies, and the way in which it hands over to the CPU.
 
 For each of two shapes, models with next to no neurons to compute on the CPU are loaded by plans:
 all on the GPU with all layers and with a quarter of them; with half of the layers and all of them
@@ -12,9 +12,9 @@ two. By least squares over these steps,
 The terms of plans follow. `kernel_s` is gpu over the layer's kernels, of the narrow shape, where
 they read next to nothing. `hand_over_s` is divided, plus what the layer's neurons take on the GPU,
 less what the cold ones read on the CPU. `token_s` is token, less the head and a token on the CPU
-alone. Where the "GPU" is the CPU too, with the plain backend, the two sides of a layer run one after
-the other, and the bandwidth is fitted as well: it is the bytes of a wide layer more than those of a
-narrow one over the seconds that it takes more.
+alone. Where the "GPU" is the CPU too, with the plain backend, the two sides of a layer run one
+after the other, and the bandwidth is fitted as well: it is the bytes of a wide layer more than
+those of a narrow one over the seconds that it takes more.
 
 Each round of timings is fitted by itself, so that every figure has the quartiles of its rounds.
 
@@ -217,8 +217,8 @@ def time_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the fit takes of a GPU as known: rates in bytes per second, seconds of a kernel that does
-    nothing. `bandwidth` is None where it is to be fitted."""
+    """What the fit takes of a GPU as known: rates in bytes per second, seconds of a kernel that
+    does nothing. `bandwidth` is None where it is to be fitted."""
 
     bandwidth: float | None
     link: float

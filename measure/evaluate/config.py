@@ -12,9 +12,9 @@ from hotsplit.options.engine_config import EngineConfig
 class EvalConfig:
     model: Path
     corpora: tuple[Path, ...]
-    # Mode None: with a plan as in Engine.load, else the mode that the file's predictors or activation
-    # are for, whatever it costs. The dense model has the device, the context and
-    # the rotary embeddings of `engine`, and its own cache.
+    # Mode None: with a plan as in Engine.load, else the mode that the file's predictors or
+    # activation are for, whatever it costs. The dense model has the device, the context and the
+    # rotary embeddings of `engine`, and its own cache.
     engine: EngineConfig = EngineConfig()
     split: Path | None = None
     max_tokens: int = 16_384

@@ -78,13 +78,13 @@ class EvalReport:
         share_half = None if self.bytes_half_width is None else self.bytes_half_width / dense_bytes
         return (
             f"perplexity {self.perplexity:.3f}{_within(self.perplexity_own_half_width, '.2f')}"
-            f" (dense {self.dense_perplexity:.3f}{_within(self.dense_perplexity_half_width, '.2f')},"
-            f" {self.perplexity_increase:+.2%}{_within(self.perplexity_half_width, '.2%')}),"
-            f" KL {self.kl_mean:.5f}{_within(self.kl_half_width, '.5f')}"
-            f" (p99 {self.kl_p99:.4f}{p99}),"
+            " (dense"
+            f" {self.dense_perplexity:.3f}{_within(self.dense_perplexity_half_width, '.2f')},"
+            f" {self.perplexity_increase:+.2%}{_within(self.perplexity_half_width, '.2%')}), KL"
+            f" {self.kl_mean:.5f}{_within(self.kl_half_width, '.5f')} (p99 {self.kl_p99:.4f}{p99}),"
             f" same top token {self.top1_agreement:.2%}{_within(self.top1_half_width, '.2%')},"
-            f" a token reads {self.bytes_per_token / dense_bytes:.1%}{_within(share_half, '.1%')} of"
-            f" the dense bytes, {self.num_tokens:,} tokens"
+            f" a token reads {self.bytes_per_token / dense_bytes:.1%}{_within(share_half, '.1%')}"
+            f" of the dense bytes, {self.num_tokens:,} tokens"
         )
 
     @property

@@ -4,10 +4,11 @@ The reference is the source's own graph (transformers' in f32, or for a GGUF tha
 with the file's values put back into it, so that both sides have the rounding of the file's types,
 whose effect grows from layer to layer. The other side is the runtime's graph with the file's values
 unpacked to f32, hence with an f32 KV cache. The logits can then differ by the order of f32 sums and
-by errors: wrong names, a wrong order of rows, a wrong graph. Where a router's choice of experts is a tie within
-such differences, the reference takes the runtime's (see runtime.ops.expert_choices). Reading the values back
-(see hotsplit.files.written) also checks that they equal the source's up to rounding. What the rounding cost is
-another question, and has an answer of its own: the divergence from the source as it is.
+by errors: wrong names, a wrong order of rows, a wrong graph. Where a router's choice of experts is
+a tie within such differences, the reference takes the runtime's (see runtime.ops.expert_choices).
+Reading the values back (see hotsplit.files.written) also checks that they equal the source's up to
+rounding. What the rounding cost is another question, and has an answer of its own: the divergence
+from the source as it is.
 
 Letters: T tokens, V vocabulary."""
 
@@ -43,21 +44,23 @@ from hotsplit.system.system_memory import free_memory_bytes
 TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1876, def fib(n): return n if n < 2 else"
     " fib(n - 1) + fib(n - 2)  # naïve, but right; 0x1F + 3.14 = ?\n"
-    "The river rises in the mountains and flows north for three hundred kilometres before it reaches"
-    " the sea. In spring, when the snow melts, it floods the meadows along its lower course, and the"
-    " farmers move their cattle to higher ground. A bridge was built here in the nineteenth century,"
-    " because the ferry could not run in winter. It was made of iron, which rusted, so that it had to"
-    " be replaced after sixty years. The new one is made of concrete and carries a railway line as well"
-    ' as the road.\n"How long have you lived here?" she asked. "All my life," he said. "My father was'
+    "The river rises in the mountains and flows north for three hundred kilometres before it"
+    " reaches the sea. In spring, when the snow melts, it floods the meadows along its lower"
+    " course, and the farmers move their cattle to higher ground. A bridge was built here in the"
+    " nineteenth century, because the ferry could not run in winter. It was made of iron, which"
+    " rusted, so that it had to be replaced after sixty years. The new one is made of concrete and"
+    " carries a railway line as well"
+    ' as the road.\n"How long have you lived here?" she asked. "All my life," he said. "My father'
+    " was"
     " the last ferryman. When I was a boy, he let me take the rudder on Sundays, and I thought that"
     ' nothing would ever change." He laughed and poured her another cup of tea.\n'
-    "Water boils at 100 degrees Celsius at sea level. At higher altitudes the pressure of the air is"
-    " lower, and so is the boiling point: on a mountain of 3,000 metres it is about 90 degrees. That is"
-    " why potatoes take longer to cook there.\n"
+    "Water boils at 100 degrees Celsius at sea level. At higher altitudes the pressure of the air"
+    " is lower, and so is the boiling point: on a mountain of 3,000 metres it is about 90 degrees."
+    " That is why potatoes take longer to cook there.\n"
 )
 MAX_TOKENS = 256
-# Mean divergence from the source, in nats, above which a file is warned of. Llama 3 8B has 0.07 in Q4_0,
-# 0.10 in q3_K_M and 0.23 in q3_K_S, its worst type of 3 bits, and 0.33 to 0.45 in q2_K
+# Mean divergence from the source, in nats, above which a file is warned of. Llama 3 8B has 0.07 in
+# Q4_0, 0.10 in q3_K_M and 0.23 in q3_K_S, its worst type of 3 bits, and 0.33 to 0.45 in q2_K
 # (tools/perplexity/README.md of llama.cpp): there the text of small models falls apart.
 LARGE_DIVERGENCE = 0.25
 # Relative error of the logits. Correct small files had up to 9e-7 in every type, one of 24 layers
@@ -69,8 +72,8 @@ BOUND = 1e-4
 @dataclass(frozen=True, kw_only=True)
 class Verification:
     """`relative_error` is |got - want| / |want| over all logits; it is None if there was no
-    reference, and `line` says why. `rounding`: the written file against the source as it is; None if
-    nothing was rounded to fewer bits than 16, or there was no reference."""
+    reference, and `line` says why. `rounding`: the written file against the source as it is; None
+    if nothing was rounded to fewer bits than 16, or there was no reference."""
 
     relative_error: float | None
     line: str
@@ -155,16 +158,16 @@ def verify(written: Written) -> Verification:
         num_values = sum(math.prod(e.shape) for e in model.tensors.values() if len(e.shape) > 1)
         size = format_bytes(round(BY_NAME["q8_0"].bytes_per_value * num_values))
         warning = (
-            f"in {kind} this model has lost much (KL {rounding.divergence.mean:.2g} from the source,"
-            f" over {LARGE_DIVERGENCE:g}: more than types of 3 bits cost an 8B) and may babble;"
-            f" --outtype q8_0 loses little, and takes {size}"
+            f"in {kind} this model has lost much (KL {rounding.divergence.mean:.2g} from the"
+            f" source, over {LARGE_DIVERGENCE:g}: more than types of 3 bits cost an 8B) and may"
+            f" babble; --outtype q8_0 loses little, and takes {size}"
         )
     return Verification(relative_error=error, line=line, rounding=rounding, warning=warning)
 
 
 def _is_rounded(written: Written, model: ModelFile) -> bool:
-    """True if the file has matrices in a type of fewer than 16 bits, and the source has them in other
-    types."""
+    """True if the file has matrices in a type of fewer than 16 bits, and the source has them in
+    other types."""
     kinds = Counter(entry.kind for entry in model.tensors.values())
     if kinds.keys() <= set(FLOAT_NAMES):
         return False
@@ -234,7 +237,8 @@ def _transformers_may_fail() -> Iterator[None]:
 
 
 def _check_transformers(written: Written) -> None:
-    """Raises Skipped if transformers does not know the checkpoint, or needs more memory than there is."""
+    """Raises Skipped if transformers does not know the checkpoint, or needs more memory than there
+    is."""
     from transformers.configuration_utils import PretrainedConfig
 
     with _transformers_may_fail():
@@ -296,8 +300,8 @@ def _check_known(folder: Path, values: Mapping[str, object]) -> None:
         raise Skipped(f"transformers does not know model_type {str(kind)[:60]!r}")
     if taken != named and named in classes.values():
         raise HotsplitError(
-            f"{folder / 'config.json'}: model_type is {shown(kind)}, which is {taken}, but architectures"
-            f" has {shown(named)}; correct the one that is wrong"
+            f"{folder / 'config.json'}: model_type is {shown(kind)}, which is {taken}, but"
+            f" architectures has {shown(named)}; correct the one that is wrong"
         )
     if activation is not None and activation not in ACT2FN:
         raise Skipped(f"transformers does not know the activation {shown(activation)}")
@@ -382,8 +386,8 @@ def _check_source(written: Written) -> None:
 def _source_logits(
     written: Written, ids: list[int], followed: Followed | None, *, has_source: bool
 ) -> References:
-    """Our runtime's logits with the source's header and layout, and the file's values, activation and
-    thresholds."""
+    """Our runtime's logits with the source's header and layout, and the file's values, activation
+    and thresholds."""
     keys, tensors = read_model_gguf(written.source)
     own = ModelFile.load(written.path)
     keys = keys | {"hotsplit.ffn.activation": own.activation}
@@ -415,8 +419,8 @@ def _logits(model: ModelFile, ids: list[int], followed: Followed | None = None) 
 
 
 def _followed_logits(model: ModelFile, ids: list[int]) -> tuple[Tensor, Followed | None]:
-    """The runtime's logits [T, V] in mode dense, and of a mixture the choices of experts, which a reference
-    follows."""
+    """The runtime's logits [T, V] in mode dense, and of a mixture the choices of experts, which a
+    reference follows."""
     if not model.spec.has_experts:
         return _logits(model, ids), None
     found: dict[int, list[Tensor]] = {}

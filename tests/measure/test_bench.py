@@ -94,8 +94,8 @@ def test_bytes_are_those_of_the_tensor_table(bench_files, name, depth):
 
 @needs_kernels
 def test_a_plan_divides_the_bytes(bench_files):
-    """The total stays the same, but for the copies that complete groups of 64. Hot neurons, and the caches of two of the three layers, are read on
-    the GPU."""
+    """The total stays the same, but for the copies that complete groups of 64. Hot neurons, and the
+    caches of two of the three layers, are read on the GPU."""
     with planned(bench_files) as (plan, engine, sample):
         read = bytes_by_part(engine, plan, sample.steps)
         neuron = 3 * engine.model.tensors["blk.0.ffn_gate.weight"].row_bytes

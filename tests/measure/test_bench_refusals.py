@@ -62,8 +62,8 @@ THREADS_MAY_SPIN = "import os; assert 'OMP_WAIT_POLICY' not in os.environ; "
 def test_bench_compares_itself_with_another_program(
     bench_files, tmp_path, small_buffer, monkeypatch, text, first
 ):
-    """The other programs are fakes that answer as the real ones do, with 1 us per token. They have the
-    user's environment, without what a command sets for torch."""
+    """The other programs are fakes that answer as the real ones do, with 1 us per token. They have
+    the user's environment, without what a command sets for torch."""
     monkeypatch.setattr(processors, "_set_by_us", set())
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     processors.let_threads_sleep()
@@ -102,7 +102,8 @@ def test_bench_compares_itself_with_another_program(
         ),
         (
             FAKE_PYTHON,
-            "print(json.dumps({'error': 'it cannot load the model', 'log': ['bad magic']}), flush=True)",
+            "print(json.dumps({'error': 'it cannot load the model', 'log': ['bad magic']}),"
+            " flush=True)",
             r"cannot load the model .*\(bad magic\).*--compare-model",
         ),
         (FAKE_PYTHON, "sys.exit('ended')", r"ended unexpectedly \(code 1\): ended"),

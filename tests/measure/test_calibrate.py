@@ -79,7 +79,8 @@ def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypa
 
 
 def test_all_rows_are_timed_in_the_form_that_models_have(monkeypatch):
-    """Whatever the size of the buffer: rows that do not fill tiles take up to three times as long."""
+    """Whatever the size of the buffer: rows that do not fill tiles take up to three times as
+    long."""
     if not library.prefers_tiles():
         pytest.skip("no matrix is tiled here")
     seen = []

@@ -1,5 +1,5 @@
-"""Random plans of models of 0.1 to 70 B, solved and loaded on a hollow CUDA device, and the texts that
-each must take."""
+"""Random plans of models of 0.1 to 70 B, solved and loaded on a hollow CUDA device, and the texts
+that each must take."""
 
 import random
 from contextlib import contextmanager
@@ -134,8 +134,8 @@ def loaded(case: Case):
 
 
 def take_texts(engine: Engine, plan: Split) -> None:
-    """A prompt that leaves a few positions of the context, a generation, and a second prompt, for each
-    sequence of the plan. Raises HotsplitError where memory is short."""
+    """A prompt that leaves a few positions of the context, a generation, and a second prompt, for
+    each sequence of the plan. Raises HotsplitError where memory is short."""
     context = plan.context_length
     texts = [engine.sequence() for _ in range(plan.num_sequences)]
     for text in texts:

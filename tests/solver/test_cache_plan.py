@@ -28,8 +28,8 @@ S = "hotsplit.split."
 
 
 def made(mode: str, *, density: float | None = None, machine=None, hot=(20, 0, 96, 50)):
-    """(inputs, problem, placement) with two layers divided; the dense block of one of them is on the
-    GPU."""
+    """(inputs, problem, placement) with two layers divided; the dense block of one of them is on
+    the GPU."""
     rank = 8 if mode == "predicted" else 0
     shape = make_sizes(num_layers=4)
     model = make_model(sizes=shape, kind="f16", predictor_rank=rank, predictor_density=density)

@@ -127,7 +127,8 @@ def test_inspect_says_what_a_text_keeps(tmp_path):
     delta_model(make_sizes(num_layers=4)).save(tmp_path / "m.gguf")
     rows = dict(inspect_file(tmp_path / "m.gguf").facts)
     assert rows["a text keeps"] == (
-        "9.38 KiB of states in 3 layers, whatever its length, and 256 B of keys and values a token in 1"
+        "9.38 KiB of states in 3 layers, whatever its length, and 256 B of keys and values a token"
+        " in 1"
     )
     make_model().save(tmp_path / "m.gguf")
     assert "a text keeps" not in dict(inspect_file(tmp_path / "m.gguf").facts)
@@ -145,9 +146,10 @@ def test_a_plan_of_the_full_shape_with_short_and_long_contexts():
     ]
     (short, (short_note,)), (long, (long_note,)) = found
     assert short_note == (
-        "the context of 4,096 tokens takes 331.25 MiB: 251.25 MiB of recurrent states (4 of 62.81 MiB a"
-        " text), which do not grow with it, and 80.00 MiB of keys and values, 20.00 MiB for each further"
-        " 1,024 tokens, as much as 12 experts; the budget leaves 6.30 GiB to experts, 3,820 of 10,240"
+        "the context of 4,096 tokens takes 331.25 MiB: 251.25 MiB of recurrent states (4 of 62.81"
+        " MiB a text), which do not grow with it, and 80.00 MiB of keys and values, 20.00 MiB for"
+        " each further 1,024 tokens, as much as 12 experts; the budget leaves 6.30 GiB to experts,"
+        " 3,820 of 10,240"
     )
     assert long_note.startswith(
         "the context of 131,072 tokens takes 2.75 GiB: 251.25 MiB of recurrent"
@@ -205,12 +207,12 @@ def test_windows_keep_their_share_of_a_long_context(monkeypatch, num_sequences, 
 def test_windows_are_said_in_words():
     model = gemma3_12b()
     assert text_words(model) == (
-        "64.00 KiB of keys and values a token in 8, and 320.00 KiB of keys and values for each of the"
-        " latest 1,600 tokens at most in 40"
+        "64.00 KiB of keys and values a token in 8, and 320.00 KiB of keys and values for each of"
+        " the latest 1,600 tokens at most in 40"
     )
     assert context_words(model, 32768, 1) == (
-        "the context of 32,768 tokens takes 2.82 GiB: 840.00 MiB of keys and values in 40 layers with"
-        " windows, which do not grow with it, and 2.00 GiB of keys and values, 64.00 MiB for each further"
-        " 1,024 tokens, as much as 10,356 neurons"
+        "the context of 32,768 tokens takes 2.82 GiB: 840.00 MiB of keys and values in 40 layers"
+        " with windows, which do not grow with it, and 2.00 GiB of keys and values, 64.00 MiB for"
+        " each further 1,024 tokens, as much as 10,356 neurons"
     )
     assert context_words(model, 2048, 1) is None  # rings would take more

@@ -1,5 +1,5 @@
-"""What a plan of a mixture says in words: which experts are on the GPU, why others are not, and what
-more memory or a faster link would bring; in `solve`, `inspect` and `report`."""
+"""What a plan of a mixture says in words: which experts are on the GPU, why others are not, and
+what more memory or a faster link would bring; in `solve`, `inspect` and `report`."""
 
 import json
 import re
@@ -68,9 +68,9 @@ def test_more_memory_brings_what_its_own_plan_says(monkeypatch):
     _, _, larger = planned(0.25, inputs=more)
     number = larger.placement.num_hot_L.sum()
     assert more_line(pipeline, answer, time_limit_s=5) == (
-        f"58.59 KiB more of GPU memory would bring {1 / larger.objective_s:,.1f} tokens/s instead of"
-        f" {1 / answer.objective_s:,.1f} ({answer.objective_s / larger.objective_s - 1:+.1%}), with"
-        f" {number} of 24 experts on the GPU"
+        f"58.59 KiB more of GPU memory would bring {1 / larger.objective_s:,.1f} tokens/s instead"
+        f" of {1 / answer.objective_s:,.1f} ({answer.objective_s / larger.objective_s - 1:+.1%}),"
+        f" with {number} of 24 experts on the GPU"
     )
     monkeypatch.setattr(expert_notes, "MORE_BYTES", 1)
     assert "less than 1% faster" in more_line(pipeline, answer, time_limit_s=5)
@@ -108,7 +108,8 @@ def test_layers_without_experts_are_named():
 
 
 def test_an_expert_that_would_not_pay_is_explained():
-    """On this machine a GPU reads as slowly as the CPU, and an expert less on the CPU saves nothing."""
+    """On this machine a GPU reads as slowly as the CPU, and an expert less on the CPU saves
+    nothing."""
     _, pipeline, answer = planned(0.5, gpu_gb_per_s=1.0, cpu_gb_per_s=50.0)
     plan = with_one_home(pipeline.model, np.array([4, 4, 4]), np.ones(3, bool), True)
     why = why_line(pipeline, plan, [1 << 20], answer.objective_s)

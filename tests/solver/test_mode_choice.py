@@ -84,8 +84,8 @@ def a_model(
         (
             {"exact": (0.0, 0.76), "predicted": (0.18, 0.6)},
             "exact",
-            "predicted would read 40 % less and cost +18 % of perplexity (limit 1 %); --mode predicted,"
-            " or --max-loss 0.2, runs it",
+            "predicted would read 40 % less and cost +18 % of perplexity (limit 1 %); --mode"
+            " predicted, or --max-loss 0.2, runs it",
         ),
         ({"exact": (0.0, 0.76), "predicted": (0.0101, 0.5)}, "exact", "--max-loss 0.02"),
         # Within the limit, the mode that reads less is chosen.

@@ -52,7 +52,8 @@ def planned(capsys, *words: object) -> dict:
 
 
 def outcome(path, capsys, header: Header, *words: str) -> str:
-    """The last line of `plan`, or its speed; `inspect` says of the same files that they are refused."""
+    """The last line of `plan`, or its speed; `inspect` says of the same files that they are
+    refused."""
     write(path, keys_of(header), list(tensors_of(header)))
     code = main(["plan", str(path), "--machine", CARD, *words])
     shown = capsys.readouterr().err
@@ -164,7 +165,8 @@ def test_a_plan_is_the_one_that_solve_makes(tmp_path, capsys):
 
 
 def test_a_text_gets_slower_by_the_keys_and_values_that_it_reads(tmp_path, capsys):
-    """The speed in the middle of the context, and at its beginning, where `bench` measures without -d."""
+    """The speed in the middle of the context, and at its beginning, where `bench` measures without
+    -d."""
     model = make_model(
         sizes=make_sizes(num_layers=3, context_length=4096),
         activation="silu",

@@ -85,7 +85,8 @@ MIXTURES = {
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_plans_of_mixtures_take_prompts_with_streamed_experts(name, monkeypatch):
-    """Random choices, since nothing is computed; a plan reserves memory for pieces of whole experts."""
+    """Random choices, since nothing is computed; a plan reserves memory for pieces of whole
+    experts."""
     width, num_experts, neurons, num_used, kind, hot = MIXTURES[name]
     sizes = sizes_of((width, neurons, 32, 8, 64, 32000), len(hot), 1024)
     route = Route(num_experts=num_experts, num_used=num_used)

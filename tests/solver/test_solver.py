@@ -304,8 +304,9 @@ def test_agrees_with_brute_force_over_all_subsets(seed):
 def by_hand(touched, **changes) -> Problem:
     """One layer. A touched byte takes 1 s on the CPU, 1/4 s on the GPU; a neuron holds 10 bytes.
 
-    By default the kernels take 1/2 s, a hand-over 1/4 s, a run on the CPU and a use of the GPU 0 s. The dense block: 100 bytes,
-    20 s on the CPU, 5 s on the GPU. The head: 100 bytes, 10 s and 2 s. No workspace."""
+    By default the kernels take 1/2 s, a hand-over 1/4 s, a run on the CPU and a use of the GPU 0 s.
+    The dense block: 100 bytes, 20 s on the CPU, 5 s on the GPU. The head: 100 bytes, 10 s and 2 s.
+    No workspace."""
     touched_LF = np.array([touched], np.float64)
     fields = {
         "order_LF": np.arange(len(touched), dtype=np.int32)[None],

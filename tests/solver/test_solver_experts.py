@@ -68,7 +68,8 @@ def profile_of(model, id_LTK) -> Profile:
 
 
 def tiny(seed: int, num_dense: int = 0):
-    """Inputs with one or two layers of a few experts, of which the CPU reads one in 0.5 to 80 us."""
+    """Inputs with one or two layers of a few experts, of which the CPU reads one in 0.5 to 80
+    us."""
     random = np.random.default_rng(seed)
     num_layers, num_experts = (1, 5) if seed % 2 else (2, 3)
     route = Route(num_experts=num_experts, num_used=int(random.integers(1, num_experts + 1)))
@@ -196,8 +197,8 @@ def test_no_set_is_below_the_bound(seed):
 
 
 def test_experts_that_are_chosen_together_are_divided():
-    """Every token chooses 0 and 1, or 2 and 3. With one of each pair on the GPU both sides always have
-    one expert; the two hottest would leave all work to one side."""
+    """Every token chooses 0 and 1, or 2 and 3. With one of each pair on the GPU both sides always
+    have one expert; the two hottest would leave all work to one side."""
     sides = replay.Sides(
         rank_TK=np.array([[0, 1], [2, 3], [0, 1]]),
         num_experts=4,

@@ -242,7 +242,8 @@ def test_the_refusal_of_a_small_main_memory_names_what_works(folder):
     with pytest.raises(HotsplitError, match="smallest that works is") as error:
         solve(predicted(folder, some, host_budget_bytes=short, force=True), take_workspace)
     _, host = named(error.value)
-    # Any plan will do: to prove that none is better would take half a minute where so few bytes are free.
+    # Any plan will do: to prove that none is better would take half a minute where so few bytes are
+    # free.
     tight = predicted(folder, some, host_budget_bytes=host, force=True, time_limit_s=1.0)
     assert solve(tight, take_workspace).num_hot
     assert solve(

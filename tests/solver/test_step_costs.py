@@ -163,9 +163,9 @@ def test_the_cpu_alone_and_the_card_alone_are_priced_as_measured():
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_plans_that_lost_on_an_h100_are_no_longer_made(share):
     """At these shares of its bytes, plans that gave the card the head first, and 0, 10 and 19 of 30
-    layers, were predicted at 1.5, 1.2 and 0.9 ms, and the machine could not keep that: a layer takes
-    the CPU 0.1 ms. Now whole layers go to the card, next to each other, and a token is not promised
-    sooner than the layers that are left take the CPU."""
+    layers, were predicted at 1.5, 1.2 and 0.9 ms, and the machine could not keep that: a layer
+    takes the CPU 0.1 ms. Now whole layers go to the card, next to each other, and a token is not
+    promised sooner than the layers that are left take the CPU."""
     whole = sum(
         part_bytes.layer_bytes(SMOLLM2, n).attention
         + 1536 * part_bytes.layer_bytes(SMOLLM2, n).neuron

@@ -11,9 +11,9 @@ from hotsplit.costs.part_bytes import head_bytes, layer_bytes, outside_read
 def neurons_read(
     model: ModelFile, layer: int, named: float | None = None, fired: float | None = None
 ) -> float:
-    """Bytes of a layer's neurons that a token reads on average. `named`: the share of them whose gates
-    are computed; `fired`: the share whose up and down rows are used. None: all, of a mixture all of
-    the experts that the router chooses."""
+    """Bytes of a layer's neurons that a token reads on average. `named`: the share of them whose
+    gates are computed; `fired`: the share whose up and down rows are used. None: all, of a mixture
+    all of the experts that the router chooses."""
     sizes, spec = layer_bytes(model, layer), model.spec.layers[layer]
     chosen = 1.0 if spec.route is None else spec.route.num_used / spec.route.num_experts
     named, fired = (chosen if share is None else share for share in (named, fired))
@@ -27,8 +27,8 @@ def bytes_read(
     *,
     has_predictor: bool = False,
 ) -> float:
-    """Bytes of all weights that a token reads, by the shares of each layer (None: as `neurons_read`).
-    `has_predictor`: predictors are run too."""
+    """Bytes of all weights that a token reads, by the shares of each layer (None: as
+    `neurons_read`). `has_predictor`: predictors are run too."""
     count = model.spec.num_layers
     shares = zip(named_L or (None,) * count, fired_L or (None,) * count, strict=True)
     total = float(head_bytes(model) + outside_read(model))

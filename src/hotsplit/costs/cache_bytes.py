@@ -1,5 +1,5 @@
-"""Bytes of the online neuron cache (runtime/neuron_cache) in both memories, and which layers it serves: as
-part_bytes for what else a plan holds.
+"""Bytes of the online neuron cache (runtime/neuron_cache) in both memories, and which layers it
+serves: as part_bytes for what else a plan holds.
 
 Letters: L layers, F neurons or experts of a layer."""
 
@@ -38,8 +38,8 @@ def is_cached(num_hot: int, num_neurons: int) -> bool:
 def cached_layers(
     model: ModelFile, num_hot: Sequence[int], dense_on_gpu: Sequence[bool]
 ) -> list[bool]:
-    """Whether a neuron cache serves each layer. That of a mixture serves layers with experts whose router
-    is on the GPU, which writes its choices to main memory."""
+    """Whether a neuron cache serves each layer. That of a mixture serves layers with experts whose
+    router is on the GPU, which writes its choices to main memory."""
     has_experts = model.spec.has_experts
     return [
         is_cached(hot, placed_units(model, layer)[0])
@@ -67,8 +67,8 @@ def bytes_in_staging(row_bytes: int, num_parts: int, most_rows: int) -> int:
 
 
 def _layout_bytes(model: ModelFile) -> int:
-    """Bytes of a number for each byte of the rows that a layout of the CPU has together, for every type
-    and width of experts' matrices."""
+    """Bytes of a number for each byte of the rows that a layout of the CPU has together, for every
+    type and width of experts' matrices."""
     sizes: dict[tuple[str, int, str], int] = {}
     for layer in range(model.spec.num_layers):
         for name, entry in model.layer_tensors[layer].items():
@@ -139,8 +139,9 @@ class CacheSize:
         CPU, for the GPU if it packs bits, and for both combined; and the tables of the policy and
         the runtime. The tables hold, for each neuron, two scores (f32, padded to whole words of
         bits), its slot twice (int32), two bits (in a slot by the plan, in a slot now) and a bit for
-        each of the last PENDING_TOKENS tokens. They also hold the policy's candidates. Of experts, which
-        need no staging here, the choices of each layer, the places of all and a byte for each."""
+        each of the last PENDING_TOKENS tokens. They also hold the policy's candidates. Of experts,
+        which need no staging here, the choices of each layer, the places of all and a byte for
+        each."""
         bits, spec, units = step_bits_bytes(model), model.spec, most_units(model.spec)
         scores = 2 * FLOAT_BYTES * 8 * bits
         slots = 2 * NUMBER_BYTES * spec.num_layers * units
@@ -156,8 +157,9 @@ class CacheSize:
 
 
 def copied_bytes(model: ModelFile, num_hot: Sequence[int], dense_on_gpu: Sequence[bool]) -> int:
-    """Bytes of main memory for the hot neurons or experts of cached layers: a copy of each, so that nothing
-    need be written back when it leaves its slot, and two int32 tables of the slots' neurons."""
+    """Bytes of main memory for the hot neurons or experts of cached layers: a copy of each, so that
+    nothing need be written back when it leaves its slot, and two int32 tables of the slots'
+    neurons."""
     is_cached_L = cached_layers(model, num_hot, dense_on_gpu)
     return sum(
         hot * (placed_units(model, layer)[1] + 2 * NUMBER_BYTES)

@@ -1,8 +1,9 @@
-"""How many blocks of positions the KV cache of a layer has: the one definition that both the plans and the
-runtime's block tables use.
+"""How many blocks of positions the KV cache of a layer has: the one definition that both the plans
+and the runtime's block tables use.
 
-A layer without a window keeps the positions of the whole context. Of a layer with one, a sequence keeps
-only the blocks that a token can still see: a ring, in which the oldest blocks make room for the next."""
+A layer without a window keeps the positions of the whole context. Of a layer with one, a sequence
+keeps only the blocks that a token can still see: a ring, in which the oldest blocks make room for
+the next."""
 
 from dataclasses import dataclass
 
@@ -13,9 +14,9 @@ BLOCK_LENGTH = 64  # positions of a block, unless one block has the whole contex
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """The blocks of the layers with the same window. `blocks`: of the whole context; `most_held`: that a
-    sequence keeps at a time; `num_blocks`: allocated for all sequences. `window`: None if no block is
-    ever dropped."""
+    """The blocks of the layers with the same window. `blocks`: of the whole context; `most_held`:
+    that a sequence keeps at a time; `num_blocks`: allocated for all sequences. `window`: None if no
+    block is ever dropped."""
 
     block_length: int
     blocks: int
@@ -60,7 +61,8 @@ def ring_blocks(window: int) -> int:
 
 
 def saved_blocks(window: int) -> int:
-    """Blocks for one window of each sequence that is kept for a text to be continued from its end."""
+    """Blocks for one window of each sequence that is kept for a text to be continued from its
+    end."""
     return -(-window // BLOCK_LENGTH) + 1
 
 

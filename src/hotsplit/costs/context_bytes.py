@@ -1,5 +1,5 @@
-"""What the context of a model with recurrent states or windows takes, in words: what is fixed and what
-grows."""
+"""What the context of a model with recurrent states or windows takes, in words: what is fixed and
+what grows."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,8 @@ from hotsplit.system.sizes import format_bytes
 
 
 def text_words(model: ModelFile) -> str | None:
-    """What a text keeps, whatever the context; None if that is the keys and values of all tokens."""
+    """What a text keeps, whatever the context; None if that is the keys and values of all
+    tokens."""
     windows = dict(_windows(model))
     if not model.spec.has_states and not windows:
         return None
@@ -56,21 +57,22 @@ def context_words(
     if states:
         each = format_bytes(states // num_slots(num_sequences))
         parts.append(
-            f"{format_bytes(states)} of recurrent states ({num_slots(1)} of {each} a text), which do not"
-            " grow with it"
+            f"{format_bytes(states)} of recurrent states ({num_slots(1)} of {each} a text), which"
+            " do not grow with it"
         )
     if rings:
         parts.append(
-            f"{format_bytes(windows)} of keys and values in {len(rings)} layers with windows, which do not"
-            " grow with it"
+            f"{format_bytes(windows)} of keys and values in {len(rings)} layers with windows, which"
+            " do not grow with it"
         )
     if sum(size_L) > windows:
         parts.append(
-            f"{format_bytes(sum(size_L) - windows)} of keys and values, {_grows(model, growing, types)}"
+            f"{format_bytes(sum(size_L) - windows)} of keys and values,"
+            f" {_grows(model, growing, types)}"
         )
     return (
-        f"the context of {texts}{context_length:,} tokens takes {format_bytes(sum(size_L) + states)}:"
-        f" {', and '.join(parts)}"
+        f"the context of {texts}{context_length:,} tokens takes"
+        f" {format_bytes(sum(size_L) + states)}: {', and '.join(parts)}"
     )
 
 

@@ -3,8 +3,8 @@ nothing.
 
 A mode is allowed by default if it cannot change the output (dense, and exact if neurons are zero by
 themselves), or if by the file's own record (mode_quality) it raises the perplexity by no more than
-a given share; so are predictors without a record. Of those, the mode that reads the fewest bytes per token is chosen, with a
-line that explains the choice if it is not the expected one.
+a given share; so are predictors without a record. Of those, the mode that reads the fewest bytes
+per token is chosen, with a line that explains the choice if it is not the expected one.
 
 The solver chooses by seconds instead."""
 
@@ -38,16 +38,16 @@ def mode_meant(model: ModelFile) -> Mode:
 
 
 def computes_every_neuron(model: ModelFile, mode: Mode | None) -> bool:
-    """True if a model without experts can run in no other mode than dense, or is asked to run in it: a
-    plan then needs no counts of firings. None: no mode is asked for."""
+    """True if a model without experts can run in no other mode than dense, or is asked to run in
+    it: a plan then needs no counts of firings. None: no mode is asked for."""
     if model.spec.has_experts:
         return False
     return mode == "dense" or (mode is None and not sparse_modes(model))
 
 
 def can_silence(model: ModelFile) -> bool:
-    """True if the activation can silence values, as mode exact requires. Not in experts of the stock
-    layout, whose down projections have no row for each neuron."""
+    """True if the activation can silence values, as mode exact requires. Not in experts of the
+    stock layout, whose down projections have no row for each neuron."""
     return model.spec.silences and not (model.spec.has_experts and model.layout == "stock")
 
 

@@ -2,7 +2,8 @@
 
 Plans assume that a step on a GPU is a captured graph, in which every kernel waits for the one
 before it; `Gpu.kernels_seconds` has their time. Each matrix product is one kernel, each norm of a
-block is one (which also adds the sum before it), and the groups below have as many as stated. The kernels of the embedding and of the neuron cache are not counted."""
+block is one (which also adds the sum before it), and the groups below have as many as stated. The
+kernels of the embedding and of the neuron cache are not counted."""
 
 from collections.abc import Sequence
 
@@ -27,10 +28,11 @@ ATTENTION_KERNELS = 3
 ALL_HEADS_KERNELS = 2  # the norm of all queries, and that of all keys
 # The convolution with the norms of queries and keys; the states; the gated norm of their outputs.
 DELTA_KERNELS = 3
-# At most: gate and up rows with the activation, of neurons or of the chosen experts; down rows; the sum
-# of down's parts, which is left to the next norm if that is on the same GPU.
+# At most: gate and up rows with the activation, of neurons or of the chosen experts; down rows; the
+# sum of down's parts, which is left to the next norm if that is on the same GPU.
 HOT_KERNELS = 3
-# More of a layer that needs all of its gates: products with gates and ups, apart from the hidden values.
+# More of a layer that needs all of its gates: products with gates and ups, apart from the hidden
+# values.
 ALL_GATES_KERNELS = 2
 # A feed-forward layer run densely, as in other engines: gate, up, activation with product, down.
 DENSE_FFN_KERNELS = 4
@@ -50,8 +52,8 @@ def dense_kernels(
 
 
 def _lone_sums(blocks: Sequence[Block], after: Sequence[LayerSpec]) -> int:
-    """The sums of a layer that neither a norm nor another sum reads next (OLMo 2); `after`: the layer
-    after it, unless it is the last."""
+    """The sums of a layer that neither a norm nor another sum reads next (OLMo 2); `after`: the
+    layer after it, unless it is the last."""
     later = [*blocks, *(block for layer in after for block in layer.blocks)]
     readers = (
         next(

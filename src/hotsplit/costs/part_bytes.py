@@ -50,8 +50,9 @@ def tile_rows(width: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
     """Bytes of one layer: its dense block, the predictor, one neuron. `attention` is the dense
-    block (see `is_dense`), with the router and shared experts of a mixture, and includes `head_norms`, the norms of queries and keys per head, which
-    are stored on the device that holds the keys and values.
+    block (see `is_dense`), with the router and shared experts of a mixture, and includes
+    `head_norms`, the norms of queries and keys per head, which are stored on the device that holds
+    the keys and values.
 
     `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
     projection, and `up_row` is zero. A neuron's biases are counted with their rows."""
@@ -119,8 +120,8 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
 
 
 def _down_row(model: ModelFile, layer: int) -> int:
-    """Bytes of what a neuron has of the down projection, rounded up: if the file runs as it is, they
-    need not be whole blocks."""
+    """Bytes of what a neuron has of the down projection, rounded up: if the file runs as it is,
+    they need not be whole blocks."""
     block, size = GGML_QUANT_SIZES[type_of(down_kind(model, layer))]
     return -(-model.spec.hidden_size * size // block)
 
@@ -172,8 +173,8 @@ def read_share(model: ModelFile, layer: int, name: str) -> float:
 
 
 def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
-    """Bytes of a layer's feed-forward matrices as stored in the file, and of the biases of neurons and
-    experts."""
+    """Bytes of a layer's feed-forward matrices as stored in the file, and of the biases of neurons
+    and experts."""
     neurons = model.spec.layers[layer].neurons
     names = (*neurons.matrices, neurons.down_name, f"{neurons.down_name}_t")
     return sum(
@@ -235,15 +236,15 @@ def cache_bytes(
 
 
 def head_bytes(model: ModelFile) -> int:
-    """Bytes of the output norm, and of the output matrix, which is the embedding matrix if weights are
-    tied."""
+    """Bytes of the output norm, and of the output matrix, which is the embedding matrix if weights
+    are tied."""
     found = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("output_norm."))
     return found + model.tensors[model.head_name].num_bytes
 
 
 def embedding_bytes(model: ModelFile) -> int:
-    """Bytes of learned positions, of operations outside the layers, and of the embedding matrix unless it is
-    also the head."""
+    """Bytes of learned positions, of operations outside the layers, and of the embedding matrix
+    unless it is also the head."""
     positions = model.tensors.get("position_embd.weight")
     tokens = 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
     outside = sum(
@@ -269,13 +270,14 @@ def block_read(model: ModelFile, block: PositionWise) -> int:
 
 
 def outside_read(model: ModelFile) -> int:
-    """Bytes that the host reads for a token outside the layers, beside the embedding's row and the head."""
+    """Bytes that the host reads for a token outside the layers, beside the embedding's row and the
+    head."""
     return sum(block_read(model, block) for block in outside_of(model))
 
 
 def outside_kind(model: ModelFile) -> str:
-    """The type of the first matrix that the host multiplies by outside the layers: all counts with its
-    rate."""
+    """The type of the first matrix that the host multiplies by outside the layers: all counts with
+    its rate."""
     entries = (
         e for b in outside_of(model) for n, e in entries_of(model, b).items() if n not in b.tables
     )
@@ -320,11 +322,11 @@ def plan_bytes(
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (per GPU, CPU).
 
-    `num_hot`: neurons of each layer on a GPU, or experts of one that has them. `home` has the number
-    of the GPU of each layer and of the head; () is a single GPU. `workspace`
-    is counted for the CPU and for every GPU that holds anything. Of the embedding matrix only one
-    row is read per token, so an untied one stays on the CPU. With key selection, all keys and
-    values are on the CPU, and so are the norms of queries and keys per head."""
+    `num_hot`: neurons of each layer on a GPU, or experts of one that has them. `home` has the
+    number of the GPU of each layer and of the head; () is a single GPU. `workspace` is counted for
+    the CPU and for every GPU that holds anything. Of the embedding matrix only one row is read per
+    token, so an untied one stays on the CPU. With key selection, all keys and values are on the
+    CPU, and so are the norms of queries and keys per head."""
     home = home or (0,) * (model.spec.num_layers + 1)
     gpus = [dict.fromkeys(ITEMS, 0) for _ in range(max(home) + 1)]
     cpu = dict.fromkeys(ITEMS, 0)

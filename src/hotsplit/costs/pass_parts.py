@@ -7,8 +7,8 @@ GPU_PART_BYTES = 24 << 20
 
 def gpu_part_neurons(num_tokens: int) -> int:
     """Neurons that a pass computes at a time on a GPU, where each part takes a dozen launches: as
-    many multiples of LEAST_TILE_ROWS as keep the f32 values of one matrix within GPU_PART_BYTES, but
-    at least one."""
+    many multiples of LEAST_TILE_ROWS as keep the f32 values of one matrix within GPU_PART_BYTES,
+    but at least one."""
     rows = LEAST_TILE_ROWS
     return max(1, GPU_PART_BYTES // (FLOAT_BYTES * num_tokens) // rows) * rows
 

@@ -1,4 +1,5 @@
-"""The bytes of recurrent states, which are f32 and in slots (hotsplit.runtime.cache.state_slots)."""
+"""The bytes of recurrent states, which are f32 and in slots
+(hotsplit.runtime.cache.state_slots)."""
 
 from hotsplit.artifacts.model_file import ModelFile
 
