@@ -30,7 +30,6 @@ from hotsplit.system.processors import processors  # noqa: E402
 OUTCOME = re.compile(r"^\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
 WHY = re.compile(r"^(?:FAILED|ERROR|SKIPPED) .*", re.MULTILINE)
 ALONE = ("test_memory",)  # fills the card: runs when the others are done
-WITHOUT_DEVICE = ("test_gpu_variants",)  # compiles only, and its tests are marked slow
 SLOW = ("test_sanitizer",)  # runs first; may not work on a machine, or not finish
 # Files of many tests, in parts that compile different kernels: by words in the tests' names. Each
 # has one more part, of all other tests.
@@ -183,7 +182,7 @@ def jobs_of(device: str) -> list[Job]:
     jobs = [job for path in sorted(HERE.glob("test_*.py")) for job in _of(path, "--device", device)]
     if device == "cuda":
         for path in sorted((ROOT / "tests" / "kernels").glob("test_gpu_*.py")):
-            jobs += [] if path.stem in WITHOUT_DEVICE else _of(path)
+            jobs += _of(path)
         jobs += _of(ROOT / "tests" / "measure" / "test_calibrate.py", "-m", "gpu")
     return sorted(jobs, key=lambda job: (job.is_alone, job.name not in SLOW))
 

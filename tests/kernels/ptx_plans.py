@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gpu_matrices import EPS, REFERENCE, assert_close, make_matrix, product_bound, rounding, sizes
+from gpu_matrices import REFERENCE, make_matrix
+from kernel_check import check_launch
 from kernel_launches import Launch, launches_of
 from models import make_sizes, shape_only
 from paths import ROOT
-from test_gpu_attention import norm_bound
-from test_gpu_neurons import down_bound, hidden_bound
 from test_runtime import make_split
 from torch import Tensor
 
@@ -27,7 +26,6 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime import gpu_setup
-from hotsplit.runtime.device.bits import unpack_bits
 from hotsplit.runtime.device.device_memory import DeviceMemory
 from hotsplit.runtime.kernels.gpu import launch as layouts
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
@@ -44,7 +42,6 @@ NEURONS = 83  # rows of `down`, at most
 # Kernels of prompts that test_ptx_products.py and test_prompt_attention.py execute, or the interpreter
 # alone.
 _APART = ("multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens")
-POSITION = 100  # of the token, if the context is long enough
 
 
 def launches(
@@ -147,20 +144,23 @@ def _zero(size: tuple[int, ...], kind: str) -> TensorEntry:
 
 @contextmanager
 def small(launch: Launch) -> Iterator[Launch]:
-    """The launch with few rows and random values, and the same number of rows per program."""
+    """The launch with few rows, of random weights, and the same number of rows per program."""
     given = dict(launch.arguments)
     rows = next((m.num_rows for m in given.values() if isinstance(m, StoredMatrix)), None)
     count = rows and min(rows, NEURONS if launch.kernel == "down" else ROWS)
-    random = torch.Generator().manual_seed(len(launch.variant))
     for name, value in given.items():
         if isinstance(value, StoredMatrix):
             made = make_matrix(value.kind, count, value.width, seed=ord(name[0]))
             given[name] = Matrix(data=made.data, kind=value.kind, width=value.width)
         elif isinstance(value, Tensor):
-            given[name] = _small_tensor(launch.kernel, name, value, count, random)
+            given[name] = _small_tensor(launch.kernel, name, value, count)
     if launch.kernel == "predict":
         given["threshold"] = 0.3
-    _fill_special(launch.kernel, given)
+    if launch.kernel == "rotate_append" and given["frequency_W2"] is not None:
+        half = len(given["frequency_W2"])
+        given["frequency_W2"].copy_(10000.0 ** -(torch.arange(half) / half))
+    if launch.kernel == "gate_up" and given["id_N"] is not None and given["named_B"] is not None:
+        given["id_N"].copy_(torch.arange(count) * 3 % (len(given["named_B"]) * 32))
     before = layouts.LEAST_PROGRAMS
     wanted = rows and [layouts.rows_of_program(rows, most) for most in (4, 2)]
     if rows:
@@ -181,22 +181,14 @@ def _least_programs(count: int, wanted: list[int]) -> int:
     raise AssertionError((count, wanted))
 
 
-def _small_tensor(kernel: str, name: str, value: Tensor, count, random) -> Tensor:
-    """A tensor with the alignment of `value`, cut to `count` rows, filled with random floats or
-    int32, or with zeros if it has another type."""
-    per_row = name in (
-        "out_N",
-        "bias_N",
-        "gate_bias_N",
-        "up_bias_N",
-        "id_N",
-        "hidden_N",
-        "bias_F",
-        "index_A",
-        "out_AD",
-    )
+_PER_ROW = {"out_N", "bias_N", "gate_bias_N", "up_bias_N", "id_N", "hidden_N", "bias_F"}
+_PER_ROW |= {"index_A", "out_AD"}
+
+
+def _small_tensor(kernel: str, name: str, value: Tensor, count: int) -> Tensor:
+    """A tensor with the alignment of `value`, cut to `count` rows; floats are random."""
     size = list(value.shape)
-    if per_row:
+    if name in _PER_ROW:
         size[0] = min(size[0], count)
     if name in ("named_B", "copy_B") and kernel == "predict":
         size[0] = -(-count // 32)
@@ -208,152 +200,14 @@ def _small_tensor(kernel: str, name: str, value: Tensor, count, random) -> Tenso
         back = [order.index(axis) for axis in range(3)]
         made = made.flatten().view([size[axis] for axis in order]).permute(back)
     if value.dtype.is_floating_point:
-        made.copy_(torch.randn(size, generator=random))
-    elif value.dtype == torch.int32:
-        limits = torch.iinfo(torch.int32)
-        made.copy_(torch.randint(limits.min, limits.max, size, generator=random))
+        made.copy_(torch.randn(size, generator=torch.Generator().manual_seed(len(name))))
     return made
 
 
-def _fill_special(kernel: str, given: dict) -> None:
-    if kernel == "rotate_append":
-        given["position_1"].fill_(min(POSITION, len(given["key_CKW"]) - 1))
-        if given["frequency_W2"] is not None:
-            half = len(given["frequency_W2"])
-            given["frequency_W2"].copy_(10000.0 ** -(torch.arange(half) / half))
-    elif kernel == "attend":
-        given["position_1"].fill_(min(POSITION, len(given["key_CKW"]) - 1))
-    elif kernel == "embed":
-        given["index_1"].fill_(given["matrix"].num_rows - 1)
-    elif kernel == "gate_up" and given["id_N"] is not None and given["named_B"] is not None:
-        bits = len(given["named_B"]) * 32
-        given["id_N"].copy_(torch.arange(len(given["id_N"])) * 3 % bits)
-    elif kernel == "down" and given["skips_zeros"]:
-        given["hidden_N"][1::3] = 0
-
-
-# ---- comparison ----------------------------------------------------------------------------
-
-
 def assert_right(launch: Launch, kernels: Kernels) -> None:
-    """Asserts that what the kernel writes differs from the float64 reference by rounding only."""
+    """Raises Wrong if what the kernel writes differs from the float64 reference by more than rounding."""
     with small(launch) as made:
-        got, want = (_copied(made.arguments) for _ in range(2))
-        getattr(kernels, made.kernel)(**got)
-        getattr(REFERENCE, made.kernel)(**want)
-        _COMPARE[made.kernel](made.arguments, got, want)
-
-
-def _copied(given: dict) -> dict:
-    """Copies of the tensors with their strides and alignment; one that occurs twice is copied
-    once."""
-    copies: dict[int, Tensor] = {}
-
-    def copy(value):
-        if not isinstance(value, Tensor):
-            return value
-        key = value.data_ptr()
-        if key not in copies:
-            whole = value.untyped_storage().clone()
-            copies[key] = torch.empty(0, dtype=value.dtype).set_(
-                whole, value.storage_offset(), value.shape, value.stride()
-            )
-        return copies[key]
-
-    return {name: copy(value) for name, value in given.items()}
-
-
-def _dot(given, got, want) -> None:
-    bound = product_bound(given["matrix"], given["x_D"], given["bias_N"])
-    assert_close(got["out_N"], want["out_N"], bound)
-
-
-def _embed(given, got, want) -> None:
-    row = given["scale"] * sizes(given["matrix"])[int(given["index_1"])]
-    assert_close(got["out_D"], want["out_D"], 4 * EPS * (row + given["out_D"].abs()))
-
-
-def _unpack(given, got, want) -> None:
-    eps = max(2 * EPS, torch.finfo(given["out_AD"].dtype).eps)
-    index = given["index_A"]
-    size = sizes(given["matrix"])
-    bound = eps * (size if index is None else size[index.long()])
-    assert_close(got["out_AD"], want["out_AD"], bound)
-
-
-def _add_norm(given, got, want) -> None:
-    parts = given["parts_PD"]
-    total = given["x_D"].double() + (0 if parts is None else parts.double().sum(dim=0))
-    size = given["x_D"].abs() + (0 if parts is None else parts.abs().sum(dim=0))
-    if given["term_D"] is not None:
-        total, size = total + given["term_D"].double(), size + given["term_D"].abs()
-    bound = rounding(2 if parts is None else len(parts) + 1) * size
-    if got["x_out_D"] is not None:
-        assert_close(got["x_out_D"], want["x_out_D"], bound)
-    if got["out_D"] is not None:
-        assert_close(got["out_D"], want["out_D"], norm_bound(want["out_D"], total, given["bias_D"]))
-    if got["copy_D"] is not None:
-        assert torch.equal(got["copy_D"], got["out_D"])
-
-
-def _rotate_append(given, got, want) -> None:
-    size = (want["qkv"].abs().max() + want["key_CKW"].abs().max().float()).double()
-    width = given["key_CKW"].shape[2]
-    off = 16 * EPS + 4 * rounding(width)
-    assert_close(got["qkv"], want["qkv"], off * size)
-    for name in ("key_CKW", "value_CKW"):
-        assert_close(got[name], want[name], (torch.finfo(got[name].dtype).eps + off) * size)
-
-
-def _attend(given, got, want) -> None:
-    width = given["key_CKW"].shape[2]
-    bound = 8 * (rounding(width) * width**0.5 + rounding(int(given["position_1"]) + 1))
-    assert_close(got["out_HW"], want["out_HW"], bound)
-
-
-def _predict(given, got, want) -> None:
-    """Compares every bit whose score is further from the threshold than rounding explains."""
-    up, bias = given["up"], given["bias_F"]
-    score = torch.empty(up.num_rows)
-    REFERENCE.dot(up, bias, given["inner_R"], score)
-    bound = 1.2 * product_bound(up, given["inner_R"], bias) + 16 * EPS
-    is_clear = (score.double() - given["threshold"]).abs() > bound
-    mine, right = (unpack_bits(which["named_B"]) for which in (got, want))
-    assert torch.equal(mine[: len(score)][is_clear], right[: len(score)][is_clear])
-    assert not mine[len(score) :].any() and is_clear.sum() > 0.9 * len(score)
-    assert got["copy_B"] is None or torch.equal(got["copy_B"], got["named_B"])
-
-
-def _gate_up(given, got, want) -> None:
-    bound = hidden_bound(
-        given["gate"],
-        given["gate_bias_N"],
-        given["up"],
-        given["up_bias_N"],
-        given["x_D"],
-        want["hidden_N"],
-    ).nan_to_num()
-    assert_close(got["hidden_N"], want["hidden_N"], bound)
-    assert (
-        got["hidden_N"][want["hidden_N"] == 0].double().abs() <= bound[want["hidden_N"] == 0]
-    ).all()
-
-
-def _down(given, got, want) -> None:
-    assert_close(got["parts_SD"], want["parts_SD"], down_bound(given["down"], given["hidden_N"]))
-
-
-_COMPARE = {
-    "dot": _dot,
-    "embed": _embed,
-    "unpack": _unpack,
-    "add_norm": _add_norm,
-    "rotate_append": _rotate_append,
-    "attend": _attend,
-    "predict": _predict,
-    "gate_up": _gate_up,
-    "down": _down,
-}
+        check_launch(made, kernels, REFERENCE, lambda: None)
 
 
 # ---- the plans of docs/gpu-proof.md ----------------------------------------------------------------
