@@ -281,6 +281,7 @@ class Declared:
         ({"shares": [0.5, 2]}, r"shares\[1\] is 2, wanted at most 1"),
         ({"shares": {}}, "shares is {}, wanted a list"),
         ({"numbers": ["a"]}, "wanted a whole number"),
+        ({"numbers": json.loads("[" * 500 + "]" * 500)}, "cannot be read .recursion limit"),
         ({"k" * 100_000: 1}, "is unknown"),
         (3, "the content is 3, wanted an object"),
     ],

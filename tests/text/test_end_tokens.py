@@ -31,6 +31,13 @@ ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end|>")  # of model_of
 EVERY_END = (*END_TEXTS, *(text for texts in CODE_TEXTS.values() for text in texts))
 
 
+def keys_of(tokenizer: Tokenizer) -> dict:
+    """llama.cpp's keys of a tokenizer."""
+    values = json.loads(tokenizer.to_str())
+    merges = [" ".join(merge) for merge in values["model"]["merges"]]
+    return vocabulary_keys(values, SIZE) | {"tokenizer.ggml.merges": merges}
+
+
 def model_of(own: bool, **keys) -> ModelFile:
     """A model with a tokenizer.json (`own`) or, like third-party files, without one."""
     tokenizer = byte_level_tokenizer("smollm", SIZE - 10)
@@ -38,9 +45,7 @@ def model_of(own: bool, **keys) -> ModelFile:
     tokenizer.add_tokens(["<|end|>"])
     ends = {tokenizer.token_to_id(text) for text in ENDS}
     assert not ends & {None, 3, 4, 5, 7, 9}
-    known = vocabulary_keys(json.loads(tokenizer.to_str()), SIZE)
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    known["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
+    known = keys_of(tokenizer)
     if own:
         known[TOKENIZER_KEY] = tokenizer.to_str()
     return make_model(sizes=make_sizes(vocab_size=SIZE), extra_keys=known | keys)
@@ -78,9 +83,7 @@ def test_tokens_that_are_known_by_name_end_a_text(own):
 def with_texts(texts: Sequence[str], kind: int, **keys) -> ModelFile:
     """A third-party file whose last tokens have these texts and this type."""
     tokenizer = byte_level_tokenizer("qwen2", SIZE - 60)
-    known = vocabulary_keys(json.loads(tokenizer.to_str()), SIZE)
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    known["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
+    known = keys_of(tokenizer)
     tokens, types = known["tokenizer.ggml.tokens"], known["tokenizer.ggml.token_type"]
     tokens[tokens.index("<|endoftext|>")] = "<|begin|>"
     tokens[SIZE - len(texts) :] = texts
@@ -108,14 +111,10 @@ def test_a_named_token_of_code_is_the_only_one_of_its_kind():
     assert TextCodec.of(with_texts(["[PAD]", "<|file_sep|>"], 3, **named)).end_ids == {7, SIZE - 1}
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        ["<|end|>", "<|return|>", "<|call|>"],
-        ["<|end|>", "<|flush|>", "<|calls|>"],
-        ["</s>", "<|tool_response>"],
-    ],
-)
+PARTS = ("<|end|> <|return|> <|call|>", "<|end|> <|flush|> <|calls|>", "</s> <|tool_response>")
+
+
+@pytest.mark.parametrize("texts", [*map(str.split, PARTS)])
 def test_a_text_that_ends_a_part_of_a_turn_ends_nothing(texts):
     first = SIZE - len(texts)
     assert TextCodec.of(with_texts(texts, 3)).end_ids == {*range(first + 1, SIZE)}
@@ -207,6 +206,10 @@ def test_a_checkpoints_list_is_kept(checkpoint, tmp_path):
     ends, notes = converted(checkpoint, tmp_path, [9, 5, 100_000])
     assert ends >= {5, 9} and max(ends) == 9
     assert "eos_token_id 100000 is not a token of the model" in notes
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "of the config"))
+    edit_config(folder, lambda config: config.update(eos_token_id=[4, 6]))
+    convert(ConvertConfig(source=folder, output=tmp_path / "c.gguf"))
+    assert TextCodec.of(ModelFile.load(tmp_path / "c.gguf")).end_ids >= {4, 6}
 
 
 @pytest.mark.parametrize("wrong", [-1, "x", [3, -1], [3, "3"], [True], 2.0, {"a": 1}])
@@ -217,28 +220,20 @@ def test_a_checkpoint_with_a_wrong_id_is_refused(wrong, checkpoint, tmp_path):
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_the_list_of_the_config_is_kept_too(checkpoint, tmp_path):
-    folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
-    edit_config(folder, lambda config: config.update(eos_token_id=[4, 6]))
-    convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
-    assert TextCodec.of(ModelFile.load(tmp_path / "m.gguf")).end_ids >= {4, 6}
-
-
 def test_the_end_of_a_message_of_gpt_oss_does_not_end_its_answer():
     marks = ["<|end|>", "<|return|>", "<|call|>"]
     for count in (1, 2, 3):
         tokenizer = byte_level_tokenizer("smollm", SIZE - 10)
         tokenizer.add_special_tokens(marks[:count])
-        known = vocabulary_keys(json.loads(tokenizer.to_str()), SIZE)
-        merges = json.loads(tokenizer.to_str())["model"]["merges"]
-        known["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
+        known = keys_of(tokenizer)
         known[key("eot")] = np.uint32(tokenizer.token_to_id("<|end|>"))
         codec = TextCodec.of(make_model(sizes=make_sizes(vocab_size=SIZE), extra_keys=known))
         names = {codec.tokenizer.id_to_token(i) for i in codec.end_ids}
         assert names & {*marks} == ({*marks[1:]} if count == 3 else {*marks[:count]})
 
 
-# ---- the token that begins a text -----------------------------------------------------------------
+# ---- the token that begins a text
+# -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

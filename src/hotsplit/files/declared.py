@@ -120,6 +120,8 @@ def error_line(error: "ValidationError", name: str = "", *, skip: int = 0) -> st
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"key {shown(place)} is unknown"
     place = one_line(place or "the content", MAX_SHOWN)
+    if first["type"] == "json_invalid":  # nested beyond pydantic's limit
+        return f"{place} cannot be read ({one_line(first['ctx']['error'])})"
     return f"{place} is {shown(first['input'])}, wanted {wanted_by(first)}"
 
 
