@@ -5,6 +5,7 @@ memories is decided before any stage runs; whether predictors pay off is decided
 at how many neurons fire (`worth`). The user's options take precedence."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from gguf import GGML_QUANT_SIZES
@@ -51,6 +52,10 @@ class Wishes:
     vram: tuple[int, ...] | None = None
     outtype: Outtype | None = None
     tokens: int | None = None  # to profile on
+    corpora: tuple[Path, ...] = ()  # texts to profile on; (): the text in the package
+    tokenizer: Path | None = None  # a tokenizer.json
+    activation: str | None = None  # of a GGUF that does not record it
+    is_verified: bool | None = None  # compare a converted model with its source
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:

@@ -188,12 +188,13 @@ def verify_seconds(job: Job) -> float:
     return imports + VERIFY_UNPACKINGS * values / unpack_values_per_s()
 
 
-def decided(job: Job, is_verified: bool | None) -> Job:
+def decided(job: Job) -> Job:
     """The job with verification decided (as requested, else if it is short), and without predictors
     if those would take too long."""
     if _is_hopeless(job):
         job.say(too_long(count_per_s(job)))
         job = replace(job, choice=replace(job.choice, predictors=False))
+    is_verified = job.wishes.is_verified
     is_there = not job.choice.is_converted or job.cache.find("model", model_key(job)) is not None
     if is_verified is None and not is_there:
         seconds = verify_seconds(job)

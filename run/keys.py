@@ -30,7 +30,7 @@ SMALL_BYTES = 4 << 20
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stage:
     """A kind of artifact. `version` has the stage's own number, which is raised whenever the same
     input gives another output, and the versions of the formats that it writes."""
@@ -38,58 +38,42 @@ class Stage:
     what: str  # for messages
     version: tuple[int, ...]
     file: str  # the one that other commands take
+    load: Callable[[Path], object] | None = None  # reads it, HotsplitError if it is damaged
     more_files: tuple[str, ...] = ()  # patterns of further file names that it may write
     facts: tuple[tuple[str, float], ...] = ()  # numbers that later stages read, and their minimum
-    # Reads `file`. Raises HotsplitError if it is damaged; None if any content is accepted.
-    load: Callable[[Path], object] | None = None
 
 
+_KEYS, _PROFILE, _PREDICTORS = key_reader.VERSION, profile_file.VERSION, predictor_file.VERSION
+_SPLIT, _TRIAL, _MODEL = split_file.VERSION, trial_file.VERSION, "model.gguf"
 STAGES = {
-    "corpus": Stage(
-        what="the default text", version=(1,), file="default.txt", more_files=("*.txt",)
-    ),
-    "model": Stage(
-        what="the converted model",
-        version=(2, key_reader.VERSION),
-        file="model.gguf",
-        load=ModelFile.load,
-    ),
+    "corpus": Stage("the default text", (1,), "default.txt", more_files=("*.txt",)),
+    "model": Stage("the converted model", (2, _KEYS), _MODEL, ModelFile.load),
     "look": Stage(
-        what="a first look at the model",
-        version=(1, profile_file.VERSION),
-        file="look.safetensors",
-        more_files=("look.*",),
-        facts=(("density", 0.0), ("tokens_per_s", 1e-9)),
-        load=Profile.load,
+        "a first look at the model",
+        (1, _PROFILE),
+        "look.safetensors",
+        Profile.load,
+        ("look.*",),
+        (("density", 0.0), ("tokens_per_s", 1e-9)),
     ),
     "profile": Stage(
-        what="the profile and the predictors",
-        version=(1, profile_file.VERSION, predictor_file.VERSION),
-        file="model.profile.safetensors",
-        more_files=("model.profile.*", "predictors", "predictors/*"),
-        load=Profile.load,
+        "the profile and the predictors",
+        (1, _PROFILE, _PREDICTORS),
+        "model.profile.safetensors",
+        Profile.load,
+        ("model.profile.*", "predictors", "predictors/*"),
     ),
-    "full": Stage(
-        what="the model with its predictors",
-        version=(1, key_reader.VERSION, predictor_file.VERSION),
-        file="model.gguf",
-        load=ModelFile.load,
-    ),
+    "full": Stage("the model with its predictors", (1, _KEYS, _PREDICTORS), _MODEL, ModelFile.load),
     "machine": Stage(
-        what="the figures of this machine",
-        version=(2, machine_file.VERSION),
-        file="machine.json",
-        load=Machine.load,
+        "the figures of this machine", (2, machine_file.VERSION), "machine.json", Machine.load
     ),
-    "plan": Stage(
-        what="the plan", version=(1, split_file.VERSION), file="model.split.gguf", load=Split.load
-    ),
+    "plan": Stage("the plan", (1, _SPLIT), "model.split.gguf", Split.load),
     "trial": Stage(
-        what="the trial of a plan",
-        version=(1, trial_file.VERSION, split_file.VERSION),
-        file="trial.json",
-        more_files=("machine.json", *trial_file.FILES.values()),
-        load=trial_file.Trial.load,
+        "the trial of a plan",
+        (1, _TRIAL, _SPLIT),
+        "trial.json",
+        trial_file.Trial.load,
+        ("machine.json", *trial_file.FILES.values()),
     ),
 }
 

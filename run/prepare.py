@@ -145,10 +145,8 @@ class Steps:
 def job_of(
     source: Source,
     wishes: Wishes,
-    texts: tuple[Path, ...],
     cache: Cache,
     *,
-    is_verified: bool | None = None,
     room: Room | None = None,
     is_here: bool = True,
     says_again: bool = False,
@@ -166,11 +164,10 @@ def job_of(
         source=source,
         choice=choice,
         wishes=wishes,
-        texts=texts,
         cache=cache,
         rates=Rates.load(cache.folder, digest(machine_key())),
     )
-    return decided(job, is_verified) if is_here else job
+    return decided(job) if is_here else job
 
 
 def _check_tokens(choice: Choice, wishes: Wishes) -> None:

@@ -68,7 +68,6 @@ class Job:
     source: Source
     choice: Choice
     wishes: Wishes
-    texts: tuple[Path, ...]  # (): the text in the package
     cache: Cache
     rates: Rates
     is_verified: bool = True
@@ -100,7 +99,7 @@ def look_key(job: Job) -> dict[str, Any]:
 
 
 def profile_key(job: Job, tokens: int) -> dict[str, Any]:
-    texts = identity_of_texts(job.texts) if job.texts else _text_key()["text"]
+    texts = identity_of_texts(job.wishes.corpora) if job.wishes.corpora else _text_key()["text"]
     return {"model": model_key(job), "texts": texts, "tokens": tokens}
 
 
@@ -187,7 +186,7 @@ def profile_device(job: Job) -> str | None:
 def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
     """Profiles a few tokens, to find how many neurons fire and how many tokens are counted per
     second."""
-    texts = texts_of(job.texts, job.cache)
+    texts = texts_of(job.wishes.corpora, job.cache)
     tokens = available(model, texts, look_tokens(job))
     config = ProfileConfig(
         model=model,
@@ -225,7 +224,7 @@ def counted_per_s(heard: Sequence[tuple[float, float]], seconds: float) -> float
 
 def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[str, Any]:
     """Counts firings and trains predictors; resumes an interrupted profile."""
-    texts = texts_of(job.texts, job.cache)
+    texts = texts_of(job.wishes.corpora, job.cache)
     count = job.wishes.tokens or available(model, texts, tokens)
     config = ProfileConfig(
         model=model,

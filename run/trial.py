@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from hotsplit.artifacts.split_file import Split
-from hotsplit.artifacts.trial_file import MISSED, Trial, Winner, milliseconds
+from hotsplit.artifacts.trial_file import MISSED, Trial, Winner
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import one_line
 from hotsplit.options.engine_config import EngineConfig
@@ -137,15 +136,3 @@ def tried(
 
 def _seconds_to_beat(name: Winner, measured: Measured) -> float:
     return measured.token_s * (SLOWER if name == "the CPU alone" else 1.0)
-
-
-def slow_plan_line(split: Path, token_s: float, cpu_s: float | None) -> str | None:
-    """The warning on a plan that was given by hand; None if it is as fast as it should be. `cpu_s`:
-    seconds of a token on the CPU alone, if an earlier trial measured them."""
-    predicted_s = Split.load(split).objective_s
-    took = f"{split}: a token takes {milliseconds(token_s)} by this plan, predicted {milliseconds(predicted_s)}"
-    if cpu_s is not None and token_s > SLOWER * cpu_s:
-        return f"{took}, and {milliseconds(cpu_s)} on the CPU alone (--device cpu without --split)"
-    if token_s > MISSED * predicted_s:
-        return f"{took}; calibrate and solve again, or let hotsplit run try other plans"
-    return None

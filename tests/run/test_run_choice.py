@@ -202,7 +202,7 @@ def test_powerinfers_files_are_run_as_they_are(relu, tmp_path):
 def job_of(relu, **wishes):
     cache = Cache.open()
     given = look_at(relu, None, cache.folder / "none.gguf")
-    return prepare.job_of(given, wishes_of(**wishes), (), cache)
+    return prepare.job_of(given, wishes_of(**wishes), cache)
 
 
 def test_estimates_follow_the_measured_rates(relu):

@@ -22,19 +22,12 @@ from test_runtime import make_split
 from hotsplit import Engine
 from hotsplit.artifacts.trial_file import Trial
 from hotsplit.cli import main
+from hotsplit.commands.options.slow_plans import slow_plan_line
 from hotsplit.doctor import machine
 from hotsplit.errors import HotsplitError
 from hotsplit.run.keys import digest
 from hotsplit.run.rates import Rates, cpu_alone_name, machine_key
-from hotsplit.run.trial import (
-    MOST_SCALE,
-    Measured,
-    Prediction,
-    measure,
-    scales_of,
-    slow_plan_line,
-    tried,
-)
+from hotsplit.run.trial import MOST_SCALE, Measured, Prediction, measure, scales_of, tried
 from hotsplit.runtime.kernels import threads
 from hotsplit.solver.mode_choice import find
 from hotsplit.solver.multi_gpu import plan_seconds

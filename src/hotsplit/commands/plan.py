@@ -92,7 +92,13 @@ def plan(
 
     use_threads(options["threads"])
     engine = take_engine_options(dict(options))
-    wishes = Wishes(vram=vram or None, outtype=outtype, engine=engine)
+    wishes = Wishes(
+        vram=vram or None,
+        outtype=outtype,
+        tokenizer=tokenizer,
+        activation=activation,
+        engine=engine,
+    )
     others = _machines(machine, host_budget_bytes, len(vram))
     with Cache.open(_once()) as cache, TemporaryDirectory() as scratch:
         if machine is None:
@@ -173,7 +179,7 @@ def _priced(
     device = wishes.engine.device
     room = room_here(wishes.vram, device) if other is None else room_of(other, wishes.vram, device)
     room = room if host_budget is None else replace(room, main=host_budget)
-    job = job_of(read, wishes, (), cache, room=room, is_here=other is None, says_again=True)
+    job = job_of(read, wishes, cache, room=room, is_here=other is None, says_again=True)
     check_tokenizer(read, job.choice.model)
     figures, where = _this_machine(job) if other is None or machine is None else (other, machine)
     found = forecast(job, figures, where, room, host_budget)

@@ -193,27 +193,19 @@ def _prepared(
 
     use_threads(threads)
     device_of(engine.device)
-    wishes = Wishes(
-        vram=given.get("vram"),
-        outtype=given.get("outtype"),
-        tokens=given.get("tokens"),
-        engine=engine,
-    )
+    wishes = Wishes(engine=engine, **given)
     with Cache.open(say) as cache:
-        planned_file = cache.folder / "planned.gguf"
-        source = look_at(model, given.get("activation"), planned_file, given.get("tokenizer"))
-        corpora = given.get("corpora", ())
-        job = job_of(source, wishes, corpora, cache, is_verified=given.get("is_verified"))
+        source = look_at(model, wishes.activation, cache.folder / "planned.gguf", wishes.tokenizer)
+        job = job_of(source, wishes, cache)
         check(job)
         planned = estimate_of(job)
         facts = summary(job, planned)
         if planned.works:
             check_tokenizer(source, job.choice.model)
             say(planned.line)
-            if any(work.kind in ("look", "profile") for work in planned.works) and not corpora:
-                say(
-                    f"{DEFAULT_TEXT} hotsplit run --corpus with text like yours makes a better profile"
-                )
+            is_profiled = any(work.kind in ("look", "profile") for work in planned.works)
+            if is_profiled and not wishes.corpora:
+                say(f"{DEFAULT_TEXT} --corpus with text like yours makes a better profile")
             is_asked = planned.seconds > ASKED_FROM_S and not yes
             if is_asked and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
                 click.confirm("continue?", default=True, abort=True, err=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotsplit.commands.options.shared import say
+from hotsplit.system.cache_place import cache_folder
 
 if TYPE_CHECKING:
     from hotsplit.runtime.engine import Engine
@@ -16,8 +17,7 @@ def warn_of_slow_plan(engine: "Engine", split: Path | None) -> None:
         return
     from hotsplit.run.keys import digest
     from hotsplit.run.rates import Rates, cpu_alone_name, machine_key
-    from hotsplit.run.trial import measure, slow_plan_line
-    from hotsplit.system.cache_place import cache_folder
+    from hotsplit.run.trial import measure
 
     if cache_folder().absolute() in split.absolute().parents:
         return
@@ -27,3 +27,19 @@ def warn_of_slow_plan(engine: "Engine", split: Path | None) -> None:
     line = slow_plan_line(split, measure(engine).token_s, alone_s)
     if line is not None:
         say(f"note: {line}")
+
+
+def slow_plan_line(split: Path, token_s: float, cpu_s: float | None) -> str | None:
+    """The warning; None if the plan is as fast as it should be. `cpu_s`: seconds of a token on the CPU
+    alone, if an earlier trial measured them."""
+    from hotsplit.artifacts.split_file import Split
+    from hotsplit.artifacts.trial_file import MISSED, milliseconds
+    from hotsplit.run.trial import SLOWER
+
+    predicted_s = Split.load(split).objective_s
+    took = f"{split}: a token takes {milliseconds(token_s)}, predicted {milliseconds(predicted_s)}"
+    if cpu_s is not None and token_s > SLOWER * cpu_s:
+        return f"{took}, and {milliseconds(cpu_s)} on the CPU alone (--device cpu without --split)"
+    if token_s > MISSED * predicted_s:
+        return f"{took}; calibrate and solve again, or let hotsplit run try other plans"
+    return None
