@@ -30,6 +30,15 @@ FORMAT, VERSION = "hotsplit.cache-entry", 1
 ENTRY, LOCK = "entry.json", "lock"
 # Does not follow a symbolic link, and does not block on a named pipe.
 LOCKING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+_DAMAGED = (
+    OSError,
+    ArithmeticError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 Say = Callable[[str], None]
 # Makes an artifact in a folder; the returned mapping is stored in the entry as facts.
 Make = Callable[[Path], Mapping[str, Any]]
@@ -61,8 +70,9 @@ class Entry:
         """True if its files have their original sizes and the facts that its stage needs are
         there."""
         facts = STAGES[self.kind].facts if self.kind in STAGES else ()
+        found = [(self.facts.get(name), least) for name, least in facts]
         return all(_size(self.folder / name) == size for name, size in self.sizes.items()) and all(
-            _is_number(self.facts.get(name), least) for name, least in facts
+            isinstance(fact, int | float) and least <= fact < float("inf") for fact, least in found
         )
 
 
@@ -87,15 +97,7 @@ def read_entry(folder: Path) -> Entry | None:
             sizes={str(name): int(size) for name, size in values["sizes"].items()},
             facts=dict(values["facts"]),
         )
-    except (
-        OSError,
-        ArithmeticError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):
+    except _DAMAGED:
         return None
 
 
@@ -179,7 +181,10 @@ class Cache:
                 if self.find(kind, key) is None:
                     self._make(kind, folder, source, make)
             except BaseException:
-                _remove_if_empty(folder)
+                with suppress(OSError):  # a stage that left nothing to resume from
+                    if [path.name for path in folder.iterdir()] == [LOCK]:
+                        (folder / LOCK).unlink()
+                        folder.rmdir()
                 raise
             finally:
                 self._release(folder)
@@ -267,18 +272,6 @@ def _is_same(descriptor: int, path: Path) -> bool:
         return False
     ours = os.fstat(descriptor)
     return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Removes the folder of a stage that left nothing to resume from."""
-    with suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [LOCK]:
-            (folder / LOCK).unlink()
-            folder.rmdir()
-
-
-def _is_number(value: object, least: float) -> bool:
-    return isinstance(value, int | float) and least <= value < float("inf")
 
 
 def _size(path: Path) -> int | None:

@@ -97,24 +97,34 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     layout = choose_layout(source, outtype, wishes, room)
     own = source.as_it_is(outtype, layout)
     model = own or source.draft(outtype, layout)
-    _check_mode(source, model, wishes)
+    asked, texts = wishes.engine, wishes.engine.num_sequences
+    if asked.mode == "predicted":
+        model.refuse_predictors("leave --mode out")
     context = context_of(model, wishes)
-    room = _usable(model, context, room)
+    if room.gpus:  # the smallest budget must exceed the temporaries of a pass
+        smallest = min(room.gpus)
+        least = workspace_bytes(model, context, "dense", gpu_budget_bytes=smallest)
+        room = room if smallest > least else Room(main=room.main)
     first = sum(room.gpus[:1])
-    texts = wishes.engine.num_sequences
     size = run_bytes(model, context, first, texts)
-    fits = wishes.engine.kv_offload is None and size <= first
-    fits = fits and not model.spec.has_experts  # a mixture is on a GPU by a plan alone
+    # A mixture is on a GPU by a plan alone.
+    fits = asked.kv_offload is None and size <= first and not model.spec.has_experts
     budgets = () if fits or not room.gpus else room.gpus
     predictors, mode_line = choose_predictors(
         model, wishes, is_on_gpu=fits and bool(room.gpus), has_plan=bool(budgets)
     )
-    device = wishes.engine.device if room.gpus else "cpu"
-    _check_cache(model, wishes, budgets, device)
+    device = asked.device if room.gpus else "cpu"
+    if any(each is not None for each in (asked.cache_type_k, asked.cache_type_v, asked.kv_offload)):
+        planned = KeySelection.parse(asked.kv_offload) if budgets and asked.kv_offload else None
+        # Refuses what the engine would refuse after all stages.
+        types_device = device_of(device)
+        cache_types_of(model, asked, has_plan=bool(budgets), device=types_device, planned=planned)
     has_gpu = bool(given.gpus)
     where = (has_gpu and why_cpu) or _where_line(wishes, room, budgets, context, has_gpu=has_gpu)
     notes = source.stock_notes if own is not None and layout == "stock" else ()
-    rotary = _position_lines(model, wishes, context)
+    scaled = with_rope_scaling(model, *asked.rope, asked.context_length)
+    scaling = for_context(scaled, context).spec.rope_scaling
+    rotary = [] if scaling.kind == "none" else [f"rotary embeddings: {scaling.words}"]
     advice = _fits_lines(model, wishes, size, first)
     lines = (type_line, *notes, mode_line, *given.lines, where, *advice, *rotary)
     return Choice(
@@ -130,40 +140,12 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     )
 
 
-def _usable(model: ModelFile, context_length: int, room: Room) -> Room:
-    """Drops all GPUs if the smallest budget does not exceed the temporaries of a pass."""
-    if not room.gpus:
-        return room
-    smallest = min(room.gpus)
-    least = workspace_bytes(model, context_length, "dense", gpu_budget_bytes=smallest)
-    return room if smallest > least else Room(main=room.main)
-
-
 def context_of(model: ModelFile, wishes: Wishes) -> int:
     """The context length to use. Raises HotsplitError for more than the model supports with the
     scaling of rotary embeddings that is asked for, or if it cannot be scaled."""
     asked = wishes.engine
     model = with_rope_scaling(model, *asked.rope, asked.context_length)
     return longest_text(model, None, asked.context_length)
-
-
-def _position_lines(model: ModelFile, wishes: Wishes, context_length: int) -> list[str]:
-    """How positions are scaled, if they are."""
-    asked = wishes.engine
-    model = with_rope_scaling(model, *asked.rope, asked.context_length)
-    scaling = for_context(model, context_length).spec.rope_scaling
-    return [] if scaling.kind == "none" else [f"rotary embeddings: {scaling.words}"]
-
-
-def _check_cache(
-    model: ModelFile, wishes: Wishes, budgets: tuple[int, ...], device: str | None
-) -> None:
-    """Raises HotsplitError for cache options that the engine would refuse after all stages."""
-    asked, offload = wishes.engine, wishes.engine.kv_offload
-    if any(option is not None for option in (asked.cache_type_k, asked.cache_type_v, offload)):
-        planned = KeySelection.parse(offload) if budgets and offload is not None else None
-        has_plan = bool(budgets)
-        cache_types_of(model, asked, has_plan=has_plan, device=device_of(device), planned=planned)
 
 
 def run_bytes(
@@ -294,11 +276,6 @@ def _type_line(source: Source, kind: Outtype | None, fits: str) -> str:
 
 
 # ---- the mode -----------------------------------------------------------------------------------
-
-
-def _check_mode(source: Source, model: ModelFile, wishes: Wishes) -> None:
-    if wishes.engine.mode == "predicted":
-        model.refuse_predictors("leave --mode out")
 
 
 def choose_predictors(

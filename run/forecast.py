@@ -31,7 +31,7 @@ from hotsplit.solver.expert_notes import placed_line
 from hotsplit.solver.inputs import Inputs, inputs_from
 from hotsplit.solver.layer_split import cpu_moe, layer_split
 from hotsplit.solver.mode_choice import Found, find
-from hotsplit.solver.multi_gpu import PipelinePlacement, cpu_only_plan, plan_seconds, with_one_home
+from hotsplit.solver.multi_gpu import cpu_only_plan, plan_seconds, with_one_home
 from hotsplit.solver.optimise import Answer
 from hotsplit.solver.prediction import check_whole_host
 from hotsplit.solver.problem import on_one_device
@@ -51,9 +51,7 @@ class Forecast:
     cpu_only_s: float
     layer_split: tuple[int, float] | None
     cpu_moe: tuple[int, float] | None
-    gap: (
-        float | None
-    )  # of a plan: what a better one could save at most, None for what needs no plan
+    gap: float | None  # of a plan: what a better one could save at most; None for what needs none
     gpu_bytes: Items
     cpu_bytes: Items
     budgets: tuple[int, ...]  # those of the GPUs; () if all is on the CPU
@@ -114,11 +112,14 @@ def forecast(
     found = _placed(job.source, inputs, choice, uses_gpu=uses_gpu)
     plan, pipeline = found.answer.plan, found.pipeline
     split, problem = split_of(found, solve_s=0.0), pipeline.model
-    others = layer_split(inputs) if uses_gpu else None
+    others, equal_s = layer_split(inputs) if uses_gpu else None, None
+    if inputs.model.spec.has_experts:
+        alike = replace(inputs, profile=assumed_experts(inputs.model, 0.0))
+        equal_s = plan_seconds(alike.pipeline(), plan)
     return Forecast(
         token_s=found.answer.objective_s,
         first_s=plan_seconds(replace(inputs, context_length=1).pipeline(), plan),
-        equal_s=_equal_seconds(inputs, plan) if inputs.model.spec.has_experts else None,
+        equal_s=equal_s,
         cpu_only_s=plan_seconds(pipeline, cpu_only_plan(pipeline)),
         layer_split=None if others is None else (others.num_layers, others.seconds),
         cpu_moe=cpu_moe(inputs) if uses_gpu else None,
@@ -180,12 +181,6 @@ def _placed(source: Source, inputs: Inputs, choice: Choice, *, uses_gpu: bool) -
     seconds = plan_seconds(pipeline, plan)
     answer = Answer(status="bounded", plan=plan, objective_s=seconds, bound_s=0.0)
     return Found(inputs=inputs, pipeline=pipeline, answer=answer, others=())
-
-
-def _equal_seconds(inputs: Inputs, plan: PipelinePlacement) -> float:
-    """Seconds of a token by this plan if all experts are chosen equally often."""
-    alike = replace(inputs, profile=assumed_experts(inputs.model, 0.0))
-    return plan_seconds(alike.pipeline(), plan)
 
 
 def _placed_words(inputs: Inputs, found: Found) -> str:

@@ -156,7 +156,13 @@ def job_of(
     `is_here`. Raises HotsplitError for a source that cannot be run with these options."""
     here = room_here(wishes.vram, wishes.engine.device) if room is None else room
     choice = choose(source, wishes, here)
-    _check_tokens(choice, wishes)
+    # Else too few tokens to train predictors would be noticed only after the conversion.
+    least = MIN_TRAINING_WINDOWS * min(WINDOW, choice.model.spec.context_length)
+    if wishes.tokens is not None and wishes.tokens < least and choice.predictors is not False:
+        raise HotsplitError(
+            f"--tokens {wishes.tokens}: too few to train predictors, wanted {least:,} or more;"
+            " without --tokens the number is chosen by the time that it takes"
+        )
     if says_again or is_new(cache.folder, source.identity, choice.lines):
         for line in choice.lines:
             cache.say(line)
@@ -168,17 +174,6 @@ def job_of(
         rates=Rates.load(cache.folder, digest(machine_key())),
     )
     return decided(job) if is_here else job
-
-
-def _check_tokens(choice: Choice, wishes: Wishes) -> None:
-    """Raises HotsplitError for too few tokens to train predictors, which would otherwise be found
-    only after the conversion."""
-    least = MIN_TRAINING_WINDOWS * min(WINDOW, choice.model.spec.context_length)
-    if wishes.tokens is not None and wishes.tokens < least and choice.predictors is not False:
-        raise HotsplitError(
-            f"--tokens {wishes.tokens}: too few to train predictors, wanted {least:,} or more;"
-            " without --tokens the number is chosen by the time that it takes"
-        )
 
 
 def estimate_of(job: Job) -> Estimate:

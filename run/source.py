@@ -111,7 +111,8 @@ def look_at(
         if stock is not None:
             notes = activation_notes(keys, stock)
     else:
-        own_type = _dtype_of(path)
+        dtypes = [t.dtype for t in Checkpoint.open(path).tensors.values() if len(t.shape) == 2]
+        own_type = max(set(dtypes), key=dtypes.count, default="F16").lower()
     return Source(
         name=str(given),
         path=path.absolute(),
@@ -131,9 +132,3 @@ def check_tokenizer(source: Source, model: ModelFile) -> None:
     if TOKENIZER_KEY not in model.extra_keys and Keys.Tokenizer.MODEL not in model.extra_keys:
         raise HotsplitError(f"{source.name}: has no tokenizer, which text needs; {GIVE}")
     check_text_keys(Path(source.name), model.extra_keys)
-
-
-def _dtype_of(folder: Path) -> str:
-    """The most common type of a checkpoint's matrices, by our name."""
-    dtypes = [t.dtype for t in Checkpoint.open(folder).tensors.values() if len(t.shape) == 2]
-    return max(set(dtypes), key=dtypes.count, default="F16").lower()

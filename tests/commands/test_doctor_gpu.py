@@ -30,26 +30,22 @@ def lines(findings):
     return "\n".join(each.line for each in findings)
 
 
+NONE = {"cuda": None, "driver": None, "gpus": []}
+BLIND = TORCH | {"gpus": []}  # torch that sees no GPU
+
+
 @pytest.mark.parametrize(
     ("driver", "torch", "said"),
     [
         (DRIVER, TORCH, "ok    driver: 570.1, CUDA up to 12.8"),
-        (
-            {"cuda": None, "driver": None, "gpus": []},
-            TORCH | {"gpus": []},
-            "note  driver: no NVIDIA driver",
-        ),
-        (
-            DRIVER,
-            TORCH | {"gpus": [], "cuda": None},
-            "it is built for the CPU -> install torch for",
-        ),
+        (NONE, BLIND, "note  driver: no NVIDIA driver"),
+        (DRIVER, BLIND | {"cuda": None}, "it is built for the CPU -> install torch for"),
         (
             DRIVER | {"cuda": "12.2"},
-            TORCH | {"gpus": []},
+            BLIND,
             "update the driver, which is older than torch's CUDA 12.8",
         ),
-        (DRIVER, TORCH | {"gpus": [], "gpu_error": "no device"}, "sees no GPU: no device -> check"),
+        (DRIVER, BLIND | {"gpu_error": "no device"}, "sees no GPU: no device -> check"),
         (DRIVER, {"error": "ImportError: x", "is_missing": False}, "ok    driver"),
     ],
 )

@@ -74,15 +74,7 @@ def others(command: click.Command) -> list[str]:
         return [name for name, value in given.items() if value != DEFAULTS[name]]
 
 
-def commands(group: click.Group, path: str = "") -> dict[str, click.Command]:
-    found = {}
-    for name, command in group.commands.items():
-        here = f"{path} {name}".strip()
-        found |= commands(command, here) if isinstance(command, click.Group) else {here: command}
-    return found
-
-
-COMMANDS = commands(cli)
+COMMANDS = cli.commands
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -656,15 +656,6 @@ def test_values_of_other_types_are_refused_by_the_api(tmp_path):
             assert text.ids == [1]
 
 
-def test_the_refusal_of_a_long_text_says_by_how_much(tmp_path):
-    make_model(sizes=make_sizes(context_length=16)).save(tmp_path / "m.gguf")
-    with hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=8) as engine:
-        with pytest.raises(HotsplitError, match="shorten the text by more than 4$"):
-            engine.logits([1] * 20)
-        with pytest.raises(HotsplitError, match=r"a longer context \(-c\), up to 16"):
-            engine.logits([1] * 12)
-
-
 # ---- files in the wrong place -------------------------------------------------------------------
 
 
@@ -798,13 +789,6 @@ def test_a_conversion_that_rounds_says_what_was_compared(tmp_path):
     assert re.fullmatch(
         r"the rounding itself: KL [\d.e-]+ from the source, same top token \d+%", cost
     )
-
-
-def test_a_text_with_fewer_tokens_than_requested_is_noted(codec_model, tmp_path, capsys):
-    (tmp_path / "t.txt").write_text("ab cd " * 40)
-    arguments = ["eval", codec_model, "--corpus", tmp_path / "t.txt", "--tokens", 4000]
-    first = lines_of(capsys, arguments, 0)[0]
-    assert re.fullmatch(r"note: \d+ tokens of text, fewer than the 4,000 of --tokens", first)
 
 
 def test_a_profile_without_silent_neurons_says_what_to_do(

@@ -1,9 +1,14 @@
 """Fixtures shared by the tests of `hotsplit run`: models, a text, and a cache for each test."""
 
+import json
 from pathlib import Path
 
 import pytest
 from checkpoints import random_llama
+from models import make_machine
+
+from hotsplit.cli import main
+from hotsplit.run import stages
 
 MIB = 1 << 20
 
@@ -35,3 +40,27 @@ def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("hotsplit.run.rates.UNPACK_S", 0.01)
     monkeypatch.setattr("hotsplit.run.rates.WRITTEN_BYTES", MIB)
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """The figures of a machine with a slow CPU and a fast GPU."""
+
+    def calibrate(config, on_probe):
+        fast = {"launch_s": 1e-9, "hand_over_s": 1e-9, "copy_latency_s": 1e-9}
+        machine = make_machine(cpu_gb_per_s=0.01, **fast)
+        machine.save(config.output)
+        on_probe(1)
+        return machine
+
+    monkeypatch.setattr(stages, "calibrate", calibrate)
+    monkeypatch.setattr(stages, "load_now", lambda: 0.0)
+
+
+def told(capsys, *words: object) -> tuple[dict, list[str]]:
+    """The report of a run that succeeds, and the lines for the user."""
+    argv = ["run", *map(str, words), *["-p", "the", "-n", "3", "--seed", "0", "--json", "-t", "1"]]
+    code = main(argv)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    return json.loads(shown.out), shown.err.splitlines()

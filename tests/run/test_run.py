@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import random_llama
-from models import byte_level_keys, make_machine, make_model, make_sizes
+from models import byte_level_keys, make_model, make_sizes
 from paths import ROOT
+from run_fixtures import told
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
@@ -34,23 +35,13 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, card):
     """A GPU with as much memory as --vram says."""
 
     def room_here(vram, device):
         return Room(main=1 << 34, gpus=vram or ())
 
-    def calibrate(config, on_probe):
-        machine = make_machine(
-            launch_s=1e-9, hand_over_s=1e-9, copy_latency_s=1e-9, cpu_gb_per_s=0.01
-        )
-        machine.save(config.output)
-        on_probe(1)
-        return machine
-
     monkeypatch.setattr(prepare, "room_here", room_here)
-    monkeypatch.setattr(stages, "calibrate", calibrate)
-    monkeypatch.setattr(stages, "load_now", lambda: 0.0)
     # Both sides are on the CPU, and these models take microseconds: by the clock, chance decides.
     monkeypatch.setattr(
         stages,
@@ -59,15 +50,6 @@ def gpu(monkeypatch):
             token_s=1.0 if split is None else Split.load(split).objective_s, prompt_s=0.5
         ),
     )
-
-
-def told(capsys, *words: object) -> tuple[dict, list[str]]:
-    """The report of a run that succeeds, and the lines for the user."""
-    argv = ["run", *map(str, words), "-p", "the", "-n", "3", "--seed", "0", "--json", "-t", "1"]
-    code = main(argv)
-    shown = capsys.readouterr()
-    assert code == 0, shown.err
-    return json.loads(shown.out), shown.err.splitlines()
 
 
 def run(capsys, *words: object) -> dict:
@@ -85,6 +67,11 @@ def refused(capsys, *words: object) -> str:
 
 def made(report: dict) -> list[str]:
     return report["run"]["made"]
+
+
+def stock_of(source: Path, path: Path) -> None:
+    words = ["convert", str(source), "-o", str(path)]
+    assert main([*words, "--layout", "stock", "--outtype", "q8_0", "--no-verify"]) == 0
 
 
 def partials(folder: Path) -> list[Path]:
@@ -119,22 +106,7 @@ def test_a_stock_file_is_run_in_place_unless_something_else_is_asked_for(
     capsys, cache, silu, tmp_path
 ):
     """A SiLU model reads every neuron, so nothing has to be transposed."""
-    assert (
-        main(
-            [
-                "convert",
-                str(silu),
-                "-o",
-                str(tmp_path / "s.gguf"),
-                "--layout",
-                "stock",
-                "--outtype",
-                "q8_0",
-                "--no-verify",
-            ]
-        )
-        == 0
-    )
+    stock_of(silu, tmp_path / "s.gguf")
     report = run(capsys, tmp_path / "s.gguf", "--no-verify")
     assert made(report) == [] and report["run"]["outtype"] == "q8_0"
     assert report["mode"] == "dense" and housekeeping.list_cache(cache) == ()
@@ -144,22 +116,7 @@ def test_a_stock_file_is_run_in_place_unless_something_else_is_asked_for(
 
 
 def test_what_was_chosen_is_said_once_and_again_if_it_changes(capsys, cache, silu, tmp_path):
-    assert (
-        main(
-            [
-                "convert",
-                str(silu),
-                "-o",
-                str(tmp_path / "s.gguf"),
-                "--layout",
-                "stock",
-                "--outtype",
-                "q8_0",
-                "--no-verify",
-            ]
-        )
-        == 0
-    )
+    stock_of(silu, tmp_path / "s.gguf")
 
     def said(*words: object) -> list[str]:
         capsys.readouterr()
@@ -312,47 +269,33 @@ def timed(monkeypatch, **seconds: float):
     ("seconds", "runs", "words"),
     [
         # As predicted, and faster than the CPU alone by any margin, or slower by less than 5 %.
-        ({"model": 1.0, "cpu": 2.0}, "the plan", None),
-        ({"model": 1.2, "cpu": 1.15}, "the plan", None),
-        ({"model": 1.2, "cpu": 1.1}, "the CPU alone", "everything runs on the CPU"),
+        ((1.0, 2.0), "the plan", None),
+        ((1.2, 1.15), "the plan", None),
+        ((1.2, 1.1), "the CPU alone", "everything runs on the CPU"),
         # A prediction that was missed brings other plans, of which the fastest runs.
-        (
-            {"model": 3.0, "cpu": 9.0, "second": 2.0, "layers": 4.0},
-            "the second plan",
-            "one by what was measured runs instead",
-        ),
-        (
-            {"model": 3.0, "cpu": 9.0, "second": 2.0, "layers": 1.5},
-            "whole layers",
-            "whole layers runs instead",
-        ),
-        ({"model": 3.0, "cpu": 9.0, "second": 5.0, "layers": 4.0}, "the plan", None),
-        (
-            {"model": 10.0, "cpu": 1.0, "second": 5.0, "layers": 4.0},
-            "the CPU alone",
-            "everything runs on the CPU",
-        ),
+        ((3.0, 9.0, 2.0, 4.0), "the second plan", "one by what was measured runs instead"),
+        ((3.0, 9.0, 2.0, 1.5), "whole layers", "whole layers runs instead"),
+        ((3.0, 9.0, 5.0, 4.0), "the plan", None),
+        ((10.0, 1.0, 5.0, 4.0), "the CPU alone", "everything runs on the CPU"),
     ],
 )
 def test_a_slow_plan_is_replaced_once_and_for_all(
     capsys, monkeypatch, silu, text, gpu, cache, seconds, runs, words
 ):
-    tried = timed(monkeypatch, **seconds)
+    names = ("model", "cpu", "second", "layers")
+    tried = timed(monkeypatch, **dict(zip(names, seconds, strict=False)))
     asked = (silu, "--corpus", text, "--no-verify", "--vram", "700KiB", "-c", 32)
-    argv = ["run", *map(str, asked), "-p", "the", "-n", "3", "--seed", "0", "--json", "-t", "1"]
     texts = []
     for number in range(2):
-        assert main(argv) == 0
-        shown = capsys.readouterr()
-        report = json.loads(shown.out)
+        report, lines = told(capsys, *asked)
         texts.append(report["text"])
         assert ("trial" in made(report)) == (number == 0)
-        (line,) = [each for each in shown.err.splitlines() if "the plan takes" in each]
+        (line,) = [each for each in lines if "the plan takes" in each]
         assert "predicted" in line and "the CPU alone" in line
         assert words is None or words in line
         assert ("gpu" in report["bytes"]) == (runs != "the CPU alone")
     assert texts[0] == texts[1]
-    is_missed = seconds["model"] > 1.3
+    is_missed = seconds[0] > 1.3
     assert tried == ["model", "cpu"] + ["second", "layers"] * is_missed  # once
     (kept,) = [each for each in housekeeping.list_cache(cache) if each.kind == "trial"]
     assert Trial.load(cache / kept.name / kept.file).runs == runs
@@ -419,18 +362,8 @@ def test_a_run_continues_after_interrupts_in_five_places_and_with_other_budgets(
     plan. The weights take more memory than the temporaries, so that budgets between exist."""
     sizes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 512}
     model = random_llama(tmp_path / "relu", **sizes)
-    asked = (
-        model,
-        "--outtype",
-        "f16",
-        "--corpus",
-        text,
-        "--no-verify",
-        "--mode",
-        "predicted",
-        "--tokens",
-        1408,
-    )
+    more = ["--outtype", "f16", "--no-verify", "--mode", "predicted", "--tokens", "1408"]
+    asked = (model, "--corpus", text, *more)
     short = ("--vram", "1800000B", "-c", 32)
     there: list[str] = []
     for place, after, before in FIVE:

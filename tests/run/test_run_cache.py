@@ -211,12 +211,8 @@ def test_what_is_not_ours_stays(cache, tmp_path):
     cleared = housekeeping.clear(cache)
     assert cleared.removed == () and "is not ours" in cleared.kept[0][1]
     assert not (folder / ENTRY).exists() and not (folder / "machine.json").exists()
-    for path in (
-        folder / "notes.txt",
-        folder / "sub" / "machine.json",
-        other / "model.gguf",
-        cache / "readme",
-    ):
+    mine = folder / "notes.txt", folder / "sub" / "machine.json", other / "model.gguf"
+    for path in (*mine, cache / "readme"):
         assert path.read_text() == "mine"
     assert (outside / "machine.json").read_text() == "{}"
 
@@ -243,10 +239,8 @@ def test_the_command_lists_and_clears(capsys, cache):
     shown = capsys.readouterr()
     assert "source 0" in shown.out and one.name in shown.out and "2 in" in shown.err
     assert main(["cache", "list", "--json"]) == 0
-    assert {e["source"] for e in json.loads(capsys.readouterr().out)["entries"]} == {
-        "source 0",
-        "source 1",
-    }
+    entries = json.loads(capsys.readouterr().out)["entries"]
+    assert {each["source"] for each in entries} == {"source 0", "source 1"}
     with Cache.open() as each:
         each.obtain("corpus", {}, "a\n\x1b[2Jb\udcff", lambda folder: {})
     assert main(["cache", "list"]) == 0
@@ -302,9 +296,8 @@ def test_a_large_file_is_identified_by_samples_and_its_time(monkeypatch, tmp_pat
         file.write(b"x")
     assert identity_of_texts([path]) != known
     os.utime(path, ns=(0, 1))
-    assert (
-        identity_of_texts([path]) == known
-    )  # a change between the samples goes unnoticed only with a forged time
+    # A change between the samples goes unnoticed only with a forged time.
+    assert identity_of_texts([path]) == known
     with path.open("r+b") as file:
         file.write(b"x")
     os.utime(path, ns=(0, 1))

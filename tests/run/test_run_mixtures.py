@@ -1,20 +1,18 @@
 """`hotsplit run` of mixtures of experts: the look that records routings, the plan, and the trial of all
 that is obvious; on fake CUDA devices, too."""
 
-import json
 from pathlib import Path
 
 import pytest
 from delta_models import FEW, delta_model
 from fake_cuda import library as fake_library
 from fake_cuda.torch_cuda import fake_cuda
-from models import byte_level_keys, make_machine, make_model, make_sizes, mixture_spec
-from run_fixtures import MIB
+from models import byte_level_keys, make_model, make_sizes, mixture_spec
+from run_fixtures import MIB, told
 from test_run import made, timed
 
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.cli import main
 from hotsplit.run import choice, housekeeping, prepare, stages, trial
 from hotsplit.run.choice import Wishes, choose
 from hotsplit.run.default_budgets import Room
@@ -40,42 +38,8 @@ def saved(path: Path, *, has_delta_nets: bool = False) -> Path:
     return path
 
 
-@pytest.fixture
-def card(monkeypatch):
-    """The figures of a machine with a slow CPU."""
-
-    def calibrate(config, on_probe):
-        machine = make_machine(
-            launch_s=1e-9, hand_over_s=1e-9, copy_latency_s=1e-9, cpu_gb_per_s=0.01
-        )
-        machine.save(config.output)
-        return machine
-
-    monkeypatch.setattr(stages, "calibrate", calibrate)
-    monkeypatch.setattr(stages, "load_now", lambda: 0.0)
-
-
 def run(capsys, *words: object) -> tuple[dict, list[str]]:
-    """The report, and the lines for the user."""
-    argv = [
-        "run",
-        *map(str, words),
-        "-c",
-        "64",
-        "-p",
-        "the",
-        "-n",
-        "3",
-        "--seed",
-        "0",
-        "--json",
-        "-t",
-        "1",
-    ]
-    code = main(argv)
-    shown = capsys.readouterr()
-    assert code == 0, shown.err
-    return json.loads(shown.out), shown.err.splitlines()
+    return told(capsys, *words, "-c", "64")
 
 
 @pytest.mark.parametrize("fastest", ["model", "experts", "layers", "cpu"])

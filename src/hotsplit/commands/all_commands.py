@@ -430,21 +430,13 @@ def export_command(
     from hotsplit.export.export import ExportConfig, export
 
     if is_for_llama_cpp:
-        from hotsplit.commands.llamacpp_options import told
+        from hotsplit.commands.llamacpp_options import print_options
 
         others = [name for name in ("format", "output") if options[name] is not None]
         if others:
-            raise click.UsageError(f"--{others[0].replace('_', '-')} is not for --llama-cpp.")
-        finish(
-            *told(
-                options["source"],
-                split,
-                options["profile"],
-                machine,
-                as_json=as_json,
-                rope=(rope_scaling, rope_scale),
-            )
-        )
+            raise click.UsageError(f"--{others[0]} is not for --llama-cpp.")
+        model, profile, rope = options["source"], options["profile"], (rope_scaling, rope_scale)
+        print_options(model, split, profile, machine, rope=rope, as_json=as_json)
         return
     if options["format"] is None or options["output"] is None:
         raise click.UsageError("give --format and -o, or --llama-cpp.")

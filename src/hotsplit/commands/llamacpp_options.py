@@ -2,20 +2,18 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.commands.options.shared import aligned
+from hotsplit.commands.options.shared import aligned, finish
 from hotsplit.errors import HotsplitError
-from hotsplit.model.rope import RopeScaling
-from hotsplit.solver.llamacpp import Told, ways
+from hotsplit.solver.llamacpp import ways
 from hotsplit.solver.prediction import inputs_for
 from hotsplit.solver.solve import SolveConfig
 
 
-def told(
+def print_options(
     model: Path,
     split: Path | None,
     profile: Path | None,
@@ -23,10 +21,10 @@ def told(
     *,
     rope: tuple[str | None, float | None],
     as_json: bool,
-) -> tuple[dict[str, Any], bool, list[str]]:
-    """What `finish` takes; without --json, the options are printed on stdout. `rope`: the scaling that
-    the plan was made with, as in EngineConfig. Raises HotsplitError for files that do not belong
-    together, and click.UsageError if one is not given."""
+) -> None:
+    """Prints the options on stdout. `rope`: the scaling that the plan was made with, as in
+    EngineConfig. Raises HotsplitError for files that do not belong together, and click.UsageError if
+    one is not given."""
     from hotsplit.runtime.step.workspace import workspace_bytes
 
     for name, path in (("split", split), ("machine", machine)):
@@ -58,43 +56,32 @@ def told(
     inputs = replace(inputs, workspace=plan.cpu_bytes["workspace"])
     plan.check_against(inputs.model, split)
     best, *others = ways(inputs)
-    if not as_json:
-        scaling = _scaling(inputs.model.spec.rope_scaling) if any(rope) else ""
-        click.echo(f"{_context(plan)}{scaling} {best.line}")
     content = {"plan_s": plan.objective_s, "llama_cpp": [asdict(way) for way in (best, *others)]}
+    # llama.cpp divides its context among texts.
+    words = f"-c {plan.num_sequences * plan.context_length}"
+    words += f" -np {plan.num_sequences}" if plan.num_sequences > 1 else ""
+    if any(rope):  # a scaling that replaces the model's own
+        scaling = inputs.model.spec.rope_scaling
+        words += f" --rope-scaling {scaling.kind}"
+        words += "" if scaling.kind == "none" else f" --rope-scale {scaling.factor:.9g}"
+        words += f" --yarn-orig-ctx {scaling.original_length}" if scaling.kind == "yarn" else ""
+    if not as_json:
+        click.echo(f"{words} {best.line}")
     rows = [
-        ("the plan, by hotsplit", _speed(plan.objective_s), ""),
-        ("llama.cpp by these options", _speed(best.seconds), f"({best.words})"),
-        *((f"llama.cpp {_short(w)}", _speed(w.seconds), f"({w.words})") for w in others),
+        ("the plan, by hotsplit", plan.objective_s, ""),
+        ("llama.cpp by these options", best.seconds, f"({best.words})"),
+        *(
+            # Patterns are long.
+            (
+                f"llama.cpp {'-ngl 999 -ot ...' if '-ot' in way.arguments else way.line}",
+                way.seconds,
+                f"({way.words})",
+            )
+            for way in others
+        ),
     ]
-    return (
-        content,
-        as_json,
-        [
-            *aligned(rows),
-            "for the model in llama.cpp's layout; its own kernels' rates are not known: those of this"
-            " machine file are assumed",
-        ],
+    lines = aligned(
+        [(name, f"{1 / s:>9,.1f} tokens/s predicted", meaning) for name, s, meaning in rows]
     )
-
-
-def _context(plan: Split) -> str:
-    """llama.cpp divides its context among texts."""
-    texts = f" -np {plan.num_sequences}" if plan.num_sequences > 1 else ""
-    return f"-c {plan.num_sequences * plan.context_length}{texts}"
-
-
-def _scaling(scaling: RopeScaling) -> str:
-    """llama.cpp's options for a scaling that replaces the model's own."""
-    factor = "" if scaling.kind == "none" else f" --rope-scale {scaling.factor:.9g}"
-    length = f" --yarn-orig-ctx {scaling.original_length}" if scaling.kind == "yarn" else ""
-    return f" --rope-scaling {scaling.kind}{factor}{length}"
-
-
-def _speed(seconds: float) -> str:
-    return f"{1 / seconds:>9,.1f} tokens/s predicted"
-
-
-def _short(way: Told) -> str:
-    """The options but for patterns, which are long."""
-    return "-ngl 999 -ot ..." if "-ot" in way.arguments else way.line
+    assumed = "its own kernels' rates are not known: those of this machine file are assumed"
+    finish(content, as_json, [*lines, f"for the model in llama.cpp's layout; {assumed}"])

@@ -28,6 +28,7 @@ from hotsplit.commands.options.shared import (
     json_option,
     running_options,
     say,
+    speed_lines,
     take_engine_options,
 )
 from hotsplit.costs.part_bytes import ITEMS
@@ -308,8 +309,4 @@ def _speeds(job: "Job", found: "Forecast") -> list[str]:
         count, seconds = found.cpu_moe
         name = f"llama.cpp's --n-cpu-moe {count}"
         rows.append((name, seconds, f"the experts of {count} {of} on the CPU"))
-    width = max(24, *(len(name) for name, *_ in rows))
-    return [
-        f"  {name:{width}} {1 / seconds:>9,.1f} tokens/s" + f"  ({words})" * bool(words)
-        for name, seconds, words in rows
-    ]
+    return speed_lines(rows)

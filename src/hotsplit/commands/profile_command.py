@@ -23,7 +23,6 @@ from hotsplit.files.outputs import check_apart, check_outputs
 
 if TYPE_CHECKING:
     from hotsplit.profile.collect import ProfileReport
-    from hotsplit.profile.config import ProfileConfig
 
 NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is ever silent
 
@@ -96,30 +95,24 @@ def profile(
         config = ProfileConfig(model=files[0], output=output, force=force, corpora=texts, **options)
         from hotsplit.profile.collect import profile as run  # seconds of imports
         from hotsplit.profile.corpus.processes import rank_here
+        from hotsplit.profile.count.resume import resume_path
+        from hotsplit.profile.report import report_path
         from hotsplit.system.progress import progress
 
         is_first = rank_here() == 0
         if is_first:
-            _check_outputs(config)
+            outputs = [config.output, report_path(config.output)]
+            outputs += [config.importances] if config.importances else []
+            outputs += [config.predictor_path] if config.predictor_path else []
+            inputs = texts_and_model(config.model, config.corpora)
+            check_outputs(outputs, force=config.force, inputs=inputs)
+            check_apart([resume_path(config.output)], [*inputs, *outputs])
         total = config.max_tokens or DEFAULT_TOKENS
         with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:
             report = run(config, advance or (lambda count: None))
     if not is_first:
         return
     finish(report, as_json, _lines(report))
-
-
-def _check_outputs(config: "ProfileConfig") -> None:
-    """Checks all outputs at once: the profile, its report, resume file and predictors."""
-    from hotsplit.profile.count.resume import resume_path
-    from hotsplit.profile.report import report_path
-
-    outputs = [config.output, report_path(config.output)]
-    outputs += [config.importances] if config.importances else []
-    outputs += [config.predictor_path] if config.predictor_path else []
-    inputs = texts_and_model(config.model, config.corpora)
-    check_outputs(outputs, force=config.force, inputs=inputs)
-    check_apart([resume_path(config.output)], [*inputs, *outputs])
 
 
 def _lines(report: "ProfileReport") -> list[str]:

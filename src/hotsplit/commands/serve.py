@@ -156,7 +156,13 @@ def serve(
         **{field.name: getattr(asked, field.name) for field in fields(EngineConfig)},
     }
     config = ServeConfig(model=model, sampling=sampling, **options)
-    _check_packages()
+    for name in PACKAGES:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise HotsplitError(
+                f"a server needs the package {name}: pip install {' '.join(PACKAGES)}"
+            ) from error
     from hotsplit.serve.server import listener_of
 
     listener_of(config).close()  # an address that cannot be had is refused before long work
@@ -212,16 +218,6 @@ def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> 
 
     Server(config, num_places, open_engine, on_ready).run()
     say(f"{model}: stopped")
-
-
-def _check_packages() -> None:
-    for name in PACKAGES:
-        try:
-            import_module(name)
-        except ImportError as error:
-            raise HotsplitError(
-                f"a server needs the package {name}: pip install {' '.join(PACKAGES)}"
-            ) from error
 
 
 def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.commands.options.shared import speed_lines
 from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import all_or_none
@@ -122,11 +123,7 @@ def _speed_lines(report: SolveReport) -> list[str]:
         name, of = f"llama.cpp's --n-cpu-moe {count}", f"{count} of {report.num_layers} layers"
         rows.append((name, seconds, f"the experts of {of} on the CPU, no overlap"))
     rows.append(("this machine's limit", advice.limit_s, "the plan's bytes at full bandwidth"))
-    width = max(24, *(len(name) for name, *_ in rows))
-    return [
-        f"  {name:{width}} {1 / seconds:>9,.1f} tokens/s  ({meaning})"
-        for name, seconds, meaning in rows
-    ]
+    return speed_lines(rows)
 
 
 def _mode_lines(report: SolveReport) -> list[str]:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ _RANK = 64  # of the small model's predictors
 
 
 def main() -> None:
-    _leave_no_core()
+    with suppress(ImportError, OSError, ValueError):  # a crash is expected: no core dumps
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     probes = {
         "kernels": probe_kernels,
         "torch": probe_torch,
@@ -28,16 +32,6 @@ def main() -> None:
     }
     name, *arguments = sys.argv[1:]
     print(json.dumps({"done": probes[name](*arguments)}), flush=True)  # noqa: T201
-
-
-def _leave_no_core() -> None:
-    """Disables core dumps, since a crash is expected."""
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    except (ImportError, OSError, ValueError):
-        pass
 
 
 def tell_at(what: str) -> None:
@@ -81,7 +75,14 @@ def probe_torch() -> dict[str, Any]:
         "is_right": bool((product == 64).all()),
     }
     tell_at("the runtime")
-    found["runtime_error"] = _runtime_error()
+    # The reason why the runtime cannot be imported, e.g. a library of another version that lacks
+    # functions; a forced CPU level is ignored.
+    os.environ.pop("HOTSPLIT_CPU_LEVEL", None)
+    found["runtime_error"] = None
+    try:
+        import hotsplit.runtime.kernels.cpu.library  # noqa: F401
+    except (ImportError, OSError, AttributeError) as error:
+        found["runtime_error"] = f"{type(error).__name__}: {error}"
     tell_at("looking for GPUs")
     try:
         is_there = torch.cuda.is_available()
@@ -89,17 +90,6 @@ def probe_torch() -> dict[str, Any]:
         return {**found, "gpus": [_gpu_of_torch(torch, number) for number in numbers]}
     except RuntimeError as error:
         return {**found, "gpus": [], "gpu_error": str(error).splitlines()[0]}
-
-
-def _runtime_error() -> str | None:
-    """The reason why the runtime cannot be imported, e.g. a library of another version that lacks
-    functions; a forced CPU level is ignored."""
-    os.environ.pop("HOTSPLIT_CPU_LEVEL", None)
-    try:
-        import hotsplit.runtime.kernels.cpu.library  # noqa: F401
-    except (ImportError, OSError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _gpu_of_torch(torch: Any, number: int) -> dict[str, Any]:

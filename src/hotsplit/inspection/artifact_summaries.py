@@ -2,6 +2,7 @@
 
 Letters: L layers, F neurons of a layer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,10 @@ class ProfileSummary(Summary):
             ("model id", profile.model_id),
             ("tokens", f"{profile.num_tokens:,}"),
             ("counted with", profile.arithmetic or "unknown"),
-            *(("corpus", f"{c.name}: {c.num_tokens:,} tokens, {c.sha256[:12]}") for c in corpora),
+            *(
+                ("corpus", f"{c.name}: {c.num_tokens:,} tokens, sha256 {c.sha256[:12]}")
+                for c in corpora
+            ),
             ("layers", len(profile.threshold_L)),
             ("neurons a layer", span(profile.own_neurons_L.tolist(), ",")),
             *(() if count_LE is None else [("experts a layer", f"{count_LE.shape[1]:,}")]),
@@ -65,7 +69,7 @@ class ProfileSummary(Summary):
 
     def tables(self, *, all_tensors: bool) -> list[Table]:
         profile = self.profile
-        layers = {
+        layers: dict[str, Iterable[object]] = {
             "layer": range(len(profile.threshold_L)),
             "density": formatted(".2%", profile.density_L),
             "firings of the hottest fifth": formatted(".1%", profile.hottest_fifth_L()),

@@ -162,21 +162,19 @@ class GgufSummary(Summary):
             for k, v in self.keys.items()
             if k.startswith(start) and k.endswith(end)
         }
+        refusal = None
+        try:
+            check_text_keys(self.path, self.keys)
+        except HotsplitError as error:
+            refusal = str(error).removeprefix(f"{self.path}: ")
         return TokenizerFacts(
             is_whole=TOKENIZER_KEY in self.keys,
             model=name if isinstance(name, str) else None,
             num_tokens=len(tokens) if isinstance(tokens, list) else 0,
             special_ids={k: int(v) for k, v in ids.items() if isinstance(v, np.integer)},
             has_chat_template=TEMPLATE_KEY in self.keys,
-            refusal=self._text_refusal(),
+            refusal=refusal,
         )
-
-    def _text_refusal(self) -> str | None:
-        try:
-            check_text_keys(self.path, self.keys)
-        except HotsplitError as error:
-            return str(error).removeprefix(f"{self.path}: ")
-        return None
 
     @property
     def facts(self) -> list[Row]:

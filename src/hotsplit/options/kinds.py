@@ -135,7 +135,12 @@ def _basic(kind: Any) -> set[type]:
 def _is_of(value: object, kind: Any) -> bool:
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _is_of(value, parts[0]) and _is_within(plain(value), *_bounds(kind))
+        if not _is_of(value, parts[0]):
+            return False
+        low, high = _bounds(kind)
+        number: Any = plain(value)
+        # Not math.isfinite, which raises for a whole number that no float can hold.
+        return abs(number) <= sys.float_info.max and low <= number <= high
     if origin in (Union, types.UnionType):
         return any(_is_of(value, part) for part in parts)
     if origin is Literal:
@@ -166,11 +171,6 @@ def _bounds(kind: Any) -> tuple[float, float]:
             low = each.ge if isinstance(each, Ge) else low  # type: ignore[assignment]
             high = each.le if isinstance(each, Le) else high  # type: ignore[assignment]
     return low, high
-
-
-def _is_within(value: Any, low: float, high: float) -> bool:
-    """Not math.isfinite, which raises for a whole number that no float can hold."""
-    return abs(value) <= sys.float_info.max and low <= value <= high
 
 
 def _is_tuple(value: object, parts: tuple[Any, ...]) -> bool:

@@ -50,8 +50,11 @@ def settings_of(
     for setting in SETTINGS:
         key = PREFIX + setting.key
         if key in keys and setting.field not in given:
+            value = plain(keys[key])
+            if isinstance(value, float):  # of 32 bits: the shortest decimal that it is closest to
+                value = float(str(keys[key]))
             with about(path, "; set it by an option, which replaces it, or correct the file"):
-                found[setting.field] = checked(setting.field, _python_value(keys[key]), key)
+                found[setting.field] = checked(setting.field, value, key)
     return found
 
 
@@ -70,7 +73,10 @@ def sampling_line(
     settings = settings_of(path, keys, given)
     known = {PREFIX + setting.key for setting in SETTINGS}
     unknown = sorted(key for key in keys if key.startswith(PREFIX) and key not in known)
-    words = [f"{name} {_shown_setting(value)}" for name, value in settings.items()]
+    words = [
+        f"{name} {';'.join(value) if isinstance(value, tuple) else f'{value:g}'}"
+        for name, value in settings.items()
+    ]
     parts = [f"sampling as the model's file says: {', '.join(words)}; options replace it"] * bool(
         words
     )
@@ -91,13 +97,3 @@ def checked(field: str, value: object, name: str) -> object:
     except HotsplitError as error:
         raise HotsplitError(str(error).replace(field, name, 1)) from error
     return value
-
-
-def _python_value(value: object) -> object:
-    """A number of a GGUF; one of 32 bits as the shortest decimal that it is closest to."""
-    number = plain(value)
-    return float(str(value)) if isinstance(number, float) else number
-
-
-def _shown_setting(value: object) -> str:
-    return ";".join(value) if isinstance(value, tuple) else f"{value:g}"

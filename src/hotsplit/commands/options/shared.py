@@ -325,5 +325,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
 
 
+def speed_lines(rows: Sequence[tuple[str, float, str]]) -> list[str]:
+    """Speeds in tokens a second as lines, from (name, seconds of a token, remark)."""
+    width = max(24, *(len(name) for name, *_ in rows))
+    return [
+        f"  {name:{width}} {1 / seconds:>9,.1f} tokens/s" + f"  ({remark})" * bool(remark)
+        for name, seconds, remark in rows
+    ]
+
+
 def mean(values: list[float] | tuple[float, ...]) -> float:
     return sum(values) / len(values)

@@ -40,7 +40,12 @@ class PipedLines:
     def read(self) -> str | None:
         parts: list[str] = []
         while line := sys.stdin.buffer.readline():
-            text = _decoded(line).rstrip("\r\n")
+            try:
+                text = line.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise HotsplitError(
+                    f"a line of stdin is not UTF-8 at byte {error.start}"
+                ) from error
             parts.append(text.removesuffix("\\"))
             if not text.endswith("\\"):
                 break
@@ -148,13 +153,6 @@ def state_folder() -> Path:
     named = os.environ.get("XDG_STATE_HOME", "")
     base = Path(named) if Path(named).is_absolute() else Path.home() / ".local" / "state"
     return base / "hotsplit"
-
-
-def _decoded(line: bytes) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise HotsplitError(f"a line of stdin is not UTF-8 at byte {error.start}") from error
 
 
 def _history() -> "History":
