@@ -58,40 +58,12 @@ HONEST_BY_PATH: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1, 2, 3]},
     "/apply-template": {"messages": HONEST["messages"], "chat_template_kwargs": {"a": 1}},
 }
-JUNK: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    1.5,
-    1e308,
-    -1e308,
-    10**30,
-    -(10**30),
-    2**31,
-    2**63,
-    2**64,
-    "",
-    "x",
-    "\ud800",
-    "\udfff\ud800",
-    "\x00",
-    "a" * 5000,
-    [],
-    {},
-    [[]],
-    [None],
-    {"": {}},
-    ["x"] * 1000,
-    {"a" * 1000: 1},
-    [1, "2", None],
-    {"type": "json_schema"},
-    {"role": "user"},
-    "\u202e\U0001f98a",
-    {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a+)+$"}}},
-)
+_NUMBERS = (0, -1, 1, 1.5, 1e308, -1e308, 10**30, -(10**30), 2**31, 2**63, 2**64)
+_TEXTS = ("", "x", "\ud800", "\udfff\ud800", "\x00", "a" * 5000, "\u202e\U0001f98a")
+_LISTS = ([], [[]], [None], ["x"] * 1000, [1, "2", None])
+_OBJECTS = ({}, {"": {}}, {"a" * 1000: 1}, {"type": "json_schema"}, {"role": "user"})
+_PATTERN = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a+)+$"}}}
+JUNK: tuple[Any, ...] = (None, True, False, *_NUMBERS, *_TEXTS, *_LISTS, *_OBJECTS, _PATTERN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,31 +146,22 @@ def _replace(value: Any, draw: random.Random) -> None:
 
 def no_json(draw: random.Random) -> Case:
     whole = json.dumps(HONEST).encode()
-    body = draw.choice(
-        [
-            b"",
-            b"{",
-            b"null",
-            b"[]",
-            b'"text"',
-            b"\xff\xfe\x00",
-            whole[: draw.randrange(1, len(whole))],
-            whole + b"}",
-            whole.replace(b":", b"=", 1),
-            b"[" * 100_000,
-            b'{"a":' * 50_000,
-            b"\x00" * 64,
-            draw.randbytes(200),
-            b'{"messages": NaN}',
-            b'{"temperature": Infinity}',
-            b'{"n": -Infinity}',
-            b'{"seed": ' + b"9" * 6000 + b"}",
-            b'{"temperature": 1e' + b"9" * 300 + b"}",
-            b"\xef\xbb\xbf{}",
-            b'{"messages": "\xc3\x28"}',
-            whole.decode().encode("utf-16"),
-        ]
-    )
+    cut, number = whole[: draw.randrange(1, len(whole))], b"9" * 6000
+    bodies = [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe\x00",
+        b"\xef\xbb\xbf{}",
+        b"\x00" * 64,
+    ]
+    bodies += [cut, whole + b"}", whole.replace(b":", b"=", 1), whole.decode().encode("utf-16")]
+    bodies += [b"[" * 100_000, b'{"a":' * 50_000, draw.randbytes(200), b'{"seed": %s}' % number]
+    bodies += [b'{"messages": NaN}', b'{"temperature": Infinity}', b'{"n": -Infinity}']
+    bodies += [b'{"temperature": 1e%s}' % number[:300], b'{"messages": "\xc3\x28"}']
+    body = draw.choice(bodies)
     return Case(name="no JSON", data=request_bytes(_path(draw), body), right=frozenset({400}))
 
 
@@ -373,56 +336,29 @@ def odd_head(draw: random.Random) -> Case:
     return Case(name="odd head", data=lines, right=right, closes_half=True)
 
 
+_WRONG_PATHS = r"""
+/../../etc/passwd /%2e%2e/%2e%2e/etc/passwd /..%2f..%2fetc/passwd /page.html //etc/passwd
+/v1/models/../../etc/passwd /v1/models/%2e%2e%2fpage.html /serve/page.html /.git/config /v1/nothing
+/v1/chat/completions/ /v1/models/none /\..\..\etc\passwd /%00 /%ff
+"""
+
+
 def wrong_place(draw: random.Random) -> Case:
-    path = draw.choice(
-        (
-            "/../../etc/passwd",
-            "/%2e%2e/%2e%2e/etc/passwd",
-            "/..%2f..%2fetc/passwd",
-            "/page.html",
-            "//etc/passwd",
-            "/v1/models/../../etc/passwd",
-            "/v1/models/%2e%2e%2fpage.html",
-            "/serve/page.html",
-            "/.git/config",
-            "/v1/nothing",
-            "/v1/chat/completions/",
-            "/v1/models/none",
-            "/\\..\\..\\etc\\passwd",
-            "/%00",
-            "/%ff",
-        )
-    )
+    path = draw.choice(_WRONG_PATHS.split())
     return Case(name="wrong path", data=request_bytes(path), right=frozenset({404}))
 
 
 def wrong_method(draw: random.Random) -> Case:
-    path, known = draw.choice(
-        (
-            ("/", "GET"),
-            ("/health", "GET"),
-            (CHAT, "POST"),
-            ("/tokenize", "POST"),
-            ("/metrics", "GET"),
-            ("/v1/models", "GET"),
-        )
-    )
+    path = draw.choice(("/", "/health", CHAT, "/tokenize", "/metrics", "/v1/models"))
+    known = "POST" if path in (CHAT, "/tokenize") else "GET"
     methods = {"GET", "POST", "PUT", "DELETE", "PATCH", "TRACE", "OPTIONS", "NONSENSE"} - {known}
     data = request_bytes(path, method=draw.choice(sorted(methods)), headers={"Content-Length": "0"})
     return Case(name="wrong method", data=data, right=frozenset({405}))
 
 
 def wrong_kind(draw: random.Random) -> Case:
-    kind = draw.choice(
-        (
-            "text/plain",
-            "",
-            "multipart/form-data",
-            "application/x-www-form-urlencoded",
-            "application/jsonp",
-            "*/*",
-        )
-    )
+    form = "application/x-www-form-urlencoded"
+    kind = draw.choice(("text/plain", "", "multipart/form-data", form, "application/jsonp", "*/*"))
     data = request_bytes(_path(draw), HONEST, headers={"Content-Type": kind})
     return Case(name="wrong content type", data=data, right=frozenset({415}))
 

@@ -277,21 +277,9 @@ def test_messages_that_end_with_the_assistant_are_continued(served):
 
 def test_the_servers_variables_of_templates_are_defaults(tmp_path):
     """And options of llama-server that are the same, or have no effect, do not keep it from starting."""
-    given = (
-        "--chat-template-kwargs",
-        '{"enable_shouting": false}',
-        "--reasoning-effort",
-        "low",
-        "--slots",
-        "--cache-reuse",
-        "256",
-        "-rea",
-        "auto",
-        "--reasoning-format",
-        "deepseek",
-        "--chat-template-kwargs",
-        '{"enable_shouting": true}',
-    )
+    without_effect = "--slots --cache-reuse 256 -rea auto --reasoning-format deepseek"
+    kwargs = [("--chat-template-kwargs", json.dumps({"enable_shouting": x})) for x in (False, True)]
+    given = (*kwargs[0], "--reasoning-effort", "low", *without_effect.split(), *kwargs[1])
     with Served(save_model(tmp_path), *given) as served:
         for more, shouted in ({}, True), ({"a": 1}, True), ({"enable_shouting": False}, False):
             asked = {"messages": SAID, "chat_template_kwargs": more}
@@ -402,18 +390,10 @@ def test_responses_by_openais_client(client, engine):
         )
     )
     kinds = [event.type for event in events]
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert kinds[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
-    ]
+    begun = ["created", "in_progress", "output_item.added", "content_part.added"]
+    ended = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds[:4] == [f"response.{kind}" for kind in begun]
+    assert kinds[-4:] == [f"response.{kind}" for kind in ended]
     deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
     assert "".join(deltas) == expected == events[-1].response.output_text
     assert events[-2].item.status == events[-1].response.output[-1].status == "incomplete"

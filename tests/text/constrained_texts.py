@@ -9,6 +9,7 @@ from functools import cache
 
 import jsonschema
 import torch
+from gguf.vocab import bytes_to_unicode
 from paths import ROOT
 from tokenizers import Tokenizer
 
@@ -62,10 +63,7 @@ def tiny_codec() -> TextCodec:
 def token_bytes() -> dict[int, bytes]:
     """The bytes of each token of the bundled model, by GPT-2's table of bytes; not the end
     token."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    table = {sign: byte for byte, sign in bytes_to_unicode().items()}
     vocab = tiny_codec().tokenizer.get_vocab()
     return {i: bytes(table[sign] for sign in token) for token, i in vocab.items() if i}
 

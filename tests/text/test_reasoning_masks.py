@@ -260,24 +260,7 @@ def test_the_commands_follow_it(family, command, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
     name, *more = command
     options = [*more, "-p", "Hello"] if more else []
-    code = main(
-        [
-            name,
-            str(model),
-            *options,
-            "-j",
-            '{"enum": ["yes"]}',
-            "-l",
-            f"{end_id}+100",
-            "-n",
-            "180",
-            "--temp",
-            "1",
-            "-s",
-            "2",
-            "-t",
-            "1",
-        ]
-    )
+    more = f"-l {end_id}+100 -n 180 --temp 1 -s 2 -t 1".split()
+    code = main([name, str(model), *options, "-j", '{"enum": ["yes"]}', *more])
     found = capsys.readouterr()
     assert code == 0 and found.out == '"yes"\n', found
