@@ -21,13 +21,13 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Options of one server. Up to `parallel` texts are generated concurrently, requests are refused
-    while `queue` texts wait, and besides the running texts the cache has room for `kept` finished ones, for prompts
-    with the same prefix. `max_tokens` bounds every answer (-1: only the context does); a request
-    may ask for fewer. Limits in seconds: `timeout_s` for a request's texts, counted from its
-    arrival; `drain_s` for running answers at shutdown; `read_s` for a client to send a request's
-    headers, to send its body, and to accept each piece of the answer. `sampling`: the fields of
-    SamplingOptions that replace the model's own."""
+    """Options of one server. Up to `parallel` texts are generated concurrently, requests are
+    refused while `queue` texts wait, and besides the running texts the cache has room for `kept`
+    finished ones, for prompts with the same prefix. `max_tokens` bounds every answer (-1: only the
+    context does); a request may ask for fewer. Limits in seconds: `timeout_s` for a request's
+    texts, counted from its arrival; `drain_s` for running answers at shutdown; `read_s` for a
+    client to send a request's headers, to send its body, and to accept each piece of the answer.
+    `sampling`: the fields of SamplingOptions that replace the model's own."""
 
     model: Path
     host: str = "127.0.0.1"

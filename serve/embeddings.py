@@ -1,5 +1,5 @@
-"""Answers /v1/embeddings: the pooled hidden states of texts, after the model's last norm, as vectors of
-length 1.
+"""Answers /v1/embeddings: the pooled hidden states of texts, after the model's last norm, as
+vectors of length 1.
 
 How they are pooled is the model's word: a GGUF's `pooling_type`, or sentence-transformers'
 1_Pooling/config.json beside a checkpoint. If it says nothing, as chat models do, it is the mean.
@@ -102,8 +102,8 @@ def embedding_request(
 @cache
 def _say_mean(name: str) -> None:
     log.warning(
-        "%s does not say how its hidden states become an embedding, so it is their mean; models that"
-        " are not trained for embeddings tell texts apart poorly",
+        "%s does not say how its hidden states become an embedding, so it is their mean; models"
+        " that are not trained for embeddings tell texts apart poorly",
         name,
     )
 

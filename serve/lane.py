@@ -31,8 +31,8 @@ class Lane:
         return sum(not turn.done() for _, _, turn in self._waiting)
 
     async def run(self, work: Callable[[], Result], size: int) -> Result:
-        """Runs `work` in its turn. Raises QueueFull. If this is cancelled, work that has begun goes on
-        and keeps its place until it ends."""
+        """Runs `work` in its turn. Raises QueueFull. If this is cancelled, work that has begun goes
+        on and keeps its place until it ends."""
         await self._turn(size)
         loop = asyncio.get_running_loop()
 

@@ -1,9 +1,9 @@
 """The engine's places for texts, and the finished texts kept in them for reuse.
 
-A new text reuses the keys and values of the text with the longest common prefix, kept or in progress.
-It takes over the place of a kept text if it continues all of it (the next turn of a conversation) or
-if no other place is left, else it gets a copy-on-write fork of the shared prefix. If no place is
-empty, the least recently used kept text is dropped.
+A new text reuses the keys and values of the text with the longest common prefix, kept or in
+progress. It takes over the place of a kept text if it continues all of it (the next turn of a
+conversation) or if no other place is left, else it gets a copy-on-write fork of the shared prefix.
+If no place is empty, the least recently used kept text is dropped.
 
 With recurrent states, a text can only be continued from a position whose state is kept (see
 runtime.cache.state_slots). Where two texts part, the later one keeps its state, for the third.
@@ -43,8 +43,8 @@ class PrefixCache:
 
     def take(self, ids: Sequence[int], *, reuses: bool = True) -> TextSequence:
         """A sequence with the longest known prefix of a prompt; an empty one if there is none or
-        `reuses` is false; that one is not reused by others either. At least one place must not be in
-        use."""
+        `reuses` is false; that one is not reused by others either. At least one place must not be
+        in use."""
         assert len(self._used) < self.num_places, "every place is in use"
         found, count, shared = self._nearest(ids) if reuses else (None, 0, 0)
         if found is None:
@@ -94,9 +94,9 @@ class PrefixCache:
         assert all(sequence.is_open for sequence in (*self._kept, *self._used))
 
     def _nearest(self, ids: Sequence[int]) -> tuple[TextSequence | None, int, int]:
-        """(the sequence with the longest reusable prefix of a prompt, length of that prefix, and of the
-        longest that any shares); (None, 0, ...) if none is reusable. The prompt's last token does not
-        count."""
+        """(the sequence with the longest reusable prefix of a prompt, length of that prefix, and of
+        the longest that any shares); (None, 0, ...) if none is reusable. The prompt's last token
+        does not count."""
         can_fork = self.num_places > 1
         best, most, longest, ids = None, 0, 0, ids[:-1]
         shared_with = [sequence for sequence, reuses in self._used.items() if reuses]

@@ -1,6 +1,7 @@
 """Request bodies: JSON within limits, then models of pydantic, one for each object.
 
-Null counts as absent, because OpenAI's clients send nulls. Unknown fields are logged, or refused."""
+Null counts as absent, because OpenAI's clients send nulls. Unknown fields are logged, or
+refused."""
 
 import json
 import logging
@@ -83,7 +84,8 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def refused(code: OwnCode, message: str) -> PydanticCustomError:
-    """An error of a validator, with a code of its own. The field's path comes before the message."""
+    """An error of a validator, with a code of its own. The field's path comes before the
+    message."""
     return PydanticCustomError(code, "{message}", {"message": message})
 
 
@@ -113,8 +115,8 @@ def texts(most: int, longest: int) -> PlainValidator:
 
 
 def checked(kind: type[Parsed], values: Mapping[str, object]) -> Parsed:
-    """The request as its model; the log says each unknown field once, since a misspelt one changes an
-    answer. Raises ApiError for wrong fields."""
+    """The request as its model; the log says each unknown field once, since a misspelt one changes
+    an answer. Raises ApiError for wrong fields."""
     try:
         body = kind.model_validate(values)
     except ValidationError as error:
@@ -174,9 +176,9 @@ def parsed(content: bytes) -> dict[str, object]:
 
 
 def marks_and_depth(content: bytes) -> tuple[int, int]:
-    """(marks outside of strings that come with every value but the first: commas, colons and opening
-    brackets; how deep lists and objects are). Points are counted too, because fractions take long to
-    parse. Up to the first error, the strings are those that JSON has."""
+    """(marks outside of strings that come with every value but the first: commas, colons and
+    opening brackets; how deep lists and objects are). Points are counted too, because fractions
+    take long to parse. Up to the first error, the strings are those that JSON has."""
     if b"\\" in content:
         content = content.replace(rb"\\", b"__").replace(rb"\"", b"__")
     bytes_B = np.frombuffer(content, np.uint8)

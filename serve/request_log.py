@@ -28,8 +28,8 @@ class RequestLine:
         parts = [self.id, self.method, json.dumps(self.path)[1:-1][:80], str(self.status)]
         if self.prompt_tokens:
             parts.append(
-                f"{self.prompt_tokens} tokens ({self.cached_tokens} cached), {self.generated_tokens}"
-                " generated"
+                f"{self.prompt_tokens} tokens ({self.cached_tokens} cached),"
+                f" {self.generated_tokens} generated"
             )
         parts.append(f"{self.seconds:.3f} s")
         if self.error:

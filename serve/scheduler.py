@@ -39,7 +39,7 @@ Batch = list[tuple[Text, Event]]
 STEP_ROWS = 128
 LEAST_ROWS = 16  # of a step, left for prompts however many texts generate
 READ_S = 0.25  # that more than LEAST_ROWS prompt rows may add to a step in which texts generate
-# Wait for masks after a step, as a share of it; texts whose masks take longer sit out further steps.
+# Wait for masks after a step, as a share of it; texts whose masks take longer sit out more steps.
 MASK_SHARE, MASK_S = 0.25, 0.01  # MASK_S if there is no step
 WORTH_WAITING = 64  # a text waits for another if at least this many more tokens become reusable
 
@@ -206,8 +206,8 @@ class Scheduler:
         return max(rows, LEAST_ROWS)
 
     def _embed(self) -> None:
-        """Computes a piece of the oldest text that is to be embedded, in a pass of its own: observed
-        passes go layer by layer."""
+        """Computes a piece of the oldest text that is to be embedded, in a pass of its own:
+        observed passes go layer by layer."""
         text = next((text for text in self._running if text.pool is not None), None)
         if text is None:
             return
@@ -256,8 +256,8 @@ class Scheduler:
         return False
 
     def _is_being_read(self, ids: Sequence[int]) -> bool:
-        """True if waiting will make many more tokens of the prompt reusable than are now; the text that
-        computes them is then asked to keep its state there."""
+        """True if waiting will make many more tokens of the prompt reusable than are now; the text
+        that computes them is then asked to keep its state there."""
         coming, best = 0, None
         for other in self._running:
             if other.sequence is not None and not other.is_writing and other.job.reuses:

@@ -124,8 +124,8 @@ class Service:
         return Arrival(at_s=time.monotonic(), timeout_s=self.config.timeout_s)
 
     async def with_masks(self, asked: TextRequest, grammar: Grammar) -> TextRequest:
-        """The request with the masks of its grammar. Raises ApiError if the grammar is wrong, if too
-        many others wait to be compiled, or at the request's deadline."""
+        """The request with the masks of its grammar. Raises ApiError if the grammar is wrong, if
+        too many others wait to be compiled, or at the request's deadline."""
         late_s = asked.jobs[0].deadline - time.monotonic()
         try:
             async with asyncio.timeout(late_s):

@@ -69,8 +69,8 @@ class ResponseFormat(RequestBody):
 
 
 class TextBody(SamplingBody):
-    """The fields that completions and chats share. Unsupported ones may have the values that turn them
-    off, which llama-server's clients send."""
+    """The fields that completions and chats share. Unsupported ones may have the values that turn
+    them off, which llama-server's clients send."""
 
     ignored: ClassVar = frozenset(NEUTRAL.split())
     stream: bool = False
@@ -111,7 +111,8 @@ class CompletionBody(TextBody):
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """What each answer to a request must follow, given by its field `param`, in `size` characters."""
+    """What each answer to a request must follow, given by its field `param`, in `size`
+    characters."""
 
     param: str
     size: int
@@ -127,9 +128,9 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class Syntax:
-    """How an answer to a prompt is read, and where a grammar holds in it; without a format, all of it
-    is content. `rules` and `splits_reasoning` are those of AnswerReader. `continued`: the message
-    that the answer continues."""
+    """How an answer to a prompt is read, and where a grammar holds in it; without a format, all of
+    it is content. `rules` and `splits_reasoning` are those of AnswerReader. `continued`: the
+    message that the answer continues."""
 
     format: AnswerFormat | None = None
     rules: CallRules | None = None
@@ -222,9 +223,9 @@ def text_request(
     marks: Sequence[tuple[int, str]] = (),
     scores: bool = False,
 ) -> TextRequest:
-    """A job for each choice of each prompt, which came in the field `param`; with a seed, choice n is
-    drawn with seed + n. `stops` and `marks` are the template's. With `scores`, the answer may have no
-    token of its own. Raises ApiError."""
+    """A job for each choice of each prompt, which came in the field `param`; with a seed, choice n
+    is drawn with seed + n. `stops` and `marks` are the template's. With `scores`, the answer may
+    have no token of its own. Raises ApiError."""
     if body.stream_options is not None and not body.stream:
         raise wrong("stream_options", "stream_options is only allowed when stream is true")
     max_tokens = _max_tokens(body, served, may_be_empty=scores)
@@ -269,8 +270,8 @@ def text_request(
 def check_room(
     served: ServedModel, ids: Sequence[int], param: str, words: str, num_more: int = 0
 ) -> None:
-    """Refuses no tokens, and more than the context has room for with `num_more` further ones. LiteLLM
-    knows the error by the first words."""
+    """Refuses no tokens, and more than the context has room for with `num_more` further ones.
+    LiteLLM knows the error by the first words."""
     if not ids:
         raise wrong(param, f"{param} has no tokens; give it some text")
     if len(ids) + num_more > served.context_length:

@@ -42,10 +42,10 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class TextJob:
-    """A text to be continued. After `deadline`, by time.monotonic, it fails; `deadline_by` is what set
-    it. `reuses`: whether it may reuse the keys and values of other texts, and leave its own for
-    others. `scores`: the prompt's tokens are said, too, with their log probabilities; `only_scores`: nothing
-    else is."""
+    """A text to be continued. After `deadline`, by time.monotonic, it fails; `deadline_by` is what
+    set it. `reuses`: whether it may reuse the keys and values of other texts, and leave its own for
+    others. `scores`: the prompt's tokens are said, too, with their log probabilities;
+    `only_scores`: nothing else is."""
 
     ids: Sequence[int]
     codec: TextCodec
@@ -61,8 +61,9 @@ class TextJob:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingJob:
-    """A text whose hidden states become a vector; `deadline` as in a TextJob. The passes that compute them
-    round differently from those of other texts, so that keys and values are not shared."""
+    """A text whose hidden states become a vector; `deadline` as in a TextJob. The passes that
+    compute them round differently from those of other texts, so that keys and values are not
+    shared."""
 
     ids: Sequence[int]
     pooling: Pooling
@@ -203,8 +204,8 @@ class Text:
         return self._prompt is not None and self._num_scored < len(self.job.ids)
 
     def score(self, part: Part, logits_RV: Tensor) -> list[Token]:
-        """The prompt's tokens that follow from the logits of `part`, which has been computed; the first
-        token of all comes with the first part, and nothing predicts it."""
+        """The prompt's tokens that follow from the logits of `part`, which has been computed; the
+        first token of all comes with the first part, and nothing predicts it."""
         job, stream = self.job, self._prompt
         assert isinstance(job, TextJob) and stream is not None and self.sequence is not None
         ids, count, tokens = job.ids, job.options.num_logprobs, list[Token]()
@@ -239,7 +240,8 @@ class Text:
         self.generation = None
 
     def embed(self, engine: Engine, most: int) -> bool:
-        """Computes the next tokens of a text to be embedded, at most `most`; true if none is left."""
+        """Computes the next tokens of a text to be embedded, at most `most`; true if none is
+        left."""
         assert self.sequence is not None and self.pool is not None
         start = self.sequence.length
         if start == 0:

@@ -1,5 +1,5 @@
-"""Reads an answer while it arrives: content, reasoning, tool calls, and marks that belong to none of
-them. Every character is in exactly one part."""
+"""Reads an answer while it arrives: content, reasoning, tool calls, and marks that belong to none
+of them. Every character is in exactly one part."""
 
 import re
 from collections.abc import Generator, Iterator, Sequence

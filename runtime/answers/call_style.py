@@ -3,7 +3,8 @@
 Most templates want the arguments as an object and write it as JSON. Others join them with other
 text or print them, and so need JSON in a string. Some only write the calls of a message without
 content, or one call a message; some of Mistral's refuse ids that are not nine letters and digits;
-Granite's write no call at all. Of a template without tools, only the role of the system is tried."""
+Granite's write no call at all. Of a template without tools, only the role of the system is
+tried."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -153,9 +154,9 @@ def with_described(
     *,
     has_system: bool,
 ) -> list[dict[str, object]]:
-    """The messages with a description of the tools, and with results as a user's text. The description
-    ends the system message; without one it is a message of its own, or begins the first message if
-    the template has no such role."""
+    """The messages with a description of the tools, and with results as a user's text. The
+    description ends the system message; without one it is a message of its own, or begins the first
+    message if the template has no such role."""
     found = _with_results(messages)
     if not tools:
         return found

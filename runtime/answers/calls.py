@@ -100,8 +100,8 @@ def _call_of_object(item: object, tools: Mapping[str, Mapping[str, object]]) -> 
 
 def _arguments(function: Mapping[str, object], schema: Mapping[str, object]) -> object:
     """The arguments of a call under any of their names, and those beside the function's name that
-    are its parameters. Raises Malformed where a call would lose some: if there are several arguments,
-    or keys that are neither arguments nor parameters of the function."""
+    are its parameters. Raises Malformed where a call would lose some: if there are several
+    arguments, or keys that are neither arguments nor parameters of the function."""
     given = {
         key: value
         for key, value in function.items()

@@ -1,5 +1,5 @@
-"""Headers of messages in gpt-oss's format (OpenAI's harmony): a role, a channel, perhaps a recipient
-and a type, then <|message|> and the message's text.
+"""Headers of messages in gpt-oss's format (OpenAI's harmony): a role, a channel, perhaps a
+recipient and a type, then <|message|> and the message's text.
 
 The channel analysis is reasoning; a message to a function is a call; everything else is for the
 user."""

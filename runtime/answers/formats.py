@@ -82,15 +82,15 @@ def bare_text(value: object) -> str:
 class CallForm:
     """A form of tool calls.
 
-    How they are read: `begins`: the marks that begin calls, with their parsers; `first`: further ones,
-    valid only where nothing but calls has come before. `separators`: characters between calls, besides
-    white space. `marks`: texts that may be special tokens.
+    How they are read: `begins`: the marks that begin calls, with their parsers; `first`: further
+    ones, valid only where nothing but calls has come before. `separators`: characters between
+    calls, besides white space. `marks`: texts that may be special tokens.
 
-    How they are written, for a grammar: `call` between `begin` and `end`, several of them with `between`.
-    `before` may come first. {name} stands for the name, {string} for the name as JSON, {object} for the
-    arguments as JSON, {bare} for an object whose keys have no quotes, and {text} for any text up to the
-    token that follows it; {keywords} for the arguments as Python's, with JSON as values; {parameters}
-    for them one by one, each as `parameter` with {key} and {value}."""
+    How they are written, for a grammar: `call` between `begin` and `end`, several of them with
+    `between`. `before` may come first. {name} stands for the name, {string} for the name as JSON,
+    {object} for the arguments as JSON, {bare} for an object whose keys have no quotes, and {text}
+    for any text up to the token that follows it; {keywords} for the arguments as Python's, with
+    JSON as values; {parameters} for them one by one, each as `parameter` with {key} and {value}."""
 
     begins: Mapping[str, Parser] = field(default_factory=dict)
     first: Mapping[str, Parser] = field(default_factory=dict)
@@ -168,8 +168,8 @@ class AnswerFormat:
     def with_ends(
         self, codec: TextCodec, turn_end: str | None = None
     ) -> tuple[TextCodec, tuple[str, ...]]:
-        """(codec whose end tokens end an answer, strings that also end it). `turn_end`: a template's
-        own mark, which is a string if the vocabulary does not have it as a token."""
+        """(codec whose end tokens end an answer, strings that also end it). `turn_end`: a
+        template's own mark, which is a string if the vocabulary does not have it as a token."""
         ends = self.ends if turn_end is None else (*self.ends, turn_end)
         found = {end: codec.tokenizer.token_to_id(end) for end in ends}
         ids = {token_id for token_id in found.values() if token_id is not None}

@@ -40,7 +40,8 @@ def hermes(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
 
 
 def granite(scanner: Scanner, tools: Tools) -> Steps[list[WrittenCall]]:
-    """<|tool_call|>[{"name": ..., "arguments": {...}}, ...]; Phi-4 closes it with <|/tool_call|>."""
+    """<|tool_call|>[{"name": ..., "arguments": {...}}, ...]; Phi-4 closes it with
+    <|/tool_call|>."""
     begins, ends = ("<|tool_call|>", "<tool_call>"), ("<|/tool_call|>", "</tool_call>")
     return (yield from _tagged(scanner, tools, begins, ends))
 

@@ -1,4 +1,5 @@
-"""Reads a growing text piece by piece: marks, words, JSON. Parsers of tool calls are generators that use it.
+"""Reads a growing text piece by piece: marks, words, JSON. Parsers of tool calls are generators
+that use it.
 
 A parser yields when it needs more text, returns its calls, and raises Malformed if the text is
 something else. Each character is read once, so that the time is linear in the text's length."""

@@ -33,8 +33,8 @@ class ConstraintError(HotsplitError):
 
 
 class Constraint:
-    """The state of one text in its grammar; `fork` copies it for another text. `grammar` is the text
-    of a grammar or regex, and empty for JSON schemas and tool calls.
+    """The state of one text in its grammar; `fork` copies it for another text. `grammar` is the
+    text of a grammar or regex, and empty for JSON schemas and tool calls.
 
     End tokens are allowed only where the grammar may end."""
 

@@ -1,13 +1,13 @@
 """Translates GBNF rules for llguidance, into one regex or into Lark.
 
 A grammar without recursion becomes one regex, the fastest form, unless that is too long. Any other
-becomes Lark, whose terminals llguidance lexes, longest match first. With the grammar's own terminals,
-some texts would be rejected (`("a" | "ab") "bc"` would not match abc) and some grammars would never
-end (`word word` with `word ::= "x"+`); llguidance's own converter has these faults. Here terminals
-are single characters, which makes parsing exact, or longer ones that are unambiguous: their
-characters show where they end, and no other terminal starts with the same characters. A quoted
-string is such a terminal: a mask of a JSON grammar then takes 57 us instead of 1,700 (49,152 tokens,
-one core)."""
+becomes Lark, whose terminals llguidance lexes, longest match first. With the grammar's own
+terminals, some texts would be rejected (`("a" | "ab") "bc"` would not match abc) and some grammars
+would never end (`word word` with `word ::= "x"+`); llguidance's own converter has these faults.
+Here terminals are single characters, which makes parsing exact, or longer ones that are
+unambiguous: their characters show where they end, and no other terminal starts with the same
+characters. A quoted string is such a terminal: a mask of a JSON grammar then takes 57 us instead of
+1,700 (49,152 tokens, one core)."""
 
 import itertools
 from collections.abc import Iterator

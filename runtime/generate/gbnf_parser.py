@@ -70,7 +70,8 @@ def parse(text: str) -> dict[str, Node]:
         for reference in references(node):
             if reference.name not in rules:
                 raise HotsplitError(
-                    f"line {reference.line} of the grammar: no rule is called {shown(reference.name)}"
+                    f"line {reference.line} of the grammar: no rule is called"
+                    f" {shown(reference.name)}"
                 )
     if "root" not in _ending(rules):
         raise HotsplitError(

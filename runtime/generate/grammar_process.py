@@ -68,8 +68,8 @@ class GrammarProcess:
 
 
 class Channel:
-    """The connection to a grammar's process, in which texts are known by numbers, and the states that
-    have come over it. The process ends with it.
+    """The connection to a grammar's process, in which texts are known by numbers, and the states
+    that have come over it. The process ends with it.
 
     A channel belongs to one thread at a time."""
 

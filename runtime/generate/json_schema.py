@@ -2,9 +2,9 @@
 enforces keywords and formats, ignores those that the standard does not know, and refuses those that
 it would not enforce.
 
-What is left to do here: objects get no properties that the schema does not name, as in llama.cpp; bounds
-that llguidance cannot hold are narrowed; and what it would read wrongly or refuse needlessly is
-changed."""
+What is left to do here: objects get no properties that the schema does not name, as in llama.cpp;
+bounds that llguidance cannot hold are narrowed; and what it would read wrongly or refuse needlessly
+is changed."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -60,8 +60,8 @@ def parse_schema(text: str) -> Schema:
 
 
 def prepare_schema(schema: Schema) -> None:
-    """Changes the schema for llguidance. Raises HotsplitError, with the place as a JSON pointer, for
-    what it would not enforce: numbers that it would round, and counts of properties."""
+    """Changes the schema for llguidance. Raises HotsplitError, with the place as a JSON pointer,
+    for what it would not enforce: numbers that it would round, and counts of properties."""
     schema.pop("$schema", None)  # llguidance refuses those that it does not know
     for place, part in schemas_of(schema).items():
         if place != "#":  # the root may hold definitions under any name
@@ -82,9 +82,10 @@ def prepare_schema(schema: Schema) -> None:
 
 
 def _close_objects(schema: Schema) -> None:
-    """Gives objects that name properties `additionalProperties: false` where the schema leaves it out,
-    as llama.cpp does: a model that may invent further properties does. A schema that is part of another
-    object's, by allOf, by alternatives beside properties or by a reference, stays open."""
+    """Gives objects that name properties `additionalProperties: false` where the schema leaves it
+    out, as llama.cpp does: a model that may invent further properties does. A schema that is part
+    of another object's, by allOf, by alternatives beside properties or by a reference, stays
+    open."""
     schemas = schemas_of(schema)
     by_anchor = {
         f"#{part['$anchor']}": place for place, part in schemas.items() if "$anchor" in part
@@ -165,10 +166,10 @@ def _check_numbers(place: str, schema: Schema) -> None:
 
 
 def mark_unions(schemas: Mapping[str, Schema]) -> str | None:
-    """Turns `oneOf` into `anyOf` where no document can match two of the alternatives: llguidance has no
-    oneOf of overlapping ones, and does not look through $ref to see that they do not overlap, as those
-    of pydantic's tagged unions. `schemas`: by JSON pointer. Returns the place of the first oneOf whose
-    alternatives may overlap; None if there is none."""
+    """Turns `oneOf` into `anyOf` where no document can match two of the alternatives: llguidance
+    has no oneOf of overlapping ones, and does not look through $ref to see that they do not
+    overlap, as those of pydantic's tagged unions. `schemas`: by JSON pointer. Returns the place of
+    the first oneOf whose alternatives may overlap; None if there is none."""
     unclear = None
     for place, schema in schemas.items():
         parts = schema.get("oneOf")

@@ -162,8 +162,8 @@ class TextStream:
 @cache
 def _warn_of_two(begin: str) -> None:
     log.warning(
-        f"note: the text begins with {begin}, which the tokenizer adds as well, so the model reads it"
-        " twice; leave it out of the text"
+        f"note: the text begins with {begin}, which the tokenizer adds as well, so the model reads"
+        " it twice; leave it out of the text"
     )
 
 

@@ -1,6 +1,6 @@
-"""The tokens that end a text or a turn: those that a model file names and, as in llama.cpp, every token
-with one of some known texts, whatever its type. Files often name only one of several, or that of
-the base model before it was trained to chat."""
+"""The tokens that end a text or a turn: those that a model file names and, as in llama.cpp, every
+token with one of some known texts, whatever its type. Files often name only one of several, or that
+of the base model before it was trained to chat."""
 
 import logging
 from functools import cache

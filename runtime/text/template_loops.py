@@ -27,8 +27,8 @@ _PLAIN = (
 
 
 def end_idle_loops(template: nodes.Template) -> None:
-    """Changes `template`: loops over numbers or a slice, whose body is one `if`, end at an iteration
-    without effect that is followed only by others."""
+    """Changes `template`: loops over numbers or a slice, whose body is one `if`, end at an
+    iteration without effect that is followed only by others."""
     for loop in template.find_all(nodes.For):
         if len(loop.body) == 1 and isinstance(choice := loop.body[0], nodes.If):
             own = {"loop", *_names(loop.target)}

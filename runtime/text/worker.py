@@ -34,8 +34,8 @@ _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
 class Worker:
     """A process that runs `main` of a module and answers messages on its stdin, a socket.
 
-    It can import hotsplit, `packages` and the standard library. It has a session of its own, so that
-    Ctrl-C does not reach it. `ask` must not be called by two threads at a time."""
+    It can import hotsplit, `packages` and the standard library. It has a session of its own, so
+    that Ctrl-C does not reach it. `ask` must not be called by two threads at a time."""
 
     def __init__(self, module: str, packages: Sequence[str]) -> None:
         """Raises HotsplitError if the system refuses a process or open files."""
@@ -43,8 +43,8 @@ class Worker:
             self._start(module, packages)
         except OSError as error:
             raise HotsplitError(
-                f"a helper process cannot be started ({error.strerror}); raise the limits on processes"
-                " and open files (ulimit -u, ulimit -n)"
+                f"a helper process cannot be started ({error.strerror}); raise the limits on"
+                " processes and open files (ulimit -u, ulimit -n)"
             ) from error
 
     def _start(self, module: str, packages: Sequence[str]) -> None:

@@ -276,7 +276,8 @@ def test_messages_that_end_with_the_assistant_are_continued(served):
 
 
 def test_the_servers_variables_of_templates_are_defaults(tmp_path):
-    """And options of llama-server that are the same, or have no effect, do not keep it from starting."""
+    """And options of llama-server that are the same, or have no effect, do not keep it from
+    starting."""
     without_effect = "--slots --cache-reuse 256 -rea auto --reasoning-format deepseek"
     kwargs = [("--chat-template-kwargs", json.dumps({"enable_shouting": x})) for x in (False, True)]
     given = (*kwargs[0], "--reasoning-effort", "low", *without_effect.split(), *kwargs[1])
@@ -308,7 +309,8 @@ def test_completions(served, engine):
 
 
 def scored(engine, ids):
-    """(the float64 log probability of each token after the first, the most probable tokens) of a text."""
+    """(the float64 log probability of each token after the first, the most probable tokens) of a
+    text."""
     logprob_TV = engine.logits(ids).double().log_softmax(-1)[:-1]
     own_T = logprob_TV.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     return own_T, logprob_TV

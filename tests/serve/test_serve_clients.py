@@ -1,5 +1,5 @@
-"""Requests as agents, editors and chat pages send them, over several turns, and answers checked with
-OpenAI's own types. The template has no tools, so that the server describes them."""
+"""Requests as agents, editors and chat pages send them, over several turns, and answers checked
+with OpenAI's own types. The template has no tools, so that the server describes them."""
 
 import json
 import logging
@@ -211,9 +211,9 @@ def test_reasoning_tokens_are_counted(served):
     assert reasoning_tokens(served.ask(PATH, plain)[1]) == 0
 
 
-# ---- chats and completions of editors and pages -----------------------------------------------------
+# ---- chats and completions of editors and pages --------------------------------------------------
 
-# What Continue stops a completion of code at: 19 texts and more, with those of the model's template.
+# What Continue stops a completion of code at: 19 texts and more, with the template's own.
 STOPS = json.loads(r"""
 ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
 "<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>", "\n\n", "\r\n\r\n", "/src/",

@@ -1,5 +1,5 @@
-"""Requests with heavy grammars beside others: they have a lane of their own, of bounded length, and a
-request's time counts from its arrival."""
+"""Requests with heavy grammars beside others: they have a lane of their own, of bounded length, and
+a request's time counts from its arrival."""
 
 import asyncio
 import contextlib

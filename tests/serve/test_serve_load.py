@@ -69,8 +69,8 @@ def test_answers_under_load_equal_those_of_single_requests(open_server, tiny):
 
 
 def run_script(name: str, *arguments: object) -> dict[str, object]:
-    """Runs a script, named from the root, and checks that it found no failures; returns the JSON object
-    that it prints."""
+    """Runs a script, named from the root, and checks that it found no failures; returns the JSON
+    object that it prints."""
     found = subprocess.run(
         [sys.executable, ROOT / name, *map(str, arguments)],
         capture_output=True,
@@ -103,7 +103,7 @@ def test_the_checks_under_load_reject_wrong_answers_and_growth():
     assert abs(serve_load.growth(flat)) < 0.02 < serve_load.growth([100 + n for n in range(50)])
 
 
-# ---- the end of a server -----------------------------------------------------------------------------
+# ---- the end of a server -------------------------------------------------------------------------
 
 
 @pytest.mark.slow

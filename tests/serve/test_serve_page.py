@@ -1,7 +1,8 @@
 """The page of `hotsplit serve`, in a headless Chromium, as a person uses it.
 
-Answers are scripted (tests/serve/scripted_server.py), except in the last test, which uses a real server.
-test_serve_page_text tests how texts are rendered, test_serve_page_looks how the page looks."""
+Answers are scripted (tests/serve/scripted_server.py), except in the last test, which uses a real
+server. test_serve_page_text tests how texts are rendered, test_serve_page_looks how the page
+looks."""
 
 import json
 import re

@@ -1,8 +1,9 @@
 """Looks and accessibility of the page of `hotsplit serve`: colours, a phone's width, axe-core,
 screenshots.
 
-`PYTHONPATH=tests python tests/serve/test_serve_page_looks.py docs/images ADDRESS` takes the screenshots for the docs, from
-a server at ADDRESS. For axe-core, run `npm pack axe-core` and unpack the package in build/axe."""
+`PYTHONPATH=tests python tests/serve/test_serve_page_looks.py docs/images ADDRESS` takes the
+screenshots for the docs, from a server at ADDRESS. For axe-core, run `npm pack axe-core` and unpack
+the package in build/axe."""
 
 import re
 import sys

@@ -19,7 +19,7 @@ from hotsplit.serve.server import Server
 
 pytest_plugins = ("serve_fixtures",)
 LONG = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "temperature": 0}
-# 64 texts, more than `narrow` lets wait, and 16,000 tokens, enough to still run after a few requests.
+# 64 texts, more than `narrow` lets wait, and 16,000 tokens, enough to run on after a few requests.
 FULL = {**LONG, "prompt": [[7]] * 4, "n": 16}
 
 

@@ -1,4 +1,5 @@
-"""The server with chat templates of several kinds: none at all, a broken one, one that wants turns."""
+"""The server with chat templates of several kinds: none at all, a broken one, one that wants
+turns."""
 
 import pytest
 from chat_templates import GEMMA

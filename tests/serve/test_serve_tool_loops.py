@@ -1,5 +1,5 @@
-"""Tools over HTTP with OpenAI's client: loops of calls and results, with templates that want them in
-different forms."""
+"""Tools over HTTP with OpenAI's client: loops of calls and results, with templates that want them
+in different forms."""
 
 import json
 

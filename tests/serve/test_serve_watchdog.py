@@ -1,5 +1,5 @@
-"""A server under hostile requests of every kind, beside one honest client: its answer goes on at its
-pace, memory comes back, and nothing stays busy."""
+"""A server under hostile requests of every kind, beside one honest client: its answer goes on at
+its pace, memory comes back, and nothing stays busy."""
 
 import asyncio
 import statistics

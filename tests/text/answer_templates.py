@@ -1,5 +1,5 @@
-"""What models of many families write after the prompt, with short chat templates in the style of the
-published ones: each has the marks by which the published template is known, and its prompt."""
+"""What models of many families write after the prompt, with short chat templates in the style of
+the published ones: each has the marks by which the published template is known, and its prompt."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,9 @@ BEGIN, CALL = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581call
 class Published:
     """A template and the model's marks. `form`: the format that the template has. `says`: what it
     says of calls; without it, it has no tools. `header`: the end of the prompt; behind it `on`, or
-    `off` if thinking is off. `think`: the marks around reasoning; None if the model does not reason.
-    `answer`: those around the answer behind it. `calls`: the form of the calls, if it is not `form`."""
+    `off` if thinking is off. `think`: the marks around reasoning; None if the model does not
+    reason. `answer`: those around the answer behind it. `calls`: the form of the calls, if it is
+    not `form`."""
 
     form: str
     says: str = ""

@@ -1,5 +1,6 @@
-"""Answers of many families, read letter by letter and as a model's tokens: reasoning, calls and both,
-by templates in the style of the published ones; and answers that are not as a model should write them."""
+"""Answers of many families, read letter by letter and as a model's tokens: reasoning, calls and
+both, by templates in the style of the published ones; and answers that are not as a model should
+write them."""
 
 import json
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Chat templates with tools, short ones in the style of published ones: what each says of calls is what
-the server reads."""
+"""Chat templates with tools, short ones in the style of published ones: what each says of calls is
+what the server reads."""
 
 from chat_templates import LLAMA3, MISTRAL, QWEN_TOOLS
 
