@@ -12,9 +12,7 @@ two. By least squares over these steps,
 The terms of plans follow. `kernel_s` is gpu over the layer's kernels, of the narrow shape, where
 they read next to nothing. `hand_over_s` is divided, plus what the layer's neurons take on the GPU,
 less what the cold ones read on the CPU. `token_s` is token, less the head and a token on the CPU
-alone. Where the "GPU" is the CPU too, with the plain backend, the two sides of a layer run one
-after the other, and the bandwidth is fitted as well: it is the bytes of a wide layer more than
-those of a narrow one over the seconds that it takes more.
+alone.
 
 Each round of timings is fitted by itself, so that every figure has the quartiles of its rounds.
 
@@ -58,7 +56,6 @@ CONTEXT = 64
 STEPS = 12
 LEAST_S = 1e-9
 MORE = 1.05  # than starts and bytes, from which on a narrow layer shows kernel_s
-TERMS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,10 +214,10 @@ def time_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the fit takes of a GPU as known: rates in bytes per second, seconds of a kernel that
-    does nothing. `bandwidth` is None where it is to be fitted."""
+    """What the fit takes of a GPU as known: rates in bytes per second, seconds of a kernel that does
+    nothing."""
 
-    bandwidth: float | None
+    bandwidth: float
     link: float
     launch_s: float
 
@@ -233,113 +230,44 @@ class StepCosts:
     token_s: Figure
     hand_over_s: Figure
     cpu_run_s: Figure
-    bandwidth: Figure | None  # bytes per second, if it was fitted
 
 
 def fit(narrow: StepTimes, wide: StepTimes, card: Card, cpu: CpuCosts) -> StepCosts:
     """The figures that follow from these times."""
-    of_narrow, of_wide = _Fitted.of(narrow), _Fitted.of(wide)
-    rate_R = np.full(len(of_narrow.layer_R), card.bandwidth or 0.0)
-    if card.bandwidth is None:
-        num_rounds = min(len(of_narrow.layer_R), len(of_wide.layer_R))
-        of_narrow, of_wide = of_narrow.first(num_rounds), of_wide.first(num_rounds)
-        more_bytes = of_wide.layer_bytes - of_narrow.layer_bytes
-        rate_R = more_bytes / np.maximum(LEAST_S, of_wide.layer_R - of_narrow.layer_R)
-    bytes_s = of_narrow.layer_bytes / np.median(rate_R)
-    launches_s = of_narrow.num_kernels * card.launch_s
-    is_floor = np.median(of_narrow.layer_R) > MORE * (launches_s + bytes_s)
-    kernel_R = of_narrow.layer_R / of_narrow.num_kernels
-    if card.bandwidth is None:
-        kernel_R = (of_narrow.layer_R - bytes_s) / of_narrow.num_kernels
+    layer_R = narrow.fitted_RT()[:, 1]
+    model = narrow.shape.model(1)
+    num_kernels = dense_kernels(model, 0, has_predictor=False) + HOT_KERNELS
+    sizes = layer_bytes(model, 0)
+    read = sizes.attention + narrow.shape.num_neurons * sizes.neuron + kv_read(model, 0, CONTEXT)
+    is_floor = np.median(layer_R) > MORE * (num_kernels * card.launch_s + read / card.bandwidth)
+    kernel_R = layer_R / num_kernels
     kernel_s = _figure(kernel_R if is_floor else np.full_like(kernel_R, card.launch_s))
-    overlaps = card.bandwidth is not None
-    known = replace(card, bandwidth=float(np.median(rate_R)))
-    both = [(of_narrow, narrow.shape.vocab_size), (of_wide, wide.shape.vocab_size)]
+    tokens, hand_overs, runs = [], [], []
+    for times in (narrow, wide):
+        token_R, _, _, divided_R, run_R = times.fitted_RT().T
+        model, vocab = times.shape.model(1), times.shape.vocab_size
+        # A token apart from its layers and its use of the GPU: the head, its logits, the CPU.
+        launches_s = HEAD_KERNELS * card.launch_s
+        head_s = max(
+            HEAD_KERNELS * kernel_s.median, launches_s + head_bytes(model) / card.bandwidth
+        )
+        copy_s = FLOAT_BYTES * vocab / card.link
+        tokens.append(token_R - (head_s + copy_s + cpu.token_s.median + vocab * cpu.logit_s.median))
+        # A divided layer besides its hand-over: the hot neurons of an undivided one, which the
+        # hand-over replaces, less the cold neurons.
+        neuron_bytes = layer_bytes(model, 0).neuron
+        hot_bytes = times.shape.num_neurons * neuron_bytes
+        hot_s = HOT_KERNELS * kernel_s.median + hot_bytes / card.bandwidth
+        cold_s = COLD * neuron_bytes / (1e9 * cpu.all_rows_gb_per_s["f16"].median)
+        hand_overs.append(divided_R + (hot_s - cold_s))
+        runs.append(run_R)
     return StepCosts(
         kernel_s=kernel_s,
-        token_s=_figure(
-            np.concatenate(
-                [
-                    f.token_R - f.head_seconds(known, kernel_s.median, vocab, cpu)
-                    for f, vocab in both
-                ]
-            )
-        ),
-        hand_over_s=_figure(
-            np.concatenate(
-                [
-                    f.divided_R + f.hidden_seconds(known, kernel_s.median, cpu, overlaps)
-                    for f, _ in both
-                ]
-            )
-        ),
-        cpu_run_s=_figure(np.concatenate([f.run_R for f, _ in both])),
-        bandwidth=_figure(rate_R) if card.bandwidth is None else None,
+        token_s=_figure(np.concatenate(tokens)),
+        hand_over_s=_figure(np.concatenate(hand_overs)),
+        cpu_run_s=_figure(np.concatenate(runs)),
     )
 
 
 def _figure(values_R: np.ndarray) -> Figure:
     return Figure.of_rounds(np.maximum(values_R, LEAST_S).tolist(), is_rate=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fitted:
-    """The fitted terms of a shape, and its layers' bytes and kernels."""
-
-    token_R: np.ndarray
-    layer_R: np.ndarray
-    divided_R: np.ndarray
-    run_R: np.ndarray
-    layer_bytes: float
-    neuron_bytes: int
-    num_neurons: int
-    num_kernels: int
-    head_bytes: int
-
-    @classmethod
-    def of(cls, times: StepTimes) -> "_Fitted":
-        token_R, layer_R, _, divided_R, run_R = times.fitted_RT().T
-        model = times.shape.model(1)
-        sizes, count = layer_bytes(model, 0), times.shape.num_neurons
-        return cls(
-            token_R=token_R,
-            layer_R=layer_R,
-            divided_R=divided_R,
-            run_R=run_R,
-            layer_bytes=sizes.attention + count * sizes.neuron + kv_read(model, 0, CONTEXT),
-            neuron_bytes=sizes.neuron,
-            num_neurons=count,
-            head_bytes=head_bytes(model),
-            num_kernels=dense_kernels(model, 0, has_predictor=False) + HOT_KERNELS,
-        )
-
-    def first(self, count: int) -> "_Fitted":
-        """The same of the first rounds."""
-        return replace(
-            self,
-            token_R=self.token_R[:count],
-            layer_R=self.layer_R[:count],
-            divided_R=self.divided_R[:count],
-            run_R=self.run_R[:count],
-        )
-
-    def head_seconds(self, card: Card, kernel_s: float, vocab: int, cpu: CpuCosts) -> float:
-        """A token's seconds apart from its layers and its use of the GPU."""
-        assert card.bandwidth is not None
-        head_s = max(
-            HEAD_KERNELS * kernel_s, HEAD_KERNELS * card.launch_s + self.head_bytes / card.bandwidth
-        )
-        copy_s = FLOAT_BYTES * vocab / card.link
-        return head_s + copy_s + cpu.token_s.median + vocab * cpu.logit_s.median
-
-    def hidden_seconds(self, card: Card, kernel_s: float, cpu: CpuCosts, overlaps: bool) -> float:
-        """What a divided layer takes besides its hand-over: the hot neurons of an undivided one,
-        which the hand-over replaces, less the cold neurons. Unless the two sides overlap, only as
-        many neurons as there are cold ones are replaced."""
-        assert card.bandwidth is not None
-        cold_bytes = COLD * self.neuron_bytes
-        hot_s = cold_bytes / card.bandwidth
-        if overlaps:
-            hot_bytes = self.num_neurons * self.neuron_bytes
-            hot_s = HOT_KERNELS * kernel_s + hot_bytes / card.bandwidth
-        return hot_s - cold_bytes / (1e9 * cpu.all_rows_gb_per_s["f16"].median)

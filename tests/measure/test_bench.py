@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_cases import config_of, needs_kernels
+from bench_cases import config_of
 from gguf import GGUFReader
 from models import make_model, make_sizes
 
@@ -80,7 +80,6 @@ def by_hand(path: Path, start: int, count: int) -> float:
     return read + positions * a_position
 
 
-@needs_kernels
 @pytest.mark.parametrize("name", ["dense.gguf", "predicted.gguf"])
 @pytest.mark.parametrize("depth", [0, 9])
 def test_bytes_are_those_of_the_tensor_table(bench_files, name, depth):
@@ -92,7 +91,6 @@ def test_bytes_are_those_of_the_tensor_table(bench_files, name, depth):
     assert read.by_role == {"cpu": read.total}
 
 
-@needs_kernels
 def test_a_plan_divides_the_bytes(bench_files):
     """The total stays the same, but for the copies that complete groups of 64. Hot neurons, and the
     caches of two of the three layers, are read on the GPU."""
@@ -107,7 +105,6 @@ def test_a_plan_divides_the_bytes(bench_files):
     assert sum(read.by_role.values()) == read.total
 
 
-@needs_kernels
 def test_steps_layer_by_layer_on_the_cpu_are_not_divided_by_a_plan(bench_files):
     """Their counters do not say which side of the plan a neuron is on."""
     with planned(bench_files) as (plan, engine, sample):
@@ -117,7 +114,6 @@ def test_steps_layer_by_layer_on_the_cpu_are_not_divided_by_a_plan(bench_files):
     assert read.total == by_hand(bench_files / "predicted.gguf", 0, 6) + (24 + 8) * neuron
 
 
-@needs_kernels
 def test_a_sparse_step_reads_fewer_neurons_and_the_predictors(bench_files):
     with Engine.load(bench_files / "predicted.gguf", mode="predicted", device="cpu") as engine:
         sample = sample_of(engine, BenchTest(kind="tg", length=6))
@@ -133,7 +129,6 @@ def test_a_sparse_step_reads_fewer_neurons_and_the_predictors(bench_files):
     assert 0 < read.of_part(NEURONS) < neurons
 
 
-@needs_kernels
 def test_the_bytes_that_a_gpu_reads_follow_from_shapes(bench_files):
     """Bytes computed from shapes equal those that the CPU counts for the same plan, but for the
     copies that complete a group of 64 hot neurons there."""
@@ -152,7 +147,6 @@ def test_the_bytes_that_a_gpu_reads_follow_from_shapes(bench_files):
     assert found.of_part(PREDICTOR) > 0
 
 
-@needs_kernels
 @pytest.mark.parametrize("depth, is_known", [(26, True), (27, False)])
 def test_a_selection_of_keys_leaves_no_limit(bench_files, small_buffer, depth, is_known):
     """A text of at most sinks + window + top positions is read whole."""
@@ -169,7 +163,6 @@ def test_a_selection_of_keys_leaves_no_limit(bench_files, small_buffer, depth, i
     assert is_known or any("there is no limit" in line for line in lines_of(report))
 
 
-@needs_kernels
 def test_tests_may_be_longer_than_the_training_with_scaled_embeddings(bench_files, small_buffer):
     path = bench_files / "dense.gguf"
     depth = ModelFile.load(path).spec.context_length
@@ -185,7 +178,6 @@ def test_tests_may_be_longer_than_the_training_with_scaled_embeddings(bench_file
 # ---- parts --------------------------------------------------------------------------------------
 
 
-@needs_kernels
 def test_timing_parts_changes_no_bit_and_counts_the_traffic(bench_files):
     with Engine.load(bench_files / "predicted.gguf", mode="predicted", device="cpu") as engine:
         plain = [engine.logits([5, 9, 11]), engine.logits([3])]
@@ -201,7 +193,6 @@ def test_timing_parts_changes_no_bit_and_counts_the_traffic(bench_files):
     assert (first[:-1, PARTS.index("head")] == 0).all() and (first[..., 0] >= 0).all()
 
 
-@needs_kernels
 def test_parts_cover_the_time_of_the_native_call(monkeypatch, tmp_path):
     """The parts' sum is at least 95 % (median), and never over 100 %, of the call's time by another
     clock."""
@@ -226,7 +217,6 @@ def test_parts_cover_the_time_of_the_native_call(monkeypatch, tmp_path):
     assert statistics.median(shares) >= 0.95
 
 
-@needs_kernels
 @pytest.mark.parametrize("kind", ["pp", "tg"])
 def test_parts_sum_to_the_run(bench_files, kind):
     plan = Split.load(bench_files / "plan.gguf")
@@ -249,7 +239,6 @@ LLAMA_BENCH = (  # noqa: SIM905  # words
 ).split()
 
 
-@needs_kernels
 def test_the_report(bench_files, small_buffer):
     heard = []
     config = config_of(
@@ -279,7 +268,6 @@ def test_the_report(bench_files, small_buffer):
     assert "pp5 @ d7" in "\n".join(lines_of(report))
 
 
-@needs_kernels
 @pytest.mark.parametrize("load, is_noted", [(0.4, False), (7.5, True), (None, False)])
 def test_a_busy_machine_is_noted(bench_files, small_buffer, monkeypatch, load, is_noted):
     monkeypatch.setattr("hotsplit.measure.bench.bench.load_now", lambda: load)
@@ -296,7 +284,6 @@ def test_medians_and_spread():
     assert Times(num_tokens=1, samples_ns=(5,)).stddev_ts == 0.0
 
 
-@needs_kernels
 def test_the_text_gives_the_tokens(bench_files, tmp_path, small_buffer):
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 4)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_cases import config_of, needs_kernels
+from bench_cases import config_of
 
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
@@ -57,7 +57,6 @@ def program(folder: Path, text: str, first: str = "") -> Path:
 THREADS_MAY_SPIN = "import os; assert 'OMP_WAIT_POLICY' not in os.environ; "
 
 
-@needs_kernels
 @pytest.mark.parametrize("text, first", [(FAKE_PYTHON, ABOUT % 300), (FAKE_BENCH, "")])
 def test_bench_compares_itself_with_another_program(
     bench_files, tmp_path, small_buffer, monkeypatch, text, first
@@ -194,7 +193,6 @@ def test_a_plan_whose_context_is_too_short_is_refused(bench_files, small_buffer)
     assert bench(config_of(bench_files / "predicted.gguf", prompt_lengths=(32,), **options)).results
 
 
-@needs_kernels
 def test_the_command(bench_files, capsys, small_buffer):
     given = ["bench", str(bench_files / "dense.gguf")]
     given += ["-p", "4,6", "-n", "2", "-r", "1", "--device", "cpu"]

@@ -137,20 +137,9 @@ def files(tmp_path, monkeypatch):
     monkeypatch.setattr(speeds, "workspace_bytes", take_workspace)
     inputs = inputs_of(0.5)
     save(tmp_path, inputs.model, inputs.profile, inputs.machine)
-    budget = str(inputs.budgets[0])
-    words = [
-        "solve",
-        tmp_path / "m.gguf",
-        "--profile",
-        tmp_path / "p",
-        "--machine",
-        tmp_path / "c",
-        "-vb",
-        f"{budget}B",
-        "-o",
-        tmp_path / "s.gguf",
-    ]
-    return tmp_path, [str(word) for word in words]
+    files = f"{tmp_path}/m.gguf --profile {tmp_path}/p --machine {tmp_path}/c"
+    line = f"solve {files} -vb {inputs.budgets[0]}B -o {tmp_path}/s.gguf"
+    return tmp_path, line.split()
 
 
 def test_solve_and_inspect_say_experts_and_what_more_would_bring(files, capsys, monkeypatch):
@@ -185,17 +174,8 @@ def test_a_report_has_the_plan_of_experts(files, capsys):
     folder, words = files
     assert main(words) == 0
     page = folder / "r.html"
-    given = [
-        "--profile",
-        folder / "p",
-        "--machine",
-        folder / "c",
-        "--split",
-        folder / "s.gguf",
-        "-o",
-        page,
-    ]
-    assert main(["report", str(folder / "m.gguf"), *map(str, given)]) == 0
+    files = f"--profile {folder}/p --machine {folder}/c --split {folder}/s.gguf"
+    assert main(f"report {folder}/m.gguf {files} -o {page}".split()) == 0
     text = page.read_text()
     assert "The experts that GPUs hold" in text and "experts on the GPU" in text
     assert "of its choices" in text and "neurons on the GPU" not in text

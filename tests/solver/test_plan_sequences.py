@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import byte_level_keys, make_model, make_sizes, save_solver_files
+from models import byte_level_keys, make_model, make_sizes, save_solver_files, solver_files
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -36,10 +36,7 @@ def files(tmp_path_factory):
 
 
 def config(files, output, **changes) -> SolveConfig:
-    values = {
-        "model": files / "m.gguf",
-        "profile": files / "p",
-        "machine": files / "c",
+    values = solver_files(files) | {
         "force": True,
         "vram_budget_bytes": WORKSPACE + (400 << 10),
         "mode": "exact",
@@ -47,6 +44,13 @@ def config(files, output, **changes) -> SolveConfig:
         "context_length": CONTEXT,
     }
     return SolveConfig(**values | changes)
+
+
+def command(files, folder, options: str) -> list[str]:
+    line = (
+        f"solve {files}/m.gguf --profile {files}/p --machine {files}/c -o {folder}/plan {options}"
+    )
+    return line.split()
 
 
 def solved(files, output, **changes):
@@ -136,45 +140,14 @@ def test_cache_bytes_for_another_number_of_sequences_are_refused(files, tmp_path
 
 @pytest.mark.parametrize("count", [0, 1025])
 def test_the_command_checks_the_number_of_sequences(files, tmp_path, capsys, count):
-    arguments = [
-        "solve",
-        files / "m.gguf",
-        "--profile",
-        files / "p",
-        "--machine",
-        files / "c",
-        "-vb",
-        "500KiB",
-        "-o",
-        tmp_path / "plan",
-        "--sequences",
-        count,
-    ]
-    assert main([str(each) for each in arguments]) == 1
+    arguments = command(files, tmp_path, f"-vb 500KiB --sequences {count}")
+    assert main(arguments) == 1
     assert "wanted 1 to 1024" in capsys.readouterr().err
 
 
 def test_the_command_and_inspect_report_the_number_of_sequences(files, tmp_path, capsys):
-    arguments = [
-        "solve",
-        files / "m.gguf",
-        "--profile",
-        files / "p",
-        "--machine",
-        files / "c",
-        "-vb",
-        "2MiB",
-        "-o",
-        tmp_path / "plan",
-        "--sequences",
-        4,
-        "-c",
-        CONTEXT,
-        "--mode",
-        "exact",
-        "--json",
-    ]
-    assert main([str(each) for each in arguments]) == 0
+    options = f"-vb 2MiB --sequences 4 -c {CONTEXT} --mode exact --json"
+    assert main(command(files, tmp_path, options)) == 0
     assert json.loads(capsys.readouterr().out)["num_sequences"] == 4
     assert inspect_file(tmp_path / "plan").content["num_sequences"] == 4
     assert main(["inspect", str(tmp_path / "plan")]) == 0
@@ -259,27 +232,14 @@ def asked(names):
 def test_generate_writes_several_prompts_with_a_plan(tmp_path, capsys):
     path, plan = small_plan(tmp_path, 3)
     (tmp_path / "prompts").write_text("abc\nde\nabcd\n")
-    arguments = [
-        "generate",
-        path,
-        "--split",
-        plan,
-        "--prompts",
-        tmp_path / "prompts",
-        "-n",
-        6,
-        "--device",
-        "cpu",
-        "--temp",
-        0,
-        "--json",
-    ]
-    assert main([str(each) for each in arguments]) == 0
+    files = f"{path} --split {plan} --prompts {tmp_path}/prompts"
+    arguments = f"generate {files} -n 6 --device cpu --temp 0 --json".split()
+    assert main(arguments) == 0
     many = json.loads(capsys.readouterr().out)["texts"]
     with Engine.load(path, plan, device="cpu") as engine:
         for prompt, found in zip(("abc", "de", "abcd"), many, strict=True):
             alone = engine.generate(prompt, max_tokens=6, temperature=0.0)
             assert found["text"] == "".join(token.text for token in alone)
     (tmp_path / "prompts").write_text("a\nb\nc\nd\n")
-    assert main([str(each) for each in arguments]) == 1
+    assert main(arguments) == 1
     assert "run hotsplit solve with --sequences 4" in capsys.readouterr().err

@@ -303,18 +303,8 @@ def test_generate_warns_of_a_slow_plan_and_runs_it(tmp_path, monkeypatch, capsys
     model = replace(make_model(sizes=sizes, extra_keys=keys), path=tmp_path / "m.gguf")
     model.save(model.path)
     plan = make_split(model, [ALL, SOME], dense_on_gpu=[1, 1])
-    words = [
-        "generate",
-        str(model.path),
-        "--split",
-        str(tmp_path / "s.gguf"),
-        "-p",
-        "the",
-        "-n",
-        "2",
-        "--temperature",
-        "0",
-    ]
+    line = f"generate {model.path} --split {tmp_path}/s.gguf -p the -n 2 --temperature 0"
+    words = line.split()
     replace(plan, objective_s=1e3).save(tmp_path / "s.gguf")
     with fake_cuda():
         assert main(words) == 0

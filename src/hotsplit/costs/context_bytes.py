@@ -31,7 +31,7 @@ def text_words(model: ModelFile) -> str | None:
         inner = [layer for layer, own in windows.items() if own == window]
         parts.append(
             f"{format_bytes(_token_bytes(model, inner))} of keys and values for each of the latest"
-            f" {_most_tokens(window):,} tokens at most in {len(inner)}"
+            f" {ring_blocks(window) * BLOCK_LENGTH:,} tokens at most in {len(inner)}"
         )
     return ", and ".join(parts)
 
@@ -66,9 +66,12 @@ def context_words(
             " do not grow with it"
         )
     if sum(size_L) > windows:
+        more = 1024 * _token_bytes(model, growing, types)
+        what = "experts" if model.spec.has_experts else "neurons"
+        number = max(1, round(more / max(placed_units(model, layer)[1] for layer in layers)))
         parts.append(
-            f"{format_bytes(sum(size_L) - windows)} of keys and values,"
-            f" {_grows(model, growing, types)}"
+            f"{format_bytes(sum(size_L) - windows)} of keys and values, {format_bytes(more)} for"
+            f" each further 1,024 tokens, as much as {number:,} {what}"
         )
     return (
         f"the context of {texts}{context_length:,} tokens takes"
@@ -87,26 +90,10 @@ def _windows(model: ModelFile) -> Iterator[tuple[int, int]]:
     for index in _storing(model):
         attention = model.spec.layers[index].attention
         window = attention.window if attention else None
-        if window is not None and _most_tokens(window) < model.spec.context_length:
+        if window is not None and ring_blocks(window) * BLOCK_LENGTH < model.spec.context_length:
             yield index, window
-
-
-def _most_tokens(window: int) -> int:
-    """The tokens of which a text keeps keys and values in layers with this window, at most."""
-    return ring_blocks(window) * BLOCK_LENGTH
 
 
 def _token_bytes(model: ModelFile, layers: list[int], types: CacheTypes | None = None) -> int:
     """Bytes of the keys and values of a token in these layers."""
     return sum(kv_bytes(model, layer, 1, types) for layer in layers)
-
-
-def _grows(model: ModelFile, growing: list[int], types: CacheTypes | None) -> str:
-    """What a longer context takes in these layers, in experts or in neurons."""
-    more = 1024 * _token_bytes(model, growing, types)
-    units = [placed_units(model, layer)[1] for layer in range(model.spec.num_layers)]
-    what = "experts" if model.spec.has_experts else "neurons"
-    return (
-        f"{format_bytes(more)} for each further 1,024 tokens, as much as"
-        f" {max(1, round(more / max(units))):,} {what}"
-    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.costs.part_bytes import layer_bytes
-from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, SparseMode
+from hotsplit.model.mode_quality import MAX_LOSS, SparseMode
 from hotsplit.model.modes import Mode, runs_predictors
 
 
@@ -116,23 +116,16 @@ def _line(
     if mode == mode_meant(model):
         return None
     if refusal(model, "predicted", max_loss) is not None:
-        return _costly_line(model, mode, model.quality["predicted"], max_loss)
-    return _no_gain_line(model, mode, modes)
-
-
-def _costly_line(model: ModelFile, mode: Mode, quality: ModeQuality, max_loss: float) -> str:
-    whole = dense_bytes(model)
-    saved = 1 - (bytes_per_token(model, "predicted") or whole) / whole
-    reads = f"read {abs(100 * saved):.0f} % {'less' if saved >= 0 else 'more'}"
-    return (
-        f"mode {mode}: predicted would {reads} and cost {_percent(quality.perplexity_increase)} of"
-        f" perplexity (limit {_share(max_loss)}); --mode predicted, or --max-loss"
-        f" {_above(quality.perplexity_increase):g}, runs it"
-    )
-
-
-def _no_gain_line(model: ModelFile, mode: Mode, modes: tuple[SparseMode, ...]) -> str | None:
-    """The line for predictors, or silent neurons, that save nothing."""
+        quality, whole = model.quality["predicted"], dense_bytes(model)
+        saved = 1 - (bytes_per_token(model, "predicted") or whole) / whole
+        reads = f"read {abs(100 * saved):.0f} % {'less' if saved >= 0 else 'more'}"
+        unit = 10.0 ** math.floor(math.log10(quality.perplexity_increase))
+        above = math.ceil(quality.perplexity_increase / unit * (1 - 1e-12)) * unit  # one digit
+        return (
+            f"mode {mode}: predicted would {reads} and cost"
+            f" {_percent(quality.perplexity_increase)} of perplexity (limit {_share(max_loss)});"
+            f" --mode predicted, or --max-loss {above:g}, runs it"
+        )
     own = dense_bytes(model) if mode == "dense" else bytes_per_token(model, mode)
     first = bytes_per_token(model, modes[0])
     if own is None or first is None:
@@ -150,9 +143,3 @@ def _percent(share: float) -> str:
 
 def _share(share: float) -> str:
     return f"{100 * share:.3g} %"
-
-
-def _above(share: float) -> float:
-    """The share, rounded up to one significant digit."""
-    unit = 10.0 ** math.floor(math.log10(share))
-    return math.ceil(share / unit * (1 - 1e-12)) * unit
