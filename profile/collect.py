@@ -96,7 +96,8 @@ def _outcome(
     compared on text that nothing was fitted to."""
     engine, model, ids = run.engine, run.engine.model, windows.ids
     gates, ranks = gates_of(model), run.ranks
-    counter = Counter(gates, model.spec.most_neurons, experts_of(model), (ranks.rank, ranks.size))
+    share = (ranks.rank, ranks.size)
+    counter = Counter(gates, model.spec.most_neurons, experts_of(model), share, engine.device)
     run.add("counter", counter)
     squares = InputSquares(model) if config.importances is not None else None
     if squares:

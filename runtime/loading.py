@@ -135,7 +135,8 @@ class Loaded:
         self._stream_cold_weights()
         self._make_neuron_cache()
         if self.is_on_gpu:
-            self._check(within_time(self._first_logits, LIMIT_S))
+            got = within_time(self._first_logits, LIMIT_S)
+            check_against_cpu(got, self.model, self.mode, self.cache_types)
         else:
             self._make_decoder()
         self.load_s = time.perf_counter() - began  # from an open file
@@ -325,9 +326,6 @@ class Loaded:
         self._make_decoder()
         self._capture_passes()
         return logits_of(self.decoder, self.model.spec.vocab_size, repeats=True)
-
-    def _check(self, got: dict[str, Tensor]) -> None:
-        check_against_cpu(got, self.model, self.mode, self.cache_types)
 
     def _capture_passes(self) -> None:
         """Lets prompts run as graphs."""

@@ -1,6 +1,6 @@
 """Counts, while the model runs, how often each neuron fires and how large its gate is.
 
-The sums stay on the layer's device, in int64; nothing synchronises with it after its first pass until they are read.
+The sums of gates stay on the model's device; nothing synchronises with it until they are read.
 
 Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape, E experts, K experts
 of a token, R slots for tokens whose experts are recorded."""
@@ -16,6 +16,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import NUM_BINS
 from hotsplit.errors import HotsplitError
 from hotsplit.model.neurons import SMOOTH
+from hotsplit.profile.count.run import Tensors
 from hotsplit.profile.native.library import count, tables
 from hotsplit.runtime.kernels.gate import Gate
 
@@ -25,16 +26,15 @@ _MAX_ADDED = 255  # ones that a uint8 can count
 MAX_RECORDED = 4096
 
 
-class Counter:
+class Counter(Tensors):
     """An observer of `ffn_gate`, `ffn_experts` and the last `layer_out`; it counts what this process
-    runs.
+    runs, in the tensors active_count_LF, gate_histogram_LB, num_tokens and, of a mixture, expert_count_LE
+    and recorded_LRK (experts + 1, ascending, 0 in unused slots), all int64.
 
-    `experts_L`: the number of
-    each layer's experts (() for none), which are counted too, and those of the first tokens are
-    recorded. `share`: the number of this process, and of processes that record. Neurons of experts that a router does
-    not choose, and those that a layer lacks of `num_neurons`, do not fire; their gates count as 0."""
-
-    is_sum = True  # the counts of several processes add up; see profile.count.run.Part
+    `experts_L`: the number of each layer's experts (() for none), which are counted too, and those of the
+    first tokens are recorded. `share`: the number of this process, and of processes that record. Neurons
+    of experts that a router does not choose, and those that a layer lacks of `num_neurons`, do not fire;
+    their gates count as 0."""
 
     def __init__(
         self,
@@ -42,17 +42,37 @@ class Counter:
         num_neurons: int,
         experts_L: Sequence[int] = (),
         share: tuple[int, int] = (0, 1),
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.gates, self.num_neurons, self.num_tokens = gates, num_neurons, 0
-        self.experts_L = tuple(experts_L) or (1,) * len(gates)
-        self._chosen: dict[int, Tensor] = {}  # i64 [E] a layer with experts
+        self.gates, self.experts_L = gates, tuple(experts_L) or (1,) * len(gates)
         self._id_TK: Tensor | None = None  # of the tokens whose gates come next
-        self._recorded: dict[int, Tensor] = {}  # i64 [R, K] a layer, experts + 1; 0: none yet
         number, size = share
-        self._slots = MAX_RECORDED * number // size, MAX_RECORDED * (number + 1) // size
-        self._count: dict[int, Tensor] = {}  # i64 [F] a layer
-        self._histogram: dict[int, Tensor] = {}  # i64 [B] a layer
+        self._slots = slice(MAX_RECORDED * number // size, MAX_RECORDED * (number + 1) // size)
         self._has_nan: Tensor | None = None  # bool []
+        num_layers, most_experts = len(gates), max(self.experts_L)
+        zeros = partial(torch.zeros, dtype=torch.int64)
+        tensors = {
+            "active_count_LF": zeros(num_layers, num_neurons, device=device),
+            "gate_histogram_LB": zeros(num_layers, NUM_BINS, device=device),
+            "num_tokens": zeros(()),
+        }
+        if most_experts > 1:
+            tensors["expert_count_LE"] = zeros(num_layers, most_experts)
+            tensors["recorded_LRK"] = zeros(num_layers, MAX_RECORDED, 0)
+        super().__init__(tensors, is_sum=True)
+
+    def arrays(self) -> dict[str, Tensor]:
+        return {name: tensor.cpu() for name, tensor in self.tensors.items()}
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        if "recorded_LRK" in arrays:
+            self._widen(arrays["recorded_LRK"].shape[2])
+        super().load(arrays)
+
+    def check(self) -> None:
+        """Raises HotsplitError for NaN: such a model has no firings to count."""
+        if self._has_nan is not None and self._has_nan:
+            raise HotsplitError("the model gave NaN; convert its checkpoint again")
 
     def wants(self, name: str, layer: int | None) -> bool:
         is_last = layer == len(self.gates) - 1
@@ -64,29 +84,22 @@ class Counter:
             is_nan = torch.isnan(tensor.max())  # max returns NaN if there is one
             self._has_nan = is_nan if self._has_nan is None else self._has_nan | is_nan
             return
-        if layer not in self._count:
-            zeros = partial(torch.zeros, dtype=torch.int64, device=tensor.device)
-            self._count[layer], self._histogram[layer] = zeros(self.num_neurons), zeros(NUM_BINS)
         if name == "ffn_experts":
-            self._id_TK = self._chosen_of(layer, tensor)
+            self._id_TK = tensor.cpu()
+            counted = torch.bincount(self._id_TK.flatten(), minlength=self.experts_L[layer])
+            self.tensors["expert_count_LE"][layer, : len(counted)] += counted
+            self._record(layer, self._id_TK.sort(dim=1).values)
             return
-        count_F = self._count[layer]
+        count_F = self.tensors["active_count_LF"][layer]
         if self.experts_L[layer] > 1:
             self._add_experts(layer, tensor, count_F)
         else:
             self._add(layer, tensor, count_F[: tensor.shape[1]])
-        self._histogram[layer][0] += len(tensor) * (self.num_neurons - tensor.shape[1])
+        self.tensors["gate_histogram_LB"][layer, 0] += len(tensor) * (
+            len(count_F) - tensor.shape[1]
+        )
         if layer == 0:
-            self.num_tokens += len(tensor)
-
-    def _chosen_of(self, layer: int, id_TK: Tensor) -> Tensor:
-        """The experts that were chosen, on the CPU; counts and records them."""
-        id_TK, num_experts = id_TK.cpu(), self.experts_L[layer]
-        if layer not in self._chosen:
-            self._chosen[layer] = torch.zeros(num_experts, dtype=torch.int64)
-        self._chosen[layer] += torch.bincount(id_TK.flatten(), minlength=num_experts)
-        self._record(layer, id_TK.sort(dim=1).values)
-        return id_TK
+            self.tensors["num_tokens"] += len(tensor)
 
     def _add_experts(self, layer: int, gate_TA: Tensor, count_F: Tensor) -> None:
         """Adds the gates [T, K * neurons of an expert] of the experts that were chosen last."""
@@ -102,18 +115,24 @@ class Counter:
 
     def _record(self, layer: int, id_TK: Tensor) -> None:
         """Records the experts of these tokens, in ascending order, as far as there are slots."""
-        if layer not in self._recorded:
-            self._recorded[layer] = torch.zeros(MAX_RECORDED, id_TK.shape[1], dtype=torch.int64)
-        slots_SK = self._recorded[layer][slice(*self._slots)]
+        self._widen(id_TK.shape[1])
+        slots_SK = self.tensors["recorded_LRK"][layer, self._slots, : id_TK.shape[1]]
         start = int((slots_SK[:, 0] > 0).sum())
         added_NK = id_TK[: len(slots_SK) - start]
         slots_SK[start : start + len(added_NK)] = added_NK + 1
+
+    def _widen(self, num_used: int) -> None:
+        """Makes room for so many experts of a token."""
+        recorded_LRK = self.tensors["recorded_LRK"]
+        more = num_used - recorded_LRK.shape[2]
+        if more > 0:
+            self.tensors["recorded_LRK"] = torch.nn.functional.pad(recorded_LRK, (0, more))
 
     def _add(self, layer: int, gate_TF: Tensor, count_F: Tensor) -> None:
         """Adds the gates of some of a layer's neurons to the histogram, and to `count_F` how often they
         fire."""
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
-        histogram_B = self._histogram[layer]
+        histogram_B = self.tensors["gate_histogram_LB"][layer]
         if gate_TF.device.type == "cpu":
             value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
             above = 0.0 if is_magnitude else gate.opens_above
@@ -123,47 +142,6 @@ class Counter:
         histogram_B += histogram(active_TF)
         for part_TF in fires_TF.view(torch.uint8).split(_MAX_ADDED):
             count_F += part_TF.sum(dim=0, dtype=torch.uint8)
-
-    def check(self) -> None:
-        """Raises HotsplitError for NaN: such a model has no firings to count."""
-        if self._has_nan is not None and self._has_nan:
-            raise HotsplitError("the model gave NaN; convert its checkpoint again")
-
-    def arrays(self) -> dict[str, Tensor]:
-        """active_count_LF, gate_histogram_LB, num_tokens and, of a mixture, expert_count_LE and
-        recorded_LRK (experts + 1, ascending, 0 in unused slots), int64; zeros at the start."""
-        layers = range(len(self.gates))
-        count_LF = torch.zeros(len(layers), self.num_neurons, dtype=torch.int64)
-        histogram_LB = torch.zeros(len(layers), NUM_BINS, dtype=torch.int64)
-        for layer in self._count:
-            count_LF[layer], histogram_LB[layer] = self._count[layer], self._histogram[layer]
-        found = {
-            "active_count_LF": count_LF,
-            "gate_histogram_LB": histogram_LB,
-            "num_tokens": torch.tensor(self.num_tokens),
-        }
-        if max(self.experts_L) > 1:
-            found["expert_count_LE"] = torch.zeros(
-                len(layers), max(self.experts_L), dtype=torch.int64
-            )
-            for layer, count_E in self._chosen.items():
-                found["expert_count_LE"][layer, : len(count_E)] = count_E
-            used = max((id_RK.shape[1] for id_RK in self._recorded.values()), default=0)
-            found["recorded_LRK"] = torch.zeros(len(layers), MAX_RECORDED, used, dtype=torch.int64)
-            for layer, id_RK in self._recorded.items():
-                found["recorded_LRK"][layer, :, : id_RK.shape[1]] = id_RK
-        return found
-
-    def load(self, arrays: dict[str, Tensor]) -> None:
-        """Continues from what `arrays` returned."""
-        self._count = dict(enumerate(arrays["active_count_LF"].clone()))
-        self._histogram = dict(enumerate(arrays["gate_histogram_LB"].clone()))
-        self.num_tokens = int(arrays["num_tokens"])
-        for layer, num_experts in enumerate(self.experts_L):
-            if num_experts > 1:
-                self._chosen[layer] = arrays["expert_count_LE"][layer, :num_experts].clone()
-                if arrays["recorded_LRK"].shape[2]:
-                    self._recorded[layer] = arrays["recorded_LRK"][layer].clone()
 
 
 def histogram(value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from hotsplit.artifacts.importance_file import Importance, Importances
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.model.tensors import in_layout, transposed_shape
 from hotsplit.profile.corpus.corpus import WINDOW, Windows
-from hotsplit.profile.count.run import Part
+from hotsplit.profile.count.run import Tensors
 
 # The observed tensor that a matrix is multiplied by (see runtime.ops.observers), by the matrix's name.
 SEEN_AS = {
@@ -56,10 +56,8 @@ class Input:
         return f"{self.layer}.{self.seen_as}{'' if self.num_experts is None else '.exps'}"
 
 
-class InputSquares(Part):
+class InputSquares(Tensors):
     """An observer of the inputs, and of the experts of each token."""
-
-    is_sum = True
 
     def __init__(self, model: ModelFile) -> None:
         self.inputs = _inputs(model)
@@ -67,13 +65,12 @@ class InputSquares(Part):
         for each in {each.key: each for each in self.inputs.values()}.values():
             self._wanted.setdefault((each.seen_as, each.layer), []).append(each)
         self._of_experts = {x.layer for x in self.inputs.values() if x.num_experts is not None}
-        self._squares = {
-            x.key: torch.zeros(x.num_experts or 1, x.width, dtype=torch.float64)
-            for x in self.inputs.values()
-        }
-        self._count = {
-            x.key: torch.zeros(x.num_experts or 1, dtype=torch.int64) for x in self.inputs.values()
-        }
+        tensors = {}
+        for each in self.inputs.values():
+            num = each.num_experts or 1
+            tensors[f"squares {each.key}"] = torch.zeros(num, each.width, dtype=torch.float64)
+            tensors[f"count {each.key}"] = torch.zeros(num, dtype=torch.int64)
+        super().__init__(tensors, is_sum=True)
         self._norm_TD: Tensor | None = None  # the input of a layer's experts, until they are known
         self._id_TK: Tensor | None = None
 
@@ -111,17 +108,8 @@ class InputSquares(Part):
         self._add(each, sum_EM, torch.bincount(id_P, minlength=each.num_experts))
 
     def _add(self, each: Input, squares_EM: Tensor, count: Tensor | int) -> None:
-        self._squares[each.key] += squares_EM.cpu()
-        self._count[each.key] += count.cpu() if isinstance(count, Tensor) else count
-
-    def arrays(self) -> dict[str, Tensor]:
-        counts = {f"count {key}": count for key, count in self._count.items()}
-        return {**{f"squares {key}": sums for key, sums in self._squares.items()}, **counts}
-
-    def load(self, arrays: dict[str, Tensor]) -> None:
-        for key in self._squares:
-            self._squares[key] = arrays[f"squares {key}"].clone()
-            self._count[key] = arrays[f"count {key}"].clone()
+        self.tensors[f"squares {each.key}"] += squares_EM.cpu()
+        self.tensors[f"count {each.key}"] += count.cpu() if isinstance(count, Tensor) else count
 
     def importances(self, path: Path, arrays: dict[str, Tensor], windows: Windows) -> Importances:
         """The importance matrix of the sums in `arrays`, to be saved to `path`."""

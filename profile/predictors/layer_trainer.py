@@ -88,40 +88,43 @@ class LayerTrainer:
         if phase == "train":
             self._begin_training(num_steps, agree)
         elif phase == "measure":
-            self._begin_measuring()
+            assert self.trained is not None
+            self.trained.end()
+            if self.trained.is_trained:
+                self.candidates += self._rounded(self.trained)
+            self.tallies = self._tallies(self.candidates)
         elif phase == "examine":
-            self._begin_examining()
+            self._choose_and_examine()
 
     def add(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         """Adds tokens of the current phase: the predictor's input, gates, and act(gate) * up."""
         if self.phase == "moments":
             self.moments.add(x_TD, gate_TF)
         elif self.phase == "keep":
-            self._keep(x_TD, gate_TF, hidden_TF)
-        elif self.phase == "measure":
-            self._measure(x_TD, gate_TF, hidden_TF)
-        elif self.phase == "examine":
-            self._examine(x_TD, gate_TF, hidden_TF)
-        else:
+            left = KEPT_TOKENS - sum(len(batch.x_TD) for batch in self.kept)
+            if left > 0:
+                # Copied, since a slice would keep all of the window in memory.
+                batch = self.batch(x_TD[:left].clone(), gate_TF[:left], hidden_TF[:left])
+                self.kept.append(replace(batch, given_TF=batch.given_TF.half()))
+        elif self.phase == "train":
             assert self.trained is not None
             if not self.trained.is_done:
                 self.trained.step(self.batch(x_TD, gate_TF, hidden_TF))
+        elif self.phase == "measure":
+            batch = self.batch(x_TD, gate_TF, hidden_TF)
+            y_TD = self.down.combine_many(hidden_TF * batch.fires_TF)
+            square = y_TD.double().square().sum().item()
+            for tally in self.tallies:
+                self._count(tally, batch, square)
+        else:
+            fires_TF = self.gate.act(gate_TF)[1]
+            for examiner in self.examiners:
+                examiner.add(x_TD, fires_TF, hidden_TF, self.down_norm_F)
 
     def batch(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> Batch:
-        fires_TF = self.fires(gate_TF)
+        fires_TF = self.gate.act(gate_TF)[1]
         given_TF = hidden_TF.abs() * self.down_norm_F * fires_TF
         return Batch(x_TD=x_TD, fires_TF=fires_TF, given_TF=given_TF)
-
-    def fires(self, gate_TF: Tensor) -> Tensor:
-        """bool [T, F]: the labels of the predictor."""
-        return self.gate.act(gate_TF)[1]
-
-    def _keep(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        left = KEPT_TOKENS - sum(len(batch.x_TD) for batch in self.kept)
-        if left > 0:
-            # Copied, since a slice would keep all of the window in memory.
-            batch = self.batch(x_TD[:left].clone(), gate_TF[:left], hidden_TF[:left])
-            self.kept.append(replace(batch, given_TF=batch.given_TF.half()))
 
     def _begin_training(self, num_steps: int, agree: Agree) -> None:
         """Makes the untrained candidates, and starts to train the best low-rank one."""
@@ -134,7 +137,9 @@ class LayerTrainer:
                 made = whole(self.start, kind)
                 self.candidates.append(Candidate(predictor=made, is_trained=False))
         low_rank = [
-            each for rank in self.tried.ranks for each in self._rounded(self._low_rank(rank))
+            each
+            for rank in self.tried.ranks
+            for each in self._rounded(LowRank(self.start, rank, self.gate))
         ]
         tallies = self._tallies(low_rank)
         square = self.held_out.given_TF.square().sum().item()
@@ -144,24 +149,10 @@ class LayerTrainer:
         best = torch.tensor(self._choose(qualities))
         agree(best)
         self.candidates += low_rank
-        self.trained = self._low_rank(low_rank[int(best)].rank)
+        self.trained = LowRank(self.start, low_rank[int(best)].rank, self.gate)
         self.trained.begin(num_steps, self.held_out, agree)
 
-    def _begin_measuring(self) -> None:
-        assert self.trained is not None
-        self.trained.end()
-        if self.trained.is_trained:
-            self.candidates += self._rounded(self.trained)
-        self.tallies = self._tallies(self.candidates)
-
-    def _measure(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        batch = self.batch(x_TD, gate_TF, hidden_TF)
-        y_TD = self.down.combine_many(hidden_TF * batch.fires_TF)
-        square = y_TD.double().square().sum().item()
-        for tally in self.tallies:
-            self._count(tally, batch, square)
-
-    def _begin_examining(self) -> None:
+    def _choose_and_examine(self) -> None:
         target = self.tried.target
         self.qualities = [tally.quality(target, self.sizes) for tally in self.tallies]
         index = self._choose(self.qualities)
@@ -173,11 +164,6 @@ class LayerTrainer:
         ]
         self.predictor = self.candidates[index].predictor
         self.candidates, self.tallies = [], []
-
-    def _examine(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        fires_TF = self.fires(gate_TF)
-        for examiner in self.examiners:
-            examiner.add(x_TD, fires_TF, hidden_TF, self.down_norm_F)
 
     def finish(self) -> tuple[LayerPredictor, LayerQuality]:
         chosen, start = (examiner.quality() for examiner in self.examiners)
@@ -207,9 +193,6 @@ class LayerTrainer:
         gates = len(self.down_norm_F) * self.sizes.gate_row
         overfetch = chosen.predicted_density / max(chosen.density, 1e-12)
         return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))
-
-    def _low_rank(self, rank: int) -> LowRank:
-        return LowRank(self.start, rank, self.gate)
 
     def _kinds(self, *widths: int) -> list[str]:
         return [k for k in self.tried.kinds if all(is_whole_blocks(w, k) for w in widths)]

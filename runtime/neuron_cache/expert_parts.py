@@ -21,8 +21,7 @@ from hotsplit.costs.cache_bytes import staged
 from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.kernels.relayout import positions
 from hotsplit.runtime.kernels.stored import rows_together
-from hotsplit.runtime.neuron_cache.residency import Residency
-from hotsplit.runtime.neuron_cache.slots import Take
+from hotsplit.runtime.neuron_cache.slots import Residency, Take
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 
 

@@ -25,8 +25,7 @@ import numpy as np
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
-from hotsplit.runtime.neuron_cache.residency import Residency
-from hotsplit.runtime.neuron_cache.slots import GpuSlots
+from hotsplit.runtime.neuron_cache.slots import GpuSlots, Residency
 from hotsplit.system.sizes import format_bytes
 
 

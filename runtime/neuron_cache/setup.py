@@ -17,7 +17,7 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.neuron_cache.expert_parts import ExpertLayer
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
-from hotsplit.runtime.neuron_cache.residency import Residency
+from hotsplit.runtime.neuron_cache.slots import Residency
 from hotsplit.runtime.weights.neuron_block import by_role
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from hotsplit.runtime.neuron_cache.native.library import SWAP
-from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.setup import CacheSetup
+from hotsplit.runtime.neuron_cache.slots import Residency
 
 
 class RandomPolicy:

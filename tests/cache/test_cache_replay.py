@@ -12,19 +12,15 @@ from paths import ROOT
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import cache_policies  # noqa: E402
+import expert_cache  # noqa: E402
 from cache_policies import (  # noqa: E402
     POLICIES,
     Case,
-    Outcome,
     Trace,
-    belady,
-    best_gain,
     compare,
     hindsight,
     lower_bound,
-    lru,
     ours,
-    ring,
     seconds_T,
     static,
 )
@@ -116,97 +112,6 @@ def test_no_policy_is_below_the_bound(seed):
     assert max(result.hit_rate for result in report.policies[:2]) <= report.belady_hit_rate
 
 
-def brute_force_gain(is_read_T, price_T, value, fetch, is_in):
-    """The best gain of one neuron over all choices of the steps at which it is in a slot."""
-    best = -np.inf
-    for states in itertools.product((False, True), repeat=len(is_read_T)):
-        gain, before = 0.0, is_in
-        for t, state in enumerate(states):
-            gain += state * (value * is_read_T[t] - price_T[t]) - (state and not before) * fetch
-            before = state
-        best = max(best, gain)
-    return best
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_each_units_best_gain_equals_brute_force(seed):
-    random = np.random.default_rng(seed)
-    is_read_TLF, is_in_LF = random.random((9, 2, 12)) < 0.5, random.random((2, 12)) < 0.3
-    price_TL, fetch_L = random.uniform(0, 0.6, (9, 2)), random.choice([0.0, 0.3, 2.0], 2)
-    gain_L, used_TL, copies_L, hits_L = best_gain(is_read_TLF, is_in_LF, price_TL, fetch_L)
-    want_L = [
-        sum(
-            brute_force_gain(is_read_TLF[:, layer, j], price_TL[:, layer], 1.0, fetch, is_in)
-            for j, is_in in enumerate(is_in_LF[layer].tolist())
-        )
-        for layer, fetch in enumerate(fetch_L.tolist())
-    ]
-    assert gain_L == pytest.approx(want_L)
-    # The choice that was found has this gain.
-    assert hits_L - fetch_L * copies_L - (used_TL * price_TL).sum(axis=0) == pytest.approx(want_L)
-
-
-def test_without_steps_nothing_is_gained():
-    nothing = np.zeros((0, 1, 64), bool), np.ones((1, 64), bool), np.zeros((0, 1)), np.zeros(1)
-    gain_L, used_TL, copies_L, hits_L = best_gain(*nothing)
-    assert (gain_L, used_TL.shape, copies_L, hits_L) == (0.0, (0, 1), 0, 0)
-
-
-def test_belady_has_the_most_hits_of_all_policies_that_copy_on_read():
-    random = np.random.default_rng(0)
-    for _ in range(6):
-        is_read_TLF = random.random((6, 1, 5)) < 0.4
-        case = make_case(is_read_TLF, 2)
-        is_read_TF = is_read_TLF[:, 0]
-        reached = {frozenset({0, 1}): 0}
-        for is_read_F in is_read_TF:
-            ids, coming = frozenset(np.flatnonzero(is_read_F).tolist()), {}
-            for held, hits in reached.items():
-                for kept in itertools.combinations(held | ids, 2):
-                    total = hits + len(ids & held)
-                    coming[frozenset(kept)] = max(coming.get(frozenset(kept), 0), total)
-            reached = coming
-        assert belady(case).hits_TL.sum() == max(reached.values())
-
-
-def test_seconds_of_copies_beside_and_before_the_products():
-    costs = make_costs(1, copy_s=0.5)
-    read_TL, hits_TL = np.array([[4], [4]]), np.array([[1], [3]])
-    beside = Outcome(hits_TL=hits_TL, copied_TL=np.array([[0], [20]]))
-    # Step 1: rest 10 + 3 cold rows. Step 2: the longer of computing, 10 + 1 cold row (the CPU
-    # gathers, 20 * 0.2, in the idle 10), and copying, 0.5 + 20 * 2.
-    assert seconds_T(costs, read_TL, beside).tolist() == [13.0, 40.5]
-    before = Outcome(
-        hits_TL=hits_TL,
-        copied_TL=read_TL - hits_TL,
-        is_critical=True,
-        num_copies_T=np.array([1, 1]),
-    )
-    assert seconds_T(costs, read_TL, before).tolist() == pytest.approx([10.4 + 6.5, 10.4 + 2.5])
-    later = make_costs(1, copy_s=0.5, cold_s_L=np.array([3.0]), hot_s_L=np.array([1.0]))
-    assert seconds_T(later, read_TL, before).tolist() == pytest.approx([13.4 + 6.5, 13.4 + 2.5])
-
-
-def test_lru_keeps_what_was_read_last():
-    is_read_TLF = np.zeros((4, 1, 6), bool)
-    for token, ids in enumerate([(2, 3), (2,), (4,), (2, 3, 4)]):
-        is_read_TLF[token, 0, list(ids)] = True
-    outcome = lru(make_case(is_read_TLF, 2))  # slots {0, 1} -> {2, 3} -> {2, 3} -> {2, 4}
-    assert outcome.hits_TL[:, 0].tolist() == [0, 1, 0, 2]
-    assert outcome.copied_TL[:, 0].tolist() == [2, 0, 1, 1]
-
-
-def test_a_ring_keeps_the_plans_most_frequent_ones():
-    """One of four slots is the ring."""
-    is_read_TLF = np.zeros((4, 1, 8), bool)
-    for token, ids in enumerate([(6,), (0, 6), (7,), (0, 1, 2, 7)]):
-        is_read_TLF[token, 0, list(ids)] = True
-    frequency_LF = np.array([[0.1, 0.3, 0.4, 0.2, 0.0, 0.0, 0.0, 0.0]])
-    outcome = ring(make_case(is_read_TLF, 4, frequency_LF=frequency_LF))
-    assert outcome.hits_TL[:, 0].tolist() == [0, 1, 0, 3]  # 1, 2 and 3 stay, 0 makes room
-    assert outcome.copied_TL[:, 0].tolist() == [1, 1, 1, 1]
-
-
 def test_the_replayed_policy_is_that_of_the_engine():
     random = np.random.default_rng(5)
     is_read_TLF = random.random((200, 2, 40)) < random.random((2, 40)) ** 2
@@ -222,6 +127,20 @@ def test_the_replayed_policy_is_that_of_the_engine():
     assert outcome.num_copied == report.num_swaps > 0
     assert hindsight(case).num_copied == 0
     assert {"static", "lru", "ring", "lfu", "sparkinfer"} <= set(POLICIES)
+
+
+@pytest.mark.parametrize("link", expert_cache.LINKS)
+@pytest.mark.parametrize("drift", [0.0, 0.03, 0.3])
+def test_the_policy_of_experts_is_never_much_slower_than_another(drift, link):
+    """Random routings of two layers and few tokens, with no drift, a slow and a fast one. On a slow link
+    the plan is never better."""
+    routing = expert_cache.zipf("zipf", drift=drift, exponent=1.0, seed=7, tokens=768, layers=2)
+    case = expert_cache.case_of(routing, 0.5, link)
+    names = ("ours", "static", "lru", "ring", "lfu")
+    seconds = {name: case.seconds(POLICIES[name](case)) for name in names}
+    ours_s = seconds.pop("ours")
+    assert ours_s <= 1.02 * min(seconds.values()), (ours_s, seconds)
+    assert link > min(expert_cache.LINKS) or ours_s <= seconds["static"] * 1.001
 
 
 def test_the_script_compares_policies_on_a_text(tmp_path, capsys, monkeypatch):

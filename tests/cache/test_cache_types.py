@@ -249,21 +249,9 @@ def eval_losses(tmp_path, capsys, option, *values) -> list[float]:
     assert main(["convert", str(folder), "-o", str(tmp_path / "m.gguf")]) == 0
     losses = []
     for value in values:
-        words = [
-            "eval",
-            str(tmp_path / "m.gguf"),
-            "--corpus",
-            str(tmp_path / "text.txt"),
-            "--mode",
-            "dense",
-            "--tokens",
-            "512",
-            option,
-            value,
-            "--json",
-        ]
+        text = ["--corpus", str(tmp_path / "text.txt"), "--tokens", "512"]
         capsys.readouterr()
-        assert main(words) == 0
+        assert main(["eval", str(tmp_path / "m.gguf"), *text, option, value, "--json"]) == 0
         losses.append(json.loads(capsys.readouterr().out)["kl_mean"])
     return losses
 

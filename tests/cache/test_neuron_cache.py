@@ -15,8 +15,8 @@ from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.native.library import SWAP
-from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.setup import first_residents, setup_of
+from hotsplit.runtime.neuron_cache.slots import Residency
 
 F, L = 160, 3
 

@@ -14,7 +14,7 @@ from reference import rel_error
 from test_experts import ROUTES, mixture
 from test_hybrid_experts import loaded, made_plan, stock
 from test_native_step import BOUNDS
-from test_neuron_cache_hybrid import interrupted, keys_and_values, restore
+from test_neuron_cache_hybrid import keys_and_values, restore
 from test_runtime import IDS as TOKENS
 
 from hotsplit.costs.cache_bytes import CacheSize
@@ -26,9 +26,8 @@ from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.expert_parts import ExpertLayer, ExpertParts, as_bytes
 from hotsplit.runtime.neuron_cache.native.library import SWAP
-from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.setup import first_residents, not_copied
-from hotsplit.runtime.neuron_cache.slots import GpuSlots
+from hotsplit.runtime.neuron_cache.slots import GpuSlots, Residency
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import hybrid_builder
@@ -359,41 +358,6 @@ def test_an_expert_that_both_sides_or_neither_compute_is_found():
         slots._change_tables = change
         got = ran(cached, IDS)
         assert max(map(rel_error, got, right)) > 1e-3, both
-
-
-def test_an_interrupted_step_leaves_its_swaps_to_the_next():
-    cached = Cached.of()
-    ran(cached, IDS[:3])
-    due, submit = cached.cache._num_pending, cached.step._submit
-    cached.step._submit = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        cached.step.run(IDS[3], 3)
-    assert due and cached.cache._num_pending == due
-    cached.step._submit = submit
-    assert all(are_static(cached, TOKENS[3:6], 3))
-
-
-@pytest.mark.parametrize("where", ["finish", "start"])
-def test_an_interrupted_move_is_not_computed_with(monkeypatch, where):
-    cached = Cached.of()
-    cached.step.run(IDS[0], 0)
-    assert cached.cache._num_pending
-    monkeypatch.setattr(cached.cache.slots, where, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cached.step.run(IDS[1], 1)
-    monkeypatch.undo()
-    with pytest.raises(HotsplitError, match="was interrupted while it moved neurons"):
-        cached.step.run(IDS[2], 2)
-
-
-def test_a_new_step_takes_over_what_the_old_one_began():
-    cached = Cached.of()
-    ran(cached, IDS[:3])
-    assert cached.cache._num_pending
-    kept = keys_and_values(cached.weights)
-    cached.step = cached.built(plain_backend(reference_kernels()))
-    restore(cached.weights, kept)
-    assert all(are_static(cached, TOKENS[3:6], 3))
 
 
 def test_plans_without_slots_for_experts_are_refused():

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked import Forked, run_command, run_python
+from forked import Forked, run_command
 from models import changed, make_model, make_profile
 from test_profile_corpus import text_of
 
@@ -376,26 +376,19 @@ def test_two_processes_take_the_same_steps(monkeypatch):
 
 
 def two_ranks(files, *args):
-    words = [
-        sys.executable,
+    program = [
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        2,
+        "2",
         "-m",
         "hotsplit",
         "profile",
-        files / "codec.gguf",
-        "--corpus",
-        files / "t.txt",
-        "--tokens",
-        6000,
-        *args,
     ]
-    return subprocess.run(
-        list(map(str, words)), env=ENV, capture_output=True, text=True, timeout=200
-    )
+    text = [files / "codec.gguf", "--corpus", files / "t.txt", "--tokens", "6000"]
+    words = [sys.executable, *program, *map(str, (*text, *args))]
+    return subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=200)
 
 
 def test_two_processes_give_the_counts_of_one(files):
@@ -476,35 +469,6 @@ def test_the_merge_command(tmp_path):
     assert Profile.load(tmp_path / "out").num_tokens == 300
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_says_how_to_continue(files, number):
-    script = (
-        "import os, sys\n"
-        "from hotsplit.cli import main\n"
-        "from hotsplit.profile.count import run\n"
-        "original = run.Run._round\n"
-        "def round(self, *args):\n"
-        "    original(self, *args)\n"
-        "    if self._done == 3: os.kill(os.getpid(), int(sys.argv[1]))\n"
-        "run.Run._round = round\n"
-        "sys.exit(main(sys.argv[2:]))\n"
-    )
-    words = [
-        "profile",
-        files / "codec.gguf",
-        "--corpus",
-        files / "t.txt",
-        "-o",
-        files / "cut",
-        "--tokens",
-        6000,
-    ]
-    done = run_python(script, int(number), *words, server="command")
-    assert done.returncode == 128 + number
-    assert "cut.resume holds the work so far; the same command continues from there" in done.stderr
-    assert (files / "cut.resume").stat().st_mode & 0o777 == 0o666 & ~current_umask()
-
-
 # The whole program, with the thread that watches for signals. In its third window it prints "ready"
 # and waits, so that this window takes as long as one of a large model.
 SLOW_WINDOWS = """
@@ -529,16 +493,8 @@ def profile_in_slow_windows(files, seconds: float, *times: tuple[float, int]) ->
     """(exit code, stderr) of a profile whose third window waits for this many seconds. `times` are
     pairs: seconds after "ready", and the signal that is sent then."""
     code = SLOW_WINDOWS.replace("SLICES", str(round(seconds / 0.05)))
-    words = [
-        "profile",
-        files / "codec.gguf",
-        "--corpus",
-        files / "t.txt",
-        "-o",
-        files / "cut",
-        "--tokens",
-        6000,
-    ]
+    words = f"profile codec.gguf --corpus t.txt -o {files}/cut --tokens 6000".split()
+    words[1], words[3] = files / words[1], files / words[3]
     (read, out), (read_error, error) = os.pipe(), os.pipe()
     process = Forked([*map(str, words)], (0, out, error), code=code, server="command")
     os.close(out)
@@ -560,6 +516,9 @@ def test_a_signal_in_a_long_window_loses_nothing(files, number):
     line = f"{files}/cut.resume holds the work so far; the same command continues from there"
     assert error.splitlines()[-1] == f"hotsplit: interrupted; {line}"
     assert not (files / "cut").exists()
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (files / "cut.resume").stat().st_mode & 0o777 == 0o666 & ~mask
     profile(config(files, "whole"))
     counts = []
     profile(config(files, "cut"), on_tokens=counts.append)
@@ -573,9 +532,3 @@ def test_a_second_signal_does_not_wait_for_the_window(files):
     assert code == 130 and time.monotonic() - began < 40
     assert error.splitlines()[-1] == "hotsplit: interrupted; nothing half-written was left"
     assert not (files / "cut.resume").exists()
-
-
-def current_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

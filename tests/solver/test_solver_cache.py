@@ -29,8 +29,8 @@ from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.neuron_cache.neuron_rows import RowTable
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
-from hotsplit.runtime.neuron_cache.row_copies import RowTable
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder, workspace
 from hotsplit.runtime.step.plain_backend import plain_backend

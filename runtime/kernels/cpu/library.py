@@ -334,7 +334,7 @@ def serve(
 
 
 def copy_rows_function() -> int:
-    """The address of the function that makes the copies of neuron_cache/row_copies.py."""
+    """The address of the function that makes the copies of neuron_cache/neuron_rows.py."""
     return _address("hs_copy_rows")
 
 
