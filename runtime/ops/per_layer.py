@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure, c_int32, c_int64
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,28 +18,20 @@ from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
-from hotsplit.runtime.ops.reader import Reader
-from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
 
+if TYPE_CHECKING:
+    from hotsplit.runtime.model.loader import Builder
+
 
 class LayerInputsStruct(Structure):
-    _fields_ = [
-        ("table", MatrixStruct),
-        ("projection", MatrixStruct),
-        ("norm", NormStruct),
-        ("size", c_int64),
-    ]
+    _fields_ = [*members(MatrixStruct, "table projection"), ("norm", NormStruct), ("size", c_int64)]
 
 
 class PerLayerStruct(Structure):
-    _fields_ = [
-        ("gate", MatrixStruct),
-        ("output", MatrixStruct),
-        ("rule", GateStruct),
-        ("index", c_int32),
-    ]
+    _fields_ = [*members(MatrixStruct, "gate output"), ("rule", GateStruct), ("index", c_int32)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +116,7 @@ class PerLayer(Loaded):
 
 
 def load(
-    load: Reader,
+    load: "Builder",
     blocks: Sequence[blocks_of.LayerInputs | blocks_of.PerLayer],
     layer: int | None,
     device: torch.device,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, Structure, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from hotsplit.model.planes import LEAST_SQUARE
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, launch_add_norm, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
-from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.model.loader import Builder
 
 
 class PlaneRouterStruct(Structure):
@@ -43,7 +46,7 @@ class PlaneEndsStruct(Structure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Router:
+class PlaneRouter:
     """Chooses shares of planes, for both operations of a layer."""
 
     norm: Norm
@@ -84,7 +87,7 @@ class OfPlanes(Loaded):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictPlanes(OfPlanes):
-    router: Router
+    router: PlaneRouter
     mix_QP: Tensor  # Q = P P
 
     @property
@@ -119,7 +122,7 @@ class PredictPlanes(OfPlanes):
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectPlanes(OfPlanes):
-    router: Router
+    router: PlaneRouter
     mix_PP: Tensor
     scale_D: Tensor
 
@@ -214,9 +217,9 @@ def like(of_TD: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def load(
-    load: Reader, blocks: Sequence[blocks_of.OfPlanes], layer: int | None, device: torch.device
+    load: "Builder", blocks: Sequence[blocks_of.OfPlanes], layer: int | None, device: torch.device
 ) -> Iterator[OfPlanes]:
-    router: Router | None = None
+    router: PlaneRouter | None = None
 
     def vector(name: str) -> Tensor:
         return load.own_vector(in_layer(layer, f"{name}.weight"), device)
@@ -224,7 +227,7 @@ def load(
     for block in blocks:
         match block:
             case blocks_of.PredictPlanes():
-                router = Router(
+                router = PlaneRouter(
                     norm=load.norm(block.norm, in_layer(layer, block.norm.name), device),
                     matrix=load.linear(in_layer(layer, blocks_of.ROUTER), device),
                     on_bytes=load.count_attention,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hotsplit.model.blocks import PredictorKind
 from hotsplit.runtime.ops.device import Launcher
-from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
 from hotsplit.runtime.weights.gpu_products import Factor
 from hotsplit.runtime.weights.matrix import Linear, side_by_side
 
@@ -42,12 +42,7 @@ class Predictor:
 
 
 class PredictorStruct(Structure):
-    _fields_ = [
-        ("down", MatrixStruct),
-        ("up", MatrixStruct),
-        ("kind", c_int32),
-        ("threshold", c_float),
-    ]
+    _fields_ = [*members(MatrixStruct, "down up"), ("kind", c_int32), ("threshold", c_float)]
 
 
 def predictor_struct(structs: Structs, predictor: Predictor | None) -> PredictorStruct:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotsplit.model.route import CHOICE_BIAS, OWN_SCALES, Route
 from hotsplit.runtime.ops.device import Launcher
-from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
 from hotsplit.runtime.weights.matrix import Linear
 
 # In the order of step.h's enum.
@@ -106,13 +106,9 @@ def launch_route(
 class RouteStruct(Structure):
     _fields_ = [
         ("router", MatrixStruct),
-        ("choice_bias", c_void_p),
-        ("own_scale", c_void_p),
-        ("num_used", c_int64),
-        ("num_groups", c_int64),
-        ("num_used_groups", c_int64),
-        ("gating", c_int32),
-        ("renormalises", c_int32),
+        *members(c_void_p, "choice_bias own_scale"),
+        *members(c_int64, "num_used num_groups num_used_groups"),
+        *members(c_int32, "gating renormalises"),
         ("scale", c_float),
         ("unused", c_int32),
     ]

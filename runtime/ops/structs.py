@@ -23,15 +23,16 @@ MAX_ROWS = 128  # in step.h: most computed rows of a step, whose products read e
 S = TypeVar("S", bound=Structure)
 
 
+def members(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Fields of one type of a struct, in order."""
+    return [(name, kind) for name in names.split()]
+
+
 class MatrixStruct(Structure):
     _fields_ = [
-        ("data", c_void_p),
-        ("bias", c_void_p),
-        ("num_rows", c_int64),
-        ("num_columns", c_int64),
-        ("stride", c_int64),
-        ("kind", c_int32),
-        ("unused", c_int32),
+        *members(c_void_p, "data bias"),
+        *members(c_int64, "num_rows num_columns stride"),
+        *members(c_int32, "kind unused"),
     ]
 
 

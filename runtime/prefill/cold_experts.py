@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import Stream
-from hotsplit.runtime.prefill.cold_spans import ALIGNMENT, Span, aligned, bytes_of
+from hotsplit.runtime.prefill.cold_spans import ALIGNMENT, Span, Spans, bytes_of, interleaved
 from hotsplit.runtime.weights.expert_block import ExpertBlock, ExpertMatrices
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _ExpertPlace:
     """The place of a tensor: the span, and the first byte of its rows within those of the span, which
     are `stride` bytes apart."""
 
@@ -27,23 +27,22 @@ class _Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColdExperts:
+class ColdExperts(Spans):
     block: ExpertBlock
-    spans: tuple[Span, ...]
-    places: tuple[_Place, ...]  # of the matrices, and then of their biases, if any
+    places: tuple[_ExpertPlace, ...]  # of the matrices, and then of their biases, if any
 
     @classmethod
     def of(cls, block: ExpertBlock) -> "ColdExperts":
         tensors = [matrix.data for matrix in block.matrices]
         tensors += [m.bias_PN[..., None] for m in block.matrices if m.bias_PN is not None]
         spans: list[Span] = []
-        places: dict[int, _Place] = {}
-        for group in _interleaved(tensors):
+        places: dict[int, _ExpertPlace] = {}
+        for group in interleaved(tensors):
             first = tensors[group[0]]
             stride = first.stride(1) * first.element_size()
             for number in group:
                 start = tensors[number].data_ptr() - first.data_ptr()
-                places[number] = _Place(span=len(spans), start=start, stride=stride)
+                places[number] = _ExpertPlace(span=len(spans), start=start, stride=stride)
             last = tensors[group[-1]]
             width = places[group[-1]].start + last.shape[2] * last.element_size()
             assert width == stride, (width, stride)  # no gaps between the rows of an expert
@@ -57,41 +56,28 @@ class ColdExperts:
         return int((self.block.places >= 0).sum())
 
     @property
-    def expert_bytes(self) -> int:
-        return sum(span.row_bytes for span in self.spans)
-
-    @property
-    def can_be_copied(self) -> bool:
-        """True if experts are contiguous and pinned, so that they can be copied without staging."""
-        return all(span.can_be_copied for span in self.spans)
-
-    def layout_bytes(self, count: int) -> int:
-        """Bytes of a buffer for `count` experts."""
-        return sum(aligned(count * span.row_bytes) for span in self.spans)
-
-    @property
     def least_piece_bytes(self) -> int:
         """The fewest bytes of a buffer."""
         return self.layout_bytes(1)
 
     def most_experts(self, piece_bytes: int) -> int:
         """Experts that a buffer of so many bytes has room for."""
-        return (piece_bytes - ALIGNMENT * len(self.spans)) // self.expert_bytes or 1
+        return (piece_bytes - ALIGNMENT * len(self.spans)) // self.unit_bytes or 1
 
     def copy(self, stream: Stream, buffer: Tensor, place_A: np.ndarray) -> None:
-        for span, target_AS in zip(self.spans, self._targets(buffer, len(place_A)), strict=True):
+        for span, target_AS in zip(self.spans, self.targets(buffer, len(place_A)), strict=True):
             for start, stop in _runs(place_A):
                 first = int(place_A[start])
                 stream.copy(target_AS[start:stop], span.host_NS[first : first + stop - start])
 
     def fill(self, buffer: Tensor, place_A: np.ndarray) -> None:
         index_A = torch.from_numpy(place_A.astype(np.int64))
-        for span, target_AS in zip(self.spans, self._targets(buffer, len(place_A)), strict=True):
+        for span, target_AS in zip(self.spans, self.targets(buffer, len(place_A)), strict=True):
             torch.index_select(span.host_NS, 0, index_A, out=target_AS)
 
     def on_device(self, buffer: Tensor, count: int) -> ExpertBlock:
         """The experts that `copy` or `fill` has written, in that order."""
-        targets, numbers = self._targets(buffer, count), iter(range(len(self.block.matrices), 99))
+        targets, numbers = self.targets(buffer, count), iter(range(len(self.block.matrices), 99))
 
         def at(number: int, like: Tensor) -> Tensor:
             place, size = self.places[number], like.element_size()
@@ -111,35 +97,6 @@ class ColdExperts:
             made.append(replace(old, data=at(number, old.data), bias_PN=bias_PN))
         gate, *up, down = made
         return replace(self.block, gate=gate, up=up[0] if up else None, down=down, place_E=None)
-
-    def _targets(self, buffer: Tensor, count: int) -> list[Tensor]:
-        """Views of the spans in a buffer, uint8 [count, S]."""
-        found, start = [], 0
-        for span in self.spans:
-            size = count * span.row_bytes
-            found.append(buffer[start : start + size].view(count, span.row_bytes))
-            start += aligned(size)
-        return found
-
-
-def _interleaved(tensors: list[Tensor]) -> list[list[int]]:
-    """Groups of indices of tensors [P, N, X] whose rows are interleaved, in the order of their rows."""
-    groups: list[list[int]] = []
-    for number in sorted(range(len(tensors)), key=lambda number: tensors[number].data_ptr()):
-        tensor = tensors[number]
-        if groups:
-            first = tensors[groups[-1][0]]
-            begins = tensor.data_ptr() - first.data_ptr()
-            is_same = (
-                first.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-                and first.dtype == tensor.dtype
-                and first.stride() == tensor.stride()
-            )
-            if is_same and begins < first.stride(1) * first.element_size():
-                groups[-1].append(number)
-                continue
-        groups.append([number])
-    return groups
 
 
 def _runs(place_A: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ contiguous; other matrices are a span each. Matrices in tiles or groups are divi
 
 Letters: N neurons of the block, S bytes of a neuron in a span."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,7 +43,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _NeuronPlace:
     """The place of a tensor's rows: bytes `start` to `stop` of the rows of a span."""
 
     span: int
@@ -52,31 +52,60 @@ class _Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColdBlock:
-    block: NeuronBlock
+class Spans:
+    """The spans of a block, and where they are in a buffer."""
+
     spans: tuple[Span, ...]
-    places: tuple[_Place, ...]  # in the order of `_tensors`
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a neuron or an expert."""
+        return sum(span.row_bytes for span in self.spans)
+
+    @property
+    def can_be_copied(self) -> bool:
+        """True if the units are contiguous and pinned, so that they can be copied without staging."""
+        return all(span.can_be_copied for span in self.spans)
+
+    def layout_bytes(self, count: int) -> int:
+        """Bytes of a buffer for so many units."""
+        return sum(aligned(count * span.row_bytes) for span in self.spans)
+
+    def targets(self, buffer: Tensor, count: int) -> list[Tensor]:
+        """Views of the spans in a buffer, uint8 [count, S]."""
+        found, start = [], 0
+        for span in self.spans:
+            size = count * span.row_bytes
+            found.append(buffer[start : start + size].view(count, span.row_bytes))
+            start += aligned(size)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColdBlock(Spans):
+    block: NeuronBlock
+    places: tuple[_NeuronPlace, ...]  # of the matrices, the biases and the ids
 
     @classmethod
     def of(cls, block: NeuronBlock) -> "ColdBlock":
-        tensors = _tensors(block)
+        tensors = [*block.tensors, block.id_N]
         num_matrices = len(block.matrices)
         spans: list[Span] = []
-        places: dict[int, _Place] = {}
-        for group in _interleaved(tensors[:num_matrices]):
+        places: dict[int, _NeuronPlace] = {}
+        for group in interleaved(tensors[:num_matrices]):
             first = tensors[group[0]]
             begin = first.data_ptr()
             for number in group:
                 start = tensors[number].data_ptr() - begin
                 size = tensors[number].shape[1] * tensors[number].element_size()
-                places[number] = _Place(span=len(spans), start=start, stop=start + size)
+                places[number] = _NeuronPlace(span=len(spans), start=start, stop=start + size)
             width = max(places[number].stop for number in group)
             spans.append(Span(host_NS=bytes_of(first, width), row_N=block.row_N))
         for number in range(num_matrices, len(tensors)):
             # Ids have one entry per neuron of the block, biases one per row of the matrices.
             is_id = number == len(tensors) - 1
             size = tensors[number].element_size()
-            places[number] = _Place(span=len(spans), start=0, stop=size)
+            places[number] = _NeuronPlace(span=len(spans), start=0, stop=size)
             rows = None if is_id else block.row_N
             spans.append(Span(host_NS=bytes_of(tensors[number][:, None], size), row_N=rows))
         in_order = tuple(places[number] for number in range(len(tensors)))
@@ -88,50 +117,38 @@ class ColdBlock:
         return len(self.block.id_N)
 
     @property
-    def neuron_bytes(self) -> int:
-        return sum(span.row_bytes for span in self.spans)
-
-    @property
-    def can_be_copied(self) -> bool:
-        return all(span.can_be_copied for span in self.spans)
-
-    @property
     def together(self) -> int:
         """Neurons that a piece has a multiple of: a power of two."""
         return max(rows_together(matrix.kind) for matrix in self.block.matrices)
 
-    def layout_bytes(self, count: int) -> int:
-        """Bytes of a buffer for `count` neurons."""
-        return sum(aligned(count * span.row_bytes) for span in self.spans)
-
     @property
     def least_piece_bytes(self) -> int:
         """The smallest `piece_bytes` that `pieces` accepts."""
-        return self.together * self.neuron_bytes + ALIGNMENT * len(self.spans)
+        return self.together * self.unit_bytes + ALIGNMENT * len(self.spans)
 
     def pieces(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
         """Divides the block into about equal pieces of at most `piece_bytes`; yields the range of
         neurons (first, one after the last) of each."""
         together = self.together
-        most = (piece_bytes - ALIGNMENT * len(self.spans)) // self.neuron_bytes // together
-        assert most >= 1, (piece_bytes, self.neuron_bytes, together)
+        most = (piece_bytes - ALIGNMENT * len(self.spans)) // self.unit_bytes // together
+        assert most >= 1, (piece_bytes, self.unit_bytes, together)
         units = -(-self.number // together)
         size = -(-units // -(-units // most)) * together
         for start in range(0, self.number, size):
             yield start, min(start + size, self.number)
 
     def copy(self, stream: Stream, buffer: Tensor, start: int, stop: int) -> None:
-        for span, target_NS in zip(self.spans, self._targets(buffer, stop - start), strict=True):
+        for span, target_NS in zip(self.spans, self.targets(buffer, stop - start), strict=True):
             stream.copy(target_NS, span.host_NS[start:stop])
 
     def fill(self, buffer: Tensor, start: int, stop: int) -> None:
-        for span, target_NS in zip(self.spans, self._targets(buffer, stop - start), strict=True):
+        for span, target_NS in zip(self.spans, self.targets(buffer, stop - start), strict=True):
             span.fill(target_NS, start, stop)
 
     def on_device(self, buffer: Tensor, start: int, stop: int) -> NeuronBlock:
         """The neurons of a piece, in a buffer that `copy` or `fill` has written."""
         block, count = self.block, stop - start
-        targets = self._targets(buffer, count)
+        targets = self.targets(buffer, count)
 
         def at(number: int, like: Tensor) -> Tensor:
             place = self.places[number]
@@ -154,39 +171,23 @@ class ColdBlock:
             row_N=None,
         )
 
-    def _targets(self, buffer: Tensor, count: int) -> list[Tensor]:
-        """Views of the spans in a buffer, uint8 [count, S]."""
-        found, start = [], 0
-        for span in self.spans:
-            size = count * span.row_bytes
-            found.append(buffer[start : start + size].view(count, span.row_bytes))
-            start += aligned(size)
-        return found
 
-
-def _tensors(block: NeuronBlock) -> list[Tensor]:
-    """The block's matrices, biases (if any) and ids."""
-    return [*block.tensors, block.id_N]
-
-
-def _interleaved(tensors: list[Tensor]) -> list[list[int]]:
-    """Groups of indices of tensors whose rows are interleaved."""
-    numbers = sorted(range(len(tensors)), key=lambda number: tensors[number].data_ptr())
+def interleaved(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Groups of indices of tensors [..., N, X] whose rows are interleaved, in the order of their rows."""
     groups: list[list[int]] = []
-    for number in numbers:
+    for number in sorted(range(len(tensors)), key=lambda number: tensors[number].data_ptr()):
         tensor = tensors[number]
-        if groups:
-            first = tensors[groups[-1][0]]
-            is_same = (
-                first.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-                and first.dtype == tensor.dtype
-                and first.stride(0) == tensor.stride(0)
-            )
-            stride_bytes = first.stride(0) * first.element_size()
-            if is_same and tensor.data_ptr() - first.data_ptr() < stride_bytes:
-                groups[-1].append(number)
-                continue
-        groups.append([number])
+        first = tensors[groups[-1][0]] if groups else tensor
+        is_same = (
+            first.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            and first.dtype == tensor.dtype
+            and first.stride() == tensor.stride()
+        )
+        begins = tensor.data_ptr() - first.data_ptr()
+        if groups and is_same and begins < first.stride(-2) * first.element_size():
+            groups[-1].append(number)
+        else:
+            groups.append([number])
     return groups
 
 

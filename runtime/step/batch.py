@@ -133,17 +133,10 @@ class LogitsMemory:
 
     def take(self, num_rows: int) -> Tensor:
         """Uninitialised f32 [R, V], not handed out again while a tensor refers to it."""
-        return torch.from_numpy(self._rows(num_rows))
-
-    def take_row(self) -> Tensor:
-        """Likewise, f32 [V]."""
-        return torch.from_numpy(self._rows(1)[0])
-
-    def _rows(self, num_rows: int) -> np.ndarray:
         for memory in self._kept:
             if len(memory) >= num_rows and sys.getrefcount(memory) == _UNUSED:
-                return memory[:num_rows]
+                return torch.from_numpy(memory[:num_rows])
         made = np.empty((num_rows, self.vocab_size), np.float32)
         if num_rows <= _MOST_ROWS:
             self._kept[:] = [made, *self._kept[: _MOST_KEPT - 1]]
-        return made
+        return torch.from_numpy(made)

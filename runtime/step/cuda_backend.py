@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from hotsplit.runtime.device.streams import CudaStream, Stream
 from hotsplit.runtime.step.doorbells import DoorbellStream
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.step.plain_backend import allocated, submitted
 
 _OVERLAPPING = 9  # compute capability
 
@@ -34,8 +34,8 @@ def cuda_backend(
     return Backend(
         kernels=overlapped(kernels) if overlaps else kernels,
         stream=DoorbellStream if has_doorbells else CudaStream,
-        take=take or _allocated,
-        prepare=_captured if has_graph else _submitted,
+        take=take or allocated,
+        prepare=_captured if has_graph else submitted,
         is_pinned=True,
     )
 
@@ -43,17 +43,6 @@ def cuda_backend(
 def can_overlap(device: torch.device) -> bool:
     """True if kernels of a CUDA device may begin before the last one has ended (kernels.gpu.overlap)."""
     return bool(torch.cuda.get_device_properties(device).major >= _OVERLAPPING)
-
-
-def _allocated(device: torch.device) -> Take:
-    def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return take
-
-
-def _submitted(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
-    return submit
 
 
 def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:

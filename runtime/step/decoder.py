@@ -3,6 +3,7 @@ on GPUs by the hybrid step, and for prompts and observers by passes in torch (gp
 
 Letters: R rows with logits, V vocabulary."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ from itertools import chain, groupby
 import torch
 from torch import Tensor
 
-from hotsplit.costs.pass_length import SHORT_CHUNK
+from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.runtime.device.device_memory import is_out_of_memory, out_of_memory_as_error
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.observers import Observers
@@ -21,7 +22,26 @@ from hotsplit.runtime.step.gpu_pass import GpuPass
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_layers import NativeLayers
 from hotsplit.runtime.step.native_step import NativeStep
-from hotsplit.runtime.step.pass_length import PassLength
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class PassLength:
+    """The most tokens of a pass, halved for good when a pass does not fit into a GPU's memory."""
+
+    most: int = PREFILL_CHUNK
+
+    def shorten(self, num_tokens: int) -> None:
+        """Notes that a pass of so many tokens does not fit, and frees what it has taken."""
+        self.most = min(self.most, num_tokens // 2)
+        log.warning(
+            "a GPU's memory is short for a pass of %d tokens: passes have at most %d from now on, which"
+            " makes prompts slower",
+            num_tokens,
+            self.most,
+        )
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, kw_only=True)

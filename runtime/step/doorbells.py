@@ -25,6 +25,7 @@ from hotsplit.runtime.device import cuda_runtime
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
 from hotsplit.runtime.device.streams import CudaStream, HostNode
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.ops.structs import members
 
 # How long the CPU waits for a flag. Nothing between two flags of a step takes a tenth of it; it also
 # covers a prompt's pass in front of the first.
@@ -53,21 +54,11 @@ def can_ring(device: torch.device) -> bool:
 
 
 class HandoverStruct(Structure):
-    _fields_ = [
-        ("function", c_void_p),
-        ("argument", c_void_p),
-        ("ready", c_void_p),
-        ("done", c_void_p),
-    ]
+    _fields_ = [*members(c_void_p, "function argument ready done")]
 
 
 class ServingStruct(Structure):
-    _fields_ = [
-        ("query", c_void_p),
-        ("stream", c_void_p),
-        ("query_us", c_int64),
-        ("timeout_us", c_int64),
-    ]
+    _fields_ = [*members(c_void_p, "query stream"), *members(c_int64, "query_us timeout_us")]
 
 
 class Handovers:

@@ -18,7 +18,7 @@ from hotsplit.costs.part_bytes import (
     placed_units,
     stored_neuron_bytes,
 )
-from hotsplit.runtime.step.forms import Sides, step_form
+from hotsplit.runtime.step.forms import PlannedSides, step_form
 from hotsplit.runtime.step.program import StepForm
 
 
@@ -49,13 +49,13 @@ def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] 
     )
 
 
-def _sides(model: ModelFile, split: Split | None, num_hot: list[int]) -> Sides:
+def _sides(model: ModelFile, split: Split | None, num_hot: list[int]) -> PlannedSides:
     layers = model.spec.layers
     divided = [is_cached(hot, x.neurons.num_units) for hot, x in zip(num_hot, layers, strict=True)]
     if split is None:
-        return Sides(roles_L=[("cold",)] * len(layers), is_tied=model.is_tied)
+        return PlannedSides(roles_L=[("cold",)] * len(layers), is_tied=model.is_tied)
     packs_bits = split.cache is not None
-    return Sides(
+    return PlannedSides(
         roles_L=[
             ("hot", "cold") if is_divided else ("hot",) if hot else ("cold",)
             for hot, is_divided in zip(num_hot, divided, strict=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and `inspect --graph` needs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sides:
+class PlannedSides:
     """What a plan puts where. By default everything is on the host."""
 
     roles_L: Sequence[tuple["Role", ...]]  # of the blocks of neurons that each layer has
@@ -29,7 +29,7 @@ class Sides:
 
 def step_form(
     spec: ModelSpec,
-    sides: Sides,
+    sides: PlannedSides,
     *,
     layer_bytes: Sequence[Mapping[str, int]] = (),
     outer_bytes: Mapping[str, int] | None = None,
@@ -55,12 +55,7 @@ def step_form(
     )
 
 
-def host_place(roles: Sequence["Role"]) -> LayerPlace:
-    """The place of a layer wholly on the host, with these blocks of neurons."""
-    return _place(Sides(roles_L=[tuple(roles)]), 0)
-
-
-def _place(sides: Sides, index: int) -> LayerPlace:
+def _place(sides: PlannedSides, index: int) -> LayerPlace:
     """The place of a layer: attention, norms and predictor on one device, hot neurons on its GPU and
     cold ones on the host."""
     roles, home = sides.roles_L[index], HOST
@@ -104,14 +99,16 @@ def roles_of(layer: "Layer") -> tuple["Role", ...]:
 
 def host_form(weights: "Weights") -> StepForm:
     """The form of a step entirely on the host."""
-    return step_form(weights.spec, Sides(roles_L=[roles_of(layer) for layer in weights.layers]))
+    return step_form(
+        weights.spec, PlannedSides(roles_L=[roles_of(layer) for layer in weights.layers])
+    )
 
 
 def placed_form(
     weights: "Weights", placement: "Placement", has_bits_L: Sequence[bool] = ()
 ) -> StepForm:
     """The form of a hybrid step."""
-    sides = Sides(
+    sides = PlannedSides(
         roles_L=[roles_of(layer) for layer in weights.layers],
         homes=placement.numbers,
         dense_on_gpu=placement.dense_on_gpu,

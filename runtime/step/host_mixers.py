@@ -39,7 +39,7 @@ def host_ways(weights: Weights) -> dict[int, Way]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class HostCall:
     """A layer's operation: its number in the step, and the buffers and numbers of values of its input and
     output."""
 
@@ -55,7 +55,7 @@ class Call:
 class HostMixers:
     """The operations of layers with a way, up to MAX_ROWS rows at a time."""
 
-    calls: Mapping[int, Call]  # by layer
+    calls: Mapping[int, HostCall]  # by layer
     step: StepStruct
     num_bytes: int  # of its workspace, which each call allocates
     part: PartStruct
@@ -98,7 +98,7 @@ class HostMixers:
         rows, num_rows = (RowStruct * MAX_ROWS)(), c_int64()
         part = PartStruct(step=pointer(step), row=addressof(rows), num_rows=addressof(num_rows))
         calls = {
-            index: Call(
+            index: HostCall(
                 number=number,
                 in_M=buffers[values[index][0]],
                 out_M=buffers[values[index][2]],

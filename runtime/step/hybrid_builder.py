@@ -270,10 +270,8 @@ class _Builder:
                 for block in layer.shared.ffn.blocks if layer.shared else ():
                     kinds |= {matrix.kind for matrix in block.matrices}
             if isinstance(divided.hot, NeuronBlock):  # experts are computed row by row
-                hot = divided.hot
-                kinds |= {hot.gate.weight.kind, hot.down.kind}
-                kinds |= set() if hot.up is None else {hot.up.weight.kind}
-        return not any(kind in INEXACT_ROWS for kind in kinds)
+                kinds |= {matrix.kind for matrix in divided.hot.matrices}
+        return kinds.isdisjoint(INEXACT_ROWS)
 
     def _has_host_work(self) -> bool:
         """True if the CPU computes a part of the layers next to a CUDA device."""

@@ -10,7 +10,7 @@ sequences, N blocks of a sequence."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from hotsplit.runtime.step.native_step import StepStruct
 
 if TYPE_CHECKING:
     from hotsplit.runtime.kernels.gpu.kernels import Kernels
+    from hotsplit.runtime.step.hybrid_neuron_cache import HybridCache
 
 # Microseconds that the CPU's idle threads wait for their part of the next layer, about as long as the
 # GPU's part may take: to wake them takes as long as their work. Engine.close() undoes it.
@@ -51,13 +52,6 @@ class Backend:
     take: Callable[[torch.device], Take]  # zeroed memory for buffers
     prepare: Prepare
     is_pinned: bool
-
-
-class StepHooks(Protocol):
-    """Called before a step is submitted, and after it has finished."""
-
-    def before_step(self) -> None: ...
-    def after_step(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +76,7 @@ class HybridStep:
     positions: Tensor | None  # learned ones, f32 [C, D] on the host, if the embedding is on a GPU
     meter: "Meter"
     kept: tuple[object, ...]  # keeps alive what graphs refer to by address
-    neuron_cache: StepHooks | None = None
+    neuron_cache: "HybridCache | None" = None
     states: StateSlots | None = None  # of recurrent states, if the model has any
     # Makes the segments for a number of rows; the rows of the first step are in `host`.
     prepare: Callable[[int], tuple[Segment, ...]] | None = None

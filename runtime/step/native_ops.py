@@ -6,7 +6,7 @@ from ctypes import Structure, c_int32, c_int64, c_void_p
 from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer
-from hotsplit.runtime.ops.structs import NotNative
+from hotsplit.runtime.ops.structs import NotNative, members
 from hotsplit.runtime.ops.sums import STRUCT_FIELDS, struct_fields
 from hotsplit.runtime.step.program import Op, name_of
 
@@ -51,15 +51,9 @@ MOST_READ, MOST_WRITTEN = 3, 2  # values of an operation in a C++ file of its ow
 
 class OpStruct(Structure):
     _fields_ = [
-        ("kind", c_int32),
-        ("layer", c_int32),
-        ("part", c_int32),
-        ("in", c_int32),
-        ("in_2", c_int32),
-        ("out", c_int32),
+        *members(c_int32, "kind layer part in in_2 out"),
         *STRUCT_FIELDS,
-        ("in_3", c_int32),
-        ("out_2", c_int32),
+        *members(c_int32, "in_3 out_2"),
         ("weights", c_void_p),
     ]
 

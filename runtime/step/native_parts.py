@@ -22,6 +22,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
+from hotsplit.runtime.ops.structs import members
 from hotsplit.runtime.step.native_ops import OpStruct, overwritten
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
 from hotsplit.runtime.step.program import Op, name_of
@@ -30,12 +31,8 @@ from hotsplit.runtime.step.program import Op, name_of
 class PartStruct(Structure):
     _fields_ = [
         ("step", POINTER(StepStruct)),
-        ("row", c_void_p),
-        ("num_rows", c_void_p),
-        ("named", c_void_p),
-        ("logits", c_void_p),
-        ("begin", c_int64),
-        ("end", c_int64),
+        *members(c_void_p, "row num_rows named logits"),
+        *members(c_int64, "begin end"),
     ]
 
 

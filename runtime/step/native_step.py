@@ -3,7 +3,7 @@
 Models that it does not support run layer by layer in decoder.py; `build` returns the reason."""
 
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, Array, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -34,7 +34,7 @@ from hotsplit.runtime.ops.norm import NormStruct, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
 from hotsplit.runtime.ops.route import RouteStruct, route_struct
-from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs
+from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs, members
 from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.forms import host_form
 from hotsplit.runtime.step.native_ops import NUM_OWN, NUM_VALUES, OpStruct, StepValues, native_ops
@@ -59,9 +59,7 @@ class LayerStruct(Structure):
 
 class StepStruct(Structure):
     _fields_ = [
-        ("embedding", MatrixStruct),
-        ("positions", MatrixStruct),
-        ("head", MatrixStruct),
+        *members(MatrixStruct, "embedding positions head"),
         ("output_norm", NormStruct),
         ("layer", POINTER(LayerStruct)),
         ("op", POINTER(OpStruct)),
@@ -69,48 +67,21 @@ class StepStruct(Structure):
         ("table", POINTER(TableStruct)),
         ("select", SelectStruct),
         ("rotary", POINTER(RotaryStruct)),
-        ("workspace", c_void_p),
-        ("times", c_void_p),
-        ("fired", c_void_p),
-        ("seen_heads", c_void_p),
-        ("seen_predicted", c_void_p),
-        ("seen_gate", c_void_p),
-        ("seen_hidden", c_void_p),
-        ("seen_shared", c_void_p),
-        ("num_layers", c_int64),
-        ("num_ops", c_int64),
-        ("num_rotaries", c_int64),
-        ("num_tables", c_int64),
-        ("width", c_int64),
-        ("context_length", c_int64),
-        ("num_neurons", c_int64),
-        ("max_rows", c_int64),
-        ("x_size", c_int64),
+        *members(c_void_p, "workspace times fired seen_heads seen_predicted seen_gate"),
+        *members(c_void_p, "seen_hidden seen_shared"),
+        *members(c_int64, "num_layers num_ops num_rotaries num_tables width context_length"),
+        *members(c_int64, "num_neurons max_rows x_size"),
         ("own_size", c_int64 * NUM_OWN),
-        ("gate_bytes", c_int64),
-        ("up_bytes", c_int64),
-        ("down_bytes", c_int64),
-        ("predictor_bytes", c_int64),
-        ("attention_bytes", c_int64),
-        ("key_kind", c_int32),
-        ("value_kind", c_int32),
-        ("is_key_rotated", c_int32),
-        ("is_value_rotated", c_int32),
-        ("embedding_scale", c_float),
-        ("logit_cap", c_float),
+        *members(c_int64, "gate_bytes up_bytes down_bytes predictor_bytes attention_bytes"),
+        *members(c_int32, "key_kind value_kind is_key_rotated is_value_rotated"),
+        *members(c_float, "embedding_scale logit_cap"),
     ]
 
 
 class RowStruct(Structure):
     _fields_ = [
-        ("token", c_int64),
-        ("position", c_int64),
-        ("sequence", c_int32),
-        ("has_logits", c_int32),
-        ("source", c_int32),
-        ("reads", c_int32),
-        ("writes", c_int32),
-        ("unused", c_int32),
+        *members(c_int64, "token position"),
+        *members(c_int32, "sequence has_logits source reads writes unused"),
     ]
 
 
@@ -129,13 +100,6 @@ class NativeStep:
     def max_rows(self) -> int:
         return self.step.max_rows
 
-    def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
-        """Logits f32 [V] after one token."""
-        logits_V = self.logits.take_row()
-        row = Row(token=token, position=position, sequence=sequence, has_logits=True)
-        self._run((RowStruct * 1)(row_struct(row)), logits_V)
-        return logits_V
-
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
         """Logits f32 [rows with logits, V]; appends the rows to the cache and counts traffic. If
         weights are finite, a row's result is bit-identical whatever the other rows are.
@@ -144,12 +108,9 @@ class NativeStep:
         cache."""
         structs = (RowStruct * len(rows))(*map(row_struct, rows))
         logits_RV = self.logits.take(sum(row.has_logits for row in rows))
-        self._run(structs, logits_RV)
-        return logits_RV
-
-    def _run(self, rows: Array[RowStruct], logits: Tensor) -> None:
-        library.run_step(self.step, rows, logits)
+        library.run_step(self.step, structs, logits_RV)
         take_traffic(self.step, self.traffic)
+        return logits_RV
 
 
 def take_traffic(step: StepStruct, traffic: Traffic) -> None:
@@ -172,7 +133,17 @@ def row_struct(row: Row) -> RowStruct:
 
 def build(weights: Weights, traffic: Traffic) -> NativeStep:
     """The native step of this model. Raises NotNative for one that the kernels do not cover."""
-    return StepBuilder(weights.spec.value_sizes).step(weights, traffic)
+    builder = StepBuilder(weights.spec.value_sizes)
+    step, placed = builder.without_workspace(weights)
+    step.workspace = builder.workspace(library.step_bytes(step))
+    return NativeStep(
+        step=step,
+        values=builder.values,
+        placed=placed,
+        logits=LogitsMemory(vocab_size=weights.head.weight.num_rows),
+        traffic=traffic,
+        kept=tuple(builder.kept),
+    )
 
 
 def types_of(layers: Sequence[Layer]) -> CacheTypes:
@@ -203,18 +174,6 @@ class StepBuilder(Structs):
         super().__init__()
         self.rotaries, self.tables = Rotaries(), Tables()  # of the layers so far
         self.values = StepValues(value_sizes)
-
-    def step(self, weights: Weights, traffic: Traffic) -> NativeStep:
-        step, placed = self.without_workspace(weights)
-        step.workspace = self.workspace(library.step_bytes(step))
-        return NativeStep(
-            step=step,
-            values=self.values,
-            placed=placed,
-            logits=LogitsMemory(vocab_size=weights.head.weight.num_rows),
-            traffic=traffic,
-            kept=tuple(self.kept),
-        )
 
     def without_workspace(
         self, weights: Weights
@@ -250,32 +209,21 @@ class StepBuilder(Structs):
         step.op, step.num_ops = self.array(OpStruct, structs), len(structs)
 
     def frame(self, weights: Weights, layer_structs: list[LayerStruct]) -> StepStruct:
-        """A step with these layers, without embedding, head, operations and workspace."""
-        step = self.frame_of(weights.layers, layer_structs, width=weights.embedding.width)
-        step.embedding_scale = weights.embedding_scale
-        step.logit_cap = weights.spec.logit_cap or 0.0
-        if weights.positions is not None:
-            step.positions = self.matrix(weights.positions)
-        return step
-
-    def frame_of(
-        self, layers: Sequence[Layer], layer_structs: list[LayerStruct], *, width: int
-    ) -> StepStruct:
-        """`frame` without learned positions. The structs are of some of the layers, which share the types
-        of the cache."""
-        types = types_of(layers)
-        attending = [layer.attention for layer in layers if layer.delta is None]
+        """A step with these layers, all or some of the model's, without embedding, head, operations and
+        workspace."""
+        types = types_of(weights.layers)
+        attending = [layer.attention for layer in weights.layers if layer.delta is None]
         for table in [a.cache.table for a in attending] or [BlockTable(1, _MOST_POSITIONS)]:
             self.tables.index(table)
-        return StepStruct(
+        step = StepStruct(
             x_size=self.values.x_size,
             own_size=self.values.own_size,
             layer=self.array(LayerStruct, layer_structs),
             rotary=self.rotaries.structs(self),
             num_layers=len(layer_structs),
             num_rotaries=len(self.rotaries.each),
-            width=width,
-            num_neurons=max(map(_most_neurons, layers)),
+            width=weights.embedding.width,
+            num_neurons=max(map(_most_neurons, weights.layers)),
             table=self.tables.structs(self),
             num_tables=len(self.tables.each),
             select=select_struct(types.selection),
@@ -285,7 +233,12 @@ class StepBuilder(Structs):
             value_kind=library.kind_code(types.value.kind),
             is_key_rotated=types.key.is_rotated,
             is_value_rotated=types.value.is_rotated,
+            embedding_scale=weights.embedding_scale,
+            logit_cap=weights.spec.logit_cap or 0.0,
         )
+        if weights.positions is not None:
+            step.positions = self.matrix(weights.positions)
+        return step
 
     def layer(self, layer: Layer, *, has_neurons: bool = True) -> LayerStruct:
         """The struct of a layer, with its blocks of neurons or experts unless others compute them."""

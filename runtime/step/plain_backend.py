@@ -21,18 +21,20 @@ def plain_backend(kernels: "Kernels") -> Backend:
     return Backend(
         kernels=kernels,
         stream=lambda device: PlainStream(),
-        take=_take,
-        prepare=_as_it_is,
+        take=allocated,
+        prepare=submitted,
         is_pinned=False,
     )
 
 
-def _take(device: torch.device) -> Take:
+def allocated(device: torch.device) -> Take:
+    """Torch's allocator on a device."""
+
     def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return take
 
 
-def _as_it_is(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
+def submitted(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
     return submit

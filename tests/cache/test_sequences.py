@@ -399,9 +399,9 @@ def test_steps_use_the_memory_of_logits_that_nobody_keeps():
     with torch.inference_mode():
         assert {memory.take(1).data_ptr() for _ in range(3)} == places
     assert memory.take(3).shape == (3, 5) and memory.take(0).shape == (0, 5)
-    row = memory.take_row()
+    row = memory.take(1)[0]
     assert row.shape == (5,)
-    assert row.data_ptr() not in {memory.take(1).data_ptr(), memory.take_row().data_ptr()}
+    assert row.data_ptr() not in {memory.take(1).data_ptr(), memory.take(1).data_ptr()}
     many = [memory.take(2) for _ in range(9)]
     assert len({each.data_ptr() for each in many}) == 9 and len(memory._kept) == 4
     assert memory.take(33).shape == (33, 5) and all(len(each) <= 32 for each in memory._kept)

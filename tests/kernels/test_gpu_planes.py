@@ -10,7 +10,7 @@ from test_gpu_tokens import ERRORS, is_right, rounded, values
 from hotsplit.model import planes as blocks
 from hotsplit.model.planes import MOST_PLANES
 from hotsplit.runtime.kernels.gate import Gate
-from hotsplit.runtime.ops.planes import CorrectPlanes, PredictPlanes, Router
+from hotsplit.runtime.ops.planes import CorrectPlanes, PlaneRouter, PredictPlanes
 
 triton = pytest.importorskip("triton")
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
@@ -59,7 +59,7 @@ def test_the_float64_planes_are_those_of_torch(name):
     choice, mix, *scale, x, active = (each.cpu() for each in given(name, 3, 64, 2))
     scale_D = scale[0] if scale else torch.ones(64)
 
-    class Chosen(Router):
+    class Chosen(PlaneRouter):
         def choice(self, x_TD):
             return choice
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from allocations import pool_peaks
 from models import family_model, family_spec, make_model, make_sizes, shape_only
 from reference import logits_ref, rel_error
 from small_blocks import STORED_KINDS as KINDS
@@ -19,7 +18,6 @@ from test_workspace import spanned_bytes
 
 from hotsplit import Engine
 from hotsplit.costs.part_bytes import ITEMS
-from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.attention import HeadVector
@@ -37,7 +35,6 @@ from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.head import logits
 from hotsplit.runtime.ops.neurons import mixture
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.observers import Observers
@@ -48,7 +45,6 @@ from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.workspace import (
     decode_bytes,
     gpu_bytes,
-    pass_pools,
     reserved_bytes,
     temporaries,
     workspace_bytes,
@@ -99,14 +95,6 @@ def load(model, split, *, mode="exact", context=32, is_resident=True):
 
 def decoder_of(weights):
     return GpuPass(weights=weights, observers=Observers())
-
-
-def last_logits(decoder, hidden_TD):
-    """Those of the last 16 tokens."""
-    weights = decoder.weights
-    return logits(
-        hidden_TD[-16:], weights.output_norm, weights.head, decoder.observers, weights.spec
-    )
 
 
 @torch.inference_mode()
@@ -660,91 +648,6 @@ def allocate_as_on_cuda(monkeypatch):
     monkeypatch.setattr(
         gpu_products, "_in_f32", lambda left, right: torch.zeros(len(left), right.shape[1])
     )
-
-
-@pytest.fixture
-def computes_nothing(as_on_a_gpu, monkeypatch):
-    allocate_as_on_cuda(monkeypatch)
-
-
-@pytest.mark.parametrize("kind", ["f32", "q8_0"])
-@pytest.mark.parametrize("mode", ["dense", "predicted"])
-@pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize("neurons, width, context", [(1408, 512, 2048), (4096, 256, 512)])
-def test_a_pass_stays_within_its_memory_bound(
-    monkeypatch, computes_nothing, mode, kind, kv_heads, neurons, width, context
-):
-    """Compared with torch's own peak of live memory. For f32, which is not unpacked, the bound's
-    share for tiles is made small, so the rest must fit without it."""
-    shape = make_sizes(
-        width=width,
-        num_neurons=neurons,
-        num_heads=8,
-        num_kv_heads=kv_heads,
-        vocab_size=3000,
-        context_length=context,
-    )
-    model = make_model(sizes=shape, predictor_rank=32, kind=kind)
-    if kind == "f32":
-        monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
-    monkeypatch.setattr(gpu_products, "has_tensor_cores", lambda device: False)
-    for tokens in (SHORT_CHUNK, 16):
-        split = make_split(model, [range(0, neurons, 2)] * 2, context_length=context)
-        decoder, _, _ = load(model, split, mode=mode, context=context, is_resident=False)
-        ids_T = torch.arange(tokens)
-
-        @torch.inference_mode()
-        def run(decoder=decoder, ids_T=ids_T):
-            last_logits(decoder, decoder.forward(ids_T, context - len(ids_T)))
-
-        run()
-        peak, p = pool_peaks(run), on_gpu(model, mode, tokens, context, "gpu, tiles")
-        halved = pass_pools(dataclasses.replace(p, num_hot=[neurons // 2] * 2))
-        assert peak.large <= halved.large <= 1.15 * peak.large and peak.small <= halved.small
-        whole = pass_pools(p)  # for all divisions of neurons
-        assert peak.large <= whole.large < 2 * peak.total and peak.small <= whole.small
-
-
-@pytest.mark.parametrize("tokens", [40, 128, 512])
-@pytest.mark.parametrize(
-    "family, activation, head_width, mode",
-    [
-        ("llama", "relu", 64, "predicted"),
-        ("llama", "silu", 64, "exact"),
-        ("llama", "relu", 100, "dense"),
-        ("qwen3", "relu", 128, "dense"),
-        ("falcon, two norms", "relu", 64, "exact"),
-    ],
-)
-def test_a_pass_of_floats_stays_within_its_memory_bound(
-    monkeypatch, computes_nothing, family, activation, head_width, mode, tokens
-):
-    monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
-    shape = make_sizes(
-        width=512,
-        num_neurons=2048,
-        num_heads=16,
-        num_kv_heads=8,
-        head_width=head_width,
-        vocab_size=600,
-        context_length=2048,
-    )
-    if family == "llama":
-        rank = 32 * (activation == "relu")
-        model = make_model(sizes=shape, predictor_rank=rank, kind="f16", activation=activation)
-    else:
-        model = family_model(family, sizes=shape, predictor_rank=32, kind="f16")
-    split = make_split(model, [range(2048)] * 2, context_length=2048)
-    decoder, _, _ = load(model, split, mode=mode, context=2048, is_resident=False)
-    ids_T = torch.arange(tokens) % 600
-
-    @torch.inference_mode()
-    def run():
-        last_logits(decoder, decoder.forward(ids_T, 2048 - tokens))
-
-    run()
-    bound, peak = pass_pools(on_gpu(model, mode, tokens, 2048)), pool_peaks(run)
-    assert 0.8 * bound.large <= peak.large <= bound.large and peak.small <= bound.small
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,7 @@ def test_matrices_that_are_read_together_are_one_copy(tmp_path, mode, num_spans)
         for block in cold_blocks(engine._live.weights, placement, CPU).values():
             assert block.number == num_cold
             assert len(block.spans) == num_spans + 1  # and the ids
-            assert block.neuron_bytes == 3 * 18 * D // 32 + 8
+            assert block.unit_bytes == 3 * 18 * D // 32 + 8
             pieces = list(block.pieces(10 * block.least_piece_bytes))
             assert [a for a, _ in pieces] == [0, *(b for _, b in pieces[:-1])]
             assert pieces[-1][1] == num_cold

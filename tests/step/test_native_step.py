@@ -54,7 +54,7 @@ def test_it_agrees_with_the_reference(tmp_path, mode, kind, activation):
         assert rel_error(decoded(engine, IDS), want) < 2 * BOUNDS[kind]
 
 
-@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_divided_layers_agree_with_the_reference(tmp_path, mode, pattern):
     """Passes that observers see count the same bytes."""

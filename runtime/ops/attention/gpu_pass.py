@@ -4,40 +4,23 @@ values to the cache, and another attends.
 Letters: T tokens, H heads, K key-value heads, W head width, Q values of queries, keys and values
 together."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hotsplit.model.spec import Attention as AttentionSpec
-from hotsplit.runtime.cache.kv_cache import LayerCache
-from hotsplit.runtime.kernels.stored import Vectors
-from hotsplit.runtime.ops.attention.rotary import PassPlaces, Places, Rotary
+from hotsplit.runtime.ops.attention.rotary import PassPlaces, Places
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights import gpu_products
 
 if TYPE_CHECKING:
     from hotsplit.runtime.kernels.gpu.kernels import Kernels
+    from hotsplit.runtime.ops.attention.block import Attention
 
 
-class Heads(Protocol):
-    """An attention block without its projections: see block.Attention."""
-
-    @property
-    def spec(self) -> AttentionSpec: ...
-    @property
-    def cache(self) -> LayerCache: ...
-    @property
-    def rotary(self) -> Rotary | None: ...
-    @property
-    def query_norm(self) -> Norm | None: ...
-    @property
-    def key_norm(self) -> Norm | None: ...
-    @property
-    def vectors(self) -> Vectors: ...
-
-
-def attend_tokens(heads: Heads, joined_TQ: Tensor, sequence: int, places: PassPlaces) -> Tensor:
+def attend_tokens(
+    heads: "Attention", joined_TQ: Tensor, sequence: int, places: PassPlaces
+) -> Tensor:
     """The heads' output [T, H * W] in the type of the cache, that of a single token in f32, for
     queries, keys and values [T, Q]; appends to the cache."""
     device = joined_TQ.device
@@ -47,7 +30,9 @@ def attend_tokens(heads: Heads, joined_TQ: Tensor, sequence: int, places: PassPl
     return heads_TH if len(heads_TH) > 1 else heads_TH.float()
 
 
-def run_kernels(kernels: "Kernels", heads: Heads, joined_TQ: Tensor, places: Places) -> Tensor:
+def run_kernels(
+    kernels: "Kernels", heads: "Attention", joined_TQ: Tensor, places: Places
+) -> Tensor:
     """The heads' output [T, H, W], by way of queries that are scaled and in the type of the keys. A norm
     of all heads overwrites theirs."""
     (keys, values), spec = heads.cache.for_kernels, heads.spec
@@ -83,7 +68,7 @@ def run_kernels(kernels: "Kernels", heads: Heads, joined_TQ: Tensor, places: Pla
     return out_THW
 
 
-def turned_by(heads: Heads) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def turned_by(heads: "Attention") -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """What the rotating kernel reads: frequencies, and the weights of the norms of each query and of
     each key."""
     norms = (None, None) if heads.spec.norms_all_heads else (heads.query_norm, heads.key_norm)
@@ -91,7 +76,7 @@ def turned_by(heads: Heads) -> tuple[Tensor | None, Tensor | None, Tensor | None
     return heads.rotary.frequency_W if heads.rotary else None, query_W, key_W
 
 
-def norms_of_all(heads: Heads, qkv: Tensor) -> list[tuple[Norm, Tensor]]:
+def norms_of_all(heads: "Attention", qkv: Tensor) -> list[tuple[Norm, Tensor]]:
     """The norms of all queries and of all keys together, with these parts of `qkv` [..., Q]."""
     if not heads.spec.norms_all_heads:
         return []

@@ -11,7 +11,7 @@ from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotaries
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
-from hotsplit.runtime.ops.structs import MatrixStruct, Structs, fields_of
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs, fields_of, members
 
 _TABLES = ("summary", "summary_unit", "code", "code_factor")  # of KeyTables, in its order
 
@@ -22,19 +22,12 @@ class ScoresStruct(Structure):
 
 class AttentionStruct(Structure):
     _fields_ = [
-        ("query_norm", NormStruct),
-        ("key_norm", NormStruct),
+        *members(NormStruct, "query_norm key_norm"),
         ("input", MatrixStruct * 3),
         ("output", MatrixStruct),
-        ("key", c_void_p),
-        ("value", c_void_p),
-        ("summary", c_void_p),
-        ("code", c_void_p),
-        ("summary_unit", c_void_p),
-        ("code_factor", c_void_p),
+        *members(c_void_p, "key value summary code summary_unit code_factor"),
         ("scores", ScoresStruct),
-        ("rotary", c_int32),
-        ("table", c_int32),
+        *members(c_int32, "rotary table"),
         *fields_of(Heads),
     ]
 
@@ -42,24 +35,14 @@ class AttentionStruct(Structure):
 class TableStruct(Structure):
     _fields_ = [
         ("block", c_void_p),
-        ("num_sequences", c_int64),
-        ("blocks_per_sequence", c_int64),
-        ("block_length", c_int64),
-        ("num_blocks", c_int64),
-        ("window", c_int64),
+        *members(c_int64, "num_sequences blocks_per_sequence block_length num_blocks window"),
     ]
 
 
 class SelectStruct(Structure):
     _fields_ = [
-        ("block", c_int64),
-        ("sinks", c_int64),
-        ("window", c_int64),
-        ("top", c_int64),
-        ("candidates", c_int64),
-        ("full", c_int64),
-        ("summary", c_int32),
-        ("is_coded", c_int32),
+        *members(c_int64, "block sinks window top candidates full"),
+        *members(c_int32, "summary is_coded"),
     ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotsplit.model.rope import Rotary as RotarySpec
 from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.ops.structs import Structs
+from hotsplit.runtime.ops.structs import Structs, members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,7 @@ class RotaryStruct(Structure):
         ("frequency", c_void_p),
         ("magnitude", c_double),
         ("head_width", c_int64),
-        ("is_adjacent", c_int32),
-        ("unused", c_int32),
+        *members(c_int32, "is_adjacent unused"),
     ]
 
 

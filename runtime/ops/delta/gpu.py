@@ -5,43 +5,23 @@ heads, M width of one. For one row there is no T axis, except in the rows' slots
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hotsplit.model.delta_net import DeltaNet as DeltaSpec
-from hotsplit.runtime.cache.state_slots import LayerState
 from hotsplit.runtime.ops.device import Launcher
-from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights import gpu_products
 
 if TYPE_CHECKING:
     from hotsplit.runtime.kernels.gpu.kernels import Kernels
-
-
-class Heads(Protocol):
-    """A delta net without its projections: see block.DeltaNet."""
-
-    @property
-    def spec(self) -> DeltaSpec: ...
-    @property
-    def conv_CJ(self) -> Tensor: ...
-    @property
-    def decay_V(self) -> Tensor: ...
-    @property
-    def decay_bias_V(self) -> Tensor: ...
-    @property
-    def norm(self) -> Norm: ...
-    @property
-    def state(self) -> LayerState: ...
-
+    from hotsplit.runtime.ops.delta.block import DeltaNet
 
 # The runs of a pass, int32 [R, 3], and the slots of its rows, int32 [T]: see kernels.gpu.delta.
 Slots = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """A kernel with what it reads and writes."""
 
     run: Callable[[], None]
@@ -50,8 +30,13 @@ class Call:
 
 
 def calls(
-    kernels: "Kernels", delta: Heads, projected: Tensor, slots: Slots, mixed: Tensor, heads: Tensor
-) -> tuple[Call, ...]:
+    kernels: "Kernels",
+    delta: "DeltaNet",
+    projected: Tensor,
+    slots: Slots,
+    mixed: Tensor,
+    heads: Tensor,
+) -> tuple[KernelCall, ...]:
     """The kernels that turn projections [T, W] into the heads' gated outputs [T, V M], by way of
     `mixed` [T, X]."""
     spec, state, conv = delta.spec, delta.state.state_SVNM, delta.state.conv_SJC
@@ -59,19 +44,19 @@ def calls(
     out_TVM = heads.unflatten(-1, (spec.num_value_heads, spec.value_head_dim))
     weight_M, epsilon = delta.norm.weight_D, delta.norm.epsilon
     return (
-        Call(
+        KernelCall(
             lambda: kernels.convolve(projected, *weights, conv, *slots, mixed, spec.num_key_heads),
             [projected, *weights, conv, *slots],
             [mixed, conv],
         ),
-        Call(
+        KernelCall(
             lambda: kernels.delta_rule(
                 mixed, state, *slots, out_TVM, spec.num_key_heads, is_grouped=spec.is_grouped
             ),
             [mixed, state, *slots],
             [heads, state],
         ),
-        Call(
+        KernelCall(
             lambda: kernels.gate_norm(out_TVM, projected, weight_M, epsilon),
             [heads, projected, weight_M],
             [heads],
@@ -80,13 +65,13 @@ def calls(
 
 
 def launch_delta(
-    on: Launcher, delta: Heads, projected: Tensor, slots: Slots, mixed: Tensor, heads: Tensor
+    on: Launcher, delta: "DeltaNet", projected: Tensor, slots: Slots, mixed: Tensor, heads: Tensor
 ) -> None:
     for call in calls(on.kernels, delta, projected, slots, mixed, heads):
         on.launch(call.run, call.reads, call.writes)
 
 
-def delta_tokens(delta: Heads, projected_TW: Tensor, slots: Slots) -> Tensor:
+def delta_tokens(delta: "DeltaNet", projected_TW: Tensor, slots: Slots) -> Tensor:
     """The heads' gated outputs f32 [T, V M] of a prompt's tokens."""
     spec, kernels = delta.spec, gpu_products.kernels()
     mixed_TX = projected_TW.new_empty(len(projected_TW), spec.mixed_size)

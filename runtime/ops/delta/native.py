@@ -6,7 +6,7 @@ import torch
 
 from hotsplit.runtime.ops.delta.block import DeltaNet
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
-from hotsplit.runtime.ops.structs import MatrixStruct, Structs
+from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
 
 
 class DeltaStruct(Structure):
@@ -14,19 +14,10 @@ class DeltaStruct(Structure):
         ("input", MatrixStruct * 4),
         ("output", MatrixStruct),
         ("norm", NormStruct),
-        ("conv", c_void_p),
-        ("decay", c_void_p),
-        ("step_bias", c_void_p),
-        ("state", c_void_p),
-        ("inputs", c_void_p),
-        ("num_key_heads", c_int64),
-        ("num_value_heads", c_int64),
-        ("key_width", c_int64),
-        ("value_width", c_int64),
-        ("num_taps", c_int64),
+        *members(c_void_p, "conv decay step_bias state inputs"),
+        *members(c_int64, "num_key_heads num_value_heads key_width value_width num_taps"),
         ("num_slots", c_int64),
-        ("is_grouped", c_int32),
-        ("unused", c_int32),
+        *members(c_int32, "is_grouped unused"),
     ]
 
 

@@ -17,23 +17,15 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.neurons.native import ExpertsStruct, SharedWorkspace, experts_struct
 from hotsplit.runtime.ops.route import Routed
-from hotsplit.runtime.ops.structs import MAX_ROWS, Structs
+from hotsplit.runtime.ops.structs import MAX_ROWS, Structs, members
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 
 
 class ChosenStruct(Structure):
     _fields_ = [
         ("experts", ExpertsStruct),
-        ("x", c_void_p),
-        ("routed", c_void_p),
-        ("y", c_void_p),
-        ("workspace", c_void_p),
-        ("width", c_int64),
-        ("num_used", c_int64),
-        ("num_tokens", c_int64),
-        ("max_tokens", c_int64),
-        ("gate_bytes", c_int64),
-        ("up_bytes", c_int64),
+        *members(c_void_p, "x routed y workspace"),
+        *members(c_int64, "width num_used num_tokens max_tokens gate_bytes up_bytes"),
         ("down_bytes", c_int64),
         ("gate", GateStruct),
     ]

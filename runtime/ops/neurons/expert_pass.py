@@ -10,6 +10,7 @@ expert, D model width."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,12 +19,14 @@ from torch import Tensor
 from hotsplit.costs.pass_parts import expert_part_pairs
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE, Pairs, Part, pairs_of
-from hotsplit.runtime.ops.neurons.streams import ColdExpertStream
 from hotsplit.runtime.ops.route import Routed
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.gpu_products import Factor
 from hotsplit.runtime.weights.neuron_block import by_role
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.prefill.expert_stream import ExpertStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ def run_experts(
 
 
 def device_of(
-    blocks: Sequence[ExpertBlock], cold: ColdExpertStream | None, num_tokens: int
+    blocks: Sequence[ExpertBlock], cold: "ExpertStream | None", num_tokens: int
 ) -> torch.device | None:
     """The GPU that computes experts of a layer, or None."""
     hot, _ = by_role(blocks)
@@ -111,7 +114,7 @@ class ExpertPass:
     layer: int
     blocks: tuple[ExpertBlock, ...]
     gate: Gate
-    cold: ColdExpertStream | None
+    cold: "ExpertStream | None"
     device: torch.device
     is_input_small: bool
     run_on_cpu: Callable[[Sequence[ExpertBlock], Tensor, Routed], Tensor]

@@ -13,6 +13,7 @@ that a token does not need are then masked.
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from torch import Tensor
 from hotsplit.costs.pass_parts import gpu_part_neurons
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.neurons.native import add_neurons
-from hotsplit.runtime.ops.neurons.streams import ColdExpertStream, ColdNeurons
 from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights import gpu_products
@@ -28,6 +28,10 @@ from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.gpu_products import Factor
 from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.prefill.cold_stream import ColdStream
+    from hotsplit.runtime.prefill.expert_stream import ExpertStream
 
 
 @dataclass
@@ -78,9 +82,9 @@ class FeedForward:
     down_bias_D: Tensor | None
     predictor: Predictor | None
     traffic: Traffic = field(repr=False)
-    cold: ColdNeurons | None = field(default=None, repr=False)
+    cold: "ColdStream | None" = field(default=None, repr=False)
     experts: tuple[ExpertBlock, ...] = ()  # hot before cold; every expert is in exactly one
-    cold_experts: ColdExpertStream | None = field(default=None, repr=False)
+    cold_experts: "ExpertStream | None" = field(default=None, repr=False)
     is_input_small: bool = False  # see gpu_products.Factor
 
     def forward(
@@ -143,13 +147,13 @@ class FeedForward:
         observers.show("ffn_predicted", self.layer, score_TF)
         return ~(score_TF <= self.predictor.threshold)
 
-    def _is_streamed(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
+    def _is_streamed(self, cold: "ColdStream", block: NeuronBlock, num_tokens: int) -> bool:
         """True if the block is streamed to a GPU; not in pieces of neurons if all gates are needed."""
         is_long = num_tokens >= cold.least_tokens
         return is_long and not self.gate.needs_all and cold.has(self.layer, block)
 
     def _streamed(
-        self, cold: ColdNeurons, x: Tensor | Factor, named_TF: Tensor | None
+        self, cold: "ColdStream", x: Tensor | Factor, named_TF: Tensor | None
     ) -> BlockResult:
         """Several tokens on the layer's GPU, to which the weights are streamed in pieces."""
         named_TF = None if named_TF is None else named_TF.to(cold.device)

@@ -51,19 +51,17 @@ def _of_blocks(
     seen_TKF: Mapping[str, Tensor],
 ) -> Tensor:
     """The weighted sum [T, D] of the chosen experts that are in one block or two."""
-    first_TD, *others = [
-        _in_one_call(ffn, block, x_TD, routed)
-        if not seen_TKF and not gpu_products.is_gpu(block.device)
-        else _one_by_one(ffn, block, x_TD, routed, seen_TKF)
-        for block in blocks
-    ]
-    return first_TD + others[0] if others else first_TD
-
-
-def _in_one_call(ffn: FeedForward, block: ExpertBlock, x_TD: Tensor, routed: Routed) -> Tensor:
-    y_TD, read = experts_on_cpu(block, ffn.gate, x_TD.cpu(), routed)
-    ffn.traffic.add(read)
-    return y_TD.to(x_TD.device)
+    total: Tensor | None = None
+    for block in blocks:
+        if seen_TKF or gpu_products.is_gpu(block.device):
+            y_TD = _one_by_one(ffn, block, x_TD, routed, seen_TKF)
+        else:
+            host_TD, read = experts_on_cpu(block, ffn.gate, x_TD.cpu(), routed)
+            ffn.traffic.add(read)
+            y_TD = host_TD.to(x_TD.device)
+        total = y_TD if total is None else total + y_TD
+    assert total is not None
+    return total
 
 
 def _one_by_one(

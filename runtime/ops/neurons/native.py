@@ -19,18 +19,15 @@ from torch import Tensor
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate, GateStruct
-from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs
+from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs, members
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 
 class BlockStruct(Structure):
     _fields_ = [
-        ("gate", MatrixStruct),
-        ("up", MatrixStruct),
-        ("down", MatrixStruct),
-        ("id", c_void_p),
-        ("row", c_void_p),
+        *members(MatrixStruct, "gate up down"),
+        *members(c_void_p, "id row"),
         ("num_neurons", c_int64),
         ("is_by_output", c_int32),
     ]
@@ -39,12 +36,8 @@ class BlockStruct(Structure):
 class ExpertsStruct(Structure):
     _fields_ = [
         ("first", BlockStruct),
-        ("down_bias", c_void_p),
-        ("place", c_void_p),
-        ("gate_bytes", c_int64),
-        ("up_bytes", c_int64),
-        ("down_bytes", c_int64),
-        ("num_experts", c_int64),
+        *members(c_void_p, "down_bias place"),
+        *members(c_int64, "gate_bytes up_bytes down_bytes num_experts"),
     ]
 
 
@@ -55,8 +48,7 @@ class FeedForwardStruct(Structure):
         ("down_bias", c_void_p),
         ("block", POINTER(BlockStruct)),
         ("experts", POINTER(ExpertsStruct)),
-        ("num_blocks", c_int64),
-        ("num_neurons", c_int64),
+        *members(c_int64, "num_blocks num_neurons"),
         ("gate", GateStruct),
         ("unused", c_int32),
     ]
@@ -117,17 +109,8 @@ def mixture_struct(
 class NeuronsStruct(Structure):
     _fields_ = [
         ("block", BlockStruct),
-        ("x", c_void_p),
-        ("named", c_void_p),
-        ("y", c_void_p),
-        ("fired", c_void_p),
-        ("workspace", c_void_p),
-        ("width", c_int64),
-        ("num_neurons", c_int64),
-        ("num_tokens", c_int64),
-        ("max_tokens", c_int64),
-        ("gate_bytes", c_int64),
-        ("up_bytes", c_int64),
+        *members(c_void_p, "x named y fired workspace"),
+        *members(c_int64, "width num_neurons num_tokens max_tokens gate_bytes up_bytes"),
         ("down_bytes", c_int64),
         ("gate", GateStruct),
     ]
