@@ -44,7 +44,6 @@ def ended(words: str, cwd) -> tuple[int, bool, list[str]]:
         ("eval m.gguf", "missing option '--corpus'"),
         ("bench m.gguf -r 0", "-r is 0"),
         ("profile m.gguf --corpus t -o p --tokens 0", "tokens is 0"),
-        ("profile m.gguf --corpus t -o p --predictor-rank 0", "predictor rank is 0"),
         ("convert m.gguf -o x.gguf --activation tanh", "activation 'tanh'"),
     ],
 )

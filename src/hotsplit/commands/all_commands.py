@@ -20,7 +20,6 @@ from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.options.preparation import activation_option, tokenizer_option, vram_option
 from hotsplit.commands.options.shared import (
     FILE,
-    OUTPUT,
     FileCommand,
     OutputPath,
     context_option,
@@ -29,6 +28,7 @@ from hotsplit.commands.options.shared import (
     json_option,
     max_loss_option,
     mode_option,
+    option_table,
     report_options,
     say,
 )
@@ -90,50 +90,27 @@ for _command in (
 
 @cli.command()
 @click.argument("source", type=FILE)
-@click.option(
-    "-o", "--output", type=OutputPath(".gguf"), required=True, help="The model file to write."
-)
-@click.option(
-    "--outtype",
+@option_table(
+    """
+-o --output | gguf! | The model file to write.
+--outtype | type | Type of the matrices. [default: f16 for a checkpoint, the file's own for a GGUF]
+--layout | layout = sparse | stock is the layout that llama.cpp loads.
+--tensor-type | tensor_types: text* NAME=TYPE | Another type for matrices whose name matches NAME, a
+    regular expression; may be repeated.
+--imatrix | importances: file | An importance matrix, made by hotsplit profile --imatrix or llama.cpp,
+    by which the search for scales weighs errors.
+--predictors | file | Predictors to add: predictors.safetensors, or a folder with it or with
+    model_0.pt, model_1.pt, ...
+--input-layer-offset | offset | The input that the predictors read: 0 for their own layer's, 1 for that
+    of the layer before.
+""",
+    gguf=OutputPath(".gguf"),
     type=OUTTYPE,
-    help="Type of the matrices. [default: f16 for a checkpoint, the file's own for a GGUF]",
-)
-@click.option(
-    "--layout",
-    type=click.Choice(["sparse", "stock"]),
-    default="sparse",
-    show_default=True,
-    help="stock is the layout that llama.cpp loads.",
-)
-@click.option(
-    "--tensor-type",
-    "tensor_types",
-    multiple=True,
-    metavar="NAME=TYPE",
-    help="Another type for matrices whose name matches NAME, a regular expression; may be"
-    " repeated.",
-)
-@click.option(
-    "--imatrix",
-    "importances",
-    type=FILE,
-    help="An importance matrix, made by hotsplit profile --imatrix or llama.cpp, by which the"
-    " search for scales weighs errors.",
+    layout=click.Choice(["sparse", "stock"]),
+    offset=click.IntRange(0, 1),
 )
 @tokenizer_option
 @activation_option
-@click.option(
-    "--predictors",
-    type=FILE,
-    help="Predictors to add: predictors.safetensors, or a folder with it or with"
-    " model_0.pt, model_1.pt, ...",
-)
-@click.option(
-    "--input-layer-offset",
-    type=click.IntRange(0, 1),
-    help="The input that the predictors read: 0 for their own layer's, 1 for that of the"
-    " layer before.",
-)
 @click.option(
     "--verify/--no-verify",
     "is_verified",
@@ -191,14 +168,13 @@ def convert(
 
 
 @cli.command()
-@click.option(
-    "-o", "--output", type=OutputPath(".json"), required=True, help="The machine file to write."
-)
-@click.option(
-    "--gpu-from",
-    type=FILE,
-    help="Machine file, or a card by its data sheet, e.g. rtx-4060-8gb, whose GPU to plan for, if this"
-    " machine has none.",
+@option_table(
+    """
+-o --output | machine! | The machine file to write.
+--gpu-from | file | Machine file, or a card by its data sheet, e.g. rtx-4060-8gb, whose GPU to plan for,
+    if this machine has none.
+""",
+    machine=OutputPath(".json"),
 )
 @report_options
 def calibrate(as_json: bool, **options: Any) -> None:
@@ -215,66 +191,32 @@ def calibrate(as_json: bool, **options: Any) -> None:
 
 @cli.command(short_help="Plan what goes on the GPU under a VRAM budget.")
 @click.argument("model", type=FILE)
-@click.option(
-    "--profile",
-    type=FILE,
-    help="Made by hotsplit profile. Needless where every neuron is computed: for SiLU and GELU"
-    " models that are not sparse, and with --mode dense.",
-)
-@click.option(
-    "--machine",
-    type=FILE,
-    required=True,
-    help="Made by hotsplit calibrate; or a card by its data sheet, beside a typical processor,"
-    " e.g. rtx-4060-8gb.",
+@option_table(
+    """
+--profile | file | Made by hotsplit profile. Needless where every neuron is computed: for SiLU and GELU
+    models, and with --mode dense.
+--machine | file! | Made by hotsplit calibrate; or a card by its data sheet, beside a typical processor,
+    e.g. rtx-4060-8gb.
+-o --output | plan! | The plan (split file) to write; with --sweep the curve (JSON).
+--sequences | num_sequences: int = 1 | Texts at a time to reserve KV cache for, each with a whole
+    --context: --parallel and --kept of serve together, or the prompts of generate.
+--neuron-cache | text on|most_rows=N | Plan memory and times for a neuron cache, which swaps hot neurons,
+    or experts, as the text needs: up to N per token (on: 64, or 8 experts).
+--explain | explained: flag | Explain in words what is where, and why.
+--heat-map | output | Write a picture (PNG) of the plan: layers by hotness.
+--sweep | sweep_range: text FROM:TO[:NUMBER] | Instead of a plan, compute the speed over a range of
+    budgets, e.g. 2GiB:24GiB; at 23 of them unless NUMBER says another.
+--check | is_check: flag | Check that the plan at --output is still valid for these files; write nothing.
+""",
+    plan=OutputPath(".gguf", ".json"),
 )
 @vram_option("with --sweep none, else required")
 @host_budget_option
-@click.option(
-    "-o",
-    "--output",
-    type=OutputPath(".gguf", ".json"),
-    required=True,
-    help="The plan (split file) to write; with --sweep the curve (JSON).",
-)
 @context_option("Context length to reserve KV cache for. [default: the model's, up to 4,096]")
 @rope_options
-@click.option(
-    "--sequences",
-    "num_sequences",
-    default=1,
-    show_default=True,
-    help="Texts at a time to reserve KV cache for, each with a whole --context: --parallel"
-    " and --kept of serve together, or the prompts of generate.",
-)
 @kv_offload_option
 @mode_option
 @max_loss_option
-@click.option(
-    "--neuron-cache",
-    metavar="on|most_rows=N",
-    help="Plan memory and times for a neuron cache, which swaps hot neurons, or experts, as"
-    " the text needs: up to N per token (on: 64, or 8 experts).",
-)
-@click.option(
-    "--explain", "explained", is_flag=True, help="Explain in words what is where, and why."
-)
-@click.option(
-    "--heat-map", type=OUTPUT, help="Write a picture (PNG) of the plan: layers by hotness."
-)
-@click.option(
-    "--sweep",
-    "sweep_range",
-    metavar="FROM:TO[:NUMBER]",
-    help="Instead of a plan, compute the speed over a range of budgets, e.g."
-    " 2GiB:24GiB; at 23 of them unless NUMBER says another.",
-)
-@click.option(
-    "--check",
-    "is_check",
-    is_flag=True,
-    help="Check that the plan at --output is still valid for these files; write nothing.",
-)
 @report_options
 def solve(
     vram: tuple[int, ...],
@@ -321,19 +263,14 @@ def solve(
 
 @cli.command("inspect", short_help="Show what a file or a checkpoint folder holds.")
 @click.argument("file", type=FILE)
-@click.option(
-    "--tensors",
-    "all_tensors",
-    is_flag=True,
-    help="List the tensors of all layers, not only of the first.",
+@option_table(
+    """
+--tensors | all_tensors: flag | List the tensors of all layers, not only of the first.
+--graph | is_graph: flag | Show the operations of a model's decode step, what each reads and writes, and
+    its device.
+--split | file | With --graph: place the operations by this plan.
+"""
 )
-@click.option(
-    "--graph",
-    "is_graph",
-    is_flag=True,
-    help="Show the operations of a model's decode step, what each reads and writes, and its device.",
-)
-@click.option("--split", type=FILE, help="With --graph: place the operations by this plan.")
 @json_option
 def inspect_command(
     file: Path, all_tensors: bool, is_graph: bool, split: Path | None, as_json: bool
@@ -398,22 +335,18 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
     "export", short_help="Write files for PowerInfer or SparkInfer, or options for llama.cpp."
 )
 @click.argument("source", type=FILE)
-@click.option(
-    "--format",
-    type=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
-    help="The first is made from a profile, the others from a plan.",
+@option_table(
+    """
+--format | format | The first is made from a profile, the others from a plan.
+--llama-cpp | is_for_llama_cpp: flag | Of the model SOURCE, print the options of llama.cpp that come
+    closest to the plan --split, with the speed that is predicted of both.
+--split | file | The plan, for --llama-cpp.
+-o --output | output | The file or folder to write.
+--profile | file | The profile that the plan was made from.
+--machine | file | The machine file of the plan, for --llama-cpp.
+""",
+    format=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
 )
-@click.option(
-    "--llama-cpp",
-    "is_for_llama_cpp",
-    is_flag=True,
-    help="Of the model SOURCE, print the options of llama.cpp that come closest to the plan"
-    " --split, with the speed that is predicted of both.",
-)
-@click.option("--split", type=FILE, help="The plan, for --llama-cpp.")
-@click.option("-o", "--output", type=OUTPUT, help="The file or folder to write.")
-@click.option("--profile", type=FILE, help="The profile that the plan was made from.")
-@click.option("--machine", type=FILE, help="The machine file of the plan, for --llama-cpp.")
 @rope_options
 @report_options
 def export_command(

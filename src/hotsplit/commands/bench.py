@@ -13,6 +13,7 @@ from hotsplit.commands.options.shared import (
     Parsed,
     finish,
     json_option,
+    option_table,
     running_options,
     say,
     split_option,
@@ -39,57 +40,22 @@ _LENGTHS = Parsed("N[,N...]", _lengths)
 @click.argument("model", type=FILE)
 @split_option
 @preparation_options
-@click.option(
-    "-p",
-    "--n-prompt",
-    "prompt_lengths",
-    type=_LENGTHS,
-    multiple=True,
-    help="Prompt lengths to test; 0: none. [default: 512]",
-)
-@click.option(
-    "-n",
-    "--n-gen",
-    "gen_lengths",
-    type=_LENGTHS,
-    multiple=True,
-    help="Numbers of tokens to generate; 0: none. [default: 128]",
-)
-@click.option(
-    "-d",
-    "--depth",
-    "--n-depth",
-    "depths",
-    type=_LENGTHS,
-    multiple=True,
-    help="Tokens in the cache before a test. [default: 0]",
-)
-@click.option(
-    "-r", "--repetitions", type=int, default=5, show_default=True, help="Rounds to measure."
-)
-@click.option(
-    "--text",
-    type=FILE,
-    help="Text to take tokens from, since a sparse mode's speed depends on them. [default: random tokens]",
-)
-@click.option("--seed", default=0, show_default=True, help="Seed of random tokens.")
-@click.option(
-    "--compare",
-    type=FILE,
-    metavar="PROGRAM",
-    help="Measure llama.cpp in the same rounds: a Python with llama_cpp, or a llama-bench.",
-)
-@click.option(
-    "--compare-model",
-    type=FILE,
-    metavar="FILE",
-    help="The GGUF that llama.cpp loads. [default: MODEL]",
-)
-@click.option(
-    "--compare-gpu-layers",
-    type=int,
-    metavar="N",
-    help="Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on the CPU, else all]",
+@option_table(
+    """
+-p --n-prompt | prompt_lengths: lengths* | Prompt lengths to test; 0: none. [default: 512]
+-n --n-gen | gen_lengths: lengths* | Numbers of tokens to generate; 0: none. [default: 128]
+-d --depth --n-depth | depths: lengths* | Tokens in the cache before a test. [default: 0]
+-r --repetitions | int = 5 | Rounds to measure.
+--text | file | Text to take tokens from, since a sparse mode's speed depends on them. [default: random
+    tokens]
+--seed | int = 0 | Seed of random tokens.
+--compare | file PROGRAM | Measure llama.cpp in the same rounds: a Python with llama_cpp, or a
+    llama-bench.
+--compare-model | file FILE | The GGUF that llama.cpp loads. [default: MODEL]
+--compare-gpu-layers | int N | Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on the
+    CPU, else all]
+""",
+    lengths=_LENGTHS,
 )
 @long_text_options
 @neuron_cache_option

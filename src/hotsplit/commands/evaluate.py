@@ -14,6 +14,7 @@ from hotsplit.commands.options.shared import (
     finish,
     json_option,
     mode_option,
+    option_table,
     take_engine_options,
     threads_option,
 )
@@ -25,21 +26,13 @@ if TYPE_CHECKING:
 
 @click.command("eval", cls=FileCommand)
 @click.argument("model", type=FILE)
-@click.option(
-    "--corpus",
-    "corpora",
-    type=FILE,
-    multiple=True,
-    required=True,
-    help="Text to compare on: a text, .jsonl or .parquet file, or a folder of them.",
-)
-@click.option("--split", type=FILE, help="Plan made by hotsplit solve.")
-@click.option(
-    "--tokens",
-    "max_tokens",
-    default=16_384,
-    show_default=True,
-    help="Maximum tokens to compare on.",
+@option_table(
+    """
+--corpus | corpora: file!* | Text to compare on: a text, .jsonl or .parquet file, or a folder of them.
+--split | file | Plan made by hotsplit solve.
+--tokens | max_tokens: int = 16384 | Maximum tokens to compare on.
+--seed | int = 0 | Seed of the order of texts.
+"""
 )
 @click.option(
     "--chat-template",
@@ -49,7 +42,6 @@ if TYPE_CHECKING:
     help="Wrap paragraphs as messages in the model's own template or the one given; tokens"
     " that the template adds are not counted.",
 )
-@click.option("--seed", default=0, show_default=True)
 @context_option("Context length in tokens. [default: the model's, up to 4,096]")
 @long_text_options
 @mode_option

@@ -26,6 +26,7 @@ from hotsplit.commands.options.shared import (
     host_budget_option,
     joined,
     json_option,
+    option_table,
     running_options,
     say,
     speed_lines,
@@ -34,6 +35,33 @@ from hotsplit.commands.options.shared import (
 from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import DoesNotFitError, HotsplitError
 from hotsplit.system.sizes import format_bytes, size_words
+
+if TYPE_CHECKING:
+    from hotsplit.artifacts.machine_file import Machine
+    from hotsplit.run.cache_folder import Cache
+    from hotsplit.run.choice import Wishes
+    from hotsplit.run.forecast import Forecast
+    from hotsplit.run.source import Source
+    from hotsplit.run.stages import Job
+
+MIB = 1 << 20
+_options = joined(
+    vram_option("most of what is free on the first, or on --device"),
+    option_table(
+        """
+--machine | file | Another machine than this one: a file of hotsplit calibrate, or a card by its data
+    sheet beside a typical processor, e.g. rtx-4060-8gb or rtx-4060-8gb+ddr5-5600.
+"""
+    ),
+    host_budget_option,
+    joined,
+    json_option,
+    option_table,
+    running_options,
+    say,
+    speed_lines,
+    take_engine_options,
+)
 
 if TYPE_CHECKING:
     from hotsplit.artifacts.machine_file import Machine

@@ -16,6 +16,7 @@ from hotsplit.commands.options.shared import (
     finish,
     given,
     mean,
+    option_table,
     report_options,
     texts_and_model,
 )
@@ -29,42 +30,24 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 
 @click.command(cls=FileCommand, short_help="Count neuron firings on text; train predictors.")
 @click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
-@click.option(
-    "--corpus",
-    "corpora",
-    type=FILE,
-    multiple=True,
-    help="Text to count on: a text, .jsonl or .parquet file, a folder of them, or - for"
-    " stdin; may be repeated. [default: a text in the package]",
+@option_table(
+    """
+--corpus | corpora: file* | Text to count on: a text, .jsonl or .parquet file, a folder of them, or -
+    for stdin; may be repeated. [default: a text in the package]
+-o --output | profile! | The profile to write.
+--tokens | max_tokens: int | Tokens to count on; a shorter text is an error. [default: 131,072, or fewer
+    if the text is shorter]
+--text-key | text = text | Key of the text in .jsonl, or its column in .parquet.
+--imatrix | importances: gguf | Also write an importance matrix, for convert --imatrix and llama.cpp.
+--merge | is_merge: flag | Add profiles of one model together.
+--train-predictors | folder | Train predictors too, and write them to this folder.
+--predictor-rank | int | Use low-rank predictors of this rank only.
+--seed | int = 0 | Seed of the order of texts.
+""",
+    profile=OutputPath(".safetensors"),
+    gguf=OutputPath(".gguf"),
+    folder=FOLDER,
 )
-@click.option(
-    "-o", "--output", type=OutputPath(".safetensors"), required=True, help="The profile to write."
-)
-@click.option(
-    "--tokens",
-    "max_tokens",
-    type=int,
-    help="Tokens to count on; a shorter text is an error. [default: 131,072,"
-    " or fewer if the text is shorter]",
-)
-@click.option(
-    "--text-key",
-    default="text",
-    show_default=True,
-    help="Key of the text in .jsonl, or its column in .parquet.",
-)
-@click.option(
-    "--imatrix",
-    "importances",
-    type=OutputPath(".gguf"),
-    help="Also write an importance matrix, for convert --imatrix and llama.cpp.",
-)
-@click.option("--merge", "is_merge", is_flag=True, help="Add profiles of one model together.")
-@click.option(
-    "--train-predictors", type=FOLDER, help="Train predictors too, and write them to this folder."
-)
-@click.option("--predictor-rank", type=int, help="Use low-rank predictors of this rank only.")
-@click.option("--seed", default=0, show_default=True)
 @device_option
 @report_options
 @click.pass_context

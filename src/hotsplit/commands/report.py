@@ -5,27 +5,29 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.options.shared import FILE, FileCommand, OutputPath, finish, report_options
+from hotsplit.commands.options.shared import (
+    FILE,
+    FileCommand,
+    OutputPath,
+    finish,
+    option_table,
+    report_options,
+)
 from hotsplit.system.sizes import format_bytes
 
 
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
-@click.option(
-    "-o", "--output", type=OutputPath(".html"), required=True, help="The page (HTML) to write."
-)
-@click.option(
-    "--profile", type=FILE, help="The profile; a .report.json next to it describes the predictors."
-)
-@click.option("--split", type=FILE, help="The plan.")
-@click.option("--machine", type=FILE, help="The machine file that the plan was solved for.")
-@click.option("--predictors", type=FILE, help="predictors.safetensors, or its folder.")
-@click.option(
-    "--eval-json",
-    "evals",
-    type=FILE,
-    multiple=True,
-    help="Output of hotsplit eval --json; may be repeated.",
+@option_table(
+    """
+-o --output | page! | The page (HTML) to write.
+--profile | file | The profile; a .report.json next to it describes the predictors.
+--split | file | The plan.
+--machine | file | The machine file that the plan was solved for.
+--predictors | file | predictors.safetensors, or its folder.
+--eval-json | evals: file* | Output of hotsplit eval --json; may be repeated.
+""",
+    page=OutputPath(".html"),
 )
 @report_options
 def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:

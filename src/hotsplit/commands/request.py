@@ -13,12 +13,11 @@ from hotsplit.commands.options.engine import neuron_cache_option
 from hotsplit.commands.options.preparation import all_preparation_options
 from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
 from hotsplit.commands.options.shared import (
-    FILE,
-    OUTPUT,
     context_option,
     force_option,
     joined,
     json_option,
+    option_table,
     placement_options,
     running_options,
     take_engine_options,
@@ -37,55 +36,28 @@ from hotsplit.options.generation import ENDLESS, GenerationOptions, SpeculationO
 TEXT_TOKENS = 128  # of a text, unless -n says another number
 SHIFT_KEEP = 4  # tokens at the beginning of a text that stay in the context, as attention sinks
 request_options = joined(
-    click.option("-p", "--prompt", help="The text to continue; - reads it from stdin."),
-    click.option(
-        "-f",
-        "--file",
-        "prompt_file",
-        type=click.Path(path_type=Path, allow_dash=True),
-        help="The same, from a file; - for stdin. One newline at its end is left out.",
-    ),
-    click.option(
-        "--prompts",
-        "prompts_file",
-        type=FILE,
-        help='Several prompts, one per line (.jsonl: strings, or objects with "prompt"),'
-        " generated together.",
-    ),
-    click.option(
-        "--chat",
-        "is_chat",
-        is_flag=True,
-        help="Treat the prompt as a message and print the answer, as chat always does.",
+    option_table(
+        """
+-p --prompt | text | The text to continue; - reads it from stdin.
+-f --file | prompt_file: stdin | The same, from a file; - for stdin. One newline at its end is left out.
+--prompts | prompts_file: file | Several prompts, one per line (.jsonl: strings, or objects with
+    "prompt"), generated together.
+--chat | is_chat: flag | Treat the prompt as a message and print the answer, as chat always does.
+""",
+        stdin=click.Path(path_type=Path, allow_dash=True),
     ),
     chat_options,
-    click.option(
-        "-n",
-        "--max-tokens",
-        "--n-predict",
-        "max_tokens",
-        type=int,
-        help=f"Maximum tokens to generate; -1: as many as the context has room for. [default:"
-        f" {TEXT_TOKENS} for a text, -1 for an answer]",
-    ),
-    click.option(
-        "--stop",
-        "-r",
-        "--reverse-prompt",
-        "stops",
-        multiple=True,
-        metavar="TEXT",
-        help="Stop where this text appears; may be repeated.",
-    ),
-    click.option(
-        "--ignore-eos", "ignores_end", is_flag=True, help="Continue after the model's end token."
-    ),
-    click.option(
-        "--logprobs",
-        "num_logprobs",
-        type=int,
-        metavar="N",
-        help="With --json or --json-lines: log probabilities of each token and of the N likeliest.",
+    option_table(
+        f"""
+-n --max-tokens --n-predict | max_tokens: int | Maximum tokens to generate; -1: as many as the context
+    has room for. [default: {TEXT_TOKENS} for a text, -1 for an answer]
+--stop -r --reverse-prompt | stops: text* | Stop where this text appears; may be repeated.
+--ignore-eos | ignores_end: flag | Continue after the model's end token.
+--logprobs | num_logprobs: int N | With --json or --json-lines: log probabilities of each token and of
+    the N likeliest.
+--json-lines | flag | Print one JSON object per token on stdout, then the report.
+--prompt-cache | output | Save the prompt's state to this file, and load it from there the next time.
+"""
     ),
     click.option(
         "--no-display-prompt",
@@ -94,16 +66,6 @@ request_options = joined(
         default=True,
         type=bool,
         help="Print only the continuation, not the prompt.",
-    ),
-    click.option(
-        "--json-lines",
-        is_flag=True,
-        help="Print one JSON object per token on stdout, then the report.",
-    ),
-    click.option(
-        "--prompt-cache",
-        type=OUTPUT,
-        help="Save the prompt's state to this file, and load it from there the next time.",
     ),
     context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]"),
     all_preparation_options,

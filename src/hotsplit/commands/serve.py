@@ -22,6 +22,7 @@ from hotsplit.commands.options.shared import (
     FileCommand,
     context_option,
     json_option,
+    option_table,
     placement_options,
     running_options,
     say,
@@ -46,86 +47,30 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.argument("model", type=FILE)
 @placement_options
 @preparation_options
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Address to listen on; 0.0.0.0 means all, best with --api-key.",
-)
-@click.option(
-    "--port", default=8080, show_default=True, help="Port to listen on; 0 picks a free one."
-)
-@click.option(
-    "-np",
-    "--parallel",
-    type=int,
-    default=1,
-    show_default=True,
-    help="Texts generated at a time, each with a whole --context. [with --split: half of those that"
-    " the plan has room for]",
-)
-@click.option(
-    "--kept",
-    type=int,
-    help="Number of further texts whose KV cache is kept for requests with the same prefix."
-    " [default: as many as --parallel; with a plan, all that it has room for]",
-)
-@click.option(
-    "--queue",
-    default=64,
-    show_default=True,
-    help="Waiting texts from which on further requests are refused with 429.",
+@option_table(
+    f"""
+--host | text = 127.0.0.1 | Address to listen on; 0.0.0.0 means all, best with --api-key.
+--port | int = 8080 | Port to listen on; 0 picks a free one.
+-np --parallel | int = 1 | Texts generated at a time, each with a whole --context. [with --split: half
+    of those that the plan has room for]
+--kept | int | Number of further texts whose KV cache is kept for requests with the same prefix.
+    [default: as many as --parallel; with a plan, all that it has room for]
+--queue | int = 64 | Waiting texts from which on further requests are refused with 429.
+-n --max-tokens --n-predict | max_tokens: int = -1 | Maximum tokens per answer; -1: as many as the
+    context has room for.
+-to --timeout | timeout_s: float = 600 | Seconds that a request may take.
+--drain | drain_s: float = 30 | Seconds that answers have to finish when the server is stopped.
+--api-key | text KEY | Require this key in every request except /health; better set in the environment
+    variable {KEY_VARIABLE}.
+--cors | origins: text* ORIGIN | Allow web pages of this origin, e.g. http://localhost:3000, or * for
+    all; may be repeated.
+--allow-host | hosts: text* NAME | Without a key: also accept requests to this host name; may be
+    repeated.
+-a --alias | text NAME | The model's name in the API. [default: its file's]
+"""
 )
 @context_option(
     "Context length of a request in tokens. [default: the plan's, or the model's up to 4,096]"
-)
-@click.option(
-    "-n",
-    "--max-tokens",
-    "--n-predict",
-    "max_tokens",
-    default=-1,
-    show_default=True,
-    help="Maximum tokens per answer; -1: as many as the context has room for.",
-)
-@click.option(
-    "-to",
-    "--timeout",
-    "timeout_s",
-    default=600.0,
-    show_default=True,
-    help="Seconds that a request may take.",
-)
-@click.option(
-    "--drain",
-    "drain_s",
-    default=30.0,
-    show_default=True,
-    help="Seconds that answers have to finish when the server is stopped.",
-)
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    help="Require this key in every request except /health; better set in the environment"
-    f" variable {KEY_VARIABLE}.",
-)
-@click.option(
-    "--cors",
-    "origins",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Allow web pages of this origin, e.g. http://localhost:3000, or * for all; may be"
-    " repeated.",
-)
-@click.option(
-    "--allow-host",
-    "hosts",
-    multiple=True,
-    metavar="NAME",
-    help="Without a key: also accept requests to this host name; may be repeated.",
-)
-@click.option(
-    "-a", "--alias", metavar="NAME", help="The model's name in the API. [default: its file's]"
 )
 @template_options
 @sampling_options

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.shared import joined
+from hotsplit.commands.options.shared import option_table
 from hotsplit.errors import HotsplitError, about
 from hotsplit.files.json_file import read_text
 
@@ -21,14 +21,12 @@ LARK_SUFFIX = ".lark"
 FILE_MARK = "@"  # before the name of a file that has the text
 _WORDS = {"json_schema": "JSON schema", "grammar": "grammar", "regex": "regex"}
 # `take_constraint` takes their values.
-constraint_options = joined(
-    click.option("-j", "--json-schema", metavar="TEXT|@FILE", help="JSON schema for the output."),
-    click.option(
-        "--grammar",
-        metavar="TEXT|@FILE",
-        help="Grammar (GBNF or Lark) for the output; a file named .lark is always Lark.",
-    ),
-    click.option("--regex", metavar="TEXT", help="Regex that the whole output must match."),
+constraint_options = option_table(
+    """
+-j --json-schema | text TEXT|@FILE | JSON schema for the output.
+--grammar | text TEXT|@FILE | Grammar (GBNF or Lark) for the output; a file named .lark is always Lark.
+--regex | text | Regex that the whole output must match.
+"""
 )
 
 

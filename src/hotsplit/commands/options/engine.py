@@ -4,29 +4,21 @@ from pathlib import Path
 
 import click
 
-from hotsplit.commands.options.shared import engine_option, joined
+from hotsplit.commands.options.shared import engine_option, joined, option_table
 from hotsplit.model.rope import KINDS
 from hotsplit.options.cache_types import NAMES
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import DEFAULT
 from hotsplit.options.neuron_cache import OFF, CacheOptions
 
-rope_options = joined(
-    engine_option(
-        "rope_scaling",
-        "--rope-scaling",
-        type=click.Choice(KINDS),
-        help="How positions beyond the trained ones are computed, instead of the model's own way."
-        " [default with --rope-scale: yarn]",
-    ),
-    engine_option(
-        "rope_scale",
-        "--rope-scale",
-        type=float,
-        metavar="N",
-        help="Allow texts N times as long as in training. [default with --rope-scaling:"
-        " what --context needs]",
-    ),
+rope_options = option_table(
+    """
+--rope-scaling | rope_scaling: kind | How positions beyond the trained ones are computed, instead of
+    the model's own way. [default with --rope-scale: yarn]
+--rope-scale | rope_scale: float N | Allow texts N times as long as in training. [default with
+    --rope-scaling: what --context needs]
+""",
+    kind=click.Choice(KINDS),
 )
 kv_offload_option = engine_option(
     "kv_offload",
@@ -38,25 +30,16 @@ kv_offload_option = engine_option(
     " and the best-scoring ones in between. Sizes such as window=2048,top=512.",
 )
 cache_type_options = joined(
-    engine_option(
-        "cache_type_k",
-        "-ctk",
-        "--cache-type-k",
-        type=click.Choice(NAMES),
-        metavar="TYPE",
-        help=f"Type of cached keys (on the CPU without a plan): {', '.join(NAMES)}.",
-    ),
-    engine_option(
-        "cache_type_v",
-        "-ctv",
-        "--cache-type-v",
-        type=click.Choice(NAMES),
-        metavar="TYPE",
-        help="Type of cached values. [default: that of the keys]",
+    option_table(
+        f"""
+-ctk --cache-type-k | cache_type_k: kind TYPE | Type of cached keys (on the CPU without a plan):
+    {", ".join(NAMES)}.
+-ctv --cache-type-v | cache_type_v: kind TYPE | Type of cached values. [default: that of the keys]
+""",
+        kind=click.Choice(NAMES),
     ),
     kv_offload_option,
 )
-
 long_text_options = joined(rope_options, cache_type_options)
 neuron_cache_option = engine_option(
     "neuron_cache",

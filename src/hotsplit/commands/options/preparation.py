@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.options.shared import FILE, SIZE, joined, say, take_engine_options
+from hotsplit.commands.options.shared import joined, option_table, say, take_engine_options
 from hotsplit.errors import HotsplitError
 from hotsplit.files.steady import suspended
 from hotsplit.options.engine_config import EngineConfig
@@ -26,36 +26,30 @@ DEFAULT_TEXT = "profiling on the text in the package (Python's documentation, tw
 
 
 def vram_option(default: str) -> Callable[[Any], Any]:
-    return click.option(
-        "-vb",
-        "--vram",
-        "--vram-budget",
-        "vram",
-        type=SIZE,
-        multiple=True,
-        help="GPU memory to plan the model for, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU."
-        f" Once per GPU. [default: {default}]",
+    return option_table(
+        f"""
+-vb --vram --vram-budget | vram: size* | GPU memory to plan the model for, e.g. 8GiB; a bare number is
+    GiB; 0 uses only the CPU. Once per GPU. [default: {default}]
+"""
     )
 
 
-tokenizer_option = click.option(
-    "--tokenizer",
-    type=FILE,
-    help="The model's tokenizer.json, if the model has none or one that cannot be used; it is written"
-    " into a copy of the model.",
+tokenizer_option = option_table(
+    """
+--tokenizer | file | The model's tokenizer.json, if the model has none or one that cannot be used; it
+    is written into a copy of the model.
+"""
 )
-outtype_option = click.option(
-    "--outtype", type=OUTTYPE, help="Type of the matrices. [default: one that fits into memory]"
+outtype_option = option_table(
+    "--outtype | type | Type of the matrices. [default: one that fits into memory]", type=OUTTYPE
 )
-activation_option = click.option(
-    "--activation",
-    metavar="NAME",
-    help="The activation, which other programs' GGUF files do not record: relu, drelu,"
-    " fatrelu=0.01, ...",
+activation_option = option_table(
+    """
+--activation | text NAME | The activation, which other programs' GGUF files do not record: relu,
+    drelu, fatrelu=0.01, ...
+"""
 )
-yes_option = click.option(
-    "-y", "--yes", is_flag=True, help="Do not ask for confirmation of long work."
-)
+yes_option = option_table("-y --yes | flag | Do not ask for confirmation of long work.")
 # `preparation` takes their values.
 preparation_options = joined(
     vram_option("a GGUF runs without a plan; other models as with hotsplit run"),
@@ -66,18 +60,12 @@ all_preparation_options = joined(
     vram_option(
         "run: most of what is free on the first, or on --device; elsewhere a GGUF runs without a plan"
     ),
-    click.option(
-        "--corpus",
-        "corpora",
-        type=FILE,
-        multiple=True,
-        help="Text like yours to profile on, if profiling pays off; may be repeated. [default: a"
-        " text in the package]",
-    ),
-    click.option(
-        "--tokens",
-        type=int,
-        help="Tokens to profile on. [default: as many as take at most a quarter of an hour]",
+    option_table(
+        """
+--corpus | corpora: file* | Text like yours to profile on, if profiling pays off; may be repeated.
+    [default: a text in the package]
+--tokens | int | Tokens to profile on. [default: as many as take at most a quarter of an hour]
+"""
     ),
     outtype_option,
     tokenizer_option,

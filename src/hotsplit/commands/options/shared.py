@@ -147,6 +147,23 @@ def paths_of(command: click.Command, given: Mapping[str, Any]) -> tuple[list[Pat
     return inputs, outputs
 
 
+class Parsed(click.ParamType):
+    """Values that `parse` makes of texts; it may raise HotsplitError. Defaults are values."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self.parse = name, parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self.parse(value) if isinstance(value, str) else value
+        except HotsplitError as error:
+            self.fail(str(error), param, ctx)
+
+
+# A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as in SparkInfer's --vram-budget).
+SIZE = Parsed("size", parse_bytes)
+
+
 def joined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A decorator that adds all of these options, in this order."""
 
@@ -158,18 +175,59 @@ def joined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return add
 
 
-split_option = click.option(
-    "-spif-ms",
-    "--split",
-    "--sparkinfer-model-split",
-    type=FILE,
-    help="Plan made by hotsplit solve.",
+_KINDS: dict[str, Any] = {
+    "text": str,
+    "int": int,
+    "float": float,
+    "file": FILE,
+    "output": OUTPUT,
+    "size": SIZE,
+}
+
+
+def option_table(rows: str, **kinds: click.ParamType) -> Callable[[Any], Any]:
+    """A decorator that adds the options of a table: spellings | kind | help. An indented line
+    continues the row before it.
+
+    The kind is `NAME: KIND METAVAR = DEFAULT`, of which only KIND must be there: a flag, one of
+    _KINDS, or of `kinds`; "!" behind it: required, "*": may be repeated. A NAME of EngineConfig's
+    fields has its default."""
+    return joined(
+        *(_option(row, kinds) for row in rows.replace("\n    ", " ").strip().splitlines())
+    )
+
+
+def _option(row: str, kinds: Mapping[str, click.ParamType]) -> Callable[[Any], Any]:
+    spellings, words, text = row.split(" | ", 2)
+    words, _, default = words.partition(" = ")
+    name, mark, words = words.rpartition(": ")
+    kind, _, metavar = words.partition(" ")
+    attributes: dict[str, Any] = {"help": text, "metavar": metavar or None}
+    if kind == "flag":
+        attributes["is_flag"] = True
+    else:
+        of = kinds.get(kind.rstrip("!*")) or _KINDS[kind.rstrip("!*")]
+        attributes |= {"type": of, "required": "!" in kind, "multiple": "*" in kind}
+    if default:
+        is_number = attributes["type"] in (int, float)
+        value = attributes["type"](default) if is_number else default
+        attributes |= {"default": value, "show_default": True}
+    elif hasattr(EngineConfig, name):
+        attributes["default"] = getattr(EngineConfig, name)
+    return click.option(*spellings.split(), *([name] if mark else []), **attributes)
+
+
+split_option = option_table(
+    "-spif-ms --split --sparkinfer-model-split | split: file | Plan made by hotsplit solve."
 )
-force_option = click.option("--force", is_flag=True, help="Overwrite existing files.")
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print the report as one JSON object on stdout."
+force_option = option_table("--force | flag | Overwrite existing files.")
+json_option = option_table(
+    "--json | as_json: flag | Print the report as one JSON object on stdout."
 )
 report_options = joined(force_option, json_option)
+host_budget_option = option_table(
+    "--host-budget | host_budget_bytes: size | Main memory to use, e.g. 16GiB. [default: all of it]"
+)
 
 
 def _checked(check: Callable[[Any], None]) -> Callable[[click.Context, click.Parameter, Any], Any]:
@@ -209,19 +267,15 @@ device_option = engine_option(
     callback=_checked(check_device),
     help="cpu, cuda or cuda:N. [default: CUDA if available]",
 )
-cpu_ffn_option = engine_option(
-    "cpu_ffn",
-    "-cffn",
-    "--cpu-ffn",
-    is_flag=True,
-    help="Without a plan: all neurons on the CPU, the rest on the GPU.",
+cpu_ffn_option = option_table(
+    "-cffn --cpu-ffn | cpu_ffn: flag | Without a plan: all neurons on the CPU, the rest on the GPU."
 )
-mode_option = engine_option(
-    "mode",
-    "--mode",
-    type=click.Choice(MODES),
-    help="How feed-forward layers are computed. [default: the plan's mode; in a new plan the fastest"
-    " within --max-loss, without one that which reads least, by the file's record]",
+mode_option = option_table(
+    """
+--mode | mode: mode | How feed-forward layers are computed. [default: the plan's mode; in a new plan
+    the fastest within --max-loss, without one that which reads least, by the file's record]
+""",
+    mode=click.Choice(MODES),
 )
 max_loss_option = engine_option(
     "max_loss",
@@ -241,29 +295,6 @@ def context_option(help_text: str) -> Callable[[Any], Any]:
     return engine_option(
         "context_length", "-c", "--context", "--ctx-size", type=int, help=help_text
     )
-
-
-class Parsed(click.ParamType):
-    """Values that `parse` makes of texts; it may raise HotsplitError. Defaults are values."""
-
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name, self.parse = name, parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return self.parse(value) if isinstance(value, str) else value
-        except HotsplitError as error:
-            self.fail(str(error), param, ctx)
-
-
-# A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as in SparkInfer's --vram-budget).
-SIZE = Parsed("size", parse_bytes)
-host_budget_option = click.option(
-    "--host-budget",
-    "host_budget_bytes",
-    type=SIZE,
-    help="Main memory to use, e.g. 16GiB. [default: all of it]",
-)
 
 
 def given(ctx: click.Context) -> list[click.Parameter]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from hotsplit.commands.options.shared import joined
+from hotsplit.commands.options.shared import option_table
 from hotsplit.errors import about
 from hotsplit.options.generation import SpecType, SpeculationOptions
 
@@ -20,35 +20,17 @@ _DEFAULTS = SpeculationOptions()
 # small blocks, are at most 2 % slower.
 _UNLESS_TOLD: SpecType = "ngram"
 # `take_speculation_options` turns their values into SpeculationOptions.
-speculation_options = joined(
-    click.option(
-        "--speculate",
-        "--spec-type",
-        "spec_type",
-        type=click.Choice(get_args(SpecType)),
-        help="Draft tokens and verify several in one step; the text stays the same. ngram drafts"
-        " from the text, ngram-mod from a table of all texts so far, draft with a smaller model"
-        f" (-md).  [default: {_UNLESS_TOLD} where the text stays the same; draft with -md]",
-    ),
-    click.option(
-        "-md",
-        "--model-draft",
-        "model_draft",
-        type=click.Path(path_type=Path),
-        metavar="SOURCE",
-        help="A smaller model with the same vocabulary, which makes the drafts: a file, a checkpoint"
-        " folder or a name on the hub.",
-    ),
-    click.option(
-        "--draft-max",
-        "--draft",
-        "--draft-n",
-        "draft_max",
-        type=int,
-        default=_DEFAULTS.most,
-        show_default=True,
-        help="Maximum tokens per draft; fewer if that is faster.",
-    ),
+speculation_options = option_table(
+    f"""
+--speculate --spec-type | spec_type: kind | Draft tokens and verify several in one step; the text stays
+    the same. ngram drafts from the text, ngram-mod from a table of all texts so far, draft with a
+    smaller model (-md). [default: {_UNLESS_TOLD} where the text stays the same; draft with -md]
+-md --model-draft | model_draft: file SOURCE | A smaller model with the same vocabulary, which makes
+    the drafts: a file, a checkpoint folder or a name on the hub.
+--draft-max --draft --draft-n | draft_max: int = {_DEFAULTS.most} | Maximum tokens per draft; fewer if
+    that is faster.
+""",
+    kind=click.Choice(get_args(SpecType)),
 )
 
 

@@ -15,47 +15,31 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.options.shared import FILE, joined, say
+from hotsplit.commands.options.shared import joined, option_table, say
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 from hotsplit.runtime.text.built_in_templates import BUILT_IN
 
 STDIN = "-"
-template_options = joined(
-    click.option(
-        "--chat-template",
-        "template",
-        metavar="NAME|FILE",
-        help=f"Instead of the model's own: {', '.join(BUILT_IN)}, a template that the model"
-        " names, or a Jinja file.",
-    ),
-    click.option(
-        "--chat-template-kwargs",
-        "variables",
-        metavar="JSON",
-        multiple=True,
-        help='Variables for the template, e.g. {"enable_thinking": false}; may be repeated.',
-    ),
+template_options = option_table(
+    f"""
+--chat-template | template: text NAME|FILE | Instead of the model's own: {", ".join(BUILT_IN)}, a
+    template that the model names, or a Jinja file.
+--chat-template-kwargs | variables: text* JSON | Variables for the template, e.g.
+    {{"enable_thinking": false}}; may be repeated.
+"""
 )
 # Of a conversation, or of one answer. `template_variables` and `system_message` take their values.
 chat_options = joined(
-    click.option(
-        "-sys", "--system", "--system-prompt", "system", metavar="TEXT", help="The system message."
-    ),
-    click.option(
-        "-sysf",
-        "--system-file",
-        "--system-prompt-file",
-        "system_file",
-        type=FILE,
-        help="The same, from a file.",
+    option_table(
+        """
+-sys --system --system-prompt | system: text | The system message.
+-sysf --system-file --system-prompt-file | system_file: file | The same, from a file.
+"""
     ),
     template_options,
-    click.option(
-        "--context-shift",
-        "shifts",
-        is_flag=True,
-        help="When the context is full, drop the oldest part and continue.",
+    option_table(
+        "--context-shift | shifts: flag | When the context is full, drop the oldest part and continue."
     ),
 )
 MAX_BYTES = 64 << 20
