@@ -133,8 +133,8 @@ def _refusal(error: ValidationError) -> ApiError:
     """The first of the errors, with the path of its field: messages[0].role."""
     first = error.errors(include_url=False)[0]
     kind, location = first["type"], first["loc"]
-    if isinstance(location[-1], int) and kind != "model_type":  # in a list of numbers
-        location = location[:-1]
+    if isinstance(location[-1], int) and kind not in ("model_type", "dict_type"):
+        location = location[:-1]  # in a list of numbers or texts
     place = place_of(location)
     if kind == "missing":
         return wrong(place, f"{place} is missing")

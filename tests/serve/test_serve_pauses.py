@@ -18,8 +18,9 @@ from hotsplit.runtime.answers.call_style import CallStyle
 from hotsplit.runtime.generate.dry import dry_breakers
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError
+from hotsplit.serve.chat_requests import ChatBody
 from hotsplit.serve.exchange import dumps, dumps_with
-from hotsplit.serve.request_body import MAX_MARKS, marks_and_depth, parsed
+from hotsplit.serve.request_body import MAX_MARKS, checked, marks_and_depth, parsed
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.side_api import NUM_AT_ONCE, token_list
 
@@ -111,6 +112,16 @@ def test_a_body_of_the_most_values_is_read_at_once(item, marks):
     body = filled(b'{"prompt":[', item, b"0]}", -((MAX_MARKS - 3) // marks))
     assert MAX_MARKS - 2 <= marks_and_depth(body)[0] <= MAX_MARKS
     assert longest_pause(lambda: parsed(body)) < MOST_S
+
+
+def test_the_most_calls_of_messages_are_checked_at_once():
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    body = {"messages": [{"role": "assistant", "tool_calls": [call] * 128}] * 180}
+    found = parsed(json.dumps(body, separators=(",", ":")).encode())
+    assert longest_pause(lambda: checked(ChatBody, found)) < MOST_S
+    body["messages"][0]["tool_calls"] = [5] * 100_000
+    with pytest.raises(ApiError, match=r"messages\[0\].tool_calls\[0\] is 5, wanted an object"):
+        checked(ChatBody, body)
 
 
 def test_the_most_keys_are_read_at_once():
