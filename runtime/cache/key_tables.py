@@ -1,10 +1,9 @@
-"""Summaries and codes of keys, and the search for the keys that a token reads: the torch
-reference for key_selection.h.
+"""Summaries and codes of keys, by which the kernels find the keys that a token reads (key_selection.h).
+A text's keys that come from a file are summarised here, with the bits of the kernels.
 
-The tables are bit-identical to those of the kernels. Scores differ by rounding, so near ties may be
-resolved differently. Letters: B blocks of the cache, K key-value heads, N key blocks of a block of
-the cache, or of a sequence, P positions of a key block, T tokens, W head width, S summary bytes, C
-code bytes, G queries that share a head, M candidates; in `summarise`, S parts of a summary."""
+Letters: B blocks of the cache, K key-value heads, N key blocks of a block of the cache, or of a sequence,
+P positions of a key block, T tokens, W head width, S summary bytes, C code bytes; in `summarise`, S parts
+of a summary."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from hotsplit.options.key_selection import KeySelection, padded
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.stored_rows import inverse, turn_by_hadamard
 
-SUMMARY_LARGEST, QUERY_LARGEST, CODE_STEP = 63.0, 127.0, 0.9957
+SUMMARY_LARGEST, CODE_STEP = 63.0, 0.9957
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,57 +103,6 @@ class KeyTables:
             total_NKW = total_NKW + key_NPKW[:, number]
         return (total_NKW * (1.0 / self.rule.block))[:, None]
 
-    def window_begin(self, position: int) -> int:
-        """The first position in the window of a token at `position`."""
-        return max(0, position + 1 - self.rule.window) // self.rule.block * self.rule.block
-
-    def takes_all(self, position: int) -> bool:
-        """True if a token at `position` reads all keys."""
-        rule = self.rule
-        return position < rule.full or self.window_begin(position) <= rule.sinks + rule.top
-
-    def choose(self, sequence: int, position: int, query_KGW: Tensor, score_scale: float) -> Tensor:
-        """The positions that a token at `position` reads for these queries, int64 [K, positions],
-        ascending; scores are multiplied by `score_scale`. Not for a token that reads all keys (`takes_all`). If stored keys are rotated,
-        queries must be too."""
-        rule, window = self.rule, self.window_begin(position)
-        always = [torch.arange(rule.sinks), torch.arange(window, position + 1)]
-        found = []
-        block_N, at_N = self.places(sequence, rule.sinks // rule.block, window // rule.block)
-        for head, query_GW in enumerate(query_KGW):
-            won = self._search(head, block_N, at_N, query_GW, score_scale)
-            found.append(torch.cat([always[0], won + rule.sinks, always[1]]))
-        return torch.stack(found)
-
-    def _search(
-        self, head: int, block_N: Tensor, at_N: Tensor, query_GW: Tensor, score_scale: float
-    ) -> Tensor:
-        """The `top` best positions, int64, relative to the end of the sinks."""
-        rule, size = self.rule, self.rule.block
-        summary_NS = self.summary_BKNS[block_N, head, at_N].int() - 64
-        unit_N = self.unit_BKN[block_N, head, at_N]
-        parts = 2 if rule.summary == "bounds" else 1
-        whole_GW, unit_G1 = _query(query_GW, self.width)
-        split_GS = torch.cat([whole_GW.clamp_min(0), whole_GW.clamp_max(0)], dim=1)
-        scale = unit_G1 * score_scale
-        asked_GS = split_GS if parts == 2 else whole_GW
-        score_GN = _dots(asked_GS, summary_NS) * unit_N * scale
-        wanted = rule.top * max(1, rule.candidates)
-        best_M = _largest(_mass(score_GN), min(len(block_N), -(-wanted // size)))
-        position_M = (best_M[:, None] * size + torch.arange(size)).flatten()
-        if not rule.is_coded:
-            return position_M[: rule.top]
-        center_GM = _dots(whole_GW.repeat(1, parts), summary_NS[best_M]) * unit_N[best_M]
-        center_GM = center_GM * (scale / parts)
-        turned_GW = query_GW if self.is_rotated else turn_by_hadamard(query_GW)
-        whole_GW, unit_G1 = _query(turned_GW, self.width)
-        code_NPC = self.code_BKNPC[block_N[best_M], head, at_N[best_M]]
-        factor_NP = self.factor_BKNP[block_N[best_M], head, at_N[best_M]]
-        dot_GM = _dots(whole_GW, 2 * decode_keys(code_NPC.flatten(0, 1)) - 3) * factor_NP.flatten()
-        score_GM = center_GM.repeat_interleave(size, dim=1)
-        score_GM = score_GM + dot_GM * (0.5 * unit_G1 * score_scale)
-        return position_M[_largest(_mass(score_GM), rule.top)]
-
 
 def encode_keys(rest: Tensor) -> tuple[Tensor, Tensor]:
     """(codes uint8 [..., C], factors [...]) of the rotated residuals of keys [..., W]."""
@@ -170,36 +118,6 @@ def encode_keys(rest: Tensor) -> tuple[Tensor, Tensor]:
     for number in range(1, 4):
         code = code | part[..., number, :] << 2 * number
     return code.flatten(-2), factor
-
-
-def decode_keys(code_MC: Tensor) -> Tensor:
-    """The levels that codes stand for, each plus 2 and so from 0 to 3; int32 [M, W padded]."""
-    part_MNB = code_MC.unflatten(-1, (-1, 16))
-    parts = [part_MNB >> 2 * number & 3 for number in range(4)]
-    return torch.stack(parts, dim=-2).flatten(1).int()
-
-
-def _query(query_GW: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Quantises queries: (int32 [G, W padded], their unit [G, 1])."""
-    unit_G1 = query_GW.abs().amax(dim=1, keepdim=True) / QUERY_LARGEST
-    whole_GW = _whole(query_GW * inverse(unit_G1))
-    return F.pad(whole_GW, (0, padded(width) - width)), unit_G1
-
-
-def _dots(x_GS: Tensor, row_NS: Tensor) -> Tensor:
-    """Exact dot products of integer vectors, f32 [G, N]."""
-    return (x_GS.double() @ row_NS.double().T).float()
-
-
-def _mass(score_GN: Tensor) -> Tensor:
-    return score_GN.softmax(dim=-1).sum(dim=0)
-
-
-def _largest(score_N: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest values, ascending. Of equal values the first win; NaN counts
-    as infinite."""
-    order_N = torch.where(score_N.isnan(), math.inf, score_N).argsort(descending=True, stable=True)
-    return order_N[:count].sort().values
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -14,13 +14,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.cache_types import CacheType, CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable, Change
 from hotsplit.runtime.cache.key_tables import KeyTables
-from hotsplit.runtime.cache.stored_rows import (
-    decode,
-    dtype_of,
-    encode,
-    kept_width,
-    turn_by_hadamard,
-)
+from hotsplit.runtime.cache.stored_rows import decode, dtype_of, kept_width
 
 # Allocates zeros of a shape and type; on a GPU, from reserved memory.
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -92,38 +86,6 @@ class LayerCache:
     @property
     def _kept(self) -> tuple[tuple[Tensor, CacheType], tuple[Tensor, CacheType]]:
         return (self.key_BKPX, self.types.key), (self.value_BKPX, self.types.value)
-
-    def append(
-        self, sequence: int, start: int, key_TKW: Tensor, value_TKW: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Stores T tokens at `start`; returns what `seen` does."""
-        end = start + len(key_TKW)
-        for (cache_BKPX, kind), new_TKW in zip(self._kept, (key_TKW, value_TKW), strict=True):
-            if kind.is_rotated:
-                new_TKW = turn_by_hadamard(new_TKW)
-            new_TKX = encode(new_TKW, kind)
-            if self.table.is_whole:
-                cache_BKPX[0, :, start:end] = new_TKX.transpose(0, 1)
-            else:
-                block_T, place_T = self._places(sequence, start, end)
-                cache_BKPX[block_T, :, place_T] = new_TKX
-        self._summarise(sequence, start, end)
-        return self.seen(sequence, start, end)
-
-    def seen(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """All keys and values [C, K, W] of a sequence up to `end`, of a ring from the first block on that
-        tokens from `start` on see, decoded from the cache. If the cache is rotated, they are too."""
-        first = self.table.begin_of(start) // self.table.block_length
-        found = []
-        for cache_BKPX, kind in self._kept:
-            if self.table.is_whole:
-                all_CKX = cache_BKPX[0, :, :end].transpose(0, 1)
-            else:
-                blocks = self.table.blocks(sequence, end)[first:].to(cache_BKPX.device)
-                all_CKX = cache_BKPX[blocks].transpose(1, 2).flatten(0, 1)
-                all_CKX = all_CKX[: end - first * self.table.block_length]
-            found.append(decode(all_CKX, kind))
-        return found[0], found[1]
 
     def _summarise(self, sequence: int, start: int, end: int) -> None:
         """Adds the key blocks that are completed by positions start .. end-1 to the tables."""

@@ -1,5 +1,4 @@
-"""Encodes and decodes the cache's rows of keys and values: the torch reference for
-kernels/cpu/cache_rows.h.
+"""The cache's rows of keys and values, as kernels/cpu/cache_rows.h stores them.
 
 Letters: W values of a row, X its width as stored (W values, or the bytes of its blocks), N blocks
 of a row."""
@@ -7,11 +6,8 @@ of a row."""
 import torch
 from torch import Tensor
 
-from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheType
 from hotsplit.runtime.kernels.stored import FLOATS, unpack
-
-BLOCK = 32
 
 
 def dtype_of(kind: CacheType) -> torch.dtype:
@@ -21,29 +17,6 @@ def dtype_of(kind: CacheType) -> torch.dtype:
 def kept_width(kind: CacheType, width: int) -> int:
     """The width X of a stored row, in values of `dtype_of`."""
     return kind.row_bytes(width) if kind.is_blocks else width
-
-
-def encode(x: Tensor, kind: CacheType) -> Tensor:
-    """Encodes rows, f32 [..., W] -> [..., X]."""
-    if not kind.is_blocks:
-        return x.to(dtype_of(kind))
-    x_N32 = x.float().unflatten(-1, (-1, BLOCK))
-    is_finite_N1 = x_N32.isfinite().all(dim=-1, keepdim=True)
-    x_N32 = torch.where(is_finite_N1, x_N32, 0.0)
-    largest_N1 = x_N32.gather(-1, x_N32.abs().argmax(dim=-1, keepdim=True))
-    if not BY_NAME[kind.kind].has_nibbles:
-        scale_N1 = largest_N1.abs() / 127.0
-        scaled = x_N32 * inverse(scale_N1)
-        whole = scaled.trunc()  # rounds halves away from zero, like C's round()
-        is_up = (scaled - whole).abs() >= 0.5
-        rounded = whole + torch.where(is_up, scaled.sign(), 0.0)
-        quants = rounded.clamp(-127, 127).to(torch.int8).view(torch.uint8)
-    else:
-        scale_N1 = largest_N1 / -8.0
-        nibbles = (x_N32 * inverse(scale_N1) + 8.5).clamp(0.0, 15.0).to(torch.uint8)
-        quants = nibbles[..., :16] | nibbles[..., 16:] << 4
-    half_N1 = torch.where(is_finite_N1, scale_N1, torch.nan).to(torch.float16)
-    return torch.cat([half_N1.contiguous().view(torch.uint8), quants], dim=-1).flatten(-2)
 
 
 def decode(rows: Tensor, kind: CacheType) -> Tensor:
