@@ -135,7 +135,7 @@ def prepare() -> None:
     ProfileConfig.__init__.__kwdefaults__["save_every_s"] = 0.01
     hotsplit.system.save_schedule.SAVE_SHARE = 10.0
     machine: Any = make_machine()
-    calibrate.measure_cpu = lambda say, on_probe: (
+    calibrate.measure_cpu = lambda *given: (
         machine.cpu_bandwidth_gb_per_s,
         machine.cpu_sum_gb_per_s,
     )
