@@ -45,13 +45,13 @@ class Header:
 
     name: str
     architecture: str
-    sizes: tuple[int, int, int, int, int, int, int]
+    sizes: tuple[int, ...]
     words: str
     is_refused: bool = False
     pre: str = "llama"
     kind: str = "q4_k_m"
     marks: str = ""
-    experts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    experts: tuple[int, ...] = (0,) * 5
     keys: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -384,365 +384,182 @@ _GEMMA4 = {
     "tokenizer.ggml.merges": ["a b"],
 }
 _NO_ROPE = {"rope.freq_base": None, "rope.dimension_count": None}
-HEADERS = (
+# Name, architecture, pre-tokenizer, sizes.
+_TABLE = """
+Llama-3.1-8B-Instruct-Q4_K_M        llama          llama-bpe         32,4096,14336,32,8,128,128256
+Llama-3.3-70B-Instruct-Q4_K_M       llama          llama-bpe         80,8192,28672,64,8,128,128256
+Qwen2.5-7B-Instruct-Q4_K_M          qwen2          qwen2             28,3584,18944,28,4,128,152064
+Qwen2.5-32B-Instruct-Q4_K_M         qwen2          qwen2             64,5120,27648,40,8,128,152064
+Qwen3-8B-Q4_K_M                     qwen3          qwen2             36,4096,12288,32,8,128,151936
+Qwen3-30B-A3B-Q4_K_M                qwen3moe       qwen2             48,2048,6144,32,4,128,151936
+Qwen3-235B-A22B-Q4_K_M              qwen3moe       qwen2             94,4096,12288,64,4,128,151936
+Qwen3.6-35B-A3B-Q4_K_M              qwen35moe      qwen35            40,2048,5632,16,2,256,248320
+Mistral-Nemo-Instruct-2407-Q4_K_M   llama          tekken            40,5120,14336,32,8,128,131072
+Mistral-Small-24B-IQ3_XXS           llama          tekken            40,5120,32768,32,8,128,131072
+Mixtral-8x7B-Instruct-v0.1-Q4_K_M   llama          llama             32,4096,14336,32,8,128,32000
+gemma-2-9b-it-Q4_K_M                gemma2         llama             42,3584,14336,16,8,256,256000
+gemma-3-12b-it-Q4_K_M               gemma3         llama             48,3840,15360,16,8,256,262208
+gemma-3-27b-it-Q4_0                 gemma3         llama             62,5376,21504,32,16,128,262208
+gemma-4-12b-it-Q4_K_M               gemma4         llama             48,3840,15360,16,8,256,262144
+gemma-4-E4B-it-Q4_K_M               gemma4         llama             42,2560,10240,8,2,256,262144
+Phi-3.5-mini-instruct-Q4_K_M        phi3           llama             32,3072,8192,32,32,96,32064
+phi-4-Q4_K_M                        phi3           dbrx              40,5120,17920,40,10,128,100352
+gpt-oss-20b-MXFP4                   gpt-oss        gpt-4o            24,2880,2880,64,8,64,201088
+GLM-4.5-Air-Q4_K_M                  glm4moe        glm4              46,4096,10944,96,8,128,151552
+DeepSeek-R1-Distill-Qwen-7B-Q4_K_M  qwen2          deepseek-r1-qwen  28,3584,18944,28,4,128,152064
+DeepSeek-R1-Distill-Llama-8B-Q8_0   llama          llama-bpe         32,4096,14336,32,8,128,128256
+DeepSeek-V3-Q4_K_M                  deepseek2      deepseek-v3       1,7168,18432,128,1,192,129280
+c4ai-command-r-v01-Q4_K_M           command-r      command-r         40,8192,22528,64,64,128,256000
+OLMo-2-1124-7B-Instruct-Q4_K_M      olmo2          dbrx              32,4096,11008,32,32,128,100352
+granite-4.0-h-small-Q4_K_M          granitehybrid  dbrx              1,4096,1536,32,8,128,100352
+Falcon3-7B-Instruct-Q4_K_M          llama          falcon3           28,3072,23040,12,4,256,131072
+starcoder2-7b-Q4_K_M                starcoder2     starcoder         32,4608,18432,36,4,128,49152
+SmolLM2-1.7B-Instruct-Q4_K_M        llama          smollm            24,2048,8192,32,32,64,49152
+SmolLM3-3B-Q4_K_M                   smollm3        smaug-bpe         36,2048,11008,16,4,128,128256
+ERNIE-4.5-21B-A3B-PT-Q4_K_M         ernie4_5-moe   llama             1,2560,12288,20,4,128,103424
+LFM2-1.2B-Q4_K_M                    lfm2           lfm2              1,2048,8192,32,8,64,65536
+bge-m3-Q8_0                         bert           llama             1,1024,4096,16,16,64,250002
+mmproj-gemma-3-12b-it-f16           clip           llama             1,1152,4304,16,16,72,1
+llama-3.1-8b-lora-F16               llama          llama             1,4096,14336,32,8,128,128256
+Llama-3.1-8B-TQ1_0                  llama          llama-bpe         32,4096,14336,32,8,128,128256
+Qwen2.5-32B-Instruct-IQ2_XXS        qwen2          qwen2             64,5120,27648,40,8,128,152064
+"""
+_MARKS = {
+    "Llama-3.1-8B-Instruct-Q4_K_M": "factors",
+    "Llama-3.3-70B-Instruct-Q4_K_M": "factors",
+    "Qwen2.5-7B-Instruct-Q4_K_M": "bias",
+    "Qwen2.5-32B-Instruct-Q4_K_M": "bias",
+    "Qwen3-8B-Q4_K_M": "head_norms long",
+    "Qwen3-30B-A3B-Q4_K_M": "head_norms",
+    "Qwen3-235B-A22B-Q4_K_M": "head_norms",
+    "Qwen3.6-35B-A3B-Q4_K_M": "head_norms delta second",
+    "gemma-2-9b-it-Q4_K_M": "tied norms_around",
+    "gemma-3-12b-it-Q4_K_M": "tied norms_around head_norms",
+    "gemma-3-27b-it-Q4_0": "tied norms_around head_norms",
+    "gemma-4-12b-it-Q4_K_M": "tied norms_around head_norms gemma4 factors keys_as_values",
+    "gemma-4-E4B-it-Q4_K_M": "tied norms_around head_norms gemma4 factors inputs",
+    "Phi-3.5-mini-instruct-Q4_K_M": "fused longrope",
+    "phi-4-Q4_K_M": "fused",
+    "gpt-oss-20b-MXFP4": "biases sinks expert_biases second",
+    "GLM-4.5-Air-Q4_K_M": "bias second choice_bias",
+    "DeepSeek-R1-Distill-Qwen-7B-Q4_K_M": "bias",
+    "DeepSeek-R1-Distill-Llama-8B-Q8_0": "factors",
+    "c4ai-command-r-v01-Q4_K_M": "tied parallel",
+    "OLMo-2-1124-7B-Instruct-Q4_K_M": "norms_after wide_norms",
+    "starcoder2-7b-Q4_K_M": "biases no_gate norm_bias",
+    "SmolLM2-1.7B-Instruct-Q4_K_M": "tied",
+    "SmolLM3-3B-Q4_K_M": "tied",
+    "Qwen2.5-32B-Instruct-IQ2_XXS": "bias",
+}
+_EXPERTS = {
+    "Qwen3-30B-A3B-Q4_K_M": (128, 8, 768, 0, 0),
+    "Qwen3-235B-A22B-Q4_K_M": (128, 8, 1536, 0, 0),
+    "Qwen3.6-35B-A3B-Q4_K_M": (256, 8, 512, 512, 0),
+    "Mixtral-8x7B-Instruct-v0.1-Q4_K_M": (8, 2, 14336, 0, 0),
+    "gpt-oss-20b-MXFP4": (32, 4, 2880, 0, 0),
+    "GLM-4.5-Air-Q4_K_M": (128, 8, 1408, 1408, 1),
+}
+_KEYS: dict[str, dict[str, object]] = {
+    "Llama-3.1-8B-Instruct-Q4_K_M": _IMATRIX
+    | {"context_length": 131072, "rope.freq_base": 5e5, "vocab_size": 128256},
+    "Qwen3.6-35B-A3B-Q4_K_M": _DELTA
+    | {"feed_forward_length": None, "expert_shared_feed_forward_length": 512},
+    "Mistral-Nemo-Instruct-2407-Q4_K_M": {"context_length": 1024000},
+    "gemma-2-9b-it-Q4_K_M": {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "attention.sliding_window": 4096,
+        "context_length": 8192,
+        **_NO_ROPE,
+    },
+    "gemma-3-12b-it-Q4_K_M": {
+        "attention.sliding_window": 1024,
+        "context_length": 131072,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+    },
+    "gemma-3-27b-it-Q4_0": {
+        "attention.sliding_window": 1024,
+        "context_length": 131072,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+    },
+    "gemma-4-12b-it-Q4_K_M": _GEMMA4 | {"attention.sliding_window": 1024, "context_length": 262144},
+    "gemma-4-E4B-it-Q4_K_M": _GEMMA4 | {"attention.sliding_window": 512, "context_length": 131072},
+    "Phi-3.5-mini-instruct-Q4_K_M": {
+        "context_length": 131072,
+        "rope.scaling.original_context_length": 4096,
+        "rope.scaling.attn_factor": 1.19,
+        "attention.sliding_window": 262144,
+        "rope.freq_base": 1e4,
+    },
+    "phi-4-Q4_K_M": {
+        "context_length": 16384,
+        "attention.sliding_window": 0,
+        "rope.freq_base": 2.5e5,
+    },
+    "gpt-oss-20b-MXFP4": _YARN
+    | {
+        "context_length": 131072,
+        "attention.sliding_window": 128,
+        "expert_feed_forward_length": 2880,
+        "rope.freq_base": 1.5e5,
+    },
+    "GLM-4.5-Air-Q4_K_M": {
+        "expert_shared_count": 1,
+        "expert_weights_scale": 1.0,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+        "rope.dimension_count": 64,
+        "context_length": 131072,
+    },
+    "c4ai-command-r-v01-Q4_K_M": {
+        "logit_scale": 0.0625,
+        "context_length": 131072,
+        "rope.freq_base": 8e6,
+        "attention.layer_norm_epsilon": 1e-5,
+        "attention.layer_norm_rms_epsilon": None,
+        "rope.scaling.type": "none",
+    },
+    "OLMo-2-1124-7B-Instruct-Q4_K_M": {"context_length": 4096, "rope.freq_base": 5e5},
+    "starcoder2-7b-Q4_K_M": {
+        "context_length": 16384,
+        "attention.layer_norm_epsilon": 1e-5,
+        "attention.layer_norm_rms_epsilon": None,
+    },
+    "SmolLM2-1.7B-Instruct-Q4_K_M": {"rope.freq_base": 1.3e5},
+    "SmolLM3-3B-Q4_K_M": {"rope.freq_base": 5e6, "context_length": 65536},
+    "mmproj-gemma-3-12b-it-f16": {"general.type": "mmproj", "clip.has_vision_encoder": True},
+    "llama-3.1-8b-lora-F16": {
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "adapter.lora.alpha": 16.0,
+    },
+}
+# What `plan` says, or, without a semicolon before it, why it refuses.
+_WORDS = {
+    "Mistral-Small-24B-IQ3_XXS": "; a Q3_K_M or IQ4_XS file of the same model runs as it is (",
+    "DeepSeek-V3-Q4_K_M": "MLA",
+    "granite-4.0-h-small-Q4_K_M": "recurrent",
+    "ERNIE-4.5-21B-A3B-PT-Q4_K_M": "mixture of experts is not supported",
+    "LFM2-1.2B-Q4_K_M": "recurrent layers",
+    "bge-m3-Q8_0": "an encoder",
+    "mmproj-gemma-3-12b-it-f16": "images",
+    "llama-3.1-8b-lora-F16": "an adapter",
+    "Qwen2.5-32B-Instruct-IQ2_XXS": "; a Q2_K or Q3_K_M file of the same model runs as it is (",
+}
+HEADERS = tuple(
     Header(
-        name="Llama-3.1-8B-Instruct-Q4_K_M",
-        architecture="llama",
-        pre="llama-bpe",
-        words="",
-        sizes=(32, 4096, 14336, 32, 8, 128, 128256),
-        marks="factors",
-        keys=_IMATRIX | {"context_length": 131072, "rope.freq_base": 5e5, "vocab_size": 128256},
-    ),
-    Header(
-        name="Llama-3.3-70B-Instruct-Q4_K_M",
-        architecture="llama",
-        pre="llama-bpe",
-        words="",
-        sizes=(80, 8192, 28672, 64, 8, 128, 128256),
-        marks="factors",
-    ),
-    Header(
-        name="Qwen2.5-7B-Instruct-Q4_K_M",
-        architecture="qwen2",
-        pre="qwen2",
-        words="",
-        sizes=(28, 3584, 18944, 28, 4, 128, 152064),
-        marks="bias",
-    ),
-    Header(
-        name="Qwen2.5-32B-Instruct-Q4_K_M",
-        architecture="qwen2",
-        pre="qwen2",
-        words="",
-        sizes=(64, 5120, 27648, 40, 8, 128, 152064),
-        marks="bias",
-    ),
-    Header(
-        name="Qwen3-8B-Q4_K_M",
-        architecture="qwen3",
-        pre="qwen2",
-        words="",
-        sizes=(36, 4096, 12288, 32, 8, 128, 151936),
-        marks="head_norms long",
-    ),
-    Header(
-        name="Qwen3-30B-A3B-Q4_K_M",
-        architecture="qwen3moe",
-        pre="qwen2",
-        words="",
-        sizes=(48, 2048, 6144, 32, 4, 128, 151936),
-        marks="head_norms",
-        experts=(128, 8, 768, 0, 0),
-    ),
-    Header(
-        name="Qwen3-235B-A22B-Q4_K_M",
-        architecture="qwen3moe",
-        pre="qwen2",
-        words="",
-        sizes=(94, 4096, 12288, 64, 4, 128, 151936),
-        marks="head_norms",
-        experts=(128, 8, 1536, 0, 0),
-    ),
-    Header(
-        name="Qwen3.6-35B-A3B-Q4_K_M",
-        architecture="qwen35moe",
-        pre="qwen35",
-        words="",
-        sizes=(40, 2048, 5632, 16, 2, 256, 248320),
-        marks="head_norms delta second",
-        experts=(256, 8, 512, 512, 0),
-        keys=_DELTA | {"feed_forward_length": None, "expert_shared_feed_forward_length": 512},
-    ),
-    Header(
-        name="Mistral-Nemo-Instruct-2407-Q4_K_M",
-        architecture="llama",
-        pre="tekken",
-        words="",
-        sizes=(40, 5120, 14336, 32, 8, 128, 131072),
-        keys={"context_length": 1024000},
-    ),
-    Header(
-        name="Mistral-Small-24B-IQ3_XXS",
-        architecture="llama",
-        pre="tekken",
-        words="; a Q3_K_M or IQ4_XS file of the same model runs as it is (",
-        sizes=(40, 5120, 32768, 32, 8, 128, 131072),
-        kind="iq3_xxs",
-    ),
-    Header(
-        name="Mixtral-8x7B-Instruct-v0.1-Q4_K_M",
-        architecture="llama",
-        words="",
-        sizes=(32, 4096, 14336, 32, 8, 128, 32000),
-        experts=(8, 2, 14336, 0, 0),
-    ),
-    Header(
-        name="gemma-2-9b-it-Q4_K_M",
-        architecture="gemma2",
-        words="",
-        sizes=(42, 3584, 14336, 16, 8, 256, 256000),
-        marks="tied norms_around",
-        keys={
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "attention.sliding_window": 4096,
-            "context_length": 8192,
-            **_NO_ROPE,
-        },
-    ),
-    Header(
-        name="gemma-3-12b-it-Q4_K_M",
-        architecture="gemma3",
-        words="",
-        sizes=(48, 3840, 15360, 16, 8, 256, 262208),
-        marks="tied norms_around head_norms",
-        keys={
-            "attention.sliding_window": 1024,
-            "context_length": 131072,
-            "rope.scaling.type": "linear",
-            "rope.scaling.factor": 8.0,
-        },
-    ),
-    Header(
-        name="gemma-3-27b-it-Q4_0",
-        architecture="gemma3",
-        kind="q4_0",
-        words="",
-        sizes=(62, 5376, 21504, 32, 16, 128, 262208),
-        marks="tied norms_around head_norms",
-        keys={
-            "attention.sliding_window": 1024,
-            "context_length": 131072,
-            "rope.scaling.type": "linear",
-            "rope.scaling.factor": 8.0,
-        },
-    ),
-    Header(
-        name="gemma-4-12b-it-Q4_K_M",
-        architecture="gemma4",
-        words="",
-        sizes=(48, 3840, 15360, 16, 8, 256, 262144),
-        marks="tied norms_around head_norms gemma4 factors keys_as_values",
-        keys=_GEMMA4 | {"attention.sliding_window": 1024, "context_length": 262144},
-    ),
-    Header(
-        name="gemma-4-E4B-it-Q4_K_M",
-        architecture="gemma4",
-        words="",
-        sizes=(42, 2560, 10240, 8, 2, 256, 262144),
-        marks="tied norms_around head_norms gemma4 factors inputs",
-        keys=_GEMMA4 | {"attention.sliding_window": 512, "context_length": 131072},
-    ),
-    Header(
-        name="Phi-3.5-mini-instruct-Q4_K_M",
-        architecture="phi3",
-        words="",
-        sizes=(32, 3072, 8192, 32, 32, 96, 32064),
-        marks="fused longrope",
-        keys={
-            "context_length": 131072,
-            "rope.scaling.original_context_length": 4096,
-            "rope.scaling.attn_factor": 1.19,
-            "attention.sliding_window": 262144,
-            "rope.freq_base": 1e4,
-        },
-    ),
-    Header(
-        name="phi-4-Q4_K_M",
-        architecture="phi3",
-        pre="dbrx",
-        words="",
-        sizes=(40, 5120, 17920, 40, 10, 128, 100352),
-        marks="fused",
-        keys={"context_length": 16384, "attention.sliding_window": 0, "rope.freq_base": 2.5e5},
-    ),
-    Header(
-        name="gpt-oss-20b-MXFP4",
-        architecture="gpt-oss",
-        pre="gpt-4o",
-        kind="mxfp4",
-        words="",
-        sizes=(24, 2880, 2880, 64, 8, 64, 201088),
-        marks="biases sinks expert_biases second",
-        experts=(32, 4, 2880, 0, 0),
-        keys=_YARN
-        | {
-            "context_length": 131072,
-            "attention.sliding_window": 128,
-            "expert_feed_forward_length": 2880,
-            "rope.freq_base": 1.5e5,
-        },
-    ),
-    Header(
-        name="GLM-4.5-Air-Q4_K_M",
-        architecture="glm4moe",
-        pre="glm4",
-        words="",
-        sizes=(46, 4096, 10944, 96, 8, 128, 151552),
-        marks="bias second choice_bias",
-        experts=(128, 8, 1408, 1408, 1),
-        keys={
-            "expert_shared_count": 1,
-            "expert_weights_scale": 1.0,
-            "expert_weights_norm": True,
-            "expert_gating_func": 2,
-            "rope.dimension_count": 64,
-            "context_length": 131072,
-        },
-    ),
-    Header(
-        name="DeepSeek-R1-Distill-Qwen-7B-Q4_K_M",
-        architecture="qwen2",
-        pre="deepseek-r1-qwen",
-        sizes=(28, 3584, 18944, 28, 4, 128, 152064),
-        marks="bias",
-        words="",
-    ),
-    Header(
-        name="DeepSeek-R1-Distill-Llama-8B-Q8_0",
-        architecture="llama",
-        pre="llama-bpe",
-        sizes=(32, 4096, 14336, 32, 8, 128, 128256),
-        marks="factors",
-        kind="q8_0",
-        words="",
-    ),
-    Header(
-        name="DeepSeek-V3-Q4_K_M",
-        architecture="deepseek2",
-        pre="deepseek-v3",
-        is_refused=True,
-        sizes=(1, 7168, 18432, 128, 1, 192, 129280),
-        words="MLA",
-    ),
-    Header(
-        name="c4ai-command-r-v01-Q4_K_M",
-        architecture="command-r",
-        pre="command-r",
-        words="",
-        sizes=(40, 8192, 22528, 64, 64, 128, 256000),
-        marks="tied parallel",
-        keys={
-            "logit_scale": 0.0625,
-            "context_length": 131072,
-            "rope.freq_base": 8e6,
-            "attention.layer_norm_epsilon": 1e-5,
-            "attention.layer_norm_rms_epsilon": None,
-            "rope.scaling.type": "none",
-        },
-    ),
-    Header(
-        name="OLMo-2-1124-7B-Instruct-Q4_K_M",
-        architecture="olmo2",
-        pre="dbrx",
-        words="",
-        sizes=(32, 4096, 11008, 32, 32, 128, 100352),
-        marks="norms_after wide_norms",
-        keys={"context_length": 4096, "rope.freq_base": 5e5},
-    ),
-    Header(
-        name="granite-4.0-h-small-Q4_K_M",
-        architecture="granitehybrid",
-        pre="dbrx",
-        words="recurrent",
-        sizes=(1, 4096, 1536, 32, 8, 128, 100352),
-        is_refused=True,
-    ),
-    Header(
-        name="Falcon3-7B-Instruct-Q4_K_M",
-        architecture="llama",
-        pre="falcon3",
-        words="",
-        sizes=(28, 3072, 23040, 12, 4, 256, 131072),
-    ),
-    Header(
-        name="starcoder2-7b-Q4_K_M",
-        architecture="starcoder2",
-        pre="starcoder",
-        words="",
-        sizes=(32, 4608, 18432, 36, 4, 128, 49152),
-        marks="biases no_gate norm_bias",
-        keys={
-            "context_length": 16384,
-            "attention.layer_norm_epsilon": 1e-5,
-            "attention.layer_norm_rms_epsilon": None,
-        },
-    ),
-    Header(
-        name="SmolLM2-1.7B-Instruct-Q4_K_M",
-        architecture="llama",
-        pre="smollm",
-        words="",
-        sizes=(24, 2048, 8192, 32, 32, 64, 49152),
-        marks="tied",
-        keys={"rope.freq_base": 1.3e5},
-    ),
-    Header(
-        name="SmolLM3-3B-Q4_K_M",
-        architecture="smollm3",
-        pre="smaug-bpe",
-        words="",
-        sizes=(36, 2048, 11008, 16, 4, 128, 128256),
-        marks="tied",
-        keys={"rope.freq_base": 5e6, "context_length": 65536},
-    ),
-    Header(
-        name="ERNIE-4.5-21B-A3B-PT-Q4_K_M",
-        architecture="ernie4_5-moe",
-        is_refused=True,
-        sizes=(1, 2560, 12288, 20, 4, 128, 103424),
-        words="mixture of experts is not supported",
-    ),
-    Header(
-        name="LFM2-1.2B-Q4_K_M",
-        architecture="lfm2",
-        pre="lfm2",
-        is_refused=True,
-        sizes=(1, 2048, 8192, 32, 8, 64, 65536),
-        words="recurrent layers",
-    ),
-    Header(
-        name="bge-m3-Q8_0",
-        architecture="bert",
-        kind="q8_0",
-        is_refused=True,
-        sizes=(1, 1024, 4096, 16, 16, 64, 250002),
-        words="an encoder",
-    ),
-    Header(
-        name="mmproj-gemma-3-12b-it-f16",
-        architecture="clip",
-        kind="f16",
-        is_refused=True,
-        sizes=(1, 1152, 4304, 16, 16, 72, 1),
-        words="images",
-        keys={"general.type": "mmproj", "clip.has_vision_encoder": True},
-    ),
-    Header(
-        name="llama-3.1-8b-lora-F16",
-        architecture="llama",
-        kind="f16",
-        is_refused=True,
-        sizes=(1, 4096, 14336, 32, 8, 128, 128256),
-        words="an adapter",
-        keys={"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 16.0},
-    ),
-    Header(
-        name="Llama-3.1-8B-TQ1_0",
-        architecture="llama",
-        pre="llama-bpe",
-        kind="tq1_0",
-        words="",
-        sizes=(32, 4096, 14336, 32, 8, 128, 128256),
-    ),
-    Header(
-        name="Qwen2.5-32B-Instruct-IQ2_XXS",
-        architecture="qwen2",
-        pre="qwen2",
-        kind="iq2_xxs",
-        sizes=(64, 5120, 27648, 40, 8, 128, 152064),
-        marks="bias",
-        words="; a Q2_K or Q3_K_M file of the same model runs as it is (",
-    ),
+        name=name,
+        architecture=architecture,
+        sizes=tuple(map(int, sizes.split(","))),
+        words=_WORDS.get(name, ""),
+        is_refused=not _WORDS.get(name, ";").startswith(";"),
+        pre=pre,
+        kind=name.rsplit("-", 1)[1].lower(),
+        marks=_MARKS.get(name, ""),
+        experts=_EXPERTS.get(name, (0,) * 5),
+        keys=_KEYS.get(name, {}),
+    )
+    for name, architecture, pre, sizes in map(str.split, _TABLE.strip().splitlines())
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from test_families import CASES
-from transformers import GraniteMoeHybridConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GraniteMoeHybridConfig, PretrainedConfig
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families import config_reader
@@ -21,7 +21,7 @@ def config_of(case: str) -> dict:
     """A config with all keys that transformers has but those about each layer, so that each can be
     left out."""
     config = CASES[case]
-    values = config.to_dict() | {"architectures": [FIRST[type(config).__name__]]}
+    values = config.to_dict() | {"architectures": [first_of(config)]}
     values["max_position_embeddings"] = 10_000  # longer than any window
     by_layer = ("layer_types", "per_layer_config")
     # Without them, its layers are recurrent, or share keys with none before them.
@@ -33,46 +33,9 @@ def config_of(case: str) -> dict:
     return {key: value for key, value in values.items() if key not in by_layer}
 
 
-FIRST = {
-    "LlamaConfig": "LlamaForCausalLM",
-    "MistralConfig": "MistralForCausalLM",
-    "Qwen2Config": "Qwen2ForCausalLM",
-    "Qwen3Config": "Qwen3ForCausalLM",
-    "OPTConfig": "OPTForCausalLM",
-    "FalconConfig": "FalconForCausalLM",
-    "Phi3Config": "Phi3ForCausalLM",
-    "Gemma3TextConfig": "Gemma3ForCausalLM",
-    "Gemma2Config": "Gemma2ForCausalLM",
-    "Olmo2Config": "Olmo2ForCausalLM",
-    "Olmo3Config": "Olmo3ForCausalLM",
-    "Glm4Config": "Glm4ForCausalLM",
-    "GlmConfig": "GlmForCausalLM",
-    "GraniteConfig": "GraniteForCausalLM",
-    "SmolLM3Config": "SmolLM3ForCausalLM",
-    "MixtralConfig": "MixtralForCausalLM",
-    "Gemma4TextConfig": "Gemma4ForCausalLM",
-    "Gemma3nTextConfig": "Gemma3nForCausalLM",
-    "Exaone4Config": "Exaone4ForCausalLM",
-    "Ernie4_5Config": "Ernie4_5ForCausalLM",
-    "OlmoeConfig": "OlmoeForCausalLM",
-    "Qwen2MoeConfig": "Qwen2MoeForCausalLM",
-    "Qwen3MoeConfig": "Qwen3MoeForCausalLM",
-    "GraniteMoeConfig": "GraniteMoeForCausalLM",
-    "GraniteMoeSharedConfig": "GraniteMoeSharedForCausalLM",
-    "GraniteMoeHybridConfig": "GraniteMoeHybridForCausalLM",
-    "Glm4MoeConfig": "Glm4MoeForCausalLM",
-    "GptOssConfig": "GptOssForCausalLM",
-    "Qwen3NextConfig": "Qwen3NextForCausalLM",
-    "NemotronConfig": "NemotronForCausalLM",
-    "ArceeConfig": "ArceeForCausalLM",
-    "Starcoder2Config": "Starcoder2ForCausalLM",
-    "CohereConfig": "CohereForCausalLM",
-    "Cohere2Config": "Cohere2ForCausalLM",
-    "MinistralConfig": "MinistralForCausalLM",
-    "Ministral3Config": "Ministral3ForCausalLM",
-    "Qwen3_5TextConfig": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeTextConfig": "Qwen3_5MoeForCausalLM",
-}
+def first_of(config: PretrainedConfig) -> str:
+    """What `architectures` says of a checkpoint with this config."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
 
 
 def facts(values: dict) -> object:
@@ -134,7 +97,7 @@ def test_a_missing_key_has_the_default_of_transformers(case, monkeypatch):
 
 
 def test_the_table_of_defaults_equals_that_of_transformers():
-    classes = {FIRST[type(config).__name__]: type(config) for config in CASES.values()}
+    classes = {first_of(config): type(config) for config in CASES.values()}
     for name, kind in classes.items():
         for key, value in FAMILIES[name].defaults.items():
             field = kind.__dataclass_fields__.get(key)
