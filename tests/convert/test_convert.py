@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import edit_config, random_dejavu, random_llama
 from gguf.quants import dequantize, quantize
-from reference import logits_ref, rel_error
+from reference import rel_error
 from safetensors.torch import load_file, save_file
 from texts import (
     LLAMA3_SPLIT,
@@ -26,7 +26,7 @@ from texts import (
 )
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers import models as token_models
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hotsplit.artifacts.model_file import Layout, ModelFile, PredictorInfo
@@ -39,7 +39,6 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.convert.vocabulary import vocabulary_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.families.row_order import adjacent_pairs
 from hotsplit.files.gguf_file import type_of
 from hotsplit.model.weight_types import BY_NAME
 
@@ -152,37 +151,6 @@ def test_every_tensor_equals_its_source(relu, tmp_path, outtype):
         int(model.extra_keys["general.file_type"])
         == {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}[outtype]
     )
-
-
-@pytest.mark.parametrize("hidden_act", ["relu", "silu"])
-@pytest.mark.parametrize("overrides", [{}, {"head_dim": 32, "tie_word_embeddings": True}])
-def test_logits_equal_those_of_transformers(tmp_path, hidden_act, overrides):
-    folder = random_llama(tmp_path / "c", hidden_act=hidden_act, **overrides)
-    model = run(folder, tmp_path / "m.gguf", outtype="f32")
-    ids = [5, 17, 300, 4, 99, 5, 5, 210]
-    with torch.no_grad():
-        want = LlamaForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0]
-    assert rel_error(logits_ref(model, ids), want) < 1e-5
-    assert rel_error(logits_ref(model, ids[::-1]), want) > 0.1
-
-
-def test_rotating_adjacent_pairs_gives_the_same_attention_scores():
-    """Rotating the halves of a head equals rotating adjacent pairs of the permuted rows."""
-    random = np.random.default_rng(1)
-    weight_q, weight_k = random.standard_normal((2, 8, 16))  # one head of width 8
-    x, y = random.standard_normal((2, 16))
-    angles = 7.0 * 10000.0 ** (-np.arange(4) / 4)
-
-    def turned(vector, is_adjacent):
-        a, b = (vector[0::2], vector[1::2]) if is_adjacent else (vector[:4], vector[4:])
-        return np.concatenate(
-            [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
-        )
-
-    want = turned(weight_q @ x, False) @ turned(weight_k @ y, False)
-    ours = [w[adjacent_pairs(8, 1)] for w in (weight_q, weight_k)]
-    assert np.isclose(turned(ours[0] @ x, True) @ turned(ours[1] @ y, True), want)
-    assert not np.isclose(turned(weight_q @ x, True) @ turned(ours[1] @ y, True), want)
 
 
 def test_shards_change_no_byte_and_types_and_layouts_keep_the_model_id(silu, tmp_path):

@@ -6,6 +6,7 @@ Llama, so only what its config adds is tested."""
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -1039,10 +1040,7 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_graph_that_would_be_computed_wrongly_is_refused(checkpoints, tmp_path, words):
     case, change = REFUSED[words]
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    for file in checkpoints(case).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = Path(shutil.copytree(checkpoints(case), tmp_path / "hf"))
     edit_config(folder, lambda c: c.update(change))
     with pytest.raises(HotsplitError, match=words) as caught:
         converted(folder, tmp_path / "m.gguf")
@@ -1053,10 +1051,7 @@ def test_a_graph_that_would_be_computed_wrongly_is_refused(checkpoints, tmp_path
 @pytest.mark.parametrize("wrong", ["twice", "router"])
 def test_experts_that_contradict_each_other_are_refused(checkpoints, tmp_path, wrong):
     """All experts in one tensor and also one by one; a router for fewer experts than there are."""
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    for file in checkpoints("qwen3moe").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = Path(shutil.copytree(checkpoints("qwen3moe"), tmp_path / "hf"))
     weights = load_file(folder / "model.safetensors")
     at = "model.layers.1.mlp"
     if wrong == "twice":
@@ -1077,10 +1072,7 @@ def test_experts_that_contradict_each_other_are_refused(checkpoints, tmp_path, w
 
 def test_old_falcon_keys_and_short_names(checkpoints, tmp_path):
     """RWForCausalLM spelt heads and layers differently."""
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    for file in checkpoints("falcon-40b").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = Path(shutil.copytree(checkpoints("falcon-40b"), tmp_path / "hf"))
     renames = {
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",

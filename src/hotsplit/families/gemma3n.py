@@ -144,14 +144,17 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     for index, cutoff in enumerate(_cutoffs_of_keys(read, num_layers)):
         sizes, window = read.of_layer(index, num_layers, {}).sizes(), windows[index]
         rotary = whole if window is None else local
-        attention = sizes.attention(rotary, window=window, scale=1.0, has_head_norms=True)
+        attention = sizes.attention(rotary, window=window, has_head_norms=True)
         neurons = replace(sizes.neurons(activation), cutoff=cutoff)
         layer = _layer(sizes, attention, neurons, num_planes, low_rank, own)
-        layers.append(layer.with_attention(norms_values=True, **reading(source_L[index])))
-    spec = sizes.model(name, layers, embedding_scale=math.sqrt(sizes.hidden_size))
+        layers.append(
+            layer.with_attention(scale=1.0, norms_values=True, **reading(source_L[index]))
+        )
+    spec = sizes.model(name, layers)
     inputs = layer_inputs(spec, own.size, sizes.epsilon, reads="active")
     return replace(
         spec,
+        embedding_scale=math.sqrt(sizes.hidden_size),
         logit_cap=cap_of_keys(read, LOGIT_CAP),
         first=(inputs, planes.BeginPlanes(num_planes=num_planes)),
         last=(planes.EndPlanes(num_planes=num_planes),),

@@ -228,16 +228,22 @@ def of_keys(read: "KeyReader") -> ModelSpec:
             rotary = replace(rotary, has_factors=False)
         has_values = f"blk.{index if source is None else source}.attn_v.weight" in read.tensors
         layer = sizes.arrangement().sandwich(
-            sizes.attention(rotary, window=window, scale=1.0, has_head_norms=True),
+            sizes.attention(rotary, window=window, has_head_norms=True),
             _feed_forward(sizes, activation, experts),
             scale=scale,
             own=PerLayer(size=inputs, activation=activation) if inputs else None,
         )
-        layer = layer.with_attention(norms_values=True, num_kv_projections=1 + has_values)
+        layer = layer.with_attention(
+            scale=1.0, norms_values=True, num_kv_projections=1 + has_values
+        )
         layers.append(layer.with_attention(**reading(source)))
-    spec = sizes.model(name, layers, embedding_scale=math.sqrt(sizes.hidden_size))
-    first = (layer_inputs(spec, inputs, sizes.epsilon),) if inputs else ()
-    return replace(spec, logit_cap=cap_of_keys(read, LOGIT_CAP), first=first)
+    spec = sizes.model(name, layers)
+    return replace(
+        spec,
+        embedding_scale=math.sqrt(sizes.hidden_size),
+        logit_cap=cap_of_keys(read, LOGIT_CAP),
+        first=(layer_inputs(spec, inputs, sizes.epsilon),) if inputs else (),
+    )
 
 
 GEMMA4 = Family(

@@ -296,10 +296,13 @@ class KeyReader:
                 " convert the checkpoint again"
             )
         embedding = self.tensors.get("token_embd.weight")
+        # A file whose layers all have experts need not say more than the neurons of one.
+        of_expert_key = f"{name}.expert_feed_forward_length"
+        of_expert = self.number(of_expert_key) if of_expert_key in self.keys else None
         return Sizes(
             num_layers=count("block_count") - self.num_skipped,
             hidden_size=hidden_size,
-            num_neurons=count("feed_forward_length", self._of_expert()),
+            num_neurons=count("feed_forward_length", of_expert),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -307,11 +310,6 @@ class KeyReader:
             context_length=count("context_length"),
             epsilon=self.positive(f"{name}.{NORM_EPSILON[norm]}"),
         )
-
-    def _of_expert(self) -> float | None:
-        """The neurons of an expert: a file whose layers all have experts need not say more."""
-        key = f"{self.graph.name}.expert_feed_forward_length"
-        return self.number(key) if key in self.keys else None
 
     def options(self, num_layers: int) -> frozenset[str]:
         """The optional tensors of the layers, of those that the architecture has.

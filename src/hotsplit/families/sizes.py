@@ -42,10 +42,7 @@ class Sizes:
         options: Collection[str] = (),
         *,
         window: int | None = None,
-        scale: float | None = None,
         has_head_norms: bool = False,
-        norms_all_heads: bool = False,
-        is_fused: bool = False,
         head_norm: NormKind = "rms",
     ) -> Attention:
         """The numbers that several families have; others are replaced. `options`: names of optional
@@ -57,10 +54,7 @@ class Sizes:
             head_dim=self.head_dim,
             rotary=rotary,
             window=window,
-            scale=scale,
             head_norm=norm if has_head_norms else None,
-            norms_all_heads=norms_all_heads,
-            is_fused=is_fused,
             biases=_biased(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"), options),
         )
 
@@ -79,36 +73,17 @@ class Sizes:
         return Arrangement(norm=norm, hidden_size=self.hidden_size, epsilon=self.epsilon)
 
     def model(
-        self,
-        architecture: str,
-        layers: Iterable[LayerSpec],
-        *,
-        output_norm: NormKind | None = "rms",
-        embedding_scale: float = 1.0,
-        logit_scale: float = 1.0,
-        has_positions: bool = False,
+        self, architecture: str, layers: Iterable[LayerSpec], output_norm: NormKind | None = "rms"
     ) -> ModelSpec:
-        last = Norm(
-            name="output_norm",
-            kind=output_norm or "rms",
-            size=self.hidden_size,
-            epsilon=self.epsilon,
-        )
+        norm = self.arrangement(output_norm or "rms").make_norm("output_norm", "x", "x")
         return ModelSpec(
             architecture=architecture,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             context_length=self.context_length,
             layers=tuple(layers),
-            output_norm=last if output_norm else None,
-            embedding_scale=embedding_scale,
-            logit_scale=logit_scale,
-            has_positions=has_positions,
+            output_norm=norm if output_norm else None,
         )
-
-    def alike(self, layer: LayerSpec) -> tuple[LayerSpec, ...]:
-        """All layers, if they are all like this one."""
-        return (layer,) * self.num_layers
 
 
 def by_layer(values: list[int]) -> Value:
