@@ -14,7 +14,7 @@ Letters: T tokens, V vocabulary."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,12 +214,16 @@ def _relative_error(got_TV: Tensor, want_TV: Tensor) -> float:
 
 @contextmanager
 def _transformers_may_fail() -> Iterator[None]:
-    """Raises Skipped for all that transformers may raise for an odd config, and silences it."""
+    """Raises Skipped for all that transformers may raise for an odd config, and silences its table of
+    missing and unexpected tensors, and its progress bars, which stay off."""
     from huggingface_hub.errors import StrictDataclassError
+    from transformers.utils import logging
 
+    verbosity = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
     try:
-        with _silent_transformers():
-            yield
+        yield
     except (
         ArithmeticError,
         AssertionError,
@@ -234,17 +238,49 @@ def _transformers_may_fail() -> Iterator[None]:
     ) as error:
         line = " ".join(str(error).split())[:200] or type(error).__name__
         raise Skipped(f"transformers cannot run the checkpoint ({line})") from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _check_transformers(written: Written) -> None:
-    """Raises Skipped if transformers does not know the checkpoint, or needs more memory than there
-    is."""
-    from transformers.configuration_utils import PretrainedConfig
-
+    """Raises Skipped if transformers does not know the checkpoint, or needs more memory than there is,
+    and HotsplitError if it would run an architecture other than the one in `architectures`, which
+    `convert` went by. Weights in f32 and intermediates take three times the size of a 16-bit
+    checkpoint (measured)."""
+    folder = written.source
     with _transformers_may_fail():
-        values, _ = PretrainedConfig.get_config_dict(written.source, local_files_only=True)
-        _check_known(written.source, values)
-        _refuse_too_large(written.source)
+        from transformers.activations import ACT2FN
+        from transformers.configuration_utils import PretrainedConfig
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        )
+
+        values, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+        kind, activation = values.get("model_type"), values.get("hidden_act")
+        architectures = values.get("architectures")
+        named = architectures[0] if isinstance(architectures, list) and architectures else None
+        classes = {
+            **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+            **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        }
+        taken = classes.get(kind) if isinstance(kind, str) else None
+        if taken is None:
+            raise Skipped(f"transformers does not know model_type {str(kind)[:60]!r}")
+        if taken != named and named in classes.values():
+            raise HotsplitError(
+                f"{folder / 'config.json'}: model_type is {shown(kind)}, which is {taken}, but"
+                f" architectures has {shown(named)}; correct the one that is wrong"
+            )
+        if activation is not None and activation not in ACT2FN:
+            raise Skipped(f"transformers does not know the activation {shown(activation)}")
+        files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
+        needed, free = 3 * sum(file.stat().st_size for file in files), free_memory_bytes()
+        if needed > 0.8 * free:
+            raise Skipped(
+                f"transformers needs about {needed / 1e9:.0f} GB for it; {free / 1e9:.0f} GB are"
+                " free"
+            )
 
 
 def _transformers_logits(
@@ -280,46 +316,6 @@ def _load(folder: Path) -> torch.nn.Module:
         )
         .eval()
     )
-
-
-def _check_known(folder: Path, values: Mapping[str, object]) -> None:
-    """Raises Skipped for a model that transformers does not know, and HotsplitError if it would
-    run an architecture other than the one in `architectures`, which `convert` went by."""
-    from transformers.activations import ACT2FN
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
-
-    kind, activation = values.get("model_type"), values.get("hidden_act")
-    architectures = values.get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else None
-    classes = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    taken = classes.get(kind) if isinstance(kind, str) else None
-    if taken is None:
-        raise Skipped(f"transformers does not know model_type {str(kind)[:60]!r}")
-    if taken != named and named in classes.values():
-        raise HotsplitError(
-            f"{folder / 'config.json'}: model_type is {shown(kind)}, which is {taken}, but"
-            f" architectures has {shown(named)}; correct the one that is wrong"
-        )
-    if activation is not None and activation not in ACT2FN:
-        raise Skipped(f"transformers does not know the activation {shown(activation)}")
-
-
-@contextmanager
-def _silent_transformers() -> Iterator[None]:
-    """Silences transformers' table of missing and unexpected tensors, and its progress bars, which
-    stay off."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _renamed(name: str) -> str:
@@ -362,17 +358,6 @@ def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
             target.copy_(values)
         else:
             target[torch.from_numpy(item.rows)] = values
-
-
-def _refuse_too_large(folder: Path) -> None:
-    """Raises Skipped if there is too little memory: weights in f32 and intermediates take three
-    times the size of a 16-bit checkpoint (measured)."""
-    files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
-    needed, free = 3 * sum(file.stat().st_size for file in files), free_memory_bytes()
-    if needed > 0.8 * free:
-        raise Skipped(
-            f"transformers needs about {needed / 1e9:.0f} GB for it; {free / 1e9:.0f} GB are free"
-        )
 
 
 def _check_source(written: Written) -> None:

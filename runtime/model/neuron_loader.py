@@ -56,7 +56,7 @@ class NeuronLoader:
         if self.placement.hot is None:
             return (self._block(index, down, "hot", every, "all"),)
         hot = self.placement.hot[index].astype(np.int64)
-        cold = np.setdiff1d(every, hot)
+        cold = np.delete(every, hot)
         if self.resident_LN is not None and len(self.resident_LN[index]):
             block = self._block(index, down, "hot", hot, "own")
             return apart(block, self._block(index, down, "cold", cold, "shared"), cold)
