@@ -66,7 +66,7 @@ class NativeLayers:
         """The layers of a step, whose workspace they share."""
         spec, step = weights.spec, StepStruct.from_buffer_copy(native.step)
         step.max_rows = min(native.max_rows, step.context_length)
-        step.fired = step.times = None
+        step.times = None
         sizes = native.values.own | {"x": spec.x_size, "routed": 2 * spec.most_used}
         used = {name_of(v) for op, _ in native.placed for v in (*op.reads, *op.writes)}
         used |= {ALIASES[name] for name in used & ALIASES.keys()} | {ALIASES["head_in"]}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import make_sizes, sparse_model
 from reference import rel_error
+from test_runtime import make_split, saved
 
 from hotsplit import Engine
 from hotsplit.runtime.device.bits import pack_bits
@@ -259,3 +260,23 @@ def test_the_node_is_a_function_and_its_argument(tmp_path):
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
     want = reference(ffn, neurons.x_D, torch.ones(F))
     assert rel_error(neurons.y_D, want) < 1e-5
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_bits_of_the_neurons_that_fire(tmp_path, num_tokens):
+    """A call for a block alone sets the bits of its own neurons, by their ids in the layer."""
+    model = saved(tmp_path, sizes=make_sizes(num_neurons=F))
+    make_split(model, [range(0, F, 2), range(30)]).save(tmp_path / "s.gguf")
+    x_TD = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(0))
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
+        ffn = engine.layers[0].ffn
+        for block in ffn.blocks:
+            fired_W = torch.full((-(-F // 32),), -1, dtype=torch.int32)
+            neurons = NativeNeurons.of(block, ffn.gate, F, fired_W=fired_W)
+            for x_D in x_TD:
+                neurons.x_D.copy_(x_D)
+                neurons.run()
+                want = torch.zeros(F, dtype=torch.bool)
+                want[block.id_N] = block.gate.weight.product(x_D[None])[0] > 0
+                assert torch.equal(fired_W, pack_bits(want)) and want.any()
+                assert not torch.equal(fired_W, pack_bits(want.flip(0)))

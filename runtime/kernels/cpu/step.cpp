@@ -357,22 +357,6 @@ class Step {
         }
     }
 
-    // Clears a layer's bits for the rows of this step (HsStep's `fired`) and returns where to
-    // set them. If neurons are named, writes the bits of those and returns none.
-    Fired fired_of(int64_t index, bool are_named) {
-        if (!s.fired) return {};
-        const int64_t words = words_of(s.num_neurons), F = s.layer[index].feed_forward.num_neurons;
-        const Fired fired = {s.fired + index * words, s.num_layers * words};
-        rows(F, [&](int64_t t) {
-            uint32_t* bits = fired.bits + t * fired.stride;
-            if (are_named)
-                pack_named(s.layer[index], w.named + t * F, bits);
-            else
-                std::fill_n(bits, words, 0u);
-        });
-        return are_named ? Fired{} : fired;
-    }
-
     void attention(const HsAttention& l, Operand& input, float* out) {
         turn(l);
         clock.ended(TIMED_OTHER);
@@ -439,13 +423,12 @@ class Step {
         const HsFeedForward& f = l.feed_forward;
         const HsBlock& block = f.block[op.part];
         const bool are_named = op.in_2 == VALUE_NAMED, is_first = op.part == 0;
-        if (is_first) fired = fired_of(op.layer, are_named);
         const Gate gate{f.gate};
         Named named[MAX_ROWS];
         for (int64_t t = 0; are_named && t < T; ++t)
             named[t] = {nullptr, w.named + t * f.num_neurons, l.predictor.threshold};
         NeuronBytes read;
-        w.neurons.run(block, gate, are_named ? named : nullptr, input, T, out, read, fired,
+        w.neurons.run(block, gate, are_named ? named : nullptr, input, T, out, read, {},
                       {s.seen_gate, s.seen_hidden, f.num_neurons, nullptr});
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
@@ -523,7 +506,6 @@ class Step {
     std::array<int64_t, MAX_ROWS> wanted;  // rows with logits
     int64_t num_wanted = 0;
     std::array<bool, MAX_ROTARIES> is_turned = {};
-    Fired fired = {};  // of the layer whose neurons are being run
 };
 
 bool fits(const HsRotary& r) { return r.frequency && r.head_width > 0 && r.head_width % 2 == 0; }
@@ -582,11 +564,11 @@ bool fits(const HsFeedForward& f, const HsStep& s) {
     return true;
 }
 
-// True if the router and experts of a layer fit together. Bits of neurons are not kept for experts.
+// True if the router and experts of a layer fit together.
 bool fits_experts(const HsLayer& l, const HsStep& s) {
     const HsFeedForward& f = l.feed_forward;
     if (!f.experts) return fits(l.route, s.width);
-    if (!l.route.router.data || !fits(l.route, s.width) || s.fired) return false;
+    if (!l.route.router.data || !fits(l.route, s.width)) return false;
     for (const HsExperts* e = f.experts; e < f.experts + f.num_blocks; ++e)
         if (f.num_neurons != e->first.num_neurons || e->num_experts != l.route.router.num_rows ||
             !fits(*e, l.route.num_used, s.width, f.gate.computes_all))

@@ -202,10 +202,6 @@ struct HsStep {
     // [num_layers + 1, NUM_TIMED, 2] nanoseconds and weight bytes of all steps so far; the last row is
     // for parts outside the layers. Null: the clock is not read.
     int64_t* times;
-    // [max_rows, num_layers, num_neurons / 32 rounded up] one bit per neuron, written for each computed row,
-    // in order: the named neurons, in a layer where neurons are named; otherwise those whose row of
-    // `down` is used. Null: nothing is written.
-    uint32_t* fired;
     // What observers see of a layer, for two rows or more; null: nothing is written. The heads' outputs,
     // written by OP_ATTENTION and OP_DELTA; [max_rows, F] the predictor's scores, written by OP_PREDICT; gates
     // before the activation (NaN where a neuron is not predicted) and hidden values, written by OP_NEURONS,
