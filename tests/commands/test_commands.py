@@ -18,7 +18,7 @@ from paths import SEARCH_PATH, TESTS
 from hotsplit.cli import main
 from hotsplit.commands.all_commands import cli
 from hotsplit.commands.exit_codes import UNEXPECTED, line_of
-from hotsplit.commands.options.shared import SIZE, FileCommand, FolderPath, OutputPath
+from hotsplit.commands.options.command_options import SIZE, FileCommand, FolderPath, OutputPath
 from hotsplit.files.mapped_files import EXIT_CODE as CUT
 from hotsplit.files.typed import printed_line
 from hotsplit.system.sizes import format_bytes

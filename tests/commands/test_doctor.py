@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from hotsplit.doctor import gpu, machine
+from hotsplit.doctor import gpu_findings as gpu
+from hotsplit.doctor import machine_findings as machine
 from hotsplit.doctor.children import Child, Result
 from hotsplit.runtime.kernels.cpu import library
 

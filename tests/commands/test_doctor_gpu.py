@@ -8,7 +8,7 @@ from fake_cuda.kernels import launched
 from fake_cuda.torch_cuda import fake_cuda
 from test_doctor import broken  # noqa: F401
 
-from hotsplit.doctor import gpu
+from hotsplit.doctor import gpu_findings as gpu
 from hotsplit.doctor.children import Child, Result
 from hotsplit.doctor.probes import probe_gpu
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels

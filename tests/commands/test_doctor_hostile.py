@@ -8,8 +8,10 @@ import time
 import pytest
 from test_doctor import broken, cache  # noqa: F401
 
-from hotsplit.doctor import children, gpu, machine
+from hotsplit.doctor import children
 from hotsplit.doctor import examine as examining
+from hotsplit.doctor import gpu_findings as gpu
+from hotsplit.doctor import machine_findings as machine
 from hotsplit.doctor.children import Child
 from hotsplit.doctor.finding import ok
 

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from hotsplit.commands.all_commands import cli
-from hotsplit.commands.options.shared import take_engine_options
+from hotsplit.commands.options.command_options import take_engine_options
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.config import BenchConfig
 from hotsplit.measure.evaluate.config import EvalConfig

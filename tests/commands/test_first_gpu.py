@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hotsplit.cli import main
-from hotsplit.doctor import machine
+from hotsplit.doctor import machine_findings as machine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime import gpu_setup
 from hotsplit.runtime.device import device_memory

@@ -18,8 +18,8 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
+from hotsplit.inspection.file_summary import to_json
 from hotsplit.inspection.gguf_summary import part_of
-from hotsplit.inspection.summary import to_json
 
 KINDS = ["model file", "profile", "machine file", "split file", "predictors"]  # of one_of_each
 

@@ -34,7 +34,7 @@ from hotsplit.commands.options import llamacpp_flags, llamacpp_table
 from hotsplit.commands.options.llamacpp_flags import translate
 from hotsplit.commands.options.llamacpp_table import TABLE
 from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.terminal.prompts import note_unread, prompts_of
+from hotsplit.commands.terminal.prompt_sources import note_unread, prompts_of
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tensor_types import TensorTypes

@@ -120,7 +120,7 @@ def prepare() -> None:
 
     import hotsplit.cli
     import hotsplit.commands.all_commands
-    import hotsplit.commands.solve
+    import hotsplit.commands.solve_command
     import hotsplit.export.powerinfer
     import hotsplit.measure.calibrate.calibrate as calibrate
     import hotsplit.measure.evaluate.verify_conversion

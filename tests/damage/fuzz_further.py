@@ -13,11 +13,11 @@ from fuzz_kind import FuzzCase, codec_of
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.commands.terminal.prompts import prompts_of
+from hotsplit.commands.terminal.prompt_sources import prompts_of
 from hotsplit.convert.checkpoint_summary import summarise_checkpoint
 from hotsplit.export.export import ExportConfig, export
+from hotsplit.inspection.file_summary import print_facts, to_json
 from hotsplit.inspection.inspect_file import inspect_file
-from hotsplit.inspection.summary import print_facts, to_json
 from hotsplit.profile.corpus.corpus import read_chat_windows
 from hotsplit.run.cache_folder import LOCK, read_entry
 from hotsplit.run.housekeeping import list_cache

@@ -146,7 +146,7 @@ def _command(kind: str) -> "click.Command":
     """A command that writes an artifact as hotsplit's commands do without --force."""
     import click
 
-    from hotsplit.commands.options.shared import OUTPUT, FileCommand
+    from hotsplit.commands.options.command_options import OUTPUT, FileCommand
     from hotsplit.files.outputs import check_output, check_output_folder
 
     def callback(output: Path, value: int) -> None:

@@ -29,8 +29,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.declared import Count, Lax, Line, NotNaN, Positive, Share, read_declared
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
+from hotsplit.inspection.file_summary import to_json
 from hotsplit.inspection.inspect_file import inspect_file
-from hotsplit.inspection.summary import to_json
 
 VALUES = [None, "x", "", "\x1b[31m\n", -1, 0, 0.5, 10**19, 10**400, math.nan, math.inf, True]
 VALUES += [[], [None], ["x"], [math.inf], {}, {"a": 1}]

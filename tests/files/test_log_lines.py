@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hotsplit.cli import main
-from hotsplit.commands.options import shared
+from hotsplit.commands.options import command_options as shared
 from hotsplit.runtime import resolved_options
 from hotsplit.system.log_lines import NAME, lines_on_stderr
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hotsplit.doctor import machine as doctor
+from hotsplit.doctor import machine_findings as doctor
 from hotsplit.runtime.device import huge_pages
 from hotsplit.system import control_groups, memory_nodes
 from hotsplit.system.memory_nodes import nodes_of

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from hotsplit.commands.options.shared import say, wrapped
+from hotsplit.commands.options.command_options import say, wrapped
 from hotsplit.system import progress as module
 from hotsplit.system.progress import progress
 
@@ -75,7 +75,7 @@ def test_a_log_has_no_total_of_a_part_that_follows(capsys, monkeypatch):
 
 
 SAID = """
-from hotsplit.commands.options.shared import say
+from hotsplit.commands.options.command_options import say
 from hotsplit.system.progress import progress
 with progress("measuring", None, "timings") as advance:
     for number in range(3):

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from paths import ROOT
 from tokenizers import Tokenizer
 
-from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.options.sampling_options import sampling_options, take_sampling_options
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation import (
     DEFAULT_SAMPLERS,

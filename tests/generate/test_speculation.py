@@ -19,7 +19,7 @@ from models import byte_level_keys, make_model, make_sizes
 from paths import ROOT
 
 from hotsplit import Engine
-from hotsplit.commands.options.speculation import (
+from hotsplit.commands.options.speculation_options import (
     speculating,
     speculation_options,
     take_speculation_options,

@@ -12,7 +12,7 @@ from forked import run_python
 from models import make_machine, make_model, make_sizes
 from test_runtime import make_split
 
-from hotsplit.doctor import machine as doctor
+from hotsplit.doctor import machine_findings as doctor
 from hotsplit.errors import HotsplitError
 from hotsplit.files import pipeline
 from hotsplit.measure.calibrate import calibrate as calibrating

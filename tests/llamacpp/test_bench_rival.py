@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hotsplit.commands.options.shared import take_engine_options
+from hotsplit.commands.options.command_options import take_engine_options
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
 from hotsplit.measure.bench.config import BenchConfig

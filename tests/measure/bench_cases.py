@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hotsplit.commands.options.shared import take_engine_options
+from hotsplit.commands.options.command_options import take_engine_options
 from hotsplit.measure.bench.config import BenchConfig
 
 

@@ -17,7 +17,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.commands.options.shared import take_engine_options
+from hotsplit.commands.options.command_options import take_engine_options
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import plan_bytes

@@ -24,7 +24,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Trial
 from hotsplit.cli import main
-from hotsplit.commands.options import speculation
+from hotsplit.commands.options import speculation_options as speculation
 from hotsplit.errors import Interrupted
 from hotsplit.run import estimate, housekeeping, prepare, stages
 from hotsplit.run.default_budgets import Room

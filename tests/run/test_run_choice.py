@@ -12,7 +12,7 @@ from test_gguf_source import powerinfer_file
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
-from hotsplit.commands.options.shared import take_engine_options
+from hotsplit.commands.options.command_options import take_engine_options
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError

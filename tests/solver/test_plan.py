@@ -17,7 +17,7 @@ from test_solver_experts import tiny
 from hotsplit.artifacts.data_sheets import CARDS, HOSTS, SOURCE, load_machine, machine_of
 from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.cli import main
-from hotsplit.commands.run import run as run_command
+from hotsplit.commands.run_command import run as run_command
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import header_reach
 from hotsplit.inspection.inspect_file import inspect_file

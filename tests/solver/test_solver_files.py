@@ -24,7 +24,7 @@ from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
-from hotsplit.commands.solve import parse_range
+from hotsplit.commands.solve_command import parse_range
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.advice import helps_from
 from hotsplit.solver.explain import meanings_of

@@ -23,7 +23,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.trial_file import Trial
 from hotsplit.cli import main
 from hotsplit.commands.options.slow_plans import slow_plan_line
-from hotsplit.doctor import machine
+from hotsplit.doctor import machine_findings as machine
 from hotsplit.errors import HotsplitError
 from hotsplit.run.keys import digest
 from hotsplit.run.rates import Rates, cpu_alone_name, machine_key

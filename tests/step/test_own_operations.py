@@ -27,7 +27,7 @@ from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.costs.kernel_counts import dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
-from hotsplit.inspection.summary import to_json
+from hotsplit.inspection.file_summary import to_json
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary
 from hotsplit.runtime.device.pools import PoolBytes

@@ -9,7 +9,11 @@ import regex as regexes
 from click.testing import CliRunner
 from constrained_texts import tiny_codec, written
 
-from hotsplit.commands.options.constraints import constraint_of, constraint_options, take_constraint
+from hotsplit.commands.options.constraint_options import (
+    constraint_of,
+    constraint_options,
+    take_constraint,
+)
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate import constraints
 from hotsplit.runtime.generate.constraints import (

@@ -10,15 +10,12 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.bench import bench
-from hotsplit.commands.cache import cache
+from hotsplit.commands.bench_command import bench
+from hotsplit.commands.cache_command import cache
 from hotsplit.commands.doctor import doctor
 from hotsplit.commands.evaluate import evaluate
 from hotsplit.commands.help.command import completion, help_command
-from hotsplit.commands.options.engine import kv_offload_option, rope_options
-from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.options.preparation import activation_option, tokenizer_option, vram_option
-from hotsplit.commands.options.shared import (
+from hotsplit.commands.options.command_options import (
     FILE,
     FileCommand,
     OutputPath,
@@ -32,11 +29,14 @@ from hotsplit.commands.options.shared import (
     report_options,
     say,
 )
+from hotsplit.commands.options.engine_options import kv_offload_option, rope_options
+from hotsplit.commands.options.outtype import OUTTYPE
+from hotsplit.commands.options.preparation import activation_option, tokenizer_option, vram_option
 from hotsplit.commands.plan import plan
 from hotsplit.commands.profile_command import profile
-from hotsplit.commands.report import report
-from hotsplit.commands.run import chat, generate
-from hotsplit.commands.run import run as run_command
+from hotsplit.commands.report_command import report
+from hotsplit.commands.run_command import chat, generate
+from hotsplit.commands.run_command import run as run_command
 from hotsplit.commands.serve import serve
 from hotsplit.files.written import Written
 from hotsplit.system.sizes import format_bytes
@@ -232,7 +232,7 @@ def solve(
 
     The plan says which neurons, attention blocks and so on go on the GPU and which stay on the CPU
     so that a token takes the least time on the machine that --machine describes."""
-    from hotsplit.commands.solve import run_check, run_solve, run_sweep
+    from hotsplit.commands.solve_command import run_check, run_solve, run_sweep
     from hotsplit.options.neuron_cache import CacheOptions
     from hotsplit.solver.solve import SolveConfig
 
@@ -287,8 +287,8 @@ def inspect_command(
     if (file / "config.json").is_file():
         _inspect_checkpoint(file, as_json)
         return
+    from hotsplit.inspection.file_summary import to_json
     from hotsplit.inspection.inspect_file import inspect_file
-    from hotsplit.inspection.summary import to_json
 
     summary = inspect_file(file)
     if as_json:
@@ -298,7 +298,7 @@ def inspect_command(
 
 
 def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
-    from hotsplit.inspection.summary import columns_table, facts_table, print_tables, to_json
+    from hotsplit.inspection.file_summary import columns_table, facts_table, print_tables, to_json
     from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 
     summary = summarise_program(file, split)
@@ -322,7 +322,7 @@ def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
 
 def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
     from hotsplit.convert.checkpoint_summary import summarise_checkpoint
-    from hotsplit.inspection.summary import print_facts, to_json
+    from hotsplit.inspection.file_summary import print_facts, to_json
 
     summary = summarise_checkpoint(folder)
     if as_json:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import click
 
-from hotsplit.commands.options.shared import FileCommand, finish, json_option, say
+from hotsplit.commands.options.command_options import FileCommand, finish, json_option, say
 
 
 @click.command(cls=FileCommand, short_help="Check this machine, and say what to fix.")

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.engine import long_text_options, scaling_lines
-from hotsplit.commands.options.shared import (
+from hotsplit.commands.options.command_options import (
     FILE,
     FileCommand,
     context_option,
@@ -18,6 +17,7 @@ from hotsplit.commands.options.shared import (
     take_engine_options,
     threads_option,
 )
+from hotsplit.commands.options.engine_options import long_text_options, scaling_lines
 
 if TYPE_CHECKING:
     from hotsplit.measure.evaluate.config import EvalConfig

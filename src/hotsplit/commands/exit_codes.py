@@ -82,7 +82,7 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
     import click
 
     from hotsplit.commands.all_commands import Stopped, cli
-    from hotsplit.commands.options.shared import say
+    from hotsplit.commands.options.command_options import say
     from hotsplit.system.log_lines import lines_on_stderr
 
     if is_program:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.commands.options.shared import aligned, finish
+from hotsplit.commands.options.command_options import aligned, finish
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.llamacpp import ways
 from hotsplit.solver.prediction import inputs_for

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.engine import cache_type_options, rope_options
-from hotsplit.commands.options.preparation import (
-    activation_option,
-    outtype_option,
-    tokenizer_option,
-    vram_option,
-)
-from hotsplit.commands.options.shared import (
+from hotsplit.commands.options.command_options import (
     FILE,
     FileCommand,
     context_option,
@@ -31,6 +24,13 @@ from hotsplit.commands.options.shared import (
     say,
     speed_lines,
     take_engine_options,
+)
+from hotsplit.commands.options.engine_options import cache_type_options, rope_options
+from hotsplit.commands.options.preparation import (
+    activation_option,
+    outtype_option,
+    tokenizer_option,
+    vram_option,
 )
 from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import DoesNotFitError, HotsplitError

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.preparation import texts_or_default
-from hotsplit.commands.options.shared import (
+from hotsplit.commands.options.command_options import (
     FILE,
     FOLDER,
     FileCommand,
@@ -20,6 +19,7 @@ from hotsplit.commands.options.shared import (
     report_options,
     texts_and_model,
 )
+from hotsplit.commands.options.preparation import texts_or_default
 from hotsplit.files.outputs import check_apart, check_outputs
 
 if TYPE_CHECKING:

@@ -8,11 +8,7 @@ from typing import Any, Literal
 
 import click
 
-from hotsplit.commands.options.constraints import ConstraintOption, take_constraint
-from hotsplit.commands.options.engine import neuron_cache_option
-from hotsplit.commands.options.preparation import all_preparation_options
-from hotsplit.commands.options.sampling import decoding_options, take_sampling_options
-from hotsplit.commands.options.shared import (
+from hotsplit.commands.options.command_options import (
     context_option,
     force_option,
     joined,
@@ -22,8 +18,12 @@ from hotsplit.commands.options.shared import (
     running_options,
     take_engine_options,
 )
-from hotsplit.commands.options.speculation import take_speculation_options
-from hotsplit.commands.terminal.prompts import (
+from hotsplit.commands.options.constraint_options import ConstraintOption, take_constraint
+from hotsplit.commands.options.engine_options import neuron_cache_option
+from hotsplit.commands.options.preparation import all_preparation_options
+from hotsplit.commands.options.sampling_options import decoding_options, take_sampling_options
+from hotsplit.commands.options.speculation_options import take_speculation_options
+from hotsplit.commands.terminal.prompt_sources import (
     chat_options,
     note_unread,
     prompts_of,

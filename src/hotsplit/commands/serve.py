@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.engine import long_text_options
-from hotsplit.commands.options.preparation import preparation, preparation_options
-from hotsplit.commands.options.sampling import (
-    model_sampling,
-    sampling_options,
-    take_sampling_options,
-)
-from hotsplit.commands.options.shared import (
+from hotsplit.commands.options.command_options import (
     FILE,
     FileCommand,
     context_option,
@@ -28,8 +21,15 @@ from hotsplit.commands.options.shared import (
     say,
     take_engine_options,
 )
+from hotsplit.commands.options.engine_options import long_text_options
+from hotsplit.commands.options.preparation import preparation, preparation_options
+from hotsplit.commands.options.sampling_options import (
+    model_sampling,
+    sampling_options,
+    take_sampling_options,
+)
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
-from hotsplit.commands.terminal.prompts import template_options, template_variables
+from hotsplit.commands.terminal.prompt_sources import template_options, template_variables
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.system.sizes import format_bytes

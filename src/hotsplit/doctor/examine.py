@@ -4,7 +4,8 @@ probes of kernels, torch, Triton and the driver, in parallel, then the trial of 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hotsplit.doctor import gpu, machine
+from hotsplit.doctor import gpu_findings as gpu
+from hotsplit.doctor import machine_findings as machine
 from hotsplit.doctor.children import Child, Result
 from hotsplit.doctor.finding import Finding
 

@@ -12,7 +12,7 @@ from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.inspection.summary import (
+from hotsplit.inspection.file_summary import (
     Row,
     Summary,
     columns_table,

@@ -21,8 +21,7 @@ from hotsplit.costs.default_mode import dense_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
 from hotsplit.inspection.artifact_summaries import ImportancesSummary
-from hotsplit.inspection.split_summary import SplitSummary
-from hotsplit.inspection.summary import (
+from hotsplit.inspection.file_summary import (
     Row,
     Summary,
     columns_table,
@@ -32,6 +31,7 @@ from hotsplit.inspection.summary import (
     predictor_layers,
     span,
 )
+from hotsplit.inspection.split_summary import SplitSummary
 from hotsplit.model.spec_facts import spec_facts
 from hotsplit.system.sizes import format_bytes
 from hotsplit.tokens.ggml_tokenizer import check_text_keys

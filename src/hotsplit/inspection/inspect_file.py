@@ -17,8 +17,8 @@ from hotsplit.inspection.artifact_summaries import (
     PredictorsSummary,
     ProfileSummary,
 )
+from hotsplit.inspection.file_summary import Summary
 from hotsplit.inspection.gguf_summary import summarise_gguf
-from hotsplit.inspection.summary import Summary
 
 POWERINFER_MAGIC = b"PWRI"  # in the place of b"GGUF"
 KNOWN = (

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.artifacts.split_file import Split
-from hotsplit.inspection.summary import Row, Summary, columns_table, formatted
+from hotsplit.inspection.file_summary import Row, Summary, columns_table, formatted
 from hotsplit.system.sizes import format_bytes
 
 

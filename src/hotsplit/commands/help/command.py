@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import click
 
-from hotsplit.commands.options.shared import FileCommand
+from hotsplit.commands.options.command_options import FileCommand
 
 PROGRAM = "hotsplit"
 COMPLETE_VARIABLE = "_HOTSPLIT_COMPLETE"  # click's for a program of this name

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hotsplit.commands.options.command_options import joined, option_table, say, take_engine_options
 from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.options.shared import joined, option_table, say, take_engine_options
 from hotsplit.errors import HotsplitError
 from hotsplit.files.steady import suspended
 from hotsplit.options.engine_config import EngineConfig

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotsplit.commands.options.shared import say
+from hotsplit.commands.options.command_options import say
 from hotsplit.system.cache_place import cache_folder
 
 if TYPE_CHECKING:

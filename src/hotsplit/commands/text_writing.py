@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.constraints import constraint_of
-from hotsplit.commands.options.shared import finish, say
-from hotsplit.commands.options.speculation import speculating
+from hotsplit.commands.options.command_options import finish, say
+from hotsplit.commands.options.constraint_options import constraint_of
+from hotsplit.commands.options.speculation_options import speculating
 from hotsplit.commands.request import Request
 from hotsplit.commands.terminal.terminal import Screen
 from hotsplit.errors import HotsplitError, Interrupted

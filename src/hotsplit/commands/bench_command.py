@@ -4,10 +4,7 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.options.engine import long_text_options, neuron_cache_option
-from hotsplit.commands.options.kept_files import bench_line
-from hotsplit.commands.options.preparation import preparation, preparation_options
-from hotsplit.commands.options.shared import (
+from hotsplit.commands.options.command_options import (
     FILE,
     FileCommand,
     Parsed,
@@ -19,6 +16,9 @@ from hotsplit.commands.options.shared import (
     split_option,
     take_engine_options,
 )
+from hotsplit.commands.options.engine_options import long_text_options, neuron_cache_option
+from hotsplit.commands.options.kept_files import bench_line
+from hotsplit.commands.options.preparation import preparation, preparation_options
 from hotsplit.errors import HotsplitError
 from hotsplit.system.sizes import whole_number
 

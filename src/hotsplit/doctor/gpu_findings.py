@@ -5,7 +5,7 @@ from typing import Any
 
 from hotsplit.doctor.children import Result
 from hotsplit.doctor.finding import Finding, note, ok, wrong
-from hotsplit.doctor.machine import REBUILD, is_wsl
+from hotsplit.doctor.machine_findings import REBUILD, is_wsl
 from hotsplit.system.sizes import format_bytes
 
 LEAST_CAPABILITY = 7.5  # the lowest for which torch's wheels for CUDA 12.8 and later have code

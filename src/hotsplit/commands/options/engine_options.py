@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from hotsplit.commands.options.shared import engine_option, joined, option_table
+from hotsplit.commands.options.command_options import engine_option, joined, option_table
 from hotsplit.model.rope import KINDS
 from hotsplit.options.cache_types import NAMES
 from hotsplit.options.engine_config import EngineConfig

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from hotsplit.commands.options.constraints import constraint_options
-from hotsplit.commands.options.engine import long_text_options
-from hotsplit.commands.options.shared import Parsed, joined, say
-from hotsplit.commands.options.speculation import speculation_options
+from hotsplit.commands.options.command_options import Parsed, joined, say
+from hotsplit.commands.options.constraint_options import constraint_options
+from hotsplit.commands.options.engine_options import long_text_options
+from hotsplit.commands.options.speculation_options import speculation_options
 from hotsplit.options.generation import (
     DEFAULT_SAMPLERS,
     SamplingOptions,

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.chat import converse
-from hotsplit.commands.options.constraints import constraint_of
+from hotsplit.commands.conversation import converse
+from hotsplit.commands.options.command_options import FILE, FileCommand, say
+from hotsplit.commands.options.constraint_options import constraint_of
 from hotsplit.commands.options.preparation import preparation
-from hotsplit.commands.options.sampling import model_sampling
-from hotsplit.commands.options.shared import FILE, FileCommand, say
+from hotsplit.commands.options.sampling_options import model_sampling
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
 from hotsplit.commands.request import Request, request_options, take_request
-from hotsplit.commands.texts import write
+from hotsplit.commands.text_writing import write
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
 

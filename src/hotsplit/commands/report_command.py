@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.options.shared import (
+from hotsplit.commands.options.command_options import (
     FILE,
     FileCommand,
     OutputPath,

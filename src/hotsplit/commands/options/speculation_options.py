@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from hotsplit.commands.options.shared import option_table
+from hotsplit.commands.options.command_options import option_table
 from hotsplit.errors import about
 from hotsplit.options.generation import SpecType, SpeculationOptions
 

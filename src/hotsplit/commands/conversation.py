@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotsplit.commands.options.constraints import constraint_of
-from hotsplit.commands.options.shared import say
-from hotsplit.commands.options.speculation import speculating
+from hotsplit.commands.options.command_options import say
+from hotsplit.commands.options.constraint_options import constraint_of
+from hotsplit.commands.options.speculation_options import speculating
 from hotsplit.commands.request import Request
 from hotsplit.commands.terminal.terminal import (
     Lines,

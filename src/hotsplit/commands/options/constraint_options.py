@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.shared import option_table
+from hotsplit.commands.options.command_options import option_table
 from hotsplit.errors import HotsplitError, about
 from hotsplit.files.json_file import read_text
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.commands.options.shared import speed_lines
+from hotsplit.commands.options.command_options import speed_lines
 from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import all_or_none

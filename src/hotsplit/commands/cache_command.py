@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from hotsplit.commands.options.shared import FileCommand, aligned, finish, json_option, say
+from hotsplit.commands.options.command_options import FileCommand, aligned, finish, json_option, say
 from hotsplit.files.typed import printable
 from hotsplit.system.sizes import format_bytes
 

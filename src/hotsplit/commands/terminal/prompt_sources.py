@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.options.shared import joined, option_table, say
+from hotsplit.commands.options.command_options import joined, option_table, say
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 from hotsplit.runtime.text.built_in_templates import BUILT_IN
