@@ -63,7 +63,8 @@ class ProfileReport:
 def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> ProfileReport:
     """Writes the profile, a report and, if asked, the predictors; `on_tokens` reports progress.
 
-    On the CPU, weights stay in the mapped file, whose pages the system reads and drops as needed."""
+    On the CPU, weights stay in the mapped file, whose pages the system reads and drops as
+    needed."""
     began = time.perf_counter()
     with Ranks() as ranks:
         device = ranks.together(lambda: ranks.device(config.device))
@@ -92,8 +93,8 @@ def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> 
 def _outcome(
     config: ProfileConfig, run: Run, windows: Windows
 ) -> tuple[ProfileReport, Callable[[ProfileReport], None]]:
-    """(the report, the function that writes it with the profile and what else was asked for). Modes are
-    compared on text that nothing was fitted to."""
+    """(the report, the function that writes it with the profile and what else was asked for). Modes
+    are compared on text that nothing was fitted to."""
     engine, model, ids = run.engine, run.engine.model, windows.ids
     gates, ranks = gates_of(model), run.ranks
     share = (ranks.rank, ranks.size)
@@ -186,8 +187,8 @@ def load_engine(
             size, free = sum(e.num_bytes for e in model.tensors.values()), mem_get_info(gpu)[0]
             if size > free:
                 raise HotsplitError(
-                    f"{config.model}: {format_bytes(size)} of weights, {format_bytes(free)} are free on"
-                    f" {gpu}; give --device cpu, which reads them from the file"
+                    f"{config.model}: {format_bytes(size)} of weights, {format_bytes(free)} are"
+                    f" free on {gpu}; give --device cpu, which reads them from the file"
                 )
         return Engine.load(config.model, mode="dense", device=device, is_resident=False)
 

@@ -1,5 +1,5 @@
-"""Reports on a profile: a few lines about its predictors, and JSON, of which the report page reads the
-predictors' section.
+"""Reports on a profile: a few lines about its predictors, and JSON, of which the report page reads
+the predictors' section.
 
 The quality of a layer's chosen predictor is measured on held-out text, that of its candidates on
 the text that the choice was made on.
@@ -78,8 +78,9 @@ def _not_paying(quality_L: Sequence[LayerQuality]) -> list[str]:
     density = _mean([q.chosen.density for q in bad])
     limit = _mean([q.break_even_density for q in bad])
     return [
-        f"in {len(bad)} of {len(quality_L)} layers the predictor reads more than it saves: {density:.0%}"
-        f" of the neurons fire there, and it pays off below {limit:.0%}; mode exact reads less"
+        f"in {len(bad)} of {len(quality_L)} layers the predictor reads more than it saves:"
+        f" {density:.0%} of the neurons fire there, and it pays off below {limit:.0%}; mode exact"
+        " reads less"
     ]
 
 

@@ -1,9 +1,9 @@
-"""The check that ends every load with a GPU: the logits of a short prompt and of a step, computed as the
-plan says, are compared with the CPU's.
+"""The check that ends every load with a GPU: the logits of a short prompt and of a step, computed
+as the plan says, are compared with the CPU's.
 
-Whatever the GPU computes before its first text runs in a thread of its own with a time limit, because a
-call that waits for a device cannot be ended. A GPU that fails is not used: the model is loaded
-again for the CPU (runtime.loading).
+Whatever the GPU computes before its first text runs in a thread of its own with a time limit,
+because a call that waits for a device cannot be ended. A GPU that fails is not used: the model is
+loaded again for the CPU (runtime.loading).
 
 Letters: V vocabulary."""
 
@@ -40,8 +40,8 @@ from hotsplit.runtime.step.sequences import Sequences
 BOUND = 0.1
 # Of scores of a router, relative to the largest: 16-bit factors move them by about 1 %.
 TIE, MOST_TIES = 0.02, 16
-# For building a step, with the compilation of its kernels, and for the logits. On an H100, all of the
-# first load of a 7 B plan took 10 s.
+# For building a step, with the compilation of its kernels, and for the logits. On an H100, all of
+# the first load of a 7 B plan took 10 s.
 LIMIT_S = 120.0
 NUM_TOKENS = LEAST_TOKENS + 1  # a prompt that streams cold weights if the plan does, and a step
 _MOST_LETTERS = 160  # of an error's message
@@ -69,8 +69,9 @@ def check_logits(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
 def check_against_cpu(
     got: Mapping[str, Tensor], model: ModelFile, mode: Mode, types: CacheTypes
 ) -> None:
-    """`check_logits` with the CPU's. If a mixture's are off, the CPU takes the other expert at near ties of the
-    last two tokens, in the order in which they are computed, where that brings it closer to the GPU."""
+    """`check_logits` with the CPU's. If a mixture's are off, the CPU takes the other expert at near
+    ties of the last two tokens, in the order in which they are computed, where that brings it
+    closer to the GPU."""
     want, swaps = logits_on_cpu(model, mode, types), set[Place]()
     if model.spec.has_experts and not max(_errors(got, want)) <= BOUND:
         want, near = _routed_on_cpu(model, mode, types, swaps)
@@ -86,8 +87,8 @@ def check_against_cpu(
     check_logits(got, want)
     if swaps:
         log.info(
-            f"{model.path}: {len(swaps)} choices of experts are ties within the GPU's rounding; the CPU's"
-            " logits are those with its choice"
+            f"{model.path}: {len(swaps)} choices of experts are ties within the GPU's rounding; the"
+            " CPU's logits are those with its choice"
         )
 
 
@@ -104,8 +105,8 @@ def _errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[float
 def _routed_on_cpu(
     model: ModelFile, mode: Mode, types: CacheTypes, swaps: Collection[Place]
 ) -> tuple[dict[str, Tensor], list[Place]]:
-    """`logits_on_cpu` with routers in torch and the other expert at some places, and the near ties of the last two
-    tokens."""
+    """`logits_on_cpu` with routers in torch and the other expert at some places, and the near ties
+    of the last two tokens."""
     first = min(NUM_TOKENS, model.spec.context_length) - 2
     with Swapped(model.spec, swaps, TIE, first=max(0, first)) as swapped:
         return logits_on_cpu(model, mode, types, routes_in_torch=True), swapped.near
@@ -115,8 +116,8 @@ AGAIN = " again"
 
 
 def logits_of(decoder: Decoder, vocab_size: int, *, repeats: bool) -> dict[str, Tensor]:
-    """Logits f32 [V] after a prompt and after a step behind it. `repeats`: the prompt is computed a second
-    time first, which may replay a graph that the first one has captured."""
+    """Logits f32 [V] after a prompt and after a step behind it. `repeats`: the prompt is computed a
+    second time first, which may replay a graph that the first one has captured."""
     sequences = Sequences(decoder)
     count = min(NUM_TOKENS, sequences.context_length)
     ids = [(7919 * (number + 1)) % vocab_size for number in range(count)]
@@ -148,8 +149,8 @@ def logits_on_cpu(
 
 
 def within_time(run: Callable[[], T], limit_s: float) -> T:
-    """The result of a function, which runs in a thread of its own; raises what it raises. At the limit
-    the thread is abandoned, as it is by an interrupt, and DeviceFails is raised."""
+    """The result of a function, which runs in a thread of its own; raises what it raises. At the
+    limit the thread is abandoned, as it is by an interrupt, and DeviceFails is raised."""
     results: list[T] = []
     errors: list[Exception] = []
 
@@ -171,7 +172,8 @@ def within_time(run: Callable[[], T], limit_s: float) -> T:
 
 @contextmanager
 def failures_of_device(device: torch.device) -> Iterator[None]:
-    """Turns the errors of a GPU's libraries into DeviceFails. Memory that is short is not a failure."""
+    """Turns the errors of a GPU's libraries into DeviceFails. Memory that is short is not a
+    failure."""
     try:
         yield
     except DeviceFails as failed:

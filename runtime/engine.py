@@ -118,8 +118,8 @@ class Engine:
         content before `start`, or that of a recurrent state, is used as it is."""
         if not (steps >= 1 and start >= 0 and start + steps <= self.context_length):
             raise HotsplitError(
-                f"{steps} steps from position {start} of a context of {self.context_length}, wanted 1"
-                " or more that end within it"
+                f"{steps} steps from position {start} of a context of {self.context_length}, wanted"
+                " 1 or more that end within it"
             )
         chain = SamplerChain(SamplingOptions(temperature=0.0), self.model.spec.vocab_size)
         token_id = 0
@@ -145,10 +145,11 @@ class Engine:
         ends with `.remove()` or with the `with` block. A tensor must not be changed, or kept
         without a copy.
 
-        Passes that are observed go layer by layer: on the CPU in native operations, with the bits of
-        a decode step, on a GPU in torch, which differs in the order of summation. `routes_in_torch`: on
-        the CPU, torch chooses the experts of a mixture (runtime.ops.expert_choices). An observer that is
-        added during a pass takes part from the next one on."""
+        Passes that are observed go layer by layer: on the CPU in native operations, with the bits
+        of a decode step, on a GPU in torch, which differs in the order of summation.
+        `routes_in_torch`: on the CPU, torch chooses the experts of a mixture
+        (runtime.ops.expert_choices). An observer that is added during a pass takes part from the
+        next one on."""
         return self._live.observers.add(observe, wants, routes_in_torch=routes_in_torch)
 
     @property
@@ -256,12 +257,13 @@ class Engine:
     ) -> Iterator[Token]:
         """Yields tokens as they are generated; afterwards `last_run` has their statistics.
 
-        `sampling` defaults to the model's, `Engine.sampling`; temperature (0 is greedy) and seed (makes
-        a run repeatable) override those of `sampling`. `options` replaces max_tokens. `constraint` restricts the
-        text, see runtime.generate.constraints. `drafts` guesses tokens, which changes only the
-        speed. `sequence` keeps the text; its common prefix with the prompt is not computed again.
-        Without one, the text is not kept. Raises HotsplitError for a prompt that is too
-        long, and for one without tokens: an empty text, if the model has no token to begin with."""
+        `sampling` defaults to the model's, `Engine.sampling`; temperature (0 is greedy) and seed
+        (makes a run repeatable) override those of `sampling`. `options` replaces max_tokens.
+        `constraint` restricts the text, see runtime.generate.constraints. `drafts` guesses tokens,
+        which changes only the speed. `sequence` keeps the text; its common prefix with the prompt
+        is not computed again. Without one, the text is not kept. Raises HotsplitError for a prompt
+        that is too long, and for one without tokens: an empty text, if the model has no token to
+        begin with."""
         numbers = {"temperature": temperature, "seed": seed}
         given = {name: value for name, value in numbers.items() if value is not None}
         sampling = replace(sampling, **given) if sampling else self.sampling_with(given)  # type: ignore[arg-type]
@@ -287,8 +289,8 @@ class Engine:
             check_rows(self._live)
         if options.shift_keep is not None and 2 * options.shift_keep > self.context_length:
             raise HotsplitError(
-                f"{options.shift_keep} tokens to keep (--keep) of a context of {self.context_length},"
-                " wanted at most half of it"
+                f"{options.shift_keep} tokens to keep (--keep) of a context of"
+                f" {self.context_length}, wanted at most half of it"
             )
         ids_T = self._ids(self.codec.encode(prompt) if isinstance(prompt, str) else prompt)
         chain = self._chain(sampling)
@@ -373,7 +375,7 @@ class Engine:
         )
 
     def prompt_key(self) -> PromptKey:
-        """What the state of a text depends on, to be compared: see runtime.generate.prompt_cache."""
+        """What the state of a text depends on: see runtime.generate.prompt_cache."""
         return PromptKey(
             model_id=self.model.model_id,
             weights=weights_digest(self.model),

@@ -245,8 +245,8 @@ def with_cold_streams(
 
 
 def _most_tokens(p: Pass, memory: DeviceMemory, blocks: Blocks) -> int:
-    """The most tokens of a pass, halved from those of `p`, that leave room for pieces as plans do; if
-    none do, without pieces. Raises HotsplitError if there is no room for a single token."""
+    """The most tokens of a pass, halved from those of `p`, that leave room for pieces as plans do;
+    if none do, without pieces. Raises HotsplitError if there is no room for a single token."""
     room, largest = memory.room_bytes, _largest_piece(blocks)
     least = max((block.least_piece_bytes for block in blocks.values()), default=0)
     for tokens in halved(p.num_tokens):
@@ -298,8 +298,9 @@ def _piece_bytes(p: Pass, room: int, blocks: Blocks) -> int:
 def captured_passes(
     p: Pass, weights: Weights, memories: Memories, traffic: Traffic
 ) -> CapturedPasses | None:
-    """Passes of prompts as graphs, of up to as many tokens as `p` has and as leave room for the longest
-    launched pass; None if there is no room, or if captured_passes does not cover the model."""
+    """Passes of prompts as graphs, of up to as many tokens as `p` has and as leave room for the
+    longest launched pass; None if there is no room, or if captured_passes does not cover the
+    model."""
     device, *others = memories
     if others or device.type != "cuda" or not is_capturable(weights.layers, device):
         return None
@@ -326,9 +327,9 @@ def captured_passes(
 def cold_blocks(
     weights: Weights, placement: Placement, device: torch.device
 ) -> dict[int, ColdBlock | ColdExperts]:
-    """The neurons and experts on the CPU in layers whose home is the device, by layer: experts if the
-    device multiplies those of a layer together, and neurons in layers before the first with such
-    experts, so that one stream has ended when the other begins."""
+    """The neurons and experts on the CPU in layers whose home is the device, by layer: experts if
+    the device multiplies those of a layer together, and neurons in layers before the first with
+    such experts, so that one stream has ended when the other begins."""
     mine = [index for index, home in enumerate(placement.homes[:-1]) if home == device]
     found: dict[int, ColdBlock | ColdExperts] = {}
     has_experts, streams_experts = False, gpu_products.multiplies_blocks(device)

@@ -173,8 +173,8 @@ class Loaded:
         selection = self.cache_types.selection
         if selection is not None and (kept := text_words(model)) is not None:
             self.notice(
-                "--kv-offload is for keys and values alone; recurrent states stay with the weights of"
-                f" their layers (a text keeps {kept})"
+                "--kv-offload is for keys and values alone; recurrent states stay with the weights"
+                f" of their layers (a text keeps {kept})"
             )
         self.context_length = context_of(model, plan, config.context_length)
         self.model = for_context(model, self.context_length)

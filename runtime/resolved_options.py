@@ -41,8 +41,8 @@ def residence_of(
     is_tight = is_resident is None and wanted > FREE_SHARE * free
     if is_tight and model.spec.has_experts and beside <= FREE_SHARE * free:
         log.warning(
-            f"{model.path}: the experts stay in the file ({(wanted - beside) / 2**30:.1f} GiB), where"
-            f" reading them is slower: {free / 2**30:.1f} GiB are free"
+            f"{model.path}: the experts stay in the file ({(wanted - beside) / 2**30:.1f} GiB),"
+            f" where reading them is slower: {free / 2**30:.1f} GiB are free"
         )
         return Residence(holds_experts=False)
     if is_tight:
@@ -104,16 +104,17 @@ def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
         )
     if mode == "exact" and model.spec.has_experts and model.layout == "stock":
         raise HotsplitError(
-            f"{model.path}: mode exact skips rows of down projections, which a mixture of experts in"
-            " the stock layout does not have; use mode dense, or hotsplit convert FILE -o model.gguf"
+            f"{model.path}: mode exact skips rows of down projections, which a mixture of experts"
+            " in the stock layout does not have; use mode dense, or hotsplit convert FILE -o"
+            " model.gguf"
         )
 
 
 def without_gpu(
     model: ModelFile, plan: Split | None, config: EngineConfig, notice: Notice
 ) -> EngineConfig:
-    """The options of a mixture of experts without a plan, which runs on the CPU. Raises HotsplitError if a GPU
-    is asked for."""
+    """The options of a mixture of experts without a plan, which runs on the CPU. Raises
+    HotsplitError if a GPU is asked for."""
     if device_of(config.device).type == "cpu" or plan is not None:
         return config
     if config.device is not None:
@@ -151,8 +152,8 @@ def bytes_by_role_of(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
 ) -> dict[str, Items]:
-    """Itemised bytes by role; without a plan, temporaries are those of `mode`. With neither a plan nor
-    `cpu_ffn`, everything has the device's role. With `cpu_ffn`, neurons are on the CPU, with
+    """Itemised bytes by role; without a plan, temporaries are those of `mode`. With neither a plan
+    nor `cpu_ffn`, everything has the device's role. With `cpu_ffn`, neurons are on the CPU, with
     everything else that a plan leaves there too (part_bytes.plan_bytes), and the rest is on the
     GPU."""
     if plan is not None:
@@ -206,8 +207,8 @@ def device_of(device: str | None) -> torch.device:
 
 
 def context_of(model: ModelFile, plan: Split | None, asked: int | None) -> int:
-    """The most tokens of a text: at most the model's context; 0 asks for all of it, and for the plan's
-    where there is a plan."""
+    """The most tokens of a text: at most the model's context; 0 asks for all of it, and for the
+    plan's where there is a plan."""
     if plan is not None:
         if asked not in (None, 0, plan.context_length):
             raise HotsplitError(
@@ -261,13 +262,14 @@ def cache_types_of(
     stored = replace(types, selection=None)
     if has_plan and stored != CacheTypes.of(own):
         raise HotsplitError(
-            f"a cache in {stored} asked for, but a plan budgets it in {own}; leave one of the two out"
+            f"a cache in {stored} asked for, but a plan budgets it in {own}; leave one of the two"
+            " out"
         )
     is_on_cpu = device.type == "cpu" or (selection is not None and (has_plan or config.cpu_ffn))
     if types != CacheTypes.of(own) and not is_on_cpu:
         raise HotsplitError(
-            f"a cache in {types} asked for on {device}, where it needs a plan: run hotsplit solve with"
-            " --kv-offload, or use --cpu-ffn"
+            f"a cache in {types} asked for on {device}, where it needs a plan: run hotsplit solve"
+            " with --kv-offload, or use --cpu-ffn"
             if selection is not None
             else f"a cache in {types} asked for, which runs only on the CPU so far; use device cpu"
         )
@@ -282,10 +284,10 @@ def cache_types_of(
 def _other_offload(asked: KeySelection | None, planned: KeySelection | None) -> str:
     if planned is None:
         return (
-            f"--kv-offload {asked} asked for, but the plan budgets keys and values where the attention"
-            " is; run hotsplit solve with --kv-offload"
+            f"--kv-offload {asked} asked for, but the plan budgets keys and values where the"
+            " attention is; run hotsplit solve with --kv-offload"
         )
     return (
-        f"--kv-offload {asked} asked for, but the plan is for {planned}; leave it out, or run hotsplit"
-        " solve with it"
+        f"--kv-offload {asked} asked for, but the plan is for {planned}; leave it out, or run"
+        " hotsplit solve with it"
     )

@@ -1,10 +1,10 @@
 """Corpora as windows of token ids, from places drawn by a seed.
 
-Places are drawn as follows. The blocks of all files (see profile.corpus.sources) form one list, files in
-the given order and those of a folder in sorted order; the seed permutes the blocks, and they are
-read in that order until there are enough tokens. A block yields one stretch of each of its texts:
-short texts are joined up to STRETCH characters, and a longer one yields a stretch of about that
-length in each round over all blocks, so that a few long documents do not crowd out the rest.
+Places are drawn as follows. The blocks of all files (see profile.corpus.sources) form one list,
+files in the given order and those of a folder in sorted order; the seed permutes the blocks, and
+they are read in that order until there are enough tokens. A block yields one stretch of each of its
+texts: short texts are joined up to STRETCH characters, and a longer one yields a stretch of about
+that length in each round over all blocks, so that a few long documents do not crowd out the rest.
 
 With a chat template every paragraph becomes a user message, and a window is one conversation of
 one message; the tokens that the template adds are run but not counted.

@@ -2,8 +2,8 @@
 
 The sums of gates stay on the model's device; nothing synchronises with it until they are read.
 
-Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape, E experts, K experts
-of a token, R slots for tokens whose experts are recorded."""
+Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape, E experts, K
+experts of a token, R slots for tokens whose experts are recorded."""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -21,20 +21,20 @@ from hotsplit.profile.native.library import count, tables
 from hotsplit.runtime.kernels.gate import Gate
 
 _MAX_ADDED = 255  # ones that a uint8 can count
-# Tokens whose experts are recorded, of all processes together. With half as many, plans for 8 and 12
-# GiB of Qwen3-30B-A3B's shape take 0.1 and 0.2 % longer on other text (docs/log/solver.md).
+# Tokens whose experts are recorded, of all processes together. With half as many, plans for 8 and
+# 12 GiB of Qwen3-30B-A3B's shape take 0.1 and 0.2 % longer on other text (docs/log/solver.md).
 MAX_RECORDED = 4096
 
 
 class Counter(Tensors):
-    """An observer of `ffn_gate`, `ffn_experts` and the last `layer_out`; it counts what this process
-    runs, in the tensors active_count_LF, gate_histogram_LB, num_tokens and, of a mixture, expert_count_LE
-    and recorded_LRK (experts + 1, ascending, 0 in unused slots), all int64.
+    """An observer of `ffn_gate`, `ffn_experts` and the last `layer_out`; it counts what this
+    process runs, in the tensors active_count_LF, gate_histogram_LB, num_tokens and, of a mixture,
+    expert_count_LE and recorded_LRK (experts + 1, ascending, 0 in unused slots), all int64.
 
-    `experts_L`: the number of each layer's experts (() for none), which are counted too, and those of the
-    first tokens are recorded. `share`: the number of this process, and of processes that record. Neurons
-    of experts that a router does not choose, and those that a layer lacks of `num_neurons`, do not fire;
-    their gates count as 0."""
+    `experts_L`: the number of each layer's experts (() for none), which are counted too, and those
+    of the first tokens are recorded. `share`: the number of this process, and of processes that
+    record. Neurons of experts that a router does not choose, and those that a layer lacks of
+    `num_neurons`, do not fire; their gates count as 0."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ class Counter(Tensors):
             self.tensors["recorded_LRK"] = torch.nn.functional.pad(recorded_LRK, (0, more))
 
     def _add(self, layer: int, gate_TF: Tensor, count_F: Tensor) -> None:
-        """Adds the gates of some of a layer's neurons to the histogram, and to `count_F` how often they
-        fire."""
+        """Adds the gates of some of a layer's neurons to the histogram, and to `count_F` how often
+        they fire."""
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
         histogram_B = self.tensors["gate_histogram_LB"][layer]
         if gate_TF.device.type == "cpu":

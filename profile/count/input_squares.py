@@ -1,8 +1,8 @@
 """Adds up, while the model runs, the squares of the inputs of every matrix of its layers, for an
 importance matrix.
 
-Letters: T tokens, E matrices of a tensor (experts; else 1), M values of a row, K experts of a token, P = T K
-pairs."""
+Letters: T tokens, E matrices of a tensor (experts; else 1), M values of a row, K experts of a
+token, P = T K pairs."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from hotsplit.model.tensors import in_layout, transposed_shape
 from hotsplit.profile.corpus.corpus import WINDOW, Windows
 from hotsplit.profile.count.run import Tensors
 
-# The observed tensor that a matrix is multiplied by (see runtime.ops.observers), by the matrix's name.
+# The observed tensor that a matrix is multiplied by (see runtime.ops.observers), by the matrix's
+# name.
 SEEN_AS = {
     "attn_q": "attn_norm",
     "attn_k": "attn_norm",

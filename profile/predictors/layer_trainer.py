@@ -7,7 +7,8 @@ The text is divided among five phases:
 - keep: sets up to KEPT_TOKENS tokens aside, for early stopping and for choosing the rank to train.
 - train: trains one low-rank predictor, of that rank (profile.predictors.low_rank).
 - measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
-  trained or not, and the whole gate in quantised types. The choice follows (profile.predictors.selection).
+  trained or not, and the whole gate in quantised types. The choice follows
+  (profile.predictors.selection).
 - examine: measures the chosen predictor and the untrained one of the same shape, their thresholds
   fixed, on held-out text.
 

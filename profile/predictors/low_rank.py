@@ -1,8 +1,8 @@
 """A low-rank predictor: its initialisation, its training, and its matrices as stored in a file.
 
-It is initialised from the whitened SVD of profile.predictors.moments, with logits in units of each neuron's
-residual: for a normal residual of standard deviation s, P(gate > 0 | estimate) is close to a
-logistic function of 1.7 estimate / s. With one scale for all neurons, training made the predictor
+It is initialised from the whitened SVD of profile.predictors.moments, with logits in units of each
+neuron's residual: for a normal residual of standard deviation s, P(gate > 0 | estimate) is close to
+a logistic function of 1.7 estimate / s. With one scale for all neurons, training made the predictor
 worse than its initialisation (docs/log/predictors.md).
 
 Training is AdamW on a logistic loss, in which a neuron that fires is weighted by its contribution

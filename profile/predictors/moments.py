@@ -1,8 +1,8 @@
 """Second moments of a layer's activity, and the untrained predictor derived from them.
 
 A predictor imitates a map G, the gate matrix. The truncated SVD of G M^(1/2), with M = E[x x^T],
-gives the map of rank R whose output is closest to G's in mean square over the text (whitened SVD, as
-in ASVD and SVD-LLM, arXiv 2403.07378).
+gives the map of rank R whose output is closest to G's in mean square over the text (whitened SVD,
+as in ASVD and SVD-LLM, arXiv 2403.07378).
 
 Letters: T tokens, D width of the input, F neurons, R rank."""
 

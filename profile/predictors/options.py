@@ -25,7 +25,8 @@ FREE_SHARE = 0.9  # of the free memory; the rest is for other programs, and for 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The target for a predictor on the text that it is chosen on: see profile.predictors.selection."""
+    """The target for a predictor on the text that it is chosen on: see
+    profile.predictors.selection."""
 
     contribution: float = 0.992
     lost_norm: float = 0.04
@@ -51,8 +52,8 @@ class Candidates:
         if rank is not None:
             if not 1 <= rank <= min(width, neurons):
                 raise HotsplitError(
-                    f"predictor rank is {rank}, wanted 1 to {min(width, neurons)}, the smaller of the"
-                    " model's width and its neurons per layer"
+                    f"predictor rank is {rank}, wanted 1 to {min(width, neurons)}, the smaller of"
+                    " the model's width and its neurons per layer"
                 )
             return cls(ranks=(rank,), has_whole=False)
         blocks = {max(1, round(share * width / BLOCK)) * BLOCK for share in RANK_SHARES}
@@ -70,8 +71,8 @@ def check_memory(rank: int | None, model: ModelFile) -> None:
     if needed > free:
         raise HotsplitError(
             f"{model.path}: training predictors of {spec.num_layers} layers takes"
-            f" {format_bytes(needed)}, {format_bytes(free)} are free; give a smaller --predictor-rank,"
-            " or more memory"
+            f" {format_bytes(needed)}, {format_bytes(free)} are free; give a smaller"
+            " --predictor-rank, or more memory"
         )
 
 

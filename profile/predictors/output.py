@@ -51,8 +51,8 @@ def measure(
 def recorded(
     model: ModelFile, report: EvalReport, dense_shares: ShareCounter, corpus_sha256: str
 ) -> Measured:
-    """The report on mode predicted, and the record of both sparse modes. Mode exact computes what the
-    dense model does."""
+    """The report on mode predicted, and the record of both sparse modes. Mode exact computes what
+    the dense model does."""
     exact = ModeQuality(
         perplexity_increase=0.0,
         perplexity_half_width=0.0,

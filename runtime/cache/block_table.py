@@ -1,18 +1,19 @@
 """The block table of the KV cache: maps the positions of each sequence to blocks.
 
-A block holds `block_length` positions of every layer that shares the table. An engine for one sequence
-has one block for the whole context. An engine for several has blocks of BLOCK_LENGTH, enough for all
-sequences at full length; sequences with a common prefix share its blocks copy-on-write (vLLM's paged
-attention, Kwon et al. 2023, arXiv 2309.06180).
+A block holds `block_length` positions of every layer that shares the table. An engine for one
+sequence has one block for the whole context. An engine for several has blocks of BLOCK_LENGTH,
+enough for all sequences at full length; sequences with a common prefix share its blocks
+copy-on-write (vLLM's paged attention, Kwon et al. 2023, arXiv 2309.06180).
 
-Layers with a window have a table of their own if a ring of blocks is smaller than the context: a sequence
-then holds at most `most_held` blocks, and the oldest make room for the next. Blocks keep their numbers in
-the table, so kernels read a ring as they read any table; they read nothing before a window.
+Layers with a window have a table of their own if a ring of blocks is smaller than the context: a
+sequence then holds at most `most_held` blocks, and the oldest make room for the next. Blocks keep
+their numbers in the table, so kernels read a ring as they read any table; they read nothing before
+a window.
 
-What a ring has dropped cannot be read again, so a text can be continued where its window is still held,
-or from a saved window, or from its beginning. A saved window is a list of blocks that are shared with
-the sequence, copy-on-write; if blocks are short, the windows that have been unused for longest are
-dropped. Tokens between the place found and the one asked for are computed again.
+What a ring has dropped cannot be read again, so a text can be continued where its window is still
+held, or from a saved window, or from its beginning. A saved window is a list of blocks that are
+shared with the sequence, copy-on-write; if blocks are short, the windows that have been unused for
+longest are dropped. Tokens between the place found and the one asked for are computed again.
 
 Letters: S sequences, N blocks per sequence."""
 
@@ -60,8 +61,8 @@ class BlockTable:
         self.block_SN = torch.full((num_sequences, layout.blocks), NO_BLOCK, dtype=torch.int32)
         self._num_users = [0] * layout.num_blocks  # sequences and saved windows
         self._free = list(reversed(range(layout.num_blocks)))
-        # Of a ring: the number of the first block that a sequence holds, and how many positions are kept
-        # from there on; the saved windows, the least recently used first.
+        # Of a ring: the number of the first block that a sequence holds, and how many positions are
+        # kept from there on; the saved windows, the least recently used first.
         self._first, self._length = [0] * num_sequences, [0] * num_sequences
         # Of a ring: positions from its length up to here can be written without a change.
         self._ready = [0] * num_sequences
@@ -95,8 +96,8 @@ class BlockTable:
         return self._first[sequence] * self.block_length
 
     def taken_from(self, length: int, num_last: int) -> int | None:
-        """The first position that an empty sequence can hold of a text of `length` tokens, of which the
-        last `num_last` positions are given; None if it could not be continued with those."""
+        """The first position that an empty sequence can hold of a text of `length` tokens, of which
+        the last `num_last` positions are given; None if it could not be continued with those."""
         start, least = length - num_last, 0
         if self.is_ring:
             least = max(0, self._block_after(length) * self.block_length - self._most_positions)
@@ -110,8 +111,8 @@ class BlockTable:
         return is_within and bool((self.block_SN[sequence, first : last + 1] >= 0).all())
 
     def plan(self, sequence: int, start: int, stop: int) -> list[Change]:
-        """The changes that a sequence needs before it writes to positions start .. stop-1, of a ring to
-        the last of them that it can hold.
+        """The changes that a sequence needs before it writes to positions start .. stop-1, of a
+        ring to the last of them that it can hold.
 
         No position that the tokens read changes until `commit`, so an interruption between the two
         leaves the table intact."""
@@ -154,8 +155,8 @@ class BlockTable:
             self._add(SavedWindow(target, saved.position, saved.first, saved.blocks))
 
     def shrink(self, sequence: int, length: int) -> None:
-        """Frees the blocks after those of the first `length` positions, and the windows saved there; an
-        only sequence keeps its block."""
+        """Frees the blocks after those of the first `length` positions, and the windows saved
+        there; an only sequence keeps its block."""
         if self.is_whole:
             return
         self._ready[sequence] = 0
@@ -178,8 +179,8 @@ class BlockTable:
         return self.block_SN[sequence, : self._block_after(length)].long()
 
     def nearest(self, sequence: int, length: int) -> int:
-        """The latest position among the first `length` from which the sequence can be continued: all
-        that its next token reads is held or saved."""
+        """The latest position among the first `length` from which the sequence can be continued:
+        all that its next token reads is held or saved."""
         if not self.is_ring or self._is_held(sequence, length):
             return length
         places = [s.position for s in self._saved if s.sequence == sequence]
@@ -200,8 +201,8 @@ class BlockTable:
         self.shrink(sequence, position)
 
     def save(self, sequence: int, position: int) -> None:
-        """Saves the window with which a sequence can be continued after its first `position` tokens, if
-        the ring holds it."""
+        """Saves the window with which a sequence can be continued after its first `position`
+        tokens, if the ring holds it."""
         if not self.is_ring or not position or self._saved_at(sequence, position):
             return
         if self._is_held(sequence, position):
@@ -211,8 +212,8 @@ class BlockTable:
             self._add(SavedWindow(sequence, position, first, held))
 
     def lend(self) -> bool:
-        """Gives the first position of the first sequence a block until `take_back`, if it has none; true
-        if it had none. No other method may be called between them."""
+        """Gives the first position of the first sequence a block until `take_back`, if it has none;
+        true if it had none. No other method may be called between them."""
         if int(self.block_SN[0, 0]) != NO_BLOCK:
             return False
         while not self._free:
@@ -243,8 +244,8 @@ class BlockTable:
         ]
 
     def _turn(self, sequence: int, start: int, stop: int) -> None:
-        """Drops the blocks that would be too many once positions start .. stop-1 are written; all if
-        those do not continue what is held."""
+        """Drops the blocks that would be too many once positions start .. stop-1 are written; all
+        if those do not continue what is held."""
         if start > self._length[sequence] or start < self.held_from(sequence):
             self._leave_all(sequence)
             self._first[sequence] = start // self.block_length

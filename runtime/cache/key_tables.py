@@ -1,9 +1,10 @@
-"""Summaries and codes of keys, by which the kernels find the keys that a token reads (key_selection.h).
-A text's keys that come from a file are summarised here, with the bits of the kernels.
+"""Summaries and codes of keys, by which the kernels find the keys that a token reads
+(key_selection.h). A text's keys that come from a file are summarised here, with the bits of the
+kernels.
 
-Letters: B blocks of the cache, K key-value heads, N key blocks of a block of the cache, or of a sequence,
-P positions of a key block, T tokens, W head width, S summary bytes, C code bytes; in `summarise`, S parts
-of a summary."""
+Letters: B blocks of the cache, K key-value heads, N key blocks of a block of the cache, or of a
+sequence, P positions of a key block, T tokens, W head width, S summary bytes, C code bytes; in
+`summarise`, S parts of a summary."""
 
 import math
 from collections.abc import Callable

@@ -174,14 +174,14 @@ class KVCache:
         return types
 
     def reserve(self, sequence: int, start: int, stop: int) -> None:
-        """Makes positions start .. stop-1 of a sequence writable, copying shared blocks; of a ring the
-        last of them that it can hold."""
+        """Makes positions start .. stop-1 of a sequence writable, copying shared blocks; of a ring
+        the last of them that it can hold."""
         for table in self.tables:
             self._reserve(table, sequence, start, stop)
 
     def restore(self, sequence: int, length: int, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Gives an empty sequence the keys and values [T, K, X] of each layer that were read from one
-        of `length` tokens: of rings the last ones.
+        """Gives an empty sequence the keys and values [T, K, X] of each layer that were read from
+        one of `length` tokens: of rings the last ones.
 
         Raises HotsplitError if they are not of this model's shapes and types, or too few."""
         starts = [
@@ -195,8 +195,8 @@ class KVCache:
         )
         if fit and None in starts and len({len(keys) for keys, _ in rows}) > 1:
             raise HotsplitError(
-                "keys and values of layers with windows are those of the last tokens alone, because they"
-                " were saved with a longer context; load with that context"
+                "keys and values of layers with windows are those of the last tokens alone, because"
+                " they were saved with a longer context; load with that context"
             )
         if not fit or starts != [of_tables[layer.table] for layer in self.layers] or None in starts:
             raise HotsplitError("keys and values are not of this model's shape and type")

@@ -1,16 +1,17 @@
 """The slots of recurrent states: which slot holds the state of a sequence after which token.
 
-A recurrent state (of a gated delta net) has a fixed size whatever the text's length, and what a token
-adds to it cannot be taken away again. So a pass never changes a state in place: it begins with the
-slot of each sequence's current state and stores the new ones in free slots. If the pass fails, is
-cancelled or is repeated, nothing has changed. A fork shares slots; nothing is ever copied.
+A recurrent state (of a gated delta net) has a fixed size whatever the text's length, and what a
+token adds to it cannot be taken away again. So a pass never changes a state in place: it begins
+with the slot of each sequence's current state and stores the new ones in free slots. If the pass
+fails, is cancelled or is repeated, nothing has changed. A fork shares slots; nothing is ever
+copied.
 
 Besides its current state a sequence has up to SAVED_STATES earlier ones, to which it can be rolled
 back: "lasting" ones at positions that its users mark (near the end of a prompt, where texts part),
-and a "brief" one before each pass of several rows, for rejected drafts. Of too many, brief ones go first,
-then those that no other sequence has, then the oldest. A rollback to any other position goes to the nearest state
-before it, perhaps to the beginning; the tokens after that are computed again, which gives the same
-bits because a row's bits do not depend on how a text is divided into passes.
+and a "brief" one before each pass of several rows, for rejected drafts. Of too many, brief ones go
+first, then those that no other sequence has, then the oldest. A rollback to any other position goes
+to the nearest state before it, perhaps to the beginning; the tokens after that are computed again,
+which gives the same bits because a row's bits do not depend on how a text is divided into passes.
 
 Which positions are worth a state: Pan et al. 2024, Marconi (arXiv 2411.19379).
 
@@ -34,8 +35,8 @@ NO_SLOT = -1  # zeros: the state before the first token
 
 @dataclass(frozen=True)
 class State:
-    """The state after the first `position` tokens of a sequence. The current one is brief, too, unless its
-    position was marked or another text begins with it."""
+    """The state after the first `position` tokens of a sequence. The current one is brief, too,
+    unless its position was marked or another text begins with it."""
 
     position: int
     slot: int
@@ -217,8 +218,8 @@ class StateSlots:
 
     @contextmanager
     def restoring(self, sequences: Sequence[int]) -> Iterator[None]:
-        """If the block raises, the states of these sequences before it are current again, although passes
-        inside may have gone on; unless their slots were needed."""
+        """If the block raises, the states of these sequences before it are current again, although
+        passes inside may have gone on; unless their slots were needed."""
         self._held = {sequence: self._states[sequence][-1] for sequence in sequences}
         self._use(list(self._held.values()), 1)
         try:

@@ -91,8 +91,8 @@ def check_vocabulary(
         token, number = min(of_target.items() ^ of_draft.items(), key=lambda item: item[1])
         raise HotsplitError(
             f"the draft model's tokens differ from the model's, first at token id {number}"
-            f" ({shown(token)}); take one with the same vocabulary, usually a smaller one of the same"
-            " family"
+            f" ({shown(token)}); take one with the same vocabulary, usually a smaller one of the"
+            " same family"
         )
     last = max(of_target.values(), default=0)
     if target_size != draft_size and last >= min(target_size, draft_size):

@@ -73,8 +73,8 @@ class Run:
 
 class Generation:
     """The generation of one text. `sequence` may hold tokens already; their common prefix with
-    `ids` is not computed again, or with recurrent states what is `reusable` of it. In the end, unless the context was shifted, it holds all yielded
-    tokens, except perhaps the last.
+    `ids` is not computed again, or with recurrent states what is `reusable` of it. In the end,
+    unless the context was shifted, it holds all yielded tokens, except perhaps the last.
 
     Until it `is_over`, the caller computes `part()` and passes the logits to `take()`, unless the
     part is None, and calls `draw()`. `tokens()` does so for one text, `together()` for several in

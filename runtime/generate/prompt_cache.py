@@ -1,5 +1,6 @@
 """Saves the state of a text to a file: its tokens, the keys and values of every layer that attends,
-and the recurrent states of every other layer, after the last token and at positions that were saved.
+and the recurrent states of every other layer, after the last token and at positions that were
+saved.
 
 A text with the same prefix then need not compute it again. The state depends on the model, the
 mode, the arithmetic of the processor and the plan; a file made under other conditions is refused,

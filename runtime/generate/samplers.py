@@ -3,8 +3,8 @@ temperature, etc.
 
 Each is a pure function. The formulas are those of llama.cpp's src/llama-sampler.cpp, in float64
 where it uses float32, except for the logit bias. A sampler with `min_keep` leaves at least that
-many candidates, if it has them. dry.py penalises repeated sequences, adaptive_samplers.py has samplers with
-a state; chain.py runs the samplers in order and draws."""
+many candidates, if it has them. dry.py penalises repeated sequences, adaptive_samplers.py has
+samplers with a state; chain.py runs the samplers in order and draws."""
 
 import math
 import sys

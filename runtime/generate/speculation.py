@@ -135,8 +135,8 @@ class Speculation:
         self._ids: Sequence[int] = ()  # the text of the last call
         self._length = 0  # its length in that call
         self._pending: list[_Pending] = []
-        # Decaying sums of recent tokens and their seconds, for the rate. They begin as those of single
-        # steps, since the rate of a lucky first draft alone would forbid the next one.
+        # Decaying sums of recent tokens and their seconds, for the rate. They begin as those of
+        # single steps, since the rate of a lucky first draft alone would forbid the next one.
         self._lately: tuple[float, float] | None = None
         self._draft_s = 0.0  # for the coming step
         self._is_read, self._read_s = False, 0.0  # has the drafter read the text; seconds of that
@@ -192,9 +192,9 @@ class Speculation:
             took = (totals.check_s + totals.draft_s) / totals.drafts / single_s
             return (
                 f"{begin} {totals.drafts} checks of {1 + totals.drafted / totals.drafts:.1f} rows,"
-                f" {totals.accepted / totals.drafted:.0%} of {totals.drafted} drafted tokens accepted:"
-                f" {1 + totals.accepted / totals.drafts:.1f} tokens in the time of {took:.1f} steps,"
-                f" an estimated {totals.gain:.2f}x the speed of the text;"
+                f" {totals.accepted / totals.drafted:.0%} of {totals.drafted} drafted tokens"
+                f" accepted: {1 + totals.accepted / totals.drafts:.1f} tokens in the time of"
+                f" {took:.1f} steps, an estimated {totals.gain:.2f}x the speed of the text;"
                 f" {'on' if self._is_on else 'off'} at the end, switched off {totals.num_off}x"
             )
         if self._drafter.is_free:
@@ -204,8 +204,8 @@ class Speculation:
             return f"{begin} no step was made"
         if self._num_unsure:
             return (
-                f"{begin} no first guess had a probability of {self.options.min_probability:g}, or the"
-                " text is too long for it"
+                f"{begin} no first guess had a probability of {self.options.min_probability:g}, or"
+                " the text is too long for it"
             )
         return (
             f"{begin} a guess takes {1e3 * self._token_s:.3g} ms and a step of the model"

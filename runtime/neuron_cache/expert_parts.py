@@ -1,6 +1,7 @@
-"""Carries experts to the slots of a GPU. An expert is a few large pieces of pinned memory, so nothing is
-gathered: the copier copies them to staging. On their way from there to the slots, tiles and groups of
-the CPU's become the GPU's rows: a table for each pair of layouts says where each byte is.
+"""Carries experts to the slots of a GPU. An expert is a few large pieces of pinned memory, so
+nothing is gathered: the copier copies them to staging. On their way from there to the slots, tiles
+and groups of the CPU's become the GPU's rows: a table for each pair of layouts says where each byte
+is.
 
 A step's kernels, the CPU's functions and prompts read where an expert is from tables, so a captured
 step stays valid. Main memory has all experts of these layers; those in slots are marked there, and
@@ -52,8 +53,8 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class _Part:
-    """The slots and all experts of a matrix or a bias. `layout`: the CPU's kind, the GPU's, and the bytes of
-    a row."""
+    """The slots and all experts of a matrix or a bias. `layout`: the CPU's kind, the GPU's, and the
+    bytes of a row."""
 
     slots: Tensor
     every: Tensor

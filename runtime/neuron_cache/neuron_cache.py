@@ -7,8 +7,8 @@ next step.
     after step t + 1  staged rows are moved to their slots, and the tables of hot and cold neurons
                       change; step t + 2 is the first that uses them
 
-Experts of a mixture are swapped in the same way, but not gathered (expert_parts.py). Below, a neuron may
-be an expert.
+Experts of a mixture are swapped in the same way, but not gathered (expert_parts.py). Below, a
+neuron may be an expert.
 
 Nothing is written back: main memory holds every row of a layer that has slots. Results do not
 depend on timing: slots and tables change only between steps, each time by the swaps decided one
@@ -77,8 +77,8 @@ class NeuronCache:
             )
 
     def after_step(self, bits_1LW: np.ndarray) -> None:
-        """Makes the swaps whose copies ran during the step, passes the bits of the step's token to the
-        policy and starts the copies of the swaps that it decides on."""
+        """Makes the swaps whose copies ran during the step, passes the bits of the step's token to
+        the policy and starts the copies of the swaps that it decides on."""
         self.complete()
         with self._change():
             swaps_S = self.policy.step(bits_1LW)

@@ -1,8 +1,9 @@
-"""Carries neurons to the slots of a GPU: their rows are gathered from main memory into pinned staging by
-a host function of the copier, and copied to the GPU together; a kernel scatters them to the slots,
-with the neurons' ids and, if the GPU packs bits, the slot of each neuron.
+"""Carries neurons to the slots of a GPU: their rows are gathered from main memory into pinned
+staging by a host function of the copier, and copied to the GPU together; a kernel scatters them to
+the slots, with the neurons' ids and, if the GPU packs bits, the slot of each neuron.
 
-Letters: F neurons of a layer, N slots, S swaps, L layers, M tensors of a block, C copies, B bytes of staging."""
+Letters: F neurons of a layer, N slots, S swaps, L layers, M tensors of a block, C copies, B bytes
+of staging."""
 
 from collections.abc import Mapping, Sequence
 from ctypes import Structure, addressof, c_int64, c_void_p

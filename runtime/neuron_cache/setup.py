@@ -23,9 +23,9 @@ from hotsplit.runtime.weights.neuron_block import by_role
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSetup:
-    """`policy_of` creates the policy from the units in each layer's slots, in order (none if a layer has
-    no slots), and the number of units of a layer. The policy decides on at most `most_rows` swaps per
-    step."""
+    """`policy_of` creates the policy from the units in each layer's slots, in order (none if a
+    layer has no slots), and the number of units of a layer. The policy decides on at most
+    `most_rows` swaps per step."""
 
     policy_of: Callable[[Sequence[np.ndarray], int], CachePolicy]
     most_rows: int
@@ -83,8 +83,8 @@ def setup_of(asked: CacheOptions | Off | None, plan: Split | None, mode: Mode) -
 
 
 def first_residents(model: ModelFile, plan: Split) -> tuple[np.ndarray, ...]:
-    """The units in each layer's slots at the start: the plan's hot ones; none in layers that a cache does
-    not serve. Raises HotsplitError if it serves none."""
+    """The units in each layer's slots at the start: the plan's hot ones; none in layers that a
+    cache does not serve. Raises HotsplitError if it serves none."""
     is_cached_L = cached_layers(model, [len(ids) for ids in plan.hot], plan.dense_on_gpu)
     if not any(is_cached_L):
         raise HotsplitError(

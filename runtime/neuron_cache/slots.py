@@ -1,12 +1,14 @@
 """The slots of a neuron cache on a GPU, with all units of their layers in main memory. A unit is a
-neuron, whose carrier is `neuron_rows.NeuronRows`, or an expert of a mixture (`expert_parts.ExpertParts`):
+neuron, whose carrier is `neuron_rows.NeuronRows`, or an expert of a mixture
+(`expert_parts.ExpertParts`):
 
     start    copier   the carrier copies the units to staging                     beside a step
     finish   main     wait for the copier | the carrier moves them to the slots   between steps
 
 The move also changes the GPU's tables, on the stream of the decode steps but outside their graphs,
-whose addresses do not change; the CPU's tables are updated in place at the same time. `finish` waits
-for the move, since prompts read the slots on another stream, and the next `start` overwrites staging.
+whose addresses do not change; the CPU's tables are updated in place at the same time. `finish`
+waits for the move, since prompts read the slots on another stream, and the next `start` overwrites
+staging.
 
 Letters: L layers, F units of a layer, N slots of a layer, S swaps."""
 
@@ -41,8 +43,8 @@ class Residency:
         return self.id[first : first + self.num_slots_L[layer]]
 
     def swap(self, swaps_S: np.ndarray) -> None:
-        """Makes swaps (native.library.SWAP). Raises AssertionError, before anything changes, if they do not
-        fit the tables."""
+        """Makes swaps (native.library.SWAP). Raises AssertionError, before anything changes, if
+        they do not fit the tables."""
         layer_S, slot_S, in_S, out_S = (swaps_S[name] for name in ("layer", "slot", "in", "out"))
         assert (slot_S >= 0).all() and (slot_S < self.num_slots_L[layer_S]).all(), slot_S
         place_S = self.first_L[layer_S] + slot_S
@@ -96,8 +98,8 @@ class GpuSlots:
         self._pending: tuple[np.ndarray, Any] | None = None
 
     def start(self, swaps_S: np.ndarray) -> int:
-        """Starts copying the incoming units to staging in the background; returns their bytes. Slots
-        and tables stay as they are. Called when no copies are under way."""
+        """Starts copying the incoming units to staging in the background; returns their bytes.
+        Slots and tables stay as they are. Called when no copies are under way."""
         assert self._pending is None
         self._copier.follow()
         num_bytes = self.carrier.stage(swaps_S, self._copier)
@@ -105,8 +107,8 @@ class GpuSlots:
         return num_bytes
 
     def finish(self) -> None:
-        """Waits for the copies, moves the units to their slots and changes the tables. Called between
-        steps; when it returns, all of that is done."""
+        """Waits for the copies, moves the units to their slots and changes the tables. Called
+        between steps; when it returns, all of that is done."""
         assert self._pending is not None
         (swaps_S, arrived), self._pending = self._pending, None
         self._residency.swap(swaps_S)

@@ -1,6 +1,6 @@
-"""An engine whose model folds the tokens of a text into a recurrent state, exactly and with integers,
-and keeps the tokens in a KV cache besides: what sequences, drafts and servers do with states is wrong
-if a single token is in the wrong place."""
+"""An engine whose model folds the tokens of a text into a recurrent state, exactly and with
+integers, and keeps the tokens in a KV cache besides: what sequences, drafts and servers do with
+states is wrong if a single token is in the wrong place."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

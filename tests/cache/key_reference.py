@@ -1,8 +1,8 @@
-"""Which keys a token reads, by the formulas of key_selection.h. Scores differ by rounding, so near ties
-may be resolved differently.
+"""Which keys a token reads, by the formulas of key_selection.h. Scores differ by rounding, so near
+ties may be resolved differently.
 
-Letters: K key-value heads, N key blocks of a sequence, W head width, S summary bytes, C code bytes, G
-queries that share a head, M candidates."""
+Letters: K key-value heads, N key blocks of a sequence, W head width, S summary bytes, C code bytes,
+G queries that share a head, M candidates."""
 
 import math
 
@@ -30,8 +30,8 @@ def takes_all(tables: KeyTables, position: int) -> bool:
 def choose(
     tables: KeyTables, sequence: int, position: int, query_KGW: Tensor, score_scale: float
 ) -> Tensor:
-    """The positions that a token reads for these queries, int64 [K, positions], ascending. Not for a token
-    that reads all keys. If stored keys are rotated, queries must be too."""
+    """The positions that a token reads for these queries, int64 [K, positions], ascending. Not for
+    a token that reads all keys. If stored keys are rotated, queries must be too."""
     rule, window = tables.rule, window_begin(tables, position)
     first, last = torch.arange(rule.sinks), torch.arange(window, position + 1)
     block_N, at_N = tables.places(sequence, rule.sinks // rule.block, window // rule.block)
@@ -99,7 +99,7 @@ def _mass(score_GN: Tensor) -> Tensor:
 
 
 def _largest(score_N: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest values, ascending. Of equal values the first win; NaN counts as
-    infinite."""
+    """Indices of the `count` largest values, ascending. Of equal values the first win; NaN counts
+    as infinite."""
     order_N = torch.where(score_N.isnan(), math.inf, score_N).argsort(descending=True, stable=True)
     return order_N[:count].sort().values

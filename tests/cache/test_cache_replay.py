@@ -132,8 +132,8 @@ def test_the_replayed_policy_is_that_of_the_engine():
 @pytest.mark.parametrize("link", expert_cache.LINKS)
 @pytest.mark.parametrize("drift", [0.0, 0.03, 0.3])
 def test_the_policy_of_experts_is_never_much_slower_than_another(drift, link):
-    """Random routings of two layers and few tokens, with no drift, a slow and a fast one. On a slow link
-    the plan is never better."""
+    """Random routings of two layers and few tokens, with no drift, a slow and a fast one. On a slow
+    link the plan is never better."""
     routing = expert_cache.zipf("zipf", drift=drift, exponent=1.0, seed=7, tokens=768, layers=2)
     case = expert_cache.case_of(routing, 0.5, link)
     names = ("ours", "static", "lru", "ring", "lfu")

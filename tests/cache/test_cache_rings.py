@@ -1,5 +1,5 @@
-"""Layers with windows keep a ring of blocks: the logits have the bits that they have with the keys and
-values of the whole context, whatever is rolled back, forked, saved and computed again."""
+"""Layers with windows keep a ring of blocks: the logits have the bits that they have with the keys
+and values of the whole context, whatever is rolled back, forked, saved and computed again."""
 
 import random
 from collections import Counter
@@ -39,7 +39,7 @@ SIZES = make_sizes(num_layers=3, num_neurons=64, context_length=CONTEXT)
 
 @pytest.fixture(autouse=True)
 def _short_passes(monkeypatch):
-    """Passes of 64 tokens and blocks of 32: of 10 blocks, rings keep 4, and 2 for a saved window."""
+    """Passes of 64 tokens and blocks of 32: of 10 blocks, rings keep 4, a saved window 2."""
     monkeypatch.setattr(cache_layout, "PREFILL_CHUNK", 64)
     monkeypatch.setattr(cache_layout, "BLOCK_LENGTH", 32)
     monkeypatch.setattr(native_step, "MAX_ROWS", 64)
@@ -79,8 +79,8 @@ def planned(model: ModelFile, **options) -> Split:
 
 @pytest.mark.parametrize("types", [{}, {"cache_type_k": "q8_0", "cache_type_v": "q4_0"}])
 def test_random_schedules_beyond_the_window(monkeypatch, model, types):
-    """Texts end, fork, are marked and rolled back to any place; blocks are dropped and windows taken
-    back."""
+    """Texts end, fork, are marked and rolled back to any place; blocks are dropped and windows
+    taken back."""
     seen, turn, rollback = Counter(), BlockTable._turn, BlockTable.rollback
 
     def counted_turn(table, sequence, start, stop):
@@ -172,8 +172,8 @@ def test_hybrid_steps_read_rings(monkeypatch, model):
 
 
 def test_a_saved_text_has_what_rings_hold(monkeypatch, model):
-    """It goes on with the same bits, also after a rollback to before what was saved, and where it was
-    saved with all positions; the other way round it is refused."""
+    """It goes on with the same bits, also after a rollback to before what was saved, and where it
+    was saved with all positions; the other way round it is refused."""
     ids = np.random.default_rng(1).integers(0, 50, 200).tolist()
     with without_rings(monkeypatch, model) as whole, with_rings(model) as engine:
         text, want = engine.sequence(), whole.logits([*ids, 5])
@@ -252,8 +252,8 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rings_give_the_logits_of_transformers(tmp_path, family):
-    """A text of 30 windows in uneven pieces, one of which is rolled back and given again. SmallThinker
-    is not in transformers: by its definition in float64."""
+    """A text of 30 windows in uneven pieces, one of which is rolled back and given again.
+    SmallThinker is not in transformers: by its definition in float64."""
     folder = FAMILIES[family](tmp_path / "hf")
     ids = np.random.default_rng(7).integers(0, 300, 250).tolist()
     if family == "smallthinker":

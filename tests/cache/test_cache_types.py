@@ -57,8 +57,8 @@ def test_turning_multiplies_by_hadamards_matrix(width):
 @pytest.mark.parametrize("width", [32, 64, 96, 256])
 @pytest.mark.parametrize("name", NAMES)
 def test_stored_rows_are_those_of_ggml(tmp_path, name, width):
-    """The first layer's rows equal, bit for bit, those that the gguf package makes of the rows that a step
-    with an f32 cache stores, rotated if the type says so."""
+    """The first layer's rows equal, bit for bit, those that the gguf package makes of the rows that
+    a step with an f32 cache stores, rotated if the type says so."""
     shape = make_sizes(width=width, num_heads=1, num_kv_heads=1, context_length=64)
     make_model(sizes=shape, kind="f32").save(tmp_path / "m.gguf")
     kept = {}

@@ -272,8 +272,8 @@ def test_the_choice_keeps_most_of_what_the_best_one_would():
     ],
 )
 def test_a_token_reads_the_keys_of_the_reference(tmp_path, rule, width, heads, kv):
-    """The heads' output is that of float64 over the keys that the reference chooses, but where two keys
-    have nearly equal scores, which is rare; and not over their neighbours."""
+    """The heads' output is that of float64 over the keys that the reference chooses, but where two
+    keys have nearly equal scores, which is rare; and not over their neighbours."""
     path = save(tmp_path, width=width, heads=heads, kv=kv, layers=1)
     seen = {}
     with load(path, rule, cache_type_k="f32") as engine, engine.sequence() as text:

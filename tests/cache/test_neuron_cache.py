@@ -1,5 +1,5 @@
-"""The neuron cache without a GPU: its tables keep units and slots one to one, and what cannot work is
-refused or said."""
+"""The neuron cache without a GPU: its tables keep units and slots one to one, and what cannot work
+is refused or said."""
 
 import dataclasses
 

@@ -1,6 +1,6 @@
-"""The neuron cache with experts as its units, with the CPU in both roles: every step equals, bit for
-bit, a static step with the same experts on the GPU, in any order that the streams allow; and each fault
-that is planted is found."""
+"""The neuron cache with experts as its units, with the CPU in both roles: every step equals, bit
+for bit, a static step with the same experts on the GPU, in any order that the streams allow; and
+each fault that is planted is found."""
 
 import dataclasses
 
@@ -39,8 +39,8 @@ from hotsplit.runtime.weights.resident import Residence
 CPU = torch.device("cpu")
 E, NONE = 12, np.zeros(0, np.int32)
 IDS = TOKENS[:5]
-# Hot experts of both layers, and whether attention is on the GPU. A layer whose router is on the CPU has
-# no slots.
+# Hot experts of both layers, and whether attention is on the GPU. A layer whose router is on the
+# CPU has no slots.
 PLANS = {
     "both layers": ([[1, 4, 7, 11], [0, 2]], [1, 1]),
     "all but one": ([list(range(1, E)), [5]], [1, 1]),
@@ -87,8 +87,8 @@ class Cached:
         )
 
     def static(self):
-        """(a step without a cache, its weights), with the experts that tables name now, and the same
-        keys and values."""
+        """(a step without a cache, its weights), with the experts that tables name now, and the
+        same keys and values."""
         layers, resident = (
             self.cache.slots.carrier.layers,
             list(first_residents(self.model, self.split)),
@@ -243,8 +243,8 @@ def test_bytes_are_those_of_the_plan():
 @pytest.mark.parametrize("layout", ["stock", "sparse"])
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k", "q6_k", "iq4_nl", "f16"])
 def test_experts_get_the_layout_of_a_gpu(kind, layout):
-    """Slots that were loaded as a GPU's, from tiles and groups of the CPU's, have the bytes that a load of
-    the incoming experts makes."""
+    """Slots that were loaded as a GPU's, from tiles and groups of the CPU's, have the bytes that a
+    load of the incoming experts makes."""
     is_super = kind.endswith("_k")
     size = 256 if is_super else 64
     model = mixture(

@@ -220,7 +220,7 @@ def test_many_served_texts_of_delta_nets_equal_those_generated_alone(delta_path,
 
 
 def test_keys_are_selected_where_layers_attend_and_states_stay(delta_path, caplog):
-    """A short text is read entirely, with the same bits as without a selection; a long one is not."""
+    """A short text is read entirely, with the bits of no selection; a long one is not."""
     ids = [n * 7 % 250 for n in range(200)]
     with Engine.load(delta_path) as engine:
         want = engine.logits(ids)

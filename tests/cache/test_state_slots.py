@@ -1,5 +1,6 @@
 """The slots of recurrent states, with states that are hashes of the tokens so far: whatever forks,
-rollbacks, failing and forgotten passes do, every slot in use holds the state of exactly its tokens."""
+rollbacks, failing and forgotten passes do, every slot in use holds the state of exactly its
+tokens."""
 
 import random
 from collections import Counter
@@ -56,7 +57,8 @@ class Folded:
         self.content |= new
 
     def run(self, tokens: dict[int, list[int]], chance: random.Random, *, fails: bool) -> None:
-        """Appends tokens to sequences in one pass or two, after those that a rollback left uncomputed."""
+        """Appends tokens to sequences in one pass or two, after those that a rollback left
+        uncomputed."""
         rows = []
         for number, more in tokens.items():
             text = self.texts[number]

@@ -323,7 +323,8 @@ HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "
 GPT_OSS = """\
 {%- for message in messages %}
 {%- if '<|channel|>' in message.content %}{{ raise_exception('marks in the content') }}{% endif %}
-{%- if message.role == 'assistant' and message.thinking and loop.last and not add_generation_prompt %}
+{%- if message.role == 'assistant' and message.thinking and loop.last
+   and not add_generation_prompt %}
 {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}
 {{- '<|start|>' + message.role + ('<|channel|>final' if message.role == 'assistant' else '') }}
 {{- '<|message|>' + message.content + '<|end|>' }}
@@ -332,12 +333,14 @@ GPT_OSS = """\
 GEMMA4 = """\
 {%- for message in messages %}
 {{- '<|turn>' + message.role + '\\n' }}
-{%- if message.reasoning_content and loop.last %}{{ '<|channel>thought\\n' + message.reasoning_content + '<channel|>' }}{% endif %}
+{%- if message.reasoning_content and loop.last %}
+{{- '<|channel>thought\\n' + message.reasoning_content + '<channel|>' }}{% endif %}
 {{- message.content + '<turn|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
 COHERE = """\
 {%- set action = '<|START_ACTION|>' %}{%- for message in messages %}
-{{- '<|START_OF_TURN_TOKEN|>' + message.role + '<|START_RESPONSE|>' + message.content + '<|END_RESPONSE|>' }}
+{{- '<|START_OF_TURN_TOKEN|>' + message.role + '<|START_RESPONSE|>' + message.content
+    + '<|END_RESPONSE|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
 COHERE_MARKS = (
@@ -494,7 +497,8 @@ def test_an_answer_that_is_stopped_keeps_what_was_said(marked, name):
     [
         (
             "two channels",
-            "<|channel|>analysis<|message|>y or n?<|end|><|start|>assistant<|channel|>final<|message|>yes",
+            "<|channel|>analysis<|message|>y or n?<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>yes",
         ),
         ("final", "<|channel|>final<|message|>yes"),
         ("tags as special tokens", "<think>y or n?</think>yes"),

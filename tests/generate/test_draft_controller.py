@@ -117,8 +117,8 @@ def test_drafting_turns_off_and_on_again(is_free):
 @pytest.mark.parametrize("cost", COSTS)
 def test_trying_costs_little_from_the_first_token_on(cost, is_free):
     """Wherever the text is cut off, the loss is at most 0.8 % and two single steps (the account's
-    share and opening balance, with a margin), and three more for the first try of a draft model: for
-    a drafter that is always wrong and for one that is right three times in ten."""
+    share and opening balance, with a margin), and three more for the first try of a draft model:
+    for a drafter that is always wrong and for one that is right three times in ten."""
     for right in (lambda place: 0.0, lambda place: 0.3):
         speculation = Speculation(Chance(right, is_free), SpeculationOptions())
         took = count = 0

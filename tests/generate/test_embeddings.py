@@ -1,5 +1,5 @@
-"""Vectors of texts: pooled as the model's files say, and equal to transformers' hidden states, alone and
-beside texts that are being written."""
+"""Vectors of texts: pooled as the model's files say, and equal to transformers' hidden states,
+alone and beside texts that are being written."""
 
 import base64
 import json

@@ -1,5 +1,5 @@
-"""Every public method of an engine and of what it hands out, with arguments of wrong kinds: it works or
-raises HotsplitError, and what was there before still works."""
+"""Every public method of an engine and of what it hands out, with arguments of wrong kinds: it
+works or raises HotsplitError, and what was there before still works."""
 
 import inspect
 from collections.abc import Iterator

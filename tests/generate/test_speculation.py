@@ -1,5 +1,5 @@
-"""Speculation changes no text: whatever is drafted, and however the clock runs, the tokens are those
-of single steps."""
+"""Speculation changes no text: whatever is drafted, and however the clock runs, the tokens are
+those of single steps."""
 
 import dataclasses
 import itertools

@@ -43,7 +43,8 @@ int main() {
         Kernels tried = kernels_generic;
         if (i < NUM_SLOTS) {
             auto* broken = &nothing;
-            std::memcpy(reinterpret_cast<char*>(&tried) + i * sizeof(void*), &broken, sizeof broken);
+            char* place = reinterpret_cast<char*>(&tried) + i * sizeof(void*);
+            std::memcpy(place, &broken, sizeof broken);
         }
         const bool accepted = runs_here(tried, kernels_generic);
         num_tried += i < NUM_SLOTS;

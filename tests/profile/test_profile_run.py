@@ -74,8 +74,8 @@ def same_predictors(a, b, rtol=0.0):
 
 
 def stopped_at(monkeypatch, window):
-    """Stops a run with SIGTERM after this many windows; None: never. Later runs are not stopped, but
-    their windows are counted too: the returned list holds the number of windows of all runs."""
+    """Stops a run with SIGTERM after this many windows; None: never. Later runs are not stopped,
+    but their windows are counted too: the returned list holds the number of windows of all runs."""
     original, seen = run_module.Run._pause, [0]
 
     def pause(self, *, ends_phase):
