@@ -12,8 +12,7 @@ from gpu_sections import Table
 from torch.nn import functional
 
 from hotsplit.model.spec import Attention
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 
 COLUMNS = (
     "heads of 128, key heads",
@@ -40,7 +39,7 @@ def _row(device: torch.device, heads: int, kv_heads: int, tokens: int, positions
     position_T = torch.arange(positions - tokens, positions, device=device)
     keys, values = (each.transpose(0, 1) for each in cache)
     spec = Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=WIDTH, rotary=None)
-    kernels = gpu_products.kernels() if device.type == "cuda" else reference_kernels()
+    kernels = triton_kernels() if device.type == "cuda" else reference_kernels()
     query = query_THW.transpose(0, 1)[None]
 
     def ours() -> None:

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from hotsplit.runtime.device.streams import CudaStream, PlainStream
 from hotsplit.runtime.kernels.gate import Gate
-from hotsplit.runtime.kernels.gpu.kernels import Kernels, overlapped, reference_kernels
+from hotsplit.runtime.kernels.gpu.kernels import (
+    Kernels,
+    overlapped,
+    reference_kernels,
+    triton_kernels,
+)
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
 from hotsplit.runtime.step.cuda_backend import cuda_backend
 from hotsplit.runtime.step.plain_backend import plain_backend
-from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Matrix
 
 COLUMNS = ("width, neurons", "us a kernel", "overlapping", "same bits")
@@ -29,7 +33,7 @@ def overlap(device: torch.device, *, is_small: bool) -> list[Table]:
 
 
 def _row(device: torch.device, width: int, neurons: int) -> list[str]:
-    kernels = gpu_products.kernels() if device.type == "cuda" else reference_kernels()
+    kernels = triton_kernels() if device.type == "cuda" else reference_kernels()
     dense = _matrix(width, width, device)
     gate, up, down = (_matrix(neurons, width, device) for _ in range(3))
     x, normed, weight = (torch.ones(width, device=device) for _ in range(3))

@@ -28,11 +28,7 @@ from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.options.generation import SamplingOptions
 from hotsplit.options.kinds import check_kind, kinds_checked
 from hotsplit.options.model_sampling import sampling_of
-from hotsplit.runtime.device.device_memory import (
-    MemoryReport,
-    free_workspaces,
-    out_of_memory_as_error,
-)
+from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
@@ -46,7 +42,6 @@ from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.observers import Observation, Observe, Wants
 from hotsplit.runtime.step.batch import Wanted, rows_of
 from hotsplit.runtime.step.decoder import Decoder
-from hotsplit.runtime.step.gpu_pass import joined
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.sequences import Part, Sequences, not_tokens
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
@@ -206,15 +201,18 @@ class Engine:
         """Appends and computes tokens of a sequence, layer by layer (see `observe`); returns their
         hidden states after the last norm, f32 [T, D] on the CPU."""
         weights, found = self._live.weights, list[Tensor]()
-        last = ("layer_out", len(weights.layers) - 1)
+        # Where operations follow the last layer, a value after them is seen, of tokens with logits.
+        at: tuple[str, int | None] = "layer_out", len(weights.layers) - 1
+        wanted: Wanted = "none"
+        norm = weights.output_norm
+        if weights.last:
+            at, wanted, norm = ("output_norm", None), "all", None
 
-        def keep(name: str, layer: int | None, x_TD: Tensor) -> None:
-            norm = weights.output_norm
-            x_TD = joined(weights, x_TD).to(weights.head_device)
+        def keep(_name: str, _layer: int | None, x_TD: Tensor) -> None:
             found.append((x_TD if norm is None else norm.apply(x_TD)).float().cpu().clone())
 
-        with self._live.observers.add(keep, lambda name, layer: (name, layer) == last):
-            sequence.extend(token_ids, "none")
+        with self._live.observers.add(keep, lambda *seen: seen == at):
+            sequence.extend(token_ids, wanted)
         return torch.cat(found)[-len(token_ids) :]  # what is before them has been repeated
 
     @out_of_memory_as_error()
@@ -414,7 +412,6 @@ class Engine:
             gc.collect()  # a captured step and its inputs refer to each other
             for memory in self.memories.values():
                 memory.close()
-            free_workspaces()
             torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:

@@ -3,57 +3,41 @@ budget, and streams of cold weights.
 
     memories_of        before loading: a slab per GPU, and a limit at its budget
     uploading          while loading: uploaders that fill the slabs
-    with_cold_streams  after loading: streams of cold weights, and the most tokens of a pass
-    set_aside          after the capture of a decode step: memory for the temporaries of passes
-    captured_passes    after that: passes as graphs, in what is left
+    pass_setup         after loading: the memory of passes, and streams of cold weights
 
 Without a GPU, these do nothing."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import Items
-from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.errors import HotsplitError
-from hotsplit.model.modes import Mode
 from hotsplit.options.prompt_rates import PromptRates
-from hotsplit.runtime.device.device_memory import LEAST_BUDGET_BYTES, DeviceMemory, free_workspaces
-from hotsplit.runtime.device.pools import GAPS, SEGMENT_BYTES
+from hotsplit.runtime.device.device_memory import ALIGNMENT, LEAST_BUDGET_BYTES, DeviceMemory
 from hotsplit.runtime.device.staging import Staging, copy_stream
-from hotsplit.runtime.device.streams import PlainStream
+from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.neurons.feed_forward import FeedForward, Traffic
 from hotsplit.runtime.prefill.cold_experts import ColdExperts
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
-from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
+from hotsplit.runtime.prefill.cold_stream import ColdStream
 from hotsplit.runtime.prefill.expert_stream import ExpertStream
-from hotsplit.runtime.step.captured_passes import (
-    LENGTHS,
-    MOST_BYTES,
-    CapturedPasses,
-    PassMemory,
-    is_capturable,
-)
 from hotsplit.runtime.step.hybrid_device import Take
-from hotsplit.runtime.step.passes import Pass, way_on
+from hotsplit.runtime.step.pass_room import PASS_ROWS, PassSetup
 from hotsplit.runtime.step.workspace import (
+    Counted,
+    arena_bytes,
     decode_bytes,
-    graph_pools,
     least_piece_bytes,
-    pass_pools,
-    reserved_bytes,
     slab_extras,
-    temporaries,
 )
-from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.neuron_block import by_role
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import PIECE_BYTES as UPLOAD_PIECE_BYTES
@@ -150,14 +134,6 @@ def step_takes(memories: Memories) -> Callable[[torch.device], Take] | None:
     return (lambda device: memories[device].take_for_step()) if memories else None
 
 
-def set_aside(memories: Memories) -> None:
-    """Reserves memory for temporaries; call it after anything that empties torch's cache."""
-    if any(device.type == "cuda" for device in memories):
-        free_workspaces()
-    for memory in memories.values():
-        memory.set_aside()
-
-
 @contextmanager
 def uploading(
     memories: Memories,
@@ -199,144 +175,106 @@ def pin(residence: Residence, notice: Callable[[str], None]) -> None:
         )
 
 
-def with_cold_streams(
+def pass_setup(
     model: ModelFile,
     weights: Weights,
     memories: Mapping[torch.device, DeviceMemory],
     placement: Placement,
-    mode: Mode,
     context_length: int,
-    chunk: int,
+    most_rows: int,
     notice: Callable[[str], None],
     rates: PromptRates | None = None,
-) -> tuple[Weights, int]:
-    """(weights with streams attached, maximum tokens per pass: `chunk`, or fewer if memory is
-    short). `rates`: of a plan's experts.
+) -> PassSetup:
+    """Passes of up to `most_rows` rows, or of as many as leave room for pieces of streamed weights, and
+    their memory, allocated once. `rates`: of a plan's experts.
 
-    Raises HotsplitError if a GPU's budget leaves no room for a single token."""
-    p = Pass(
-        model=model,
-        mode=mode,
-        num_tokens=chunk,
-        way="gpu",
-        context_length=_attended(placement, context_length),
-        num_sequences=weights.cache.num_sequences,
-    )
+    Raises HotsplitError if a GPU's budget leaves no room for the shortest pass."""
     cold = {device: cold_blocks(weights, placement, device) for device in memories}
+    setup = PassSetup(
+        num_rows=next((rows for rows in PASS_ROWS if rows >= most_rows), PASS_ROWS[-1]),
+        streamed=frozenset(layer for blocks in cold.values() for layer in blocks),
+        streams=lambda device, main, buffers: cold_streams(
+            device, cold[device], main, buffers, rates
+        ),
+    )
+    rooms = {device: memory.room_bytes for device, memory in memories.items()}
+    for device in memories:
+        setup = _fitting(setup, weights, placement, device, rooms[device], cold[device])
+    if setup.streamed and not all(setup.piece_bytes.get(device) for device in cold if cold[device]):
+        notice(
+            f"a pass of {setup.num_rows} tokens leaves too little of {_bytes_of(rooms)} to stream cold"
+            " weights; the CPU computes them for prompts, too"
+        )
+        setup = replace(setup, piece_bytes={}, streamed=frozenset())
     for device, memory in memories.items():
-        p = replace(p, way=way_on(device))
-        p = replace(p, num_tokens=_most_tokens(p, memory, cold[device]))
-    for device, memory in memories.items():
-        p = replace(p, way=way_on(device))
-        room, blocks = memory.room_bytes, cold[device]
-        piece = _piece_bytes(p, room, blocks)
-        memory.aside = temporaries(p, piece)
-        if piece:
-            for stream in cold_streams(device, blocks, piece, rates):
-                weights = with_stream(weights, stream)
-        elif blocks:
-            notice(
-                f"{format_bytes(room)} left after weights and cache on {device}, a pass of"
-                f" {p.num_tokens} tokens takes {format_bytes(reserved_bytes(p))}: too little to"
-                " stream cold weights; the CPU computes them for prompts, too"
-            )
-            p = replace(p, num_tokens=min(p.num_tokens, SHORT_CHUNK))  # the plan's, on the CPU
-    return weights, p.num_tokens
+        size = room_bytes(setup, weights, placement, device)
+        memory.take_arena(size)
+    return replace(setup, take=lambda device: memories[device].take_for_pass())
 
 
-def _most_tokens(p: Pass, memory: DeviceMemory, blocks: Blocks) -> int:
-    """The most tokens of a pass, halved from those of `p`, that leave room for pieces as plans do;
-    if none do, without pieces. Raises HotsplitError if there is no room for a single token."""
-    room, largest = memory.room_bytes, _largest_piece(blocks)
+def _bytes_of(rooms: Mapping[torch.device, int]) -> str:
+    return format_bytes(min(rooms.values()))
+
+
+def _fitting(
+    setup: PassSetup,
+    weights: Weights,
+    placement: Placement,
+    device: torch.device,
+    room: int,
+    blocks: Blocks,
+) -> PassSetup:
+    """The setup with passes that fit into a GPU's memory, and with pieces for its streamed weights, if
+    these fit beside any pass."""
+    lengths = [rows for rows in reversed(PASS_ROWS) if rows <= setup.num_rows]
+    largest = max((block.layout_bytes(block.number) for block in blocks.values()), default=0)
     least = max((block.least_piece_bytes for block in blocks.values()), default=0)
-    for tokens in halved(p.num_tokens):
-        piece = least_piece_bytes(tokens, largest, least)
-        if tokens >= LEAST_TOKENS and reserved_bytes(replace(p, num_tokens=tokens), piece) <= room:
-            return tokens
-    if _piece_bytes(replace(p, num_tokens=LEAST_TOKENS), room, blocks):  # short ones
-        return LEAST_TOKENS
-    for tokens in halved(min(p.num_tokens, SHORT_CHUNK)):
-        if reserved_bytes(replace(p, num_tokens=tokens)) <= room:
-            return tokens
-    one = reserved_bytes(replace(p, num_tokens=1))
+    for rows in lengths if blocks else ():
+        piece = max(least, least_piece_bytes(rows, largest, least))
+        tried = replace(setup, num_rows=rows, piece_bytes={**setup.piece_bytes, device: piece})
+        size = arena_bytes(room_bytes(tried, weights, placement, device))
+        if size <= room:
+            piece = min(max(MOST_PIECE_BYTES, least), largest, piece + (room - size) // 2)
+            piece = max(piece // ALIGNMENT * ALIGNMENT, least)
+            return replace(tried, piece_bytes={**setup.piece_bytes, device: piece})
+    for rows in lengths:
+        tried = replace(setup, num_rows=rows)
+        if arena_bytes(room_bytes(tried, weights, placement, device)) <= room:
+            return tried
+    needed = arena_bytes(
+        room_bytes(replace(setup, num_rows=PASS_ROWS[0]), weights, placement, device)
+    )
     raise HotsplitError(
-        f"{memory.device}: {format_bytes(room)} left after weights and cache, one token takes"
-        f" {format_bytes(one)}; run hotsplit solve with a larger --vram-budget or a smaller"
+        f"{device}: {format_bytes(room)} left after weights and cache, a pass of {PASS_ROWS[0]} tokens"
+        f" takes {format_bytes(needed)}; run hotsplit solve with a larger --vram-budget or a smaller"
         " --context"
     )
 
 
-def halved(tokens: int) -> Iterator[int]:
-    """The tokens, half of them, and so on down to 1."""
-    while True:
-        yield tokens
-        if tokens == 1:
-            return
-        tokens = -(-tokens // 2)
-
-
-def _largest_piece(blocks: Blocks) -> int:
-    sizes = [block.layout_bytes(block.number) for block in blocks.values()]
-    return max(sizes) + SEGMENT_BYTES if sizes else 0
-
-
-def _piece_bytes(p: Pass, room: int, blocks: Blocks) -> int:
-    """Bytes of a piece of cold weights beside such passes; 0 if nothing is streamed."""
-    if not blocks or p.num_tokens < LEAST_TOKENS:
-        return 0
-    least = max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values()))
-    pools = pass_pools(p)
-    large = int((room - pools.segments.small - SEGMENT_BYTES) * (1 - GAPS)) - pools.large
-    piece = min(max(MOST_PIECE_BYTES, least), _largest_piece(blocks), large // 2)
-    while piece >= least:
-        if reserved_bytes(p, piece) <= room:
-            return piece
-        piece = piece * 3 // 4  # short pieces are taken from the pool of small tensors
-    return 0
-
-
-def captured_passes(
-    p: Pass, weights: Weights, memories: Memories, traffic: Traffic
-) -> CapturedPasses | None:
-    """Passes of prompts as graphs, of up to as many tokens as `p` has and as leave room for the
-    longest launched pass; None if there is no room, or if captured_passes does not cover the
-    model."""
-    device, *others = memories
-    if others or device.type != "cuda" or not is_capturable(weights.layers, device):
-        return None
-    memory, tables = memories[device], weights.cache.tables
-    room = min(MOST_BYTES, memory.room_bytes - memory.aside.segments.total)
-    p = replace(p, way=way_on(device))
-    for most in sorted((each for each in LENGTHS if each <= p.num_tokens), reverse=True):
-        pools = graph_pools(replace(p, num_tokens=most))
-        if pools.segments.total > room:
-            continue
-        reserved = PassMemory.reserve(pools, (most, p.spec.hidden_size), device, tables)
-        if reserved is None:
-            set_aside(memories)
-            return None
-        return CapturedPasses(
-            memory=reserved,
-            lengths=tuple(n for n in LENGTHS if n <= most),
-            traffic=traffic,
-            on_capture=partial(set_aside, memories),
-        )
-    return None
+def room_bytes(
+    setup: PassSetup, weights: Weights, placement: Placement, device: torch.device
+) -> int:
+    """Bytes of the memory of passes on a GPU."""
+    counted = Counted()
+    number = next(
+        n for home, n in zip(placement.homes, placement.numbers, strict=True) if home == device
+    )
+    replace(setup, take=lambda _: counted.take).room(weights, placement, number, is_pinned=False)
+    return counted.num_bytes
 
 
 def cold_blocks(
     weights: Weights, placement: Placement, device: torch.device
 ) -> dict[int, ColdBlock | ColdExperts]:
-    """The neurons and experts on the CPU in layers whose home is the device, by layer: experts if
-    the device multiplies those of a layer together, and neurons in layers before the first with
-    such experts, so that one stream has ended when the other begins."""
+    """The neurons and experts on the CPU in layers whose home is the device, by layer: neurons in layers
+    before the first with experts, so that one stream has ended when the other begins."""
     mine = [index for index, home in enumerate(placement.homes[:-1]) if home == device]
     found: dict[int, ColdBlock | ColdExperts] = {}
-    has_experts, streams_experts = False, gpu_products.multiplies_blocks(device)
+    has_experts = False
     for index in mine:
         ffn = weights.layers[index].ffn
         _, experts = by_role(ffn.experts)
-        if experts is not None and streams_experts:
+        if experts is not None:
             found[index], has_experts = ColdExperts.of(experts), True
         elif not has_experts and (block := by_role(ffn.blocks)[1]) is not None:
             found[index] = ColdBlock.of(block)
@@ -344,36 +282,28 @@ def cold_blocks(
 
 
 def cold_streams(
-    device: torch.device, blocks: Blocks, piece_bytes: int, rates: PromptRates | None = None
-) -> list[ColdStream | ExpertStream]:
-    """A stream of neurons, and one of experts, with those of these blocks."""
+    device: torch.device,
+    blocks: Blocks,
+    main: Stream,
+    buffers: tuple[Tensor, Tensor],
+    rates: PromptRates | None = None,
+) -> dict[int, ColdStream | ExpertStream]:
+    """The streams of these blocks, by layer: one of neurons, and one of experts. `main`: the stream whose
+    kernels read the buffers."""
     is_cuda, copier = device.type == "cuda", copy_stream(device)
     is_pinned = all(block.can_be_copied for block in blocks.values())
     common: dict[str, Any] = {
         "device": device,
-        "piece_bytes": piece_bytes,
+        "buffers": buffers,
         "copier": copier,
-        "compute": CurrentStream(device) if is_cuda else PlainStream(),
-        "staging": None if is_pinned else Staging(piece_bytes, copier, is_pinned=is_cuda),
+        "compute": main,
+        "staging": None if is_pinned else Staging(len(buffers[0]), copier, is_pinned=is_cuda),
     }
     neurons = {layer: each for layer, each in blocks.items() if isinstance(each, ColdBlock)}
     experts = {layer: each for layer, each in blocks.items() if isinstance(each, ColdExperts)}
-    found: list[ColdStream | ExpertStream] = []
-    found += [ColdStream(blocks=neurons, **common)] if neurons else []
-    found += [ExpertStream(blocks=experts, rates=rates, **common)] if experts else []
+    found: dict[int, ColdStream | ExpertStream] = {}
+    if neurons:
+        found |= dict.fromkeys(neurons, ColdStream(blocks=neurons, **common))
+    if experts:
+        found |= dict.fromkeys(experts, ExpertStream(blocks=experts, rates=rates, **common))
     return found
-
-
-def with_stream(weights: Weights, stream: ColdStream | ExpertStream) -> Weights:
-    """Weights with the stream attached to its layers."""
-
-    def attached(ffn: FeedForward) -> FeedForward:
-        if isinstance(stream, ColdStream):
-            return replace(ffn, cold=stream)
-        return replace(ffn, cold_experts=stream)
-
-    layers = tuple(
-        replace(layer, ffn=attached(layer.ffn)) if index in stream.blocks else layer
-        for index, layer in enumerate(weights.layers)
-    )
-    return replace(weights, layers=layers)

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -29,14 +28,7 @@ from hotsplit.runtime.device_check import (
     logits_of,
     within_time,
 )
-from hotsplit.runtime.gpu_setup import (
-    captured_passes,
-    memories_of,
-    set_aside,
-    step_takes,
-    uploading,
-    with_cold_streams,
-)
+from hotsplit.runtime.gpu_setup import memories_of, pass_setup, step_takes, uploading
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
 from hotsplit.runtime.kernels.threads import use_default_threads
@@ -67,9 +59,7 @@ from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.doorbells import can_ring
 from hotsplit.runtime.step.hybrid_step import Backend, HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
-from hotsplit.runtime.step.passes import Pass
 from hotsplit.runtime.step.workspace import step_rows
-from hotsplit.runtime.weights import gpu_products
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +122,7 @@ class Loaded:
         self._set_up_neuron_cache()
         self._take_memory()
         self._load_weights()
-        self._stream_cold_weights()
+        self._set_up_passes()
         self._make_neuron_cache()
         if self.is_on_gpu:
             got = within_time(self._first_logits, LIMIT_S)
@@ -149,7 +139,9 @@ class Loaded:
         self.device = self.gpus[0]
         self.is_on_gpu = self.device.type == "cuda"
         if self.is_on_gpu:
-            gpu_products.kernels()  # raises if Triton is missing
+            from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
+
+            triton_kernels()  # raises if Triton is missing
         use_default_threads(beside_gpu=self.is_on_gpu)
 
     def _place(self) -> None:
@@ -276,17 +268,15 @@ class Loaded:
             )
         check_routers(self.model, self.weights.layers)  # once the uploads are done
 
-    def _stream_cold_weights(self) -> None:
-        """Attaches the streams of cold weights, and sets the maximum number of tokens per pass."""
-        self.chunk = min(self.chunk, self.context_length)
-        self.weights, self.chunk = with_cold_streams(
+    def _set_up_passes(self) -> None:
+        """Takes the memory of passes, and makes ready to stream cold weights."""
+        self.passes = pass_setup(
             self.model,
             self.weights,
             self.memories,
             self.placement,
-            self.mode,
             self.context_length,
-            self.chunk,
+            min(self.chunk, self.context_length),
             self.warn,
             None if self.plan is None else self.plan.prompt_rates,
         )
@@ -314,34 +304,14 @@ class Loaded:
                 backend,
                 self.neuron_cache,
                 self.max_rows,
-                partial(set_aside, self.memories),
+                self.passes,
             )
-        set_aside(self.memories)
-        self.decoder = Decoder(
-            weights=self.weights, observers=Observers(), native=step, chunk=self.chunk
-        )
+        self.decoder = Decoder(weights=self.weights, observers=Observers(), native=step)
 
     def _first_logits(self) -> dict[str, Tensor]:
         """Builds the decoder on a GPU, and computes the logits that are checked."""
         self._make_decoder()
-        self._capture_passes()
         return logits_of(self.decoder, self.model.spec.vocab_size, repeats=True)
-
-    def _capture_passes(self) -> None:
-        """Lets prompts run as graphs."""
-        if not self.config.graph or not self.memories:
-            return
-        tokens = min(self.decoder.most_tokens, self.context_length)
-        p = Pass(
-            model=self.model,
-            mode=self.mode,
-            num_tokens=tokens,
-            way="gpu",
-            context_length=self.context_length,
-            num_sequences=self.num_sequences,
-        )
-        found = captured_passes(p, self.weights, self.memories, self.traffic)
-        self.decoder = replace(self.decoder, captured=found)
 
     def _backend(self) -> Backend | None:
         """The backend of a decode step on GPUs; None without one."""

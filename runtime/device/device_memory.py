@@ -1,29 +1,25 @@
-"""The memory of one GPU: a slab for everything permanent, and a limit on torch's allocator.
+"""The memory of one GPU: a slab for what is permanent, an arena for passes over prompts, and a limit on
+torch's allocator.
 
 With a plan, a GPU holds at most its budget (or LEAST_BUDGET_BYTES, if that is more). Everything
 that lives as long as the engine (weights, cache, the buffers of a decode step) is allocated from
-one slab; temporaries of a prefill pass come from torch's allocator. Two mechanisms keep the sum
-within the budget:
+one slab, and the buffers of passes from one arena, whose size follows from the form of the model and its
+plan; a pass allocates nothing. torch refuses to reserve more than the fraction set by `limit`. Before it
+asks the driver, it checks the sum of its reservations, including its own rounding. This holds for its
+native allocator without expandable segments; `limit` refuses any other.
 
-- torch refuses to reserve more than the fraction set by `limit`. Before it asks the driver, it
-  checks the sum of its reservations, including its own rounding (pools.py). This holds for its
-  native allocator without expandable segments; `limit` refuses any other.
-- `set_aside` reserves both pools of torch's allocator for the temporaries of a pass. They are then
-  allocated from memory that the process already has: other programs on the card cannot take it in
-  the middle of a text.
-
-Beside slab and temporaries, a process holds BESIDE_BYTES: the workspaces of cuBLAS, which it takes
-from torch's memory for each thread and stream, and the numbers that torch's generator holds on the
-stream of a captured graph (before torch 2.13).
+torch takes a tensor up to 1 MiB from a segment of SEGMENT_BYTES, and from LEAST_OWN_BYTES on from one of
+its own size, rounded up (c10/cuda/CUDACachingAllocator.cpp). Beside slab and arena, a process holds
+BESIDE_BYTES: small tensors, and the numbers that torch's generator holds on the stream of a captured
+graph (before torch 2.13).
 
 Outside the budget, and reported separately: the CUDA context, kernel code, and memory that
 libraries allocate from the driver directly."""
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
 from weakref import WeakSet
 
@@ -31,28 +27,18 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.device.pools import GAPS, LEAST_OWN_BYTES, SEGMENT_BYTES, PoolBytes
 from hotsplit.system.sizes import format_bytes
 
-# Of cuBLAS: 4 MiB and eight times 16 KiB for each thread and stream; torch's default is 32 MiB on an
-# H100. Set here, before anything multiplies on a GPU, because torch passes on the current size with a
-# workspace that it allocated earlier. Variables already set are kept.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:1:16:8")  # in KiB
-os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "4096")
-
 ALIGNMENT = 256
-# A segment for the workspaces of two threads: the caller's, and that of a check.
-PRODUCT_BYTES = LEAST_OWN_BYTES
-# The products' segment, one for small tensors that last, one for those of another stream, and the
-# slab's rounding.
-BESIDE_BYTES = PRODUCT_BYTES + 3 * SEGMENT_BYTES
-# Set aside while weights are uploaded, if there is room.
-UPLOAD_BYTES = PoolBytes(small=4 << 20, large=48 << 20)
+SEGMENT_BYTES = 2 << 20
+LEAST_OWN_BYTES = 10 << 20
+# Segments for small tensors that last, for those of another stream, and the slab's rounding.
+BESIDE_BYTES = 3 * SEGMENT_BYTES
 # A smaller budget cannot be enforced on an allocator with segments of 2 and 20 MiB.
 LEAST_BUDGET_BYTES = 128 << 20
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
-_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = ("out of memory",)
 
 _living: "WeakSet[DeviceMemory]" = WeakSet()
 
@@ -80,10 +66,9 @@ class DeviceMemory:
     budget_bytes: int | None
     taken: dict[str, int] = field(default_factory=dict)
     used_bytes: int = 0  # of the slab, gaps included
-    aside: PoolBytes = PoolBytes()  # temporaries
-    product_bytes: int = 0  # workspaces of products
     held_bytes: int = 0  # by the process before this engine, if it has no other
     step_start: int | None = None  # where the buffers of a decode step begin
+    arena: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of passes
 
     @classmethod
     def of(
@@ -98,12 +83,9 @@ class DeviceMemory:
         try:
             with out_of_memory_as_error(device, num_bytes):
                 if device.type == "cuda":
-                    free_workspaces()
                     _limit_all(device)
                     made.held_bytes = 0 if others else torch.cuda.memory_reserved(device)
                 memory = torch.empty(num_bytes + _slack(device), dtype=torch.uint8, device=device)
-                if device.type == "cuda":
-                    made._set_aside_for_upload()
         except HotsplitError:
             made.close()
             raise
@@ -129,15 +111,14 @@ class DeviceMemory:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes available for temporaries beside the slab and BESIDE_BYTES; without a budget, the
+        """Bytes available beside the slab and BESIDE_BYTES; without a budget, the
         GPU's free memory, or 1 TiB on the CPU."""
         if self.device.type != "cuda":
             return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40
         allowed = allowed_bytes(self.device)
         if allowed is None:
             return torch.cuda.mem_get_info(self.device)[0]
-        taken = torch.cuda.memory_allocated(self.device) - self.product_bytes
-        return max(0, allowed - taken - BESIDE_BYTES)
+        return max(0, allowed - torch.cuda.memory_allocated(self.device) - BESIDE_BYTES)
 
     def take_for_step(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
         """Returns an allocator of zeroed buffers for a decode step, which invalidates the previous
@@ -147,31 +128,25 @@ class DeviceMemory:
         self.taken.pop("step", None)
         return lambda shape, dtype: self.take(shape, dtype, "step").zero_()
 
-    def set_aside(self) -> None:
-        """Reserves the segments of `aside` on the current stream, and one for the workspace of
-        products, which should have been freed: see the module's docstring.
+    def take_arena(self, num_bytes: int) -> None:
+        """Allocates the memory of passes. Raises HotsplitError if the device has no room for it."""
+        with out_of_memory_as_error(self.device, num_bytes):
+            size = max(num_bytes, LEAST_OWN_BYTES) + _slack(self.device)
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.arena = memory[-memory.data_ptr() % ALIGNMENT :][:num_bytes]
 
-        Must be called again after a graph capture, which empties the allocator's cache. If memory is
-        short, as beside other programs, nothing is set aside."""
-        if self.device.type != "cuda":
-            return
-        torch.cuda.empty_cache()
-        with suppress(torch.OutOfMemoryError):
-            self._reserve(PRODUCT_BYTES)
-            self.product_bytes += _warm_up(self.device)
-            # Freed together, into the allocator's cache, where only this process can use them.
-            _ = [self._reserve(num_bytes) for num_bytes in self.aside.tensors_of_segments]
-            return
-        torch.cuda.empty_cache()
+    def take_for_pass(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+        """Returns an allocator of the arena, from its beginning."""
+        used = 0
 
-    def _reserve(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            nonlocal used
+            start, used = used, used + -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            assert used <= len(self.arena), (used, len(self.arena))
+            part = self.arena[start : start + prod(shape) * dtype.itemsize]
+            return part.view(dtype).view(shape).zero_()
 
-    def _set_aside_for_upload(self) -> None:
-        room, small = self.room_bytes, UPLOAD_BYTES.small
-        large = min(UPLOAD_BYTES.large, int((room - 2 * small) * (1 - GAPS)) - SEGMENT_BYTES)
-        self.aside = PoolBytes(small, large) if large >= LEAST_OWN_BYTES else PoolBytes()
-        self.set_aside()
+        return take
 
     def report(self) -> MemoryReport:
         if self.device.type != "cuda":
@@ -200,7 +175,7 @@ class DeviceMemory:
     def close(self) -> None:
         """Frees the slab and sets the process's limit to the budgets of the remaining engines."""
         _living.discard(self)
-        self.slab = torch.empty(0, dtype=torch.uint8)
+        self.slab = self.arena = torch.empty(0, dtype=torch.uint8)
         if self.device.type == "cuda":
             _limit_all(self.device)
 
@@ -246,31 +221,9 @@ def limit(device: torch.device, budget_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
 
 
-@cache
-def has_bf16(device: torch.device) -> bool:
-    """True if a CUDA device has bf16 products: from compute capability 8.0 on."""
-    return bool(torch.cuda.get_device_properties(device).major >= 8)
-
-
-def free_workspaces() -> None:
-    """Frees the workspaces of all threads' products, which torch otherwise keeps for the life of
-    the process. The next product takes one again."""
-    torch._C._cuda_clearCublasWorkspaces()
-    for memory in _living:
-        memory.product_bytes = 0
-
-
-def _warm_up(device: torch.device) -> int:
-    """Makes the caller's matrix products allocate their workspace now; returns its bytes."""
-    before = torch.cuda.memory_allocated(device)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        if dtype == torch.bfloat16 and not has_bf16(device):
-            continue
-        square = torch.zeros(64, 64, dtype=dtype, device=device)
-        square @ square
-    del square
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_allocated(device) - before
+def arena_bytes(num_bytes: int) -> int:
+    """What torch reserves for a tensor of so many bytes."""
+    return max(LEAST_OWN_BYTES, -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES)
 
 
 def _slack(device: torch.device) -> int:
@@ -278,7 +231,7 @@ def _slack(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """True for errors of torch, the driver and cuBLAS that say that memory is short."""
+    """True for errors of torch and the driver that say that memory is short."""
     is_torchs = isinstance(error, torch.OutOfMemoryError)
     return is_torchs or any(words in str(error) for words in _OUT_OF_MEMORY)
 
@@ -287,7 +240,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def out_of_memory_as_error(
     device: torch.device | None = None, num_bytes: int | None = None
 ) -> Iterator[None]:
-    """Turns out-of-memory errors of torch, the driver (kernel code, graphs) and cuBLAS into a
+    """Turns out-of-memory errors of torch and the driver (kernel code, graphs) into a
     one-line HotsplitError. Without `device`, it names the GPU with the least free memory among
     those of engines."""
     try:

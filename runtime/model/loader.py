@@ -4,7 +4,7 @@ A device's store (`runtime.weights.store`) decides where its weights are kept;
 `runtime.model.neuron_loader` decides which neurons form a block."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
@@ -37,7 +37,6 @@ from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.position_wise import load_all
 from hotsplit.runtime.ops.predict import Predictor
-from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.store import CPU, Stores
@@ -158,8 +157,7 @@ class Builder:
         return None if entry is None else matrix_of(entry, CPU)
 
     def layers(self) -> tuple[Layer, ...]:
-        layers = tuple(self.layer(index) for index in range(self.model.spec.num_layers))
-        return _with_small_inputs(layers)
+        return tuple(self.layer(index) for index in range(self.model.spec.num_layers))
 
     def matrix(self, entry: TensorEntry, device: torch.device, item: str = "attention") -> Matrix:
         """A matrix of the file; if it is in a slab, its bytes are counted under `item`."""
@@ -357,23 +355,3 @@ class Builder:
             up=self.linear(f"blk.{index}.ffn_pred_up", device, "predictor"),
             threshold=info.threshold_L[index],
         )
-
-
-def _with_small_inputs(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The layers, which know if norms keep the inputs of attention and neurons small in all of
-    them."""
-    if not any(gpu_products.is_gpu(layer.device) for layer in layers):
-        return layers
-    feeding = [(layer, norm) for layer in layers for norm in layer.spec.input_norms]
-    if not all(norm and layer.norms[norm.name].fits_f16 for layer, norm in feeding):
-        return layers
-    return tuple(
-        replace(
-            layer,
-            mixer=replace(layer.mixer, is_input_small=True)
-            if isinstance(layer.mixer, Attention)
-            else layer.mixer,
-            ffn=replace(layer.ffn, is_input_small=True),
-        )
-        for layer in layers
-    )

@@ -16,7 +16,6 @@ from hotsplit.model.low_rank import LowRank as Block
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
-from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear
 
 if TYPE_CHECKING:
@@ -37,11 +36,6 @@ class LowRank(Loaded):
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.left, self.right
-
-    def forward(self, x_TD: Tensor | gpu_products.Factor) -> tuple[Tensor, ...]:
-        if not gpu_products.is_gpu(x_TD.device):
-            self.on_bytes(self.left.num_bytes + self.right.num_bytes)
-        return (self.right.apply(self.left.apply(x_TD)),)
 
     def struct(self, structs: Structs) -> LowRankStruct:
         return LowRankStruct(left=structs.linear(self.left), right=structs.linear(self.right))

@@ -3,11 +3,10 @@ and as a GPU's kernels. The formulas are in model/per_layer.py.
 
 Letters: T tokens, D model width, L layers, P values of a layer's input, I of all, V vocabulary."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure, c_int32, c_int64
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
-from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
 
 if TYPE_CHECKING:
@@ -47,14 +45,6 @@ class LayerInputs(Loaded):
     def linears(self) -> tuple[Linear, ...]:
         return (self.projection,)
 
-    def forward(self, x_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, ...]:
-        """[L, T, P], from tokens and their embeddings."""
-        size = self.block.size
-        own_TLP = self.projection.apply(x_TD).unflatten(1, (-1, size)) / math.sqrt(x_TD.shape[1])
-        row_TLP = self.table.rows(ids_T.cpu()).unflatten(1, (-1, size)) * math.sqrt(size)
-        sum_TLP = (self.norm.apply(own_TLP) + row_TLP) * math.sqrt(0.5)
-        return (sum_TLP.transpose(0, 1).contiguous(),)
-
     def struct(self, structs: Structs) -> LayerInputsStruct:
         return LayerInputsStruct(
             table=structs.matrix(self.table),
@@ -81,14 +71,9 @@ class PerLayer(Loaded):
     def linears(self) -> tuple[Linear, ...]:
         return self.gate, self.output
 
-    def forward(self, x: Any, per_layer_LTP: Tensor) -> tuple[Tensor, ...]:
-        """[T, D], from the hidden state and the inputs, which may be on another device."""
-        x_TD = gpu_products.as_tensor(x)
-        if not gpu_products.is_gpu(x_TD.device):
-            self.on_bytes(self.gate.num_bytes + self.output.num_bytes)
-        own_TP = per_layer_LTP[self.index].to(x_TD.device)
-        activated_TP, _ = self.rule.act(self.gate.apply(x_TD))
-        return (self.output.apply(self.rule.hidden(activated_TP, own_TP)),)
+    def _own(self, per_layer_TI: Tensor) -> Tensor:
+        """The layer's own inputs [T, P], a view."""
+        return per_layer_TI.unflatten(1, (-1, self.block.size))[:, self.index]
 
     def struct(self, structs: Structs) -> PerLayerStruct:
         return PerLayerStruct(
@@ -101,11 +86,10 @@ class PerLayer(Loaded):
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
     ) -> None:
-        """The inputs are [L, T, P] of the rows of the step, flat."""
         ((x_D, per_layer), (y_D,)), rule = (read, written), self.rule
         inner_P = carved(scratch, x_D, self.block.size)
         inner_TP = inner_P.view(-1, self.block.size)
-        own_TP = per_layer.view(-1, *inner_TP.shape)[self.index]
+        own_TP = self._own(per_layer.view(len(inner_TP), -1))
         on.dot(self.gate, x_D, inner_P)
         on.launch(
             lambda: on.kernels.hidden_tokens(inner_TP, own_TP, None, rule, inner_TP, None),

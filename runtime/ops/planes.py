@@ -18,7 +18,6 @@ from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, launch_add_norm, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
-from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear
 
 if TYPE_CHECKING:
@@ -58,12 +57,6 @@ class PlaneRouter:
         """The norm whose results are the matrix's inputs."""
         return self.norm.times(1 / len(self.norm.weight_D))
 
-    def choice(self, x_TD: Tensor) -> Tensor:
-        """[T, P]."""
-        if not gpu_products.is_gpu(x_TD.device):
-            self.on_bytes(self.matrix.num_bytes)
-        return torch.tanh(self.matrix.apply(self.norm.apply(x_TD) / x_TD.shape[1]))
-
     def struct(self, structs: Structs) -> PlaneRouterStruct:
         norm = norm_struct(structs, self.norm, self.matrix.weight.width)
         return PlaneRouterStruct(norm=norm, matrix=structs.linear(self.matrix))
@@ -81,9 +74,6 @@ class PlaneRouter:
 class OfPlanes(Loaded):
     block: blocks_of.OfPlanes
 
-    def _apart(self, x_TX: Tensor) -> Tensor:
-        return x_TX.unflatten(1, (self.block.num_planes, -1))
-
 
 @dataclass(frozen=True, kw_only=True)
 class PredictPlanes(OfPlanes):
@@ -93,15 +83,6 @@ class PredictPlanes(OfPlanes):
     @property
     def linears(self) -> tuple[Linear, ...]:
         return (self.router.matrix,)
-
-    def forward(self, x_TX: Tensor) -> tuple[Tensor, ...]:
-        """The active plane [T, D], and the planes' estimates [T, X]."""
-        x_TPD = self._apart(x_TX)
-        mix_TPP = (self.router.choice(x_TPD[:, 0]) @ self.mix_QP.T).unflatten(
-            1, (self.block.num_planes, -1)
-        )
-        found_TPD = x_TPD + mix_TPP @ x_TPD
-        return found_TPD[:, 0].contiguous(), found_TPD.flatten(1)
 
     def struct(self, structs: Structs) -> PredictPlanesStruct:
         planes = self.block.num_planes
@@ -130,14 +111,6 @@ class CorrectPlanes(OfPlanes):
     def linears(self) -> tuple[Linear, ...]:
         return (self.router.matrix,)
 
-    def forward(self, active_TD: Tensor, x_TX: Tensor) -> tuple[Tensor, ...]:
-        """The active plane times the scale [T, D], and the planes [T, X], corrected by what the layer made
-        of the active one."""
-        x_TPD = self._apart(x_TX)
-        share_TP = 1.0 + self.router.choice(active_TD) @ self.mix_PP.T
-        found_TPD = x_TPD + share_TP[:, :, None] * (active_TD - x_TPD[:, 0])[:, None]
-        return found_TPD[:, 0] * self.scale_D, found_TPD.flatten(1)
-
     def struct(self, structs: Structs) -> CorrectPlanesStruct:
         planes = self.block.num_planes
         return CorrectPlanesStruct(
@@ -164,11 +137,6 @@ class CorrectPlanes(OfPlanes):
 
 @dataclass(frozen=True, kw_only=True)
 class AddToPlanes(OfPlanes):
-    def forward(self, x_TX: Tensor, more: Tensor | gpu_products.Factor) -> tuple[Tensor, ...]:
-        """The planes, with `more` [T, D] added to all but the first."""
-        x_TPD, more_TD = self._apart(x_TX), gpu_products.as_tensor(more)
-        return (torch.cat([x_TPD[:, :1], x_TPD[:, 1:] + more_TD[:, None]], dim=1).flatten(1),)
-
     def struct(self, structs: Structs) -> AddToPlanesStruct:
         return AddToPlanesStruct(num_planes=self.block.num_planes)
 
@@ -193,21 +161,11 @@ class PlaneEnds(OfPlanes):
 
 
 class BeginPlanes(PlaneEnds):
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """The planes [T, X]."""
-        others = [like(x_TD, matrix.apply(x_TD)) for matrix in self.matrices]
-        return (torch.cat([x_TD, *others], dim=1),)
+    pass
 
 
 class EndPlanes(PlaneEnds):
-    def forward(self, x_TX: Tensor) -> tuple[Tensor, ...]:
-        """The hidden state [T, D]."""
-        first_TD, *others = x_TX.chunk(self.block.num_planes, dim=1)
-        found = [
-            like(first_TD, matrix.apply(x_TD.contiguous()))
-            for matrix, x_TD in zip(self.matrices, others, strict=True)
-        ]
-        return (torch.stack([first_TD, *found]).mean(dim=0),)
+    pass
 
 
 def like(of_TD: Tensor, x_TD: Tensor) -> Tensor:

@@ -35,11 +35,6 @@ class Loaded(ABC):
         return ()
 
     @abstractmethod
-    def forward(self, *read: Any) -> tuple[Tensor, ...]:
-        """Its outputs, f32 [T, size] each, from its inputs, in the order of the block; the definition. A
-        GPU's inputs may be sums and norms that are not computed yet (see gpu_products.Factor)."""
-
-    @abstractmethod
     def struct(self, structs: Structs) -> Structure:
         """Its weights for C++, as the struct that mirrors that of its C++ file."""
 
@@ -62,17 +57,6 @@ def load_all(
         module = import_module(f"hotsplit.runtime.ops.{room}")
         found |= {each.block.kind: each for each in module.load(load, own, layer, device)}
     return {block.kind: found[block.kind] for block in blocks}
-
-
-def run_in_turn(own: Mapping[str, Loaded], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values [T, ...] that operations outside the layers write, on the CPU; `values`: those that they
-    begin with."""
-    given, written = {name: value.cpu() for name, value in values.items()}, dict[str, Tensor]()
-    for each in own.values():
-        block: PositionWise = each.block
-        read = ({**given, **written}[name] for name in block.inputs)
-        written |= zip(block.outputs, each.forward(*read), strict=True)
-    return written
 
 
 def in_layer(layer: int | None, name: str) -> str:

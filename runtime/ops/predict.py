@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from hotsplit.model.blocks import PredictorKind
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
-from hotsplit.runtime.weights.gpu_products import Factor
-from hotsplit.runtime.weights.matrix import Linear, side_by_side
+from hotsplit.runtime.weights.matrix import Linear
 
 _KINDS = ("linear", "relu")  # in the order of step.h's PredictorKind
 
@@ -27,13 +26,12 @@ class Predictor:
     up: Linear  # [F, R], or [F, D]
     threshold: float
 
-    def scores(self, x: Tensor | Factor, *, is_small: bool = False) -> Tensor:
-        """[T, F] for inputs [T, D]; a neuron is predicted if its score is above the threshold or NaN. `is_small`: see
-        gpu_products.Factor."""
-        first = self.up if self.down is None else self.down
-        inner_TR = side_by_side((first,), x, is_small=is_small)
+    def scores(self, x_TD: Tensor) -> Tensor:
+        """[T, F] for inputs [T, D], on the CPU; a neuron is predicted if its score is above the threshold or
+        NaN."""
         if self.down is None:
-            return inner_TR
+            return self.up.apply(x_TD)
+        inner_TR = self.down.apply(x_TD)
         return self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
 
     @property

@@ -11,9 +11,8 @@ on the host while the other is copied.
 
 The buffers live from the first piece of a pass to its last; they count as workspace."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,33 +33,9 @@ LEAST_TOKENS = 32
 class Compute(Protocol):
     """The part of a stream's interface that products need."""
 
-    def launch(
-        self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
-    ) -> None: ...
-
     def record(self) -> Any: ...
 
     def wait(self, event: Any) -> None: ...
-
-
-@dataclass
-class CurrentStream:
-    """torch's current stream of a CUDA device, on which the rest of a pass runs."""
-
-    device: torch.device
-
-    def launch(
-        self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
-    ) -> None:
-        run()
-
-    def record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def wait(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
 
 
 @dataclass
@@ -78,22 +53,26 @@ class WeightStream:
     """Two buffers on one device, each of which is copied to while the other is multiplied."""
 
     device: torch.device
-    piece_bytes: int
+    buffers: tuple[Tensor, Tensor]  # uint8, on the device
     compute: Compute
     copier: Stream
     staging: Staging | None  # None: all blocks are pinned
     least_tokens: int = LEAST_TOKENS  # fewest tokens of a pass that streams
     _slots: list[Slot] = field(init=False, repr=False, default_factory=list)
 
+    @property
+    def piece_bytes(self) -> int:
+        return len(self.buffers[0])
+
     def abandon(self) -> None:
         """Ends a pass that failed: the next one begins anew."""
         self._end()
 
     def _open(self) -> None:
-        """Allocates the buffers, unless they are."""
+        """Begins to use the buffers, unless they are in use."""
         if self._slots:
             return
-        self._slots = [Slot(_buffer(self.piece_bytes, self.device)) for _ in range(2)]
+        self._slots = [Slot(buffer) for buffer in self.buffers]
         for slot in self._slots:
             slot.free = self.compute.record()  # earlier users of this memory must finish
 
@@ -147,7 +126,7 @@ class ColdStream(WeightStream):
     def has(self, layer: int, block: NeuronBlock) -> bool:
         return layer in self.blocks and self.blocks[layer].block is block
 
-    def run(self, layer: int, add: Callable[[NeuronBlock], None], x: Tensor, y: Tensor) -> None:
+    def run(self, layer: int, add: Callable[[NeuronBlock], None]) -> None:
         """Calls `add` with the layer's neurons on the device, one piece at a time."""
         numbers = self._range[layer]
         if not self._slots or self._next != numbers.start:
@@ -157,7 +136,7 @@ class ColdStream(WeightStream):
             block, start, stop = self._pieces[number]
             self._arrive(slot)
             part = block.on_device(slot.buffer, start, stop)
-            self.compute.launch(partial(add, part), reads=[slot.buffer, x], writes=[y])
+            add(part)
             slot.free = self.compute.record()
             self._next = number + 1
             self._start(number + 2)
@@ -182,7 +161,3 @@ class ColdStream(WeightStream):
             lambda stream, buffer: block.copy(stream, buffer, start, stop),
             lambda host: block.fill(host, start, stop),
         )
-
-
-def _buffer(num_bytes: int, device: torch.device) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

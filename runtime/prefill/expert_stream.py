@@ -13,10 +13,8 @@ Letters: A experts, T tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-from torch import Tensor
 
 from hotsplit.options.prompt_rates import PromptRates
 from hotsplit.runtime.prefill.cold_experts import ColdExperts
@@ -36,19 +34,15 @@ class ExpertStream(WeightStream):
     def most_experts(self) -> int:
         return min(block.most_experts(self.piece_bytes) for block in self.blocks.values())
 
-    def chosen(self, layer: int, expert_A: np.ndarray, count_A: np.ndarray) -> np.ndarray:
+    def chosen(self, expert_A: np.ndarray, count_A: np.ndarray) -> np.ndarray:
+        """Those of a layer's cold experts that are streamed, given how many rows each has."""
         if self.rates is None:
             return expert_A
         is_streamed_A = streamed(self.rates, count_A, is_in_turn=self.staging is not None)
         return expert_A[is_streamed_A]
 
     def run(
-        self,
-        layer: int,
-        parts: Sequence[np.ndarray],
-        add: Callable[[int, ExpertBlock], None],
-        x: Tensor,
-        y: Tensor,
+        self, layer: int, parts: Sequence[np.ndarray], add: Callable[[int, ExpertBlock], None]
     ) -> None:
         cold, pieces = self.blocks[layer], [self.blocks[layer].block.places[part] for part in parts]
         if parts:
@@ -59,7 +53,7 @@ class ExpertStream(WeightStream):
             slot = self._slots[number % 2]
             self._arrive(slot)
             block = cold.on_device(slot.buffer, len(place_A))
-            self.compute.launch(partial(add, number, block), reads=[slot.buffer, x], writes=[y])
+            add(number, block)
             slot.free = self.compute.record()
             if number + 2 < len(pieces):
                 self._send(slot, cold, pieces[number + 2])

@@ -21,7 +21,14 @@ from hotsplit.runtime.step.program import HOST, device_of, name_of
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
-CORE = ("attn_out", "hot_out", "ffn_out", "bias", "shared_out")  # the rows of all other operations
+CORE = (
+    "attn_out",
+    "hot_out",
+    "cold_out",
+    "ffn_out",
+    "bias",
+    "shared_out",
+)  # the rows of all other operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +43,7 @@ class DividedLayer:
     cold: NativeNeurons | NativeExperts | None
     num_parts: int  # S, the partial sums of the hot neurons, or of the outputs of all hot experts
     num_shared: int = 0  # partial sums of shared experts
+    num_cold: int = 0  # 1: cold neurons or experts are streamed to the GPU, in a pass
     named_W: Tensor  # bits of the predicted neurons on the host, int32 [F / 32 rounded up] per row
     # With a neuron cache and no predictor, int32 on the device: the slot of each neuron, and the
     # bits of the hot neurons that fired, which a step writes.
@@ -53,12 +61,15 @@ class DividedLayer:
         """The rows of an output in DeviceBuffers.sum_PD; the summands of a sum are adjacent."""
         end = 1 + self.num_parts
         assert self.has_rows(name), name
+        if name == "cold_out":
+            return range(end, end + self.num_cold)
         if name in self.own_rows:
             return range(self.own_rows[name], self.own_rows[name] + 1)
         if name == "attn_out":
             return range(0, 1)
-        if name == "hot_out" or (name == "ffn_out" and self.hot is not None):
+        if name == "hot_out" or (name == "ffn_out" and self.num_parts):
             return range(1, end)
+        end += self.num_cold
         if name == "bias":
             return range(end, end + 1)
         if name == "shared_out":  # after the experts', wherever they are

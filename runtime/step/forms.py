@@ -1,7 +1,7 @@
 """The form of a step: a model's spec, and the place of each part in a plan. `step_form` is the one
 derivation, from loaded weights (`host_form`, `placed_form`) and from a file (`file_form`)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ class PlannedSides:
     is_cache_on_host: bool = False  # keys and values are on the host, which attends
     is_tied: bool = False  # the head's matrix is the embedding too
     has_bits_L: Sequence[bool] = ()  # its GPU writes the bits of its hot neurons; (): none does
+    streamed: Container[int] = ()  # layers whose cold neurons are streamed to their GPU
+    has_experts: bool = False
 
 
 def step_form(
@@ -63,9 +65,14 @@ def _place(sides: PlannedSides, index: int) -> LayerPlace:
         home = gpu(sides.homes[index])
     is_on_gpu = bool(sides.homes) and sides.dense_on_gpu[index]
 
-    def block(role: "Role") -> tuple[Block, str]:
-        return role if len(roles) > 1 else "all", home if role == "hot" else HOST
+    is_streamed = index in sides.streamed
 
+    def block(role: "Role") -> tuple[Block, str]:
+        is_there = role == "hot" or is_streamed
+        return role if len(roles) > 1 else "all", home if is_there else HOST
+
+    if is_streamed and sides.has_experts:  # one operation for those of both sides
+        roles = roles[:1]
     return LayerPlace(
         device=home if is_on_gpu else HOST,
         attends_on_host=is_on_gpu and sides.is_cache_on_host,
@@ -105,9 +112,12 @@ def host_form(weights: "Weights") -> StepForm:
 
 
 def placed_form(
-    weights: "Weights", placement: "Placement", has_bits_L: Sequence[bool] = ()
+    weights: "Weights",
+    placement: "Placement",
+    has_bits_L: Sequence[bool] = (),
+    streamed: Container[int] = (),
 ) -> StepForm:
-    """The form of a hybrid step."""
+    """The form of a hybrid step, or of a pass with streamed layers."""
     sides = PlannedSides(
         roles_L=[roles_of(layer) for layer in weights.layers],
         homes=placement.numbers,
@@ -116,5 +126,7 @@ def placed_form(
         is_cache_on_host=placement.is_cache_on_host,
         is_tied=weights.embedding is weights.head.weight,
         has_bits_L=has_bits_L,
+        streamed=streamed,
+        has_experts=weights.spec.has_experts,
     )
     return step_form(weights.spec, sides)

@@ -6,13 +6,14 @@ neighbouring layers that are wholly on the CPU are one call. GPUs run in sequenc
 for each copy between them. Steps of several rows have segments of their own, made at first use; the
 backend may capture a GPU's segment as a graph."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from hotsplit.runtime.device.streams import HostNode, Stream
@@ -33,10 +34,21 @@ from hotsplit.runtime.step.hybrid_neuron_cache import (
     HybridExpertCache,
     HybridNeuronCache,
 )
-from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
+from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Passes, Segment
 from hotsplit.runtime.step.hybrid_submissions import Lowering, Submission, is_in_line, joins
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
-from hotsplit.runtime.step.program import HOST, gpu, step_program
+from hotsplit.runtime.step.pass_device import PassKernels, SomeExperts
+from hotsplit.runtime.step.pass_room import PassSetup
+from hotsplit.runtime.step.program import (
+    HOST,
+    Op,
+    StepForm,
+    device_of,
+    gpu,
+    name_of,
+    pass_programs,
+    step_program,
+)
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 
@@ -48,6 +60,7 @@ def build(
     backend: Backend,
     neuron_cache: NeuronCache | None = None,
     max_rows: int = 1,
+    passes: PassSetup | None = None,
     on_capture: Callable[[], None] = lambda: None,
 ) -> HybridStep:
     """The hybrid step of this model, for up to `max_rows` rows at a time, or one with a neuron cache.
@@ -62,6 +75,7 @@ def build(
         backend,
         neuron_cache,
         max_rows=1 if neuron_cache is not None else max_rows,
+        passes=passes or PassSetup(),
         on_capture=on_capture,
     )
     return builder.step()
@@ -77,10 +91,11 @@ class _Builder:
         neuron_cache: NeuronCache | None,
         *,
         max_rows: int,
+        passes: PassSetup,
         on_capture: Callable[[], None],
     ) -> None:
         self.weights, self.placement = weights, placement
-        self.max_rows, self.on_capture = max_rows, on_capture
+        self.max_rows, self.passes, self.on_capture = max_rows, passes, on_capture
         self.submissions: list[Sequence[Submission]] = []  # of each number of rows
         # One allocator per device: a second could return the memory of the first again.
         self.traffic, self.backend = traffic, replace(backend, take=cache(backend.take))
@@ -96,7 +111,8 @@ class _Builder:
             spec.most_named,
             vocab_size,
             is_pinned=backend.is_pinned,
-            max_rows=max_rows,
+            max_rows=max(max_rows, passes.num_rows),
+            most_logits=max_rows,
             tables=weights.cache.tables if has_cache else (),
             attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
             num_used=spec.most_used,
@@ -105,24 +121,80 @@ class _Builder:
         )
         self.own_rows_L = output_rows(spec)
         room = SharedWorkspace()
-        self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
+        indices = range(len(weights.layers))
+        self.divided = [self._divide(index, room, self.cache) for index in indices]
+        self.pass_divided = [
+            self._of_pass(self._divide(index, room, None) if self.cache else self.divided[index])
+            for index in indices
+        ]
+        self.on_cpu = self._some_experts(room)
         room.allocate()
         has_bits_L = [divided.hot_bits is not None for divided in self.divided]
         self.form = placed_form(weights, placement, has_bits_L)
         self.program = step_program(self.form)
-        self.parts = NativeParts.of(
-            weights, [op for op in self.program if is_in_line(op)], self.host
+        streamed = passes.streamed
+        self.pass_forms = {
+            is_streamed: placed_form(weights, placement, streamed=streamed if is_streamed else ())
+            for is_streamed in ((False, True) if streamed else (False,))
+        }
+        self.pass_programs = {key: pass_programs(form) for key, form in self.pass_forms.items()}
+        programs = [self.program]
+        programs += [ops for both in self.pass_programs.values() for ops in both]
+        all_ops = dict.fromkeys(chain.from_iterable(programs))
+        self.parts = NativeParts.of(weights, [op for op in all_ops if is_in_line(op)], self.host)
+
+    def _of_pass(self, divided: DividedLayer, *, is_streamed: bool = False) -> DividedLayer:
+        """A layer in passes: products leave one sum, those with experts one for each expert of a row, and
+        streamed ones one more, of the CPU's experts."""
+        hot, layer, ids = divided.hot, divided.layer, None
+        num_parts, num_cold = int(hot is not None), 0
+        if layer.router is not None:
+            num_used = layer.router.spec.num_used
+            num_parts = num_used + 1 if is_streamed else num_parts * num_used
+        else:
+            num_cold = int(is_streamed and hot is not None)
+        if isinstance(hot, NeuronBlock) and layer.spec.predict is not None:
+            ids = hot.id_N.to(torch.int32)
+        return replace(
+            divided,
+            num_parts=num_parts,
+            num_cold=num_cold,
+            num_shared=min(1, divided.num_shared),
+            hot_bits=None,
+            hot_id_N=ids,
         )
 
-    def _divide(self, index: int, room: SharedWorkspace) -> DividedLayer:
+    def _some_experts(self, room: SharedWorkspace) -> dict[int, SomeExperts]:
+        """Calls of the CPU for some of the experts of layers whose others are streamed."""
+        found = {}
+        for index in self.passes.streamed:
+            layer = self.weights.layers[index]
+            if layer.router is None:
+                continue
+            _, cold = by_role(layer.ffn.experts)
+            assert cold is not None
+            place_E = torch.from_numpy(cold.places.astype(np.int32))
+            native = NativeExperts.of(
+                replace(cold, place_E=place_E),
+                layer.ffn.gate,
+                layer.router.spec.num_used,
+                x_D=self.host.ffn_in_2TD[index % 2],
+                routed=self.host.routed_TR,
+                room=room,
+                y_D=self.host.cold_out_TD,
+            )
+            found[index] = SomeExperts(native, place_E)
+        return found
+
+    def _divide(self, index: int, room: SharedWorkspace, cache: HybridCache | None) -> DividedLayer:
         layer = self.weights.layers[index]
         if layer.router is not None:
-            return self._divide_experts(index, layer, room)
+            return self._divide_experts(index, layer, room, cache)
         hot, cold = by_role(layer.ffn.blocks)
         native, named_W, fired_W, hot_bits = None, self.host.named_TW, None, None
         is_named = layer.spec.predict is not None
-        if self.cache is not None:
-            hot_bits, cold_W = self.cache.hot_bits(index), self.cache.cold_bits(index)
+        if cache is not None:
+            hot_bits, cold_W = cache.hot_bits(index), cache.cold_bits(index)
             if not is_named:
                 fired_W = cold_W
             elif cold_W is not None:
@@ -151,11 +223,13 @@ class _Builder:
             own_rows=self.own_rows_L[index],
         )
 
-    def _divide_experts(self, index: int, layer: Layer, room: SharedWorkspace) -> DividedLayer:
+    def _divide_experts(
+        self, index: int, layer: Layer, room: SharedWorkspace, cache: HybridCache | None
+    ) -> DividedLayer:
         hot, cold = by_role(layer.ffn.experts)
         assert layer.router is not None
         num_used, native = layer.router.spec.num_used, None
-        routed_R = None if self.cache is None else self.cache.routed(index)
+        routed_R = None if cache is None else cache.routed(index)
         is_on_gpu = self.placement.dense_on_gpu[index]
         if cold is not None and (hot is not None or is_on_gpu):
             native = NativeExperts.of(
@@ -181,15 +255,19 @@ class _Builder:
         )
 
     def step(self) -> HybridStep:
-        self.devices = {gpu(n): self._device(n) for n in sorted(set(self.placement.numbers))}
+        numbers = sorted(set(self.placement.numbers))
+        self.devices = {gpu(n): self._device(n) for n in numbers}
+        self.pass_devices = {gpu(n): self._pass_device(n) for n in numbers if self.passes.num_rows}
         if self.cache is not None:
             numbers = sorted(set(self.placement.numbers))
             self.cache.connect({number: self.devices[gpu(number)].main for number in numbers})
         with _spared(self.weights):
             single = self._prepared(1)
+        of_passes = [d.cold.struct for d in self.pass_divided if d.cold and self.cache]
+        of_passes += [each.native.struct for each in self.on_cpu.values()]
         meter = Meter(
             traffic=self.traffic,
-            structs=[d.cold.struct for d in self.divided if d.cold] + [self.parts.step],
+            structs=[d.cold.struct for d in self.divided if d.cold] + of_passes + [self.parts.step],
         )
         meter.reset()
         positions = self.weights.positions if self.form.embedding != HOST else None
@@ -203,6 +281,13 @@ class _Builder:
             logits=LogitsMemory(vocab_size=self.weights.head.weight.num_rows),
             segments={1: single},
             prepare=self._more,
+            passes=Passes(
+                lengths=self.passes.lengths,
+                least_streamed=self._least_streamed(),
+                prepare=self._prepared_pass,
+                prepare_tail=self._prepared_tail,
+                gather=self._gather,
+            ),
             states=self.weights.states,
             has_equal_rows=self._has_equal_rows(),
             has_host_work=self._has_host_work(),
@@ -224,20 +309,84 @@ class _Builder:
         return found
 
     def _prepared(self, num_rows: int) -> tuple[Segment, ...]:
-        host, has_cache = self.host.rows(num_rows), self.cache is not None
-        devices = {
-            name: replace(device, buffers=device.buffers.rows(num_rows))
-            for name, device in self.devices.items()
-        }
+        host = self.host.rows(num_rows)
+        divided = self.divided
+        if self.cache is None:
+            divided = [replace(d, named_W=host.named_TW) for d in divided]
+        return self._lowered(self.program, _rows(self.devices, num_rows), divided, host, self.form)
+
+    def _least_streamed(self) -> int | None:
+        """The fewest tokens of a pass that streams; None: no pass does."""
+        each = [s.least_tokens for d in self.pass_devices.values() for s in d.streams.values()]
+        return min(each, default=None)
+
+    def _prepared_pass(self, num_rows: int, is_streamed: bool) -> tuple[Segment, ...]:
+        """The work of passes of so many rows, up to the last layer."""
+        host, streamed = self.host.rows(num_rows), self.passes.streamed if is_streamed else ()
+        divided = [
+            replace(d, named_W=host.named_TW)
+            if d.index not in streamed
+            else self._of_pass(replace(d, named_W=host.named_TW), is_streamed=True)
+            for d in self.pass_divided
+        ]
+        found = self._lowered(
+            self.pass_programs[is_streamed][0],
+            _rows(self.pass_devices, num_rows),
+            divided,
+            host,
+            self.pass_forms[is_streamed],
+            streamed,
+        )
+        self.on_capture()
+        return found
+
+    def _prepared_tail(self, num_rows: int) -> tuple[Segment, ...]:
+        """The work after the last layer for so many rows, whose hidden states are those of a step."""
+        host, devices = self.host.rows(num_rows), _rows(self.devices, num_rows)
+        return self._lowered(self.pass_programs[False][1], devices, self.divided, host, self.form)
+
+    def _gather(self, number_R: Sequence[int], num_rows: int, pass_length: int) -> None:
+        """Copies the hidden states of rows of a pass to where the work after the last layer reads them;
+        the last one again for each further row up to `num_rows`."""
+        place = next(
+            (
+                device_of(v)
+                for op in reversed(self.pass_programs[False][0])
+                for v in op.writes
+                if name_of(v) == "x"
+            ),
+            HOST,
+        )
+        number_R = [*number_R, *[number_R[-1]] * (num_rows - len(number_R))]
+        if place == HOST:
+            self.host.x_TD[:num_rows] = self.host.x_TD[number_R]
+            return
+        source_TD = self.pass_devices[place].buffers.rows(pass_length).x_D
+        device = self.devices[place]
+        target_RD = device.buffers.rows(num_rows).x_D.view(num_rows, -1)
+        device.main.follow()
+        for target_D, number in zip(target_RD, number_R, strict=True):
+            device.main.copy(target_D, source_TD[number])
+
+    def _lowered(
+        self,
+        program: Sequence[Op],
+        devices: Mapping[str, DeviceKernels],
+        divided: Sequence[DividedLayer],
+        host: HostBuffers,
+        form: StepForm,
+        streamed: Container[int] = (),
+    ) -> tuple[Segment, ...]:
         submissions = Lowering(
-            program=self.program,
+            program=program,
             weights=self.weights,
             devices=devices,
-            divided=[d if has_cache else replace(d, named_W=host.named_TW) for d in self.divided],
+            divided=divided,
             host=host,
             parts=self.parts,
             bits_of_gpu=lambda layer: self.cache.bits_of_gpu(layer) if self.cache else None,
-            is_whole_L=[place.is_whole_on_host for place in self.form.places],
+            is_whole_L=[place.is_whole_on_host for place in form.places],
+            streamed=streamed,
         ).submissions()
         self.submissions.append(submissions)  # a captured graph does not keep its memory alive
         segments = self._segments(devices, submissions)
@@ -319,6 +468,26 @@ class _Builder:
             ),
         )
 
+    def _pass_device(self, number: int) -> PassKernels:
+        """The kernels of passes on a GPU, on the stream of its steps."""
+        device, setup, main = (
+            self.placement.gpu(number),
+            self.passes,
+            self.devices[gpu(number)].main,
+        )
+        room = setup.room(self.weights, self.placement, number, is_pinned=self.backend.is_pinned)
+        return PassKernels(
+            kernels=self.backend.kernels,
+            main=main,
+            buffers=room.buffers,
+            rounded_room=room.rounded,
+            power_T=room.power_T,
+            hidden_power_T=room.hidden_power_P,
+            room=room,
+            streams=setup.streams(device, main, room.pieces) if room.pieces else {},
+            on_cpu=self.on_cpu,
+        )
+
     def _hot_sizes(self, layer: Layer, hot: NeuronBlock | ExpertBlock | None) -> tuple[int, int]:
         if hot is None:
             return 0, 0
@@ -352,6 +521,13 @@ def _submit(main: Stream, submissions: Mapping[int, Submission], needed: Mapping
             each.work()
     if handed:
         join(max(handed))
+
+
+def _rows(devices: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
+    return {
+        name: replace(device, buffers=device.buffers.rows(num_rows))
+        for name, device in devices.items()
+    }
 
 
 @contextmanager

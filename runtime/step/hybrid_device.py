@@ -98,16 +98,21 @@ class DeviceBuffers:
         has_cache: bool = True,
         max_rows: int = 1,
         most_shared: int = 0,
+        hidden_values: int | None = None,
     ) -> "DeviceBuffers":
         """Allocates the buffers; `take` returns zeros on the device. `hot_sizes_L`: of this GPU's layers;
-        `most_shared`: partial sums of shared experts. `has_cache`: it attends, which needs scratch."""
+        `most_shared`: partial sums of shared experts. `has_cache`: it attends, which needs scratch.
+        `hidden_values`: f32 values of gates and hidden neurons in a pass; None: in a step."""
         width, scratch = spec.hidden_size, 0
         routers = [layer.route.num_experts for layer in spec.layers if layer.route is not None]
         shared = [layer.shared for layer in spec.layers if layer.shared is not None]
         most_hidden = max([0, *(h for h, _ in hot_sizes_L), *(each.number for each in shared)])
         most_parts = max([parts for _, parts in hot_sizes_L], default=0)
+        is_pass = hidden_values is not None
         inner = max([spec.most_rank, *routers])
-        if has_cache:
+        if has_cache and is_pass:
+            scratch = spec.most_query_size
+        elif has_cache:
             length = tables[0].context_length
             scratch = max(attend_scratch(length, a.num_heads, a.head_dim) for a in spec.attentions)
         mixed = [layer.delta.mixed_size for layer in spec.layers if layer.delta is not None]
@@ -143,9 +148,9 @@ class DeviceBuffers:
             routed=take((max_rows * 2 * spec.most_used,), _REAL),
             shared_2=take_rows(2 * any(block.has_output_gate for block in shared)),
             named_W=take_rows(-(-spec.most_named // 32), torch.int32),
-            hidden=take((max_rows * most_hidden,), _REAL),
+            hidden=take((hidden_values or max_rows * most_hidden,), _REAL),
             sum_PD=take((num_sums, max_rows, width), _REAL),
-            logits_V=take_rows(spec.vocab_size if has_head else 0),
+            logits_V=take_rows(spec.vocab_size if has_head and not is_pass else 0),
         )
 
     def rows(self, num_rows: int) -> "DeviceBuffers":

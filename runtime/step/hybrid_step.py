@@ -9,7 +9,7 @@ Letters: T rows, R rows with logits, V vocabulary, C positions of a context, D m
 sequences, N blocks of a sequence."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,6 +64,25 @@ class Segment:
 
 
 @dataclass(kw_only=True)
+class Passes:
+    """Steps of many rows of one sequence: passes over a prompt. Only rows with logits go on after the last
+    layer, as many at a time as a step has.
+
+    `prepare`, `prepare_tail`: make the work up to the last layer, and after it, for a number of rows.
+    `gather(numbers, num_rows, length)`: copies the hidden states of rows of a pass of that length."""
+
+    lengths: tuple[int, ...]
+    least_streamed: (
+        int | None
+    )  # the fewest tokens of a pass that streams cold weights; None: none does
+    prepare: Callable[[int, bool], tuple[Segment, ...]]
+    prepare_tail: Callable[[int], tuple[Segment, ...]]
+    gather: Callable[[Sequence[int], int, int], None]
+    segments: dict[tuple[int, bool], tuple[Segment, ...]] = field(default_factory=dict)
+    tails: dict[int, tuple[Segment, ...]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
 class HybridStep:
     """A decode step over GPUs and the CPU."""
 
@@ -75,6 +94,7 @@ class HybridStep:
     after: HostNode | None  # the head, if it is on the host
     positions: Tensor | None  # learned ones, f32 [C, D] on the host, if the embedding is on a GPU
     meter: "Meter"
+    passes: Passes
     kept: tuple[object, ...]  # keeps alive what graphs refer to by address
     neuron_cache: "HybridCache | None" = None
     states: StateSlots | None = None  # of recurrent states, if the model has any
@@ -87,7 +107,7 @@ class HybridStep:
 
     @property
     def max_rows(self) -> int:
-        return self.host.max_rows
+        return len(self.host.logits_TV)
 
     @out_of_memory_as_error()
     @torch.inference_mode()
@@ -115,6 +135,44 @@ class HybridStep:
                     np.copyto(target_RV[done], source_TV[number])
                     done += 1
             start += len(piece)
+        return logits_RV
+
+    @property
+    def most_tokens(self) -> int:
+        """Most rows of a pass; 0 without passes."""
+        return max(self.passes.lengths, default=0)
+
+    def run_pass(self, rows: Sequence[Row]) -> Tensor:
+        """Logits f32 [R, V] of the rows that want them, consecutive tokens of one sequence; appends all
+        rows to the cache."""
+        wanted = [number for number, row in enumerate(rows) if row.has_logits]
+        logits_RV = self.logits.take(len(wanted))
+        target_RV, source_TV = logits_RV.numpy(), self.host.logits_TV.numpy()
+        passes = self.passes
+        length = next(each for each in passes.lengths if each >= len(rows))
+        with prepared(self.cache, self.states, rows) as slotted:
+            self._fill(slotted, length)
+            least = passes.least_streamed
+            key = length, least is not None and len(rows) >= least
+            if key not in passes.segments:
+                self._before(length)
+                passes.segments[key] = passes.prepare(*key)
+            self._before(length)
+            self._submitted(passes.segments[key])
+            self.meter.read()
+        for start in range(0, len(wanted), self.max_rows):
+            piece = wanted[start : start + self.max_rows]
+            num_rows = next(count for count in ROWS if count >= len(piece))
+            passes.gather(piece, num_rows, length)
+            self._fill([rows[number] for number in piece], num_rows)
+            if num_rows not in passes.tails:
+                passes.tails[num_rows] = passes.prepare_tail(num_rows)
+                passes.gather(piece, num_rows, length)
+            self._submitted(passes.tails[num_rows])
+            if self.after:
+                self.after.run()
+            for number in range(len(piece)):
+                np.copyto(target_RV[start + number], source_TV[number])
         return logits_RV
 
     def _run_slotted(self, rows: Sequence[Row], num_rows: int) -> None:
@@ -159,15 +217,27 @@ class HybridStep:
     def _run(self, rows: Sequence[Row], num_rows: int) -> None:
         if self.lost:
             raise DeviceLost(self.lost)
-        host = self.host
         self._fill(rows, num_rows)
+        self._before(num_rows)
+        if self.neuron_cache is not None:
+            self.neuron_cache.before_step()
+        self._submitted(self.segments[num_rows])
+        if self.after:
+            self.after.run()
+        if self.neuron_cache is not None:
+            self.neuron_cache.after_step()
+        self.meter.read()
+
+    def _before(self, num_rows: int) -> None:
+        """Computes the host's operations before those of all GPUs."""
+        host = self.host
         if self.before:
             self.before.run()
         elif self.positions is not None:
             host.x_TD[:num_rows] = self.positions[host.position_T[:num_rows]]
-        if self.neuron_cache is not None:
-            self.neuron_cache.before_step()
-        segments = self.segments[num_rows]
+
+    def _submitted(self, segments: Sequence[Segment]) -> None:
+        """Runs segments and waits for them."""
         if self.has_host_work:
             library.set_spin_time(GPU_SPIN_TIME)
         try:
@@ -179,11 +249,6 @@ class HybridStep:
             self._finish(segments)
             raise
         self._finish(segments)
-        if self.after:
-            self.after.run()
-        if self.neuron_cache is not None:
-            self.neuron_cache.after_step()
-        self.meter.read()
 
     def _finish(self, segments: Sequence[Segment]) -> None:
         for segment in segments:

@@ -7,7 +7,7 @@ function. What a divided layer exchanges with the CPU is not copied: the kernel 
 of the neurons, or their bits, writes it to pinned memory as well, and the kernel that adds the CPU's
 output reads it there. From what submissions read and write, `joins` derives where a stream waits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from hotsplit.runtime.step.divided_layer import DividedLayer
 from hotsplit.runtime.step.hybrid_device import DeviceKernels
 from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
+from hotsplit.runtime.step.pass_device import PassKernels
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of
 from hotsplit.runtime.step.value_order import edges, is_added, is_read
 from hotsplit.runtime.weights.expert_block import ExpertBlock
@@ -68,6 +69,7 @@ class Lowering:
     parts: NativeParts
     bits_of_gpu: Callable[[int], tuple[Tensor, Tensor] | None]
     is_whole_L: Sequence[bool]  # layers that are wholly on the host
+    streamed: Container[int] = ()  # layers whose cold neurons are streamed, in a pass
 
     def submissions(self) -> list[Submission]:
         self.found: list[Submission] = []
@@ -99,7 +101,9 @@ class Lowering:
             else:
                 self._submit(op, self._run(op))
             index = stop
-        assert not self.pending and not self.away, (self.pending, self.away)
+        for pending in list(self.pending.values()):  # before the head, which is apart in a pass
+            self._settle(pending)
+        assert not self.away, self.away
         return self.found
 
     def _are_together(self, op: Op, other: Op) -> bool:
@@ -114,7 +118,7 @@ class Lowering:
             Submission(
                 name="host" if isinstance(work, HostNode) else op.kind,
                 home=op.home,
-                is_graph=not op.is_between_gpus,
+                is_graph=not (op.is_between_gpus or self._is_streamed(op)),
                 reads=op.reads,
                 writes=op.writes,
                 work=work,
@@ -331,9 +335,22 @@ class Lowering:
         if op.kind == "shared":
             return partial(device.shared, divided, x_D)
         assert op.kind == "neurons", op
+        if self._is_streamed(op):
+            assert isinstance(device, PassKernels)
+            are_named = any(name_of(value) == "named" for value in op.reads)
+            return partial(device.streamed, divided, x_D, are_named=are_named)
         if isinstance(divided.hot, ExpertBlock):
             return partial(device.experts, divided, x_D)
         return partial(device.hot, divided, x_D, are_named=len(op.reads) > 1)
+
+    def _is_streamed(self, op: Op) -> bool:
+        """True for a layer's neurons if they, or some of its experts, are streamed."""
+        if op.kind != "neurons" or op.device == HOST or op.layer is None:
+            return False
+        if op.layer not in self.streamed:
+            return False
+        divided = self.divided[op.layer]
+        return op.part == "cold" or divided.hot is None or isinstance(divided.hot, ExpertBlock)
 
     def _copy(self, op: Op) -> Callable[[], None]:
         ((source,), (target,)) = op.reads, op.writes

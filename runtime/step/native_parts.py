@@ -22,7 +22,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
-from hotsplit.runtime.ops.structs import members
+from hotsplit.runtime.ops.structs import MAX_ROWS, members
 from hotsplit.runtime.step.native_ops import OpStruct, overwritten
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
 from hotsplit.runtime.step.program import Op, name_of
@@ -79,6 +79,7 @@ class HostBuffers:
         num_used: int = 0,
         has_states: bool = False,
         value_sizes: Mapping[str, int] | None = None,
+        most_logits: int | None = None,
     ) -> "HostBuffers":
         """Allocates the buffers. `num_used`: the most experts of a token; `value_sizes`: those of the model's
         spec. `tables`: the block tables of a cache on GPUs; `attended`: Q and H, if the host attends for a GPU."""
@@ -108,7 +109,7 @@ class HostBuffers:
             ffn_out_TD=zeros(rows, width),
             hot_out_TD=zeros(rows, width),
             cold_out_TD=zeros(rows, width),
-            logits_TV=zeros(rows, vocab_size),
+            logits_TV=zeros(min(rows, most_logits or rows), vocab_size),
             routed_TR=zeros(rows, 2 * num_used),
             qkv_TQ=zeros(rows, attended[0]),
             heads_TH=zeros(rows, attended[1]),
@@ -123,7 +124,11 @@ class HostBuffers:
     def rows(self, num_rows: int) -> "HostBuffers":
         """The same memory with shapes for steps of `num_rows` rows."""
         changes: dict[str, Any] = {name: getattr(self, name)[:num_rows] for name in _OF_STEP}
-        changes |= {name: first(getattr(self, name), num_rows) for name in _OF_ROWS}
+        changes |= {
+            name: first(getattr(self, name), num_rows)
+            for name in _OF_ROWS
+            if num_rows <= len(getattr(self, name))
+        }
         changes["ffn_in_2TD"] = first(self.ffn_in_2TD, num_rows, axis=1)
         changes["own"] = {name: first(values, num_rows) for name, values in self.own.items()}
         return replace(self, **changes)
@@ -194,7 +199,7 @@ class NativeParts:
             for index, layer in ((index, weights.layers[index]) for index in indices)
         ]
         step = builder.frame(weights, layers)
-        step.max_rows = host.max_rows
+        step.max_rows = min(MAX_ROWS, host.max_rows)
         kinds = {op.kind for op in ops}
         if "embed" in kinds:
             step.embedding = builder.matrix(weights.embedding)

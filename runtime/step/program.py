@@ -271,12 +271,20 @@ def ffn_in(layer: int) -> str:
 
 def step_program(form: StepForm) -> tuple[Op, ...]:
     """The operations of a step, from token and position to logits; these three are on the host."""
+    layers, head = pass_programs(form)
+    return (*layers, *head)
+
+
+def pass_programs(form: StepForm) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """A step's operations up to the last layer, and those after it, which a pass runs for the rows with
+    logits alone."""
     writer = _StepWriter(form)
     writer.embed()
     for index in range(len(form.places)):
         writer.layer(index)
+    last = len(writer.ops)
     writer.head()
-    return tuple(writer.ops)
+    return tuple(writer.ops[:last]), tuple(writer.ops[last:])
 
 
 class _StepWriter:

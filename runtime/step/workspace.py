@@ -5,7 +5,7 @@ value lives from the operation that writes it to the last that reads it, and eac
 its own while it runs (step.scratch). The workspace of the C++ kernels and the buffers of decode steps are
 counted by the code that allocates them, for the shapes of the model's spec."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -18,17 +18,18 @@ from hotsplit.model.modes import Mode
 from hotsplit.model.position_wise import TOKEN
 from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
-from hotsplit.runtime.device.device_memory import ALIGNMENT, BESIDE_BYTES, LEAST_BUDGET_BYTES
-from hotsplit.runtime.device.pools import SEGMENT_BYTES, PoolBytes
+from hotsplit.runtime.device.device_memory import (
+    ALIGNMENT,
+    BESIDE_BYTES,
+    LEAST_BUDGET_BYTES,
+    SEGMENT_BYTES,
+    arena_bytes,
+)
 from hotsplit.runtime.kernels.gpu.launch import ROWS
-from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.step.divided_layer import hot_sizes, shared_parts
-from hotsplit.runtime.step.gpu_pass import plain_ops
 from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers
-from hotsplit.runtime.step.passes import Pass
-from hotsplit.runtime.step.program import name_of
-from hotsplit.runtime.step.scratch import kept_norm, taken, written
+from hotsplit.runtime.step.pass_room import LayerPart, PassRoom
 
 ROUNDED_TO = 64 << 10  # what a plan reserves is a multiple of it
 ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take
@@ -46,61 +47,9 @@ PIECES = ((128, 16 << 20), (64, 8 << 20), (32, 4 << 20))
 EXPERT_GAPS = 6 * 256  # between its matrices and biases in a piece
 
 
-def pass_pools(p: Pass) -> PoolBytes:
-    """Bytes at the peak of any pass of up to so many tokens."""
-    spec, width = p.spec, p.floats(p.spec.hidden_size)
-    # An embedding's rows as stored, unpacked, scaled, with positions.
-    embedding = p.model.tensors["token_embd.weight"].kind
-    most = width * (4 if embedding in FLOATS else 6) | width + _head(p)
-    for index in _distinct_layers(p):
-        layer = spec.layers[index]
-        # The caller holds the layer's input, and the previous layer's if the predictor reads it.
-        has_before = bool(index and layer.predict and layer.predict.input_layer_offset)
-        inputs = p.floats(spec.x_size)
-        inputs += width + kept_norm(p, index - 1) if has_before else PoolBytes()
-        alive = {"x": PoolBytes()}
-        for op, last in zip(*plain_ops(index, layer), strict=True):
-            most |= inputs + sum(alive.values(), PoolBytes()) + taken(p, index, op)
-            held = alive.get(name_of(op.reads[0]), PoolBytes())
-            alive = {name: size for name, size in alive.items() if name not in last}
-            alive |= written(p, index, op, held)
-    return most + p.tensor(4096 + 64 * p.num_tokens)  # positions, ids, scalars
-
-
-def _head(p: Pass) -> PoolBytes:
-    """A norm, logits, and the logits once more while pieces are joined."""
-    p = replace(p, num_tokens=min(p.num_tokens, LOGITS_CHUNK))
-    width, logits = p.floats(p.spec.hidden_size), p.floats(p.spec.vocab_size)
-    kind = p.model.tensors[p.model.head_name].kind
-    product = p.product(kind, p.spec.hidden_size, p.spec.vocab_size)
-    return width + logits + (width | logits | product)
-
-
-def graph_pools(p: Pass) -> PoolBytes:
-    """Bytes of captured passes of up to so many tokens: those of one, and what is kept between them
-    (captured_passes.PassMemory)."""
-    kept = p.floats(p.spec.hidden_size) * 2 + p.floats(2) + p.floats(1)
-    tables = _tables(p.model, p.context_length, p.num_sequences)
-    held = [p.tensor(table.block_SN[:1].nbytes) for table in tables]
-    return pass_pools(p) + kept + sum(held, PoolBytes())
-
-
 def _tables(model: ModelFile, context_length: int, num_sequences: int) -> list[BlockTable]:
     windows = [attention.window for attention in model.spec.attentions]
     return list(dict.fromkeys(block_tables(windows, num_sequences, context_length).values()))
-
-
-def _distinct_layers(p: Pass) -> list[int]:
-    """One of each kind of layers, whose blocks, weights' types, hot neurons and inputs are
-    alike."""
-    kinds: dict[object, int] = {}
-    for index, layer in enumerate(p.spec.layers):
-        tensors = p.model.layer_tensors[index].items()
-        hot = None if p.num_hot is None else p.num_hot[index]
-        before = index and kept_norm(p, index - 1)
-        kind = layer, hot, before, tuple((name, entry.kind) for name, entry in tensors)
-        kinds.setdefault(kind, index)
-    return list(kinds.values())
 
 
 def workspace_bytes(
@@ -178,29 +127,55 @@ def gpu_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: 
     beside = BESIDE_BYTES + max(STEP_BYTES, step) + slab_extras(model, num_ids)
     (largest, least), found = streamed_bytes(model), 0
     for tokens in PLANNED_TOKENS:
-        p = Pass(
-            model=model,
-            mode=mode,
-            num_tokens=min(tokens, context_length),
-            context_length=context_length,
-            way="gpu",
-            num_sequences=num_sequences,
+        piece = least_piece_bytes(tokens, largest, least)
+        found = beside + arena_bytes(
+            pass_bytes(model, context_length, tokens, num_sequences, piece)
         )
-        found = beside + reserved_bytes(p, least_piece_bytes(tokens, largest, least))
         if found <= PLANNED_SHARE * size:
             break
     return found
 
 
-def reserved_bytes(p: Pass, piece_bytes: int = 0) -> int:
-    """Bytes of the segments for passes of up to so many tokens on a GPU, with two pieces of streamed
-    weights."""
-    return temporaries(p, piece_bytes).segments.total
+@dataclass
+class Counted:
+    """Counts the bytes of what is taken."""
+
+    num_bytes: int = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.num_bytes += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def temporaries(p: Pass, piece_bytes: int = 0) -> PoolBytes:
-    """Temporaries of a pass on a GPU, with two pieces of streamed weights."""
-    return pass_pools(p) + PoolBytes.exactly(piece_bytes) * 2
+def pass_bytes(
+    model: ModelFile,
+    context_length: int,
+    num_rows: int,
+    num_sequences: int = 1,
+    piece_bytes: int = 0,
+) -> int:
+    """Bytes of the memory of passes of up to so many rows on a GPU, whatever a plan puts there."""
+    counted, is_stock = Counted(), model.layout == "stock"
+    parts = [
+        LayerPart(
+            layer=layer,
+            num_hot=layer.neurons.num_units,
+            is_streamed=bool(piece_bytes),
+            is_by_output=is_stock,
+        )
+        for layer in model.spec.layers
+    ]
+    tables = _tables(model, context_length, num_sequences)
+    PassRoom.of(
+        model.spec,
+        parts,
+        tables,
+        counted.take,
+        num_rows=num_rows,
+        has_cache=True,
+        piece_bytes=piece_bytes,
+    )
+    return counted.num_bytes
 
 
 def least_piece_bytes(num_tokens: int, largest: int, least: int = 0) -> int:
@@ -255,12 +230,8 @@ def decode_bytes(
 ) -> int:
     """Bytes of a decode step's buffers on a GPU, and of the ids that layers share whose neurons are
     all hot."""
-    taken = []
-
-    def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        taken.append(-(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    counted = Counted()
+    take = counted.take
     width, tables = model.spec.hidden_size, _tables(model, context_length, num_sequences)
     is_stock, layers = model.layout == "stock", model.spec.layers
     sizes = [hot_sizes(x, x.neurons.num_units, width, is_by_output=is_stock) for x in layers]
@@ -268,4 +239,4 @@ def decode_bytes(
     DeviceBuffers.of(model.spec, sizes, tables, take, max_rows=num_rows, most_shared=shared)
     for number in {x.neurons.num_units for x in model.spec.layers}:
         take((number,), torch.int32)
-    return sum(taken)
+    return counted.num_bytes

@@ -3,7 +3,6 @@ steps are captured as by a real load, but nothing is written or executed, so tha
 takes seconds."""
 
 import mmap
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,10 +25,6 @@ from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
-from hotsplit.runtime.ops.attention import block as attention_block
-from hotsplit.runtime.ops.neurons import feed_forward, mixture
-from hotsplit.runtime.ops.norm import Norm
-from hotsplit.runtime.step.host_mixers import HostMixers
 
 _DTYPES = {"f32": np.float32, "f16": np.float16}
 
@@ -82,22 +77,11 @@ def _nothing(*args: object, **options: object) -> None:
     pass
 
 
-def _replaced(seed: int) -> list[tuple[object, str, object]]:
+def _replaced() -> list[tuple[object, str, object]]:
     """What reads or writes memory: (object, name, replacement)."""
-    choose = random.Random(seed)
-    fits = choose.choice([True, False])  # all norms' outputs are rounded as they are, or none
 
     def dot_rows(data: Tensor, kind: str, x: Tensor, rows: Tensor | None = None) -> Tensor:
         return torch.empty(*x.shape[:-1], len(data) if rows is None else len(rows))
-
-    def attend(query: Tensor, *given: object, **options: object) -> Tensor:
-        return torch.empty_like(query).flatten(1)
-
-    def host_run(self: HostMixers, index: int, x: Tensor, **place: object) -> Tensor:
-        return torch.empty(len(x), self.calls[index].num_outputs)
-
-    def experts_on_cpu(block: object, gate: object, x: Tensor, routed: object) -> object:
-        return torch.from_numpy(np.empty(x.shape, np.float32)), (0, 0, 0)
 
     def send(self: Staging, target: Tensor, fill: object) -> object:
         return self.stream.record()
@@ -110,24 +94,19 @@ def _replaced(seed: int) -> list[tuple[object, str, object]]:
         (Dispatch, "_kernel", _kernel),
         (HostNode, "run", _nothing),
         (Staging, "send", send),
-        (Norm, "fits_f16", fits),
         (cpu_kernels, "dot_rows", dot_rows),
         (cpu_kernels, "unpack_rows", _nothing),
-        (attention_block, "attend", attend),
-        (HostMixers, "run", host_run),
-        (mixture, "experts_on_cpu", experts_on_cpu),
-        (feed_forward, "add_neurons", lambda *args: (0, 0, 0)),
     ]
 
 
 @contextmanager
-def hollow_cuda(total_bytes: int, seed: int = 0) -> Iterator[FakeCuda]:
+def hollow_cuda(total_bytes: int) -> Iterator[FakeCuda]:
     """A CUDA device of this size for engines that compute nothing."""
     kernels = Kernels(lambda kernel: _nothing)
     with (
-        fake_cuda(total_bytes=total_bytes, is_hollow=True, kernels=kernels, captures=True) as cuda,
+        fake_cuda(total_bytes=total_bytes, is_hollow=True, kernels=kernels) as cuda,
         ExitStack() as stack,
     ):
-        for thing, name, value in _replaced(seed):
+        for thing, name, value in _replaced():
             stack.enter_context(mock.patch.object(thing, name, value))
         yield cuda

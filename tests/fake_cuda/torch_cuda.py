@@ -23,9 +23,9 @@ from torch import Tensor
 
 from hotsplit.runtime import loading
 from hotsplit.runtime.device import cuda_runtime, device_memory
+from hotsplit.runtime.kernels.gpu import launch
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
-from hotsplit.runtime.step import captured_passes, doorbells
-from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.step import doorbells
 
 
 def _cudart() -> SimpleNamespace:
@@ -95,15 +95,13 @@ def fake_cuda(
     seed: int = 0,
     kernels: Kernels | None = None,
     is_hollow: bool = False,
-    captures: bool = False,
     is_checked: bool = False,
 ) -> Iterator[FakeCuda]:
     """CUDA devices for the code in the block.
 
     `seed` selects one of the orders that streams and events allow. `kernels` take Triton's place
     (kernels.launched, ptx_kernels.StreamedPtx); None: the float64 reference. `is_hollow`:
-    memory is not written (hollow.hollow_cuda). `captures`: launches take most of a prompt's time.
-    `is_checked`: loads end with the check of a device, which tests of other things need not repeat."""
+    memory is not written (hollow.hollow_cuda). `is_checked`: loads end with the check of a device, which tests of other things need not repeat."""
     library.add_device_guard()
     library.load().fakeReset(num_devices, total_bytes, seed, is_hollow)
     _forget_cached()
@@ -137,9 +135,6 @@ def fake_cuda(
         if not is_checked:
             for name in ("logits_of", "check_against_cpu"):
                 stack.enter_context(mock.patch.object(loading, name, lambda *a, **options: {}))
-        stack.enter_context(
-            mock.patch.object(captured_passes, "is_bound_by_launches", lambda device, run: captures)
-        )
         # The emulated kernels do not overlap.
         stack.enter_context(mock.patch.object(loading, "can_overlap", lambda device: False))
         # The queue runs while the server asks whether the stream still runs.
@@ -178,6 +173,6 @@ def _finish(cuda: FakeCuda) -> None:
 
 def _forget_cached() -> None:
     """Clears what hotsplit caches about devices for the life of a process."""
-    for module in (cuda_runtime, device_memory, gpu_products):
+    for module in (cuda_runtime, device_memory, launch):
         for function in vars(module).values():
             getattr(function, "cache_clear", lambda: None)()

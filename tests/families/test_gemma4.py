@@ -10,12 +10,11 @@ import pytest
 import torch
 from checkpoints import edit_config, random_model, save_tokenizer
 from fake_cuda import library as fake_library
-from hybrid_plans import stepped
+from hybrid_plans import random_plan, stepped
 from models import make_machine
 from reference import rel_error
 from test_fake_step import checked_cuda, on_the_cpu, on_the_device
 from test_families import CASES, GATED, GEMMA4, IDS, MQA, converted, transformers_logits
-from test_hybrid_experts import random_plan
 from test_hybrid_step import assert_same_in_any_order, hybrid, logged, steps
 from test_runtime import make_split
 from transformers import Gemma4TextConfig

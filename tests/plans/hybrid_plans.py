@@ -7,6 +7,8 @@ import torch
 from models import make_sizes, sparse_model
 from test_runtime import IDS, make_split
 
+from hotsplit.artifacts.model_file import ModelFile
+
 F, L = 96, 4
 ALL, NONE = np.arange(F), np.arange(0)
 random = np.random.default_rng(5)
@@ -52,3 +54,30 @@ def made(tmp_path, plan, **options):
     model = make(tmp_path, **options)
     model.save(model.path)
     return model, planned(tmp_path, model, plan)
+
+
+def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context: int = 32):
+    """Hot neurons or experts of each layer (none, some or all), sides of the dense blocks and the head,
+    and one or two GPUs."""
+    chance, layers = np.random.default_rng(seed), model.spec.layers
+    hot = []
+    for layer in layers:
+        number = layer.neurons.num_units
+        others = () if layer.neurons.needs_all_gates else chance.integers(0, number + 1, 3)
+        count = chance.choice([0, number, *others])
+        hot.append(np.sort(chance.permutation(number)[:count]))
+    dense = [chance.random() < 0.7 for _ in layers]
+    home = None
+    if chance.random() < 0.3:
+        first = int(chance.integers(1, len(layers) + 1))
+        home = [0] * first + [1] * (len(layers) + 1 - first)
+    split = make_split(
+        model,
+        hot,
+        dense_on_gpu=dense,
+        head_on_gpu=bool(chance.random() < 0.5),
+        home=home,
+        num_sequences=num_sequences,
+        context_length=context,
+    )
+    return dataclasses.replace(split, mode="dense")

@@ -60,7 +60,7 @@ def load(planned, caplog):
         caplog.clear()
         made = None if kernels is None else launched(kernels)
         with (
-            fake_cuda(is_checked=True, kernels=made, captures=True),
+            fake_cuda(is_checked=True, kernels=made),
             Engine.load(path, split=split, mode="predicted", device="cuda", **options) as engine,
         ):
             assert rel_error(stepped(engine), want) < 1e-2

@@ -8,21 +8,18 @@ import random
 import numpy as np
 import pytest
 import torch
-from allocations import pool_peaks
 from delta_models import with_delta_nets
-from hybrid_plans import stepped
+from hybrid_plans import random_plan, stepped
 from kernel_check import Wrong, check_launch
 from kernel_launches import launches_of
 from models import changed, make_model, make_sizes, mixture_spec
 from reference import rel_error
-from test_device_memory import CARD, allocate_as_on_cuda, as_on_a_gpu
 from test_experts import IDS
-from test_hybrid_experts import CPU, made_plan, random_plan, with_hybrid
+from test_hybrid_experts import CPU, made_plan, with_hybrid
 from test_hybrid_rows import Alone, schedule
 from test_hybrid_step import assert_same_in_any_order, hybrid, logged, steps
 from test_native_step import BOUNDS
 from test_sequences import ROOM
-from test_temporaries import gpu_weights, peak_of
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
@@ -32,12 +29,8 @@ from hotsplit.model.spec import Rotary, Route
 from hotsplit.model.tensors import is_router
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.neurons import mixture
-from hotsplit.runtime.step.passes import Pass, way_on
 from hotsplit.runtime.step.plain_backend import plain_backend
-from hotsplit.runtime.step.workspace import pass_pools
 
-assert callable(as_on_a_gpu)  # a fixture
 # The CPU rounds inputs of products with q8_0 to 8 bits, and the norms of queries, keys and outputs make
 # errors of small values larger.
 BOUND = {"f32": BOUNDS["f32"], "q8_0": 2e-2}
@@ -188,29 +181,3 @@ def test_a_step_that_fails_changes_no_state():
             step.run(IDS[7], 3)
         broken.clear()
         assert torch.equal(step.run(IDS[3], 3), want[3])
-
-
-@pytest.mark.parametrize("kind", ["q8_0", "f32"])
-def test_prompts_on_a_gpu_stay_within_their_bound(kind, monkeypatch, as_on_a_gpu):
-    """Temporaries as torch allocates them on a GPU."""
-    allocate_as_on_cuda(monkeypatch)
-    monkeypatch.setattr(  # the CPU's, in main memory
-        mixture,
-        "_of_blocks",
-        lambda ffn, blocks, x_TD, routed, seen_TKF: torch.from_numpy(
-            np.empty(x_TD.shape, np.float32)
-        ),
-    )
-    model = delta_mixture(kind, width=128)
-    weights = gpu_weights(model, "dense", 300, [range(8), range(0, 8, 2), [], [1]], 1)
-    peak = peak_of(weights, 200, 300, measure=pool_peaks)
-    p = Pass(
-        model=model,
-        mode="dense",
-        num_tokens=200,
-        context_length=300,
-        way=way_on(CARD),
-        num_hot=[8, 4, 0, 1],
-    )
-    bound = pass_pools(p)
-    assert peak.large <= bound.large and peak.small <= bound.small, (peak, bound)

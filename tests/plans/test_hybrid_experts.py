@@ -8,12 +8,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from allocations import pool_peaks
 from checkpoints import random_model, save_tokenizer
-from hybrid_plans import stepped
+from hybrid_plans import random_plan, stepped
 from models import byte_level_keys, make_model, make_sizes, mixture_spec
 from reference import logits_ref, rel_error
-from test_device_memory import CARD, allocate_as_on_cuda, as_on_a_gpu
 from test_experts import IDS, ROUTES, mixture
 from test_families import CASES, converted
 from test_hybrid_rows import Alone, schedule
@@ -28,7 +26,6 @@ from test_native_step import BOUNDS
 from test_runtime import make_split
 from test_sequences import ROOM
 from test_smallthinker import checkpoint
-from test_temporaries import gpu_weights, peak_of
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
@@ -44,39 +41,10 @@ from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import Row
 from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.forms import placed_form
-from hotsplit.runtime.step.passes import Pass, way_on
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.program import HOST, step_program
-from hotsplit.runtime.step.workspace import pass_pools
 
 CPU = torch.device("cpu")
-assert callable(as_on_a_gpu)  # a fixture
-
-
-def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context: int = 32):
-    """Hot neurons or experts of each layer (none, some or all), sides of the dense blocks and the head,
-    and one or two GPUs."""
-    chance, layers = np.random.default_rng(seed), model.spec.layers
-    hot = []
-    for layer in layers:
-        number = layer.neurons.num_units
-        count = chance.choice([0, number, *chance.integers(0, number + 1, 3)])
-        hot.append(np.sort(chance.permutation(number)[:count]))
-    dense = [chance.random() < 0.7 for _ in layers]
-    home = None
-    if chance.random() < 0.3:
-        first = int(chance.integers(1, len(layers) + 1))
-        home = [0] * first + [1] * (len(layers) + 1 - first)
-    split = make_split(
-        model,
-        hot,
-        dense_on_gpu=dense,
-        head_on_gpu=bool(chance.random() < 0.5),
-        home=home,
-        num_sequences=num_sequences,
-        context_length=context,
-    )
-    return dataclasses.replace(split, mode="dense")
 
 
 def made_plan(model: ModelFile, hot, dense, **options):
@@ -342,40 +310,6 @@ def test_the_program_of_a_file_is_that_of_loaded_weights(plan):
     }
     own = ("attention", "neurons", "head")
     assert found["gpu0"] == sum(split.gpu_bytes[item] for item in own)
-
-
-@pytest.mark.parametrize(
-    ("kind", "layout"), [("q8_0", "stock"), ("q8_0", "sparse"), ("f16", "stock"), ("f32", "sparse")]
-)
-def test_prompts_on_a_gpu_stay_within_their_bound(kind, layout, monkeypatch, as_on_a_gpu):
-    """Temporaries as torch allocates them on a GPU, if all tokens choose one expert and if they do
-    not."""
-    model = mixture(
-        route=ROUTES["groups"],
-        kind=kind,
-        layout=layout,
-        width=128,
-        num_neurons=160,
-        num_shared=96,
-        has_shared_gate=True,
-    )
-    allocate_as_on_cuda(monkeypatch)
-    zeros = {
-        n: array_entry(np.zeros(e.shape), "f32") for n, e in model.tensors.items() if "inp." in n
-    }
-    for each in (model, dataclasses.replace(model, tensors=model.tensors | zeros)):
-        weights = gpu_weights(each, "dense", 300, [range(12), range(0, 12, 2)], 1)
-        peak = peak_of(weights, 200, 300, measure=pool_peaks)
-        p = Pass(
-            model=each,
-            mode="dense",
-            num_tokens=200,
-            context_length=300,
-            way=way_on(CARD),
-            num_hot=[12, 6],
-        )
-        bound = pass_pools(p)
-        assert peak.large <= bound.large and peak.small <= bound.small, (peak, bound)
 
 
 def test_generate_runs_a_plan(tmp_path, capsys):

@@ -127,7 +127,7 @@ def random_case(seed: int) -> Case:
 def loaded(case: Case):
     """The engine of a case on a hollow device."""
     with (
-        hollow_cuda(CARD_BYTES, case.seed),
+        hollow_cuda(CARD_BYTES),
         Engine.of(case.model, case.plan, device="cuda", is_resident=False) as engine,
     ):
         yield engine

@@ -36,10 +36,14 @@ EXPORT int64_t hs_chosen_bytes(const HsChosen* chosen) {
 EXPORT void hs_chosen(void* data) {
     HsChosen& c = *static_cast<HsChosen*>(data);
     Room room(c, c.workspace);
-    const int64_t T = c.num_tokens;
-    std::memcpy(room.x.f32, c.x, T * c.width * sizeof(float));
     const Gate gate{c.gate};
     NeuronBytes read;
-    room.experts.run(c.experts, gate, c.routed, c.num_used, room.x, T, c.y, read);
+    for (int64_t first = 0; first < c.num_tokens; first += c.max_tokens) {
+        const int64_t T = std::min(c.num_tokens - first, c.max_tokens);
+        room.x.changed();
+        std::memcpy(room.x.f32, c.x + first * c.width, T * c.width * sizeof(float));
+        room.experts.run(c.experts, gate, c.routed + first * 2 * c.num_used, c.num_used, room.x, T,
+                         c.y + first * c.width, read);
+    }
     c.gate_bytes += read.gate, c.up_bytes += read.up, c.down_bytes += read.down;
 }

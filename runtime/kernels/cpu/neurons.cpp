@@ -36,14 +36,20 @@ EXPORT int64_t hs_neurons_bytes(const HsNeurons* neurons) {
 EXPORT void hs_neurons(void* data) {
     HsNeurons& n = *static_cast<HsNeurons*>(data);
     Room room(n, n.workspace);
-    const int64_t T = n.num_tokens, words = (n.num_neurons + 31) / 32;
-    std::memcpy(room.x.f32, n.x, T * n.width * sizeof(float));
+    const int64_t words = (n.num_neurons + 31) / 32;
     const Gate gate{n.gate};
     Named named[MAX_ROWS];
-    for (int64_t t = 0; n.named && t < T; ++t) named[t] = {n.named + t * words, nullptr, 0.0f};
     NeuronBytes read;
-    const Fired fired = {n.fired, words};
-    if (n.fired) std::fill_n(n.fired, T * words, 0u);
-    room.neurons.run(n.block, gate, n.named ? named : nullptr, room.x, T, n.y, read, fired);
+    if (n.fired) std::fill_n(n.fired, n.num_tokens * words, 0u);
+    for (int64_t first = 0; first < n.num_tokens; first += n.max_tokens) {
+        const int64_t T = std::min(n.num_tokens - first, n.max_tokens);
+        room.x.changed();
+        std::memcpy(room.x.f32, n.x + first * n.width, T * n.width * sizeof(float));
+        for (int64_t t = 0; n.named && t < T; ++t)
+            named[t] = {n.named + (first + t) * words, nullptr, 0.0f};
+        const Fired fired = {n.fired ? n.fired + first * words : nullptr, words};
+        room.neurons.run(n.block, gate, n.named ? named : nullptr, room.x, T, n.y + first * n.width,
+                         read, fired);
+    }
     n.gate_bytes += read.gate, n.up_bytes += read.up, n.down_bytes += read.down;
 }

@@ -1,5 +1,5 @@
 // The inputs that layers have of their own, and what a layer makes of its; model/per_layer.py has the formulas.
-// Value `per_layer` has those of all layers, [L, T, P] of the T rows of a step.
+// Value `per_layer` has those of all layers, [T, L, P] of the T rows of a step.
 //
 // Letters: L layers, P values of an input, V vocabulary, D model width.
 #include <cmath>
@@ -46,7 +46,7 @@ class LayerInputs final : public OperationOf<HsLayerInputs, InputsRoom> {
 
     // (norm(D^-1/2 projection) + sqrt(P) row of the token) / sqrt(2), for each layer.
     void compute(const HsLayerInputs& l, InputsRoom& room, const OperationCall& call) const override {
-        const int64_t size = l.projection.num_rows, P = l.size, L = size / P, T = call.num_rows;
+        const int64_t size = l.projection.num_rows, P = l.size, L = size / P;
         const float shrink = 1.0f / std::sqrt(static_cast<float>(l.projection.num_columns));
         const float grow = std::sqrt(static_cast<float>(P)), half = std::sqrt(0.5f);
         float* out = call.written[0]->f32;
@@ -56,7 +56,7 @@ class LayerInputs final : public OperationOf<HsLayerInputs, InputsRoom> {
             unpack_row(l.table, call.token[t], token);
             for (int64_t i = 0; i < size; ++i) own[i] *= shrink;
             for (int64_t i = 0; i < L; ++i) {
-                float* y = out + (i * T + t) * P;
+                float* y = out + t * size + i * P;
                 apply(l.norm, own + i * P, P, y);
                 for (int64_t p = 0; p < P; ++p) y[p] = half * (y[p] + grow * token[i * P + p]);
             }
@@ -88,14 +88,15 @@ class PerLayer final : public OperationOf<HsPerLayer, PerLayerRoom> {
     }
 
     void compute(const HsPerLayer& l, PerLayerRoom& room, const OperationCall& call) const override {
-        const int64_t P = l.gate.num_rows;
+        const int64_t P = l.gate.num_rows, size = call.read[1]->size;
         const Gate gate{l.rule};
-        const float* own = call.read[1]->f32 + l.index * call.num_rows * P;
+        const float* inputs = call.read[1]->f32 + l.index * P;
         call.multiply(l.gate, *call.read[0], room.inner.f32);
         call.rows(16 * P, [&](int64_t t) {
             float* y = room.inner.row(t);
+            const float* own = inputs + t * size;
             gate.smooth(y, P);
-            for (int64_t p = 0; p < P; ++p) gate.act(y[p]), y[p] *= own[t * P + p];
+            for (int64_t p = 0; p < P; ++p) gate.act(y[p]), y[p] *= own[p];
         });
         call.multiply(l.output, room.inner, call.written[0]->f32);
     }

@@ -92,6 +92,14 @@ int64_t size_of(const HsStep& s, int32_t value) {
     return value == VALUE_HEADS ? most(s, heads_size) : s.width;
 }
 
+// The values of a row of a shared value, of which a layer with fewer than others uses the beginning.
+int64_t row_size(const HsStep& s, const HsLayer* layer, int32_t value) {
+    if (layer && value == VALUE_QKV) return qkv_size(layer->attention);
+    if (layer && value == VALUE_HEADS) return heads_size(layer->attention);
+    if (layer && value == VALUE_ROUTED) return 2 * layer->route.num_used;
+    return size_of(s, value);
+}
+
 int64_t most_pairs(const HsStep& s) {
     return most(s, [](const HsAttention& a) { return a.head_dim; }) / 2;
 }
@@ -724,7 +732,34 @@ EXPORT int64_t hs_step_bytes(const HsStep* step) {
 
 EXPORT void hs_part(void* data) {
     const HsPart& part = *static_cast<const HsPart*>(data);
-    Step(*part.step).run(part);
+    HsStep& whole = *part.step;
+    const int64_t count = *part.num_rows, most = whole.max_rows;
+    if (count <= most) {
+        Step(whole).run(part);
+        return;
+    }
+    // Rows of a shared value are as long as the part's layer needs.
+    const HsOp& begin = whole.op[part.begin];
+    const HsLayer* layer = begin.layer < whole.num_layers ? &whole.layer[begin.layer] : nullptr;
+    float* logits = part.logits;
+    for (int64_t first = 0; first < count; first += most) {
+        const int64_t num_rows = std::min(count - first, most);
+        HsStep step = whole;
+        step.gate_bytes = step.up_bytes = step.down_bytes = 0;
+        step.predictor_bytes = step.attention_bytes = 0;
+        for (int32_t value = 0; value < NUM_VALUES; ++value)
+            if (step.vector[value]) step.vector[value] += first * row_size(whole, layer, value);
+        HsPart own = part;
+        own.step = &step, own.row += first, own.num_rows = &num_rows, own.logits = logits;
+        if (part.named)
+            own.named += first * (((layer ? layer->feed_forward.num_neurons : 0) + 31) / 32);
+        Step(step).run(own);
+        for (const HsRow* row = own.row; logits && row < own.row + num_rows; ++row)
+            logits += row->has_logits ? whole.head.num_rows : 0;
+        whole.gate_bytes += step.gate_bytes, whole.up_bytes += step.up_bytes;
+        whole.down_bytes += step.down_bytes, whole.predictor_bytes += step.predictor_bytes;
+        whole.attention_bytes += step.attention_bytes;
+    }
 }
 
 namespace {

@@ -39,6 +39,7 @@ from hotsplit.runtime.kernels.gpu import (
     routing,
     rows,
     slots,
+    sorting,
     tokens,
 )
 from hotsplit.runtime.kernels.gpu.gpu_kernel import GpuKernel, Parameters
@@ -74,6 +75,7 @@ class Kernels:
     predict_planes, correct_planes = planes.predict_planes, planes.correct_planes
     add_to_planes = planes.add_to_planes
     scatter, pack_open = slots.scatter, slots.pack_open
+    sort_pairs = sorting.sort_pairs
 
 
 KERNELS: Mapping[str, GpuKernel[Any]] = {

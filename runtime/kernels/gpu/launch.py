@@ -145,7 +145,10 @@ class Groups:
 def step_rows(vector: Tensor) -> int:
     """T of a vector [T, D]; 1 for a vector [D]."""
     num_rows = 1 if vector.dim() == 1 else len(vector)
-    assert num_rows & (num_rows - 1) == 0 and num_rows, f"{num_rows} rows, wanted a power of 2"
+    is_step = num_rows & (num_rows - 1) == 0 and num_rows
+    assert is_step or num_rows % 64 == 0, (
+        f"{num_rows} rows, wanted a power of 2, or a multiple of 64"
+    )
     return num_rows
 
 

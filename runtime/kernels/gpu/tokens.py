@@ -47,7 +47,9 @@ def round_tokens(
     _round(total_TD, out_TD, power_T)
 
 
-@gpu_kernel(reads=("gate_TN", "up_TN", "named_TN"), writes=("out_TN", "power_T"), is_of_step=False)
+@gpu_kernel(
+    reads=("gate_TN", "up_TN", "named_TN", "id_N"), writes=("out_TN", "power_T"), is_of_step=False
+)
 def hidden_tokens(
     gate_TN: Tensor,
     up_TN: Tensor | None,
@@ -55,11 +57,15 @@ def hidden_tokens(
     rule: Gate,
     out_TN: Tensor,
     power_T: Tensor | None,
+    id_N: Tensor | None = None,
 ) -> None:
     """The hidden values of gate_up for any number of tokens, from the products with gate and up, of
     all gates of a layer if `rule` needs them; `named_TN`: bool. Rounded and divided as by
     round_tokens. `out_TN` may be `up_TN`, and `gate_TN` unless all gates are needed."""
     gate_TN = gate_TN.double()
+    if named_TN is not None and named_TN.dtype == torch.int32:
+        own_N = torch.arange(gate_TN.shape[1]) if id_N is None else id_N.long()
+        named_TN = (named_TN[:, own_N // 32] >> (own_N % 32)) & 1 != 0
     if rule.cutoff is not None:
         deviation_T1, mean_T1 = torch.std_mean(gate_TN, dim=1, correction=0, keepdim=True)
         gate_TN = (gate_TN - mean_T1 - rule.cutoff * deviation_T1).relu()
@@ -134,12 +140,14 @@ def _hidden_at(
     gate,
     up,
     named,
+    id,
     column_C,
     num_neurons,
     threshold,
     floor,
     ACTIVATION: tl.constexpr,
     IS_DENSE: tl.constexpr,
+    HAS_BITS: tl.constexpr,
 ):
     in_row_C = column_C < num_neurons
     gate_C = tl.load(gate + column_C, mask=in_row_C, other=0.0)
@@ -152,7 +160,14 @@ def _hidden_at(
     if not IS_DENSE:
         value_C = tl.where(fires_C, value_C, 0.0)
     if named is not None:
-        is_named_C = tl.load(named + column_C, mask=in_row_C, other=0) != 0
+        if HAS_BITS:
+            id_C = column_C
+            if id is not None:
+                id_C = tl.load(id + column_C, mask=in_row_C, other=0)
+            word_C = tl.load(named + id_C // 32, mask=in_row_C, other=0)
+            is_named_C = (word_C >> (id_C % 32)) & 1 != 0
+        else:
+            is_named_C = tl.load(named + column_C, mask=in_row_C, other=0) != 0
         value_C = tl.where(is_named_C, value_C, 0.0)
     return tl.where(in_row_C, value_C, 0.0)
 
@@ -177,20 +192,23 @@ def _floor_of(gate, cutoff, num_neurons, COLUMNS: tl.constexpr):
     return mean + cutoff * tl.sqrt(tl.sum(sum_C, axis=0) / num_neurons)
 
 
-@triton.jit(do_not_specialize=["num_neurons", "named_stride", "threshold"])
+@triton.jit(do_not_specialize=["num_neurons", "up_stride", "named_stride", "threshold"])
 def _hidden_tokens(
     gate,
     up,
     named,
+    id,
     threshold,
     out,
     power,
     cutoff,
     num_neurons,
+    up_stride,
     named_stride,
     ACTIVATION: tl.constexpr,
     IS_DENSE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HAS_BITS: tl.constexpr,
 ):
     """Computes the values twice if they are divided: for the largest magnitude, and to write
     them."""
@@ -198,7 +216,7 @@ def _hidden_tokens(
     gate += token * num_neurons
     out += token * num_neurons
     if up is not None:
-        up += token * num_neurons
+        up += token * up_stride
     if named is not None:
         named += token * named_stride
     floor = None
@@ -212,12 +230,14 @@ def _hidden_tokens(
                 gate,
                 up,
                 named,
+                id,
                 start + tl.arange(0, COLUMNS),
                 num_neurons,
                 threshold,
                 floor,
                 ACTIVATION,
                 IS_DENSE,
+                HAS_BITS,
             )
             largest_C = tl.maximum(largest_C, tl.abs(value_C))
             start += COLUMNS
@@ -227,7 +247,17 @@ def _hidden_tokens(
     while start < num_neurons:
         column_C = start + tl.arange(0, COLUMNS)
         value_C = _hidden_at(
-            gate, up, named, column_C, num_neurons, threshold, floor, ACTIVATION, IS_DENSE
+            gate,
+            up,
+            named,
+            id,
+            column_C,
+            num_neurons,
+            threshold,
+            floor,
+            ACTIVATION,
+            IS_DENSE,
+            HAS_BITS,
         )
         if power is not None:
             value_C *= factor
@@ -278,22 +308,27 @@ def launch_hidden_tokens(
     rule: Gate,
     out_TN: Tensor,
     power_T: Tensor | None,
+    id_N: Tensor | None = None,
 ) -> None:
-    for each in (gate_TN, up_TN, out_TN):
-        assert each is None or each.is_contiguous(), each.stride()
+    for each in (gate_TN, out_TN):
+        assert each.is_contiguous(), each.stride()
+    assert up_TN is None or up_TN.stride(1) == 1, up_TN.stride()
     assert named_TN is None or named_TN.stride(1) == 1, named_TN.stride()
     _hidden_tokens[(len(gate_TN),)](
         gate_TN,
         up_TN,
         named_TN,
+        id_N,
         float(rule.threshold),
         out_TN,
         power_T,
         None if rule.cutoff is None else float(rule.cutoff),
         gate_TN.shape[1],
+        0 if up_TN is None else up_TN.stride(0),
         0 if named_TN is None else named_TN.stride(0),
         ACTIVATION=rule.activation,
         IS_DENSE=rule.computes_all,
         COLUMNS=_COLUMNS,
+        HAS_BITS=named_TN is not None and named_TN.dtype == torch.int32,
         num_warps=_WARPS,
     )

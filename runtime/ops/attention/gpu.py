@@ -4,13 +4,13 @@ Letters: T rows, D model width, H heads, K key-value heads, W head width, S sequ
 each. For one row there is no T axis, except in `position_T` and `sequence_T`."""
 
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
 
 from hotsplit.runtime.ops.attention.block import Attention
-from hotsplit.runtime.ops.attention.gpu_pass import norms_of_all, turned_by
 from hotsplit.runtime.ops.device import Launcher
-from hotsplit.runtime.ops.norm import launch_add_norm
+from hotsplit.runtime.ops.norm import Norm, launch_add_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +62,64 @@ def launch_attend(
         [qkv, keys, values, *attention.vectors.values(), *at.tensors],
         [scratch, heads],
     )
+
+
+def launch_attend_tokens(
+    on: Launcher, attention: Attention, qkv: Tensor, at: Positions, scratch: Tensor, heads: Tensor
+) -> Tensor:
+    """`launch_attend` for the rows of a pass; returns the heads' output [T, H W] in the type of the
+    cache, at the beginning of `heads`. Queries are in `scratch`."""
+    for norm, of_heads in norms_of_all(attention, qkv):
+        launch_add_norm(on, of_heads, None, norm, of_heads, None)
+    (keys, values), spec, weights = (
+        attention.cache.for_kernels,
+        attention.spec,
+        turned_by(attention),
+    )
+    shape = len(qkv), spec.num_heads, spec.head_dim
+    query_THW, out_THW = (
+        room.flatten().view(keys.dtype)[: prod(shape)].view(shape) for room in (scratch, heads)
+    )
+    on.launch(
+        lambda: on.kernels.rotate_append(
+            qkv, *weights, at.position_T, keys, values, spec, at.sequence_T, at.table_SN, query_THW
+        ),
+        [qkv, *weights, *at.tensors],
+        [qkv, query_THW, keys, values],
+    )
+    on.launch(
+        lambda: on.kernels.attend_tokens(
+            query_THW,
+            keys,
+            values,
+            at.position_T,
+            spec,
+            out_THW,
+            at.sequence_T,
+            at.table_SN,
+            vectors=attention.vectors,
+            gated_TQ=qkv if spec.is_gated else None,
+        ),
+        [query_THW, qkv, keys, values, *attention.vectors.values(), *at.tensors],
+        [out_THW],
+    )
+    return out_THW.flatten(1)
+
+
+def turned_by(heads: Attention) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What the rotating kernel reads: frequencies, and the weights of the norms of each query and of
+    each key."""
+    norms = (None, None) if heads.spec.norms_all_heads else (heads.query_norm, heads.key_norm)
+    query_W, key_W = (norm.weight_D if norm else None for norm in norms)
+    return heads.rotary.frequency_W if heads.rotary else None, query_W, key_W
+
+
+def norms_of_all(heads: Attention, qkv: Tensor) -> list[tuple[Norm, Tensor]]:
+    """The norms of all queries and of all keys together, with these parts of `qkv` [..., Q]."""
+    if not heads.spec.norms_all_heads:
+        return []
+    assert heads.query_norm and not heads.spec.is_gated, heads
+    size, found = len(heads.query_norm.weight_D), [(heads.query_norm, qkv)]
+    if heads.key_norm:
+        found.append((heads.key_norm, qkv[..., size:]))
+    return [(norm, part[..., : len(norm.weight_D)]) for norm, part in found]

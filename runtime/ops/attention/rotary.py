@@ -2,7 +2,6 @@
 
 Letters: T tokens, W head width, S sequences, N blocks of a sequence."""
 
-from collections.abc import Mapping
 from ctypes import Array, Structure, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hotsplit.model.rope import Rotary as RotarySpec
-from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.ops.structs import Structs, members
 
 
@@ -41,41 +39,6 @@ class Rotary:
             is_adjacent=rotary.pairing == "adjacent",
             magnitude=scaling.magnitude,
         )
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the tokens of a pass are in the cache of a GPU, as its kernels take it; the sequence's
-    table only if the cache is in blocks."""
-
-    position_T: Tensor
-    sequence_T: Tensor | None = None
-    table_SN: Tensor | None = None
-
-
-class PassPlaces:
-    """The places of positions start .. start + count - 1 of a sequence, made once for each GPU and table
-    unless they are given."""
-
-    def __init__(
-        self,
-        start: int,
-        count: int,
-        given: Mapping[tuple[torch.device, BlockTable], Places] | None = None,
-    ) -> None:
-        self._start, self._count, self._made = start, count, dict(given or {})
-
-    def of(self, table: BlockTable, sequence: int, device: torch.device) -> Places:
-        key = device, table
-        if key not in self._made:
-            stop = self._start + self._count
-            position_T = torch.arange(self._start, stop, device=device)
-            self._made[key] = Places(position_T)
-            if not table.is_whole:
-                sequence_T = torch.zeros(self._count, dtype=torch.int32, device=device)
-                block_N = table.blocks(sequence, stop).to(torch.int32)
-                self._made[key] = Places(position_T, sequence_T, block_N[None].to(device))
-        return self._made[key]
 
 
 class RotaryStruct(Structure):

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hotsplit.model.spec import DeltaNet as DeltaSpec
-from hotsplit.runtime.cache.state_slots import LayerState, StateRun
-from hotsplit.runtime.ops.delta.gpu import delta_tokens
+from hotsplit.runtime.cache.state_slots import LayerState
 from hotsplit.runtime.ops.norm import Norm
-from hotsplit.runtime.weights import gpu_products
-from hotsplit.runtime.weights.matrix import Linear, side_by_side
+from hotsplit.runtime.weights.matrix import Linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +39,3 @@ class DeltaNet:
         """Numbers of values per token: of the input projections together, and of the outputs of the
         heads."""
         return sum(linear.weight.num_rows for linear in self.inputs), self.spec.value_size
-
-    def forward(
-        self,
-        x: Tensor | gpu_products.Factor,
-        on_heads: Callable[[Tensor], None],
-        *,
-        slots: StateRun,
-    ) -> Tensor:
-        """The output [T, D] for T normed tokens of a sequence, which begin with the state in a slot and
-        store it in others. `on_heads` receives what the output is the projection of, [T, V * M]."""
-        projected_TW = side_by_side(self.inputs, x)
-        heads_TZ = delta_tokens(self, projected_TW, slots.on(projected_TW.device))
-        on_heads(heads_TZ)
-        return side_by_side((self.output,), heads_TZ)

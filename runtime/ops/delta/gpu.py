@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hotsplit.runtime.ops.device import Launcher
-from hotsplit.runtime.weights import gpu_products
 
 if TYPE_CHECKING:
     from hotsplit.runtime.kernels.gpu.kernels import Kernels
@@ -69,14 +68,3 @@ def launch_delta(
 ) -> None:
     for call in calls(on.kernels, delta, projected, slots, mixed, heads):
         on.launch(call.run, call.reads, call.writes)
-
-
-def delta_tokens(delta: "DeltaNet", projected_TW: Tensor, slots: Slots) -> Tensor:
-    """The heads' gated outputs f32 [T, V M] of a prompt's tokens."""
-    spec, kernels = delta.spec, gpu_products.kernels()
-    mixed_TX = projected_TW.new_empty(len(projected_TW), spec.mixed_size)
-    heads_TZ = projected_TW.new_empty(len(projected_TW), spec.value_size)
-    with gpu_products.made_current(projected_TW.device):
-        for call in calls(kernels, delta, projected_TW, slots, mixed_TX, heads_TZ):
-            call.run()
-    return heads_TZ

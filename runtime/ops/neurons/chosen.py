@@ -64,7 +64,7 @@ class NativeExperts:
             width=block.width,
             num_used=num_used,
             num_tokens=1,
-            max_tokens=1 if x_D.dim() == 1 else len(x_D),
+            max_tokens=1 if x_D.dim() == 1 else min(MAX_ROWS, len(x_D)),
             gate=gate.struct,
         )
         room.add(struct, library.chosen_bytes)

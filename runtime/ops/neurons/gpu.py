@@ -3,12 +3,15 @@
 Letters: D model width, F neurons of the layer, or of an expert, N of the block, K experts of a row, W
 words of F bits, S partial sums. Steps of several rows have an axis for them."""
 
+import torch
 from torch import Tensor
 
 from hotsplit.model.spec import Route
 from hotsplit.runtime.kernels.gate import Gate
+from hotsplit.runtime.kernels.gpu.expert_pairs import Pairs
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
+from hotsplit.runtime.ops.tiles import Rounded, TileLauncher, tile_dtype
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
@@ -146,11 +149,7 @@ def launch_shared(
         on.dot(Linear(weight=down), hidden_F, parts_SD[0])
         return
     on.dot(gate, x_D, logit_1)
-    on.launch(
-        lambda: on.kernels.choose_experts(logit_1, None, _OUTPUT_GATE, weight_2),
-        [logit_1],
-        [weight_2],
-    )
+    launch_shared_weight(on, logit_1, weight_2)
     hidden_1F = hidden_F.unsqueeze(-2)
     on.launch(
         lambda: on.kernels.expert_down(
@@ -166,3 +165,208 @@ def launch_shared(
         [down.data, weight_2, hidden_F],
         [parts_SD],
     )
+
+
+# Flat f32 memory for gates and what they are multiplied by, and for hidden values.
+Rooms = tuple[Tensor, Tensor]
+
+
+def launch_neuron_tiles(
+    on: TileLauncher,
+    block: NeuronBlock,
+    gate: Gate,
+    x_TD: Tensor,
+    rooms: Rooms,
+    out_TD: Tensor,
+    *,
+    named_TW: Tensor | None,
+    id_N: Tensor | None,
+    is_added: bool,
+) -> None:
+    """Writes the output of a block's neurons for the rows of a pass, or adds it."""
+    hidden = _launch_hidden_of(on, block, gate, x_TD, rooms, named_TW, id_N)
+    if block.is_by_output:
+        assert not is_added
+        on.multiply(Linear(weight=block.down), hidden, out_TD)
+    else:
+        on.multiply_down(block.down, hidden, out_TD, is_added=is_added)
+
+
+def _launch_hidden_of(
+    on: TileLauncher,
+    block: NeuronBlock,
+    gate: Gate,
+    x_TD: Tensor,
+    rooms: Rooms,
+    named_TW: Tensor | None,
+    id_N: Tensor | None,
+) -> Rounded:
+    """The hidden values of a block's neurons for the rows of a pass."""
+    number, num_rows = len(block.id_N), len(x_TD)
+    gate_TN, up_TN = rooms[0][: 2 * num_rows * number].view(2, num_rows, number)
+    linears = (block.gate,) if block.up is None else (block.gate, block.up)
+    rounded = on.rounded(x_TD, linears[0].weight.kind)
+    on.multiply(linears[0], rounded, gate_TN)
+    if block.up is not None:
+        if tile_dtype(block.up.weight.kind) != rounded.values_TD.dtype:
+            rounded = on.rounded(x_TD, block.up.weight.kind)
+        on.multiply(block.up, rounded, up_TN)
+    up = None if block.up is None else up_TN
+    return _launch_hidden_tiles(on, gate, gate_TN, up, block.down.kind, rooms[1], named_TW, id_N)
+
+
+def _launch_hidden_tiles(
+    on: TileLauncher,
+    gate: Gate,
+    gate_TN: Tensor,
+    up_TN: Tensor | None,
+    kind: str,
+    room: Tensor,
+    named_TW: Tensor | None = None,
+    id_N: Tensor | None = None,
+) -> Rounded:
+    """The hidden values as a matrix of this kind takes them."""
+    dtype = tile_dtype(kind)
+    hidden_TN = room.view(dtype)[: gate_TN.numel()].view(gate_TN.shape)
+    power_T = on.hidden_power_T[: len(gate_TN)] if dtype == torch.float16 else None
+    on.launch(
+        lambda: on.kernels.hidden_tokens(gate_TN, up_TN, named_TW, gate, hidden_TN, power_T, id_N),
+        [gate_TN, up_TN, named_TW, id_N],
+        [hidden_TN, power_T],
+    )
+    return Rounded(hidden_TN, power_T)
+
+
+def launch_sort(
+    on: Launcher,
+    place_E: Tensor | None,
+    num_experts: int,
+    routed: Tensor,
+    pairs: Pairs,
+    weight_P: Tensor,
+) -> None:
+    """Sorts the pairs of rows and those of their experts that have a place."""
+    on.launch(
+        lambda: on.kernels.sort_pairs(
+            routed,
+            place_E,
+            *pairs.tensors,
+            weight_P,
+            num_experts=num_experts,
+            tile_size=pairs.tile_size,
+        ),
+        [routed, place_E],
+        [*pairs.tensors, weight_P],
+    )
+
+
+def launch_shared_weight(on: Launcher, logit_1: Tensor, weight_2: Tensor) -> None:
+    """Writes 0 and the weight of shared experts, from the logit of their gate."""
+    on.launch(
+        lambda: on.kernels.choose_experts(logit_1, None, _OUTPUT_GATE, weight_2),
+        [logit_1],
+        [weight_2],
+    )
+
+
+def launch_shared_tiles(
+    on: TileLauncher,
+    shared: SharedExperts,
+    pairs: Pairs,
+    weight_P: Tensor,
+    x_TD: Tensor,
+    rooms: Rooms,
+    out_TD: Tensor,
+) -> None:
+    """Writes the weighted output of shared experts for the rows of a pass."""
+    (block,) = shared.ffn.blocks
+    hidden = _launch_hidden_of(on, block, shared.ffn.gate, x_TD, rooms, None, None)
+    _launch_weighted(
+        on, Linear(weight=block.down), hidden, pairs, weight_P, out_TD, block.is_by_output
+    )
+
+
+def launch_expert_tiles(
+    on: TileLauncher,
+    block: ExpertBlock,
+    gate: Gate,
+    pairs: Pairs,
+    weight_P: Tensor,
+    x_TD: Tensor,
+    rooms: Rooms,
+    parts_PD: Tensor,
+) -> None:
+    """Writes the weighted outputs of these pairs to their rows, k T + t."""
+    num_pairs, number = pairs.row_3P.shape[1], len(block.id_F)
+    down = block.down.flat
+    gate_PF, up_PF = rooms[0][: 2 * num_pairs * number].view(2, num_pairs, number)
+
+    def multiply(linear: Linear, x: Rounded, out_PN: Tensor) -> None:
+        on.launch(
+            lambda: on.kernels.multiply(
+                linear.weight,
+                linear.bias_N,
+                x.values_TD,
+                x.power_T,
+                out_PN,
+                tile_G3=pairs.tile_G3,
+                row_2P=pairs.in_2P,
+                tile_size=pairs.tile_size,
+            ),
+            [linear.weight.data, linear.bias_N, *x.tensors, *pairs.tensors],
+            [out_PN],
+        )
+
+    rounded = on.rounded(x_TD, block.gate.kind)
+    multiply(block.gate.flat, rounded, gate_PF)
+    if block.up is not None:
+        if tile_dtype(block.up.kind) != rounded.values_TD.dtype:
+            rounded = on.rounded(x_TD, block.up.kind)
+        multiply(block.up.flat, rounded, up_PF)
+    hidden = _launch_hidden_tiles(
+        on, gate, gate_PF, None if block.up is None else up_PF, block.down.kind, rooms[1]
+    )
+    _launch_weighted(on, down, hidden, pairs, weight_P, parts_PD, block.is_by_output)
+
+
+def _launch_weighted(
+    on: Launcher,
+    down: Linear,
+    hidden: Rounded,
+    pairs: Pairs,
+    weight_P: Tensor,
+    out_PD: Tensor,
+    is_by_output: bool,
+) -> None:
+    """Writes the outputs of pairs, from their hidden values, times their weights."""
+    weight, bias = down.weight, down.bias_N
+
+    def run() -> None:
+        values_PN, power_P = hidden.values_TD, hidden.power_T
+        if is_by_output:
+            on.kernels.multiply(
+                weight,
+                bias,
+                values_PN,
+                power_P,
+                out_PD,
+                tile_G3=pairs.tile_G3,
+                row_2P=pairs.out_2P,
+                factor_P=weight_P,
+                tile_size=pairs.tile_size,
+            )
+        else:
+            on.kernels.multiply_down(
+                weight,
+                values_PN,
+                power_P,
+                out_PD,
+                is_added=False,
+                bias_D=bias,
+                tile_G3=pairs.tile_G3,
+                row_2P=pairs.out_2P,
+                factor_P=weight_P,
+                tile_size=pairs.tile_size,
+            )
+
+    on.launch(run, [weight.data, bias, *hidden.tensors, *pairs.tensors, weight_P], [out_PD])

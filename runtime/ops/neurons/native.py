@@ -188,7 +188,7 @@ class NativeNeurons:
             width=width,
             num_neurons=num_neurons,
             num_tokens=1,
-            max_tokens=1 if x_D.dim() == 1 else len(x_D),
+            max_tokens=1 if x_D.dim() == 1 else min(MAX_ROWS, len(x_D)),
             gate=gate.struct,
         )
         if room is None:

@@ -17,7 +17,7 @@ TABLE, PROJECTION, INPUT_NORM = (
     "per_layer_proj_norm",
 )
 GATE, OUTPUT = "inp_gate", "proj"
-INPUTS = "per_layer"  # the value that has the inputs of all layers, [L, T, P]
+INPUTS = "per_layer"  # the value that has the inputs of all layers, [T, L, P]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,113 @@
+"""Submits a pass's products to a GPU's stream: as many rows as a prompt has, in tiles.
+
+A matrix multiplies values in a type of 16 bits, or in f32 (tile_dtype). Where they may
+exceed what f16 takes, a row's values are divided by a power of two first, which is exact.
+
+Letters: T rows, D columns, N rows of a matrix, P pairs of a row and an expert."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotsplit.model.weight_types import file_kind
+from hotsplit.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.weights.matrix import Linear
+
+
+def tile_dtype(kind: str) -> torch.dtype:
+    """The type in which a matrix of this kind is multiplied: bf16 stays, because its values may exceed f16's
+    range, and so does f32, whose results are compared with other programs'."""
+    return {"f32": torch.float32, "bf16": torch.bfloat16}.get(file_kind(kind), torch.float16)
+
+
+LEAST_TILE_ROWS = 16  # of a matrix whose products are tiles; smaller ones have row kernels
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Values [T, D] in the type of a product, and the powers of two [T] that they are divided by."""
+
+    values_TD: Tensor
+    power_T: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.values_TD, self.power_T
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileLauncher(Launcher):
+    """`rounded_room` and `power_T`: memory for rounded values of the widest product, and for their powers."""
+
+    rounded_room: Tensor  # f32, flat
+    power_T: Tensor  # f32
+    hidden_power_T: Tensor  # likewise, of hidden values; one for each pair
+
+    def rounded(self, x_TD: Tensor, kind: str) -> Rounded:
+        """The values in the type of a matrix of this kind, valid until the next call."""
+        dtype = tile_dtype(kind)
+        if x_TD.dtype == dtype:
+            return Rounded(x_TD, None)
+        target_TD = self.rounded_room.view(dtype)[: x_TD.numel()].view(x_TD.shape)
+        has_power = dtype == torch.float16 and x_TD.dtype == torch.float32
+        power_T = self.power_T[: len(x_TD)] if has_power else None
+        self.launch(
+            lambda: self.kernels.round_tokens(
+                x_TD, None, None, None, 0.0, target_TD, power_T, None
+            ),
+            [x_TD],
+            [target_TD, power_T],
+        )
+        return Rounded(target_TD, power_T)
+
+    def multiply(self, linear: Linear, x: Rounded, out_TN: Tensor) -> None:
+        weight, bias_N = linear.weight, linear.bias_N
+        self.launch(
+            lambda: self.kernels.multiply(weight, bias_N, x.values_TD, x.power_T, out_TN),
+            [weight.data, bias_N, *x.tensors],
+            [out_TN],
+        )
+
+    def multiply_down(
+        self, matrix: StoredMatrix, hidden: Rounded, out_TD: Tensor, *, is_added: bool
+    ) -> None:
+        self.launch(
+            lambda: self.kernels.multiply_down(
+                matrix, hidden.values_TD, hidden.power_T, out_TD, is_added=is_added
+            ),
+            [matrix.data, *hidden.tensors, out_TD if is_added else None],
+            [out_TD],
+        )
+
+    def project(self, linears: Sequence[Linear], x_D: Tensor, out: Tensor) -> None:
+        start, rounded = 0, dict[torch.dtype, Rounded]()
+        for linear in linears:
+            stop = start + linear.weight.num_rows
+            if self._is_tiled(linear):
+                dtype = tile_dtype(linear.weight.kind)
+                if dtype not in rounded:
+                    rounded = {dtype: self.rounded(x_D, linear.weight.kind)}
+                self.multiply(linear, rounded[dtype], out[:, start:stop])
+            else:
+                self.dot(linear, x_D, out[:, start:stop])
+            start = stop
+
+    def dot(
+        self,
+        linear: Linear,
+        x_D: Tensor,
+        out_N: Tensor,
+        *,
+        has_relu: bool = False,
+        cap: float | None = None,
+    ) -> None:
+        if has_relu or cap is not None or not self._is_tiled(linear):
+            super().dot(linear, x_D, out_N, has_relu=has_relu, cap=cap)
+        else:
+            self.multiply(linear, self.rounded(x_D, linear.weight.kind), out_N)
+
+    def _is_tiled(self, linear: Linear) -> bool:
+        return linear.weight.num_rows >= LEAST_TILE_ROWS

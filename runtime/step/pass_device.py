@@ -1,0 +1,254 @@
+"""One GPU's operations in a pass: a step of many rows, all of one sequence, whose products are tiles. Cold
+neurons and experts that are streamed to the GPU are another placement of the same operations.
+
+Letters: T rows, D model width, N neurons, K experts of a row, P = T K pairs, A some experts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotsplit.costs.pass_parts import expert_part_pairs, gpu_part_neurons
+from hotsplit.runtime.kernels.gate import Gate
+from hotsplit.runtime.kernels.gpu.expert_pairs import SMALL_TILE, Choices, Pairs
+from hotsplit.runtime.model.layers import Layer
+from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend_tokens
+from hotsplit.runtime.ops.delta.gpu import launch_delta
+from hotsplit.runtime.ops.neurons import gpu as of_neurons
+from hotsplit.runtime.ops.neurons.chosen import NativeExperts
+from hotsplit.runtime.ops.tiles import TileLauncher
+from hotsplit.runtime.prefill.cold_stream import ColdStream
+from hotsplit.runtime.prefill.expert_stream import ExpertStream
+from hotsplit.runtime.step.divided_layer import DividedLayer
+from hotsplit.runtime.step.hybrid_device import DeviceKernels
+from hotsplit.runtime.step.native_parts import neuron_node
+from hotsplit.runtime.step.pass_room import PassRoom
+from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
+
+
+@dataclass(frozen=True)
+class SomeExperts:
+    """The CPU's call for those experts of a layer that have a place in `place_E`."""
+
+    native: NativeExperts
+    place_E: Tensor  # int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassKernels(TileLauncher, DeviceKernels):
+    """Submits the operations of a pass on a GPU. `streams`: of layers whose cold neurons or experts may be
+    streamed."""
+
+    room: PassRoom
+    streams: Mapping[int, ColdStream | ExpertStream]
+    on_cpu: Mapping[int, SomeExperts]  # of layers whose experts may be streamed
+
+    def attention(self, layer: Layer, x_D: Tensor) -> None:
+        b, (qkv, heads) = self.buffers, self.attended(layer)
+        attention = layer.attention
+        table_SN = b.tables.get(attention.cache.table)
+        at = Positions(
+            position_T=b.position_T,
+            sequence_T=None if table_SN is None else b.sequence_T,
+            table_SN=table_SN,
+        )
+        self.inputs(layer, x_D)
+        heads_TH = launch_attend_tokens(self, attention, qkv, at, b.scratch, heads)
+        self.output(layer, heads_TH)
+
+    def delta(self, layer: Layer, x_D: Tensor) -> None:
+        b, delta, (projected, heads) = self.buffers, layer.delta, self.attended(layer)
+        assert delta is not None
+        mixed = b.first(b.scratch, delta.spec.mixed_size)
+        self.inputs(layer, x_D)
+        launch_delta(self, delta, projected, (b.run_T3[:1], b.writes_T), mixed, heads)
+        self.output(layer, heads)
+
+    def shared(self, divided: DividedLayer, x_D: Tensor) -> None:
+        b, shared = self.buffers, divided.layer.shared
+        assert shared is not None
+        out_TD = b.sum_PD[divided.rows("shared_out").start]
+        (block,) = shared.ffn.blocks
+        if shared.gate is None:
+            self._neurons(block, shared.ffn.gate, x_D, out_TD)
+            return
+        # One expert of every row.
+        pairs, weight_P = self.room.pairs.rows(len(x_D), 1, 1), self.room.pairs.weight_P
+        routed_T2, logit_T1 = b.shared_2, b.first(b.inner, 1).view(-1, 1)
+        self.dot(shared.gate, x_D, logit_T1)
+        of_neurons.launch_shared_weight(self, logit_T1, routed_T2)
+        of_neurons.launch_sort(self, None, 1, routed_T2, pairs, weight_P)
+        of_neurons.launch_shared_tiles(
+            self, shared, pairs, weight_P, x_D, (b.hidden, self.room.hidden), out_TD
+        )
+
+    def hot(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:
+        hot, ffn = divided.hot, divided.layer.ffn
+        assert isinstance(hot, NeuronBlock)
+        named_TW = self.named(ffn) if are_named else None
+        out_TD = self.buffers.sum_PD[1]
+        self._neurons(hot, ffn.gate, x_D, out_TD, named_TW, divided.hot_id_N)
+
+    def streamed(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:
+        """Writes the output of a layer's cold neurons, which are streamed; of experts, that of all of them."""
+        stream = self.streams[divided.index]
+        if isinstance(stream, ExpertStream):
+            self._streamed_experts(divided, x_D, stream)
+            return
+        ffn = divided.layer.ffn
+        named_TW = self.named(ffn) if are_named else None
+        name = "cold_out" if divided.hot is not None else "ffn_out"
+        out_TD = self.buffers.sum_PD[divided.rows(name).start]
+        self.clear(out_TD)
+        stream.run(
+            divided.index,
+            lambda piece: self._neurons(
+                piece, ffn.gate, x_D, out_TD, named_TW, piece.id_N, is_added=True
+            ),
+        )
+
+    def clear(self, values: Tensor) -> None:
+        def run() -> None:
+            values.zero_()
+
+        self.launch(run, [], [values])
+
+    def _neurons(
+        self,
+        block: NeuronBlock,
+        gate: Gate,
+        x_TD: Tensor,
+        out_TD: Tensor,
+        named_TW: Tensor | None = None,
+        id_N: Tensor | None = None,
+        *,
+        is_added: bool = False,
+    ) -> None:
+        """Writes the output of a block, or adds it, in parts of neurons."""
+        count, rooms = len(block.id_N), (self.buffers.hidden, self.room.hidden)
+        size = count if gate.needs_all or block.is_by_output else gpu_part_neurons(len(x_TD))
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            of_neurons.launch_neuron_tiles(
+                self,
+                block if size >= count else block.part(start, stop),
+                gate,
+                x_TD,
+                rooms,
+                out_TD,
+                named_TW=named_TW,
+                id_N=None if named_TW is None or id_N is None else id_N[start:stop],
+                is_added=is_added or start > 0,
+            )
+
+    def experts(self, divided: DividedLayer, x_D: Tensor) -> None:
+        hot = divided.hot
+        assert isinstance(hot, ExpertBlock)
+        if hot.place_E is not None:  # pairs of experts on the CPU have no output here
+            parts_PD = self._parts_of_pairs(divided, x_D)
+            self.clear(parts_PD)
+        self._stored_experts(divided, hot, x_D)
+
+    def _stored_experts(self, divided: DividedLayer, hot: ExpertBlock, x_TD: Tensor) -> None:
+        """Writes the outputs of the pairs of experts that the GPU stores."""
+        layer = divided.layer
+        assert layer.router is not None
+        num_used = layer.router.spec.num_used
+        pairs = self.room.pairs.rows(len(x_TD), num_used, hot.num_experts)
+        weight_P = self.room.pairs.weight_P
+        of_neurons.launch_sort(
+            self, hot.place_E, hot.num_experts, self.routed(layer), pairs, weight_P
+        )
+        self._pairs(divided, hot, pairs, x_TD)
+
+    def _pairs(self, divided: DividedLayer, block: ExpertBlock, pairs: Pairs, x_TD: Tensor) -> None:
+        of_neurons.launch_expert_tiles(
+            self,
+            block,
+            divided.layer.ffn.gate,
+            pairs,
+            self.room.pairs.weight_P,
+            x_TD,
+            (self.buffers.hidden, self.room.hidden),
+            self._parts_of_pairs(divided, x_TD),
+        )
+
+    def _parts_of_pairs(self, divided: DividedLayer, x_TD: Tensor) -> Tensor:
+        """The outputs of all pairs [P, D], that of a row's k-th expert in row k T + t."""
+        assert divided.layer.router is not None
+        num_used = divided.layer.router.spec.num_used
+        return self.buffers.sum_PD[1 : 1 + num_used].view(-1, x_TD.shape[1])
+
+    def _streamed_experts(self, divided: DividedLayer, x_TD: Tensor, stream: ExpertStream) -> None:
+        """All experts of a layer: those stored here, and of the others those that are streamed; the CPU
+        computes the rest meanwhile. Which these are follows from the router's choice, for which this
+        waits, and so depends on the other rows of the pass; a row's result may differ by the rounding of the
+        devices."""
+        layer, num_rows = divided.layer, len(x_TD)
+        hot, cold = by_role(layer.ffn.experts)
+        assert cold is not None and layer.router is not None
+        own, num_used = self.on_cpu[divided.index], layer.router.spec.num_used
+        native = own.native
+        x_host, routed_host = (each.flatten() for each in native.reads)
+        x_host = x_host[: x_TD.numel()].view(x_TD.shape)
+        routed_host = routed_host[: num_rows * 2 * num_used].view(num_rows, -1)
+        routed, parts_PD = self.routed(layer), self._parts_of_pairs(divided, x_TD)
+        self.main.copy(routed_host, routed)
+        self.main.copy(x_host, x_TD)
+        self.clear(parts_PD)
+        weight_P = self.room.pairs.weight_P[: num_rows * num_used]
+
+        def weigh() -> None:
+            weight_P.view(num_used, -1).copy_(routed[:, num_used:].T)
+
+        self.launch(weigh, [routed], [weight_P])
+        if hot is not None:
+            self._stored_experts(divided, hot, x_TD)
+        self.main.finish()
+        choices = Choices.of(routed_host[:, :num_used].numpy(), cold.num_experts)
+        expert_A = np.flatnonzero((cold.places >= 0) & (choices.count_E > 0))
+        streamed_A = stream.chosen(expert_A, choices.count_E[expert_A])
+        most = expert_part_pairs(num_rows, len(cold.id_F))
+        parts = [
+            part[start : start + stream.most_experts]
+            for part in choices.in_parts(streamed_A, most)
+            for start in range(0, len(part), stream.most_experts)
+        ]
+        pairs = self._sent([choices.tables(part, num_rows, num_used) for part in parts])
+        stream.run(
+            divided.index,
+            parts,
+            lambda number, block: self._pairs(divided, block, pairs[number], x_TD),
+        )
+        on_cpu_A = np.setdiff1d(expert_A, streamed_A)
+        out_TD, y_TD = self.buffers.sum_PD[1 + num_used], native.y_D
+        if len(on_cpu_A):
+            is_own_E = np.isin(np.arange(cold.num_experts), on_cpu_A)
+            own.place_E.copy_(torch.from_numpy(np.where(is_own_E, cold.places, -1)))
+            neuron_node(native).run()  # while the GPU computes
+            self.main.copy(out_TD, y_TD.flatten()[: x_TD.numel()].view(x_TD.shape))
+        else:
+            self.clear(out_TD)
+
+    def _sent(self, tables: Sequence[tuple[np.ndarray, int]]) -> list[Pairs]:
+        """Copies the pairs of parts to the GPU, all at once."""
+        if not tables:
+            return []
+        joined = np.concatenate([values for values, _ in tables])
+        on_host = self.room.host_pairs[: len(joined)]
+        on_host.numpy()[:] = joined
+        on_gpu = self.room.streamed_pairs[: len(joined)]
+        self.main.copy(on_gpu, on_host)
+        found = []
+        for own, (values, num_tiles) in zip(
+            on_gpu.split([len(values) for values, _ in tables]), tables, strict=True
+        ):
+            tile, row = own[: 3 * num_tiles], own[3 * num_tiles :]
+            found.append(
+                Pairs(tile_G3=tile.view(-1, 3), row_3P=row.view(3, -1), tile_size=SMALL_TILE)
+            )
+            assert len(values) == len(own)
+        return found

@@ -1,0 +1,95 @@
+"""Passes of hybrid steps, with both roles on the CPU."""
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_model, save_tokenizer
+from hybrid_plans import PLANS, F, L, make, planned, random_plan
+from models import make_sizes
+from reference import rel_error
+from test_families import CASES, converted
+
+from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.batch import rows_of
+from hotsplit.runtime.step.pass_room import PassSetup
+from hotsplit.runtime.step.plain_backend import plain_backend
+
+CONTEXT = 256
+
+
+def passing(engine, split, backend=None):
+    placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
+    return hybrid_builder.build(
+        engine._live.weights,
+        placement,
+        engine.traffic,
+        backend or plain_backend(reference_kernels()),
+        max_rows=4,
+        passes=PassSetup(num_rows=256),
+    )
+
+
+def ids_of(count):
+    return [int(x) for x in np.random.default_rng(3).integers(0, 50, count)]
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_pass_gives_the_logits_of_the_undivided_model(tmp_path, plan, mode):
+    sizes = make_sizes(num_layers=L, num_neurons=F, context_length=CONTEXT)
+    model = make(tmp_path, sizes=sizes)
+    model.save(model.path)
+    split = planned(tmp_path, model, plan, context_length=CONTEXT)
+    ids = ids_of(200)
+    with Engine.load(model.path, mode=mode) as whole, whole.sequence() as text:
+        want = torch.cat(
+            [
+                text.extend(ids[:140], wanted="all"),
+                text.extend(ids[140:], wanted="last").view(1, -1),
+            ]
+        )
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
+        step = passing(engine, split)
+        got = torch.cat(
+            [
+                step.run_pass(rows_of(ids[:140], 0, "all")),
+                step.run_pass(rows_of(ids[140:], 140, "last")),
+            ]
+        )
+        assert rel_error(got, want) < 2e-3
+
+
+def compared(model, split, context, mode="dense"):
+    """The relative error of a pass's logits, and then of a step's."""
+    count = min(90, context - 2)
+    chance = np.random.default_rng(3)
+    ids = [int(x) for x in chance.integers(0, min(50, model.spec.vocab_size), count)]
+    with (
+        Engine.of(model, mode=mode, device="cpu", context_length=context) as whole,
+        whole.sequence() as text,
+    ):
+        want = torch.cat([text.extend(ids, wanted="all"), text.extend([7], wanted="all")])
+    with Engine.of(model, split, mode=mode, device="cpu") as engine:
+        step = passing(engine, split)
+        got = [
+            step.run_pass(rows_of(ids[: count // 2], 0, "all")),
+            step.run_pass(rows_of(ids[count // 2 :], count // 2, "all")),
+        ]
+        got.append(step.run_rows(rows_of([7], count, "all")))
+        return rel_error(torch.cat(got), want)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_graph_of_layers(tmp_path, case):
+    folder = random_model(tmp_path / "hf", CASES[case])
+    save_tokenizer(folder, 320)
+    path = converted(folder, tmp_path / "m.gguf", outtype="f32")
+    model = ModelFile.load(path)
+    context = min(CONTEXT, model.spec.context_length)
+    for seed in range(2):
+        split = random_plan(model, seed, context=context)
+        assert compared(model, split, context) < 3e-3, seed
