@@ -102,7 +102,7 @@ def read_entry(folder: Path) -> Entry | None:
 
 
 @dataclass
-class Cache:
+class RunCache:
     """The open cache. It holds the locks of the artifacts that it hands out until it is closed."""
 
     folder: Path
@@ -112,7 +112,7 @@ class Cache:
     _refused: set[Path] = field(default_factory=set)
 
     @classmethod
-    def open(cls, say: Say = lambda line: None) -> "Cache":
+    def open(cls, say: Say = lambda line: None) -> "RunCache":
         """Opens the cache. Raises HotsplitError if its folder is not writable."""
         folder = cache_folder()
         try:
@@ -122,7 +122,7 @@ class Cache:
             raise unwritable(folder, error) from error
         return cls(folder, say)
 
-    def __enter__(self) -> "Cache":
+    def __enter__(self) -> "RunCache":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -10,7 +10,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.convert.options import OUTTYPES
 from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout
-from hotsplit.run.cache_folder import Cache
+from hotsplit.run.cache_folder import RunCache
 from hotsplit.run.housekeeping import list_cache
 from hotsplit.run.keys import conversion_key, identity_of_source
 from hotsplit.system.cache_place import cache_folder
@@ -32,7 +32,7 @@ def cached_files_for(model: Path) -> CachedFiles:
     Unfinished and stale artifacts are left out, and so are plans and models with
     predictors that cannot be loaded."""
     try:
-        cache = Cache(cache_folder())
+        cache = RunCache(cache_folder())
         ready = [each for each in list_cache(cache.folder) if each.state == "ready"]
         own, copy = _id(ModelFile.load, model), None
         if own is None:
@@ -48,7 +48,7 @@ def cached_files_for(model: Path) -> CachedFiles:
     return CachedFiles(first("full", ModelFile.load) or copy, first("plan", Split.load))
 
 
-def _converted(cache: Cache, source: Path) -> Path | None:
+def _converted(cache: RunCache, source: Path) -> Path | None:
     """A file that `run` converted the source to, in any type and layout, with the activation that
     the source records; None if there is none."""
     identity = identity_of_source(source)

@@ -30,7 +30,7 @@ from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, FLOAT_NAMES, files_
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.default_budgets import Room
-from hotsplit.run.source import Source
+from hotsplit.run.source import RunSource
 from hotsplit.runtime.resolved_options import cache_types_of, device_of
 from hotsplit.runtime.resolved_options import context_of as longest_text
 from hotsplit.runtime.step.workspace import workspace_bytes
@@ -88,7 +88,7 @@ class Choice:
         return self.predictors is None or (bool(self.budgets) and is_counted)
 
 
-def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
+def choose(source: RunSource, wishes: Wishes, room: Room) -> Choice:
     """Chooses how to run a model. Raises HotsplitError if it cannot be run as wished."""
     given, why_cpu = room, _only_on_the_cpu(source.any_model, wishes)
     if why_cpu is not None:  # then type and layout are those for a CPU
@@ -164,7 +164,7 @@ def run_bytes(
 # ---- the layout ---------------------------------------------------------------------------------
 
 
-def choose_layout(source: Source, outtype: Outtype | None, wishes: Wishes, room: Room) -> Layout:
+def choose_layout(source: RunSource, outtype: Outtype | None, wishes: Wishes, room: Room) -> Layout:
     """llama.cpp's layout if the CPU reads every neuron anyway and llama.cpp has the model's graph
     and tokenizer: nothing has to be transposed, prompts are faster, and a GGUF in that layout is
     run as it is. Otherwise our own layout."""
@@ -189,7 +189,7 @@ def _reads_all(model: ModelFile, wishes: Wishes, room: Room) -> bool:
 # ---- the type -----------------------------------------------------------------------------------
 
 
-def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | None, str]:
+def choose_type(source: RunSource, wishes: Wishes, room: Room) -> tuple[Outtype | None, str]:
     """The type to run, and why. A source of quantised matrices keeps its own types (None), since a second
     rounding loses more. Of others it is the first with which the model fits the first GPU, or else all
     memories together: its own, if it need not be converted, then BY_QUALITY. If none fits, the
@@ -232,7 +232,7 @@ def _too_large(size: int, room: Room) -> str:
     return f"{line} of memory: weights will be read from the disk, token by token, slowly"
 
 
-def _own_type_line(source: Source, model: ModelFile, wishes: Wishes, room: Room) -> str:
+def _own_type_line(source: RunSource, model: ModelFile, wishes: Wishes, room: Room) -> str:
     """Says what becomes of quantised matrices, and their size."""
     size = run_bytes(model, context_of(model, wishes), num_sequences=wishes.engine.num_sequences)
     memory, is_own = room.main + sum(room.gpus), model.own_type == source.own_type
@@ -246,7 +246,7 @@ def _own_type_line(source: Source, model: ModelFile, wishes: Wishes, room: Room)
     return f"{line}; its {_too_large(size, room)}; a smaller file{advice} reads less"
 
 
-def _other_type(source: Source, model: ModelFile, size: int, room: Room) -> str:
+def _other_type(source: RunSource, model: ModelFile, size: int, room: Room) -> str:
     """Why a file's matrices get another type, and what that costs: first, where it would have fitted."""
     as_it_is = size - sum(e.num_bytes for e in model.tensors.values()) + num_bytes_of(source.path)
     limits = [(count, "VRAM") for count in room.gpus[:1]]
@@ -264,7 +264,7 @@ def _other_type(source: Source, model: ModelFile, size: int, room: Room) -> str:
     )
 
 
-def _type_line(source: Source, kind: Outtype | None, fits: str) -> str:
+def _type_line(source: RunSource, kind: Outtype | None, fits: str) -> str:
     if kind is None:
         return f"type {source.own_type}: the file's own ({fits})"
     if kind == BY_QUALITY[0]:

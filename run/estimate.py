@@ -14,7 +14,7 @@ from hotsplit.run.cache_folder import VARIABLE
 from hotsplit.run.choice import predictor_share
 from hotsplit.run.rates import encode_bytes_per_s, machine_key, matmul_flops, unpack_values_per_s
 from hotsplit.run.stages import (
-    Job,
+    RunJob,
     conversion_name,
     flop_per_token,
     full_key,
@@ -57,7 +57,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class WorkEstimate:
     """The stages to run, and the free disk space."""
 
     works: tuple[Work, ...]
@@ -104,7 +104,7 @@ def words(seconds: float, at_most: bool = False) -> str:
     return f"{about} {seconds / 3600:.1f} h"
 
 
-def estimate(job: Job, tokens: int | None) -> Estimate:
+def estimate(job: RunJob, tokens: int | None) -> WorkEstimate:
     """Estimates the work that is not cached. `tokens` is the length of a profile with predictors;
     None without predictors."""
     works = _of_look(job) + ([] if tokens is None else _of_profile(job, tokens))
@@ -112,10 +112,10 @@ def estimate(job: Job, tokens: int | None) -> Estimate:
     if is_base_run or works:
         works = [*_of_model(job), *works]
     works += _of_plan(job, tokens)
-    return Estimate(works=tuple(works), free_bytes=shutil.disk_usage(job.cache.folder).free)
+    return WorkEstimate(works=tuple(works), free_bytes=shutil.disk_usage(job.cache.folder).free)
 
 
-def expected_tokens(job: Job) -> int | None:
+def expected_tokens(job: RunJob) -> int | None:
     """The tokens of a profile with predictors, estimated if there was no look yet; None if there
     will be none."""
     if job.choice.predictors is False:
@@ -126,7 +126,7 @@ def expected_tokens(job: Job) -> int | None:
     return tokens_for(job, float(look.facts["tokens_per_s"]))
 
 
-def tokens_for(job: Job, tokens_per_s: float) -> int | None:
+def tokens_for(job: RunJob, tokens_per_s: float) -> int | None:
     """The number that was requested, or the largest of TOKENS that can be profiled within PATIENCE_S
     at this speed. If none can: the smallest if predictors were requested, otherwise None."""
     if job.wishes.tokens is not None:
@@ -137,7 +137,7 @@ def tokens_for(job: Job, tokens_per_s: float) -> int | None:
     return allowed[0] if allowed else TOKENS[-1]
 
 
-def _is_hopeless(job: Job) -> bool:
+def _is_hopeless(job: RunJob) -> bool:
     """True if not even a look is worth it: it is not cached and would only decide on predictors,
     and training them on the fewest tokens would take over twice PATIENCE_S. False if the user gave
     the number of tokens."""
@@ -157,7 +157,7 @@ def too_long(per_s: float) -> str:
     )
 
 
-def count_per_s(job: Job) -> float:
+def count_per_s(job: RunJob) -> float:
     """Tokens per second of a profile without training."""
     stored = job.rates.stored.get("count")
     if stored is None:
@@ -169,7 +169,7 @@ def count_per_s(job: Job) -> float:
     return stored / flop_per_token(job.choice.model)
 
 
-def _of_model(job: Job) -> list[Work]:
+def _of_model(job: RunJob) -> list[Work]:
     choice, rates = job.choice, job.rates
     if not choice.is_converted or job.cache.find("model", model_key(job)):
         return []
@@ -181,14 +181,14 @@ def _of_model(job: Job) -> list[Work]:
     return [Work(kind="model", label="convert", seconds=seconds, num_bytes=size)]
 
 
-def verify_seconds(job: Job) -> float:
+def verify_seconds(job: RunJob) -> float:
     """Seconds to compare a converted model with its source."""
     values = flop_per_token(job.choice.model) / 2
     imports = IMPORT_S if job.source.path.is_dir() else 0.0
     return imports + VERIFY_UNPACKINGS * values / unpack_values_per_s()
 
 
-def decided(job: Job) -> Job:
+def decided(job: RunJob) -> RunJob:
     """The job with verification decided (as requested, else if it is short), and without predictors
     if those would take too long."""
     if _is_hopeless(job):
@@ -207,14 +207,14 @@ def decided(job: Job) -> Job:
     return replace(job, is_verified=is_verified is not False)
 
 
-def _of_look(job: Job) -> list[Work]:
+def _of_look(job: RunJob) -> list[Work]:
     if not job.choice.needs_look(job.wishes) or job.cache.find("look", look_key(job)):
         return []
     seconds = look_tokens(job) / count_per_s(job)
     return [Work(kind="look", label="look", seconds=seconds, num_bytes=_counts(job))]
 
 
-def _of_profile(job: Job, tokens: int) -> list[Work]:
+def _of_profile(job: RunJob, tokens: int) -> list[Work]:
     works, model = [], job.choice.model
     if job.cache.find("full", full_key(job, tokens)):
         return []
@@ -231,7 +231,7 @@ def _of_profile(job: Job, tokens: int) -> list[Work]:
     return [*works, Work(kind="full", label="add predictors", seconds=seconds, num_bytes=size)]
 
 
-def _of_plan(job: Job, tokens: int | None) -> list[Work]:
+def _of_plan(job: RunJob, tokens: int | None) -> list[Work]:
     if not job.choice.budgets:
         return []
     size = sum(entry.num_bytes for entry in job.choice.model.tensors.values())
@@ -253,6 +253,6 @@ def _of_plan(job: Job, tokens: int | None) -> list[Work]:
     return [*works, plan, *trials]
 
 
-def _counts(job: Job) -> int:
+def _counts(job: RunJob) -> int:
     spec = job.choice.model.spec
     return 8 * spec.num_layers * spec.most_neurons

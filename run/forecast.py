@@ -23,8 +23,8 @@ from hotsplit.model.modes import Mode
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.choice import Choice
 from hotsplit.run.default_budgets import Room
-from hotsplit.run.source import Source, look_at
-from hotsplit.run.stages import Job
+from hotsplit.run.source import RunSource, look_at
+from hotsplit.run.stages import RunJob
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.assumed import EXPONENT, assumed_experts, by_activation, every_neuron
 from hotsplit.solver.expert_notes import placed_line
@@ -75,7 +75,7 @@ class Forecast:
 
 def source_of(
     given: Path, activation: str | None, tokenizer: Path | None, scratch: Path
-) -> tuple[Source, int]:
+) -> tuple[RunSource, int]:
     """A source, and the bytes that must be downloaded to run it; on the hub only headers are read, into
     the folder `scratch`. Raises HotsplitError like `look_at` and `headers_of`."""
     planned, named = scratch / "planned.gguf", named_on_hub(given)
@@ -101,7 +101,7 @@ def named_in_errors(path: Path, given: Path) -> Iterator[None]:
 
 
 def forecast(
-    job: Job, machine: Machine, where: Path, room: Room, host_budget: int | None
+    job: RunJob, machine: Machine, where: Path, room: Room, host_budget: int | None
 ) -> Forecast:
     """Prices what was chosen on a machine with this room, whose file or name is `where`. Raises
     DoesNotFitError if the memories do not hold the model."""
@@ -135,7 +135,7 @@ def forecast(
 
 
 def _inputs(
-    job: Job, machine: Machine, where: Path, budgets: tuple[int, ...], host_budget: int | None
+    job: RunJob, machine: Machine, where: Path, budgets: tuple[int, ...], host_budget: int | None
 ) -> Inputs:
     own = job.wishes.engine
     model = with_rope_scaling(job.choice.model, *own.rope, own.context_length)
@@ -163,7 +163,7 @@ def _inputs(
     return replace(inputs, model=replace(model, runs_as_it_is=is_as_it_is))
 
 
-def _placed(source: Source, inputs: Inputs, choice: Choice, *, uses_gpu: bool) -> Found:
+def _placed(source: RunSource, inputs: Inputs, choice: Choice, *, uses_gpu: bool) -> Found:
     """Where everything is: by the best plan if one is made, else all on the GPU, or on the CPU."""
     if choice.budgets:
         return find(inputs, time_limit_s=0.0)  # the other methods' bound is shown

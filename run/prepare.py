@@ -13,11 +13,11 @@ from hotsplit.model.modes import Mode
 from hotsplit.profile.config import MIN_TRAINING_WINDOWS
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.run import stages
-from hotsplit.run.cache_folder import Cache, Entry
+from hotsplit.run.cache_folder import Entry, RunCache
 from hotsplit.run.choice import Choice, Wishes, choose, worth
 from hotsplit.run.default_budgets import Room, room_here
 from hotsplit.run.estimate import (
-    Estimate,
+    WorkEstimate,
     decided,
     estimate,
     expected_tokens,
@@ -28,8 +28,8 @@ from hotsplit.run.estimate import (
 from hotsplit.run.keys import digest
 from hotsplit.run.rates import Rates, machine_key
 from hotsplit.run.said import is_new
-from hotsplit.run.source import Source
-from hotsplit.run.stages import Job
+from hotsplit.run.source import RunSource
+from hotsplit.run.stages import RunJob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,14 @@ class Ready:
 
 
 @dataclass
-class Steps:
+class StageSteps:
     """Obtains a job's artifacts; counts the stages that make them and announces them to the user.
 
     Each is made only when needed: for an output that is in the cache, missing inputs are not made
     again."""
 
-    job: Job
-    planned: Estimate
+    job: RunJob
+    planned: WorkEstimate
     done: int = 0
     before: int = 0  # stages done when `planned` was estimated
     current: str = ""
@@ -143,14 +143,14 @@ class Steps:
 
 
 def job_of(
-    source: Source,
+    source: RunSource,
     wishes: Wishes,
-    cache: Cache,
+    cache: RunCache,
     *,
     room: Room | None = None,
     is_here: bool = True,
     says_again: bool = False,
-) -> Job:
+) -> RunJob:
     """Decides everything that can be decided before any stage runs, and says why, if that was not said
     of this source before or `says_again`. `room`: the memory to use, of another machine unless
     `is_here`. Raises HotsplitError for a source that cannot be run with these options."""
@@ -166,7 +166,7 @@ def job_of(
     if says_again or is_new(cache.folder, source.identity, choice.lines):
         for line in choice.lines:
             cache.say(line)
-    job = Job(
+    job = RunJob(
         source=source,
         choice=choice,
         wishes=wishes,
@@ -176,18 +176,18 @@ def job_of(
     return decided(job) if is_here else job
 
 
-def estimate_of(job: Job) -> Estimate:
+def estimate_of(job: RunJob) -> WorkEstimate:
     """The estimate of a job. Raises HotsplitError if the disk has no room."""
     found = estimate(job, expected_tokens(job))
     found.check_disk(job.cache.folder)
     return found
 
 
-def prepare(job: Job, planned: Estimate) -> Ready:
+def prepare(job: RunJob, planned: WorkEstimate) -> Ready:
     """Runs the stages. An interrupt raises Interrupted, which names the stage; finished work is
     kept."""
     began = time.perf_counter()
-    steps = Steps(job, planned)
+    steps = StageSteps(job, planned)
     try:
         model, split = _run(job, steps)
     except KeyboardInterrupt as error:
@@ -212,7 +212,7 @@ def prepare(job: Job, planned: Estimate) -> Ready:
     )
 
 
-def _run(job: Job, steps: Steps) -> tuple[Path, Path | None]:
+def _run(job: RunJob, steps: StageSteps) -> tuple[Path, Path | None]:
     choice = job.choice
     tokens = None
     if choice.needs_look(job.wishes):
@@ -227,7 +227,7 @@ def _run(job: Job, steps: Steps) -> tuple[Path, Path | None]:
     return model, steps.tried(model, tokens, steps.plan(model, tokens))
 
 
-def _tokens(job: Job, look: Entry) -> int | None:
+def _tokens(job: RunJob, look: Entry) -> int | None:
     """The number of tokens to profile, decided by a look; None for no predictors. Tells the user
     the reason."""
     if job.choice.predictors is False:
@@ -244,7 +244,7 @@ def _tokens(job: Job, look: Entry) -> int | None:
     return tokens
 
 
-def summary(job: Job, planned: Estimate) -> dict[str, Any]:
+def summary(job: RunJob, planned: WorkEstimate) -> dict[str, Any]:
     """What was chosen, and the stages that are left, for reports in JSON."""
     choice: Choice = job.choice
     return {

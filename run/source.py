@@ -27,7 +27,7 @@ _UPS = ("ffn_up.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RunSource:
     """A source. `own` is the model of a GGUF in our layout, which every mode can run as it is;
     `stock` is that of a GGUF in llama.cpp's layout, which mode "dense" can run as it is. Both are
     None if the source must be converted in any case."""
@@ -86,7 +86,7 @@ def _draft(
 
 def look_at(
     given: Path, activation: str | None, scratch: Path, tokenizer: Path | None = None
-) -> Source:
+) -> RunSource:
     """Inspects a source, fetching it from the hub if needed. With a tokenizer of the user's it is
     converted in any case. Raises HotsplitError if it is
     missing or cannot be read."""
@@ -113,7 +113,7 @@ def look_at(
     else:
         dtypes = [t.dtype for t in Checkpoint.open(path).tensors.values() if len(t.shape) == 2]
         own_type = max(set(dtypes), key=dtypes.count, default="F16").lower()
-    return Source(
+    return RunSource(
         name=str(given),
         path=path.absolute(),
         identity=identity_of_source(path, tokenizer),
@@ -127,7 +127,7 @@ def look_at(
     )
 
 
-def check_tokenizer(source: Source, model: ModelFile) -> None:
+def check_tokenizer(source: RunSource, model: ModelFile) -> None:
     """Raises HotsplitError unless the model that is to run has a tokenizer that can be used."""
     if TOKENIZER_KEY not in model.extra_keys and Keys.Tokenizer.MODEL not in model.extra_keys:
         raise HotsplitError(f"{source.name}: has no tokenizer, which text needs; {GIVE}")

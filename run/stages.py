@@ -30,12 +30,12 @@ from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.predictors.check import check_predictors
 from hotsplit.profile.report import warnings
-from hotsplit.run.cache_folder import Cache, Entry
+from hotsplit.run.cache_folder import Entry, RunCache
 from hotsplit.run.choice import Choice, Wishes
 from hotsplit.run.keys import STAGES, conversion_key, identity_of_texts
 from hotsplit.run.rates import Rates, cpu_alone_name, machine_key
-from hotsplit.run.source import Source
-from hotsplit.run.trial import Measured, Prediction, measured_by, tried
+from hotsplit.run.source import RunSource
+from hotsplit.run.trial import PlanTimes, Prediction, measured_by, tried
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.prediction import (
@@ -62,13 +62,13 @@ DEFAULT_TEXT = Path(__file__).with_name("default_corpus") / "default.txt.xz"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunJob:
     """One run: its inputs, the choices made, and the cache."""
 
-    source: Source
+    source: RunSource
     choice: Choice
     wishes: Wishes
-    cache: Cache
+    cache: RunCache
     rates: Rates
     is_verified: bool = True
 
@@ -79,7 +79,7 @@ class Job:
 # ---- keys ---------------------------------------------------------------------------------------
 
 
-def model_key(job: Job) -> dict[str, Any]:
+def model_key(job: RunJob) -> dict[str, Any]:
     """The key of the model without predictors, converted or as it is."""
     source = job.source
     if not job.choice.is_converted:
@@ -87,18 +87,18 @@ def model_key(job: Job) -> dict[str, Any]:
     return conversion_key(source.identity, job.choice.outtype, job.choice.layout, source.activation)
 
 
-def look_tokens(job: Job) -> int:
+def look_tokens(job: RunJob) -> int:
     """The tokens of a look: of a mixture of experts, as many as its plan is priced with."""
     if not job.choice.model.spec.has_experts:
         return LOOK_TOKENS
     return job.wishes.tokens or EXPERT_TOKENS
 
 
-def look_key(job: Job) -> dict[str, Any]:
+def look_key(job: RunJob) -> dict[str, Any]:
     return profile_key(job, look_tokens(job))
 
 
-def profile_key(job: Job, tokens: int) -> dict[str, Any]:
+def profile_key(job: RunJob, tokens: int) -> dict[str, Any]:
     texts = identity_of_texts(job.wishes.corpora) if job.wishes.corpora else _text_key()["text"]
     return {"model": model_key(job), "texts": texts, "tokens": tokens}
 
@@ -107,11 +107,11 @@ def _text_key() -> dict[str, Any]:
     return {"text": hashlib.sha256(DEFAULT_TEXT.read_bytes()).hexdigest()[:24]}
 
 
-def full_key(job: Job, tokens: int) -> dict[str, Any]:
+def full_key(job: RunJob, tokens: int) -> dict[str, Any]:
     return {"profile": profile_key(job, tokens)}
 
 
-def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
+def plan_key(job: RunJob, tokens: int | None) -> dict[str, Any]:
     """The key of a plan. `tokens` are those of the profile with predictors; None without."""
     of_profile = {"model": model_key(job)}
     if tokens is not None:
@@ -136,7 +136,7 @@ def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
 # ---- stages -------------------------------------------------------------------------------------
 
 
-def texts_of(corpora: tuple[Path, ...], cache: Cache) -> tuple[Path, ...]:
+def texts_of(corpora: tuple[Path, ...], cache: RunCache) -> tuple[Path, ...]:
     """The texts that a model is profiled on: the user's, or the package's, unpacked into the
     cache."""
 
@@ -148,7 +148,7 @@ def texts_of(corpora: tuple[Path, ...], cache: Cache) -> tuple[Path, ...]:
     return corpora or (cache.obtain("corpus", _text_key(), "the package", unpack).file,)
 
 
-def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
+def make_model(job: RunJob, folder: Path) -> Mapping[str, Any]:
     """Converts the source to a model file of the chosen type."""
     source = job.source
     config = ConvertConfig(
@@ -170,20 +170,20 @@ def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
     return {"model_id": report.model_id}
 
 
-def conversion_name(job: Job) -> str:
+def conversion_name(job: RunJob) -> str:
     """The name under which a conversion's rate is stored."""
     more = " and verify" if job.is_verified else ""
     return f"convert {job.source.own_type} to {job.choice.outtype}{more}"
 
 
-def profile_device(job: Job) -> str | None:
+def profile_device(job: RunJob) -> str | None:
     """Where text is run to count firings: on the CPU, from the mapped file, if the GPU does not hold the
     whole model."""
     is_divided = job.choice.budgets or job.choice.model.spec.has_experts
     return "cpu" if is_divided else job.choice.device
 
 
-def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
+def make_look(job: RunJob, model: Path, folder: Path) -> Mapping[str, Any]:
     """Profiles a few tokens, to find how many neurons fire and how many tokens are counted per
     second."""
     texts = texts_of(job.wishes.corpora, job.cache)
@@ -222,7 +222,7 @@ def counted_per_s(heard: Sequence[tuple[float, float]], seconds: float) -> float
     return sum(count for _, count in heard[1:]) / (last - first)
 
 
-def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[str, Any]:
+def make_profile(job: RunJob, tokens: int, model: Path, folder: Path) -> Mapping[str, Any]:
     """Counts firings and trains predictors; resumes an interrupted profile."""
     texts = texts_of(job.wishes.corpora, job.cache)
     count = job.wishes.tokens or available(model, texts, tokens)
@@ -248,7 +248,7 @@ def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[st
     return {"tokens": report.num_tokens}
 
 
-def make_full(job: Job, profiled: Entry, model: Path, folder: Path) -> Mapping[str, Any]:
+def make_full(job: RunJob, profiled: Entry, model: Path, folder: Path) -> Mapping[str, Any]:
     """Adds the predictors to the model in one file."""
 
     def check(advance: Advance, written: Written) -> list[str]:
@@ -262,7 +262,7 @@ def make_full(job: Job, profiled: Entry, model: Path, folder: Path) -> Mapping[s
 
 
 def _convert(
-    job: Job,
+    job: RunJob,
     config: ConvertConfig,
     label: str,
     check: Callable[[Advance, Written], list[str]] | None,
@@ -280,7 +280,7 @@ def _convert(
     return report
 
 
-def make_machine(job: Job, folder: Path) -> Mapping[str, Any]:
+def make_machine(job: RunJob, folder: Path) -> Mapping[str, Any]:
     """Calibrates this machine, and keeps what shows that other programs were running."""
     load = load_now()
     with progress("measuring the machine", None, "timings") as advance:
@@ -301,7 +301,7 @@ def busy_note(machine: Entry, made: Sequence[str]) -> str:
 
 
 def make_plan(
-    job: Job, model: Path, machine: Path, profiled: Path | None, folder: Path
+    job: RunJob, model: Path, machine: Path, profiled: Path | None, folder: Path
 ) -> Mapping[str, Any]:
     """Solves for a plan."""
     config = _solve_config(job, model, machine, profiled, folder / PLAN)
@@ -313,7 +313,7 @@ def make_plan(
 
 
 def _solve_config(
-    job: Job, model: Path, machine: Path, profiled: Path | None, output: Path
+    job: RunJob, model: Path, machine: Path, profiled: Path | None, output: Path
 ) -> SolveConfig:
     return SolveConfig(
         model=model,
@@ -333,14 +333,14 @@ def _solve_config(
 
 
 def make_trial(
-    job: Job, model: Path, machine: Path, profiled: Path | None, split: Path, folder: Path
+    job: RunJob, model: Path, machine: Path, profiled: Path | None, split: Path, folder: Path
 ) -> Mapping[str, Any]:
     """Tries a plan, and further ones if it is not what was predicted."""
     plan = Split.load(split)
     paths: dict[Winner, Path] = {name: folder / file for name, file in FILES.items()}
     config = _solve_config(job, model, machine, profiled, paths["the second plan"])
 
-    def by(name: Winner) -> Measured:
+    def by(name: Winner) -> PlanTimes:
         own, context = job.wishes.engine, job.choice.context_length
         if name == "the CPU alone":
             check_whole_host(inputs)

@@ -29,7 +29,7 @@ MOST_SCALE = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class PlanTimes:
     """Median seconds of a token, and those of a prompt of PROMPT_TOKENS or the context."""
 
     token_s: float
@@ -47,7 +47,7 @@ class Prediction:
     obvious_s: Mapping[Winner, float] = field(default_factory=dict)
 
 
-def measure(engine: Engine) -> Measured:
+def measure(engine: Engine) -> PlanTimes:
     """Times single steps and one prompt."""
     times, token_id = list[float](), 0
     with (
@@ -62,17 +62,17 @@ def measure(engine: Engine) -> Measured:
         began = perf_counter()
         text.extend(ids[: engine.context_length], "last")
         prompt_s = perf_counter() - began
-    return Measured(token_s=median(times[WARM_UP:] or times), prompt_s=prompt_s)
+    return PlanTimes(token_s=median(times[WARM_UP:] or times), prompt_s=prompt_s)
 
 
-def measured_by(model: Path, split: Path | None, config: EngineConfig) -> Measured:
+def measured_by(model: Path, split: Path | None, config: EngineConfig) -> PlanTimes:
     """Times a model as this configuration runs it. Raises HotsplitError or MemoryError if it cannot be
     loaded."""
     with out_of_memory_as_error(), load_engine(model, split, config) as engine:
         return measure(engine)
 
 
-def scales_of(prediction: Prediction, first: Measured, cpu_s: float | None) -> Scales:
+def scales_of(prediction: Prediction, first: PlanTimes, cpu_s: float | None) -> Scales:
     """The factors of the CPU's figures, of hand-overs and of the GPU's that explain a trial.
 
     The CPU alone, if it was timed, shows the first factor. What is then left of the plan's seconds is
@@ -88,7 +88,7 @@ def scales_of(prediction: Prediction, first: Measured, cpu_s: float | None) -> S
 
 def tried(
     prediction: Prediction,
-    by: Callable[[Winner], Measured],
+    by: Callable[[Winner], PlanTimes],
     again: Callable[[Scales], float],
     *,
     tries_all: bool,
@@ -96,7 +96,7 @@ def tried(
     """Measures the plan and the CPU alone; if the prediction was missed, a second plan, which `again`
     makes by these factors and predicts; then, or if `tries_all`, the obvious ones as well. What `by`
     or `again` refuses is left out. Raises HotsplitError if that is all."""
-    found, left_out = dict[Winner, Measured](), dict[Winner, str]()
+    found, left_out = dict[Winner, PlanTimes](), dict[Winner, str]()
     predicted: dict[Winner, float] = {
         "the plan": prediction.token_s,
         "the CPU alone": prediction.cpu_alone_s,

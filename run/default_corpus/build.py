@@ -24,7 +24,7 @@ BLOCKS = {"p", "li", "h1", "h2", "h3", "dd", "dt", "pre", "blockquote", "tr"}
 SKIPPED = {"script", "style", "nav", "head", "table"}
 
 
-class Page(HTMLParser):
+class DocumentPage(HTMLParser):
     """The paragraphs of a page, short ones left out; code keeps its line breaks, prose does not."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def pages(folder: Path) -> Iterator[str]:
         left = MOST_OF_A_CHAPTER.get(chapter, 1 << 30)
         found = [p for p in (folder / chapter).rglob("*.html") if p.stem not in LEFT_OUT]
         for path in sorted(found, key=lambda p: hashlib.sha256(p.name.encode()).hexdigest()):
-            page = Page()
+            page = DocumentPage()
             page.feed(path.read_text(encoding="utf-8"))
             text = "\n\n".join(page.paragraphs)[: min(MOST_OF_A_PAGE, left)]
             left -= len(text)

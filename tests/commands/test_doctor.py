@@ -12,7 +12,7 @@ import pytest
 
 from hotsplit.doctor import gpu_findings as gpu
 from hotsplit.doctor import machine_findings as machine
-from hotsplit.doctor.children import Child, Result
+from hotsplit.doctor.children import Child, ProbeResult
 from hotsplit.runtime.kernels.cpu import library
 
 PROGRAM = "import sys; from hotsplit.cli import main; sys.exit(main())"
@@ -130,7 +130,7 @@ def test_a_forced_level_that_works_is_reported():
         "faulty": "avx512",
         "forced": "generic",
     }
-    lines = [each.line for each in machine.processor(Result(done=done))]
+    lines = [each.line for each in machine.processor(ProbeResult(done=done))]
     assert any(
         "HOTSPLIT_CPU_LEVEL=generic is set and used -> unset it for avx2" in x for x in lines
     )

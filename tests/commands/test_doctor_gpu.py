@@ -9,7 +9,7 @@ from fake_cuda.torch_cuda import fake_cuda
 from test_doctor import broken  # noqa: F401
 
 from hotsplit.doctor import gpu_findings as gpu
-from hotsplit.doctor.children import Child, Result
+from hotsplit.doctor.children import Child, ProbeResult
 from hotsplit.doctor.probes import probe_gpu
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 
@@ -50,12 +50,12 @@ BLIND = TORCH | {"gpus": []}  # torch that sees no GPU
     ],
 )
 def test_drivers(driver, torch, said):
-    assert said in lines(gpu.driver(Result(done=driver), Result(done=torch)))
+    assert said in lines(gpu.driver(ProbeResult(done=driver), ProbeResult(done=torch)))
 
 
 def test_a_library_of_another_version_is_reported(broken):  # noqa: F811
     """After an update without a build, a function is missing."""
-    assert lines(gpu.torch(Result(done=TORCH))) == "ok    torch: 2.13.0, for CUDA 12.8"
+    assert lines(gpu.torch(ProbeResult(done=TORCH))) == "ok    torch: 2.13.0, for CUDA 12.8"
     broken(
         "sitecustomize",
         "import ctypes\nclass CDLL(ctypes.CDLL):\n"
@@ -89,10 +89,12 @@ def test_a_library_of_another_version_is_reported(broken):  # noqa: F811
 )
 def test_gpus(capability, said):
     found = TORCH | {"gpus": [CARD | {"capability": capability}]}
-    assert said in lines(gpu.gpus(Result(done=found), Result(done=DRIVER)))
-    crashed = Result(done=None, how="crashed by SIGSEGV")
+    assert said in lines(gpu.gpus(ProbeResult(done=found), ProbeResult(done=DRIVER)))
+    crashed = ProbeResult(done=None, how="crashed by SIGSEGV")
     driver = DRIVER | {"gpus": found["gpus"]}
-    assert said in lines(gpu.gpus(crashed, Result(done=driver)))  # only what the driver reports
+    assert said in lines(
+        gpu.gpus(crashed, ProbeResult(done=driver))
+    )  # only what the driver reports
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_triton(changes, said):
         "has_headers": True,
     } | changes
     for has_gpu in (True, False):
-        found = gpu.triton(Result(done=done), has_gpu=has_gpu)
+        found = gpu.triton(ProbeResult(done=done), has_gpu=has_gpu)
         assert said in lines(found)
         states = {each.state for each in found if each.state != "ok"}
         assert states == ({"wrong" if has_gpu else "note"} if changes else set())
@@ -146,9 +148,9 @@ def test_the_driver_is_queried_without_torch(tmp_path, monkeypatch, program, fou
 
 def test_trials_of_gpus_are_lines():
     results = [
-        Result(done={"why": None}),
-        Result(done={"why": "cuda:1: the logits of a step are off by 0.9"}),
-        Result(done=None, how="crashed by SIGSEGV", at="a small model on cuda:2"),
+        ProbeResult(done={"why": None}),
+        ProbeResult(done={"why": "cuda:1: the logits of a step are off by 0.9"}),
+        ProbeResult(done=None, how="crashed by SIGSEGV", at="a small model on cuda:2"),
     ]
     found = gpu.trials(results)
     assert [each.state for each in found] == ["ok", "wrong", "wrong"]

@@ -28,7 +28,7 @@ from hotsplit.commands.options import speculation_options as speculation
 from hotsplit.errors import Interrupted
 from hotsplit.run import estimate, housekeeping, prepare, stages
 from hotsplit.run.default_budgets import Room
-from hotsplit.run.trial import Measured
+from hotsplit.run.trial import PlanTimes
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -46,7 +46,7 @@ def gpu(monkeypatch, card):
     monkeypatch.setattr(
         stages,
         "measured_by",
-        lambda model, split, config: Measured(
+        lambda model, split, config: PlanTimes(
             token_s=1.0 if split is None else Split.load(split).objective_s, prompt_s=0.5
         ),
     )
@@ -259,7 +259,7 @@ def timed(monkeypatch, **seconds: float):
         first[:] = first or [Split.load(split).objective_s]
         tried.append(name)
         assert config.device == ("cpu" if split is None else None)
-        return Measured(token_s=seconds[name] * first[0], prompt_s=0.5)
+        return PlanTimes(token_s=seconds[name] * first[0], prompt_s=0.5)
 
     monkeypatch.setattr(stages, "measured_by", measured_by)
     return tried

@@ -16,7 +16,7 @@ import pytest
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
 from hotsplit.run import housekeeping, keys
-from hotsplit.run.cache_folder import ENTRY, LOCK, Cache, cache_folder, current_version
+from hotsplit.run.cache_folder import ENTRY, LOCK, RunCache, cache_folder, current_version
 from hotsplit.run.keys import identity_of_source, identity_of_texts
 from hotsplit.run.rates import Rates
 
@@ -39,7 +39,7 @@ def in_a_thread(make, is_making: threading.Event):
     """Another run, which obtains an artifact and has begun to make it."""
 
     def first() -> None:
-        with Cache.open() as one, suppress(HotsplitError):
+        with RunCache.open() as one, suppress(HotsplitError):
             one.obtain("machine", {}, "here", make)
 
     thread = threading.Thread(target=first)
@@ -63,7 +63,7 @@ def test_the_second_of_two_waits_for_the_first(cache):
 
     with in_a_thread(make, is_making):
         threading.Timer(0.2, may_end.set).start()
-        with Cache.open(said.append) as two:
+        with RunCache.open(said.append) as two:
             entry = two.obtain("machine", {}, "here", make)
     assert len(calls) == 1 and entry.facts == {"by": "the first"}
     assert said == ["another run is at work on the figures of this machine; waiting for it"]
@@ -77,13 +77,13 @@ def test_where_the_first_fails_the_second_does_the_work(cache):
         time.sleep(0.2)
         raise HotsplitError("no")
 
-    with in_a_thread(fail, is_making), Cache.open() as two:
+    with in_a_thread(fail, is_making), RunCache.open() as two:
         entry = two.obtain("machine", {}, "here", lambda folder: {"by": "the second"})
         assert entry.facts == {"by": "the second"}
 
 
 def test_two_that_only_read_do_not_wait(cache):
-    with Cache.open() as one, Cache.open() as two:
+    with RunCache.open() as one, RunCache.open() as two:
         for each in (one, two):
             each.obtain("machine", {}, "here", lambda folder: {})
 
@@ -94,7 +94,7 @@ def test_two_that_only_read_do_not_wait(cache):
 def filled(cache: Path, count: int = 1) -> list[Path]:
     """Makes artifacts of one kind; returns their folders."""
     folders = []
-    with Cache.open() as each:
+    with RunCache.open() as each:
         for number in range(count):
             entry = each.obtain("machine", {"n": number}, f"source {number}", _write_machine)
             folders.append(entry.folder)
@@ -151,7 +151,7 @@ def test_a_damaged_entry_is_made_again(cache):
 )
 def test_a_look_without_its_numbers_is_made_again(cache, facts):
     good = {"density": 0.0, "tokens_per_s": 5.0}
-    with Cache.open() as each:
+    with RunCache.open() as each:
         made = each.obtain("look", {}, "here", lambda folder: good)
         content = json.loads((made.folder / ENTRY).read_text())
         (made.folder / ENTRY).write_text(json.dumps(content | {"facts": facts}))
@@ -159,7 +159,7 @@ def test_a_look_without_its_numbers_is_made_again(cache, facts):
 
 
 def test_an_artifact_that_is_truncated_while_it_is_used_is_made_again(cache):
-    with Cache.open() as each:
+    with RunCache.open() as each:
         for _ in range(2):
             entry = each.obtain("machine", {}, "here", _write_machine)
             assert entry.file.read_text() == "{}"
@@ -184,7 +184,7 @@ def test_links_and_pipes_in_the_place_of_our_files(cache, tmp_path):
 
 
 def test_what_is_in_use_stays(cache):
-    with Cache.open() as each:
+    with RunCache.open() as each:
         used = each.obtain("machine", {}, "here", _write_machine)
         idle = filled(cache, 2)
         assert [s.is_in_use for s in housekeeping.list_cache(cache) if s.name == used.folder.name]
@@ -241,7 +241,7 @@ def test_the_command_lists_and_clears(capsys, cache):
     assert main(["cache", "list", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)["entries"]
     assert {each["source"] for each in entries} == {"source 0", "source 1"}
-    with Cache.open() as each:
+    with RunCache.open() as each:
         each.obtain("corpus", {}, "a\n\x1b[2Jb\udcff", lambda folder: {})
     assert main(["cache", "list"]) == 0
     assert "a\\n\\x1b[2Jb\\udcff" in capsys.readouterr().out
@@ -321,5 +321,5 @@ def test_a_full_disk_is_an_error_that_names_the_cache(cache, monkeypatch):
     def make(folder: Path) -> dict:
         raise OSError(28, "No space left on device")
 
-    with Cache.open() as opened, pytest.raises(HotsplitError, match="HOTSPLIT_CACHE names"):
+    with RunCache.open() as opened, pytest.raises(HotsplitError, match="HOTSPLIT_CACHE names"):
         opened.obtain("machine", {"a": 1}, "the source", make)

@@ -18,7 +18,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import BY_QUALITY
 from hotsplit.run import choice, estimate, prepare, stages
-from hotsplit.run.cache_folder import Cache
+from hotsplit.run.cache_folder import RunCache
 from hotsplit.run.choice import Wishes, choose, choose_predictors, choose_type, worth
 from hotsplit.run.default_budgets import GPU_SHARE, STEP_BYTES, Room, room_here
 from hotsplit.run.source import look_at
@@ -200,7 +200,7 @@ def test_powerinfers_files_are_run_as_they_are(relu, tmp_path):
 
 
 def job_of(relu, **wishes):
-    cache = Cache.open()
+    cache = RunCache.open()
     given = look_at(relu, None, cache.folder / "none.gguf")
     return prepare.job_of(given, wishes_of(**wishes), cache)
 
@@ -260,7 +260,7 @@ def test_times_in_words(seconds, text):
 
 
 def test_the_packages_text_has_its_notice(cache):
-    with Cache.open() as each:
+    with RunCache.open() as each:
         (path,) = stages.texts_of((), each)
         found = path.read_text(encoding="utf-8")
     assert len(found) == 1_019_278 and "Alice was beginning to get very tired" in found
@@ -270,7 +270,7 @@ def test_the_packages_text_has_its_notice(cache):
 
 
 def test_text_in_tables_is_left_out_of_the_default_corpus_behind_links_too():
-    page = run_path(str(ROOT / "run" / "default_corpus" / "build.py"))["Page"]()
+    page = run_path(str(ROOT / "run" / "default_corpus" / "build.py"))["DocumentPage"]()
     prose = "a paragraph that is long enough to be kept, since it has over forty letters"
     page.feed(
         f"<nav>n <a href=x>link</a> {prose}</nav><h1>{prose}<a class=headerlink href=x>#</a></h1>"

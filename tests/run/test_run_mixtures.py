@@ -17,7 +17,7 @@ from hotsplit.run import choice, housekeeping, prepare, stages, trial
 from hotsplit.run.choice import Wishes, choose
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import look_at
-from hotsplit.run.trial import Measured, measured_by
+from hotsplit.run.trial import PlanTimes, measured_by
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -86,7 +86,7 @@ def test_plans_are_tried_and_run_on_a_device(
         tried.append("cpu" if split is None else split.name.partition(".")[0])
         measured = measured_by(model, split, config)
         assert 0 < measured.token_s < 60
-        return Measured(
+        return PlanTimes(
             token_s=1.0 if split is None else Split.load(split).objective_s,
             prompt_s=measured.prompt_s,
         )

@@ -27,7 +27,7 @@ from hotsplit.doctor import machine_findings as machine
 from hotsplit.errors import HotsplitError
 from hotsplit.run.keys import digest
 from hotsplit.run.rates import Rates, cpu_alone_name, machine_key
-from hotsplit.run.trial import MOST_SCALE, Measured, Prediction, measure, scales_of, tried
+from hotsplit.run.trial import MOST_SCALE, PlanTimes, Prediction, measure, scales_of, tried
 from hotsplit.runtime.kernels import threads
 from hotsplit.solver.mode_choice import find
 from hotsplit.solver.multi_gpu import plan_seconds
@@ -41,7 +41,7 @@ from hotsplit.solver.prediction import (
 )
 from hotsplit.solver.solve import split_of
 
-TIMES = Measured(token_s=3.0, prompt_s=1.0)
+TIMES = PlanTimes(token_s=3.0, prompt_s=1.0)
 PREDICTION = Prediction(
     token_s=2.9, parts_s={"cpu": 2.0, "hand_over": 0.4, "gpu": 0.5}, cpu_alone_s=1.0
 )
@@ -65,7 +65,7 @@ def test_the_cpu_alone_wins_by_more_than_a_twentieth_and_others_are_tried_only_i
         raise AssertionError("not missed")
 
     for cpu_s, runs in ((2.86, "the plan"), (2.85, "the CPU alone"), (9.0, "the plan")):
-        times = {"the plan": TIMES, "the CPU alone": Measured(token_s=cpu_s, prompt_s=1.0)}
+        times = {"the plan": TIMES, "the CPU alone": PlanTimes(token_s=cpu_s, prompt_s=1.0)}
         found = tried(PREDICTION, times.__getitem__, again, tries_all=False)
         assert found.runs == runs and found.measured_s.keys() == times.keys()
         assert "the plan takes 3e+03 ms a token (predicted 2.9e+03 ms), the CPU alone" in found.line
@@ -90,7 +90,7 @@ def test_the_fastest_of_all_that_is_tried_runs(experts_s, layers_s, cpu_s, runs)
     }
 
     def by(name):
-        return Measured(token_s=times[name], prompt_s=1.0)
+        return PlanTimes(token_s=times[name], prompt_s=1.0)
 
     found = tried(prediction, by, lambda scales: 1.0, tries_all=True)
     assert (found.runs, found.measured_s) == (runs, times)
@@ -115,7 +115,7 @@ def test_what_cannot_be_loaded_is_left_out_with_its_reason(tmp_path, failing, ru
     def by(name):
         if name in failing:
             raise HotsplitError("no room") if name != "whole layers" else MemoryError
-        return Measured(token_s=times[name], prompt_s=1.0)
+        return PlanTimes(token_s=times[name], prompt_s=1.0)
 
     found = tried(prediction, by, lambda scales: 1.0, tries_all=True)
     assert found.runs == runs and found.measured_s.keys() == times.keys() - failing
@@ -253,7 +253,7 @@ def test_planted_slowness_is_found_and_laid_to_what_is_slow(solved, cpu, hand_ov
     slow = replace(inputs, machine=scaled(inputs.machine, Scales(cpu=cpu, hand_over=hand_over)))
     placement = placement_of(split, inputs)
     plan_s = plan_seconds(slow.pipeline(), placement)
-    first = Measured(token_s=plan_s, prompt_s=1.0)
+    first = PlanTimes(token_s=plan_s, prompt_s=1.0)
     prediction = Prediction(
         token_s=split.objective_s,
         parts_s=parts_of(split, inputs),

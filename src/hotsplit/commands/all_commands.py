@@ -42,7 +42,7 @@ from hotsplit.files.written import Written
 from hotsplit.system.sizes import format_bytes
 
 
-class Stopped(Exception):
+class InterruptedCommand(Exception):
     """Hides an interrupt from click, which would print an empty line."""
 
     def __init__(self, how: KeyboardInterrupt) -> None:
@@ -57,7 +57,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            raise Stopped(error) from error
+            raise InterruptedCommand(error) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

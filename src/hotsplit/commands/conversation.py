@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hotsplit.commands.options.command_options import say
 from hotsplit.commands.options.constraint_options import constraint_of
 from hotsplit.commands.options.speculation_options import speculating
-from hotsplit.commands.request import Request
+from hotsplit.commands.request import CommandRequest
 from hotsplit.commands.terminal.terminal import (
     Lines,
     PipedLines,
@@ -47,7 +47,7 @@ A message that begins with / is written with //."""
 
 def converse(
     engine: "Engine",
-    request: Request,
+    request: CommandRequest,
     sampling: SamplingOptions,
     draft_model: Path | None,
     name: str,

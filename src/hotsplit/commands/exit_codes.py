@@ -81,7 +81,7 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
         limit_libraries()
     import click
 
-    from hotsplit.commands.all_commands import Stopped, cli
+    from hotsplit.commands.all_commands import InterruptedCommand, cli
     from hotsplit.commands.options.command_options import say
     from hotsplit.system.log_lines import lines_on_stderr
 
@@ -94,7 +94,7 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
             code = cli.main(arguments, prog_name="hotsplit", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except Stopped as error:
+    except InterruptedCommand as error:
         raise error.how from None
     except click.Abort as error:
         is_signal = isinstance(error.__cause__, KeyboardInterrupt)

@@ -38,11 +38,11 @@ from hotsplit.system.sizes import format_bytes, size_words
 
 if TYPE_CHECKING:
     from hotsplit.artifacts.machine_file import Machine
-    from hotsplit.run.cache_folder import Cache
+    from hotsplit.run.cache_folder import RunCache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.forecast import Forecast
-    from hotsplit.run.source import Source
-    from hotsplit.run.stages import Job
+    from hotsplit.run.source import RunSource
+    from hotsplit.run.stages import RunJob
 
 MIB = 1 << 20
 _options = joined(
@@ -65,11 +65,11 @@ _options = joined(
 
 if TYPE_CHECKING:
     from hotsplit.artifacts.machine_file import Machine
-    from hotsplit.run.cache_folder import Cache
+    from hotsplit.run.cache_folder import RunCache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.forecast import Forecast
-    from hotsplit.run.source import Source
-    from hotsplit.run.stages import Job
+    from hotsplit.run.source import RunSource
+    from hotsplit.run.stages import RunJob
 
 MIB = 1 << 20
 _options = joined(
@@ -112,7 +112,7 @@ def plan(
 
     SOURCE is what hotsplit run takes. Of a model on the hub only headers, configuration and tokenizer
     are fetched. Nothing is made; the last line is the command that runs the model."""
-    from hotsplit.run.cache_folder import Cache
+    from hotsplit.run.cache_folder import RunCache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.estimate import estimate, expected_tokens
     from hotsplit.run.forecast import source_of
@@ -129,7 +129,7 @@ def plan(
         engine=engine,
     )
     others = _machines(machine, host_budget_bytes, len(vram))
-    with Cache.open(_once()) as cache, TemporaryDirectory() as scratch:
+    with RunCache.open(_once()) as cache, TemporaryDirectory() as scratch:
         if machine is None:
             _check_gpu(wishes)
         read, num_bytes = source_of(source, activation, tokenizer, Path(scratch))
@@ -190,13 +190,13 @@ def _machines(
 
 
 def _priced(
-    read: "Source",
+    read: "RunSource",
     wishes: "Wishes",
-    cache: "Cache",
+    cache: "RunCache",
     other: "Machine | None",
     machine: Path | None,
     host_budget: int | None,
-) -> "tuple[Job, Machine, Forecast]":
+) -> "tuple[RunJob, Machine, Forecast]":
     """What `run` would choose on a machine, the machine's figures, and the speeds; for the CPU alone, if
     that is faster than a GPU that holds everything. Raises DoesNotFitError for a model that does not
     fit."""
@@ -236,7 +236,7 @@ def _check_gpu(wishes: "Wishes") -> None:
         )
 
 
-def _this_machine(job: "Job") -> tuple["Machine", Path]:
+def _this_machine(job: "RunJob") -> tuple["Machine", Path]:
     """The figures of this machine, which are measured once and kept for `run`; says it if it was busy."""
     from hotsplit.artifacts.machine_file import Machine
     from hotsplit.run import stages
@@ -263,7 +263,7 @@ def _next_command(source: Path, vram: tuple[int, ...] | None) -> list[str]:
     return words
 
 
-def lines_of(job: "Job", machine: "Machine", found: "Forecast") -> list[str]:
+def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
     """The forecast in words."""
     whole = sum(found.cpu_bytes[item] for item in ("attention", "neurons", "head")) == 0
     fits = f"everything would fit into {format_bytes(found.fits_from_bytes)} of GPU memory"
@@ -293,7 +293,7 @@ def _machine_words(machine: "Machine", found: "Forecast") -> str:
     return f"speeds are predicted, by what was measured of {names}"
 
 
-def _places(job: "Job", found: "Forecast") -> list[str]:
+def _places(job: "RunJob", found: "Forecast") -> list[str]:
     """What is where, in MiB."""
     from hotsplit.solver.explain import meanings_of
 
@@ -313,7 +313,7 @@ def _places(job: "Job", found: "Forecast") -> list[str]:
     ]
 
 
-def _of_this_plan(job: "Job", found: "Forecast") -> str:
+def _of_this_plan(job: "RunJob", found: "Forecast") -> str:
     """For which token the speeds are, and how much faster a plan could be at most."""
     length = f"{job.choice.context_length:,} tokens"
     place = f"in the middle of {length}; {1 / found.first_s:,.1f} at the first"
@@ -321,7 +321,7 @@ def _of_this_plan(job: "Job", found: "Forecast") -> str:
     return place + gap
 
 
-def _speeds(job: "Job", found: "Forecast") -> list[str]:
+def _speeds(job: "RunJob", found: "Forecast") -> list[str]:
     """Predicted speeds: this plan's, and those of other ways."""
     of = f"of {job.choice.model.spec.num_layers} layers"
     rows = [("this plan", found.token_s, _of_this_plan(job, found))]

@@ -79,7 +79,7 @@ request_options = joined(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CommandRequest:
     """What is asked for. Without prompts it is a conversation; `is_answer`: the prompt is a message,
     and the answer is written. `sampling`: the fields of SamplingOptions that are given; `shifts`: a
     full context drops the oldest turns, or the oldest part of a text."""
@@ -103,7 +103,7 @@ class Request:
 
 def take_request(
     options: dict[str, Any], *, is_text: bool = False, is_chat: bool = False
-) -> Request:
+) -> CommandRequest:
     """Takes a request out of a command's options; what is left says how the model is prepared and
     loaded. `is_text`: a prompt must be given; `is_chat`: it is a message.
 
@@ -157,7 +157,7 @@ def take_request(
         raise HotsplitError(f"{prompt_cache}: its folder does not exist; create it first")
     if has_prompt:
         note_unread(sources[0], sources[1])
-    return Request(
+    return CommandRequest(
         prompts=prompts_of(*sources) if has_prompt else [],
         is_many=is_many,
         is_answer=is_answer,

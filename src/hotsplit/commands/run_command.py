@@ -14,13 +14,13 @@ from hotsplit.commands.options.constraint_options import constraint_of
 from hotsplit.commands.options.preparation import preparation
 from hotsplit.commands.options.sampling_options import model_sampling
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
-from hotsplit.commands.request import Request, request_options, take_request
+from hotsplit.commands.request import CommandRequest, request_options, take_request
 from hotsplit.commands.text_writing import write
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
 
 if TYPE_CHECKING:
-    from hotsplit.run.stages import Job
+    from hotsplit.run.stages import RunJob
 
 
 @click.command(cls=FileCommand, short_help="Prepare a model, then continue a text or chat.")
@@ -54,7 +54,9 @@ def chat(**options: Any) -> None:
     _serve_request(take_request(options, is_chat=True), options)
 
 
-def _serve_request(request: Request, options: dict[str, Any], *, is_prepared: bool = False) -> None:
+def _serve_request(
+    request: CommandRequest, options: dict[str, Any], *, is_prepared: bool = False
+) -> None:
     """Prepares the model if need be, loads it by the options, and writes the texts or holds the
     conversation."""
     name, num_texts = str(options["model"]), max(1, len(request.prompts))
@@ -77,7 +79,7 @@ def _serve_request(request: Request, options: dict[str, Any], *, is_prepared: bo
                 converse(engine, request, sampling, draft_model, name if preparing else model.name)
 
 
-def _check_model(request: Request, job: "Job") -> None:
+def _check_model(request: CommandRequest, job: "RunJob") -> None:
     """Checks what depends on the model before anything is made: whether it can hold a conversation,
     the chat template, and the constraint."""
     from hotsplit.runtime.text.chat_template import chat_template_of, has_template

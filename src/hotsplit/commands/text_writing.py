@@ -13,7 +13,7 @@ import click
 from hotsplit.commands.options.command_options import finish, say
 from hotsplit.commands.options.constraint_options import constraint_of
 from hotsplit.commands.options.speculation_options import speculating
-from hotsplit.commands.request import Request
+from hotsplit.commands.request import CommandRequest
 from hotsplit.commands.terminal.terminal import Screen
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.options.generation import SamplingOptions
@@ -38,7 +38,7 @@ class Writing:
 
 def write(
     engine: "Engine",
-    request: Request,
+    request: CommandRequest,
     sampling: SamplingOptions,
     draft_model: Path | None,
     preparing: Mapping[str, Any] | None,
@@ -72,14 +72,14 @@ def write(
         raise click.exceptions.Exit(code)
 
 
-def _mask(engine: "Engine", request: Request) -> "Constraint | None":
+def _mask(engine: "Engine", request: CommandRequest) -> "Constraint | None":
     option = request.constraint
     return None if option is None else constraint_of(option, engine.codec)
 
 
 def _write_one(
     engine: "Engine",
-    request: Request,
+    request: CommandRequest,
     sampling: SamplingOptions,
     writings: list[Writing],
     drafts: "Speculation | None",
@@ -100,7 +100,7 @@ def _write_one(
 
 def _continuation(
     engine: "Engine",
-    request: Request,
+    request: CommandRequest,
     sampling: SamplingOptions,
     drafts: "Speculation | None",
     stack: ExitStack,
@@ -130,7 +130,7 @@ def _continuation(
 
 def _answer(
     engine: "Engine",
-    request: Request,
+    request: CommandRequest,
     sampling: SamplingOptions,
     drafts: "Speculation | None",
     stack: ExitStack,
@@ -156,7 +156,7 @@ def _answer(
 def _take(
     tokens: "Iterator[tuple[int, Token]]",
     writings: list[Writing],
-    request: Request,
+    request: CommandRequest,
     screen: Screen | None = None,
 ) -> int:
     """Collects the tokens, and shows them on the screen as they come, or as lines of JSON. Returns 0,
@@ -225,7 +225,7 @@ def _save(engine: "Engine", sequence: Any, num_prompt: int, path: Path) -> None:
 
 
 def _report(
-    engine: "Engine", request: Request, writings: list[Writing], seed: int | None
+    engine: "Engine", request: CommandRequest, writings: list[Writing], seed: int | None
 ) -> tuple[dict, list[str]]:
     """The report, and its lines for the user; `seed`: one that was drawn."""
     from hotsplit.runtime.generate.generation import NOT_STOPPED

@@ -16,7 +16,7 @@ READ_S = 0.5  # time to read the output of a child that has ended
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ProbeResult:
     """The outcome of a child. `done` is what it found. If it did not finish, `done` is None, `how`
     says how it ended, and `at` what it was trying."""
 
@@ -49,10 +49,10 @@ class Child:
         except OSError as error:
             self._failed = f"no process can be started ({error.strerror})"
 
-    def result(self, say: Callable[[str], None] | None = None) -> Result:
+    def result(self, say: Callable[[str], None] | None = None) -> ProbeResult:
         """Waits for the child, at most until its time limit; `say` gets a line if it takes long."""
         if self._failed:
-            return Result(done=None, how=self._failed)
+            return ProbeResult(done=None, how=self._failed)
         left_s = self._ends - time.monotonic()
         if say is not None and left_s > QUIET_S:
             self._output(QUIET_S)
@@ -66,10 +66,10 @@ class Child:
             out, err = self._output(0.0)
         done, at = _read(out)
         if is_late:
-            return Result(done=None, at=at, how=f"took longer than {self._limit_s:g} s")
+            return ProbeResult(done=None, at=at, how=f"took longer than {self._limit_s:g} s")
         if done is not None:
-            return Result(done=done)
-        return Result(done=None, at=at, how=_how(self._process.returncode, err))
+            return ProbeResult(done=done)
+        return ProbeResult(done=None, at=at, how=_how(self._process.returncode, err))
 
     def end(self) -> None:
         """Kills the child if it is still running."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hotsplit.doctor import gpu_findings as gpu
 from hotsplit.doctor import machine_findings as machine
-from hotsplit.doctor.children import Child, Result
+from hotsplit.doctor.children import Child, ProbeResult
 from hotsplit.doctor.finding import Finding
 
 TRIAL_S = 300.0  # compiling a small model's kernels, with room for a slow machine
@@ -43,7 +43,7 @@ def examine(say: Say = lambda line: None) -> Examination:
     return Examination(is_fine=is_fine, findings=findings)
 
 
-def _results(names: Sequence[str], say: Say = lambda line: None) -> list[Result]:
+def _results(names: Sequence[str], say: Say = lambda line: None) -> list[ProbeResult]:
     """The results of these probes, run in parallel; an interrupt kills them."""
     children: list[Child] = []
     try:
@@ -54,7 +54,7 @@ def _results(names: Sequence[str], say: Say = lambda line: None) -> list[Result]
             child.end()
 
 
-def _trial(index: int, say: Say = lambda line: None) -> Result:
+def _trial(index: int, say: Say = lambda line: None) -> ProbeResult:
     """The result of loading a small model on a GPU."""
     device = f"cuda:{index}"
     say(f"trying {device} with a small model: up to a minute, at most {TRIAL_S:g} s")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hotsplit.doctor.children import Result
+from hotsplit.doctor.children import ProbeResult
 from hotsplit.doctor.finding import Finding, note, ok, wrong
 from hotsplit.doctor.machine_findings import REBUILD, is_wsl
 from hotsplit.system.sizes import format_bytes
@@ -14,7 +14,7 @@ INSTALL_TORCH = "pip install torch"
 MOST_LETTERS = 300
 
 
-def torch(found: Result) -> list[Finding]:
+def torch(found: ProbeResult) -> list[Finding]:
     if found.done is None:
         advice = "reinstall torch for this processor and Python"
         return [wrong("torch", f"importing and using it {_ended(found)}", advice)]
@@ -35,7 +35,7 @@ def torch(found: Result) -> list[Finding]:
     return findings
 
 
-def driver(found: Result, torch_found: Result) -> list[Finding]:
+def driver(found: ProbeResult, torch_found: ProbeResult) -> list[Finding]:
     """The driver, and whether torch can use its GPUs."""
     if found.done is None:
         return [wrong("driver", f"querying it {_ended(found)}", "reinstall NVIDIA's driver")]
@@ -63,7 +63,7 @@ def driver(found: Result, torch_found: Result) -> list[Finding]:
     return [wrong("driver", f"{text}, but torch sees no GPU{why}", advice)]
 
 
-def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
+def triton(found: ProbeResult, *, has_gpu: bool) -> list[Finding]:
     """Triton, its compiler and its cache; without a GPU, a problem is only a note."""
     problem = wrong if has_gpu else note
     later = "" if has_gpu else " (only a GPU needs it)"
@@ -87,7 +87,7 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
     return lines
 
 
-def gpus(torch_found: Result, driver_found: Result) -> list[Finding]:
+def gpus(torch_found: ProbeResult, driver_found: ProbeResult) -> list[Finding]:
     """Each GPU with its free memory, as reported by torch or else by the driver."""
     seen = gpus_of(torch_found)
     if not seen and driver_found.done is not None:
@@ -110,7 +110,7 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
     return [ok(about, text)]
 
 
-def trials(results: Sequence[Result]) -> list[Finding]:
+def trials(results: Sequence[ProbeResult]) -> list[Finding]:
     """Whether a small model on each GPU gives the CPU's logits."""
     found = []
     for index, result in enumerate(results):
@@ -125,12 +125,12 @@ def trials(results: Sequence[Result]) -> list[Finding]:
     return found
 
 
-def gpus_of(found: Result) -> list[Mapping[str, Any]]:
+def gpus_of(found: ProbeResult) -> list[Mapping[str, Any]]:
     """The GPUs that torch sees."""
     return list(found.done.get("gpus", ())) if found.done is not None else []
 
 
-def _ended(found: Result) -> str:
+def _ended(found: ProbeResult) -> str:
     return found.why if found.how.startswith(("crashed", "took")) else f"fails: {found.why}"
 
 

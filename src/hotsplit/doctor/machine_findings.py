@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hotsplit.artifacts.trial_file import MISSED, Trial
-from hotsplit.doctor.children import Result
+from hotsplit.doctor.children import ProbeResult
 from hotsplit.doctor.finding import Finding, note, ok, wrong
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, LEVELS
@@ -47,7 +47,7 @@ def is_wsl() -> bool:
         return False
 
 
-def processor(kernels: Result) -> list[Finding]:
+def processor(kernels: ProbeResult) -> list[Finding]:
     """The processor, the C++ library, and the levels that it can run."""
     here = processors()
     text = f"{processor_name()}, {here.usable} of {here.in_machine} threads allowed"

@@ -55,7 +55,7 @@ PARTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Amount:
+class TensorAmount:
     """A number of tensors and their bytes."""
 
     num_tensors: int
@@ -270,16 +270,18 @@ def part_of(name: str) -> str:
     return next((part for start, part in PARTS if name.startswith(start)), "other")
 
 
-def _amounts(facts: Iterable[TensorFact], key_of: Callable[[TensorFact], str]) -> dict[str, Amount]:
+def _amounts(
+    facts: Iterable[TensorFact], key_of: Callable[[TensorFact], str]
+) -> dict[str, TensorAmount]:
     """Amounts by key, the largest first."""
     groups: dict[str, list[int]] = {}
     for fact in facts:
         groups.setdefault(key_of(fact), []).append(fact.num_bytes)
     order = sorted(groups, key=lambda key: -sum(groups[key]))
-    return {k: Amount(num_tensors=len(groups[k]), num_bytes=sum(groups[k])) for k in order}
+    return {k: TensorAmount(num_tensors=len(groups[k]), num_bytes=sum(groups[k])) for k in order}
 
 
-def _amounts_table(title: str, amounts: dict[str, Amount]) -> Table:
+def _amounts_table(title: str, amounts: dict[str, TensorAmount]) -> Table:
     sizes = [amount.num_bytes for amount in amounts.values()]
     columns = {
         "": amounts,

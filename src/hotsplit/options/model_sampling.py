@@ -15,7 +15,7 @@ PREFIX = "general.sampling."
 
 
 @dataclass(frozen=True)
-class Setting:
+class ModelSetting:
     """A field of SamplingOptions, the end of its key in a GGUF, and its name in transformers'
     GenerationConfig."""
 
@@ -25,18 +25,18 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("samplers", "sequence"),
-    Setting("temperature", "temp", "temperature"),
-    Setting("top_k", "top_k", "top_k"),
-    Setting("top_p", "top_p", "top_p"),
-    Setting("min_p", "min_p", "min_p"),
-    Setting("xtc_probability", "xtc_probability"),
-    Setting("xtc_threshold", "xtc_threshold"),
-    Setting("repeat_last_n", "penalty_last_n"),
-    Setting("repeat_penalty", "penalty_repeat", "repetition_penalty"),
-    Setting("mirostat", "mirostat"),
-    Setting("mirostat_ent", "mirostat_tau"),
-    Setting("mirostat_lr", "mirostat_eta"),
+    ModelSetting("samplers", "sequence"),
+    ModelSetting("temperature", "temp", "temperature"),
+    ModelSetting("top_k", "top_k", "top_k"),
+    ModelSetting("top_p", "top_p", "top_p"),
+    ModelSetting("min_p", "min_p", "min_p"),
+    ModelSetting("xtc_probability", "xtc_probability"),
+    ModelSetting("xtc_threshold", "xtc_threshold"),
+    ModelSetting("repeat_last_n", "penalty_last_n"),
+    ModelSetting("repeat_penalty", "penalty_repeat", "repetition_penalty"),
+    ModelSetting("mirostat", "mirostat"),
+    ModelSetting("mirostat_ent", "mirostat_tau"),
+    ModelSetting("mirostat_lr", "mirostat_eta"),
 )
 
 

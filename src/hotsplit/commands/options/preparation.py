@@ -19,7 +19,7 @@ from hotsplit.options.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from hotsplit.run.prepare import Ready
-    from hotsplit.run.stages import Job
+    from hotsplit.run.stages import RunJob
 
 ASKED_FROM_S = 600.0  # longer work must be confirmed at a terminal
 DEFAULT_TEXT = "profiling on the text in the package (Python's documentation, two old books);"
@@ -89,12 +89,12 @@ def texts_or_default(corpora: tuple[Path, ...]) -> Iterator[tuple[Path, ...]]:
         yield corpora
         return
     from hotsplit.profile.corpus.processes import rank_here
-    from hotsplit.run.cache_folder import Cache
+    from hotsplit.run.cache_folder import RunCache
     from hotsplit.run.stages import texts_of
 
     if rank_here() == 0:
         say(f"{DEFAULT_TEXT} --corpus with text like yours makes a better profile")
-    with Cache.open(say) as cache:
+    with RunCache.open(say) as cache:
         yield texts_of((), cache)
 
 
@@ -111,7 +111,7 @@ def preparation(
     num_sequences: int = 1,
     *,
     is_always: bool = False,
-    check: Callable[["Job"], None] = lambda job: None,
+    check: Callable[["RunJob"], None] = lambda job: None,
 ) -> Iterator[dict[str, Any] | None]:
     """Takes the options of preparation out of a command's options. If one is given, the model is no
     file, or `is_always` and there is no plan, the model is prepared for `num_sequences` texts at a
@@ -170,9 +170,9 @@ def _prepared(
     given: dict[str, Any],
     *,
     yes: bool,
-    check: Callable[["Job"], None] = lambda job: None,
+    check: Callable[["RunJob"], None] = lambda job: None,
 ) -> "Iterator[tuple[Ready, dict[str, Any]]]":
-    from hotsplit.run.cache_folder import Cache
+    from hotsplit.run.cache_folder import RunCache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.prepare import estimate_of, job_of, prepare, summary
     from hotsplit.run.source import check_tokenizer, look_at
@@ -182,7 +182,7 @@ def _prepared(
     use_threads(threads)
     device_of(engine.device)
     wishes = Wishes(engine=engine, **given)
-    with Cache.open(say) as cache:
+    with RunCache.open(say) as cache:
         source = look_at(model, wishes.activation, cache.folder / "planned.gguf", wishes.tokenizer)
         job = job_of(source, wishes, cache)
         check(job)
