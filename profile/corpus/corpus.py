@@ -15,7 +15,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 import numpy as np
@@ -203,7 +203,9 @@ def read_chat_windows(
     found = chat_template_of(model, codec, template)
     try:
         with stdin_as_file(files) as paths:
-            for paragraph in _paragraphs(paths, seed):
+            stretches = (stretch for _, stretch in draw(find_sources(paths, "text"), seed))
+            paragraphs = chain.from_iterable(map(BLANK_LINES.split, stretches))
+            for paragraph in filter(None, map(str.strip, paragraphs)):
                 ids_T, is_counted_T = _window(paragraph, codec, found)
                 ids_T, is_counted_T = ids_T[:length], is_counted_T[:length]
                 if int(is_counted_T.sum()) < MIN_WINDOW:
@@ -221,13 +223,6 @@ def read_chat_windows(
             f"{files[0]}: no paragraph of {MIN_WINDOW} tokens or more; give a longer text"
         )
     return windows, counted
-
-
-def _paragraphs(paths: Sequence[Path], seed: int) -> Iterator[str]:
-    for _, stretch in draw(find_sources(paths, "text"), seed):
-        for paragraph in BLANK_LINES.split(stretch):
-            if paragraph.strip():
-                yield paragraph.strip()
 
 
 def _window(paragraph: str, codec: TextCodec, template: ChatTemplate) -> tuple[Tensor, Tensor]:

@@ -192,7 +192,10 @@ class StateSlots:
         planned = [self._planned(stretch, free) for stretch in stretches]
         yield [run for run, _ in planned]
         for stretch, (_, states) in zip(stretches, planned, strict=True):
-            self._set(stretch.sequence, self._fewer(states))
+            *saved, current = states
+            while len(saved) > SAVED_STATES:
+                saved.remove(min(saved, key=self._worth))
+            self._set(stretch.sequence, (*saved, current))
 
     def _begin(self, stretch: Stretch) -> None:
         """Rolls the sequence back to where the stretch begins."""
@@ -252,13 +255,6 @@ class StateSlots:
     def _worth(self, state: State) -> tuple[bool, bool, int]:
         """The order in which states are dropped."""
         return not state.is_brief, self._num_users[state.slot] > 1, state.position
-
-    def _fewer(self, states: tuple[State, ...]) -> tuple[State, ...]:
-        """At most SAVED_STATES of them and the current one."""
-        *saved, current = states
-        while len(saved) > SAVED_STATES:
-            saved.remove(min(saved, key=self._worth))
-        return (*saved, current)
 
     def _set(self, sequence: int, states: tuple[State, ...]) -> None:
         before, self._states[sequence] = self._states[sequence], states

@@ -233,10 +233,17 @@ class Conversation:
     def _prompt(self) -> tuple[str, list[int]]:
         """(text, tokens) of the messages, except dropped turns, and of the answer's header. Raises
         HotsplitError if they leave no room for an answer."""
-        context = self.context_length
-        later = self._turns()[1:] if self.options.drops_oldest else []
-        for dropped in (self.num_dropped, *later):
-            rendered = self._render(dropped)
+        context, options = self.context_length, self.options
+        numbered = enumerate(self.messages[self.num_dropped :], start=self.num_dropped)
+        turns = [number for number, message in numbered if message["role"] == "user"]
+        system: list[Message] = []
+        if self.system is not None:
+            system = [{"role": "system", "content": self.system}]
+        for dropped in (self.num_dropped, *(turns[1:] if options.drops_oldest else ())):
+            messages = [*system, *self.messages[dropped:]]
+            rendered = self._template.render(
+                messages, tools=options.tools, variables=options.variables
+            )
             ids = self._codec.encode_rendered(rendered)
             if len(ids) <= context - context // 4:
                 break
@@ -250,21 +257,6 @@ class Conversation:
             )
         self.num_dropped = dropped
         return rendered, ids
-
-    def _turns(self) -> list[int]:
-        """Indices of the user messages that start the turns still rendered."""
-        numbered = enumerate(self.messages[self.num_dropped :], start=self.num_dropped)
-        return [number for number, message in numbered if message["role"] == "user"]
-
-    def _render(self, first: int) -> str:
-        system: list[Message] = []
-        if self.system is not None:
-            system = [{"role": "system", "content": self.system}]
-        return self._template.render(
-            [*system, *self.messages[first:]],
-            tools=self.options.tools,
-            variables=self.options.variables,
-        )
 
     def _computed(self, generation: Generation) -> Generator[Token, None, None]:
         """Yields the answer's tokens."""

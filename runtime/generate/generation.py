@@ -232,8 +232,10 @@ class Generation:
             text, hidden = self._stream.text(token_id), self._hidden_texts.get(token_id, "")
             if self._left == 0:
                 self.run.stopped_by = "max tokens"
-            elif not self._has_room and self.options.shift_keep is None:
-                self.run.stopped_by = "context"
+            elif self.options.shift_keep is None:
+                wrong = len(self._draft) - self._right  # draft tokens, which are dropped
+                if self.sequence.room + wrong <= 0:
+                    self.run.stopped_by = "context"
             if self.is_over:
                 text += self._stream.flush()
             tokens.append(self._token(token_id, self._filtered(text, hidden)))
@@ -249,12 +251,6 @@ class Generation:
         if is_stopped:
             self.run.stopped_by = "stop string"
         return text
-
-    @property
-    def _has_room(self) -> bool:
-        """True if the sequence has room for another token once wrong draft tokens are dropped."""
-        wrong = len(self._draft) - self._right
-        return self.sequence.room + wrong > 0
 
     def _token(self, token_id: int, text: str) -> Token:
         count = self.options.num_logprobs
