@@ -163,8 +163,8 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
                 markeredgecolor=INK,
                 label="this plan",
             )
-            speed = f"{1 / split.objective_s:,.0f}"
-            alt += f" The plan, at {format_bytes(split.budgets[0])}, reaches {speed}."
+            reached = f"{1 / split.objective_s:,.0f}"
+            alt += f" The plan, at {format_bytes(split.budgets[0])}, reaches {reached}."
         axes.set(
             xlabel=f"GPU memory granted ({label})",
             ylabel="tokens a second, predicted",

@@ -50,7 +50,9 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
         missing.append(Missing(line=speeds.why_not, command=names.new_machine))
     if not missing and found.split is None:
         missing.append(names.no_split)
-    tables = () if found.split is None else (_speed_table(found.split, speeds),)
+    tables: tuple[Table, ...] = ()
+    if found.split is not None:
+        tables = (_speed_table(found.split, speeds),)
     curve = speeds.curve
     if curve is not None:
         rows = tuple(

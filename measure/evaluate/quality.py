@@ -139,7 +139,7 @@ def evaluate(
         if config.engine.mode is None and config.split is None:
             common = replace(common, mode=mode_meant(dense.model))
         engine = stack.enter_context(load_engine(config.model, config.split, common))
-        sizes: dict[str, int] = {
+        sizes: dict[str, Any] = {
             "context_length": min(dense.context_length, engine.context_length),
             "max_tokens": config.max_tokens,
             "seed": config.seed,
