@@ -197,7 +197,7 @@ def fill(folder: Path, text: str) -> None:
 
 
 def test_a_folder_is_replaced_by_one_exchange_of_names_or_by_two_renames(tmp_path, monkeypatch):
-    """By an exchange, the folder exists at every moment."""
+    """The folder exists at every moment if the system can exchange names."""
     fill(tmp_path / "x", "old")
     (tmp_path / "other").mkdir()
     if renaming._exchange(tmp_path / "x", tmp_path / "other"):

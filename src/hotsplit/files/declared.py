@@ -18,7 +18,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import MAX_COUNT, MAX_SHOWN, one_line, plain, shown
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -47,9 +47,9 @@ class Rule:
     words: str
 
     def __get_pydantic_core_schema__(self, kind: Any, schema_of: Callable[[Any], Any]) -> Any:
-        from pydantic_core.core_schema import no_info_after_validator_function
+        from pydantic import AfterValidator
 
-        return no_info_after_validator_function(self._check, schema_of(kind))
+        return AfterValidator(self._check).__get_pydantic_core_schema__(kind, schema_of)
 
     def _check(self, value: T) -> T:
         if not self.is_met(value):
@@ -106,23 +106,20 @@ def read_declared(kind: type[T], values: object, name: str = "") -> T:
     except RecursionError as error:
         raise HotsplitError(f"{name or 'the content'} is nested too deep") from error
     except ValidationError as error:
-        raise HotsplitError(error_line(error, name, skip=1)) from error
+        first = error.errors(include_url=False)[0]
+        raise HotsplitError(_line_of(first, place_of(first["loc"][1:], name))) from error
 
 
-def error_line(error: "ValidationError", name: str = "", *, skip: int = 0) -> str:
-    """The first error on one line: what is wrong where, and what is wanted.
-
-    `name`: the whole object's. `skip`: places of pydantic's path that are not in the object."""
-    first = error.errors(include_url=False)[0]
-    place = place_of(first["loc"][skip:], name)
-    if first["type"] == "missing":
+def _line_of(problem: Mapping[str, Any], place: str) -> str:
+    """One of pydantic's errors on one line: what is wrong where, and what is wanted."""
+    if problem["type"] == "missing":
         return f"key {shown(place)} is missing"
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"key {shown(place)} is unknown"
     place = one_line(place or "the content", MAX_SHOWN)
-    if first["type"] == "json_invalid":  # nested beyond pydantic's limit
-        return f"{place} cannot be read ({one_line(first['ctx']['error'])})"
-    return f"{place} is {shown(first['input'])}, wanted {wanted_by(first)}"
+    if problem["type"] == "json_invalid":  # nested beyond pydantic's limit
+        return f"{place} cannot be read ({one_line(problem['ctx']['error'])})"
+    return f"{place} is {shown(problem['input'])}, wanted {wanted_by(problem)}"
 
 
 def place_of(path: tuple[int | str, ...], name: str = "") -> str:
