@@ -26,7 +26,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.step.host_mixers import HostMixers
 from hotsplit.runtime.step.plain_backend import plain_backend
 
 CONTEXT = 160
@@ -105,29 +104,6 @@ def test_a_layer_takes_one_round_trip_for_its_attention(tmp_path):
 
 
 # ---- prompts -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_sequences", [1, 2])
-def test_heads_have_the_same_bits_however_many_rows_come(tmp_path, num_sequences):
-    """The bits are those of one row at a time."""
-    model, _ = offloaded(tmp_path, "random", num_sequences=num_sequences)
-    sizes, layer = [(1,) * 100, (100,), (3, 50, 47)], 2
-    options = {**ON_THE_CPU, "num_sequences": num_sequences}
-    with Engine.load(model.path, split=tmp_path / "s.gguf", **options) as engine:
-        weights = engine._live.weights
-        attention = weights.layers[layer].attention
-        host = HostMixers.of(weights, dict.fromkeys(range(len(weights.layers)), "attend"))
-        qkv = torch.randn(100, attention.widths[0], generator=torch.Generator().manual_seed(1))
-        weights.cache.reserve(num_sequences - 1, 0, 100)
-        found = []
-        for pieces in sizes:
-            start, rows = 0, []
-            for count in pieces:
-                piece = qkv[start : start + count]
-                rows.append(host.run(layer, piece, sequence=num_sequences - 1, start=start))
-                start += count
-            found.append(torch.cat(rows))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 # ---- engines on a fake device --------------------------------------------------------------------

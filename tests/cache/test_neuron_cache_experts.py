@@ -29,9 +29,7 @@ from hotsplit.runtime.neuron_cache.native.library import SWAP
 from hotsplit.runtime.neuron_cache.setup import first_residents, not_copied
 from hotsplit.runtime.neuron_cache.slots import GpuSlots, Residency
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import hybrid_builder
-from hotsplit.runtime.step.gpu_pass import GpuPass
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights.expert_block import ExpertMatrices
 from hotsplit.runtime.weights.resident import Residence
@@ -175,20 +173,6 @@ def test_the_policy_sees_the_experts_that_are_chosen():
     for layer, id_TK in seen.items():
         bits_TE = shown[:, layer] >> np.arange(E, dtype=np.uint32) & 1
         assert [np.flatnonzero(bits_E).tolist() for bits_E in bits_TE] == np.sort(id_TK).tolist()
-
-
-def test_prompts_follow_the_tables():
-    """Prompts are computed layer by layer, also while experts are on their way."""
-    cached = Cached.of()
-    ran(cached, IDS[:3])
-    assert cached.cache._num_pending
-    static = cached.static()[1]
-    prompt = torch.tensor(IDS[:3])
-    found = [
-        GpuPass(weights=weights, observers=Observers()).forward(prompt, 10).clone()
-        for weights in (cached.weights, static)
-    ]
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("plan", ["both layers", "all but one"])

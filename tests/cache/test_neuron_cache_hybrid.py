@@ -23,9 +23,7 @@ from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.setup import first_residents
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.step import hybrid_builder
-from hotsplit.runtime.step.gpu_pass import GpuPass
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights.resident import Residence
 
@@ -186,19 +184,6 @@ def test_the_policy_sees_the_neurons_that_are_read(tmp_path, plan, mode):
             continue
         got = torch.stack([unpack_bits(torch.from_numpy(row))[:F] for row in shown[:, layer]])
         assert (got != seen[layer]).float().mean() < 0.01 and 0.05 < got.float().mean() < 0.95
-
-
-def test_prompts_follow_the_tables(tmp_path):
-    """Prompts are computed layer by layer, between steps."""
-    cached = Cached.of(tmp_path, mode="exact")
-    ran(cached, IDS)
-    _, static = cached.static()
-    prompt = torch.tensor(IDS[:3])
-    found = [
-        GpuPass(weights=weights, observers=Observers()).forward(prompt, 10).clone()
-        for weights in (cached.weights, static)
-    ]
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("plan, mode", [("random", "exact"), ("every kind of layer", "predicted")])

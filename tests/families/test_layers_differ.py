@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from models import changed, differing_spec, family_spec, make_model, make_sizes
-from reference import heads_ref, logits_ref, rel_error, weights
+from reference import logits_ref, rel_error
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -19,7 +19,6 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import Row, rows_of
-from hotsplit.runtime.step.host_mixers import HostMixers
 from hotsplit.runtime.step.plain_backend import plain_backend
 
 BOUND = 1e-5  # against float64, with all weights and the cache in f32; the largest seen was 1e-6
@@ -172,31 +171,6 @@ def test_sequences_and_drafts_in_blocks(model, want):
         got = decoder.run(rows)
     right = torch.cat([alone[length : length + 4] for length in texts.values()])
     assert torch.equal(got, right) and rel_error(alone, want) < BOUND
-
-
-@pytest.mark.parametrize("num_sequences", [1, 2])
-def test_heads_that_attend_on_the_host_for_a_gpu(model, num_sequences):
-    """Of queries, keys and values of each layer, as many as it has."""
-    with (
-        Engine.of(model, mode="dense", cache_type_k="f32", num_sequences=num_sequences) as engine,
-        torch.inference_mode(),
-    ):
-        found = engine._live.weights
-        host, found_heads = (
-            HostMixers.of(found, dict.fromkeys(range(len(found.layers)), "attend")),
-            [],
-        )
-        found.cache.reserve(num_sequences - 1, 0, 150)
-        for index, layer in enumerate(found.layers):
-            size = layer.attention.widths[0]
-            qkv = torch.randn(150, size, generator=torch.Generator().manual_seed(index))
-            got = host.run(index, qkv, sequence=num_sequences - 1, start=0)
-            a = layer.attention.spec
-            each = np.split(qkv.double().numpy(), np.cumsum(a.projected)[:-1] * a.head_dim, axis=1)
-            want = heads_ref(each, a, lambda name, i=index: weights(model, f"blk.{i}.{name}"))
-            assert rel_error(got, want) < BOUND
-            found_heads.append(got.shape[1])
-        assert len(set(found_heads)) > 1
 
 
 # ---- hybrid steps ----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ before it.
 Letters: see runtime.kernels.gpu.kernels."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from kernel_launches import SLOTS, Launch
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
-from hotsplit.runtime.weights import gpu_products
 
 # The largest |got - want| / |want| of a correct kernel. Sums of 16,384 terms in f32 have a relative
 # error of about 1e-6; the rest is room for the device's exp and sin.
@@ -42,7 +41,8 @@ def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[
     Overwrites the launch's vectors and restores the cache. `wait` waits for the device and raises
     what went wrong there."""
     launch = _with_few_blocks(launch)
-    with torch.inference_mode(), gpu_products.made_current(launch.device), _filled(launch):
+    current = torch.cuda.device(launch.device) if launch.device.type == "cuda" else nullcontext()
+    with torch.inference_mode(), current, _filled(launch):
         before = [values.clone() for values in _outputs(launch)]
         got = _results(launch, fast, before, wait)
         want = _results(launch, plain, before, wait)

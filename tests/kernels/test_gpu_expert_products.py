@@ -16,7 +16,7 @@ from ptx import DataRace, Uninitialised
 from ptx.kernels import PtxKernels
 from test_gpu_products import F16, is_right, powers, tokens
 
-from hotsplit.runtime.kernels.gpu.expert_pairs import Pairs, Part, pairs_of
+from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE, Pairs
 
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
@@ -36,10 +36,23 @@ def num_pairs(parts) -> int:
 
 
 def pairs(parts=PARTS) -> list[Pairs]:
-    """The pairs of each part, of tokens in random order."""
+    """The pairs of each part, of tokens in random order; an output has the row of its pair."""
     pair_P = np.random.default_rng(0).permutation(num_pairs(parts))
-    made = [Part(place_A=np.array([*part]), count_A=np.array([*part.values()])) for part in parts]
-    return pairs_of(made, pair_P, NUM_USED, device())
+    found, first = [], 0
+    for part in parts:
+        own_P = pair_P[first : first + sum(part.values())]
+        size = SMALL_TILE if len(own_P) <= 2 * SMALL_TILE * len(part) else LARGE_TILE
+        tiles, start = [], 0
+        for place, count in part.items():
+            for done in range(0, count, size):
+                tiles.append([place, start + done, min(size, count - done)])
+            start += count
+        row_3P = np.stack([own_P // NUM_USED, np.arange(len(own_P)), own_P])
+        tensors = (torch.tensor(np.array(x), dtype=torch.int32) for x in (tiles, row_3P))
+        tile_G3, row_3P = (each.to(device()) for each in tensors)
+        found.append(Pairs(tile_G3=tile_G3, row_3P=row_3P, tile_size=size))
+        first += len(own_P)
+    return found
 
 
 def bound(left_PK, sizes_PKN, factor_P, dtype) -> torch.Tensor:
@@ -77,7 +90,7 @@ def assert_outputs(kernels, kind, parts=PARTS, *, num_rows=64, width=0, slack=1.
         ):
             given = {"tile_G3": own.tile_G3, "tile_size": own.tile_size, "factor_P": factor}
             if factor is None:
-                given["row_2P"], count = own.in_2P, own.number
+                given["row_2P"], count = own.in_2P, own.row_3P.shape[1]
             else:  # rows of all pairs
                 given["row_2P"], count = own.row_3P[[0, 2]], total
             got, want = (torch.full((count, num_rows), 7.0, device=device()) for _ in range(2))
@@ -113,7 +126,7 @@ def assert_sums(kernels, kind, parts=PARTS, *, num_rows=64, width=0, slack=1.0):
     factor_P = torch.linspace(0.5, 1.5, total).to(device())
     sizes_NK = sizes(plain).view(3, num_rows, width).transpose(1, 2).flatten(0, 1)
     for own in pairs(parts):
-        hidden, power = as_input(kind, own.number, num_rows), powers(own.number)
+        hidden, power = as_input(kind, own.row_3P.shape[1], num_rows), powers(own.row_3P.shape[1])
         given = {
             "tile_G3": own.tile_G3,
             "row_2P": own.out_2P,
@@ -219,7 +232,7 @@ def test_faults_in_ptx_are_found(old, new, found):
 
 def test_the_check_of_a_device_knows_a_wrong_product():
     (own, _), matrix = pairs(), make_matrix("q4_0_planar", 120, 64)
-    x_TD, out_PN = torch.empty(33, 64, dtype=torch.float16), torch.empty(own.number, 40)
+    x_TD, out_PN = torch.empty(33, 64, dtype=torch.float16), torch.empty(own.row_3P.shape[1], 40)
     given = {"tile_G3": own.tile_G3, "row_2P": own.in_2P, "tile_size": own.tile_size}
     launch = Launch.of(Kernels.multiply, matrix, None, x_TD, torch.empty(33), out_PN, **given)
     check_launch(launch, triton_kernels(), plain := reference_kernels(), lambda: None)

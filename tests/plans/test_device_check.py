@@ -20,10 +20,10 @@ from hotsplit.errors import HotsplitError
 from hotsplit.runtime import device_check, loading
 from hotsplit.runtime.device.cuda_runtime import CudaRuntime
 from hotsplit.runtime.device_check import BOUND, DeviceFails, check_logits, within_time
+from hotsplit.runtime.kernels.gpu import kernels as gpu_kernels
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
-from hotsplit.runtime.weights import gpu_products
 
 pytestmark = pytest.mark.skipif(
     not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux"
@@ -151,7 +151,7 @@ def test_without_triton_the_cpu_runs(load, monkeypatch):
     def missing():
         raise ImportError("the GPU kernels need Triton, found none: pip install triton")
 
-    monkeypatch.setattr(gpu_products, "kernels", missing)
+    monkeypatch.setattr(gpu_kernels, "triton_kernels", missing)
     kind, (line,) = load()
     assert kind is NativeStep and "found none: pip install triton: everything runs on" in line
 

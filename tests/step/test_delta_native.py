@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from delta_models import FEW, delta_model
+from delta_models import delta_model
 from models import make_sizes
 from reference import logits_ref, rel_error
 
@@ -21,8 +21,6 @@ from hotsplit.runtime.ops.attention.native import TableStruct
 from hotsplit.runtime.ops.delta.native import DeltaStruct
 from hotsplit.runtime.ops.norm import NormStruct
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
-from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.host_mixers import HostMixers, host_ways
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.native_parts import PartStruct
 from hotsplit.runtime.step.native_step import LayerStruct, RowStruct, StepStruct
@@ -336,28 +334,6 @@ def test_a_model_agrees_with_the_reference(model_path, level):
             one_by_one = engine._step(token, position)
         assert torch.equal(got, one_by_one)
         assert rel_error(got, logits_ref(engine.model, IDS)[-1]) < 1e-5
-
-
-def test_the_host_mixes_in_passes_beside_a_gpu(monkeypatch):
-    """Attention, delta nets and experts of the CPU, for pieces of a text."""
-    model = delta_model(make_sizes(num_layers=4, context_length=128), experts=FEW)
-    with Engine.of(model, mode="dense", num_sequences=2) as engine:
-        live = engine._live
-        ways = host_ways(live.weights)
-        assert set(ways.values()) == {"whole"} and len(ways) == len(live.weights.layers)
-        decoder, seen = replace(live, native=None), []
-        live.weights.cache.reserve(1, 0, len(IDS))
-        mix = HostMixers.run
-        monkeypatch.setattr(HostMixers, "run", lambda *a, **k: (seen.append(a[1]), mix(*a, **k))[1])
-        reads = []
-        for start, stop in ((0, 7), (7, 8), (8, len(IDS))):
-            got = decoder.run(rows_of(IDS[start:stop], start, "last", 1))
-            reads.append(replace(engine.traffic))
-        want = engine.logits(IDS)[-1:]
-    assert seen == [*range(len(ways))] * 3
-    assert rel_error(got, want) < 1e-5
-    by_pass = engine.traffic.attention - reads[-1].attention  # in one
-    assert reads[-1].attention == 3 * by_pass
 
 
 def test_observers_see_delta_nets(model_path):
