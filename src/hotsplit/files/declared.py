@@ -46,7 +46,7 @@ class Rule:
     is_met: Callable[[Any], bool]
     words: str
 
-    def __get_pydantic_core_schema__(self, kind: Any, schema_of: Callable[[Any], Any]) -> Any:
+    def __get_pydantic_core_schema__(self, kind: Any, schema_of: Any) -> Any:
         from pydantic import AfterValidator
 
         return AfterValidator(self._check).__get_pydantic_core_schema__(kind, schema_of)
