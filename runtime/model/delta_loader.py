@@ -1,7 +1,5 @@
 """Loads the parts of a gated delta net."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
@@ -11,13 +9,11 @@ from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.tensors import CONV, DECAY, DECAY_BIAS, DELTA_NORM
 from hotsplit.runtime.cache.state_slots import LayerState
 from hotsplit.runtime.ops.delta.block import DeltaNet
+from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.weights.matrix import Linear
 
-if TYPE_CHECKING:
-    from hotsplit.runtime.model.loader import Builder
 
-
-def load_delta(load: "Builder", index: int, block: DeltaSpec, device: torch.device) -> DeltaNet:
+def load_delta(load: Reader, index: int, block: DeltaSpec, device: torch.device) -> DeltaNet:
     conv_CJ, decay_V, bias_V = (
         load.own_vector(f"blk.{index}.{name}", device) for name in (CONV, DECAY, DECAY_BIAS)
     )
@@ -42,7 +38,7 @@ def load_delta(load: "Builder", index: int, block: DeltaSpec, device: torch.devi
 
 
 def _gates(
-    load: "Builder", index: int, block: DeltaSpec, device: torch.device
+    load: Reader, index: int, block: DeltaSpec, device: torch.device
 ) -> tuple[Linear, Linear]:
     """The matrices of beta and alpha, perhaps of rows of the one that has both."""
     if not block.is_grouped:

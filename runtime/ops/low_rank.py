@@ -6,7 +6,6 @@ Letters: T tokens, D hidden size, R rank."""
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,11 +14,9 @@ from hotsplit.model.low_rank import LEFT, RIGHT
 from hotsplit.model.low_rank import LowRank as Block
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
+from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights.matrix import Linear
-
-if TYPE_CHECKING:
-    from hotsplit.runtime.model.loader import Builder
 
 
 class LowRankStruct(Structure):
@@ -50,7 +47,7 @@ class LowRank(Loaded):
 
 
 def load(
-    load: "Builder", blocks: Sequence[Block], layer: int | None, device: torch.device
+    load: Reader, blocks: Sequence[Block], layer: int | None, device: torch.device
 ) -> Iterator[LowRank]:
     for block in blocks:
         left, right = (load.linear(in_layer(layer, name), device) for name in (LEFT, RIGHT))

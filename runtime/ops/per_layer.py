@@ -6,7 +6,6 @@ Letters: T tokens, D model width, L layers, P values of a layer's input, I of al
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure, c_int32, c_int64
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +16,9 @@ from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
+from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
-
-if TYPE_CHECKING:
-    from hotsplit.runtime.model.loader import Builder
 
 
 class LayerInputsStruct(Structure):
@@ -100,7 +97,7 @@ class PerLayer(Loaded):
 
 
 def load(
-    load: "Builder",
+    load: Reader,
     blocks: Sequence[blocks_of.LayerInputs | blocks_of.PerLayer],
     layer: int | None,
     device: torch.device,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, Structure, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +16,9 @@ from hotsplit.model.planes import LEAST_SQUARE
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, launch_add_norm, norm_struct
 from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
+from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights.matrix import Linear
-
-if TYPE_CHECKING:
-    from hotsplit.runtime.model.loader import Builder
 
 
 class PlaneRouterStruct(Structure):
@@ -175,7 +172,7 @@ def like(of_TD: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def load(
-    load: "Builder", blocks: Sequence[blocks_of.OfPlanes], layer: int | None, device: torch.device
+    load: Reader, blocks: Sequence[blocks_of.OfPlanes], layer: int | None, device: torch.device
 ) -> Iterator[OfPlanes]:
     router: PlaneRouter | None = None
 

@@ -1,7 +1,7 @@
 """Loaded position-wise operations (model/position_wise.py), of a layer or outside the layers. The module that
 a block names as its room has a function
 
-    load(load: "Builder", blocks: Sequence[Block], layer: int | None, device: torch.device) -> Iterable[Loaded]
+    load(load: Reader, blocks: Sequence[Block], layer: int | None, device: torch.device) -> Iterable[Loaded]
 
 for the blocks that name it of one layer or, without one, outside the layers, in order."""
 
@@ -10,18 +10,16 @@ from collections.abc import Mapping, Sequence
 from ctypes import Structure
 from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import Structs
 from hotsplit.runtime.weights.matrix import Linear
-
-if TYPE_CHECKING:
-    from hotsplit.runtime.model.loader import Builder
 
 
 class Loaded(ABC):
@@ -47,7 +45,7 @@ class Loaded(ABC):
 
 
 def load_all(
-    load: "Builder", blocks: Sequence[PositionWise], layer: int | None, device: torch.device
+    load: Reader, blocks: Sequence[PositionWise], layer: int | None, device: torch.device
 ) -> Mapping[str, Loaded]:
     """The operations of a layer, or outside the layers, by kind, in order; each is of another kind."""
     assert len({block.kind for block in blocks}) == len(blocks), blocks

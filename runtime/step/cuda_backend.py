@@ -9,8 +9,7 @@ import torch
 from hotsplit.runtime.device.streams import CudaStream, Stream
 from hotsplit.runtime.step.doorbells import DoorbellStream
 from hotsplit.runtime.step.hybrid_device import Take
-from hotsplit.runtime.step.hybrid_step import Backend
-from hotsplit.runtime.step.plain_backend import allocated, submitted
+from hotsplit.runtime.step.plain_backend import Backend, allocated, submitted
 
 _OVERLAPPING = 9  # compute capability
 

@@ -34,11 +34,12 @@ from hotsplit.runtime.step.hybrid_neuron_cache import (
     HybridExpertCache,
     HybridNeuronCache,
 )
-from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Passes, Segment
+from hotsplit.runtime.step.hybrid_step import HybridStep, Meter, Passes, Segment
 from hotsplit.runtime.step.hybrid_submissions import Lowering, Submission, is_in_line, joins
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
 from hotsplit.runtime.step.pass_device import PassKernels, SomeExperts
 from hotsplit.runtime.step.pass_room import PassSetup
+from hotsplit.runtime.step.plain_backend import Backend
 from hotsplit.runtime.step.program import (
     HOST,
     Op,

@@ -24,7 +24,7 @@ from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.neuron_rows import NeuronRows, SlotLayer
 from hotsplit.runtime.neuron_cache.policy import packed
 from hotsplit.runtime.neuron_cache.slots import Carrier, GpuSlots
-from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.step.plain_backend import Backend
 from hotsplit.runtime.weights.neuron_block import by_role
 
 

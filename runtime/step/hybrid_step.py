@@ -10,7 +10,6 @@ sequences, N blocks of a sequence."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,31 +26,13 @@ from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NeuronsStruct
 from hotsplit.runtime.step.batch import LogitsMemory, Row, prepared, runs_of
-from hotsplit.runtime.step.hybrid_device import Take
+from hotsplit.runtime.step.hybrid_neuron_cache import HybridCache
 from hotsplit.runtime.step.native_parts import HostBuffers
 from hotsplit.runtime.step.native_step import StepStruct
-
-if TYPE_CHECKING:
-    from hotsplit.runtime.kernels.gpu.kernels import Kernels
-    from hotsplit.runtime.step.hybrid_neuron_cache import HybridCache
 
 # Microseconds that the CPU's idle threads wait for their part of the next layer, about as long as the
 # GPU's part may take: to wake them takes as long as their work. Engine.close() undoes it.
 GPU_SPIN_TIME = 1000
-
-# Turns a submission to a stream into a function that is called for every step.
-Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backend:
-    """The kernels, streams and memory that a step runs on."""
-
-    kernels: "Kernels"
-    stream: Callable[[torch.device], Stream]  # makes one
-    take: Callable[[torch.device], Take]  # zeroed memory for buffers
-    prepare: Prepare
-    is_pinned: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +77,7 @@ class HybridStep:
     meter: "Meter"
     passes: Passes
     kept: tuple[object, ...]  # keeps alive what graphs refer to by address
-    neuron_cache: "HybridCache | None" = None
+    neuron_cache: HybridCache | None = None
     states: StateSlots | None = None  # of recurrent states, if the model has any
     # Makes the segments for a number of rows; the rows of the first step are in `host`.
     prepare: Callable[[int], tuple[Segment, ...]] | None = None

@@ -1,9 +1,8 @@
-"""A backend that runs both sides of a hybrid step on the CPU, where kernels run as they are
-submitted.
-
-Used to test the step without a GPU, and as the reference for captured steps."""
+"""What a hybrid step runs on, and its plain form: both sides are on the CPU, where kernels run as they are
+submitted. That is for tests of the step without a GPU, and the reference for captured steps."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +10,24 @@ from torch import Tensor
 
 from hotsplit.runtime.device.streams import PlainStream, Stream
 from hotsplit.runtime.step.hybrid_device import Take
-from hotsplit.runtime.step.hybrid_step import Backend
 
 if TYPE_CHECKING:
     from hotsplit.runtime.kernels.gpu.kernels import Kernels
+
+
+# Turns a submission to a stream into a function that is called for every step.
+Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """The kernels, streams and memory that a step runs on."""
+
+    kernels: "Kernels"
+    stream: Callable[[torch.device], Stream]  # makes one
+    take: Callable[[torch.device], Take]  # zeroed memory for buffers
+    prepare: Prepare
+    is_pinned: bool
 
 
 def plain_backend(kernels: "Kernels") -> Backend:

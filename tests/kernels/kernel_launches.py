@@ -31,8 +31,8 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.hybrid_device import Take
-from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.step.pass_room import PassSetup
+from hotsplit.runtime.step.plain_backend import Backend
 
 # Kernels of prompts alone.
 PROMPTS = ("unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens")

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
-from hotsplit.runtime.step.hybrid_step import Backend
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.plain_backend import Backend, plain_backend
 
 
 class Race(AssertionError):
