@@ -1,7 +1,7 @@
 """The C++ encoder in this folder, called on torch tensors.
 
-It reads f32, f16 or bf16 weights in place, by rows or by columns, writes the same bytes as ggml, and
-finds the largest magnitude in the same pass.
+It reads f32, f16 or bf16 weights in place, by rows or by columns, writes the same bytes as ggml,
+and finds the largest magnitude in the same pass.
 
 If the C++ is not built, importing this raises HotsplitError.
 
@@ -22,7 +22,8 @@ SOURCE_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _OK = 0
 
 
-# hs_encode of encode.h: level, source kind | data, strides, list of rows, sizes | type, limit | results
+# hs_encode of encode.h: level, source kind | data, strides, list of rows, sizes | type, limit |
+# results
 _SOURCE = (INT, INT, POINTER, SIZE, SIZE, POINTER, SIZE, SIZE)
 _TAKEN = (*_SOURCE, INT, ctypes.c_float, POINTER, POINTER, POINTER)
 _lib = open_library(
@@ -49,8 +50,8 @@ def encode_rows(
     weight_NM: f32, f16 or bf16 on the CPU, rows or (without `rows`) columns contiguous; others are
     copied. rows: int64, the rows to encode, in order; None means all. importance_M: f32, finite and
     at least 0, the mean squares of what the columns are multiplied by, by which the search for
-    scales weighs errors; None: no such weights. If the magnitude is NaN or reaches `limit`, the bytes
-    are meaningless. `level`: one of usable_levels(); None is the best."""
+    scales weighs errors; None: no such weights. If the magnitude is NaN or reaches `limit`, the
+    bytes are meaningless. `level`: one of usable_levels(); None is the best."""
     assert weight_NM.dim() == 2 and weight_NM.is_cpu, (weight_NM.shape, weight_NM.device)
     num_rows, width = weight_NM.shape
     if 1 in weight_NM.shape:  # torch leaves the stride of a single row or column open

@@ -1,5 +1,5 @@
-"""How the products of gates become activations, and which neurons are silent: in torch, and as numbers for
-C++ (gate.h). What is between a layer's spec and a kernel hands a `Gate` on whole.
+"""How the products of gates become activations, and which neurons are silent: in torch, and as
+numbers for C++ (gate.h). What is between a layer's spec and a kernel hands a `Gate` on whole.
 
 Letters: T tokens, N neurons of a block, F neurons of a layer."""
 
@@ -28,8 +28,8 @@ class GateStruct(Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The activation of a layer; `threshold` as in model_file.ModelFile. `computes_all`: neurons that
-    do not fire are computed too."""
+    """The activation of a layer; `threshold` as in model_file.ModelFile. `computes_all`: neurons
+    that do not fire are computed too."""
 
     activation: Activation
     threshold: float = 0.0
@@ -61,7 +61,8 @@ class Gate:
         return self.cutoff is not None
 
     def prepare(self, gate_TF: Tensor) -> Tensor:
-        """What the activation takes, from the products: if `needs_all`, of all neurons of a layer."""
+        """What the activation takes, from the products: if `needs_all`, of all neurons of a
+        layer."""
         if self.cutoff is None:
             return gate_TF
         exact_TF = gate_TF.double()
@@ -72,8 +73,9 @@ class Gate:
         """Applies the activation; returns (activated values, whether the neuron fires). Neurons
         that do not fire give zero.
 
-        ReLU squared is that of Primer (So et al. 2021). The threshold of FATReLU is part of the model (ProSparse, arXiv 2402.13516), so it always
-        counts. NaN fires, so that it is not lost."""
+        ReLU squared is that of Primer (So et al. 2021). The threshold of FATReLU is part of the
+        model (ProSparse, arXiv 2402.13516), so it always counts. NaN fires, so that it is not
+        lost."""
         is_smooth = self.activation in SMOOTH
         value = self.smooth(gate) if is_smooth else gate
         if self.computes_all and is_smooth:

@@ -1,8 +1,8 @@
 """Planar rows: each part of a row's blocks (scales, nibbles, ...) is contiguous. GPUs read this
 layout, and the CPU does for small blocks (made there by library.pack_rows).
 
-Blocks of 18, 34 and 210 bytes, as a file has them, do not align 16-byte loads. In a planar row each part
-is contiguous over all blocks; the row has as many bytes as in the file:
+Blocks of 18, 34 and 210 bytes, as a file has them, do not align 16-byte loads. In a planar row each
+part is contiguous over all blocks; the row has as many bytes as in the file:
 
     small blocks  scales, each with its minimum if there is one | fifth bits, 4 bytes per block, if
                   there are any | nibbles, 16 bytes per block, or values, 32

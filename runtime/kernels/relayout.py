@@ -1,7 +1,8 @@
 """The layout of rows on a GPU, from that in which the CPU reads them: where each byte comes from.
 
-Rows in tiles and groups are permuted within as many rows; others within a row. The permutation is found by
-permuting the digits of numbers, so it is that of `from_tiled`, `from_grouped` and `planar`."""
+Rows in tiles and groups are permuted within as many rows; others within a row. The permutation is
+found by permuting the digits of numbers, so it is that of `from_tiled`, `from_grouped` and
+`planar`."""
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from hotsplit.runtime.kernels.tiled import from_tiled
 
 
 def positions(kind: str, target_kind: str, num_rows: int, row_bytes: int) -> Tensor | None:
-    """int32 [num_rows * row_bytes], for each byte of `num_rows` rows of `target_kind` its position in
-    those of `kind`; None if the layouts are equal. `num_rows`: those of a tile, of a group, or 1."""
+    """int32 [num_rows * row_bytes], for each byte of `num_rows` rows of `target_kind` its position
+    in those of `kind`; None if the layouts are equal. `num_rows`: those of a tile, of a group, or
+    1."""
     if kind == target_kind:
         return None
     at = torch.arange(num_rows * row_bytes)

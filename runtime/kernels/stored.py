@@ -1,5 +1,5 @@
-"""A weight matrix in the type of its file or in a layout made from it, and vectors, as kernels on CPU and
-GPU read them.
+"""A weight matrix in the type of its file or in a layout made from it, and vectors, as kernels on
+CPU and GPU read them.
 
 Letters: N rows, D row width, A chosen rows."""
 

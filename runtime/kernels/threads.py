@@ -17,7 +17,8 @@ _named: int | None = None  # the count that the user gave
 
 
 def use_threads(count: int | None) -> int:
-    """Uses `count` threads (None: the default of system.processors) for each job; returns their number.
+    """Uses `count` threads (None: the default of system.processors) for each job; returns their
+    number.
 
     Raises HotsplitError for an impossible count."""
     global _named
@@ -41,8 +42,8 @@ def use_default_threads(*, beside_gpu: bool) -> None:
 
 
 def threads_of_steps(*, beside_gpu: bool) -> int:
-    """The threads of decode steps, whichever of the defaults is in use now: the number that the user
-    gave, or the default for work beside a GPU or without one."""
+    """The threads of decode steps, whichever of the defaults is in use now: the number that the
+    user gave, or the default for work beside a GPU or without one."""
     here, count = processors(), threads_in_use()
     is_default = _named is None and count in (here.threads, here.threads_beside_gpu)
     if not is_default:

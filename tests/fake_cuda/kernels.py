@@ -18,9 +18,9 @@ from hotsplit.runtime.kernels.stored import StoredMatrix
 
 
 def launched(kernels: Kernels) -> Kernels:
-    """Wraps kernels that take CPU tensors, such as the reference: each call becomes a launch. `scatter`
-    counts as writing what its launch declares or, outside of a declared launch, the targets in
-    `copies_C4`, which are read after a synchronisation."""
+    """Wraps kernels that take CPU tensors, such as the reference: each call becomes a launch.
+    `scatter` counts as writing what its launch declares or, outside of a declared launch, the
+    targets in `copies_C4`, which are read after a synchronisation."""
 
     def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
         ranges = ranges_of((staging_B, copies_C4))

@@ -45,7 +45,8 @@ MOST_LINES = 20
 
 @dataclass(kw_only=True)
 class Job:
-    """One file of tests, or a part of one. `state` is waiting, running, ok, FAILED or out of time."""
+    """One file of tests, or a part of one. `state` is waiting, running, ok, FAILED or out of
+    time."""
 
     name: str
     arguments: list[str]

@@ -1,5 +1,5 @@
-"""Hand-overs by flags on a real device: values, submitted and in a graph; what they take beside host
-functions; and that a server that stops leaves no stream waiting. `-s` prints the times."""
+"""Hand-overs by flags on a real device: values, submitted and in a graph; what they take beside
+host functions; and that a server that stops leaves no stream waiting. `-s` prints the times."""
 
 import pytest
 import torch

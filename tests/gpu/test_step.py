@@ -26,8 +26,8 @@ L, F = 4, 96  # as in PLANS
 MODES = ("dense", "exact", "predicted")
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 # A step's sums are f32; its keys and values are f16, which a sum in another order may change by one
-# unit. Except for f32 matrices, a prompt's products take both factors in 16 bits, each rounded by at
-# most half of eps.
+# unit. Except for f32 matrices, a prompt's products take both factors in 16 bits, each rounded by
+# at most half of eps.
 STEP_BOUND = 2 * torch.finfo(torch.float16).eps
 STEP_BOUNDS = Bounds(dict.fromkeys(KINDS, STEP_BOUND))
 PROMPT_BOUNDS = {kind: 4 * torch.finfo(torch.float16).eps for kind in KINDS}

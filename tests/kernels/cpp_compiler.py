@@ -17,7 +17,8 @@ COMPILER = ["ccache", "g++"] if shutil.which("ccache") else ["g++"]
 def compiled(source: Path, output: Path, *flags: str | Path) -> Path:
     """Returns `output`, the object file; raises CalledProcessError after an error."""
     command = [*COMPILER, *FLAGS, *flags, "-c", source, "-o", output]
-    # ccache makes paths below this folder relative to the current one: another checkout has them too.
+    # ccache makes paths below this folder relative to the current one: another checkout has them
+    # too.
     environment = {**os.environ, "CCACHE_BASEDIR": str(ROOT)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
     return output

@@ -1,7 +1,7 @@
-"""Changes of Triton 3.6's interpreter; import it for this effect. It runs loops with a bound that is
-known only at run time: it converts the bound, an array of one element, as numpy did before 2.4. Its
-products are rounded from float64: as on a GPU, a row then does not depend on how many rows a tile has, as
-it does in the sums of some processors' BLAS."""
+"""Changes of Triton 3.6's interpreter; import it for this effect. It runs loops with a bound that
+is known only at run time: it converts the bound, an array of one element, as numpy did before 2.4.
+Its products are rounded from float64: as on a GPU, a row then does not depend on how many rows a
+tile has, as it does in the sums of some processors' BLAS."""
 
 import numpy as np
 from triton.runtime import interpreter

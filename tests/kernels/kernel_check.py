@@ -106,8 +106,8 @@ def _outputs(launch: Launch) -> list[Tensor]:
 
 
 def _with_few_blocks(launch: Launch) -> Launch:
-    """The launch on a cache cut to its first blocks, one per sequence with a row, or on states cut to
-    a few slots; unchanged if the cache has no block table."""
+    """The launch on a cache cut to its first blocks, one per sequence with a row, or on states cut
+    to a few slots; unchanged if the cache has no block table."""
     given = launch.arguments
     count = _NUM_SLOTS if given.get("table_SN") is None else _num_sequences(launch)
     names = SLOTS if given.get("table_SN") is None else _CACHES
@@ -210,8 +210,8 @@ def _context_length(given: dict[str, Any]) -> int:
 
 
 def _randomise(values: Tensor, random: torch.Generator) -> None:
-    """Fills with normal numbers, or int32 and bool with random bits; drawn on the CPU, so that they are the
-    same on every device."""
+    """Fills with normal numbers, or int32 and bool with random bits; drawn on the CPU, so that they
+    are the same on every device."""
     if values.dtype == torch.bool:
         values.copy_(torch.rand(values.shape, generator=random) < 0.5)
     elif values.dtype == torch.int32:

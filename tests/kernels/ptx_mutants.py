@@ -1,8 +1,8 @@
 """Mutants: kernels with one error planted in their source or their PTX, and what finds it.
 
-`MUTANTS`, in ptx_mutants.txt, are all but those of `without_each_barrier`, each with what should find it:
-the name of one of the executor's faults, "values" for the comparison with float64, or "nothing" with
-the reason."""
+`MUTANTS`, in ptx_mutants.txt, are all but those of `without_each_barrier`, each with what should
+find it: the name of one of the executor's faults, "values" for the comparison with float64, or
+"nothing" with the reason."""
 
 import re
 import shutil
@@ -224,8 +224,8 @@ BARRIERS = (
 
 
 def _read(path: Path) -> list[Mutant]:
-    """Of each mutant a line `what | place | case | found by`, with `quick` or `at NUMBER` behind, then on lines
-    of their own: why it is not found; `-` and the old text; `+` and the new one."""
+    """Of each mutant a line `what | place | case | found by`, with `quick` or `at NUMBER` behind,
+    then on lines of their own: why it is not found; `-` and the old text; `+` and the new one."""
     made: list[dict] = []
     for line in path.read_text().splitlines():
         if not line.startswith("    "):

@@ -39,8 +39,8 @@ from hotsplit.runtime.weights.upload import Uploader
 CARD = torch.device("cpu", 0)  # unlike "cpu", treated as a GPU by a placement
 ROWS = 17  # of a matrix, at most
 NEURONS = 83  # rows of `down`, at most
-# Kernels of prompts that test_ptx_products.py and test_prompt_attention.py execute, or the interpreter
-# alone.
+# Kernels of prompts that test_ptx_products.py and test_prompt_attention.py execute, or the
+# interpreter alone.
 _APART = ("multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens")
 
 
@@ -205,12 +205,14 @@ def _small_tensor(kernel: str, name: str, value: Tensor, count: int) -> Tensor:
 
 
 def assert_right(launch: Launch, kernels: Kernels) -> None:
-    """Raises Wrong if what the kernel writes differs from the float64 reference by more than rounding."""
+    """Raises Wrong if what the kernel writes differs from the float64 reference by more than
+    rounding."""
     with small(launch) as made:
         check_launch(made, kernels, REFERENCE, lambda: None)
 
 
-# ---- the plans of docs/gpu-proof.md ----------------------------------------------------------------
+# ---- the plans of docs/gpu-proof.md
+# ----------------------------------------------------------------
 
 ARCHITECTURES = (89, 120)
 CONTEXT = 512

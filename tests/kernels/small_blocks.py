@@ -6,8 +6,8 @@ from hotsplit.model.weight_types import NAMES, TYPES
 
 CODED = {each.name: each for each in TYPES if each.has_nibbles and not each.has_integer_sums}
 LIKE_Q6_K = ("q3_k", "q2_k", "iq4_xs")  # in tiles on the CPU, in planes on GPUs
-# Where only bytes matter, mxfp4, whose blocks have an odd number of bytes, stands for CODED, and q6_k
-# for those like it.
+# Where only bytes matter, mxfp4, whose blocks have an odd number of bytes, stands for CODED, and
+# q6_k for those like it.
 STORED_KINDS = (*(name for name in NAMES if name not in CODED and name not in LIKE_Q6_K), "mxfp4")
 
 
@@ -27,7 +27,8 @@ def random_rows(kind: str, num_rows: int, width: int, scale: float, seed: int = 
 
 def edge_rows(kind: str) -> np.ndarray:
     """uint8 [N, block_bytes]: one block a row, every bit of the quants random, with every exponent
-    or, as scales and minima, every finite f16 number: zeros of both signs, the largest, denormals."""
+    or, as scales and minima, every finite f16 number: zeros of both signs, the largest,
+    denormals."""
     random, each = np.random.default_rng(0), CODED[kind]
     if each.head_bytes == 1:
         heads = np.arange(256, dtype=np.uint8)[:, None]

@@ -15,7 +15,8 @@ from cpp_compiler import KERNELS, compiled
 
 VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mavx512vnni"]
 # Undefined behaviour traps (see test_sanitizers.py): without AMX only this test runs the level's
-# code. Address checks are calls, which compile in two thirds of the time and run three times as long.
+# code. Address checks are calls, which compile in two thirds of the time and run three times as
+# long.
 CALLS = "--param=asan-instrumentation-with-call-threshold=0"
 SANITIZE = [
     "-fsanitize=address,undefined",

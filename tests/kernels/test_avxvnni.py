@@ -1,4 +1,5 @@
-"""The level avxvnni on emulated instructions, so that a processor with AVX2 but no AVX-VNNI tests it too.
+"""The level avxvnni on emulated instructions, so that a processor with AVX2 but no AVX-VNNI tests
+it too.
 
 The kernels are compared as by the library when it is loaded: each type and operation with the
 generic level's."""

@@ -396,7 +396,8 @@ def test_every_scale_and_every_quant_is_unpacked_exactly(level, kind):
 
 @cache
 def k_quants_of_every_number(kind: str) -> tuple[Tensor, Tensor]:
-    """One row with all finite f16 numbers, each in a block of different random bits, and its values."""
+    """One row with all finite f16 numbers, each in a block of different random bits, and its
+    values."""
     bits = np.arange(2**16, dtype=np.uint16)
     numbers = bits[np.isfinite(bits.view(np.float16))]
     random = np.random.default_rng(0)
@@ -435,8 +436,8 @@ def test_edge_blocks_are_unpacked_to_the_bit(level, kind):
 
 def row_by_hand(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """A row, its values, and for each the size of the terms that a product adds and subtracts. But
-    for K-quants, the values are -8 ... 7 twice in q4_0, those of codes 0 ... 15 twice in CODED, else
-    0, 1, ... 31."""
+    for K-quants, the values are -8 ... 7 twice in q4_0, those of codes 0 ... 15 twice in CODED,
+    else 0, 1, ... 31."""
     if kind in BLOCK_BYTES:
         data, want_D = by_hand(kind)
         row = torch.frombuffer(bytearray(data), dtype=torch.uint8)[None]

@@ -164,8 +164,8 @@ def test_magnitude_of_a_rotation(kernels, num_rows):
     [("layer_without_bias", None), ("rms", (0.4, 3)), ("layer_without_bias", (0.3, 2))],
 )
 def test_heads_with_norms_of_their_own_and_growing_queries(kernels, norm, growth, width=40):
-    """Command R+'s layer norms with weights for each head, and Ministral 3's queries, which grow with
-    the position."""
+    """Command R+'s layer norms with weights for each head, and Ministral 3's queries, which grow
+    with the position."""
     found, rows = [], 3
     steady = heads_of(width=width, is_adjacent=True, norm=norm, norms_by_head=True)
     factor, length = growth or (None, None)
@@ -194,8 +194,8 @@ def test_heads_with_norms_of_their_own_and_growing_queries(kernels, norm, growth
 @pytest.mark.parametrize("num_kv_projections", [2, 1, 0])
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_values_with_a_norm(kernels, num_rows, num_kv_projections, width=40):
-    """Gemma 4's: the norm of values has no weights, and values may be keys before their norm. A layer that
-    reads those of another appends nothing."""
+    """Gemma 4's: the norm of values has no weights, and values may be keys before their norm. A
+    layer that reads those of another appends nothing."""
     found, size = [], (2 + 2 * num_kv_projections) * width  # 2 queries, 2 keys, 2 values
     spec = heads_of(
         2,
@@ -232,8 +232,8 @@ def test_values_with_a_norm(kernels, num_rows, num_kv_projections, width=40):
 
 @pytest.mark.parametrize("is_adjacent", [False, True])
 def test_heads_that_rotate_in_part_before_gates(kernels, is_adjacent, width=40, rotated=12):
-    """Qwen3-Next's: a quarter of each head rotates, and behind each query is the gate of its head, which
-    stays as it is. The part by itself is a rotation of narrower heads."""
+    """Qwen3-Next's: a quarter of each head rotates, and behind each query is the gate of its head,
+    which stays as it is. The part by itself is a rotation of narrower heads."""
     found, turn = [], {"is_adjacent": is_adjacent, "magnitude": 1.25}
     for which in (kernels, REFERENCE):
         qkv, cache = vector(6 * width), torch.zeros(9, 2, 1, width, device=device())
@@ -321,8 +321,8 @@ def attention(
     sink=None,
     cap=None,
 ):
-    """The output of `attend`, f32 [H, W]. Scratch, the cache after `position` and tiles wholly before
-    the window hold NaN."""
+    """The output of `attend`, f32 [H, W]. Scratch, the cache after `position` and tiles wholly
+    before the window hold NaN."""
     num_heads, num_kv = heads
     qkv = by * vector((num_heads + 2 * num_kv) * width)
     cache = vector(context * 2 * num_kv * width, 2).view(context, 2, num_kv, width).to(dtype)

@@ -75,8 +75,8 @@ def assert_good(records: list[dict]) -> None:
 
 
 def assert_wide_loads(records: list[dict]) -> None:
-    """Asserts that every kernel for matrices but those that unpack has a load of 16 bytes, or at least one of
-    8 if `_is_narrow`."""
+    """Asserts that every kernel for matrices but those that unpack has a load of 16 bytes, or at
+    least one of 8 if `_is_narrow`."""
     hot = [r for r in records if r["kernel"] in FOR_MATRICES and r["kernel"] != "_unpack"]
     assert hot
     for record in hot:

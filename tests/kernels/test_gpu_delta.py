@@ -1,6 +1,6 @@
 """The GPU kernels of gated delta nets, compared with a float64 reference on a CUDA device, or in
-Triton's interpreter if there is none, and compiled and executed as PTX. A token has the same bits in
-every pass.
+Triton's interpreter if there is none, and compiled and executed as PTX. A token has the same bits
+in every pass.
 
 Letters: T rows, R runs, S slots, C channels, J taps, G key heads, V value heads, N and M widths."""
 
@@ -24,8 +24,8 @@ SLOTS, ROWS = 6, 9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Passes, each with runs (first row, rows, slot read, slot written), and slots that take the state
-    after other rows of a run."""
+    """Passes, each with runs (first row, rows, slot read, slot written), and slots that take the
+    state after other rows of a run."""
 
     passes: Sequence[Sequence[tuple[int, int, int, int]]]
     inner: Sequence[tuple[int, int]] = ()
@@ -71,8 +71,8 @@ class Case:
 
 
 def is_right(got: dict[str, torch.Tensor], case: Case) -> bool:
-    """Inputs of the recurrence are of size 1; each row of a run adds the rounding of a few sums to the
-    state."""
+    """Inputs of the recurrence are of size 1; each row of a run adds the rounding of a few sums to
+    the state."""
     want, bound = _wanted(case), 32 * EPS * (case.num_rows + case.widths[0] ** 0.5)
     for name, mine in got.items():
         right = want[name]

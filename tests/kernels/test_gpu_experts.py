@@ -284,8 +284,8 @@ def test_a_row_has_the_bits_of_a_row_alone(kernels, kind, is_by_output, num_rows
 
 
 def test_programs_of_the_same_rows_follow_each_other(kernels, monkeypatch):
-    """Pairs of a row and an expert are the fastest axis of the grid, so that rows of an expert are still
-    in the cache when another row of the step needs them."""
+    """Pairs of a row and an expert are the fastest axis of the grid, so that rows of an expert are
+    still in the cache when another row of the step needs them."""
     grids = {}
 
     class Recorded:

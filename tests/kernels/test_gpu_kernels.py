@@ -170,8 +170,8 @@ def test_unpack_of_chosen_rows_with_gaps(kernels, kind):
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 @pytest.mark.parametrize("kind", TILE_KINDS)
 def test_unpack_of_tiles_and_groups(kernels, kind, blocks):
-    """Blocks of a tile may be stored together, and the last ones are fewer; a row has more units than
-    a program takes, and none are written past it."""
+    """Blocks of a tile may be stored together, and the last ones are fewer; a row has more units
+    than a program takes, and none are written past it."""
     num_rows, width = 2 * rows_together(kind), blocks * block_width(kind)
     matrix, plain = make_tiles(kind, num_rows, width)
     out = torch.full((num_rows, width + 16), 7.0, device=device())

@@ -1,6 +1,6 @@
 """The launches of a prompt's pass on a GPU, counted layer by layer: kernels, and torch's operations
-that compute something. On the H100 each took Python some 30 microseconds, so a pass of a small model
-takes as long as its launches."""
+that compute something. On the H100 each took Python some 30 microseconds, so a pass of a small
+model takes as long as its launches."""
 
 from collections import Counter
 

@@ -1,5 +1,6 @@
-"""Kernels for planes of the hidden state, and for gates cut off by their mean and deviation: Triton's in its
-interpreter (on a device if there is one) against float64, and that against the runtime's own torch."""
+"""Kernels for planes of the hidden state, and for gates cut off by their mean and deviation:
+Triton's in its interpreter (on a device if there is one) against float64, and that against the
+runtime's own torch."""
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def test_planes_are_mixed_as_in_float64(name, num_planes, width):
 
 @pytest.mark.parametrize("name", KERNELS[:2])
 def test_the_float64_planes_are_those_of_torch(name):
-    """Torch's operations, which logits of transformers are compared with (test_families), with its router replaced."""
+    """Torch's operations, which logits of transformers are compared with (test_families), with its
+    router replaced."""
     choice, mix, *scale, x, active = (each.cpu() for each in given(name, 3, 64, 2))
     scale_D = scale[0] if scale else torch.ones(64)
 

@@ -93,7 +93,8 @@ class Case:
     @property
     def bound(self) -> float:
         """A mean of values up to 4.5, weighted by shares that are rounded to the type of the cache
-        and come from scores with the error of a sum of `width` terms; the result is rounded, too."""
+        and come from scores with the error of a sum of `width` terms; the result is rounded,
+        too."""
         score = rounding(self.width) * self.by * self.width**0.5
         found = 9 * (score + 2 * rounding(self.start + self.tokens))
         return found + (9 * EPS16 if self.dtype == torch.float16 else 0.0)

@@ -1,7 +1,7 @@
 """Structs that Python mirrors have the names, places and sizes that C++ gives their fields.
 
-A mirror is a subclass of ctypes.Structure in the runtime. C++'s layouts are those of a program that is
-made from the declarations of headers and of operations' files."""
+A mirror is a subclass of ctypes.Structure in the runtime. C++'s layouts are those of a program that
+is made from the declarations of headers and of operations' files."""
 
 import ast
 import ctypes

@@ -1,5 +1,5 @@
-"""The thread pool: each value of a job is computed once, and its results do not depend on the number
-of threads, on processors, or on when threads run."""
+"""The thread pool: each value of a job is computed once, and its results do not depend on the
+number of threads, on processors, or on when threads run."""
 
 import os
 import platform
@@ -40,7 +40,8 @@ def driver(tmp_path_factory):
 
 
 def run_suspended(driver, folder, source, milliseconds, processors):
-    """Runs jobs for so long with each number of threads, of which each is suspended now and then."""
+    """Runs jobs for so long with each number of threads, of which each is suspended now and
+    then."""
     pool = compiled(source, folder / "pool.o", f"-I{KERNELS}")
     program = folder / "program"
     subprocess.run(["g++", driver, pool, "-pthread", "-o", program], check=True)

@@ -31,7 +31,8 @@ from hotsplit.system.processors import (
 
 @pytest.fixture
 def many_cores(tmp_path, monkeypatch):
-    """32 processors that are 16 cores, all of them allowed; returns the root of the system's files."""
+    """32 processors that are 16 cores, all of them allowed; returns the root of the system's
+    files."""
     for cpu in range(32):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)

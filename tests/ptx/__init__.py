@@ -25,13 +25,13 @@ are addresses. A launch through a C interface passes an array of pointers to val
 take two more pointers than their functions (unused scratch memory; 0 will do); missing trailing
 arguments are 0.
 
-**Results.** `launch` returns a `Record`: `reads` and `writes` list the accessed ranges as
-(address, number of bytes), `num_instructions` and `num_lane_instructions` count by opcode. It
-raises a `Fault` (see faults.py) that names the kernel, the instruction, the source line and the
-first block and thread: OutOfBounds, Misaligned, Uninitialised, DataRace, BadBarrier, BadShuffle.
-A launch with `early`, a list of (address, number of bytes), may begin
-before the launch before it has ended (`griddepcontrol`): only these ranges may be read before its
-wait, and every thread must wait; else it is TooEarly. A launch is synchronous; after a fault, memory may be partly written.
+**Results.** `launch` returns a `Record`: `reads` and `writes` list the accessed ranges as (address,
+number of bytes), `num_instructions` and `num_lane_instructions` count by opcode. It raises a
+`Fault` (see faults.py) that names the kernel, the instruction, the source line and the first block
+and thread: OutOfBounds, Misaligned, Uninitialised, DataRace, BadBarrier, BadShuffle. A launch with
+`early`, a list of (address, number of bytes), may begin before the launch before it has ended
+(`griddepcontrol`): only these ranges may be read before its wait, and every thread must wait; else
+it is TooEarly. A launch is synchronous; after a fault, memory may be partly written.
 
 **Execution.** All threads of all blocks (of as many blocks as fit `LANES`) run in lockstep as lanes
 of numpy arrays. The lanes at the lowest basic block run first, so that lanes separated by a branch

@@ -136,7 +136,8 @@ def _answer(devices: AbsentDevices, source: Source, arch, arguments, options) ->
 
 
 def _parameters(signature: dict) -> Iterator[str]:
-    """The names of what is passed to compiled code; of a tuple `x` they are `x.0`, `x.1` and so on."""
+    """The names of what is passed to compiled code; of a tuple `x` they are `x.0`, `x.1` and so
+    on."""
     for name, kind in signature.items():
         if isinstance(kind, tuple):
             yield from _parameters({f"{name}.{i}": part for i, part in enumerate(kind)})

@@ -7,8 +7,8 @@ class Fault(Exception):
 
 
 class OutOfBounds(Fault):
-    """An access outside all registered memory or outside a block's shared or a thread's local memory,
-    or a store to read-only memory."""
+    """An access outside all registered memory or outside a block's shared or a thread's local
+    memory, or a store to read-only memory."""
 
 
 class Misaligned(Fault):

@@ -26,9 +26,9 @@ FOLDER = Path(launch.__file__).parent
 MODULES = sorted(
     {each.reference.__module__.rpartition(".")[2] for each in KERNELS.values()} | {"tiles"}
 )
-# STORES: the parameters that each kernel may store to: those of the tensors that its contract says are
-# written, or scratch. FILLS: one that it writes completely and never reads; it counts as uninitialised
-# before a launch and must have all its values after it.
+# STORES: the parameters that each kernel may store to: those of the tensors that its contract says
+# are written, or scratch. FILLS: one that it writes completely and never reads; it counts as
+# uninitialised before a launch and must have all its values after it.
 STORES = {
     **{
         f"_{each.name}": {name.rpartition("_")[0] or name for name in each.writes}
@@ -40,8 +40,8 @@ STORES = {
     "_expert_sum": {"parts"},
     "_pack_open": {"open_W"},
 }
-# What no kernel of a step writes: all that may be read before a wait for the kernel before. Of states
-# these are the slots that a pass reads.
+# What no kernel of a step writes: all that may be read before a wait for the kernel before. Of
+# states these are the slots that a pass reads.
 WEIGHTS = {"data", "gate", "up", "bias", "gate_bias", "up_bias", "id_N", "state", "run"}
 FILLS = {
     "_dot": "out",
@@ -62,12 +62,12 @@ FILLS = {
 
 
 class PtxKernels:
-    """`kernels`: the runtime's record of them. `num_lane_instructions`: instructions executed so far,
-    by opcode; `launches`: for each kernel, how often each PTX text was launched.
+    """`kernels`: the runtime's record of them. `num_lane_instructions`: instructions executed so
+    far, by opcode; `launches`: for each kernel, how often each PTX text was launched.
 
     `edit` changes the PTX of a kernel, given (name, text), before it runs. `package` and `folder`
-    name a changed copy of the kernels' sources. `overlaps`: each launch may begin before the one before
-    it has ended."""
+    name a changed copy of the kernels' sources. `overlaps`: each launch may begin before the one
+    before it has ended."""
 
     def __init__(
         self,

@@ -178,8 +178,8 @@ class Machine:
                 self.refuse(Uninitialised, bad, f"{what} was never given a value")
 
     def check_members(self, members, mask, needs_all: bool = False) -> None:
-        """Checks that the active lanes of each warp that has any are those that the instruction names;
-        with `needs_all`, all of the warp."""
+        """Checks that the active lanes of each warp that has any are those that the instruction
+        names; with `needs_all`, all of the warp."""
         wanted = np.broadcast_to(members, self.num_lanes).astype(np.uint32)
         named = (wanted >> self.lane_in_warp.astype(np.uint32)) & np.uint32(1) != 0
         active = np.ones(self.num_lanes, bool) if mask is None else mask
@@ -401,8 +401,8 @@ class Machine:
         waits &= ~is_complete[self.block_of]
 
     def _choose(self, next_of, waits, end):
-        """The first basic block with lanes that can run, and these lanes, None if all; (None, None) at
-        the end."""
+        """The first basic block with lanes that can run, and these lanes, None if all; (None, None)
+        at the end."""
         can_run = (next_of != end) & ~waits
         if not can_run.any():
             self.refuse(BadBarrier, waits, "waits for threads that have ended")

@@ -69,9 +69,9 @@ def copy(name, modifiers, operands, registers):
 
 def multiply(name, modifiers, operands, registers):
     """d = a b + c for matrices of 16 x 16, 16 x 8 and 16 x 8 values (PTX ISA, "Matrix Fragments for
-    mma.m16n8k16"). PTX leaves the order of the sum open; here it is exact, then rounded toward zero,
-    as devices do with each of its terms (Fasi et al., "Numerical behavior of NVIDIA tensor cores",
-    2021)."""
+    mma.m16n8k16"). PTX leaves the order of the sum open; here it is exact, then rounded toward
+    zero, as devices do with each of its terms (Fasi et al., "Numerical behavior of NVIDIA tensor
+    cores", 2021)."""
     if modifiers != ["sync", "aligned", "m16n8k16", "row", "col", "f32", "f16", "f16", "f32"]:
         raise UnknownInstruction("mma." + ".".join(modifiers))
     targets = [registers.find(text) for text in vector(operands[0])]

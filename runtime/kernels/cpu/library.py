@@ -1,13 +1,13 @@
 """Calls the C++ kernels in this folder on torch tensors.
 
 A weight matrix is stored row by row as in a GGUF file: `kind` "f32", "f16" and "bf16" are tensors
-[F, D] of that dtype; the others are uint8 [F, row_bytes] (hotsplit.model.weight_types). Kinds that end in "_planar",
-"_tiled" and "_grouped" are the layouts that `pack_rows` makes (runtime.kernels.planar, tiled and
-grouped). Weights are unpacked in registers and all arithmetic is f32, with three exceptions: if the
-weights are in blocks, `dot_rows` quantises x to blocks of 16-bit integers (kernels.h, Input); for
-small blocks `accumulate_rows` rounds coefficients times scales to 16 bits (planar_template.h); and
-for bf16, levels for which `rounds_to_bf16` is true round x and coefficients (bf16_pairs.h).
-Results do not depend on the number of threads.
+[F, D] of that dtype; the others are uint8 [F, row_bytes] (hotsplit.model.weight_types). Kinds that
+end in "_planar", "_tiled" and "_grouped" are the layouts that `pack_rows` makes
+(runtime.kernels.planar, tiled and grouped). Weights are unpacked in registers and all arithmetic is
+f32, with three exceptions: if the weights are in blocks, `dot_rows` quantises x to blocks of 16-bit
+integers (kernels.h, Input); for small blocks `accumulate_rows` rounds coefficients times scales to
+16 bits (planar_template.h); and for bf16, levels for which `rounds_to_bf16` is true round x and
+coefficients (bf16_pairs.h). Results do not depend on the number of threads.
 
 Rows of a matrix may be strided. A list of rows, index_A, is int32 [A], in any order, repeats
 allowed; None means all rows, A = F. Functions raise ValueError for a wrong dtype, shape or layout,
@@ -75,8 +75,8 @@ _LAYOUTS = _layouts()
 
 
 def _load() -> ctypes.CDLL:
-    """The shared library. Torch's threads, which share its processors and of which torch starts one per
-    processor of the machine, are limited as its own."""
+    """The shared library. Torch's threads, which share its processors and of which torch starts one
+    per processor of the machine, are limited as its own."""
     if torch.get_num_threads() > (here := processors()).usable:
         torch.set_num_threads(here.threads)
     lib = open_library()
@@ -103,8 +103,8 @@ def usable_levels() -> list[str]:
 
 
 def prefers_tiles() -> bool:
-    """True if products of tiled rows, and sums of grouped ones, are faster than those of planar rows
-    on this level. Both give bit-identical results on every level."""
+    """True if products of tiled rows, and sums of grouped ones, are faster than those of planar
+    rows on this level. Both give bit-identical results on every level."""
     return level() != "generic"
 
 
@@ -137,8 +137,8 @@ def set_threads(num_threads: int) -> None:
         raise ValueError(f"num_threads must be 1 to 1024, got {num_threads}")
     if status == _NO_THREADS:
         raise HotsplitError(
-            f"the system refused to start {num_threads} threads; use fewer (--threads), or raise the"
-            " limits on processes and address space (ulimit -u, ulimit -v)"
+            f"the system refused to start {num_threads} threads; use fewer (--threads), or raise"
+            " the limits on processes and address space (ulimit -u, ulimit -v)"
         )
 
 
@@ -155,7 +155,8 @@ def knows_prefetch_distance() -> bool:
 
 
 def prefetch_distance() -> int:
-    """How many bytes ahead a product prefetches matrices in tiles; 0 leaves that to the hardware."""
+    """How many bytes ahead a product prefetches matrices in tiles; 0 leaves that to the
+    hardware."""
     return int(_lib.hs_prefetch_distance())
 
 
@@ -246,8 +247,8 @@ def kind_code(kind: str) -> int:
 
 
 def operation_kind(kind: str) -> int:
-    """The number of an operation that is in a file of its own (operation.h), by its kind in the step program; -1
-    if there is none."""
+    """The number of an operation that is in a file of its own (operation.h), by its kind in the
+    step program; -1 if there is none."""
     return int(_lib.hs_operation_kind(kind.encode()))
 
 
@@ -275,8 +276,8 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
 
 
 def run_part(part: ctypes.Structure) -> None:
-    """Runs a part of a step, a struct of native_parts.py; step_bytes must have checked the step, and
-    the caller its rows."""
+    """Runs a part of a step, a struct of native_parts.py; step_bytes must have checked the step,
+    and the caller its rows."""
     _lib.hs_part(ctypes.addressof(part))
 
 
@@ -287,7 +288,8 @@ def part_function() -> int:
 
 
 def neurons_bytes(neurons: ctypes.Structure) -> int:
-    """Workspace bytes of a block of neurons described by ops/neurons/native.py; -1 if inconsistent."""
+    """Workspace bytes of a block of neurons described by ops/neurons/native.py; -1 if
+    inconsistent."""
     return int(_lib.hs_neurons_bytes(ctypes.addressof(neurons)))
 
 
@@ -319,9 +321,9 @@ def chosen_function() -> int:
 def serve(
     handovers: ctypes.Array, start: int, stop: int, serving: ctypes.Structure
 ) -> tuple[int, int]:
-    """Runs the functions of these hand-overs (step_server.h) on the caller's thread, which shares the
-    kernels' jobs. Returns (how many it has run, the status of the one that did not come, 0 if all
-    did)."""
+    """Runs the functions of these hand-overs (step_server.h) on the caller's thread, which shares
+    the kernels' jobs. Returns (how many it has run, the status of the one that did not come, 0 if
+    all did)."""
     status = ctypes.c_int32()
     size = ctypes.sizeof(handovers) // len(handovers)
     served = _lib.hs_serve(

@@ -49,7 +49,8 @@ SIGNATURES: Signatures = {
 
 
 def open_library() -> ctypes.CDLL:
-    """The library, with the default number of threads for its jobs; raises as shared_libraries does."""
+    """The library, with the default number of threads for its jobs; raises as shared_libraries
+    does."""
     lib = shared_libraries.open_library("hotsplit.runtime._cpu", SIGNATURES)
     lib.hs_set_default_threads((here := processors()).threads, here.usable)
     return lib

@@ -1,4 +1,5 @@
-"""Triton: activations of neurons, as in hotsplit.runtime.kernels.gate.Gate, and soft caps, in f32."""
+"""Triton: activations of neurons, as in hotsplit.runtime.kernels.gate.Gate, and soft caps, in
+f32."""
 
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 
@@ -24,7 +25,8 @@ def capped(x, cap):
 
 @triton.jit
 def smooth(x, ACTIVATION: tl.constexpr):
-    """SiLU, GELU, tanh GELU, whose (1 + tanh y) / 2 is 1 / (1 + e^-2y), or gpt-oss's clamped gate."""
+    """SiLU, GELU, tanh GELU, whose (1 + tanh y) / 2 is 1 / (1 + e^-2y), or gpt-oss's clamped
+    gate."""
     if ACTIVATION == "silu":
         value = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "swiglu_oai":

@@ -8,8 +8,8 @@ the scale once for 16 values. Sums over the last axis stay within a thread.
 
 The kinds are the names of hotsplit.model.weight_types, in the layouts of files, and those of types
 with planes also with "_planar" behind. The layouts: hotsplit.runtime.kernels.planar, and for
-K-quants dequantize_row_q2_K to _q6_K and _iq4_xs in ggml-quants.c. What distinguishes types of small
-blocks is in the table of weight types (`small_block`).
+K-quants dequantize_row_q2_K to _q6_K and _iq4_xs in ggml-quants.c. What distinguishes types of
+small blocks is in the table of weight types (`small_block`).
 
 Letters: R rows, U units."""
 
@@ -75,8 +75,8 @@ def in_row(
 @triton.jit
 def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """f32 [R, U, 16] of each part; kinds with one part return it twice. Masked-out units are not
-    read: they give the quants of zero bytes, -8 in q4_0 and -32 in q6_k, and their scales and minima
-    are 0."""
+    read: they give the quants of zero bytes, -8 in q4_0 and -32 in q6_k, and their scales and
+    minima are 0."""
     lane = tl.arange(0, 16)[None, None, :]
     row = row_R[:, None, None]
     unit = unit_U[None, :, None]

@@ -1,7 +1,7 @@
 """The KV cache as the kernels of attention take it.
 
-Letters: C positions of the cache, B its blocks, P positions of a tile or block, K key-value heads, W head
-width, S sequences, N blocks of a sequence."""
+Letters: C positions of the cache, B its blocks, P positions of a tile or block, K key-value heads,
+W head width, S sequences, N blocks of a sequence."""
 
 from dataclasses import dataclass
 

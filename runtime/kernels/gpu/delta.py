@@ -4,20 +4,22 @@ gated norm of its output.
 
 The recurrence walks over all rows of a run with the state in registers, a column's sums in one
 warp, so that a token's bits depend neither on the pass that has it nor on the other rows. Runs and
-slots are read from memory, so a captured launch is right for every pass. The slot with which a run begins
-is none that the pass writes: it is loaded before the wait for the kernel before (overlap.py).
+slots are read from memory, so a captured launch is right for every pass. The slot with which a run
+begins is none that the pass writes: it is loaded before the wait for the kernel before
+(overlap.py).
 
-A row waits for the row before: by the code for sm_90, 460 instructions and two sums over eight lanes,
-some 500 cycles for a warp alone on its scheduler (docs/hybrid.md). Not measured on a card so far.
+A row waits for the row before: by the code for sm_90, 460 instructions and two sums over eight
+lanes, some 500 cycles for a warp alone on its scheduler (docs/hybrid.md). Not measured on a card so
+far.
 
-A run is the consecutive rows of one sequence in a pass, run_R3 int32 on the device: first row, number of
-rows (0: no run), and the slot of the state before them (-1: none, zeros). `writes_T`, int32: the slot
-that takes the state after a row, or -1; no run reads it. Runs do not overlap; a row in none of them is
-not computed. Triton takes a power of 2 of runs. The references compute token by token, as the equations
-stand, with a state in f32 between them.
+A run is the consecutive rows of one sequence in a pass, run_R3 int32 on the device: first row,
+number of rows (0: no run), and the slot of the state before them (-1: none, zeros). `writes_T`,
+int32: the slot that takes the state after a row, or -1; no run reads it. Runs do not overlap; a row
+in none of them is not computed. Triton takes a power of 2 of runs. The references compute token by
+token, as the equations stand, with a state in f32 between them.
 
-Letters: T rows, R runs of rows, S slots, C channels (queries, keys and values), J taps, W values of a
-row's projections, X of its inputs of the recurrence, G key heads, V value heads, N width of a key
+Letters: T rows, R runs of rows, S slots, C channels (queries, keys and values), J taps, W values of
+a row's projections, X of its inputs of the recurrence, G key heads, V value heads, N width of a key
 head, M of a value head."""
 
 from dataclasses import dataclass
@@ -90,7 +92,8 @@ def convolve(
     """For each row of a run: u = silu(the sum over taps j of taps_j x of the row J-1-j before);
     queries and keys divided by sqrt(|.|^2 + 1e-6) of their head, queries also by sqrt(N); strength
     = sigmoid(its number); decay = exp(rate softplus(its number + step_bias)). The x of rows before
-    a run are in its slot of `conv_SJC` [S, J-1, C]; that of the last rows is a part of the state."""
+    a run are in its slot of `conv_SJC` [S, J-1, C]; that of the last rows is a part of the
+    state."""
     s = Sizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
     projected_TW, mixed_TX = projected_TW.view(-1, s.projected), mixed_TX.view(-1, s.mixed)
     num_taps, keys = taps_CJ.shape[1], s.key_heads * s.key_width

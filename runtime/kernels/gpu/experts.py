@@ -1,18 +1,18 @@
 """Computes the experts that a step's rows have chosen and that are stored on this GPU.
 
-A program has some rows of an expert that one row of the step has chosen. It reads which
-expert that is, and the expert's place, from memory, so one captured graph serves any routing; if the
-expert is elsewhere, the program writes zeros and ends. A row's result is the same whatever the other
-rows are. These kernels begin when the last one has ended, since the places of experts are in what it
+A program has some rows of an expert that one row of the step has chosen. It reads which expert that
+is, and the expert's place, from memory, so one captured graph serves any routing; if the expert is
+elsewhere, the program writes zeros and ends. A row's result is the same whatever the other rows
+are. These kernels begin when the last one has ended, since the places of experts are in what it
 wrote.
 
-An expert that several rows have chosen is read from memory once: pairs are the grid's fastest axis, so
-that between two programs that read the same rows of an expert there are at most T K others, which read
-at most T K ROWS rows, 1.2 MB for 32 rows of a step, 8 experts each and rows of 1,152 bytes. A GPU's cache
-holds that.
+An expert that several rows have chosen is read from memory once: pairs are the grid's fastest axis,
+so that between two programs that read the same rows of an expert there are at most T K others,
+which read at most T K ROWS rows, 1.2 MB for 32 rows of a step, 8 experts each and rows of 1,152
+bytes. A GPU's cache holds that.
 
-Letters: E experts of the layer, K experts of a row, P experts stored here, F neurons of an expert, D
-width, T rows of a step, S partial sums; in the kernels R rows of a tile, U units."""
+Letters: E experts of the layer, K experts of a row, P experts stored here, F neurons of an expert,
+D width, T rows of a step, S partial sums; in the kernels R rows of a tile, U units."""
 
 # Kernels build tuples of tensors in loops.
 # mypy: disable-error-code="assignment, var-annotated"
@@ -126,7 +126,8 @@ def _of_expert(matrix: StoredMatrix, place: int, num_rows: int) -> StoredMatrix:
 
 @triton.jit
 def _place_of(place, routed, pair, NUM_USED: tl.constexpr):
-    """The place of the expert of a pair of a row and one of its experts; below 0: it is elsewhere."""
+    """The place of the expert of a pair of a row and one of its experts; below 0: it is
+    elsewhere."""
     expert = tl.load(routed + pair // NUM_USED * 2 * NUM_USED + pair % NUM_USED).to(tl.int32)
     if place is not None:
         expert = tl.load(place + expert)
@@ -319,15 +320,10 @@ def launch_expert_gate_up(
         hidden_KF,
         float(rule.threshold),
         num_neurons,
-        KIND=layout.kind,
+        **layout.constants(rows),
         UP_KIND=up_layout.kind,
-        WIDTH=layout.width,
-        PARTS=layout.parts,
         UP_PARTS=up_layout.parts,
-        ALIGN=layout.align,
         UP_ALIGN=up_layout.align,
-        ROWS=rows,
-        UNITS=layout.units_of_tile(rows),
         UP_UNITS=up_layout.units_of_tile(rows),
         NUM_USED=num_used,
         ACTIVATION=rule.activation,
@@ -362,12 +358,7 @@ def launch_expert_down(
             *tensors,
             width,
             parts_PD.stride(0),
-            KIND=layout.kind,
-            WIDTH=layout.width,
-            PARTS=layout.parts,
-            ALIGN=layout.align,
-            ROWS=rows,
-            UNITS=layout.units_of_tile(rows),
+            **layout.constants(rows),
             NUM_USED=num_used,
             num_warps=NUM_WARPS,
         )
@@ -377,12 +368,7 @@ def launch_expert_down(
         num_neurons,
         range_of(num_neurons, num_parts),
         parts_PD.stride(0),
-        KIND=layout.kind,
-        WIDTH=layout.width,
-        PARTS=layout.parts,
-        ALIGN=layout.align,
-        ROWS=_SUM_ROWS,
-        UNITS=_SUM_UNITS,
+        **layout.constants(_SUM_ROWS, _SUM_UNITS),
         NUM_USED=num_used,
         NUM_PARTS=num_parts,
         SKIPS_ZEROS=skips_zeros,

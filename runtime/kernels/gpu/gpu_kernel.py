@@ -1,5 +1,6 @@
-"""The declaration of a GPU kernel. Its module has, in this order: its float64 reference, whose docstring is
-the contract and whose decorator says what a check must know; Triton's kernel; and its launch.
+"""The declaration of a GPU kernel. Its module has, in this order: its float64 reference, whose
+docstring is the contract and whose decorator says what a check must know; Triton's kernel; and its
+launch.
 
 Letters: T rows of a step."""
 
@@ -22,9 +23,10 @@ _LISTS = ("index_1", "position_1", "sequence_1")
 
 @dataclass(kw_only=True, eq=False)
 class GpuKernel(Generic[Parameters]):
-    """`reference` computes it in float64, on any device; `triton` launches Triton's kernel. `reads`, `writes`:
-    the arguments whose values differ from step to step. All others are weights and scratch. `axes`: the axis
-    of a step's rows, of each argument that has one if there are several rows."""
+    """`reference` computes it in float64, on any device; `triton` launches Triton's kernel.
+    `reads`, `writes`: the arguments whose values differ from step to step. All others are weights
+    and scratch. `axes`: the axis of a step's rows, of each argument that has one if there are
+    several rows."""
 
     reference: Callable[Parameters, None]
     reads: tuple[str, ...]
@@ -63,9 +65,10 @@ def gpu_kernel(
     is_of_step: bool = True,
     takes_rows: bool = False,
 ) -> Callable[[Callable[Parameters, None]], GpuKernel[Parameters]]:
-    """Declares a kernel by its reference for one row of a step, which is run for each of several rows unless it
-    `takes_rows`. The arguments read and written have the rows as their first axis, or `rows_axis`; those
-    `shared` by rows have none. A kernel of prompts, `is_of_step` False, has its own number of tokens."""
+    """Declares a kernel by its reference for one row of a step, which is run for each of several
+    rows unless it `takes_rows`. The arguments read and written have the rows as their first axis,
+    or `rows_axis`; those `shared` by rows have none. A kernel of prompts, `is_of_step` False, has
+    its own number of tokens."""
     axes = {name: 0 for name in (*reads, *writes) if is_of_step and name not in shared}
     axes |= rows_axis or {}
 

@@ -1,5 +1,5 @@
-"""What becomes of queries, keys and values between their projection and attention: norms, rotation and
-growth of heads, and their append to the cache.
+"""What becomes of queries, keys and values between their projection and attention: norms, rotation
+and growth of heads, and their append to the cache.
 
 Each row has programs of its own, with the same instructions as in a step of one row. A row reads
 the keys and values of its sequence's earlier rows from the KV cache, where `rotate_append` has
@@ -259,9 +259,10 @@ def _head_norm(
 
 @triton.jit
 def _turn(first, second, frequency, pair, position, ROTATED: tl.constexpr, MAGNITUDE: tl.constexpr):
-    """Rotates the first pairs by position times frequency, and multiplies them by the magnitude. The
-    angle is computed in f64, because it may be 100,000 turns of which only the fraction counts; its
-    cosine and sine are f32, because f64 would cost a laptop's GPU some microseconds per layer."""
+    """Rotates the first pairs by position times frequency, and multiplies them by the magnitude.
+    The angle is computed in f64, because it may be 100,000 turns of which only the fraction counts;
+    its cosine and sine are f32, because f64 would cost a laptop's GPU some microseconds per
+    layer."""
     is_turned = pair < ROTATED // 2
     turns = position.to(tl.float64) * tl.load(frequency + pair, mask=is_turned, other=0.0)
     turns = turns * 0.15915494309189535

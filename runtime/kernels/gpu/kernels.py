@@ -6,21 +6,22 @@ the current stream of torch's current device, which must be the tensors' device;
 only on shapes, so a captured CUDA graph stays valid for every position and every set of neurons.
 Vectors are contiguous f32 unless stated otherwise; rows of matrices may be strided.
 
-A step computes T rows, T in `launch.ROWS`. With T > 1, every vector of a row becomes [T, ...] (GpuKernel.axes;
-sums of parts become [P, T, D]), an index or position becomes [T], and rows of outputs of `dot` may be
-strided. A row's result is bit-identical for every T and whatever the other rows are; for K-quants it is
-equal up to the f32 rounding of terms, because the compiler fuses different operations for different T. A
-row may repeat the previous one.
+A step computes T rows, T in `launch.ROWS`. With T > 1, every vector of a row becomes [T, ...]
+(GpuKernel.axes; sums of parts become [P, T, D]), an index or position becomes [T], and rows of
+outputs of `dot` may be strided. A row's result is bit-identical for every T and whatever the other
+rows are; for K-quants it is equal up to the f32 rounding of terms, because the compiler fuses
+different operations for different T. A row may repeat the previous one.
 
-The cache of one sequence is [C, K, W]; that of several sequences is in blocks [B, C, K, W]: position p of
-sequence s is in block table_SN[s, p // C], int32 on the device, where C is a multiple of 64.
+The cache of one sequence is [C, K, W]; that of several sequences is in blocks [B, C, K, W]:
+position p of sequence s is in block table_SN[s, p // C], int32 on the device, where C is a multiple
+of 64.
 
 A matrix has the `gpu_kind` of one of hotsplit.model.weight_types (hotsplit.runtime.kernels.planar).
 
-Letters: T rows of a step, D width, F neurons of the layer or of an expert, E experts of the layer, K
-experts of a row, N rows of a matrix or neurons of a block, R rank, H heads, K key-value heads, W head
-width, C positions of the cache or of one of its blocks, S parts of a sum, P rows to add, A chosen rows, B
-words of 32 bits or blocks of a cache; table_SN: S sequences, N blocks of one."""
+Letters: T rows of a step, D width, F neurons of the layer or of an expert, E experts of the layer,
+K experts of a row, N rows of a matrix or neurons of a block, R rank, H heads, K key-value heads, W
+head width, C positions of the cache or of one of its blocks, S parts of a sum, P rows to add, A
+chosen rows, B words of 32 bits or blocks of a cache; table_SN: S sequences, N blocks of one."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,8 +48,8 @@ from hotsplit.runtime.kernels.gpu.launch import overlapping
 
 
 class Kernels:
-    """One version of all kernels, which `version` finds. `record.dot(...)` is that version of `dot`;
-    `Kernels.dot` is its declaration."""
+    """One version of all kernels, which `version` finds. `record.dot(...)` is that version of
+    `dot`; `Kernels.dot` is its declaration."""
 
     def __init__(self, version: Callable[[GpuKernel[Any]], Callable[..., None]]) -> None:
         self._version = version

@@ -1,5 +1,6 @@
-"""Triton's language, for modules that hold a kernel beside its reference. Where Triton is missing, stand-ins
-take its place: such modules can be imported for their references, and kernels cannot be launched."""
+"""Triton's language, for modules that hold a kernel beside its reference. Where Triton is missing,
+stand-ins take its place: such modules can be imported for their references, and kernels cannot be
+launched."""
 
 from typing import Any
 

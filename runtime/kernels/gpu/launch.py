@@ -91,6 +91,18 @@ class Layout:
         wanted = _TILE_BYTES[self.parts] // (max(_LEAST_ROWS, num_rows) * self.unit_bytes)
         return min(wanted, power_of_2(self.num_units))
 
+    def constants(self, rows: int, units: int | None = None) -> dict[str, int | str]:
+        """The constants of a kernel whose tiles have so many rows and units (None:
+        `units_of_tile`)."""
+        return {
+            "KIND": self.kind,
+            "WIDTH": self.width,
+            "PARTS": self.parts,
+            "ALIGN": self.align,
+            "ROWS": rows,
+            "UNITS": self.units_of_tile(rows) if units is None else units,
+        }
+
 
 @cache
 def _layout(kind: str, width: int, stride: int) -> Layout:
@@ -140,6 +152,10 @@ class Groups:
         num_rows = step_rows(vector)
         size = min(most, num_rows)
         return cls(size=size, count=num_rows // size)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"GROUP": self.size, "NUM_GROUPS": self.count}
 
 
 def step_rows(vector: Tensor) -> int:

@@ -26,20 +26,20 @@ from hotsplit.runtime.kernels.gpu.launch import (
 )
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 from hotsplit.runtime.kernels.gpu.ranges import range_of
-from hotsplit.runtime.kernels.gpu.reference import activated, product, rows_of, up_factor
+from hotsplit.runtime.kernels.gpu.reference import product, rows_of
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # For `down`: units of columns that a program sums (a super-block of K-quants, or 128 bytes of
-# nibbles; 512 bytes of f16, with which one row takes an H100 0.85 of the time of 256 for all neurons
-# of a 7 B layer, and 0.95 for a fifth of them), and neurons whose hidden values it scans together
-# for nonzeros. It reads nonzero neurons 16 at a time; with 32, sums and scan would take up to 250
-# registers.
+# nibbles; 512 bytes of f16, with which one row takes an H100 0.85 of the time of 256 for all
+# neurons of a 7 B layer, and 0.95 for a fifth of them), and neurons whose hidden values it scans
+# together for nonzeros. It reads nonzero neurons 16 at a time; with 32, sums and scan would take up
+# to 250 registers.
 _UNITS, _HALF_UNITS = 8, 16
 _CHUNK = 256
 # Rows of a step whose sums a program of `down` holds, by (parts of a unit, whether zeros are
 # skipped). Per row and part, sums take 16 registers if zeros are skipped, else 32 (16 for f32 and
-# q6_k); for 16-bit floats twice as many, which have twice the units. With two rows the compiler uses
-# 170 to 234 registers if zeros are skipped, else 128, or 254 for 16-bit floats.
+# q6_k); for 16-bit floats twice as many, which have twice the units. With two rows the compiler
+# uses 170 to 234 registers if zeros are skipped, else 128, or 254 for 16-bit floats.
 _DOWN_GROUP = {(1, True): 2, (2, True): 2, (1, False): 2, (2, False): 1}
 
 
@@ -61,16 +61,14 @@ def gate_up(
     not fire. With Triton, the rows of the former and the up rows of the latter are not read,
     unless another row of the step needs them. `id_N`, int32: the neurons' ids in the layer, which
     index `named_B`; None: 0, 1, ..."""
-    value_N, fires_N = activated(product(gate, gate_bias_N, x_D), rule)
+    value_N, fires_N = rule.act(product(gate, gate_bias_N, x_D))
+    hidden = rule.hidden(value_N, None if up is None else product(up, up_bias_N, x_D))
     if rule.computes_all:
         fires_N = torch.ones_like(fires_N)
     if named_B is not None:
         bits_F = unpack_bits(named_B)
         fires_N = fires_N & (bits_F[: len(fires_N)] if id_N is None else bits_F[id_N.long()])
-    if up is not None:
-        up_N = product(up, up_bias_N, x_D)
-        value_N = value_N * up_factor(up_N, rule.activation)
-    hidden_N.copy_(torch.where(fires_N, value_N, 0.0))
+    hidden_N.copy_(torch.where(fires_N, hidden, 0.0))
 
 
 @gpu_kernel(reads=("hidden_N",), writes=("parts_SD",), rows_axis={"parts_SD": 1})
@@ -349,20 +347,14 @@ def launch_gate_up(
         float(rule.threshold),
         gate.num_rows,
         None if named_B is None or x_D.dim() == 1 else named_B.stride(0),
-        KIND=layout.kind,
+        **layout.constants(rows),
+        **groups.constants,
         UP_KIND=up_layout.kind,
-        WIDTH=layout.width,
-        PARTS=layout.parts,
         UP_PARTS=up_layout.parts,
-        ALIGN=layout.align,
         UP_ALIGN=up_layout.align,
-        ROWS=rows,
-        UNITS=layout.units_of_tile(rows),
         UP_UNITS=up_layout.units_of_tile(rows),
         ACTIVATION=rule.activation,
         IS_DENSE=rule.computes_all,
-        GROUP=groups.size,
-        NUM_GROUPS=groups.count,
         **overlap_options(),
         num_warps=NUM_WARPS,
     )
@@ -390,16 +382,10 @@ def launch_down(
         down.num_rows,
         range_of(down.num_rows, len(parts_SD)),
         None if hidden_N.dim() == 1 else parts_SD.stride(0),
-        KIND=layout.kind,
-        WIDTH=layout.width,
-        PARTS=layout.parts,
-        ALIGN=layout.align,
-        ROWS=rows,
-        UNITS=units,
+        **layout.constants(rows, units),
+        **groups.constants,
         CHUNK=_CHUNK,
         SKIPS_ZEROS=skips_zeros,
-        GROUP=groups.size,
-        NUM_GROUPS=groups.count,
         **overlap_options(),
         num_warps=num_warps,
     )

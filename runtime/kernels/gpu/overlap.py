@@ -2,9 +2,9 @@
 stream still runs (CUDA C++ Programming Guide; from compute capability 9.0 on).
 
 A kernel lets the next one begin at once, loads weights, which no kernel of a step writes, and then
-waits until the one before has ended and its results are visible. All its blocks wait, so that a kernel
-that has ended has seen the end of all before it. Before its wait, a kernel neither reads nor writes
-anything that other kernels write or read."""
+waits until the one before has ended and its results are visible. All its blocks wait, so that a
+kernel that has ended has seen the end of all before it. Before its wait, a kernel neither reads nor
+writes anything that other kernels write or read."""
 
 from hotsplit.runtime.kernels.gpu.language import gdc_launch_dependents, gdc_wait, tl, triton
 

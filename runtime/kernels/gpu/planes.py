@@ -10,14 +10,15 @@ from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 
-# Columns of a program. No fewer than threads: a value that two threads load could be written by the one
-# before the other has read it.
+# Columns of a program. No fewer than threads: a value that two threads load could be written by the
+# one before the other has read it.
 _COLUMNS = 32 * NUM_WARPS
 
 
 @gpu_kernel(reads=("choice_P", "x_X"), writes=("x_X", "active_D"))
 def predict_planes(choice_P: Tensor, mix_QP: Tensor, x_X: Tensor, active_D: Tensor) -> None:
-    """x_i += the sum over j of (C r)_ij x_j, with the mix C and the router's choice r; active = x_0."""
+    """x_i += the sum over j of (C r)_ij x_j, with the mix C and the router's choice r; active =
+    x_0."""
     x_PD = x_X.double().view(len(choice_P), -1)
     mix_PP = (mix_QP.double() @ choice_P.double()).view(len(choice_P), -1)
     found_PD = x_PD + mix_PP @ x_PD

@@ -7,12 +7,12 @@ token's result depends neither on the length of its pass nor on the other tokens
 
 Weights are the left factor, because those of Hopper may stay in registers.
 
-Several experts, each with its own tokens, are one launch: a list of tiles says which expert and which
-pairs of a token and one of its experts a program has, and a list of rows where a pair's input and
-output are. Experts may be in the CPU's tiles and groups of rows, as they are streamed.
+Several experts, each with its own tokens, are one launch: a list of tiles says which expert and
+which pairs of a token and one of its experts a program has, and a list of rows where a pair's input
+and output are. Experts may be in the CPU's tiles and groups of rows, as they are streamed.
 
-Letters: T tokens, D width, N rows, P pairs of a token and an expert, G tiles of pairs; in the kernels
-R rows of a tile, U units, K terms of a step, C columns of a tile."""
+Letters: T tokens, D width, N rows, P pairs of a token and an expert, G tiles of pairs; in the
+kernels R rows of a tile, U units, K terms of a step, C columns of a tile."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -115,8 +115,8 @@ def multiply_down(
 def tiles_of(
     tile_G3: Tensor, row_2P: Tensor | None, num_rows: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each tile: the rows of its expert, which has `num_rows`, and those of its pairs' inputs and
-    outputs [A]."""
+    """For each tile: the rows of its expert, which has `num_rows`, and those of its pairs' inputs
+    and outputs [A]."""
     assert row_2P is not None
     for place, first, count in tile_G3.tolist():
         left_A, right_A = row_2P[:, first : first + count].long()
@@ -131,8 +131,8 @@ def put(out_TN: Tensor, row_A: Tensor, y_AN: Tensor, factor_T: Tensor | None) ->
 
 @triton.jit
 def _pairs_of(tile, row, num_pairs, TOKENS: tl.constexpr):
-    """(the expert's place, [T] whether there is a pair, [T] its row of the input, [T] of the output)
-    for a program's tile of pairs."""
+    """(the expert's place, [T] whether there is a pair, [T] its row of the input, [T] of the
+    output) for a program's tile of pairs."""
     own = tile + tl.program_id(0) * 3
     first = tl.load(own + 1)
     at_T = tl.arange(0, TOKENS)
@@ -350,13 +350,8 @@ def launch_multiply(
         len(x_TD),
         x_TD.stride(0),
         out_TN.stride(0),
-        KIND=layout.kind,
-        WIDTH=layout.width,
-        PARTS=layout.parts,
-        ALIGN=layout.align,
+        **layout.constants(_ROWS, _STEP_UNITS),
         TOGETHER=together,
-        ROWS=_ROWS,
-        UNITS=_STEP_UNITS,
         TOKENS=tokens,
         num_warps=NUM_WARPS if tokens == 32 else 2 * NUM_WARPS,
     )
@@ -393,13 +388,8 @@ def launch_multiply_down(
         num_rows,
         len(hidden_TN),
         hidden_TN.stride(0),
-        KIND=layout.kind,
-        WIDTH=layout.width,
-        PARTS=layout.parts,
-        ALIGN=layout.align,
+        **layout.constants(_STEP_ROWS, _UNITS),
         TOGETHER=together,
-        ROWS=_STEP_ROWS,
-        UNITS=_UNITS,
         TOKENS=tokens,
         IS_ADDED=is_added,
         num_warps=NUM_WARPS if tokens == 32 else 2 * NUM_WARPS,

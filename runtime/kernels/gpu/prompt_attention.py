@@ -22,8 +22,8 @@ from hotsplit.runtime.kernels.gpu.reference import positions_of, soft_capped
 from hotsplit.runtime.kernels.gpu.scores import finished, finished_weight, scores_of
 from hotsplit.runtime.kernels.stored import NO_VECTORS, Vectors
 
-# (tokens and positions of a tile, warps, tiles of keys that are loaded ahead) for heads up to a width,
-# multiplied by tensor cores: the sums of wider heads would not fit into registers.
+# (tokens and positions of a tile, warps, tiles of keys that are loaded ahead) for heads up to a
+# width, multiplied by tensor cores: the sums of wider heads would not fit into registers.
 _TILES = {128: (64, 32, 4, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 2)}
 # f32, and every type without tensor cores.
 _EXACT_TILE = (16, 16, 4, 1)

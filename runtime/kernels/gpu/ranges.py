@@ -45,6 +45,6 @@ def attend_parts(context_length: int) -> int:
 
 
 def attend_scratch(context_length: int, num_heads: int, width: int) -> int:
-    """f32 scratch values per row of a step: for each part and head, a sum of values, a maximum score
-    and a sum of weights."""
+    """f32 scratch values per row of a step: for each part and head, a sum of values, a maximum
+    score and a sum of weights."""
     return attend_parts(context_length) * num_heads * (width + 2)

@@ -5,10 +5,7 @@ Letters: see kernels.py."""
 import torch
 from torch import Tensor
 
-from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.spec import Activation
 from hotsplit.runtime.kernels import stored
-from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 
@@ -37,31 +34,3 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def soft_capped(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
-
-
-def activated(gate_N: Tensor, rule: Gate) -> tuple[Tensor, Tensor]:
-    """(value, whether it fires)."""
-    if rule.activation in SMOOTH:
-        value_N = _smooth(gate_N, rule.activation)
-        return value_N, value_N != 0
-    fires_N = ~(gate_N <= (rule.threshold if rule.activation == "fatrelu" else 0.0))
-    value_N = torch.where(fires_N, gate_N, 0.0)
-    return value_N**2 if rule.activation == "relu2" else value_N, fires_N
-
-
-def up_factor(up: Tensor, activation: Activation) -> Tensor:
-    """What an activated gate is multiplied by."""
-    if activation == "swiglu_oai":
-        return up.clamp(-7.0, 7.0) + 1.0
-    return up.relu() if activation == "drelu" else up
-
-
-def _smooth(x: Tensor, activation: Activation) -> Tensor:
-    if activation == "silu":
-        return x * torch.sigmoid(x)
-    if activation == "swiglu_oai":
-        x = x.clamp(max=7.0)
-        return x * torch.sigmoid(1.702 * x)
-    if activation == "gelu":
-        return x * (1 + torch.erf(x / 2**0.5)) / 2
-    return x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2

@@ -1,5 +1,5 @@
-"""Triton: what becomes of the products of queries with keys, in a step and in a prompt: scores, and their
-shares.
+"""Triton: what becomes of the products of queries with keys, in a step and in a prompt: scores, and
+their shares.
 
 Letters: H heads."""
 
@@ -14,7 +14,8 @@ from hotsplit.runtime.kernels.stored import Vectors
 
 
 class Scores(NamedTuple):
-    """The numbers of scores as an argument of a kernel, which is compiled without those that are None."""
+    """The numbers of scores as an argument of a kernel, which is compiled without those that are
+    None."""
 
     scale: float
     cap: float | None

@@ -1,12 +1,12 @@
 """The kernels of the neuron cache on a GPU.
 
-A copy is described by four numbers (planar.COPY): offset in staging, target address, number of bytes,
-and form (planar.FORMS): "" copies the bytes unchanged, the others rearrange a file's blocks to planar
-rows (runtime.kernels.planar). Addresses are multiples of 2, and so are sizes but those of rows with
-blocks of an odd number of bytes.
+A copy is described by four numbers (planar.COPY): offset in staging, target address, number of
+bytes, and form (planar.FORMS): "" copies the bytes unchanged, the others rearrange a file's blocks
+to planar rows (runtime.kernels.planar). Addresses are multiples of 2, and so are sizes but those of
+rows with blocks of an odd number of bytes.
 
-Letters: C copies, B bytes of staging, F neurons of a layer, N slots; in the kernels U units of two bytes, W
-words of 32 bits."""
+Letters: C copies, B bytes of staging, F neurons of a layer, N slots; in the kernels U units of two
+bytes, W words of 32 bits."""
 
 import ctypes
 
@@ -25,7 +25,8 @@ _WORDS = 8  # per program
 
 @gpu_kernel(reads=("staging_B", "copies_C4"), writes=(), is_of_step=False)
 def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
-    """Makes copies of at most `most_bytes` each, in any order; the reference on the CPU, in theirs."""
+    """Makes copies of at most `most_bytes` each, in any order; the reference on the CPU, in
+    theirs."""
     for offset, target, num_bytes, form in copies_C4.tolist():
         row = staging_B[offset : offset + num_bytes]
         row = planar(row, FORMS[form])[0].contiguous()
@@ -34,8 +35,8 @@ def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
 
 @gpu_kernel(reads=("hidden_N", "slot_F"), writes=("open_W",), is_of_step=False)
 def pack_open(hidden_N: Tensor, slot_F: Tensor, open_W: Tensor) -> None:
-    """Sets bit j if neuron j is in a slot and its hidden value is not 0, and clears all others. `slot_F`,
-    int32: the slot of each neuron, negative if it has none."""
+    """Sets bit j if neuron j is in a slot and its hidden value is not 0, and clears all others.
+    `slot_F`, int32: the slot of each neuron, negative if it has none."""
     value_F = hidden_N[slot_F.clamp(min=0).long()]
     open_W.copy_(pack_bits((slot_F >= 0) & (value_F != 0)))
 

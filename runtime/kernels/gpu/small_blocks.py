@@ -11,9 +11,9 @@ TYPE_OF = {f"{name}{end}": each for name, each in BY_NAME.items() for end in (""
 
 
 class SmallBlock(NamedTuple):
-    """A kind with blocks of 32 values: its bytes, those before the fifth bits and before the quants,
-    and whether it is planar. `least`: the value of code 0 if those of the others follow it, one by
-    one. Otherwise the values plus `bias` are the bytes of two words of 64 bits."""
+    """A kind with blocks of 32 values: its bytes, those before the fifth bits and before the
+    quants, and whether it is planar. `least`: the value of code 0 if those of the others follow it,
+    one by one. Otherwise the values plus `bias` are the bytes of two words of 64 bits."""
 
     size: int
     head: int
@@ -27,8 +27,8 @@ class SmallBlock(NamedTuple):
     second_word: int
 
 
-# A function that kernels call may use no other one. A global table would be compared with its earlier
-# value at every launch, a default is not.
+# A function that kernels call may use no other one. A global table would be compared with its
+# earlier value at every launch, a default is not.
 @triton.constexpr_function
 def is_small(kind: str, types: dict[str, WeightType] = TYPE_OF) -> bool:
     return types[kind].has_small_blocks

@@ -79,8 +79,8 @@ def _small_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def _small_group(group, row, unit, lane, is_live, KIND: tl.constexpr):
-    """(low, high, scales) of small blocks: a block has its scales first, then each byte of four rows
-    16 apart."""
+    """(low, high, scales) of small blocks: a block has its scales first, then each byte of four
+    rows 16 apart."""
     SIZE: tl.constexpr = 32 if KIND == "q8_0" else 16
     block = group + unit // (SIZE // 16) * (64 * (2 + SIZE))
     at = 128 + row % 16 * (4 * SIZE) + (unit % (SIZE // 16) * 16 + lane) * 4 + row // 16
@@ -157,8 +157,8 @@ def _iq4_xs_tile(tile, row, unit, lane, is_live):
 
 @triton.jit
 def _scaled_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """(low, high) values of q6_k and q3_k: two blocks have their f16 numbers first, a last one alone
-    at its end."""
+    """(low, high) values of q6_k and q3_k: two blocks have their f16 numbers first, a last one
+    alone at its end."""
     SIZE: tl.constexpr = 210 if KIND == "q6_k" else 110
     REST: tl.constexpr = 16 * (SIZE - 2)
     block = unit // 8
@@ -197,8 +197,8 @@ def _scaled_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.c
 def tile_values(
     tile, row, unit, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr
 ):
-    """f32 [R, U, 16] of each part of some units of rows that lie in tiles or groups of TOGETHER; kinds
-    with one part return it twice. `tile`: where a row's tile begins."""
+    """f32 [R, U, 16] of each part of some units of rows that lie in tiles or groups of TOGETHER;
+    kinds with one part return it twice. `tile`: where a row's tile begins."""
     lane = tl.arange(0, 16)[None, None, :]
     if KIND == "f16" or KIND == "bf16":
         TYPE: tl.constexpr = tl.float16 if KIND == "f16" else tl.bfloat16

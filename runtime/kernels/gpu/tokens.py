@@ -15,7 +15,7 @@ from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import power_of_2
 from hotsplit.runtime.kernels.gpu.norm import normed
-from hotsplit.runtime.kernels.gpu.reference import activated, rms_norm, up_factor
+from hotsplit.runtime.kernels.gpu.reference import rms_norm
 
 _COLUMNS = 2048  # of a chunk of hidden values
 _WARPS = 8
@@ -62,16 +62,11 @@ def hidden_tokens(
     """The hidden values of gate_up for any number of tokens, from the products with gate and up, of
     all gates of a layer if `rule` needs them; `named_TN`: bool. Rounded and divided as by
     round_tokens. `out_TN` may be `up_TN`, and `gate_TN` unless all gates are needed."""
-    gate_TN = gate_TN.double()
     if named_TN is not None and named_TN.dtype == torch.int32:
         own_N = torch.arange(gate_TN.shape[1]) if id_N is None else id_N.long()
         named_TN = (named_TN[:, own_N // 32] >> (own_N % 32)) & 1 != 0
-    if rule.cutoff is not None:
-        deviation_T1, mean_T1 = torch.std_mean(gate_TN, dim=1, correction=0, keepdim=True)
-        gate_TN = (gate_TN - mean_T1 - rule.cutoff * deviation_T1).relu()
-    value_TN, fires_TN = activated(gate_TN, rule)
-    if up_TN is not None:
-        value_TN = value_TN * up_factor(up_TN, rule.activation)
+    value_TN, fires_TN = rule.act(rule.prepare(gate_TN.double()))
+    value_TN = rule.hidden(value_TN, up_TN)
     if not rule.computes_all:
         value_TN = torch.where(fires_TN, value_TN, 0.0)
     if named_TN is not None:
