@@ -107,7 +107,10 @@ def words(seconds: float, at_most: bool = False) -> str:
 def estimate(job: RunJob, tokens: int | None) -> WorkEstimate:
     """Estimates the work that is not cached. `tokens` is the length of a profile with predictors;
     None without predictors."""
-    works = _of_look(job) + ([] if tokens is None else _of_profile(job, tokens))
+    works = [] if tokens is None else _of_profile(job, tokens)
+    if job.choice.needs_look(job.wishes) and not job.cache.find("look", look_key(job)):
+        seconds = look_tokens(job) / count_per_s(job)
+        works.insert(0, Work(kind="look", label="look", seconds=seconds, num_bytes=_counts(job)))
     is_base_run = tokens is None  # the converted model itself will be run
     if is_base_run or works:
         works = [*_of_model(job), *works]
@@ -205,13 +208,6 @@ def decided(job: RunJob) -> RunJob:
                 f" {words(seconds)}: --verify does it"
             )
     return replace(job, is_verified=is_verified is not False)
-
-
-def _of_look(job: RunJob) -> list[Work]:
-    if not job.choice.needs_look(job.wishes) or job.cache.find("look", look_key(job)):
-        return []
-    seconds = look_tokens(job) / count_per_s(job)
-    return [Work(kind="look", label="look", seconds=seconds, num_bytes=_counts(job))]
 
 
 def _of_profile(job: RunJob, tokens: int) -> list[Work]:

@@ -87,21 +87,16 @@ def probe_torch() -> dict[str, Any]:
     try:
         is_there = torch.cuda.is_available()
         numbers = range(torch.cuda.device_count()) if is_there else ()
-        return {**found, "gpus": [_gpu_of_torch(torch, number) for number in numbers]}
+        gpus = []
+        for number in numbers:
+            properties = torch.cuda.get_device_properties(number)
+            free, total = torch.cuda.mem_get_info(number)
+            capability = f"{properties.major}.{properties.minor}"
+            gpu = {"index": number, "name": properties.name, "free": free, "total": total}
+            gpus.append(gpu | {"capability": capability})
+        return {**found, "gpus": gpus}
     except RuntimeError as error:
         return {**found, "gpus": [], "gpu_error": str(error).splitlines()[0]}
-
-
-def _gpu_of_torch(torch: Any, number: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(number)
-    free, total = torch.cuda.mem_get_info(number)
-    return {
-        "index": number,
-        "name": properties.name,
-        "free": free,
-        "total": total,
-        "capability": f"{properties.major}.{properties.minor}",
-    }
 
 
 def probe_triton() -> dict[str, Any]:

@@ -77,7 +77,7 @@ class ProfileSummary(Summary):
             "threshold": formatted("g", profile.threshold_L),
         }
         found = [(layer, each) for layer, each in enumerate(self._experts()) if each["hottest"]]
-        experts = {
+        experts: dict[str, Iterable[object]] = {
             "layer": [layer for layer, _ in found],
             "tokens of the hottest expert": [f"{each['hottest']:.1%}" for _, each in found],
             "of the coldest": [f"{each['coldest']:.1%}" for _, each in found],

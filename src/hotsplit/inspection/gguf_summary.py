@@ -184,6 +184,8 @@ class GgufSummary(Summary):
         if self.model is not None:
             m = self.model
             head = "the embedding (tied)" if m.is_tied else "its own matrix (not tied)"
+            whole = sum(entry.num_bytes for entry in m.tensors.values())
+            read = f"{format_bytes(dense_bytes(m))} of {format_bytes(whole)}"  # in mode dense
             rows += [
                 ("layout", m.layout),
                 ("activation", m.activation),
@@ -191,7 +193,7 @@ class GgufSummary(Summary):
                 *spec_facts(m.bare_spec),
                 *([("note", m.skipped_note)] if m.num_skipped else []),
                 *([("a text keeps", kept)] if (kept := text_words(m)) else []),
-                *_read_rows(m),
+                *([("a token reads", read)] if m.bare_spec.has_experts else []),
                 ("output head", head),
                 *predictor_facts(m.predictor),
                 ("model id", m.model_id),
@@ -237,14 +239,6 @@ class GgufSummary(Summary):
         if keys := self.shown_keys:
             tables.append(facts_table("other keys" if self.model else "keys", keys.items()))
         return [*tables, tensors]
-
-
-def _read_rows(model: ModelFile) -> list[Row]:
-    """The weights that a token of a mixture reads, in mode dense; [] for other models."""
-    if not model.bare_spec.has_experts:
-        return []
-    whole = sum(entry.num_bytes for entry in model.tensors.values())
-    return [("a token reads", f"{format_bytes(dense_bytes(model))} of {format_bytes(whole)}")]
 
 
 def summarise_gguf(path: Path) -> GgufSummary | SplitSummary | ImportancesSummary:

@@ -98,6 +98,12 @@ class SplitSummary(Summary):
         speed = f"{1 / split.objective_s:,.1f} tokens/s ({split.objective_s:.6g} s a token)"
         memory = f"{format_bytes(host) if host else 'not limited'}, used {format_bytes(held)}"
         workspace = format_bytes(split.cpu_bytes["workspace"])
+        sides = (split.gpu_bytes, split.cpu_bytes)
+        on_gpu, on_cpu = (format_bytes(side["neuron_cache"]) for side in sides)
+        cache = (
+            split.cache
+            and f"up to {split.cache.most_rows:,} swaps a token; {on_gpu} on the GPU and {on_cpu} in main memory"
+        )
         return [
             ("made for model", split.model_id),
             ("made from profile", f"sha256 {split.profile_sha256}"),
@@ -108,7 +114,7 @@ class SplitSummary(Summary):
             ("VRAM budget", f"{format_bytes(split.vram_budget_bytes)}, used {format_bytes(used)}"),
             ("main memory", memory),
             ("workspace", f"{workspace} on every device that holds anything"),
-            *self._cache_facts(),
+            *([("neuron cache", cache)] if split.cache else []),
             ("status", split.status),
             ("predicted", speed),
             ("bound", f"{split.bound_s:.6g} s a token, gap {split.gap:.2%}"),
@@ -117,14 +123,6 @@ class SplitSummary(Summary):
             ("dense blocks on GPUs", f"{sum(split.dense_on_gpu)} of {len(split.dense_on_gpu)}"),
             ("output head", head if split.head_on_gpu else "CPU"),
         ]
-
-    def _cache_facts(self) -> list[Row]:
-        if self.split.cache is None:
-            return []
-        sides = (self.split.gpu_bytes, self.split.cpu_bytes)
-        gpu, cpu = (format_bytes(side["neuron_cache"]) for side in sides)
-        words = f"{gpu} on the GPU and {cpu} in main memory"
-        return [("neuron cache", f"up to {self.split.cache.most_rows:,} swaps a token; {words}")]
 
     def tables(self, *, all_tensors: bool) -> list[Table]:
         return [self._gpus_table(), self._bytes_table(), self._layers_table()]

@@ -61,7 +61,9 @@ def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], 
             _refuse_a_cluster(ctx, argument, own)
             line.taken.append(argument)
             if not has_value and rest and _takes_value(own.get(name), rest[0]):
-                _check_value(own[name], argument, rest[0], own)
+                if rest[0] in own and not isinstance(own[name].type, click.types.StringParamType):
+                    needed = f"{argument} needs a value, and {rest[0]} comes next"
+                    raise click.BadOptionUsage(argument, needed)
                 line.taken.append(rest.pop(0))
             elif not argument.startswith("-"):
                 line.models.append(argument)
@@ -156,14 +158,6 @@ def _takes_value(option: click.Option | None, following: str) -> bool:
     if option is None or option.is_flag or option.count:
         return False
     return not (option._flag_needs_value and following[:1] == "-" and len(following) > 1)
-
-
-def _check_value(
-    option: click.Option, name: str, value: str, own: Mapping[str, click.Option]
-) -> None:
-    """Raises BadOptionUsage if the value of an option is the next option; texts may be anything."""
-    if value in own and not isinstance(option.type, click.types.StringParamType):
-        raise click.BadOptionUsage(name, f"{name} needs a value, and {value} comes next")
 
 
 def _refuse_a_cluster(ctx: click.Context, argument: str, own: Mapping[str, click.Option]) -> None:
