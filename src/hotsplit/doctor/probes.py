@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 _IN_WSL = "/usr/lib/wsl/lib"
-_RANK = 64  # of the small model's predictors
 
 
 def main() -> None:
@@ -159,7 +158,7 @@ def _output(*command: str) -> str:
 
 
 def probe_gpu(*devices: str) -> dict[str, Any]:
-    """Loads a small random model with predictors on each GPU, once with all neurons there and once
+    """Loads a small random model on each GPU, once with all neurons there and once
     with them on the CPU. `why`: why one of the GPUs fails the check of a load; None if all pass."""
     from hotsplit.artifacts.random_weights import random_model
     from hotsplit.families.decoder import decoder_spec
@@ -182,11 +181,11 @@ def probe_gpu(*devices: str) -> dict[str, Any]:
     )
     spec = decoder_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
     for device in devices:
-        model = random_model(spec, predictor_rank=_RANK)
+        model = random_model(spec)
         for cpu_ffn in (False, True):
             where = "the CPU" if cpu_ffn else device
             tell_at(f"a small model on {device}, neurons on {where}")
-            config = EngineConfig(mode="predicted", device=device, cpu_ffn=cpu_ffn)
+            config = EngineConfig(mode="exact", device=device, cpu_ffn=cpu_ffn)
             try:
                 with failures_of_device(device_of(device)):
                     Loaded(model, None, config)
