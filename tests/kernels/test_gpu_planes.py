@@ -1,6 +1,5 @@
 """Kernels for planes of the hidden state, and for gates cut off by their mean and deviation:
-Triton's in its interpreter (on a device if there is one) against float64, and that against the
-runtime's own torch."""
+Triton's in its interpreter (on a device if there is one) against float64."""
 
 import pytest
 import torch
@@ -8,10 +7,8 @@ from gpu_matrices import EPS, REFERENCE
 from reference import rel_error
 from test_gpu_tokens import ERRORS, is_right, rounded, values
 
-from hotsplit.model import planes as blocks
 from hotsplit.model.planes import MOST_PLANES
 from hotsplit.runtime.kernels.gate import Gate
-from hotsplit.runtime.ops.planes import CorrectPlanes, PlaneRouter, PredictPlanes
 
 triton = pytest.importorskip("triton")
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
@@ -52,30 +49,6 @@ def assert_mixed(kernels, name: str, num_planes: int, width: int, num_rows: int)
 def test_planes_are_mixed_as_in_float64(name, num_planes, width):
     for num_rows in (1, 2):
         assert_mixed(triton_kernels(), name, num_planes, width, num_rows)
-
-
-@pytest.mark.parametrize("name", KERNELS[:2])
-def test_the_float64_planes_are_those_of_torch(name):
-    """Torch's operations, which logits of transformers are compared with (test_families), with its
-    router replaced."""
-    choice, mix, *scale, x, active = (each.cpu() for each in given(name, 3, 64, 2))
-    scale_D = scale[0] if scale else torch.ones(64)
-
-    class Chosen(PlaneRouter):
-        def choice(self, x_TD):
-            return choice
-
-    router = Chosen(norm=None, matrix=None, on_bytes=lambda count: None)
-    if name == "predict_planes":
-        block = blocks.PredictPlanes(num_planes=3, norm=None)
-        new_D, x_TX = PredictPlanes(block=block, router=router, mix_QP=mix).forward(x)
-    else:
-        block = blocks.CorrectPlanes(num_planes=3)
-        own = CorrectPlanes(block=block, router=router, mix_PP=mix[:3], scale_D=scale_D)
-        new_D, x_TX = own.forward(active, x)
-    want = x_TX, new_D
-    got = run(REFERENCE, name, [choice, mix, *scale, x, active])
-    assert rel_error(got, torch.cat([each.flatten() for each in want])) < 16 * EPS
 
 
 @pytest.mark.parametrize("dtype", ERRORS)

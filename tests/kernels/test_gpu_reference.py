@@ -10,21 +10,14 @@ import pytest
 import torch
 from gpu_matrices import KINDS, REFERENCE, block_width, heads_of, make_matrix, vector
 from reference import rel_error
+from torch.nn import functional
 
 from hotsplit.files.gguf_file import type_of
-from hotsplit.options.cache_types import CacheTypes
-from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.planar import FILE_KIND, PLANAR_KIND, from_planar, planar
 from hotsplit.runtime.kernels.stored import unpack
-from hotsplit.runtime.ops.attention import attend
-from hotsplit.runtime.ops.attention.rotary import Rotary
-from hotsplit.runtime.ops.norm import Norm
-from hotsplit.runtime.ops.predict import Predictor
-from hotsplit.runtime.weights.matrix import Linear
 
 BOUND = 3e-6
 ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
@@ -133,13 +126,8 @@ def test_predict(kind):
     x, inner, named = vector(64), vector(32), torch.empty(2, dtype=torch.int32)
     REFERENCE.dot(down, None, x, inner, has_relu=kind == "relu")
     REFERENCE.predict(up, vector(45, 3), inner, 0.4, named)
-    predictor = Predictor(
-        kind=kind,
-        down=Linear(weight=down),
-        up=Linear(weight=up, bias_N=vector(45, 3)),
-        threshold=0.4,
-    )
-    want = predictor.scores(x[None])[0] > 0.4
+    inner = down.data @ x
+    want = up.data @ (inner.relu() if kind == "relu" else inner) + vector(45, 3) > 0.4
     assert unpack_bits(named).tolist() == want.tolist() + [False] * 19
     assert 0 < want.sum() < 45
 
@@ -161,11 +149,14 @@ def test_down_and_add_norm(skips_zeros):
     rows = unpack(matrix.data, matrix.kind)
     assert rel_error(parts[1], hidden[13:26] @ rows[13:26]) < BOUND
     for bias in (None, vector(96, 4)):
-        norm = Norm(weight_D=vector(96, 3), bias_D=bias, epsilon=1e-5)
-        out = torch.empty_like(x)
-        REFERENCE.add_norm(x, parts, norm.weight_D, bias, 1e-5, out, total)
-        assert rel_error(total, x + hidden @ rows) < BOUND
-        assert rel_error(out, norm.apply((x + hidden @ rows)[None])[0]) < BOUND
+        weight, out = vector(96, 3), torch.empty_like(x)
+        REFERENCE.add_norm(x, parts, weight, bias, 1e-5, out, total)
+        assert rel_error(total, want := x + hidden @ rows) < BOUND
+        if bias is None:
+            want = functional.rms_norm(want, (96,), weight, 1e-5)
+        else:
+            want = functional.layer_norm(want, (96,), weight, bias, 1e-5)
+        assert rel_error(out, want) < BOUND
 
 
 # ---- attention -----------------------------------------------------------------------------
@@ -174,41 +165,44 @@ def test_down_and_add_norm(skips_zeros):
 @pytest.mark.parametrize(("is_adjacent", "magnitude"), [(False, 1.0), (True, 1.0), (True, 1.25)])
 def test_attention(is_adjacent, magnitude):
     """One token is computed with norms of the heads, the next without but with a window; 4 query
-    heads share 2 key-value heads."""
+    heads share 2 key-value heads. Torch's norm and attention, and rotations by complex numbers."""
     width, num_heads, num_kv = 32, 4, 2
     frequency = 1e4 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    rotary = Rotary(frequency_W=frequency, is_adjacent=is_adjacent, magnitude=magnitude)
-    norms = [Norm(weight_D=vector(width, s), bias_D=None, epsilon=1e-5) for s in (8, 9)]
     got_cache = vector(6 * 2 * num_kv * width, 5).view(2, 6, num_kv, width)
-    key_BKPX, value_BKPX = got_cache.clone().transpose(1, 2).contiguous()[:, None]
-    want_cache = LayerCache(
-        key_BKPX=key_BKPX,
-        value_BKPX=value_BKPX,
-        table=BlockTable(1, 6),
-        head_width=width,
-        types=CacheTypes.of("f32"),
-    )
+    want_cache = got_cache.clone()
+
+    def turned(heads_HW, position):
+        pairs = heads_HW.double().unflatten(-1, (-1, 2) if is_adjacent else (2, -1))
+        pairs = pairs if is_adjacent else pairs.transpose(-1, -2)
+        turns = torch.polar(torch.full_like(frequency, magnitude), position * frequency)
+        found = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+        return (found if is_adjacent else found.transpose(-1, -2)).flatten(-2)
+
     for start, has_norms in ((3, True), (4, False)):
         qkv = vector(8 * width, start)
-        query, key, value = qkv.clone().view(1, 8, width).split([num_heads, num_kv, num_kv], dim=1)
+        query, key, value = qkv.clone().view(8, width).split([num_heads, num_kv, num_kv])
+        weights = [vector(width, seed) if has_norms else None for seed in (8, 9)]
         if has_norms:
-            query, key = norms[0].apply(query), norms[1].apply(key)
-        turn = rotary.turn(start, 1)
-        keys, values = want_cache.append(0, start, turn.apply(key), value)
-        spec = heads_of(
-            is_adjacent=is_adjacent,
-            magnitude=magnitude,
-            **({"scale": 0.2} if has_norms else {"window": 3}),
-        )
-        want = attend.attend(turn.apply(query), keys, values, spec)[0]
-        weights = [norm.weight_D if has_norms else None for norm in norms]
+            query, key = (
+                functional.rms_norm(heads, (width,), weight, 1e-5)
+                for heads, weight in zip((query, key), weights, strict=True)
+            )
+        query, key = turned(query, start), turned(key, start)
+        want_cache[0][start], want_cache[1][start] = key, value
+        first, scale = (0, 0.2) if has_norms else (start - 2, None)
+        keys, values = want_cache[:, first : start + 1].double().transpose(1, 2)
+        want = functional.scaled_dot_product_attention(
+            query[:, None], keys, values, scale=scale, enable_gqa=True
+        )[:, 0]
+        limits = {"scale": scale} if has_norms else {"window": 3}
+        spec = heads_of(is_adjacent=is_adjacent, magnitude=magnitude, **limits)
         position, got = torch.tensor([start]), torch.empty(num_heads, width)
         REFERENCE.rotate_append(qkv, frequency, *weights, position, *got_cache, spec)
         REFERENCE.attend(qkv, *got_cache, position, spec, torch.empty(0), got)
-        assert rel_error(qkv[: num_heads * width], turn.apply(query).flatten()) < BOUND
-        assert rel_error(got_cache[0], want_cache.key_CKW) < BOUND
-        assert torch.equal(got_cache[1], want_cache.value_CKW)
-        assert rel_error(got.flatten(), want) < BOUND
+        assert rel_error(qkv[: num_heads * width], query.flatten()) < BOUND
+        assert rel_error(got_cache[0], want_cache[0]) < BOUND
+        assert torch.equal(got_cache[1], want_cache[1])
+        assert rel_error(got, want) < BOUND
 
 
 # ---- the records ---------------------------------------------------------------------------
