@@ -6,7 +6,6 @@
 The model's tensors are encoded and written a few rows at a time; only `verify` needs whole ones in
 memory."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from hotsplit.convert.sampling import sampling_keys
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.pooling_key import pooling_key
 from hotsplit.families.table import ARCHITECTURES
@@ -184,7 +182,13 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
         },
         model_id=checkpoint.model_id(),  # last: it reads samples of all tensors
     )
-    notes = [*plan.notes, *pooling_notes, *_left_out(checkpoint, plan)]
+    notes = [*plan.notes, *pooling_notes]
+    ignored = [n for n in checkpoint.tensors if n.startswith(plan.ignored_prefixes)]
+    if ignored:
+        notes.append(
+            f"{len(ignored)} tensors left out, on which the next token does not depend, such as"
+            f" {ignored[0]}"
+        )
     notes += check_and_note(types.importances, model.tensors)
     if (fallen := types.fallen_note(model.tensors)) is not None:
         notes.append(fallen)
@@ -197,16 +201,6 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
         restored=lambda written: tensors.restored(checkpoint, plan, types, written),
         notes=(*notes, *tokenizer.notes),
     )
-
-
-def _left_out(checkpoint: Checkpoint, plan: Blueprint) -> list[str]:
-    """A note on the tensors of parts that the model's next tokens do not depend on."""
-    found = [n for n in checkpoint.tensors if n.startswith(plan.ignored_prefixes)]
-    if not plan.ignored_prefixes or not found:
-        return []
-    return [
-        f"{len(found)} tensors left out, on which the next token does not depend, such as {found[0]}"
-    ]
 
 
 def _refuse_stock(source: Path, spec: ModelSpec) -> None:
@@ -244,39 +238,27 @@ def _from_model_file(config: ConvertConfig) -> Draft:
                 f"{config.source}: has predictors or thresholds, which the stock layout cannot"
                 " hold; convert its checkpoint"
             )
-    model = _with_file_type(model, config.outtype)
+    model, stated = _with_file_type(model, config.outtype)
     return Draft(
         model=model,
-        outtype=config.outtype or _outtype_of(model),
+        outtype=config.outtype or stated,
         source=config.source,
         restored=lambda written: gguf_source.restored(config.source, types, written),
         notes=notes,
     )
 
 
-def _with_file_type(model: ModelFile, outtype: Outtype | None) -> ModelFile:
+def _with_file_type(model: ModelFile, outtype: Outtype | None) -> tuple[ModelFile, str]:
     """The model with its `general.file_type`, if it has one, corrected to match the outtype or, if
-    there is none, its own type."""
-    number = model.extra_keys.get("general.file_type")
-    kind = outtype or model.own_type
-    if not isinstance(number, np.integer) or _is_of_type(int(number), kind):
-        return model
-    keys = model.extra_keys | {"general.file_type": np.uint32(FILE_TYPES[kind])}
-    return dataclasses.replace(model, extra_keys=keys)
-
-
-def _is_of_type(number: int, kind: str) -> bool:
-    """True if the file type is of this kind, e.g. MOSTLY_Q4_K_M of q4_k."""
-    try:
-        name = LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
-    except ValueError:
-        return False
-    return name == kind or name.startswith(f"{kind}_")
-
-
-def _outtype_of(model: ModelFile) -> str:
-    """The type that the file states, if it is one of FILE_TYPES, or else its own type."""
-    number = model.extra_keys.get("general.file_type")
+    there is none, its own type; and the type that the file then states, or else its own."""
+    number, own = model.extra_keys.get("general.file_type"), model.own_type
+    if not isinstance(number, np.integer):
+        return model, own
+    kind = outtype or own
+    known = {int(each): each.name.partition("_")[2].lower() for each in LlamaFileType}
+    name = known.get(int(number), "")
+    if name != kind and not name.startswith(f"{kind}_"):  # MOSTLY_Q4_K_M is of q4_k
+        number = np.uint32(FILE_TYPES[kind])
+        model = replace(model, extra_keys={**model.extra_keys, "general.file_type": number})
     names = {int(value): name for name, value in FILE_TYPES.items()}
-    own = model.own_type
-    return names.get(int(number), own) if isinstance(number, np.integer) else own
+    return model, names.get(int(number), own)

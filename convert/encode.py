@@ -37,9 +37,8 @@ def encode(
     assert tensor.dim() in (1, 2) and tensor.numel() > 0, tensor.shape
     weight_type = BY_NAME[kind]
     is_searched = importance is not None and not weight_type.is_float
-    limit = weight_type.overflows_at / (
-        2 if is_searched else 1
-    )  # the search may take larger scales
+    # The search may take larger scales.
+    limit = weight_type.overflows_at / (2 if is_searched else 1)
     encoded, largest = encode_rows(
         torch.atleast_2d(tensor), kind, rows=rows, importance_M=importance, limit=limit
     )

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from hotsplit.convert.hub import Files, fetched, files_of, hub_errors
+from hotsplit.convert.hub import fetched, files_of, hub_errors
 from hotsplit.convert.hub_names import Named
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import MAX_HEADER_BYTES, TensorInfo, header_reach, read_header
@@ -25,9 +25,7 @@ SHARD_BYTES, GGUF_BYTES = 128 << 10, 1 << 20
 MOST_SHARD_BYTES = 100 << 20  # of a header in safetensors' own reader
 # Of all headers of a model: those of the largest, with 163 shards, take 20 MiB.
 MOST_BYTES = 256 << 20
-MOST_FACTOR_BYTES = (
-    64 << 10
-)  # of a tensor of rotary factors, which has a number for two values of a head
+MOST_FACTOR_BYTES = 64 << 10  # of a tensor of rotary factors, a number for two values of a head
 AT_A_TIME = 8
 _RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
 
@@ -46,7 +44,11 @@ def headers_of(given: Named, folder: Path) -> Headers:
     with hub_errors(given.name):
         files = files_of(given)
         if not files.is_gguf:
-            _check_weights(given.name, files)
+            if not files.weights or files.weights[0].endswith(".bin"):
+                what = "pickles, which have no header" if files.weights else "none that can be read"
+                raise HotsplitError(
+                    f"{given.name}: its weights on the hub are {what}; wanted safetensors or a GGUF"
+                )
             described = fetched(given, files, has_weights=False)
             for file in filter(Path.is_file, described.rglob("*")):
                 _link(folder / file.relative_to(described), file)
@@ -54,14 +56,6 @@ def headers_of(given: Named, folder: Path) -> Headers:
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             sizes = list(pool.map(partial(_place, parts, folder), files.weights))
     return Headers(path=files.place(folder), num_bytes=sum(sizes))
-
-
-def _check_weights(name: str, files: Files) -> None:
-    if not files.weights or files.weights[0].endswith(".bin"):
-        what = "pickles, which have no header" if files.weights else "none that can be read"
-        raise HotsplitError(
-            f"{name}: its weights on the hub are {what}; wanted safetensors or a GGUF"
-        )
 
 
 def _link(path: Path, file: Path) -> None:

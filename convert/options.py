@@ -1,5 +1,6 @@
 """Options of a conversion, and its report."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -59,7 +60,10 @@ class ConvertConfig:
                 f"layout {self.layout!r} is unknown; known: {', '.join(get_args(Layout))}"
             )
         name, _, threshold = (self.activation or "relu").partition("=")
-        is_number = _is_threshold(threshold) if name == "fatrelu" else not threshold
+        is_number = name != "fatrelu" and not threshold
+        if name == "fatrelu":
+            with suppress(ValueError):
+                is_number = 0 <= float(threshold) < float("inf")
         if name not in get_args(Activation) or not is_number:
             raise HotsplitError(
                 f"activation {shown(self.activation)}; wanted one of {', '.join(get_args(Activation))},"
@@ -79,13 +83,6 @@ class ConvertConfig:
                 "the stock layout cannot hold predictors: llama.cpp would refuse or ignore them;"
                 " leave them out, or use the sparse layout"
             )
-
-
-def _is_threshold(text: str) -> bool:
-    try:
-        return 0 <= float(text) < float("inf")
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)

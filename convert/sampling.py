@@ -33,14 +33,10 @@ def sampling_keys(folder: Path) -> dict[str, Value]:
             value = 0.0
         if value is not None:
             with about(path, "; correct it there"):
-                found[PREFIX + setting.key] = _stored(
-                    checked(setting.field, value, str(name)), name
-                )
+                number = checked(setting.field, value, str(name))
+                assert isinstance(number, int | float), number
+                if not -_MOST <= number < _MOST:
+                    raise HotsplitError(f"{name} is {shown(number)}, wanted a number of 32 bits")
+            stored = np.int32(number) if name == "top_k" else np.float32(number)
+            found[PREFIX + setting.key] = stored
     return found
-
-
-def _stored(value: object, name: str | None) -> Value:
-    assert isinstance(value, int | float), value
-    if not -_MOST <= value < _MOST:
-        raise HotsplitError(f"{name} is {shown(value)}, wanted a number of 32 bits")
-    return np.int32(value) if name == "top_k" else np.float32(value)

@@ -29,6 +29,7 @@ from tokenizers import models as token_models
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from hotsplit.artifacts import predictor_file
 from hotsplit.artifacts.model_file import Layout, ModelFile, PredictorInfo
 from hotsplit.artifacts.model_gguf import compute_model_id
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
@@ -619,7 +620,7 @@ def test_predictors_that_do_not_fit_are_refused(relu, tmp_path, monkeypatch):
             "info": {"rank_L": (8, 8), "threshold_L": (0.0, 0.0), "density_L": ()},
             "layers": None,
         },
-        "info.kind is 'cubic', wanted one of": {"info": {"kind": "cubic"}},
+        "info.kind is 'cubic', wanted 'linear' or 'relu'": {"info": {"kind": "cubic"}},
         "input_layer_offset is 3, wanted": {"info": {"input_layer_offset": 3}},
         "densities for 1 of 3 layers": {"info": {"density_L": (0.5,)}},
         "threshold_L[1] is nan, wanted": {"info": {"threshold_L": (0.0, np.nan, 0.0)}},
@@ -632,6 +633,7 @@ def test_predictors_that_do_not_fit_are_refused(relu, tmp_path, monkeypatch):
             changes = {**changes, "layers": (zeros, zeros)}
         with monkeypatch.context() as patch:  # save would refuse wrong contents
             patch.setattr(Predictors, "validate", lambda self: None)
+            patch.setattr(predictor_file, "read_declared", lambda kind, values: None)
             folder = our_predictors(model, tmp_path / str(number), **changes)
         refuse(model.path, tmp_path, words, predictors=folder)
     wide = random_llama(tmp_path / "wide", intermediate_size=192)

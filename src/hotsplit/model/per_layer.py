@@ -31,6 +31,7 @@ class LayerInputs(PositionWise):
     tables: ClassVar[tuple[str, ...]] = (f"{TABLE}.weight",)
     words: ClassVar[str] = "the embeddings of layers"
     unquantised: ClassVar[tuple[str, ...]] = (f"{PROJECTION}.weight",)
+    outputs: ClassVar[tuple[str, ...]] = (INPUTS,)
     size: int  # P
     epsilon: float  # of the norm
     num_layers: int
@@ -40,10 +41,6 @@ class LayerInputs(PositionWise):
     @property
     def inputs(self) -> tuple[str, ...]:
         return self.reads, TOKEN
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return (INPUTS,)
 
     @property
     def total(self) -> int:

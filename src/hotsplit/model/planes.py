@@ -29,14 +29,8 @@ class OfPlanes(PositionWise):
 
     room: ClassVar[str] = "planes"
     num_planes: int
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return "active", "x"
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return "active", "x"
+    inputs: ClassVar[tuple[str, ...]] = ("active", "x")
+    outputs: ClassVar[tuple[str, ...]] = ("active", "x")
 
     def values(self, hidden_size: int) -> Mapping[str, int]:
         return {"active": hidden_size, "x": self.num_planes * hidden_size}
@@ -49,10 +43,7 @@ class PredictPlanes(OfPlanes):
     kind: ClassVar[str] = "predict planes"
     num_kernels: ClassVar[int] = 3  # the router's norm and product, the planes
     norm: Norm  # of the router
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return ("x",)
+    inputs: ClassVar[tuple[str, ...]] = ("x",)
 
     def shapes(self, hidden_size: int) -> Shapes:
         return {
@@ -91,14 +82,11 @@ class AddToPlanes(OfPlanes):
     kind: ClassVar[str] = "add to planes"
     num_kernels: ClassVar[int] = 1
     reads: str
+    outputs: ClassVar[tuple[str, ...]] = ("x",)
 
     @property
     def inputs(self) -> tuple[str, ...]:
         return "x", self.reads
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("x",)
 
     def values(self, hidden_size: int) -> Mapping[str, int]:
         return {"x": self.num_planes * hidden_size}
@@ -109,14 +97,8 @@ class BeginPlanes(OfPlanes):
     """All planes from the embedding, with a matrix [D, D] for each but the first."""
 
     kind: ClassVar[str] = "begin planes"
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return ("active",)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("x",)
+    inputs: ClassVar[tuple[str, ...]] = ("active",)
+    outputs: ClassVar[tuple[str, ...]] = ("x",)
 
     def shapes(self, hidden_size: int) -> Shapes:
         return _squares(BEGIN, self.num_planes, hidden_size)
@@ -130,14 +112,8 @@ class EndPlanes(OfPlanes):
     """One hidden state from all planes, with a matrix [D, D] for each but the first."""
 
     kind: ClassVar[str] = "end planes"
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return ("x",)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("active",)
+    inputs: ClassVar[tuple[str, ...]] = ("x",)
+    outputs: ClassVar[tuple[str, ...]] = ("active",)
 
     def shapes(self, hidden_size: int) -> Shapes:
         return _squares(END, self.num_planes, hidden_size)
