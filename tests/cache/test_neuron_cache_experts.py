@@ -14,7 +14,7 @@ from reference import rel_error
 from test_experts import ROUTES, mixture
 from test_hybrid_experts import loaded, made_plan, stock
 from test_native_step import BOUNDS
-from test_neuron_cache_hybrid import keys_and_values, restore
+from test_neuron_cache_hybrid import Cached, ran, weights_of
 from test_runtime import IDS as TOKENS
 
 from hotsplit.costs.cache_bytes import CacheSize
@@ -22,17 +22,11 @@ from hotsplit.errors import HotsplitError
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.planar import planar
-from hotsplit.runtime.model.loader import load_weights
-from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.expert_parts import ExpertLayer, ExpertParts, as_bytes
 from hotsplit.runtime.neuron_cache.native.library import SWAP
 from hotsplit.runtime.neuron_cache.setup import first_residents, not_copied
 from hotsplit.runtime.neuron_cache.slots import GpuSlots, Residency
-from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.step import hybrid_builder
-from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights.expert_block import ExpertMatrices
-from hotsplit.runtime.weights.resident import Residence
 
 CPU = torch.device("cpu")
 E, NONE = 12, np.zeros(0, np.int32)
@@ -57,71 +51,19 @@ def on_a_gpu(model, name, ids):
     return ExpertMatrices(data=data.contiguous(), kind=kind, width=entry.shape[-1])
 
 
-@dataclasses.dataclass
-class Cached:
-    """A step with a cache, and what it was made from."""
-
-    model: object
-    split: object
-    weights: object
-    cache: object
-    step: object = None
-
+class CachedExperts(Cached):
     @classmethod
     def of(cls, plan="both layers", backend=None, seed=0, **options):
         model = stock(**options)
-        split = made_plan(model, *PLANS[plan])
-        resident = first_residents(model, split)
-        weights = weights_of(model, split, resident)
         setup = random_setup(seed=seed, most_rows=3)
-        found = cls(model, split, weights, setup.cache(model.spec, resident))
-        found.step = found.built(backend or plain_backend(reference_kernels()))
-        return found
+        return cls.made(model, made_plan(model, *PLANS[plan]), "dense", backend, setup)
 
-    def built(self, backend):
-        placement = Placement.of_split(self.split, (CPU,))
-        return hybrid_builder.build(
-            self.weights, placement, Traffic(), backend, neuron_cache=self.cache
-        )
-
-    def static(self):
-        """(a step without a cache, its weights), with the experts that tables name now, and the
-        same keys and values."""
-        layers, resident = (
-            self.cache.slots.carrier.layers,
-            list(first_residents(self.model, self.split)),
-        )
-        hot = list(self.split.hot)
-        for layer, own in layers.items():
+    def in_slots(self):
+        """Those that tables name."""
+        hot, resident = list(self.split.hot), list(first_residents(self.model, self.split))
+        for layer, own in self.cache.slots.carrier.layers.items():
             hot[layer] = resident[layer] = np.flatnonzero(own.hot.places >= 0).astype(np.int32)
-        split = dataclasses.replace(self.split, hot=tuple(hot))
-        weights = weights_of(self.model, split, resident)
-        placement = Placement.of_split(split, (CPU,))
-        backend = plain_backend(reference_kernels())
-        step = hybrid_builder.build(weights, placement, Traffic(), backend)
-        restore(weights, keys_and_values(self.weights))  # building ran a trial step
-        return step, weights
-
-
-def weights_of(model, split, resident):
-    placement = Placement.of_split(split, (CPU,))
-    return load_weights(
-        model, placement, "dense", 32, notice=print, residence=Residence(), resident_LN=resident
-    )
-
-
-def ran(cached, ids, start=0):
-    """The logits of each step."""
-    return [cached.step.run(token, at).clone() for at, token in enumerate(ids, start)]
-
-
-def are_static(cached, ids, start=0):
-    """Whether each step equals a static one bit for bit."""
-    found = []
-    for position, token in enumerate(ids, start):
-        want = cached.static()[0].run(token, position).clone()
-        found.append(torch.equal(cached.step.run(token, position), want))
-    return found
+        return hot, resident
 
 
 @pytest.mark.parametrize(
@@ -134,7 +76,7 @@ def are_static(cached, ids, start=0):
     ],
 )
 def test_every_step_equals_a_static_one_bit_for_bit(plan, options):
-    cached = Cached.of(plan, **options)
+    cached = CachedExperts.of(plan, **options)
     with loaded(cached.model, cached.split) as engine:
         want = stepped(engine, IDS)
     got = []
@@ -154,11 +96,11 @@ def test_experts_that_are_not_pinned_stay_where_they_are():
     model = stock()
     split = made_plan(model, *PLANS["both layers"])
     resident = first_residents(model, split)
-    assert "not pinned" in not_copied(weights_of(model, split, resident), resident)
+    assert "not pinned" in not_copied(weights_of(model, split, "dense", resident), resident)
 
 
 def test_the_policy_sees_the_experts_that_are_chosen():
-    cached = Cached.of()
+    cached = CachedExperts.of()
     ran(cached, IDS)
     shown = np.concatenate(cached.cache.policy.shown)
     seen = {}
@@ -177,9 +119,9 @@ def test_the_policy_sees_the_experts_that_are_chosen():
 
 @pytest.mark.parametrize("plan", ["both layers", "all but one"])
 def test_any_order_that_the_events_allow_gives_the_same_bits(plan):
-    want = ran(Cached.of(plan), IDS)
+    want = ran(CachedExperts.of(plan), IDS)
     for seed in range(2):
-        cached = Cached.of(plan, FakeDevice(seed=seed).backend(reference_kernels()))
+        cached = CachedExperts.of(plan, FakeDevice(seed=seed).backend(reference_kernels()))
         assert all(map(torch.equal, ran(cached, IDS), want))
         with torch.inference_mode():
             cached.cache.complete()
@@ -190,7 +132,7 @@ def test_copies_run_beside_a_step():
     """No operation of the step waits for the copies that run meanwhile, and the copies wait for no
     operation of the step."""
     device = FakeDevice()
-    cached = Cached.of(backend=device.backend(reference_kernels()))
+    cached = CachedExperts.of(backend=device.backend(reference_kernels()))
     cached.step.run(IDS[0], 0)
     due, parts = cached.cache._num_pending, 3
     device.log.clear()
@@ -206,7 +148,7 @@ def test_copies_run_beside_a_step():
 
 def test_bytes_are_those_of_the_plan():
     """Staging on the GPU; in main memory a copy of each expert in a slot, and tables."""
-    cached = Cached.of("beside the CPU's attention", kind="q8_0", num_neurons=32)
+    cached = CachedExperts.of("beside the CPU's attention", kind="q8_0", num_neurons=32)
     size, num_hot = CacheSize(most_rows=3, packs_bits=True), [2, 3]
     slots, step, policy = cached.cache.slots.carrier, cached.step.neuron_cache, size.host_bytes
     expert = 2 * 32 * 68 + 64 * 34
@@ -236,7 +178,7 @@ def test_experts_get_the_layout_of_a_gpu(kind, layout):
     )
     split = made_plan(model, [[1, 4], [0, 2, 9]], [1, 1])
     resident = first_residents(model, split)
-    (_, cold) = weights_of(model, split, resident).layers[1].ffn.experts
+    (_, cold) = weights_of(model, split, "dense", resident).layers[1].ffn.experts
 
     def of_gpu(ids):
         return [
@@ -271,14 +213,14 @@ def test_experts_get_the_layout_of_a_gpu(kind, layout):
 
 def test_a_table_that_changes_before_its_copy_has_ended_is_found():
     device = FakeDevice()
-    cached = Cached.of(backend=device.backend(reference_kernels()))
+    cached = CachedExperts.of(backend=device.backend(reference_kernels()))
     cached.step.run(IDS[0], 0)
     before = device.num_waits
     cached.step.run(IDS[1], 1)
     assert device.num_waits > before
     found = 0
     for number in range(before, device.num_waits):
-        cached = Cached.of(backend=FakeDevice(dropped=number).backend(reference_kernels()))
+        cached = CachedExperts.of(backend=FakeDevice(dropped=number).backend(reference_kernels()))
         cached.step.run(IDS[0], 0)
         with pytest.raises(Race):
             ran(cached, IDS[1:3], 1)
@@ -287,7 +229,7 @@ def test_a_table_that_changes_before_its_copy_has_ended_is_found():
 
 
 def test_a_slot_that_is_overwritten_while_a_step_reads_it_is_found():
-    cached = Cached.of(backend=FakeDevice().backend(reference_kernels()))
+    cached = CachedExperts.of(backend=FakeDevice().backend(reference_kernels()))
     slots = cached.cache.slots.carrier
 
     def straight(number, swap, parts=slots._parts):
@@ -300,9 +242,9 @@ def test_a_slot_that_is_overwritten_while_a_step_reads_it_is_found():
 
 def test_wrong_bytes_in_a_slot_are_found():
     """The matrix of another expert, or one that stays as it was."""
-    right = ran(Cached.of(), IDS)
+    right = ran(CachedExperts.of(), IDS)
     for wrong in ("another's down", "no down", "no gate"):
-        cached = Cached.of()
+        cached = CachedExperts.of()
         slots, move = cached.cache.slots.carrier, cached.cache.slots.carrier._write
         of = {layer: own.hot for layer, own in slots.layers.items()}
         downs = {block.down.data.untyped_storage().data_ptr(): n for n, block in of.items()}
@@ -328,9 +270,9 @@ def test_wrong_bytes_in_a_slot_are_found():
 
 
 def test_an_expert_that_both_sides_or_neither_compute_is_found():
-    right = ran(Cached.of(), IDS)
+    right = ran(CachedExperts.of(), IDS)
     for both in (True, False):
-        cached = Cached.of()
+        cached = CachedExperts.of()
         slots = cached.cache.slots.carrier
 
         def change(layer, main, change=slots._change_tables, slots=slots, both=both):

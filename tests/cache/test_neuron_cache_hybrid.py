@@ -60,11 +60,13 @@ class Cached:
             model, threshold_L=(0.05,) * shape.num_layers, path=tmp_path / "m.gguf"
         )
         split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head)
-        setup = random_setup(seed=seed, most_rows=12)
+        return cls.made(model, split, mode, backend, random_setup(seed=seed, most_rows=12))
+
+    @classmethod
+    def made(cls, model, split, mode, backend, setup):
         resident = first_residents(model, split)
         weights = weights_of(model, split, mode, resident)
-        cache = setup.cache(model.spec, resident)
-        found = cls(model, split, mode, weights, cache)
+        found = cls(model, split, mode, weights, setup.cache(model.spec, resident))
         found.step = found.built(backend or plain_backend(reference_kernels()))
         return found
 
@@ -74,16 +76,20 @@ class Cached:
             self.weights, placement, Traffic(), backend, neuron_cache=self.cache
         )
 
-    def static(self):
-        """(a step without a cache, its weights), with the same neurons on the GPU and the same keys
-        and values."""
+    def in_slots(self):
+        """(the units on the GPU now, the residents of a load with those)."""
         residency = self.cache.residency
-        hot = tuple(
+        return [
             residency.id_N(layer).copy() if residency.num_slots_L[layer] else ids
             for layer, ids in enumerate(self.split.hot)
-        )
-        split = dataclasses.replace(self.split, hot=hot)
-        weights = weights_of(self.model, split, self.mode, None)
+        ], None
+
+    def static(self):
+        """(a step without a cache, its weights), with the same units on the GPU and the same keys
+        and values."""
+        hot, resident = self.in_slots()
+        split = dataclasses.replace(self.split, hot=tuple(hot))
+        weights = weights_of(self.model, split, self.mode, resident)
         placement = Placement.of_split(split, (CPU,) * len(split.budgets))
         backend = plain_backend(reference_kernels())
         step = hybrid_builder.build(weights, placement, Traffic(), backend)
