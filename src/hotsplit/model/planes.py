@@ -29,7 +29,6 @@ class OfPlanes(PositionWise):
 
     room: ClassVar[str] = "planes"
     num_planes: int
-    inputs: ClassVar[tuple[str, ...]] = ("active", "x")
     outputs: ClassVar[tuple[str, ...]] = ("active", "x")
 
     def values(self, hidden_size: int) -> Mapping[str, int]:
@@ -64,6 +63,7 @@ class CorrectPlanes(OfPlanes):
 
     kind: ClassVar[str] = "correct planes"
     num_kernels: ClassVar[int] = 3
+    inputs: ClassVar[tuple[str, ...]] = ("active", "x")
 
     def shapes(self, hidden_size: int) -> Shapes:
         return {
