@@ -13,7 +13,7 @@ from hotsplit.report.plots import plot_quality
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredMode:
     """A measurement of a mode, from one source. A record lacks two half-widths."""
 
     mode: Mode
@@ -35,14 +35,14 @@ class Measured:
         return within(self.quality.top1_agreement, self.agreement_half_width, form, form)
 
 
-def measured_of(found: Artifacts) -> list[Measured]:
+def measured_of(found: Artifacts) -> list[MeasuredMode]:
     """Comparisons (`eval`), then the records of model, predictors and profile, without
     duplicates."""
     measured = []
     for number, report in enumerate(found.evals, 1):
         name = "eval" if len(found.evals) == 1 else f"eval {number}"
         measured.append(
-            Measured(
+            MeasuredMode(
                 mode=report.mode,
                 source=name,
                 quality=report,
@@ -57,12 +57,12 @@ def measured_of(found: Artifacts) -> list[Measured]:
             if quality not in seen:
                 seen.append(quality)
                 measured.append(
-                    Measured(mode=mode, source=f"the {source}'s record", quality=quality)
+                    MeasuredMode(mode=mode, source=f"the {source}'s record", quality=quality)
                 )
     return measured
 
 
-def cost_of(found: Artifacts, mode: Mode) -> Measured | None:
+def cost_of(found: Artifacts, mode: Mode) -> MeasuredMode | None:
     """The first measurement of a mode, in the order of `measured_of`."""
     return next((one for one in measured_of(found) if one.mode == mode), None)
 

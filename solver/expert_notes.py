@@ -30,7 +30,7 @@ class Edge:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class MoreExperts:
     """Further experts of a layer on its GPU, and the seconds of a token that they save."""
 
     gpu: int
@@ -177,7 +177,7 @@ def more_line(pipeline: Pipeline, answer: Answer, *, time_limit_s: float) -> str
     )
 
 
-def _next(pipeline: Pipeline, plan: PipelinePlacement, layer: int) -> Step:
+def _next(pipeline: Pipeline, plan: PipelinePlacement, layer: int) -> MoreExperts:
     """The most chosen experts of a layer's cold ones on its GPU: one, or as many as pay."""
     gpu, hot_F = int(plan.home_I[layer]), plan.placement.hot_LF[layer]
     problem = pipeline.problems[gpu]
@@ -187,4 +187,4 @@ def _next(pipeline: Pipeline, plan: PipelinePlacement, layer: int) -> Step:
     is_dense = bool(plan.placement.dense_L[layer])
     now_s, then_s = sets_seconds(problem, layer, np.stack([hot_F, more_F]), is_dense)
     num_bytes = count * int(problem.neuron_bytes_L[layer])
-    return Step(gpu=gpu, count=count, num_bytes=num_bytes, gain_s=float(now_s - then_s))
+    return MoreExperts(gpu=gpu, count=count, num_bytes=num_bytes, gain_s=float(now_s - then_s))

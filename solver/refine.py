@@ -30,7 +30,7 @@ def fill(
     Greedy: the step that saves the most seconds per byte first, until no step that fits saves
     any."""
     layers = [
-        _Layer(problem, layer, int(num_hot_L[layer]), bool(dense_L[layer]))
+        _FilledLayer(problem, layer, int(num_hot_L[layer]), bool(dense_L[layer]))
         for layer in range(problem.num_layers)
     ]
     queue = [(-layer.best_step(room_bytes)[0], index) for index, layer in enumerate(layers)]
@@ -49,7 +49,7 @@ def fill(
     return np.array([layer.num_hot for layer in layers])
 
 
-class _Layer:
+class _FilledLayer:
     """One layer's number of hot neurons, and what adding more would save."""
 
     def __init__(self, problem: Problem, layer: int, num_hot: int, is_dense_on_gpu: bool) -> None:

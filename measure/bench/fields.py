@@ -4,7 +4,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from hotsplit.measure.bench.result import BenchReport, Result, Setting, Times
+from hotsplit.measure.bench.result import BenchReport, Result, RunTimes, Setting
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _result(result: Result) -> dict[str, Any]:
     }
 
 
-def _times(times: Times) -> dict[str, Any]:
+def _times(times: RunTimes) -> dict[str, Any]:
     names = ("avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts", "median_ts")
     return {name: getattr(times, name) for name in names}
 

@@ -116,7 +116,7 @@ class StepBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sides:
+class StepSides:
     """The sides of the plan that hold each layer's attention, the head and the embedding."""
 
     layers: tuple[str, ...]
@@ -124,7 +124,7 @@ class Sides:
     embedding: str
 
     @classmethod
-    def of(cls, engine: Engine, plan: Split | None) -> "Sides":
+    def of(cls, engine: Engine, plan: Split | None) -> "StepSides":
         whole = "cpu" if engine.device.type == "cpu" else "gpu"
         if plan is None:
             layers, head = (whole,) * engine.model.spec.num_layers, whole
@@ -140,7 +140,7 @@ def bytes_by_part(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes
     model, count, traffic = engine.model, steps.num_steps, steps.traffic
     is_by_layer = steps.counts_LP2 is None and engine.device.type == "cpu"
     # Steps that run layer by layer on the CPU count no sides of a plan.
-    sides = Sides.of(engine, None if is_by_layer else plan)
+    sides = StepSides.of(engine, None if is_by_layer else plan)
     found: Bytes = defaultdict(float)
     found[HEAD, sides.head] += head_bytes(model)
     found[OTHER, sides.embedding] += model.tensors["token_embd.weight"].row_bytes
@@ -178,7 +178,7 @@ def bytes_by_part(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes
     return StepBytes(dict(found), unknown)
 
 
-def _add_cache(found: Bytes, engine: Engine, sides: Sides, steps: Steps) -> str | None:
+def _add_cache(found: Bytes, engine: Engine, sides: StepSides, steps: Steps) -> str | None:
     """Adds the keys and values that tokens attend to; returns the reason if they are unknown."""
     types = engine.cache_types
     last = steps.start + steps.num_steps

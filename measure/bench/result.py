@@ -9,7 +9,7 @@ from hotsplit.measure.bench.rival import About
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class RunTimes:
     """The times of a test, one sample per round in order."""
 
     num_tokens: int  # per run
@@ -51,7 +51,7 @@ class Times:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PartTime:
     """A part's time and bytes per token, in a test's median run."""
 
     name: str  # one of parts.ORDER
@@ -75,9 +75,9 @@ class Result:
 
     test: BenchTest
     began: str  # UTC
-    ours: Times
-    theirs: Times | None
-    parts: tuple[Part, ...]
+    ours: RunTimes
+    theirs: RunTimes | None
+    parts: tuple[PartTime, ...]
     bytes_by_role: dict[str, float | None]  # of a token; empty for prompts
     limit: Limit | None
     predicted_s: float | None  # of a token, by the plan; None for prompts, and without a plan

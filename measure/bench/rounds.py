@@ -12,7 +12,7 @@ from hotsplit.measure.timing.interleave import in_turn
 
 
 @dataclass
-class Measured:
+class RunSamples:
     """The samples of one test, one per round."""
 
     began: str = ""  # UTC
@@ -36,7 +36,7 @@ class Rounds:
         self.config, self.runner, self.tokens, self.rival = config, runner, tokens, rival
         self.probes, self.on_test = probes, on_test
         self.bandwidths: list[dict[str, float]] = []  # bytes per second by device, for each round
-        self.measured = {test: Measured() for test in config.tests}
+        self.measured = {test: RunSamples() for test in config.tests}
 
     def run(self) -> None:
         for depth in sorted({test.depth for test in self.measured}):

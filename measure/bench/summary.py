@@ -5,8 +5,8 @@ import statistics
 from hotsplit.artifacts.split_file import Split
 from hotsplit.measure.bench.config import BenchConfig
 from hotsplit.measure.bench.parts import ORDER, StepBytes, bytes_by_part, part_ns
-from hotsplit.measure.bench.result import BenchReport, Limit, Part, Result, Setting, Times
-from hotsplit.measure.bench.rounds import Measured, Rounds
+from hotsplit.measure.bench.result import BenchReport, Limit, PartTime, Result, RunTimes, Setting
+from hotsplit.measure.bench.rounds import Rounds, RunSamples
 from hotsplit.measure.bench.runner import Sample
 from hotsplit.measure.bench.setting import format_count
 from hotsplit.runtime.engine import Engine
@@ -25,7 +25,7 @@ def report_of(
         texts = measured.ours if test.kind == "tg" else []
         reads = [bytes_by_part(engine, plan, sample.steps) for sample in texts]
         unknown = unknown or (reads[0].unknown if reads else None)
-        ours = Times(num_tokens=test.length, samples_ns=tuple(s.ns for s in measured.ours))
+        ours = RunTimes(num_tokens=test.length, samples_ns=tuple(s.ns for s in measured.ours))
         theirs = tuple(measured.theirs)
         read = reads[ours.middle] if reads else None
         results.append(
@@ -33,7 +33,7 @@ def report_of(
                 test=test,
                 began=measured.began,
                 ours=ours,
-                theirs=Times(num_tokens=test.length, samples_ns=theirs) if theirs else None,
+                theirs=RunTimes(num_tokens=test.length, samples_ns=theirs) if theirs else None,
                 parts=_parts(measured.ours[ours.middle], read, plan),
                 bytes_by_role={} if read is None else read.by_role,
                 limit=_limit(ours, reads, measured, setting),
@@ -60,13 +60,13 @@ def report_of(
     )
 
 
-def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[Part, ...]:
+def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[PartTime, ...]:
     """The parts in ORDER. Only native steps have times, and only generation has bytes."""
     counts, count = sample.steps.counts_LP2, sample.steps.num_steps
     times = {} if counts is None else part_ns(counts, plan, sample.ns)
     bytes_of = {} if read is None else {part: read.of_part(part) for part in ORDER}
     return tuple(
-        Part(
+        PartTime(
             name=name,
             ns=times[name] / count if name in times else None,
             share=times[name] / sample.ns if name in times else None,
@@ -78,7 +78,7 @@ def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[
 
 
 def _limit(
-    ours: Times, reads: list[StepBytes], measured: Measured, setting: Setting
+    ours: RunTimes, reads: list[StepBytes], measured: RunSamples, setting: Setting
 ) -> Limit | None:
     """The limit of memory bandwidth, from the bandwidth and bytes of each round. A GPU and the CPU
     read concurrently (solver.advice)."""

@@ -21,7 +21,7 @@ from hotsplit.measure.calibrate.step_costs import (
     SMALLER,
     WIDE,
     Card,
-    Step,
+    TimedStep,
     engine_of,
     fit,
     plan_of,
@@ -65,7 +65,7 @@ def measure_gpu(
     of_narrow, of_wide = time_steps((NARROW, wide), device, time_limit_s / 2, on_probe)
     costs = fit(of_narrow, of_wide, card, cpu)
     model = wide.model(wide.num_layers)
-    plan = plan_of(model, Step(num_layers=wide.num_layers))
+    plan = plan_of(model, TimedStep(num_layers=wide.num_layers))
     with engine_of(model, plan, device) as engine:
         chosen = chosen_rows(engine, triton_kernels(), card, device)
     return Gpu(

@@ -100,7 +100,7 @@ SMALLER = Shape(num_layers=4, hidden_size=2048, num_neurons=4096, vocab_size=409
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TimedStep:
     """One kind of step that is timed: numbers of layers, and which are on the CPU."""
 
     num_layers: int
@@ -115,22 +115,22 @@ class Step:
         return 1, self.num_layers - num_cpu, num_cpu, self.num_divided, len(starts)
 
 
-def steps_of(shape: Shape) -> tuple[Step, ...]:
+def steps_of(shape: Shape) -> tuple[TimedStep, ...]:
     """The steps that are timed for a shape, of at least four layers."""
     count, half = shape.num_layers, shape.num_layers // 2
     quarter = half // 2
     apart = (*range(quarter), *range(half, half + quarter))
     return (
-        Step(num_layers=count),
-        Step(num_layers=count // 4),
-        Step(num_layers=count, num_divided=half),
-        Step(num_layers=count, num_divided=count),
-        Step(num_layers=count, on_cpu=tuple(range(half))),
-        Step(num_layers=count, on_cpu=apart),
+        TimedStep(num_layers=count),
+        TimedStep(num_layers=count // 4),
+        TimedStep(num_layers=count, num_divided=half),
+        TimedStep(num_layers=count, num_divided=count),
+        TimedStep(num_layers=count, on_cpu=tuple(range(half))),
+        TimedStep(num_layers=count, on_cpu=apart),
     )
 
 
-def plan_of(model: ModelFile, step: Step) -> Split:
+def plan_of(model: ModelFile, step: TimedStep) -> Split:
     """The plan of a step, in mode dense."""
     spec = model.spec
     num_neurons, dense = spec.most_neurons, [n not in step.on_cpu for n in range(spec.num_layers)]
@@ -214,8 +214,8 @@ def time_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the fit takes of a GPU as known: rates in bytes per second, seconds of a kernel that does
-    nothing."""
+    """What the fit takes of a GPU as known: rates in bytes per second, seconds of a kernel that
+    does nothing."""
 
     bandwidth: float
     link: float
@@ -223,7 +223,7 @@ class Card:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCosts:
+class FittedCosts:
     """The fitted figures of a GPU; see artifacts.machine_file.Gpu."""
 
     kernel_s: Figure
@@ -232,7 +232,7 @@ class StepCosts:
     cpu_run_s: Figure
 
 
-def fit(narrow: StepTimes, wide: StepTimes, card: Card, cpu: CpuCosts) -> StepCosts:
+def fit(narrow: StepTimes, wide: StepTimes, card: Card, cpu: CpuCosts) -> FittedCosts:
     """The figures that follow from these times."""
     layer_R = narrow.fitted_RT()[:, 1]
     model = narrow.shape.model(1)
@@ -261,7 +261,7 @@ def fit(narrow: StepTimes, wide: StepTimes, card: Card, cpu: CpuCosts) -> StepCo
         cold_s = COLD * neuron_bytes / (1e9 * cpu.all_rows_gb_per_s["f16"].median)
         hand_overs.append(divided_R + (hot_s - cold_s))
         runs.append(run_R)
-    return StepCosts(
+    return FittedCosts(
         kernel_s=kernel_s,
         token_s=_figure(np.concatenate(tokens)),
         hand_over_s=_figure(np.concatenate(hand_overs)),

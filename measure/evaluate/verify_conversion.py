@@ -214,8 +214,8 @@ def _relative_error(got_TV: Tensor, want_TV: Tensor) -> float:
 
 @contextmanager
 def _transformers_may_fail() -> Iterator[None]:
-    """Raises Skipped for all that transformers may raise for an odd config, and silences its table of
-    missing and unexpected tensors, and its progress bars, which stay off."""
+    """Raises Skipped for all that transformers may raise for an odd config, and silences its table
+    of missing and unexpected tensors, and its progress bars, which stay off."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
 
@@ -243,9 +243,9 @@ def _transformers_may_fail() -> Iterator[None]:
 
 
 def _check_transformers(written: Written) -> None:
-    """Raises Skipped if transformers does not know the checkpoint, or needs more memory than there is,
-    and HotsplitError if it would run an architecture other than the one in `architectures`, which
-    `convert` went by. Weights in f32 and intermediates take three times the size of a 16-bit
+    """Raises Skipped if transformers does not know the checkpoint, or needs more memory than there
+    is, and HotsplitError if it would run an architecture other than the one in `architectures`,
+    which `convert` went by. Weights in f32 and intermediates take three times the size of a 16-bit
     checkpoint (measured)."""
     folder = written.source
     with _transformers_may_fail():

@@ -30,7 +30,7 @@ from hotsplit.measure.bench.parts import (
     bytes_by_part,
     part_ns,
 )
-from hotsplit.measure.bench.result import Times
+from hotsplit.measure.bench.result import RunTimes
 from hotsplit.measure.bench.runner import Runner, Sample
 from hotsplit.measure.bench.tables import lines_of
 from hotsplit.runtime.engine import Engine
@@ -277,11 +277,11 @@ def test_a_busy_machine_is_noted(bench_files, small_buffer, monkeypatch, load, i
 
 
 def test_medians_and_spread():
-    times = Times(num_tokens=10, samples_ns=(2_000, 1_000, 4_000, 3_000))
+    times = RunTimes(num_tokens=10, samples_ns=(2_000, 1_000, 4_000, 3_000))
     assert times.samples_ts == (5e6, 1e7, 2.5e6, 1e10 / 3_000)
     assert times.avg_ns == 2_500 and times.stddev_ns == round(statistics.stdev(times.samples_ns))
     assert times.samples_ns[times.middle] == 2_000
-    assert Times(num_tokens=1, samples_ns=(5,)).stddev_ts == 0.0
+    assert RunTimes(num_tokens=1, samples_ns=(5,)).stddev_ts == 0.0
 
 
 def test_the_text_gives_the_tokens(bench_files, tmp_path, small_buffer):
