@@ -73,7 +73,7 @@ class DividedLayer:
         if name == "bias":
             return range(end, end + 1)
         if name == "shared_out":  # after the experts', wherever they are
-            begin = end + (self.hot is None)
+            begin = end + (not self.num_parts)
             return range(begin, begin + self.num_shared)
         return range(end, end + 1)  # "ffn_out", the CPU's alone, copied
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -139,16 +139,17 @@ class _Builder:
             for is_streamed in ((False, True) if streamed else (False,))
         }
         self.pass_programs = {key: pass_programs(form) for key, form in self.pass_forms.items()}
-        programs = [self.program]
-        programs += [ops for both in self.pass_programs.values() for ops in both]
-        all_ops = dict.fromkeys(chain.from_iterable(programs))
-        self.parts = NativeParts.of(weights, [op for op in all_ops if is_in_line(op)], self.host)
+        programs = [self.program, self.pass_programs[False][1]]
+        programs += [layers for layers, _ in self.pass_programs.values()]
+        in_line = [[op for op in program if is_in_line(op)] for program in programs]
+        self.parts, self.tail_parts, *of_passes = NativeParts.of(weights, in_line, self.host)
+        self.pass_parts = dict(zip(self.pass_programs, of_passes, strict=True))
 
     def _of_pass(self, divided: DividedLayer, *, is_streamed: bool = False) -> DividedLayer:
         """A layer in passes: products leave one sum, those with experts one for each expert of a row, and
         streamed ones one more, of the CPU's experts."""
         hot, layer, ids = divided.hot, divided.layer, None
-        num_parts, num_cold = int(hot is not None), 0
+        num_parts, num_cold = int(hot is not None or is_streamed), 0
         if layer.router is not None:
             num_used = layer.router.spec.num_used
             num_parts = num_used + 1 if is_streamed else num_parts * num_used
@@ -314,7 +315,8 @@ class _Builder:
         divided = self.divided
         if self.cache is None:
             divided = [replace(d, named_W=host.named_TW) for d in divided]
-        return self._lowered(self.program, _rows(self.devices, num_rows), divided, host, self.form)
+        devices = _rows(self.devices, num_rows)
+        return self._lowered(self.program, self.parts, devices, divided, host, self.form)
 
     def _least_streamed(self) -> int | None:
         """The fewest tokens of a pass that streams; None: no pass does."""
@@ -332,6 +334,7 @@ class _Builder:
         ]
         found = self._lowered(
             self.pass_programs[is_streamed][0],
+            self.pass_parts[is_streamed],
             _rows(self.pass_devices, num_rows),
             divided,
             host,
@@ -344,7 +347,8 @@ class _Builder:
     def _prepared_tail(self, num_rows: int) -> tuple[Segment, ...]:
         """The work after the last layer for so many rows, whose hidden states are those of a step."""
         host, devices = self.host.rows(num_rows), _rows(self.devices, num_rows)
-        return self._lowered(self.pass_programs[False][1], devices, self.divided, host, self.form)
+        tail = self.pass_programs[False][1]
+        return self._lowered(tail, self.tail_parts, devices, self.divided, host, self.form)
 
     def _gather(self, number_R: Sequence[int], num_rows: int, pass_length: int) -> None:
         """Copies the hidden states of rows of a pass to where the work after the last layer reads them;
@@ -372,6 +376,7 @@ class _Builder:
     def _lowered(
         self,
         program: Sequence[Op],
+        parts: NativeParts,
         devices: Mapping[str, DeviceKernels],
         divided: Sequence[DividedLayer],
         host: HostBuffers,
@@ -384,7 +389,7 @@ class _Builder:
             devices=devices,
             divided=divided,
             host=host,
-            parts=self.parts,
+            parts=parts,
             bits_of_gpu=lambda layer: self.cache.bits_of_gpu(layer) if self.cache else None,
             is_whole_L=[place.is_whole_on_host for place in form.places],
             streamed=streamed,

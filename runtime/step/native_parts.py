@@ -185,10 +185,13 @@ class NativeParts:
     kept: tuple[object, ...]
 
     @classmethod
-    def of(cls, weights: Weights, ops: Sequence[Op], host: HostBuffers) -> "NativeParts":
-        """Builds the parts for these operations, in order. Raises NotNative if the CPU kernels do
-        not support the model."""
+    def of(
+        cls, weights: Weights, programs: Sequence[Sequence[Op]], host: HostBuffers
+    ) -> list["NativeParts"]:
+        """Builds the parts of several programs, given the operations of each in order; they share one
+        workspace. Raises NotNative if the CPU kernels do not support the model."""
         builder = StepBuilder(weights.spec.value_sizes)
+        ops = [op for program in programs for op in program]
         with_neurons = {op.layer for op in ops if op.kind == "neurons"}
         projected = {op.layer for op in ops if op.kind == "attend"}  # by a GPU
         indices = sorted({op.layer for op in ops if op.layer is not None})
@@ -209,15 +212,19 @@ class NativeParts:
         for number, name in enumerate(builder.values.names):
             shared = host.value(name)
             step.vector[number] = None if shared is None else shared.data_ptr()
-        ranges: dict[Op, tuple[int, int]] = {}
         structs: list[OpStruct] = []
         of_step = {index: weights.layers[index] for index in indices}
-        for op, lowered in zip(ops, builder.lowered(ops, of_step, weights.outer), strict=True):
-            ranges[op] = (len(structs), len(structs) + len(lowered))
-            structs += lowered
+        found = list[dict[Op, tuple[int, int]]]()
+        for program in programs:
+            found.append({})
+            own = builder.lowered(program, of_step, weights.outer)
+            for op, lowered in zip(program, own, strict=True):
+                found[-1][op] = (len(structs), len(structs) + len(lowered))
+                structs += lowered
         builder.ops(step, structs)
         step.workspace = builder.workspace(library.step_bytes(step))
-        return cls(step=step, host=host, ranges=ranges, kept=(*builder.kept, host))
+        kept = (*builder.kept, host)
+        return [cls(step=step, host=host, ranges=ranges, kept=kept) for ranges in found]
 
     def node(self, ops: Sequence[Op], named_TW: Tensor | None = None) -> HostNode:
         """The node for consecutive operations. With `named_TW`, predicted neurons are written there

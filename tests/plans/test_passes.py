@@ -6,31 +6,15 @@ import torch
 from checkpoints import random_model, save_tokenizer
 from hybrid_plans import PLANS, F, L, make, planned, random_plan
 from models import make_sizes
+from passes import passing
 from reference import rel_error
 from test_families import CASES, converted
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.pass_room import PassSetup
-from hotsplit.runtime.step.plain_backend import plain_backend
 
 CONTEXT = 256
-
-
-def passing(engine, split, backend=None):
-    placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
-    return hybrid_builder.build(
-        engine._live.weights,
-        placement,
-        engine.traffic,
-        backend or plain_backend(reference_kernels()),
-        max_rows=4,
-        passes=PassSetup(num_rows=256),
-    )
 
 
 def ids_of(count):

@@ -57,7 +57,7 @@ class Replay:
             is_pinned=False,
             value_sizes=weights.spec.value_sizes,
         )
-        parts = NativeParts.of(weights, program, host)
+        (parts,) = NativeParts.of(weights, [program], host)
         operations = [
             Operation(op.kind, op.reads, (*op.writes, *overwritten(op)), parts.node([op]).run)
             for op in program
