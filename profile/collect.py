@@ -24,7 +24,7 @@ from hotsplit.profile.corpus.sources import STDIN
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of, routing_of
 from hotsplit.profile.count.input_squares import InputSquares
 from hotsplit.profile.count.resume import Settings, resume_path
-from hotsplit.profile.count.run import Run
+from hotsplit.profile.count.run import ResumableRun
 from hotsplit.profile.predictors.layer_trainer import LayerQuality, phases
 from hotsplit.profile.predictors.options import check_memory
 from hotsplit.profile.predictors.output import measure, sha256_of_corpora
@@ -73,7 +73,7 @@ def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> 
         with load_engine(config, model, ranks, device) as engine:
             windows = windows_of(engine, config, ranks)
             ranks.first_only(lambda: check_text(config, windows.ids))
-            run = Run(
+            run = ResumableRun(
                 engine,
                 ranks,
                 resume_path(config.output),
@@ -91,7 +91,7 @@ def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> 
 
 
 def _outcome(
-    config: ProfileConfig, run: Run, windows: Windows
+    config: ProfileConfig, run: ResumableRun, windows: Windows
 ) -> tuple[ProfileReport, Callable[[ProfileReport], None]]:
     """(the report, the function that writes it with the profile and what else was asked for). Modes
     are compared on text that nothing was fitted to."""

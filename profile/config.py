@@ -10,7 +10,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import FILE_NAME
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.count.resume import SAVE_EVERY_S
-from hotsplit.profile.predictors.options import Candidates
+from hotsplit.profile.predictors.options import PredictorChoices
 
 MIN_TRAINING_WINDOWS = 10
 DEFAULT_TOKENS = 131_072
@@ -49,7 +49,7 @@ def check_model(config: ProfileConfig, model: ModelFile) -> None:
     """Raises HotsplitError if the model does not suit the options."""
     if config.train_predictors is not None:
         model.refuse_predictors("leave --train-predictors out")
-        Candidates.of(config.predictor_rank, model)
+        PredictorChoices.of(config.predictor_rank, model)
 
 
 def check_text(config: ProfileConfig, windows: Sequence[object]) -> None:

@@ -58,7 +58,7 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Header:
+class _ResumeHeader:
     """The metadata of the file."""
 
     settings: dict[str, Any]
@@ -99,7 +99,7 @@ def _load(path: Path, settings: Settings, force: bool) -> Position | None:
     try:
         metadata, arrays = load_arrays(path, FORMAT, VERSION)
         with about(path):
-            header = read_declared(_Header, metadata)
+            header = read_declared(_ResumeHeader, metadata)
         _compare(path, header.settings, settings)
         position = Position(phase=header.phase, done=header.done, arrays=arrays)
         if position.digest() != header.digest:

@@ -26,7 +26,7 @@ from hotsplit.system.signals import NUMBERS, put_back
 _SAVE, _STOP = 1, 2
 
 
-class Part(Protocol):
+class RunPart(Protocol):
     """State that changes with every window: sums, or weights in training."""
 
     is_sum: bool  # true: the processes' shares add up; false: all hold the same values
@@ -40,7 +40,7 @@ class Part(Protocol):
         return
 
 
-class Tensors(Part):
+class Tensors(RunPart):
     """A part of given tensors, which are updated in place."""
 
     def __init__(self, tensors: dict[str, Tensor], *, is_sum: bool) -> None:
@@ -58,7 +58,7 @@ class Tensors(Part):
 Lockstep = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 
-class Run:
+class ResumableRun:
     """A run that can be resumed: call `add` for the parts and `phase` for each phase, in the same
     order in every run."""
 
@@ -76,7 +76,7 @@ class Run:
         self.engine, self.ranks, self.path, self.settings = engine, ranks, path, settings
         self.on_tokens, self._saves = on_tokens, SaveSchedule(save_every_s)
         self.position = load_position(path, settings, ranks, force=force)
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, RunPart] = {}
         self._phase, self._done = -1, 0
         self._signal: int | None = None
         self._in_phase = False
@@ -85,7 +85,7 @@ class Run:
         """True if the resumed run had saved that part."""
         return bool(self.position.of_part(name))
 
-    def add(self, name: str, part: Part) -> None:
+    def add(self, name: str, part: RunPart) -> None:
         """Includes the part in later saves, and loads what an earlier run saved of it."""
         self.parts[name] = part
         found = self.position.of_part(name)

@@ -27,9 +27,9 @@ from hotsplit.artifacts.predictor_file import LayerPredictor
 from hotsplit.costs.part_bytes import LayerBytes, tile_rows
 from hotsplit.files.declared import Share
 from hotsplit.files.gguf_file import is_whole_blocks
-from hotsplit.profile.predictors.low_rank import Agree, Batch, LowRank, whole
+from hotsplit.profile.predictors.low_rank import Agree, Batch, LowRankNetwork, whole
 from hotsplit.profile.predictors.moments import Moments
-from hotsplit.profile.predictors.options import KEPT_TOKENS, Candidates
+from hotsplit.profile.predictors.options import KEPT_TOKENS, PredictorChoices
 from hotsplit.profile.predictors.rounding import stored
 from hotsplit.profile.predictors.selection import (
     Candidate,
@@ -67,7 +67,7 @@ class LayerTrainer:
         gate_FD: Tensor,
         down: Matrix,
         sizes: LayerBytes,
-        tried: Candidates,
+        tried: PredictorChoices,
         gate_bias_F: Tensor | None = None,
     ) -> None:
         self.gate, self.down, self.sizes, self.tried = gate, down, sizes, tried
@@ -77,14 +77,14 @@ class LayerTrainer:
         self.moments = Moments(gate_FD, gate_bias_F)
         self.kept: list[Batch] = []
         self.candidates: list[Candidate] = []
-        self.trained: LowRank | None = None
+        self.trained: LowRankNetwork | None = None
         self.tallies: list[Tally] = []
         self.examiners: list[Examiner] = []
         self.phase: Phase = "moments"
 
     def enter(self, phase: Phase, num_steps: int, agree: Agree = lambda tensor: None) -> None:
         """Begins a phase; the phases must come in order. `num_steps` and `agree` are for training:
-        see LowRank.begin."""
+        see LowRankNetwork.begin."""
         self.phase = phase
         if phase == "train":
             self._begin_training(num_steps, agree)
@@ -140,7 +140,7 @@ class LayerTrainer:
         low_rank = [
             each
             for rank in self.tried.ranks
-            for each in self._rounded(LowRank(self.start, rank, self.gate))
+            for each in self._rounded(LowRankNetwork(self.start, rank, self.gate))
         ]
         tallies = self._tallies(low_rank)
         square = self.held_out.given_TF.square().sum().item()
@@ -150,7 +150,7 @@ class LayerTrainer:
         best = torch.tensor(self._choose(qualities))
         agree(best)
         self.candidates += low_rank
-        self.trained = LowRank(self.start, low_rank[int(best)].rank, self.gate)
+        self.trained = LowRankNetwork(self.start, low_rank[int(best)].rank, self.gate)
         self.trained.begin(num_steps, self.held_out, agree)
 
     def _choose_and_examine(self) -> None:
@@ -198,7 +198,7 @@ class LayerTrainer:
     def _kinds(self, *widths: int) -> list[str]:
         return [k for k in self.tried.kinds if all(is_whole_blocks(w, k) for w in widths)]
 
-    def _rounded(self, network: LowRank) -> list[Candidate]:
+    def _rounded(self, network: LowRankNetwork) -> list[Candidate]:
         width = self.start.map_FD.shape[1]
         return [
             Candidate(predictor=network.predictor(kind), is_trained=network.is_trained)

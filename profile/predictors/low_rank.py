@@ -49,7 +49,7 @@ class Batch:
         return torch.where(self.fires_TF, share_TF.float(), 1.0)
 
 
-class LowRank:
+class LowRankNetwork:
     """A predictor in training: z = up (right whiten x) + bias. `is_trained` is true if training
     improved the held-out loss."""
 

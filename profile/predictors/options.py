@@ -34,7 +34,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidates:
+class PredictorChoices:
     """The predictors to consider: low-rank ones of these ranks and, if `has_whole`, the whole gate.
     Types whose blocks do not divide the rows are left out; a low-rank predictor is f16 if none is
     left. q8_0 is as good as f16 at about half the bytes."""
@@ -45,7 +45,7 @@ class Candidates:
     target: Target = Target()
 
     @classmethod
-    def of(cls, rank: int | None, model: ModelFile) -> "Candidates":
+    def of(cls, rank: int | None, model: ModelFile) -> "PredictorChoices":
         """Form and type are chosen by measurement. Without a rank several are tried; with one, only
         low-rank predictors are. Raises HotsplitError for a rank that does not suit this model."""
         width, neurons = model.spec.hidden_size, model.spec.most_neurons
@@ -65,7 +65,7 @@ def check_memory(rank: int | None, model: ModelFile) -> None:
     """Raises HotsplitError if the free main memory does not hold the trainers of all layers, which
     are in it together. Weights need none: they stay in the mapped file."""
     spec = model.spec
-    tried = Candidates.of(rank, model)
+    tried = PredictorChoices.of(rank, model)
     lasting, passing = trainer_bytes(spec.hidden_size, spec.most_neurons, tried)
     needed, free = spec.num_layers * lasting + passing, int(FREE_SHARE * free_memory_bytes())
     if needed > free:
@@ -76,7 +76,7 @@ def check_memory(rank: int | None, model: ModelFile) -> None:
         )
 
 
-def trainer_bytes(width: int, num_neurons: int, tried: Candidates) -> tuple[int, int]:
+def trainer_bytes(width: int, num_neurons: int, tried: PredictorChoices) -> tuple[int, int]:
     """(lasting bytes, further bytes in a single operation) of one layer's
     profile.predictors.layer_trainer.LayerTrainer, estimated.
 

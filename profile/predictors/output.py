@@ -19,7 +19,7 @@ MAX_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class ModeComparison:
     """A comparison of mode predicted with the dense model, and the record of every mode."""
 
     report: EvalReport
@@ -28,7 +28,7 @@ class Measured:
 
 def measure(
     dense: Engine, predictors: Predictors, windows: Sequence[Tensor], corpus_sha256: str
-) -> Measured:
+) -> ModeComparison:
     """Compares mode predicted with the dense model."""
     chosen, left = [], MAX_TOKENS
     for ids in windows:
@@ -50,7 +50,7 @@ def measure(
 
 def recorded(
     model: ModelFile, report: EvalReport, dense_shares: ShareCounter, corpus_sha256: str
-) -> Measured:
+) -> ModeComparison:
     """The report on mode predicted, and the record of both sparse modes. Mode exact computes what
     the dense model does."""
     exact = ModeQuality(
@@ -66,7 +66,7 @@ def recorded(
     record: dict[SparseMode, ModeQuality] = {"exact": exact}
     if (predicted := report.record(corpus_sha256)) is not None:
         record["predicted"] = predicted
-    return Measured(report=report, record=record)
+    return ModeComparison(report=report, record=record)
 
 
 def sha256_of_corpora(corpora: Sequence[Corpus]) -> str:

@@ -19,7 +19,7 @@ from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.costs.pass_length import SHORT_CHUNK
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.processes import Ranks
-from hotsplit.profile.count.run import Part, Run, Tensors
+from hotsplit.profile.count.run import ResumableRun, RunPart, Tensors
 from hotsplit.profile.predictors.layer_trainer import (
     LayerQuality,
     LayerTrainer,
@@ -28,7 +28,7 @@ from hotsplit.profile.predictors.layer_trainer import (
     phases,
 )
 from hotsplit.profile.predictors.low_rank import Batch
-from hotsplit.profile.predictors.options import KEPT_TOKENS, Candidates
+from hotsplit.profile.predictors.options import KEPT_TOKENS, PredictorChoices
 from hotsplit.profile.predictors.selection import Examiner, Tally
 from hotsplit.runtime.kernels.gate import Gate
 
@@ -36,13 +36,13 @@ Trained = tuple[Predictors, tuple[LayerQuality, ...]]
 
 
 def train(
-    run: Run, gates: Sequence[Gate], windows: Sequence[Tensor], config: ProfileConfig
+    run: ResumableRun, gates: Sequence[Gate], windows: Sequence[Tensor], config: ProfileConfig
 ) -> Trained:
     """Trains all layers at once, on as many processes as `run` has; can be interrupted and resumed.
 
     Only sums, kept tokens and the state of the training are saved; the rest is derived again."""
     model, ranks = run.engine.model, run.ranks
-    tried, layers = Candidates.of(config.predictor_rank, model), list[LayerTrainer]()
+    tried, layers = PredictorChoices.of(config.predictor_rank, model), list[LayerTrainer]()
     for index, (layer, gate) in enumerate(zip(run.engine.layers, gates, strict=True)):
         (block,) = layer.ffn.blocks  # an engine without a plan has one block per layer
         trainer = LayerTrainer(
@@ -62,7 +62,7 @@ def train(
         for layer in layers:
             layer.enter(phase, steps, ranks.spread)
 
-    def gather(phase: Phase, part_of: Callable[[], Sums | Kept]) -> None:
+    def gather(phase: Phase, part_of: Callable[[], Sums | KeptTokens]) -> None:
         enter(phase)
         part = part_of()
         run.add(phase, part)
@@ -71,9 +71,9 @@ def train(
 
     with run.engine.observe(observer.observe, observer.wants):
         gather("moments", lambda: Sums([layer.moments.sums() for layer in layers]))
-        gather("keep", lambda: Kept(layers, ranks))
+        gather("keep", lambda: KeptTokens(layers, ranks))
         enter("train")
-        run.add("train", Weights(layers))
+        run.add("train", TrainingState(layers))
         run.phase(pieces["train"], SharedSteps(ranks, layers).round)
         gather("measure", lambda: Sums([_sums(layer.tallies) for layer in layers]))
         gather("examine", lambda: Sums([_sums(layer.examiners) for layer in layers]))
@@ -105,7 +105,7 @@ class Sums(Tensors):
         self.is_sum = False
 
 
-class Kept(Part):
+class KeptTokens(RunPart):
     """The tokens that every layer keeps, concatenated over the processes."""
 
     def __init__(self, layers: Sequence[LayerTrainer], ranks: Ranks) -> None:
@@ -148,7 +148,7 @@ class Kept(Part):
 _FIELDS = {"x": "x_TD", "fires": "fires_TF", "given": "given_TF"}
 
 
-class Weights(Part):
+class TrainingState(RunPart):
     """Predictors in training with their optimizers; identical in all processes."""
 
     is_sum = False
@@ -180,7 +180,7 @@ class SharedSteps:
 
     def __init__(self, ranks: Ranks, layers: Sequence[LayerTrainer]) -> None:
         self.ranks = ranks
-        self.networks = Weights(layers).networks
+        self.networks = TrainingState(layers).networks
         self.length_of_rank: Sequence[int] = ()
         self.steps = [0] * len(self.networks)  # in this round
         if ranks.size > 1:

@@ -30,7 +30,7 @@ NO_BLOCK = -1
 
 
 @dataclass(frozen=True)
-class Change:
+class BlockChange:
     """Replaces block `number` of a sequence with `block`. `source`, if given, is a block shared
     with other sequences, which is copied to `block` first."""
 
@@ -110,7 +110,7 @@ class BlockTable:
         is_within = 0 <= start < stop <= self.context_length
         return is_within and bool((self.block_SN[sequence, first : last + 1] >= 0).all())
 
-    def plan(self, sequence: int, start: int, stop: int) -> list[Change]:
+    def plan(self, sequence: int, start: int, stop: int) -> list[BlockChange]:
         """The changes that a sequence needs before it writes to positions start .. stop-1, of a
         ring to the last of them that it can hold.
 
@@ -130,10 +130,10 @@ class BlockTable:
         for number, own in zip(numbers, reversed(self._free), strict=False):
             block = int(self.block_SN[sequence, number])
             is_copied = block != NO_BLOCK and number * self.block_length < start
-            changes.append(Change(number, own, block if is_copied else None))
+            changes.append(BlockChange(number, own, block if is_copied else None))
         return changes
 
-    def commit(self, sequence: int, changes: list[Change]) -> None:
+    def commit(self, sequence: int, changes: list[BlockChange]) -> None:
         for change in changes:
             block = int(self.block_SN[sequence, change.number])
             self._free.remove(change.block)

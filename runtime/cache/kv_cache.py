@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.options.cache_types import CacheType, CacheTypes
-from hotsplit.runtime.cache.block_table import BlockTable, Change
+from hotsplit.runtime.cache.block_table import BlockChange, BlockTable
 from hotsplit.runtime.cache.key_tables import KeyTables
 from hotsplit.runtime.cache.stored_rows import decode, dtype_of, kept_width
 
@@ -131,7 +131,7 @@ class LayerCache:
             for (cache, _), rows in pairs
         )
 
-    def copy(self, changes: Sequence[Change]) -> None:
+    def copy(self, changes: Sequence[BlockChange]) -> None:
         for change in changes:
             if change.source is None:
                 continue

@@ -17,7 +17,7 @@ _SHARE = 0.005  # the part of the estimated time without drafts that the account
 _START, _MOST_SAVED = 1.25, 20.0
 
 
-class StepCosts:
+class RowCosts:
     """Seconds of a step by its number of rows: medians, linearly interpolated in between."""
 
     def __init__(self) -> None:

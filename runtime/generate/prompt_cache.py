@@ -50,7 +50,7 @@ class PromptKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Header(PromptKey):
+class _PromptHeader(PromptKey):
     """The metadata of the file."""
 
     sha256: str
@@ -108,7 +108,7 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
     does not fit into the context."""
     metadata, arrays = load_arrays(path, FORMAT, VERSION)
     with about(path, "; make it again"):
-        header = read_declared(_Header, metadata)
+        header = read_declared(_PromptHeader, metadata)
     _check_key(path, header, key)
     if header.sha256 != _digest(arrays):
         raise HotsplitError(

@@ -29,7 +29,7 @@ from typing import Protocol, runtime_checkable
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation import SpeculationOptions
 from hotsplit.options.kinds import kinds_checked
-from hotsplit.runtime.generate.draft_costs import Acceptance, Account, StepCosts
+from hotsplit.runtime.generate.draft_costs import Acceptance, Account, RowCosts
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
@@ -127,7 +127,7 @@ class Speculation:
     @kinds_checked
     def __init__(self, drafter: Drafter, options: SpeculationOptions) -> None:
         self.options, self._drafter = options, drafter
-        self.totals, self.costs = Totals(), StepCosts()
+        self.totals, self.costs = Totals(), RowCosts()
         self._acceptance = Acceptance(options.most)
         # The opening balance of a draft model, which was loaded on purpose, covers a trial.
         least = options.least if drafter.is_free else max(options.least, min(_TRIAL, options.most))

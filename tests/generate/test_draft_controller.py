@@ -10,7 +10,7 @@ import pytest
 
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation import SpeculationOptions
-from hotsplit.runtime.generate.draft_costs import Acceptance, StepCosts
+from hotsplit.runtime.generate.draft_costs import Acceptance, RowCosts
 from hotsplit.runtime.generate.speculation import Guess, Speculation
 
 
@@ -238,7 +238,7 @@ def test_drafts_have_the_requested_length():
 
 
 def test_costs_are_interpolated_between_measured_ones():
-    costs = StepCosts()
+    costs = RowCosts()
     assert costs.single_s is None
     costs.learn(1, 1.0)
     assert 1.0 < costs.seconds(9) < 9.0  # a guess

@@ -34,7 +34,7 @@ from hotsplit.measure.timing.interleave import MIN_ROUNDS
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.predictors.options import Candidates, Target
+from hotsplit.profile.predictors.options import PredictorChoices, Target
 from hotsplit.runtime.step.workspace import workspace_bytes
 
 RTX = Path("rtx-4060-8gb")  # by its data sheet
@@ -211,8 +211,8 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(
     tmp_path, random_model, monkeypatch
 ):
     target = Target(contribution=0.95, lost_norm=0.9, precision=0.01)
-    tried = Candidates(ranks=(32,), has_whole=False, target=target)
-    monkeypatch.setattr(Candidates, "of", lambda rank, model: tried)
+    tried = PredictorChoices(ranks=(32,), has_whole=False, target=target)
+    monkeypatch.setattr(PredictorChoices, "of", lambda rank, model: tried)
     report = profile(
         ProfileConfig(
             model=random_model / "m.gguf",

@@ -22,9 +22,9 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.sizes import sizes_of
 from hotsplit.model.spec import Neurons
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, LayerTrainer, phases
-from hotsplit.profile.predictors.low_rank import Batch, LowRank, whole
+from hotsplit.profile.predictors.low_rank import Batch, LowRankNetwork, whole
 from hotsplit.profile.predictors.moments import Moments
-from hotsplit.profile.predictors.options import Candidates, Target
+from hotsplit.profile.predictors.options import PredictorChoices, Target
 from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedback
 from hotsplit.profile.predictors.selection import Candidate, Examiner, Tally, choose
 from hotsplit.runtime.kernels.gate import Gate
@@ -107,7 +107,7 @@ def test_a_rounded_matrix_is_what_a_file_will_hold(kind):
 def test_the_start_of_full_rank_is_the_gate_and_of_lower_rank_the_optimum():
     gate_FD, x_TD, bias_F = weights(NEURONS, WIDTH), inputs(2000), weights(NEURONS)
     start = start_of(gate_FD, x_TD, bias_F)
-    network = LowRank(start, WIDTH, RELU)
+    network = LowRankNetwork(start, WIDTH, RELU)
     gates_TF = x_TD @ gate_FD.T + bias_F
     far = gates_TF.abs() > 1e-2
     with torch.no_grad():
@@ -132,7 +132,7 @@ def batch_of(x_TD, gate_FD, up_FD=None) -> Batch:
 def test_training_lowers_the_held_out_loss_and_keeps_the_start_where_it_does_not():
     gate_FD, up_FD = weights(NEURONS, WIDTH), weights(NEURONS, WIDTH, seed=2)
     start, held_out = start_of(gate_FD, inputs(2000)), batch_of(inputs(512, 3), gate_FD, up_FD)
-    network = LowRank(start, 8, RELU)
+    network = LowRankNetwork(start, 8, RELU)
     network.begin(64, held_out)
     before = network.best_loss
     for seed in range(64):
@@ -141,7 +141,7 @@ def test_training_lowers_the_held_out_loss_and_keeps_the_start_where_it_does_not
     assert network.is_trained
     with torch.no_grad():
         assert network.loss(held_out).item() < 0.98 * before
-    wrong = LowRank(start, 8, RELU)
+    wrong = LowRankNetwork(start, 8, RELU)
     wrong.begin(64, held_out)
     kept = wrong.up_FR.detach().clone()
     for seed in range(64):  # the opposite of what fires
@@ -158,7 +158,7 @@ def test_thresholds_and_qualities_agree_with_brute_force():
     gate_FD, x_TD = weights(NEURONS, WIDTH), inputs(400)
     down_FD = F.normalize(weights(NEURONS, 4096, seed=4), dim=1)  # wide: nearly orthogonal
     batch = batch_of(x_TD, gate_FD)
-    predictor = LowRank(start_of(gate_FD, x_TD), 16, RELU).predictor("f16")
+    predictor = LowRankNetwork(start_of(gate_FD, x_TD), 16, RELU).predictor("f16")
     score_TF = predictor.scores(x_TD)
     tally = Tally(
         Candidate(predictor=predictor, is_trained=False), score_TF.std().item(), score_TF.device
@@ -214,7 +214,7 @@ def test_the_fewest_bytes_win_among_the_precise():
 def run_trainer(gate, gate_FD, windows=40):
     """Runs a layer's trainer through all phases on synthetic tokens."""
     down_FD, up_FD = weights(NEURONS, WIDTH, seed=3), weights(NEURONS, WIDTH, seed=2)
-    tried = Candidates(ranks=(32,))
+    tried = PredictorChoices(ranks=(32,))
     trainer = LayerTrainer(
         gate=gate, gate_FD=gate_FD, down=matrix(down_FD), sizes=SIZES, tried=tried
     )
@@ -236,7 +236,7 @@ def test_a_layer_keeps_no_more_tokens_than_its_memory_is_planned_for():
         gate_FD=weights(NEURONS, WIDTH),
         sizes=SIZES,
         down=matrix(weights(NEURONS, WIDTH, seed=3)),
-        tried=Candidates(ranks=(32,)),
+        tried=PredictorChoices(ranks=(32,)),
     )
     trainer.enter("keep", 0)
     x_TD, gate_TF = inputs(KEPT_TOKENS - 12), torch.rand(KEPT_TOKENS - 12, NEURONS)
@@ -400,7 +400,7 @@ def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
 def test_a_wrong_rank_is_refused(rank):
     model = make_model(sizes=make_sizes(width=64))
     with pytest.raises(HotsplitError, match=f"rank is {rank}, wanted 1 to 64"):
-        Candidates.of(rank, model)
+        PredictorChoices.of(rank, model)
 
 
 def test_what_is_tried_follows_from_the_rank_alone():
@@ -411,6 +411,6 @@ def test_what_is_tried_follows_from_the_rank_alone():
         (16, None, (4,)),
     ):
         model = make_model(sizes=make_sizes(width=width, num_neurons=512))
-        found = Candidates.of(rank, model)
+        found = PredictorChoices.of(rank, model)
         assert (found.ranks, found.has_whole) == (ranks, rank is None)
         assert found.kinds == ("q8_0", "q4_0")

@@ -14,7 +14,7 @@ from models import make_model, make_sizes, shape_only
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.profile.predictors import options
-from hotsplit.profile.predictors.options import Candidates
+from hotsplit.profile.predictors.options import PredictorChoices
 
 WORDS = ["the ", "quick ", "brown ", "fox ", "def ", "add(a, ", "b):\n", "return ", "jumps "]
 CAP_BYTES = (
@@ -127,7 +127,7 @@ def test_the_measure_of_the_peak_sees_copied_weights(big_folder):
 
 def test_trainers_that_do_not_fit_are_refused(monkeypatch):
     model = make_model(sizes=make_sizes(num_layers=8, width=512, num_neurons=2048))
-    lasting, passing = options.trainer_bytes(512, 2048, Candidates.of(64, model))
+    lasting, passing = options.trainer_bytes(512, 2048, PredictorChoices.of(64, model))
     assert lasting > 8 * 2048 * 512  # the gate and its map, in f32
     for more in (8, -8):
         free = round((8 * lasting + passing + more) / options.FREE_SHARE)

@@ -76,7 +76,7 @@ def same_predictors(a, b, rtol=0.0):
 def stopped_at(monkeypatch, window):
     """Stops a run with SIGTERM after this many windows; None: never. Later runs are not stopped,
     but their windows are counted too: the returned list holds the number of windows of all runs."""
-    original, seen = run_module.Run._pause, [0]
+    original, seen = run_module.ResumableRun._pause, [0]
 
     def pause(self, *, ends_phase):
         seen[0] += 1
@@ -84,7 +84,7 @@ def stopped_at(monkeypatch, window):
             os.kill(os.getpid(), signal.SIGTERM)
         original(self, ends_phase=ends_phase)
 
-    monkeypatch.setattr(run_module.Run, "_pause", pause)
+    monkeypatch.setattr(run_module.ResumableRun, "_pause", pause)
     return seen
 
 
@@ -116,8 +116,8 @@ def test_a_killed_run_resumes(files):
         "from hotsplit.profile.count import run\n"
         "from hotsplit.profile.collect import profile\n"
         "from hotsplit.profile.config import ProfileConfig\n"
-        "original = run.Run._pause\n"
-        "run.Run._pause = lambda self, **rest: (time.sleep(0.01), original(self, **rest))\n"
+        "original = run.ResumableRun._pause\n"
+        "run.ResumableRun._pause = lambda self, **rest: (time.sleep(0.01), original(self, **rest))\n"
         "f = Path(sys.argv[1])\n"
         "profile(ProfileConfig(model=f / 'codec.gguf', corpora=(f / 't.txt',),"
         " output=f / 'cut', max_tokens=6000, save_every_s=0.05))\n"
@@ -327,7 +327,7 @@ def test_two_processes_take_the_same_steps(monkeypatch):
     from test_predictors import RELU, batch_of, inputs, start_of, weights
 
     from hotsplit.costs.pass_length import SHORT_CHUNK
-    from hotsplit.profile.predictors.low_rank import LowRank
+    from hotsplit.profile.predictors.low_rank import LowRankNetwork
     from hotsplit.profile.predictors.train import SharedSteps
 
     gate_FD, barrier, shared = weights(96, 64), threading.Barrier(2), {}
@@ -347,7 +347,7 @@ def test_two_processes_take_the_same_steps(monkeypatch):
 
     def run(rank, lengths, found):
         torch.set_num_threads(1)
-        network = LowRank(start_of(gate_FD, inputs(2000)), 8, RELU)
+        network = LowRankNetwork(start_of(gate_FD, inputs(2000)), 8, RELU)
         network.begin(8, batch_of(inputs(64, 3), gate_FD))
         layer = type("Layer", (), {"trained": network})()
         steps = SharedSteps(Ranks(rank), [layer])
@@ -368,7 +368,7 @@ def test_two_processes_take_the_same_steps(monkeypatch):
     assert found[0].steps == found[1].steps == 4
     for mine, other in zip(found[0].state().values(), found[1].state().values(), strict=True):
         assert torch.equal(mine, other)
-    alone = LowRank(start_of(gate_FD, inputs(2000)), 8, RELU)
+    alone = LowRankNetwork(start_of(gate_FD, inputs(2000)), 8, RELU)
     assert not torch.equal(alone.up_FR, found[0].up_FR)
 
 
