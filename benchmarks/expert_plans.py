@@ -32,7 +32,7 @@ from hotsplit.artifacts.data_sheets import machine_of as machine_of_sheets
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
-from hotsplit.convert.mixtures import Roles
+from hotsplit.convert.type_mixtures import Roles
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import NAMES

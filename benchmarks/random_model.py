@@ -24,9 +24,9 @@ from random_checkpoint import TINYLLAMA, config_of, write_tokenizer
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.encode import encode
-from hotsplit.convert.mixtures import NAMES as MIXTURES
-from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.convert.type_mixtures import NAMES as MIXTURES
+from hotsplit.convert.type_mixtures import Roles
 from hotsplit.families import gemma3n
 from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.from_config import read_blueprint

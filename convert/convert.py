@@ -17,18 +17,18 @@ from gguf import LlamaFileType
 
 from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.convert import gguf_source, tensors
+from hotsplit.convert import checkpoint_tensors, gguf_source
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.hub import find_source
 from hotsplit.convert.importances import check_and_note
-from hotsplit.convert.mixtures import NAMES as MIXTURES
-from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.options import ConvertConfig, ConvertReport, Outtype
 from hotsplit.convert.pooling import pooling_of
 from hotsplit.convert.predictors import add_predictors
 from hotsplit.convert.sampling import sampling_keys
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.convert.type_mixtures import NAMES as MIXTURES
+from hotsplit.convert.type_mixtures import Roles
 from hotsplit.errors import HotsplitError
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.pooling_key import pooling_key
@@ -171,7 +171,7 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
         keys={**plan.keys, **pooling_key(pooling)},
         threshold_L=(plan.threshold,) * plan.spec.num_layers,
         predictor=None,
-        tensors=tensors.tensor_entries(checkpoint, plan, config.layout, types),
+        tensors=checkpoint_tensors.tensor_entries(checkpoint, plan, config.layout, types),
         extra_keys={
             "general.type": "model",
             "general.name": config.source.resolve().name,
@@ -198,7 +198,7 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
         model=model,
         outtype=outtype,
         source=checkpoint.folder,
-        restored=lambda written: tensors.restored(checkpoint, plan, types, written),
+        restored=lambda written: checkpoint_tensors.restored(checkpoint, plan, types, written),
         notes=(*notes, *tokenizer.notes),
     )
 

@@ -17,13 +17,13 @@ from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.encode import encode, not_finite, restore
-from hotsplit.convert.experts import by_expert, of_expert
+from hotsplit.convert.expert_sources import by_expert, of_expert
 from hotsplit.convert.importances import check_and_note
-from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.same_values import SAME_VALUES, with_same_values
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import given_tokenizer
+from hotsplit.convert.type_mixtures import Roles
 from hotsplit.errors import HotsplitError, refuse_together
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of, values_of

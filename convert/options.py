@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from hotsplit.convert.mixtures import NAMES as MIXTURES
-from hotsplit.convert.mixtures import MixtureName, main_type
+from hotsplit.convert.type_mixtures import NAMES as MIXTURES
+from hotsplit.convert.type_mixtures import MixtureName, main_type
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.model.spec import Activation

@@ -8,10 +8,10 @@ import numpy as np
 
 from hotsplit.artifacts.importance_file import Importances
 from hotsplit.convert.importances import mean_squares
-from hotsplit.convert.mixtures import NAMED_AS_TYPES, Roles
-from hotsplit.convert.mixtures import NAMES as MIXTURES
 from hotsplit.convert.options import check_type
 from hotsplit.convert.same_values import SAME_VALUES
+from hotsplit.convert.type_mixtures import NAMED_AS_TYPES, Roles
+from hotsplit.convert.type_mixtures import NAMES as MIXTURES
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
 from hotsplit.files.typed import shown

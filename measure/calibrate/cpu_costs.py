@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.machine_file import CHOSEN_SHARE, PASS_TOKENS, CpuCosts, Figure
 from hotsplit.artifacts.random_weights import random_model
-from hotsplit.families.decoder import decoder_spec
+from hotsplit.families.plain_decoder import decoder_spec
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.measure.timing.interleave import Probe, seconds_of, sum_of_rounds, time_rounds

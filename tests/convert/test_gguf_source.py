@@ -500,7 +500,7 @@ def flipped(entry):
 @pytest.mark.parametrize("wrong", WRONG)
 def test_verification_refuses_wrong_values(silu, tmp_path, monkeypatch, outtype, wrong):
     """The written file differs from the source in the way `wrong` names."""
-    from hotsplit.convert import tensors as module
+    from hotsplit.convert import checkpoint_tensors as module
 
     right = module.tensor_entries
     monkeypatch.setattr(module, "tensor_entries", lambda *args: WRONG[wrong](right(*args)))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hotsplit.convert.convert import FILE_TYPES
-from hotsplit.convert.mixtures import NAMED_AS_TYPES, NAMES, Roles, main_type
 from hotsplit.convert.tensor_types import TensorTypes
+from hotsplit.convert.type_mixtures import NAMED_AS_TYPES, NAMES, Roles, main_type
 
 DENSE = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 EXPERTS = (*DENSE[:4], "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")

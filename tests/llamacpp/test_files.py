@@ -19,8 +19,8 @@ from hotsplit import Engine
 from hotsplit.artifacts.importance_file import Importance, Importances
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.convert.convert import convert
-from hotsplit.convert.mixtures import NAMES, main_type
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.type_mixtures import NAMES, main_type
 from hotsplit.errors import HotsplitError
 from hotsplit.model.weight_types import BY_NAME
 

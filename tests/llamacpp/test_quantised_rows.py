@@ -13,8 +13,8 @@ from gguf.quants import dequantize
 from hotsplit.artifacts.importance_file import Importance, Importances
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.encode import encode
-from hotsplit.convert.mixtures import Roles
 from hotsplit.convert.tensor_types import TensorTypes
+from hotsplit.convert.type_mixtures import Roles
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
 
 BUILD = Path(__file__).parent.parent.parent / "build"

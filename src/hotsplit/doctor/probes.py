@@ -161,7 +161,7 @@ def probe_gpu(*devices: str) -> dict[str, Any]:
     """Loads a small random model on each GPU, once with all neurons there and once
     with them on the CPU. `why`: why one of the GPUs fails the check of a load; None if all pass."""
     from hotsplit.artifacts.random_weights import random_model
-    from hotsplit.families.decoder import decoder_spec
+    from hotsplit.families.plain_decoder import decoder_spec
     from hotsplit.families.sizes import Sizes
     from hotsplit.model.spec import Rotary
     from hotsplit.options.engine_config import EngineConfig

@@ -5,7 +5,6 @@ from functools import partial
 
 import gguf
 
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import (
     PROJECTION_BIASES,
     QKV_BIASES,
@@ -15,6 +14,7 @@ from hotsplit.families.family import (
     Family,
 )
 from hotsplit.families.llama import adjacent
+from hotsplit.families.plain_decoder import decoder
 
 FAMILIES = (
     Family(

@@ -19,16 +19,16 @@ IGNORED = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
-class Change:
+class ValueChange:
     """A change of values, and its inverse, of f32 arrays."""
 
     apply: Callable[[np.ndarray], np.ndarray]
     undo: Callable[[np.ndarray], np.ndarray]
 
 
-SAME = Change(lambda x: x, lambda x: x)
-ADD_ONE = Change(lambda x: x + 1.0, lambda x: x - 1.0)
-NEGATED_EXP = Change(lambda x: -np.exp(x), lambda x: np.log(-x))
+SAME = ValueChange(lambda x: x, lambda x: x)
+ADD_ONE = ValueChange(lambda x: x + 1.0, lambda x: x - 1.0)
+NEGATED_EXP = ValueChange(lambda x: -np.exp(x), lambda x: np.log(-x))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Sources:
     rows: Mapping[str, Rows] = field(default_factory=dict)
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
-    changes: Mapping[str, Change] = field(default_factory=dict)
+    changes: Mapping[str, ValueChange] = field(default_factory=dict)
     ignored: tuple[str, ...] = IGNORED
     ignored_prefixes: tuple[str, ...] = ()
     expert_form: ExpertForm = "rows"

@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import PROJECTION_BIASES, QKV_BIASES, Architecture, Family
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import (
     KEYS,

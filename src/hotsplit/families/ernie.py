@@ -4,9 +4,9 @@ from functools import partial
 
 import gguf
 
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import QKV_BIASES, Architecture, Family
 from hotsplit.families.llama import OPTIONS, without_windows
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 
 FAMILIES = (

@@ -8,8 +8,8 @@ import gguf
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import Architecture, Family
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.windows import (
     KEYS,
     other_head_size,

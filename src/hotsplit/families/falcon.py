@@ -12,8 +12,8 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import NameOf, Rows, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import UNGATED, Architecture, Family
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.spec import Attention, LayerSpec, ModelSpec

@@ -10,8 +10,8 @@ import numpy as np
 
 from hotsplit.families.blueprint import ADD_ONE, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope, local_theta_key
 from hotsplit.families.soft_caps import LOGIT_CAP, SCORE_CAP, cap_key, cap_of_keys
 from hotsplit.families.windows import KEYS, local_window_keys, periodic_in_stock, windows_of_keys

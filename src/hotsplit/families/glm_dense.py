@@ -6,8 +6,8 @@ from functools import partial
 import gguf
 
 from hotsplit.families.blueprint import Sources
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import QKV_BIASES, Architecture, Family
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.row_order import gate_rows, gates_apart, gates_joined
 from hotsplit.model.arrangements import Arrangement

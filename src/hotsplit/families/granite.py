@@ -11,10 +11,10 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.experts import COUNTS, KEYS, expert_keys, experts_of_keys, other_in_stock
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.llama import BIASES, OPTIONS, adjacent, without_windows
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.row_order import gate_rows, rotary_rows
 from hotsplit.families.windows import other_head_size
 from hotsplit.files.gguf_file import Value

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from hotsplit.families.blueprint import Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.experts import KEYS as EXPERT_KEYS
 from hotsplit.families.experts import experts_of_keys, other_in_stock
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.row_order import rotary_rows
 from hotsplit.families.windows import KEYS as WINDOW_KEYS
 from hotsplit.families.windows import no_windows_in_stock

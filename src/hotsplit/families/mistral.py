@@ -8,9 +8,9 @@ import numpy as np
 
 from hotsplit.families.blueprint import IGNORED
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.llama import BIASES, OPTIONS, adjacent
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.windows import KEYS, config_window_keys, no_windows_in_stock
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import ModelSpec

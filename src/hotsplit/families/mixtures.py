@@ -9,7 +9,6 @@ import gguf
 
 from hotsplit.families.blueprint import Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.experts import (
     COUNTS,
     KEYS,
@@ -21,6 +20,7 @@ from hotsplit.families.experts import (
 )
 from hotsplit.families.family import PROJECTION_BIASES, QKV_BIASES, Architecture, Family
 from hotsplit.families.llama import adjacent, without_windows
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import KEYS as WINDOW_KEYS
 from hotsplit.families.windows import (

@@ -7,7 +7,6 @@ from functools import partial
 import gguf
 
 from hotsplit.families.blueprint import ADD_ONE, Sources
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import (
     PROJECTION_BIASES,
     UNGATED,
@@ -15,6 +14,7 @@ from hotsplit.families.family import (
     Architecture,
     Family,
 )
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import other_head_size
 

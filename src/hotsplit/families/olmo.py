@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import gguf
 
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope, local_theta_key
 from hotsplit.families.windows import KEYS, other_head_size, window_keys, windows_of_keys
 from hotsplit.files.gguf_file import Value

@@ -9,7 +9,6 @@ import numpy as np
 
 from hotsplit.families.blueprint import Rows, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import (
     PROJECTION_BIASES,
     UNGATED,
@@ -17,6 +16,7 @@ from hotsplit.families.family import (
     Architecture,
     Family,
 )
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.spec import ModelSpec

@@ -12,8 +12,8 @@ import numpy as np
 
 from hotsplit.families.blueprint import Rows, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import Architecture, Family, Tensors
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.row_order import adjacent_pairs, gate_rows
 from hotsplit.families.windows import KEYS, Windows, window_keys

@@ -5,9 +5,9 @@ from functools import partial
 import gguf
 
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import PROJECTION_BIASES, QKV_BIASES, Architecture, Family
 from hotsplit.families.llama import OPTIONS
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.windows import KEYS, no_windows_in_stock, window_keys, windows_of_config
 from hotsplit.files.gguf_file import Value
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SHARED = "attention.shared_kv_layers"
 _SUFFIXES = tuple(f".{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
 _NAMES = tuple(f"{name}.weight" for name in ("attn_k", "attn_v", KEY_NORM))
-Sources = Sequence[int | None]  # of each layer: that whose keys and values it reads; None: its own
+Readers = Sequence[int | None]  # of each layer: that whose keys and values it reads; None: its own
 
 
 def shared_keys(read: ConfigReader, is_local_L: Sequence[bool]) -> dict[str, Value]:
@@ -29,7 +29,7 @@ def shared_keys(read: ConfigReader, is_local_L: Sequence[bool]) -> dict[str, Val
     return {SHARED: np.uint32(count)}
 
 
-def sources_of_keys(read: "KeyReader", is_local_L: Sequence[bool]) -> Sources:
+def sources_of_keys(read: "KeyReader", is_local_L: Sequence[bool]) -> Readers:
     return sources(f"{read.path}: {SHARED}", is_local_L, read.whole(SHARED, 0))
 
 
@@ -65,7 +65,7 @@ def _sharing(spec: ModelSpec) -> dict[int, int]:
     return {layer: source for layer, source in sources if source is not None}
 
 
-def sources(key: str, is_local_L: Sequence[bool], num_shared: int) -> Sources:
+def sources(key: str, is_local_L: Sequence[bool], num_shared: int) -> Readers:
     """The last layer of its kind, with a window or without, that has keys and values of its own, for each
     of the last `num_shared` layers.
 

@@ -7,9 +7,9 @@ import gguf
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.experts import KEYS, expert_keys, experts_of_keys
 from hotsplit.families.family import Architecture, Family
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.windows import KEYS as WINDOW_KEYS
 from hotsplit.families.windows import Windows, window_keys, windows_of_keys
 from hotsplit.files.gguf_file import Value

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import gguf
 
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import Architecture, Family
 from hotsplit.families.llama import BIASES, OPTIONS, adjacent
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import KEYS, no_windows_in_stock, window_keys, windows_of_config
 from hotsplit.files.gguf_file import Value

@@ -5,7 +5,6 @@ from functools import partial
 
 import gguf
 
-from hotsplit.families.decoder import decoder
 from hotsplit.families.family import (
     PROJECTION_BIASES,
     UNGATED,
@@ -13,6 +12,7 @@ from hotsplit.families.family import (
     Architecture,
     Family,
 )
+from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import KEYS, config_window_keys, no_windows_in_stock
 from hotsplit.model.spec import ModelSpec

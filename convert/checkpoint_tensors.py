@@ -12,7 +12,7 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.encode import encode, restore
-from hotsplit.convert.experts import (
+from hotsplit.convert.expert_sources import (
     PACKED_TYPE,
     ExpertSource,
     expert_entry,
@@ -22,7 +22,7 @@ from hotsplit.convert.experts import (
 )
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import SAME, Blueprint, Change, Rows
+from hotsplit.families.blueprint import SAME, Blueprint, Rows, ValueChange
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.written import Restored
 from hotsplit.model.tensors import (
@@ -153,7 +153,7 @@ class _Order:
     width: int | None
     rows: np.ndarray | None
     columns: np.ndarray | None
-    change: Change
+    change: ValueChange
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """All rows, with values as in the checkpoint."""
