@@ -70,6 +70,7 @@ OF_PROMPTS = {
     "_unpack_tiles",
     "_multiply",
     "_multiply_down",
+    "_sort_pairs",
     "_round_tokens",
     "_hidden_tokens",
     "_attend_tokens",

@@ -33,6 +33,7 @@ STORES = {
     **{
         f"_{each.name}": {name.rpartition("_")[0] or name for name in each.writes}
         for each in KERNELS.values()
+        if each.name not in ("embed", "attend")  # launches of other kernels
     },
     "_unpack_tiles": {"out"},
     "_attend_part": {"sums", "peaks", "weights"},
