@@ -196,6 +196,16 @@ def launch_the_rest() -> None:
         num_experts=256, num_used=8, gating="sigmoid", scale=2.5, num_groups=8, num_used_groups=4
     )
     kernels.choose_experts(x[:256], x[:256], groups, routed, routed)
+    tiles, pairs = torch.zeros(90, 3, dtype=torch.int32), torch.zeros(3, 160, dtype=torch.int32)
+    kernels.sort_pairs(
+        torch.zeros(20, 16),
+        None,
+        tiles,
+        pairs,
+        torch.empty(160),
+        num_experts=64,
+        tile_size=SMALL_TILE,
+    )
     half = torch.empty(20, WIDTH, dtype=torch.float16)
     rows, power = torch.empty(20, WIDTH), torch.empty(20)
     kernels.round_tokens(rows, rows, x, x, 1e-5, half, power, rows)

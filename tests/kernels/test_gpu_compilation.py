@@ -38,6 +38,7 @@ FOR_VECTORS = {
     "_attend_join": 8,
     "_attend_tokens": 6,
     "_choose_experts": 2,
+    "_sort_pairs": 1,
     "_convolve": 1,
     "_delta_rule": 1,
     "_gate_norm": 1,
