@@ -260,7 +260,6 @@ class Loaded:
                 self.mode,
                 self.context_length,
                 notice=self.notice,
-                traffic=self.traffic,
                 residence=self.residence,
                 uploaders=uploaders,
                 num_sequences=self.num_sequences,

@@ -33,7 +33,6 @@ def load_delta(load: Reader, index: int, block: DeltaSpec, device: torch.device)
         state=LayerState.of(
             load.num_sequences, block.state_shape, block.conv_shape, load.stores.on(device).cache
         ),
-        on_bytes=load.count_attention,
     )
 
 

@@ -32,7 +32,7 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotary
 from hotsplit.runtime.ops.delta.block import DeltaNet
-from hotsplit.runtime.ops.neurons.feed_forward import FeedForward, Traffic
+from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.position_wise import load_all
@@ -50,7 +50,6 @@ def load_weights(
     context_length: int,
     *,
     notice: Callable[[str], None],
-    traffic: Traffic | None = None,
     residence: Residence | None = None,
     uploaders: Mapping[torch.device, Uploader] | None = None,
     num_sequences: int = 1,
@@ -58,16 +57,14 @@ def load_weights(
     resident_LN: Sequence[np.ndarray] | None = None,
 ) -> Weights:
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
-    projection; `traffic` counts the bytes that passes read. Without a `residence`, weights on the CPU
-    stay in the mapped file. If a device has an uploader, its weights go into the uploader's memory.
-    `cache_types`: None for the model's own. `resident_LN`: the neurons or experts in the slots of a
-    neuron cache, none in a layer without slots."""
+    projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device has an
+    uploader, its weights go into the uploader's memory. `cache_types`: None for the model's own.
+    `resident_LN`: the neurons or experts in the slots of a neuron cache, none in a layer without slots."""
     builder = Builder(
         model,
         placement,
         mode,
         context_length,
-        traffic or Traffic(),
         stores=Stores.of(residence, uploaders),
         num_sequences=num_sequences,
         cache_types=cache_types,
@@ -93,7 +90,6 @@ class Builder:
     placement: Placement
     mode: Mode
     context_length: int
-    traffic: Traffic = field(default_factory=Traffic)
     stores: Stores = Stores()
     num_sequences: int = 1
     cache_types: CacheTypes | None = None
@@ -178,7 +174,6 @@ class Builder:
                 blocks=self.neurons.blocks(index),
                 down_bias_D=self.vector(f"blk.{index}.ffn_down.bias", device),
                 predictor=None if spec.predict is None else self.predictor(index, device),
-                traffic=self.traffic,
                 experts=experts.experts(),
             ),
             router=experts.router(),
@@ -209,7 +204,6 @@ class Builder:
             blocks=(block,),
             down_bias_D=None,
             predictor=None,
-            traffic=self.traffic,
         )
         return SharedExperts(ffn=ffn, gate=gate)
 
@@ -302,7 +296,6 @@ class Builder:
             },
             cache=self.cache(index, block),
             rotary=self.rotary(block, attends_on),
-            on_bytes=self.count_attention,
         )
 
     @cached_property
@@ -322,9 +315,6 @@ class Builder:
                 self.stores.on(self.placement.cache_device(index)).cache,
             )
         return self.caches[name]
-
-    def count_attention(self, num_bytes: int) -> None:
-        self.traffic.attention += num_bytes
 
     def attention_inputs(
         self, index: int, block: AttentionSpec, device: torch.device

@@ -3,7 +3,7 @@ formula.
 
 Letters: T tokens, D hidden size, R rank."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
 
@@ -28,7 +28,6 @@ class LowRank(Loaded):
     block: Block
     left: Linear  # [R, D]
     right: Linear  # [D, R]
-    on_bytes: Callable[[int], None]  # receives weight bytes read by the CPU
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -51,4 +50,4 @@ def load(
 ) -> Iterator[LowRank]:
     for block in blocks:
         left, right = (load.linear(in_layer(layer, name), device) for name in (LEFT, RIGHT))
-        yield LowRank(block=block, left=left, right=right, on_bytes=load.count_attention)
+        yield LowRank(block=block, left=left, right=right)

@@ -3,7 +3,7 @@ and as a GPU's kernels. The formulas are in model/per_layer.py.
 
 Letters: T tokens, D model width, L layers, P values of a layer's input, I of all, V vocabulary."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import Structure, c_int32, c_int64
 from dataclasses import dataclass
 
@@ -62,7 +62,6 @@ class PerLayer(Loaded):
     gate: Linear  # [P, D]
     output: Linear  # [D, P]
     rule: Gate  # the activation; all values are computed
-    on_bytes: Callable[[int], None]  # receives weight bytes read by the CPU
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -122,5 +121,4 @@ def load(
             gate=load.linear(in_layer(layer, blocks_of.GATE), device),
             output=load.linear(in_layer(layer, blocks_of.OUTPUT), device),
             rule=Gate(activation=block.activation, threshold=0.0, computes_all=True),
-            on_bytes=load.count_attention,
         )

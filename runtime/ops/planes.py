@@ -3,7 +3,7 @@ model/planes.py has the formulas.
 
 Letters: T tokens, P planes, D hidden size, X = P D."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,7 +47,6 @@ class PlaneRouter:
 
     norm: Norm
     matrix: Linear  # [P, D]
-    on_bytes: Callable[[int], None]  # receives weight bytes read by the CPU
 
     @cached_property
     def input_norm(self) -> Norm:
@@ -185,7 +184,6 @@ def load(
                 router = PlaneRouter(
                     norm=load.norm(block.norm, in_layer(layer, block.norm.name), device),
                     matrix=load.linear(in_layer(layer, blocks_of.ROUTER), device),
-                    on_bytes=load.count_attention,
                 )
                 yield PredictPlanes(block=block, router=router, mix_QP=vector(blocks_of.PREDICT))
             case blocks_of.CorrectPlanes():

@@ -64,10 +64,6 @@ class WeightStream:
     def piece_bytes(self) -> int:
         return len(self.buffers[0])
 
-    def abandon(self) -> None:
-        """Ends a pass that failed: the next one begins anew."""
-        self._end()
-
     def _open(self) -> None:
         """Begins to use the buffers, unless they are in use."""
         if self._slots:

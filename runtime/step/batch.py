@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.cache.kv_cache import KVCache
-from hotsplit.runtime.cache.state_slots import Saves, StateRun, StateSlots, Stretch
+from hotsplit.runtime.cache.state_slots import Saves, StateSlots, Stretch
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 
 Wanted = Literal["none", "last", "all"]  # tokens whose logits are wanted
@@ -111,11 +111,6 @@ def _stretch_of(run: Sequence[Row]) -> Stretch:
         stop=run[-1].position + 1,
         saves={row.position: row.saves for row in run if row.saves is not None},
     )
-
-
-def slots_of(run: Sequence[Row]) -> StateRun:
-    """The slots of consecutive rows of one sequence."""
-    return StateRun(run[0].reads, tuple(row.writes for row in run))
 
 
 _MOST_KEPT = 4  # buffers, so that a caller can hold the logits of the latest steps

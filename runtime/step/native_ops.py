@@ -155,18 +155,6 @@ def native_ops(
             yield [values.own_op(op.kind, layer, read, written, weights(op))]
 
 
-def attend_op(layer: int) -> OpStruct:
-    """The operation in which a layer's heads attend, with queries, keys and values that a GPU has
-    projected; `layer`: index of the layer in the step."""
-    return _STEP_VALUES.op("attend", layer, "qkv", out="heads")
-
-
-def mix_op(layer: int, is_delta: bool) -> OpStruct:
-    """The operation of a layer's attention or delta net as a whole."""
-    kind = "delta" if is_delta else "attention"
-    return _STEP_VALUES.op(kind, layer, "attn_in", out="attn_out")
-
-
 def overwritten(op: Op) -> tuple[str, ...]:
     """Values that an operation of the host overwrites: a sum of three or more terms accumulates in
     the second, and queries and keys are rotated in place."""

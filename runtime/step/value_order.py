@@ -2,18 +2,7 @@
 
 from collections.abc import Sequence
 
-from hotsplit.runtime.step.program import Op, name_of
-
-
-def last_reads(ops: Sequence[Op], kept: Sequence[str]) -> list[tuple[str, ...]]:
-    """For each operation, the names of the values that it is the last to read, except those in
-    `kept`."""
-    seen, found = set(kept), []
-    for op in reversed(ops):
-        names = dict.fromkeys(map(name_of, op.reads))
-        found.append(tuple(name for name in names if name not in seen))
-        seen |= names.keys()
-    return found[::-1]
+from hotsplit.runtime.step.program import Op
 
 
 def edges(ops: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[tuple[int, int]]:

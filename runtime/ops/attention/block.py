@@ -2,10 +2,7 @@
 
 Letters: T tokens, H heads, W head width, D model width, Q values of queries, keys and values together."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -13,10 +10,6 @@ from hotsplit.runtime.kernels.stored import Vectors
 from hotsplit.runtime.ops.attention.rotary import Rotary
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights.matrix import Linear
-
-# Takes queries, keys and values [T, Q]: appends keys and values to the cache, and returns the
-# heads' output [T, H * W].
-Attend = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +25,6 @@ class Attention:
     vectors: Vectors  # those of the spec's `vectors`, by its names
     cache: LayerCache
     rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
-    on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
 
     @property
     def widths(self) -> tuple[int, int]:

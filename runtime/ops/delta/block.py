@@ -2,8 +2,7 @@
 
 Letters: T tokens, D model width, V value heads, M value width, C channels, J taps."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -28,7 +27,6 @@ class DeltaNet:
     decay_bias_V: Tensor
     norm: Norm  # of each head's output
     state: LayerState
-    on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
 
     @property
     def inputs(self) -> tuple[Linear, ...]:

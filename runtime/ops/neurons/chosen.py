@@ -9,14 +9,11 @@ from ctypes import Structure, addressof, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.neurons.native import ExpertsStruct, SharedWorkspace, experts_struct
-from hotsplit.runtime.ops.route import Routed
 from hotsplit.runtime.ops.structs import MAX_ROWS, Structs, members
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 
@@ -78,32 +75,3 @@ class NativeExperts:
     def node(self) -> tuple[int, int]:
         """(address of a C function, of its argument): a host function for a CUDA graph."""
         return library.chosen_function(), addressof(self.struct)
-
-
-def experts_on_cpu(
-    block: ExpertBlock, gate: Gate, x_TD: Tensor, routed: Routed
-) -> tuple[Tensor, tuple[int, int, int]]:
-    """For each token, the weighted sum [T, D] of the outputs of its experts that are in a block on the CPU;
-    and the bytes of gate, up and down of the rows that any token needed, each counted once per native call.
-
-    A token's result is bit-identical whatever the other tokens are. Raises NotNative if the kernels do not
-    support the block."""
-    structs, num_tokens = Structs(), min(len(x_TD), MAX_ROWS)
-    x_TD = x_TD.contiguous()
-    routed_TR = torch.cat([routed.id_TK.float(), routed.weight_TK], dim=1).cpu()
-    # In main memory, whatever the device is that these operations are tried on.
-    y_TD = torch.from_numpy(np.empty(x_TD.shape, np.float32))
-    struct = ChosenStruct(
-        experts=experts_struct(structs, block),
-        width=block.width,
-        num_used=routed.id_TK.shape[1],
-        max_tokens=num_tokens,
-        gate=gate.struct,
-    )
-    struct.workspace = structs.workspace(library.chosen_bytes(struct))
-    for start in range(0, len(x_TD), num_tokens):
-        struct.num_tokens = min(num_tokens, len(x_TD) - start)
-        struct.x, struct.y = x_TD[start:].data_ptr(), y_TD[start:].data_ptr()
-        struct.routed = routed_TR[start:].data_ptr()
-        library.run_chosen(struct)
-    return y_TD, (struct.gate_bytes, struct.up_bytes, struct.down_bytes)

@@ -7,8 +7,7 @@ the up projection.
 
 Letters: D model width, F neurons of the layer."""
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,9 +15,6 @@ from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -39,12 +35,6 @@ class Traffic:
         """Bytes of the feed-forward layers."""
         return self.gate + self.up + self.down + self.predictor
 
-    def add(self, read: tuple[int, int, int]) -> None:
-        """Counts bytes of gate, up and down."""
-        self.gate += read[0]
-        self.up += read[1]
-        self.down += read[2]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForward:
@@ -56,5 +46,4 @@ class FeedForward:
     ]  # hot before cold; every neuron is in exactly one, or in `experts`
     down_bias_D: Tensor | None
     predictor: Predictor | None
-    traffic: Traffic = field(repr=False)
     experts: tuple[ExpertBlock, ...] = ()  # hot before cold; every expert is in exactly one

@@ -10,13 +10,12 @@ Letters: T tokens, D model width, F neurons of the layer, N of the block, W word
 
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, addressof, c_int32, c_int64, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs, members
@@ -218,37 +217,3 @@ class NativeNeurons:
     def bytes_read(self) -> int:
         """Weight bytes of the rows needed in all calls so far; a row counts once per call."""
         return self.struct.gate_bytes + self.struct.up_bytes + self.struct.down_bytes
-
-
-def add_neurons(
-    y_TD: Tensor, block: NeuronBlock, gate: Gate, x_TD: Tensor, named_TN: Tensor | None
-) -> tuple[int, int, int]:
-    """Adds a block's output for each token; `named_TN`: the named neurons; None: all.
-    Returns the bytes of the rows of gate, up and down that any token needed, each row counted once
-    per native call.
-
-    A token's result is bit-identical whatever the other tokens are. Raises NotNative if the kernels
-    do not support the block."""
-    if not len(x_TD):
-        return 0, 0, 0
-    structs, num_tokens = Structs(), min(len(x_TD), MAX_ROWS)
-    x_TD = x_TD.contiguous()
-    struct = NeuronsStruct(
-        block=block_struct(
-            structs, replace(block, is_whole=True)
-        ),  # bits are by position in the block
-        width=block.width,
-        num_neurons=len(block.id_N),
-        max_tokens=num_tokens,
-        gate=gate.struct,
-    )
-    struct.workspace = structs.workspace(library.neurons_bytes(struct))
-    sum_TD = torch.empty_like(x_TD)
-    for start in range(0, len(x_TD), num_tokens):
-        struct.num_tokens = min(num_tokens, len(x_TD) - start)
-        struct.x, struct.y = x_TD[start:].data_ptr(), sum_TD[start:].data_ptr()
-        named = None if named_TN is None else pack_bits(named_TN[start : start + num_tokens])
-        struct.named = None if named is None else named.data_ptr()
-        library.run_neurons(struct)
-    y_TD += sum_TD
-    return struct.gate_bytes, struct.up_bytes, struct.down_bytes
