@@ -16,6 +16,7 @@ from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.forms import host_form
 from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
+from hotsplit.runtime.step.pass_room import PassSetup
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.program import HOST, step_program
 from hotsplit.runtime.step.value_order import edges
@@ -78,6 +79,7 @@ class Replay:
             plain_backend(reference_kernels()),
             None,
             max_rows=1,
+            passes=PassSetup(),
             on_capture=lambda: None,
         )
         step = builder.step()

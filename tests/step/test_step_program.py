@@ -25,7 +25,7 @@ from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.forms import host_form, placed_form
 from hotsplit.runtime.step.program import HOST, LayerPlace, StepForm, gpu, layer_ops, step_program
 from hotsplit.runtime.step.program_summary import lines_of, summarise_program
-from hotsplit.runtime.step.value_order import edges, last_reads
+from hotsplit.runtime.step.value_order import edges
 
 CPU = torch.device("cpu")
 POSITION = 3
@@ -308,13 +308,6 @@ def test_inspect_refuses_the_program_of_other_files(tmp_path, capsys):
 def test_edges_keep_reads_after_writes_and_writes_after_reads():
     reads_and_writes = [((), ("a",)), (("a",), ("b",)), (("a",), ("a",)), (("a", "b"), ())]
     assert edges(reads_and_writes) == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
-
-
-def test_a_value_is_dropped_after_its_last_read():
-    spec = family_spec("llama", make_sizes())
-    ops = list(layer_ops(0, spec.layers[0], LayerPlace()))
-    last = dict(zip((op.kind for op in ops), last_reads(ops, kept=("x",)), strict=True))
-    assert "attn_in" in last["attention"] and last["neurons"] == ("ffn_in.0",)
 
 
 def test_a_step_is_its_layers_between_embedding_and_head():
