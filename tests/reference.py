@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import type_of
+from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.rope import Rotary
 from hotsplit.model.spec import Add, Attention, DeltaNet, Neurons, Norm, Route
 from hotsplit.model.tensors import CONV, DECAY, DECAY_BIAS, DELTA_NORM
@@ -54,11 +55,19 @@ def weights(model: ModelFile, name: str) -> np.ndarray:
 
 
 def logits_ref(
-    model: ModelFile, ids: list[int], *, mode="dense", named_LTF=None, silent=None, seen=None
+    model: ModelFile,
+    ids: list[int],
+    *,
+    mode="dense",
+    named_LTF=None,
+    silent=None,
+    seen=None,
+    own=None,
 ) -> np.ndarray:
     """Logits [T, V] of a text, block by block. Neurons outside the mask `named_LTF` are left out, by default
     in mode "predicted" those that the predictors do not name; `silent(activated gates)` says which gates of a
-    SiLU model count as closed. `seen` gets the values that observers see, by name and layer."""
+    SiLU model count as closed. `seen` gets the values that observers see, by name and layer; `own(block, values,
+    weights)` computes a position-wise operation."""
     spec, seen = model.bare_spec, {} if seen is None else seen
     factors = weights(model, "rope_freqs.weight") if "rope_freqs.weight" in model.tensors else 1.0
     x = weights(model, "token_embd.weight")[ids] * spec.embedding_scale
@@ -89,25 +98,27 @@ def logits_ref(
                 else:
                     result = _delta(value[block.reads], block, w, see)
                 see("attn_out", result)
+            elif own is not None and isinstance(block, PositionWise):
+                result = own(block, value, w)
             elif isinstance(block, Route):
                 result = _routed(value[block.reads], block, w)
                 see("ffn_experts", np.array([chosen for chosen, _ in result]))
             else:
                 assert isinstance(block, Neurons), block
-                own = (
+                see_own = (
                     see
                     if block.suffix != "_shexp"
                     else lambda name, value, see=see: (
                         see("ffn_shared_hidden", value) if name == "ffn_hidden" else None
                     )
                 )
-                own("ffn_norm", value[block.reads])
+                see_own("ffn_norm", value[block.reads])
                 mask = 1 if named_LTF is None else named_LTF[number]
                 if mode == "predicted" and named_LTF is None:
                     mask = _predicted(model, number, seen)
-                given = model, block, w, model.threshold_L[number], mask, silent, own
+                given = model, block, w, model.threshold_L[number], mask, silent, see_own
                 result = _neurons(value[block.reads], value.get("routed"), *given)
-                own("ffn_out", result)
+                see_own("ffn_out", result)
             value[block.writes] = result
         x = value["x"]
         see("layer_out", x)

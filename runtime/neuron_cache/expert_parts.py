@@ -74,6 +74,8 @@ class ExpertParts:
         is_pinned: bool,
     ) -> None:
         self.layers, self._residency = layers, residency
+        for own in layers.values():
+            own.hot.places  # noqa: B018 - read before a copy of its table is under way
         self._expert_bytes = max(
             sum(staged(part.slots[0].nbytes) for part in own.parts) for own in layers.values()
         )

@@ -265,6 +265,7 @@ class _Builder:
             self.cache.connect({number: self.devices[gpu(number)].main for number in numbers})
         with _spared(self.weights):
             single = self._prepared(1)
+        streams = {n: s for d in self.pass_devices.values() for n, s in d.streams.items()}
         of_passes = [d.cold.struct for d in self.pass_divided if d.cold and self.cache]
         of_passes += [each.native.struct for each in self.on_cpu.values()]
         meter = Meter(
@@ -285,7 +286,8 @@ class _Builder:
             prepare=self._more,
             passes=Passes(
                 lengths=self.passes.lengths,
-                least_streamed=self._least_streamed(),
+                streams=streams,
+                least_streamed=min((s.least_tokens for s in streams.values()), default=None),
                 prepare=self._prepared_pass,
                 prepare_tail=self._prepared_tail,
                 gather=self._gather,
@@ -317,11 +319,6 @@ class _Builder:
             divided = [replace(d, named_W=host.named_TW) for d in divided]
         devices = _rows(self.devices, num_rows)
         return self._lowered(self.program, self.parts, devices, divided, host, self.form)
-
-    def _least_streamed(self) -> int | None:
-        """The fewest tokens of a pass that streams; None: no pass does."""
-        each = [s.least_tokens for d in self.pass_devices.values() for s in d.streams.values()]
-        return min(each, default=None)
 
     def _prepared_pass(self, num_rows: int, is_streamed: bool) -> tuple[Segment, ...]:
         """The work of passes of so many rows, up to the last layer."""

@@ -8,7 +8,7 @@ the copies. More rows than `max_rows` are divided among several steps.
 Letters: T rows, R rows with logits, V vocabulary, C positions of a context, D model width, S
 sequences, N blocks of a sequence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,8 @@ from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NeuronsStruct
+from hotsplit.runtime.prefill.cold_stream import ColdStream
+from hotsplit.runtime.prefill.expert_stream import ExpertStream
 from hotsplit.runtime.step.batch import LogitsMemory, Row, prepared, runs_of
 from hotsplit.runtime.step.hybrid_neuron_cache import HybridCache
 from hotsplit.runtime.step.native_parts import HostBuffers
@@ -53,6 +55,7 @@ class Passes:
     `gather(numbers, num_rows, length)`: copies the hidden states of rows of a pass of that length."""
 
     lengths: tuple[int, ...]
+    streams: Mapping[int, ColdStream | ExpertStream]  # by layer
     least_streamed: (
         int | None
     )  # the fewest tokens of a pass that streams cold weights; None: none does
