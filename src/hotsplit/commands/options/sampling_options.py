@@ -64,7 +64,7 @@ _ROWS = f"""
     {";".join(DEFAULT_SAMPLERS)}]
 -s --seed | seed* | Random seed, for repeatable results; -1: a new one each time.
 """
-# (type, metavar) of options whose default is no number.
+# Type and metavar of the options whose default is not a number.
 _TYPES: dict[str, tuple[Any, str | None]] = {
     "logit_bias": (Parsed("logit bias", bias_of), "TOKEN(+/-)BIAS"),
     "dry_sequence_breakers": (str, "TEXT"),
