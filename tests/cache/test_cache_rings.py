@@ -30,6 +30,7 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder, native_step
 from hotsplit.runtime.step.batch import rows_of
+from hotsplit.runtime.step.pass_room import PassSetup
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.serve.prefix_cache import PrefixCache
 
@@ -140,14 +141,8 @@ def mirrored(one: Engine, other: Engine, steps: int) -> int:
     return compared
 
 
-def in_torch(engine: Engine) -> Engine:
-    """Passes layer by layer, as beside a GPU."""
-    engine._sequences.decoder = replace(engine._live, native=None, chunk=64)
-    return engine
-
-
 def with_steps(engine: Engine, split: Split) -> Engine:
-    """Hybrid steps with both roles on the CPU, and passes in torch."""
+    """Hybrid steps with both roles on the CPU."""
     decoder, cpu = engine._live, torch.device("cpu")
     step = hybrid_builder.build(
         decoder.weights,
@@ -155,14 +150,10 @@ def with_steps(engine: Engine, split: Split) -> Engine:
         engine.traffic,
         plain_backend(reference_kernels()),
         max_rows=4,
+        passes=PassSetup(num_rows=64),
     )
-    engine._sequences.decoder = replace(decoder, native=step, chunk=64)
+    engine._sequences.decoder = replace(decoder, native=step)
     return engine
-
-
-def test_torch_reads_rings(monkeypatch, model):
-    with without_rings(monkeypatch, model) as one, with_rings(model) as other:
-        assert mirrored(in_torch(one), in_torch(other), 12) > 100
 
 
 def test_hybrid_steps_read_rings(monkeypatch, model):
