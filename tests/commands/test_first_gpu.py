@@ -1,7 +1,6 @@
 """Systems that docs/gpu.md lists, with fakes of what CUDA and the system report."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,24 +12,6 @@ from hotsplit.runtime import gpu_setup
 from hotsplit.runtime.device import device_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize(("major", "minor", "has"), [(7, 5, False), (8, 0, True), (12, 0, True)])
-def test_a_gpu_without_bf16_is_not_asked_to_multiply_it_at_load(monkeypatch, major, minor, has):
-    asked, was = [], torch.zeros
-
-    def zeros(*shape, dtype, device):
-        asked.append(dtype)
-        return was(*shape, dtype=torch.float32)
-
-    found = SimpleNamespace(major=major, minor=minor)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch, "zeros", zeros)
-    device_memory.has_bf16.cache_clear()
-    device_memory._warm_up(GPU)
-    device_memory.has_bf16.cache_clear()
-    assert asked == [torch.float32, torch.float16, *([torch.bfloat16] if has else [])]
 
 
 def test_weights_that_cannot_be_pinned_stay_as_they_are():
