@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.extend(map(str, Path(__file__).parent.parent.glob("tests/**/")))
 
 from hybrid_plans import PLANS, F, L, planned, stepped
 from models import FAMILIES, family_model, make_model, make_sizes
