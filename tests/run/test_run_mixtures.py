@@ -71,7 +71,7 @@ def test_whatever_is_fastest_runs(capsys, monkeypatch, card, tmp_path, text, cac
 
 @pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
 @pytest.mark.parametrize(
-    ("has_delta_nets", "vram", "shown"), [(False, VRAM, "1.67 MiB"), (True, "3596KiB", "3.51 MiB")]
+    ("has_delta_nets", "vram", "shown"), [(False, VRAM, "1.67 MiB"), (True, "1780KiB", "1.74 MiB")]
 )
 def test_plans_are_tried_and_run_on_a_device(
     capsys, monkeypatch, card, tmp_path, text, has_delta_nets, vram, shown
