@@ -24,7 +24,7 @@ from random_checkpoint import config_of, write_tokenizer
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
-from hotsplit.artifacts.predictor_file import StoredMatrix
+from hotsplit.artifacts.predictor_file import PredictorMatrix
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.families.from_config import read_blueprint
@@ -250,5 +250,5 @@ def _predictor_entry(dims: tuple[int, ...], rows: Callable[[int, int], Tensor]) 
     return TensorEntry(
         shape=dims,
         kind=PREDICTOR_KIND,
-        read_rows=lambda a, b: StoredMatrix.of(rows(a, b).cpu().numpy(), PREDICTOR_KIND).data,
+        read_rows=lambda a, b: PredictorMatrix.of(rows(a, b).cpu().numpy(), PREDICTOR_KIND).data,
     )
