@@ -20,7 +20,12 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import Items
 from hotsplit.errors import HotsplitError
 from hotsplit.options.prompt_rates import PromptRates
-from hotsplit.runtime.device.device_memory import ALIGNMENT, LEAST_BUDGET_BYTES, DeviceMemory
+from hotsplit.runtime.device.device_memory import (
+    ALIGNMENT,
+    LEAST_BUDGET_BYTES,
+    SEGMENT_BYTES,
+    DeviceMemory,
+)
 from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.model.layers import Weights
@@ -197,7 +202,10 @@ def pass_setup(
             device, cold[device], main, buffers, rates
         ),
     )
-    rooms = {device: memory.room_bytes for device, memory in memories.items()}
+    rooms = {  # in whole segments, as torch takes an arena
+        device: memory.room_bytes // SEGMENT_BYTES * SEGMENT_BYTES
+        for device, memory in memories.items()
+    }
     for device in memories:
         setup = _fitting(setup, weights, placement, device, rooms[device], cold[device])
     if setup.streamed and not all(setup.piece_bytes.get(device) for device in cold if cold[device]):

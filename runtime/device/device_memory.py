@@ -85,11 +85,10 @@ class DeviceMemory:
                 if device.type == "cuda":
                     _limit_all(device)
                     made.held_bytes = 0 if others else torch.cuda.memory_reserved(device)
-                memory = torch.empty(num_bytes + _slack(device), dtype=torch.uint8, device=device)
+                made.slab = _segment(device, num_bytes)
         except HotsplitError:
             made.close()
             raise
-        made.slab = memory[-memory.data_ptr() % ALIGNMENT :][:num_bytes]
         return made
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, item: str) -> Tensor:
@@ -131,9 +130,7 @@ class DeviceMemory:
     def take_arena(self, num_bytes: int) -> None:
         """Allocates the memory of passes. Raises HotsplitError if the device has no room for it."""
         with out_of_memory_as_error(self.device, num_bytes):
-            size = max(num_bytes, LEAST_OWN_BYTES) + _slack(self.device)
-            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self.arena = memory[-memory.data_ptr() % ALIGNMENT :][:num_bytes]
+            self.arena = _segment(self.device, num_bytes)
 
     def take_for_pass(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
         """Returns an allocator of the arena, from its beginning."""
@@ -226,8 +223,12 @@ def arena_bytes(num_bytes: int) -> int:
     return max(LEAST_OWN_BYTES, -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES)
 
 
-def _slack(device: torch.device) -> int:
-    return 0 if device.type == "cuda" else ALIGNMENT  # CUDA's addresses are already aligned
+def _segment(device: torch.device, num_bytes: int) -> Tensor:
+    """Aligned memory of so many bytes, in a segment of its own: one of 20 MiB would hold fewer."""
+    slack = 0 if device.type == "cuda" else ALIGNMENT  # CUDA's addresses are already aligned
+    size = max(num_bytes, LEAST_OWN_BYTES) + slack
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    return memory[-memory.data_ptr() % ALIGNMENT :][:num_bytes]
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -20,11 +20,11 @@ from test_runtime import make_split
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime import gpu_setup
-from hotsplit.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
-from hotsplit.runtime.device.pools import PoolBytes
+from hotsplit.runtime.device.device_memory import BESIDE_BYTES, DeviceMemory, out_of_memory_as_error
 from hotsplit.runtime.device.streams import CudaStream
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.kernels.stored import rows_together
+from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS
 from hotsplit.runtime.step.hybrid_step import GPU_SPIN_TIME
 
 sys.path.insert(0, str(TESTS / "gpu"))  # not a package
@@ -47,18 +47,19 @@ def test_a_budget_is_enforced_to_the_byte():
     budget = 160 * MIB + 12345
     with checked_cuda():
         memory = DeviceMemory.of(GPU, 40 * MIB, budget)
-        memory.aside = PoolBytes(small=5 * MIB, large=64 * MIB)
-        gpu_setup.set_aside({GPU: memory})
+        memory.take_arena(30 * MIB + 1)
         assert memory.report().slab == 40 * MIB
-        assert memory.report().reserved == 40 * MIB + 10 * MIB + memory.aside.segments.total
+        assert memory.report().reserved == 40 * MIB + 32 * MIB
         room = memory.room_bytes
-        assert 100 * MIB < room < budget - 40 * MIB
+        assert room == budget - 40 * MIB - (30 * MIB + 512) - BESIDE_BYTES
         held = torch.empty(room // (2 * MIB) * 2 * MIB, dtype=torch.uint8, device=GPU)
         with (
             pytest.raises(HotsplitError, match="cuda:0: 64.00 MiB wanted, .* of a budget of 160"),
             out_of_memory_as_error(GPU, 64 * MIB),
         ):
             torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
+        with pytest.raises(HotsplitError, match="cuda:0: 64.00 MiB wanted"):
+            memory.take_arena(64 * MIB)
         assert memory.report().peak_reserved <= budget
         del held
         memory.close()
@@ -80,7 +81,7 @@ def test_a_card_that_is_too_small_is_refused_in_one_line():
     "mode, is_resident",
     [("exact", True), ("dense", True), pytest.param("exact", False, marks=pytest.mark.slow)],
 )
-def test_cold_weights_stream_to_the_device(tmp_path, mode, is_resident):
+def test_cold_weights_stream_to_the_device(tmp_path, monkeypatch, mode, is_resident):
     """Pinned weights are copied directly, a mapped file's through two buffers. In mode dense they
     are in tiles and groups, which the device unpacks."""
     shape = make_sizes(num_layers=2, width=256, num_neurons=1024, context_length=64)
@@ -94,25 +95,36 @@ def test_cold_weights_stream_to_the_device(tmp_path, mode, is_resident):
     ids = np.random.default_rng(0).integers(0, 50, 40).tolist()
     with Engine.load(model.path, mode=mode, device="cpu", context_length=64) as engine:
         want = engine.logits(ids)
+    streams, was = {}, gpu_setup.cold_streams
+
+    def cold_streams(*given):
+        found = was(*given)
+        streams.update(found)
+        return found
+
+    monkeypatch.setattr(gpu_setup, "cold_streams", cold_streams)
     with (
         fake_cuda(seed=3),
         Engine.load(
             model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda", is_resident=is_resident
         ) as engine,
     ):
-        streams = [layer.ffn.cold for layer in engine.layers]
-        assert all(stream is not None for stream in streams), "no cold weights are streamed"
+        assert list(streams) == [0, 1], "no cold weights are streamed"
         assert (streams[0].staging is None) == is_resident
+        passes = engine._live.native.passes
+        assert passes.least_streamed == LEAST_TOKENS
         together = max(rows_together(m.kind) for m in engine.layers[0].ffn.blocks[1].matrices)
         assert together == (64 if mode == "dense" else 16 if is_resident else 1) or (
             not cpu_kernels.prefers_tiles() and together == 1
         )
         found, copies = [], []
         for least_tokens in (1, 1, 1 << 30):
-            streams[0].least_tokens = least_tokens
+            passes.least_streamed = least_tokens
             before = len(library.text("log"))
             found.append(engine.logits(ids))
             copies.append(library.text("log")[before:].count("copy"))
+        streams.clear()  # closing unpins what nothing refers to
+        del passes
     assert not library.text("violations")
     assert copies[0] > copies[2], copies  # nothing is streamed the last time
     assert all(rel_error(logits, want) < 4 * torch.finfo(torch.float16).eps for logits in found)
