@@ -8,13 +8,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, overload
+from typing import Any, Generic, ParamSpec, overload
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from hotsplit.runtime.kernels.gpu.kernels import Kernels
 
 Parameters = ParamSpec("Parameters")
 # A kernel takes these as tensors of one element.
@@ -41,8 +38,8 @@ class GpuKernel(Generic[Parameters]):
     @overload
     def __get__(self, record: None, owner: object) -> "GpuKernel[Parameters]": ...
     @overload
-    def __get__(self, record: "Kernels", owner: object) -> Callable[Parameters, None]: ...
-    def __get__(self, record: "Kernels | None", owner: object) -> Any:
+    def __get__(self, record: "KernelVersion", owner: object) -> Callable[Parameters, None]: ...
+    def __get__(self, record: "KernelVersion | None", owner: object) -> Any:
         return self if record is None else record.of(self)
 
     def launch(self, launch: Callable[Parameters, None]) -> Callable[Parameters, None]:
@@ -54,6 +51,18 @@ class GpuKernel(Generic[Parameters]):
         """T of a step with these arguments; None if they have no axis of rows."""
         first = next((given[name] for name in self.axes if name not in _LISTS), None)
         return None if first is None or first.dim() == 1 else len(first)
+
+
+class KernelVersion:
+    """One version of all kernels, which `version` finds: Triton's, the reference or another. As an
+    attribute of a record of this class, a GpuKernel is that version of it."""
+
+    def __init__(self, version: Callable[[GpuKernel[Any]], Callable[..., None]]) -> None:
+        self._version = version
+
+    def of(self, kernel: GpuKernel[Parameters]) -> Callable[Parameters, None]:
+        """This version of a kernel, for example of one that only its operation knows."""
+        return self._version(kernel)
 
 
 def gpu_kernel(

@@ -43,24 +43,17 @@ from hotsplit.runtime.kernels.gpu import (
     sorting,
     tokens,
 )
-from hotsplit.runtime.kernels.gpu.gpu_kernel import GpuKernel, Parameters
+from hotsplit.runtime.kernels.gpu.gpu_kernel import GpuKernel, KernelVersion
 from hotsplit.runtime.kernels.gpu.launch import overlapping
 
 
-class Kernels:
-    """One version of all kernels, which `version` finds. `record.dot(...)` is that version of
-    `dot`; `Kernels.dot` is its declaration."""
-
-    def __init__(self, version: Callable[[GpuKernel[Any]], Callable[..., None]]) -> None:
-        self._version = version
-
-    def of(self, kernel: GpuKernel[Parameters]) -> Callable[Parameters, None]:
-        """This version of a kernel, for example of one that only its operation knows."""
-        return self._version(kernel)
+class Kernels(KernelVersion):
+    """The kernels of a step, in one version. `record.dot(...)` is that version of `dot`;
+    `Kernels.dot` is its declaration."""
 
     def replaced(self, **others: Callable[..., None]) -> "Kernels":
         """The record with other versions of the kernels of these names."""
-        return Kernels(lambda kernel: others.get(kernel.name) or self._version(kernel))
+        return Kernels(lambda kernel: others.get(kernel.name) or self.of(kernel))
 
     dot, embed, unpack = rows.dot, rows.embed, rows.unpack
     add_norm = norm.add_norm

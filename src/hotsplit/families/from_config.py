@@ -1,5 +1,5 @@
-"""From a checkpoint's config to a blueprint: the config becomes the keys of a GGUF, by the table of its family, and
-these the spec, as those of any GGUF do."""
+"""Makes a blueprint from a checkpoint's config: the table of its family turns the config into the
+keys of a GGUF, and these become the spec, as those of any GGUF do."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -31,7 +31,7 @@ PERIOD = 2
 
 
 def keys(read: ConfigReader) -> dict[str, Value]:
-    """Of a checkpoint in bf16 or with experts in MXFP4."""
+    """The keys of a checkpoint in bf16 or with experts in MXFP4."""
     packing = read.values.get("quantization_config")
     method = packing.get("quant_method") if isinstance(packing, dict) else packing
     if method not in (None, "mxfp4"):
