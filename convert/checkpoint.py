@@ -129,7 +129,8 @@ def _sharded(path: Path, read: Reader) -> dict[str, SourceTensor]:
     for name, shard in shards.items():
         if not _is_file_name(name) or not shard.is_file():
             raise HotsplitError(
-                f"{path}: names the file {name[:100]!r}, but there is no such file; download it again"
+                f"{path}: names the file {name[:100]!r}, but there is no such file; download it"
+                " again"
             )
     headers = {name: read(shard) for name, shard in shards.items()}
     _compare(path, index, headers)

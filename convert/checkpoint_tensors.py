@@ -147,8 +147,8 @@ def _restored_experts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Order:
-    """How a tensor of a model file is made of the checkpoint's, which may have further dimensions of
-    one. `width`: of a matrix's rows; None for a vector."""
+    """How a tensor of a model file is made of the checkpoint's, which may have further dimensions
+    of one. `width`: of a matrix's rows; None for a vector."""
 
     width: int | None
     rows: np.ndarray | None

@@ -1,5 +1,5 @@
-"""Weights encoded as the bytes of a type, refused if they would not survive, and checked to read back
-up to the type's rounding.
+"""Weights encoded as the bytes of a type, refused if they would not survive, and checked to read
+back up to the type's rounding.
 
 Letters: N rows, M values of a row."""
 
@@ -62,7 +62,8 @@ def not_finite(name: str) -> HotsplitError:
 def restore(
     entry: TensorEntry, want: np.ndarray, name: str, importance: np.ndarray | None = None
 ) -> np.ndarray:
-    """The values of `entry` as f32; it was made from `want`, f32 of the same shape, by `importance`.
+    """The values of `entry` as f32; it was made from `want`, f32 of the same shape, by
+    `importance`.
 
     Raises HotsplitError if they differ by more than the type's rounding."""
     values = values_of(entry.read(), entry.kind).reshape(entry.shape)
@@ -79,8 +80,8 @@ def is_rounding(
 ) -> bool:
     """True if `got` is `want`, f32 [M] or [N, M], rounded to the type.
 
-    With importances [M], single values may be far off; their mean square error, weighed by these, is
-    within the bound of the type."""
+    With importances [M], single values may be far off; their mean square error, weighed by these,
+    is within the bound of the type."""
     if got.shape != want.shape:
         return False
     is_searched = importance is not None and BY_NAME[kind].block_values > 1

@@ -1,5 +1,5 @@
-"""The experts of a checkpoint: the matrices of all experts of a layer are one tensor of a model file,
-encoded one expert at a time.
+"""The experts of a checkpoint: the matrices of all experts of a layer are one tensor of a model
+file, encoded one expert at a time.
 
 Letters: E experts, N rows, M values of a row."""
 
@@ -21,8 +21,8 @@ from hotsplit.model.tensors import Shapes
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSource:
-    """One expert's matrix in a checkpoint: a tensor, or of one with all experts' matrices, some rows
-    of one of them; or its bias. `are_columns`: the matrices are [M, N]."""
+    """One expert's matrix in a checkpoint: a tensor, or of one with all experts' matrices, some
+    rows of one of them; or its bias. `are_columns`: the matrices are [M, N]."""
 
     name: str
     expert: int | None  # None: the tensor is one expert's
@@ -55,14 +55,15 @@ class ExpertSource:
 
 
 BLOCKS, SCALES, PACKED_TYPE = "_proj_blocks", "_proj_scales", "mxfp4"
-# Values of a nibble: a sign, two bits of exponent and one of mantissa (OCP Microscaling, version 1.0).
+# Values of a nibble: a sign, two bits of exponent and one of mantissa (OCP Microscaling, version
+# 1.0).
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4 = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """f32 [N, M] of uint8 [N, M / 32, 16], of which the low half of a byte precedes the high one, and
-    exponents uint8 [N, M / 32] with a bias of 127."""
+    """f32 [N, M] of uint8 [N, M / 32, 16], of which the low half of a byte precedes the high one,
+    and exponents uint8 [N, M / 32] with a bias of 127."""
     nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     values = MXFP4[nibbles.long()]
     return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2)
@@ -83,8 +84,8 @@ def find_experts(
     checkpoint: Checkpoint, wanted: Shapes, form: ExpertForm
 ) -> dict[str, list[ExpertSource]]:
     """The source of each expert, by the name of their tensor in a model file in the stock layout;
-    `wanted` has its shape. Raises HotsplitError for a wrong shape, and for an expert that is missing,
-    or that there is twice."""
+    `wanted` has its shape. Raises HotsplitError for a wrong shape, and for an expert that is
+    missing, or that there is twice."""
     found: Found = {}
     for source in checkpoint.tensors:
         place = expert_place(source)
@@ -124,9 +125,9 @@ def _add(
             own = found.setdefault(name, {})
             if expert in own:
                 raise HotsplitError(
-                    f"{checkpoint.tensors[source].file}: expert {expert} of {name!r} is in {source!r}"
-                    f" and in {own[expert].name!r}; only one of them can be right: download the"
-                    " checkpoint again"
+                    f"{checkpoint.tensors[source].file}: expert {expert} of {name!r} is in"
+                    f" {source!r} and in {own[expert].name!r}; only one of them can be right:"
+                    " download the checkpoint again"
                 )
             own[expert] = ExpertSource(
                 name=source,

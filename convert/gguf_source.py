@@ -39,7 +39,8 @@ BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
 
 
 def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[str, ...]]:
-    """The model in `config.source`, in the layout and types asked for, these, and notes for the user.
+    """The model in `config.source`, in the layout and types asked for, these, and notes for the
+    user.
 
     Raises HotsplitError for a file that cannot be run, for types that do not fit it,
     and if there is nothing to change."""
@@ -91,8 +92,8 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
 def read_runnable(
     path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]
 ) -> tuple[ModelSpec, dict[str, TensorEntry]]:
-    """The spec and the tensors. Raises HotsplitError for a file that cannot be run; if so, also with
-    what is wrong with its tokenizer."""
+    """The spec and the tensors. Raises HotsplitError for a file that cannot be run; if so, also
+    with what is wrong with its tokenizer."""
     try:
         return KeyReader(path, keys, tensors).model()
     except HotsplitError:
@@ -214,8 +215,8 @@ def _checked(entry: TensorEntry, label: str) -> TensorEntry:
 
 
 def _is_finite(data: np.ndarray, kind: str) -> bool:
-    """Checks stored values; a block is finite if its f16 numbers are, or with an exponent if its values
-    are (255 is NaN in the specification)."""
+    """Checks stored values; a block is finite if its f16 numbers are, or with an exponent if its
+    values are (255 is NaN in the specification)."""
     if kind in ("f32", "f16"):
         return bool(np.isfinite(data).all())
     if kind == "bf16":
@@ -265,8 +266,9 @@ def activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ...
     if "hotsplit.ffn.activation" in keys or model.activation not in SMOOTH:
         return ()
     return (
-        f"activation assumed to be {model.activation}, llama.cpp's for {model.architecture}: a stock"
-        " file does not say; if the model was trained with another, convert with --activation",
+        f"activation assumed to be {model.activation}, llama.cpp's for {model.architecture}: a"
+        " stock file does not say; if the model was trained with another, convert with"
+        " --activation",
     )
 
 

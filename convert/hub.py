@@ -33,12 +33,12 @@ IN_FOLDERS = [
 
 
 def find_source(source: Path) -> Path:
-    """`source` itself if it is a path and no name on the hub (`hub_names`); otherwise, in the hub's usual
-    cache, with missing files downloaded, the folder of the checkpoint, or the GGUF, in one file or
-    several.
+    """`source` itself if it is a path and no name on the hub (`hub_names`); otherwise, in the hub's
+    usual cache, with missing files downloaded, the folder of the checkpoint, or the GGUF, in one
+    file or several.
 
-    Raises HotsplitError if files are missing there and cannot be downloaded, if there is no such type or
-    file, and for another address."""
+    Raises HotsplitError if files are missing there and cannot be downloaded, if there is no such
+    type or file, and for another address."""
     found = named_on_hub(source)
     if found is None:
         return source
@@ -49,8 +49,8 @@ def find_source(source: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files of a model in its repository: the weights by their names, of a GGUF in order, and of a
-    checkpoint what describes them."""
+    """The files of a model in its repository: the weights by their names, of a GGUF in order, and
+    of a checkpoint what describes them."""
 
     weights: tuple[str, ...]
     is_gguf: bool
@@ -61,8 +61,8 @@ class Files:
 
 
 def files_of(given: Named) -> Files:
-    """Which files of the repository are the model. Raises HotsplitError for a type or a file that is not
-    there, and exceptions for `hub_errors` if the hub does not answer."""
+    """Which files of the repository are the model. Raises HotsplitError for a type or a file that
+    is not there, and exceptions for `hub_errors` if the hub does not answer."""
     names = _names(given)
     is_free = given.kind is None and given.file is None and given.folder is None
     for patterns in (SAFETENSORS, PICKLED) if is_free else ():
@@ -93,8 +93,8 @@ def hub_errors(name: str) -> Iterator[None]:
         else:
             reason = str(error.__cause__ or "no answer").strip().splitlines()[0][:160]
             tried = (
-                f"{constants.ENDPOINT} cannot be reached ({reason}), and {constants.HF_HUB_CACHE} has"
-                " no copy"
+                f"{constants.ENDPOINT} cannot be reached ({reason}), and {constants.HF_HUB_CACHE}"
+                " has no copy"
             )
         _refuse(name, tried, "download it elsewhere and give its folder or file", error)
     except HfHubHTTPError as error:
@@ -107,8 +107,8 @@ def hub_errors(name: str) -> Iterator[None]:
 
 
 def _library() -> Any:
-    """The HTTP library of the hub's client, which differs between its versions (httpx, httpx2). A broken
-    connection raises its HTTPError."""
+    """The HTTP library of the hub's client, which differs between its versions (httpx, httpx2). A
+    broken connection raises its HTTPError."""
     from huggingface_hub import get_session
 
     return sys.modules[type(get_session()).__module__.partition(".")[0]]
@@ -154,8 +154,8 @@ def _is_gguf(name: str) -> bool:
 
 
 def _gguf(given: Named, names: list[str]) -> list[str]:
-    """The files of the GGUF that is named, of a repository's files. Raises HotsplitError with the choices
-    unless it is one, and for pieces of a file that was cut."""
+    """The files of the GGUF that is named, of a repository's files. Raises HotsplitError with the
+    choices unless it is one, and for pieces of a file that was cut."""
     asked = {name for name in names if name == given.file and name.endswith(".gguf")}
     whole = asked | {name for name in names if _is_gguf(name)}
     by_stem: dict[str, list[str]] = {}  # of a file, or of the parts of one model
@@ -178,7 +178,8 @@ def _gguf(given: Named, names: list[str]) -> list[str]:
 
 
 def _chosen(given: Named, stems: list[str], files: Mapping[str, list[str]]) -> list[str]:
-    """Those of the stems that are named: by a file, by a folder, or by a type, Q4_K_M unless told."""
+    """Those of the stems that are named: by a file, by a folder, or by a type, Q4_K_M unless
+    told."""
     if given.file is not None:
         name, is_bare = given.file, "/" not in given.file
         exact = [stem for stem in stems if name in files[stem]]
@@ -197,8 +198,8 @@ def _refuse_pieces(given: Named, pieces: list[str]) -> NoReturn:
     whole = RAW_PIECE.sub(".gguf", Path(pieces[0]).name)
     shown = ", ".join(Path(piece).name for piece in pieces)[:300]
     raise HotsplitError(
-        f"{given.name}: on the hub this file is cut into {len(pieces)} pieces ({shown}); download them,"
-        f" join them in this order (cat PIECES > {whole}), and give the path of {whole}"
+        f"{given.name}: on the hub this file is cut into {len(pieces)} pieces ({shown}); download"
+        f" them, join them in this order (cat PIECES > {whole}), and give the path of {whole}"
     )
 
 

@@ -1,9 +1,9 @@
 """The headers of a model on the hub, without its weights.
 
-The weights' files are sparse ones of the size of the originals, in which only the header is there: what
-reads a model without its weights reads them like any other. Headers come by range requests, of at most
-MOST_BYTES for all files of a model, whatever the hub or a file claims; files that are in the hub's cache
-already are linked."""
+The weights' files are sparse ones of the size of the originals, in which only the header is there:
+what reads a model without its weights reads them like any other. Headers come by range requests, of
+at most MOST_BYTES for all files of a model, whatever the hub or a file claims; files that are in
+the hub's cache already are linked."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,8 @@ from hotsplit.files.gguf_reader import MAX_HEADER_BYTES, TensorInfo, header_reac
 from hotsplit.files.mapped_files import map_whole
 from hotsplit.model.rope import FREQUENCIES, LONG, SHORT
 
-# Most headers of a checkpoint's shards fit into the first; the vocabulary of a GGUF takes 2 to 16 MiB.
+# Most headers of a checkpoint's shards fit into the first; the vocabulary of a GGUF takes 2 to 16
+# MiB.
 SHARD_BYTES, GGUF_BYTES = 128 << 10, 1 << 20
 MOST_SHARD_BYTES = 100 << 20  # of a header in safetensors' own reader
 # Of all headers of a model: those of the largest, with 163 shards, take 20 MiB.
@@ -39,8 +40,8 @@ class Headers:
 
 
 def headers_of(given: Named, folder: Path) -> Headers:
-    """The headers of a model on the hub, in an empty folder. Raises HotsplitError like `find_source`,
-    for weights that are pickles, and for a hub that sends no parts of files."""
+    """The headers of a model on the hub, in an empty folder. Raises HotsplitError like
+    `find_source`, for weights that are pickles, and for a hub that sends no parts of files."""
     with hub_errors(given.name):
         files = files_of(given)
         if not files.is_gguf:
@@ -73,7 +74,8 @@ class _Parts:
     lock: Lock = field(default_factory=Lock)
 
     def fetch(self, file: str, start: int, stop: int) -> tuple[bytes, int]:
-        """Bytes start .. stop-1 of a file on the hub, fewer at its end, and the size of the file."""
+        """Bytes start .. stop-1 of a file on the hub, fewer at its end, and the size of the
+        file."""
         from huggingface_hub import constants, get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -81,8 +83,8 @@ class _Parts:
             self.num_left -= stop - start
             if self.num_left < 0:
                 raise HotsplitError(
-                    f"{self.given.name}: the headers of its files take more than {MOST_BYTES >> 20} MiB;"
-                    " download the model and plan from its path"
+                    f"{self.given.name}: the headers of its files take more than {MOST_BYTES >> 20}"
+                    " MiB; download the model and plan from its path"
                 )
         asked = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         headers, data = build_hf_headers() | asked, bytearray()
@@ -92,15 +94,15 @@ class _Parts:
             found = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
             if answer.status_code != 206 or found is None:
                 raise HotsplitError(
-                    f"{self.given.name}: {constants.ENDPOINT} sends no part of {file}, so its header cannot be"
-                    " read alone; download the model and plan from its path"
+                    f"{self.given.name}: {constants.ENDPOINT} sends no part of {file}, so its"
+                    " header cannot be read alone; download the model and plan from its path"
                 )
             for piece in answer.iter_raw():
                 data += piece
                 if len(data) > stop - start:
                     raise HotsplitError(
-                        f"{self.given.name}: {constants.ENDPOINT} sends more than the part of {file} that was"
-                        " asked for; download the model and plan from its path"
+                        f"{self.given.name}: {constants.ENDPOINT} sends more than the part of"
+                        f" {file} that was asked for; download the model and plan from its path"
                     )
             return bytes(data), int(found[1])
 
@@ -135,8 +137,8 @@ def _place(parts: _Parts, folder: Path, file: str) -> int:
 
 
 def _add_factors(parts: _Parts, path: Path, file: str) -> None:
-    """Adds the factors of rotary embeddings, small tensors whose values a model's description needs. A
-    larger one has a wrong shape, for which it is refused."""
+    """Adds the factors of rotary embeddings, small tensors whose values a model's description
+    needs. A larger one has a wrong shape, for which it is refused."""
     factors: list[TensorInfo] = []
     with path.open("rb") as stream, map_whole(stream) as whole, suppress(HotsplitError):
         _, _, tensors = read_header(path, "model file (GGUF)", whole)

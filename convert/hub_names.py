@@ -29,8 +29,8 @@ RAW_PIECE = re.compile(r"(\.gguf)([.-](part|split)[-_]?\w+|\.\d+)$", re.IGNORECA
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """A model as it is named: a repository, and the type of one of its GGUFs, or its file, or the folder
-    that has it."""
+    """A model as it is named: a repository, and the type of one of its GGUFs, or its file, or the
+    folder that has it."""
 
     name: str
     revision: str | None = None
@@ -45,15 +45,16 @@ def named_on_hub(source: Path) -> Named | None:
     found = _PAGE.fullmatch(text) or _NAMED.fullmatch(text)
     if found is None and _OTHER_ADDRESS.match(text) and not source.exists():
         raise HotsplitError(
-            f"{text.replace(':/', '://', 1)}: not an address of the hub (huggingface.co/ORG/NAME); download the file and give"
-            " its path, or name a mirror of the hub in the variable HF_ENDPOINT"
+            f"{text.replace(':/', '://', 1)}: not an address of the hub (huggingface.co/ORG/NAME);"
+            " download the file and give its path, or name a mirror of the hub in the variable"
+            " HF_ENDPOINT"
         )
     if found is None or source.exists():
         return None
     parts = {name: value and unquote(value) for name, value in found.groupdict().items()}
     wanted = parts["wanted"]
-    # models/llama beside a folder `models` is a mistyped path rather than an organisation, and so is
-    # the name of a file.
+    # models/llama beside a folder `models` is a mistyped path rather than an organisation, and so
+    # is the name of a file.
     if not parts["address"] and (
         source.parent.is_dir() or (not wanted and source.suffix == ".gguf")
     ):

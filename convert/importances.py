@@ -23,11 +23,12 @@ TOGETHER = (
 def mean_squares(
     importances: Importances | None, name: str, shape: tuple[int, ...]
 ) -> np.ndarray | None:
-    """f32 [E, M] of a matrix by its name in the stock layout, times the power of two by which none is
-    over 1, so that no sum overflows; None if the file has none of it.
+    """f32 [E, M] of a matrix by its name in the stock layout, times the power of two by which none
+    is over 1, so that no sum overflows; None if the file has none of it.
 
-    Those of a down projection of the sparse layout, whose rows are neurons, would be the same for all
-    of a row: there are none, as for vectors. Raises HotsplitError if the model's matrix has other sizes."""
+    Those of a down projection of the sparse layout, whose rows are neurons, would be the same for
+    all of a row: there are none, as for vectors. Raises HotsplitError if the model's matrix has
+    other sizes."""
     if importances is None or len(shape) < 2:
         return None
     found = next((n for n in _names(name) if n in importances.tensors), None)
@@ -55,7 +56,8 @@ def check_and_note(
 ) -> tuple[str, ...]:
     """A note, if there are any, on the matrices of the layers that have no importances.
 
-    Raises HotsplitError if the model has none of a layer that the file names, or no matrix of it."""
+    Raises HotsplitError if the model has none of a layer that the file names, or no matrix of
+    it."""
     if importances is None:
         return ()
     layers = {_layer(name) for name in tensors}
@@ -79,8 +81,8 @@ def check_and_note(
     if not bare:
         return ()
     note = (
-        f"{len(bare)} of {len(matrices)} matrices of the layers have no importances: {', '.join(bare[:3])}"
-        f"{', ...' if bare[3:] else ''}"
+        f"{len(bare)} of {len(matrices)} matrices of the layers have no importances:"
+        f" {', '.join(bare[:3])}{', ...' if bare[3:] else ''}"
     )
     return (note,)
 

@@ -31,7 +31,8 @@ class ConvertConfig:
       hub.
     - `outtype`: None means f16 for a checkpoint and unchanged types for a GGUF; `tensor_types`
       override it for tensors by name (see tensor_types.TensorTypes).
-    - `importances`: an importance matrix (artifacts.importance_file), by which types that are searched
+    - `importances`: an importance matrix (artifacts.importance_file), by which types that are
+    searched
       weigh errors.
     - `tokenizer`: the model's tokenizer.json, instead of the tokenizer of the source.
     - `activation`: for a GGUF that does not record it: "relu", "drelu", "fatrelu=0.01" and so on.
@@ -66,8 +67,8 @@ class ConvertConfig:
                 is_number = 0 <= float(threshold) < float("inf")
         if name not in get_args(Activation) or not is_number:
             raise HotsplitError(
-                f"activation {shown(self.activation)}; wanted one of {', '.join(get_args(Activation))},"
-                " fatrelu with its threshold (fatrelu=0.01)"
+                f"activation {shown(self.activation)}; wanted one of"
+                f" {', '.join(get_args(Activation))}, fatrelu with its threshold (fatrelu=0.01)"
             )
         if self.predictor_input_layer_offset not in (None, 0, 1):
             raise HotsplitError(

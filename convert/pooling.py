@@ -6,8 +6,8 @@ from hotsplit.files.json_file import read_object, read_text
 from hotsplit.model.spec import Pooling
 
 FILE = Path("1_Pooling", "config.json")
-# What sentence_transformers/models/Pooling.py calls them. A mean over the root of the length differs
-# from the mean by its length only, and vectors get length 1.
+# What sentence_transformers/models/Pooling.py calls them. A mean over the root of the length
+# differs from the mean by its length only, and vectors get length 1.
 _MODES: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean",

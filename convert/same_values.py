@@ -7,8 +7,9 @@ integer s of each part of 32 values (dequantize_row_* in ggml-quants.c):
     iq3_s          w d s, w = -15, -13 ... 15        q5_k: d s (w + 16) - 16 d s
     iq3_xxs        w (d / 2) s, |w| up to 31         q6_k: (d / 2) s w
 
-s = 1, 3 ... 31. Halves and sixteenfold values of f16 numbers are exact, except where d is below 2^-14
-or above 4094, which no model has; finite values that are not exact are refused. Why: docs/decisions/023.
+s = 1, 3 ... 31. Halves and sixteenfold values of f16 numbers are exact, except where d is below
+2^-14 or above 4094, which no model has; finite values that are not exact are refused. Why:
+docs/decisions/023.
 
 Letters: N blocks."""
 
@@ -36,7 +37,8 @@ def with_same_values(rows: np.ndarray, kind: str, label: str) -> np.ndarray:
     same = dequantize(made, type_of(SAME_VALUES[kind])) == want
     if not bool((same | ~np.isfinite(want)).all()):
         raise HotsplitError(
-            f"{label} has scales that {SAME_VALUES[kind]} cannot hold exactly; use a file of another type"
+            f"{label} has scales that {SAME_VALUES[kind]} cannot hold exactly; use a file of"
+            " another type"
         )
     return made.reshape(*rows.shape[:-1], -1)
 

@@ -21,9 +21,9 @@ from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, NAMES, SMALLER_BLO
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTypes:
-    """Vectors and routers are f32; matrices that llama.cpp's quantiser leaves as they are (`roles`) are f16
-    at least. Other matrices are `outtype`, or what it says for their role if it
-    is a mixture, which needs `roles`; if their rows are not whole blocks, a type of smaller blocks, or
+    """Vectors and routers are f32; matrices that llama.cpp's quantiser leaves as they are (`roles`)
+    are f16 at least. Other matrices are `outtype`, or what it says for their role if it is a
+    mixture, which needs `roles`; if their rows are not whole blocks, a type of smaller blocks, or
     f16. An override says otherwise. `importances` weigh the errors of types that are searched.
 
     An override is "NAME=TYPE", where NAME is a regular expression that is searched for in the
@@ -49,7 +49,8 @@ class TensorTypes:
                 re.compile(name)
             except re.error as error:
                 raise HotsplitError(
-                    f"tensor type {shown(text)}: {shown(name)} is not a regular expression ({error})"
+                    f"tensor type {shown(text)}: {shown(name)} is not a regular expression"
+                    f" ({error})"
                 ) from error
 
     def override(self, name: str) -> str | None:
@@ -61,8 +62,8 @@ class TensorTypes:
         return None
 
     def kind(self, name: str, shape: tuple[int, ...], *, packed: str | None = None) -> str:
-        """The type of a tensor, which the checkpoint may have in type `packed`. Raises HotsplitError
-        for an override that its rows do not fit."""
+        """The type of a tensor, which the checkpoint may have in type `packed`. Raises
+        HotsplitError for an override that its rows do not fit."""
         kind = None if is_vector(name, shape) else self.override(name)
         if is_vector(name, shape) or (kind is None and is_router(name)):
             return "f32"
@@ -123,8 +124,8 @@ class TensorTypes:
         names = ", ".join(n for n, _ in fallen[:3])
         block = BY_NAME[self._wanted(fallen[0][0])].block_values
         return (
-            f"{len(fallen)} of {len(matrices)} matrices, {share:.0%} of the bytes, are {kinds}, because"
-            f" their rows are not whole {wanted} blocks of {block}:"
+            f"{len(fallen)} of {len(matrices)} matrices, {share:.0%} of the bytes, are {kinds},"
+            f" because their rows are not whole {wanted} blocks of {block}:"
             f" {names}{', ...' if fallen[3:] else ''}"
         )
 

@@ -46,16 +46,16 @@ class TokenizerKeys:
 def tokenizer_keys(
     folder: Path, vocab_size: int, layout: Layout, given: Path | None = None
 ) -> TokenizerKeys:
-    """The keys of a checkpoint's tokenizer, special tokens and chat templates, with notes. `given`: a
-    tokenizer.json in its place.
+    """The keys of a checkpoint's tokenizer, special tokens and chat templates, with notes. `given`:
+    a tokenizer.json in its place.
 
     Raises HotsplitError for a broken file, and for the stock layout if there is no tokenizer or
     llama.cpp has none that is known to be equal."""
     path = given or folder / "tokenizer.json"
     if given is not None and layout == "stock":
         raise HotsplitError(
-            f"{given}: llama.cpp's keys are made of the files in the checkpoint's folder; put it there as"
-            " tokenizer.json"
+            f"{given}: llama.cpp's keys are made of the files in the checkpoint's folder; put it"
+            " there as tokenizer.json"
         )
     keys: dict[str, Value] = {}
     text, notes = _tokenizer_text(path)
@@ -85,8 +85,8 @@ def tokenizer_keys(
 
 
 def given_tokenizer(path: Path, source: Path, keys: Mapping[str, Value]) -> str:
-    """The text of a tokenizer.json that the user gives for a GGUF. Raises HotsplitError for one that
-    cannot be used, or whose tokens are not those of the file's keys."""
+    """The text of a tokenizer.json that the user gives for a GGUF. Raises HotsplitError for one
+    that cannot be used, or whose tokens are not those of the file's keys."""
     text = read_text(path, "tokenizer.json")
     check_tokenizer(path, parse_object(path, text, "tokenizer.json"))
     tokenizer = read_tokenizer(str(path), text)
@@ -98,8 +98,8 @@ def given_tokenizer(path: Path, source: Path, keys: Mapping[str, Value]) -> str:
     if len(other) > MOST_RENAMED * len(listed):
         number, own, theirs = other[0]
         raise HotsplitError(
-            f"{path}: is another model's tokenizer: its token {number} is {shown(own)}, that of {source}"
-            f" is {shown(theirs)}, and so for {len(other):,} of {len(listed):,}"
+            f"{path}: is another model's tokenizer: its token {number} is {shown(own)}, that of"
+            f" {source} is {shown(theirs)}, and so for {len(other):,} of {len(listed):,}"
         )
     return text
 

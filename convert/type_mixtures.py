@@ -1,5 +1,6 @@
-"""llama.cpp's mixtures of types, such as q4_k_m: the type of each matrix by its role in the model. Some
-have the name of the type of most matrices, such as q5_0, with a better one for the output head.
+"""llama.cpp's mixtures of types, such as q4_k_m: the type of each matrix by its role in the model.
+Some have the name of the type of most matrices, such as q5_0, with a better one for the output
+head.
 
 The choices are those of llama_tensor_get_type in llama-quant.cpp of ggml-org/llama.cpp."""
 
@@ -50,8 +51,8 @@ class Roles:
         )
 
     def type_in(self, mixture: str, name: str) -> str:
-        """The type of a matrix in one of NAMES or NAMED_AS_TYPES, by its name in either layout; its rows
-        may not fit it."""
+        """The type of a matrix in one of NAMES or NAMED_AS_TYPES, by its name in either layout; its
+        rows may not fit it."""
         if name == "output.weight" or (self.is_tied and name in self.tables):
             return "q8_0" if self.is_falcon else "q6_k"
         found = re.match(r"blk\.(\d+)\.(\w+)\.weight$", name)

@@ -1,5 +1,5 @@
-"""The tensors of one weights file of a checkpoint: safetensors, or a state dict written by torch.save
-(.bin, .pt), which torch maps. Its unpickler for weights runs no code of a file."""
+"""The tensors of one weights file of a checkpoint: safetensors, or a state dict written by
+torch.save (.bin, .pt), which torch maps. Its unpickler for weights runs no code of a file."""
 
 import re
 import warnings

@@ -230,7 +230,8 @@ class RunCache:
                 continue
             except OSError as error:
                 raise HotsplitError(
-                    f"{folder}: cannot be written: {error.strerror}; {VARIABLE} names another folder"
+                    f"{folder}: cannot be written: {error.strerror}; {VARIABLE} names another"
+                    " folder"
                 ) from error
             try:
                 if not try_lock(descriptor, how):

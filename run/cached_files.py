@@ -19,8 +19,8 @@ Load = Callable[[Path], ModelFile | Split]
 
 
 class CachedFiles(NamedTuple):
-    """A copy of a model, with predictors or converted from a source (the given file itself, if it is
-    such a copy), and its plan; None if there is none."""
+    """A copy of a model, with predictors or converted from a source (the given file itself, if it
+    is such a copy), and its plan; None if there is none."""
 
     model: Path | None = None
     split: Path | None = None

@@ -36,9 +36,9 @@ from hotsplit.runtime.resolved_options import context_of as longest_text
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.system.sizes import format_bytes
 
-# Assumed until predictors are trained: the bytes of a whole gate matrix in 4-bit blocks relative to those
-# of its layer's neurons, by the neurons' type (docs/predictors.md); and a tenth more neurons named
-# than fire.
+# Assumed until predictors are trained: the bytes of a whole gate matrix in 4-bit blocks relative to
+# those of its layer's neurons, by the neurons' type (docs/predictors.md); and a tenth more neurons
+# named than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
 NEARLY = 0.1  # of a budget that a model may exceed; by default a tenth of the free memory is left
@@ -180,8 +180,8 @@ def choose_layout(source: RunSource, outtype: Outtype | None, wishes: Wishes, ro
 
 
 def _reads_all(model: ModelFile, wishes: Wishes, room: Room) -> bool:
-    """True if every neuron, or every one of the chosen experts, is read for every token, on the CPU or
-    by a plan of whole experts."""
+    """True if every neuron, or every one of the chosen experts, is read for every token, on the CPU
+    or by a plan of whole experts."""
     is_covered = not room.gpus or model.spec.has_experts
     return is_covered and wishes.engine.mode in (None, "dense") and not model.spec.silences
 
@@ -190,10 +190,10 @@ def _reads_all(model: ModelFile, wishes: Wishes, room: Room) -> bool:
 
 
 def choose_type(source: RunSource, wishes: Wishes, room: Room) -> tuple[Outtype | None, str]:
-    """The type to run, and why. A source of quantised matrices keeps its own types (None), since a second
-    rounding loses more. Of others it is the first with which the model fits the first GPU, or else all
-    memories together: its own, if it need not be converted, then BY_QUALITY. If none fits, the
-    smallest."""
+    """The type to run, and why. A source of quantised matrices keeps its own types (None), since a
+    second rounding loses more. Of others it is the first with which the model fits the first GPU,
+    or else all memories together: its own, if it need not be converted, then BY_QUALITY. If none
+    fits, the smallest."""
     if wishes.outtype is not None:
         return wishes.outtype, f"type {wishes.outtype}: asked for"
     own, memory = source.own, room.main + sum(room.gpus)
@@ -225,7 +225,8 @@ def _fits(size: int, limit: int, place: str) -> str:
 
 
 def _too_large(size: int, room: Room) -> str:
-    """Without a GPU there is no plan that would be refused, and the rest stays in the mapped file."""
+    """Without a GPU there is no plan that would be refused, and the rest stays in the mapped
+    file."""
     line = f"{format_bytes(size)} are more than the {format_bytes(room.main + sum(room.gpus))}"
     if room.gpus:
         return f"{line} of both memories that a model should take"
@@ -247,7 +248,8 @@ def _own_type_line(source: RunSource, model: ModelFile, wishes: Wishes, room: Ro
 
 
 def _other_type(source: RunSource, model: ModelFile, size: int, room: Room) -> str:
-    """Why a file's matrices get another type, and what that costs: first, where it would have fitted."""
+    """Why a file's matrices get another type, and what that costs: first, where it would have
+    fitted."""
     as_it_is = size - sum(e.num_bytes for e in model.tensors.values()) + num_bytes_of(source.path)
     limits = [(count, "VRAM") for count in room.gpus[:1]]
     limits.append((room.main + sum(room.gpus), "memory"))
@@ -258,8 +260,8 @@ def _other_type(source: RunSource, model: ModelFile, size: int, room: Room) -> s
     )
     made, (block, num_bytes) = model.own_type, GGML_QUANT_SIZES[type_of(source.own_type)]
     return (
-        f"{lost}there are no kernels for the file's {source.own_type}, and {made} keeps its quality,"
-        f" in {format_bytes(size)} instead of {format_bytes(as_it_is)}"
+        f"{lost}there are no kernels for the file's {source.own_type}, and {made} keeps its"
+        f" quality, in {format_bytes(size)} instead of {format_bytes(as_it_is)}"
         f"{files_instead(num_bytes / block, BY_NAME[made].bytes_per_value)}"
     )
 
@@ -339,8 +341,8 @@ def predictor_share(model: ModelFile) -> float:
 
 
 def _fits_lines(model: ModelFile, wishes: Wishes, size: int, budget: int) -> list[str]:
-    """Names the better program for a model that fits into the first GPU, or nearly, and has nothing to
-    skip."""
+    """Names the better program for a model that fits into the first GPU, or nearly, and has nothing
+    to skip."""
     reads_all = model.spec.has_experts or computes_every_neuron(model, wishes.engine.mode)
     if not budget or size > (1 + NEARLY) * budget or not reads_all:
         return []

@@ -17,7 +17,8 @@ STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that most runs
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Bytes of memory available to a model; `lines` say which budgets of the user's were lowered."""
+    """Bytes of memory available to a model; `lines` say which budgets of the user's were
+    lowered."""
 
     main: int
     gpus: tuple[int, ...] = ()
@@ -25,8 +26,8 @@ class Room:
 
 
 def room_here(vram: tuple[int, ...] | None, device: str | None) -> Room:
-    """This machine's memory for a model. `vram` is a budget of each GPU, given by the user; one above
-    what is free is lowered to the default."""
+    """This machine's memory for a model. `vram` is a budget of each GPU, given by the user; one
+    above what is free is lowered to the default."""
     main = int(MAIN_SHARE * memory_limit_bytes())
     if not torch.cuda.is_available() or (device or "cuda").startswith("cpu"):
         return Room(main=main)

@@ -130,8 +130,9 @@ def expected_tokens(job: RunJob) -> int | None:
 
 
 def tokens_for(job: RunJob, tokens_per_s: float) -> int | None:
-    """The number that was requested, or the largest of TOKENS that can be profiled within PATIENCE_S
-    at this speed. If none can: the smallest if predictors were requested, otherwise None."""
+    """The number that was requested, or the largest of TOKENS that can be profiled within
+    PATIENCE_S at this speed. If none can: the smallest if predictors were requested, otherwise
+    None."""
     if job.wishes.tokens is not None:
         return job.wishes.tokens
     allowed = [t for t in TOKENS if t * TRAIN_FACTOR / tokens_per_s <= PATIENCE_S]
@@ -155,8 +156,9 @@ def _is_hopeless(job: RunJob) -> bool:
 def too_long(per_s: float) -> str:
     """The line that says why there are no predictors."""
     return (
-        f"mode exact: training predictors would take {words(TOKENS[-1] * TRAIN_FACTOR / per_s)} here"
-        f" (a profile counts some {per_s:,.0f} tokens per second); --mode predicted trains them anyway"
+        f"mode exact: training predictors would take {words(TOKENS[-1] * TRAIN_FACTOR / per_s)}"
+        f" here (a profile counts some {per_s:,.0f} tokens per second); --mode predicted trains"
+        " them anyway"
     )
 
 

@@ -1,9 +1,11 @@
-"""What a model will be like on a machine, from its header alone: tokens a second, and what is where.
+"""What a model will be like on a machine, from its header alone: tokens a second, and what is
+where.
 
-Prices are the solver's, of mode dense. Without a profile it is not known which neurons of a model can be
-silent (then all are computed, an upper bound on the time), nor which experts a mixture's tokens choose
-(then they are assumed to be chosen by Zipf's law; `solver.assumed`). Of layers that choose neurons by all
-gates it is known how many: they are priced in mode exact. Prompts are not priced."""
+Prices are the solver's, of mode dense. Without a profile it is not known which neurons of a model
+can be silent (then all are computed, an upper bound on the time), nor which experts a mixture's
+tokens choose (then they are assumed to be chosen by Zipf's law; `solver.assumed`). Of layers that
+choose neurons by all gates it is known how many: they are priced in mode exact. Prompts are not
+priced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,10 +42,10 @@ from hotsplit.solver.solve import split_of
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """`token_s`: seconds of a token in the middle of its context, as all but `first_s`, which are those
-    at its beginning. `equal_s`: if all experts were chosen equally often, None without experts.
-    `layer_split`, `cpu_moe`: llama.cpp's number of layers on the GPU, or with their experts on the CPU,
-    and its seconds; None without a GPU."""
+    """`token_s`: seconds of a token in the middle of its context, as all but `first_s`, which are
+    those at its beginning. `equal_s`: if all experts were chosen equally often, None without
+    experts. `layer_split`, `cpu_moe`: llama.cpp's number of layers on the GPU, or with their
+    experts on the CPU, and its seconds; None without a GPU."""
 
     token_s: float
     first_s: float
@@ -67,8 +69,8 @@ class Forecast:
 
     @property
     def is_faster_on_cpu(self) -> bool:
-        """True if the CPU alone is faster than a GPU that holds everything, and could hold it; a plan
-        takes that into account itself."""
+        """True if the CPU alone is faster than a GPU that holds everything, and could hold it; a
+        plan takes that into account itself."""
         is_whole = bool(self.budgets) and self.gap is None
         return is_whole and self.fits_cpu and self.cpu_only_s < self.token_s
 
@@ -76,8 +78,8 @@ class Forecast:
 def source_of(
     given: Path, activation: str | None, tokenizer: Path | None, scratch: Path
 ) -> tuple[RunSource, int]:
-    """A source, and the bytes that must be downloaded to run it; on the hub only headers are read, into
-    the folder `scratch`. Raises HotsplitError like `look_at` and `headers_of`."""
+    """A source, and the bytes that must be downloaded to run it; on the hub only headers are read,
+    into the folder `scratch`. Raises HotsplitError like `look_at` and `headers_of`."""
     planned, named = scratch / "planned.gguf", named_on_hub(given)
     if named is None:
         return look_at(given, activation, planned, tokenizer), 0
@@ -214,18 +216,19 @@ def _assumed_words(inputs: Inputs) -> Iterator[str]:
     model = inputs.model
     if model.spec.has_experts:
         yield (
-            "which experts its tokens choose is not known before it has read text: an expert's share is"
-            f" assumed to fall with its rank r as r^-{EXPONENT:g} (Zipf's law)"
+            "which experts its tokens choose is not known before it has read text: an expert's"
+            f" share is assumed to fall with its rank r as r^-{EXPONENT:g} (Zipf's law)"
         )
     elif inputs.mode == "exact":
         share = inputs.profile.active_count_LF.sum() / inputs.profile.num_tokens
         yield (
-            f"which neurons of this {model.activation} model fire is not known before it has read text:"
-            " as many are assumed as if gates were normally distributed,"
+            f"which neurons of this {model.activation} model fire is not known before it has read"
+            " text: as many are assumed as if gates were normally distributed,"
             f" {share / sum(model.spec.num_neurons_L):.0%} of all"
         )
     elif sparse_modes(model):
         yield (
-            f"which neurons of this {model.activation} model fire is not known before it has read text:"
-            " these are the times if all of them are computed (mode dense); silent ones make it faster"
+            f"which neurons of this {model.activation} model fire is not known before it has read"
+            " text: these are the times if all of them are computed (mode dense); silent ones make"
+            " it faster"
         )

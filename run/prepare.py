@@ -151,8 +151,8 @@ def job_of(
     is_here: bool = True,
     says_again: bool = False,
 ) -> RunJob:
-    """Decides everything that can be decided before any stage runs, and says why, if that was not said
-    of this source before or `says_again`. `room`: the memory to use, of another machine unless
+    """Decides everything that can be decided before any stage runs, and says why, if that was not
+    said of this source before or `says_again`. `room`: the memory to use, of another machine unless
     `is_here`. Raises HotsplitError for a source that cannot be run with these options."""
     here = room_here(wishes.vram, wishes.engine.device) if room is None else room
     choice = choose(source, wishes, here)

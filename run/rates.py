@@ -34,7 +34,8 @@ T, M, N = 512, 1024, 4096  # shape of the timed matrix product
 
 
 def machine_key() -> dict[str, Any]:
-    """What identifies this machine and the threads in use, for results that depend on their speed."""
+    """What identifies this machine and the threads in use, for results that depend on their
+    speed."""
     gpus = [
         (torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory)
         for i in range(torch.cuda.device_count())

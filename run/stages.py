@@ -177,8 +177,8 @@ def conversion_name(job: RunJob) -> str:
 
 
 def profile_device(job: RunJob) -> str | None:
-    """Where text is run to count firings: on the CPU, from the mapped file, if the GPU does not hold the
-    whole model."""
+    """Where text is run to count firings: on the CPU, from the mapped file, if the GPU does not
+    hold the whole model."""
     is_divided = job.choice.budgets or job.choice.model.spec.has_experts
     return "cpu" if is_divided else job.choice.device
 
@@ -214,8 +214,8 @@ def make_look(job: RunJob, model: Path, folder: Path) -> Mapping[str, Any]:
 def counted_per_s(heard: Sequence[tuple[float, float]], seconds: float) -> float:
     """Tokens per second, from (time, tokens counted since the last call).
 
-    The first call, before the first window, has none. If that was all, `seconds` is taken, the whole
-    profile's time."""
+    The first call, before the first window, has none. If that was all, `seconds` is taken, the
+    whole profile's time."""
     (first, tokens), (last, _) = heard[0], heard[-1]
     if len(heard) == 1:
         return tokens / seconds
@@ -289,14 +289,14 @@ def make_machine(job: RunJob, folder: Path) -> Mapping[str, Any]:
 
 
 def busy_note(machine: Entry, made: Sequence[str]) -> str:
-    """What to do about figures that were measured while other programs ran; "" if none did. `made`: the
-    kinds of artifacts that come from them."""
+    """What to do about figures that were measured while other programs ran; "" if none did. `made`:
+    the kinds of artifacts that come from them."""
     busy = machine.facts.get("busy")
     if not isinstance(busy, str) or not busy:
         return ""
     return (
-        f"note: this machine was busy when it was measured ({busy}): predictions may be far off; measure it"
-        f" again when it is idle: hotsplit cache clear {' '.join(['machine', *made])}"
+        f"note: this machine was busy when it was measured ({busy}): predictions may be far off;"
+        f" measure it again when it is idle: hotsplit cache clear {' '.join(['machine', *made])}"
     )
 
 

@@ -2,11 +2,11 @@
 loaded as it would run. What is measured decides, not what was predicted.
 
 What cannot be loaded, and the CPU alone if main memory cannot hold the model, is left out, with the
-reason. A plan that is slower than the CPU alone by SLOWER is not run. If a token takes longer than predicted
-by MISSED, the machine's figures are scaled so that they explain what was measured (`scales_of`), and
-the solver runs once more; that plan and the one by whole layers are tried too. Of a mixture of
-experts, whole layers and everything but the experts on the GPUs are tried in any case. The fastest
-runs, and one line says why."""
+reason. A plan that is slower than the CPU alone by SLOWER is not run. If a token takes longer than
+predicted by MISSED, the machine's figures are scaled so that they explain what was measured
+(`scales_of`), and the solver runs once more; that plan and the one by whole layers are tried too.
+Of a mixture of experts, whole layers and everything but the experts on the GPUs are tried in any
+case. The fastest runs, and one line says why."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -38,8 +38,8 @@ class PlanTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted seconds of a token by the plan, with its parts "cpu", "hand_over" and "gpu", on the CPU
-    alone, and by the obvious plans."""
+    """Predicted seconds of a token by the plan, with its parts "cpu", "hand_over" and "gpu", on the
+    CPU alone, and by the obvious plans."""
 
     token_s: float
     parts_s: Mapping[str, float]
@@ -66,8 +66,8 @@ def measure(engine: Engine) -> PlanTimes:
 
 
 def measured_by(model: Path, split: Path | None, config: EngineConfig) -> PlanTimes:
-    """Times a model as this configuration runs it. Raises HotsplitError or MemoryError if it cannot be
-    loaded."""
+    """Times a model as this configuration runs it. Raises HotsplitError or MemoryError if it cannot
+    be loaded."""
     with out_of_memory_as_error(), load_engine(model, split, config) as engine:
         return measure(engine)
 
@@ -75,8 +75,8 @@ def measured_by(model: Path, split: Path | None, config: EngineConfig) -> PlanTi
 def scales_of(prediction: Prediction, first: PlanTimes, cpu_s: float | None) -> Scales:
     """The factors of the CPU's figures, of hand-overs and of the GPU's that explain a trial.
 
-    The CPU alone, if it was timed, shows the first factor. What is then left of the plan's seconds is
-    laid to its hand-overs, which depend most on the machine, or if it has none, to the GPU."""
+    The CPU alone, if it was timed, shows the first factor. What is then left of the plan's seconds
+    is laid to its hand-overs, which depend most on the machine, or if it has none, to the GPU."""
     parts = prediction.parts_s
     cpu = 1.0 if cpu_s is None else cpu_s / prediction.cpu_alone_s
     rest_s = first.token_s - cpu * parts["cpu"]
@@ -93,9 +93,9 @@ def tried(
     *,
     tries_all: bool,
 ) -> Trial:
-    """Measures the plan and the CPU alone; if the prediction was missed, a second plan, which `again`
-    makes by these factors and predicts; then, or if `tries_all`, the obvious ones as well. What `by`
-    or `again` refuses is left out. Raises HotsplitError if that is all."""
+    """Measures the plan and the CPU alone; if the prediction was missed, a second plan, which
+    `again` makes by these factors and predicts; then, or if `tries_all`, the obvious ones as well.
+    What `by` or `again` refuses is left out. Raises HotsplitError if that is all."""
     found, left_out = dict[Winner, PlanTimes](), dict[Winner, str]()
     predicted: dict[Winner, float] = {
         "the plan": prediction.token_s,

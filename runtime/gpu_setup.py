@@ -190,8 +190,8 @@ def pass_setup(
     notice: Callable[[str], None],
     rates: PromptRates | None = None,
 ) -> PassSetup:
-    """Passes of up to `most_rows` rows, or of as many as leave room for pieces of streamed weights, and
-    their memory, allocated once. `rates`: of a plan's experts.
+    """Passes of up to `most_rows` rows, or of as many as leave room for pieces of streamed weights,
+    and their memory, allocated once. `rates`: of a plan's experts.
 
     Raises HotsplitError if a GPU's budget leaves no room for the shortest pass."""
     cold = {device: cold_blocks(weights, placement, device) for device in memories}
@@ -210,8 +210,8 @@ def pass_setup(
         setup = _fitting(setup, weights, placement, device, rooms[device], cold[device])
     if setup.streamed and not all(setup.piece_bytes.get(device) for device in cold if cold[device]):
         notice(
-            f"a pass of {setup.num_rows} tokens leaves too little of {_bytes_of(rooms)} to stream cold"
-            " weights; the CPU computes them for prompts, too"
+            f"a pass of {setup.num_rows} tokens leaves too little of {_bytes_of(rooms)} to stream"
+            " cold weights; the CPU computes them for prompts, too"
         )
         setup = replace(setup, piece_bytes={}, streamed=frozenset())
     for device, memory in memories.items():
@@ -232,8 +232,8 @@ def _fitting(
     room: int,
     blocks: Blocks,
 ) -> PassSetup:
-    """The setup with passes that fit into a GPU's memory, and with pieces for its streamed weights, if
-    these fit beside any pass."""
+    """The setup with passes that fit into a GPU's memory, and with pieces for its streamed weights,
+    if these fit beside any pass."""
     lengths = [rows for rows in reversed(PASS_ROWS) if rows <= setup.num_rows]
     largest = max((block.layout_bytes(block.number) for block in blocks.values()), default=0)
     least = max((block.least_piece_bytes for block in blocks.values()), default=0)
@@ -253,9 +253,9 @@ def _fitting(
         room_bytes(replace(setup, num_rows=PASS_ROWS[0]), weights, placement, device)
     )
     raise HotsplitError(
-        f"{device}: {format_bytes(room)} left after weights and cache, a pass of {PASS_ROWS[0]} tokens"
-        f" takes {format_bytes(needed)}; run hotsplit solve with a larger --vram-budget or a smaller"
-        " --context"
+        f"{device}: {format_bytes(room)} left after weights and cache, a pass of {PASS_ROWS[0]}"
+        f" tokens takes {format_bytes(needed)}; run hotsplit solve with a larger --vram-budget or a"
+        " smaller --context"
     )
 
 
@@ -274,8 +274,8 @@ def room_bytes(
 def cold_blocks(
     weights: Weights, placement: Placement, device: torch.device
 ) -> dict[int, ColdBlock | ColdExperts]:
-    """The neurons and experts on the CPU in layers whose home is the device, by layer: neurons in layers
-    before the first with experts, so that one stream has ended when the other begins."""
+    """The neurons and experts on the CPU in layers whose home is the device, by layer: neurons in
+    layers before the first with experts, so that one stream has ended when the other begins."""
     mine = [index for index, home in enumerate(placement.homes[:-1]) if home == device]
     found: dict[int, ColdBlock | ColdExperts] = {}
     has_experts = False
@@ -296,8 +296,8 @@ def cold_streams(
     buffers: tuple[Tensor, Tensor],
     rates: PromptRates | None = None,
 ) -> dict[int, ColdStream | ExpertStream]:
-    """The streams of these blocks, by layer: one of neurons, and one of experts. `main`: the stream whose
-    kernels read the buffers."""
+    """The streams of these blocks, by layer: one of neurons, and one of experts. `main`: the stream
+    whose kernels read the buffers."""
     is_cuda, copier = device.type == "cuda", copy_stream(device)
     is_pinned = all(block.can_be_copied for block in blocks.values())
     common: dict[str, Any] = {

@@ -103,9 +103,9 @@ def unexpected_ends():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Keeps Python's collector of garbage from a million objects that live to the end: what the test
-    files import and the list of tests. It goes through them in half a second, which it did 32 times
-    before the first test, and again whenever an engine of a device was closed."""
+    """Keeps Python's collector of garbage from a million objects that live to the end: what the
+    test files import and the list of tests. It goes through them in half a second, which it did 32
+    times before the first test, and again whenever an engine of a device was closed."""
     gc.disable()
     items = yield
     gc.collect()

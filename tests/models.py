@@ -187,9 +187,9 @@ def changed(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:
 
 
 def differing_spec(sizes: Sizes, window: int = 5) -> ModelSpec:
-    """A Llama whose layers differ, in turn, in the window, the rotary embedding, the scale and cap of
-    scores, the numbers and widths of heads and their norms, the growth of queries, the neurons, the
-    activation and the norms' epsilon."""
+    """A Llama whose layers differ, in turn, in the window, the rotary embedding, the scale and cap
+    of scores, the numbers and widths of heads and their norms, the growth of queries, the neurons,
+    the activation and the norms' epsilon."""
     rotaries = (
         Rotary(theta=10000.0, pairing="adjacent"),
         Rotary(theta=500.0, pairing="halves", scaling=RopeScaling(kind="linear", factor=2.0)),
@@ -362,7 +362,8 @@ def decided_predictors(num_layers, num_neurons):
 
 
 def byte_level_keys() -> tuple[dict[str, Value], int]:
-    """(keys of a tokenizer of single bytes in which no token ends a text, the number of its tokens)."""
+    """(keys of a tokenizer of single bytes in which no token ends a text, the number of its
+    tokens)."""
     vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -426,8 +427,8 @@ def shape_only(
     architecture: str = "llama",
     spec: ModelSpec | None = None,
 ) -> ModelFile:
-    """A model of any size with a tensor table and no weights: reading a tensor raises. `spec`: instead
-    of the family's; routers are f32."""
+    """A model of any size with a tensor table and no weights: reading a tensor raises. `spec`:
+    instead of the family's; routers are f32."""
 
     def read(start: int, stop: int) -> np.ndarray:
         raise AssertionError("this model has no weights to read")

@@ -1,5 +1,5 @@
-"""A decoder in float64 numpy, with or without experts, written from the papers and independent of the
-runtime.
+"""A decoder in float64 numpy, with or without experts, written from the papers and independent of
+the runtime.
 
 It also defines the error measures that other tests use."""
 
@@ -64,10 +64,10 @@ def logits_ref(
     seen=None,
     own=None,
 ) -> np.ndarray:
-    """Logits [T, V] of a text, block by block. Neurons outside the mask `named_LTF` are left out, by default
-    in mode "predicted" those that the predictors do not name; `silent(activated gates)` says which gates of a
-    SiLU model count as closed. `seen` gets the values that observers see, by name and layer; `own(block, values,
-    weights)` computes a position-wise operation."""
+    """Logits [T, V] of a text, block by block. Neurons outside the mask `named_LTF` are left out,
+    by default in mode "predicted" those that the predictors do not name; `silent(activated gates)`
+    says which gates of a SiLU model count as closed. `seen` gets the values that observers see, by
+    name and layer; `own(block, values, weights)` computes a position-wise operation."""
     spec, seen = model.bare_spec, {} if seen is None else seen
     factors = weights(model, "rope_freqs.weight") if "rope_freqs.weight" in model.tensors else 1.0
     x = weights(model, "token_embd.weight")[ids] * spec.embedding_scale

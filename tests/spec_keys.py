@@ -1,5 +1,5 @@
-"""The keys of a GGUF from which an architecture makes a spec again, for the specs that tests save: the inverse of
-`Architecture.of_keys`."""
+"""The keys of a GGUF from which an architecture makes a spec again, for the specs that tests save:
+the inverse of `Architecture.of_keys`."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -14,7 +14,8 @@ from hotsplit.model.spec import ModelSpec
 
 
 def spec_keys(spec: ModelSpec) -> dict[str, Value]:
-    """The keys, without the architecture's prefix; a number that differs between layers is a list."""
+    """The keys, without the architecture's prefix; a number that differs between layers is a
+    list."""
     attentions = spec.attentions
     norm = next(norm for layer in spec.layers for norm in layer.norms.values())
     dense = [x.neurons.number for x in spec.layers if x.route is None]

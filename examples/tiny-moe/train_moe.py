@@ -8,8 +8,8 @@ the router begins with the clusters' middles. From there all weights are trained
 each expert's on its own, the router and the rest by AdamW. The load is balanced by Switch
 Transformer's auxiliary loss (arXiv 2101.03961, equations 4 to 6), layer by layer.
 
-Text, tokenizer, batches and the optimizer are tiny-relu's (its train.py); a run is a function of its
-settings, the seed and the step. This program does not use hotsplit."""
+Text, tokenizer, batches and the optimizer are tiny-relu's (its train.py); a run is a function of
+its settings, the seed and the step. This program does not use hotsplit."""
 
 import argparse
 import json
@@ -92,8 +92,8 @@ def even_clusters(rows_FD: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def upcycled(ids: Tensor) -> Qwen3MoeForCausalLM:
-    """The mixture with tiny-silu's weights. Norms of queries and keys begin with the average size of
-    the queries and keys of one window of text."""
+    """The mixture with tiny-silu's weights. Norms of queries and keys begin with the average size
+    of the queries and keys of one window of text."""
     dense = LlamaForCausalLM.from_pretrained(DENSE, dtype=torch.float32)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL))
     sizes: list[float] = []
@@ -164,8 +164,8 @@ def mutual_information(choices_TU: Tensor, ids_T: Tensor) -> float:
 def evaluate(
     model: Qwen3MoeForCausalLM, watch: RouterWatch, ids: Tensor, windows: int, length: int
 ) -> dict:
-    """Loss in nats per token, perplexity, and for each layer the experts' shares of the choices, the
-    bits that the token's id says about its experts, and the same with ids at random places."""
+    """Loss in nats per token, perplexity, and for each layer the experts' shares of the choices,
+    the bits that the token's id says about its experts, and the same with ids at random places."""
     model.eval()
     usable = (len(ids) - 1) // length
     loss_sum, choices, seen = 0.0, [], []

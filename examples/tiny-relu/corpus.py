@@ -2,9 +2,9 @@
 
     python corpus.py --part held-out -o FILE      # or --part train
 
-It comes with the interpreter, so nothing has to be downloaded or shipped. Tests, installed packages,
-generated tables and the text of the manual are left out. The library of another Python version
-differs, so perplexities are comparable within one version only."""
+It comes with the interpreter, so nothing has to be downloaded or shipped. Tests, installed
+packages, generated tables and the text of the manual are left out. The library of another Python
+version differs, so perplexities are comparable within one version only."""
 
 import argparse
 import sysconfig

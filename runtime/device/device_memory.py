@@ -1,17 +1,18 @@
-"""The memory of one GPU: a slab for what is permanent, an arena for passes over prompts, and a limit on
-torch's allocator.
+"""The memory of one GPU: a slab for what is permanent, an arena for passes over prompts, and a
+limit on torch's allocator.
 
 With a plan, a GPU holds at most its budget (or LEAST_BUDGET_BYTES, if that is more). Everything
 that lives as long as the engine (weights, cache, the buffers of a decode step) is allocated from
-one slab, and the buffers of passes from one arena, whose size follows from the form of the model and its
-plan; a pass allocates nothing. torch refuses to reserve more than the fraction set by `limit`. Before it
-asks the driver, it checks the sum of its reservations, including its own rounding. This holds for its
-native allocator without expandable segments; `limit` refuses any other.
+one slab, and the buffers of passes from one arena, whose size follows from the form of the model
+and its plan; a pass allocates nothing. torch refuses to reserve more than the fraction set by
+`limit`. Before it asks the driver, it checks the sum of its reservations, including its own
+rounding. This holds for its native allocator without expandable segments; `limit` refuses any
+other.
 
-torch takes a tensor up to 1 MiB from a segment of SEGMENT_BYTES, and from LEAST_OWN_BYTES on from one of
-its own size, rounded up (c10/cuda/CUDACachingAllocator.cpp). Beside slab and arena, a process holds
-BESIDE_BYTES: small tensors, and the numbers that torch's generator holds on the stream of a captured
-graph (before torch 2.13).
+torch takes a tensor up to 1 MiB from a segment of SEGMENT_BYTES, and from LEAST_OWN_BYTES on from
+one of its own size, rounded up (c10/cuda/CUDACachingAllocator.cpp). Beside slab and arena, a
+process holds BESIDE_BYTES: small tensors, and the numbers that torch's generator holds on the
+stream of a captured graph (before torch 2.13).
 
 Outside the budget, and reported separately: the CUDA context, kernel code, and memory that
 libraries allocate from the driver directly."""
@@ -97,8 +98,8 @@ class DeviceMemory:
         start = -(-self.used_bytes // ALIGNMENT) * ALIGNMENT
         if start + num_bytes > len(self.slab):
             raise HotsplitError(
-                f"{self.device}: {item} needs {num_bytes:,} more bytes, but {self.used_bytes:,} of the"
-                f" {len(self.slab):,} set aside are used: the plan does not match the file; run"
+                f"{self.device}: {item} needs {num_bytes:,} more bytes, but {self.used_bytes:,} of"
+                f" the {len(self.slab):,} set aside are used: the plan does not match the file; run"
                 " hotsplit solve again"
             )
         self.used_bytes = start + num_bytes

@@ -1,4 +1,5 @@
-"""Allocates memory in huge pages where the system has them, spread over memory nodes if there are several.
+"""Allocates memory in huge pages where the system has them, spread over memory nodes if there are
+several.
 
 Reading a row of the cache or of a matrix needs a page translation, and a few gigabytes in pages of
 4 KiB are more pages than any processor's TLB holds."""
@@ -40,7 +41,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         memory = untouched(num_bytes)[1][:num_bytes]
     except OSError as error:
         raise HotsplitError(
-            f"the cache of {format_bytes(num_bytes)} cannot be allocated ({error.strerror}); choose a"
-            " smaller context, or a smaller type for keys and values"
+            f"the cache of {format_bytes(num_bytes)} cannot be allocated ({error.strerror}); choose"
+            " a smaller context, or a smaller type for keys and values"
         ) from error
     return memory.view(dtype).view(shape).zero_()

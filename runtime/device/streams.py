@@ -2,8 +2,8 @@
 
 A stream runs its submissions in order, asynchronously; between two streams, only events impose an
 order. Work that is handed over to the CPU (`start`) begins when all earlier submissions have run,
-and runs beside the later ones, up to a `join`. Each submission declares the memory that it reads and writes, so a test can prove that
-nothing is read before it is written."""
+and runs beside the later ones, up to a `join`. Each submission declares the memory that it reads
+and writes, so a test can prove that nothing is read before it is written."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,8 +105,8 @@ class CudaStream:
     """A stream of a CUDA device; its calls may be captured into a graph.
 
     Copies and host functions call the CUDA runtime directly: torch's copies track the use of pinned
-    memory, which a captured graph would not update. The driver calls what is handed over to the CPU,
-    on a second stream; runtime.step.doorbells has a faster way."""
+    memory, which a captured graph would not update. The driver calls what is handed over to the
+    CPU, on a second stream; runtime.step.doorbells has a faster way."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)

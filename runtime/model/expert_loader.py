@@ -1,5 +1,6 @@
-"""Loads the router, the experts and the shared experts of a layer of a mixture: experts as a hot and a
-cold block, or as one with all. Experts that do not fit into the memory stay in the mapped file.
+"""Loads the router, the experts and the shared experts of a layer of a mixture: experts as a hot
+and a cold block, or as one with all. Experts that do not fit into the memory stay in the mapped
+file.
 
 If a neuron cache swaps a layer's experts, the cold block has all of them, those in slots too."""
 
@@ -148,9 +149,9 @@ class ExpertLoader:
         num_down: int,
         ids: np.ndarray | None = None,
     ) -> list[Matrix]:
-        """Gate, up (if there is one) and down, of these experts (None: all). An expert has `num_rows`
-        rows of gate and up, and `num_down` of down; it begins with a whole tile or group, or none
-        are made."""
+        """Gate, up (if there is one) and down, of these experts (None: all). An expert has
+        `num_rows` rows of gate and up, and `num_down` of down; it begins with a whole tile or
+        group, or none are made."""
         *rows, down = [[entry] for entry in entries]
         num_whole = len(rows) if num_rows % TILE_ROWS == 0 else 0
         own = None if ids is None else _rows_of(ids, num_rows)
@@ -224,8 +225,8 @@ def _rows_of(ids: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 def _in_file(entry: TensorEntry) -> ExpertMatrices:
-    """The matrices of all experts as they are in the mapped file, also as a view of a tensor that has
-    two of each expert."""
+    """The matrices of all experts as they are in the mapped file, also as a view of a tensor that
+    has two of each expert."""
     data = torch.from_numpy(entry.read())
     return ExpertMatrices(
         data=data.view(torch.bfloat16) if entry.kind == "bf16" else data,
@@ -261,6 +262,6 @@ def check_routers(model: ModelFile, layers: Sequence[Layer]) -> None:
         for name, values in parts.items():
             if values is not None and not bool(torch.isfinite(values).all()):
                 raise HotsplitError(
-                    f"{model.path}: blk.{index}.{name} has NaN or infinite values: the router of layer"
-                    f" {index} can choose no experts; download the file again"
+                    f"{model.path}: blk.{index}.{name} has NaN or infinite values: the router of"
+                    f" layer {index} can choose no experts; download the file again"
                 )

@@ -57,9 +57,10 @@ def load_weights(
     resident_LN: Sequence[np.ndarray] | None = None,
 ) -> Weights:
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
-    projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device has an
-    uploader, its weights go into the uploader's memory. `cache_types`: None for the model's own.
-    `resident_LN`: the neurons or experts in the slots of a neuron cache, none in a layer without slots."""
+    projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device has
+    an uploader, its weights go into the uploader's memory. `cache_types`: None for the model's own.
+    `resident_LN`: the neurons or experts in the slots of a neuron cache, none in a layer without
+    slots."""
     builder = Builder(
         model,
         placement,
@@ -98,7 +99,8 @@ class Builder:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model's spec, with predictors only if they are run, and with the numbers of its sums."""
+        """The model's spec, with predictors only if they are run, and with the numbers of its
+        sums."""
         spec = self.model.spec.in_mode(self.mode)
         return spec.with_layers(
             [layer.with_numbers(partial(self._number, i)) for i, layer in enumerate(spec.layers)]
@@ -125,8 +127,8 @@ class Builder:
         )
 
     def weights(self) -> Weights:
-        """The whole model. An embedding that is not also the head, or that operations on the CPU read,
-        stays in the file on the CPU: a token reads only one row of it."""
+        """The whole model. An embedding that is not also the head, or that operations on the CPU
+        read, stays in the file on the CPU: a token reads only one row of it."""
         model, head_device = self.model, self.placement.head_device
         entry, positions = model.tensors["token_embd.weight"], self.positions()
         if model.is_tied and (not self.spec.first or head_device == CPU):
@@ -319,8 +321,8 @@ class Builder:
     def attention_inputs(
         self, index: int, block: AttentionSpec, device: torch.device
     ) -> tuple[Linear, ...]:
-        """The matrices of query, key and value, or the model's fused one; one for all if they are of
-        one kind, have biases all or none, and are copied anyway, to a GPU."""
+        """The matrices of query, key and value, or the model's fused one; one for all if they are
+        of one kind, have biases all or none, and are copied anyway, to a GPU."""
         is_fused, names = block.is_fused, tuple(block.projections)
         entries = [self.model.tensors[f"blk.{index}.{name}.weight"] for name in names]
         store, joined = self.stores.on(device), None

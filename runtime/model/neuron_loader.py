@@ -31,7 +31,8 @@ Rows = Literal["own", "shared", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronLoader:
-    """Loads the blocks of all layers. `spec`: without predictors that are not run. `resident_LN`: the neurons in the slots of a neuron cache."""
+    """Loads the blocks of all layers. `spec`: without predictors that are not run. `resident_LN`:
+    the neurons in the slots of a neuron cache."""
 
     model: ModelFile
     spec: ModelSpec
@@ -44,9 +45,9 @@ class NeuronLoader:
     transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
 
     def blocks(self, index: int) -> tuple[NeuronBlock, ...]:
-        """The blocks of a layer, the hot one first; none if it has experts. Each has matrices of its own, except a cold
-        block whose matrices stay in the file or whose layer has slots: it refers to the whole
-        matrices."""
+        """The blocks of a layer, the hot one first; none if it has experts. Each has matrices of
+        its own, except a cold block whose matrices stay in the file or whose layer has slots: it
+        refers to the whole matrices."""
         if self.spec.layers[index].neurons.are_experts:
             return ()
         if runs_by_output(self.model, self.placement, reads_all=self._reads_all(index)):

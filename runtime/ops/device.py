@@ -50,7 +50,8 @@ class Launcher:
         has_relu: bool = False,
         cap: float | None = None,
     ) -> None:
-        """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that; see kernels.gpu.rows.dot."""
+        """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that; see
+        kernels.gpu.rows.dot."""
         weight, bias_N = linear.weight, linear.bias_N
         self.launch(
             lambda: self.kernels.dot(weight, bias_N, x_D, out_N, has_relu=has_relu, cap=cap),

@@ -1,11 +1,13 @@
 """Choices of experts in comparisons with a reference.
 
-Two right computations of a router's scores differ by rounding, so where the last expert that is taken and the
-first that is left are a near tie, they may take different ones. From there on everything differs: later layers
-and, through attention, later tokens. So the reference follows the choices of what it is compared with wherever
-its own scores leave them open; then all values can be compared. A choice that they do not leave open is a fault.
+Two right computations of a router's scores differ by rounding, so where the last expert that is
+taken and the first that is left are a near tie, they may take different ones. From there on
+everything differs: later layers and, through attention, later tokens. So the reference follows the
+choices of what it is compared with wherever its own scores leave them open; then all values can be
+compared. A choice that they do not leave open is a fault.
 
-Letters: T tokens, E experts, K experts of a token, N experts or groups of experts, C of them taken."""
+Letters: T tokens, E experts, K experts of a token, N experts or groups of experts, C of them
+taken."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -25,8 +27,8 @@ _TOP, _SORTED = torch.ops.aten.topk.default, torch.ops.aten.sort.stable
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The scores of the reference for experts that it has taken and that were taken instead are `gap` apart;
-    at most `tie` would be one."""
+    """The scores of the reference for experts that it has taken and that were taken instead are
+    `gap` apart; at most `tie` would be one."""
 
     layer: int
     token: int
@@ -38,17 +40,18 @@ class Fault:
     def __str__(self) -> str:
         got, wanted = (", ".join(map(str, ids)) for ids in (self.got, self.wanted))
         return (
-            f"the router of layer {self.layer} chooses experts {got} for token {self.token}, not {wanted},"
-            f" whose scores are {self.gap:.1e} higher (a tie within rounding is up to {self.tie:.1e})"
+            f"the router of layer {self.layer} chooses experts {got} for token {self.token}, not"
+            f" {wanted}, whose scores are {self.gap:.1e} higher (a tie within rounding is up to"
+            f" {self.tie:.1e})"
         )
 
 
 class _Choices(TorchDispatchMode, ABC):
     """Within its `with` block, the choices of routers in torch are those of `_taken`.
 
-    All tokens run in order, in one pass or several. Each router takes the largest of scores [T, E] once, by
-    topk or by a stable sort, as those of transformers and of runtime.ops.route do, and with groups first the
-    largest of [T, G]."""
+    All tokens run in order, in one pass or several. Each router takes the largest of scores [T, E]
+    once, by topk or by a stable sort, as those of transformers and of runtime.ops.route do, and
+    with groups first the largest of [T, G]."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -85,13 +88,14 @@ class _Choices(TorchDispatchMode, ABC):
 
     @abstractmethod
     def _taken(self, score_TN: Tensor, own_TC: Tensor, *, is_last: bool) -> Tensor:
-        """The experts or, unless `is_last`, the groups that are taken, where the router takes `own_TC`."""
+        """The experts or, unless `is_last`, the groups that are taken, where the router takes
+        `own_TC`."""
 
 
 class Followed(_Choices):
-    """The routers of a reference take the experts `id_LTK` where their own scores are within `bound`, relative
-    to the largest of a token or to their spread, of a choice of these. `is_complete` says afterwards whether
-    all did."""
+    """The routers of a reference take the experts `id_LTK` where their own scores are within
+    `bound`, relative to the largest of a token or to their spread, of a choice of these.
+    `is_complete` says afterwards whether all did."""
 
     def __init__(self, spec: ModelSpec, id_LTK: Sequence[Tensor], bound: float) -> None:
         super().__init__(spec)
@@ -134,9 +138,10 @@ class Followed(_Choices):
         return torch.where(is_open[:, None], given_TC, own_TC)
 
     def _tie(self, score_TN: Tensor) -> Tensor:
-        """The largest gap that rounding explains, f32 [T]: both scores may be off by `bound` of the largest
-        or, if that is less, of the spread of this router's scores so far, and by a few ulp. Scores that are
-        all but equal, or that share a large bias, are thus no ties for that alone."""
+        """The largest gap that rounding explains, f32 [T]: both scores may be off by `bound` of the
+        largest or, if that is less, of the spread of this router's scores so far, and by a few ulp.
+        Scores that are all but equal, or that share a large bias, are thus no ties for that
+        alone."""
         is_score = score_TN.isfinite() & (score_TN != 0)  # of groups that are taken
         highest_T = score_TN.masked_fill(~is_score, -torch.inf).amax(1)
         lowest_T = score_TN.masked_fill(~is_score, torch.inf).amin(1)
@@ -151,8 +156,8 @@ Place = tuple[int, int]  # the number of a router, and a token
 
 
 class Swapped(_Choices):
-    """At the places `swaps`, the first expert that is left takes the place of the last that is taken. `near`
-    are the places where that is a tie within `bound`, of tokens from `first` on."""
+    """At the places `swaps`, the first expert that is left takes the place of the last that is
+    taken. `near` are the places where that is a tie within `bound`, of tokens from `first` on."""
 
     def __init__(
         self, spec: ModelSpec, swaps: Collection[Place], bound: float, *, first: int = 0
@@ -199,7 +204,8 @@ def _ids(is_in_N: Tensor) -> tuple[int, ...]:
 
 
 def _groups_of(id_TK: Tensor, score_TG: Tensor, route: Route) -> Tensor:
-    """The groups of these experts, and, if there are fewer than a token has, the best of the others."""
+    """The groups of these experts, and, if there are fewer than a token has, the best of the
+    others."""
     is_in = _are_in(id_TK // (route.num_experts // route.num_groups), score_TG)
     best_TG = score_TG.masked_fill(is_in, torch.inf)
     return best_TG.sort(dim=1, descending=True).indices[:, : route.num_used_groups]

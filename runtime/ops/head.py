@@ -1,4 +1,5 @@
-"""Logits from hidden states, in torch and on a GPU, where a norm comes before the product that caps them.
+"""Logits from hidden states, in torch and on a GPU, where a norm comes before the product that caps
+them.
 
 Letters: T tokens, D model width, V vocabulary."""
 

@@ -1,5 +1,5 @@
-"""A product of low rank: in torch, as a struct for C++, and as a GPU's kernels; model/low_rank.py has the
-formula.
+"""A product of low rank: in torch, as a struct for C++, and as a GPU's kernels; model/low_rank.py
+has the formula.
 
 Letters: T tokens, D hidden size, R rank."""
 

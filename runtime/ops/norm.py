@@ -67,8 +67,9 @@ def launch_add_norm(
     copy_D: Tensor | None = None,
     factors: SumFactors = PLAIN_SUM,
 ) -> None:
-    """x_out = the sum, with these factors, of x and of the others, the rows of sum and term; out = copy = the
-    norm of that. All outputs are optional. `term_D` and `copy_D` are in pinned memory."""
+    """x_out = the sum, with these factors, of x and of the others, the rows of sum and term; out =
+    copy = the norm of that. All outputs are optional. `term_D` and `copy_D` are in pinned
+    memory."""
     weight_D, bias_D = (norm.weight_D, norm.bias_D) if norm else (None, None)
     epsilon = norm.epsilon if norm else 0.0
     on.launch(

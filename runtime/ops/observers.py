@@ -11,9 +11,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-# Letters: T tokens, D model width, H heads, W head width, F neurons, V vocabulary, K experts of a token. Values
-# that a sparse mode does not compute are NaN in `ffn_gate` and zero in `ffn_hidden`. In a layer with a router
-# both are [T, K * F], with the F neurons of each chosen expert in the order of `ffn_experts`.
+# Letters: T tokens, D model width, H heads, W head width, F neurons, V vocabulary, K experts of a
+# token. Values that a sparse mode does not compute are NaN in `ffn_gate` and zero in `ffn_hidden`.
+# In a layer with a router both are [T, K * F], with the F neurons of each chosen expert in the
+# order of `ffn_experts`.
 NAMES = {
     "embedding": "[T, D] token embeddings",
     "attn_norm": "[T, D] input of attention",

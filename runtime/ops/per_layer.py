@@ -1,5 +1,5 @@
-"""The inputs that layers have of their own, and what a layer makes of its: in torch, as structs for C++,
-and as a GPU's kernels. The formulas are in model/per_layer.py.
+"""The inputs that layers have of their own, and what a layer makes of its: in torch, as structs for
+C++, and as a GPU's kernels. The formulas are in model/per_layer.py.
 
 Letters: T tokens, D model width, L layers, P values of a layer's input, I of all, V vocabulary."""
 
@@ -53,8 +53,8 @@ class LayerInputs(Loaded):
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayer(Loaded):
-    """What a layer makes of its own input, which is the one at `index` of `num_inputs`, those of all
-    layers."""
+    """What a layer makes of its own input, which is the one at `index` of `num_inputs`, those of
+    all layers."""
 
     block: blocks_of.PerLayer
     index: int

@@ -1,7 +1,8 @@
-"""Loaded position-wise operations (model/position_wise.py), of a layer or outside the layers. The module that
-a block names as its room has a function
+"""Loaded position-wise operations (model/position_wise.py), of a layer or outside the layers. The
+module that a block names as its room has a function
 
-    load(load: Reader, blocks: Sequence[Block], layer: int | None, device: torch.device) -> Iterable[Loaded]
+    load(load: Reader, blocks: Sequence[Block], layer: int | None, device: torch.device) ->
+    Iterable[Loaded]
 
 for the blocks that name it of one layer or, without one, outside the layers, in order."""
 
@@ -39,15 +40,16 @@ class Loaded(ABC):
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
     ) -> None:
-        """Submits its kernels. `read`, `written`: buffers of its inputs and outputs, [T, size], or [size]
-        for one row; `scratch`: flat memory for `block.scratch` values of each row."""
+        """Submits its kernels. `read`, `written`: buffers of its inputs and outputs, [T, size], or
+        [size] for one row; `scratch`: flat memory for `block.scratch` values of each row."""
         raise NotImplementedError(f"{self.block.kind} on a GPU")
 
 
 def load_all(
     load: Reader, blocks: Sequence[PositionWise], layer: int | None, device: torch.device
 ) -> Mapping[str, Loaded]:
-    """The operations of a layer, or outside the layers, by kind, in order; each is of another kind."""
+    """The operations of a layer, or outside the layers, by kind, in order; each is of another
+    kind."""
     assert len({block.kind for block in blocks}) == len(blocks), blocks
     found: dict[str, Loaded] = {}
     for room in dict.fromkeys(block.room for block in blocks):

@@ -27,8 +27,8 @@ class Predictor:
     threshold: float
 
     def scores(self, x_TD: Tensor) -> Tensor:
-        """[T, F] for inputs [T, D], on the CPU; a neuron is predicted if its score is above the threshold or
-        NaN."""
+        """[T, F] for inputs [T, D], on the CPU; a neuron is predicted if its score is above the
+        threshold or NaN."""
         if self.down is None:
             return self.up.apply(x_TD)
         inner_TR = self.down.apply(x_TD)
@@ -63,8 +63,8 @@ def launch_predict(
     named_W: Tensor,
     copy_W: Tensor | None = None,
 ) -> None:
-    """Writes the bits of the predicted neurons, int32 [F / 32 rounded up] for each row, and again to
-    `copy_W` in pinned memory. `inner_R`: memory for the product with `down`, if there is one."""
+    """Writes the bits of the predicted neurons, int32 [F / 32 rounded up] for each row, and again
+    to `copy_W` in pinned memory. `inner_R`: memory for the product with `down`, if there is one."""
     up = predictor.up
     if predictor.down:
         on.dot(predictor.down, x_D, inner_R, has_relu=predictor.kind == "relu")

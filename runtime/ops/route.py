@@ -23,7 +23,8 @@ LEAST_SUM = 1e-20
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """The experts of each token, the most probable first, and what their outputs are multiplied by."""
+    """The experts of each token, the most probable first, and what their outputs are multiplied
+    by."""
 
     id_TK: Tensor  # int64
     weight_TK: Tensor  # f32
@@ -31,8 +32,8 @@ class Routed:
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """`spec` has the formula. In f32; of equal scores the lower index is chosen. `vectors`: its tensors of a
-    number for each expert, by the names that `spec` gives."""
+    """`spec` has the formula. In f32; of equal scores the lower index is chosen. `vectors`: its
+    tensors of a number for each expert, by the names that `spec` gives."""
 
     spec: Route
     linear: Linear

@@ -1,7 +1,8 @@
 """What the structs of all operations share: matrices, memory, and pointers at a model's tensors.
 
-Each operation mirrors its own struct of kernels/cpu/step.h, or of its own file there, field by field,
-beside its reference in torch. They point at the tensors of the model, which `Structs.kept` keeps alive."""
+Each operation mirrors its own struct of kernels/cpu/step.h, or of its own file there, field by
+field, beside its reference in torch. They point at the tensors of the model, which `Structs.kept`
+keeps alive."""
 
 from collections.abc import Iterable
 from ctypes import Array, Structure, addressof, c_float, c_int32, c_int64, c_void_p

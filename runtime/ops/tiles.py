@@ -18,8 +18,8 @@ from hotsplit.runtime.weights.matrix import Linear
 
 
 def tile_dtype(kind: str) -> torch.dtype:
-    """The type in which a matrix of this kind is multiplied: bf16 stays, because its values may exceed f16's
-    range, and so does f32, whose results are compared with other programs'."""
+    """The type in which a matrix of this kind is multiplied: bf16 stays, because its values may
+    exceed f16's range, and so does f32, whose results are compared with other programs'."""
     return {"f32": torch.float32, "bf16": torch.bfloat16}.get(file_kind(kind), torch.float16)
 
 
@@ -28,7 +28,8 @@ LEAST_TILE_ROWS = 16  # of a matrix whose products are tiles; smaller ones have 
 
 @dataclass(frozen=True)
 class Rounded:
-    """Values [T, D] in the type of a product, and the powers of two [T] that they are divided by."""
+    """Values [T, D] in the type of a product, and the powers of two [T] that they are divided
+    by."""
 
     values_TD: Tensor
     power_T: Tensor | None
@@ -40,7 +41,8 @@ class Rounded:
 
 @dataclass(frozen=True, kw_only=True)
 class TileLauncher(Launcher):
-    """`rounded_room` and `power_T`: memory for rounded values of the widest product, and for their powers."""
+    """`rounded_room` and `power_T`: memory for rounded values of the widest product, and for their
+    powers."""
 
     rounded_room: Tensor  # f32, flat
     power_T: Tensor  # f32

@@ -1,8 +1,9 @@
-"""The experts of a block in host memory as spans, and their layout in a buffer on a device. An expert is
-one row of a span; matrices whose rows are interleaved (runtime.weights.resident) share one.
+"""The experts of a block in host memory as spans, and their layout in a buffer on a device. An
+expert is one row of a span; matrices whose rows are interleaved (runtime.weights.resident) share
+one.
 
-Letters: P experts of the block, A chosen ones, N rows of an expert's matrix, S bytes of an expert in a
-span."""
+Letters: P experts of the block, A chosen ones, N rows of an expert's matrix, S bytes of an expert
+in a span."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ from hotsplit.runtime.weights.expert_block import ExpertBlock, ExpertMatrices
 
 @dataclass(frozen=True, kw_only=True)
 class _ExpertPlace:
-    """The place of a tensor: the span, and the first byte of its rows within those of the span, which
-    are `stride` bytes apart."""
+    """The place of a tensor: the span, and the first byte of its rows within those of the span,
+    which are `stride` bytes apart."""
 
     span: int
     start: int

@@ -64,7 +64,8 @@ class Spans:
 
     @property
     def can_be_copied(self) -> bool:
-        """True if the units are contiguous and pinned, so that they can be copied without staging."""
+        """True if the units are contiguous and pinned, so that they can be copied without
+        staging."""
         return all(span.can_be_copied for span in self.spans)
 
     def layout_bytes(self, count: int) -> int:
@@ -173,7 +174,8 @@ class ColdBlock(Spans):
 
 
 def interleaved(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Groups of indices of tensors [..., N, X] whose rows are interleaved, in the order of their rows."""
+    """Groups of indices of tensors [..., N, X] whose rows are interleaved, in the order of their
+    rows."""
     groups: list[list[int]] = []
     for number in sorted(range(len(tensors)), key=lambda number: tensors[number].data_ptr()):
         tensor = tensors[number]

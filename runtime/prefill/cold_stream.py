@@ -79,8 +79,8 @@ class WeightStream:
         copy: Callable[[Stream, Tensor], None],
         fill: Callable[[Tensor], None],
     ) -> None:
-        """Starts a copy of so many bytes to a buffer: directly by `copy`, or from what `fill` writes
-        on the host."""
+        """Starts a copy of so many bytes to a buffer: directly by `copy`, or from what `fill`
+        writes on the host."""
         self.copier.wait(slot.free)
         slot.is_filled = True
         if self.staging is None:

@@ -1,13 +1,13 @@
-"""Streams cold experts to a GPU during a prefill pass: pieces of whole experts through two buffers, as
-cold_stream does with neurons. Which experts are streamed is known when a layer's router has chosen; the
-CPU computes those that have few tokens at the same time.
+"""Streams cold experts to a GPU during a prefill pass: pieces of whole experts through two buffers,
+as cold_stream does with neurons. Which experts are streamed is known when a layer's router has
+chosen; the CPU computes those that have few tokens at the same time.
 
     seconds of the CPU     bytes of the expert * (cpu_s + token_s * tokens)
     seconds of the link    bytes of the expert * link_s, or staged_s without pinned memory
 
-by the rates of a plan. The CPU takes the experts with the fewest tokens, as many as make the longer of
-the two sides shortest. Without pinned memory, the thread that computes copies as well, so an expert is
-streamed if that takes less time than computing it.
+by the rates of a plan. The CPU takes the experts with the fewest tokens, as many as make the longer
+of the two sides shortest. Without pinned memory, the thread that computes copies as well, so an
+expert is streamed if that takes less time than computing it.
 
 Letters: A experts, T tokens."""
 

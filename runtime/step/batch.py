@@ -28,7 +28,8 @@ class Row:
 
     With recurrent states: the first row of a sequence begins with the state in slot `reads`, -1 for
     zeros; the state after a row is stored in its slot `writes`, unless that is -1. `saves`: whether
-    the state before the row is saved, see cache.state_slots, and the window, see cache.block_table."""
+    the state before the row is saved, see cache.state_slots, and the window, see
+    cache.block_table."""
 
     token: int
     position: int
@@ -75,8 +76,8 @@ def prepared(
     cache: KVCache, states: StateSlots | None, rows: Sequence[Row]
 ) -> Iterator[Sequence[Row]]:
     """Yields the rows of a pass with the slots of their states; their positions in the cache are
-    reserved. If the block does not raise, what the pass has stored is that of its sequences from then on,
-    and windows are saved where rows ask for it."""
+    reserved. If the block does not raise, what the pass has stored is that of its sequences from
+    then on, and windows are saved where rows ask for it."""
     for run in runs_of(rows):
         cache.reserve(run[0].sequence, run[0].position, run[-1].position + 1)
     with with_slots(states, rows) as slotted:

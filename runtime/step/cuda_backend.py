@@ -40,7 +40,8 @@ def cuda_backend(
 
 
 def can_overlap(device: torch.device) -> bool:
-    """True if kernels of a CUDA device may begin before the last one has ended (kernels.gpu.overlap)."""
+    """True if kernels of a CUDA device may begin before the last one has ended
+    (kernels.gpu.overlap)."""
     return bool(torch.cuda.get_device_properties(device).major >= _OVERLAPPING)
 
 

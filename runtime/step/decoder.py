@@ -1,5 +1,5 @@
-"""The forward pass of rows: by the native step on the CPU, or by the layers of that if observers see them;
-on GPUs by the hybrid step.
+"""The forward pass of rows: by the native step on the CPU, or by the layers of that if observers
+see them; on GPUs by the hybrid step.
 
 Letters: R rows with logits, V vocabulary."""
 
@@ -54,7 +54,8 @@ class Decoder:
     def _native_layers(self) -> NativeLayers:
         if not isinstance(self.native, NativeStep):
             raise HotsplitError(
-                "observers see the values of the CPU; load the model with device='cpu' (--device cpu)"
+                "observers see the values of the CPU; load the model with device='cpu' (--device"
+                " cpu)"
             )
         return NativeLayers.of(self.native, self.weights)
 
@@ -62,8 +63,8 @@ class Decoder:
         """Logits f32 [R, V] of the rows that have them, on the CPU; appends keys and values to the
         cache. Rows of the native step are bit-identical to single steps.
 
-        Computed rows beyond `most_tokens` are divided among passes, unless the native step has them.
-        Raises HotsplitError for observers of a model on a GPU."""
+        Computed rows beyond `most_tokens` are divided among passes, unless the native step has
+        them. Raises HotsplitError for observers of a model on a GPU."""
         if isinstance(self.native, NativeStep) and not self.observers.active:
             with prepared(self.weights.cache, self.weights.states, rows) as slotted:
                 return self.native.run_rows(slotted)
@@ -72,8 +73,8 @@ class Decoder:
     @out_of_memory_as_error()
     @torch.inference_mode()
     def _run_in_passes(self, rows: Sequence[Row]) -> Tensor:
-        """`run` by the hybrid step for consecutive runs of decoded rows together, and by one or more
-        passes for each other run."""
+        """`run` by the hybrid step for consecutive runs of decoded rows together, and by one or
+        more passes for each other run."""
         steps = None if self.observers.active else self.native
         pieces: list[Tensor] = []
         for is_step, runs in groupby(runs_of(rows), key=is_decoded):

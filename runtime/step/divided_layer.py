@@ -1,9 +1,9 @@
 """A layer's neurons or experts divided by device, and which of its outputs a GPU has in rows of
 DeviceBuffers.sum_PD, where the summands of a sum are adjacent.
 
-Row 0 is attention's output, and the rows after it are those of neurons. Values of position-wise operations are
-in rows while these are free, from 1 before the neurons, and from 0 after the last read of both; other such
-values have buffers of their own.
+Row 0 is attention's output, and the rows after it are those of neurons. Values of position-wise
+operations are in rows while these are free, from 1 before the neurons, and from 0 after the last
+read of both; other such values have buffers of their own.
 
 Letters: F neurons of a layer, W words of F bits, N hot neurons, K experts of a row."""
 
@@ -78,8 +78,8 @@ class DividedLayer:
         return range(end, end + 1)  # "ffn_out", the CPU's alone, copied
 
     def summands(self, names: Iterable[str], summed: Iterable[str]) -> range | None:
-        """The rows of these outputs; None unless they are adjacent. Of those in `summed`, the first row is the
-        sum of all."""
+        """The rows of these outputs; None unless they are adjacent. Of those in `summed`, the first
+        row is the sum of all."""
         first, rows = set(summed), list[int]()
         for name in names:
             if not self.has_rows(name):
@@ -98,8 +98,8 @@ class DividedLayer:
 def hot_sizes(
     layer: LayerSpec, num_hot: int, width: int, *, is_by_output: bool = False
 ) -> tuple[int, int]:
-    """(hidden values of a row, partial sums) of the neurons or experts of a layer that are on a GPU.
-    `is_by_output`: experts have a row of `down` for each output."""
+    """(hidden values of a row, partial sums) of the neurons or experts of a layer that are on a
+    GPU. `is_by_output`: experts have a row of `down` for each output."""
     if not num_hot:
         return 0, 0
     if layer.route is None:  # and the gates, if all are needed
@@ -116,7 +116,8 @@ def shared_parts(layer: LayerSpec, width: int, *, is_by_output: bool) -> int:
 
 
 def output_rows(spec: ModelSpec) -> tuple[Mapping[str, int], ...]:
-    """For each layer, the rows of values that are as wide as the hidden state, and of the layer alone."""
+    """For each layer, the rows of values that are as wide as the hidden state, and of the layer
+    alone."""
     outer = _outer(spec)
     return tuple(_rows(layer, spec.hidden_size, outer) for layer in spec.layers)
 

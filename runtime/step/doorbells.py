@@ -27,8 +27,8 @@ from hotsplit.runtime.device.streams import CudaStream, HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.structs import members
 
-# How long the CPU waits for a flag. Nothing between two flags of a step takes a tenth of it; it also
-# covers a prompt's pass in front of the first.
+# How long the CPU waits for a flag. Nothing between two flags of a step takes a tenth of it; it
+# also covers a prompt's pass in front of the first.
 TIMEOUT_S = 10.0
 # Between two questions to the driver whether the stream still runs: each takes a lock and a few us.
 QUERY_US = 5000
@@ -172,7 +172,8 @@ class DoorbellStream(CudaStream):
         self._served = 0
 
     def _ends_soon(self) -> bool:
-        """True if everything submitted ends within POLL_S: to sleep and to be woken takes longer."""
+        """True if everything submitted ends within POLL_S: to sleep and to be woken takes
+        longer."""
         self._end.record(self.stream)
         until = perf_counter() + POLL_S
         while perf_counter() < until:

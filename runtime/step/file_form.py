@@ -1,5 +1,5 @@
-"""The form of a step from a model file and a plan, with the bytes of the weights that each operation
-reads.
+"""The form of a step from a model file and a plan, with the bytes of the weights that each
+operation reads.
 
 Neurons count in full, although modes "exact" and "predicted" read only some of them; the embedding
 counts as one row."""

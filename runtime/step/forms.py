@@ -49,7 +49,8 @@ def step_form(
     return StepForm(
         spec=spec,
         places=_in_line(_copying_bits(places)),
-        # Tied weights are on the head's device, unless operations on the host read the embedding (loader).
+        # Tied weights are on the head's device, unless operations on the host read the embedding
+        # (loader).
         embedding=head if sides.is_tied and not spec.first else HOST,
         head=head,
         head_home=head_home,
@@ -58,8 +59,8 @@ def step_form(
 
 
 def _place(sides: PlannedSides, index: int) -> LayerPlace:
-    """The place of a layer: attention, norms and predictor on one device, hot neurons on its GPU and
-    cold ones on the host."""
+    """The place of a layer: attention, norms and predictor on one device, hot neurons on its GPU
+    and cold ones on the host."""
     roles, home = sides.roles_L[index], HOST
     if sides.homes:
         home = gpu(sides.homes[index])

@@ -1,5 +1,5 @@
-"""Workspace bytes of a native step before weights are loaded, counted by the code that allocates: structs
-are built as for a loaded model, from tensors in memory that nothing touches."""
+"""Workspace bytes of a native step before weights are loaded, counted by the code that allocates:
+structs are built as for a loaded model, from tensors in memory that nothing touches."""
 
 from dataclasses import replace
 

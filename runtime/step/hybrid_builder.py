@@ -64,8 +64,8 @@ def build(
     passes: PassSetup | None = None,
     on_capture: Callable[[], None] = lambda: None,
 ) -> HybridStep:
-    """The hybrid step of this model, for up to `max_rows` rows at a time, or one with a neuron cache.
-    `on_capture` is called when steps of another number of rows have been prepared.
+    """The hybrid step of this model, for up to `max_rows` rows at a time, or one with a neuron
+    cache. `on_capture` is called when steps of another number of rows have been prepared.
 
     Raises NotNative for what the kernels of the CPU or GPU do not cover. A "GPU" of `placement` may
     be the CPU, with a backend that runs there."""
@@ -146,8 +146,8 @@ class _Builder:
         self.pass_parts = dict(zip(self.pass_programs, of_passes, strict=True))
 
     def _of_pass(self, divided: DividedLayer, *, is_streamed: bool = False) -> DividedLayer:
-        """A layer in passes: products leave one sum, those with experts one for each expert of a row, and
-        streamed ones one more, of the CPU's experts."""
+        """A layer in passes: products leave one sum, those with experts one for each expert of a
+        row, and streamed ones one more, of the CPU's experts."""
         hot, layer, ids = divided.hot, divided.layer, None
         num_parts, num_cold = int(hot is not None or is_streamed), 0
         if layer.router is not None:
@@ -306,8 +306,8 @@ class _Builder:
         )
 
     def _more(self, num_rows: int) -> tuple[Segment, ...]:
-        """Prepares the work of steps of this many rows; the run before capture computes the rows that
-        are already filled in."""
+        """Prepares the work of steps of this many rows; the run before capture computes the rows
+        that are already filled in."""
         found = self._prepared(num_rows)
         self.on_capture()
         return found
@@ -342,14 +342,15 @@ class _Builder:
         return found
 
     def _prepared_tail(self, num_rows: int) -> tuple[Segment, ...]:
-        """The work after the last layer for so many rows, whose hidden states are those of a step."""
+        """The work after the last layer for so many rows, whose hidden states are those of a
+        step."""
         host, devices = self.host.rows(num_rows), _rows(self.devices, num_rows)
         tail = self.pass_programs[False][1]
         return self._lowered(tail, self.tail_parts, devices, self.divided, host, self.form)
 
     def _gather(self, number_R: Sequence[int], num_rows: int, pass_length: int) -> None:
-        """Copies the hidden states of rows of a pass to where the work after the last layer reads them;
-        the last one again for each further row up to `num_rows`."""
+        """Copies the hidden states of rows of a pass to where the work after the last layer reads
+        them; the last one again for each further row up to `num_rows`."""
         place = next(
             (
                 device_of(v)
@@ -405,8 +406,8 @@ class _Builder:
         )
 
     def _has_equal_rows(self) -> bool:
-        """True if a row's result does not depend on the number of rows: always so on the CPU, and on a
-        GPU for all kinds of matrices but INEXACT_ROWS."""
+        """True if a row's result does not depend on the number of rows: always so on the CPU, and
+        on a GPU for all kinds of matrices but INEXACT_ROWS."""
         weights, placement = self.weights, self.placement
         kinds = {weights.head.weight.kind} if placement.head_on_gpu else set()
         for divided in self.divided:
@@ -535,8 +536,8 @@ def _rows(devices: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
 
 @contextmanager
 def _spared(weights: Weights) -> Iterator[None]:
-    """Lets a trial step write to the first position of the first sequence, and restores its keys and
-    values afterwards."""
+    """Lets a trial step write to the first position of the first sequence, and restores its keys
+    and values afterwards."""
     lent = [table for table in weights.cache.tables if table.lend()]
     caches = [layer for layer in weights.cache.layers if layer.table not in lent]
     kept = [each.read(0, 0, 1) for each in caches]

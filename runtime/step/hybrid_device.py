@@ -1,15 +1,15 @@
 """One GPU's buffers in a decode step, and its operations on them; runtime/ops has their kernels.
 
-Every buffer has a fixed address, so that a captured step can be replayed. hybrid_submissions.py calls
-the operations as the step program (program.py) requires them.
+Every buffer has a fixed address, so that a captured step can be replayed. hybrid_submissions.py
+calls the operations as the step program (program.py) requires them.
 
 A step of T rows uses the beginning of each buffer's memory (of all but `tables`). Vectors become
 [T, ...], `sum_PD` becomes [P, T, D] and `ffn_in_2D` [2, T, D]. For one row there is no T axis,
 except in `token_T`, `position_T` and `sequence_T`.
 
-Letters: T rows, D model width, F neurons of a layer, N hot ones, E experts, K those of a row, H heads, K key-value heads, W head
-width, or words of F bits, S partial sums, P summands, V vocabulary; in `tables`, S sequences and N
-blocks of each."""
+Letters: T rows, D model width, F neurons of a layer, N hot ones, E experts, K those of a row, H
+heads, K key-value heads, W head width, or words of F bits, S partial sums, P summands, V
+vocabulary; in `tables`, S sequences and N blocks of each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,8 +81,8 @@ class DeviceBuffers:
     shared_2: Tensor  # 0 and the weight of shared experts
     named_W: Tensor  # int32 [F / 32 rounded up]
     hidden: Tensor  # of hot neurons, or of the chosen experts, flat
-    # Attention's output; partial sums of hot neurons, or outputs of hot experts; bias, or sum of cold
-    # ones; output of shared experts. For position-wise operations see divided_layer.py.
+    # Attention's output; partial sums of hot neurons, or outputs of hot experts; bias, or sum of
+    # cold ones; output of shared experts. For position-wise operations see divided_layer.py.
     sum_PD: Tensor
     logits_V: Tensor
 
@@ -100,9 +100,10 @@ class DeviceBuffers:
         most_shared: int = 0,
         hidden_values: int | None = None,
     ) -> "DeviceBuffers":
-        """Allocates the buffers; `take` returns zeros on the device. `hot_sizes_L`: of this GPU's layers;
-        `most_shared`: partial sums of shared experts. `has_cache`: it attends, which needs scratch.
-        `hidden_values`: f32 values of gates and hidden neurons in a pass; None: in a step."""
+        """Allocates the buffers; `take` returns zeros on the device. `hot_sizes_L`: of this GPU's
+        layers; `most_shared`: partial sums of shared experts. `has_cache`: it attends, which needs
+        scratch. `hidden_values`: f32 values of gates and hidden neurons in a pass; None: in a
+        step."""
         width, scratch = spec.hidden_size, 0
         routers = [layer.route.num_experts for layer in spec.layers if layer.route is not None]
         shared = [layer.shared for layer in spec.layers if layer.shared is not None]
@@ -210,8 +211,8 @@ class DeviceKernels(Launcher):
     def sums(
         self, names: Sequence[str], divided: DividedLayer, summed: Sequence[str] = ()
     ) -> Tensor:
-        """The rows of `sum_PD` that hold these outputs of a layer, [P, D]. Of those in `summed`, partial sums
-        have been added up in the first row.
+        """The rows of `sum_PD` that hold these outputs of a layer, [P, D]. Of those in `summed`,
+        partial sums have been added up in the first row.
 
         Raises NotNative if they are not adjacent."""
         rows = divided.summands(names, summed)
@@ -288,8 +289,8 @@ class DeviceKernels(Launcher):
         launch_route(self, router, x_D, logit_E, self.routed(layer), copy)
 
     def experts(self, divided: DividedLayer, x_D: Tensor) -> None:
-        """Writes the partial sums of the weighted outputs of a layer's chosen experts to sum_PD; 0 of
-        those that are on the CPU."""
+        """Writes the partial sums of the weighted outputs of a layer's chosen experts to sum_PD; 0
+        of those that are on the CPU."""
         b, layer, hot = self.buffers, divided.layer, divided.hot
         assert isinstance(hot, ExpertBlock) and layer.router is not None
         num_used, num_neurons = layer.router.spec.num_used, len(hot.id_F)

@@ -2,12 +2,13 @@
 reads, and the slots on the GPU. A cache is on one GPU.
 
 Of neurons, the bits in mode "predicted" are the predictions that the cold neurons need anyway, kept
-separately for each layer; in mode "exact" the CPU writes the bits of its neurons and the GPU those of
-its own, which are copied to the host once per step. Layers that are not divided may have no bits. Of
-experts, a router on the GPU writes its choice to main memory, where the CPU reads it; here each layer
-with slots has memory of its own for it, from which the step's bits are made.
+separately for each layer; in mode "exact" the CPU writes the bits of its neurons and the GPU those
+of its own, which are copied to the host once per step. Layers that are not divided may have no
+bits. Of experts, a router on the GPU writes its choice to main memory, where the CPU reads it; here
+each layer with slots has memory of its own for it, from which the step's bits are made.
 
-Letters: L layers, F neurons or E experts of a layer, K experts of a token, W words of F or E bits."""
+Letters: L layers, F neurons or E experts of a layer, K experts of a token, W words of F or E
+bits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -32,8 +32,8 @@ from hotsplit.runtime.step.hybrid_neuron_cache import HybridCache
 from hotsplit.runtime.step.native_parts import HostBuffers
 from hotsplit.runtime.step.native_step import StepStruct
 
-# Microseconds that the CPU's idle threads wait for their part of the next layer, about as long as the
-# GPU's part may take: to wake them takes as long as their work. Engine.close() undoes it.
+# Microseconds that the CPU's idle threads wait for their part of the next layer, about as long as
+# the GPU's part may take: to wake them takes as long as their work. Engine.close() undoes it.
 GPU_SPIN_TIME = 1000
 
 
@@ -48,11 +48,12 @@ class Segment:
 
 @dataclass(kw_only=True)
 class Passes:
-    """Steps of many rows of one sequence: passes over a prompt. Only rows with logits go on after the last
-    layer, as many at a time as a step has.
+    """Steps of many rows of one sequence: passes over a prompt. Only rows with logits go on after
+    the last layer, as many at a time as a step has.
 
-    `prepare`, `prepare_tail`: make the work up to the last layer, and after it, for a number of rows.
-    `gather(numbers, num_rows, length)`: copies the hidden states of rows of a pass of that length."""
+    `prepare`, `prepare_tail`: make the work up to the last layer, and after it, for a number of
+    rows. `gather(numbers, num_rows, length)`: copies the hidden states of rows of a pass of that
+    length."""
 
     lengths: tuple[int, ...]
     streams: Mapping[int, ColdStream | ExpertStream]  # by layer
@@ -103,11 +104,12 @@ class HybridStep:
         return self.host.logits_TV[0]
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
-        """Logits f32 [R, V] of the rows that want them; appends all rows to the cache. No row may be
-        a copy of another."""
+        """Logits f32 [R, V] of the rows that want them; appends all rows to the cache. No row may
+        be a copy of another."""
         logits_RV = self.logits.take(sum(row.has_logits for row in rows))
-        # By numpy: a copy by torch wakes OpenMP's threads for a large vocabulary, and they then spin
-        # for milliseconds on the cores of the kernels' threads (2 to 3 times slower on two cores).
+        # By numpy: a copy by torch wakes OpenMP's threads for a large vocabulary, and they then
+        # spin for milliseconds on the cores of the kernels' threads (2 to 3 times slower on two
+        # cores).
         target_RV, source_TV = logits_RV.numpy(), self.host.logits_TV.numpy()
         start = done = 0
         while start < len(rows):
@@ -127,8 +129,8 @@ class HybridStep:
         return max(self.passes.lengths, default=0)
 
     def run_pass(self, rows: Sequence[Row]) -> Tensor:
-        """Logits f32 [R, V] of the rows that want them, consecutive tokens of one sequence; appends all
-        rows to the cache."""
+        """Logits f32 [R, V] of the rows that want them, consecutive tokens of one sequence; appends
+        all rows to the cache."""
         wanted = [number for number, row in enumerate(rows) if row.has_logits]
         logits_RV = self.logits.take(len(wanted))
         target_RV, source_TV = logits_RV.numpy(), self.host.logits_TV.numpy()
@@ -160,8 +162,8 @@ class HybridStep:
         return logits_RV
 
     def _run_slotted(self, rows: Sequence[Row], num_rows: int) -> None:
-        """Runs a step. The first one of its number of rows runs twice, into the same blocks and slots
-        of states: it is captured behind a run that stores what it computes."""
+        """Runs a step. The first one of its number of rows runs twice, into the same blocks and
+        slots of states: it is captured behind a run that stores what it computes."""
         with prepared(self.cache, self.states, rows) as slotted:
             if num_rows not in self.segments:
                 assert self.prepare is not None

@@ -3,9 +3,10 @@ are handed over to the CPU.
 
 A submission is one or more operations: a sum on a GPU is fused with a norm that reads it next, and
 consecutive operations of the host in one layer, or in layers wholly on the host, become one
-function. What a divided layer exchanges with the CPU is not copied: the kernel that writes the input
-of the neurons, or their bits, writes it to pinned memory as well, and the kernel that adds the CPU's
-output reads it there. From what submissions read and write, `joins` derives where a stream waits."""
+function. What a divided layer exchanges with the CPU is not copied: the kernel that writes the
+input of the neurons, or their bits, writes it to pinned memory as well, and the kernel that adds
+the CPU's output reads it there. From what submissions read and write, `joins` derives where a
+stream waits."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,8 @@ from hotsplit.runtime.weights.expert_block import ExpertBlock
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """Work for the stream of GPU `home`, in the order of the program: a function that submits it, or
-    a function for the CPU."""
+    """Work for the stream of GPU `home`, in the order of the program: a function that submits it,
+    or a function for the CPU."""
 
     name: str
     home: str
@@ -251,8 +252,8 @@ class Lowering:
         )
 
     def _name(self, op: Op, later: Sequence[Op]) -> None:
-        """Submits a GPU's predictor or router, which also writes to the host if its result is copied
-        there."""
+        """Submits a GPU's predictor or router, which also writes to the host if its result is
+        copied there."""
         assert op.layer is not None
         copies = self._copies(op, later)
         copy = self._tensor(copies[0], op.layer) if copies else None

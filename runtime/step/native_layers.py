@@ -1,6 +1,6 @@
-"""Layers in native operations, for passes whose tensors observers see: all of a model on the CPU, with the
-bits of its native step. A call of the C++ library ends where a value is wanted, or where torch chooses
-experts.
+"""Layers in native operations, for passes whose tensors observers see: all of a model on the CPU,
+with the bits of its native step. A call of the C++ library ends where a value is wanted, or where
+torch chooses experts.
 
 Letters: T tokens, K experts of a token, R rows with logits, V vocabulary."""
 
@@ -38,9 +38,9 @@ _WITHIN = {
 
 @dataclass(frozen=True, kw_only=True)
 class SeenLayer:
-    """A layer's native operations, `begin` to `end`, and what observers can see of it: of `values` the
-    operation before which they are complete, and the buffers that sum to them; of `widths` the values of a
-    token. `route`: the operation that chooses experts, and the value that it reads."""
+    """A layer's native operations, `begin` to `end`, and what observers can see of it: of `values`
+    the operation before which they are complete, and the buffers that sum to them; of `widths` the
+    values of a token. `route`: the operation that chooses experts, and the value that it reads."""
 
     begin: int
     end: int
@@ -92,8 +92,8 @@ class NativeLayers:
         )
 
     def logits(self, rows: Sequence[Row], observers: Observers) -> Tensor:
-        """Logits f32 [R, V] of consecutive rows of one sequence that have them; appends to the cache, which
-        must have room."""
+        """Logits f32 [R, V] of consecutive rows of one sequence that have them; appends to the
+        cache, which must have room."""
         self.rows = (RowStruct * len(rows))(*map(row_struct, rows))
         first, last = self.layers[0].begin, self.layers[-1].end
         self._run(0, min(1, first))

@@ -59,10 +59,12 @@ class OpStruct(Structure):
 
 
 class StepValues:
-    """The values of a step: those of step.h, and those that operations in C++ files of their own have."""
+    """The values of a step: those of step.h, and those that operations in C++ files of their own
+    have."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        """`sizes`: floats per token of the latter by name, and of "x" if they are not the hidden size."""
+        """`sizes`: floats per token of the latter by name, and of "x" if they are not the hidden
+        size."""
         known = {name.partition(".")[0] for name in (*VALUES, *ALIASES)}
         self.own = {name: size for name, size in sizes.items() if name not in known}
         if len(self.own) > NUM_OWN:
@@ -120,8 +122,8 @@ def native_ops(
     weights: Callable[[Op], int] | None = None,
 ) -> Iterator[list[OpStruct]]:
     """The native operations for each of `ops`; none for a bias, which the sum that reads it adds.
-    `layers`: those of the step, in order, by index. `weights`: the address of the struct of weights of an
-    operation that is in a C++ file of its own."""
+    `layers`: those of the step, in order, by index. `weights`: the address of the struct of weights
+    of an operation that is in a C++ file of its own."""
     row_L = {index: row for row, index in enumerate(layers)}
     for op in ops:
         names = [name_of(value) for value in op.reads]

@@ -5,8 +5,8 @@ layer in another.
 They share a few buffers (`HostBuffers`), whose reads and writes the step program orders.
 
 Letters: T rows of a step, D model width, F neurons of a layer, W words of F bits, V vocabulary, S
-sequences, N blocks of one, Q queries, keys and values of all heads, H queries' values alone, R values
-of a router's result."""
+sequences, N blocks of one, Q queries, keys and values of all heads, H queries' values alone, R
+values of a router's result."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, Array, Structure, addressof, c_int64, c_void_p, pointer
@@ -81,8 +81,9 @@ class HostBuffers:
         value_sizes: Mapping[str, int] | None = None,
         most_logits: int | None = None,
     ) -> "HostBuffers":
-        """Allocates the buffers. `num_used`: the most experts of a token; `value_sizes`: those of the model's
-        spec. `tables`: the block tables of a cache on GPUs; `attended`: Q and H, if the host attends for a GPU."""
+        """Allocates the buffers. `num_used`: the most experts of a token; `value_sizes`: those of
+        the model's spec. `tables`: the block tables of a cache on GPUs; `attended`: Q and H, if the
+        host attends for a GPU."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, pin_memory=is_pinned)
@@ -188,8 +189,8 @@ class NativeParts:
     def of(
         cls, weights: Weights, programs: Sequence[Sequence[Op]], host: HostBuffers
     ) -> list["NativeParts"]:
-        """Builds the parts of several programs, given the operations of each in order; they share one
-        workspace. Raises NotNative if the CPU kernels do not support the model."""
+        """Builds the parts of several programs, given the operations of each in order; they share
+        one workspace. Raises NotNative if the CPU kernels do not support the model."""
         builder = StepBuilder(weights.spec.value_sizes)
         ops = [op for program in programs for op in program]
         with_neurons = {op.layer for op in ops if op.kind == "neurons"}

@@ -147,8 +147,8 @@ def build(weights: Weights, traffic: Traffic) -> NativeStep:
 
 
 def types_of(layers: Sequence[Layer]) -> CacheTypes:
-    """The types of the cache, which layers with attention share; if there are none, of a cache that is
-    not used."""
+    """The types of the cache, which layers with attention share; if there are none, of a cache that
+    is not used."""
     found = {layer.attention.cache.types for layer in layers if layer.delta is None}
     (types,) = found or {CacheTypes.of("f32")}
     return types
@@ -197,7 +197,8 @@ class StepBuilder(Structs):
     def lowered(
         self, ops: Sequence[Op], layers: Mapping[int, Layer], outer: Mapping[str, Loaded]
     ) -> list[list[OpStruct]]:
-        """The native operations for each of `ops`. `outer`: position-wise operations outside the layers."""
+        """The native operations for each of `ops`. `outer`: position-wise operations outside the
+        layers."""
 
         def weights(op: Op) -> int:
             own = outer if op.layer is None else layers[op.layer].own
@@ -209,8 +210,8 @@ class StepBuilder(Structs):
         step.op, step.num_ops = self.array(OpStruct, structs), len(structs)
 
     def frame(self, weights: Weights, layer_structs: list[LayerStruct]) -> StepStruct:
-        """A step with these layers, all or some of the model's, without embedding, head, operations and
-        workspace."""
+        """A step with these layers, all or some of the model's, without embedding, head, operations
+        and workspace."""
         types = types_of(weights.layers)
         attending = [layer.attention for layer in weights.layers if layer.delta is None]
         for table in [a.cache.table for a in attending] or [BlockTable(1, _MOST_POSITIONS)]:
@@ -241,7 +242,8 @@ class StepBuilder(Structs):
         return step
 
     def layer(self, layer: Layer, *, has_neurons: bool = True) -> LayerStruct:
-        """The struct of a layer, with its blocks of neurons or experts unless others compute them."""
+        """The struct of a layer, with its blocks of neurons or experts unless others compute
+        them."""
         ffn, sizes = layer.ffn, {name: norm.size for name, norm in layer.spec.norms.items()}
         norms = [norm_struct(self, norm, sizes[name]) for name, norm in layer.norms.items()]
         struct = LayerStruct(
@@ -268,8 +270,8 @@ class StepBuilder(Structs):
         return struct
 
     def mixer(self, layer: Layer, *, projects: bool) -> LayerStruct:
-        """The struct of a layer of which only attention, or the delta net, is on the host, without its
-        projections unless it `projects`."""
+        """The struct of a layer of which only attention, or the delta net, is on the host, without
+        its projections unless it `projects`."""
         if layer.delta:
             return LayerStruct(delta=delta_struct(self, layer.delta))
         return LayerStruct(

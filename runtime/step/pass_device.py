@@ -1,5 +1,6 @@
-"""One GPU's operations in a pass: a step of many rows, all of one sequence, whose products are tiles. Cold
-neurons and experts that are streamed to the GPU are another placement of the same operations.
+"""One GPU's operations in a pass: a step of many rows, all of one sequence, whose products are
+tiles. Cold neurons and experts that are streamed to the GPU are another placement of the same
+operations.
 
 Letters: T rows, D model width, N neurons, K experts of a row, P = T K pairs, A some experts."""
 
@@ -39,8 +40,8 @@ class SomeExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class PassKernels(TileLauncher, DeviceKernels):
-    """Submits the operations of a pass on a GPU. `streams`: of layers whose cold neurons or experts may be
-    streamed."""
+    """Submits the operations of a pass on a GPU. `streams`: of layers whose cold neurons or experts
+    may be streamed."""
 
     room: PassRoom
     streams: Mapping[int, ColdStream | ExpertStream]
@@ -93,7 +94,8 @@ class PassKernels(TileLauncher, DeviceKernels):
         self._neurons(hot, ffn.gate, x_D, out_TD, named_TW, divided.hot_id_N)
 
     def streamed(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:
-        """Writes the output of a layer's cold neurons, which are streamed; of experts, that of all of them."""
+        """Writes the output of a layer's cold neurons, which are streamed; of experts, that of all
+        of them."""
         stream = self.streams[divided.index]
         if isinstance(stream, ExpertStream):
             self._streamed_experts(divided, x_D, stream)
@@ -183,10 +185,10 @@ class PassKernels(TileLauncher, DeviceKernels):
         return self.buffers.sum_PD[1 : 1 + num_used].view(-1, x_TD.shape[1])
 
     def _streamed_experts(self, divided: DividedLayer, x_TD: Tensor, stream: ExpertStream) -> None:
-        """All experts of a layer: those stored here, and of the others those that are streamed; the CPU
-        computes the rest meanwhile. Which these are follows from the router's choice, for which this
-        waits, and so depends on the other rows of the pass; a row's result may differ by the rounding of the
-        devices."""
+        """All experts of a layer: those stored here, and of the others those that are streamed; the
+        CPU computes the rest meanwhile. Which these are follows from the router's choice, for which
+        this waits, and so depends on the other rows of the pass; a row's result may differ by the
+        rounding of the devices."""
         layer, num_rows = divided.layer, len(x_TD)
         hot, cold = by_role(layer.ffn.experts)
         assert cold is not None and layer.router is not None

@@ -1,5 +1,6 @@
-"""The memory of passes on one GPU: what lies between the products of a pass beside the values of the step
-program. Sizes depend on the form of the model and its plan alone, so a plan reserves what a pass takes.
+"""The memory of passes on one GPU: what lies between the products of a pass beside the values of
+the step program. Sizes depend on the form of the model and its plan alone, so a plan reserves what
+a pass takes.
 
 Letters: T rows, P = T K pairs of a row and one of its K experts, G tiles of pairs."""
 
@@ -22,8 +23,8 @@ from hotsplit.runtime.step.hybrid_device import DeviceBuffers, Take
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 
-# Rows of a pass, which is the shortest that holds its tokens. Products have tiles of 32 tokens or 128
-# (kernels.gpu.products), so any length between two of these takes as long as the longer one.
+# Rows of a pass, which is the shortest that holds its tokens. Products have tiles of 32 tokens or
+# 128 (kernels.gpu.products), so any length between two of these takes as long as the longer one.
 PASS_ROWS = (32, 64, 128, 256, 384, 512)
 
 
@@ -85,8 +86,8 @@ class PassRoom:
         piece_bytes: int = 0,
         is_pinned: bool = False,
     ) -> "PassRoom":
-        """`take` returns memory on the device. `num_rows`: of the longest pass; `piece_bytes`: of streamed
-        weights."""
+        """`take` returns memory on the device. `num_rows`: of the longest pass; `piece_bytes`: of
+        streamed weights."""
         lengths = [rows for rows in PASS_ROWS if rows <= num_rows]
         values = max((part.values(rows) for part in parts for rows in lengths), default=0)
         routes = [part.layer.route for part in parts if part.layer.route is not None]
@@ -120,9 +121,9 @@ class PassRoom:
 
 @dataclass(frozen=True, kw_only=True)
 class PassSetup:
-    """Passes of a hybrid step: of up to `num_rows` rows, 0: none. `piece_bytes`: of streamed weights, by GPU;
-    `streamed`: layers that have some; `streams`: makes those of a GPU, by layer, which copy to two buffers;
-    `take`: allocates a GPU's memory."""
+    """Passes of a hybrid step: of up to `num_rows` rows, 0: none. `piece_bytes`: of streamed
+    weights, by GPU; `streamed`: layers that have some; `streams`: makes those of a GPU, by layer,
+    which copy to two buffers; `take`: allocates a GPU's memory."""
 
     num_rows: int = 0
     take: Callable[[torch.device], Take] = lambda device: partial(_zeros, device)

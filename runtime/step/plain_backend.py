@@ -1,5 +1,6 @@
-"""What a hybrid step runs on, and its plain form: both sides are on the CPU, where kernels run as they are
-submitted. That is for tests of the step without a GPU, and the reference for captured steps."""
+"""What a hybrid step runs on, and its plain form: both sides are on the CPU, where kernels run as
+they are submitted. That is for tests of the step without a GPU, and the reference for captured
+steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

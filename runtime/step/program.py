@@ -1,9 +1,9 @@
 """A model's decode step as a list of operations, and where each runs: a fold over the blocks of the
 model's spec, which has their order, and over the places of its layers.
 
-Executors walk the list: `native_ops` lowers it to one C++ call, `hybrid_submissions` to submissions to
-GPU streams, and `decoder` runs one layer of it in torch. No executor has an order of its own: they
-take that of the list, and streams wait for each other where reads and writes require it.
+Executors walk the list: `native_ops` lowers it to one C++ call, `hybrid_submissions` to submissions
+to GPU streams, and `decoder` runs one layer of it in torch. No executor has an order of its own:
+they take that of the list, and streams wait for each other where reads and writes require it.
 
 A value is a name and a device, `x@host`, and stands for a buffer: a later operation may overwrite
 it, but only after all earlier reads (`value_order.edges`).
@@ -14,7 +14,8 @@ it, but only after all earlier reads (`value_order.edges`).
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
                 predictor may take the previous layer's
     route_in, shared_in  the inputs of a router and of shared experts that have norms of their own; after
-                these experts the latter is the norm of their output, and its sum with that of the others
+                these experts the latter is the norm of their output, and its sum with that of the
+                others
     named       the neurons that the predictor selects
     routed      the experts that the router chooses, and their weights
     shared_out  the output of experts that fire for every token
@@ -41,8 +42,8 @@ from hotsplit.model.spec import (
 )
 from hotsplit.model.spec import Block as SpecBlock
 
-# "embed", "norm", "attention", "delta", "project", "attend", "predict", "route", "neurons", "shared", "bias",
-# "add", "copy", "head", and those of position-wise operations.
+# "embed", "norm", "attention", "delta", "project", "attend", "predict", "route", "neurons",
+# "shared", "bias", "add", "copy", "head", and those of position-wise operations.
 Kind = str
 Block = Literal["all", "hot", "cold"]
 
@@ -276,8 +277,8 @@ def step_program(form: StepForm) -> tuple[Op, ...]:
 
 
 def pass_programs(form: StepForm) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """A step's operations up to the last layer, and those after it, which a pass runs for the rows with
-    logits alone."""
+    """A step's operations up to the last layer, and those after it, which a pass runs for the rows
+    with logits alone."""
     writer = _StepWriter(form)
     writer.embed()
     for index in range(len(form.places)):
@@ -391,7 +392,8 @@ class _StepWriter:
         )
 
     def _read_on(self, device: str) -> list[str]:
-        """Values of operations before the layers, but the hidden state, that layers on a device read."""
+        """Values of operations before the layers, but the hidden state, that layers on a device
+        read."""
         form = self.form
         made = {name for block in form.spec.first for name in block.outputs} - {"x"}
         on_it = (
@@ -402,8 +404,8 @@ class _StepWriter:
 
     def _submit(self, op: Op) -> None:
         """Appends an operation. A visit to a GPU begins by copying the position there, unless the
-        host attends and no layer has a state, and values of operations before the layers; a copy between
-        GPUs ends it."""
+        host attends and no layer has a state, and values of operations before the layers; a copy
+        between GPUs ends it."""
         if op.is_between_gpus:
             self.visited = HOST
         elif op.home not in (HOST, self.visited):

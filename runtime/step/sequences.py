@@ -45,8 +45,8 @@ class Part:
 @dataclass(frozen=True, kw_only=True)
 class TextState:
     """What an engine keeps of a text: the keys and values [T, K, X] of each layer that has them, as
-    stored, from rings the last ones, and of each layer with recurrent states [P, V, N, M], and the inputs [P, J, C] of their
-    convolutions, those after the first `positions` tokens."""
+    stored, from rings the last ones, and of each layer with recurrent states [P, V, N, M], and the
+    inputs [P, J, C] of their convolutions, those after the first `positions` tokens."""
 
     keys_values: list[tuple[Tensor, Tensor]]
     positions: list[int] = field(default_factory=list)
@@ -123,8 +123,8 @@ class Sequences:
         return found if found == length else self.nearest(number, found)
 
     def rollback(self, number: int, length: int) -> int:
-        """Drops all of a sequence but its first `length` tokens; returns the position from which it can
-        be continued."""
+        """Drops all of a sequence but its first `length` tokens; returns the position from which it
+        can be continued."""
         found = self.nearest(number, length)
         self.cache.rollback(number, length, found)
         if self.states is not None:
@@ -241,8 +241,8 @@ def _are_tokens(tokens: object) -> bool:
 def not_tokens(found: object) -> HotsplitError:
     """The error for a value that is not a list of token ids."""
     return HotsplitError(
-        f"{shown(found)} given as token ids; wanted a list of integers, as engine.codec.encode(text)"
-        " returns"
+        f"{shown(found)} given as token ids; wanted a list of integers, as"
+        " engine.codec.encode(text) returns"
     )
 
 
@@ -271,14 +271,15 @@ class Sequence:
 
     @kinds_checked
     def reusable(self, length: int) -> int:
-        """How many of the first `length` tokens need not be computed again after a rollback to there:
-        all of them, unless the model has recurrent states, or layers that keep a window only."""
+        """How many of the first `length` tokens need not be computed again after a rollback to
+        there: all of them, unless the model has recurrent states, or layers that keep a window
+        only."""
         return self._live.nearest(self.number, self._some_of(length, "reusable up"))
 
     @kinds_checked
     def mark(self, position: int) -> None:
-        """Asks for what a text is continued with after its first `position` tokens to be kept, once they
-        are computed: recurrent states and windows. Without those, every position is kept."""
+        """Asks for what a text is continued with after its first `position` tokens to be kept, once
+        they are computed: recurrent states and windows. Without those, every position is kept."""
         if not self._live.keeps_all and position > 0:
             self._marks.add(position)
 
@@ -319,8 +320,8 @@ class Sequence:
         return length
 
     def fork(self) -> "Sequence":
-        """Opens a sequence with the same tokens; keys and values are shared copy-on-write, and states
-        as they are."""
+        """Opens a sequence with the same tokens; keys and values are shared copy-on-write, and
+        states as they are."""
         other = self._live.open(yields=self.yields, beside=self)
         self._live.cache.share(self.number, other.number, self.length)
         if self._live.states is not None:
@@ -353,8 +354,8 @@ class Sequence:
         self._live.check_tokens(ids)
         if self.length:
             raise HotsplitError(
-                f"the sequence has {self.length} tokens; a state is written to an empty one: roll it"
-                " back to 0, or open another"
+                f"the sequence has {self.length} tokens; a state is written to an empty one: roll"
+                " it back to 0, or open another"
             )
         live = self._live
         self.check_room(len(ids))

@@ -1,9 +1,10 @@
 """Upper bounds on the memory of temporaries, before weights are loaded.
 
-A pass in torch on a GPU is a fold over the operations of each layer (step.program), with its own sizes: a
-value lives from the operation that writes it to the last that reads it, and each operation takes memory of
-its own while it runs (step.scratch). The workspace of the C++ kernels and the buffers of decode steps are
-counted by the code that allocates them, for the shapes of the model's spec."""
+A pass in torch on a GPU is a fold over the operations of each layer (step.program), with its own
+sizes: a value lives from the operation that writes it to the last that reads it, and each operation
+takes memory of its own while it runs (step.scratch). The workspace of the C++ kernels and the
+buffers of decode steps are counted by the code that allocates them, for the shapes of the model's
+spec."""
 
 from dataclasses import dataclass
 from math import prod
@@ -33,16 +34,16 @@ from hotsplit.runtime.step.pass_room import LayerPart, PassRoom
 
 ROUNDED_TO = 64 << 10  # what a plan reserves is a multiple of it
 ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take
-# Plans have room for the buffers of steps of so many rows, or as many as they have texts, and of more
-# rows if those take at most STEP_BYTES.
+# Plans have room for the buffers of steps of so many rows, or as many as they have texts, and of
+# more rows if those take at most STEP_BYTES.
 LEAST_ROWS, STEP_BYTES = 8, 2 << 20
-# What a plan reserves on a GPU: passes of the first of PLANNED_TOKENS that take at most PLANNED_SHARE
-# of the model's file, or else of the last. Each pass copies all cold weights; twice as many tokens
-# would take twice the memory from hot neurons.
+# What a plan reserves on a GPU: passes of the first of PLANNED_TOKENS that take at most
+# PLANNED_SHARE of the model's file, or else of the last. Each pass copies all cold weights; twice
+# as many tokens would take twice the memory from hot neurons.
 PLANNED_TOKENS, PLANNED_SHARE = (256, 128, 64, 32), 0.02
 ANY_BUDGET = 1 << 62  # of a GPU without one
-# The least bytes of a piece of streamed weights beside passes of at least so many tokens. Each piece
-# takes some twenty launches; layers that have fewer bytes are one piece.
+# The least bytes of a piece of streamed weights beside passes of at least so many tokens. Each
+# piece takes some twenty launches; layers that have fewer bytes are one piece.
 PIECES = ((128, 16 << 20), (64, 8 << 20), (32, 4 << 20))
 EXPERT_GAPS = 6 * 256  # between its matrices and biases in a piece
 
@@ -59,9 +60,10 @@ def workspace_bytes(
     num_sequences: int = 1,
     gpu_budget_bytes: int = 0,
 ) -> int:
-    """What a plan, or an engine without one, reserves on each device that holds anything: on the CPU
-    for native steps, watched by observers or not, and for the CPU's part of passes on a GPU; on a GPU
-    of this budget, at least what `gpu_bytes` needs beyond the budget that is enforced at least."""
+    """What a plan, or an engine without one, reserves on each device that holds anything: on the
+    CPU for native steps, watched by observers or not, and for the CPU's part of passes on a GPU; on
+    a GPU of this budget, at least what `gpu_bytes` needs beyond the budget that is enforced at
+    least."""
     most = host_bytes(model, context_length, mode, num_sequences)
     if gpu_budget_bytes:
         tokens = min(PREFILL_CHUNK, context_length)
@@ -80,8 +82,9 @@ def host_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences:
 
 
 def seen_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:
-    """Bytes that observers take beside a native step: the values that they see of each row, with copies of those
-    that later operations overwrite, and some logits. A pass on a GPU has no more on the CPU."""
+    """Bytes that observers take beside a native step: the values that they see of each row, with
+    copies of those that later operations overwrite, and some logits. A pass on a GPU has no more on
+    the CPU."""
     spec, rows = model.spec.in_mode(mode), min(SHORT_CHUNK, context_length)
     outputs = 4 * spec.x_size + 12 * spec.hidden_size + 2 * sum(spec.value_sizes.values())
     heads = max(layer.mixer.query_size for layer in spec.layers)
@@ -99,9 +102,9 @@ def _seen_neurons(layer: LayerSpec) -> int:
 
 
 def _outside_values(spec: ModelSpec) -> int:
-    """Values of a token of operations before the layers or after them, one after the other, and of what they
-    leave to layers. What one reads and writes is there twice, in parts and whole, beside a product with a
-    matrix as it is scaled, normed and added."""
+    """Values of a token of operations before the layers or after them, one after the other, and of
+    what they leave to layers. What one reads and writes is there twice, in parts and whole, beside
+    a product with a matrix as it is scaled, normed and added."""
     width, most = spec.hidden_size, 0
     for blocks in (spec.first, spec.last):
         kept = width
@@ -118,9 +121,9 @@ def _outside_values(spec: ModelSpec) -> int:
 
 
 def gpu_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: int = 1) -> int:
-    """Bytes that a plan reserves on a GPU beside weights and cache: for the longest of PLANNED_TOKENS
-    that PLANNED_SHARE allows, the buffers of steps, what surrounds weights in the slab, and
-    BESIDE_BYTES."""
+    """Bytes that a plan reserves on a GPU beside weights and cache: for the longest of
+    PLANNED_TOKENS that PLANNED_SHARE allows, the buffers of steps, what surrounds weights in the
+    slab, and BESIDE_BYTES."""
     size = sum(entry.num_bytes for entry in model.tensors.values())
     rows, num_ids = planned_rows(num_sequences), sum(x.neurons.num_units for x in model.spec.layers)
     step = decode_bytes(model, context_length, rows, num_sequences)
@@ -179,15 +182,15 @@ def pass_bytes(
 
 
 def least_piece_bytes(num_tokens: int, largest: int, least: int = 0) -> int:
-    """The least bytes of a piece of streamed weights beside a pass, if the largest layer has so many,
-    and an expert `least`; 0 for passes of too few tokens to stream any."""
+    """The least bytes of a piece of streamed weights beside a pass, if the largest layer has so
+    many, and an expert `least`; 0 for passes of too few tokens to stream any."""
     sizes = (max(least, min(size, largest)) for tokens, size in PIECES if num_tokens >= tokens)
     return next(sizes, 0)
 
 
 def streamed_bytes(model: ModelFile) -> tuple[int, int]:
-    """Bytes of the neurons or experts of the largest layer as streamed, and of the largest expert, at
-    most; 0 without experts."""
+    """Bytes of the neurons or experts of the largest layer as streamed, and of the largest expert,
+    at most; 0 without experts."""
     units = [placed_units(model, index) for index in range(model.spec.num_layers)]
     experts = [
         size
@@ -199,8 +202,8 @@ def streamed_bytes(model: ModelFile) -> tuple[int, int]:
 
 
 def slab_extras(model: ModelFile, num_ids: int) -> int:
-    """Bytes of a slab beside its items and the buffers of steps: vectors as f32, ids of hot neurons,
-    and an alignment gap per tensor."""
+    """Bytes of a slab beside its items and the buffers of steps: vectors as f32, ids of hot
+    neurons, and an alignment gap per tensor."""
     vectors = (entry for entry in model.tensors.values() if len(entry.shape) == 1)
     as_floats = sum(FLOAT_BYTES * entry.shape[0] - entry.num_bytes for entry in vectors)
     num_tensors = len(model.tensors) + 4 * model.spec.num_layers
@@ -213,8 +216,8 @@ def planned_rows(num_sequences: int) -> int:
 
 
 def step_rows(model: ModelFile, context_length: int, workspace: int, num_sequences: int = 1) -> int:
-    """Most rows of a decode step that plans have room for, and whose buffers fit into ROWS_SHARE of the
-    workspace; at least 1."""
+    """Most rows of a decode step that plans have room for, and whose buffers fit into ROWS_SHARE of
+    the workspace; at least 1."""
     planned = planned_rows(num_sequences)
     taken = {rows: decode_bytes(model, context_length, rows, num_sequences) for rows in ROWS}
     fitting = [

@@ -1,5 +1,5 @@
-"""The experts of a layer on one device: a router chooses whole ranges of neurons, so nothing but the
-chosen ones is read.
+"""The experts of a layer on one device: a router chooses whole ranges of neurons, so nothing but
+the chosen ones is read.
 
 Letters: E experts of the layer, P experts of a block, N rows of an expert's matrix, F neurons of an
 expert, D hidden size."""
@@ -49,11 +49,11 @@ class ExpertMatrices:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertBlock:
-    """Some experts of a layer. `down`: [P, F, D], or [P, D, F] if `is_by_output`, as llama.cpp's files
-    have it; its bias is added to an expert's output, before the weight of the expert.
+    """Some experts of a layer. `down`: [P, F, D], or [P, D, F] if `is_by_output`, as llama.cpp's
+    files have it; its bias is added to an expert's output, before the weight of the expert.
 
-    `place_E`: int32 on the block's device, the place of each expert of the layer in the block, -1 if it
-    is in another; None: the block has all, in order."""
+    `place_E`: int32 on the block's device, the place of each expert of the layer in the block, -1
+    if it is in another; None: the block has all, in order."""
 
     role: Role
     gate: ExpertMatrices
@@ -83,8 +83,8 @@ class ExpertBlock:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """The place of each expert of the layer, on the host; below 0: it is not in the block. A copy,
-        which a neuron cache changes together with `place_E`."""
+        """The place of each expert of the layer, on the host; below 0: it is not in the block. A
+        copy, which a neuron cache changes together with `place_E`."""
         if self.place_E is None:
             return np.arange(self.num_experts)
         return self.place_E.cpu().numpy().copy()

@@ -1,5 +1,5 @@
-"""Stored matrices with the products that the CPU needs outside of native steps, in the file's types and with f32
-sums.
+"""Stored matrices with the products that the CPU needs outside of native steps, in the file's types
+and with f32 sums.
 
 Letters: N rows, D row width, A chosen rows, T tokens."""
 
@@ -44,7 +44,8 @@ class Matrix(StoredMatrix):
         return library.dot_rows(self.data, self.kind, x_TD.contiguous(), rows)
 
     def combine_many(self, weight_TN: Tensor) -> Tensor:
-        """f32 [T, D]: for every token the weighted sum of the rows, on the CPU, in pieces of rows."""
+        """f32 [T, D]: for every token the weighted sum of the rows, on the CPU, in pieces of
+        rows."""
         sum_TD = weight_TN.new_zeros(len(weight_TN), self.width)
         size = tile_rows(self.width)
         size -= size % rows_together(self.kind)
@@ -97,8 +98,8 @@ def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None 
 
 
 def vector_of(entry: TensorEntry, device: torch.device) -> Tensor:
-    """A norm's weights, a bias, or several of them, which every model file has as f32: copied out of the
-    file."""
+    """A norm's weights, a bias, or several of them, which every model file has as f32: copied out
+    of the file."""
     data = torch.from_numpy(entry.read())
     assert (entry.kind, data.shape) == ("f32", entry.shape), (entry, data.shape)
     return data.to(device, copy=True)

@@ -28,8 +28,8 @@ class NeuronBlock:
     role: Role
     gate: Linear
     up: Linear | None  # None: the model has no gates, and `gate` is its up projection
-    # Neuron-major: row j is what neuron j adds. If `is_by_output`, [D, N] as in llama.cpp's files, of
-    # a layer that computes all neurons.
+    # Neuron-major: row j is what neuron j adds. If `is_by_output`, [D, N] as in llama.cpp's files,
+    # of a layer that computes all neurons.
     down: Matrix
     # On the device of the block. int32 in a GPU's slab, and for the cold neurons of a layer with
     # slots there; otherwise int64.

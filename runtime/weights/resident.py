@@ -4,9 +4,10 @@ Mapped pages of a file have 4 KiB, and a neuron's gate, up and down are far apar
 are copied once, at load time, into huge pages (if the system has them), interleaved so that one
 neuron is contiguous; in mode "exact", which reads all gates but few rows of the others, gates are
 contiguous and up and down interleaved; in mode "dense" each matrix is contiguous. A GPU to which
-neurons are streamed reads the same memory. In rows of small blocks all scales come first, which halves the instructions of products
-and sums; with AVX-512, matrices that are multiplied whole are tiled (runtime.kernels.tiled), which
-halves them again, and a matrix all of whose rows are added is grouped (runtime.kernels.grouped).
+neurons are streamed reads the same memory. In rows of small blocks all scales come first, which
+halves the instructions of products and sums; with AVX-512, matrices that are multiplied whole are
+tiled (runtime.kernels.tiled), which halves them again, and a matrix all of whose rows are added is
+grouped (runtime.kernels.grouped).
 
 Letters: A chosen rows."""
 

@@ -30,8 +30,8 @@ Groups = Sequence[Sequence[TensorEntry]]
 
 
 class WeightStore(Protocol):
-    """Provides the weights of one device. `item`: the item of hotsplit.costs.part_bytes under which bytes
-    in a slab are counted."""
+    """Provides the weights of one device. `item`: the item of hotsplit.costs.part_bytes under which
+    bytes in a slab are counted."""
 
     @property
     def is_mapped(self) -> bool:
@@ -149,8 +149,8 @@ def num_appended(
     whole_kinds: Sequence[str], last_kind: str, num_rows: int, num_neurons: int, *, adds_all: bool
 ) -> int:
     """How many rows are missing for whole tiles in the matrices that are multiplied whole, of these
-    kinds, or whole groups in the last one; 0 if the layer does not have as many neurons, if there are
-    no such forms, or where sums of f32 terms would be added in another order."""
+    kinds, or whole groups in the last one; 0 if the layer does not have as many neurons, if there
+    are no such forms, or where sums of f32 terms would be added in another order."""
     last, together = BY_NAME[last_kind], 1
     if adds_all and "grouped" in last.forms:
         together = GROUP_ROWS

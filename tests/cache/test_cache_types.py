@@ -78,8 +78,8 @@ def test_stored_rows_are_those_of_ggml(tmp_path, name, width):
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)
 def test_attention_reads_what_is_stored(path, types):
-    """The heads' output is that of float64 over the stored rows, and not over those of zeros in place of
-    the newest token's."""
+    """The heads' output is that of float64 over the stored rows, and not over those of zeros in
+    place of the newest token's."""
     seen = {}
     with load(path, types) as engine, engine.sequence() as text:
         with engine.observe(

@@ -89,8 +89,8 @@ def test_a_backslash_joins_lines_and_two_slashes_make_one(monkeypatch, capsys, m
 def test_commands(monkeypatch, capsys, model, tmp_path):
     path = tmp_path / "my talk.json"
     text = (
-        f"/system\nHello\n/stats\n/save {path}\n/undo\n/load {path}\n/reset\n/system Be\u00e9 brief."
-        "\nHello\n/help\n/quit\nnever said\n"
+        f"/system\nHello\n/stats\n/save {path}\n/undo\n/load {path}\n/reset\n/system Be\u00e9"
+        " brief.\nHello\n/help\n/quit\nnever said\n"
     )
     code, out, err = piped(monkeypatch, capsys, model, text, "-sys", "Shout.")
     assert code == 0 and out.count("\n") == 2

@@ -28,8 +28,8 @@ def interrupted_after(seconds: float, *words: str) -> tuple[int, str]:
 
 
 def frames(error: str) -> list[str]:
-    """The files of a traceback, apart from the import hook of an editable installation, and from the
-    script if it has not reached its first line."""
+    """The files of a traceback, apart from the import hook of an editable installation, and from
+    the script if it has not reached its first line."""
     lines = [line for line in error.splitlines() if line.startswith('  File "')]
     files = [line.split('"')[1] for line in lines if f'"{PROGRAM}", line 0,' not in line]
     return [file for file in files if "_editable_skbc" not in file]

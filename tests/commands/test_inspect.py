@@ -97,8 +97,8 @@ def test_a_model(tmp_path, capsys, is_tied, kind):
         "special_ids": {"bos": 1},
         "has_chat_template": True,
         "refusal": "its pre-tokenizer (tokenizer.ggml.pre) is missing, as in files made before May 2024,"
-        " so how its text is split is not known; give the model's tokenizer.json with --tokenizer FILE,"
-        " to run or to convert",
+        " so how its text is split is not known; give the model's tokenizer.json with --tokenizer"
+        " FILE, to run or to convert",
     }
     parts = {name: amount["num_bytes"] for name, amount in found["by_part"].items()}
     assert parts == {

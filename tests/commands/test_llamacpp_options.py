@@ -1,5 +1,5 @@
-"""Options of llama.cpp for a plan's budget: brute force over all matrices, the patterns that llama.cpp
-would match, and the command."""
+"""Options of llama.cpp for a plan's budget: brute force over all matrices, the patterns that
+llama.cpp would match, and the command."""
 
 import json
 import re

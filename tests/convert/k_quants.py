@@ -42,7 +42,8 @@ def random_rows(kind: str, num_rows: int, width: int, scale: float, seed: int = 
 
 
 def by_hand(kind: str) -> tuple[bytes, Tensor]:
-    """The bytes of a block and its values, f32 [256], as the comments of ggml-common.h define them."""
+    """The bytes of a block and its values, f32 [256], as the comments of ggml-common.h define
+    them."""
     one, half = b"\x00\x3c", b"\x00\x38"
     part, count, number = torch.arange(8)[:, None], torch.arange(32), torch.arange(16)
     if kind == "q6_k":

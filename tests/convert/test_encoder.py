@@ -1,5 +1,5 @@
-"""The C++ encoder against gguf.quants, and where that cannot pack, against bytes that ggml wrote: every
-kind, source type and level, rows that are contiguous and rows that are columns in memory."""
+"""The C++ encoder against gguf.quants, and where that cannot pack, against bytes that ggml wrote:
+every kind, source type and level, rows that are contiguous and rows that are columns in memory."""
 
 import hashlib
 import re

@@ -1,4 +1,5 @@
-"""The mixtures of types: the type of every matrix of seven shapes, as llama.cpp's quantiser chose it."""
+"""The mixtures of types: the type of every matrix of seven shapes, as llama.cpp's quantiser chose
+it."""
 
 import numpy as np
 import pytest
@@ -23,8 +24,9 @@ def roles(num_layers, *, is_tied, num_experts=1, is_falcon=False, is_70b=False):
     )
 
 
-# (matrices of a layer, width, width of ffn_down, roles). Types for the shapes by llama_model_quantize of
-# llama-cpp-python 0.3.36; without a word, a matrix has the mixture's main type in every layer.
+# (matrices of a layer, width, width of ffn_down, roles). Types for the shapes by
+# llama_model_quantize of llama-cpp-python 0.3.36; without a word, a matrix has the mixture's main
+# type in every layer.
 SHAPES = {
     "llama": (DENSE, 256, 512, roles(17, is_tied=False)),
     "llama tied": (DENSE, 256, 512, roles(17, is_tied=True)),

@@ -1,8 +1,8 @@
-"""Choices of experts that rounding decides, in the verification of a conversion: files of random mixtures are
-kept at every level of the processor, and wrong routers are found.
+"""Choices of experts that rounding decides, in the verification of a conversion: files of random
+mixtures are kept at every level of the processor, and wrong routers are found.
 
-Oracle: transformers. In half of the mixtures the experts of a pair have all but the same scores (2e-7 apart),
-so that f32 sums in another order choose the other one of a pair in most layers."""
+Oracle: transformers. In half of the mixtures the experts of a pair have all but the same scores
+(2e-7 apart), so that f32 sums in another order choose the other one of a pair in most layers."""
 
 import dataclasses
 from functools import partial
@@ -183,7 +183,8 @@ def test_a_file_whose_routers_have_ties_is_kept(tmp_path, at_level, family):
 
 
 def test_so_is_a_file_that_is_made_from_one(tmp_path):
-    """The source's graph follows, too: in the stock layout down projections are summed in another order."""
+    """The source's graph follows, too: in the stock layout down projections are summed in another
+    order."""
     folder = tmp_path / "hf"
     random_model(folder, config_of("mixtral", 4, 16, 3, 0.1))
     save_tokenizer(folder, 320)
@@ -290,8 +291,9 @@ def test_a_runtime_that_routes_otherwise_is_found(tmp_path, monkeypatch, wrong, 
 def test_scores_that_are_all_but_equal_are_no_ties_for_that(
     tmp_path, monkeypatch, family, scale, bias
 ):
-    """Where the largest score says nothing of how far scores are apart, as with small weights behind a
-    sigmoid or a bias that all experts share, another choice is still found, and the right one kept."""
+    """Where the largest score says nothing of how far scores are apart, as with small weights
+    behind a sigmoid or a bias that all experts share, another choice is still found, and the right
+    one kept."""
     folder = tmp_path / "hf"
     random_model(folder, config_of(family, 3, 16, 3, 0.1))
     save_tokenizer(folder, 320)
@@ -380,7 +382,8 @@ def test_a_tie_of_groups_is_followed():
 
 
 def mixture_with_near_ties(path: Path, distance: float):
-    """The scores of each second expert are `distance`, relative to their size, from those before it."""
+    """The scores of each second expert are `distance`, relative to their size, from those before
+    it."""
     route = Route(num_experts=6, num_used=1)
     model = make_model(
         spec=mixture_spec(make_sizes(num_layers=3, context_length=64), route=route), kind="f16"

@@ -100,8 +100,9 @@ def fake_cuda(
     """CUDA devices for the code in the block.
 
     `seed` selects one of the orders that streams and events allow. `kernels` take Triton's place
-    (kernels.launched, ptx_kernels.StreamedPtx); None: the float64 reference. `is_hollow`:
-    memory is not written (hollow.hollow_cuda). `is_checked`: loads end with the check of a device, which tests of other things need not repeat."""
+    (kernels.launched, ptx_kernels.StreamedPtx); None: the float64 reference. `is_hollow`: memory is
+    not written (hollow.hollow_cuda). `is_checked`: loads end with the check of a device, which
+    tests of other things need not repeat."""
     library.add_device_guard()
     library.load().fakeReset(num_devices, total_bytes, seed, is_hollow)
     _forget_cached()

@@ -55,8 +55,8 @@ def spec_of(
 
 
 def with_delta_nets(spec: ModelSpec, delta: DeltaNet = TINY, period: int = PERIOD) -> ModelSpec:
-    """The model with delta nets instead of attention in all layers but every `period`-th, where heads
-    have gates. No family has such a spec, so it cannot be in a file."""
+    """The model with delta nets instead of attention in all layers but every `period`-th, where
+    heads have gates. No family has such a spec, so it cannot be in a file."""
     layers = []
     for index, layer in enumerate(changed(spec, Attention, is_gated=True).layers):
         if (index + 1) % period:

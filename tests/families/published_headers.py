@@ -1,6 +1,7 @@
-"""Headers of published GGUFs, made from the models' descriptions: the keys, and the names, shapes and types
-of tensors as llama.cpp's converter and quantize write them. There are no weights: a file has the size of the
-real one, but is sparse. Matrices have a row for each word of the vocabulary, whose words are left out."""
+"""Headers of published GGUFs, made from the models' descriptions: the keys, and the names, shapes
+and types of tensors as llama.cpp's converter and quantize write them. There are no weights: a file
+has the size of the real one, but is sparse. Matrices have a row for each word of the vocabulary,
+whose words are left out."""
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,10 +39,10 @@ EXPERTS = {"mxfp4": "mxfp4"}  # the type of all matrices of experts, where it is
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """`sizes`: layers, width, neurons, heads, key heads, size of a head, words. `experts`: number, used,
-    neurons of each, shared neurons, layers without. `marks`: what the layers have (`_attention`,
-    `_feed_forward`). `pre`: the pre-tokenizer; "llama" is SentencePiece's tokenizer. `words`: what `plan`
-    has to say, or why it refuses."""
+    """`sizes`: layers, width, neurons, heads, key heads, size of a head, words. `experts`: number,
+    used, neurons of each, shared neurons, layers without. `marks`: what the layers have
+    (`_attention`, `_feed_forward`). `pre`: the pre-tokenizer; "llama" is SentencePiece's tokenizer.
+    `words`: what `plan` has to say, or why it refuses."""
 
     name: str
     architecture: str

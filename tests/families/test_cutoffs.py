@@ -1,5 +1,6 @@
-"""Gates that are cut off by their mean and deviation: torch agrees with transformers' feed-forward of Gemma
-3n in float64, the native step with torch, and mode exact reads ups and downs of the neurons that are left."""
+"""Gates that are cut off by their mean and deviation: torch agrees with transformers' feed-forward
+of Gemma 3n in float64, the native step with torch, and mode exact reads ups and downs of the
+neurons that are left."""
 
 from dataclasses import replace
 from types import SimpleNamespace

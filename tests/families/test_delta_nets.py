@@ -134,7 +134,8 @@ def test_layers_that_predict_further_ahead_are_left_out_of_a_list(checkpoints, t
     assert got.tensors.keys() == model.tensors.keys()
 
 
-# What convert_hf_to_gguf.py of llama.cpp of July 2026 makes of these checkpoints with a layer `mtp`.
+# What convert_hf_to_gguf.py of llama.cpp of July 2026 makes of these checkpoints with a layer
+# `mtp`.
 NORMS = {"attn_norm.weight": (64,), "post_attention_norm.weight": (64,)}
 EXPERTS = NORMS | {
     "ffn_down_exps.weight": (7, 64, 37),
@@ -217,8 +218,8 @@ def of_llama_cpp(path, name, changes):
 
 
 def older(folder):
-    """Queries, keys, values and gates of each key head in turn, as in the checkpoint: what llama.cpp's
-    converter wrote for Qwen3-Next before it had two matrices."""
+    """Queries, keys, values and gates of each key head in turn, as in the checkpoint: what
+    llama.cpp's converter wrote for Qwen3-Next before it had two matrices."""
     weights, changes = load_file(folder / "model.safetensors"), {}
     for layer in range(3):
         joined = weights[f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"].numpy()

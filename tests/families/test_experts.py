@@ -1,5 +1,6 @@
-"""Mixtures of experts: the router against its definition in float64, each row's bits whatever the other
-rows are, weights that are not read unless their expert is chosen, and files that are refused."""
+"""Mixtures of experts: the router against its definition in float64, each row's bits whatever the
+other rows are, weights that are not read unless their expert is chosen, and files that are
+refused."""
 
 import dataclasses
 import random
@@ -244,7 +245,8 @@ def test_a_thousand_random_schedules():
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
 def test_an_expert_that_no_row_chooses_is_not_read(kind, layout, mode):
-    """Expert 2 is never chosen, by its bias, and has NaN; if it may be chosen, the results are NaN."""
+    """Expert 2 is never chosen, by its bias, and has NaN; if it may be chosen, the results are
+    NaN."""
     model = mixture(route=ROUTES["sigmoid"], kind=kind, layout=layout, num_neurons=64)
     for bias, is_finite in ((-100.0, True), (100.0, False)):
         values = np.zeros(8, np.float32)
@@ -317,8 +319,8 @@ def test_bytes_by_shares_are_those_that_the_runtime_reads(mode):
 
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
 def test_experts_are_copied_once_or_stay_in_the_file(tmp_path, caplog, monkeypatch, layout, mode):
-    """In memory, in the layouts of dense layers, they take the file's bytes. If they do not fit, they
-    stay in the mapped file, and the other weights do not."""
+    """In memory, in the layouts of dense layers, they take the file's bytes. If they do not fit,
+    they stay in the mapped file, and the other weights do not."""
     path = tmp_path / "m.gguf"
     mixture(kind="q8_0", layout=layout, num_neurons=64).save(path)
     opened, found = ModelFile.load(path), {}

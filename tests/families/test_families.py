@@ -127,7 +127,8 @@ DELTA = {
 # As llama.cpp has them.
 EQUAL = DELTA | {"num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 SHARED = {"shared_expert_intermediate_size": 43}
-# Factors for a context above the training's, which is shorter than IDS and than the model's context.
+# Factors for a context above the training's, which is shorter than IDS and than the model's
+# context.
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -161,7 +162,8 @@ GROWING = {
 }
 GEMMA4 = {"sliding_window": 5, "hidden_size_per_layer_input": 0}
 OWN_INPUTS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": ODD["vocab_size"]}
-# Three planes; numbers of neurons, windows and cutoffs that differ; tokens without embeddings of layers.
+# Three planes; numbers of neurons, windows and cutoffs that differ; tokens without embeddings of
+# layers.
 GEMMA3N = {
     "num_hidden_layers": 4,
     "intermediate_size": [160, 96, 131, 160],
@@ -387,7 +389,8 @@ CASES = {
         position_embedding_type="rope",
         mamba_n_heads=4,
     ),
-    # Uneven heads; full layers whose values are their keys, and their first pairs rotate; inputs of layers.
+    # Uneven heads; full layers whose values are their keys, and their first pairs rotate; inputs of
+    # layers.
     "gemma4": Gemma4TextConfig(
         **GATED | ODD | GEMMA4 | OWN_INPUTS,
         head_dim=24,
@@ -403,7 +406,8 @@ CASES = {
         final_logit_softcapping=2.5,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
-    # As its E-models: three layers that read the keys and values of the first two, with wider neurons.
+    # As its E-models: three layers that read the keys and values of the first two, with wider
+    # neurons.
     "gemma4-stock": Gemma4TextConfig(
         **GATED
         | {"num_hidden_layers": 5}
@@ -698,7 +702,8 @@ def test_the_stock_layout_refuses_what_llama_cpp_would_run_wrongly(
 
 
 def test_a_file_of_a_first_glm_with_fused_matrices(checkpoints, tmp_path):
-    """Gates and ups in one matrix, and queries, keys and values, as llama.cpp's converter leaves them."""
+    """Gates and ups in one matrix, and queries, keys and values, as llama.cpp's converter leaves
+    them."""
     path = converted(checkpoints("glm"), tmp_path / "m.gguf", outtype="f32", layout="stock")
     keys, tensors = read_model_gguf(path)
     assert "blk.0.ffn_gate.weight" not in tensors
@@ -1201,7 +1206,8 @@ ALIKE = {
 
 @pytest.mark.parametrize("case", ALIKE)
 def test_what_no_layer_has_need_not_be_there(tmp_path, case):
-    """Layers that are all of one kind or size, and single neurons: converted, read and converted again."""
+    """Layers that are all of one kind or size, and single neurons: converted, read and converted
+    again."""
     folder = random_model(tmp_path / "hf", ALIKE[case])
     equals_transformers_with_its_weights(folder, tmp_path / "m.gguf", "f32")
     config = ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "q.gguf", outtype="q8_0")

@@ -1,5 +1,5 @@
-"""Gemma 3n beyond its logits, which test_families compares: files of llama.cpp's converter, the text of a model
-for images, the density that a profile counts, and what is refused."""
+"""Gemma 3n beyond its logits, which test_families compares: files of llama.cpp's converter, the
+text of a model for images, the density that a profile counts, and what is refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +94,8 @@ def test_cutoffs_of_a_file_without_the_key_are_those_of_llama_cpp(path):
 
 
 def test_hidden_states_are_what_the_head_reads(path):
-    """After the planes have become one and the last norm; in pieces of several tokens and of one."""
+    """After the planes have become one and the last norm; in pieces of several tokens and of
+    one."""
     with Engine.load(path, mode="exact") as engine:
         want_TV, weights = engine.logits(IDS), engine._live.weights
         with engine.sequence() as text:
@@ -132,7 +133,8 @@ def test_a_profile_counts_the_neurons_that_a_cutoff_leaves(path, tmp_path):
 
 
 def random_plan(model, seed):
-    """Layers that share keys are together, and those with a cutoff undivided; any else may be anywhere."""
+    """Layers that share keys are together, and those with a cutoff undivided; any else may be
+    anywhere."""
     chance, spec = np.random.default_rng(seed), model.spec
     dense = [chance.random() < 0.6 for _ in spec.layers]
     for group in spec.together():
@@ -198,8 +200,8 @@ def test_plans_are_priced_with_the_kernels_of_a_step(tmp_path, path):
 @pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
 @pytest.mark.parametrize("seed", [0, 5])
 def test_plans_on_fake_devices(tmp_path, path, seed, capsys):
-    """A captured step, and a prompt, which is computed in torch, within the budget of a plan; no part takes its
-    fallback."""
+    """A captured step, and a prompt, which is computed in torch, within the budget of a plan; no
+    part takes its fallback."""
     model = ModelFile.load(path)
     split = random_plan(model, seed) if seed else whole_plan(model)
     workspace = workspace_bytes(model, split.context_length, "exact", gpu_budget_bytes=64 << 20)
@@ -254,8 +256,8 @@ def test_plan_assumes_as_many_neurons_as_normally_distributed_gates_leave(path, 
 
 
 def test_solve_keeps_gates_with_a_cutoff_together(tmp_path, path):
-    """Plans of any budget pass their verification, which adds up their prices again, and their own check;
-    what begins and ends planes stays in main memory."""
+    """Plans of any budget pass their verification, which adds up their prices again, and their own
+    check; what begins and ends planes stays in main memory."""
     model, machine = ModelFile.load(path), tmp_path / "machine.json"
     make_machine(cpu_gb_per_s=0.01, launch_s=1e-8, hand_over_s=1e-8, cpu_run_s=1e-8).save(machine)
     number_L1 = np.array([CONFIG["intermediate_size"]]).T

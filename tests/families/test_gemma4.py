@@ -1,5 +1,5 @@
-"""Gemma 4 beyond its logits, which test_families compares: plans with both roles on the CPU, the GPU's
-kernels, keys in main memory, files of llama.cpp's converter."""
+"""Gemma 4 beyond its logits, which test_families compares: plans with both roles on the CPU, the
+GPU's kernels, keys in main memory, files of llama.cpp's converter."""
 
 import dataclasses
 import re
@@ -104,7 +104,8 @@ def on_the_gpu(tmp_path, model, **options):
 
 
 def test_the_layers_factors_cost_no_kernel(tmp_path, model):
-    """Values that are keys save a product. A layer's own input takes a sum, three kernels and a norm."""
+    """Values that are keys save a product. A layer's own input takes a sum, three kernels and a
+    norm."""
     split = on_the_gpu(tmp_path, model)
     counted = [dense_kernels(model, index, has_predictor=False) for index in range(3)]
     assert counted == [4 + 4 + 3 + 5, 4 + 3 + 3 + 5, 4 + 3 + 3 + 5]
@@ -216,7 +217,8 @@ def test_a_plan_that_divides_such_layers_is_refused(tmp_path, shared):
 
 
 def test_solve_keeps_such_layers_together(tmp_path, shared):
-    """Every plan does, also the obvious ones; and memories that a refusal names hold such a plan."""
+    """Every plan does, also the obvious ones; and memories that a refusal names hold such a
+    plan."""
     inputs = make_inputs(tmp_path, shared, 0.3)
     pipeline = inputs.pipeline()
     assert pipeline.together == ((0, 2), (1, 3, 4))

@@ -1,5 +1,5 @@
-"""Layers with their own windows, rotary embeddings, scales, heads and neurons, against float64: in the native
-step at every level, in hybrid steps with the float64 kernels."""
+"""Layers with their own windows, rotary embeddings, scales, heads and neurons, against float64: in
+the native step at every level, in hybrid steps with the float64 kernels."""
 
 from dataclasses import replace
 from functools import cache
@@ -179,7 +179,8 @@ def test_sequences_and_drafts_in_blocks(model, want):
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_layers_that_differ_in_a_hybrid_step(mode, num_rows):
-    """Some layers are divided, some are on the "GPU", which computes in float64, some on the CPU."""
+    """Some layers are divided, some are on the "GPU", which computes in float64, some on the
+    CPU."""
     sizes = make_sizes(num_layers=6, num_neurons=96, context_length=64)
     model = make_model(spec=differing_spec(sizes, window=9), predictor_rank=8)
     model = replace(model, threshold_L=(0.02,) * 6)

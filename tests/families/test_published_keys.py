@@ -1,4 +1,5 @@
-"""Keys and configs as published files have them, where they differ from those that convert writes."""
+"""Keys and configs as published files have them, where they differ from those that convert
+writes."""
 
 from pathlib import Path
 
@@ -119,7 +120,8 @@ def test_the_context_of_the_first_command_r_is_that_of_its_training():
 
 
 def test_queries_of_devstral_2_do_not_grow():
-    """mistralai/Devstral-2-123B-Instruct-2512: a beta of 0, and one of two scales, which is ignored."""
+    """mistralai/Devstral-2-123B-Instruct-2512: a beta of 0, and one of two scales, which is
+    ignored."""
     rope = {
         "beta_fast": 4.0,
         "beta_slow": 1.0,

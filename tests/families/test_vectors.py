@@ -28,8 +28,9 @@ from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.runtime.ops.structs import Structs
 from hotsplit.runtime.weights.matrix import vector_of
 
-# One of each family, with all kinds of vectors: biases of attention and of experts, norms of heads and
-# of all of them, scales of layers and experts, sinks, rotary factors, choices' biases, convolutions.
+# One of each family, with all kinds of vectors: biases of attention and of experts, norms of heads
+# and of all of them, scales of layers and experts, sinks, rotary factors, choices' biases,
+# convolutions.
 FAMILIES = (
     "llama-biases",
     "nemotron-biases-tied",
@@ -97,8 +98,8 @@ def written(path: Path, keys, tensors) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A function that gives the keys, tensors and names of vectors of a case's file, which has matrices
-    in f16."""
+    """A function that gives the keys, tensors and names of vectors of a case's file, which has
+    matrices in f16."""
     made = {}
 
     def get(case: str):

@@ -224,7 +224,7 @@ BARRIERS = (
 
 
 def _read(path: Path) -> list[Mutant]:
-    """Of each mutant a line `what | place | case | found by`, with `quick` or `at NUMBER` behind,
+    """Reads a line `what | place | case | found by` a mutant, with `quick` or `at NUMBER` behind,
     then on lines of their own: why it is not found; `-` and the old text; `+` and the new one."""
     made: list[dict] = []
     for line in path.read_text().splitlines():

@@ -112,8 +112,8 @@ def decoder(model: str, length: int, kv_kind: str):  # type: ignore[no-untyped-d
 
 def quantize(source: str, target: str, kind: str, importances: str | None = None) -> dict:
     """Quantises all matrices to one type, like `llama-quantize --pure`; to a mixture (a kind that
-    ends in _s, _m, _l, _0 or _1), like `llama-quantize` without that option. `importances`: an .npz of
-    mean squares by the names of matrices."""
+    ends in _s, _m, _l, _0 or _1), like `llama-quantize` without that option. `importances`: an .npz
+    of mean squares by the names of matrices."""
     params = llama.llama_model_quantize_default_params()
     name = {"q4_k": "q4_k_s", "q5_k": "q5_k_s", "q3_k": "q3_k_s"}.get(kind, kind)
     params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{name.upper()}")

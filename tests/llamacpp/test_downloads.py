@@ -1,9 +1,10 @@
-"""Files that people download, as they are: greedy texts of both engines, after `make qwen2.5 gemma3`: `-m slow`.
+"""Files that people download, as they are: greedy texts of both engines, after `make qwen2.5
+gemma3`: `-m slow`.
 
-llama.cpp rounds what it multiplies by blocks of weights to 8-bit integers, ours to 16-bit ones. What
-is right is llama.cpp's own arithmetic in f32, on the same weights unpacked: the noise of each side
-is how far its logits are from these. A text may differ from llama.cpp's only from an open step on:
-one whose two tokens are closer than llama.cpp's noise."""
+llama.cpp rounds what it multiplies by blocks of weights to 8-bit integers, ours to 16-bit ones.
+What is right is llama.cpp's own arithmetic in f32, on the same weights unpacked: the noise of each
+side is how far its logits are from these. A text may differ from llama.cpp's only from an open step
+on: one whose two tokens are closer than llama.cpp's noise."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,8 @@ class Text:
 
 
 def greedy(engine: Engine, ids: list[int]) -> list[int]:
-    """Takes the most probable token each time; as in the oracle, the end of a text is a token like others."""
+    """Takes the most probable token each time; as in the oracle, the end of a text is a token like
+    others."""
     tokens: list[int] = []
     with engine.sequence() as text:
         logits_V = text.extend(ids)[-1]
@@ -112,7 +114,8 @@ def check(text: Text, what: str) -> tuple[int, int, int, int]:
             for x_TV in (text.theirs_TV, text.ours_TV, text.right_TV)
         )
         print(
-            f"{what}: token {first} differs; the logit of llama.cpp's is larger than that of ours by"
+            f"{what}: token {first} differs; the logit of llama.cpp's is larger than that of ours"
+            " by"
             " {:.3f} in llama.cpp, by {:.3f} in ours, by {:.3f} in f32;".format(*by),
             f"noise {noise_T[first]:.3f}",
         )
@@ -140,10 +143,10 @@ def test_texts_are_those_of_llama_cpp(llama_cpp, tmp_path, name):
     error, kl = np.mean(errors, axis=0), np.mean(kls, axis=0)
     print(
         f"{name}: {sum(t == NUM_TOKENS for t in first)} of {len(PROMPTS)} texts are the same; of"
-        f" {NUM_TOKENS * len(PROMPTS)} steps {sum(num_open)} are open, {sum(num_differing)} have another"
-        f" best token, of which ours is the one of f32 in {sum(num_right)}; logits from f32: ours"
-        f" {error[0]:.1e}, llama.cpp's {error[1]:.1e}, from each other {error[2]:.1e}; KL {kl[0]:.1e},"
-        f" {kl[1]:.1e}, {kl[2]:.1e} nats a token"
+        f" {NUM_TOKENS * len(PROMPTS)} steps {sum(num_open)} are open, {sum(num_differing)} have"
+        f" another best token, of which ours is the one of f32 in {sum(num_right)}; logits from"
+        f" f32: ours {error[0]:.1e}, llama.cpp's {error[1]:.1e}, from each other {error[2]:.1e}; KL"
+        f" {kl[0]:.1e}, {kl[1]:.1e}, {kl[2]:.1e} nats a token"
     )
     assert error[0] < error[1] and kl[0] < kl[1], "llama.cpp's 8 bits are not nearer to f32"
     assert sum(num_open) < NUM_TOKENS * len(PROMPTS) / 2, "too few steps are decided"

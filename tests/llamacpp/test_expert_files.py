@@ -1,7 +1,7 @@
 """Mixtures of experts that llama.cpp has quantised: its logits and its greedy text in our runtime.
 
-All experts are used, with the weights that the router gives: llama.cpp rounds activations to 8 bits,
-by which a router may choose others. Choices are compared in f32 (test_stock_families)."""
+All experts are used, with the weights that the router gives: llama.cpp rounds activations to 8
+bits, by which a router may choose others. Choices are compared in f32 (test_stock_families)."""
 
 import numpy as np
 import pytest

@@ -43,8 +43,8 @@ K_BOUNDS = {"q4_k_m": 3e-2, "q5_k_m": 3e-2, "q4_k": 3e-2, "q5_k": 3e-2, "q6_k": 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """A prompt, each side's continuation, and both sides' logits before each of llama.cpp's 64 tokens
-    [64, V]."""
+    """A prompt, each side's continuation, and both sides' logits before each of llama.cpp's 64
+    tokens [64, V]."""
 
     prompt: list[int]
     theirs: list[int]
@@ -55,7 +55,8 @@ class Continuation:
 
 @pytest.fixture(scope="session")
 def silu(tmp_path_factory) -> Path:
-    """The bundled checkpoint with SiLU instead of ReLU: its text is nonsense, its numbers are sound."""
+    """The bundled checkpoint with SiLU instead of ReLU: its text is nonsense, its numbers are
+    sound."""
     folder = tmp_path_factory.mktemp("silu") / "c"
     shutil.copytree(BUNDLED, folder)
     edit_config(folder, lambda values: values.update(hidden_act="silu"))
@@ -100,7 +101,8 @@ def without_tokenizer_json(source: Path, target: Path) -> None:
 
 
 def continuations(llama_cpp, path: Path, folder: Path, ours: Path | None = None):
-    """Continuations, with `path` in llama.cpp and `ours` (by default the same file) in our runtime."""
+    """Continuations, with `path` in llama.cpp and `ours` (by default the same file) in our
+    runtime."""
     kv_kind = "f32" if ModelFile.load(path).tensors["token_embd.weight"].kind == "f32" else "f16"
     with Engine.load(ours or path, mode="dense", device="cpu") as engine:
         for prompt in PROMPTS:
@@ -148,8 +150,9 @@ def check_all(llama_cpp, path: Path, folder: Path, kind: str, what: str) -> None
     errors, is_open, differing = zip(*results, strict=True)
     steps = NUM_TOKENS * len(PROMPTS)
     print(
-        f"{what} {kind}: {steps} steps, logits {max(errors):.1e} apart at most, {sum(is_open)} open,"
-        f" {sum(differing)} of these with another best token, {time.perf_counter() - began:.0f} s"
+        f"{what} {kind}: {steps} steps, logits {max(errors):.1e} apart at most, {sum(is_open)}"
+        f" open, {sum(differing)} of these with another best token,"
+        f" {time.perf_counter() - began:.0f} s"
     )
     assert sum(is_open) < steps / 2, "too few steps are decided to say anything"
     if kind == "f32":

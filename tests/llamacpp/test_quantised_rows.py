@@ -1,5 +1,5 @@
-"""Rows of real models, quantised here and by llama.cpp: the same types and bytes, so the same divergence
-from f16. After `make smollm2 qwen2.5`: `-m slow`.
+"""Rows of real models, quantised here and by llama.cpp: the same types and bytes, so the same
+divergence from f16. After `make smollm2 qwen2.5`: `-m slow`.
 
 Rows are quantised one by one, so the first few of every matrix stand for all of them."""
 

@@ -15,10 +15,10 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.families.gemma3n import SPARSE_LAYERS, STOCK_CUTOFF
 
-# transformers adds 1e-6 to the squared lengths of a delta net's queries and keys, llama.cpp does not
-# (with weights three times as large, and queries and keys ten times as long, the difference was 5e-6).
-# Rounding moves some values to the next entry of GELU's table, which is 5e-4 away: then logits are up to
-# 3e-4 apart, and 4e-7 if no value moves.
+# transformers adds 1e-6 to the squared lengths of a delta net's queries and keys, llama.cpp does
+# not (with weights three times as large, and queries and keys ten times as long, the difference was
+# 5e-6). Rounding moves some values to the next entry of GELU's table, which is 5e-4 away: then
+# logits are up to 3e-4 apart, and 4e-7 if no value moves.
 BOUNDS = dict.fromkeys(
     (
         "falcon-11b",
@@ -38,7 +38,8 @@ BOUNDS = dict.fromkeys(
 
 @pytest.fixture
 def transformers_as_llama_cpp(monkeypatch):
-    """GELU of the tanh form from llama.cpp's table of 16-bit values, and Gemma 3n's deviations over F - 1."""
+    """GELU of the tanh form from llama.cpp's table of 16-bit values, and Gemma 3n's deviations over
+    F - 1."""
     gelu = torch.nn.functional.gelu
 
     def looked_up(x, approximate="none"):
@@ -74,8 +75,8 @@ def test_llama_cpp_computes_the_same(llama_cpp, tmp_path, case):
 
 
 def test_llama_cpp_computes_gemma3n_with_deviations_over_one_less(llama_cpp, tmp_path, request):
-    """Its graph has fixed numbers of planes, of layers with keys and values of their own, and of layers that
-    cut gates off. That many random layers enlarge a rounding a hundred times."""
+    """Its graph has fixed numbers of planes, of layers with keys and values of their own, and of
+    layers that cut gates off. That many random layers enlarge a rounding a hundred times."""
     config = Gemma3nTextConfig(
         **GATED | {"num_hidden_layers": 22},
         head_dim=16,

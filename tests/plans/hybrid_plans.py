@@ -57,8 +57,8 @@ def made(tmp_path, plan, **options):
 
 
 def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context: int = 32):
-    """Hot neurons or experts of each layer (none, some or all), sides of the dense blocks and the head,
-    and one or two GPUs."""
+    """Hot neurons or experts of each layer (none, some or all), sides of the dense blocks and the
+    head, and one or two GPUs."""
     chance, layers = np.random.default_rng(seed), model.spec.layers
     hot = []
     for layer in layers:

@@ -30,8 +30,8 @@ def passing(engine, split, *, backend=None, setup=None, neuron_cache=None, max_r
 def streaming(
     engine, split, *, pieces=3, is_staged=True, least_tokens=1, rates=None, backend=None, only=None
 ):
-    """(a step whose passes stream cold weights, its streams by layer). `pieces`: the least pieces that a
-    buffer has room for; `only`: kinds of blocks."""
+    """(a step whose passes stream cold weights, its streams by layer). `pieces`: the least pieces
+    that a buffer has room for; `only`: kinds of blocks."""
     placement = Placement.of_split(split, (CPU,) * len(split.budgets))
     blocks = cold_blocks(engine._live.weights, placement, CPU)
     blocks = {n: each for n, each in blocks.items() if only is None or isinstance(each, only)}

@@ -1,5 +1,5 @@
-"""The check that ends a load with a GPU, on the fake CUDA runtime: a right device passes, and with a wrong,
-a failing or a late one, the CPU runs and one line says why."""
+"""The check that ends a load with a GPU, on the fake CUDA runtime: a right device passes, and with
+a wrong, a failing or a late one, the CPU runs and one line says why."""
 
 import dataclasses
 import threading
@@ -52,8 +52,8 @@ def stepped(engine: Engine) -> Tensor:
 
 @pytest.fixture
 def load(planned, caplog):
-    """Loads by the plan, with checks; (the engine's kind of step, the lines of the load). The logits are
-    those of the CPU in any case."""
+    """Loads by the plan, with checks; (the engine's kind of step, the lines of the load). The
+    logits are those of the CPU in any case."""
     path, split, want = planned
 
     def loaded(kernels=None, **options):

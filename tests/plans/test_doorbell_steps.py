@@ -1,5 +1,5 @@
-"""Whole steps that are handed over by flags on the fake CUDA runtime: the bits of host functions, and
-one line where a GPU or the server stops."""
+"""Whole steps that are handed over by flags on the fake CUDA runtime: the bits of host functions,
+and one line where a GPU or the server stops."""
 
 import time
 from ctypes import CFUNCTYPE, c_int, c_void_p, cast

@@ -1,5 +1,5 @@
-"""Prompts of mixtures on a GPU: cold experts streamed to it, or computed by the CPU at the same time. The
-CPU stands for the GPU, with the reference of its kernels.
+"""Prompts of mixtures on a GPU: cold experts streamed to it, or computed by the CPU at the same
+time. The CPU stands for the GPU, with the reference of its kernels.
 
 Letters: A experts."""
 
@@ -110,7 +110,8 @@ def test_experts_with_biases_and_interleaved_rows(tmp_path, mode):
 
 @pytest.mark.parametrize("layout", ["stock", "sparse"])
 def test_random_plans_give_the_logits_of_the_definition(layout):
-    """20 plans, with and without rates, experts in memory and in the file, and pieces of any size."""
+    """20 plans, with and without rates, experts in memory and in the file, and pieces of any
+    size."""
     model = mixture(
         route=ROUTES["groups"],
         layout=layout,
@@ -209,7 +210,8 @@ def late_errors(monkeypatch, *, is_staged=False, seed=0, dropped=None, mistake=N
 
 
 def _late_layer(ffn, stream):
-    """(outputs of a layer's experts, all of them streamed, when the streams have run; right ones)."""
+    """(outputs of a layer's experts, all of them streamed, when the streams have run; right
+    ones)."""
     cold = stream.blocks[ffn.layer].block
     parts = [np.flatnonzero(cold.places >= 0)[start : start + 3] for start in range(0, 9, 3)]
     x_TD = torch.randn(4, 32, generator=torch.Generator().manual_seed(ffn.layer))

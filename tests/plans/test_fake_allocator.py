@@ -96,7 +96,8 @@ def test_a_graph_takes_two_numbers_on_its_stream(allocator):
 
 
 def test_a_pool_of_graphs_has_memory_of_its_own(allocator):
-    """Graphs share it, its free memory stays with it, and it is free when pool and graphs are gone."""
+    """Graphs share it, its free memory stays with it, and it is free when pool and graphs are
+    gone."""
     pool, stream = torch.cuda.MemPool(), torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
         kept = torch.zeros(64, device="cuda")

@@ -1,6 +1,6 @@
-"""Engines with plans of gated delta nets on fake CUDA devices (fake_cuda): captured steps of one and
-several rows, hand-overs by flags, prompts and rollbacks use the code for a real GPU, and give the CPU's
-logits."""
+"""Engines with plans of gated delta nets on fake CUDA devices (fake_cuda): captured steps of one
+and several rows, hand-overs by flags, prompts and rollbacks use the code for a real GPU, and give
+the CPU's logits."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Engines with plans of mixtures on fake CUDA devices (fake_cuda): captured steps, hand-overs by flags
-and prompts use the code for a real GPU, and give the CPU's logits."""
+"""Engines with plans of mixtures on fake CUDA devices (fake_cuda): captured steps, hand-overs by
+flags and prompts use the code for a real GPU, and give the CPU's logits."""
 
 import dataclasses
 

@@ -134,7 +134,8 @@ def test_cold_weights_stream_to_the_device(tmp_path, monkeypatch, mode, is_resid
 
 @pytest.mark.parametrize("case", ["opt", "phi4-mini", "llama-biases"])
 def test_a_graph_of_layers_from_the_tests_for_real_devices(tmp_path, case):
-    """OPT's learned positions are in the type of the weights; biases are stacked with q, k and v."""
+    """OPT's learned positions are in the type of the weights; biases are stacked with q, k and
+    v."""
     with checked_cuda():
         test_step.test_every_graph_of_layers(tmp_path, "cuda", case, "q8_0")
 

@@ -76,8 +76,8 @@ def test_random_orders_that_the_graph_allows_give_the_same_bits(loaded):
 
 
 def test_the_graph_has_the_steps_operations(loaded):
-    """Two divided layers and two on the CPU: kernels on one stream, and functions that the host runs
-    beside it, without a race."""
+    """Two divided layers and two on the CPU: kernels on one stream, and functions that the host
+    runs beside it, without a race."""
     names = Counter(node.name for node in loaded.graph.nodes)
     assert names["gate_up"] == names["down"] == 2 and names["attend"] == 2
     assert names["host function"] == names["write flag"] == 6 and names["wait for flag"] == 4
@@ -88,8 +88,9 @@ def test_the_graph_has_the_steps_operations(loaded):
 
 
 def test_without_any_one_edge_the_step_races(loaded, omit):
-    """Leaves out each edge in turn. An edge is redundant if the others imply the same order, or if it
-    is between functions that the host runs one after the other, with no data between their flags."""
+    """Leaves out each edge in turn. An edge is redundant if the others imply the same order, or if
+    it is between functions that the host runs one after the other, with no data between their
+    flags."""
     graph, engine = loaded.graph, loaded.engine
     want, _ = ran(engine)
     found, redundant = 0, []
@@ -129,7 +130,8 @@ def changed_bits(loaded, omit, numbers, seeds):
 
 
 def test_without_an_edge_some_order_gives_other_logits(loaded, omit):
-    """So the races reported are real. These edges put data before a flag, and data behind a wait."""
+    """So the races reported are real. These edges put data before a flag, and data behind a
+    wait."""
     names = [node.name for node in loaded.graph.nodes]
     kept = [
         n

@@ -1,6 +1,6 @@
-"""Hybrid steps of mixtures most of whose layers are gated delta nets, with both roles on the CPU: logits
-agree with those of the undivided model up to rounding, each row has the bits of a row alone, and what
-fails or is tried changes no state."""
+"""Hybrid steps of mixtures most of whose layers are gated delta nets, with both roles on the CPU:
+logits agree with those of the undivided model up to rounding, each row has the bits of a row alone,
+and what fails or is tried changes no state."""
 
 import dataclasses
 import random
@@ -31,8 +31,8 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.plain_backend import plain_backend
 
-# The CPU rounds inputs of products with q8_0 to 8 bits, and the norms of queries, keys and outputs make
-# errors of small values larger.
+# The CPU rounds inputs of products with q8_0 to 8 bits, and the norms of queries, keys and outputs
+# make errors of small values larger.
 BOUND = {"f32": BOUNDS["f32"], "q8_0": 2e-2}
 # Hot experts of four layers, the last of which attends, and whether attention or delta nets are on
 # the GPU.
@@ -46,8 +46,8 @@ PLANS = {
 def delta_mixture(
     kind: str = "f32", *, num_layers: int = 4, width: int = 64, **options
 ) -> ModelFile:
-    """Three delta nets and one attention with gates and rotation of half a head, with a gated shared
-    expert; routers choose clearly."""
+    """Three delta nets and one attention with gates and rotation of half a head, with a gated
+    shared expert; routers choose clearly."""
     sizes = make_sizes(num_layers=num_layers, width=width, num_neurons=32, context_length=96)
     spec = mixture_spec(
         sizes,

@@ -1,6 +1,6 @@
-"""Hybrid steps of mixtures of experts, with both roles on the CPU: some experts of each layer are hot,
-others cold. Logits agree with those of the undivided model up to rounding, whatever the plan; each row
-has the bits of a row alone, and any order that the events allow gives the same bits."""
+"""Hybrid steps of mixtures of experts, with both roles on the CPU: some experts of each layer are
+hot, others cold. Logits agree with those of the undivided model up to rounding, whatever the plan;
+each row has the bits of a row alone, and any order that the events allow gives the same bits."""
 
 import dataclasses
 import random
@@ -73,7 +73,8 @@ def stock(route: str = "groups", **options) -> ModelFile:
 
 
 def as_stock(model: ModelFile) -> ModelFile:
-    """The model in f32 with its down projections by outputs; llama.cpp would not run all of these."""
+    """The model in f32 with its down projections by outputs; llama.cpp would not run all of
+    these."""
     tensors = {
         in_layout(name, "stock"): array_entry(np.array(entry.read()).swapaxes(-1, -2), "f32")
         if is_neuron_major(name)
@@ -241,8 +242,8 @@ def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan):
 
 
 def test_experts_of_the_cpu_are_read_once_for_all_rows():
-    """Rows with the same token choose the same experts, so two read the bytes of one; and only those
-    that are not hot."""
+    """Rows with the same token choose the same experts, so two read the bytes of one; and only
+    those that are not hot."""
     model, read = stock(kind="q8_0", num_neurons=32), []
     for number in (1, 2):
         split = made_plan(model, *PLANS["some"], num_sequences=number, context_length=64)

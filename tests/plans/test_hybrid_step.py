@@ -194,8 +194,8 @@ def test_every_event_is_needed(tmp_path, plan):
 
 
 def test_each_layer_with_cold_neurons_takes_one_round_trip(tmp_path):
-    """A round trip is a function of the host and no copy: kernels write its input to the host and read
-    its output there. A layer wholly on the GPU needs none."""
+    """A round trip is a function of the host and no copy: kernels write its input to the host and
+    read its output there. A layer wholly on the GPU needs none."""
     model, split = made(tmp_path, "mixed")  # divided, all on the CPU, all on the GPU, divided
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
         log = logged(engine, split)

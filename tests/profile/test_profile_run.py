@@ -117,8 +117,8 @@ def test_a_killed_run_resumes(files):
         "from hotsplit.profile.collect import profile\n"
         "from hotsplit.profile.config import ProfileConfig\n"
         "original = run.ResumableRun._pause\n"
-        "run.ResumableRun._pause = lambda self, **rest: (time.sleep(0.01), original(self, **rest))\n"
-        "f = Path(sys.argv[1])\n"
+        "run.ResumableRun._pause = lambda self, **rest: (time.sleep(0.01), original(self,"
+        " **rest))\nf = Path(sys.argv[1])\n"
         "profile(ProfileConfig(model=f / 'codec.gguf', corpora=(f / 't.txt',),"
         " output=f / 'cut', max_tokens=6000, save_every_s=0.05))\n"
     )

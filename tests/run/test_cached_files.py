@@ -25,7 +25,8 @@ def commands_in(text: str) -> list[list[str]]:
 
 
 def test_a_source_that_cannot_be_loaded_has_its_copy_named(silu, capsys, tmp_path):
-    """The source is a checkpoint folder, which `report` does not take. Before `run` it has no copy."""
+    """The source is a checkpoint folder, which `report` does not take. Before `run` it has no
+    copy."""
     words = ["report", str(silu), "-o", "r.html"]
     assert main(words) == 1
     assert "run has a converted copy" not in capsys.readouterr().err

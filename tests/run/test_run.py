@@ -304,8 +304,8 @@ def test_a_slow_plan_is_replaced_once_and_for_all(
 def test_the_second_plan_is_solved_with_what_was_measured(
     capsys, monkeypatch, silu, text, gpu, cache
 ):
-    """The CPU alone is slower than predicted, and its figures in the second plan's machine file are as
-    much slower; what they do not explain of the plan's seconds is laid to its hand-overs."""
+    """The CPU alone is slower than predicted, and its figures in the second plan's machine file are
+    as much slower; what they do not explain of the plan's seconds is laid to its hand-overs."""
     timed(monkeypatch, model=3.0, cpu=9.0, second=2.0, layers=4.0)
     run(capsys, silu, "--corpus", text, "--no-verify", "--vram", "680KiB", "-c", 32)
     found = {each.kind: cache / each.name for each in housekeeping.list_cache(cache)}

@@ -41,7 +41,8 @@ def size(source, kind) -> int:
 
 def test_the_type_is_the_most_precise_that_fits(source):
     """Rows of 64 values do not fill a K-quant's block and have llama.cpp's smaller ones: q8_0 for
-    q6_k, q5_1 for q5_k, q5_0 for q4_k; and q8_0 for the head of q4_0, which is not the smallest here."""
+    q6_k, q5_1 for q5_k, q5_0 for q4_k; and q8_0 for the head of q4_0, which is not the smallest
+    here."""
     least = min(BY_QUALITY, key=lambda kind: size(source, kind))
     for room, kind in (
         (Room(main=size(source, "q8_0")), "q8_0"),

@@ -1,5 +1,5 @@
-"""`hotsplit run` of mixtures of experts: the look that records routings, the plan, and the trial of all
-that is obvious; on fake CUDA devices, too."""
+"""`hotsplit run` of mixtures of experts: the look that records routings, the plan, and the trial of
+all that is obvious; on fake CUDA devices, too."""
 
 from pathlib import Path
 
@@ -44,7 +44,8 @@ def run(capsys, *words: object) -> tuple[dict, list[str]]:
 
 @pytest.mark.parametrize("fastest", ["model", "experts", "layers", "cpu"])
 def test_whatever_is_fastest_runs(capsys, monkeypatch, card, tmp_path, text, cache, fastest):
-    """Nothing is converted; the look records the experts of as many tokens as there are, at most."""
+    """Nothing is converted; the look records the experts of as many tokens as there are, at
+    most."""
     monkeypatch.setattr(prepare, "room_here", lambda vram, _: Room(main=1 << 34, gpus=vram or ()))
     monkeypatch.setattr(stages, "EXPERT_TOKENS", 700)
     names = ("model", "experts", "layers", "cpu")
@@ -76,8 +77,8 @@ def test_whatever_is_fastest_runs(capsys, monkeypatch, card, tmp_path, text, cac
 def test_plans_are_tried_and_run_on_a_device(
     capsys, monkeypatch, card, tmp_path, text, has_delta_nets, vram, shown
 ):
-    """Each way is loaded and run; the text is that of the CPU. Fewer steps are timed, as their seconds
-    are not those of a device."""
+    """Each way is loaded and run; the text is that of the CPU. Fewer steps are timed, as their
+    seconds are not those of a device."""
     monkeypatch.setattr(stages, "EXPERT_TOKENS", 64)
     monkeypatch.setattr(trial, "STEPS", 4)
     tried = []

@@ -99,8 +99,8 @@ def test_the_client_of_lm_eval_finds_the_scores_of_transformers(tmp_path, monkey
             **options,
         )["samples"]
 
-    # Its cache is off: it confuses a continuation of two tokens with one of a single token if context
-    # and continuation together are the same.
+    # Its cache is off: it confuses a continuation of two tokens with one of a single token if
+    # context and continuation together are the same.
     model = LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
     want = scores(
         HFLM(

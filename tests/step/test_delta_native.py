@@ -1,6 +1,6 @@
-"""A gated delta net in C++ against its definition in float64: at every level, in rows and prompts, with
-several sequences in a pass and states in slots. A row's bits depend neither on the other rows of its
-pass nor on threads.
+"""A gated delta net in C++ against its definition in float64: at every level, in rows and prompts,
+with several sequences in a pass and states in slots. A row's bits depend neither on the other rows
+of its pass nor on threads.
 
 Letters: T tokens, D model width, G key heads, V value heads, N and M values of a key and of a value
 head, J taps, C channels of the convolution, S slots."""
@@ -189,8 +189,8 @@ class Net:
         self.kept = [structs, tensors]
 
     def run(self, runs):
-        """Outputs of a pass, one array for each run (x [T, D], slot to begin with, {row: slot in which
-        the state after it is stored})."""
+        """Outputs of a pass, one array for each run (x [T, D], slot to begin with, {row: slot in
+        which the state after it is stored})."""
         rows = [
             RowStruct(sequence=number, position=t, source=-1, reads=reads, writes=writes.get(t, -1))
             for number, (x_TD, reads, writes) in enumerate(runs)
@@ -239,7 +239,8 @@ def test_it_equals_its_definition(restore_library, level, sizes):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_rows_bits_depend_on_nothing_else(restore_library, level, sizes):
-    """Tokens alone, a text in one pass, in several passes from slot to slot and beside other texts."""
+    """Tokens alone, a text in one pass, in several passes from slot to slot and beside other
+    texts."""
     library.set_level(level)
     net, x_TD, y_TD = Net(sizes), text(1, 50), text(2, 23)
     want, other = net.alone(x_TD), net.alone(y_TD)

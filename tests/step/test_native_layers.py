@@ -1,4 +1,5 @@
-"""Passes that observers see in native operations, against the float64 decoder and the bits of the steps."""
+"""Passes that observers see in native operations, against the float64 decoder and the bits of the
+steps."""
 
 import dataclasses
 from functools import partial

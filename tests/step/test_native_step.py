@@ -1,5 +1,5 @@
-"""The decode step in one native call, compared with the float64 decoder; its bits do not depend on the
-number of threads. It refuses what it does not support."""
+"""The decode step in one native call, compared with the float64 decoder; its bits do not depend on
+the number of threads. It refuses what it does not support."""
 
 import dataclasses
 import os
@@ -157,8 +157,8 @@ def test_attention_over_parts_of_the_cache(
 
 
 def heads_seen(engine, token, position):
-    """The output of the only head for a token, and the same in float64, from the keys and values of the
-    cache."""
+    """The output of the only head for a token, and the same in float64, from the keys and values of
+    the cache."""
     seen = {}
     with engine.observe(lambda name, layer, x: seen.update({name: x[0].double().numpy()})):
         engine._step(token, position)

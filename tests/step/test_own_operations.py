@@ -1,5 +1,5 @@
-"""A position-wise operation that no file of the product names, at several places of a layer: on a GPU it gives what
-torch gives, and memory is counted for it."""
+"""A position-wise operation that no file of the product names, at several places of a layer: on a
+GPU it gives what torch gives, and memory is counted for it."""
 
 import json
 import sys
@@ -110,8 +110,8 @@ def scaling(reads: str, writes: str) -> Scaling:
 
 
 def spec_with(before: list, between: list, after: list) -> ModelSpec:
-    """Layers of two residual sums, with more blocks before the first one, before the neurons, and at the end;
-    blocks before the first sum are terms of it."""
+    """Layers of two residual sums, with more blocks before the first one, before the neurons, and
+    at the end; blocks before the first sum are terms of it."""
     base = make_model(sizes=make_sizes(num_layers=2, num_neurons=96)).spec
     norm, attention, first, second, neurons, last = base.layers[0].blocks
     assert isinstance(neurons, Neurons)

@@ -229,16 +229,17 @@ PHI3 = (
 )
 
 DEEPSEEK = (
-    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
-    "{% set ns = namespace(is_first=true, system_prompt='') %}{%- for message in messages %}"
-    "{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif %}"
-    "{%- endfor %}{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}"
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif"
+    " %}{% set ns = namespace(is_first=true, system_prompt='') %}{%- for message in messages %}"
+    "{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif"
+    " %}{%- endfor %}{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}"
     "{%- if message['role'] == 'user' %}{{'<\uff5cUser\uff5c>' + message['content']}}{%- endif %}"
     "{%- if message['role'] == 'assistant' and message['content'] is not none %}"
     "{% set content = message['content'] %}{% if '</think>' in content %}"
     "{% set content = content.split('</think>')[-1] %}{% endif %}"
-    "{{'<\uff5cAssistant\uff5c>' + content + '<\uff5cend\u2581of\u2581sentence\uff5c>'}}{%- endif %}"
-    "{%- endfor -%}{% if add_generation_prompt %}{{'<\uff5cAssistant\uff5c><think>\\n'}}{% endif %}"
+    "{{'<\uff5cAssistant\uff5c>' + content + '<\uff5cend\u2581of\u2581sentence\uff5c>'}}{%- endif"
+    " %}{%- endfor -%}{% if add_generation_prompt %}{{'<\uff5cAssistant\uff5c><think>\\n'}}{% endif"
+    " %}"
 )
 
 QWEN_REASONING = """\

@@ -367,8 +367,8 @@ TYPED = CallRules(tools={"f": SCHEMA, "now": {}})
         ("<parameter=a>x<parameter=b>2<parameter=e>true</function>", {"a": "x", "b": 2, "e": True}),
         # Tags inside a value.
         (
-            "<parameter=a>\n<parameter=zz>\n</function> and </tool_call> </parameter>!\n</parameter>\n"
-            "</function>\n</tool_call>",
+            "<parameter=a>\n<parameter=zz>\n</function> and </tool_call>"
+            " </parameter>!\n</parameter>\n</function>\n</tool_call>",
             {"a": "<parameter=zz>\n</function> and </tool_call> </parameter>!"},
         ),
         ("<parameter=a>\nx <parameter=a>\n</parameter></function>", {"a": "x <parameter=a>"}),

@@ -214,8 +214,8 @@ def test_unions_whose_alternatives_exclude_each_other(name):
     assert len(documents) > 1
 
 
-# A name, a schema, a valid document and an invalid one; what is not an assertion of JSON Schema changes
-# nothing.
+# A name, a schema, a valid document and an invalid one; what is not an assertion of JSON Schema
+# changes nothing.
 ANNOTATED = r"""
 format of a number | {"type": "integer", "format": "int32"} | 5 | "5"
 format without type | {"format": "double"} | 1.5 | x

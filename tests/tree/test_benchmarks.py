@@ -1,5 +1,5 @@
-"""Benchmarks are run by hand. What they use of the package must be there, and take the arguments that
-they give."""
+"""Benchmarks are run by hand. What they use of the package must be there, and take the arguments
+that they give."""
 
 import ast
 import importlib
@@ -13,8 +13,8 @@ MISSING = object()
 
 
 def wrong_uses(text: str) -> list[str]:
-    """Names of the package that a script imports, reads or replaces, and that are not there; and calls
-    that its functions and classes would refuse."""
+    """Names of the package that a script imports, reads or replaces, and that are not there; and
+    calls that its functions and classes would refuse."""
     tree, known, found = ast.parse(text), {}, []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hotsplit"):

@@ -1,6 +1,6 @@
-"""Pairs of a row and one of its experts, sorted by expert, as the products of a pass read them: sorted by a
-kernel for experts that a GPU stores, and on the host for those that are streamed to it, which depend on
-how many rows each has.
+"""Pairs of a row and one of its experts, sorted by expert, as the products of a pass read them:
+sorted by a kernel for experts that a GPU stores, and on the host for those that are streamed to it,
+which depend on how many rows each has.
 
 Letters: T rows, K experts of a row, P pairs, G tiles of pairs, E experts, A some experts."""
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Pairs of a tile, each of which unpacks its expert's weights anew. Tiles of 128, as of products with one
-# matrix, spill 72 bytes of registers in q4_k; where weights are in the CPU's tiles, in which each byte
-# has a place of its own, the small ones have 190 registers.
+# Pairs of a tile, each of which unpacks its expert's weights anew. Tiles of 128, as of products
+# with one matrix, spill 72 bytes of registers in q4_k; where weights are in the CPU's tiles, in
+# which each byte has a place of its own, the small ones have 190 registers.
 SMALL_TILE, LARGE_TILE = 32, 64
 
 
@@ -21,9 +21,9 @@ SMALL_TILE, LARGE_TILE = 32, 64
 class Pairs:
     """The pairs of some experts whose matrices are in one place.
 
-    `tile_G3`, int32: (place of the expert, first pair in `row_3P`, pairs), an expert's tiles one after
-    another. `row_3P`, int32: the pair's row t, its number among these, and k T + t, the row of its
-    output; it may have other pairs as well."""
+    `tile_G3`, int32: (place of the expert, first pair in `row_3P`, pairs), an expert's tiles one
+    after another. `row_3P`, int32: the pair's row t, its number among these, and k T + t, the row
+    of its output; it may have other pairs as well."""
 
     tile_G3: Tensor
     row_3P: Tensor
@@ -46,8 +46,8 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class PairBuffers:
-    """Memory for the pairs of experts that a GPU stores. `weight_P`: the weight of each pair, at the row of
-    its output, for all experts."""
+    """Memory for the pairs of experts that a GPU stores. `weight_P`: the weight of each pair, at
+    the row of its output, for all experts."""
 
     tile_G3: Tensor  # int32
     row_3P: Tensor  # int32
@@ -82,8 +82,8 @@ def most_tiles(num_pairs: int, num_experts: int, size: int = SMALL_TILE) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What the router of a layer has chosen, on the host: `pair_P` are the pairs K t + k sorted by expert,
-    those of expert e from start_E[e] on, count_E[e] of them."""
+    """What the router of a layer has chosen, on the host: `pair_P` are the pairs K t + k sorted by
+    expert, those of expert e from start_E[e] on, count_E[e] of them."""
 
     pair_P: np.ndarray
     start_E: np.ndarray
@@ -118,8 +118,8 @@ class Choices:
             yield np.array(part)
 
     def tables(self, part_A: np.ndarray, num_rows: int, num_used: int) -> tuple[np.ndarray, int]:
-        """(the tiles and rows of a part's pairs as Pairs has them, flat, the size of its tiles). The experts
-        are at places 0, 1, ..."""
+        """(the tiles and rows of a part's pairs as Pairs has them, flat, the size of its tiles).
+        The experts are at places 0, 1, ..."""
         count_A, pair_P = self.count_E[part_A], self.pairs(part_A)
         num_A = -(-count_A // SMALL_TILE)
         own_G = np.repeat(np.arange(len(num_A)), num_A)

@@ -1,7 +1,8 @@
-"""Sorts the pairs of a row and one of its experts by expert, for the products of a pass: a counting sort
-with a program for each expert, so that nothing waits for the host.
+"""Sorts the pairs of a row and one of its experts by expert, for the products of a pass: a counting
+sort with a program for each expert, so that nothing waits for the host.
 
-Letters: T rows, K experts of a row, E experts, P = T K pairs, G tiles of pairs, C pairs of a chunk."""
+Letters: T rows, K experts of a row, E experts, P = T K pairs, G tiles of pairs, C pairs of a
+chunk."""
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ def sort_pairs(
     num_experts: int,
     tile_size: int,
 ) -> None:
-    """The pairs of a row and one of its experts that are in a block, sorted by expert; `place_E`: see
-    ExpertBlock. `tile_G3` and `row_3P` as in expert_pairs.Pairs, but the third row is k T + t, the row
-    of a pair's output, whose weight is written there. Unused tiles have no pairs."""
+    """The pairs of a row and one of its experts that are in a block, sorted by expert; `place_E`:
+    see ExpertBlock. `tile_G3` and `row_3P` as in expert_pairs.Pairs, but the third row is k T + t,
+    the row of a pair's output, whose weight is written there. Unused tiles have no pairs."""
     num_rows, num_used = len(routed_T2K), routed_T2K.shape[1] // 2
     id_TK, weight_TK = routed_T2K[:, :num_used].long(), routed_T2K[:, num_used:]
     places = range(num_experts) if place_E is None else place_E.tolist()

@@ -1,6 +1,7 @@
 """A loaded block of attention, and its pass over a prompt's tokens on a GPU.
 
-Letters: T tokens, H heads, W head width, D model width, Q values of queries, keys and values together."""
+Letters: T tokens, H heads, W head width, D model width, Q values of queries, keys and values
+together."""
 
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ from hotsplit.runtime.weights.matrix import Linear
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """A loaded block of attention: its spec has all numbers. `inputs`: the matrices of query, key and
-    value, or one matrix for several."""
+    """A loaded block of attention: its spec has all numbers. `inputs`: the matrices of query, key
+    and value, or one matrix for several."""
 
     spec: AttentionSpec
     inputs: tuple[Linear, ...]
@@ -28,6 +29,6 @@ class Attention:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers of values per token: of the input projections together (queries, their gates, keys
-        and values), and of queries alone."""
+        """Numbers of values per token: of the input projections together (queries, their gates,
+        keys and values), and of queries alone."""
         return self.spec.qkv_size + self.spec.gate_size, self.spec.query_size

@@ -107,8 +107,8 @@ def launch_attend_tokens(
 
 
 def turned_by(heads: Attention) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What the rotating kernel reads: frequencies, and the weights of the norms of each query and of
-    each key."""
+    """What the rotating kernel reads: frequencies, and the weights of the norms of each query and
+    of each key."""
     norms = (None, None) if heads.spec.norms_all_heads else (heads.query_norm, heads.key_norm)
     query_W, key_W = (norm.weight_D if norm else None for norm in norms)
     return heads.rotary.frequency_W if heads.rotary else None, query_W, key_W

@@ -14,7 +14,8 @@ from hotsplit.runtime.weights.matrix import Linear
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet:
-    """A loaded delta net. The matrices of beta and alpha have a row for each value head, in order."""
+    """A loaded delta net. The matrices of beta and alpha have a row for each value head, in
+    order."""
 
     spec: DeltaSpec
     qkv: Linear

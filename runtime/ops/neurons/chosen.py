@@ -1,7 +1,7 @@
-"""Computes the experts of a layer that are in main memory and that a router has chosen, in one native
-call: the CPU's part of a divided layer in hybrid steps, and experts on the CPU in passes through torch. In
-a step the router's result is read from memory, where a GPU may have written it. The reference is
-feed_forward.py.
+"""Computes the experts of a layer that are in main memory and that a router has chosen, in one
+native call: the CPU's part of a divided layer in hybrid steps, and experts on the CPU in passes
+through torch. In a step the router's result is read from memory, where a GPU may have written it.
+The reference is feed_forward.py.
 
 Letters: T tokens, K experts of a token, D model width."""
 
@@ -30,8 +30,8 @@ class ChosenStruct(Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class NativeExperts:
-    """The native call of a block of experts. Reads `x_D` and `routed`, [T, 2 K], and writes `y_D`, which
-    are buffers at fixed addresses; `struct.num_tokens` is the number of their rows in use."""
+    """The native call of a block of experts. Reads `x_D` and `routed`, [T, 2 K], and writes `y_D`,
+    which are buffers at fixed addresses; `struct.num_tokens` is the number of their rows in use."""
 
     struct: ChosenStruct
     reads: tuple[Tensor, ...]
@@ -50,8 +50,9 @@ class NativeExperts:
         y_D: Tensor,
         room: SharedWorkspace,
     ) -> "NativeExperts":
-        """Prepares a call, which can run after `room.allocate()`; that checks the sizes. `routed` begins
-        with the rows [2 K] of the layer. Raises NotNative if the kernels do not support the block."""
+        """Prepares a call, which can run after `room.allocate()`; that checks the sizes. `routed`
+        begins with the rows [2 K] of the layer. Raises NotNative if the kernels do not support the
+        block."""
         structs = Structs()
         struct = ChosenStruct(
             experts=experts_struct(structs, block),

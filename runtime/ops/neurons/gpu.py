@@ -1,7 +1,7 @@
 """A block of neurons, of experts, or of shared experts, as a GPU's kernels.
 
-Letters: D model width, F neurons of the layer, or of an expert, N of the block, K experts of a row, W
-words of F bits, S partial sums. Steps of several rows have an axis for them."""
+Letters: D model width, F neurons of the layer, or of an expert, N of the block, K experts of a row,
+W words of F bits, S partial sums. Steps of several rows have an axis for them."""
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ def launch_neurons(
     gate_N: Tensor | None = None,
 ) -> None:
     """Writes the hidden values of a block's neurons, and partial sums of its output. `id_N`: their
-    ids in the layer; None: all, in order. `named_W`: only these are computed; None: all. `gate_N`: memory
-    for the gates, if all of the layer are needed before the first activation."""
+    ids in the layer; None: all, in order. `named_W`: only these are computed; None: all. `gate_N`:
+    memory for the gates, if all of the layer are needed before the first activation."""
     down = block.down
     if gate_N is None:
         _launch_hidden(on, block, gate, id_N, named_W, x_D, hidden_N)
@@ -92,8 +92,8 @@ def launch_experts(
     hidden_KF: Tensor,
     parts_PD: Tensor,
 ) -> None:
-    """Writes the hidden values of the chosen experts of a block, and the partial sums of their weighted
-    outputs; both are 0 of those that are elsewhere."""
+    """Writes the hidden values of the chosen experts of a block, and the partial sums of their
+    weighted outputs; both are 0 of those that are elsewhere."""
     own, down, place_E = block.gate.flat, block.down.flat, block.place_E
     up = None if block.up is None else block.up.flat
     up_weight, up_bias_N = (None, None) if up is None else (up.weight, up.bias_N)
@@ -137,8 +137,8 @@ def launch_shared(
     weight_2: Tensor,
     parts_SD: Tensor,
 ) -> None:
-    """Writes the partial sums of the output of the shared experts. `logit_1`, `weight_2`: memory for
-    the logit and the weight of their gate."""
+    """Writes the partial sums of the output of the shared experts. `logit_1`, `weight_2`: memory
+    for the logit and the weight of their gate."""
     (block,) = shared.ffn.blocks
     down, gate, rule = block.down, shared.gate, shared.ffn.gate
     if gate is None and not block.is_by_output:

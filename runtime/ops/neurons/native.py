@@ -166,9 +166,9 @@ class NativeNeurons:
         fired_W: Tensor | None = None,
     ) -> "NativeNeurons":
         """Prepares a call. `num_neurons` is the layer's F. `named_W`: the bits of the neurons that
-        are computed; None: all, or, if the neurons are named, bits that are allocated, as are `x_D` and
-        `y_D` if not given. Raises NotNative if the kernels do not support the block, and ImportError if
-        they are not built.
+        are computed; None: all, or, if the neurons are named, bits that are allocated, as are `x_D`
+        and `y_D` if not given. Raises NotNative if the kernels do not support the block, and
+        ImportError if they are not built.
 
         With a `room`, the call can run only after `room.allocate()`, which then checks the block's
         sizes and that the kernels are built."""

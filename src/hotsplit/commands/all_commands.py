@@ -358,8 +358,8 @@ def export_command(
     rope_scale: float | None,
     **options: Any,
 ) -> None:
-    """Write a profile or a plan in the file formats of PowerInfer or SparkInfer, or print the options
-    of llama.cpp that come closest to a plan."""
+    """Write a profile or a plan in the file formats of PowerInfer or SparkInfer, or print the
+    options of llama.cpp that come closest to a plan."""
     from hotsplit.export.export import ExportConfig, export
 
     if is_for_llama_cpp:

@@ -78,8 +78,8 @@ def converse(
         is_typed = sys.stdin.isatty()
         if is_typed:
             note(
-                f"[{name} on {engine.device}; a context of {engine.context_length} tokens; /help for"
-                " help, Ctrl-D to leave]"
+                f"[{name} on {engine.device}; a context of {engine.context_length} tokens; /help"
+                " for help, Ctrl-D to leave]"
             )
         lines = TypedLines() if is_typed else PipedLines()
         talk = Talk(conversation, lines, is_typed, is_greedy=sampling.temperature <= 0)

@@ -60,7 +60,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         _open_closed_streams()
         if not can_start_threads(LEAST_THREADS + processors().threads):
             _say(
-                "hotsplit: the system refuses to start threads; raise the limit on processes (ulimit -u)"
+                "hotsplit: the system refuses to start threads; raise the limit on processes"
+                " (ulimit -u)"
             )
             return 1
     with ending(is_program=is_program) as signals:

@@ -23,22 +23,23 @@ def print_options(
     as_json: bool,
 ) -> None:
     """Prints the options on stdout. `rope`: the scaling that the plan was made with, as in
-    EngineConfig. Raises HotsplitError for files that do not belong together, and click.UsageError if
-    one is not given."""
+    EngineConfig. Raises HotsplitError for files that do not belong together, and click.UsageError
+    if one is not given."""
     from hotsplit.runtime.step.workspace import workspace_bytes
 
     for name, path in (("split", split), ("machine", machine)):
         if path is None:
             raise click.UsageError(
-                f"--llama-cpp needs --{name}: the plan, its machine file and, of a mixture of experts,"
-                " its profile."
+                f"--llama-cpp needs --{name}: the plan, its machine file and, of a mixture of"
+                " experts, its profile."
             )
     assert split is not None and machine is not None
     plan = Split.load(split)
     plan.check_files(split, profile=profile, machine=machine)
     if plan.kv_offload is not None:
         raise HotsplitError(
-            f"{split}: a plan with --kv-offload; llama.cpp has no such option: make a plan without it"
+            f"{split}: a plan with --kv-offload; llama.cpp has no such option: make a plan without"
+            " it"
         )
     config = SolveConfig(
         model=model,

@@ -110,8 +110,8 @@ def plan(
 ) -> None:
     """Predict how fast a model will run and what will be where, from its header alone.
 
-    SOURCE is what hotsplit run takes. Of a model on the hub only headers, configuration and tokenizer
-    are fetched. Nothing is made; the last line is the command that runs the model."""
+    SOURCE is what hotsplit run takes. Of a model on the hub only headers, configuration and
+    tokenizer are fetched. Nothing is made; the last line is the command that runs the model."""
     from hotsplit.run.cache_folder import RunCache
     from hotsplit.run.choice import Wishes
     from hotsplit.run.estimate import estimate, expected_tokens
@@ -197,9 +197,9 @@ def _priced(
     machine: Path | None,
     host_budget: int | None,
 ) -> "tuple[RunJob, Machine, Forecast]":
-    """What `run` would choose on a machine, the machine's figures, and the speeds; for the CPU alone, if
-    that is faster than a GPU that holds everything. Raises DoesNotFitError for a model that does not
-    fit."""
+    """What `run` would choose on a machine, the machine's figures, and the speeds; for the CPU
+    alone, if that is faster than a GPU that holds everything. Raises DoesNotFitError for a model
+    that does not fit."""
     from hotsplit.run.default_budgets import room_here, room_of
     from hotsplit.run.forecast import forecast
     from hotsplit.run.prepare import job_of
@@ -231,13 +231,14 @@ def _check_gpu(wishes: "Wishes") -> None:
         and not (device or "").startswith("cpu")
     ):
         raise HotsplitError(
-            "--vram: torch sees no GPU on this machine; --machine plans for another one, e.g. --machine"
-            " rtx-4060-8gb, and without --vram the plan is for this processor"
+            "--vram: torch sees no GPU on this machine; --machine plans for another one, e.g."
+            " --machine rtx-4060-8gb, and without --vram the plan is for this processor"
         )
 
 
 def _this_machine(job: "RunJob") -> tuple["Machine", Path]:
-    """The figures of this machine, which are measured once and kept for `run`; says it if it was busy."""
+    """The figures of this machine, which are measured once and kept for `run`; says it if it was
+    busy."""
     from hotsplit.artifacts.machine_file import Machine
     from hotsplit.run import stages
     from hotsplit.run.rates import machine_key

@@ -113,7 +113,8 @@ def _lines(report: "ProfileReport") -> list[str]:
         lines.append(f"wrote {report.importances}: how large the inputs of each matrix are")
     if density > NEARLY_ALL:
         lines.append(
-            "note: nearly every neuron fires, as in SiLU and GELU models, so there are none to leave out"
+            "note: nearly every neuron fires, as in SiLU and GELU models, so there are none to"
+            " leave out"
         )
     return lines + short_lines(report)
 

@@ -1,5 +1,5 @@
-"""What `run`, `generate` and `chat` are asked for: texts or a conversation, and how they are sampled,
-constrained and shown. The three have the same options."""
+"""What `run`, `generate` and `chat` are asked for: texts or a conversation, and how they are
+sampled, constrained and shown. The three have the same options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,9 +80,9 @@ request_options = joined(
 
 @dataclass(frozen=True, kw_only=True)
 class CommandRequest:
-    """What is asked for. Without prompts it is a conversation; `is_answer`: the prompt is a message,
-    and the answer is written. `sampling`: the fields of SamplingOptions that are given; `shifts`: a
-    full context drops the oldest turns, or the oldest part of a text."""
+    """What is asked for. Without prompts it is a conversation; `is_answer`: the prompt is a
+    message, and the answer is written. `sampling`: the fields of SamplingOptions that are given;
+    `shifts`: a full context drops the oldest turns, or the oldest part of a text."""
 
     prompts: list[str]
     is_many: bool

@@ -1,7 +1,7 @@
 """`hotsplit run`, `generate` and `chat`: from a checkpoint, a name on the hub or a GGUF to tokens.
 
-They differ in what they do by default: `run` prepares every model and `generate` and `chat` only what
-cannot be run as it is; `generate` needs a prompt, and `chat` takes it as a message."""
+They differ in what they do by default: `run` prepares every model and `generate` and `chat` only
+what cannot be run as it is; `generate` needs a prompt, and `chat` takes it as a message."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any

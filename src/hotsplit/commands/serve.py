@@ -203,8 +203,8 @@ def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
     if wanted > free:
         states = " with recurrent states" if file.spec.has_states else ""
         raise HotsplitError(
-            f"the KV cache{states} takes {format_bytes(wanted)}, but only {format_bytes(free)} are free;"
-            " give a smaller --context, --parallel or --kept"
+            f"the KV cache{states} takes {format_bytes(wanted)}, but only {format_bytes(free)} are"
+            " free; give a smaller --context, --parallel or --kept"
         )
 
 
@@ -219,8 +219,8 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None
     places = config.parallel + config.num_kept
     say(
         f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
-        f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))} are KV cache for"
-        f" {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
+        f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))} are KV cache"
+        f" for {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
         f" {config.num_kept} kept)"
     )
     if plan_places == 1:
@@ -230,12 +230,13 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None
         )
     elif config.parallel > 1 and not engine.has_row_steps:
         say(
-            "note: a step computes one token here, because of a neuron cache, of keys in main memory"
-            " or of a small workspace; requests take turns, and together are no faster than in"
-            " succession"
+            "note: a step computes one token here, because of a neuron cache, of keys in main"
+            " memory or of a small workspace; requests take turns, and together are no faster than"
+            " in succession"
         )
     if not engine.has_equal_rows:
         say(
-            "note: on this device, reusing the KV cache of earlier requests and reading several prompts"
+            "note: on this device, reusing the KV cache of earlier requests and reading several"
+            " prompts"
             ' together may change the last bits of results; "cache_prompt": false turns reuse off'
         )

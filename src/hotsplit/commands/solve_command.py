@@ -76,8 +76,8 @@ def run_sweep(config: SolveConfig, text: str) -> tuple[Any, list[str]]:
 
 
 def parse_range(text: str) -> tuple[int, int, int]:
-    """Parses e.g. "2GiB:24GiB", or "2GiB:24GiB:12" for 12 budgets, to bytes and their number. Raises
-    HotsplitError for anything else."""
+    """Parses e.g. "2GiB:24GiB", or "2GiB:24GiB:12" for 12 budgets, to bytes and their number.
+    Raises HotsplitError for anything else."""
     parts = text.split(":")
     if len(parts) not in (2, 3) or (len(parts) == 3 and not re.fullmatch("[0-9]{1,4}", parts[2])):
         raise HotsplitError(f"{text!r} is not a range; wanted e.g. 2GiB:24GiB, or 2GiB:24GiB:12")
@@ -137,12 +137,14 @@ def _mode_lines(report: SolveReport) -> list[str]:
     lines = []
     if timed:
         others = ", ".join(
-            f"{'all ' * name.startswith('experts')}{name} {1 / seconds:,.1f}{' or so' * is_unproven}"
+            f"{'all ' * name.startswith('experts')}{name}"
+            f" {1 / seconds:,.1f}{' or so' * is_unproven}"
             for seconds, name, is_unproven in timed
         )
         what = "this plan" if report.units == "experts" else f"mode {report.mode}"
         lines.append(
-            f"{what} is the fastest, {report.tokens_per_s:,.1f} tokens/s predicted; others: {others}"
+            f"{what} is the fastest, {report.tokens_per_s:,.1f} tokens/s predicted; others:"
+            f" {others}"
         )
     return lines + ([f"not planned for: {'; '.join(left_out)}"] if left_out else [])
 
@@ -158,8 +160,8 @@ def _last_line(report: SolveReport) -> str:
         else f"everything on the CPU, {format_bytes(host)} of main memory"
     )
     return (
-        f"wrote {report.output}: mode {report.mode}; {where}; {report.tokens_per_s:,.1f} tokens/s predicted,"
-        f" {report.status}, gap {report.gap:.2%}, {report.solve_s:.1f} s"
+        f"wrote {report.output}: mode {report.mode}; {where}; {report.tokens_per_s:,.1f} tokens/s"
+        f" predicted, {report.status}, gap {report.gap:.2%}, {report.solve_s:.1f} s"
     )
 
 

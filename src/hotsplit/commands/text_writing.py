@@ -43,7 +43,8 @@ def write(
     draft_model: Path | None,
     preparing: Mapping[str, Any] | None,
 ) -> None:
-    """Writes the texts of a request and the report, which has what was done to prepare the model."""
+    """Writes the texts of a request and the report, which has what was done to prepare the
+    model."""
     drawn, drafts_line = None, None
     if sampling.seed is None and sampling.temperature > 0 and not request.is_many:
         drawn = secrets.randbelow(1 << 32)  # the report names it, so the text can be repeated
@@ -159,8 +160,8 @@ def _take(
     request: CommandRequest,
     screen: Screen | None = None,
 ) -> int:
-    """Collects the tokens, and shows them on the screen as they come, or as lines of JSON. Returns 0,
-    or the exit code of an interrupt: the report is still printed."""
+    """Collects the tokens, and shows them on the screen as they come, or as lines of JSON. Returns
+    0, or the exit code of an interrupt: the report is still printed."""
     try:
         for number, token in tokens:
             writing = writings[number]
@@ -210,7 +211,8 @@ def _restore(engine: "Engine", sequence: Any, path: Path, *, force: bool) -> Non
 
 
 def _save(engine: "Engine", sequence: Any, num_prompt: int, path: Path) -> None:
-    """Saves the prompt's state, unless the file has it already or a context shift has dropped it."""
+    """Saves the prompt's state, unless the file has it already or a context shift has dropped
+    it."""
     from hotsplit.runtime.generate.generation import TURN_TAIL
     from hotsplit.runtime.generate.prompt_cache import save_prompt
 

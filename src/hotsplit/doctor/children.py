@@ -79,7 +79,8 @@ class Child:
     def _output(self, limit_s: float) -> tuple[bytes, bytes]:
         """The child's output (stdout, stderr) up to its end or the limit. READ_S is always granted:
         the child may have ended before its limit, while another one was waited for. The timeout
-        also ends the wait for a child that has ended but left a process that holds the pipes open."""
+        also ends the wait for a child that has ended but left a process that holds the pipes
+        open."""
         try:
             return self._process.communicate(timeout=max(READ_S, limit_s))
         except subprocess.TimeoutExpired as error:

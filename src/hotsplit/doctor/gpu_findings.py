@@ -98,8 +98,8 @@ def gpus(torch_found: ProbeResult, driver_found: ProbeResult) -> list[Finding]:
 def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
     about, capability = f"GPU {gpu['index']}", _number(gpu["capability"])
     text = (
-        f"{gpu['name']}, compute capability {gpu['capability']}, {format_bytes(gpu['free'])} free of"
-        f" {format_bytes(gpu['total'])}"
+        f"{gpu['name']}, compute capability {gpu['capability']}, {format_bytes(gpu['free'])} free"
+        f" of {format_bytes(gpu['total'])}"
     )
     if capability < LEAST_CAPABILITY:
         text += f": below {LEAST_CAPABILITY}, the lowest that torch's wheels for CUDA 12.8 and later support"

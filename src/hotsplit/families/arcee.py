@@ -1,5 +1,5 @@
-"""Arcee's foundation models (AFM): a Llama without gates under ReLU squared, so that most neurons are
-silent."""
+"""Arcee's foundation models (AFM): a Llama without gates under ReLU squared, so that most neurons
+are silent."""
 
 from functools import partial
 

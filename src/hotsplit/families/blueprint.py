@@ -1,5 +1,5 @@
-"""A blueprint: the keys and the spec of a model, and the source of each of its tensors, made from a checkpoint's
-config by the table of its family."""
+"""A blueprint: the keys and the spec of a model, and the source of each of its tensors, made from a
+checkpoint's config by the table of its family."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -46,12 +46,15 @@ class Sources:
     """Where a checkpoint's tensors are not those of a model file.
 
     renamed: llama.cpp's map of names, as it is for this family.
-    rows: an entry for each tensor whose rows are reordered, by its name within a layer or, for tensors outside
-        the layers, by its full name. columns: the same for the columns of a matrix: column c of the model file
+    rows: an entry for each tensor whose rows are reordered, by its name within a layer or, for
+    tensors outside
+        the layers, by its full name. columns: the same for the columns of a matrix: column c of the
+        model file
         is the checkpoint's column `columns[name][c]`.
     constants: tensors whose names end so are not in the checkpoint and have this value everywhere.
     changes: of the values of tensors whose names end so; the first that matches counts.
-    ignored: suffixes of the names of tensors that are left out; ignored_prefixes: beginnings of such names,
+    ignored: suffixes of the names of tensors that are left out; ignored_prefixes: beginnings of
+    such names,
         which are noted."""
 
     renamed: Callable[[NameOf], NameOf] = field(default=lambda name_of: name_of, compare=False)
@@ -66,8 +69,9 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint(Sources):
-    """The plan of a conversion. `keys`: of the model file's architecture, without its prefix. `name_of` maps the
-    name of a checkpoint's tensor to its name in the model file, or to None if it is unknown."""
+    """The plan of a conversion. `keys`: of the model file's architecture, without its prefix.
+    `name_of` maps the name of a checkpoint's tensor to its name in the model file, or to None if it
+    is unknown."""
 
     spec: ModelSpec
     keys: Mapping[str, Value]
@@ -87,8 +91,8 @@ def gguf_names(arch: gguf.MODEL_ARCH, num_layers: int) -> NameOf:
 
 
 def suffixed(ends: Mapping[str, str]) -> Callable[[NameOf], NameOf]:
-    """A map of names with these ends of a checkpoint's names for those that llama.cpp's map knows, where it
-    lacks them."""
+    """A map of names with these ends of a checkpoint's names for those that llama.cpp's map knows,
+    where it lacks them."""
 
     def renamed(name_of: NameOf) -> NameOf:
         def name(source: str) -> str | None:

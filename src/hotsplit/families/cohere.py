@@ -1,6 +1,7 @@
-"""Command R and Cohere 2: layer norms without biases, one for attention and feed-forward, which run in
-parallel, and logits multiplied by a factor. Command R+ also norms each head of queries and keys with
-weights of its own; Cohere 2 rotates only in its layers with windows, which are all but each fourth."""
+"""Command R and Cohere 2: layer norms without biases, one for attention and feed-forward, which run
+in parallel, and logits multiplied by a factor. Command R+ also norms each head of queries and keys
+with weights of its own; Cohere 2 rotates only in its layers with windows, which are all but each
+fourth."""
 
 from functools import partial
 from typing import TYPE_CHECKING

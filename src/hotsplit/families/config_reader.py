@@ -42,7 +42,8 @@ class ConfigReader:
         return number
 
     def positive_or(self, key: str, default: float) -> float:
-        """A positive number; `default` replaces only a missing key: transformers computes with null."""
+        """A positive number; `default` replaces only a missing key: transformers computes with
+        null."""
         return self.positive(key, None if key in self.values else default)
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -61,8 +62,8 @@ class ConfigReader:
         numbers = [number for number in found if number is not None and _is_positive(number)]
         if not len(found) == len(numbers) == count:
             raise HotsplitError(
-                f"{self.path}: {self.prefix}{key} is {shown(values)}, wanted {count} positive numbers,"
-                f" {what}"
+                f"{self.path}: {self.prefix}{key} is {shown(values)}, wanted {count} positive"
+                f" numbers, {what}"
             )
         return numbers
 
@@ -92,7 +93,8 @@ class ConfigReader:
         if self.values.get(key) not in (*plain, None):
             raise HotsplitError(
                 f"{self.path}: {key} is {shown(self.values[key])}, wanted"
-                f" {' or '.join(map(repr, plain)) or 'none'}: {why}; this checkpoint is not supported"
+                f" {' or '.join(map(repr, plain)) or 'none'}: {why}; this checkpoint is not"
+                " supported"
             )
 
     def activation(self, key: str, known: Mapping[str, Activation]) -> Activation:
@@ -113,8 +115,8 @@ class ConfigReader:
         if number is None or number < 0:
             raise HotsplitError(
                 f"{self.path}: hidden_act is fatrelu and hidden_act_param is"
-                f" {shown(self.values.get('hidden_act_param'))}; wanted its threshold, a number; ask the"
-                " model's authors for it and add it"
+                f" {shown(self.values.get('hidden_act_param'))}; wanted its threshold, a number;"
+                " ask the model's authors for it and add it"
             )
         return number
 
@@ -134,8 +136,8 @@ class ConfigReader:
         is_even = self.values.get("head_dim") is not None or width % heads == 0
         if not is_even or heads % kv_heads or head_width % 2:
             raise HotsplitError(
-                f"{self.path}: {heads_key} is {heads}, {kv_heads_key} {kv_heads}, head_dim {head_width} and"
-                f" hidden_size {width}; wanted whole groups of heads of even width"
+                f"{self.path}: {heads_key} is {heads}, {kv_heads_key} {kv_heads}, head_dim"
+                f" {head_width} and hidden_size {width}; wanted whole groups of heads of even width"
             )
         return heads, kv_heads, head_width
 

@@ -1,6 +1,6 @@
-"""Models whose layers have gated delta nets in three of four places, and gated attention with a rotary
-embedding of a part of each head in the fourth: Qwen3-Next, a mixture, and Qwen 3.5 and 3.6, dense and
-mixtures. Their norms multiply by 1 + weight; a model file has that sum.
+"""Models whose layers have gated delta nets in three of four places, and gated attention with a
+rotary embedding of a part of each head in the fourth: Qwen3-Next, a mixture, and Qwen 3.5 and 3.6,
+dense and mixtures. Their norms multiply by 1 + weight; a model file has that sum.
 
 A checkpoint has the value heads of a key head side by side. llama.cpp's files of Qwen 3.5 have the
 first of each key head before the second of each (DeltaNet.is_grouped)."""
@@ -89,8 +89,8 @@ def _delta_keys(read: ConfigReader) -> dict[str, Value]:
 
 
 def _sections(read: ConfigReader) -> list[int]:
-    """Pairs of values that rotate by a place in time, two in an image, and none, which are all the same
-    in a text; llama.cpp wants the key."""
+    """Pairs of values that rotate by a place in time, two in an image, and none, which are all the
+    same in a text; llama.cpp wants the key."""
     pairs = rotated_values(read, read.rope(), read.count("head_dim"), SHARE) // 2
     return [*((pairs + more) // 3 for more in (2, 1, 0)), 0]
 
@@ -172,8 +172,8 @@ def _joined_rows(delta: DeltaNet) -> dict[str, Rows]:
 
 
 def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    """The tensors, with the rows of `ssm_in`, which llama.cpp's converter wrote for Qwen3-Next before
-    2026, as two matrices. One of another height stays, and is refused as unknown."""
+    """The tensors, with the rows of `ssm_in`, which llama.cpp's converter wrote for Qwen3-Next
+    before 2026, as two matrices. One of another height stays, and is refused as unknown."""
     found = dict(tensors)
     for layer, delta in enumerate(layer.delta for layer in spec.layers):
         if delta is None or not delta.is_grouped:
@@ -196,12 +196,13 @@ def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
     attends_L = [not has_state for has_state in has_state_L]
     if not any(attends_L):
         raise HotsplitError(
-            f"{read.path}: none of {sizes.num_layers} layers has attention: this model is not supported"
+            f"{read.path}: none of {sizes.num_layers} layers has attention: this model is not"
+            " supported"
         )
     if has_keys_L is not None and has_keys_L[: sizes.num_layers] != attends_L:
         raise HotsplitError(
-            f"{read.path}: {name}.{kv_heads} has key heads in other layers than those that attend by its"
-            " other keys: get the file again"
+            f"{read.path}: {name}.{kv_heads} has key heads in other layers than those that attend"
+            " by its other keys: get the file again"
         )
     for key, wanted in (("ssm.v_head_reordered", name != "qwen3next"), ("norm_top_k_prob", True)):
         if read.keys.get(f"{name}.{key}", wanted) is not wanted:  # ollama's
@@ -233,12 +234,13 @@ def _delta_of_keys(read: "KeyReader", sizes: Sizes) -> DeltaNet:
     )
     if inner % heads:
         raise HotsplitError(
-            f"{read.path}: {name}.ssm.inner_size is {inner}, which does not divide among {heads} heads"
+            f"{read.path}: {name}.ssm.inner_size is {inner}, which does not divide among {heads}"
+            " heads"
         )
     if heads % key_heads:
         raise HotsplitError(
-            f"{read.path}: {heads} value heads of delta nets do not divide among {key_heads} key heads:"
-            " no such model; get the model again"
+            f"{read.path}: {heads} value heads of delta nets do not divide among {key_heads} key"
+            " heads: no such model; get the model again"
         )
     if not 2 <= taps <= MOST_TAPS:
         raise HotsplitError(

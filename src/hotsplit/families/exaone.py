@@ -1,6 +1,6 @@
-"""EXAONE 4 (arXiv 2507.11407): norms of the outputs of attention and feed-forward, instead of their inputs,
-and of each head of queries and keys. Where there are windows, all but each fourth layer have one, and these
-alone rotate."""
+"""EXAONE 4 (arXiv 2507.11407): norms of the outputs of attention and feed-forward, instead of their
+inputs, and of each head of queries and keys. Where there are windows, all but each fourth layer
+have one, and these alone rotate."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
 
 PERIOD = 4
-# llama.cpp has windows in models of so many layers, by default of so many tokens (src/models/exaone4.cpp).
+# llama.cpp has windows in models of so many layers, by default of so many tokens
+# (src/models/exaone4.cpp).
 STOCK_LAYERS, STOCK_WINDOW = 64, 4096
 
 
@@ -35,8 +36,8 @@ def keys(read: ConfigReader) -> dict[str, Value]:
     windows = windows_of_config(read, has_window_L=has_window_L)
     if window is not None and not any(windows):
         raise HotsplitError(
-            f"{read.path}: sliding_window is {window}, but no layer has it, so none would rotate; wanted"
-            " null for a model without windows"
+            f"{read.path}: sliding_window is {window}, but no layer has it, so none would rotate;"
+            " wanted null for a model without windows"
         )
     return window_keys(windows)
 

@@ -87,15 +87,16 @@ def expert_keys(
     num_dense: int = 0,
     groups: tuple[int, int] = (1, 1),
 ) -> dict[str, Value]:
-    """The keys that `experts_of_keys` reads. neurons, used: the config's keys of the neurons of an expert and of the
-    experts of a token. shared: neurons of the shared experts, 0 without any. groups: their number, and how many a token
-    uses."""
+    """The keys that `experts_of_keys` reads. neurons, used: the config's keys of the neurons of an
+    expert and of the experts of a token. shared: neurons of the shared experts, 0 without any.
+    groups: their number, and how many a token uses."""
     key = next((name for name in COUNTS if name in read.said), None)
     key = key or next(name for name in COUNTS if name in read.values)
     count = read.values[key]
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_EXPERTS:
         raise HotsplitError(
-            f"{read.path}: {key} is {shown(count)}, wanted a number of experts from 1 to {MAX_EXPERTS}"
+            f"{read.path}: {key} is {shown(count)}, wanted a number of experts from 1 to"
+            f" {MAX_EXPERTS}"
         )
     keys: dict[str, Value] = {
         "expert_count": np.uint32(count),
@@ -126,8 +127,8 @@ def dense_layers(read: "ConfigReader") -> int:
     count = are_dense.index(False) if False in are_dense else num_layers
     if any(are_dense[count:]):
         raise HotsplitError(
-            f"{read.path}: layers without experts (mlp_only_layers, decoder_sparse_step) are supported"
-            " only before all others; this checkpoint is not supported"
+            f"{read.path}: layers without experts (mlp_only_layers, decoder_sparse_step) are"
+            " supported only before all others; this checkpoint is not supported"
         )
     return count
 
@@ -252,9 +253,10 @@ _ALL = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlace:
-    """Where in a model file the experts of a checkpoint's tensor are. `expert`: the only one that it
-    has; None: all, [E, N, M]. `names`: tensors of the model file; of two, the first has the first
-    half of each expert's rows. `is_packed`: in MXFP4, with the scales in a tensor beside it."""
+    """Where in a model file the experts of a checkpoint's tensor are. `expert`: the only one that
+    it has; None: all, [E, N, M]. `names`: tensors of the model file; of two, the first has the
+    first half of each expert's rows. `is_packed`: in MXFP4, with the scales in a tensor beside
+    it."""
 
     names: tuple[str, ...]
     expert: int | None = None

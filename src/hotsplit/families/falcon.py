@@ -34,8 +34,8 @@ OLD_KEYS = {
 
 
 def derived(read: ConfigReader) -> Mapping[str, object]:
-    """The keys of older files, which RWForCausalLM names, as those of newer ones, and the sizes that follow from
-    others."""
+    """The keys of older files, which RWForCausalLM names, as those of newer ones, and the sizes
+    that follow from others."""
     new = {OLD_KEYS.get(key, key): value for key, value in read.said.items()}
     new |= {key: False for key in FLAGS if key in new and new[key] is None}
     read = read.with_values(new)
@@ -108,8 +108,9 @@ def norms(read: ConfigReader) -> Mapping[str, tuple[int, ...]]:
     num_norms = read.values.get("num_ln_in_parallel_attn")
     if num_norms not in (None, 1, 2) or (num_norms == 2 and not is_new):
         raise HotsplitError(
-            f"{read.path}: num_ln_in_parallel_attn is {shown(num_norms)} and new_decoder_architecture"
-            f" {is_new}; transformers has no such layer; this checkpoint is not supported"
+            f"{read.path}: num_ln_in_parallel_attn is {shown(num_norms)} and"
+            f" new_decoder_architecture {is_new}; transformers has no such layer; this checkpoint"
+            " is not supported"
         )
     if not is_new and not is_parallel:
         return dict.fromkeys(NEXT_NORM, ())

@@ -1,5 +1,5 @@
-"""A family: a table of what a checkpoint's config says, from which its keys are made; and a graph, whose keys a
-model's spec is read from. A GGUF enters by its keys."""
+"""A family: a table of what a checkpoint's config says, from which its keys are made; and a graph,
+whose keys a model's spec is read from. A GGUF enters by its keys."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -42,14 +42,15 @@ FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A graph by llama.cpp's name for it, or PowerInfer's. `of_keys` reads the spec from a file's keys and
-    the names of its tensors; `known_keys` are those that it reads beyond the keys of all architectures
-    (key_reader). `options`: the tensors that all layers of a model have or none. `stock_activations` and
-    `stock_options`: what llama.cpp's graph of this name computes and loads; empty if it has none;
-    `not_in_stock` says what else of a spec it would compute otherwise. `apart` takes apart what files of
-    llama.cpp's converter have in one tensor, and `joined` makes one of what its graph wants in one.
-    `fuses_attention`: its queries, keys and values are one matrix; what others have in one is taken apart
-    before `of_keys`. `usual_keys`: a file's keys as those of the spec's own architecture, if that is another."""
+    """A graph by llama.cpp's name for it, or PowerInfer's. `of_keys` reads the spec from a file's
+    keys and the names of its tensors; `known_keys` are those that it reads beyond the keys of all
+    architectures (key_reader). `options`: the tensors that all layers of a model have or none.
+    `stock_activations` and `stock_options`: what llama.cpp's graph of this name computes and loads;
+    empty if it has none; `not_in_stock` says what else of a spec it would compute otherwise.
+    `apart` takes apart what files of llama.cpp's converter have in one tensor, and `joined` makes
+    one of what its graph wants in one. `fuses_attention`: its queries, keys and values are one
+    matrix; what others have in one is taken apart before `of_keys`. `usual_keys`: a file's keys as
+    those of the spec's own architecture, if that is another."""
 
     name: str
     of_keys: Callable[["KeyReader"], ModelSpec]
@@ -66,29 +67,35 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A class of checkpoints, or several, by the first of `architectures` in config.json (`classes`).
+    """A class of checkpoints, or several, by the first of `architectures` in config.json
+    (`classes`).
 
     title: the name of its models for people.
     graph: the architecture of its model files, unless `keys` has another one.
     names: of llama.cpp's map of names, that for its tensors, or a map of its own.
-    defaults: transformers' config class's for the keys that are read and that may be missing; a key that is null
-        in the file stays null. A missing key that is not listed here is refused, unless transformers' default
+    defaults: transformers' config class's for the keys that are read and that may be missing; a key
+    that is null
+        in the file stays null. A missing key that is not listed here is refused, unless
+        transformers' default
         for it is null or the reader has its own (as for rope_theta).
-    model_types: what a config says it is; () for a class that transformers does not have, whose configs say
+    model_types: what a config says it is; () for a class that transformers does not have, whose
+    configs say
         various things.
     fields: the names of FIELDS that are others in its configs.
     plain: keys of the config that change the graph, with the only value that runs.
     flags: optional tensors of all layers, by the flag of the config that says they are there.
     activations: transformers' names of activations that it may have, and a model file's.
-    rope, local_rope: how the config states rotary embeddings, and those of layers with a window, if these have
+    rope, local_rope: how the config states rotary embeddings, and those of layers with a window, if
+    these have
         parameters of their own.
     read_keys: of the keys that other families refuse (CONFIG_KEYS), those that this one reads.
     text_key: the key of the config of the text model, if the checkpoint has others beside it.
     by_type: for a config that may be one of several families', these by its `model_type`.
 
-    What is peculiar: `derived` gives values of the config that follow from others, `keys` further keys of the
-    GGUF, `tensors` optional tensors, by name within all layers or in one, with the shapes that keys lack, and
-    `sources` says where a checkpoint's tensors are if they are not named and ordered as a model file's."""
+    What is peculiar: `derived` gives values of the config that follow from others, `keys` further
+    keys of the GGUF, `tensors` optional tensors, by name within all layers or in one, with the
+    shapes that keys lack, and `sources` says where a checkpoint's tensors are if they are not named
+    and ordered as a model file's."""
 
     classes: tuple[str, ...] = ()
     title: str

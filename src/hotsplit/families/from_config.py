@@ -40,7 +40,8 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     if family is None:
         why = why_not_run(name, config) or "is unknown"
         raise HotsplitError(
-            f"{path}: architecture {shown(name)}: {why}{elsewhere_as_gguf(name)}; supported: {titles()}"
+            f"{path}: architecture {shown(name)}: {why}{elsewhere_as_gguf(name)}; supported:"
+            f" {titles()}"
         )
     notes = _type_notes(path, config.get("model_type"), family, str(name))
     is_beside = bool(family.text_key)
@@ -119,8 +120,8 @@ def _blueprint(family: Family, read: ConfigReader, notes: tuple[str, ...]) -> Bl
 
 
 def _tensors(family: Family, read: ConfigReader, num_layers: int) -> dict[str, TensorEntry]:
-    """The tensors by which a file says what its keys do not: optional ones, of which only names and some shapes
-    are known, and one of each layer."""
+    """The tensors by which a file says what its keys do not: optional ones, of which only names and
+    some shapes are known, and one of each layer."""
     flagged = (name for flag, names in family.flags.items() if read.flag(flag) for name in names)
     given = {"ffn_down.weight": (), **dict.fromkeys(flagged, ()), **family.tensors(read)}
     return {

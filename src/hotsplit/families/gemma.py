@@ -1,6 +1,7 @@
 """Gemma 2 (arXiv 2408.00118): windows in every second layer, norms before and after each block,
 embeddings scaled by sqrt(D), soft caps of scores and logits. Gemma 3 (arXiv 2503.19786): windows in
-five of six layers, with a rotary base of their own, and norms of heads instead of caps of scores."""
+five of six layers, with a rotary base of their own, and norms of heads instead of caps of
+scores."""
 
 import math
 from typing import TYPE_CHECKING

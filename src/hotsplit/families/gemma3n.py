@@ -1,6 +1,6 @@
-"""Gemma 3n: a Gemma whose hidden state has several planes (AltUp), with a product of low rank beside
-attention (LAuReL), an input of its own in each layer, and in its first layers gates that are cut off by their
-mean and deviation, so that one neuron in twenty fires."""
+"""Gemma 3n: a Gemma whose hidden state has several planes (AltUp), with a product of low rank
+beside attention (LAuReL), an input of its own in each layer, and in its first layers gates that are
+cut off by their mean and deviation, so that one neuron in twenty fires."""
 
 import math
 from dataclasses import replace
@@ -43,8 +43,8 @@ PERIOD, LOCAL_THETA = 5, 1e4  # the first is of the layers without a window
 WIDTHS = "widths of layers"  # what intermediate_size was, a list perhaps
 CUTOFFS, PATTERN = "activation_sparsity_scale", "activation_sparsity_pattern"
 SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config without a pattern that has more layers than that
-# llama.cpp's cutoff and the layers that have it, whatever the file says (src/models/models.h), and the
-# layers that have keys and values of their own.
+# llama.cpp's cutoff and the layers that have it, whatever the file says (src/models/models.h), and
+# the layers that have keys and values of their own.
 STOCK_NUMBERS = 4, 64, 256  # planes, rank beside attention, values of a layer's input
 STOCK_CUTOFF, STOCK_OWN_LAYERS = 1.6448533535003662, 20
 _OUTER = {"model.altup_projections.": planes.BEGIN, "model.altup_unembed_projections.": planes.END}
@@ -89,8 +89,8 @@ def _widths(read: ConfigReader) -> list[int]:
 
 
 def _cutoffs(read: ConfigReader, num_layers: int) -> list[float | None]:
-    """The cutoff of each layer's gates: so many deviations above the mean are a share of the neurons of
-    normally distributed gates."""
+    """The cutoff of each layer's gates: so many deviations above the mean are a share of the
+    neurons of normally distributed gates."""
     found = read.values.get(PATTERN)
     if found is None:
         count = SPARSE_LAYERS if num_layers > SPARSE_LAYERS else 0
@@ -169,8 +169,8 @@ def _layer(
     low_rank: LowRank,
     own: PerLayer,
 ) -> LayerSpec:
-    """Norms before and after each block on the active one of several planes, with a product of low rank
-    beside attention; what the layer's own input adds goes to the other planes."""
+    """Norms before and after each block on the active one of several planes, with a product of low
+    rank beside attention; what the layer's own input adds goes to the other planes."""
     norm, out, added = sizes.arrangement().make_norm, low_rank.writes, own.writes
     router_norm = norm(f"{planes.ROUTER}_norm", "active", "active")
     return LayerSpec(

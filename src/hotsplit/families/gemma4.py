@@ -1,8 +1,9 @@
 """Gemma 4: a Gemma whose layers without a window have wider heads, of which a part rotates
-(proportional rotary embeddings), and may take their keys as values; scores are not scaled, values are
-normed, and each layer's result is multiplied by a number of its own. Its mixture has experts beside the
-neurons that always fire, which llama.cpp calls as those of a dense layer. In its E-models each layer has an
-input of its own, from the token, and the last layers read the keys and values of earlier ones."""
+(proportional rotary embeddings), and may take their keys as values; scores are not scaled, values
+are normed, and each layer's result is multiplied by a number of its own. Its mixture has experts
+beside the neurons that always fire, which llama.cpp calls as those of a dense layer. In its
+E-models each layer has an input of its own, from the token, and the last layers read the keys and
+values of earlier ones."""
 
 import math
 import re
@@ -68,8 +69,8 @@ LOCAL_DIM, LOCAL_KV_HEADS = f"{LOCAL}: head_dim", f"{LOCAL}: num_key_value_heads
 
 
 def derived(read: ConfigReader) -> dict[str, object]:
-    """The heads of layers without a window as those of the model, and the published rotary embeddings without a
-    key for them."""
+    """The heads of layers without a window as those of the model, and the published rotary
+    embeddings without a key for them."""
     kv_heads, head_dim = _heads_without_window(read, _are_local(read))
     return {
         "head_dim": head_dim,
@@ -81,22 +82,23 @@ def derived(read: ConfigReader) -> dict[str, object]:
 
 
 def _are_local(read: ConfigReader) -> list[bool]:
-    """Whether each layer has a window; the last has none (transformers, configuration_gemma4.py)."""
+    """Whether each layer has a window; the last has none (transformers,
+    configuration_gemma4.py)."""
     found = read.layers_with_window(PERIOD)
     if read.values.get("layer_types") is None:
         return [*found[:-1], False]
     if found[-1]:
         raise HotsplitError(
-            f"{read.path}: layer_types ends with {LOCAL!r}, wanted {FULL!r}, which transformers makes of"
-            " it: correct the config"
+            f"{read.path}: layer_types ends with {LOCAL!r}, wanted {FULL!r}, which transformers"
+            " makes of it: correct the config"
         )
     return found
 
 
 def _heads_without_window(read: ConfigReader, is_local_L: Sequence[bool]) -> tuple[int, int]:
-    """(key-value heads, width of a head) of layers without a window: by `per_layer_config`, which transformers 5
-    writes, with zeros before short indices, and empty if they do not differ, or by the keys of published
-    configs.
+    """(key-value heads, width of a head) of layers without a window: by `per_layer_config`, which
+    transformers 5 writes, with zeros before short indices, and empty if they do not differ, or by
+    the keys of published configs.
 
     Raises HotsplitError for a `per_layer_config` in which other layers differ."""
     key = "per_layer_config"

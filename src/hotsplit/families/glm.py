@@ -1,5 +1,5 @@
-"""GLM-4.5 and its like (arXiv 2508.06471): mixtures of experts chosen by sigmoids with a bias, after
-some layers without experts, with a rotary embedding of a part of each head."""
+"""GLM-4.5 and its like (arXiv 2508.06471): mixtures of experts chosen by sigmoids with a bias,
+after some layers without experts, with a rotary embedding of a part of each head."""
 
 from functools import partial
 from typing import TYPE_CHECKING

@@ -1,5 +1,6 @@
-"""GLM-4 without experts (arXiv 2406.12793): rotary embeddings of adjacent pairs in a part of each head,
-gates and ups in one matrix. Those of 2025 also have norms after attention and feed-forward."""
+"""GLM-4 without experts (arXiv 2406.12793): rotary embeddings of adjacent pairs in a part of each
+head, gates and ups in one matrix. Those of 2025 also have norms after attention and
+feed-forward."""
 
 from functools import partial
 

@@ -1,5 +1,5 @@
-"""gpt-oss (OpenAI, arXiv 2508.10925): experts with biases and a clamped SwiGLU, sinks of attention, a
-window in every other layer."""
+"""gpt-oss (OpenAI, arXiv 2508.10925): experts with biases and a clamped SwiGLU, sinks of attention,
+a window in every other layer."""
 
 from dataclasses import replace
 from functools import partial

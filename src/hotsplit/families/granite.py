@@ -1,5 +1,5 @@
-"""Granite (IBM), dense and mixtures of experts, with and without shared experts: a Llama's graph whose
-embeddings, residual sums, scores and logits are multiplied by factors of the config."""
+"""Granite (IBM), dense and mixtures of experts, with and without shared experts: a Llama's graph
+whose embeddings, residual sums, scores and logits are multiplied by factors of the config."""
 
 from dataclasses import replace
 from functools import partial
@@ -48,12 +48,13 @@ def keys(read: ConfigReader) -> dict[str, Value]:
 
 
 def refuse_recurrent(read: ConfigReader) -> dict[str, object]:
-    """Raises HotsplitError for a hybrid; others of its class are Granite 4's micro and smaller ones."""
+    """Raises HotsplitError for a hybrid; others of its class are Granite 4's micro and smaller
+    ones."""
     types = read.values.get("layer_types")
     if not isinstance(types, list) or not set(map(str, types)) <= {"attention", "full_attention"}:
         raise HotsplitError(
-            f"{read.path}: layer_types is {shown(types)}, wanted 'attention' for each layer: recurrent"
-            " layers (Mamba) are not supported; this checkpoint is not supported"
+            f"{read.path}: layer_types is {shown(types)}, wanted 'attention' for each layer:"
+            " recurrent layers (Mamba) are not supported; this checkpoint is not supported"
         )
     return {}
 
@@ -110,8 +111,8 @@ def sources_of_mixture(spec: ModelSpec, read: ConfigReader) -> Sources:
 
 
 def of_keys(read: "KeyReader") -> ModelSpec:
-    """llama.cpp's converter lists the key heads of layers of a Granite 4 without recurrent layers, which it
-    takes for one of the hybrids that its class has."""
+    """llama.cpp's converter lists the key heads of layers of a Granite 4 without recurrent layers,
+    which it takes for one of the hybrids that its class has."""
     one, has_keys_L = read.with_one("attention.head_count_kv")
     read = one if all(has_keys_L or ()) else read  # without keys a layer is a recurrent one
     name = read.graph.name

@@ -74,7 +74,8 @@ class KeyReader:
     def __init__(
         self, path: Path, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
     ) -> None:
-        """Raises HotsplitError for what is no model, and an unknown architecture, version or key."""
+        """Raises HotsplitError for what is no model, and an unknown architecture, version or
+        key."""
         self.path, self.keys = path, keys
         check_is_model(path, keys)
         found = str(keys.get("general.architecture", "none"))
@@ -242,8 +243,8 @@ class KeyReader:
         return spec, self.graph.apart(spec, self._used_tensors())
 
     def _used_tensors(self) -> dict[str, TensorEntry]:
-        """The tensors without those of layers that are skipped. Raises HotsplitError for a file that
-        has no others, which llama.cpp's converter makes for drafts."""
+        """The tensors without those of layers that are skipped. Raises HotsplitError for a file
+        that has no others, which llama.cpp's converter makes for drafts."""
         last = self.count("block_count") if self.num_skipped else 0
         skipped = tuple(f"blk.{layer}." for layer in range(last - self.num_skipped, last))
         used = {name: e for name, e in self.tensors.items() if not name.startswith(skipped)}
@@ -275,9 +276,9 @@ class KeyReader:
         value_width = count("attention.value_length", head_dim)
         if not is_whole or value_width != head_dim:
             raise HotsplitError(
-                f"{self.path}: attention.key_length is {head_dim}, attention.value_length {value_width}"
-                f" and rope.dimension_count {rotated}: rotary embeddings over a part of a head, or"
-                " values of another width than keys, are not supported"
+                f"{self.path}: attention.key_length is {head_dim}, attention.value_length"
+                f" {value_width} and rope.dimension_count {rotated}: rotary embeddings over a part"
+                " of a head, or values of another width than keys, are not supported"
             )
         if self.keys.get(f"{name}.attention.causal", True) is not True:
             raise HotsplitError(
@@ -287,8 +288,8 @@ class KeyReader:
         kv_heads = count("attention.head_count_kv", heads)
         if heads % kv_heads or head_dim % 2:
             raise HotsplitError(
-                f"{self.path}: attention.head_count is {heads}, attention.head_count_kv {kv_heads} and"
-                f" attention.key_length {head_dim}; wanted whole groups of heads of even width"
+                f"{self.path}: attention.head_count is {heads}, attention.head_count_kv {kv_heads}"
+                f" and attention.key_length {head_dim}; wanted whole groups of heads of even width"
             )
         if count("block_count") > len(self.tensors):
             raise HotsplitError(
@@ -329,8 +330,9 @@ class KeyReader:
         return first
 
     def with_one(self, key: str) -> tuple["KeyReader", list[bool] | None]:
-        """The reader, with one number where a file lists one for each layer, and whether each has it: zeros
-        are of layers that have none. None if the file has no list, or several numbers in it."""
+        """The reader, with one number where a file lists one for each layer, and whether each has
+        it: zeros are of layers that have none. None if the file has no list, or several numbers in
+        it."""
         name = f"{self.graph.name}.{key}"
         found = self.keys.get(name)
         numbers = {value for value in found if value} if isinstance(found, list) else set()
@@ -340,7 +342,8 @@ class KeyReader:
         return one, [bool(value) for value in found]
 
     def of_layer(self, layer: int, num_layers: int, own: Mapping[str, Value]) -> "KeyReader":
-        """A reader of this layer's numbers, where keys have one for each layer, and of `own` keys."""
+        """A reader of this layer's numbers, where keys have one for each layer, and of `own`
+        keys."""
         keys, prefix = {**self.keys, **own}, f"{self.graph.name}."
         for key, value in keys.items():
             if key.startswith(prefix) and isinstance(value, list) and len(value) == num_layers:
@@ -355,8 +358,8 @@ class KeyReader:
     def other_layers(
         self, num_layers: int, list_key: str, period_key: str, period: int
     ) -> list[bool]:
-        """Whether each layer is of another kind than the last of a period: by a key with a value for
-        each, or by one with the period, or else by `period`."""
+        """Whether each layer is of another kind than the last of a period: by a key with a value
+        for each, or by one with the period, or else by `period`."""
         key = f"{self.graph.name}.{list_key}"
         found = self.keys.get(key)
         if isinstance(found, list):

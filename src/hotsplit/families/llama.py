@@ -26,8 +26,8 @@ OPTIONS = (*PROJECTION_BIASES, *GATED_BIASES)
 
 
 def adjacent(spec: ModelSpec, read: ConfigReader) -> Sources:
-    """The sources of a checkpoint whose rotary pairs are half a head apart, for a graph in which they are
-    neighbours."""
+    """The sources of a checkpoint whose rotary pairs are half a head apart, for a graph in which
+    they are neighbours."""
     return Sources(rows=rotary_rows(spec))
 
 

@@ -1,5 +1,6 @@
-"""Mistral AI's models: a Llama with windows in all layers (Mistral 7B v0.1, arXiv 2310.06825), in those
-that the config names (Ministral 8B), or with queries that grow with the position (Ministral 3)."""
+"""Mistral AI's models: a Llama with windows in all layers (Mistral 7B v0.1, arXiv 2310.06825), in
+those that the config names (Ministral 8B), or with queries that grow with the position (Ministral
+3)."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING

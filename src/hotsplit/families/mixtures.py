@@ -1,5 +1,5 @@
-"""Mixtures of experts with the graph of Llama or Qwen 3 otherwise: Mixtral (arXiv 2401.04088), OLMoE
-(arXiv 2409.02060), Qwen's."""
+"""Mixtures of experts with the graph of Llama or Qwen 3 otherwise: Mixtral (arXiv 2401.04088),
+OLMoE (arXiv 2409.02060), Qwen's."""
 
 from dataclasses import replace
 from functools import partial
@@ -53,7 +53,8 @@ def derived(read: ConfigReader) -> dict[str, object]:
 
 
 def keys_of_qwen2(read: ConfigReader) -> dict[str, Value]:
-    """Experts that always fire, too, with a gate. Windows are in every other layer, up to a number of them."""
+    """Experts that always fire, too, with a gate. Windows are in every other layer, up to a number
+    of them."""
     is_used = read.flag("use_sliding_window")
     last = read.whole("max_window_layers") if is_used else 0
     has_window_L = [i % 2 == 0 and i < last for i in range(read.count("num_hidden_layers"))]
@@ -82,7 +83,8 @@ def of_keys(read: "KeyReader", *, renormalises: bool, **own: Any) -> ModelSpec:
 
 
 def qwen_of_keys(read: "KeyReader", *, has_shared: bool) -> ModelSpec:
-    """Without a key for it, the neurons of an expert are those of a layer over the experts of a token."""
+    """Without a key for it, the neurons of an expert are those of a layer over the experts of a
+    token."""
     num_neurons = read.sizes().num_neurons
     experts = experts_of_keys(
         read,

@@ -1,6 +1,6 @@
-"""Nemotron and Minitron (arXiv 2402.16819, 2407.14679): layer norms, a rotary embedding of half of each
-head, and neurons without gates under ReLU squared, so that most of them are silent. Its norms multiply by
-1 + weight; a model file has that sum."""
+"""Nemotron and Minitron (arXiv 2402.16819, 2407.14679): layer norms, a rotary embedding of half of
+each head, and neurons without gates under ReLU squared, so that most of them are silent. Its norms
+multiply by 1 + weight; a model file has that sum."""
 
 from functools import partial
 

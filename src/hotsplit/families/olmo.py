@@ -1,6 +1,6 @@
 """OLMo 2 (arXiv 2501.00656): norms of the outputs of attention and feed-forward, instead of their
-inputs, and of all heads of queries, and of keys, together. OLMo 3 (arXiv 2512.13961) adds windows in three
-of four layers, where rotary embeddings are not scaled."""
+inputs, and of all heads of queries, and of keys, together. OLMo 3 (arXiv 2512.13961) adds windows
+in three of four layers, where rotary embeddings are not scaled."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,8 +24,8 @@ PERIOD, THETA = 4, 500000.0
 
 
 def keys_of_third(read: ConfigReader) -> dict[str, Value]:
-    """Without parameters of their own, layers with a window have transformers' default theta, whatever that of
-    the others is."""
+    """Without parameters of their own, layers with a window have transformers' default theta,
+    whatever that of the others is."""
     read.refuse("sliding_window_pattern", PERIOD)
     has_window_L = read.layers_with_window(PERIOD)
     if not any(has_window_L):
@@ -54,8 +54,9 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 
 
 def _of_first_files(read: "KeyReader", rotary: Rotary) -> Rotary:
-    """llama.cpp's converter wrote the whole magnitude of YaRN under `attn_factor` in its first files of
-    OLMo 3, which have one theta; its graph takes it for a factor on that magnitude, as we write it."""
+    """llama.cpp's converter wrote the whole magnitude of YaRN under `attn_factor` in its first
+    files of OLMo 3, which have one theta; its graph takes it for a factor on that magnitude, as we
+    write it."""
     scaling, is_ours = rotary.scaling, "olmo2.rope.freq_base_swa" in read.keys
     if is_ours or scaling.kind != "yarn" or "olmo2.rope.scaling.attn_factor" not in read.keys:
         return rotary

@@ -1,8 +1,8 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with two fused matrices, one of queries, keys and values and
-one of gate and up, which are split here, and with longrope in those for long contexts.
+"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with two fused matrices, one of queries, keys and values
+and one of gate and up, which are split here, and with longrope in those for long contexts.
 
-The model file is a `llama`, so everything that runs a `llama` runs this too; llama.cpp's phi3 becomes
-one when it is read."""
+The model file is a `llama`, so everything that runs a `llama` runs this too; llama.cpp's phi3
+becomes one when it is read."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
-"""The graph that most families share: an embedding, layers that are alike but for their windows, their rotary
-embeddings and their experts, a norm and a head."""
+"""The graph that most families share: an embedding, layers that are alike but for their windows,
+their rotary embeddings and their experts, a norm and a head."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -40,13 +40,12 @@ def decoder_spec(
 ) -> ModelSpec:
     """A model of these sizes.
 
-    options: names of optional tensors that it has, of which the biases are used.
-    arrange: of the blocks of a layer, a method of Arrangement.
-    windows: of each layer; () for none. local: the rotary embedding of layers with one, if it is another.
-    rotates_L: whether each layer rotates; () for all.
-    mixers: of each layer, in place of attention; None: it attends.
-    experts: in all layers but the first `num_dense`.
-    attention: further fields of attention. model: further fields of the spec."""
+    options: names of optional tensors that it has, of which the biases are used. arrange: of the
+    blocks of a layer, a method of Arrangement. windows: of each layer; () for none. local: the
+    rotary embedding of layers with one, if it is another. rotates_L: whether each layer rotates; ()
+    for all. mixers: of each layer, in place of attention; None: it attends. experts: in all layers
+    but the first `num_dense`. attention: further fields of attention. model: further fields of the
+    spec."""
     neurons = sizes.neurons(activation, options, is_gated=is_gated)
     mixture = None if experts is None else experts.mixture(activation, options)
     num_dense = sizes.num_layers if experts is None else experts.num_dense
@@ -81,8 +80,8 @@ def decoder(
     windows: Windows = (),
     **own: Any,
 ) -> ModelSpec:
-    """The model by its file's keys, with windows where the architecture has keys for them. `own`: as for
-    `decoder_spec`."""
+    """The model by its file's keys, with windows where the architecture has keys for them. `own`:
+    as for `decoder_spec`."""
     sizes = read.sizes(norm, is_partly_rotated=is_partly_rotated)
     if not windows and KEYS[0] in read.graph.known_keys:
         windows = windows_of_keys(read, sizes.num_layers)

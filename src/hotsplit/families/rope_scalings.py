@@ -1,5 +1,5 @@
-"""The kinds of rotary embeddings (model/rope.py) as files have them: in a config, in the keys of a GGUF and
-as parameters for transformers. A kind that is read from configs is a row of CONFIG_KINDS.
+"""The kinds of rotary embeddings (model/rope.py) as files have them: in a config, in the keys of a
+GGUF and as parameters for transformers. A kind that is read from configs is a row of CONFIG_KINDS.
 
 Letters: W width of a head."""
 
@@ -39,10 +39,10 @@ SCALING_KEYS = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """How the configs of a family state rotary embeddings. kinds: of CONFIG_KINDS. theta: without a key for it.
-    share: of the values of a head that rotate, without a key, where a part of them may. rounds_borders: what
-    YaRN does. layers: the type of layers, if these have parameters of their own in `rope_parameters`
-    (transformers 5) or at least a theta, `theta_key` (4)."""
+    """How the configs of a family state rotary embeddings. kinds: of CONFIG_KINDS. theta: without a
+    key for it. share: of the values of a head that rotate, without a key, where a part of them may.
+    rounds_borders: what YaRN does. layers: the type of layers, if these have parameters of their
+    own in `rope_parameters` (transformers 5) or at least a theta, `theta_key` (4)."""
 
     kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     theta: float = 10000.0
@@ -54,8 +54,8 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """What a config says of its rotary embeddings. `own`: a reader of their object in the config, `whole`
-    of the config. `num_pairs`: of the values of a head that rotate."""
+    """What a config says of its rotary embeddings. `own`: a reader of their object in the config,
+    `whole` of the config. `num_pairs`: of the values of a head that rotate."""
 
     whole: "ConfigReader"
     own: "ConfigReader"
@@ -70,15 +70,15 @@ class Parameters:
         return HotsplitError(f"{self.own.path}: {self.own.prefix}{words}")
 
 
-# The keys of a scaling, with the context if it extends it, and the divisors of the frequencies, f32 [W / 2], by
-# the names of their tensors.
+# The keys of a scaling, with the context if it extends it, and the divisors of the frequencies, f32
+# [W / 2], by the names of their tensors.
 Scaled = tuple[dict[str, Value], Mapping[str, np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigKind:
-    """A kind of rotary embeddings in configs. `words`: for people. `spellings`: beside its own name.
-    `reads_share`: of a head's pairs, by `partial_rotary_factor`."""
+    """A kind of rotary embeddings in configs. `words`: for people. `spellings`: beside its own
+    name. `reads_share`: of a head's pairs, by `partial_rotary_factor`."""
 
     words: str
     read: Callable[[Parameters], Scaled]
@@ -87,8 +87,9 @@ class ConfigKind:
 
 
 def rope_keys(whole: "ConfigReader", rope: Rope, head_dim: int, context_length: int) -> Scaled:
-    """The keys of the rotary embedding. They are read from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys are given,
-    `rope_scaling` takes precedence, as in transformers. `rope_theta` may also be a key of the config itself."""
+    """The keys of the rotary embedding. They are read from `rope_scaling` (transformers 4) or
+    `rope_parameters` (5); if both keys are given, `rope_scaling` takes precedence, as in
+    transformers. `rope_theta` may also be a key of the config itself."""
     if rope.layers:
         whole = _of_layers(whole, rope)
     own = whole.rope()
@@ -124,8 +125,8 @@ def local_theta_key(
 
 
 def _of_layers(read: "ConfigReader", rope: Rope) -> "ConfigReader":
-    """A reader in which the parameters of a type of layers are those of the model; `rope_scaling` is that of
-    layers with full attention."""
+    """A reader in which the parameters of a type of layers are those of the model; `rope_scaling`
+    is that of layers with full attention."""
     nested = read.values.get("rope_parameters") or {}
     if not isinstance(nested, dict):
         raise HotsplitError(
@@ -150,8 +151,8 @@ def rotated_values(
     count = int(head_dim * share)
     if share > 1 or count % 2 or not count:
         raise HotsplitError(
-            f"{whole.path}: {key} is {share:g}: {count} of {head_dim} values of a head cannot rotate in"
-            " pairs"
+            f"{whole.path}: {key} is {share:g}: {count} of {head_dim} values of a head cannot"
+            " rotate in pairs"
         )
     return count
 
@@ -191,8 +192,8 @@ def _llama3(p: Parameters) -> Scaled:
 
 
 def _yarn(p: Parameters) -> Scaled:
-    """YaRN's constants, but for those at their defaults (transformers, modeling_rope_utils.py), and the context
-    length that they extend the original one to, unless it is longer already."""
+    """YaRN's constants, but for those at their defaults (transformers, modeling_rope_utils.py), and
+    the context length that they extend the original one to, unless it is longer already."""
     p.own.refuse("truncate", p.rounds_borders)
     if p.theta <= 1.0:
         raise HotsplitError(f"{p.own.path}: rope_theta is {p.theta:g}; YaRN wants above 1")
@@ -212,7 +213,8 @@ def _yarn(p: Parameters) -> Scaled:
     longest = factor * length
     if longest > MAX_COUNT:
         raise p.error(
-            f"factor is {factor:g}; times {length:,} tokens it is a context of more than {MAX_COUNT}"
+            f"factor is {factor:g}; times {length:,} tokens it is a context of more than"
+            f" {MAX_COUNT}"
         )
     found = _keys(
         type="yarn",
@@ -224,8 +226,8 @@ def _yarn(p: Parameters) -> Scaled:
 
 
 def _longrope(p: Parameters) -> Scaled:
-    """Longrope, of a model that was trained on texts of `original_max_position_embeddings` tokens first; its
-    magnitude is as in transformers (modeling_rope_utils.py)."""
+    """Longrope, of a model that was trained on texts of `original_max_position_embeddings` tokens
+    first; its magnitude is as in transformers (modeling_rope_utils.py)."""
     length = p.whole.count("original_max_position_embeddings")
     factor = p.own.positive("factor", p.context_length / length)
     magnitude = 1.0
@@ -249,8 +251,8 @@ def _longrope(p: Parameters) -> Scaled:
 
 
 def _proportional(p: Parameters) -> Scaled:
-    """The divisors are 1 for the first pairs, which rotate, and for the others 1e30, as in llama.cpp's
-    conversion/gemma.py (transformers, modeling_rope_utils.py)."""
+    """The divisors are 1 for the first pairs, which rotate, and for the others 1e30, as in
+    llama.cpp's conversion/gemma.py (transformers, modeling_rope_utils.py)."""
     p.own.refuse("factor", 1.0, 1)
     key, num_pairs = "partial_rotary_factor", p.head_dim // 2
     count = int((share := p.own.positive_or(key, 1.0)) * p.head_dim // 2)
@@ -286,8 +288,8 @@ def scaling_of_keys(read: "KeyReader") -> RopeScaling:
     known = (*KINDS, "longrope")
     if kind not in (None, *known):
         raise HotsplitError(
-            f"{read.path}: {prefix}type is {shown(kind)}, wanted {', '.join(known)}: this kind of rotary"
-            " embedding is not supported"
+            f"{read.path}: {prefix}type is {shown(kind)}, wanted {', '.join(known)}: this kind of"
+            " rotary embedding is not supported"
         )
     if LONG in read.tensors or kind == "longrope":  # llama.cpp's converter writes no type
         factor, length = read.positive(prefix + "attn_factor", 1.0), _original_length(read)

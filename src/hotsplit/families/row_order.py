@@ -19,7 +19,8 @@ def adjacent_pairs(num_rows: int, num_heads: int, num_rotated: int | None = None
     row r of the model file is row order[r] of the checkpoint. `num_rotated`: of a head's rows; its
     last ones stay.
 
-    transformers pairs row p of a head's 2P rotated ones with row p + P, llama.cpp row 2p with row 2p + 1."""
+    transformers pairs row p of a head's 2P rotated ones with row p + P, llama.cpp row 2p with row
+    2p + 1."""
     rows_HW = np.arange(num_rows).reshape(num_heads, -1)
     turned_HW, rest_HW = np.split(rows_HW, [num_rotated or rows_HW.shape[1]], axis=1)
     pairs_HW = turned_HW.reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(num_heads, -1)
@@ -48,9 +49,9 @@ def gate_rows(num_neurons: int, suffix: str = "") -> dict[str, Rows]:
 
 
 def projections_apart(tensors: Mapping[str, TensorEntry]) -> Tensors:
-    """The tensors, with queries, keys and values that a file has in one `attn_qkv`, in this order, as three
-    views of it, and its bias; how many rows are queries, the columns of the output projection say. What
-    cannot be divided so stays, and is refused as unknown."""
+    """The tensors, with queries, keys and values that a file has in one `attn_qkv`, in this order,
+    as three views of it, and its bias; how many rows are queries, the columns of the output
+    projection say. What cannot be divided so stays, and is refused as unknown."""
     found = dict(tensors)
     for name, entry in tensors.items():
         stem, fused, part = name.partition("attn_qkv.")
@@ -67,8 +68,8 @@ def projections_apart(tensors: Mapping[str, TensorEntry]) -> Tensors:
 
 
 def gates_apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    """The tensors, with gates and ups, which some of llama.cpp's graphs have in one `ffn_up`, the gates
-    first, as two views of it. One of another height stays, and is refused for its shape."""
+    """The tensors, with gates and ups, which some of llama.cpp's graphs have in one `ffn_up`, the
+    gates first, as two views of it. One of another height stays, and is refused for its shape."""
     found = dict(tensors)
     for layer, block in enumerate(layer.neurons for layer in spec.layers):
         gate, up = _gate_and_up(layer)
@@ -80,15 +81,16 @@ def gates_apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 def gates_joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    """The opposite of `gates_apart`. Raises HotsplitError for a layer whose gates and ups have types of
-    their own."""
+    """The opposite of `gates_apart`. Raises HotsplitError for a layer whose gates and ups have
+    types of their own."""
     found = dict(tensors)
     for layer in range(spec.num_layers):
         gate, up = (tensors[name] for name in _gate_and_up(layer))
         if gate.kind != up.kind:
             raise HotsplitError(
-                f"{_gate_and_up(layer)[0]} is {gate.kind} and the ups are {up.kind}, but llama.cpp's"
-                f" {spec.architecture} graph has both in one matrix; use the sparse layout"
+                f"{_gate_and_up(layer)[0]} is {gate.kind} and the ups are {up.kind}, but"
+                f" llama.cpp's {spec.architecture} graph has both in one matrix; use the sparse"
+                " layout"
             )
         del found[_gate_and_up(layer)[0]]
         found[_gate_and_up(layer)[1]] = _stacked(gate, up)
@@ -112,8 +114,8 @@ def _stacked(first: TensorEntry, second: TensorEntry) -> TensorEntry:
 
 
 def matrices_apart(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
-    """The tensors, with matrices of one shape, which llama.cpp's files have in one tensor of this name, as views
-    of it: NAME.0 and so on."""
+    """The tensors, with matrices of one shape, which llama.cpp's files have in one tensor of this
+    name, as views of it: NAME.0 and so on."""
     found = dict(tensors)
     for name in names:
         entry = tensors.get(f"{name}.weight")

@@ -34,13 +34,14 @@ def sources_of_keys(read: "KeyReader", is_local_L: Sequence[bool]) -> Readers:
 
 
 def reading(source: int | None) -> dict[str, int]:
-    """The numbers of the attention of a layer that reads the keys and values of this one, if any."""
+    """The numbers of the attention of a layer that reads the keys and values of this one, if
+    any."""
     return {} if source is None else {"source": source, "num_kv_projections": 0}
 
 
 def unused_sources(spec: ModelSpec) -> tuple[str, ...]:
-    """The ends of the names of what published checkpoints have of layers that read other layers' keys and
-    values, though nothing reads it."""
+    """The ends of the names of what published checkpoints have of layers that read other layers'
+    keys and values, though nothing reads it."""
     layers = _sharing(spec)
     return tuple(f".layers.{layer}.self_attn{name}" for layer in layers for name in _SUFFIXES)
 
@@ -52,7 +53,8 @@ def without_unused(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 def with_unused(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    """The tensors with those that llama.cpp loads, and does not use: of the layers that are read."""
+    """The tensors with those that llama.cpp loads, and does not use: of the layers that are
+    read."""
     found = dict(tensors)
     for layer, source in _sharing(spec).items():
         found |= {f"blk.{layer}.{name}": tensors[f"blk.{source}.{name}"] for name in _NAMES}
@@ -66,15 +68,16 @@ def _sharing(spec: ModelSpec) -> dict[int, int]:
 
 
 def sources(key: str, is_local_L: Sequence[bool], num_shared: int) -> Readers:
-    """The last layer of its kind, with a window or without, that has keys and values of its own, for each
-    of the last `num_shared` layers.
+    """The last layer of its kind, with a window or without, that has keys and values of its own,
+    for each of the last `num_shared` layers.
 
     Raises HotsplitError, which begins with the file and its `key`, if there is none."""
     num_own = len(is_local_L) - num_shared
     last = {is_local: layer for layer, is_local in enumerate(is_local_L[: max(0, num_own)])}
     if not {*is_local_L} <= {*last}:
         raise HotsplitError(
-            f"{key} is {num_shared}: the last {num_shared} of {len(is_local_L)} layers read the keys and"
-            " values of earlier ones, but of those with a window or of those without, none is before them"
+            f"{key} is {num_shared}: the last {num_shared} of {len(is_local_L)} layers read the"
+            " keys and values of earlier ones, but of those with a window or of those without, none"
+            " is before them"
         )
     return [None if layer < num_own else last[kind] for layer, kind in enumerate(is_local_L)]

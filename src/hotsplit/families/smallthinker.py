@@ -1,5 +1,5 @@
-"""SmallThinker (arXiv 2507.20984): experts of ReLU neurons, so that most neurons of a chosen expert are
-silent, too. The router reads the layer's input, before attention and without a norm."""
+"""SmallThinker (arXiv 2507.20984): experts of ReLU neurons, so that most neurons of a chosen expert
+are silent, too. The router reads the layer's input, before attention and without a norm."""
 
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,8 @@ def keys(read: ConfigReader) -> dict[str, Value]:
         read.refuse(key, False, 0, why="the published models have no such experts")
     if not all(_layout(read, "moe_layer_layout", default=1)):
         raise HotsplitError(
-            f"{read.path}: moe_layer_layout is {shown(read.values['moe_layer_layout'])}: layers without"
-            " experts are not supported"
+            f"{read.path}: moe_layer_layout is {shown(read.values['moe_layer_layout'])}: layers"
+            " without experts are not supported"
         )
     has_window_L = _layout(read, "sliding_window_layout", default=0)
     rotates_L = _layout(read, "rope_layout", default=1)

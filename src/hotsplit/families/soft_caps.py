@@ -1,5 +1,5 @@
-"""Soft caps of scores and of logits (Gemma 2, arXiv 2408.00118): their keys in configs and GGUFs, which have
-the same names."""
+"""Soft caps of scores and of logits (Gemma 2, arXiv 2408.00118): their keys in configs and GGUFs,
+which have the same names."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
-"""StarCoder 2 (arXiv 2402.19173): layer norms, biases everywhere, neurons without gates, and windows in
-all layers of the smaller models."""
+"""StarCoder 2 (arXiv 2402.19173): layer norms, biases everywhere, neurons without gates, and
+windows in all layers of the smaller models."""
 
 from functools import partial
 

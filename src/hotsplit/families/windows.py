@@ -20,8 +20,8 @@ Windows = Sequence[int | None]  # of each layer
 def windows_of_config(
     read: ConfigReader, *, is_used: bool = True, has_window_L: Sequence[bool] = ()
 ) -> Windows:
-    """The window in the layers that `layer_types` names, without that key in those of `has_window_L`,
-    by default in all; none if it is null or not used."""
+    """The window in the layers that `layer_types` names, without that key in those of
+    `has_window_L`, by default in all; none if it is null or not used."""
     num_layers = read.count("num_hidden_layers")
     if not is_used or read.values.get("sliding_window") is None:
         read.check_layer_types("full", why="there is no window")
@@ -52,8 +52,8 @@ def config_window_keys(read: ConfigReader) -> dict[str, Value]:
 
 
 def local_window_keys(read: ConfigReader, period: int) -> dict[str, Value]:
-    """The keys of a model whose layers without a window, by default the last of a period, are other ones, too:
-    both are there in a model without windows."""
+    """The keys of a model whose layers without a window, by default the last of a period, are other
+    ones, too: both are there in a model without windows."""
     has_window_L = read.layers_with_window(period)
     window = read.count("sliding_window" if any(has_window_L) else "max_position_embeddings")
     return {KEYS[0]: np.uint32(window), KEYS[1]: has_window_L}
@@ -62,8 +62,8 @@ def local_window_keys(read: ConfigReader, period: int) -> dict[str, Value]:
 def windows_of_keys(
     read: "KeyReader", num_layers: int, *, period: int = MAX_COUNT, window: int | None = 0
 ) -> Windows:
-    """The window in the layers of the pattern, without one in all but the last of a period; `window`: without a
-    key; 0 for none, None if there must be one."""
+    """The window in the layers of the pattern, without one in all but the last of a period;
+    `window`: without a key; 0 for none, None if there must be one."""
     own = read.whole(KEYS[0], window)
     if not own:
         return [None] * num_layers
@@ -80,7 +80,8 @@ def no_windows_in_stock(spec: ModelSpec) -> str | None:
 
 
 def periodic_in_stock(spec: ModelSpec, period: int) -> str | None:
-    """What llama.cpp's graph with windows in all layers but the last of a period would compute otherwise."""
+    """What llama.cpp's graph with windows in all layers but the last of a period would compute
+    otherwise."""
     has_window_L = [attention.window is not None for attention in spec.attentions]
     if has_window_L == [(layer + 1) % period != 0 for layer in range(spec.num_layers)]:
         return None
@@ -88,7 +89,8 @@ def periodic_in_stock(spec: ModelSpec, period: int) -> str | None:
 
 
 def other_head_size(spec: ModelSpec) -> str | None:
-    """What llama.cpp's graph, whose heads are as wide together as the hidden state, would compute otherwise."""
+    """What llama.cpp's graph, whose heads are as wide together as the hidden state, would compute
+    otherwise."""
     width = spec.attentions[0].query_size
     if width == spec.hidden_size:
         return None

@@ -113,7 +113,8 @@ class GgufSummary(Summary):
 
     @cached_property
     def _own_parts(self) -> dict[str, str]:
-        """The part of each tensor of position-wise operations; none for a file that does not run."""
+        """The part of each tensor of position-wise operations; none for a file that does not
+        run."""
         if self.model is None:
             return {}
         spec, found = self.model.bare_spec, dict[str, str]()
@@ -258,7 +259,8 @@ def summarise_gguf(path: Path) -> GgufSummary | SplitSummary | ImportancesSummar
 
 
 def part_of(name: str) -> str:
-    """A tensor's part: attention (with norms and delta nets, as in a plan), ffn, predictors, embedding, ..."""
+    """A tensor's part: attention (with norms and delta nets, as in a plan), ffn, predictors,
+    embedding, ..."""
     if name.startswith("blk."):
         name = name.split(".", 2)[-1]
     return next((part for start, part in PARTS if name.startswith(start)), "other")

@@ -22,8 +22,8 @@ from hotsplit.inspection.gguf_summary import summarise_gguf
 
 POWERINFER_MAGIC = b"PWRI"  # in the place of b"GGUF"
 KNOWN = (
-    "model or split file (GGUF), importance matrix (GGUF or .dat), profile or predictors (safetensors),"
-    " machine file (JSON) or a checkpoint's folder"
+    "model or split file (GGUF), importance matrix (GGUF or .dat), profile or predictors"
+    " (safetensors), machine file (JSON) or a checkpoint's folder"
 )
 
 
@@ -73,8 +73,8 @@ def _safetensors_metadata(path: Path) -> dict[str, object]:
         (num_bytes,) = struct.unpack("<Q", file.read(8))
         if num_bytes > MAX_HEADER_BYTES:
             raise HotsplitError(
-                f"{path}: begins like a safetensors file with a header of {num_bytes:,} bytes, above"
-                f" the bound of {MAX_HEADER_BYTES:,}; make or copy it again"
+                f"{path}: begins like a safetensors file with a header of {num_bytes:,} bytes,"
+                f" above the bound of {MAX_HEADER_BYTES:,}; make or copy it again"
             )
         if num_bytes > path.stat().st_size - 8:
             raise HotsplitError(

@@ -45,8 +45,8 @@ class Arrangement:
         second: str = "ffn_norm",
         factor: float = 1.0,
     ) -> LayerSpec:
-        """Norms before attention, or a delta net, and feed-forward (Llama). `second`: the name of the latter.
-        `factor`: of both outputs, in the residual sums (Granite)."""
+        """Norms before attention, or a delta net, and feed-forward (Llama). `second`: the name of
+        the latter. `factor`: of both outputs, in the residual sums (Granite)."""
         first: tuple[Block, ...] = ()
         blocks: tuple[Block, ...] = (neurons,) if isinstance(neurons, Neurons) else ()
         if isinstance(neurons, Mixture):
@@ -117,9 +117,9 @@ class Arrangement:
         scale: str = "",
         own: PositionWise | None = None,
     ) -> LayerSpec:
-        """Norms before and after attention and feed-forward, all before the sums (Gemma). `scale`: the
-        name of a factor of the layer's result (Gemma 4). `own`: an operation whose output is added at the
-        layer's end, through a norm (the E-models of Gemma 4)."""
+        """Norms before and after attention and feed-forward, all before the sums (Gemma). `scale`:
+        the name of a factor of the layer's result (Gemma 4). `own`: an operation whose output is
+        added at the layer's end, through a norm (the E-models of Gemma 4)."""
         blocks, written = self._normed(neurons)
         last: tuple[Block, ...] = (Add(terms=("x", "ffn_out"), scale=scale),)
         if own is not None:
@@ -143,9 +143,9 @@ class Arrangement:
         )
 
     def _normed(self, neurons: Neurons | Mixture) -> tuple[tuple[Block, ...], str]:
-        """The feed-forward of `sandwich`, after norms, and the value that it writes. Of a mixture, the
-        router, the experts and those that always fire each have a norm of their own, and the latter
-        two another before they are added (Gemma 4)."""
+        """The feed-forward of `sandwich`, after norms, and the value that it writes. Of a mixture,
+        the router, the experts and those that always fire each have a norm of their own, and the
+        latter two another before they are added (Gemma 4)."""
         if isinstance(neurons, Neurons):
             return (self.make_norm("ffn_norm", "x", "ffn_in"), neurons), "ffn_out"
         shared = neurons.shared

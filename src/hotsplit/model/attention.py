@@ -1,8 +1,9 @@
 """The attention of a layer.
 
-Its numbers are in groups, each of which has one place in each of the kernels' languages. The C++ structs of
-the groups are mirrored from them field by field (runtime/ops/structs.py), so a number or flag that is added
-here is a field of the group, of its struct at the same place, and what the group's functions make of it.
+Its numbers are in groups, each of which has one place in each of the kernels' languages. The C++
+structs of the groups are mirrored from them field by field (runtime/ops/structs.py), so a number or
+flag that is added here is a field of the group, of its struct at the same place, and what the
+group's functions make of it.
 
 Letters: H heads, K key-value heads, W head width."""
 
@@ -24,9 +25,10 @@ class HeadVector:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What becomes of the products of queries with keys: HsScores and its functions (kernels/cpu/scores.h),
-    kernels/gpu/scores.py. `score_cap` c: a scaled score s counts as c tanh(s / c) (Gemma 2, arXiv 2408.00118).
-    `head_sinks`: each head has one more score, whose share is of no value (arXiv 2309.17453)."""
+    """What becomes of the products of queries with keys: HsScores and its functions
+    (kernels/cpu/scores.h), kernels/gpu/scores.py. `score_cap` c: a scaled score s counts as c
+    tanh(s / c) (Gemma 2, arXiv 2408.00118). `head_sinks`: each head has one more score, whose share
+    is of no value (arXiv 2309.17453)."""
 
     scale: float | None = None  # None: 1 / sqrt(head_dim)
     score_cap: float | None = None
@@ -35,16 +37,17 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """What becomes of queries, keys and values between their projection and the cache: HsAttention and its
-    functions (kernels/cpu/heads.h), kernels/gpu/heads.py. `num_kv_projections`: 2, of keys and of values; 1, of
-    keys, which are the values as they are before their norm and rotation (Gemma 4); or 0, if keys and values
-    are an earlier layer's. `window`: how many of the latest tokens a token attends to, itself included; None
-    for all. Queries at position p are multiplied by 1 + growth * log(1 + floor(p / growth_length)) after they
-    rotate (Llama 4's temperature; transformers, modeling_ministral3.py), if these are given. The norm of each
-    head is of all heads together with `norms_all_heads` (OLMoE), and has weights for each head with
-    `norms_by_head` (Command R+). `norms_values`: each head of values has an RMS norm without weights, with the
-    epsilon of `head_norm` (Gemma 4). `is_gated`: attn_q has a gate after each head's query, whose sigmoid
-    multiplies the head's output (Qwen3-Next)."""
+    """What becomes of queries, keys and values between their projection and the cache: HsAttention
+    and its functions (kernels/cpu/heads.h), kernels/gpu/heads.py. `num_kv_projections`: 2, of keys
+    and of values; 1, of keys, which are the values as they are before their norm and rotation
+    (Gemma 4); or 0, if keys and values are an earlier layer's. `window`: how many of the latest
+    tokens a token attends to, itself included; None for all. Queries at position p are multiplied
+    by 1 + growth * log(1 + floor(p / growth_length)) after they rotate (Llama 4's temperature;
+    transformers, modeling_ministral3.py), if these are given. The norm of each head is of all heads
+    together with `norms_all_heads` (OLMoE), and has weights for each head with `norms_by_head`
+    (Command R+). `norms_values`: each head of values has an RMS norm without weights, with the
+    epsilon of `head_norm` (Gemma 4). `is_gated`: attn_q has a gate after each head's query, whose
+    sigmoid multiplies the head's output (Qwen3-Next)."""
 
     num_heads: int
     num_kv_heads: int
@@ -61,10 +64,10 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Heads, Scores):
-    """Causal grouped-query attention. `head_norm`: the norm of each head of queries and keys, before they
-    rotate. `biases`: names of the projections that have one. `source`: the layer before it whose keys and
-    values it reads, as that layer has stored them, and has none of its own (Gemma 3n, the E-models of
-    Gemma 4)."""
+    """Causal grouped-query attention. `head_norm`: the norm of each head of queries and keys,
+    before they rotate. `biases`: names of the projections that have one. `source`: the layer before
+    it whose keys and values it reads, as that layer has stored them, and has none of its own (Gemma
+    3n, the E-models of Gemma 4)."""
 
     rotary: Rotary | None
     head_norm: Norm | None = None

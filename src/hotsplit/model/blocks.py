@@ -1,4 +1,5 @@
-"""Blocks of a layer: norms, sums and predictors, and what others keep; model/spec.py has what a layer is.
+"""Blocks of a layer: norms, sums and predictors, and what others keep; model/spec.py has what a
+layer is.
 
 Letters: D hidden size, F neurons of a layer, R predictor rank."""
 
@@ -14,8 +15,8 @@ NormKind = Literal["rms", "layer", "layer_without_bias"]
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a layer keeps of a text from token to token, as a value of the step program: `what` it is, and
-    whether this layer writes it; otherwise an earlier one does, and this one reads it."""
+    """What a layer keeps of a text from token to token, as a value of the step program: `what` it
+    is, and whether this layer writes it; otherwise an earlier one does, and this one reads it."""
 
     name: str
     what: str
@@ -25,8 +26,8 @@ class Kept:
 @dataclass(frozen=True, kw_only=True)
 class Norm:
     """A layer norm (Ba et al. 2016) or an RMS norm (Zhang and Sennrich 2019), over `size` values.
-    `name`: of its tensors within the layer, or in the model for the output norm; that of its weights
-    ends with `part`, and `factor` multiplies them."""
+    `name`: of its tensors within the layer, or in the model for the output norm; that of its
+    weights ends with `part`, and `factor` multiplies them."""
 
     name: str
     kind: NormKind
@@ -65,7 +66,8 @@ class SumFactors:
         return self.factor == 1.0
 
     def can_go_on(self, later: "SumFactors") -> bool:
-        """True if a sum whose first term is this one's is one with it, with the factors of the later."""
+        """True if a sum whose first term is this one's is one with it, with the factors of the
+        later."""
         return self.factor == later.factor and self.times == 1.0
 
 
@@ -74,8 +76,8 @@ PLAIN_SUM = SumFactors()
 
 @dataclass(frozen=True, kw_only=True)
 class Add(SumFactors):
-    """writes = times * (the first term + factor * the sum of the others). `scale`: the name of a tensor of one
-    number, which the loader multiplies `times` by."""
+    """writes = times * (the first term + factor * the sum of the others). `scale`: the name of a
+    tensor of one number, which the loader multiplies `times` by."""
 
     terms: tuple[str, ...]
     writes: str = "x"

@@ -8,17 +8,20 @@ from hotsplit.model.blocks import Kept
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet:
     """A gated delta net (Yang et al. 2024, arXiv 2412.06464) as in Qwen3-Next and Qwen 3.5: a state
-    S_NM of each value head, which a token changes and reads, instead of keys and values of all tokens.
+    S_NM of each value head, which a token changes and reads, instead of keys and values of all
+    tokens.
 
-        u_C = silu(sum over taps j of conv_CJ[j] * (attn_qkv x)_C of the token num_taps - 1 - j before)
+        u_C = silu(sum over taps j of conv_CJ[j] * (attn_qkv x)_C of the token num_taps - 1 - j
+        before)
         q_GN, k_GN, v_VM = u_C;  q = q / |q| / sqrt(N);  k = k / |k|, with |q| = sqrt(sum q^2 + 1e-6)
         beta_V = sigmoid(ssm_beta x);  decay_V = exp(ssm_a * softplus(ssm_alpha x + ssm_dt.bias))
         S = decay * S;  S = S + k (beta * (v - S^T k))^T;  o_VM = S^T q, of each value head
         y_D = ssm_out (RMSnorm_M(o; ssm_norm, epsilon) * silu(attn_gate x))
 
-    Inputs before the first token, and the first state, are zeros. Value head h reads key head h % G or,
-    if `is_grouped`, h // (V / G); the latter files (Qwen3-Next's) have one matrix ssm_ba instead of
-    ssm_beta and ssm_alpha, with of each key head in turn the rows of beta, then those of alpha.
+    Inputs before the first token, and the first state, are zeros. Value head h reads key head h % G
+    or, if `is_grouped`, h // (V / G); the latter files (Qwen3-Next's) have one matrix ssm_ba
+    instead of ssm_beta and ssm_alpha, with of each key head in turn the rows of beta, then those of
+    alpha.
 
     Letters: G key heads, V value heads, N key width, M value width, C channels, J taps."""
 
@@ -56,8 +59,8 @@ class DeltaNet:
 
     @property
     def mixed_size(self) -> int:
-        """Values of a token that the recurrence reads: the channels, and beta and decay of each value
-        head."""
+        """Values of a token that the recurrence reads: the channels, and beta and decay of each
+        value head."""
         return self.num_channels + 2 * self.num_value_heads
 
     @property

@@ -1,4 +1,5 @@
-"""A product of low rank beside attention (LAuReL, arXiv 2411.07501; transformers, modeling_gemma3n.py)."""
+"""A product of low rank beside attention (LAuReL, arXiv 2411.07501; transformers,
+modeling_gemma3n.py)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,5 +1,5 @@
-"""The modes of a run, the user's words for two things that the rest of the code keeps apart: who names
-the neurons that a token computes, and whether neurons that stay silent are skipped.
+"""The modes of a run, the user's words for two things that the rest of the code keeps apart: who
+names the neurons that a token computes, and whether neurons that stay silent are skipped.
 
     mode         neurons are named by    silent neurons
     dense        nobody: all             are computed

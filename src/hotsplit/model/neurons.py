@@ -15,8 +15,8 @@ Suffix = Literal["", "_exps", "_shexp"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationFacts:
-    """`names`: transformers' names of it; () if the graphs that have it give none. `is_smooth`: its small
-    values are not zero, and only a cutoff silences neurons. `needs_gates`: layers without
+    """`names`: transformers' names of it; () if the graphs that have it give none. `is_smooth`: its
+    small values are not zero, and only a cutoff silences neurons. `needs_gates`: layers without
     gates cannot have it."""
 
     title: str
@@ -46,11 +46,11 @@ class Neurons:
     """A feed-forward block as neurons: h_j = act(gate_j . x) * (up_j . x), or act(up_j . x) without
     gates; y = the sum of h_j down_j. `biases`: names of the matrices that have one.
 
-    Experts are ranges of neurons that fire together, `number` is that of all of them: y = the sum of
-    weight * y of the chosen experts. `has_output_gate`: y is multiplied by sigmoid(w . x). With a
-    `cutoff` k, the activation takes max(0, g - m - k s) of a gate g, where m and s are the mean and the
-    standard deviation (the sum of squares divided by F) of the token's gates of the layer: of normally distributed
-    gates a share of 1 - Phi(k) is left (Gemma 3n)."""
+    Experts are ranges of neurons that fire together, `number` is that of all of them: y = the sum
+    of weight * y of the chosen experts. `has_output_gate`: y is multiplied by sigmoid(w . x). With
+    a `cutoff` k, the activation takes max(0, g - m - k s) of a gate g, where m and s are the mean
+    and the standard deviation (the sum of squares divided by F) of the token's gates of the layer:
+    of normally distributed gates a share of 1 - Phi(k) is left (Gemma 3n)."""
 
     number: int
     activation: Activation
@@ -74,8 +74,8 @@ class Neurons:
 
     @property
     def down_name(self) -> str:
-        """The down projection, as llama.cpp stores it; if it has a row for each neuron, its name ends
-        in _t."""
+        """The down projection, as llama.cpp stores it; if it has a row for each neuron, its name
+        ends in _t."""
         return f"ffn_down{self.suffix}"
 
     @property
@@ -86,19 +86,20 @@ class Neurons:
 
     @property
     def needs_all_gates(self) -> bool:
-        """True if an activation depends on all gates of the layer: its neurons are on one device, and all
-        gates are known before the first activation."""
+        """True if an activation depends on all gates of the layer: its neurons are on one device,
+        and all gates are known before the first activation."""
         return self.cutoff is not None
 
     @property
     def silences(self) -> bool:
-        """True if the activation alone makes neurons silent, so that skipping them loses nothing."""
+        """True if the activation alone makes neurons silent, so that skipping them loses
+        nothing."""
         return self.activation not in SMOOTH or self.cutoff is not None
 
     @property
     def most_share(self) -> float:
-        """The largest share of the neurons that fires for a token, as far as the activation alone tells; behind
-        a cutoff, of normally distributed gates."""
+        """The largest share of the neurons that fires for a token, as far as the activation alone
+        tells; behind a cutoff, of normally distributed gates."""
         return 1.0 if self.cutoff is None else NormalDist().cdf(-self.cutoff)
 
     @property

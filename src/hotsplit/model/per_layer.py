@@ -1,5 +1,5 @@
-"""Embeddings of layers: what each layer gets from the token itself, beside the hidden state (Gemma 3n and the
-E-models of Gemma 4).
+"""Embeddings of layers: what each layer gets from the token itself, beside the hidden state (Gemma
+3n and the E-models of Gemma 4).
 
 Letters: L layers, D model width, P values of a layer's input, V vocabulary."""
 
@@ -22,9 +22,10 @@ INPUTS = "per_layer"  # the value that has the inputs of all layers, [T, L, P]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs(PositionWise):
-    """The inputs of all layers, e_LP = (norm(D^-1/2 W x) + sqrt(P) t) / sqrt(2), where x is the token's
-    embedding as the first layer reads it, W the projection [L P, D], t the token's row of the table [V, L P],
-    and the norm an RMS norm of the P values of each layer (transformers, modeling_gemma4.py)."""
+    """The inputs of all layers, e_LP = (norm(D^-1/2 W x) + sqrt(P) t) / sqrt(2), where x is the
+    token's embedding as the first layer reads it, W the projection [L P, D], t the token's row of
+    the table [V, L P], and the norm an RMS norm of the P values of each layer (transformers,
+    modeling_gemma4.py)."""
 
     kind: ClassVar[str] = "layer inputs"
     room: ClassVar[str] = "per_layer"

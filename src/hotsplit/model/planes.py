@@ -1,10 +1,10 @@
-"""A hidden state of several planes, of which a layer computes one and estimates the others (AltUp, Baykal et al.
-2023, arXiv 2301.13310; transformers, modeling_gemma3n.py).
+"""A hidden state of several planes, of which a layer computes one and estimates the others (AltUp,
+Baykal et al. 2023, arXiv 2301.13310; transformers, modeling_gemma3n.py).
 
-Value `x` of such a model has all planes of a token, [P D], the active one first; `active` is the one that the
-blocks of a layer read and write. A router reads it: r_P = tanh(W_PD norm(active) / D). The hidden state begins
-as the embedding e and W_i e for i = 1 .. P - 1, each with the magnitude of e, and ends as the mean of x_0 and
-V_i x_i, each with that of x_0.
+Value `x` of such a model has all planes of a token, [P D], the active one first; `active` is the
+one that the blocks of a layer read and write. A router reads it: r_P = tanh(W_PD norm(active) / D).
+The hidden state begins as the embedding e and W_i e for i = 1 .. P - 1, each with the magnitude of
+e, and ends as the mean of x_0 and V_i x_i, each with that of x_0.
 
 Letters: P planes, D hidden size."""
 
@@ -37,7 +37,8 @@ class OfPlanes(PositionWise):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictPlanes(OfPlanes):
-    """x_i = x_i + the sum over j of (C r)_ij x_j, with C [P P, P]; writes the first to `active`, too."""
+    """x_i = x_i + the sum over j of (C r)_ij x_j, with C [P P, P]; writes the first to `active`,
+    too."""
 
     kind: ClassVar[str] = "predict planes"
     num_kernels: ClassVar[int] = 3  # the router's norm and product, the planes
@@ -58,8 +59,8 @@ class PredictPlanes(OfPlanes):
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectPlanes(OfPlanes):
-    """x_i = x_i + (1 + (C r)_i) (active - x_0), with C [P, P] and the router's choice by `active`, which then
-    becomes x_0 * s, with s [D]. The router is that of PredictPlanes."""
+    """x_i = x_i + (1 + (C r)_i) (active - x_0), with C [P, P] and the router's choice by `active`,
+    which then becomes x_0 * s, with s [D]. The router is that of PredictPlanes."""
 
     kind: ClassVar[str] = "correct planes"
     num_kernels: ClassVar[int] = 3

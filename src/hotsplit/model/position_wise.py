@@ -1,9 +1,9 @@
-"""Operations that compute values of a token from values of the same token, with tensors of their own
-(position-wise, as Vaswani et al. 2017, arXiv 1706.03762, say of feed-forward layers).
+"""Operations that compute values of a token from values of the same token, with tensors of their
+own (position-wise, as Vaswani et al. 2017, arXiv 1706.03762, say of feed-forward layers).
 
-A block says here all that the stages ask of it: its tensors, the sizes of the values that it writes, what a
-GPU launches for it. The module `room` of runtime/ops loads and computes it, and its C++ file registers it
-by its kind (kernels/cpu/operation.h). No other place names it."""
+A block says here all that the stages ask of it: its tensors, the sizes of the values that it
+writes, what a GPU launches for it. The module `room` of runtime/ops loads and computes it, and its
+C++ file registers it by its kind (kernels/cpu/operation.h). No other place names it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ TOKEN = "token"  # the token itself, as a value that an operation outside the la
 
 
 class PositionWise(ABC):
-    """The base of such blocks, which are frozen dataclasses. `kind`: its name in the step program; `room`:
-    its module in runtime/ops; `num_kernels`: those that a GPU launches for it; `tables`: of its tensors,
-    those of which a token reads one row, which notes on memory call `words`; `unquantised`: matrices that
-    llama.cpp's quantiser leaves in 16 or 32 bits."""
+    """The base of such blocks, which are frozen dataclasses. `kind`: its name in the step program;
+    `room`: its module in runtime/ops; `num_kernels`: those that a GPU launches for it; `tables`: of
+    its tensors, those of which a token reads one row, which notes on memory call `words`;
+    `unquantised`: matrices that llama.cpp's quantiser leaves in 16 or 32 bits."""
 
     kind: ClassVar[str]
     room: ClassVar[str]
@@ -42,7 +42,8 @@ class PositionWise(ABC):
         """The values that it writes, in order; one that is an input, too, is changed in place."""
 
     def shapes(self, hidden_size: int) -> Shapes:
-        """The shapes of its tensors, by name within the layer or, outside the layers, in the model."""
+        """The shapes of its tensors, by name within the layer or, outside the layers, in the
+        model."""
         return {}
 
     def values(self, hidden_size: int) -> Mapping[str, int]:

@@ -10,11 +10,12 @@ yarn    fast frequencies stay, slow ones are divided by the factor, and those be
         (ggml_rope_yarn_corr_dims), both borders are rounded outwards to whole pairs, except in
         gpt-oss, of which transformers does not round them.
 
-Longrope's set for a text is that of the context for which the engine is made: the short one up to the
-length of the training, the long one above. Keys are cached as they were rotated, so a text needs one
-set from its first token to its last. transformers takes that of the text's length at each pass, so that
-a text which grows past the limit has keys of both sets in its cache; llama.cpp takes that of the
-context size, as here. Both agree with this rule on a text whose context is its length."""
+Longrope's set for a text is that of the context for which the engine is made: the short one up to
+the length of the training, the long one above. Keys are cached as they were rotated, so a text
+needs one set from its first token to its last. transformers takes that of the text's length at each
+pass, so that a text which grows past the limit has keys of both sets in its cache; llama.cpp takes
+that of the context size, as here. Both agree with this rule on a text whose context is its
+length."""
 
 import math
 from dataclasses import dataclass, replace
@@ -28,7 +29,8 @@ RopeKind = Literal["none", "linear", "yarn", "longrope"]
 AskedKind = Literal["none", "linear", "yarn"]
 Pairing = Literal["adjacent", "halves"]
 KINDS: tuple[AskedKind, ...] = get_args(AskedKind)  # that a user may ask for
-# Tensors of divisors of the frequencies: for all texts, or longrope's for short and for long contexts.
+# Tensors of divisors of the frequencies: for all texts, or longrope's for short and for long
+# contexts.
 FREQUENCIES = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 MOST = 1e4  # the largest factor: a context of 4,096 tokens becomes one of 41 million
@@ -123,8 +125,8 @@ def asked_scaling(
         factor = context_length / length
         if factor > MOST:
             raise HotsplitError(
-                f"context of {context_length:,} asked for, {factor:,.0f} times the {length:,} tokens"
-                f" that the model was trained on; at most {MOST:,.0f} times"
+                f"context of {context_length:,} asked for, {factor:,.0f} times the {length:,}"
+                f" tokens that the model was trained on; at most {MOST:,.0f} times"
             )
         check_scaling(kind, factor)
     if kind == "linear":
@@ -150,8 +152,9 @@ def check_scaling(kind: str | None, factor: float | None) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
     """Rotary embeddings (Su et al. 2021, arXiv 2104.09864) of the whole head, or of its first
-    `num_values` values. `pairing` says which values rotate together: adjacent ones, or those half of
-    these apart. `has_factors`: the file divides each frequency by a number of its own (FREQUENCIES)."""
+    `num_values` values. `pairing` says which values rotate together: adjacent ones, or those half
+    of these apart. `has_factors`: the file divides each frequency by a number of its own
+    (FREQUENCIES)."""
 
     theta: float
     pairing: Pairing

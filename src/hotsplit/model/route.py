@@ -5,8 +5,8 @@ from typing import Literal
 
 from hotsplit.model.position_wise import Shapes
 
-# Its tensors' names, which are llama.cpp's: of the matrix and its bias, of what is added for the choice alone,
-# and of the experts' own scales.
+# Its tensors' names, which are llama.cpp's: of the matrix and its bias, of what is added for the
+# choice alone, and of the experts' own scales.
 ROUTER, CHOICE_BIAS, OWN_SCALES = "ffn_gate_inp", "exp_probs_b.bias", "ffn_down_exps.scale"
 Gating = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 

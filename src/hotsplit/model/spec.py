@@ -5,8 +5,9 @@ operations of a step) are folds over these blocks.
 
 A block reads and writes named values of its layer: `x` is the hidden state, from layer to layer;
 `attn_in`, `attn_out`, `ffn_in` and `ffn_out` are what their names say, also where a gated delta net
-is in the place of attention; `named` are the neurons that a predictor selects, `routed` the experts that a
-router chooses, `shared_out` is the output of shared experts. A norm may write the value that it reads.
+is in the place of attention; `named` are the neurons that a predictor selects, `routed` the experts
+that a router chooses, `shared_out` is the output of shared experts. A norm may write the value that
+it reads.
 
 Letters: D hidden size, F neurons of a layer, E experts, H heads, K key-value heads, W head dim, R
 predictor rank."""
@@ -26,7 +27,8 @@ from hotsplit.model.rope import NO_SCALING, RopeScaling, Rotary
 from hotsplit.model.route import Route
 from hotsplit.model.together import Together
 
-# Of the hidden states of a text: their mean, the first token's or the last one's (sentence-transformers).
+# Of the hidden states of a text: their mean, the first token's or the last one's
+# (sentence-transformers).
 Pooling = Literal["mean", "cls", "last"]
 
 
@@ -130,10 +132,10 @@ class LayerSpec:
 class ModelSpec:
     """A decoder. `architecture` is llama.cpp's name of its graph, or PowerInfer's.
     `embedding_scale` multiplies the embedding, and `logit_scale` what the output norm gives; with a
-    `logit_cap` c, a logit l counts as c tanh(l / c) (Gemma 2);
-    `has_positions`: learned positions are added to the embedding; `first` and `last`: operations between
-    the embedding and the layers, and between these and the output norm, on the host, which then embeds.
-    `pooling`: how a text's vector comes of its hidden states; None: the model does not say."""
+    `logit_cap` c, a logit l counts as c tanh(l / c) (Gemma 2); `has_positions`: learned positions
+    are added to the embedding; `first` and `last`: operations between the embedding and the layers,
+    and between these and the output norm, on the host, which then embeds. `pooling`: how a text's
+    vector comes of its hidden states; None: the model does not say."""
 
     architecture: str
     hidden_size: int
@@ -194,8 +196,8 @@ class ModelSpec:
         return tuple(index for index, kept in enumerate(kept_L) if kept and kept.is_written)
 
     def together(self, *, keys_on_host: bool = False) -> tuple[Together, ...]:
-        """The groups of layers, two at least, that a plan must not divide: they read what one of them keeps.
-        `keys_on_host`: main memory has the keys and values of all layers."""
+        """The groups of layers, two at least, that a plan must not divide: they read what one of
+        them keeps. `keys_on_host`: main memory has the keys and values of all layers."""
         groups: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             kept = layer.mixer.kept(index)
@@ -230,13 +232,14 @@ class ModelSpec:
         return any(layer.neurons.silences for layer in self.layers)
 
     def computes_all(self, index: int, mode: Mode) -> bool:
-        """True if silent neurons of a layer are computed too: in mode dense, and in layers whose activation
-        silences none, if that of other layers does."""
+        """True if silent neurons of a layer are computed too: in mode dense, and in layers whose
+        activation silences none, if that of other layers does."""
         return computes_all(mode) or (self.silences and not self.layers[index].neurons.silences)
 
     @cached_property
     def value_sizes(self) -> Mapping[str, int]:
-        """f32 values of a token, of each value that position-wise operations write, or begin with."""
+        """f32 values of a token, of each value that position-wise operations write, or begin
+        with."""
         of_layers = (block for layer in self.layers for block in layer.position_wise)
         found = {} if self.embedded == "x" else {self.embedded: self.hidden_size}
         for block in (*self.first, *of_layers, *self.last):

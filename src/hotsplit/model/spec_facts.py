@@ -6,7 +6,8 @@ from hotsplit.model.spec import ModelSpec
 
 
 def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
-    """(name, value) of the numbers of a model; of numbers that differ between layers, each, with semicolons."""
+    """(name, value) of the numbers of a model; of numbers that differ between layers, each, with
+    semicolons."""
     layers, attentions = spec.layers, spec.attentions
     deltas = [layer.delta for layer in layers if layer.delta is not None]
     windows = [a.window for a in attentions if a.window is not None]

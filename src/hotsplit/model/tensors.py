@@ -1,7 +1,8 @@
 """The tensors of a model by their names in a file, with their shapes: folds over its spec.
 
 Names are llama.cpp's where it has them. In the layout `stock` all are as llama.cpp loads them; in
-`sparse` the down projection is transposed, so that each row of a feed-forward matrix is a neuron."""
+`sparse` the down projection is transposed, so that each row of a feed-forward matrix is a
+neuron."""
 
 import re
 from collections.abc import Iterable
@@ -101,8 +102,8 @@ def is_router(name: str) -> bool:
 
 
 def is_vector(name: str, shape: tuple[int, ...]) -> bool:
-    """True for what is kept in f32: all that is no matrix, or several vectors, such as the biases of
-    experts [E, N] and the norms of heads [H, W]."""
+    """True for what is kept in f32: all that is no matrix, or several vectors, such as the biases
+    of experts [E, N] and the norms of heads [H, W]."""
     return len(shape) == 1 or name.endswith((".bias", "_norm.weight", "_coef.weight", CONV))
 
 

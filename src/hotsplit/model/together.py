@@ -1,4 +1,5 @@
-"""Layers that a plan must keep on one device (`ModelSpec.together`), and the refusal of plans that do not."""
+"""Layers that a plan must keep on one device (`ModelSpec.together`), and the refusal of plans that
+do not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ class Together:
 def refuse_apart(
     path: Path, groups: Sequence[Together], dense_on_gpu: Sequence[bool], home: Sequence[int]
 ) -> None:
-    """Raises HotsplitError for a plan that has the layers of a group on several devices. `home`: the
-    number of each layer's GPU, () for one GPU."""
+    """Raises HotsplitError for a plan that has the layers of a group on several devices. `home`:
+    the number of each layer's GPU, () for one GPU."""
     for group in groups:
         place = {i: home[i] if home else 0 for i in group.layers if dense_on_gpu[i]}
         first, *others = group.layers

@@ -180,11 +180,11 @@ def why_key(name: str) -> str | None:
 
 
 def refuse_divided(path: Path, spec: ModelSpec, hot: Sequence[Sized]) -> None:
-    """Raises HotsplitError for a plan that divides the neurons of a layer that needs all of its gates. `hot`:
-    the neurons of each layer that are on a GPU."""
+    """Raises HotsplitError for a plan that divides the neurons of a layer that needs all of its
+    gates. `hot`: the neurons of each layer that are on a GPU."""
     for layer, (own, ids) in enumerate(zip((x.neurons for x in spec.layers), hot, strict=True)):
         if own.needs_all_gates and len(ids) not in (0, own.number):
             raise HotsplitError(
-                f"{path}: divides layer {layer}, in which a neuron needs the gates of all; run hotsplit solve"
-                " on this model"
+                f"{path}: divides layer {layer}, in which a neuron needs the gates of all; run"
+                " hotsplit solve on this model"
             )

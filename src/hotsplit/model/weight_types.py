@@ -53,8 +53,10 @@ class WeightType:
       as stored. In small blocks, numbers, fifth bits if there are any, quants.
     - `halves`: first and last + 1 of the bytes of a block that are f16 numbers; None for floats and
       for scales that are powers of two.
-    - `overflows_at`: the smallest magnitude that `convert` refuses. Floats: where rounding overflows
-      the type. Blocks: where their f16 scale (the largest magnitude over 127, about 110, 16 or 8) or
+    - `overflows_at`: the smallest magnitude that `convert` refuses. Floats: where rounding
+    overflows
+      the type. Blocks: where their f16 scale (the largest magnitude over 127, about 110, 16 or 8)
+      or
       minimum overflows.
       K-quants: about half of that at which the f16 scale of the minima of q4_k and q5_k (the
       largest magnitude over 63) overflows.
@@ -233,15 +235,16 @@ FLOAT_NAMES = tuple(each.name for each in TYPES if each.is_float)
 # Small blocks with sums of integers.
 SMALL_BLOCK_NAMES = tuple(each.name for each in TYPES if each.has_integer_sums)
 K_QUANT_NAMES = tuple(each.name for each in TYPES if each.is_k_quant)
-# Types that are chosen, from nearly lossless to the smallest. Of two with as many bytes, the one with
-# larger blocks loses less.
+# Types that are chosen, from nearly lossless to the smallest. Of two with as many bytes, the one
+# with larger blocks loses less.
 BY_QUALITY: tuple[TypeName, ...] = tuple(
     each.name
     for each in sorted(TYPES, key=lambda each: (-each.bytes_per_value, -each.block_values))
     if each.is_chosen and not each.is_float
 )
 SMALLEST = BY_QUALITY[-1]
-# The types for rows that are not whole blocks of 256, as in tensor_type_fallback of llama-quant.cpp.
+# The types for rows that are not whole blocks of 256, as in tensor_type_fallback of
+# llama-quant.cpp.
 SMALLER_BLOCKS = {
     "q2_k": "q4_0",
     "q3_k": "q4_0",
@@ -255,8 +258,9 @@ CACHE_NAMES = tuple(each.name for each in TYPES if each.is_float or each.has_int
 
 
 def files_instead(bytes_per_value: float, below: float = 1.0) -> str:
-    """Files of other types, as published ones are named, that run as they are: of the two smallest types
-    with kernels that take as many bytes a value, and fewer than `below`; "" if there is none."""
+    """Files of other types, as published ones are named, that run as they are: of the two smallest
+    types with kernels that take as many bytes a value, and fewer than `below`; "" if there is
+    none."""
     fitting = (t for t in TYPES if t.is_k_quant and bytes_per_value <= t.bytes_per_value < below)
     found = sorted(fitting, key=lambda each: each.bytes_per_value)[:2]
     names = (each.file_type.removeprefix("MOSTLY_").replace("_K_S", "_K_M") for each in found)

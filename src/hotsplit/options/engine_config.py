@@ -53,8 +53,8 @@ class EngineConfig:
     of the perplexity by the file's record (costs.default_mode has the details).
 
     device: "cpu" or "cuda[:n]", for everything that the plan does not put on the CPU; None takes
-    CUDA if there is a device. A load with a GPU ends with a check of its logits (runtime.device_check); if
-    it fails, the CPU is used, with a warning.
+    CUDA if there is a device. A load with a GPU ends with a check of its logits
+    (runtime.device_check); if it fails, the CPU is used, with a warning.
 
     context_length: tokens per text that the KV cache holds; None takes the plan's, or the model's
     up to 4,096; 0 takes the plan's, or all of the model's.
@@ -74,18 +74,18 @@ class EngineConfig:
 
     max_loss: the relative rise of the perplexity that the choice of a mode accepts.
 
-    cache_type_k, cache_type_v: storage types of keys and values (hotsplit.options.cache_types), where
-    the CPU holds them: on device cpu without a plan, or with cpu_ffn and kv_offload; None takes f32
-    for a model in f32 and f16 for others, and for values the type of the keys.
+    cache_type_k, cache_type_v: storage types of keys and values (hotsplit.options.cache_types),
+    where the CPU holds them: on device cpu without a plan, or with cpu_ffn and kv_offload; None
+    takes f32 for a model in f32 and f16 for others, and for values the type of the keys.
 
     kv_offload: "on", or sizes such as "window=2048,top=512": a token of a long text reads only the
     first keys, a window of the last ones, and between them those with the largest estimated weights
-    (hotsplit.options.key_selection). Without a plan it works on device cpu or with cpu_ffn. With a plan,
-    only the plan's own selection is allowed; None takes it.
+    (hotsplit.options.key_selection). Without a plan it works on device cpu or with cpu_ffn. With a
+    plan, only the plan's own selection is allowed; None takes it.
 
     rope_scaling, rope_scale: replace the model's own scaling of rotary embeddings: "none", "linear"
-    or "yarn" (hotsplit.model.rope), and the ratio of the longest text to the training length. If only
-    the scale is given, the scaling is YaRN; if only the scaling is given, the scale is what
+    or "yarn" (hotsplit.model.rope), and the ratio of the longest text to the training length. If
+    only the scale is given, the scaling is YaRN; if only the scaling is given, the scale is what
     context_length needs.
 
     neuron_cache: an online cache that swaps the neurons in GPU memory to follow the text, starting
@@ -116,7 +116,8 @@ class EngineConfig:
         check_fields(self)
         if self.context_length is not None and self.context_length < 0:
             raise HotsplitError(
-                f"context_length (-c) is {self.context_length}, wanted 1 or more, or 0 for the model's"
+                f"context_length (-c) is {self.context_length}, wanted 1 or more, or 0 for the"
+                " model's"
             )
         if not self.max_loss >= 0:  # rejects NaN; infinity accepts all
             raise HotsplitError(f"max_loss is {self.max_loss}, wanted 0 or more, e.g. 0.01")

@@ -87,10 +87,10 @@ class CacheCosts:
 
     A layer's neurons take max(hot_s + hot_row_s * hot rows read, cold_s + cold_row_s * cold rows
     read), and a step takes the sum over its layers plus `rest_s`. A swap takes gather_row_s of the
-    CPU's time, which is free while the CPU waits for the GPU (of experts, which are not gathered, of the
-    time between steps), and copy_row_s of the link's, which
-    is free while the step runs; `copy_s` is the link's fixed cost of a step's swaps. Swaps are made
-    only as long as they fit into 0.9 of both of these free times (ROOM in policy.cpp)."""
+    CPU's time, which is free while the CPU waits for the GPU (of experts, which are not gathered,
+    of the time between steps), and copy_row_s of the link's, which is free while the step runs;
+    `copy_s` is the link's fixed cost of a step's swaps. Swaps are made only as long as they fit
+    into 0.9 of both of these free times (ROOM in policy.cpp)."""
 
     hot_s_L: np.ndarray
     hot_row_s_L: np.ndarray

@@ -1,5 +1,5 @@
-"""The times by which a prompt's cold experts are computed by the CPU or streamed to a GPU. A plan has
-them, so that a prompt's bits do not depend on a clock."""
+"""The times by which a prompt's cold experts are computed by the CPU or streamed to a GPU. A plan
+has them, so that a prompt's bits do not depend on a clock."""
 
 import math
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from hotsplit.errors import HotsplitError
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRates:
-    """Seconds per byte of an expert: of the CPU, whatever its tokens, and for each token in addition; and
-    of the link to the GPU, from pinned memory and from other memory."""
+    """Seconds per byte of an expert: of the CPU, whatever its tokens, and for each token in
+    addition; and of the link to the GPU, from pinned memory and from other memory."""
 
     cpu_s: float
     token_s: float

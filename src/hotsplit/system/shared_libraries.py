@@ -13,9 +13,9 @@ Signatures = Mapping[str, tuple[Any, tuple[Any, ...]]]
 
 
 def open_library(name: str, signatures: Signatures) -> ctypes.CDLL:
-    """The library that is installed like a module of this name, its functions with their types. Raises
-    HotsplitError if it is not built, OSError for a file that cannot be loaded and AttributeError for one
-    that lacks functions."""
+    """The library that is installed like a module of this name, its functions with their types.
+    Raises HotsplitError if it is not built, OSError for a file that cannot be loaded and
+    AttributeError for one that lacks functions."""
     spec = find_spec(name)  # finds the file in every kind of install
     if spec is None or spec.origin is None:
         raise HotsplitError(

@@ -22,7 +22,8 @@ EXAMPLES = {
         "hotsplit plan model.gguf -c 32768",
     ),
     "solve": (
-        "hotsplit solve model.gguf --profile p.safetensors --machine machine.json -vb 8GiB -o plan.gguf",
+        "hotsplit solve model.gguf --profile p.safetensors --machine machine.json -vb 8GiB -o"
+        " plan.gguf",
         "hotsplit solve model.gguf --machine rtx-4060-8gb -vb 7GiB -o plan.gguf",
         "hotsplit solve model.gguf --profile p.safetensors --machine machine.json"
         " --sweep 2GiB:24GiB -o curve.json",
@@ -53,7 +54,8 @@ EXAMPLES = {
     "export": (
         "hotsplit export plan.gguf --profile p.safetensors --format gpuidx -o out.gpuidx",
         "hotsplit export p.safetensors --format powerinfer-activations -o activation",
-        "hotsplit export m.gguf --llama-cpp --split plan.gguf --profile p.safetensors --machine machine.json",
+        "hotsplit export m.gguf --llama-cpp --split plan.gguf --profile p.safetensors --machine"
+        " machine.json",
     ),
 }
 

@@ -42,8 +42,8 @@ class OutputPath(click.Path):
         ending = Path(os.fsdecode(path)).suffix
         if self.endings and ending in ENDINGS and ending not in self.endings:
             self.fail(
-                f"{os.fsdecode(path)} is named like another kind of file; wanted a name that ends in"
-                f" {' or '.join(self.endings)}",
+                f"{os.fsdecode(path)} is named like another kind of file; wanted a name that ends"
+                f" in {' or '.join(self.endings)}",
                 param,
                 ctx,
             )

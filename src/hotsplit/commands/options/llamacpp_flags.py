@@ -1,6 +1,6 @@
-"""Translates options of llama.cpp and PowerInfer on our command lines, by the table of their meanings:
-those with a counterpart are accepted, other known ones are explained in one line, and so is a memory
-budget given to a command that has none.
+"""Translates options of llama.cpp and PowerInfer on our command lines, by the table of their
+meanings: those with a counterpart are accepted, other known ones are explained in one line, and so
+is a memory budget given to a command that has none.
 
 A command's own options pass unchanged, including those with llama.cpp's spelling (-c, -n, --temp,
 -ctk)."""
@@ -38,8 +38,8 @@ class _Line:
 def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments with llama.cpp's options translated, and notes on options without effect.
 
-    Raises click's UsageError for an option of llama.cpp that the table refuses, for an option in place
-    of another's value, and for two models."""
+    Raises click's UsageError for an option of llama.cpp that the table refuses, for an option in
+    place of another's value, and for two models."""
     own = {
         name: param
         for param in ctx.command.params
@@ -161,8 +161,8 @@ def _takes_value(option: click.Option | None, following: str) -> bool:
 
 
 def _refuse_a_cluster(ctx: click.Context, argument: str, own: Mapping[str, click.Option]) -> None:
-    """Raises NoSuchOption for e.g. -nkv, which click would read as -n with the value kv, and for -hff,
-    which it would read as -h."""
+    """Raises NoSuchOption for e.g. -nkv, which click would read as -n with the value kv, and for
+    -hff, which it would read as -h."""
     option, name = own.get(argument[:2]), argument.partition("=")[0]
     is_word = re.fullmatch(r"-[A-Za-z][A-Za-z][A-Za-z-]*", name) and name not in own
     is_help = argument[:2] in ctx.help_option_names

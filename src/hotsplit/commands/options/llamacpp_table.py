@@ -1,8 +1,8 @@
 """What options of llama.cpp and PowerInfer mean here: one row for each meaning.
 
-The options are those of llama-server, llama-cli and llama-completion (common/arg.cpp of llama.cpp as in
-llama-cpp-python 0.3.36; tests/llamacpp/options.txt lists their names). An option that the command has
-itself comes first; among rows, the first one that has the name and the command."""
+The options are those of llama-server, llama-cli and llama-completion (common/arg.cpp of llama.cpp
+as in llama-cpp-python 0.3.36; tests/llamacpp/options.txt lists their names). An option that the
+command has itself comes first; among rows, the first one that has the name and the command."""
 
 from dataclasses import dataclass
 from typing import Literal

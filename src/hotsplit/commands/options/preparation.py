@@ -1,4 +1,5 @@
-"""Commands that take a checkpoint, or a model and a budget of VRAM, prepare it first, as `run` does.
+"""Commands that take a checkpoint, or a model and a budget of VRAM, prepare it first, as `run`
+does.
 
 The stages are chosen, run and cached by the package hotsplit.run."""
 
@@ -58,7 +59,8 @@ preparation_options = joined(
 )
 all_preparation_options = joined(
     vram_option(
-        "run: most of what is free on the first, or on --device; elsewhere a GGUF runs without a plan"
+        "run: most of what is free on the first, or on --device; elsewhere a GGUF runs without a"
+        " plan"
     ),
     option_table(
         """
@@ -83,8 +85,8 @@ _NAMES = ("vram", "outtype", "tokens", "corpora", "tokenizer", "activation", "is
 
 @contextmanager
 def texts_or_default(corpora: tuple[Path, ...]) -> Iterator[tuple[Path, ...]]:
-    """Yields the texts to profile on: the user's, or the package's, which stays in the cache while the
-    context is open, as the first of several processes says."""
+    """Yields the texts to profile on: the user's, or the package's, which stays in the cache while
+    the context is open, as the first of several processes says."""
     if corpora:
         yield corpora
         return

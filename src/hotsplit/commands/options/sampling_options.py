@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _RANDOM_SEEDS = (-1,)  # llama.cpp's value for a random seed
-# Groups of options: spellings | field of SamplingOptions | help. The help of a command has those with
-# a star.
+# Groups of options: spellings | field of SamplingOptions | help. The help of a command has those
+# with a star.
 _ROWS = f"""
 # Temperature
 --temp --temperature | temperature* | Temperature; 0 or less always takes the likeliest token.

@@ -30,8 +30,8 @@ def warn_of_slow_plan(engine: "Engine", split: Path | None) -> None:
 
 
 def slow_plan_line(split: Path, token_s: float, cpu_s: float | None) -> str | None:
-    """The warning; None if the plan is as fast as it should be. `cpu_s`: seconds of a token on the CPU
-    alone, if an earlier trial measured them."""
+    """The warning; None if the plan is as fast as it should be. `cpu_s`: seconds of a token on the
+    CPU alone, if an earlier trial measured them."""
     from hotsplit.artifacts.split_file import Split
     from hotsplit.artifacts.trial_file import MISSED, milliseconds
     from hotsplit.run.trial import SLOWER

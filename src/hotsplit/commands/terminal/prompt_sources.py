@@ -39,7 +39,8 @@ chat_options = joined(
     ),
     template_options,
     option_table(
-        "--context-shift | shifts: flag | When the context is full, drop the oldest part and continue."
+        "--context-shift | shifts: flag | When the context is full, drop the oldest part and"
+        " continue."
     ),
 )
 MAX_BYTES = 64 << 20

@@ -80,8 +80,8 @@ class TypedLines:
 
 
 class Screen:
-    """Shows an answer: its text on stdout, its reasoning dim on a terminal, and otherwise on stderr,
-    so that a program that reads stdout gets the answer alone."""
+    """Shows an answer: its text on stdout, its reasoning dim on a terminal, and otherwise on
+    stderr, so that a program that reads stdout gets the answer alone."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
