@@ -201,12 +201,8 @@ class HybridStep:
             first += len(run)
 
     def _run(self, rows: Sequence[Row], num_rows: int) -> None:
-        if self.lost:
-            raise DeviceLost(self.lost)
         self._fill(rows, num_rows)
         self._before(num_rows)
-        if self.neuron_cache is not None:
-            self.neuron_cache.before_step()
         self._submitted(self.segments[num_rows])
         if self.after:
             self.after.run()
@@ -223,7 +219,12 @@ class HybridStep:
             host.x_TD[:num_rows] = self.positions[host.position_T[:num_rows]]
 
     def _submitted(self, segments: Sequence[Segment]) -> None:
-        """Runs segments and waits for them."""
+        """Runs segments and waits for them. Raises DeviceLost if the last ones may still run, and
+        HotsplitError if a change of the neuron cache was interrupted."""
+        if self.lost:
+            raise DeviceLost(self.lost)
+        if self.neuron_cache is not None:
+            self.neuron_cache.before_step()
         if self.has_host_work:
             library.set_spin_time(GPU_SPIN_TIME)
         try:

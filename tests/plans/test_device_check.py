@@ -19,6 +19,7 @@ from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime import device_check, loading
 from hotsplit.runtime.device.cuda_runtime import CudaRuntime
+from hotsplit.runtime.device.device_memory import DeviceMemory
 from hotsplit.runtime.device_check import BOUND, DeviceFails, check_logits, within_time
 from hotsplit.runtime.kernels.gpu import kernels as gpu_kernels
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
@@ -56,15 +57,16 @@ def load(planned, caplog):
     logits are those of the CPU in any case."""
     path, split, want = planned
 
-    def loaded(kernels=None, **options):
+    def loaded(kernels=None, change=lambda: None, **options):
         caplog.clear()
         made = None if kernels is None else launched(kernels)
-        with (
-            fake_cuda(is_checked=True, kernels=made),
-            Engine.load(path, split=split, mode="predicted", device="cuda", **options) as engine,
-        ):
-            assert rel_error(stepped(engine), want) < 1e-2
-            kind = type(engine._live.native)
+        with fake_cuda(is_checked=True, kernels=made):
+            change()
+            with Engine.load(
+                path, split=split, mode="predicted", device="cuda", **options
+            ) as engine:
+                assert rel_error(stepped(engine), want) < 1e-2
+                kind = type(engine._live.native)
         lines = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
         own = [line for line in lines if "is enforced instead" not in line]  # of a small budget
         return kind, [line.removeprefix(f"{path}: ") for line in own]
@@ -144,15 +146,14 @@ def test_host_functions_that_are_not_called_are_found(load, monkeypatch):
     monkeypatch.setattr(loading, "can_ring", lambda device: False)
     monkeypatch.setattr(CudaRuntime, "host_function", lambda *arguments: None)
     kind, (line,) = load()
-    assert kind is NativeStep and "the logits of a step are off by" in line
+    assert kind is NativeStep and "the logits of a prompt are off by" in line
 
 
 def test_without_triton_the_cpu_runs(load, monkeypatch):
     def missing():
         raise ImportError("the GPU kernels need Triton, found none: pip install triton")
 
-    monkeypatch.setattr(gpu_kernels, "triton_kernels", missing)
-    kind, (line,) = load()
+    kind, (line,) = load(change=lambda: monkeypatch.setattr(gpu_kernels, "triton_kernels", missing))
     assert kind is NativeStep and "found none: pip install triton: everything runs on" in line
 
 
@@ -183,7 +184,7 @@ def test_memory_that_is_short_is_not_a_fault_of_the_device(planned, monkeypatch)
     def short(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(loading, "set_aside", short)
+    monkeypatch.setattr(DeviceMemory, "take_arena", short)
     with fake_cuda(is_checked=True), pytest.raises(HotsplitError, match="more memory wanted"):
         Engine.load(planned[0], split=planned[1], mode="predicted", device="cuda")
 

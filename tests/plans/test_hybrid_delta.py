@@ -141,7 +141,7 @@ def test_the_check_of_a_device_finds_wrong_kernels_and_leaves_states(num_rows):
         found = [
             each for each in launches if each.kernel in ("convolve", "delta_rule", "gate_norm")
         ]
-        assert len(found) == (6 if num_rows == 1 else 3)  # with those of prompts
+        assert len(found) == (9 if num_rows == 1 else 3)  # with those of two lengths of passes
         for launch in found:
             check_launch(launch, right, right, lambda: None)
             for wrong in (lambda t: 0.9 * t, lambda t: t.flip(-1)):

@@ -11,6 +11,7 @@ import torch
 from checkpoints import random_model, save_tokenizer
 from hybrid_plans import random_plan, stepped
 from models import byte_level_keys, make_model, make_sizes, mixture_spec
+from passes import passing
 from reference import logits_ref, rel_error
 from test_experts import IDS, ROUTES, mixture
 from test_families import CASES, converted
@@ -37,7 +38,6 @@ from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.tensors import in_layout, is_neuron_major
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import Row
 from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.forms import placed_form
@@ -215,14 +215,7 @@ def test_triton_kernels_give_the_references_logits():
 def with_hybrid(model: ModelFile, split) -> Engine:
     """An engine whose decode step is a hybrid one of up to 32 rows."""
     engine = loaded(model, split)
-    placement = Placement.of_split(split, (CPU,) * len(split.budgets))
-    step = hybrid_builder.build(
-        engine._live.weights,
-        placement,
-        engine.traffic,
-        plain_backend(reference_kernels()),
-        max_rows=32,
-    )
+    step = passing(engine, split, max_rows=32)
     engine._sequences.decoder = dataclasses.replace(engine._live, native=step)
     return engine
 

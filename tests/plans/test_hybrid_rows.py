@@ -22,6 +22,7 @@ from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import Row, rows_of
+from hotsplit.runtime.step.pass_room import PassSetup
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.config import ServeConfig
@@ -53,6 +54,7 @@ def loaded(tmp_path, model, plan, num_sequences, *, mode="predicted", backend=No
         engine.traffic,
         backend or plain_backend(reference_kernels()),
         max_rows=max_rows,
+        passes=PassSetup(num_rows=256),
     )
     engine._sequences.decoder = dataclasses.replace(decoder, native=step)
     return engine

@@ -398,6 +398,7 @@ def test_after_an_interrupt_nothing_is_left_running():
         after=None,
         positions=None,
         meter=Meter(traffic=Traffic(), structs=[]),
+        passes=None,
         kept=(),
     )
     with pytest.raises(KeyboardInterrupt):
