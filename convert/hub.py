@@ -217,7 +217,10 @@ def _refuse_choice(
         first = next(iter(by_stem.values()))[0]
         line += f"; it has {shown}: give a type or a file after a colon, {given.name}{at}:{first}"
     if cut:
-        line += f"; cut into pieces that have to be joined first: {', '.join(Path(each).name for each in cut)[:300]}"
+        line += (
+            "; cut into pieces that have to be joined first:"
+            f" {', '.join(Path(each).name for each in cut)[:300]}"
+        )
     raise HotsplitError(line)
 
 

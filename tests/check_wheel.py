@@ -50,7 +50,7 @@ class CheckError(Exception):
     """Something is wrong with the wheel."""
 
 
-# ---- what it holds --------------------------------------------------------------------------------
+# ---- what it holds --------------------------------------------------------------------------
 
 
 def expected_names() -> set[str]:
@@ -89,7 +89,7 @@ def check_content(wheel: Path) -> None:
         raise CheckError("; ".join(faults))
 
 
-# ---- what it does ---------------------------------------------------------------------------------
+# ---- what it does ---------------------------------------------------------------------------
 
 
 class Environment:

@@ -34,10 +34,10 @@ HEAD = """# What comes with an installation
 
 The packages that `constraints.txt` pins and `make setup` installs, with the licence that the
 metadata of each states. The first table is what the program and
-its extras `grammar`, `serve` and `parquet` need, the second what only development needs. On Linux, `make setup` also installs Triton (MIT).
-All of them allow use in a program under Apache-2.0; MPL-2.0 asks for the source of the files
-under it, not of the program. None is copied into this repository. A CUDA build of torch contains NVIDIA's libraries under
-NVIDIA's own terms.
+its extras `grammar`, `serve` and `parquet` need, the second what only development needs. On Linux,
+`make setup` also installs Triton (MIT). All of them allow use in a program under Apache-2.0;
+MPL-2.0 asks for the source of the files under it, not of the program. None is copied into this
+repository. A CUDA build of torch contains NVIDIA's libraries under NVIDIA's own terms.
 """
 
 

@@ -22,7 +22,8 @@ NAMES = {
     "attn_out": "[T, D] output of attention",
     "ffn_norm": "[T, D] input of the feed-forward layer",
     "ffn_predicted": "[T, F] scores of the predictor",
-    "ffn_experts": "[T, K] numbers of the experts that the router has chosen, the first choice first",
+    "ffn_experts": "[T, K] numbers of the experts that the router has chosen, the first choice"
+    " first",
     "ffn_gate": "[T, F] gate pre-activations",
     "ffn_hidden": "[T, F] act(gate) * up, input of the down projection",
     "ffn_shared_hidden": "[T, F] ffn_hidden of the experts that all tokens share",

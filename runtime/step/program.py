@@ -13,15 +13,16 @@ it, but only after all earlier reads (`value_order.edges`).
     qkv, heads  input and output of the heads, where the host attends and a GPU projects
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
                 predictor may take the previous layer's
-    route_in, shared_in  the inputs of a router and of shared experts that have norms of their own; after
-                these experts the latter is the norm of their output, and its sum with that of the
-                others
+    route_in, shared_in  the inputs of a router and of shared experts that have norms of their own;
+                after these experts the latter is the norm of their output, and its sum with that
+                of the others
     named       the neurons that the predictor selects
     routed      the experts that the router chooses, and their weights
     shared_out  the output of experts that fire for every token
-    ffn_out     the neurons' output; in a layer with divided neurons, hot_out and cold_out, which are
-                summed into it, with the bias of the down projection, only if a norm reads it
-    others      values of position-wise operations (ModelSpec.value_sizes), which may also widen x"""
+    ffn_out     the neurons' output; in a layer with divided neurons, hot_out and cold_out, which
+                are summed into it, with the bias of the down projection, only if a norm reads it
+    others      values of position-wise operations (ModelSpec.value_sizes), which may also widen
+                x"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -96,7 +96,8 @@ def test_a_model(tmp_path, capsys, is_tied, kind):
         "num_tokens": 2,
         "special_ids": {"bos": 1},
         "has_chat_template": True,
-        "refusal": "its pre-tokenizer (tokenizer.ggml.pre) is missing, as in files made before May 2024,"
+        "refusal": "its pre-tokenizer (tokenizer.ggml.pre) is missing, as in files made before May"
+        " 2024,"
         " so how its text is split is not known; give the model's tokenizer.json with --tokenizer"
         " FILE, to run or to convert",
     }

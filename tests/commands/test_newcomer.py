@@ -67,7 +67,7 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
 WRONG = """
 serv => no such command 'serv', did you mean serve?; see hotsplit --help
 rum => no such command 'rum', did you mean run?; see hotsplit --help
-quantize => 'quantize'; llama.cpp's is convert MODEL -o FILE --outtype q8_0 here; see hotsplit --help
+quantize => llama.cpp's is convert MODEL -o FILE --outtype q8_0 here; see hotsplit --help
 perplexity => no such command 'perplexity'; llama.cpp's is eval here; see hotsplit --help
 convert => missing argument 'SOURCE'; see hotsplit convert --help
 doctor m => got unexpected extra argument (m); see hotsplit doctor --help
@@ -81,10 +81,10 @@ generate m --tfx => no such option '--tfx'; see hotsplit generate --help
 generate m --top-kk => did you mean --top-k?; see hotsplit generate --help
 generate m -n => generate: option '-n' requires an argument; see hotsplit generate --help
 generate m -nab => no such option '-nab'; see hotsplit generate --help
-profile m --train-predictors -o x => -predictors needs a value, and -o comes next; see hotsplit profile --help
-solve m --machine --profile p => --machine needs a value, and --profile comes next; see hotsplit solve --help
+profile m --train-predictors -o x => needs a value, and -o comes next; see hotsplit profile --help
+solve m --machine --profile p => needs a value, and --profile comes next; see hotsplit solve --help
 generate m -p a -n --temp 0 => -n needs a value, and --temp comes next; see hotsplit generate --help
-run m --outtype --chat -p a => --outtype needs a value, and --chat comes next; see hotsplit run --help
+run m --outtype --chat -p a => needs a value, and --chat comes next; see hotsplit run --help
 plan m -hx => no such option '-hx'; see hotsplit plan --help
 run m -yes => no such option '-yes', did you mean --yes?; see hotsplit run --help
 generate m -n b => 'b' is not a valid integer; see hotsplit generate --help
@@ -162,7 +162,7 @@ def test_layers_for_a_gpu_that_is_not_there_are_noted(monkeypatch):
 
 ANSWERED = """
 generate a --reset-gpu-index => is PowerInfer's: a plan is used only if --split names it
-run a -ngl 20 => is llama.cpp's: GPU memory is given in bytes, not in layers: --vram 8GiB makes a plan
+run a -ngl 20 => llama.cpp's: GPU memory is given in bytes, not in layers: --vram 8GiB makes a plan
 chat a -ngl 20 => --vram 8GiB makes a plan, --split PLAN takes one
 serve a -ngl 20 => in bytes, not in layers: --vram 8GiB
 eval a -ngl 20 => hotsplit solve

@@ -209,7 +209,7 @@ def test_no_random_mixture_is_refused_at_any_level(tmp_path, at_level, seed):
         assert found.relative_error is not None and found.relative_error < BOUND / 4, level
 
 
-# ---- wrong routers -----------------------------------------------------------------------------------
+# ---- wrong routers --------------------------------------------------------------------------
 
 
 def graph(**keys):
@@ -312,7 +312,7 @@ def test_scores_that_are_all_but_equal_are_no_ties_for_that(
         verification(folder, tmp_path / "m", "f16")
 
 
-# ---- what is followed ----------------------------------------------------------------------------------
+# ---- what is followed -----------------------------------------------------------------------
 
 
 def spec_of(route: Route):
@@ -378,7 +378,7 @@ def test_a_tie_of_groups_is_followed():
     assert followed.fault is None and followed.num_ties == 2
 
 
-# ---- the check of a load with a GPU -------------------------------------------------------------------
+# ---- the check of a load with a GPU ---------------------------------------------------------
 
 
 def mixture_with_near_ties(path: Path, distance: float):

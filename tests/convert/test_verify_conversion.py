@@ -170,7 +170,7 @@ def test_a_model_type_that_contradicts_the_architecture_is_refused(llama, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-# ---- what the rounding cost ------------------------------------------------------------------------
+# ---- what the rounding cost -----------------------------------------------------------------
 
 
 def divergence(want_TV, got_TV):

@@ -218,7 +218,8 @@ def test_what_runs_within_time_passes_on_its_errors():
 
 def test_an_error_becomes_one_line():
     for text, line in {
-        "CUDA error: an illegal memory access\nmore": "RuntimeError: CUDA error: an illegal memory access",
+        "CUDA error: an illegal memory access\nmore": "RuntimeError: CUDA error: an illegal memory"
+        " access",
         "at 4:12:\n    x = y\n        ^\ny is not defined": "RuntimeError: y is not defined",
         "": "RuntimeError: no message",
         "two\x1bthree": "RuntimeError: two?three",

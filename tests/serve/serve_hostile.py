@@ -323,8 +323,10 @@ def odd_head(draw: random.Random) -> Case:
             b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 2_000_000 + b"\r\n\r\n",
             b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
             b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
-            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
-            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nContent-Length:"
+            b" 4\r\n\r\nabcd",
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"zz\r\n",
             b"GET /\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n",
             b"GET http:// HTTP/1.1\r\n\r\n",
             b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n",

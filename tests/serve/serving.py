@@ -18,9 +18,12 @@ from paths import ROOT
 TOKENIZER = ROOT / "examples" / "tiny-relu" / "tokenizer.json"
 CONTEXT = 256
 TEMPLATE = """\
-{%- if tools %}{{ 'Tools: ' + tools | tojson + ' as <tool_call>{"name": ..., "arguments": ...}\n' }}{% endif %}
+{%- if tools %}
+{{- 'Tools: ' + tools | tojson + ' as <tool_call>{"name": ..., "arguments": ...}\n' }}
+{%- endif %}
 {%- for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}
-{%- for call in message.tool_calls or [] %}{{ call.function.arguments['a'] }}{% endfor %}{% endfor %}
+{%- for call in message.tool_calls or [] %}{{ call.function.arguments['a'] }}{% endfor %}
+{%- endfor %}
 {%- if enable_shouting %}{{ 'SHOUT\n' }}{% endif %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -428,7 +428,10 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(
     patient, line, is_length_first
 ):
     lengths = [b"Content-Length: 4\r\n", b"Transfer-Encoding: chunked\r\n"]
-    more = b"Content-Type: application/json\r\nOrigin: http://a\r\nAccess-Control-Request-Method: POST\r\n"
+    more = (
+        b"Content-Type: application/json\r\nOrigin: http://a\r\nAccess-Control-Request-Method:"
+        b" POST\r\n"
+    )
     head = line + b" HTTP/1.1\r\nHost: localhost\r\n" + more
     head += b"".join(lengths if is_length_first else lengths[::-1]) + b"\r\n"
     found = closed_after(patient, [head + b"2\r\n{}\r\n0\r\n\r\n" + HEAD + b"\r\n"])

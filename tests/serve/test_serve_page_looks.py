@@ -144,7 +144,10 @@ QUESTIONS = (
 )
 
 
-SCRIPTED = "**Two** things:\n\n1. one\n2. two\n\n```python\nprint(1)\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n"
+SCRIPTED = (
+    "**Two** things:\n\n1. one\n2. two\n\n```python\nprint(1)\n```\n\n| a | b |\n|---|---|\n"
+    "| 1 | 2 |\n"
+)
 
 
 def take_pictures(folder: Path, browser: Browser, address: str) -> list[Path]:

@@ -1,5 +1,5 @@
-"""A plan that loads takes every text: on a hollow CUDA device, random plans of models of 0.1 to 70 B
-take prompts of the whole context and generations within their budgets."""
+"""A plan that loads takes every text: on a hollow CUDA device, random plans of models of 0.1 to 70
+B take prompts of the whole context and generations within their budgets."""
 
 import os
 from dataclasses import replace

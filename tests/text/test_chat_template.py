@@ -360,21 +360,28 @@ def test_4096_messages_of_which_each_looks_at_all_others(process):
 
 
 LOOPS = {
-    "flag": "{% for i in range(5) %}{% if not ns.a %}{{ i }}{% set ns.a = i == 3 %}{% endif %}{% endfor %}",
-    "empty branch": "{% for i in range(5) %}{% if ns.a %}{% elif i > 2 %}{% set ns.a = 1 %}{% endif %}"
+    "flag": "{% for i in range(5) %}{% if not ns.a %}{{ i }}{% set ns.a = i == 3 %}{% endif %}{%"
+    " endfor %}",
+    "empty branch": "{% for i in range(5) %}{% if ns.a %}{% elif i > 2 %}{% set ns.a = 1 %}{% endif"
+    " %}"
     "{% endfor %}{{ ns.a }}",
     "its own variable": "{% for i in range(5) %}{% if i != 2 %}{{ i }}{% endif %}{% endfor %}",
-    "its own variable first": "{% for i in range(5) %}{% if i == 0 %}{% elif ns.b %}{% else %}{{ i }}"
+    "its own variable first": "{% for i in range(5) %}{% if i == 0 %}{% elif ns.b %}{% else %}{{ i"
+    " }}"
     "{% endif %}{% endfor %}",
-    "an attribute of it": "{% for m in messages[::-1] %}{% if m.role != 'user' %}{{ m.content }}{% endif %}"
+    "an attribute of it": "{% for m in messages[::-1] %}{% if m.role != 'user' %}{{ m.content }}{%"
+    " endif %}"
     "{% endfor %}",
     "the loop": "{% for i in range(5) %}{% if not loop.first %}{{ i }}{% endif %}{% endfor %}",
     "pairs": "{% for a, b in [[1, 0], [0, 1]][:] %}{% if a %}{{ b }}{% endif %}{% endfor %}",
-    "text around": "{% for i in range(5) %}-{% if not ns.a %}{{ i }}{% set ns.a = 1 %}{% endif %}{% endfor %}",
-    "else": "{% for i in range(5) %}{% if ns.a %}{{ i }}{% else %}{% set ns.a = i > 2 %}{% endif %}{% endfor %}",
+    "text around": "{% for i in range(5) %}-{% if not ns.a %}{{ i }}{% set ns.a = 1 %}{% endif %}{%"
+    " endfor %}",
+    "else": "{% for i in range(5) %}{% if ns.a %}{{ i }}{% else %}{% set ns.a = i > 2 %}{% endif"
+    " %}{% endfor %}",
     "a call": "{% set x = [1, 2] %}{% macro f() %}{% set ns.b = ns.b + 1 %}{% endmacro %}"
     "{% for i in range(5) %}{% if f() %}{% endif %}{% endfor %}{{ ns.b }}",
-    "a generator": "{% set x = messages | map(attribute='role') %}{% for i in x %}{% if ns.a %}{% endif %}"
+    "a generator": "{% set x = messages | map(attribute='role') %}{% for i in x %}{% if ns.a %}{%"
+    " endif %}"
     "{% endfor %}{{ x | list }}",
     "no item": "{% for i in range(0) %}{% if not ns.a %}{% endif %}{% else %}none{% endfor %}",
 }

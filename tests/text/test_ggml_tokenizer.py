@@ -103,12 +103,14 @@ SPLITS = {  # tests/llamacpp compares tokens with llama.cpp itself
     "default": "HelloWORLD| it|'|S| x|==|y|,| |123|45| a|.|b|\n|\n|αΑह|ि| 数あア|\t | |1",
     "tekken": "Hello|WORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|α|Αहि| 数あア|\t | |1",
     "gpt-4o": "Hello|WORLD| it'S| x|==|y|,| |123|45| a|.b|\n\n|α|Αहि| 数あア|\t | |1",
-    "granite-embed-multi-97m": "Hello|WORLD| it'S| x|==|y|,| |123|45| a|.b|\n\n|α|Αहि| 数あア|\t | |1",
+    "granite-embed-multi-97m": "Hello|WORLD| it'S| x|==|y|,|"
+    " |123|45| a|.b|\n\n|α|Αहि| 数あア|\t | |1",
     "tiny_aya": "Hello|WORLD| it'S| x|==|y|,| |12|345| a|.b|\n\n|α|Αहि| 数あア|\t  |1",
     "kimi-k2": "Hello|WORLD| it'S| x|==|y|,| |123|45| a|.b|\n\n|α|Αहि| |数|あア|\t | |1",
     "youtu": "Hello|WORLD| it'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|α|Αहि| |数あア|\t | |1",
     "deepseek-llm": "HelloWORLD| it|'|S| x|==|y|,| |12345| a|.|b|\n|\n|αΑ|हि| |数あア|\t  |1",
-    "deepseek-coder": "HelloWORLD| it|'|S| x|==|y|,| |1|2|3|4|5| a|.|b|\n|\n|αΑ|ह|ि| |数あア|\t  |1",
+    "deepseek-coder": "HelloWORLD| it|'|S| x|==|y|,|"
+    " |1|2|3|4|5| a|.|b|\n|\n|αΑ|ह|ि| |数あア|\t  |1",
     "deepseek-v3": "HelloWORLD| it|'S| x|==|y|,| |123|45| a|.b|\n\n|αΑहि| |数あア|\t  |1",
     "afmoe": "HelloWORLD| it|'S| x|==|y|,| |12|345| a|.b|\n\n|αΑहि| |数あア|\t  |1",
     "seed-coder": "HelloWORLD| it|'S| x|==|y|,| |1|2|3|4|5| a|.b|\n\n|αΑह|ि| 数あア|\t | |1",

@@ -136,7 +136,10 @@ def test_a_changed_number_and_an_unknown_name_are_found():
     right = tables.filled("<!-- table: predictors -->\n<!-- end -->\n\ntext\n", Path("x"))
     assert tables.filled(right, Path("x")) == right and right.endswith("<!-- end -->\n\ntext\n")
     assert tables.filled(right.replace("11.4 %", "11.5 %"), Path("x")) == right
-    two = "<!-- table: predictors -->\n<!-- end -->\n\nbetween\n\n<!-- table: convert -->\n<!-- end -->\n"
+    two = (
+        "<!-- table: predictors -->\n<!-- end -->\n\nbetween\n\n<!-- table: convert -->\n<!-- end"
+        " -->\n"
+    )
     assert "between" in tables.filled(two, Path("x"))
     with pytest.raises(SystemExit, match="no table is called"):
         tables.filled("<!-- table: nothing -->\n<!-- end -->\n", Path("x"))
@@ -193,7 +196,10 @@ def test_commands_and_options_exist(path):
 
 
 def test_unknown_options_are_found():
-    text = "`hotsplit solve M --profil P`\n```\n$ hotsplit nothing\nhotsplit generate M \\\n  -p -1 -x\n```\n"
+    text = (
+        "`hotsplit solve M --profil P`\n```\n$ hotsplit nothing\nhotsplit generate M \\\n  -p -1"
+        " -x\n```\n"
+    )
     wanted = ["solve --profil", "hotsplit nothing", "generate -x"]
     assert unknown_options(text) == wanted
     assert unknown_options("`hotsplit generate M -p 'a' [--json] # --nothing`") == []

@@ -97,12 +97,12 @@ for _command in (
 --layout | layout = sparse | stock is the layout that llama.cpp loads.
 --tensor-type | tensor_types: text* NAME=TYPE | Another type for matrices whose name matches NAME, a
     regular expression; may be repeated.
---imatrix | importances: file | An importance matrix, made by hotsplit profile --imatrix or llama.cpp,
-    by which the search for scales weighs errors.
+--imatrix | importances: file | An importance matrix, made by hotsplit profile --imatrix or
+    llama.cpp, by which the search for scales weighs errors.
 --predictors | file | Predictors to add: predictors.safetensors, or a folder with it or with
     model_0.pt, model_1.pt, ...
---input-layer-offset | offset | The input that the predictors read: 0 for their own layer's, 1 for that
-    of the layer before.
+--input-layer-offset | offset | The input that the predictors read: 0 for their own layer's, 1 for
+    that of the layer before.
 """,
     gguf=OutputPath(".gguf"),
     type=OUTTYPE,
@@ -171,8 +171,8 @@ def convert(
 @option_table(
     """
 -o --output | machine! | The machine file to write.
---gpu-from | file | Machine file, or a card by its data sheet, e.g. rtx-4060-8gb, whose GPU to plan for,
-    if this machine has none.
+--gpu-from | file | Machine file, or a card by its data sheet, e.g. rtx-4060-8gb, whose GPU to plan
+    for, if this machine has none.
 """,
     machine=OutputPath(".json"),
 )
@@ -193,20 +193,21 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @click.argument("model", type=FILE)
 @option_table(
     """
---profile | file | Made by hotsplit profile. Needless where every neuron is computed: for SiLU and GELU
-    models, and with --mode dense.
---machine | file! | Made by hotsplit calibrate; or a card by its data sheet, beside a typical processor,
-    e.g. rtx-4060-8gb.
+--profile | file | Made by hotsplit profile. Needless where every neuron is computed: for SiLU and
+    GELU models, and with --mode dense.
+--machine | file! | Made by hotsplit calibrate; or a card by its data sheet, beside a typical
+    processor, e.g. rtx-4060-8gb.
 -o --output | plan! | The plan (split file) to write; with --sweep the curve (JSON).
 --sequences | num_sequences: int = 1 | Texts at a time to reserve KV cache for, each with a whole
     --context: --parallel and --kept of serve together, or the prompts of generate.
---neuron-cache | text on|most_rows=N | Plan memory and times for a neuron cache, which swaps hot neurons,
-    or experts, as the text needs: up to N per token (on: 64, or 8 experts).
+--neuron-cache | text on|most_rows=N | Plan memory and times for a neuron cache, which swaps hot
+    neurons, or experts, as the text needs: up to N per token (on: 64, or 8 experts).
 --explain | explained: flag | Explain in words what is where, and why.
 --heat-map | output | Write a picture (PNG) of the plan: layers by hotness.
 --sweep | sweep_range: text FROM:TO[:NUMBER] | Instead of a plan, compute the speed over a range of
     budgets, e.g. 2GiB:24GiB; at 23 of them unless NUMBER says another.
---check | is_check: flag | Check that the plan at --output is still valid for these files; write nothing.
+--check | is_check: flag | Check that the plan at --output is still valid for these files; write
+    nothing.
 """,
     plan=OutputPath(".gguf", ".json"),
 )
@@ -266,8 +267,8 @@ def solve(
 @option_table(
     """
 --tensors | all_tensors: flag | List the tensors of all layers, not only of the first.
---graph | is_graph: flag | Show the operations of a model's decode step, what each reads and writes, and
-    its device.
+--graph | is_graph: flag | Show the operations of a model's decode step, what each reads and writes,
+    and its device.
 --split | file | With --graph: place the operations by this plan.
 """
 )

@@ -46,14 +46,14 @@ _LENGTHS = Parsed("N[,N...]", _lengths)
 -n --n-gen | gen_lengths: lengths* | Numbers of tokens to generate; 0: none. [default: 128]
 -d --depth --n-depth | depths: lengths* | Tokens in the cache before a test. [default: 0]
 -r --repetitions | int = 5 | Rounds to measure.
---text | file | Text to take tokens from, since a sparse mode's speed depends on them. [default: random
-    tokens]
+--text | file | Text to take tokens from, since a sparse mode's speed depends on them. [default:
+    random tokens]
 --seed | int = 0 | Seed of random tokens.
 --compare | file PROGRAM | Measure llama.cpp in the same rounds: a Python with llama_cpp, or a
     llama-bench.
 --compare-model | file FILE | The GGUF that llama.cpp loads. [default: MODEL]
---compare-gpu-layers | int N | Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on the
-    CPU, else all]
+--compare-gpu-layers | int N | Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on
+    the CPU, else all]
 """,
     lengths=_LENGTHS,
 )

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 @click.argument("model", type=FILE)
 @option_table(
     """
---corpus | corpora: file!* | Text to compare on: a text, .jsonl or .parquet file, or a folder of them.
+--corpus | corpora: file!* | Text to compare on: a text, .jsonl or .parquet file, or a folder of
+    them.
 --split | file | Plan made by hotsplit solve.
 --tokens | max_tokens: int = 16384 | Maximum tokens to compare on.
 --seed | int = 0 | Seed of the order of texts.

@@ -49,8 +49,8 @@ _options = joined(
     vram_option("most of what is free on the first, or on --device"),
     option_table(
         """
---machine | file | Another machine than this one: a file of hotsplit calibrate, or a card by its data
-    sheet beside a typical processor, e.g. rtx-4060-8gb or rtx-4060-8gb+ddr5-5600.
+--machine | file | Another machine than this one: a file of hotsplit calibrate, or a card by its
+    data sheet beside a typical processor, e.g. rtx-4060-8gb or rtx-4060-8gb+ddr5-5600.
 """
     ),
     host_budget_option,

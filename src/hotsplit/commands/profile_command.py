@@ -32,13 +32,14 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 @click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
 @option_table(
     """
---corpus | corpora: file* | Text to count on: a text, .jsonl or .parquet file, a folder of them, or -
-    for stdin; may be repeated. [default: a text in the package]
+--corpus | corpora: file* | Text to count on: a text, .jsonl or .parquet file, a folder of them, or
+    - for stdin; may be repeated. [default: a text in the package]
 -o --output | profile! | The profile to write.
---tokens | max_tokens: int | Tokens to count on; a shorter text is an error. [default: 131,072, or fewer
-    if the text is shorter]
+--tokens | max_tokens: int | Tokens to count on; a shorter text is an error. [default: 131,072, or
+    fewer if the text is shorter]
 --text-key | text = text | Key of the text in .jsonl, or its column in .parquet.
---imatrix | importances: gguf | Also write an importance matrix, for convert --imatrix and llama.cpp.
+--imatrix | importances: gguf | Also write an importance matrix, for convert --imatrix and
+    llama.cpp.
 --merge | is_merge: flag | Add profiles of one model together.
 --train-predictors | folder | Train predictors too, and write them to this folder.
 --predictor-rank | int | Use low-rank predictors of this rank only.

@@ -45,7 +45,10 @@ def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
     lines = []
     if summary.missing:
         absent = [f"--{name}" for name in ("profile", "machine", "split") if not options[name]]
-        wanted = f" (give {', '.join(absent)}; the page says which command makes each, hotsplit cache list what run has made)"
+        wanted = (
+            f" (give {', '.join(absent)}; the page says which command makes each, hotsplit"
+            " cache list what run has made)"
+        )
         lines.append(f"no input for: {', '.join(summary.missing)}{wanted if absent else ''}")
     lines.append(
         f"wrote {summary.output}: {summary.num_plots} plots, {format_bytes(summary.num_bytes)}"

@@ -39,7 +39,8 @@ request_options = joined(
     option_table(
         """
 -p --prompt | text | The text to continue; - reads it from stdin.
--f --file | prompt_file: stdin | The same, from a file; - for stdin. One newline at its end is left out.
+-f --file | prompt_file: stdin | The same, from a file; - for stdin. One newline at its end is left
+    out.
 --prompts | prompts_file: file | Several prompts, one per line (.jsonl: strings, or objects with
     "prompt"), generated together.
 --chat | is_chat: flag | Treat the prompt as a message and print the answer, as chat always does.
@@ -49,14 +50,15 @@ request_options = joined(
     chat_options,
     option_table(
         f"""
--n --max-tokens --n-predict | max_tokens: int | Maximum tokens to generate; -1: as many as the context
-    has room for. [default: {TEXT_TOKENS} for a text, -1 for an answer]
+-n --max-tokens --n-predict | max_tokens: int | Maximum tokens to generate; -1: as many as the
+    context has room for. [default: {TEXT_TOKENS} for a text, -1 for an answer]
 --stop -r --reverse-prompt | stops: text* | Stop where this text appears; may be repeated.
 --ignore-eos | ignores_end: flag | Continue after the model's end token.
---logprobs | num_logprobs: int N | With --json or --json-lines: log probabilities of each token and of
-    the N likeliest.
+--logprobs | num_logprobs: int N | With --json or --json-lines: log probabilities of each token and
+    of the N likeliest.
 --json-lines | flag | Print one JSON object per token on stdout, then the report.
---prompt-cache | output | Save the prompt's state to this file, and load it from there the next time.
+--prompt-cache | output | Save the prompt's state to this file, and load it from there the next
+    time.
 """
     ),
     click.option(

@@ -51,8 +51,8 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
     f"""
 --host | text = 127.0.0.1 | Address to listen on; 0.0.0.0 means all, best with --api-key.
 --port | int = 8080 | Port to listen on; 0 picks a free one.
--np --parallel | int = 1 | Texts generated at a time, each with a whole --context. [with --split: half
-    of those that the plan has room for]
+-np --parallel | int = 1 | Texts generated at a time, each with a whole --context. [with --split:
+    half of those that the plan has room for]
 --kept | int | Number of further texts whose KV cache is kept for requests with the same prefix.
     [default: as many as --parallel; with a plan, all that it has room for]
 --queue | int = 64 | Waiting texts from which on further requests are refused with 429.
@@ -60,10 +60,10 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
     context has room for.
 -to --timeout | timeout_s: float = 600 | Seconds that a request may take.
 --drain | drain_s: float = 30 | Seconds that answers have to finish when the server is stopped.
---api-key | text KEY | Require this key in every request except /health; better set in the environment
-    variable {KEY_VARIABLE}.
---cors | origins: text* ORIGIN | Allow web pages of this origin, e.g. http://localhost:3000, or * for
-    all; may be repeated.
+--api-key | text KEY | Require this key in every request except /health; better set in the
+    environment variable {KEY_VARIABLE}.
+--cors | origins: text* ORIGIN | Allow web pages of this origin, e.g. http://localhost:3000, or *
+    for all; may be repeated.
 --allow-host | hosts: text* NAME | Without a key: also accept requests to this host name; may be
     repeated.
 -a --alias | text NAME | The model's name in the API. [default: its file's]

@@ -102,7 +102,10 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
         f" of {format_bytes(gpu['total'])}"
     )
     if capability < LEAST_CAPABILITY:
-        text += f": below {LEAST_CAPABILITY}, the lowest that torch's wheels for CUDA 12.8 and later support"
+        text += (
+            f": below {LEAST_CAPABILITY}, the lowest that torch's wheels for CUDA 12.8 and"
+            " later support"
+        )
         return [wrong(about, text, "use --device cpu")]
     if capability < BF16_CAPABILITY:
         text += ": it has no bf16, so a bf16 model may run slower on it"

@@ -63,7 +63,10 @@ def not_in_stock(spec: ModelSpec) -> str | None:
         spec.num_layers == STOCK_LAYERS,
     )
     if has_window_L != [is_deep and (i + 1) % PERIOD != 0 for i in range(spec.num_layers)]:
-        return f"has windows in models of {STOCK_LAYERS} layers, in all but each {PERIOD}th, and in no others"
+        return (
+            f"has windows in models of {STOCK_LAYERS} layers, in all but each {PERIOD}th, and in"
+            " no others"
+        )
     return None
 
 

@@ -45,7 +45,10 @@ def of_keys(read: "KeyReader") -> ModelSpec:
 def not_in_stock(spec: ModelSpec) -> str | None:
     attention = spec.attentions[0]
     if attention.num_rotated != attention.head_dim:
-        return f"rotates whole heads, this model {attention.num_rotated} of {attention.head_dim} values"
+        return (
+            f"rotates whole heads, this model {attention.num_rotated} of {attention.head_dim}"
+            " values"
+        )
     return no_windows_in_stock(spec) or other_in_stock(spec, renormalises=True)
 
 

@@ -71,7 +71,10 @@ def not_in_stock(spec: ModelSpec) -> str | None:
     rotaries = [spec.rotary, *(attention.rotary for attention in spec.attentions)]
     theta, *others = dict.fromkeys(rotary.theta for rotary in rotaries if rotary is not None)
     if others:
-        return f"rotates with a theta of {theta:g} everywhere, this model with {others[0]:g} in some layers"
+        return (
+            f"rotates with a theta of {theta:g} everywhere, this model with {others[0]:g} in"
+            " some layers"
+        )
     return None
 
 

@@ -102,7 +102,8 @@ class SplitSummary(Summary):
         on_gpu, on_cpu = (format_bytes(side["neuron_cache"]) for side in sides)
         cache = (
             split.cache
-            and f"up to {split.cache.most_rows:,} swaps a token; {on_gpu} on the GPU and {on_cpu} in main memory"
+            and f"up to {split.cache.most_rows:,} swaps a token; {on_gpu} on the GPU and {on_cpu}"
+            " in main memory"
         )
         return [
             ("made for model", split.model_id),

@@ -11,9 +11,8 @@ class DeltaNet:
     S_NM of each value head, which a token changes and reads, instead of keys and values of all
     tokens.
 
-        u_C = silu(sum over taps j of conv_CJ[j] * (attn_qkv x)_C of the token num_taps - 1 - j
-        before)
-        q_GN, k_GN, v_VM = u_C;  q = q / |q| / sqrt(N);  k = k / |k|, with |q| = sqrt(sum q^2 + 1e-6)
+        u_C = silu(sum over taps j of conv_CJ[j] * (attn_qkv x)_C of the token J - 1 - j before)
+        q_GN, k_GN, v_VM = u_C;  q = q / |q| / sqrt(N);  k = k / |k|, |q| = sqrt(sum q^2 + 1e-6)
         beta_V = sigmoid(ssm_beta x);  decay_V = exp(ssm_a * softplus(ssm_alpha x + ssm_dt.bias))
         S = decay * S;  S = S + k (beta * (v - S^T k))^T;  o_VM = S^T q, of each value head
         y_D = ssm_out (RMSnorm_M(o; ssm_norm, epsilon) * silu(attn_gate x))

@@ -1,9 +1,9 @@
 """Rotary embeddings and their scaling, for texts longer than those a model was trained on.
 
 linear  all positions are divided by a factor (Chen et al. 2023, arXiv 2306.15595)
-longrope  each frequency is divided by a number of the model's own, of which it has two sets: for short
-        and for long contexts; cos and sin are multiplied by a magnitude (Ding et al. 2024, arXiv
-        2402.13753)
+longrope  each frequency is divided by a number of the model's own, of which it has two sets, for
+        short and for long contexts; cos and sin are multiplied by a magnitude (Ding et al. 2024,
+        arXiv 2402.13753)
 yarn    fast frequencies stay, slow ones are divided by the factor, and those between are
         interpolated; cos and sin are multiplied by a magnitude (Peng et al. 2023, arXiv
         2309.00071). As in transformers (modeling_rope_utils.py) and llama.cpp

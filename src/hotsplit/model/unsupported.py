@@ -119,7 +119,8 @@ _BY_KEY = {
 }
 # general.type of a GGUF that is no model -> what it is.
 _TYPES = {
-    "adapter": "an adapter (LoRA), not a model; merge it into the checkpoint that it was made for, and"
+    "adapter": "an adapter (LoRA), not a model; merge it into the checkpoint that it was made for,"
+    " and"
     " convert that",
     "vocab": "a vocabulary without a model",
     "imatrix": "an importance matrix, for convert --imatrix",

@@ -245,8 +245,8 @@ threads_option = click.option(
     "--threads",
     type=int,
     callback=_checked(check_threads),
-    help="CPU threads. [default: one per physical core, within a container's CPU quota; beside a GPU"
-    " one fewer if there are more than two]",
+    help="CPU threads. [default: one per physical core, within a container's CPU quota; beside"
+    " a GPU one fewer if there are more than two]",
 )
 
 

@@ -24,7 +24,8 @@ _WORDS = {"json_schema": "JSON schema", "grammar": "grammar", "regex": "regex"}
 constraint_options = option_table(
     """
 -j --json-schema | text TEXT|@FILE | JSON schema for the output.
---grammar | text TEXT|@FILE | Grammar (GBNF or Lark) for the output; a file named .lark is always Lark.
+--grammar | text TEXT|@FILE | Grammar (GBNF or Lark) for the output; a file named .lark is always
+    Lark.
 --regex | text | Regex that the whole output must match.
 """
 )

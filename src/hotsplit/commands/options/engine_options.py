@@ -26,8 +26,8 @@ kv_offload_option = engine_option(
     is_flag=False,
     flag_value=DEFAULT,
     metavar="[SIZES]",
-    help="Keys and values stay in main memory; in long texts, read only the first keys, the last ones,"
-    " and the best-scoring ones in between. Sizes such as window=2048,top=512.",
+    help="Keys and values stay in main memory; in long texts, read only the first keys, the last"
+    " ones, and the best-scoring ones in between. Sizes such as window=2048,top=512.",
 )
 cache_type_options = joined(
     option_table(
@@ -46,7 +46,8 @@ neuron_cache_option = engine_option(
     "--neuron-cache",
     metavar="on|off|SETTINGS",
     callback=lambda ctx, param, value: value if value in (None, OFF) else CacheOptions.parse(value),
-    help="Swap the neurons or experts on the GPU to follow the text; settings such as decay=0.995,margin=0.05."
+    help="Swap the neurons or experts on the GPU to follow the text; settings such as"
+    " decay=0.995,margin=0.05."
     " [default: on with a plan that has room for it]",
 )
 

@@ -141,7 +141,10 @@ def _gpu_layers(name: str, values: list[str], notes: list[str], command: str) ->
         return []
     how = BUDGET
     if command in ("run", *PREPARING):
-        how = "GPU memory is given in bytes, not in layers: --vram 8GiB makes a plan, --split PLAN takes one"
+        how = (
+            "GPU memory is given in bytes, not in layers: --vram 8GiB makes a plan, --split PLAN"
+            " takes one"
+        )
     raise click.UsageError(f"{name} {text} is llama.cpp's: {how}")
 
 

@@ -58,8 +58,8 @@ _TEXT = {
     " there is one",
     "$RUN_PLANS": "run makes the plan itself: leave the option out, or give --vram SIZE for less of"
     " the GPU, and --device cuda:N for another one",
-    "$VRAM_PLANS": "a plan decides what is on the GPU: --vram 8GiB makes one, --split PLAN takes one"
-    " of hotsplit solve; without a plan, everything is on the GPU if there is one",
+    "$VRAM_PLANS": "a plan decides what is on the GPU: --vram 8GiB makes one, --split PLAN takes"
+    " one of hotsplit solve; without a plan, everything is on the GPU if there is one",
     "$MEMORY": "weights are copied into memory if they fit, and stay in the mapped file otherwise",
     "$LOG": "messages go to stderr, the text to stdout",
     "$THREADS": "thread placement is left to the system",
@@ -229,7 +229,8 @@ _ROWS = """
     cuts the tail
 -jf --json-schema-file N | text texts | --json-schema
 --grammar-file N | text texts | --grammar
---sampling-seq --sampler-seq N | refuse writers | samplers have names: --samplers "top_k;temperature"
+--sampling-seq --sampler-seq N | refuse writers | samplers have names: --samplers
+    "top_k;temperature"
 --penalize-nl | refuse | the newline is penalised like any token; leave the option out
 # ---- thoughts
 -rea --reasoning --reasoning-effort --reasoning-budget N | thinking writers | thoughts are not

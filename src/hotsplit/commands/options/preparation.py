@@ -29,16 +29,16 @@ DEFAULT_TEXT = "profiling on the text in the package (Python's documentation, tw
 def vram_option(default: str) -> Callable[[Any], Any]:
     return option_table(
         f"""
--vb --vram --vram-budget | vram: size* | GPU memory to plan the model for, e.g. 8GiB; a bare number is
-    GiB; 0 uses only the CPU. Once per GPU. [default: {default}]
+-vb --vram --vram-budget | vram: size* | GPU memory to plan the model for, e.g. 8GiB; a bare number
+    is GiB; 0 uses only the CPU. Once per GPU. [default: {default}]
 """
     )
 
 
 tokenizer_option = option_table(
     """
---tokenizer | file | The model's tokenizer.json, if the model has none or one that cannot be used; it
-    is written into a copy of the model.
+--tokenizer | file | The model's tokenizer.json, if the model has none or one that cannot be used;
+    it is written into a copy of the model.
 """
 )
 outtype_option = option_table(

@@ -36,8 +36,8 @@ _ROWS = f"""
 --top-p | top_p* | Keep the likeliest tokens whose probabilities add up to N; 1: off.
 --min-p | min_p* | Keep tokens with at least N times the best one's probability; 0: off.
 --typical --typical-p | typ_p | Locally typical sampling; 1: off.
---top-nsigma --top-n-sigma | top_n_sigma | Keep logits within N standard deviations of the best; 0 or
-    less: off.
+--top-nsigma --top-n-sigma | top_n_sigma | Keep logits within N standard deviations of the best; 0
+    or less: off.
 --xtc-probability | xtc_probability | How often the likeliest tokens are left out; 0: off.
 --xtc-threshold | xtc_threshold | Minimum probability of tokens left out; over 0.5: off.
 -l --logit-bias | logit_bias | Added to a token's logit: 15043+1, 15043-inf; may be repeated.
@@ -50,8 +50,8 @@ _ROWS = f"""
 --dry-base | dry_base | Factor by which the penalty grows with every token.
 --dry-allowed-length | dry_allowed_length | Length of a repetition from which the penalty applies.
 --dry-penalty-last-n | dry_penalty_last_n | Tokens that are searched; 0: off, -1: all.
---dry-sequence-breaker | dry_sequence_breakers | Text that ends a repetition, instead of newline : " *;
-    may be repeated; none: off.
+--dry-sequence-breaker | dry_sequence_breakers | Text that ends a repetition, instead of newline : "
+    *; may be repeated; none: off.
 # Mirostat, instead of the samplers above except temperature and logit bias
 --mirostat | mirostat | 1 or 2 for its versions; 0: off.
 --mirostat-lr | mirostat_lr | Learning rate (eta).

@@ -22,13 +22,14 @@ _UNLESS_TOLD: SpecType = "ngram"
 # `take_speculation_options` turns their values into SpeculationOptions.
 speculation_options = option_table(
     f"""
---speculate --spec-type | spec_type: kind | Draft tokens and verify several in one step; the text stays
-    the same. ngram drafts from the text, ngram-mod from a table of all texts so far, draft with a
-    smaller model (-md). [default: {_UNLESS_TOLD} where the text stays the same; draft with -md]
+--speculate --spec-type | spec_type: kind | Draft tokens and verify several in one step; the text
+    stays the same. ngram drafts from the text, ngram-mod from a table of all texts so far, draft
+    with a smaller model (-md). [default: {_UNLESS_TOLD} where the text stays the same; draft with
+    -md]
 -md --model-draft | model_draft: file SOURCE | A smaller model with the same vocabulary, which makes
     the drafts: a file, a checkpoint folder or a name on the hub.
---draft-max --draft --draft-n | draft_max: int = {_DEFAULTS.most} | Maximum tokens per draft; fewer if
-    that is faster.
+--draft-max --draft --draft-n | draft_max: int = {_DEFAULTS.most} | Maximum tokens per draft; fewer
+    if that is faster.
 """,
     kind=click.Choice(get_args(SpecType)),
 )
