@@ -20,6 +20,7 @@ import torch
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.kernels.threads import use_threads
+from hotsplit.runtime.step.hybrid_step import HybridStep
 
 
 def main() -> None:
@@ -69,13 +70,9 @@ class Worker:
             is_resident=True,
             graph=not asked.plain,
         )
-        return {
-            "load_s": self.engine.load_s,
-            "streams_from": min(
-                (layer.ffn.cold.least_tokens for layer in self.engine.layers if layer.ffn.cold),
-                default=None,
-            ),
-        }
+        step = self.engine._live.native
+        streams_from = step.passes.least_streamed if isinstance(step, HybridStep) else None
+        return {"load_s": self.engine.load_s, "streams_from": streams_from}
 
     def prefill(self, ids: list[int]) -> dict[str, Any]:
         """Seconds up to the logits after `ids`, which are then in the cache."""

@@ -1,19 +1,24 @@
-"""The section of gpu_prompts.py about short prompts: how long a pass takes to be launched, how long
-in all, and as a graph (runtime/step/captured_passes.py), all of the model on the card in q8_0."""
+"""The section of gpu_prompts.py about short prompts: how long a pass takes to be launched by Python,
+how long in all, and as the graph that an engine replays, all of the model on the card in q8_0."""
 
-import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 from gpu_model import Planted, write_dense
 from gpu_sections import Table
+from torch import Tensor
 
 from hotsplit import Engine
 from hotsplit.families.sizes import Sizes
-from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.batch import rows_of
+from hotsplit.runtime.step.hybrid_step import HybridStep
+from hotsplit.runtime.step.pass_room import PassSetup
+from hotsplit.runtime.step.plain_backend import plain_backend
 
 COLUMNS = ("tokens", "launched, ms", "done, ms", "as a graph, ms", "same bits")
 TOKENS, ROUNDS = (16, 64, 512), 12
@@ -24,40 +29,49 @@ def launches(name: str, sizes: Sizes, device: torch.device, folder: Path) -> lis
     path = folder / "launches.gguf"
     planted = Planted(sizes=sizes, rank=32, device=device)
     write_dense(planted, path, layout="sparse", kind="q8_0")
+    counts = [count for count in TOKENS if count < sizes.context_length]
+    found = []
     try:
-        with Engine.load(path, mode="dense", device=device.type) as engine:
-            rows = [_row(engine._live, count) for count in TOKENS if count < sizes.context_length]
+        for graph in (False, True):
+            with Engine.load(path, mode="dense", device=device.type, graph=graph) as engine:
+                step = _step(engine)
+                found.append([_measured(step, count) for count in counts])
     finally:
         path.unlink()
+    rows = []
+    for count, one, other in zip(counts, *found, strict=True):
+        (want_V, *seconds), (got_V, _, graph_s) = one, other
+        times = [f"{1e3 * each:.2f}" for each in (*seconds, graph_s)]
+        rows.append([str(count), *times, str(torch.equal(got_V, want_V))])
     title = f"a pass of {name}, {sizes.num_layers} layers, all on the card"
     return [Table(title=title, columns=COLUMNS, rows=rows)]
 
 
-@torch.inference_mode()
-def _row(decoder: Decoder, num_tokens: int) -> list[str]:
-    ids_T, is_cuda = torch.arange(num_tokens) % 7 + 3, torch.cuda.is_available()
-    plain = dataclasses.replace(decoder, captured=None)
-    found = []
-    for each in (plain, decoder):
-        for _ in range(2):  # compiles and captures
-            hidden_TD = each.forward(ids_T, 0).cpu()
-        found.append((hidden_TD, *_times(lambda each=each: each.forward(ids_T, 0), is_cuda)))
-    (want, launched_s, done_s), (got, _, graph_s) = found
-    captured = decoder.captured
-    is_graph = captured is not None and captured.has_graph(num_tokens)
-    row = [str(num_tokens), f"{1e3 * launched_s:.2f}", f"{1e3 * done_s:.2f}"]
-    row.append(f"{1e3 * graph_s:.2f}" if is_graph else "not captured")
-    return [*row, str(torch.equal(got, want))]
+def _step(engine: Engine) -> HybridStep:
+    """The engine's step; without a card, one with a GPU's role on the CPU."""
+    found, weights = engine._live.native, engine._live.weights
+    if isinstance(found, HybridStep):
+        return found
+    return hybrid_builder.build(
+        weights,
+        Placement.on_one_device(len(weights.layers), torch.device("cpu")),
+        engine.traffic,
+        plain_backend(reference_kernels()),
+        passes=PassSetup(num_rows=TOKENS[-1]),
+    )
 
 
-def _times(run: Callable[[], object], is_cuda: bool) -> tuple[float, float]:
-    """Median seconds until a pass is launched, and until it is done."""
-    found = []
+def _measured(step: HybridStep, num_tokens: int) -> tuple[Tensor, float, float]:
+    """Logits f32 [V] after a prompt, and median seconds until a pass is submitted and until it is done."""
+    rows = rows_of([7 + number % 11 for number in range(num_tokens)], 0, "last")
+    for _ in range(2):  # compiles and captures
+        logits_V = step.run_pass(rows)[0].clone()
+    length = next(each for each in step.passes.lengths if each >= num_tokens)
+    segments, times = step.passes.segments[length, False], []
     for _ in range(ROUNDS):
         began = time.perf_counter()
-        run()
-        launched = time.perf_counter()
-        if is_cuda:
-            torch.cuda.synchronize()
-        found.append((launched - began, time.perf_counter() - began))
-    return median(each[0] for each in found), median(each[1] for each in found)
+        step._submit(segments)
+        submitted = time.perf_counter()
+        step._finish(segments)
+        times.append((submitted - began, time.perf_counter() - began))
+    return logits_V, median(each[0] for each in times), median(each[1] for each in times)
