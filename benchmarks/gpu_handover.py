@@ -11,8 +11,7 @@ need no real device on a thread instead: their times mean nothing.
     idle      with other cores asleep or kept awake: is the cost that of waking one?
     split     GPU to CPU and CPU to GPU apart
     kernels   what a small dependent kernel costs in a graph, with and without PDL
-    alloc     torch's pools under a limit, cuBLAS's workspaces, flash attention's peak
-    pass      a prompt's operations launched by Python, and captured"""
+    alloc     what torch reserves for an arena of passes, and beside a graph"""
 
 import argparse
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 from gpu_sections import Sections, Table, page_of
-from handover import allocator, prompt, round_trips
+from handover import allocator, round_trips
 from handover.device import Gpu
 from handover.fake import FakeGpu
 from handover.forms import Buffers
@@ -41,7 +40,6 @@ def sections_of(bench: Bench) -> dict[str, Callable[[], Sequence[Table]]]:
         "split": lambda: round_trips.split(bench),
         "kernels": lambda: kernels(bench.gpu),
         "alloc": allocator.alloc,
-        "pass": prompt.prompt,
     }
 
 

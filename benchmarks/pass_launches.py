@@ -1,5 +1,6 @@
-"""The section of gpu_prompts.py about short prompts: how long a pass takes to be launched by Python,
-how long in all, and as the graph that an engine replays, all of the model on the card in q8_0."""
+"""The section of gpu_prompts.py about short prompts: how long a pass takes to be launched by
+Python, how long in all, and as the graph that an engine replays, all of the model on the card in
+q8_0."""
 
 import time
 from pathlib import Path
@@ -62,7 +63,7 @@ def _step(engine: Engine) -> HybridStep:
 
 
 def _measured(step: HybridStep, num_tokens: int) -> tuple[Tensor, float, float]:
-    """Logits f32 [V] after a prompt, and median seconds until a pass is submitted and until it is done."""
+    """Logits f32 [V] after a prompt, and median seconds of a pass: submitted, and done."""
     rows = rows_of([7 + number % 11 for number in range(num_tokens)], 0, "last")
     for _ in range(2):  # compiles and captures
         logits_V = step.run_pass(rows)[0].clone()
