@@ -57,9 +57,8 @@ class Passes:
 
     lengths: tuple[int, ...]
     streams: Mapping[int, ColdStream | ExpertStream]  # by layer
-    least_streamed: (
-        int | None
-    )  # the fewest tokens of a pass that streams cold weights; None: none does
+    # The fewest tokens of a pass that streams cold weights; None: none does.
+    least_streamed: int | None
     prepare: Callable[[int, bool], tuple[Segment, ...]]
     prepare_tail: Callable[[int], tuple[Segment, ...]]
     gather: Callable[[Sequence[int], int, int], None]
