@@ -45,7 +45,6 @@ from hotsplit.runtime.step.workspace import (
 )
 from hotsplit.runtime.weights.neuron_block import by_role
 from hotsplit.runtime.weights.resident import Residence
-from hotsplit.runtime.weights.upload import PIECE_BYTES as UPLOAD_PIECE_BYTES
 from hotsplit.runtime.weights.upload import Uploader
 from hotsplit.system.progress import progress
 from hotsplit.system.sizes import format_bytes
@@ -153,11 +152,7 @@ def uploading(
     total = sum(len(memory.slab) for memory in memories.values())
     with progress("load to GPU", total / 1e6, "MB") as advance:
         found = {
-            device: Uploader(
-                memory=memory,
-                on_bytes=lambda num_bytes: advance(num_bytes / 1e6),
-                piece_bytes=max(1 << 20, min(UPLOAD_PIECE_BYTES, memory.room_bytes // 8)),
-            )
+            device: Uploader(memory=memory, on_bytes=lambda num_bytes: advance(num_bytes / 1e6))
             for device, memory in memories.items()
         }
         yield found

@@ -33,8 +33,9 @@ from hotsplit.system.sizes import format_bytes
 ALIGNMENT = 256
 SEGMENT_BYTES = 2 << 20
 LEAST_OWN_BYTES = 10 << 20
-# Segments for small tensors that last, for those of another stream, and the slab's rounding.
-BESIDE_BYTES = 3 * SEGMENT_BYTES
+# Segments for small tensors that last, and for those of another stream.
+SMALL_BYTES = 2 * SEGMENT_BYTES
+BESIDE_BYTES = SMALL_BYTES + SEGMENT_BYTES  # and the slab's rounding
 # A smaller budget cannot be enforced on an allocator with segments of 2 and 20 MiB.
 LEAST_BUDGET_BYTES = 128 << 20
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -86,7 +87,7 @@ class DeviceMemory:
                 if device.type == "cuda":
                     _limit_all(device)
                     made.held_bytes = 0 if others else torch.cuda.memory_reserved(device)
-                made.slab = _segment(device, num_bytes)
+                made.slab = segment(device, num_bytes)
         except HotsplitError:
             made.close()
             raise
@@ -111,14 +112,14 @@ class DeviceMemory:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes available beside the slab and BESIDE_BYTES; without a budget, the
+        """Bytes available beside what is allocated and SMALL_BYTES; without a budget, the
         GPU's free memory, or 1 TiB on the CPU."""
         if self.device.type != "cuda":
             return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40
         allowed = allowed_bytes(self.device)
         if allowed is None:
             return torch.cuda.mem_get_info(self.device)[0]
-        return max(0, allowed - torch.cuda.memory_allocated(self.device) - BESIDE_BYTES)
+        return max(0, allowed - torch.cuda.memory_allocated(self.device) - SMALL_BYTES)
 
     def take_for_step(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
         """Returns an allocator of zeroed buffers for a decode step, which invalidates the previous
@@ -131,7 +132,7 @@ class DeviceMemory:
     def take_arena(self, num_bytes: int) -> None:
         """Allocates the memory of passes. Raises HotsplitError if the device has no room for it."""
         with out_of_memory_as_error(self.device, num_bytes):
-            self.arena = _segment(self.device, num_bytes)
+            self.arena = segment(self.device, num_bytes)
 
     def take_for_pass(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
         """Returns an allocator of the arena, from its beginning."""
@@ -224,10 +225,10 @@ def arena_bytes(num_bytes: int) -> int:
     return max(LEAST_OWN_BYTES, -(-num_bytes // SEGMENT_BYTES) * SEGMENT_BYTES)
 
 
-def _segment(device: torch.device, num_bytes: int) -> Tensor:
-    """Aligned memory of so many bytes, in a segment of its own: one of 20 MiB would hold fewer."""
+def segment(device: torch.device, num_bytes: int) -> Tensor:
+    """Aligned memory of so many bytes, in a segment of torch's that holds nothing else."""
     slack = 0 if device.type == "cuda" else ALIGNMENT  # CUDA's addresses are already aligned
-    size = max(num_bytes, LEAST_OWN_BYTES) + slack
+    size = arena_bytes(num_bytes) + slack
     memory = torch.empty(size, dtype=torch.uint8, device=device)
     return memory[-memory.data_ptr() % ALIGNMENT :][:num_bytes]
 

@@ -37,10 +37,20 @@ def planar(data: Tensor, kind: str) -> tuple[Tensor, str]:
     Rows of a kind without a planar layout are returned unchanged."""
     if kind not in PLANAR_KIND:
         return data, kind
+    out = torch.empty_like(data, memory_format=torch.contiguous_format)
+    write_planar(data, kind, out)
+    return out, PLANAR_KIND[kind]
+
+
+def write_planar(data: Tensor, kind: str, out: Tensor) -> None:
+    """`planar` into memory of the same shape; takes none."""
     planes = _PLANES[PLANAR_KIND[kind]]
     blocks = data.unflatten(-1, (-1, _block_bytes(planes)))
-    parts = [blocks[..., start : start + size].flatten(-2) for start, size in planes]
-    return torch.cat(parts, dim=-1), PLANAR_KIND[kind]
+    count, first = blocks.shape[-2], 0
+    for start, size in planes:
+        part = out[..., first : first + size * count].unflatten(-1, (count, size))
+        part.copy_(blocks[..., start : start + size])
+        first += size * count
 
 
 def from_planar(data: Tensor, kind: str) -> tuple[Tensor, str]:

@@ -1,7 +1,8 @@
 """Uploads matrices of a model file into a device's slab, in pieces and in the device's layout.
 
 Besides the slab, an upload needs two pinned buffers on the host and, for types that are rearranged
-(runtime.kernels.planar), three pieces on the device. Mapped pages are dropped after each matrix."""
+(runtime.kernels.planar), a piece on the device, which takes no more than the least arena of passes
+does later. Mapped pages are dropped after each matrix."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
-from hotsplit.runtime.device.device_memory import DeviceMemory
+from hotsplit.runtime.device.device_memory import DeviceMemory, segment
 from hotsplit.runtime.device.staging import Staging, copy_stream
-from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
+from hotsplit.runtime.kernels.planar import PLANAR_KIND, write_planar
 from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.weights.matrix import Matrix
 
@@ -30,6 +31,7 @@ class Uploader:
     on_bytes: Callable[[int], None] = lambda num_bytes: None
     piece_bytes: int = PIECE_BYTES
     _staging: Staging | None = field(default=None, repr=False)
+    _piece: Tensor | None = field(default=None, repr=False)  # on the device
     _ranges: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -89,7 +91,7 @@ class Uploader:
         """Waits until all copies are done, and frees the buffers."""
         if self._staging is not None:
             self._staging.finish()
-        self._staging = None
+        self._staging = self._piece = None
 
     def _fill(self, target: Tensor, entry: TensorEntry, rows: np.ndarray | None) -> None:
         raw = entry.read()
@@ -123,13 +125,15 @@ class Uploader:
         if kind not in PLANAR_KIND:
             staging.send(target.view(-1), fill)
             return
-        piece = torch.empty_like(target)
+        if self._piece is None:
+            self._piece = segment(target.device, staging.num_bytes)
+        piece = self._piece[: target.numel()].view(target.shape)
         # Earlier work on this memory may still be running, and the copy is in another stream.
         staging.stream.wait(_recorded(target.device))
         event = staging.send(piece.view(-1), fill)
         if event is not None:
             torch.cuda.current_stream(target.device).wait_event(event)
-        target.copy_(planar(piece, kind)[0])
+        write_planar(piece, kind, target)
 
     def _buffers(self, row_bytes: int) -> Staging:
         if self._staging is None or self._staging.num_bytes < row_bytes:

@@ -327,7 +327,7 @@ def test_several_engines_get_the_sum_of_their_budgets(card):
     device_memory._limit_all(GPU)
     assert card.limit == 3 << 30
     card.reserved = 1 << 30
-    assert second.room_bytes == (2 << 30) - device_memory.BESIDE_BYTES
+    assert second.room_bytes == (2 << 30) - device_memory.SMALL_BYTES
     first.close()
     assert card.limit == 2 << 30
     living(None)  # an engine without a plan, and so without a limit

@@ -20,7 +20,7 @@ from test_runtime import make_split
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime import gpu_setup
-from hotsplit.runtime.device.device_memory import BESIDE_BYTES, DeviceMemory, out_of_memory_as_error
+from hotsplit.runtime.device.device_memory import SMALL_BYTES, DeviceMemory, out_of_memory_as_error
 from hotsplit.runtime.device.streams import CudaStream
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.kernels.stored import rows_together
@@ -51,7 +51,7 @@ def test_a_budget_is_enforced_to_the_byte():
         assert memory.report().slab == 40 * MIB
         assert memory.report().reserved == 40 * MIB + 32 * MIB
         room = memory.room_bytes
-        assert room == budget - 40 * MIB - (30 * MIB + 512) - BESIDE_BYTES
+        assert room == budget - 40 * MIB - 32 * MIB - SMALL_BYTES
         held = torch.empty(room // (2 * MIB) * 2 * MIB, dtype=torch.uint8, device=GPU)
         with (
             pytest.raises(HotsplitError, match="cuda:0: 64.00 MiB wanted, .* of a budget of 160"),
