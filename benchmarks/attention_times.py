@@ -8,7 +8,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from gpu_sections import Table
+from gpu_sections import SectionTable
 from torch.nn import functional
 
 from hotsplit.model.spec import Attention
@@ -26,9 +26,11 @@ HEADS, WIDTH, ROUNDS, CALLS = ((32, 32), (32, 8), (9, 3)), 128, 7, 10
 PASSES = ((32, 512), (512, 512), (32, 4096), (512, 4096))
 
 
-def attention(device: torch.device, passes: tuple[tuple[int, int], ...] = PASSES) -> list[Table]:
+def attention(
+    device: torch.device, passes: tuple[tuple[int, int], ...] = PASSES
+) -> list[SectionTable]:
     rows = [_row(device, *heads, *each) for heads in HEADS for each in passes]
-    return [Table(title="attention of a layer, f16", columns=COLUMNS, rows=rows)]
+    return [SectionTable(title="attention of a layer, f16", columns=COLUMNS, rows=rows)]
 
 
 def _row(device: torch.device, heads: int, kv_heads: int, tokens: int, positions: int) -> list[str]:

@@ -129,7 +129,7 @@ def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ReplayCase:
     """A recorded text, and the slots and times of a plan."""
 
     trace: Trace
@@ -198,7 +198,7 @@ def seconds_T(
     return np.maximum(step_T + np.maximum(0.0, gather_T - spare_T), link_T)
 
 
-def ours(case: Case) -> Outcome:
+def ours(case: ReplayCase) -> Outcome:
     """The neuron cache's own policy, run by the engine's code."""
     policy = CachePolicy(case.slots_LN, case.frequency_LF, case.costs, case.options, case.units)
     bits_TLW = case.trace.bits_TLW
@@ -212,12 +212,12 @@ def ours(case: Case) -> Outcome:
     return outcome
 
 
-def static(case: Case) -> Outcome:
+def static(case: ReplayCase) -> Outcome:
     """The plan's neurons stay in the slots."""
     return _replay(case, lambda resident_LF, is_read_LF: resident_LF)
 
 
-def hindsight(case: Case) -> Outcome:
+def hindsight(case: ReplayCase) -> Outcome:
     """The neurons that this text reads most are in the slots throughout, as if the plan had been
     made from a profile of this very text."""
     best_LF = _top(case.trace.frequency_LF(), case.num_slots_L)
@@ -226,14 +226,14 @@ def hindsight(case: Case) -> Outcome:
     )
 
 
-def lru(case: Case) -> Outcome:
+def lru(case: ReplayCase) -> Outcome:
     """Copies every miss before computing it, to the slot of the least recently read neuron, as
     caches of experts do (llama.cpp's). If a step reads more neurons than there are slots, the
     rest are copied but not kept."""
     return _admitting_misses(case, np.zeros(case.planned_LF.shape, bool))
 
 
-def ring(case: Case) -> Outcome:
+def ring(case: ReplayCase) -> Outcome:
     """Luce Spark's policy (lucebox.com/blog/spark): the plan's most frequent neurons keep their
     slots, and the other slots, RING_SHARE of them, are a ring that takes every miss before it is
     computed."""
@@ -242,7 +242,7 @@ def ring(case: Case) -> Outcome:
     return _admitting_misses(case, _top(score_LF, num_pinned_L))
 
 
-def _admitting_misses(case: Case, is_pinned_LF: np.ndarray) -> Outcome:
+def _admitting_misses(case: ReplayCase, is_pinned_LF: np.ndarray) -> Outcome:
     """Copies every miss to the slot of the least recently read neuron that is not pinned."""
     last_LF = np.where(case.planned_LF, case.frequency_LF - 2.0, -np.inf)  # last step that read it
     clock = 0
@@ -261,7 +261,7 @@ def _admitting_misses(case: Case, is_pinned_LF: np.ndarray) -> Outcome:
     )
 
 
-def lfu(case: Case) -> Outcome:
+def lfu(case: ReplayCase) -> Outcome:
     """Keeps the neurons with the largest decayed counts; all swaps that this takes are made during
     the next step."""
     count_LF = case.frequency_LF / (1.0 - LFU_DECAY)
@@ -273,7 +273,7 @@ def lfu(case: Case) -> Outcome:
     return _replay(case, then)
 
 
-def sparkinfer(case: Case) -> Outcome:
+def sparkinfer(case: ReplayCase) -> Outcome:
     """SparkInfer's policy (Kairox): groups of 16 neurons in order of the profile's frequency,
     scored by the moving average S <- lambda S + (1 - lambda) A of the share A of a group that is
     read; every step loads the best groups that are not in slots. lambda starts at 0.67, is
@@ -313,7 +313,7 @@ def sparkinfer(case: Case) -> Outcome:
     return Outcome(hits_TL=outcome.hits_TL, copied_TL=outcome.copied_TL, num_copies_T=copies_T)
 
 
-def belady(case: Case) -> Outcome:
+def belady(case: ReplayCase) -> Outcome:
     """The most hits of any policy that copies a neuron only when it is read: the slots keep the
     neurons that will be read soonest (Belady 1966). Its copies are not counted."""
     num_tokens, num_neurons = case.num_tokens, case.trace.num_neurons
@@ -338,7 +338,7 @@ def belady(case: Case) -> Outcome:
     return outcome
 
 
-POLICIES: dict[str, Callable[[Case], Outcome]] = {
+POLICIES: dict[str, Callable[[ReplayCase], Outcome]] = {
     "static": static,
     "lru": lru,
     "ring": ring,
@@ -348,13 +348,13 @@ POLICIES: dict[str, Callable[[Case], Outcome]] = {
 }
 
 
-def _nothing(case: Case) -> Outcome:
+def _nothing(case: ReplayCase) -> Outcome:
     shape = case.num_tokens, len(case.slots_LN)
     return Outcome(hits_TL=np.zeros(shape, np.int64), copied_TL=np.zeros(shape, np.int64))
 
 
 def _replay(
-    case: Case,
+    case: ReplayCase,
     then: Callable[[np.ndarray, np.ndarray], np.ndarray],
     *,
     start_LF: np.ndarray | None = None,
@@ -428,7 +428,7 @@ class Bound:
     num_copies: float
 
 
-def lower_bound(case: Case, known_s: float) -> Bound:
+def lower_bound(case: ReplayCase, known_s: float) -> Bound:
     """The largest bound found. `known_s`: the seconds per step of some policy, from which the
     subgradient's step size follows."""
     search = _Search(case, known_s)
@@ -452,7 +452,7 @@ def lower_bound(case: Case, known_s: float) -> Bound:
 
 
 class _Search:
-    def __init__(self, case: Case, known_s: float) -> None:
+    def __init__(self, case: ReplayCase, known_s: float) -> None:
         self.case, self.known_s = case, known_s * case.num_tokens
         self.is_read_TLF = np.stack([case.trace.is_read(t) for t in range(case.num_tokens)])
         costs = case.costs
@@ -586,7 +586,7 @@ class ReplayReport:
         return found
 
 
-def compare(case: Case) -> ReplayReport:
+def compare(case: ReplayCase) -> ReplayReport:
     """Runs all policies and computes the bound."""
     read_TL = case.trace.read_TL
 
@@ -619,7 +619,7 @@ def _hit_rate(outcome: Outcome, read_TL: np.ndarray) -> float:
     return float(outcome.hits_TL.sum() / max(1, read_TL.sum()))
 
 
-def case_of(plan: Split, trace: Trace, options: CacheOptions) -> Case:
+def case_of(plan: Split, trace: Trace, options: CacheOptions) -> ReplayCase:
     """The cached layers of a plan."""
     assert plan.cache is not None, "the plan has no neuron cache: hotsplit solve --neuron-cache on"
     chosen = [
@@ -631,7 +631,7 @@ def case_of(plan: Split, trace: Trace, options: CacheOptions) -> Case:
         name: value[chosen] if name.endswith("_L") else value
         for name, value in vars(plan.cache.costs).items()
     }
-    return Case(
+    return ReplayCase(
         trace=trace.layers(chosen),
         slots_LN=tuple(plan.hot[layer] for layer in chosen),
         frequency_LF=plan.cache.frequency_LF[chosen].astype(np.float64),

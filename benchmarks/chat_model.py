@@ -194,7 +194,7 @@ def decode_s(engine: Engine, ids: list[int]) -> tuple[float, int]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RivalSpeed:
     """Ours against the faster setting of llama.cpp."""
 
     samples: Samples
@@ -204,7 +204,7 @@ class Comparison:
     in_rounds: float  # median of the ratios; other load slows both sides of a round alike
 
     @classmethod
-    def of(cls, samples: Samples) -> "Comparison":
+    def of(cls, samples: Samples) -> "RivalSpeed":
         medians = {side: statistics.median(samples[side]) for side in SIDES}
         rival = min((PLAIN, FLASH), key=lambda side: medians[side])
         ratios = [b / a for a, b in zip(samples[OURS], samples[rival], strict=True)]
@@ -237,7 +237,7 @@ def _report(kind: str, threads: int, measured: Measured) -> dict[str, object]:
         report["limit_tokens_per_s"] = bandwidth / measured.step_bytes
         report["decode"] = _decode_report(measured)
     for length, samples in measured.prompts.items():
-        found = Comparison.of(samples)
+        found = RivalSpeed.of(samples)
         ours, theirs = f"{found.ours_s * 1e3:.2f} ms", f"{found.theirs_s * 1e3:.2f} ms"
         found.print(f"prompt {length:4}", ours, theirs)
         report[f"prompt of {length}"] = found.json()
@@ -246,7 +246,7 @@ def _report(kind: str, threads: int, measured: Measured) -> dict[str, object]:
 
 
 def _decode_report(measured: Measured) -> dict[str, object]:
-    found = Comparison.of(measured.decode)
+    found = RivalSpeed.of(measured.decode)
     shares = []
     for side in (OURS, found.rival):
         rounds = zip(measured.bandwidths, measured.decode[side], strict=True)

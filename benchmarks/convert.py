@@ -36,7 +36,7 @@ WITHOUT_FSYNC = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ConversionRun:
     seconds: float
     cpu_seconds: float
     anonymous_mib: float
@@ -85,7 +85,7 @@ class _Raw(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
     pass
 
 
-def _round(rival: Path, checkpoint: Path, outtypes: list[str]) -> dict[str, Run]:
+def _round(rival: Path, checkpoint: Path, outtypes: list[str]) -> dict[str, ConversionRun]:
     runs = {"copy": _copy(checkpoint)}
     for outtype in outtypes:
         theirs = RIVAL_OUTTYPE[outtype]
@@ -110,7 +110,7 @@ def _our_options(checkpoint: Path, outtype: str) -> list[str]:
     return ["convert", str(checkpoint), *options]
 
 
-def _watch(command: list[str]) -> Run:
+def _watch(command: list[str]) -> ConversionRun:
     """Runs a command to its end; stops the benchmark if it fails."""
     os.sync()  # so that earlier writes do not count
     started, anonymous_kib = time.perf_counter(), 0
@@ -126,7 +126,7 @@ def _watch(command: list[str]) -> Run:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         sys.exit(f"{' '.join(command)}: exit {process.returncode}; run it alone to see why")
-    return Run(
+    return ConversionRun(
         seconds=seconds,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         anonymous_mib=anonymous_kib / 1024,
@@ -134,7 +134,7 @@ def _watch(command: list[str]) -> Run:
     )
 
 
-def _copy(checkpoint: Path) -> Run:
+def _copy(checkpoint: Path) -> ConversionRun:
     sources = " ".join(str(path) for path in sorted(checkpoint.glob("*.safetensors")))
     target = checkpoint.parent / "copy"
     run = _watch(["sh", "-c", f"cat {sources} > {target} && sync {target}"])
@@ -142,7 +142,7 @@ def _copy(checkpoint: Path) -> Run:
     return run
 
 
-def _summary(outtype: str, rounds: list[dict[str, Run]]) -> dict[str, object]:
+def _summary(outtype: str, rounds: list[dict[str, ConversionRun]]) -> dict[str, object]:
     """Medians of each program, and the median of the rounds' ratios."""
     names = {
         "ours": f"ours {outtype}",
@@ -159,7 +159,7 @@ def _summary(outtype: str, rounds: list[dict[str, Run]]) -> dict[str, object]:
     return {"rival_outtype": RIVAL_OUTTYPE[outtype], **_rounded(ratios), **medians}
 
 
-def _median(runs: list[Run]) -> dict[str, float]:
+def _median(runs: list[ConversionRun]) -> dict[str, float]:
     columns = [asdict(run) for run in runs]
     return _rounded({key: statistics.median(c[key] for c in columns) for key in columns[0]})
 

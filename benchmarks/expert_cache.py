@@ -24,7 +24,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from cache_policies import POLICIES, Case, Trace, compare, ours
+from cache_policies import POLICIES, ReplayCase, Trace, compare, ours
 from machine import RESULTS, processor, result_of, slug, write_result
 
 from hotsplit.artifacts.profile_file import Profile
@@ -121,7 +121,7 @@ def recorded(planned: Path, replayed: Path) -> Routing:
     )
 
 
-def case_of(routing: Routing, share: float, link: float) -> Case:
+def case_of(routing: Routing, share: float, link: float) -> ReplayCase:
     """The solver's experts of each layer in a share of the slots."""
     num_layers, num_experts = len(routing.planned_LTK), routing.num_experts
     size, count = LAYER_BYTES / num_experts, round(share * num_experts)
@@ -143,7 +143,7 @@ def case_of(routing: Routing, share: float, link: float) -> Case:
     is_read_LTE = np.zeros((*routing.replayed_LTK.shape[:2], num_experts), bool)
     np.put_along_axis(is_read_LTE, routing.replayed_LTK.astype(np.int64), True, axis=2)
     every_L = np.ones(num_layers)
-    return Case(
+    return ReplayCase(
         trace=Trace(num_neurons=num_experts, bits_TLW=packed(is_read_LTE.transpose(1, 0, 2))),
         slots_LN=tuple(slots),
         frequency_LF=np.stack(frequency_LE),

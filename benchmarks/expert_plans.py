@@ -41,8 +41,8 @@ from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import cpu_moe, layer_split
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import (
-    Placement,
     Problem,
+    SolvedPlacement,
     is_feasible,
     on_one_device,
     placement_bytes,
@@ -240,7 +240,7 @@ def times_of(
     }
 
 
-def on(problem: Problem, other: Problem, placement: Placement) -> Placement:
+def on(problem: Problem, other: Problem, placement: SolvedPlacement) -> SolvedPlacement:
     """The same experts by their ranks in another problem."""
     hot_LF = np.zeros_like(placement.hot_LF)
     for layer, is_hot_F in enumerate(placement.hot_LF):
@@ -248,7 +248,7 @@ def on(problem: Problem, other: Problem, placement: Placement) -> Placement:
     return replace(placement, hot_LF=hot_LF)
 
 
-def hottest_first(problem: Problem) -> Placement | None:
+def hottest_first(problem: Problem) -> SolvedPlacement | None:
     """All attention and the head on the GPU, then the most frequent experts of all layers."""
     shape = problem.touched_LF.shape
     dense = replace(on_one_device(problem, gpu=True), hot_LF=np.zeros(shape, bool))
@@ -263,7 +263,7 @@ def hottest_first(problem: Problem) -> Placement | None:
     return placement if room >= 0 and is_feasible(problem, placement) else None
 
 
-def uniform(problem: Problem, random: np.random.Generator) -> Placement | None:
+def uniform(problem: Problem, random: np.random.Generator) -> SolvedPlacement | None:
     """All attention and the head on the GPU, and as many experts of each layer, whichever."""
     num_layers, number = problem.touched_LF.shape
     dense = replace(on_one_device(problem, gpu=True), hot_LF=np.zeros((num_layers, number), bool))

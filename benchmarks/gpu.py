@@ -30,9 +30,9 @@ from typing import Any
 
 import gpu_cases
 import torch
-from gpu_cases import Amount, Case
+from gpu_cases import Amount, BudgetCase
 from gpu_model import Planted, write_dense, write_planted
-from gpu_rival import Rival, RivalModel, best_rival
+from gpu_rival import GpuRival, RivalModel, best_rival
 from machine import machine as this_machine
 from processes import Process, ProcessError
 
@@ -144,7 +144,7 @@ SMOKE = Scale(
 def main() -> int:
     """Returns 0 unless a case failed; the table and the notes list what was not measured."""
     arguments = command_line().parse_args()
-    bench = Bench(arguments)
+    bench = GpuBench(arguments)
     scales = (SMOKE,) if arguments.smoke else (SEVEN_B_8,) if arguments.short else SCALES
     for scale in scales:
         if bench.seconds_left < LEAST_SECONDS and scale in SCALES:
@@ -165,7 +165,7 @@ def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int)
     return total / (machine.gpus[0].bandwidth_gb_per_s.best * 1e9)
 
 
-class Bench:
+class GpuBench:
     """One run; `result` is the content of gpu.json, which is saved after every stage."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -254,14 +254,14 @@ class Bench:
             torch.cuda.empty_cache()
         return model
 
-    def _divided(self, scale: Scale, folder: Path, model: ModelFile) -> Iterator[Case]:
+    def _divided(self, scale: Scale, folder: Path, model: ModelFile) -> Iterator[BudgetCase]:
         """One case per budget. Their processes are started, but nothing is loaded."""
         size = model.path.stat().st_size
         for share in scale.budgets:
             name, budget = f"{scale.name} {share:.0%}", int(share * size)
             yield self._case(scale, folder, model, name, "predicted", budget)
 
-    def _resident(self, scale: Scale, folder: Path, model: ModelFile) -> Iterator[Case]:
+    def _resident(self, scale: Scale, folder: Path, model: ModelFile) -> Iterator[BudgetCase]:
         """One case per resident mode, like `_divided`."""
         whole = int(WHOLE * model.path.stat().st_size) + BESIDE_BYTES
         for mode in scale.resident:
@@ -269,7 +269,7 @@ class Bench:
 
     def _case(
         self, scale: Scale, folder: Path, model: ModelFile, name: str, mode: str, budget: int
-    ) -> Case:
+    ) -> BudgetCase:
         plan = folder / f"{len(list(folder.glob('*.split.gguf')))}.split.gguf"
         report = solve(
             SolveConfig(
@@ -309,7 +309,7 @@ class Bench:
             self.device.type,
         )
         log = self.folder / f"{re.sub('[^A-Za-z0-9]+', '-', name)}-{mode}.log"
-        return Case(
+        return BudgetCase(
             name=name,
             mode=mode,
             budget_bytes=budget,
@@ -320,7 +320,7 @@ class Bench:
         )
 
     def _measure(
-        self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case], what: str
+        self, scale: Scale, folder: Path, model: ModelFile, cases: list[BudgetCase], what: str
     ) -> None:
         if not cases:
             return
@@ -343,7 +343,9 @@ class Bench:
         finally:
             gpu_cases.close(cases)
 
-    def _add_rivals(self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case]) -> None:
+    def _add_rivals(
+        self, scale: Scale, folder: Path, model: ModelFile, cases: list[BudgetCase]
+    ) -> None:
         """Starts one rival per budget; modes with the same budget share it, or its error."""
         sizes = layer_bytes(model, 0)
         rival = RivalModel(
@@ -353,7 +355,7 @@ class Bench:
             num_layers=scale.sizes.num_layers,
             layer_bytes=sizes.attention + model.spec.most_neurons * sizes.neuron,
         )
-        found: dict[int, Rival | str] = {}  # by budget
+        found: dict[int, GpuRival | str] = {}  # by budget
         for case in cases:
             budget = case.budget_bytes
             if budget not in found:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from gpu_rival import Rival
+from gpu_rival import GpuRival
 from processes import Process, ProcessError
 
 RIVAL_SECONDS = 0.7  # of decoding per measurement of a rival
@@ -28,7 +28,7 @@ class Amount:
 
 
 @dataclass(kw_only=True)
-class Case:
+class BudgetCase:
     """`limit_s` and `predicted_s` are seconds per token: a plan's limit, and the solver's
     prediction."""
 
@@ -39,7 +39,7 @@ class Case:
     predicted_s: float | None
     plan: dict[str, Any]  # the solver's report on it, for the JSON
     process: Process
-    rival: Rival | None = None
+    rival: GpuRival | None = None
     # load_s, why the step is not native (None: it is), and the least tokens of a pass that streams
     # cold weights (None: none does).
     loaded: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Case:
         return self.error is None and bool(self.decode_s)
 
 
-def load(cases: Sequence[Case]) -> None:
+def load(cases: Sequence[BudgetCase]) -> None:
     """Loads the cases one by one, because each reads the whole file."""
     for case in cases:
         try:
@@ -66,12 +66,12 @@ def load(cases: Sequence[Case]) -> None:
             fail(case, error)
 
 
-def fail(case: Case, error: ProcessError) -> None:
+def fail(case: BudgetCase, error: ProcessError) -> None:
     case.error = str(error)
     case.process.close()
 
 
-def measure(cases: Sequence[Case], amount: Amount, deadline: float) -> None:
+def measure(cases: Sequence[BudgetCase], amount: Amount, deadline: float) -> None:
     """Adds samples to the cases; the first round warms up. Starts no case after the deadline, a
     value of `time.monotonic`."""
     generator = random.Random(0)
@@ -90,7 +90,7 @@ def measure(cases: Sequence[Case], amount: Amount, deadline: float) -> None:
                 _theirs(case, case.rival, amount, ids, is_warm=number > 0)
 
 
-def _ours(case: Case, amount: Amount, ids: list[int], *, is_warm: bool) -> None:
+def _ours(case: BudgetCase, amount: Amount, ids: list[int], *, is_warm: bool) -> None:
     prefill = case.process.ask("prefill", ids=ids)["seconds"]
     found = case.process.ask("decode", steps=amount.steps, start=amount.prompt)
     case.memory = case.process.ask("memory")["devices"]
@@ -100,7 +100,9 @@ def _ours(case: Case, amount: Amount, ids: list[int], *, is_warm: bool) -> None:
         case.ffn_bytes = found["ffn_bytes"] // amount.steps
 
 
-def _theirs(case: Case, rival: Rival, amount: Amount, ids: list[int], *, is_warm: bool) -> None:
+def _theirs(
+    case: BudgetCase, rival: GpuRival, amount: Amount, ids: list[int], *, is_warm: bool
+) -> None:
     threads = case.process.about["threads"]
     count = FIRST_TOKENS
     if case.rival_decode_s:
@@ -120,7 +122,7 @@ def _theirs(case: Case, rival: Rival, amount: Amount, ids: list[int], *, is_warm
         case.rival_decode_s.append(sum(decode) / count)
 
 
-def close(cases: Sequence[Case]) -> None:
+def close(cases: Sequence[BudgetCase]) -> None:
     for case in cases:
         if case.error is None:
             case.process.close()
@@ -128,7 +130,7 @@ def close(cases: Sequence[Case]) -> None:
             case.rival.process.close()
 
 
-def row(case: Case, amount: Amount) -> dict[str, Any]:
+def row(case: BudgetCase, amount: Amount) -> dict[str, Any]:
     """The figures of a case, for the JSON."""
     content: dict[str, Any] = {
         "name": case.name,
@@ -160,7 +162,7 @@ def row(case: Case, amount: Amount) -> dict[str, Any]:
     return content
 
 
-def _beside(case: Case) -> dict[str, Any]:
+def _beside(case: BudgetCase) -> dict[str, Any]:
     """Ratios per round: other load slows both alike."""
     assert case.rival is not None
     decode = zip(case.rival_decode_s, case.decode_s, strict=False)

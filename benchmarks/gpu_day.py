@@ -43,7 +43,7 @@ ENDED = ("ok", "FAILED", "out of time")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class DayPart:
     """A program and its limit. `{seconds}` and `{minutes}` in its command are what it has; its
     results, if they are JSON, are in `result`."""
 
@@ -57,10 +57,10 @@ class Stopped(Exception):
     """SIGINT or SIGTERM."""
 
 
-def parts_of(folder: Path, models: Path, rival: Path | None) -> list[Part]:
-    def part(name: str, most_s: float, program: str, *options: str, file: str) -> Part:
+def parts_of(folder: Path, models: Path, rival: Path | None) -> list[DayPart]:
+    def part(name: str, most_s: float, program: str, *options: str, file: str) -> DayPart:
         command = (sys.executable, str(ROOT / program), *options)
-        return Part(name=name, command=command, most_s=most_s, result=folder / name / file)
+        return DayPart(name=name, command=command, most_s=most_s, result=folder / name / file)
 
     def output(name: str, file: str = "") -> tuple[str, str]:
         return "--output", str(folder / name / file)
@@ -147,7 +147,7 @@ class Day:
     """The parts' states, `content["parts"]` by name: state, seconds, text (what was printed last)
     and result."""
 
-    def __init__(self, folder: Path, parts: list[Part], seconds: float) -> None:
+    def __init__(self, folder: Path, parts: list[DayPart], seconds: float) -> None:
         self.folder, self.parts = folder, parts
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "gpu-day.json"
@@ -174,7 +174,7 @@ class Day:
             if is_next and self.seconds_left >= LEAST_SECONDS:
                 self._run(part)
 
-    def _run(self, part: Part) -> None:
+    def _run(self, part: DayPart) -> None:
         """Starts the program again after a crash, as long as it has time."""
         limit_s, began = min(part.most_s, self.seconds_left), time.monotonic()
         is_own_limit, state = limit_s == part.most_s, "cut off"
@@ -196,7 +196,7 @@ class Day:
         finally:
             self._store(part, state, time.monotonic() - began)
 
-    def _process(self, part: Part, seconds: float) -> int | None:
+    def _process(self, part: DayPart, seconds: float) -> int | None:
         """The program's exit status; None if it did not end in time. Nothing that it started keeps
         running."""
         figures = {"seconds": f"{max(1, seconds - 5):.0f}", "minutes": f"{(seconds - 8) / 60:.2f}"}
@@ -218,7 +218,7 @@ class Day:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _store(self, part: Part, state: str, seconds: float) -> None:
+    def _store(self, part: DayPart, state: str, seconds: float) -> None:
         earlier = self.content["parts"].get(part.name, {}).get("seconds", 0.0)
         self.content["parts"][part.name] = {
             "state": state,
@@ -254,7 +254,7 @@ class Day:
             lines += ["", f"left for a second call: {', '.join(left)}"]
         return "\n".join(lines)
 
-    def _log(self, part: Part, ending: str = "log") -> Path:
+    def _log(self, part: DayPart, ending: str = "log") -> Path:
         return self.folder / part.name / f"{part.name}.{ending}"
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from gpu_rival import RivalModel, best_rival
-from gpu_sections import Sections, Table, page_of
-from gpu_trained import Case, run
+from gpu_sections import Sections, SectionTable, page_of
+from gpu_trained import TrainedCase, run
 from processes import Process, ProcessError
 from random_model import make_mixture
 
@@ -54,7 +54,7 @@ class Times:
     prompts_s: dict[int, float]
 
 
-class Mixture:
+class MixtureBench:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.folder = asked, asked.output.parent
         self.path = asked.model or self.folder / f"{SHAPE}-{LAYERS}-{KIND}.gguf"
@@ -66,9 +66,9 @@ class Mixture:
         chance, tokens = random.Random(0), range(3, self.model.spec.vocab_size)
         self.ids = chance.choices(tokens, k=self.context)
 
-    def measure(self, share: float, threads: int) -> list[Table]:
+    def measure(self, share: float, threads: int) -> list[SectionTable]:
         budget = int(share * self.path.stat().st_size) // 2**20 * 2**20
-        case = Case(model=self.path, name=f"{share:.0%}", vram_bytes=budget)
+        case = TrainedCase(model=self.path, name=f"{share:.0%}", vram_bytes=budget)
         more = ("-t", str(threads), "-c", str(self.context))
         cache = self.folder / f"cache-{threads}"  # what is calibrated depends on them
         run(case, self.asked.device, cache, TRIED_TOKENS, more)
@@ -92,7 +92,7 @@ class Mixture:
             [*([trial.line] if trial else []), *([theirs] if isinstance(theirs, str) else [])]
         )
         title = f"{self.model.spec.num_layers} layers of {SHAPE}, against --n-cpu-moe"
-        return [Table(title=title, columns=COLUMNS, rows=[row], note=note)]
+        return [SectionTable(title=title, columns=COLUMNS, rows=[row], note=note)]
 
     def _chosen(self, budget: int, cache: Path) -> tuple[Trial | None, Path | None]:
         """The trial of the plan for this budget, and the plan that runs; (None, None) without a
@@ -182,7 +182,7 @@ def command_line() -> argparse.ArgumentParser:
 def main() -> int:
     """Returns 0 if every case has a result."""
     asked = command_line().parse_args()
-    sections, mixture = Sections(asked.output, "gpu-experts", asked.seconds), Mixture(asked)
+    sections, mixture = Sections(asked.output, "gpu-experts", asked.seconds), MixtureBench(asked)
     cases = {f"{share:.0%}, {count}": (share, count) for count in THREADS for share in SHARES}
     for name, case in cases.items():
         sections.run(name, lambda c=case: mixture.measure(*c), least_s=30.0, most_s=240.0)

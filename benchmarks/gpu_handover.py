@@ -20,19 +20,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from gpu_sections import Sections, Table, page_of
+from gpu_sections import Sections, SectionTable, page_of
 from handover import allocator, round_trips
-from handover.device import Gpu
+from handover.device import HandoverGpu
 from handover.fake import FakeGpu
 from handover.forms import Buffers
 from handover.host import Host
 from handover.kernel_times import kernels
-from handover.round_trips import Bench
+from handover.round_trips import HandoverBench
 
 FAKED = ("handover", "job", "idle")
 
 
-def sections_of(bench: Bench) -> dict[str, Callable[[], Sequence[Table]]]:
+def sections_of(bench: HandoverBench) -> dict[str, Callable[[], Sequence[SectionTable]]]:
     return {
         "handover": lambda: round_trips.handover(bench),
         "job": lambda: round_trips.job(bench),
@@ -57,11 +57,11 @@ def main() -> int:
     asked = parser().parse_args()
     if not asked.fake and not torch.cuda.is_available():
         sys.exit("gpu_handover: no CUDA device here; --fake shows that the rest works")
-    gpu = FakeGpu() if asked.fake else Gpu()
+    gpu = FakeGpu() if asked.fake else HandoverGpu()
     buffers = Buffers(gpu)
     gpu.warm_up(buffers.x, buffers.y_host, buffers.ready)
     cores = len(os.sched_getaffinity(0))
-    bench = Bench(gpu=gpu, host=Host(), buffers=buffers, cores=cores, is_small=asked.fake)
+    bench = HandoverBench(gpu=gpu, host=Host(), buffers=buffers, cores=cores, is_small=asked.fake)
     sections = Sections(asked.output, "gpu-handover", asked.seconds)
     sections.add_facts(**round_trips.facts_of(bench))
     measures = sections_of(bench)

@@ -23,7 +23,7 @@ from attention_times import PASSES, attention
 from gpu import SEVEN_B_8, SMOKE, shape_of
 from gpu_model import Planted, write_dense
 from gpu_rival import RivalModel, best_rival
-from gpu_sections import Sections, Table, page_of
+from gpu_sections import Sections, SectionTable, page_of
 from overlap_times import overlap
 from pass_launches import launches
 from processes import Process, ProcessError
@@ -45,7 +45,7 @@ class Prompts:
         tokens = range(3, self.sizes.vocab_size)
         self.ids = generator.choices(tokens, k=self.num_tokens)
 
-    def measure(self, kind: str) -> list[Table]:
+    def measure(self, kind: str) -> list[SectionTable]:
         planted = Planted(sizes=self.sizes, rank=32, device=self.device)
         with _folder(self.folder / f"models-{kind}") as folder:
             write_dense(planted, folder / "model.gguf", layout="sparse", kind=kind)
@@ -62,7 +62,7 @@ class Prompts:
             f"{ours / theirs:.2f}" if is_known else "-",
         ]
         title = f"{self.num_tokens} tokens through {self.sizes.num_layers} layers, all on the card"
-        return [Table(title=title, columns=COLUMNS, rows=[row])]
+        return [SectionTable(title=title, columns=COLUMNS, rows=[row])]
 
     def _ours(self, model: Path, kind: str) -> float:
         program = Path(__file__).with_name("gpu_worker.py")

@@ -19,7 +19,7 @@ BUFFER = re.compile(r"\bCUDA\d+\s.*buffer size\s*=\s*([0-9.]+) MiB")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rival:
+class GpuRival:
     process: Process
     num_layers: int  # on the GPU; one more than the model's own number includes the head
     gpu_bytes: int
@@ -36,7 +36,7 @@ class RivalModel:
 
 def best_rival(
     rival: RivalModel, budget_bytes: int, log: Path, *, moves_experts: bool = False
-) -> Rival:
+) -> GpuRival:
     """The rival with the most layers whose buffers fit the budget, of at most MOST_LOADS counts
     tried. The embedding stays in main memory and is not a layer. With `moves_experts` all layers
     are on the GPU, `num_layers` of them with their experts, whose bytes are then `layer_bytes`.
@@ -44,7 +44,7 @@ def best_rival(
     Raises ProcessError if it cannot be loaded, or if no count that was tried fits."""
     most, tried = rival.num_layers + (not moves_experts), set[int]()
     count = min(most, budget_bytes // rival.layer_bytes)
-    best: Rival | None = None
+    best: GpuRival | None = None
     while count not in tried and len(tried) < MOST_LOADS:
         tried.add(count)
         try:
@@ -64,7 +64,7 @@ def best_rival(
     return best
 
 
-def _loaded(rival: RivalModel, count: int, log: Path, *, moves_experts: bool) -> Rival:
+def _loaded(rival: RivalModel, count: int, log: Path, *, moves_experts: bool) -> GpuRival:
     options = {
         "model": str(rival.model),
         "context": rival.context_length,
@@ -80,7 +80,7 @@ def _loaded(rival: RivalModel, count: int, log: Path, *, moves_experts: bool) ->
     except ProcessError:
         process.close()
         raise
-    return Rival(process=process, num_layers=count, gpu_bytes=gpu_bytes(buffers))
+    return GpuRival(process=process, num_layers=count, gpu_bytes=gpu_bytes(buffers))
 
 
 def gpu_bytes(log: Iterable[str]) -> int:

@@ -20,7 +20,7 @@ HUNG = 3  # exit status after a section that took too long
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class SectionTable:
     """What a section measured; the first column names the rows. `note` is printed below."""
 
     title: str
@@ -46,7 +46,7 @@ class Sections:
     def run(
         self,
         name: str,
-        measure: Callable[[], Sequence[Table]],
+        measure: Callable[[], Sequence[SectionTable]],
         *,
         least_s: float = 3.0,
         most_s: float = 60.0,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from gpu_model import Planted, write_dense
-from gpu_sections import Sections, Table, page_of
+from gpu_sections import Sections, SectionTable, page_of
 
 from hotsplit.artifacts.split_file import Split
 from hotsplit.families.sizes import Sizes
@@ -53,7 +53,7 @@ class CommandError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TrainedCase:
     """One way to run a model. `vram_bytes`: None for a device's own choice."""
 
     model: Path
@@ -65,21 +65,21 @@ class Case:
         return f"{self.model.parent.name}/{self.model.name}: {self.name}"
 
 
-def cases_of(model: Path) -> list[Case]:
+def cases_of(model: Path) -> list[TrainedCase]:
     """The two processors alone, then the budgets."""
     size = model.stat().st_size
     plans = [
-        Case(model=model, name=f"a plan for {share:.0%}", vram_bytes=int(share * size))
+        TrainedCase(model=model, name=f"a plan for {share:.0%}", vram_bytes=int(share * size))
         for share in SHARES
     ]
     return [
-        Case(model=model, name=CPU, vram_bytes=0),
-        Case(model=model, name=CARD, vram_bytes=None),
+        TrainedCase(model=model, name=CPU, vram_bytes=0),
+        TrainedCase(model=model, name=CARD, vram_bytes=None),
         *plans,
     ]
 
 
-def measure(case: Case, device: str, cache: Path, tokens: int) -> list[Table]:
+def measure(case: TrainedCase, device: str, cache: Path, tokens: int) -> list[SectionTable]:
     report = run(case, device, cache, tokens)
     if report["run"]["made"]:
         report = run(case, device, cache, tokens)
@@ -97,11 +97,11 @@ def measure(case: Case, device: str, cache: Path, tokens: int) -> list[Table]:
         f"{1e3 * report['prefill_s']:.1f}",
         memory,
     ]
-    return [Table(title="hotsplit run, as a user types it", columns=COLUMNS, rows=[row])]
+    return [SectionTable(title="hotsplit run, as a user types it", columns=COLUMNS, rows=[row])]
 
 
 def run(
-    case: Case, device: str, cache: Path, tokens: int, more: tuple[str, ...] = ()
+    case: TrainedCase, device: str, cache: Path, tokens: int, more: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The command's report. Raises CommandError."""
     command = [

@@ -29,7 +29,7 @@ def main() -> None:
     with redirect_stdout(sys.stderr):  # output of libraries is not an answer
         threads = use_threads(arguments.threads)
         _answer(answers, {"threads": threads})
-        worker = Worker(arguments)
+        worker = EngineWorker(arguments)
         for line in sys.stdin:
             asked = json.loads(line)
             try:
@@ -43,7 +43,7 @@ def _answer(stream: Any, content: dict[str, Any]) -> None:
     stream.flush()
 
 
-class Worker:
+class EngineWorker:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self._engine: Engine | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from gpu_sections import Table
+from gpu_sections import SectionTable
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import CudaStream, PlainStream
@@ -27,9 +27,9 @@ SHAPES, SMALL = ((576, 1536), (2048, 8192), (4096, 11008)), ((64, 96),)
 LAYERS, KERNELS, ROUNDS = 20, 6, 12  # a layer's kernels
 
 
-def overlap(device: torch.device, *, is_small: bool) -> list[Table]:
+def overlap(device: torch.device, *, is_small: bool) -> list[SectionTable]:
     rows = [_row(device, *shape) for shape in (SMALL if is_small else SHAPES)]
-    return [Table(title="layers of a step in a graph, f16", columns=COLUMNS, rows=rows)]
+    return [SectionTable(title="layers of a step in a graph, f16", columns=COLUMNS, rows=rows)]
 
 
 def _row(device: torch.device, width: int, neurons: int) -> list[str]:

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 from gpu_model import Planted, write_dense
-from gpu_sections import Table
+from gpu_sections import SectionTable
 from torch import Tensor
 
 from hotsplit import Engine
@@ -25,7 +25,7 @@ COLUMNS = ("tokens", "launched, ms", "done, ms", "as a graph, ms", "same bits")
 TOKENS, ROUNDS = (16, 64, 512), 12
 
 
-def launches(name: str, sizes: Sizes, device: torch.device, folder: Path) -> list[Table]:
+def launches(name: str, sizes: Sizes, device: torch.device, folder: Path) -> list[SectionTable]:
     """`folder`: for the model, which is removed."""
     path = folder / "launches.gguf"
     planted = Planted(sizes=sizes, rank=32, device=device)
@@ -45,7 +45,7 @@ def launches(name: str, sizes: Sizes, device: torch.device, folder: Path) -> lis
         times = [f"{1e3 * each:.2f}" for each in (*seconds, graph_s)]
         rows.append([str(count), *times, str(torch.equal(got_V, want_V))])
     title = f"a pass of {name}, {sizes.num_layers} layers, all on the card"
-    return [Table(title=title, columns=COLUMNS, rows=rows)]
+    return [SectionTable(title=title, columns=COLUMNS, rows=rows)]
 
 
 def _step(engine: Engine) -> HybridStep:

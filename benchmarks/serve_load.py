@@ -51,7 +51,7 @@ class Request:
 
 
 @dataclass(kw_only=True)
-class Tally:
+class LoadTally:
     """What the clients and the watcher of the server observed."""
 
     finished: int = 0
@@ -143,8 +143,8 @@ async def _load(
     arguments: argparse.Namespace,
     pool: list[Request],
     wanted: list[tuple[str, str | None]],
-) -> Tally:
-    tally = Tally()
+) -> LoadTally:
+    tally = LoadTally()
     deadline = time.monotonic() + 60 * arguments.minutes
     watch = asyncio.create_task(_watch(server, arguments, tally))
     clients = [
@@ -165,7 +165,7 @@ async def _client(
     pool: list[Request],
     wanted: list[tuple[str, str | None]],
     deadline: float,
-    tally: Tally,
+    tally: LoadTally,
 ) -> None:
     while time.monotonic() < deadline:
         number = draw.randrange(len(pool))
@@ -202,7 +202,7 @@ async def _asked(port: int, request: Request, patience: float | int | None) -> A
 
 
 def _judge(
-    number: int, answer: Answer | None, wanted: tuple[str, str | None], tally: Tally
+    number: int, answer: Answer | None, wanted: tuple[str, str | None], tally: LoadTally
 ) -> None:
     if answer is None:
         tally.cancelled += 1
@@ -217,7 +217,7 @@ def _judge(
         tally.gaps_s += answer.gaps_s
 
 
-async def _watch(server: ServerProcess, arguments: argparse.Namespace, tally: Tally) -> None:
+async def _watch(server: ServerProcess, arguments: argparse.Namespace, tally: LoadTally) -> None:
     num_above = 0
     while True:
         tally.rss_bytes.append(server.rss_bytes())
@@ -232,7 +232,7 @@ async def _watch(server: ServerProcess, arguments: argparse.Namespace, tally: Ta
         await asyncio.sleep(0.5)
 
 
-async def _check_rest(server: ServerProcess, tally: Tally) -> None:
+async def _check_rest(server: ServerProcess, tally: LoadTally) -> None:
     """Checks that cancelled texts have released their places."""
     deadline = time.monotonic() + 10
     while True:
@@ -251,7 +251,7 @@ def growth(rss_bytes: list[int]) -> float:
     return statistics.mean(rss_bytes[-fifth:]) / statistics.mean(rss_bytes[fifth : 2 * fifth]) - 1
 
 
-def _result(arguments: argparse.Namespace, tally: Tally, seconds: float) -> dict[str, Any]:
+def _result(arguments: argparse.Namespace, tally: LoadTally, seconds: float) -> dict[str, Any]:
     grown = growth(tally.rss_bytes)
     if grown > MAX_GROWTH:
         tally.failures.append(f"resident memory grew by {grown:.1%}")

@@ -37,7 +37,7 @@ from hotsplit.runtime.generate.prompt_cache import PromptKey, predictor_words, w
 from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.generate.speculation import Speculation, check_rows, has_equal_rows
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.loading import Loaded, load, open_plan, with_positions
+from hotsplit.runtime.loading import LoadedModel, load, open_plan, with_positions
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.observers import Observation, Observe, Wants
 from hotsplit.runtime.step.batch import Wanted, rows_of
@@ -54,7 +54,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 class Engine:
     """A loaded model, created by `Engine.load`. Not thread-safe."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self.model, self.mode, self.traffic = loaded.model, loaded.mode, loaded.traffic
         self._placement, self._sequences = loaded.placement, Sequences(loaded.decoder)
         self.context_length = self._sequences.context_length

@@ -82,7 +82,7 @@ def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
     return scaled
 
 
-def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "Loaded":
+def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "LoadedModel":
     """Loads a model for this configuration; loads it again, on the CPU, if a GPU fails.
 
     Raises HotsplitError if the C++ does not cover the model."""
@@ -92,19 +92,19 @@ def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "Loaded"
     if device.type == "cuda":
         try:
             with failures_of_device(device):
-                return Loaded(model, plan, config)
+                return LoadedModel(model, plan, config)
         except DeviceFails as failed:
             why = str(failed)
         # Outside the handler, where the exception no longer keeps the weights alive.
         log.warning(f"{model.path}: {why}: everything runs on the CPU; hotsplit doctor says more")
         config = replace(config, device="cpu")
     try:
-        return Loaded(model, plan, config)
+        return LoadedModel(model, plan, config)
     except NotNative as reason:
         raise HotsplitError(f"{model.path}: {reason}") from None
 
 
-class Loaded:
+class LoadedModel:
     """A load and its result. Each method sets what the following ones need. Raises NotNative for a
     model that the kernels do not cover, and what a GPU's libraries raise."""
 

@@ -39,7 +39,7 @@ from hotsplit.costs.part_bytes import down_kind, layer_bytes
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.inputs import Inputs
-from hotsplit.solver.problem import Placement, Problem, placement_seconds
+from hotsplit.solver.problem import Problem, SolvedPlacement, placement_seconds
 from hotsplit.solver.problem_builder import overfetch
 from hotsplit.solver.units import ExpertUnits
 
@@ -65,7 +65,7 @@ def expected_reads(inputs: Inputs) -> np.ndarray:
     return np.minimum(1.0, frequency_LF * overfetch(inputs.model, inputs.profile)[:, None])
 
 
-def cache_costs(inputs: Inputs, problem: Problem, placement: Placement) -> CacheCosts:
+def cache_costs(inputs: Inputs, problem: Problem, placement: SolvedPlacement) -> CacheCosts:
     """The costs for a placement; `problem` was built for the inputs' first GPU. Layers that are not
     cached have costs of zero: their seconds are in `rest_s`."""
     machine, gpu = inputs.machine, inputs.machine.gpus[0]
@@ -100,7 +100,7 @@ def cache_costs(inputs: Inputs, problem: Problem, placement: Placement) -> Cache
     )
 
 
-def cached_layers(model: ModelFile, placement: Placement) -> np.ndarray:
+def cached_layers(model: ModelFile, placement: SolvedPlacement) -> np.ndarray:
     """Whether a neuron cache serves each layer, bool [L]."""
     dense = placement.dense_L.tolist()
     return np.array(cache_bytes.cached_layers(model, placement.num_hot_L.tolist(), dense))

@@ -11,7 +11,7 @@ import numpy as np
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement
 from hotsplit.solver.optimise import Answer, find_plan
-from hotsplit.solver.problem import Placement, Problem, sets_seconds
+from hotsplit.solver.problem import Problem, SolvedPlacement, sets_seconds
 from hotsplit.system.sizes import format_bytes
 
 MORE_BYTES = 2 << 30
@@ -84,7 +84,7 @@ def _of(count: int, number: int) -> str:
     return f"all {number:,}" if count == number else f"{count:,} of {number:,}"
 
 
-def edges(pipeline: Pipeline, placement: Placement) -> dict[int, Edge]:
+def edges(pipeline: Pipeline, placement: SolvedPlacement) -> dict[int, Edge]:
     """The edge of each layer that has experts on both sides."""
     found = {}
     for layer in pipeline.model.replayed:

@@ -18,7 +18,7 @@ from math import gcd
 import numpy as np
 
 from hotsplit.solver.multi_gpu import Groups, Pipeline, PipelinePlacement, joined
-from hotsplit.solver.problem import Placement, Problem, held_bytes, of_counts
+from hotsplit.solver.problem import Problem, SolvedPlacement, held_bytes, of_counts
 
 Intervals = list[tuple[int, int]]  # of counts, both ends included, ascending and disjoint
 
@@ -34,14 +34,14 @@ class _Class:
     blocks: tuple[tuple[int, ...], ...] = ()
 
 
-def fullest(run: Problem, room_bytes: int, together: Groups = ()) -> Placement:
+def fullest(run: Problem, room_bytes: int, together: Groups = ()) -> SolvedPlacement:
     """The placement with the most bytes up to `room_bytes`, workspace excluded; dense blocks of the
     groups `together` are there all or none."""
     classes = list(_classes(run, together))
     return _placement(run, classes, _counts_below(classes, max(0, room_bytes)))
 
 
-def emptiest(run: Problem, need_bytes: int, together: Groups = ()) -> Placement | None:
+def emptiest(run: Problem, need_bytes: int, together: Groups = ()) -> SolvedPlacement | None:
     """The placement with the fewest bytes that are at least `need_bytes`; None if all have less."""
     classes = list(_classes(run, together))
     spare = sum(c.size * c.counts[-1][1] for c in classes) - need_bytes
@@ -66,7 +66,7 @@ def fullest_plan(pipeline: Pipeline) -> PipelinePlacement:
     """The plan that leaves the fewest bytes to main memory."""
     best: PipelinePlacement | None = None
     best_bytes = -1
-    known: dict[tuple[int, int, int], Placement] = {}
+    known: dict[tuple[int, int, int], SolvedPlacement] = {}
     cut_CK, most_CK = _most(pipeline)
     for less, cut in _in_order(cut_CK, -most_CK.sum(axis=1)):
         if -less <= best_bytes:
@@ -196,7 +196,7 @@ def _count_of(before: int, total: int, size: int, counts: Intervals) -> int:
     raise AssertionError((total, size, counts))
 
 
-def _placement(run: Problem, classes: list[_Class], counts: list[int]) -> Placement:
+def _placement(run: Problem, classes: list[_Class], counts: list[int]) -> SolvedPlacement:
     num_hot_L, dense_L = np.zeros(run.num_layers, np.int64), np.zeros(run.num_layers, bool)
     head = False
     for c, count in zip(classes, counts, strict=True):

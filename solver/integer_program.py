@@ -69,7 +69,7 @@ from hotsplit.solver.multi_gpu import (
     plan_is_feasible,
     plan_seconds,
 )
-from hotsplit.solver.problem import Placement, head_seconds, layer_seconds
+from hotsplit.solver.problem import SolvedPlacement, head_seconds, layer_seconds
 
 MAX_NEURONS = 1000  # of all layers, times GPUs
 NEURON_GAP = 1e-6
@@ -382,5 +382,5 @@ def _read(pipeline: Pipeline, program: _Program) -> PipelinePlacement:
         home_I[item] = program.gpus[int(np.argmax([home.varValue for home in home_K]))]
     head = any(head.varValue > 0.5 for head in program.heads)
     return PipelinePlacement(
-        placement=Placement(hot_LF=hot_LF, dense_L=dense_L, head=head), home_I=home_I
+        placement=SolvedPlacement(hot_LF=hot_LF, dense_L=dense_L, head=head), home_I=home_I
     )

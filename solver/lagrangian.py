@@ -47,8 +47,8 @@ import numpy as np
 
 from hotsplit.solver.problem import (
     ROUNDING,
-    Placement,
     Problem,
+    SolvedPlacement,
     is_feasible,
     of_counts,
     on_one_device,
@@ -71,7 +71,7 @@ class LagrangianResult:
 
     bound_s: float
     objective_s: float
-    placement: Placement | None
+    placement: SolvedPlacement | None
 
 
 @dataclass(frozen=True, order=True)
@@ -103,7 +103,7 @@ class _Branch:
 def search(problem: Problem) -> LagrangianResult:
     """The bound over all placements, and the best placement found on the way."""
     cpu_only = on_one_device(problem, gpu=False)
-    best: Placement | None = None
+    best: SolvedPlacement | None = None
     best_s = bound_s = np.inf
     if is_feasible(problem, cpu_only):
         best, best_s = cpu_only, placement_seconds(problem, cpu_only)
@@ -264,7 +264,7 @@ def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
     return dense_L
 
 
-def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Placement | None:
+def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> SolvedPlacement | None:
     """A placement of neurons for these dense blocks; None if none is found that fits both memories.
 
     Takes the neurons chosen at the lowest price >= 0 at which they fit or, if they are too few for

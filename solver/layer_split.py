@@ -35,7 +35,7 @@ from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import head_bytes, is_expert, is_predictor, kv_read, read_share
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import PipelinePlacement
-from hotsplit.solver.problem import Placement
+from hotsplit.solver.problem import SolvedPlacement
 from hotsplit.solver.problem_builder import cpu_seconds, head_seconds, token_seconds
 from hotsplit.solver.units import ExpertUnits
 
@@ -120,7 +120,7 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
     home += home[-1:] * (spec.num_layers + 1 - len(home))
     hot_LF = np.repeat(is_there_L[:, None], inputs.units.number, axis=1)
     return PipelinePlacement(
-        placement=Placement(hot_LF=hot_LF, dense_L=is_there_L, head=split.has_head),
+        placement=SolvedPlacement(hot_LF=hot_LF, dense_L=is_there_L, head=split.has_head),
         home_I=np.array(home, np.int64),
     )
 
@@ -138,7 +138,7 @@ def without_experts(inputs: Inputs) -> PipelinePlacement | None:
         if homes is not None:
             home = homes if has_head else [*homes, homes[-1]]
             return PipelinePlacement(
-                placement=Placement(
+                placement=SolvedPlacement(
                     hot_LF=np.repeat(is_dense_L[:, None], units.number, axis=1),
                     dense_L=np.ones(len(is_dense_L), bool),
                     head=has_head,

@@ -33,8 +33,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.solver.lagrangian import block_costs, chain_costs, first_prices
 from hotsplit.solver.problem import (
     ROUNDING,
-    Placement,
     Problem,
+    SolvedPlacement,
     gpu_use_seconds,
     head_seconds,
     held_bytes,
@@ -125,24 +125,26 @@ class Pipeline:
 class PipelinePlacement:
     """A placement, and the home GPU of each layer and the head; int [I]."""
 
-    placement: Placement
+    placement: SolvedPlacement
     home_I: np.ndarray
 
-    def on_gpu(self, gpu: int) -> Placement:
+    def on_gpu(self, gpu: int) -> SolvedPlacement:
         """The same placement, with everything whose home is another GPU moved to the CPU."""
         is_home_I = self.home_I == gpu
-        return Placement(
+        return SolvedPlacement(
             hot_LF=self.placement.hot_LF & is_home_I[:-1, None],
             dense_L=self.placement.dense_L & is_home_I[:-1],
             head=bool(self.placement.head and is_home_I[-1]),
         )
 
 
-def joined(pipeline: Pipeline, cut_K: np.ndarray, parts: list[Placement]) -> PipelinePlacement:
+def joined(
+    pipeline: Pipeline, cut_K: np.ndarray, parts: list[SolvedPlacement]
+) -> PipelinePlacement:
     """The placements of the runs between these cuts, joined."""
     sizes = np.diff(cut_K)
     return PipelinePlacement(
-        placement=Placement(
+        placement=SolvedPlacement(
             hot_LF=np.concatenate([part.hot_LF for part in parts]),
             dense_L=np.concatenate([part.dense_L for part in parts]).astype(bool),
             head=any(part.head for part in parts),
@@ -179,7 +181,7 @@ def plan_seconds(pipeline: Pipeline, plan: PipelinePlacement) -> float:
         total += float(layer_seconds(problem, placement)[is_home_L].sum())
         if plan.home_I[-1] == gpu:
             total += head_seconds(problem, placement)
-        at_home = Placement(
+        at_home = SolvedPlacement(
             hot_LF=placement.hot_LF[is_home_L],
             dense_L=placement.dense_L[is_home_L],
             head=bool(placement.head and plan.home_I[-1] == gpu),
@@ -216,6 +218,6 @@ def cpu_only_plan(pipeline: Pipeline) -> PipelinePlacement:
     return with_one_home(on_one_device(pipeline.model, gpu=False))
 
 
-def with_one_home(placement: Placement, gpu: int = 0) -> PipelinePlacement:
+def with_one_home(placement: SolvedPlacement, gpu: int = 0) -> PipelinePlacement:
     home_I = np.full(len(placement.dense_L) + 1, gpu, np.int64)
     return PipelinePlacement(placement=placement, home_I=home_I)

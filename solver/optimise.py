@@ -39,8 +39,8 @@ from hotsplit.solver.multi_gpu import (
 )
 from hotsplit.solver.problem import (
     ROUNDING,
-    Placement,
     Problem,
+    SolvedPlacement,
     held_bytes,
     is_feasible,
     of_counts,
@@ -75,7 +75,7 @@ class Answer:
     notes: tuple[str, ...] = ()
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> SolvedPlacement:
         return self.plan.placement
 
     @property
@@ -242,7 +242,7 @@ def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
     return _start_of_cuts(pipeline)
 
 
-def _start_run(problem: Problem) -> tuple[list[Placement], float]:
+def _start_run(problem: Problem) -> tuple[list[SolvedPlacement], float]:
     """Good placements for one GPU, and a bound."""
     if problem.num_layers == 0:  # the head or nothing
         both = [on_one_device(problem, gpu=on) for on in (False, True)]
@@ -275,7 +275,7 @@ def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
     cut_CK, quick_C = pipeline.cuts()
     best: PipelinePlacement | None = None
     best_s = bound_s = np.inf
-    known: dict[tuple[int, int, int], tuple[list[Placement], float]] = {}
+    known: dict[tuple[int, int, int], tuple[list[SolvedPlacement], float]] = {}
     for cut_K, quick_s in zip(cut_CK, quick_C, strict=True):
         is_late = best is not None and time.perf_counter() - began > CUTS_S
         if is_late or quick_s >= best_s * (1 - CUT_GAP):
@@ -298,7 +298,7 @@ def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
     return ([] if best is None else [best]), bound_s
 
 
-def _fastest_run(run: Problem, placements: list[Placement]) -> Placement | None:
+def _fastest_run(run: Problem, placements: list[SolvedPlacement]) -> SolvedPlacement | None:
     feasible = [p for p in placements if is_feasible(run, p)]
     return min(feasible, key=lambda placement: placement_seconds(run, placement), default=None)
 
@@ -343,7 +343,7 @@ def _with_more(
         if more == 0:
             own = plan.on_gpu(gpu)
             hot_LF, dense_L = own.hot_LF[start:stop], own.dense_L[start:stop]
-            parts.append(Placement(hot_LF=hot_LF, dense_L=dense_L, head=own.head))
+            parts.append(SolvedPlacement(hot_LF=hot_LF, dense_L=dense_L, head=own.head))
             continue
         run = pipeline.run(gpu, start, stop, need_bytes=held + more)
         fastest = _fastest_run(run, _start_run(run)[0])

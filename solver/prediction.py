@@ -22,7 +22,7 @@ from hotsplit.solver.multi_gpu import (
     plan_seconds,
 )
 from hotsplit.solver.optimise import Answer
-from hotsplit.solver.problem import Placement
+from hotsplit.solver.problem import SolvedPlacement
 from hotsplit.solver.solve import split_of
 from hotsplit.system.sizes import format_bytes
 
@@ -85,7 +85,7 @@ def placement_of(split: Split, inputs: Inputs) -> PipelinePlacement:
     hot_LF = np.stack([inputs.units.is_hot(layer, ids) for layer, ids in enumerate(split.hot)])
     home = split.home or (0,) * (len(split.hot) + 1)
     return PipelinePlacement(
-        placement=Placement(
+        placement=SolvedPlacement(
             hot_LF=hot_LF, dense_L=np.array(split.dense_on_gpu), head=split.head_on_gpu
         ),
         home_I=np.array(home, np.int64),

@@ -236,7 +236,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class SolvedPlacement:
     """Which neurons (by rank), dense blocks and head are on the GPU."""
 
     hot_LF: np.ndarray  # bool
@@ -254,13 +254,15 @@ class Placement:
 
 def of_counts(
     problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool
-) -> Placement:
+) -> SolvedPlacement:
     """The placement with the `num_hot_L` hottest neurons of each layer on the GPU."""
     ranks_F = np.arange(problem.num_neurons)
-    return Placement(hot_LF=ranks_F < np.asarray(num_hot_L)[:, None], dense_L=dense_L, head=head)
+    return SolvedPlacement(
+        hot_LF=ranks_F < np.asarray(num_hot_L)[:, None], dense_L=dense_L, head=head
+    )
 
 
-def on_one_device(problem: Problem, *, gpu: bool) -> Placement:
+def on_one_device(problem: Problem, *, gpu: bool) -> SolvedPlacement:
     """Everything on the GPU, or everything on the CPU."""
     count = problem.num_neurons if gpu else 0
     layers = np.full(problem.num_layers, gpu)
@@ -280,7 +282,7 @@ def ffn_seconds(
     return np.maximum(gpu_L, cpu_L)
 
 
-def placement_ffn_seconds(problem: Problem, placement: Placement) -> np.ndarray:
+def placement_ffn_seconds(problem: Problem, placement: SolvedPlacement) -> np.ndarray:
     """M_l of every layer of a placement, f64 [L]."""
     seconds_L = ffn_seconds(
         problem,
@@ -306,7 +308,7 @@ def sets_seconds(problem: Problem, layer: int, hot_HF: np.ndarray, dense: bool) 
     )[:, layer]
 
 
-def gpu_use_seconds(problem: Problem, placement: Placement) -> float:
+def gpu_use_seconds(problem: Problem, placement: SolvedPlacement) -> float:
     """Seconds of a token for using the GPU and for the runs of layers on the CPU; 0 if nothing is
     on the GPU."""
     if not placement.uses_gpu:
@@ -320,7 +322,7 @@ def num_cpu_runs(dense_L: np.ndarray) -> int:
 
 
 def placement_seconds(
-    problem: Problem, placement: Placement, *, counts_L: np.ndarray | slice = ALL
+    problem: Problem, placement: SolvedPlacement, *, counts_L: np.ndarray | slice = ALL
 ) -> float:
     """T, the expected seconds of one token; of the neurons, only those of the layers `counts_L`."""
     ffn_L = placement_ffn_seconds(problem, placement)[counts_L]
@@ -328,33 +330,33 @@ def placement_seconds(
     return float(ffn_L.sum() + dense_L.sum() + head_s + gpu_use_seconds(problem, placement))
 
 
-def dense_seconds(problem: Problem, placement: Placement) -> np.ndarray:
+def dense_seconds(problem: Problem, placement: SolvedPlacement) -> np.ndarray:
     """D_l of every layer, f64 [L]."""
     return np.where(placement.dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
 
 
-def layer_seconds(problem: Problem, placement: Placement) -> np.ndarray:
+def layer_seconds(problem: Problem, placement: SolvedPlacement) -> np.ndarray:
     """T_l of every layer, f64 [L]."""
     return placement_ffn_seconds(problem, placement) + dense_seconds(problem, placement)
 
 
-def head_seconds(problem: Problem, placement: Placement) -> float:
+def head_seconds(problem: Problem, placement: SolvedPlacement) -> float:
     return problem.head_gpu_s if placement.head else problem.head_cpu_s
 
 
-def held_bytes(problem: Problem, placement: Placement) -> int:
+def held_bytes(problem: Problem, placement: SolvedPlacement) -> int:
     """GPU bytes of a placement, workspace excluded."""
     neurons = int(placement.num_hot_L @ problem.neuron_bytes_L)
     dense = int(problem.dense_bytes_L[placement.dense_L].sum())
     return neurons + dense + problem.head_bytes * placement.head
 
 
-def placement_bytes(problem: Problem, placement: Placement) -> int:
+def placement_bytes(problem: Problem, placement: SolvedPlacement) -> int:
     """GPU bytes of a placement, workspace included."""
     return held_bytes(problem, placement) + problem.workspace_bytes * placement.uses_gpu
 
 
-def is_feasible(problem: Problem, placement: Placement) -> bool:
+def is_feasible(problem: Problem, placement: SolvedPlacement) -> bool:
     """True if the placement respects both memories and every layer has no hot neurons or at least
     C_l."""
     num_hot_L = placement.num_hot_L

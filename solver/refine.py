@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hotsplit.solver import replay
-from hotsplit.solver.problem import Placement, Problem, of_counts, sets_seconds
+from hotsplit.solver.problem import Problem, SolvedPlacement, of_counts, sets_seconds
 
 ENOUGH = 1e-9  # of a layer's seconds: closer to the least possible, a swap is not worth its search
 MAX_SWAPS = 20
@@ -89,7 +89,7 @@ class _FilledLayer:
 
 def balanced(
     problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool, room_bytes: int
-) -> Placement:
+) -> SolvedPlacement:
     """A placement with these numbers of hot neurons, or up to MORE more in layers where that is
     faster and takes at most `room_bytes` in all.
 
@@ -112,7 +112,7 @@ def balanced(
             if best_s <= problem.least_split_s_LN[layer, count] * (1 + ENOUGH):
                 break
         room_bytes -= int(hot_LF[layer].sum() - count) * int(problem.neuron_bytes_L[layer])
-    return Placement(hot_LF=hot_LF, dense_L=dense_L, head=head)
+    return SolvedPlacement(hot_LF=hot_LF, dense_L=dense_L, head=head)
 
 
 def _divided(problem: Problem, layer: int, count: int) -> tuple[np.ndarray, float]:

@@ -21,14 +21,14 @@ from hotsplit.solver.cache_costs import cache_costs, cached_layers, expected_rea
 from hotsplit.solver.inputs import Inputs, swapped_rows
 from hotsplit.solver.memories import Smallest, TooSmallError
 from hotsplit.solver.multi_gpu import Pipeline
-from hotsplit.solver.problem import Placement
+from hotsplit.solver.problem import SolvedPlacement
 from hotsplit.system.sizes import format_bytes
 
 # Advice is given if the cache takes at most this share of the hot neurons' bytes on the GPU.
 SMALL_SHARE = 0.02
 
 
-def check_host(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> None:
+def check_host(inputs: Inputs, pipeline: Pipeline, placement: SolvedPlacement) -> None:
     """Raises TooSmallError if main memory does not hold this plan with its neuron cache."""
     items = plan_bytes(
         held_in(inputs.model, inputs.mode),
@@ -46,7 +46,7 @@ def check_host(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> None
         raise TooSmallError(inputs, pipeline, Smallest(budgets=None, host=needed))
 
 
-def check_divided(inputs: Inputs, placement: Placement) -> None:
+def check_divided(inputs: Inputs, placement: SolvedPlacement) -> None:
     """Raises HotsplitError if a neuron cache was asked for and no layer is divided."""
     if inputs.swapped_rows and not cached_layers(inputs.model, placement).any():
         units = "experts" if inputs.model.spec.has_experts else "neurons"
@@ -57,7 +57,9 @@ def check_divided(inputs: Inputs, placement: Placement) -> None:
         )
 
 
-def planned_cache(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> CachePlan | None:
+def planned_cache(
+    inputs: Inputs, pipeline: Pipeline, placement: SolvedPlacement
+) -> CachePlan | None:
     """The cache's section of a plan; None if no cache was asked for."""
     if not inputs.swapped_rows:
         return None
@@ -66,7 +68,7 @@ def planned_cache(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> C
     return CachePlan(most_rows=inputs.swapped_rows, costs=costs, frequency=frequency)
 
 
-def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: float) -> str:
+def cost_line(inputs: Inputs, placement: SolvedPlacement, split: Split, without_s: float) -> str:
     """A line on the bytes of a plan's cache. `without_s`: seconds per token of the plan without a
     cache."""
     num_layers, units = int(cached_layers(inputs.model, placement).sum()), split.units
@@ -82,7 +84,7 @@ def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: flo
 
 
 def advice_line(
-    inputs: Inputs, pipeline: Pipeline, placement: Placement, split: Split
+    inputs: Inputs, pipeline: Pipeline, placement: SolvedPlacement, split: Split
 ) -> str | None:
     """A line that says that there is room for a cache, and its bytes. None in mode dense, with
     several GPUs, if the cache would take more than SMALL_SHARE on the GPU or more main memory than
@@ -116,7 +118,7 @@ def advice_line(
     )
 
 
-def num_hot_of(inputs: Inputs, placement: Placement) -> list[int]:
+def num_hot_of(inputs: Inputs, placement: SolvedPlacement) -> list[int]:
     """The hot neurons or experts of each layer, as a plan counts them."""
     units = inputs.units
     return [len(units.ids(layer, hot_F)) for layer, hot_F in enumerate(placement.hot_LF)]

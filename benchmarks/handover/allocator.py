@@ -2,18 +2,18 @@
 (runtime/device/device_memory.py), and what the stream of a graph holds beside it."""
 
 import torch
-from gpu_sections import Table
+from gpu_sections import SectionTable
 
 MIB = 1 << 20
 SEGMENT_BYTES, LEAST_BYTES = 2 * MIB, 10 * MIB
 ARENAS = (LEAST_BYTES, 10 * MIB + 512, 23 * MIB, 150 * MIB + 256)
 
 
-def alloc() -> list[Table]:
+def alloc() -> list[SectionTable]:
     return [_arenas(), _segments()]
 
 
-def _arenas() -> Table:
+def _arenas() -> SectionTable:
     """What torch reserves for a tensor, under a limit that has no room for more."""
     total, rows = torch.cuda.mem_get_info()[1], []
     for size in ARENAS:
@@ -31,10 +31,10 @@ def _arenas() -> Table:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         rows.append([f"{size:,} bytes", f"{wanted:,}", found])
-    return Table(title="an arena of passes", columns=("", "wanted", "reserved"), rows=rows)
+    return SectionTable(title="an arena of passes", columns=("", "wanted", "reserved"), rows=rows)
 
 
-def _segments() -> Table:
+def _segments() -> SectionTable:
     graph, stream, x = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.zeros(16, device="cuda")
     with torch.cuda.graph(graph, stream=stream):
         x.mul_(1.0)
@@ -52,4 +52,4 @@ def _segments() -> Table:
         if found["total_size"] <= 20 * MIB
     ]
     columns = ("stream", "pool", "of a graph", "MiB", "bytes in use")
-    return Table(title="small segments beside a captured graph", columns=columns, rows=rows)
+    return SectionTable(title="small segments beside a captured graph", columns=columns, rows=rows)

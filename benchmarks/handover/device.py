@@ -21,7 +21,7 @@ class Refused(Exception):
     """CUDA, or this driver, refuses a submission."""
 
 
-class Gpu:
+class HandoverGpu:
     """`memops` says how stream memory operations can be captured: "direct" or "none"."""
 
     def __init__(self) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from handover.device import WIDTH, Gpu
+from handover.device import WIDTH, HandoverGpu
 
 Work = Callable[[], object]
 
 
-class FakeGpu(Gpu):
+class FakeGpu(HandoverGpu):
     def __init__(self) -> None:
         self.memops = "direct"
         self.graph: list[Work] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from handover.device import WIDTH, Gpu
+from handover.device import WIDTH, HandoverGpu
 from handover.host import LIMIT_NS, Host, Job
 
 LAYERS, HOT_US = 24, 20
@@ -27,7 +27,7 @@ SERVED = {FLAGS, MEMOPS_COPIES, MEMOPS}  # by the thread that waits for the step
 
 
 class Buffers:
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: HandoverGpu) -> None:
         self.x, self.back = gpu.zeros(WIDTH), gpu.zeros(WIDTH)
         self.bits = gpu.zeros(BITS, torch.int32)
         self.x_host, self.y_host = (gpu.pinned(WIDTH, torch.float32) for _ in range(2))
@@ -44,7 +44,7 @@ class Buffers:
 class Forms:
     """The forms by name; `submit` captures one."""
 
-    def __init__(self, gpu: Gpu, host: Host, buffers: Buffers, job: Job) -> None:
+    def __init__(self, gpu: HandoverGpu, host: Host, buffers: Buffers, job: Job) -> None:
         self.gpu, self.host, self.buffers, self.job = gpu, host, buffers, job
         self.layers: dict[str, Callable[[int], None]] = {
             NO_HAND_OVER: self._none,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from gpu_sections import Table
-from handover.device import Gpu
+from gpu_sections import SectionTable
+from handover.device import HandoverGpu
 
 WIDTH, BLOCK, ROWS = 576, 1024, 4  # SmolLM2's vectors
 COUNT, REPLAYS = 100, 12
@@ -15,7 +15,7 @@ COUNT, REPLAYS = 100, 12
 Launch = Callable[[int], object]
 
 
-def kernels(gpu: Gpu) -> list[Table]:
+def kernels(gpu: HandoverGpu) -> list[SectionTable]:
     """Graphs of COUNT kernels, each of which needs the one before."""
     x, y, w = gpu.zeros(BLOCK), gpu.zeros(BLOCK), torch.ones(BLOCK, device="cuda")
     matrix = torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.float16)
@@ -48,7 +48,7 @@ def kernels(gpu: Gpu) -> list[Table]:
         "product, norm, ..., PDL": lambda i: both(i, PDL=True, launch_pdl=True),
     }
     return [
-        Table(
+        SectionTable(
             title=f"graphs of {COUNT} kernels, each of which needs the one before",
             columns=("", "us a kernel", "us until the host knows", "us to launch the graph"),
             rows=[[name, *_times(gpu, launch)] for name, launch in launches.items()],
@@ -56,7 +56,7 @@ def kernels(gpu: Gpu) -> list[Table]:
     ]
 
 
-def _times(gpu: Gpu, launch: Launch) -> list[str]:
+def _times(gpu: HandoverGpu, launch: Launch) -> list[str]:
     for i in range(4):  # compiles
         launch(i)
     gpu.synchronize()

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from gpu_sections import Table
+from gpu_sections import SectionTable
 from handover import forms
-from handover.device import Gpu, Refused
+from handover.device import HandoverGpu, Refused
 from handover.forms import LAYERS, LINE, Buffers, Forms
 from handover.host import LIMIT_NS, Host, Job
 
@@ -22,8 +22,8 @@ TICKS = 12  # replays of which the first three warm up
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    gpu: Gpu
+class HandoverBench:
+    gpu: HandoverGpu
     host: Host
     buffers: Buffers
     cores: int
@@ -38,7 +38,7 @@ class Bench:
         return 2 if self.is_small else forms.REPEATS
 
 
-def handover(bench: Bench) -> list[Table]:
+def handover(bench: HandoverBench) -> list[SectionTable]:
     """An empty job per layer, for three gaps of GPU time."""
     gaps = (20, 100, 300)
     known = bench.forms()
@@ -50,7 +50,7 @@ def handover(bench: Bench) -> list[Table]:
             rows.append([name, *(_cell(us) for us in added)])
     rows.append(["a layer without", *(f"{bases[gap]:.1f}" for gap in gaps)])
     return [
-        Table(
+        SectionTable(
             title="us that an empty hand-over adds to a layer, median / 90 % of replays",
             columns=("form", *(f"gap of {gap} us" for gap in gaps)),
             rows=rows,
@@ -59,7 +59,7 @@ def handover(bench: Bench) -> list[Table]:
     ]
 
 
-def job(bench: Bench) -> list[Table]:
+def job(bench: HandoverBench) -> list[SectionTable]:
     """10 MB per layer read by a pool: who calls, how many threads, how they wait."""
     wanted = (forms.HOST_SIDE, forms.HOST_MAPPED, forms.MEMOPS_COPIES, forms.MEMOPS, forms.FLAGS)
     floats = JOB_FLOATS // 100 if bench.is_small else JOB_FLOATS
@@ -90,10 +90,10 @@ def job(bench: Bench) -> list[Table]:
     title = (
         "us from the end of the GPU's gap to its next kernel (of which in the job), 10 MB a layer"
     )
-    return [Table(title=title, columns=("pool", *wanted), rows=rows)]
+    return [SectionTable(title=title, columns=("pool", *wanted), rows=rows)]
 
 
-def idle(bench: Bench) -> list[Table]:
+def idle(bench: HandoverBench) -> list[SectionTable]:
     """If a host function is faster with the cores kept awake, its cost is that of waking one."""
     known, rows = bench.forms(), []
     names, gaps = (forms.HOST_ALONE, forms.MEMOPS), (20, 300)
@@ -108,10 +108,12 @@ def idle(bench: Bench) -> list[Table]:
                     cells.append(_cell(us) if has else "-")
         rows.append([f"{num_awake} cores kept awake", *cells])
     columns = ("", *(f"{name}, gap of {gap} us" for gap in gaps for name in names))
-    return [Table(title="us that an empty hand-over adds to a layer", columns=columns, rows=rows)]
+    return [
+        SectionTable(title="us that an empty hand-over adds to a layer", columns=columns, rows=rows)
+    ]
 
 
-def split(bench: Bench) -> list[Table]:
+def split(bench: HandoverBench) -> list[SectionTable]:
     """GPU to CPU and CPU to GPU apart, on one clock."""
     gpu, b = bench.gpu, bench.buffers
     clock, rows = Clock(bench), []
@@ -155,13 +157,13 @@ def split(bench: Bench) -> list[Table]:
     columns = ("", "kernel ends -> CPU runs", "CPU ends -> next kernel has run")
     title = "us of each direction, median / 90 %"
     note = f"CPU -> polling kernel -> CPU: {clock.trip_us:.1f} us"
-    return [Table(title=title, columns=columns, rows=rows, note=note)]
+    return [SectionTable(title=title, columns=columns, rows=rows, note=note)]
 
 
 class Clock:
     """The offset between the GPU's clock and the CPU's, by round trips that the CPU begins."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: HandoverBench) -> None:
         self.bench, self.trip_us = bench, float("nan")
         self.stamps = bench.gpu.pinned(TRIPS + 2, torch.int64)
         self.times = torch.zeros(2 * TRIPS, dtype=torch.int64)
@@ -184,7 +186,7 @@ class Clock:
         return float(self.stamps[best + 1]) - float(sent[best] + got[best]) / 2
 
 
-def facts_of(bench: Bench) -> dict[str, object]:
+def facts_of(bench: HandoverBench) -> dict[str, object]:
     """The machine, as far as a hand-over depends on it."""
     names = {
         "idle driver": "/sys/devices/system/cpu/cpuidle/current_driver",

@@ -191,7 +191,7 @@ def evaluate(
     }
 
 
-class Run:
+class MoeTraining:
     """A training run: what `resume.pt` holds, and the step that changes it."""
 
     def __init__(self, out: Path, config: MoeConfig, ids: Tensor) -> None:
@@ -255,7 +255,7 @@ def train(out: Path, config: MoeConfig, *, use_bf16: bool) -> None:
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed))
     ids = encode(tokenizer, [texts[i] for i in order.tolist()])
     held_out = encode(tokenizer, held_out_texts)
-    run = Run(out, config, ids)
+    run = MoeTraining(out, config, ids)
     began, first = time.perf_counter(), run.step
     while run.step < config.steps:
         loss, uneven = run.advance(ids, use_bf16=use_bf16)
@@ -273,7 +273,9 @@ def train(out: Path, config: MoeConfig, *, use_bf16: bool) -> None:
     finish(out, run, held_out, sum(len(t.encode()) for t in held_out_texts), len(ids))
 
 
-def finish(out: Path, run: Run, held_out: Tensor, num_bytes: int, training_tokens: int) -> None:
+def finish(
+    out: Path, run: MoeTraining, held_out: Tensor, num_bytes: int, training_tokens: int
+) -> None:
     """Writes the checkpoint in bf16, and measurements of it as written."""
     run.model.to(torch.bfloat16).save_pretrained(out)
     report = evaluate(run.model.float(), run.watch, held_out, len(held_out), 1024)

@@ -229,7 +229,7 @@ def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimi
     ]
 
 
-class Run:
+class Training:
     """A training run: what `resume.pt` holds, and the step that changes it."""
 
     def __init__(self, out: Path, config: TrainConfig) -> None:
@@ -307,7 +307,7 @@ def train(out: Path, config: TrainConfig, *, use_bf16: bool, stop_at: int | None
     out.mkdir(parents=True, exist_ok=True)
     ids, held_out, held_out_bytes = prepare(out, config)
     say(f"{len(ids):,} training tokens, {len(held_out):,} held out")
-    run = Run(out, config)
+    run = Training(out, config)
     began, first, end = time.perf_counter(), run.step, min(config.steps, stop_at or config.steps)
     while run.step < end:
         loss, density = run.advance(ids, use_bf16)
@@ -330,7 +330,7 @@ def train(out: Path, config: TrainConfig, *, use_bf16: bool, stop_at: int | None
 
 
 def finish(
-    out: Path, run: Run, held_out: Tensor, held_out_bytes: int, training_tokens: int
+    out: Path, run: Training, held_out: Tensor, held_out_bytes: int, training_tokens: int
 ) -> None:
     """Writes the checkpoint in bf16, and measurements of it as written."""
     run.model.to(torch.bfloat16).save_pretrained(out)

@@ -14,7 +14,7 @@ from hotsplit.runtime.ops.delta.block import DeltaNet
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
-from hotsplit.runtime.ops.position_wise import Loaded
+from hotsplit.runtime.ops.position_wise import LoadedOp
 from hotsplit.runtime.ops.route import Router
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
@@ -30,7 +30,7 @@ class Layer:
     ffn: FeedForward
     router: Router | None = None  # with one, the layer has experts
     shared: SharedExperts | None = None
-    own: Mapping[str, Loaded] = field(default_factory=dict)  # position-wise operations, by kind
+    own: Mapping[str, LoadedOp] = field(default_factory=dict)  # position-wise operations, by kind
 
     @property
     def attention(self) -> Attention:
@@ -54,14 +54,14 @@ class Weights:
     output_norm: Norm | None
     head: Linear
     head_device: torch.device
-    first: Mapping[str, Loaded] = field(
+    first: Mapping[str, LoadedOp] = field(
         default_factory=dict
     )  # operations before the layers, by kind
-    last: Mapping[str, Loaded] = field(default_factory=dict)  # and those after them, on the CPU
+    last: Mapping[str, LoadedOp] = field(default_factory=dict)  # and those after them, on the CPU
     states: StateSlots | None = None  # of the layers with a recurrent state, if there are any
 
     @property
-    def outer(self) -> Mapping[str, Loaded]:
+    def outer(self) -> Mapping[str, LoadedOp]:
         """Operations outside the layers, by kind."""
         return {**self.first, **self.last}
 

@@ -62,7 +62,7 @@ class CachePolicy:
         own = asdict(options.of(units))
         assert len(resident_LN) == num_layers == costs.num_layers
         self._kept: list[object] = []  # what the struct points to
-        layers = (library.LayerStruct * num_layers)()
+        layers = (library.CacheLayerStruct * num_layers)()
         for index, resident_N in enumerate(resident_LN):
             layers[index] = _layer(index, resident_N, frequency_LF[index], costs, self._kept)
         self._swaps = np.zeros(max(1, num_layers * own["most_rows"]), library.SWAP)
@@ -132,7 +132,7 @@ def _layer(
     frequency_F: np.ndarray,
     costs: CacheCosts,
     kept: list[object],
-) -> library.LayerStruct:
+) -> library.CacheLayerStruct:
     num_neurons = len(frequency_F)
     score_F = np.pad(frequency_F.astype(np.float32), (0, -num_neurons % 32))
     slot_F = np.full(num_neurons, -1, np.int32)
@@ -150,7 +150,7 @@ def _layer(
     kept.extend(arrays.values())
     of_layers = {name: times_L for name, times_L in vars(costs).items() if name.endswith("_L")}
     times = {name.removesuffix("_L"): times_L[index] for name, times_L in of_layers.items()}
-    return library.LayerStruct(
+    return library.CacheLayerStruct(
         **{name: array.ctypes.data for name, array in arrays.items()},
         num_slots=len(id_N),
         cold_share=1.0,

@@ -13,7 +13,7 @@ from torch import Tensor
 from hotsplit.model.low_rank import LEFT, RIGHT
 from hotsplit.model.low_rank import LowRank as Block
 from hotsplit.runtime.ops.device import Launcher
-from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
+from hotsplit.runtime.ops.position_wise import LoadedOp, carved, in_layer
 from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights.matrix import Linear
@@ -24,7 +24,7 @@ class LowRankStruct(Structure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank(Loaded):
+class LowRankOp(LoadedOp):
     block: Block
     left: Linear  # [R, D]
     right: Linear  # [D, R]
@@ -47,7 +47,7 @@ class LowRank(Loaded):
 
 def load(
     load: Reader, blocks: Sequence[Block], layer: int | None, device: torch.device
-) -> Iterator[LowRank]:
+) -> Iterator[LowRankOp]:
     for block in blocks:
         left, right = (load.linear(in_layer(layer, name), device) for name in (LEFT, RIGHT))
-        yield LowRank(block=block, left=left, right=right)
+        yield LowRankOp(block=block, left=left, right=right)

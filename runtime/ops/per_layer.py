@@ -15,7 +15,7 @@ from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
-from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
+from hotsplit.runtime.ops.position_wise import LoadedOp, carved, in_layer
 from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
@@ -30,7 +30,7 @@ class PerLayerStruct(Structure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerInputs(Loaded):
+class LayerInputsOp(LoadedOp):
     """The inputs of all layers, on the host: a row of the table is read for each token."""
 
     block: blocks_of.LayerInputs
@@ -52,7 +52,7 @@ class LayerInputs(Loaded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerLayer(Loaded):
+class PerLayerOp(LoadedOp):
     """What a layer makes of its own input, which is the one at `index` of `num_inputs`, those of
     all layers."""
 
@@ -100,13 +100,13 @@ def load(
     blocks: Sequence[blocks_of.LayerInputs | blocks_of.PerLayer],
     layer: int | None,
     device: torch.device,
-) -> Iterator[LayerInputs | PerLayer]:
+) -> Iterator[LayerInputsOp | PerLayerOp]:
     """The table stays in the file: a token reads one row of it."""
     for block in blocks:
         if isinstance(block, blocks_of.LayerInputs):
             name = blocks_of.INPUT_NORM
             norm = NormSpec(name=name, kind="rms", size=block.size, epsilon=block.epsilon)
-            yield LayerInputs(
+            yield LayerInputsOp(
                 block=block,
                 table=matrix_of(load.model.tensors[f"{blocks_of.TABLE}.weight"], device),
                 projection=load.linear(blocks_of.PROJECTION, device),
@@ -114,7 +114,7 @@ def load(
             )
             continue
         assert layer is not None
-        yield PerLayer(
+        yield PerLayerOp(
             block=block,
             index=layer,
             num_inputs=load.model.spec.num_layers,

@@ -15,7 +15,7 @@ from hotsplit.model import planes as blocks_of
 from hotsplit.model.planes import LEAST_SQUARE
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, NormStruct, launch_add_norm, norm_struct
-from hotsplit.runtime.ops.position_wise import Loaded, carved, in_layer
+from hotsplit.runtime.ops.position_wise import LoadedOp, carved, in_layer
 from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights.matrix import Linear
@@ -67,12 +67,12 @@ class PlaneRouter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfPlanes(Loaded):
+class PlanesOp(LoadedOp):
     block: blocks_of.OfPlanes
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictPlanes(OfPlanes):
+class PredictPlanesOp(PlanesOp):
     router: PlaneRouter
     mix_QP: Tensor  # Q = P P
 
@@ -98,7 +98,7 @@ class PredictPlanes(OfPlanes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrectPlanes(OfPlanes):
+class CorrectPlanesOp(PlanesOp):
     router: PlaneRouter
     mix_PP: Tensor
     scale_D: Tensor
@@ -132,7 +132,7 @@ class CorrectPlanes(OfPlanes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddToPlanes(OfPlanes):
+class AddToPlanesOp(PlanesOp):
     def struct(self, structs: Structs) -> AddToPlanesStruct:
         return AddToPlanesStruct(num_planes=self.block.num_planes)
 
@@ -144,7 +144,7 @@ class AddToPlanes(OfPlanes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaneEnds(OfPlanes):
+class PlaneEnds(PlanesOp):
     matrices: tuple[Linear, ...]  # [D, D] each, of all planes but the first
 
     @property
@@ -156,11 +156,11 @@ class PlaneEnds(OfPlanes):
         return PlaneEndsStruct(other=other, num_planes=self.block.num_planes)
 
 
-class BeginPlanes(PlaneEnds):
+class BeginPlanesOp(PlaneEnds):
     pass
 
 
-class EndPlanes(PlaneEnds):
+class EndPlanesOp(PlaneEnds):
     pass
 
 
@@ -172,7 +172,7 @@ def like(of_TD: Tensor, x_TD: Tensor) -> Tensor:
 
 def load(
     load: Reader, blocks: Sequence[blocks_of.OfPlanes], layer: int | None, device: torch.device
-) -> Iterator[OfPlanes]:
+) -> Iterator[PlanesOp]:
     router: PlaneRouter | None = None
 
     def vector(name: str) -> Tensor:
@@ -185,15 +185,15 @@ def load(
                     norm=load.norm(block.norm, in_layer(layer, block.norm.name), device),
                     matrix=load.linear(in_layer(layer, blocks_of.ROUTER), device),
                 )
-                yield PredictPlanes(block=block, router=router, mix_QP=vector(blocks_of.PREDICT))
+                yield PredictPlanesOp(block=block, router=router, mix_QP=vector(blocks_of.PREDICT))
             case blocks_of.CorrectPlanes():
                 assert router is not None, "planes are corrected before they are predicted"
                 mix_PP, scale_D = vector(blocks_of.CORRECT), vector(blocks_of.SCALE)
-                yield CorrectPlanes(block=block, router=router, mix_PP=mix_PP, scale_D=scale_D)
+                yield CorrectPlanesOp(block=block, router=router, mix_PP=mix_PP, scale_D=scale_D)
             case blocks_of.AddToPlanes():
-                yield AddToPlanes(block=block)
+                yield AddToPlanesOp(block=block)
             case _:
                 names = [name.removesuffix(".weight") for name in block.shapes(1)]
                 matrices = tuple(load.linear(in_layer(layer, name), device) for name in names)
                 is_first = isinstance(block, blocks_of.BeginPlanes)
-                yield (BeginPlanes if is_first else EndPlanes)(block=block, matrices=matrices)
+                yield (BeginPlanesOp if is_first else EndPlanesOp)(block=block, matrices=matrices)

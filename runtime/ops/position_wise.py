@@ -2,7 +2,7 @@
 module that a block names as its room has a function
 
     load(load: Reader, blocks: Sequence[Block], layer: int | None, device: torch.device) ->
-    Iterable[Loaded]
+    Iterable[LoadedOp]
 
 for the blocks that name it of one layer or, without one, outside the layers, in order."""
 
@@ -23,7 +23,7 @@ from hotsplit.runtime.ops.structs import Structs
 from hotsplit.runtime.weights.matrix import Linear
 
 
-class Loaded(ABC):
+class LoadedOp(ABC):
     """A loaded operation on its device."""
 
     block: Any  # its PositionWise
@@ -47,11 +47,11 @@ class Loaded(ABC):
 
 def load_all(
     load: Reader, blocks: Sequence[PositionWise], layer: int | None, device: torch.device
-) -> Mapping[str, Loaded]:
+) -> Mapping[str, LoadedOp]:
     """The operations of a layer, or outside the layers, by kind, in order; each is of another
     kind."""
     assert len({block.kind for block in blocks}) == len(blocks), blocks
-    found: dict[str, Loaded] = {}
+    found: dict[str, LoadedOp] = {}
     for room in dict.fromkeys(block.room for block in blocks):
         own = [block for block in blocks if block.room == room]
         module = import_module(f"hotsplit.runtime.ops.{room}")

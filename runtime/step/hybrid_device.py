@@ -29,7 +29,7 @@ from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.embed import launch_embed
 from hotsplit.runtime.ops.neurons import gpu as of_neurons
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
-from hotsplit.runtime.ops.position_wise import Loaded
+from hotsplit.runtime.ops.position_wise import LoadedOp
 from hotsplit.runtime.ops.predict import launch_predict
 from hotsplit.runtime.ops.route import launch_route
 from hotsplit.runtime.ops.structs import NotNative
@@ -257,7 +257,9 @@ class DeviceKernels(Launcher):
         launch_delta(self, delta, projected, (b.run_T3, b.writes_T), mixed, heads)
         self.output(layer, heads)
 
-    def position_wise(self, own: Loaded, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    def position_wise(
+        self, own: LoadedOp, read: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> None:
         """Runs a position-wise operation of a layer."""
         own.launch(self, read, written, self.buffers.scratch)
 

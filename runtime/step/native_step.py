@@ -31,7 +31,7 @@ from hotsplit.runtime.ops.neurons.native import (
     mixture_struct,
 )
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
-from hotsplit.runtime.ops.position_wise import Loaded
+from hotsplit.runtime.ops.position_wise import LoadedOp
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
 from hotsplit.runtime.ops.route import RouteStruct, route_struct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs, members
@@ -195,7 +195,7 @@ class StepBuilder(Structs):
         return NormStruct() if spec is None else norm_struct(self, weights.output_norm, spec.size)
 
     def lowered(
-        self, ops: Sequence[Op], layers: Mapping[int, Layer], outer: Mapping[str, Loaded]
+        self, ops: Sequence[Op], layers: Mapping[int, Layer], outer: Mapping[str, LoadedOp]
     ) -> list[list[OpStruct]]:
         """The native operations for each of `ops`. `outer`: position-wise operations outside the
         layers."""

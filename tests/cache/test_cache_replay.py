@@ -15,7 +15,7 @@ import cache_policies  # noqa: E402
 import expert_cache  # noqa: E402
 from cache_policies import (  # noqa: E402
     POLICIES,
-    Case,
+    ReplayCase,
     Trace,
     compare,
     hindsight,
@@ -34,7 +34,7 @@ from hotsplit.solver.solve import SolveConfig, solve  # noqa: E402
 
 def make_case(is_read_TLF, num_slots, *, costs=None, frequency_LF=None, options=None):
     _, num_layers, num_neurons = is_read_TLF.shape
-    return Case(
+    return ReplayCase(
         trace=Trace(num_neurons=num_neurons, bits_TLW=packed(is_read_TLF)),
         slots_LN=tuple(np.arange(num_slots) for _ in range(num_layers)),
         frequency_LF=np.zeros((num_layers, num_neurons)) if frequency_LF is None else frequency_LF,

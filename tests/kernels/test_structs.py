@@ -39,7 +39,7 @@ HEADERS = (
 )
 STRUCT = re.compile(r"^struct (Hs\w+|Cache\w+|NeuronCache) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 # Names in C++, where they are not Hs and the mirror's name without Struct.
-OTHER_NAMES = {(CACHE, "LayerStruct"): "CacheLayer", (CACHE, "CacheStruct"): "NeuronCache"}
+OTHER_NAMES = {(CACHE, "CacheLayerStruct"): "CacheLayer", (CACHE, "CacheStruct"): "NeuronCache"}
 # Structs that Python writes as rows of arrays.
 ROWS = {"CacheSwap": SWAP, "HsCopy": np.dtype([(n, "i8") for n in ("from", "to", "num_bytes")])}
 

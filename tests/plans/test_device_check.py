@@ -160,7 +160,7 @@ def test_without_triton_the_cpu_runs(load, monkeypatch):
 def test_a_device_that_does_not_answer_is_bounded(load, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(loading, "LIMIT_S", 0.5)
-    monkeypatch.setattr(loading.Loaded, "_make_decoder", waiting(release))
+    monkeypatch.setattr(loading.LoadedModel, "_make_decoder", waiting(release))
     kind, (line,) = load()
     release.set()
     assert kind is NativeStep
@@ -169,7 +169,7 @@ def test_a_device_that_does_not_answer_is_bounded(load, monkeypatch):
 
 def waiting(release):
     """Waits on a GPU; on the CPU the decoder is made."""
-    make = loading.Loaded._make_decoder
+    make = loading.LoadedModel._make_decoder
 
     def run(loaded):
         if loaded.is_on_gpu:

@@ -25,14 +25,14 @@ import gpu_handover  # noqa: E402
 import gpu_prompts  # noqa: E402
 import gpu_sections  # noqa: E402
 import gpu_trained  # noqa: E402
-from gpu_sections import Sections, Table  # noqa: E402
+from gpu_sections import Sections, SectionTable  # noqa: E402
 from handover import forms, round_trips  # noqa: E402
 
 import run as gpu_run  # noqa: E402
 
 del sys.path[:2]
 
-TABLE = Table(title="speed", columns=("what", "ms"), rows=[["a", "1"]])
+TABLE = SectionTable(title="speed", columns=("what", "ms"), rows=[["a", "1"]])
 TOY = make_sizes(
     num_layers=2,
     width=256,
@@ -49,12 +49,12 @@ STUB = """
     import os, sys, time
     from pathlib import Path
     sys.path.insert(0, {benchmarks!r})
-    from gpu_sections import Sections, Table, page_of
+    from gpu_sections import Sections, SectionTable, page_of
     sections = Sections(Path(sys.argv[1]), "stub", float(sys.argv[2]))
     def measured(name):
         with open({trace!r}, "a") as file:
             print(name, file=file)
-        return [Table(title=name, columns=("what", "ms"), rows=[[name, "1"]])]
+        return [SectionTable(title=name, columns=("what", "ms"), rows=[[name, "1"]])]
     def crash():
         measured("crash")
         os.abort()
@@ -81,7 +81,7 @@ def stub(tmp_path, bad):
 def part(tmp_path, name, program, most_s=30.0):
     result = tmp_path / "day" / name / "results.json"
     command = (sys.executable, str(program), str(result), "100")
-    return gpu_day.Part(name=name, command=command, most_s=most_s, result=result)
+    return gpu_day.DayPart(name=name, command=command, most_s=most_s, result=result)
 
 
 def day_of(tmp_path, *parts, seconds=100.0):
@@ -156,7 +156,7 @@ def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path):
         ".write(str(subprocess.Popen(['sleep', '60']).pid))\ntime.sleep(60)"
     )
     hangs = script(tmp_path, "hangs", text)
-    short = gpu_day.Part(name="hangs", command=hangs.command, most_s=1.5, result=hangs.result)
+    short = gpu_day.DayPart(name="hangs", command=hangs.command, most_s=1.5, result=hangs.result)
     day = day_of(tmp_path, short, script(tmp_path, "next", "print('fine')"))
     parts = day.content["parts"]
     assert parts["hangs"]["state"] == "out of time" and parts["hangs"]["text"] == "begun\n"
@@ -199,7 +199,7 @@ MAIN = """
     from pathlib import Path
     def parts_of(folder, models, rival):
         def part(name, text):
-            return gpu_day.Part(name=name, command=(sys.executable, "-c", text), most_s=90.0,
+            return gpu_day.DayPart(name=name, command=(sys.executable, "-c", text), most_s=90.0,
                                 result=folder / name / "r.json")
         return [part("one", "print(1)"), part("two", "import time; time.sleep(60)")]
     gpu_day.parts_of = parts_of
@@ -289,7 +289,7 @@ def test_a_hand_over_whose_flag_never_comes_is_reported(monkeypatch, small):
     """And ends, on both sides: the server releases all flags."""
     fake = gpu_handover.FakeGpu()
     buffers = forms.Buffers(fake)
-    known = round_trips.Bench(
+    known = round_trips.HandoverBench(
         gpu=fake, host=gpu_handover.Host(), buffers=buffers, cores=1, is_small=True
     ).forms()
     assert known.added_us(forms.MEMOPS, 1, 0.0, 1) is not None
@@ -302,7 +302,7 @@ def test_a_hand_over_whose_flag_never_comes_is_reported(monkeypatch, small):
 def test_the_pool_reads_all_and_the_job_is_done_once_a_layer(small):
     fake = gpu_handover.FakeGpu()
     buffers, host = forms.Buffers(fake), gpu_handover.Host()
-    bench = round_trips.Bench(gpu=fake, host=host, buffers=buffers, cores=2, is_small=True)
+    bench = round_trips.HandoverBench(gpu=fake, host=host, buffers=buffers, cores=2, is_small=True)
     with host.pool(2, 50, False, torch.ones(4096)) as pool:
         known = bench.forms(round_trips.Job(buffers.x_host, buffers.y_host, pool, 4096))
         for name in (forms.HOST_SIDE, forms.FLAGS):
@@ -335,7 +335,7 @@ from gpu_compilation import AbsentDevice, compile_instead_of_launching
 from triton.runtime.driver import driver
 from handover import kernels
 from handover.fake import FakeGpu
-from handover.device import Gpu
+from handover.device import HandoverGpu
 
 driver.set_active(AbsentDevice(90))
 found = []
@@ -343,9 +343,9 @@ compile_instead_of_launching(found)
 gpu, x = FakeGpu(), torch.zeros(4096)
 gpu.launch = lambda name, grid, *given, **options: getattr(kernels, name)[grid](*given, **options)
 for flag in (x.data_ptr(), 0):
-    Gpu.busy(gpu, 1, flag)
-    Gpu.put(gpu, x, x.data_ptr(), flag)
-    Gpu.add(gpu, x, x.data_ptr(), flag)
+    HandoverGpu.busy(gpu, 1, flag)
+    HandoverGpu.put(gpu, x, x.data_ptr(), flag)
+    HandoverGpu.add(gpu, x, x.data_ptr(), flag)
 square = torch.zeros(576, 576, dtype=torch.float16)
 for options in (dict(PDL=False), dict(PDL=True, launch_pdl=True)):
     gpu.launch("answer", (1,), x.data_ptr(), x.data_ptr(), x.data_ptr(), 50, num_warps=1)
@@ -381,7 +381,7 @@ def test_a_model_is_run_as_a_user_types_it(tmp_path, monkeypatch):
     (table,) = gpu_trained.measure(cpu, "cpu", tmp_path / "cache", 4)
     (row,) = table.rows
     assert float(row[1]) > 0 and row[3] == "-" and row[-1] == "-"
-    nothing = gpu_trained.Case(model=tmp_path / "no.gguf", name="x", vram_bytes=0)
+    nothing = gpu_trained.TrainedCase(model=tmp_path / "no.gguf", name="x", vram_bytes=0)
     with pytest.raises(gpu_trained.CommandError, match=r"no\.gguf: x: .*no such"):
         gpu_trained.run(nothing, "cpu", tmp_path / "cache", 4)
 
@@ -396,7 +396,7 @@ def test_a_prediction_is_that_of_the_plan_for_the_budget(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(gpu_trained, "run", lambda *given: calls.append(given) or report)
     monkeypatch.setattr(gpu_trained, "predicted_s", lambda cache, vram: 0.004)
-    case = gpu_trained.Case(model=tmp_path / "m.gguf", name="a plan", vram_bytes=5 << 20)
+    case = gpu_trained.TrainedCase(model=tmp_path / "m.gguf", name="a plan", vram_bytes=5 << 20)
     (table,) = gpu_trained.measure(case, "cuda", tmp_path, 4)
     assert table.rows[0][1:] == ["100.0", "10.00", "4.00", "500.0", "3 of 5"] and len(calls) == 2
 

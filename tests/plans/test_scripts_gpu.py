@@ -131,7 +131,7 @@ def test_the_rival_gets_as_many_layers_as_fit(monkeypatch, tmp_path, budget, wan
 
     def loaded(rival, count, log, *, moves_experts):
         loads.append(count)
-        return gpu_rival.Rival(process=Closed(), num_layers=count, gpu_bytes=60 + 115 * count)
+        return gpu_rival.GpuRival(process=Closed(), num_layers=count, gpu_bytes=60 + 115 * count)
 
     monkeypatch.setattr(gpu_rival, "_loaded", loaded)
     rival = gpu_rival.RivalModel(
@@ -162,7 +162,7 @@ def test_the_rival_that_fits_best_stays_open_and_no_other(monkeypatch, tmp_path,
     def loaded(rival, count, log, *, moves_experts):
         if fails and count == 3:
             raise ProcessError("llama.cpp: no memory")
-        return gpu_rival.Rival(process=Loaded(count), num_layers=count, gpu_bytes=needed[count])
+        return gpu_rival.GpuRival(process=Loaded(count), num_layers=count, gpu_bytes=needed[count])
 
     monkeypatch.setattr(gpu_rival, "_loaded", loaded)
     rival = gpu_rival.RivalModel(
@@ -207,9 +207,9 @@ for line in sys.stdin:
 """
     dying = "print('{}', flush=True); input(); raise SystemExit('killed')"
     theirs = Process.of((sys.executable, "-c", dying), "llama.cpp", tmp_path / "theirs")
-    rival = gpu_rival.Rival(process=theirs, num_layers=1, gpu_bytes=1)
+    rival = gpu_rival.GpuRival(process=theirs, num_layers=1, gpu_bytes=1)
     cases = [
-        gpu_cases.Case(
+        gpu_cases.BudgetCase(
             name=name,
             mode="dense",
             budget_bytes=1,
@@ -316,7 +316,7 @@ def test_a_rival_that_cannot_be_loaded_is_tried_once_a_budget(tmp_path, monkeypa
     cases = [SimpleNamespace(budget_bytes=n, rival=None, rival_error=None) for n in (1, 1, 2)]
     run = SimpleNamespace(asked=SimpleNamespace(rival=tmp_path), folder=tmp_path, note=said.append)
     scale = SimpleNamespace(sizes=TOY, context_length=8)
-    gpu.Bench._add_rivals(run, scale, tmp_path, make_model(sizes=TOY), cases)
+    gpu.GpuBench._add_rivals(run, scale, tmp_path, make_model(sizes=TOY), cases)
     assert tried == [1, 2] and len(said) == 2
     assert [case.rival_error for case in cases] == ["no room in 1"] * 2 + ["no room in 2"]
 

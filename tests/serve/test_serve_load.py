@@ -96,7 +96,7 @@ def test_two_hundred_clients_for_twenty_minutes(tmp_path):
 def test_the_checks_under_load_reject_wrong_answers_and_growth():
     said = Answer(text="a", finish="stop", usage={"completion_tokens": 1}, times_s=[1.0])
     for wanted, num_failures in ((("a", "stop"), 0), (("b", "stop"), 1), (("a", "length"), 1)):
-        tally = serve_load.Tally()
+        tally = serve_load.LoadTally()
         serve_load._judge(0, said, wanted, tally)
         assert len(tally.failures) == num_failures and tally.finished == 1
     flat = [100 + n % 2 for n in range(50)]

@@ -31,7 +31,7 @@ from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
 from hotsplit.runtime.neuron_cache.setup import first_residents
 from hotsplit.solver import replay
 from hotsplit.solver.optimise import find_plan
-from hotsplit.solver.problem import Placement, is_feasible, placement_seconds
+from hotsplit.solver.problem import SolvedPlacement, is_feasible, placement_seconds
 from hotsplit.solver.prompts import prompt_rates
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import plan_seconds, verify
@@ -121,7 +121,7 @@ def brute_force(problem) -> float:
     blocks = list(product([False, True], repeat=num_layers))
     best = np.inf
     for hot, dense, head in product(product(sets, repeat=num_layers), blocks, [False, True]):
-        placement = Placement(hot_LF=np.array(hot), dense_L=np.array(dense), head=head)
+        placement = SolvedPlacement(hot_LF=np.array(hot), dense_L=np.array(dense), head=head)
         if is_feasible(problem, placement):
             best = min(best, placement_seconds(problem, placement))
     return best

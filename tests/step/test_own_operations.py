@@ -32,7 +32,7 @@ from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.position_wise import Loaded, in_layer
+from hotsplit.runtime.ops.position_wise import LoadedOp, in_layer
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.file_form import file_form
@@ -80,7 +80,7 @@ class ScalingStruct(Structure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedScaling(Loaded):
+class LoadedScaling(LoadedOp):
     block: Scaling
     weight_D: torch.Tensor
 

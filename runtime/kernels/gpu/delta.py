@@ -37,7 +37,7 @@ _COLUMNS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class DeltaSizes:
     key_heads: int
     value_heads: int
     key_width: int
@@ -46,7 +46,7 @@ class Sizes:
     @classmethod
     def of(
         cls, projected_TW: Tensor, taps_CJ: Tensor, step_bias_V: Tensor, key_heads: int
-    ) -> "Sizes":
+    ) -> "DeltaSizes":
         channels, value_heads = len(taps_CJ), len(step_bias_V)
         value_width = (projected_TW.shape[-1] - channels) // value_heads - 2
         return cls(
@@ -94,7 +94,7 @@ def convolve(
     = sigmoid(its number); decay = exp(rate softplus(its number + step_bias)). The x of rows before
     a run are in its slot of `conv_SJC` [S, J-1, C]; that of the last rows is a part of the
     state."""
-    s = Sizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
+    s = DeltaSizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
     projected_TW, mixed_TX = projected_TW.view(-1, s.projected), mixed_TX.view(-1, s.mixed)
     num_taps, keys = taps_CJ.shape[1], s.key_heads * s.key_width
     for first, count, source in run_R3.tolist():
@@ -391,7 +391,7 @@ def launch_convolve(
     mixed_TX: Tensor,
     num_key_heads: int,
 ) -> None:
-    sizes = Sizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
+    sizes = DeltaSizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
     for each in (projected_TW, taps_CJ, conv_SJC, run_R3, mixed_TX):
         assert each.is_contiguous(), each.stride()
     num_taps, num_rows = taps_CJ.shape[1], mixed_TX.numel() // sizes.mixed

@@ -13,7 +13,7 @@ from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.stored import Vectors
 
 
-class Scores(NamedTuple):
+class ScoreArguments(NamedTuple):
     """The numbers of scores as an argument of a kernel, which is compiled without those that are
     None."""
 
@@ -22,9 +22,9 @@ class Scores(NamedTuple):
     head_sinks: Tensor | None  # [H]
 
 
-def scores_of(spec: Attention, vectors: Vectors) -> Scores:
+def scores_of(spec: Attention, vectors: Vectors) -> ScoreArguments:
     sinks = vectors["head_sinks"] if spec.head_sinks else None
-    return Scores(scale=spec.score_scale, cap=spec.score_cap, head_sinks=sinks)
+    return ScoreArguments(scale=spec.score_scale, cap=spec.score_cap, head_sinks=sinks)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from hotsplit.system.shared_libraries import open_library
 MOST_PENDING = 32  # in policy.h
 
 
-class LayerStruct(Structure):
+class CacheLayerStruct(Structure):
     _fields_ = [
         ("score", c_void_p),
         ("burst", c_void_p),
@@ -34,7 +34,7 @@ class LayerStruct(Structure):
 
 class CacheStruct(Structure):
     _fields_ = [
-        ("layer", POINTER(LayerStruct)),
+        ("layer", POINTER(CacheLayerStruct)),
         ("pending", c_void_p),
         ("swap", c_void_p),
         ("num_layers", c_int64),

@@ -166,7 +166,7 @@ def probe_gpu(*devices: str) -> dict[str, Any]:
     from hotsplit.model.spec import Rotary
     from hotsplit.options.engine_config import EngineConfig
     from hotsplit.runtime.device_check import DeviceFails, failures_of_device
-    from hotsplit.runtime.loading import Loaded
+    from hotsplit.runtime.loading import LoadedModel
     from hotsplit.runtime.resolved_options import device_of
 
     sizes = Sizes(
@@ -188,7 +188,7 @@ def probe_gpu(*devices: str) -> dict[str, Any]:
             config = EngineConfig(mode="exact", device=device, cpu_ffn=cpu_ffn)
             try:
                 with failures_of_device(device_of(device)):
-                    Loaded(model, None, config)
+                    LoadedModel(model, None, config)
             except DeviceFails as failed:
                 return {"why": str(failed)}
     return {"why": None}
