@@ -49,7 +49,7 @@ from hotsplit.costs.cache_bytes import is_cached
 from hotsplit.costs.part_bytes import most_units
 from hotsplit.files.json_file import read_text
 from hotsplit.model.modes import computes_all, runs_predictors
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions, Units
+from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions, Units
 from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
 
 GROUP = 16  # neurons, of experts 1; the usual size in SparkInfer's plans

@@ -28,7 +28,7 @@ from cache_policies import POLICIES, ReplayCase, Trace, compare, ours
 from machine import RESULTS, processor, result_of, slug, write_result
 
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.policy import packed
 from hotsplit.solver.cache_costs import EXPERT_SWAP_S, MOVED_BYTES
 from hotsplit.solver.replay import Sides, polished

@@ -40,7 +40,7 @@ from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.costs.part_bytes import kv_bytes, layer_bytes
-from hotsplit.families.sizes import Sizes
+from hotsplit.families.decoder_sizes import Sizes
 from hotsplit.files.atomic import partial_file
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate
 from hotsplit.runtime.step.workspace import workspace_bytes

@@ -27,8 +27,8 @@ from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import PredictorMatrix
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.families.decoder_sizes import Sizes
 from hotsplit.families.from_config import read_blueprint
-from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.model.tensors import Layout
 

@@ -24,7 +24,7 @@ from gpu_model import Planted, write_dense
 from gpu_sections import Sections, SectionTable, page_of
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.families.sizes import Sizes
+from hotsplit.families.decoder_sizes import Sizes
 from hotsplit.run.housekeeping import list_cache
 
 SHARES = (0.3, 0.6, 0.9)  # of the file

@@ -12,7 +12,7 @@ from gpu_sections import SectionTable
 from torch import Tensor
 
 from hotsplit import Engine
-from hotsplit.families.sizes import Sizes
+from hotsplit.families.decoder_sizes import Sizes
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder

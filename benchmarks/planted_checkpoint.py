@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
-from hotsplit.families.sizes import Sizes
+from hotsplit.families.decoder_sizes import Sizes
 
 RANK = 256
 DENSITY = 0.1  # mean share of the neurons that fire

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hotsplit.families.sizes import Sizes
+from hotsplit.families.decoder_sizes import Sizes
 
 SPACE = "\u2581"
 

@@ -29,7 +29,7 @@ import torch
 from machine import result_of, write_result
 
 from hotsplit.measure.timing.interleave import take_turns
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 
 SIZES = (32_000, 49_152, 151_936, 262_144)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.convert.native.library import encode_rows
+from hotsplit.convert.native.encoder_library import encode_rows
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, values_of
 from hotsplit.model.weight_types import BY_NAME

@@ -14,7 +14,7 @@ from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.encode import encode, not_finite
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import ExpertForm
-from hotsplit.families.experts import ExpertPlace, expert_place
+from hotsplit.families.expert_keys import ExpertPlace, expert_place
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.tensors import Shapes
 

@@ -17,7 +17,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_output
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
-from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig, check_model, check_text
 from hotsplit.profile.corpus.corpus import Windows, read_windows, spread_windows
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.corpus.sources import STDIN
@@ -26,9 +25,10 @@ from hotsplit.profile.count.input_squares import InputSquares
 from hotsplit.profile.count.resume import Settings, resume_path
 from hotsplit.profile.count.run import ResumableRun
 from hotsplit.profile.predictors.layer_trainer import LayerQuality, phases
-from hotsplit.profile.predictors.options import check_memory
 from hotsplit.profile.predictors.output import measure, sha256_of_corpora
+from hotsplit.profile.predictors.predictor_options import check_memory
 from hotsplit.profile.predictors.train import train
+from hotsplit.profile.profile_config import DEFAULT_TOKENS, ProfileConfig, check_model, check_text
 from hotsplit.profile.report import report_path, save_report
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.arithmetic import arithmetic

@@ -13,7 +13,7 @@ from hotsplit.measure.evaluate.eval_file import load_eval
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.report import load_predictor_report, report_path
-from hotsplit.report.config import ReportConfig
+from hotsplit.report.report_config import ReportConfig
 from hotsplit.solver.verify import verify
 
 

@@ -2,8 +2,8 @@
 
 import shlex
 
-from hotsplit.report.config import ReportConfig
 from hotsplit.report.page import Missing
+from hotsplit.report.report_config import ReportConfig
 
 PROFILE, MACHINE, PLAN = "model.profile.safetensors", "machine.json", "model.split.gguf"
 

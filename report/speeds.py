@@ -8,15 +8,15 @@ from pathlib import Path
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.model.mode_quality import MAX_LOSS
-from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.options.neuron_cache_options import CacheOptions
 from hotsplit.report.artifacts import Artifacts
-from hotsplit.report.config import ReportConfig
+from hotsplit.report.report_config import ReportConfig
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.advice import Advice, advise
-from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.mode_choice import allowed_modes
 from hotsplit.solver.prediction import placement_of
+from hotsplit.solver.solver_config import SolveConfig
 from hotsplit.solver.sweep import Sweep, sweep_of
 
 NUM_BUDGETS = 25

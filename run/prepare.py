@@ -10,8 +10,8 @@ from typing import Any
 from hotsplit.artifacts.trial_file import FILES, Trial
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.model.modes import Mode
-from hotsplit.profile.config import MIN_TRAINING_WINDOWS
 from hotsplit.profile.corpus.corpus import WINDOW
+from hotsplit.profile.profile_config import MIN_TRAINING_WINDOWS
 from hotsplit.run import stages
 from hotsplit.run.cache_folder import Entry, RunCache
 from hotsplit.run.choice import Choice, Wishes, choose, worth

@@ -26,9 +26,9 @@ from hotsplit.files.written import Written
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, busy_words, calibrate
 from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.profile.collect import profile
-from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.predictors.check import check_predictors
+from hotsplit.profile.profile_config import ProfileConfig
 from hotsplit.profile.report import warnings
 from hotsplit.run.cache_folder import Entry, RunCache
 from hotsplit.run.choice import Choice, Wishes

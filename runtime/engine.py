@@ -25,7 +25,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.options.kinds import check_kind, kinds_checked
 from hotsplit.options.model_sampling import sampling_of
 from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error

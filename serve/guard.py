@@ -20,9 +20,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotsplit.serve.api_error import ApiError, too_large, unavailable
-from hotsplit.serve.config import HOST_NAME, host_of
 from hotsplit.serve.exchange import STATUS_GONE, Gone, drop_body, error_response
 from hotsplit.serve.request_log import RequestLine
+from hotsplit.serve.serve_config import HOST_NAME, host_of
 from hotsplit.serve.service import Service
 
 log = logging.getLogger("hotsplit.serve")

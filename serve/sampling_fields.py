@@ -9,7 +9,11 @@ from typing import Annotated
 from pydantic import Field, PlainValidator
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import SamplingOptions, samplers_of_letters, samplers_of_names
+from hotsplit.options.generation_options import (
+    SamplingOptions,
+    samplers_of_letters,
+    samplers_of_names,
+)
 from hotsplit.serve.api_error import wrong
 from hotsplit.serve.request_body import Number, RequestBody, Whole, refused, texts
 

@@ -9,7 +9,7 @@ from gguf.vocab import bytes_to_unicode
 
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Pooling
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.runtime.answers.call_style import CallStyle
 from hotsplit.runtime.answers.formats import DESCRIBED, AnswerFormat, format_for
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers

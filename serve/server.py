@@ -31,11 +31,11 @@ from hotsplit.runtime.generate.constraints import json_schema_constraint
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of, has_template
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.app import app_of
-from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.connections import connection_class
 from hotsplit.serve.guard import MAX_HEAD_BYTES
 from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import Batch, Scheduler
+from hotsplit.serve.serve_config import ServeConfig
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 from hotsplit.system.system_memory import check_address_space

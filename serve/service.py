@@ -10,13 +10,13 @@ from typing import Literal, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from hotsplit.serve.api_error import ApiError, busy, too_large, unavailable
-from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.exchange import Exchange, Gone, drop_body, error_of
 from hotsplit.serve.lane import Lane
 from hotsplit.serve.metrics import Metrics
 from hotsplit.serve.request_body import parsed
 from hotsplit.serve.request_log import RequestLine
 from hotsplit.serve.scheduler import QueueFull, Scheduler
+from hotsplit.serve.serve_config import ServeConfig
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import Grammar, TextRequest
 from hotsplit.serve.texts import Arrival, EmbeddingJob, Late, Report, TextJob

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeGuard
 from pydantic import BeforeValidator, Field
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import ENDLESS, GenerationOptions
+from hotsplit.options.generation_options import ENDLESS, GenerationOptions
 from hotsplit.runtime.answers.answer_reader import AnswerReader, CallRules
 from hotsplit.runtime.answers.formats import AnswerFormat
 from hotsplit.runtime.generate.answer_mask import Mask, answer_mask

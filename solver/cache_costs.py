@@ -37,7 +37,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs import cache_bytes
 from hotsplit.costs.part_bytes import down_kind, layer_bytes
 from hotsplit.model.modes import computes_all, runs_predictors
-from hotsplit.options.neuron_cache import CacheCosts
+from hotsplit.options.neuron_cache_options import CacheCosts
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.problem import Problem, SolvedPlacement, placement_seconds
 from hotsplit.solver.problem_builder import overfetch

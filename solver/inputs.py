@@ -18,11 +18,11 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.options.neuron_cache_options import CacheOptions
 from hotsplit.solver.assumed import profile_for
-from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.problem_builder import build_problem
+from hotsplit.solver.solver_config import SolveConfig
 from hotsplit.solver.units import ExpertUnits, NeuronUnits
 from hotsplit.system.sizes import format_bytes
 

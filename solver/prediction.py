@@ -12,7 +12,6 @@ from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Winner
 from hotsplit.errors import DoesNotFitError
-from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Found, obvious_plans
 from hotsplit.solver.multi_gpu import (
@@ -24,6 +23,7 @@ from hotsplit.solver.multi_gpu import (
 from hotsplit.solver.optimise import Answer
 from hotsplit.solver.problem import SolvedPlacement
 from hotsplit.solver.solve import split_of
+from hotsplit.solver.solver_config import SolveConfig
 from hotsplit.system.sizes import format_bytes
 
 

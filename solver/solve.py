@@ -17,12 +17,12 @@ from hotsplit.files.outputs import check_output
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import Advice, advise, unused
 from hotsplit.solver.assumed import profile_for
-from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.expert_notes import more_line, placed_line, why_line
 from hotsplit.solver.inputs import Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
 from hotsplit.solver.prompts import prompt_rates
+from hotsplit.solver.solver_config import SolveConfig
 from hotsplit.solver.units import counted_layers
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import advice_line, check_divided, cost_line, planned_cache

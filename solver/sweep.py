@@ -12,12 +12,12 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import advise
-from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import allowed_modes, in_mode, obvious_plans
 from hotsplit.solver.multi_gpu import Pipeline
 from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.problem import placement_bytes
+from hotsplit.solver.solver_config import SolveConfig
 
 FORMAT, VERSION = "hotsplit.sweep", 1
 TIME_LIMIT_S = 2.0  # for the integer program, at each budget

@@ -16,7 +16,7 @@ from hotsplit.costs.cache_bytes import CacheSize, copied_bytes
 from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import runs_predictors
-from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.options.neuron_cache_options import CacheOptions
 from hotsplit.solver.cache_costs import cache_costs, cached_layers, expected_reads
 from hotsplit.solver.inputs import Inputs, swapped_rows
 from hotsplit.solver.memories import Smallest, TooSmallError

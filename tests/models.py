@@ -20,11 +20,11 @@ from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.families import falcon
-from hotsplit.families.experts import Experts
+from hotsplit.families.decoder_sizes import Sizes
+from hotsplit.families.expert_keys import Experts
 from hotsplit.families.family import Architecture
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.plain_decoder import decoder, decoder_spec
-from hotsplit.families.sizes import Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
 from hotsplit.model.arrangements import Arrangement

@@ -6,7 +6,7 @@ from typing import cast
 
 import numpy as np
 
-from hotsplit.families.experts import GATINGS
+from hotsplit.families.expert_keys import GATINGS
 from hotsplit.families.key_reader import NORM_EPSILON
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.rope import RopeScaling

@@ -66,7 +66,7 @@ struct Encoders {
 
 extern const Encoders encoders_generic, encoders_avx2, encoders_avx512;
 
-// The functions library.py calls.
+// The functions encoder_library.py calls.
 extern "C" {
 // The best level that this build has and this processor can run.
 int32_t hs_encode_best_level();

@@ -13,7 +13,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth, gpu_bandwidth
-from hotsplit.measure.bench.config import BenchConfig
+from hotsplit.measure.bench.bench_config import BenchConfig
 from hotsplit.measure.bench.result import BenchReport
 from hotsplit.measure.bench.rival import check_rival, start_rival
 from hotsplit.measure.bench.rounds import Rounds

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotsplit.measure.bench.config import BenchConfig, BenchTest
+from hotsplit.measure.bench.bench_config import BenchConfig, BenchTest
 from hotsplit.measure.bench.rival import About
 
 

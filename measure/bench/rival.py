@@ -19,7 +19,7 @@ from typing import Any, Literal
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import type_of
-from hotsplit.measure.bench.config import BenchConfig, BenchTest
+from hotsplit.measure.bench.bench_config import BenchConfig, BenchTest
 from hotsplit.runtime.engine import Engine
 from hotsplit.system.processors import environment_as_found
 

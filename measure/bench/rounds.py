@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from hotsplit.measure.bench.bandwidth import Bandwidth
-from hotsplit.measure.bench.config import BenchConfig, BenchTest
+from hotsplit.measure.bench.bench_config import BenchConfig, BenchTest
 from hotsplit.measure.bench.rival import Rival
 from hotsplit.measure.bench.runner import WARM_UP, Runner, Sample, Tokens
 from hotsplit.measure.timing.interleave import in_turn

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
-from hotsplit.measure.bench.config import BenchTest
+from hotsplit.measure.bench.bench_config import BenchTest
 from hotsplit.measure.bench.parts import Steps
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic

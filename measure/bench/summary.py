@@ -3,7 +3,7 @@
 import statistics
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.measure.bench.config import BenchConfig
+from hotsplit.measure.bench.bench_config import BenchConfig
 from hotsplit.measure.bench.parts import ORDER, StepBytes, bytes_by_part, part_ns
 from hotsplit.measure.bench.result import BenchReport, Limit, PartTime, Result, RunTimes, Setting
 from hotsplit.measure.bench.rounds import Rounds, RunSamples

@@ -31,14 +31,14 @@ from torch import Tensor
 
 from hotsplit.artifacts.machine_file import CHOSEN_SHARE, PASS_TOKENS, CpuCosts, Figure
 from hotsplit.artifacts.random_weights import random_model
+from hotsplit.families.decoder_sizes import Sizes
 from hotsplit.families.plain_decoder import decoder_spec
-from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.measure.timing.interleave import Probe, seconds_of, sum_of_rounds, time_rounds
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.spec import Rotary
 from hotsplit.model.weight_types import BY_NAME, NAMES
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.sampler_chain import SamplerChain

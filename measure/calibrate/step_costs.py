@@ -39,8 +39,8 @@ from hotsplit.costs.part_bytes import (
     layer_bytes,
     plan_bytes,
 )
+from hotsplit.families.decoder_sizes import Sizes
 from hotsplit.families.plain_decoder import decoder_spec
-from hotsplit.families.sizes import Sizes
 from hotsplit.measure.calibrate.cpu_costs import step_seconds
 from hotsplit.measure.timing.interleave import Probe, time_rounds
 from hotsplit.model.spec import Rotary

@@ -24,7 +24,7 @@ from hotsplit.measure.evaluate.comparison import (
     increase_of,
     perplexity_of,
 )
-from hotsplit.measure.evaluate.config import EvalConfig
+from hotsplit.measure.evaluate.evaluate_config import EvalConfig
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.profile.corpus.corpus import read_chat_windows, read_windows

@@ -26,7 +26,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.errors import HotsplitError
-from hotsplit.families.experts import expert_place
+from hotsplit.families.expert_keys import expert_place
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import TensorEntry, array_entry, unpacked
 from hotsplit.files.typed import shown

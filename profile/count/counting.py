@@ -17,7 +17,7 @@ from hotsplit.artifacts.profile_file import NUM_BINS
 from hotsplit.errors import HotsplitError
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.count.run import Tensors
-from hotsplit.profile.native.library import count, tables
+from hotsplit.profile.native.counting_library import count, tables
 from hotsplit.runtime.kernels.gate import Gate
 
 _MAX_ADDED = 255  # ones that a uint8 can count

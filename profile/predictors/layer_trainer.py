@@ -29,7 +29,7 @@ from hotsplit.files.declared import Share
 from hotsplit.files.gguf_file import is_whole_blocks
 from hotsplit.profile.predictors.low_rank import Agree, Batch, LowRankNetwork, whole
 from hotsplit.profile.predictors.moments import Moments
-from hotsplit.profile.predictors.options import KEPT_TOKENS, PredictorChoices
+from hotsplit.profile.predictors.predictor_options import KEPT_TOKENS, PredictorChoices
 from hotsplit.profile.predictors.rounding import stored
 from hotsplit.profile.predictors.selection import (
     Candidate,

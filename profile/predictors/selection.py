@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hotsplit.costs.part_bytes import LayerBytes
 from hotsplit.files.declared import Count, Line, NotNegative, Share
-from hotsplit.profile.predictors.options import Target
+from hotsplit.profile.predictors.predictor_options import Target
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.matrix import Matrix
 

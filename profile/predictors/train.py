@@ -17,7 +17,6 @@ from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.costs.pass_length import SHORT_CHUNK
-from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.run import ResumableRun, RunPart, Tensors
 from hotsplit.profile.predictors.layer_trainer import (
@@ -28,8 +27,9 @@ from hotsplit.profile.predictors.layer_trainer import (
     phases,
 )
 from hotsplit.profile.predictors.low_rank import Batch
-from hotsplit.profile.predictors.options import KEPT_TOKENS, PredictorChoices
+from hotsplit.profile.predictors.predictor_options import KEPT_TOKENS, PredictorChoices
 from hotsplit.profile.predictors.selection import Examiner, Tally
+from hotsplit.profile.profile_config import ProfileConfig
 from hotsplit.runtime.kernels.gate import Gate
 
 Trained = tuple[Predictors, tuple[LayerQuality, ...]]

@@ -19,7 +19,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import one_line, shown
-from hotsplit.options.generation import GenerationOptions
+from hotsplit.options.generation_options import GenerationOptions
 from hotsplit.options.kinds import check_fields, kinds_checked
 from hotsplit.runtime.answers.answer_reader import AnswerPart, AnswerReader
 from hotsplit.runtime.answers.formats import format_for

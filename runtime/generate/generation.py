@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import ENDLESS, GenerationOptions
+from hotsplit.options.generation_options import ENDLESS, GenerationOptions
 from hotsplit.runtime.generate.answer_mask import Mask
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.runtime.generate import adaptive_samplers, samplers
 from hotsplit.runtime.generate.candidates import (
     Candidates,

@@ -27,7 +27,7 @@ from operator import add
 from typing import Protocol, runtime_checkable
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import SpeculationOptions
+from hotsplit.options.generation_options import SpeculationOptions
 from hotsplit.options.kinds import kinds_checked
 from hotsplit.runtime.generate.draft_costs import Acceptance, Account, RowCosts
 from hotsplit.runtime.step.decoder import Decoder

@@ -22,7 +22,7 @@ from hotsplit.costs.cache_bytes import staged
 from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.kernels.relayout import positions
 from hotsplit.runtime.kernels.stored import rows_together
-from hotsplit.runtime.neuron_cache.slots import Residency, Take
+from hotsplit.runtime.neuron_cache.cache_slots import Residency, Take
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 
 

@@ -24,8 +24,8 @@ from dataclasses import asdict
 import numpy as np
 
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.neuron_cache.cache_slots import GpuSlots, Residency
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
-from hotsplit.runtime.neuron_cache.slots import GpuSlots, Residency
 from hotsplit.system.sizes import format_bytes
 
 

@@ -20,7 +20,7 @@ from hotsplit.costs.part_bytes import NUMBER_BYTES
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.planar import COPY, form_of
-from hotsplit.runtime.neuron_cache.slots import Residency, Take
+from hotsplit.runtime.neuron_cache.cache_slots import Residency, Take
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 if TYPE_CHECKING:

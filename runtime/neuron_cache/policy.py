@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions, Units
-from hotsplit.runtime.neuron_cache.native import library
+from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions, Units
+from hotsplit.runtime.neuron_cache.native import policy_library
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,15 @@ class CachePolicy:
         own = asdict(options.of(units))
         assert len(resident_LN) == num_layers == costs.num_layers
         self._kept: list[object] = []  # what the struct points to
-        layers = (library.CacheLayerStruct * num_layers)()
+        layers = (policy_library.CacheLayerStruct * num_layers)()
         for index, resident_N in enumerate(resident_LN):
             layers[index] = _layer(index, resident_N, frequency_LF[index], costs, self._kept)
-        self._swaps = np.zeros(max(1, num_layers * own["most_rows"]), library.SWAP)
-        pending = np.zeros(library.MOST_PENDING * num_layers * -(-num_neurons // 32), np.uint32)
+        self._swaps = np.zeros(max(1, num_layers * own["most_rows"]), policy_library.SWAP)
+        pending = np.zeros(
+            policy_library.MOST_PENDING * num_layers * -(-num_neurons // 32), np.uint32
+        )
         self._kept += [layers, pending, self._swaps]
-        self._struct = library.CacheStruct(
+        self._struct = policy_library.CacheStruct(
             layer=layers,
             pending=pending.ctypes.data,
             swap=self._swaps.ctypes.data,
@@ -92,7 +94,7 @@ class CachePolicy:
         done.
 
         bits_RLW: (u)int32, bit j % 32 of word j // 32 for neuron j."""
-        library.lib.hs_cache_step(self._struct, *self._checked(bits_RLW))
+        policy_library.lib.hs_cache_step(self._struct, *self._checked(bits_RLW))
         return self._swaps[: self._struct.num_swaps]
 
     def resident(self, layer: int) -> np.ndarray:
@@ -132,7 +134,7 @@ def _layer(
     frequency_F: np.ndarray,
     costs: CacheCosts,
     kept: list[object],
-) -> library.CacheLayerStruct:
+) -> policy_library.CacheLayerStruct:
     num_neurons = len(frequency_F)
     score_F = np.pad(frequency_F.astype(np.float32), (0, -num_neurons % 32))
     slot_F = np.full(num_neurons, -1, np.int32)
@@ -150,7 +152,7 @@ def _layer(
     kept.extend(arrays.values())
     of_layers = {name: times_L for name, times_L in vars(costs).items() if name.endswith("_L")}
     times = {name.removesuffix("_L"): times_L[index] for name, times_L in of_layers.items()}
-    return library.CacheLayerStruct(
+    return policy_library.CacheLayerStruct(
         **{name: array.ctypes.data for name, array in arrays.items()},
         num_slots=len(id_N),
         cold_share=1.0,

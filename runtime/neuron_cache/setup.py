@@ -12,12 +12,12 @@ from hotsplit.costs.part_bytes import most_units
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.model.spec import ModelSpec
-from hotsplit.options.neuron_cache import OFF, CacheOptions, Off
+from hotsplit.options.neuron_cache_options import OFF, CacheOptions, Off
 from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.neuron_cache.cache_slots import Residency
 from hotsplit.runtime.neuron_cache.expert_parts import ExpertLayer
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
-from hotsplit.runtime.neuron_cache.slots import Residency
 from hotsplit.runtime.weights.neuron_block import by_role
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.neuron_cache.cache_slots import Carrier, GpuSlots
 from hotsplit.runtime.neuron_cache.expert_parts import ExpertLayer, ExpertParts
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.neuron_rows import NeuronRows, SlotLayer
 from hotsplit.runtime.neuron_cache.policy import packed
-from hotsplit.runtime.neuron_cache.slots import Carrier, GpuSlots
 from hotsplit.runtime.step.plain_backend import Backend
 from hotsplit.runtime.weights.neuron_block import by_role
 

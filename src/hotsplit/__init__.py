@@ -6,7 +6,11 @@ start. docs/api.md describes the public names."""
 TYPE_CHECKING = False  # type checkers assume true
 if TYPE_CHECKING:
     from hotsplit.errors import HotsplitError
-    from hotsplit.options.generation import GenerationOptions, SamplingOptions, SpeculationOptions
+    from hotsplit.options.generation_options import (
+        GenerationOptions,
+        SamplingOptions,
+        SpeculationOptions,
+    )
     from hotsplit.runtime.engine import Engine
     from hotsplit.runtime.generate.chat import ChatOptions
     from hotsplit.runtime.generate.ngrams import NgramDrafter
@@ -30,13 +34,13 @@ __all__ = [
 _MODULES = {
     "ChatOptions": "runtime.generate.chat",
     "Engine": "runtime.engine",
-    "GenerationOptions": "options.generation",
+    "GenerationOptions": "options.generation_options",
     "NgramDrafter": "runtime.generate.ngrams",
     "Part": "runtime.step.sequences",
-    "SamplingOptions": "options.generation",
+    "SamplingOptions": "options.generation_options",
     "HotsplitError": "errors",
     "Speculation": "runtime.generate.speculation",
-    "SpeculationOptions": "options.generation",
+    "SpeculationOptions": "options.generation_options",
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions, Units
+from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions, Units
 
 RECENT, ROOM = 0.95, 0.9
 PRICE_UP, PRICE_DOWN, LEAST_PRICE = 1.1, 0.97, 1e-3

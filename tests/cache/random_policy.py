@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from hotsplit.runtime.neuron_cache.native.library import SWAP
+from hotsplit.runtime.neuron_cache.cache_slots import Residency
+from hotsplit.runtime.neuron_cache.native.policy_library import SWAP
 from hotsplit.runtime.neuron_cache.setup import CacheSetup
-from hotsplit.runtime.neuron_cache.slots import Residency
 
 
 class RandomPolicy:

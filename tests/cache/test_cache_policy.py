@@ -8,7 +8,7 @@ import pytest
 from cache_reference import ReferencePolicy
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
 
 

@@ -27,7 +27,7 @@ from cache_policies import (  # noqa: E402
 from models import byte_level_keys, make_model, make_sizes, save_solver_files, solver_files  # noqa: E402
 from test_cache_policy import make_costs  # noqa: E402
 
-from hotsplit.options.neuron_cache import CacheOptions  # noqa: E402
+from hotsplit.options.neuron_cache_options import CacheOptions  # noqa: E402
 from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed  # noqa: E402
 from hotsplit.solver.solve import SolveConfig, solve  # noqa: E402
 

@@ -13,10 +13,10 @@ from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
-from hotsplit.runtime.neuron_cache.native.library import SWAP
+from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions
+from hotsplit.runtime.neuron_cache.cache_slots import Residency
+from hotsplit.runtime.neuron_cache.native.policy_library import SWAP
 from hotsplit.runtime.neuron_cache.setup import first_residents, setup_of
-from hotsplit.runtime.neuron_cache.slots import Residency
 
 F, L = 160, 3
 

@@ -22,10 +22,10 @@ from hotsplit.errors import HotsplitError
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.planar import planar
+from hotsplit.runtime.neuron_cache.cache_slots import GpuSlots, Residency
 from hotsplit.runtime.neuron_cache.expert_parts import ExpertLayer, ExpertParts, as_bytes
-from hotsplit.runtime.neuron_cache.native.library import SWAP
+from hotsplit.runtime.neuron_cache.native.policy_library import SWAP
 from hotsplit.runtime.neuron_cache.setup import first_residents, not_copied
-from hotsplit.runtime.neuron_cache.slots import GpuSlots, Residency
 from hotsplit.runtime.weights.expert_block import ExpertMatrices
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from test_speculation import LIES, PROMPT, Eager, Prophet, text_of
 from hotsplit import Engine
 from hotsplit.costs.state_bytes import num_slots
 from hotsplit.errors import HotsplitError
-from hotsplit.families.experts import Experts
+from hotsplit.families.expert_keys import Experts
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.runtime.generate import prompt_cache
 from hotsplit.runtime.generate.draft_model import DraftModel

@@ -10,8 +10,8 @@ import pytest
 from hotsplit.commands.all_commands import cli
 from hotsplit.commands.options.command_options import take_engine_options
 from hotsplit.errors import HotsplitError
-from hotsplit.measure.bench.config import BenchConfig
-from hotsplit.measure.evaluate.config import EvalConfig
+from hotsplit.measure.bench.bench_config import BenchConfig
+from hotsplit.measure.evaluate.evaluate_config import EvalConfig
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.run.choice import Wishes
 from hotsplit.runtime.engine import Engine

@@ -44,7 +44,7 @@ from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.spec import Neurons
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.corpus.sources import find_sources
-from hotsplit.serve.config import ServeConfig
+from hotsplit.serve.serve_config import ServeConfig
 from hotsplit.system.log_lines import lines_on_stderr
 
 SOURCE = ROOT / "src"

@@ -13,7 +13,7 @@ from gguf.quants import dequantize, quantize
 from paths import ROOT
 
 from hotsplit.convert.encode import encode
-from hotsplit.convert.native.library import SOURCE_KINDS, encode_rows, usable_levels
+from hotsplit.convert.native.encoder_library import SOURCE_KINDS, encode_rows, usable_levels
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import type_of
 from hotsplit.model.weight_types import BY_NAME

@@ -30,7 +30,7 @@ from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.families.sizes import sizes_of
+from hotsplit.families.decoder_sizes import sizes_of
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify_conversion import verify

@@ -126,11 +126,11 @@ def prepare() -> None:
     import hotsplit.measure.evaluate.verify_conversion
     import hotsplit.profile.collect
     import hotsplit.profile.count.run
+    import hotsplit.report.make_report
     import hotsplit.report.plots
-    import hotsplit.report.report
     import hotsplit.runtime.generate.prompt_cache
     import hotsplit.system.save_schedule
-    from hotsplit.profile.config import ProfileConfig
+    from hotsplit.profile.profile_config import ProfileConfig
 
     ProfileConfig.__init__.__kwdefaults__["save_every_s"] = 0.01
     hotsplit.system.save_schedule.SAVE_SHARE = 10.0

@@ -27,7 +27,7 @@ from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predict
 from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.families.sizes import sizes_of
+from hotsplit.families.decoder_sizes import sizes_of
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.measure.evaluate.eval_file import eval_content
 from hotsplit.measure.evaluate.quality import EvalReport

@@ -9,10 +9,10 @@ import numpy as np
 from models import _without_tensors, changed, make_model, required_shapes
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.families.experts import Experts
+from hotsplit.families.decoder_sizes import Sizes
+from hotsplit.families.expert_keys import Experts
 from hotsplit.families.glm import SECOND_NORM
 from hotsplit.families.plain_decoder import decoder_spec
-from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.delta_net import DeltaNet

@@ -30,9 +30,9 @@ from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.gemma3n import SPARSE_LAYERS, STOCK_CUTOFF
 from hotsplit.families.row_order import matrices_joined
 from hotsplit.model.planes import BEGIN, END, PREDICT
-from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.options.neuron_cache_options import CacheOptions
 from hotsplit.profile.collect import profile
-from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.profile_config import ProfileConfig
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.head import logits_of

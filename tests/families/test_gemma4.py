@@ -34,12 +34,12 @@ from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.workspace import workspace_bytes
-from hotsplit.solver.config import SolveConfig
 from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.mode_choice import find, obvious_plans
 from hotsplit.solver.multi_gpu import plan_is_feasible
 from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.solver_config import SolveConfig
 
 BOUND = 1e-5
 # All layers without a window, one key head, values that are keys.

@@ -19,7 +19,7 @@ from hotsplit.artifacts.importance_file import Importance, Importances
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
-from hotsplit.convert.native.library import encode_rows
+from hotsplit.convert.native.encoder_library import encode_rows
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry, write_gguf

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from paths import ROOT
 
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.runtime.generate.candidates import Candidates
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 

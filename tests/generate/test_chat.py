@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import GenerationOptions, SamplingOptions
+from hotsplit.options.generation_options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate import chat as chat_module
 from hotsplit.runtime.generate import dry
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation

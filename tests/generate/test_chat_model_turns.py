@@ -19,9 +19,9 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.families.sizes import sizes_of
+from hotsplit.families.decoder_sizes import sizes_of
 from hotsplit.files.gguf_file import type_of
-from hotsplit.options.generation import GenerationOptions, SamplingOptions
+from hotsplit.options.generation_options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.text.chat_template import chat_template_of

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import SpeculationOptions
+from hotsplit.options.generation_options import SpeculationOptions
 from hotsplit.runtime.generate.draft_costs import Acceptance, RowCosts
 from hotsplit.runtime.generate.speculation import Guess, Speculation
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Neurons
-from hotsplit.options.generation import ENDLESS, GenerationOptions, SamplingOptions
+from hotsplit.options.generation_options import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.generate.speculation import Speculation

@@ -9,9 +9,13 @@ import pytest
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.options.generation import GenerationOptions, SamplingOptions, SpeculationOptions
+from hotsplit.options.generation_options import (
+    GenerationOptions,
+    SamplingOptions,
+    SpeculationOptions,
+)
 from hotsplit.options.kinds import check_kind
-from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.options.neuron_cache_options import CacheOptions
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.ngrams import NgramDrafter
 from hotsplit.runtime.generate.speculation import Speculation

@@ -22,7 +22,7 @@ from sampler_formulas import (
 )
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import DEFAULT_SAMPLERS, SamplingOptions
+from hotsplit.options.generation_options import DEFAULT_SAMPLERS, SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from hotsplit.commands.options.sampling_options import sampling_options, take_sampling_options
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import (
+from hotsplit.options.generation_options import (
     DEFAULT_SAMPLERS,
     LETTERS,
     SamplingOptions,

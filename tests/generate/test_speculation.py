@@ -28,7 +28,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
-from hotsplit.options.generation import SamplingOptions, SpeculationOptions
+from hotsplit.options.generation_options import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.draft_model import DraftModel
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions

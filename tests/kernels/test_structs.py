@@ -17,7 +17,7 @@ import pytest
 from cpp_compiler import KERNELS, compiled
 from paths import ROOT
 
-from hotsplit.runtime.neuron_cache.native.library import SWAP
+from hotsplit.runtime.neuron_cache.native.policy_library import SWAP
 
 RUNTIME = ROOT / "runtime"
 CACHE = "neuron_cache.native.library"

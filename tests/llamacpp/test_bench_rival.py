@@ -8,7 +8,7 @@ import pytest
 from hotsplit.commands.options.command_options import take_engine_options
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
-from hotsplit.measure.bench.config import BenchConfig
+from hotsplit.measure.bench.bench_config import BenchConfig
 
 pytestmark = pytest.mark.usefixtures("restore_library")
 

@@ -15,7 +15,7 @@ from sampler_rival import ROOT, Case, ask, difference, differences, distribution
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.runtime.generate.dry import dry_breakers
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.text.codec import TextCodec

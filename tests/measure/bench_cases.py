@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hotsplit.commands.options.command_options import take_engine_options
-from hotsplit.measure.bench.config import BenchConfig
+from hotsplit.measure.bench.bench_config import BenchConfig
 
 
 def config_of(path: Path, **options) -> BenchConfig:

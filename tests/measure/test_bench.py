@@ -18,7 +18,8 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
-from hotsplit.measure.bench.config import BenchTest
+from hotsplit.measure.bench.bench_config import BenchTest
+from hotsplit.measure.bench.bench_tables import lines_of
 from hotsplit.measure.bench.fields import to_json
 from hotsplit.measure.bench.parts import (
     CACHE,
@@ -32,7 +33,6 @@ from hotsplit.measure.bench.parts import (
 )
 from hotsplit.measure.bench.result import RunTimes
 from hotsplit.measure.bench.runner import Runner, Sample
-from hotsplit.measure.bench.tables import lines_of
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic

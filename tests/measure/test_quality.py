@@ -38,8 +38,8 @@ from hotsplit.measure.evaluate.quality import (
 )
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
-from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_chat_windows
+from hotsplit.profile.profile_config import ProfileConfig
 from hotsplit.profile.report import warnings
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 

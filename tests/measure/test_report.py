@@ -24,9 +24,9 @@ from hotsplit.measure.evaluate.eval_file import load_eval
 from hotsplit.profile.report import load_predictor_report
 from hotsplit.report import svg
 from hotsplit.report.artifacts import Artifacts, load_artifacts
-from hotsplit.report.config import MAX_BYTES, ReportConfig
+from hotsplit.report.make_report import report
 from hotsplit.report.plots import firing_curves, plot_map
-from hotsplit.report.report import report
+from hotsplit.report.report_config import MAX_BYTES, ReportConfig
 from hotsplit.report.speeds import Speeds, speeds_of
 from hotsplit.solver.placed import device_of_ranks
 from hotsplit.solver.solve import SolveConfig, solve

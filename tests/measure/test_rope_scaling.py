@@ -177,7 +177,7 @@ def test_a_scale_of_1_is_said_to_change_nothing(model, capsys):
 def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, capsys):
     """Under a scaling, pieces of the text are longer than the trained context."""
     from hotsplit.cli import main
-    from hotsplit.measure.evaluate.config import EvalConfig
+    from hotsplit.measure.evaluate.evaluate_config import EvalConfig
     from hotsplit.measure.evaluate.quality import evaluate
 
     text = tmp_path / "t.txt"

@@ -21,10 +21,10 @@ from hotsplit.commands.options.command_options import take_engine_options
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import plan_bytes
-from hotsplit.measure.evaluate.config import EvalConfig
+from hotsplit.measure.evaluate.evaluate_config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.profile.collect import profile
-from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.profile_config import ProfileConfig
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
 

@@ -18,12 +18,12 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.measure.evaluate.config import EvalConfig
+from hotsplit.measure.evaluate.evaluate_config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
-from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.profile_config import ProfileConfig
 
 EXAMPLES = ROOT / "examples"
 MOE = EXAMPLES / "tiny-moe"

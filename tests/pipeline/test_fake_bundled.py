@@ -22,7 +22,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.profile.collect import profile
-from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.profile_config import ProfileConfig
 
 pytestmark = [
     pytest.mark.slow,

@@ -28,13 +28,13 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.measure.evaluate.config import EvalConfig
+from hotsplit.measure.evaluate.evaluate_config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.measure.timing.interleave import MIN_ROUNDS
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
-from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.predictors.options import PredictorChoices, Target
+from hotsplit.profile.predictors.predictor_options import PredictorChoices, Target
+from hotsplit.profile.profile_config import ProfileConfig
 from hotsplit.runtime.step.workspace import workspace_bytes
 
 RTX = Path("rtx-4060-8gb")  # by its data sheet

@@ -22,7 +22,7 @@ from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.attention import HeadVector
 from hotsplit.model.spec import Attention
-from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions
 from hotsplit.runtime.device.device_memory import kept_budget
 from hotsplit.system.log_lines import lines_on_stderr
 

@@ -25,7 +25,7 @@ from hotsplit.runtime.step.batch import Row, rows_of
 from hotsplit.runtime.step.pass_room import PassSetup
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.sequences import Part
-from hotsplit.serve.config import ServeConfig
+from hotsplit.serve.serve_config import ServeConfig
 
 CONTEXT = 80
 DIVIDED = ("every kind of layer", "two GPUs, layers on the CPU", "attention on the CPU", "random")

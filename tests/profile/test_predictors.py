@@ -19,12 +19,12 @@ from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import LayerBytes
 from hotsplit.errors import HotsplitError
-from hotsplit.families.sizes import sizes_of
+from hotsplit.families.decoder_sizes import sizes_of
 from hotsplit.model.spec import Neurons
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, LayerTrainer, phases
 from hotsplit.profile.predictors.low_rank import Batch, LowRankNetwork, whole
 from hotsplit.profile.predictors.moments import Moments
-from hotsplit.profile.predictors.options import PredictorChoices, Target
+from hotsplit.profile.predictors.predictor_options import PredictorChoices, Target
 from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedback
 from hotsplit.profile.predictors.selection import Candidate, Examiner, Tally, choose
 from hotsplit.runtime.kernels.gate import Gate

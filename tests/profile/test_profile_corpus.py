@@ -15,12 +15,12 @@ from hotsplit.artifacts.profile_file import EDGES, NUM_BINS
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import CHUNK_BYTES
 from hotsplit.profile.collect import profile
-from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus import sources
 from hotsplit.profile.corpus.corpus import read_windows, stretches
 from hotsplit.profile.corpus.sources import BLOCK_BYTES, TextSource, find_sources, sha256_of_text
 from hotsplit.profile.count.counting import histogram
-from hotsplit.profile.native.library import count
+from hotsplit.profile.native.counting_library import count
+from hotsplit.profile.profile_config import ProfileConfig
 
 WORDS = ["fox ", "ünï ", "数字 ", "🦊 ", "line\n", "\n", "a" * 50]
 

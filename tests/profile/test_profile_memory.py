@@ -13,8 +13,8 @@ from models import make_model, make_sizes, shape_only
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry
-from hotsplit.profile.predictors import options
-from hotsplit.profile.predictors.options import PredictorChoices
+from hotsplit.profile.predictors import predictor_options
+from hotsplit.profile.predictors.predictor_options import PredictorChoices
 
 WORDS = ["the ", "quick ", "brown ", "fox ", "def ", "add(a, ", "b):\n", "return ", "jumps "]
 CAP_BYTES = (
@@ -26,7 +26,7 @@ from pathlib import Path
 import hotsplit.profile.predictors.train
 from hotsplit import Engine
 from hotsplit.profile.collect import profile
-from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.profile_config import ProfileConfig
 
 folder, copies = Path(sys.argv[1]), sys.argv[2] == "copies"
 print("ready", flush=True)
@@ -127,13 +127,13 @@ def test_the_measure_of_the_peak_sees_copied_weights(big_folder):
 
 def test_trainers_that_do_not_fit_are_refused(monkeypatch):
     model = make_model(sizes=make_sizes(num_layers=8, width=512, num_neurons=2048))
-    lasting, passing = options.trainer_bytes(512, 2048, PredictorChoices.of(64, model))
+    lasting, passing = predictor_options.trainer_bytes(512, 2048, PredictorChoices.of(64, model))
     assert lasting > 8 * 2048 * 512  # the gate and its map, in f32
     for more in (8, -8):
-        free = round((8 * lasting + passing + more) / options.FREE_SHARE)
-        monkeypatch.setattr(options, "free_memory_bytes", lambda free=free: free)
+        free = round((8 * lasting + passing + more) / predictor_options.FREE_SHARE)
+        monkeypatch.setattr(predictor_options, "free_memory_bytes", lambda free=free: free)
         if more > 0:
-            options.check_memory(64, model)
+            predictor_options.check_memory(64, model)
             continue
         with pytest.raises(HotsplitError, match="predictors of 8 layers takes .* are free"):
-            options.check_memory(64, model)
+            predictor_options.check_memory(64, model)

@@ -23,9 +23,9 @@ from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.model.spec import Neurons
 from hotsplit.profile.collect import profile
-from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.count import run as run_module
 from hotsplit.profile.count.merge import MergeConfig, merge
+from hotsplit.profile.profile_config import ProfileConfig
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -115,7 +115,7 @@ def test_a_killed_run_resumes(files):
         "import sys, time\nfrom pathlib import Path\n"
         "from hotsplit.profile.count import run\n"
         "from hotsplit.profile.collect import profile\n"
-        "from hotsplit.profile.config import ProfileConfig\n"
+        "from hotsplit.profile.profile_config import ProfileConfig\n"
         "original = run.ResumableRun._pause\n"
         "run.ResumableRun._pause = lambda self, **rest: (time.sleep(0.01), original(self,"
         " **rest))\nf = Path(sys.argv[1])\n"

@@ -11,7 +11,7 @@ import torch
 from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, save_model, text_of_chunks
 
 from hotsplit import Engine
-from hotsplit.options.generation import GenerationOptions, SamplingOptions
+from hotsplit.options.generation_options import GenerationOptions, SamplingOptions
 
 pytest_plugins = ("serve_fixtures",)
 CHAT, PROMPT = "/v1/chat/completions", "user: Hello\nassistant: "

@@ -23,11 +23,11 @@ from scripted_server import page_policy
 from hotsplit.errors import HotsplitError
 from hotsplit.serve import connections
 from hotsplit.serve.app import ROUTES, app_of
-from hotsplit.serve.config import ServeConfig
 from hotsplit.serve.connections import connection_class
 from hotsplit.serve.exchange import Gone, drop_body, error_of
 from hotsplit.serve.guard import Guard
 from hotsplit.serve.request_log import RequestLine, _Format
+from hotsplit.serve.serve_config import ServeConfig
 from hotsplit.serve.service import Service
 from hotsplit.serve.texts import Late
 

@@ -11,7 +11,7 @@ from hotsplit import Engine
 from hotsplit.commands.serve import _cache_bytes, _check_memory
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.options.generation import GenerationOptions, SamplingOptions
+from hotsplit.options.generation_options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.serve.exchange import Exchange
 from hotsplit.serve.prefix_cache import PrefixCache

@@ -13,7 +13,7 @@ import pytest
 from serving import SAID, TOKENIZER, Served
 from tokenizers import Tokenizer
 
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.runtime.answers.call_style import CallStyle
 from hotsplit.runtime.generate.dry import dry_breakers
 from hotsplit.runtime.text.codec import TextCodec

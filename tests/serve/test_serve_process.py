@@ -14,7 +14,7 @@ from serving import Served, leave
 
 from hotsplit.cli import main
 from hotsplit.runtime.engine import Engine
-from hotsplit.serve.config import ServeConfig
+from hotsplit.serve.serve_config import ServeConfig
 from hotsplit.serve.server import Server
 
 pytest_plugins = ("serve_fixtures",)

@@ -11,7 +11,7 @@ from models import byte_level_keys, make_model, make_sizes
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import GenerationOptions, SamplingOptions
+from hotsplit.options.generation_options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.dry import cached_breakers
 from hotsplit.runtime.generate.sampler_chain import chain_of
 from hotsplit.serve import scheduler as scheduler_module

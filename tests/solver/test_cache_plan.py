@@ -19,7 +19,7 @@ from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry, read_gguf, write_gguf
-from hotsplit.options.neuron_cache import CacheCosts
+from hotsplit.options.neuron_cache_options import CacheCosts
 from hotsplit.solver.cache_costs import cache_costs, expected_reads
 from hotsplit.solver.problem import of_counts, placement_seconds
 

@@ -22,7 +22,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.inspection.inspect_file import inspect_file
 from hotsplit.runtime.step.sequences import Part
-from hotsplit.serve.config import ServeConfig
+from hotsplit.serve.serve_config import ServeConfig
 from hotsplit.solver.solve import SolveConfig, check, solve
 
 CONTEXT, WORKSPACE = 100, 100 << 10

@@ -25,7 +25,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
 from hotsplit.costs.cache_bytes import CacheSize, bytes_in_staging, staging_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.options.neuron_cache_options import CacheOptions
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement

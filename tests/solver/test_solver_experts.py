@@ -26,7 +26,7 @@ from hotsplit.costs.cache_bytes import cached_layers
 from hotsplit.costs.part_bytes import placed_units, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Route
-from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.options.neuron_cache_options import CacheOptions
 from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
 from hotsplit.runtime.neuron_cache.setup import first_residents
 from hotsplit.solver import replay

@@ -14,7 +14,7 @@ from test_native_step import BOUNDS, CASES
 from test_runtime import PATTERNS, make_split, saved
 
 from hotsplit import Engine
-from hotsplit.families.sizes import sizes_of
+from hotsplit.families.decoder_sizes import sizes_of
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.observers import NAMES

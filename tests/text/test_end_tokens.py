@@ -20,7 +20,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.vocabulary import vocabulary_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.runtime.text import codec as codec_module
 from hotsplit.runtime.text import end_tokens
 from hotsplit.runtime.text.codec import TextCodec

@@ -21,7 +21,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.sampling import sampling_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import GenerationOptions, SamplingOptions
+from hotsplit.options.generation_options import GenerationOptions, SamplingOptions
 from hotsplit.options.model_sampling import sampling_line, sampling_of, settings_of
 from hotsplit.runtime.generate.chat import ChatOptions
 

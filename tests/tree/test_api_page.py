@@ -11,7 +11,7 @@ from paths import ROOT
 
 import hotsplit
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.options.generation import SamplingOptions, SpeculationOptions
+from hotsplit.options.generation_options import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.generation import GenerationOptions, Run, Token

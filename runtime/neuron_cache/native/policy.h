@@ -1,5 +1,5 @@
 // The policy of the neuron cache: after each step it decides which cold neurons take the slots of which
-// hot ones. library.py mirrors these structs field by field; tests/cache/cache_reference.py is the reference in
+// hot ones. policy_library.py mirrors these structs field by field; tests/cache/cache_reference.py is the reference in
 // numpy, with the same sequence of operations, so both decide alike.
 //
 // Letters: L layers, F neurons of a layer, N slots of a layer, W words of F bits: F / 32 rounded up.
@@ -14,7 +14,7 @@ struct CacheLayer {
     uint32_t* resident;       // [W] the neurons that are in slots
     int64_t num_slots;
     double hot_s, hot_row_s, cold_s,
-        cold_row_s;  // seconds, see CacheCosts in src/hotsplit/options/neuron_cache.py
+        cold_row_s;  // seconds, see CacheCosts in src/hotsplit/options/neuron_cache_options.py
     double copy_row_s, gather_row_s;
     double cold_share;  // moving average: the share of steps in which the cold side takes longer
     // Neurons read by all steps so far: all, those in slots, those in slots by the plan. 0 if all neurons

@@ -2,8 +2,8 @@
 times on which it bases decisions, and the frequencies that its scores start from.
 
 Specified in docs/formats.md (model.split.gguf). The options of the cache are in
-hotsplit.options.neuron_cache, its memory is counted by hotsplit.costs.cache_bytes, and the times
-are computed by solver/cache_costs.py.
+hotsplit.options.neuron_cache_options, its memory is counted by hotsplit.costs.cache_bytes, and the
+times are computed by solver/cache_costs.py.
 
 Letters: L layers, F neurons of a layer."""
 
@@ -16,7 +16,7 @@ from annotated_types import Ge, Le
 from hotsplit.errors import HotsplitError
 from hotsplit.files.declared import read_declared
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry
-from hotsplit.options.neuron_cache import CacheCosts
+from hotsplit.options.neuron_cache_options import CacheCosts
 
 MOST_ROWS = 1 << 16
 MOST_S = 1e30  # upper limit of any time, so that computations stay finite

@@ -234,7 +234,7 @@ def solve(
     The plan says which neurons, attention blocks and so on go on the GPU and which stay on the CPU
     so that a token takes the least time on the machine that --machine describes."""
     from hotsplit.commands.solve_command import run_check, run_solve, run_sweep
-    from hotsplit.options.neuron_cache import CacheOptions
+    from hotsplit.options.neuron_cache_options import CacheOptions
     from hotsplit.solver.solve import SolveConfig
 
     if not vram and not sweep_range and not is_check:

@@ -79,15 +79,15 @@ def bench(
 
 
 def _measure(options: dict[str, Any], *, as_json: bool) -> None:
-    from hotsplit.measure.bench.config import BenchConfig
+    from hotsplit.measure.bench.bench_config import BenchConfig
 
     engine = take_engine_options(options)
     config = BenchConfig(
         engine=engine, **options
     )  # refuses wrong options before the imports, which take seconds
     from hotsplit.measure.bench.bench import bench as run
+    from hotsplit.measure.bench.bench_tables import lines_of
     from hotsplit.measure.bench.fields import to_json
-    from hotsplit.measure.bench.tables import lines_of
     from hotsplit.system.progress import progress
 
     with progress("measuring", config.num_runs, "tests") as advance:

@@ -24,7 +24,7 @@ from hotsplit.commands.terminal.terminal import (
     stopping,
 )
 from hotsplit.errors import HotsplitError, Interrupted
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 
 if TYPE_CHECKING:
     from hotsplit.runtime.engine import Engine

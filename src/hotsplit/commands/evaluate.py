@@ -20,7 +20,7 @@ from hotsplit.commands.options.command_options import (
 from hotsplit.commands.options.engine_options import long_text_options, scaling_lines
 
 if TYPE_CHECKING:
-    from hotsplit.measure.evaluate.config import EvalConfig
+    from hotsplit.measure.evaluate.evaluate_config import EvalConfig
     from hotsplit.measure.evaluate.quality import EvalReport
 
 
@@ -54,7 +54,7 @@ def evaluate(threads: int | None, as_json: bool, **options: Any) -> None:
 
     Prints perplexity, KL divergence, and how often the likeliest token is the same. For tasks of
     lm-eval, see docs/reading-a-report.md."""
-    from hotsplit.measure.evaluate.config import EvalConfig
+    from hotsplit.measure.evaluate.evaluate_config import EvalConfig
 
     # Refuses wrong options before the imports, which take seconds.
     config = EvalConfig(engine=take_engine_options(options), **options)

@@ -73,7 +73,7 @@ def profile(
         return
     if len(files) != 1:
         raise click.UsageError("one model at a time; give text with --corpus")
-    from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig
+    from hotsplit.profile.profile_config import DEFAULT_TOKENS, ProfileConfig
 
     with texts_or_default(options.pop("corpora")) as texts:
         config = ProfileConfig(model=files[0], output=output, force=force, corpora=texts, **options)

@@ -37,8 +37,8 @@ def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
     from hotsplit.artifacts.model_file import ModelFile
 
     ModelFile.load(options["model"])  # fails early: the other imports take seconds
-    from hotsplit.report.config import ReportConfig
-    from hotsplit.report.report import report as run
+    from hotsplit.report.make_report import report as run
+    from hotsplit.report.report_config import ReportConfig
 
     config = ReportConfig(evals=evals, **options)
     summary = run(config)

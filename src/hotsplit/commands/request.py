@@ -31,7 +31,7 @@ from hotsplit.commands.terminal.prompt_sources import (
     template_variables,
 )
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation import ENDLESS, GenerationOptions, SpeculationOptions
+from hotsplit.options.generation_options import ENDLESS, GenerationOptions, SpeculationOptions
 
 TEXT_TOKENS = 128  # of a text, unless -n says another number
 SHIFT_KEEP = 4  # tokens at the beginning of a text that stay in the context, as attention sinks

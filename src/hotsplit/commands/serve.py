@@ -36,7 +36,7 @@ from hotsplit.system.sizes import format_bytes
 
 if TYPE_CHECKING:
     from hotsplit.runtime.engine import Engine
-    from hotsplit.serve.config import ServeConfig
+    from hotsplit.serve.serve_config import ServeConfig
     from hotsplit.serve.served_model import ServedModel
 
 KEY_VARIABLE = "HOTSPLIT_API_KEY"
@@ -89,7 +89,7 @@ def serve(
 
     Sampling options are the defaults for requests. With --json, one line on stdout gives the
     address as soon as the server is ready."""
-    from hotsplit.serve.config import ServeConfig
+    from hotsplit.serve.serve_config import ServeConfig
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
     options["variables"] = template_variables(options["variables"])

@@ -16,7 +16,7 @@ from hotsplit.commands.options.speculation_options import speculating
 from hotsplit.commands.request import CommandRequest
 from hotsplit.commands.terminal.terminal import Screen
 from hotsplit.errors import HotsplitError, Interrupted
-from hotsplit.options.generation import SamplingOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.system.sizes import format_bytes
 
 if TYPE_CHECKING:

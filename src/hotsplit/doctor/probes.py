@@ -161,8 +161,8 @@ def probe_gpu(*devices: str) -> dict[str, Any]:
     """Loads a small random model on each GPU, once with all neurons there and once
     with them on the CPU. `why`: why one of the GPUs fails the check of a load; None if all pass."""
     from hotsplit.artifacts.random_weights import random_model
+    from hotsplit.families.decoder_sizes import Sizes
     from hotsplit.families.plain_decoder import decoder_spec
-    from hotsplit.families.sizes import Sizes
     from hotsplit.model.spec import Rotary
     from hotsplit.options.engine_config import EngineConfig
     from hotsplit.runtime.device_check import DeviceFails, failures_of_device

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS
+from hotsplit.families.decoder_sizes import MAX_COUNT, MAX_LAYERS
 from hotsplit.files.typed import shown
 from hotsplit.model.spec import Activation
 

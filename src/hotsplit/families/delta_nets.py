@@ -15,7 +15,8 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import ADD_ONE, NEGATED_EXP, SAME, NameOf, Rows, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.experts import (
+from hotsplit.families.decoder_sizes import Sizes
+from hotsplit.families.expert_keys import (
     COUNTS,
     KEYS,
     dense_layers,
@@ -28,7 +29,6 @@ from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.glm import SECOND_NORM
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope, rotated_values
-from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import Value, chosen_rows
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Arrangement

@@ -13,6 +13,7 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import IGNORED, NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
+from hotsplit.families.decoder_sizes import Sizes, by_layer
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.layer_inputs import INPUTS, input_keys, layer_inputs, rows_of_first
 from hotsplit.families.rope_scalings import THETA, Rope, local_theta_key
@@ -26,7 +27,6 @@ from hotsplit.families.shared_keys import (
     with_unused,
     without_unused,
 )
-from hotsplit.families.sizes import Sizes, by_layer
 from hotsplit.families.soft_caps import LOGIT_CAP, cap_key, cap_of_keys
 from hotsplit.families.windows import KEYS, local_window_keys, windows_of_keys
 from hotsplit.files.gguf_file import Value

@@ -18,7 +18,8 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import IGNORED, NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.experts import (
+from hotsplit.families.decoder_sizes import Sizes, by_layer
+from hotsplit.families.expert_keys import (
     COUNTS,
     KEYS,
     Experts,
@@ -38,7 +39,6 @@ from hotsplit.families.shared_keys import (
     unused_sources,
     without_unused,
 )
-from hotsplit.families.sizes import Sizes, by_layer
 from hotsplit.families.soft_caps import LOGIT_CAP, cap_key, cap_of_keys
 from hotsplit.families.windows import KEYS as WINDOW_KEYS
 from hotsplit.families.windows import windows_of_keys

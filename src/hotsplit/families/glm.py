@@ -8,7 +8,7 @@ import gguf
 
 from hotsplit.families.blueprint import Sources, suffixed
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.experts import COUNTS, KEYS, expert_keys, experts_of_keys
+from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys
 from hotsplit.families.family import QKV_BIASES, Architecture, Family
 from hotsplit.families.llama import without_windows
 from hotsplit.families.plain_decoder import decoder

@@ -10,7 +10,7 @@ import gguf
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.experts import COUNTS, KEYS, expert_keys, experts_of_keys
+from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope

@@ -11,7 +11,7 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.experts import COUNTS, KEYS, expert_keys, experts_of_keys, other_in_stock
+from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys, other_in_stock
 from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.llama import BIASES, OPTIONS, adjacent, without_windows
 from hotsplit.families.plain_decoder import decoder

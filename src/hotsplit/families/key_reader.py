@@ -8,11 +8,11 @@ from typing import cast, get_args
 import numpy as np
 
 from hotsplit.errors import HotsplitError
+from hotsplit.families.decoder_sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.families.family import Architecture
 from hotsplit.families.pooling_key import pooling_of
 from hotsplit.families.rope_scalings import SCALING_KEYS, scaling_of_keys
 from hotsplit.families.row_order import projections_apart
-from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown

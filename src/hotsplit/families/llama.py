@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from hotsplit.families.blueprint import Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.experts import KEYS as EXPERT_KEYS
-from hotsplit.families.experts import experts_of_keys, other_in_stock
+from hotsplit.families.expert_keys import KEYS as EXPERT_KEYS
+from hotsplit.families.expert_keys import experts_of_keys, other_in_stock
 from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.row_order import rotary_rows

@@ -9,7 +9,7 @@ import gguf
 
 from hotsplit.families.blueprint import Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.experts import (
+from hotsplit.families.expert_keys import (
     COUNTS,
     KEYS,
     dense_layers,

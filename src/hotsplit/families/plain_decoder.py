@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hotsplit.families.experts import Experts
-from hotsplit.families.sizes import Sizes
+from hotsplit.families.decoder_sizes import Sizes
+from hotsplit.families.expert_keys import Experts
 from hotsplit.families.windows import KEYS, Windows, windows_of_keys
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.blocks import NormKind

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.sizes import MAX_COUNT
+from hotsplit.families.decoder_sizes import MAX_COUNT
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.rope import FREQUENCIES, KINDS, LONG, NO_SCALING, SHORT, RopeScaling

@@ -7,7 +7,7 @@ import gguf
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.experts import KEYS, expert_keys, experts_of_keys
+from hotsplit.families.expert_keys import KEYS, expert_keys, experts_of_keys
 from hotsplit.families.family import Architecture, Family
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.windows import KEYS as WINDOW_KEYS

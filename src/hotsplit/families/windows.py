@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.sizes import MAX_COUNT
+from hotsplit.families.decoder_sizes import MAX_COUNT
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import ModelSpec
 

@@ -18,7 +18,7 @@ from hotsplit.model.rope import check_scaling
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.kinds import check_fields
-from hotsplit.options.neuron_cache import CacheOptions, Off
+from hotsplit.options.neuron_cache_options import CacheOptions, Off
 
 MAX_SEQUENCES = 1024
 MOST_THREADS = 1024

@@ -1,7 +1,7 @@
 """The sampling settings that a model comes with: keys general.sampling.* of a GGUF (llama.cpp's,
 gguf-py's Keys.General), which `convert` takes from a checkpoint's generation_config.json.
 
-Imports no numpy, as options.generation."""
+Imports no numpy, as options.generation_options."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hotsplit.errors import HotsplitError, about
 from hotsplit.files.typed import plain
-from hotsplit.options.generation import SamplingOptions, samplers_of_names
+from hotsplit.options.generation_options import SamplingOptions, samplers_of_names
 
 PREFIX = "general.sampling."
 

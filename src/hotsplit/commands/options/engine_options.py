@@ -9,7 +9,7 @@ from hotsplit.model.rope import KINDS
 from hotsplit.options.cache_types import NAMES
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import DEFAULT
-from hotsplit.options.neuron_cache import OFF, CacheOptions
+from hotsplit.options.neuron_cache_options import OFF, CacheOptions
 
 rope_options = option_table(
     """

@@ -11,7 +11,7 @@ from hotsplit.commands.options.command_options import Parsed, joined, say
 from hotsplit.commands.options.constraint_options import constraint_options
 from hotsplit.commands.options.engine_options import long_text_options
 from hotsplit.commands.options.speculation_options import speculation_options
-from hotsplit.options.generation import (
+from hotsplit.options.generation_options import (
     DEFAULT_SAMPLERS,
     SamplingOptions,
     bias_of,

@@ -9,7 +9,7 @@ import click
 
 from hotsplit.commands.options.command_options import option_table
 from hotsplit.errors import about
-from hotsplit.options.generation import SpecType, SpeculationOptions
+from hotsplit.options.generation_options import SpecType, SpeculationOptions
 
 if TYPE_CHECKING:
     from hotsplit.runtime.engine import Engine

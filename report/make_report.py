@@ -13,11 +13,11 @@ from hotsplit.model.modes import Mode
 from hotsplit.model.spec_facts import spec_facts
 from hotsplit.profile.report import report_path
 from hotsplit.report.artifacts import Artifacts, load_artifacts
-from hotsplit.report.config import MAX_BYTES, ReportConfig, ReportSummary
 from hotsplit.report.machine_section import machine_section
 from hotsplit.report.names import Names
 from hotsplit.report.page import Page, Table, Tile, render
 from hotsplit.report.quality_section import cost_of, costs_nothing, quality_section
+from hotsplit.report.report_config import MAX_BYTES, ReportConfig, ReportSummary
 from hotsplit.report.sections import (
     bytes_section,
     firing_section,

@@ -10,7 +10,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.predictor_file import FILE_NAME
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.count.resume import SAVE_EVERY_S
-from hotsplit.profile.predictors.options import PredictorChoices
+from hotsplit.profile.predictors.predictor_options import PredictorChoices
 
 MIN_TRAINING_WINDOWS = 10
 DEFAULT_TOKENS = 131_072

@@ -9,7 +9,7 @@ from hotsplit.model.modes import MODES, Mode
 from hotsplit.model.rope import check_scaling
 from hotsplit.options.engine_config import MAX_SEQUENCES
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.options.neuron_cache import CacheOptions
+from hotsplit.options.neuron_cache_options import CacheOptions
 
 
 @dataclass(frozen=True, kw_only=True)
