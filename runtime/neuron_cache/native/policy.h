@@ -1,6 +1,7 @@
-// The policy of the neuron cache: after each step it decides which cold neurons take the slots of which
-// hot ones. policy_library.py mirrors these structs field by field; tests/cache/cache_reference.py is the reference in
-// numpy, with the same sequence of operations, so both decide alike.
+// The policy of the neuron cache: after each step it decides which cold neurons take the slots of
+// which hot ones. policy_library.py mirrors these structs field by field;
+// tests/cache/cache_reference.py is the reference in numpy, with the same sequence of operations, so
+// both decide alike.
 //
 // Letters: L layers, F neurons of a layer, N slots of a layer, W words of F bits: F / 32 rounded up.
 #pragma once
