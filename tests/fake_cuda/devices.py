@@ -14,7 +14,6 @@ from weakref import ref
 import torch
 from fake_cuda import library
 from fake_cuda.allocator import Allocator
-from fake_cuda.libraries import Seeds, Workspaces
 
 NUM_MULTIPROCESSORS = 132  # of an H100
 _NON_BLOCKING = 1
@@ -26,9 +25,30 @@ class _Thread(threading.local):
     """The state of a thread: its current device, and the current stream of each device."""
 
     def __init__(self, num_devices: int) -> None:
-        self.device = self.pool = 0
+        self.device = 0
         self.streams = [Stream(torch.device("cuda", i), handle=0) for i in range(num_devices)]
         library.call("cudaSetDevice", 0)
+
+
+class Seeds:
+    """The two numbers that torch's generator holds on the device while graphs exist, allocated on
+    the stream of the first capture, as in CUDAGeneratorImpl.cpp (before torch 2.13)."""
+
+    def __init__(self, cuda: "FakeCuda") -> None:
+        self._cuda = cuda
+        self._graphs: dict[int, set[int]] = {}  # by device
+        self._held: dict[int, list[tuple[int, Callable[[], None]]]] = {}
+
+    def register(self, device: int, graph: int) -> None:
+        if not self._graphs.get(device):
+            self._held[device] = [self._cuda.allocate(device, 8) for _ in range(2)]
+        self._graphs.setdefault(device, set()).add(graph)
+
+    def forget(self, device: int, graph: int) -> None:
+        self._graphs.get(device, set()).discard(graph)
+        if not self._graphs.get(device):
+            for _, free in self._held.pop(device, []):
+                free()
 
 
 @dataclass(eq=False)
@@ -52,7 +72,7 @@ class FakeCuda:
             self.pools.append([])
             self.num_streams.append(0)
         self.thread = _Thread(self.num_devices)
-        self.workspaces, self.seeds = Workspaces(self), Seeds(self)
+        self.seeds = Seeds(self)
 
     @property
     def graphs(self) -> list["CUDAGraph"]:
@@ -72,7 +92,7 @@ class FakeCuda:
             return 0, lambda: None
         allocator = self.allocators[device]
         with self.on_device(device) as stream:
-            start = allocator.allocate(num_bytes, stream, self.capturing or self.thread.pool)
+            start = allocator.allocate(num_bytes, stream, self.capturing)
         return start, partial(self._free, allocator, start)
 
     def _free(self, allocator: Allocator, start: int) -> None:
@@ -174,32 +194,6 @@ class FakeCuda:
 ACTIVE: list[FakeCuda] = []
 
 
-class MemPool:
-    """A pool of the allocator, as c10/cuda/CUDACachingAllocator.cpp has them: its memory is its own
-    until this object is gone, and so are the graphs that were captured in it."""
-
-    def __init__(self) -> None:
-        self._owner = ACTIVE[-1]
-        self._owner.num_graphs += 1
-        self.id = self._owner.num_graphs
-
-    def __del__(self) -> None:
-        if not self._owner.is_over:
-            self._owner.release_pool(self.id)
-
-
-@contextmanager
-def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-    """Allocations of this thread are from the pool."""
-    thread = ACTIVE[-1].thread
-    assert not thread.pool and not ACTIVE[-1].capturing
-    thread.pool = pool.id
-    try:
-        yield
-    finally:
-        thread.pool = 0
-
-
 class Stream:
     def __init__(self, device: Any = None, priority: int = 0, *, handle: int | None = None) -> None:
         if handle is None:
@@ -282,9 +276,7 @@ class CUDAGraph:
         self._graph = self._exec = self._pool = 0
         self._stream: Stream | None = None
 
-    def capture_begin(
-        self, pool: int = 0, capture_error_mode: str = "global", **options: object
-    ) -> None:
+    def capture_begin(self, capture_error_mode: str = "global", **options: object) -> None:
         assert not self._graph, "a graph is captured once"
         stream = self._owner.current_stream()
         if not stream.cuda_stream:
@@ -293,7 +285,7 @@ class CUDAGraph:
         number = self._owner.num_graphs
         self._owner.seeds.register(stream.device.index, number)
         self._pool = number
-        self._owner.capturing = pool or number
+        self._owner.capturing = number
         self._stream = stream
         try:
             library.call("cudaStreamBeginCapture", stream.cuda_stream, _MODES[capture_error_mode])

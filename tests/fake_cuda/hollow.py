@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from fake_cuda import library
 from fake_cuda.devices import FakeCuda
-from fake_cuda.libraries import PRODUCTS
 from fake_cuda.tensors import Dispatch, leaves, mapped, meta_of, on_meta, written_arguments
 from fake_cuda.torch_cuda import fake_cuda
 from torch import Tensor
@@ -26,6 +25,7 @@ from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 
+_PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"}
 _DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
@@ -54,9 +54,7 @@ def _described(leaf: Any) -> Any:
 def _kernel(self: Dispatch, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Dispatch._kernel without a launch: allocates what the operation returns."""
     index = self._index(name, args, kwargs)
-    if name in PRODUCTS:
-        with self.cuda.on_device(index) as stream:
-            self.cuda.workspaces.use(index, stream)
+    assert name not in _PRODUCTS, "cuBLAS would take memory that no plan has room for"
     written = written_arguments(func, args, kwargs)
     if written:
         return written[0] if len(written) == 1 else tuple(written)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from fake_cuda import library
 from fake_cuda.devices import FakeCuda
-from fake_cuda.libraries import PRODUCTS
 from fake_cuda.library import Range
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,9 +151,6 @@ class Dispatch(TorchDispatchMode):
 
     def _kernel(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         index = self._index(name, args, kwargs)
-        if name in PRODUCTS:
-            with self.cuda.on_device(index) as stream:
-                self.cuda.workspaces.use(index, stream)
         kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")

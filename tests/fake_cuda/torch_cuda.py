@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from fake_cuda import library
 from fake_cuda.declared import declarations
-from fake_cuda.devices import ACTIVE, CUDAGraph, Event, FakeCuda, MemPool, Stream, use_mem_pool
+from fake_cuda.devices import ACTIVE, CUDAGraph, Event, FakeCuda, Stream
 from fake_cuda.kernels import launched
 from fake_cuda.tensors import DeviceTensor, Dispatch
 from torch import Tensor
@@ -74,8 +74,6 @@ def _replaced(cuda: FakeCuda) -> dict[str, object]:
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": CUDAGraph,
-        "MemPool": MemPool,
-        "use_mem_pool": use_mem_pool,
         "mem_get_info": cuda.mem_get_info,
         "empty_cache": cuda.empty_cache,
         "memory_allocated": lambda d=None: stats[cuda.index(d)].allocated,
@@ -113,11 +111,6 @@ def fake_cuda(
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", _is_pinned))
         stack.enter_context(
             mock.patch.object(torch._C, "_host_emptyCache", lambda: None, create=True)
-        )
-        stack.enter_context(
-            mock.patch.object(
-                torch._C, "_cuda_clearCublasWorkspaces", cuda.workspaces.clear, create=True
-            )
         )
         dispatch = Dispatch(cuda)
         stack.enter_context(
@@ -162,7 +155,6 @@ def _run_in(dispatch: Dispatch) -> Callable[[threading.Thread], None]:
 def _finish(cuda: FakeCuda) -> None:
     if any(allocator.allocated for allocator in cuda.allocators):
         gc.collect()  # reference cycles in hotsplit: a captured step and its inputs
-    cuda.workspaces.clear()
     library.load().fakeForgive()
     cuda.empty_cache()
     for start in cuda.unused:

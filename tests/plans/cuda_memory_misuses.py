@@ -1,19 +1,7 @@
 """Wrong uses of memory, streams and events, in the form of cuda_misuses.py."""
 
 import torch
-from cuda_misuses import (
-    COUNT,
-    GPU,
-    OTHER,
-    copy,
-    kernel,
-    node,
-    pinned,
-    raw,
-    rejected,
-    streams,
-    zeros,
-)
+from cuda_misuses import COUNT, OTHER, copy, kernel, node, pinned, raw, rejected, streams, zeros
 from fake_cuda import library
 from fake_cuda.devices import FakeCuda
 from fake_cuda.library import call, made
@@ -65,19 +53,6 @@ def copying_past_the_end(cuda):
 @rejected("some kernel: 32 bytes at .* are memory of the host that is not pinned")
 def a_kernel_on_the_host(cuda):
     library.launch("some kernel", 0, lambda: None, [(torch.zeros(8).data_ptr(), 32, True)])
-
-
-@rejected("a graph is launched while other tensors have memory of its torch's add_")
-def giving_away_memory_of_a_graphs_pool(cuda):
-    pool, stream, graph = torch.cuda.MemPool(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
-        torch.empty(COUNT, device=GPU)
-    with torch.cuda.graph(graph, pool=pool.id, stream=stream):
-        torch.empty(COUNT, device=GPU).add_(1)  # freed, but the pool keeps it for the graph
-    graph.replay()
-    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
-        cuda.kept = torch.empty(COUNT, device=GPU)
-    graph.replay()
 
 
 @rejected("cudaHostRegister: 8192 bytes at .* are pinned in part")

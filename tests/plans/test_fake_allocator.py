@@ -1,12 +1,9 @@
 """The allocator of the fake CUDA runtime follows torch's rules: pools, segments, what is left of
-blocks, workspaces of products, and the numbers of a graph's generator."""
-
-import threading
+blocks, and the numbers of a graph's generator."""
 
 import pytest
 import torch
 from fake_cuda import library
-from fake_cuda.libraries import HOPPER_WORKSPACE
 from fake_cuda.torch_cuda import fake_cuda
 
 pytestmark = pytest.mark.skipif(
@@ -52,31 +49,6 @@ def test_a_tensor_takes_the_smallest_block_and_all_of_it_if_little_is_left(alloc
     del small, other
 
 
-def test_each_threads_products_take_a_workspace_per_stream(allocator, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:1:16:8")
-    size, square = 4 * MIB + (128 << 10), torch.zeros(8, 8, device="cuda")
-    before = allocator.allocated
-    square @ square
-    square @ square
-    assert size <= allocator.allocated - before < size + 2048
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        square @ square
-    assert 2 * size <= allocator.allocated - before < 2 * size + 2048
-    for _ in range(2):  # the second thread takes the handle of the first
-        thread = threading.Thread(target=lambda: square @ square)
-        thread.start()
-        thread.join()
-        assert 3 * size <= allocator.allocated - before < 3 * size + 4096
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    assert allocator.allocated - before < 4096
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    square @ square
-    assert allocator.allocated - before >= HOPPER_WORKSPACE == 32 * MIB
-
-
 def test_a_graph_takes_two_numbers_on_its_stream(allocator):
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     x = torch.zeros(64, device="cuda")
@@ -93,29 +65,3 @@ def test_a_graph_takes_two_numbers_on_its_stream(allocator):
     del kept, graph, segment
     torch.cuda.empty_cache()
     assert allocator.reserved == 2 * MIB
-
-
-def test_a_pool_of_graphs_has_memory_of_its_own(allocator):
-    """Graphs share it, its free memory stays with it, and it is free when pool and graphs are
-    gone."""
-    pool, stream = torch.cuda.MemPool(), torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
-        kept = torch.zeros(64, device="cuda")
-        taken(MIB)
-    assert allocator.reserved == 2 * MIB
-    taken(MIB)  # not from the pool
-    torch.cuda.empty_cache()
-    assert allocator.reserved == 2 * MIB and kept.numel()
-    torch.cuda.synchronize()
-    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
-    for graph in graphs:
-        with torch.cuda.graph(graph, pool=pool.id, stream=stream):
-            kept += torch.ones(128 << 10, device="cuda")[:64]
-    assert allocator.reserved == 4 * MIB  # and the numbers of the generator
-    for _ in range(3):
-        for graph in graphs:
-            graph.replay()
-    assert kept.tolist() == [6.0] * 64
-    del graphs, graph, pool, kept
-    torch.cuda.empty_cache()
-    assert not allocator.reserved
