@@ -176,7 +176,7 @@ generate: build $(SPLIT)
 	@$(HOTSPLIT) generate $(FULL) --split $(SPLIT) -p "$$PROMPT" -n $(NUM_TOKENS) \
 	  --temp $(TEMPERATURE) $(if $(SEED),--seed $(SEED)) $(if $(MAX_LOSS),--max-loss $(MAX_LOSS))
 
-build/corpus/%.txt: examples/tiny-relu/corpus.py
+build/corpus/%.txt: examples/tiny-relu/bundled_corpus.py
 	@$(BIN)/python $< --part $* -o $@
 
 # ---- checks --------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from cpu_rival import PROMPT, Rival, rival_parser
 from decode import bytes_a_token
 from machine import add_to_result, result_of
-from rival import PROMPT, Rival, rival_parser
 
 from hotsplit import Engine
 from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth

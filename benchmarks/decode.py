@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from cpu_rival import Rival, rival_parser
 from machine import result_of, write_result
 from planted_checkpoint import make_planted
 from random_checkpoint import TINYLLAMA
-from rival import Rival, rival_parser
 
 from hotsplit import Engine
 from hotsplit.convert.convert import ConvertConfig, convert

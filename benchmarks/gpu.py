@@ -34,7 +34,7 @@ from gpu_cases import Amount, BudgetCase
 from gpu_model import Planted, write_dense, write_planted
 from gpu_rival import GpuRival, RivalModel, best_rival
 from machine import machine as this_machine
-from processes import Process, ProcessError
+from worker_process import Process, ProcessError
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from gpu_rival import GpuRival
-from processes import Process, ProcessError
+from worker_process import Process, ProcessError
 
 RIVAL_SECONDS = 0.7  # of decoding per measurement of a rival
 FIRST_TOKENS = 4  # that a rival decodes before its speed is known

@@ -23,8 +23,8 @@ import torch
 from gpu_rival import RivalModel, best_rival
 from gpu_sections import Sections, SectionTable, page_of
 from gpu_trained import TrainedCase, run
-from processes import Process, ProcessError
 from random_model import make_mixture
+from worker_process import Process, ProcessError
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split

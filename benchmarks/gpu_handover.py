@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 from gpu_sections import Sections, SectionTable, page_of
 from handover import allocator, round_trips
-from handover.device import HandoverGpu
+from handover.exchange_forms import Buffers
 from handover.fake import FakeGpu
-from handover.forms import Buffers
+from handover.handover_gpu import HandoverGpu
 from handover.host import Host
 from handover.kernel_times import kernels
 from handover.round_trips import HandoverBench

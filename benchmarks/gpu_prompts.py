@@ -26,7 +26,7 @@ from gpu_rival import RivalModel, best_rival
 from gpu_sections import Sections, SectionTable, page_of
 from overlap_times import overlap
 from pass_launches import launches
-from processes import Process, ProcessError
+from worker_process import Process, ProcessError
 
 KINDS = ("f16", "q8_0", "q4_k")
 ROUNDS = 5

@@ -1,6 +1,6 @@
 """Runs llama.cpp within a budget: as many layers on the GPU as fit, by the buffers that it reports.
 
-gpu_rival.sh builds it and llamacpp_worker.py runs it."""
+gpu_rival.sh builds it and rival_worker.py runs it."""
 
 import json
 import re
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import Process, ProcessError
+from worker_process import Process, ProcessError
 
-PROGRAM = Path(__file__).with_name("llamacpp_worker.py")
+PROGRAM = Path(__file__).with_name("rival_worker.py")
 MOST_LOADS = 4
 # Matches "load_tensors:        CUDA0 model buffer size =  3577.56 MiB" and the like for the cache
 # and for compute buffers, but not CUDA_Host, which is pinned main memory.

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from cpu_rival import Rival
 from decode import MODEL, MODES, make_models, parser
 from machine import result_of, write_result
 from random_checkpoint import TINYLLAMA
-from rival import Rival
 
 from hotsplit import Engine
 from hotsplit.measure.timing.interleave import take_turns

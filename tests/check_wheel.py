@@ -248,7 +248,7 @@ def check_runs(python: Path, wheel: Path, folder: Path, wanted: dict[str, str]) 
 def check_all(wheel: Path, pythons: Sequence[str], installed: Sequence[Path]) -> None:
     with tempfile.TemporaryDirectory(prefix="hotsplit-wheel-") as name:
         folder = Path(name)
-        text = [MODEL / "corpus.py", "--part", "held-out", "--bytes", "50000"]
+        text = [MODEL / "bundled_corpus.py", "--part", "held-out", "--bytes", "50000"]
         subprocess.run([sys.executable, *text, "-o", folder / "text.txt"], check=True)
         here = Environment(Path(sys.executable), folder / "here")
         wanted = pipeline(here, folder / "text.txt")

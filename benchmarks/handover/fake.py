@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from handover.device import WIDTH, HandoverGpu
+from handover.handover_gpu import WIDTH, HandoverGpu
 
 Work = Callable[[], object]
 

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 from gpu_sections import SectionTable
-from handover.device import HandoverGpu
+from handover.handover_gpu import HandoverGpu
 
 WIDTH, BLOCK, ROWS = 576, 1024, 4  # SmolLM2's vectors
 COUNT, REPLAYS = 100, 12

@@ -9,9 +9,9 @@ from statistics import median
 
 import torch
 from gpu_sections import SectionTable
-from handover import forms
-from handover.device import HandoverGpu, Refused
-from handover.forms import LAYERS, LINE, Buffers, Forms
+from handover import exchange_forms
+from handover.exchange_forms import LAYERS, LINE, Buffers, Forms
+from handover.handover_gpu import HandoverGpu, Refused
 from handover.host import LIMIT_NS, Host, Job
 
 JOB_FLOATS = 2_550_000  # 10 MB: the cold weights of a layer
@@ -35,7 +35,7 @@ class HandoverBench:
 
     @property
     def repeats(self) -> int:
-        return 2 if self.is_small else forms.REPEATS
+        return 2 if self.is_small else exchange_forms.REPEATS
 
 
 def handover(bench: HandoverBench) -> list[SectionTable]:
@@ -45,7 +45,7 @@ def handover(bench: HandoverBench) -> list[SectionTable]:
     bases = {gap: known.base_us(gap) for gap in gaps}
     rows = []
     for name in known.layers:
-        if name != forms.NO_HAND_OVER:
+        if name != exchange_forms.NO_HAND_OVER:
             added = [known.added_us(name, gap, bases[gap], bench.repeats) for gap in gaps]
             rows.append([name, *(_cell(us) for us in added)])
     rows.append(["a layer without", *(f"{bases[gap]:.1f}" for gap in gaps)])
@@ -61,7 +61,13 @@ def handover(bench: HandoverBench) -> list[SectionTable]:
 
 def job(bench: HandoverBench) -> list[SectionTable]:
     """10 MB per layer read by a pool: who calls, how many threads, how they wait."""
-    wanted = (forms.HOST_SIDE, forms.HOST_MAPPED, forms.MEMOPS_COPIES, forms.MEMOPS, forms.FLAGS)
+    wanted = (
+        exchange_forms.HOST_SIDE,
+        exchange_forms.HOST_MAPPED,
+        exchange_forms.MEMOPS_COPIES,
+        exchange_forms.MEMOPS,
+        exchange_forms.FLAGS,
+    )
     floats = JOB_FLOATS // 100 if bench.is_small else JOB_FLOATS
     data = torch.ones(2 * floats if bench.is_small else DATA_FLOATS)
     one, other = torch.zeros(LOGITS), torch.zeros(LOGITS)
@@ -83,7 +89,7 @@ def job(bench: HandoverBench) -> list[SectionTable]:
                 before = (lambda: other.copy_(one)) if spins_beside else (lambda: None)
                 added = known.added_us(name, gap, base, bench.repeats, before)
                 own = (known.job.leave[:LAYERS] - known.job.enter[:LAYERS]).double().median() / 1e3
-                us = None if added is None else median(added) + forms.HOT_US
+                us = None if added is None else median(added) + exchange_forms.HOT_US
                 cells.append("not served" if us is None else f"{us:.0f} ({own:.0f})")
         what = f"{threads} threads, spin {spin_us} us{', yield' if yields else ''}"
         rows.append([what + (", OpenMP spins" if spins_beside else ""), *cells])
@@ -96,7 +102,7 @@ def job(bench: HandoverBench) -> list[SectionTable]:
 def idle(bench: HandoverBench) -> list[SectionTable]:
     """If a host function is faster with the cores kept awake, its cost is that of waking one."""
     known, rows = bench.forms(), []
-    names, gaps = (forms.HOST_ALONE, forms.MEMOPS), (20, 300)
+    names, gaps = (exchange_forms.HOST_ALONE, exchange_forms.MEMOPS), (20, 300)
     for num_awake in (0, bench.cores // 2, max(1, bench.cores - 2)):
         cells = []
         with bench.host.awake(num_awake):
@@ -123,9 +129,9 @@ def split(bench: HandoverBench) -> list[SectionTable]:
 
     def hands_over(name: str, layer: int) -> None:
         ready, done = b.flags(layer)
-        if name == forms.HOST_ALONE:
+        if name == exchange_forms.HOST_ALONE:
             gpu.host(bench.host.job_function, job.address)
-        elif name == forms.MEMOPS:
+        elif name == exchange_forms.MEMOPS:
             gpu.write(ready, 1)
             gpu.wait(done, 1)
         else:
@@ -141,15 +147,15 @@ def split(bench: HandoverBench) -> list[SectionTable]:
 
         return all_layers
 
-    for name in (forms.HOST_ALONE, forms.MEMOPS, forms.FLAGS):
+    for name in (exchange_forms.HOST_ALONE, exchange_forms.MEMOPS, exchange_forms.FLAGS):
         if name not in known.layers:
             continue
         graph, there, back = gpu.captured(submit(name)), [], []
         for number in range(TICKS):
             ahead = clock.ahead_ns()
-            if known.replay_us(graph, is_served=name in forms.SERVED) is None:
+            if known.replay_us(graph, is_served=name in exchange_forms.SERVED) is None:
                 raise Refused(f"{name}: not served in time")
-            if number >= forms.WARM_UP:
+            if number >= exchange_forms.WARM_UP:
                 stamps_2L = b.stamps[: 2 * LAYERS].double() - ahead
                 there += ((job.enter[:LAYERS] - stamps_2L[0::2]) / 1e3).tolist()
                 back += ((stamps_2L[1::2] - job.leave[:LAYERS]) / 1e3).tolist()

@@ -8,8 +8,8 @@ the router begins with the clusters' middles. From there all weights are trained
 each expert's on its own, the router and the rest by AdamW. The load is balanced by Switch
 Transformer's auxiliary loss (arXiv 2101.03961, equations 4 to 6), layer by layer.
 
-Text, tokenizer, batches and the optimizer are tiny-relu's (its train.py); a run is a function of
-its settings, the seed and the step. This program does not use hotsplit."""
+Text, tokenizer, batches and the optimizer are tiny-relu's (its train_relu.py); a run is a function
+of its settings, the seed and the step. This program does not use hotsplit."""
 
 import argparse
 import json
@@ -27,9 +27,9 @@ from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 EXAMPLES = Path(__file__).parent.parent
 sys.path.insert(0, str(EXAMPLES / "tiny-relu"))
-from corpus import HELD_OUT, library_texts  # noqa: E402
+from bundled_corpus import HELD_OUT, library_texts  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
-from train import Muon, TrainConfig, batch, encode, say  # noqa: E402
+from train_relu import Muon, TrainConfig, batch, encode, say  # noqa: E402
 
 DENSE = EXAMPLES / "tiny-silu"
 EXPERTS, USED = 16, 4

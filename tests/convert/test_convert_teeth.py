@@ -157,7 +157,7 @@ print((peak[-1] - start) // 1024)
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """Converts more than 140 MiB of weights within 60 MiB of anonymous memory, in pieces of 4 MiB
-    instead of 16. benchmarks/convert.py measures the memory for 1.1 B parameters."""
+    instead of 16. benchmarks/conversion_speed.py measures the memory for 1.1 B parameters."""
     shape, name = (18_000, 1024), "model.embed_tokens.weight"
     folder = random_llama(
         tmp_path / "hf",

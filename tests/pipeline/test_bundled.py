@@ -37,7 +37,7 @@ def made(tmp_path_factory):
     predictors) and machine.json."""
     folder = tmp_path_factory.mktemp("bundled")
     for part in ("train", "held-out"):
-        corpus = [TINY / "corpus.py", "--part", part, "-o", folder / f"{part}.txt"]
+        corpus = [TINY / "bundled_corpus.py", "--part", part, "-o", folder / f"{part}.txt"]
         subprocess.run([sys.executable, *map(str, corpus)], check=True)
     convert(ConvertConfig(source=TINY, output=folder / "f32.gguf", outtype="f32"))
     convert(ConvertConfig(source=TINY, output=folder / "base.gguf"))

@@ -34,7 +34,13 @@ PROMPTS = ["class Parser:\n    def __init__(", "import os\n", "def area(width, h
 def made(tmp_path_factory):
     """A folder with held-out.txt, f32.gguf and profile.safetensors of 4,096 tokens of that text."""
     folder = tmp_path_factory.mktemp("mixture")
-    corpus = [EXAMPLES / "tiny-relu" / "corpus.py", "--part", "held-out", "-o", "held-out.txt"]
+    corpus = [
+        EXAMPLES / "tiny-relu" / "bundled_corpus.py",
+        "--part",
+        "held-out",
+        "-o",
+        "held-out.txt",
+    ]
     subprocess.run([sys.executable, *map(str, corpus)], check=True, cwd=folder)
     convert(ConvertConfig(source=MOE, output=folder / "f32.gguf", outtype="f32"))
     profile(

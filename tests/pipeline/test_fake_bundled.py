@@ -38,7 +38,7 @@ def planned(tmp_path_factory):
     layer's neurons on a GPU."""
     folder = tmp_path_factory.mktemp("bundled")
     subprocess.run(
-        [sys.executable, TINY / "corpus.py", "--part", "train", "-o", folder / "train.txt"],
+        [sys.executable, TINY / "bundled_corpus.py", "--part", "train", "-o", folder / "train.txt"],
         check=True,
     )
     convert(ConvertConfig(source=TINY, output=folder / "base.gguf"))

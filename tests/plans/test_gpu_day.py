@@ -26,7 +26,7 @@ import gpu_prompts  # noqa: E402
 import gpu_sections  # noqa: E402
 import gpu_trained  # noqa: E402
 from gpu_sections import Sections, SectionTable  # noqa: E402
-from handover import forms, round_trips  # noqa: E402
+from handover import exchange_forms, round_trips  # noqa: E402
 
 import run as gpu_run  # noqa: E402
 
@@ -269,7 +269,7 @@ def test_tests_that_ended_are_not_repeated(tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    for module in (forms, round_trips):
+    for module in (exchange_forms, round_trips):
         monkeypatch.setattr(module, "LAYERS", 3)
 
 
@@ -280,32 +280,32 @@ def test_the_handover_benchmark_runs_on_a_thread(tmp_path, monkeypatch, capsys, 
     sections = json.loads(path.read_text())["sections"]
     assert list(sections) == list(gpu_handover.FAKED)
     (table,) = sections["handover"]["tables"]
-    assert [row[0] for row in table["rows"]][-2:] == [forms.MEMOPS, "a layer without"]
+    assert [row[0] for row in table["rows"]][-2:] == [exchange_forms.MEMOPS, "a layer without"]
     assert not [cell for row in table["rows"] for cell in row if "not served" in cell]
-    assert forms.MEMOPS in capsys.readouterr().out
+    assert exchange_forms.MEMOPS in capsys.readouterr().out
 
 
 def test_a_hand_over_whose_flag_never_comes_is_reported(monkeypatch, small):
     """And ends, on both sides: the server releases all flags."""
     fake = gpu_handover.FakeGpu()
-    buffers = forms.Buffers(fake)
+    buffers = exchange_forms.Buffers(fake)
     known = round_trips.HandoverBench(
         gpu=fake, host=gpu_handover.Host(), buffers=buffers, cores=1, is_small=True
     ).forms()
-    assert known.added_us(forms.MEMOPS, 1, 0.0, 1) is not None
-    monkeypatch.setattr(forms, "LIMIT_NS", 20_000_000)
+    assert known.added_us(exchange_forms.MEMOPS, 1, 0.0, 1) is not None
+    monkeypatch.setattr(exchange_forms, "LIMIT_NS", 20_000_000)
     monkeypatch.setattr(fake, "write", lambda address, value: None)
-    assert known.added_us(forms.MEMOPS, 1, 0.0, 1) is None
-    assert buffers.done[:: forms.LINE].tolist() == [1] * 3
+    assert known.added_us(exchange_forms.MEMOPS, 1, 0.0, 1) is None
+    assert buffers.done[:: exchange_forms.LINE].tolist() == [1] * 3
 
 
 def test_the_pool_reads_all_and_the_job_is_done_once_a_layer(small):
     fake = gpu_handover.FakeGpu()
-    buffers, host = forms.Buffers(fake), gpu_handover.Host()
+    buffers, host = exchange_forms.Buffers(fake), gpu_handover.Host()
     bench = round_trips.HandoverBench(gpu=fake, host=host, buffers=buffers, cores=2, is_small=True)
     with host.pool(2, 50, False, torch.ones(4096)) as pool:
         known = bench.forms(round_trips.Job(buffers.x_host, buffers.y_host, pool, 4096))
-        for name in (forms.HOST_SIDE, forms.FLAGS):
+        for name in (exchange_forms.HOST_SIDE, exchange_forms.FLAGS):
             buffers.x.fill_(2.0)
             buffers.y_host.zero_()
             assert known.added_us(name, 1, 0.0, 1) is not None
@@ -333,9 +333,9 @@ sys.path[:0] = {paths!r}
 import torch
 from gpu_compilation import AbsentDevice, compile_instead_of_launching
 from triton.runtime.driver import driver
-from handover import kernels
+from handover import triton_kernels as kernels
 from handover.fake import FakeGpu
-from handover.device import HandoverGpu
+from handover.handover_gpu import HandoverGpu
 
 driver.set_active(AbsentDevice(90))
 found = []

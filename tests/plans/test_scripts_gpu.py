@@ -21,10 +21,10 @@ import gpu  # noqa: E402
 import gpu_cases  # noqa: E402
 import gpu_ready  # noqa: E402
 import gpu_rival  # noqa: E402
-import processes  # noqa: E402
 import test_step  # noqa: E402
+import worker_process  # noqa: E402
 from gpu_model import Planted, write_dense, write_planted  # noqa: E402
-from processes import Process, ProcessError  # noqa: E402
+from worker_process import Process, ProcessError  # noqa: E402
 
 import run as gpu_run  # noqa: E402
 
@@ -189,7 +189,7 @@ def test_the_error_of_a_program_that_dies_quotes_its_last_words(tmp_path):
 
 
 def test_a_program_that_hangs_is_ended(monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(worker_process, "ANSWER_SECONDS", 1.0)
     text = "import time; print('{}', flush=True); time.sleep(100)"
     process = Process.of((sys.executable, "-c", text), "worker", tmp_path / "log")
     with pytest.raises(ProcessError, match="worker: no answer in 1 s"):

@@ -26,9 +26,9 @@ class HandoverGpu:
 
     def __init__(self) -> None:
         torch.zeros(1, device="cuda")  # makes the context
-        from handover import kernels  # needs Triton
+        from handover import triton_kernels  # needs Triton
 
-        self.kernels = kernels
+        self.kernels = triton_kernels
         self.main, self.side = torch.cuda.Stream(), torch.cuda.Stream()
         library = ctypes.CDLL("libcuda.so.1")
         p, s, u32, u64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_uint64

@@ -1,6 +1,6 @@
 """Benchmarks a step of several sequences against llama.cpp's batches, alternating in one run.
 
-    python benchmarks/batch.py MODEL STOCK --rival path/to/venv/bin/python [--modes dense,predicted]
+    python benchmarks/batch_speed.py MODEL STOCK --rival path/to/python [--modes dense,predicted]
 
 MODEL is our model file, STOCK the same for llama.cpp, made by `make smollm2`; `decode.py` makes a
 ReLU model and its SiLU twin. A round computes 16 steps with one token of each of 1, 2, 4, 8 and 16
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from cpu_rival import Rival
 from machine import result_of, write_result
-from rival import Rival
 
 from hotsplit import Engine
 from hotsplit.measure.timing.interleave import take_turns

@@ -1,6 +1,6 @@
 """Benchmarks the samplers in microseconds, each alone and in chains, for four vocabulary sizes.
 
-    OMP_NUM_THREADS=1 python benchmarks/samplers.py [--rounds N] [--rival PYTHON]
+    OMP_NUM_THREADS=1 python benchmarks/sampler_speed.py [--rounds N] [--rival PYTHON]
 
 The logits are synthetic: as in a language model, a few tokens stand out from a broad bulk (Gumbel
 noise over a Zipf law; the entropy is printed). The history is 512 tokens drawn from 40 ids. A

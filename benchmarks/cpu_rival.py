@@ -1,4 +1,4 @@
-"""Measures llama.cpp on the CPU, in a separate process (llamacpp_worker.py), on request.
+"""Measures llama.cpp on the CPU, in a separate process (rival_worker.py), on request.
 
 The process idles between requests, so that its threads, which spin while they wait for each other,
 never run while ours is measured."""
@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from processes import Process
+from worker_process import Process
 
-PROGRAM = Path(__file__).with_name("llamacpp_worker.py")
+PROGRAM = Path(__file__).with_name("rival_worker.py")
 PROMPT = [7] * 16  # before decoding
 # OpenMP threads continue to spin after a job before they sleep, GNU's 300,000 times: up to 20 ms.
 # Each side waits for the other's threads.

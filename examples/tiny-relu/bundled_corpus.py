@@ -1,6 +1,6 @@
 """The text that the bundled model was trained on and is measured with: Python's standard library.
 
-    python corpus.py --part held-out -o FILE      # or --part train
+    python bundled_corpus.py --part held-out -o FILE      # or --part train
 
 It comes with the interpreter, so nothing has to be downloaded or shipped. Tests, installed
 packages, generated tables and the text of the manual are left out. The library of another Python

@@ -1,6 +1,6 @@
 """Continue several texts together, in common steps.
 
-python examples/batch.py MODEL PROMPT...
+python examples/several_prompts.py MODEL PROMPT...
 
 MODEL is a model file, such as build/demo/model.gguf, which `make demo` makes."""
 

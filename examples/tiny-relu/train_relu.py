@@ -1,7 +1,7 @@
 """Trains the bundled model: a ReLU-gated Llama of 7 M parameters that writes Python.
 
-    python train.py -o DIR                # from scratch; run it again to resume
-    python train.py -o DIR --steps 20     # a quick look
+    python train_relu.py -o DIR                # from scratch; run it again to resume
+    python train_relu.py -o DIR --steps 20     # a quick look
 
 The commands that made the bundled checkpoint are listed in its model card, README.md.
 
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import HELD_OUT, library_texts
+from bundled_corpus import HELD_OUT, library_texts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F

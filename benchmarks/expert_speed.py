@@ -1,15 +1,15 @@
 """Benchmarks a mixture of experts on the CPU against llama.cpp, alternating in one run.
 
-    python benchmarks/experts.py FOLDER --rival path/to/venv/bin/python [--model qwen3-30b-a3b]
+    python benchmarks/expert_speed.py FOLDER --rival path/to/venv/bin/python [--model qwen3-30b-a3b]
     [--types q4_k_m,q8_0]
 
 The models are random, in the shapes that random_model.py lists; files missing in FOLDER are made
 first, and nothing is measured in that run. Both sides run the stock layout as it is. What is
 measured, and how, is described in chat_model.py. The limit of decode is that of the bytes of the
 experts that were chosen. With --sequences 8, steps with one token of each of eight texts are
-measured instead, as in batch.py. With --positions 100,4096,32768, our tokens after texts of these
-lengths are measured instead, without the rival: whole, and the part of each kind of layer that is
-not its products (attention, or a gated delta net).
+measured instead, as in batch_speed.py. With --positions 100,4096,32768, our tokens after texts of
+these lengths are measured instead, without the rival: whole, and the part of each kind of layer
+that is not its products (attention, or a gated delta net).
 
 A model with silent neurons is in our layout and is measured in modes `dense` and `exact` instead:
 seconds and bytes a token of both, and of the neurons in it, alternating; beside llama.cpp if it has
@@ -26,12 +26,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import batch
+import batch_speed
 import torch
 from chat_model import CONTEXT, STEPS, Tests, add_tests, decode_s, measure, numbers
+from cpu_rival import PROMPT, Rival, rival_parser
 from machine import add_to_result, result_of
 from random_model import LAYOUTS, SHAPES, make_mixture, route_of
-from rival import PROMPT, Rival, rival_parser
 
 from hotsplit import Engine
 from hotsplit.measure.bench.bandwidth import cpu_bandwidth
@@ -97,7 +97,7 @@ def _batches(
     asked = argparse.Namespace(
         model=path, stock=path, rival=arguments.rival, threads=threads, rounds=arguments.rounds
     )
-    return {"batches": batch.measure(asked, ["dense"], counts)}
+    return {"batches": batch_speed.measure(asked, ["dense"], counts)}
 
 
 def _after_texts(path: Path, threads: int, positions: tuple[int, ...]) -> dict[str, object]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from handover.device import WIDTH, HandoverGpu
+from handover.handover_gpu import WIDTH, HandoverGpu
 from handover.host import LIMIT_NS, Host, Job
 
 LAYERS, HOT_US = 24, 20
