@@ -1,6 +1,6 @@
 """A conversation from Python. Each turn computes only what is new.
 
-python examples/conversation.py MODEL [--chat-template chatml] MESSAGE...
+python examples/chat_loop.py MODEL [--chat-template chatml] MESSAGE...
 
 MODEL is a model file, such as build/demo/model.gguf, which `make demo` makes."""
 
