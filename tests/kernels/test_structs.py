@@ -20,7 +20,7 @@ from paths import ROOT
 from hotsplit.runtime.neuron_cache.native.policy_library import SWAP
 
 RUNTIME = ROOT / "runtime"
-CACHE = "neuron_cache.native.library"
+CACHE = "neuron_cache.native.policy_library"
 HEADERS = (
     *(
         KERNELS / f"{name}.h"

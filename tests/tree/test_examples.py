@@ -105,7 +105,9 @@ def test_observe_counts_what_fires(model):
 
 
 def test_chat_answers_every_message(model, capsys):
-    answers = run("chat", model, "hello", "again", "--chat-template", "chatml", "--tokens", "6")
+    answers = run(
+        "chat_loop", model, "hello", "again", "--chat-template", "chatml", "--tokens", "6"
+    )
     said = capsys.readouterr().out
     assert len(answers) == 2 and all(answers)
     assert said.count("> ") >= 2 and "[0 kept" in said  # nothing precedes the first turn
@@ -113,8 +115,10 @@ def test_chat_answers_every_message(model, capsys):
 
 def test_texts_generated_together_equal_those_generated_alone(model):
     prompts = ["def main():", "class Reader:"]
-    together = run("batch", model, *prompts, "--tokens", "8")
-    assert together == [run("batch", model, prompt, "--tokens", "8")[0] for prompt in prompts]
+    together = run("several_prompts", model, *prompts, "--tokens", "8")
+    assert together == [
+        run("several_prompts", model, prompt, "--tokens", "8")[0] for prompt in prompts
+    ]
     assert together[0] != together[1]
 
 
