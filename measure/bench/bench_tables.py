@@ -28,7 +28,7 @@ def lines_of(report: BenchReport) -> list[str]:
 
 
 def _heading(report: BenchReport) -> list[str]:
-    config, setting = report.report_config, report.setting
+    config, setting = report.config, report.setting
     where = f"by {config.split}, " if config.split else ""
     types = ", ".join(dict.fromkeys((setting.type_k, setting.type_v)))
     lines = [

@@ -10,7 +10,7 @@ from hotsplit.measure.bench.result import BenchReport, Result, RunTimes, Setting
 def to_json(report: BenchReport) -> dict[str, Any]:
     """The report as one object. Each of its `tests` has those of llama-bench's fields that apply,
     and ours."""
-    config, setting = report.report_config, report.setting
+    config, setting = report.config, report.setting
     return {
         "benchmark": "bench",
         "model": str(config.model),
@@ -46,7 +46,7 @@ def _shared(report: BenchReport) -> dict[str, Any]:
         "cpu_info": setting.cpu_name,
         "gpu_info": setting.gpu_name,
         "backends": backend(setting),
-        "model_filename": str(report.report_config.model),
+        "model_filename": str(report.config.model),
         "model_type": setting.model_type,
         "model_size": setting.model_size,
         "model_n_params": setting.model_n_params,
@@ -87,7 +87,7 @@ def _times(times: RunTimes) -> dict[str, Any]:
 
 
 def _rival(report: BenchReport) -> dict[str, Any]:
-    config = report.report_config
+    config = report.config
     assert report.rival is not None
     return {
         "path": str(config.compare),
