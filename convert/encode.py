@@ -30,9 +30,9 @@ def encode(
 
     `rows` are the indices of the rows to take, in order; None means all. A transposed view is read
     in place. `importance` are the mean squares [M] of what the columns are multiplied by, by which
-    errors are weighed (see native.encoder_library.encode_rows). An error names the tensor and its file by
-    `name`, and suggests the outtype `wider` (f32 if `kind` is bf16). Raises HotsplitError for NaN
-    and infinite values, and for values that `kind` cannot hold. The bytes are ggml's."""
+    errors are weighed (see native.encoder_library.encode_rows). An error names the tensor and its
+    file by `name`, and suggests the outtype `wider` (f32 if `kind` is bf16). Raises HotsplitError
+    for NaN and infinite values, and for values that `kind` cannot hold. The bytes are ggml's."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     assert tensor.dim() in (1, 2) and tensor.numel() > 0, tensor.shape
     weight_type = BY_NAME[kind]
