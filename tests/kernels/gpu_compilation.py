@@ -34,6 +34,7 @@ from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
+from hotsplit.runtime.ops.tiles import tile_dtype
 from hotsplit.runtime.weights.matrix import Matrix
 
 WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128
@@ -123,12 +124,11 @@ def launch_for_kind(kind: str) -> None:
     kernels.expert_down(*given, hidden[:, :WIDTH].clone(), torch.empty(8, 512), is_by_output=True)
     sums = torch.empty(16, WIDTH)
     kernels.expert_down(*given, hidden, sums, is_by_output=False, skips_zeros=True)
-    if kind in FLOATS:
-        return
+    dtype = tile_dtype(kind)
     for tokens in (20, 512):
-        x, out = torch.empty(tokens, WIDTH, dtype=torch.float16), torch.empty(tokens, NEURONS)
+        x, out = torch.empty(tokens, WIDTH, dtype=dtype), torch.empty(tokens, NEURONS)
         kernels.multiply(weights, out[0], x, out[:, 0].clone(), out)
-        hidden, y = out.half(), torch.empty(tokens, WIDTH)
+        hidden, y = out.to(dtype), torch.empty(tokens, WIDTH)
         kernels.multiply_down(weights, hidden, out[:, 0].clone(), y, is_added=True)
     launch_experts(weights, out[0])
 
@@ -139,7 +139,8 @@ def launch_experts(weights: Matrix, bias: torch.Tensor) -> None:
     rows, tile = torch.zeros(2, count, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
     size = SMALL_TILE if weights.kind in TILE_KINDS else LARGE_TILE
     power, given = torch.empty(count), {"tile_G3": tile, "row_2P": rows, "tile_size": size}
-    x, hidden = (torch.empty(count, size, dtype=torch.float16) for size in (WIDTH, NEURONS))
+    dtype = tile_dtype(weights.kind)
+    x, hidden = (torch.empty(count, size, dtype=dtype) for size in (WIDTH, NEURONS))
     if weights.kind.endswith("_grouped"):
         y = torch.empty(count, WIDTH)
         kernels.multiply_down(

@@ -230,6 +230,36 @@ def test_faults_in_ptx_are_found(old, new, found):
         assert_outputs(PtxKernels(ADA, edit=edit).kernels, "q8_0_planar", SMALL, num_rows=16)
 
 
+@pytest.mark.parametrize(
+    "num_rows, num_used, num_experts, tile_size, is_divided",
+    [
+        (5, 1, 1, SMALL_TILE, False),  # a shared expert
+        (7, 4, 8, SMALL_TILE, True),
+        (130, 8, 16, LARGE_TILE, False),
+        (257, 4, 6, SMALL_TILE, True),  # more pairs than a program looks at together
+    ],
+)
+def test_pairs_are_sorted(num_rows, num_used, num_experts, tile_size, is_divided):
+    chance = np.random.default_rng(num_rows)
+    id_TK = np.stack([chance.permutation(num_experts)[:num_used] for _ in range(num_rows)])
+    routed = np.concatenate([id_TK, chance.random(id_TK.shape)], 1)
+    routed_T2K = torch.from_numpy(routed).float().to(device())
+    place_E = None
+    if is_divided:
+        own_E = np.arange(num_experts) % 2 == 1
+        places = np.where(own_E, np.cumsum(own_E) - 1, -1)
+        place_E = torch.from_numpy(places).int().to(device())
+    count, found = num_rows * num_used, []
+    for kernels in (triton_kernels(), reference_kernels()):
+        tile_G3 = torch.full((count // tile_size + num_experts + 1, 3), 7, dtype=torch.int32)
+        row_3P, weight_P = torch.full((3, count), -1, dtype=torch.int32), torch.full((count,), -1.0)
+        own = [each.to(device()) for each in (tile_G3, row_3P, weight_P)]
+        options = {"num_experts": num_experts, "tile_size": tile_size}
+        kernels.sort_pairs(routed_T2K, place_E, *own, **options)
+        found.append(own)
+    assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+
+
 def test_the_check_of_a_device_knows_a_wrong_product():
     (own, _), matrix = pairs(), make_matrix("q4_0_planar", 120, 64)
     x_TD, out_PN = torch.empty(33, 64, dtype=torch.float16), torch.empty(own.row_3P.shape[1], 40)

@@ -1,4 +1,4 @@
-"""The products of a prompt with matrices in blocks, against float64: Triton's kernels in its
+"""The products of a prompt, against float64: Triton's kernels in its
 interpreter (on a device if there is one) and torch's.
 
 Letters: T tokens, D width, N rows."""
@@ -7,21 +7,12 @@ from itertools import product
 
 import pytest
 import torch
-from gpu_matrices import (
-    CODED_KINDS,
-    EPS,
-    FLOATS,
-    KINDS,
-    REFERENCE,
-    block_width,
-    device,
-    make_matrix,
-    sizes,
-)
+from gpu_matrices import CODED_KINDS, EPS, KINDS, REFERENCE, block_width, device, make_matrix, sizes
 from kernel_check import Wrong, check_launch
 from kernel_launches import Launch
 
 from hotsplit.runtime.kernels.gpu.products import tokens_of_tile
+from hotsplit.runtime.ops.tiles import tile_dtype
 
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
@@ -29,13 +20,13 @@ import interpreter_loops  # noqa: E402, F401
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels  # noqa: E402
 
 F16 = 2.0**-11  # the relative error of rounding a weight to f16
-BLOCKS = [kind for kind in KINDS if kind not in FLOATS] + ["q4_0", "q8_0", "q6_k"]
+ALL_KINDS = [*KINDS, "q4_0", "q8_0", "q6_k"]
 WAYS = {"triton": triton_kernels, "reference": reference_kernels}
 
 
-def tokens(num_tokens: int, width: int, seed: int = 1) -> torch.Tensor:
+def tokens(num_tokens: int, width: int, seed: int = 1, kind: str = "q8_0") -> torch.Tensor:
     values = torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(seed))
-    return values.half().to(device())
+    return values.to(tile_dtype(kind)).to(device())
 
 
 def powers(num_tokens: int) -> torch.Tensor:
@@ -55,14 +46,14 @@ def is_right(got, want, allowed) -> bool:
 
 
 @pytest.mark.parametrize(
-    "way, kind", [*product(WAYS, BLOCKS), *(("triton", kind) for kind in CODED_KINDS)]
+    "way, kind", [*product(WAYS, ALL_KINDS), *(("triton", kind) for kind in CODED_KINDS)]
 )
 def test_rows_times_tokens(way, kind):
     unit = block_width(kind)
     # Fewer and more rows, units and tokens than a tile has.
     for num_rows, width, count in ((1, unit, 1), (65, 3 * unit, 33), (63, unit, 32)):
         matrix = make_matrix(kind, num_rows, width, lies_apart=count == 33)
-        x_TD, bias_N = tokens(count, width), torch.linspace(-1, 1, num_rows).to(device())
+        x_TD, bias_N = tokens(count, width, kind=kind), torch.linspace(-1, 1, num_rows).to(device())
         for bias, power in ((None, None), (bias_N, powers(count))):
             out = torch.full((count, num_rows + 3), torch.nan, device=device())
             got, want = out[:, :num_rows], torch.empty_like(out[:, :num_rows])
@@ -73,12 +64,12 @@ def test_rows_times_tokens(way, kind):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_sums_of_rows(way, kind):
     unit = block_width(kind)
     for num_rows, width, count in ((1, unit, 1), (65, 3 * unit, 33), (32, unit, 32)):
         matrix = make_matrix(kind, num_rows, width, lies_apart=count == 33)
-        hidden_TN = tokens(count, num_rows + 8)[:, :num_rows]
+        hidden_TN = tokens(count, num_rows + 8, kind=kind)[:, :num_rows]
         for power, is_added in ((None, False), (powers(count), True)):
             got = torch.full((count, width), 0.5 if is_added else torch.nan, device=device())
             want = got.clone()
