@@ -30,7 +30,7 @@ from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of, val
 from hotsplit.files.written import Restored
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.spec import ModelSpec
-from hotsplit.model.tensors import Layout, in_layout, layout_of, transposed_shape
+from hotsplit.model.tensors import in_layout, layout_of, transposed_shape
 from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES
 from hotsplit.tokens.ggml_tokenizer import check_text_keys
 
@@ -48,7 +48,7 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
     if config.tokenizer is not None:
         keys = keys | {TOKENIZER_KEY: given_tokenizer(config.tokenizer, config.source, keys)}
     found = layout_of(tensors)
-    keys = keys | _activation_keys(config, keys, found)
+    keys = keys | _activation_keys(config, keys)
     spec, tensors = read_runnable(config.source, keys, tensors)
     roles = Roles.of(spec, is_tied="output.weight" not in tensors)
     importances = Importances.load(config.importances) if config.importances else None
@@ -142,9 +142,7 @@ def restored(source: Path, types: TensorTypes, written: ModelFile) -> Iterator[R
             yield Restored(source=name, rows=None, values=values, expert=expert, tensor=name)
 
 
-def _activation_keys(
-    config: ConvertConfig, keys: dict[str, Value], found: Layout
-) -> dict[str, Value]:
+def _activation_keys(config: ConvertConfig, keys: dict[str, Value]) -> dict[str, Value]:
     """Keys for the activation that the user gives because a stock file does not state it."""
     if config.activation is None:
         return {}

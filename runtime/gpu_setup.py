@@ -176,11 +176,9 @@ def pin(residence: Residence, notice: Callable[[str], None]) -> None:
 
 
 def pass_setup(
-    model: ModelFile,
     weights: Weights,
     memories: Mapping[torch.device, DeviceMemory],
     placement: Placement,
-    context_length: int,
     most_rows: int,
     notice: Callable[[str], None],
     rates: PromptRates | None = None,

@@ -271,11 +271,9 @@ class LoadedModel:
     def _set_up_passes(self) -> None:
         """Takes the memory of passes, and makes ready to stream cold weights."""
         self.passes = pass_setup(
-            self.model,
             self.weights,
             self.memories,
             self.placement,
-            self.context_length,
             min(self.chunk, self.context_length),
             self.warn,
             None if self.plan is None else self.plan.prompt_rates,

@@ -47,10 +47,12 @@ class PrefixCache:
         in use."""
         assert len(self._used) < self.num_places, "every place is in use"
         found, count, shared = self._nearest(ids) if reuses else (None, 0, 0)
+        # Besides the place of a kept one, another is empty or holds a text that may be dropped.
+        has_other = len(self._used) + 1 < self.num_places
         if found is None:
             self._make_room()
             sequence = self._engine.sequence()
-        elif found in self._kept and (count == found.length or not self._has_other(found)):
+        elif found in self._kept and (count == found.length or not has_other):
             self._kept.remove(found)
             found.rollback(count)
             sequence = found
@@ -86,13 +88,6 @@ class PrefixCache:
         del self._used[sequence]
         sequence.close()
 
-    def check_integrity(self) -> None:
-        """Checks that the sequences kept or in use are open, distinct and no more than there are
-        places."""
-        numbers = [sequence.number for sequence in (*self._kept, *self._used)]
-        assert len(set(numbers)) == len(numbers) <= self.num_places, numbers
-        assert all(sequence.is_open for sequence in (*self._kept, *self._used))
-
     def _nearest(self, ids: Sequence[int]) -> tuple[TextSequence | None, int, int]:
         """(the sequence with the longest reusable prefix of a prompt, length of that prefix, and of
         the longest that any shares); (None, 0, ...) if none is reusable. The prompt's last token
@@ -106,11 +101,6 @@ class PrefixCache:
             if count >= max(most, 1):
                 best, most = sequence, count
         return best, most, longest
-
-    def _has_other(self, kept: TextSequence) -> bool:
-        """True if, besides the place of `kept`, one is empty or holds a text that may be
-        dropped."""
-        return len(self._used) + 1 < self.num_places
 
     def _make_room(self) -> None:
         if len(self._kept) + len(self._used) == self.num_places:

@@ -91,6 +91,23 @@ ARCHITECTURES["sandwich"] = Architecture(
 )
 
 
+def sizes_of(spec: ModelSpec) -> Sizes:
+    """The numbers of a model whose layers are all alike."""
+    (layer,) = set(spec.layers)
+    attention, (norm, *_) = spec.attentions[0], layer.norms.values()
+    return Sizes(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_neurons=layer.neurons.number,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        vocab_size=spec.vocab_size,
+        context_length=spec.context_length,
+        epsilon=norm.epsilon,
+    )
+
+
 def family_spec(
     family: str,
     sizes: Sizes,

@@ -81,10 +81,6 @@ class ResumableRun:
         self._signal: int | None = None
         self._in_phase = False
 
-    def has(self, name: str) -> bool:
-        """True if the resumed run had saved that part."""
-        return bool(self.position.of_part(name))
-
     def add(self, name: str, part: RunPart) -> None:
         """Includes the part in later saves, and loads what an earlier run saved of it."""
         self.parts[name] = part

@@ -31,13 +31,11 @@ _SOUND = re.compile(
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """The header at a text's beginning. `length`: its characters. `channel`: the last one that it
-    names. `recipient`: the function that it calls, if any. `has_message`: whether a text follows;
-    otherwise the header was malformed, and has ended at a mark that no header has."""
+    names. `recipient`: the function that it calls, if any."""
 
     length: int
     channel: str
     recipient: str | None
-    has_message: bool
 
     @property
     def kind(self) -> Literal["content", "reasoning"]:
@@ -53,24 +51,23 @@ def header_of(text: str, tools: Collection[str], *, is_over: bool) -> Header | N
     if stop is None and not is_over and len(text) < _MAX_HEADER:
         return None
     if stop is not None and stop.group() == MESSAGE:
-        return _header(text[: stop.end()], tools, has_message=True)
+        return _header(text[: stop.end()], tools)
     whole = text if stop is None else text[: stop.start()]
     sound = _SOUND.match(whole)
     assert sound is not None
-    found = _header(whole[: sound.end()], tools, has_message=True)
+    found = _header(whole[: sound.end()], tools)
     if found.channel and found.length < len(whole):  # the text follows without <|message|>
         return found
-    return Header(length=len(whole), channel="", recipient=None, has_message=False)
+    return Header(length=len(whole), channel="", recipient=None)
 
 
-def _header(text: str, tools: Collection[str], *, has_message: bool) -> Header:
+def _header(text: str, tools: Collection[str]) -> Header:
     named = _CHANNELS.findall(text)
     channel = named[-1] if named else ""
     return Header(
         length=len(text),
         channel=channel,
         recipient=None if channel == "final" else recipient_of(text, tools),  # it is for the user
-        has_message=has_message,
     )
 
 

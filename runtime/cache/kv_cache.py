@@ -32,7 +32,6 @@ class LayerCache:
     value_BKPX: Tensor
     table: BlockTable
     types: CacheTypes
-    head_width: int
     tables: KeyTables | None = None  # if tokens read only selected keys
 
     @classmethod
@@ -52,7 +51,6 @@ class LayerCache:
             value_BKPX=empty(types.value),
             table=table,
             types=types,
-            head_width=width,
             tables=tables,
         )
 

@@ -22,7 +22,6 @@ NO_VECTORS: Vectors = MappingProxyType({})
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # Rows that a form interleaves; a matrix in it has a multiple of them.
 ROWS_TOGETHER: dict[Form, int] = {"planar": 1, "tiled": TILE_ROWS, "grouped": GROUP_ROWS}
-MOST_TOGETHER = max(ROWS_TOGETHER.values())  # a multiple of all of them
 
 
 def rows_together(kind: str) -> int:

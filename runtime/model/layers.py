@@ -79,8 +79,3 @@ class Weights:
         """The cache of the layers that store keys and values."""
         found = (self.layers[index].attention for index in self.spec.storing)
         return KVCache(layers=tuple(attention.cache for attention in found))
-
-    @cached_property
-    def attending(self) -> tuple[Layer, ...]:
-        """The layers with attention, of which a model has one at least."""
-        return tuple(layer for layer in self.layers if layer.delta is None)

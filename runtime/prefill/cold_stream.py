@@ -119,9 +119,6 @@ class ColdStream(WeightStream):
             self._pieces += [(block, a, b) for a, b in block.pieces(self.piece_bytes)]
             self._range[layer] = range(first, len(self._pieces))
 
-    def has(self, layer: int, block: NeuronBlock) -> bool:
-        return layer in self.blocks and self.blocks[layer].block is block
-
     def run(self, layer: int, add: Callable[[NeuronBlock], None]) -> None:
         """Calls `add` with the layer's neurons on the device, one piece at a time."""
         numbers = self._range[layer]

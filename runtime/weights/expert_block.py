@@ -89,9 +89,6 @@ class ExpertBlock:
             return np.arange(self.num_experts)
         return self.place_E.cpu().numpy().copy()
 
-    def place_of(self, expert: int) -> int:
-        return int(self.places[expert])
-
     @cached_property
     def id_F(self) -> Tensor:
         return torch.arange(self.gate.data.shape[1])

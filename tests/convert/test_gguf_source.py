@@ -15,6 +15,7 @@ from checkpoints import edit_config, random_dejavu, random_llama, random_model
 from gguf.quants import dequantize, quantize
 from k_quants import random_rows
 from models import changed as changed_spec
+from models import sizes_of
 from reference import rel_error
 from small_blocks import CODED
 from small_blocks import random_rows as random_small_rows
@@ -30,7 +31,6 @@ from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.families.decoder_sizes import sizes_of
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify_conversion import verify

@@ -12,7 +12,7 @@ from checkpoints import edit_config, random_dejavu, random_llama, save_tokenizer
 from fuzz_further_inputs import make_further
 from fuzz_kind import QUALITY
 from fuzz_readers import SETTINGS, TARGETS
-from models import make_machine, make_profile
+from models import make_machine, make_profile, sizes_of
 from safetensors.torch import load_file, save_file
 from test_cache_plan import a_cache
 from test_gguf_source import powerinfer_file
@@ -27,7 +27,6 @@ from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predict
 from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.families.decoder_sizes import sizes_of
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.measure.evaluate.eval_file import eval_content
 from hotsplit.measure.evaluate.quality import EvalReport

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf.quants import dequantize
+from models import sizes_of
 from paths import ROOT
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +20,6 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.families.decoder_sizes import sizes_of
 from hotsplit.files.gguf_file import type_of
 from hotsplit.options.generation_options import GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation

@@ -13,27 +13,11 @@ from paths import ROOT
 from small_blocks import CODED
 
 from hotsplit.model import weight_types
-from hotsplit.model.weight_types import (
-    BY_NAME,
-    BY_QUALITY,
-    SMALLEST,
-    TYPES,
-    PredictorTypeName,
-    file_kind,
-)
+from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, TYPES, PredictorTypeName, file_kind
 from hotsplit.options.cache_types import NAMES as CACHE_NAMES
 from hotsplit.runtime.kernels.cpu.library import _LAYOUTS
 from hotsplit.runtime.kernels.gpu.launch import INEXACT_ROWS
 from hotsplit.runtime.kernels.planar import FORMS
-
-
-def enum_of(path: str) -> list[str]:
-    """The kinds in `enum Kind` of a header, in order and in our spelling."""
-    text = (ROOT / path).read_text(encoding="utf-8")
-    body = re.search(r"enum Kind[^{]*\{(.*?)\};", text, re.DOTALL)
-    assert body
-    names = re.findall(r"^\s*(KIND_\w+|NUM_KINDS)", body[1], re.MULTILINE)
-    return [name.removeprefix("KIND_").lower() for name in names if name != "NUM_KINDS"]
 
 
 def kernel_kinds() -> list[tuple[str, int, int, int]]:
@@ -75,7 +59,7 @@ def test_numbers_are_those_of_the_kernels():
 
 
 def test_derived_lists():
-    assert BY_QUALITY == ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0") and SMALLEST == "q4_0"
+    assert BY_QUALITY == ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
     assert CACHE_NAMES == ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
     assert get_args(PredictorTypeName) == ("f16", "q8_0", "q4_0")
     own = ("q6_k", "q3_k", "q2_k", "iq4_xs")

@@ -93,13 +93,7 @@ class InSlabs:
 
     def passes(self, said: list[str], most_rows: int = 128) -> PassSetup:
         return gpu_setup.pass_setup(
-            self.model,
-            self.weights,
-            self.memories,
-            self.placement,
-            self.context,
-            most_rows,
-            said.append,
+            self.weights, self.memories, self.placement, most_rows, said.append
         )
 
     def logits(self, setup: PassSetup, ids=IDS):

@@ -226,7 +226,7 @@ def _late_layer(ffn, stream):
         stream.compute.launch(run, reads=[*tensors, x_TD], writes=[y_PD])
 
     for row, expert in enumerate(itertools.chain(*parts)):
-        want_PD[row] = outputs(ffn, cold.expert(cold.place_of(expert)), x_TD)
+        want_PD[row] = outputs(ffn, cold.expert(int(cold.places[expert])), x_TD)
     stream.run(ffn.layer, parts, add)
     return y_PD, want_PD
 

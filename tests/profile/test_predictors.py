@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
-from models import changed, make_model, make_sizes
+from models import changed, make_model, make_sizes, sizes_of
 from reference import rel_error
 from torch.nn import functional as F
 
@@ -19,7 +19,6 @@ from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import LayerBytes
 from hotsplit.errors import HotsplitError
-from hotsplit.families.decoder_sizes import sizes_of
 from hotsplit.model.spec import Neurons
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, LayerTrainer, phases
 from hotsplit.profile.predictors.low_rank import Batch, LowRankNetwork, whole

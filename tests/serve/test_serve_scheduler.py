@@ -79,8 +79,16 @@ class Bench:
             if self.scheduler.is_idle:
                 return
             self.scheduler.step()
-            self.prefix_cache.check_integrity()
+            self.assert_intact()
         raise AssertionError("it never ends")
+
+    def assert_intact(self):
+        """Sequences kept or in use are open, distinct and no more than there are places."""
+        cache = self.prefix_cache
+        sequences = [*cache._kept, *cache._used]
+        numbers = [sequence.number for sequence in sequences]
+        assert len(set(numbers)) == len(numbers) <= cache.num_places, numbers
+        assert all(sequence.is_open for sequence in sequences)
 
     def close(self):
         self.engine.close()
@@ -145,7 +153,7 @@ def check_random_life(model, seed, count, prepare=lambda bench: None):
             wanted[key] = (ids, sampling, options)
         for _ in range(chance.choice((0, 0, 1, 5))):
             bench.scheduler.step()
-            bench.prefix_cache.check_integrity()
+            bench.assert_intact()
         if deed > 0.9 and texts:
             gone = chance.choice(list(texts))
             if gone not in bench.ended:

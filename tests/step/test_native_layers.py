@@ -6,7 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from models import FAMILIES, family_model, gemma3n_spec, make_model, make_sizes, sparse_model
+from models import (
+    FAMILIES,
+    family_model,
+    gemma3n_spec,
+    make_model,
+    make_sizes,
+    sizes_of,
+    sparse_model,
+)
 from reference import logits_ref, rel_error
 from test_by_output import stock_of
 from test_experts import ROUTES, mixture
@@ -14,7 +22,6 @@ from test_native_step import BOUNDS, CASES
 from test_runtime import PATTERNS, make_split, saved
 
 from hotsplit import Engine
-from hotsplit.families.decoder_sizes import sizes_of
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.observers import NAMES

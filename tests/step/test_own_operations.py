@@ -26,7 +26,7 @@ from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
 from hotsplit.inspection.file_summary import to_json
 from hotsplit.model.position_wise import PositionWise
-from hotsplit.model.spec import Add, ModelSpec, Neurons, Rotary
+from hotsplit.model.spec import Add, ModelSpec, Neurons
 from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.model.loader import load_weights
@@ -42,7 +42,6 @@ from hotsplit.runtime.step.program import step_program
 from hotsplit.runtime.step.workspace import workspace_bytes
 
 CPU, IDS = torch.device("cpu"), [1, 5, 2, 3]
-ROTARY = Rotary(theta=1e4, pairing="halves")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ end in "_planar", "_tiled" and "_grouped" are the layouts that `pack_rows` makes
 (runtime.kernels.planar, tiled and grouped). Weights are unpacked in registers and all arithmetic is
 f32, with three exceptions: if the weights are in blocks, `dot_rows` quantises x to blocks of 16-bit
 integers (kernels.h, Input); for small blocks `accumulate_rows` rounds coefficients times scales to
-16 bits (planar_template.h); and for bf16, levels for which `rounds_to_bf16` is true round x and
+16 bits (planar_template.h); and for bf16, the levels amx and avx512bf16 round x and
 coefficients (bf16_pairs.h). Results do not depend on the number of threads.
 
 Rows of a matrix may be strided. A list of rows, index_A, is int32 [A], in any order, repeats
@@ -33,7 +33,6 @@ from hotsplit.runtime.kernels.stored import FLOATS, ROWS_TOGETHER, rows_together
 from hotsplit.runtime.kernels.tiled import is_tiled
 from hotsplit.system.processors import processors
 
-_BF16_LEVELS = ("amx", "avx512bf16")  # those with bf16_pairs.h
 log = logging.getLogger(__name__)
 
 
@@ -106,12 +105,6 @@ def prefers_tiles() -> bool:
     """True if products of tiled rows, and sums of grouped ones, are faster than those of planar
     rows on this level. Both give bit-identical results on every level."""
     return level() != "generic"
-
-
-def rounds_to_bf16() -> bool:
-    """True if bf16 rows are multiplied by vectors, and added with coefficients, that this level
-    rounds to bf16, by at most 2^-9 of each value. Other levels take them in f32."""
-    return level() in _BF16_LEVELS
 
 
 def set_level(name: str) -> None:
@@ -308,13 +301,8 @@ def chosen_bytes(chosen: ctypes.Structure) -> int:
     return int(_lib.hs_chosen_bytes(ctypes.addressof(chosen)))
 
 
-def run_chosen(chosen: ctypes.Structure) -> None:
-    """Runs the experts for their tokens; chosen_bytes must have checked them."""
-    _lib.hs_chosen(ctypes.addressof(chosen))
-
-
 def chosen_function() -> int:
-    """The address of the function behind `run_chosen`: void (*)(void*)."""
+    """The address of the function that runs the experts: void (*)(void*)."""
     return _address("hs_chosen")
 
 

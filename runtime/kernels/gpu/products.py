@@ -152,7 +152,6 @@ def _weights(
     unit_U,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
     ALIGN: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
@@ -217,7 +216,7 @@ def _multiply(
         unit_U = start + tl.arange(0, UNITS)
         in_row_U = unit_U < NUM_UNITS
         low, high = _weights(
-            data, at_R, stride, live_R, in_row_U, unit_U, KIND, WIDTH, PARTS, ALIGN, TOGETHER
+            data, at_R, stride, live_R, in_row_U, unit_U, KIND, WIDTH, ALIGN, TOGETHER
         )
         for part in tl.static_range(PARTS):
             weight_RK = (low if part == 0 else high).to(x.dtype.element_ty)
@@ -286,7 +285,6 @@ def _multiply_down(
             unit_U,
             KIND,
             WIDTH,
-            PARTS,
             ALIGN,
             TOGETHER,
         )

@@ -91,22 +91,5 @@ def by_layer(values: list[int]) -> Value:
     return np.uint32(values[0]) if len(set(values)) == 1 else cast(Value, values)
 
 
-def sizes_of(spec: ModelSpec) -> Sizes:
-    """The numbers of a model whose layers are all alike."""
-    (layer,) = set(spec.layers)
-    attention, (norm, *_) = spec.attentions[0], layer.norms.values()
-    return Sizes(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        num_neurons=layer.neurons.number,
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        vocab_size=spec.vocab_size,
-        context_length=spec.context_length,
-        epsilon=norm.epsilon,
-    )
-
-
 def _biased(names: Iterable[str], options: Collection[str]) -> frozenset[str]:
     return frozenset(name for name in names if f"{name}.bias" in options)

@@ -85,9 +85,7 @@ class Family:
     plain: keys of the config that change the graph, with the only value that runs.
     flags: optional tensors of all layers, by the flag of the config that says they are there.
     activations: transformers' names of activations that it may have, and a model file's.
-    rope, local_rope: how the config states rotary embeddings, and those of layers with a window, if
-    these have
-        parameters of their own.
+    rope: how the config states rotary embeddings.
     read_keys: of the keys that other families refuse (CONFIG_KEYS), those that this one reads.
     text_key: the key of the config of the text model, if the checkpoint has others beside it.
     by_type: for a config that may be one of several families', these by its `model_type`.
@@ -108,7 +106,6 @@ class Family:
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     activations: Mapping[str, Activation] = field(default_factory=lambda: GATED)
     rope: Rope | None = Rope()
-    local_rope: Rope | None = None
     read_keys: tuple[str, ...] = ()
     text_key: str = ""
     by_type: Mapping[str, "Family"] = field(default_factory=dict)

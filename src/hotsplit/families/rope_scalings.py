@@ -333,19 +333,3 @@ def _yarn_of_keys(read: "KeyReader", prefix: str) -> RopeScaling:
 
 def _original_length(read: "KeyReader") -> int:
     return read.count(f"{_PREFIX}original_context_length", read.count("context_length"))
-
-
-def config_parameters(scaling: RopeScaling) -> dict[str, object]:
-    """The parameters of a scaling without tensors, by transformers' names."""
-    assert not scaling.has_contexts
-    if scaling.kind == "none":
-        return {"rope_type": "default"}
-    found: dict[str, object] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "yarn":
-        found |= {
-            "original_max_position_embeddings": scaling.original_length,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "attention_factor": scaling.magnitude,
-        }
-    return found

@@ -145,9 +145,3 @@ class Attention(Heads, Scores):
         if self.norms_by_head:
             return num_heads, self.head_dim
         return (self.head_dim * (num_heads if self.norms_all_heads else 1),)
-
-    @property
-    def normed_sizes(self) -> dict[str, int]:
-        """Values of a token that norms of heads write, by what they are of."""
-        sizes = {"queries": self.query_size, "keys": self.key_size} if self.head_norm else {}
-        return sizes | ({"values": self.key_size} if self.norms_values else {})

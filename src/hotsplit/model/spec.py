@@ -95,18 +95,6 @@ class LayerSpec:
         """The norms of the hidden size, by name, in order."""
         return {block.name: block for block in self.blocks if isinstance(block, Norm)}
 
-    @cached_property
-    def input_norms(self) -> tuple[Norm | None, Norm | None]:
-        """The norms whose results are the inputs of attention or the delta net, and of the neurons;
-        None: the input is no norm's result."""
-        return self._norm_before(self.mixer), self._norm_before(self.neurons)
-
-    def _norm_before(self, reader: Mixer | Neurons) -> Norm | None:
-        """The last block before `reader` that writes its input, if that is a norm."""
-        before = self.blocks[: self.blocks.index(reader)]
-        writer = next((b for b in reversed(before) if reader.reads in written_by(b)), None)
-        return writer if isinstance(writer, Norm) else None
-
     def with_predict(self, predict: Predict | None) -> "LayerSpec":
         """The layer with this predictor instead of its own, before its neurons."""
         blocks: list[Block] = []

@@ -242,7 +242,6 @@ BY_QUALITY: tuple[TypeName, ...] = tuple(
     for each in sorted(TYPES, key=lambda each: (-each.bytes_per_value, -each.block_values))
     if each.is_chosen and not each.is_float
 )
-SMALLEST = BY_QUALITY[-1]
 # The types for rows that are not whole blocks of 256, as in tensor_type_fallback of
 # llama-quant.cpp.
 SMALLER_BLOCKS = {
