@@ -14,6 +14,7 @@ from torch import Tensor
 from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.kernels.stored import StoredMatrix
 from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.weights.matrix import Linear
 
 
@@ -38,6 +39,9 @@ class Rounded:
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.values_TD, self.power_T
 
+    def __len__(self) -> int:
+        return len(self.values_TD)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TileLauncher(Launcher):
@@ -48,22 +52,44 @@ class TileLauncher(Launcher):
     power_T: Tensor  # f32
     hidden_power_T: Tensor  # likewise, of hidden values; one for each pair
 
-    def rounded(self, x_TD: Tensor, kind: str) -> Rounded:
+    def rounded(self, x: Tensor | Rounded, kind: str) -> Rounded:
         """The values in the type of a matrix of this kind, valid until the next call."""
         dtype = tile_dtype(kind)
-        if x_TD.dtype == dtype:
-            return Rounded(x_TD, None)
-        target_TD = self.rounded_room.view(dtype)[: x_TD.numel()].view(x_TD.shape)
+        if isinstance(x, Rounded):
+            assert x.values_TD.dtype == dtype, (x.values_TD.dtype, kind)
+            return x
+        if x.dtype == dtype:
+            return Rounded(x, None)
+        target = self.room_for(x, dtype)
+        self.round(x, None, None, target, None)
+        return target
+
+    def room_for(self, x_TD: Tensor, dtype: torch.dtype) -> Rounded:
+        """Memory for rounded values; all of it is the same."""
         has_power = dtype == torch.float16 and x_TD.dtype == torch.float32
-        power_T = self.power_T[: len(x_TD)] if has_power else None
+        return Rounded(
+            self.rounded_room.view(dtype)[: x_TD.numel()].view(x_TD.shape),
+            self.power_T[: len(x_TD)] if has_power else None,
+        )
+
+    def round(
+        self,
+        x_TD: Tensor,
+        added_TD: Tensor | None,
+        norm: Norm | None,
+        target: Rounded,
+        sum_TD: Tensor | None,
+    ) -> None:
+        """sum = x + added; target = the norm of that, rounded."""
+        weight_D, bias_D = (norm.weight_D, norm.bias_D) if norm else (None, None)
+        epsilon = norm.epsilon if norm else 0.0
         self.launch(
             lambda: self.kernels.round_tokens(
-                x_TD, None, None, None, 0.0, target_TD, power_T, None
+                x_TD, added_TD, weight_D, bias_D, epsilon, target.values_TD, target.power_T, sum_TD
             ),
-            [x_TD],
-            [target_TD, power_T],
+            [x_TD, added_TD, weight_D, bias_D],
+            [*target.tensors, sum_TD],
         )
-        return Rounded(target_TD, power_T)
 
     def multiply(self, linear: Linear, x: Rounded, out_TN: Tensor) -> None:
         weight, bias_N = linear.weight, linear.bias_N
@@ -84,11 +110,11 @@ class TileLauncher(Launcher):
             [out_TD],
         )
 
-    def project(self, linears: Sequence[Linear], x_D: Tensor, out: Tensor) -> None:
+    def project(self, linears: Sequence[Linear], x_D: Tensor | Rounded, out: Tensor) -> None:
         start, rounded = 0, dict[torch.dtype, Rounded]()
         for linear in linears:
             stop = start + linear.weight.num_rows
-            if self._is_tiled(linear):
+            if isinstance(x_D, Rounded) or self.is_tiled(linear):
                 dtype = tile_dtype(linear.weight.kind)
                 if dtype not in rounded:
                     rounded = {dtype: self.rounded(x_D, linear.weight.kind)}
@@ -106,10 +132,10 @@ class TileLauncher(Launcher):
         has_relu: bool = False,
         cap: float | None = None,
     ) -> None:
-        if has_relu or cap is not None or not self._is_tiled(linear):
+        if has_relu or cap is not None or not self.is_tiled(linear):
             super().dot(linear, x_D, out_N, has_relu=has_relu, cap=cap)
         else:
             self.multiply(linear, self.rounded(x_D, linear.weight.kind), out_N)
 
-    def _is_tiled(self, linear: Linear) -> bool:
+    def is_tiled(self, linear: Linear) -> bool:
         return linear.weight.num_rows >= LEAST_TILE_ROWS

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from hotsplit.model.blocks import PLAIN_SUM, SumFactors
@@ -19,6 +20,7 @@ from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.head import launch_head
 from hotsplit.runtime.ops.norm import launch_add_norm
+from hotsplit.runtime.ops.tiles import Rounded
 from hotsplit.runtime.step.divided_layer import DividedLayer
 from hotsplit.runtime.step.hybrid_device import DeviceKernels
 from hotsplit.runtime.step.native_ops import overwritten
@@ -79,6 +81,7 @@ class Lowering:
         self.summed: set[str] = set()
         self.copied: set[Op] = set()  # copies to the host that a kernel makes
         self.away: dict[str, str] = {}  # values of a GPU that are read on the host
+        self.rounded: dict[str, Rounded] = {}  # norms in a pass that were written for tiles alone
         ops = [op for op in self.program if op.home != HOST]
         index = 0
         while index < len(ops):
@@ -104,7 +107,7 @@ class Lowering:
             index = stop
         for pending in list(self.pending.values()):  # before the head, which is apart in a pass
             self._settle(pending)
-        assert not self.away, self.away
+        assert not self.away and not self.rounded, (self.away, self.rounded)
         return self.found
 
     def _are_together(self, op: Op, other: Op) -> bool:
@@ -229,27 +232,48 @@ class Lowering:
             x_D, sum_PD, term_D = self._summands(pending.reads, pending.layer)
         copies = self._copies(op, later)
         copy_D = self._tensor(copies[0], op.layer) if copies else None
+        factors = PLAIN_SUM if pending is None else self._factors(pending)
         self.summed |= set(writes)
-        self.found.append(
-            Submission(
-                name="norm",
-                home=op.home,
-                reads=reads,
-                writes=(*writes, *copies),
-                work=partial(
-                    launch_add_norm,
-                    self.devices[op.device],
-                    x_D,
-                    sum_PD,
-                    norm,
-                    out_D,
-                    kept_D,
-                    term_D,
-                    copy_D,
-                    factors=PLAIN_SUM if pending is None else self._factors(pending),
-                ),
+        device, dtype = self.devices[op.device], None
+        is_plain = term_D is None and not copies and factors == PLAIN_SUM
+        if is_plain and (sum_PD is None or len(sum_PD) == 1):
+            dtype = self._type_read(out, later)
+        work: Callable[[], None]
+        if dtype is not None and isinstance(device, PassKernels):
+            target = self.rounded[out] = device.room_for(out_D, dtype)
+            added_TD = None if sum_PD is None else sum_PD[0]
+            work = partial(device.round, x_D, added_TD, norm, target, kept_D)
+        else:
+            work = partial(
+                launch_add_norm,
+                device,
+                x_D,
+                sum_PD,
+                norm,
+                out_D,
+                kept_D,
+                term_D,
+                copy_D,
+                factors=factors,
             )
+        self.found.append(
+            Submission(name="norm", home=op.home, reads=reads, writes=(*writes, *copies), work=work)
         )
+
+    def _type_read(self, value: str, later: Sequence[Op]) -> torch.dtype | None:
+        """The type of 16 bits in which the next operation of a pass takes a value in tiles; None if
+        it does not, or another reads the value, too."""
+        if not later or is_read(value, later[1:]):
+            return None
+        op, device = later[0], self.devices.get(later[0].home)
+        if not isinstance(device, PassKernels) or op.layer is None or op.is_beside:
+            return None
+        if not op.reads or op.reads[0] != value:
+            return None
+        if value in op.reads[1:] or self._is_streamed(op):
+            return None
+        (dtype, *others) = device.types_read(op, self.divided[op.layer])
+        return None if others or dtype == torch.float32 else dtype
 
     def _name(self, op: Op, later: Sequence[Op]) -> None:
         """Submits a GPU's predictor or router, which also writes to the host if its result is
@@ -321,6 +345,12 @@ class Lowering:
         if op.is_beside:
             assert op.kind == "neurons" and divided.cold is not None, op
             return neuron_node(divided.cold)
+        rounded = self.rounded.pop(op.reads[0], None)
+        if rounded is not None:
+            assert isinstance(device, PassKernels)
+            if op.kind == "neurons":
+                return partial(device.hot, divided, rounded, are_named=False)
+            return partial(device.delta if op.kind == "delta" else device.attention, layer, rounded)
         x_D = self._tensor(op.reads[0], op.layer)
         if op.kind in ("attention", "delta"):
             return partial(device.delta if op.kind == "delta" else device.attention, layer, x_D)

@@ -19,14 +19,16 @@ from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend_tokens
 from hotsplit.runtime.ops.delta.gpu import launch_delta
 from hotsplit.runtime.ops.neurons import gpu as of_neurons
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
-from hotsplit.runtime.ops.tiles import TileLauncher
+from hotsplit.runtime.ops.tiles import Rounded, TileLauncher, tile_dtype
 from hotsplit.runtime.prefill.cold_stream import ColdStream
 from hotsplit.runtime.prefill.expert_stream import ExpertStream
 from hotsplit.runtime.step.divided_layer import DividedLayer
 from hotsplit.runtime.step.hybrid_device import DeviceKernels
 from hotsplit.runtime.step.native_parts import neuron_node
 from hotsplit.runtime.step.pass_room import PassRoom
+from hotsplit.runtime.step.program import Op
 from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 
 
@@ -47,7 +49,22 @@ class PassKernels(TileLauncher, DeviceKernels):
     streams: Mapping[int, ColdStream | ExpertStream]
     on_cpu: Mapping[int, SomeExperts]  # of layers whose experts may be streamed
 
-    def attention(self, layer: Layer, x_D: Tensor) -> None:
+    def types_read(self, op: Op, divided: DividedLayer) -> set[torch.dtype | None]:
+        """The types in which tiles take the first value of an operation; None: others read it."""
+        layer = divided.layer
+        inputs: Sequence[Linear]
+        if op.kind in ("attention", "delta"):
+            inputs = layer.mixer.inputs
+            if not all(map(self.is_tiled, inputs)):
+                return {None}
+        elif op.kind == "neurons" and isinstance(divided.hot, NeuronBlock) and len(op.reads) == 1:
+            hot = divided.hot
+            inputs = [hot.gate] if hot.up is None else [hot.gate, hot.up]
+        else:
+            return {None}
+        return {tile_dtype(linear.weight.kind) for linear in inputs}
+
+    def attention(self, layer: Layer, x_D: Tensor | Rounded) -> None:
         b, (qkv, heads) = self.buffers, self.attended(layer)
         attention = layer.attention
         table_SN = b.tables.get(attention.cache.table)
@@ -56,15 +73,15 @@ class PassKernels(TileLauncher, DeviceKernels):
             sequence_T=None if table_SN is None else b.sequence_T,
             table_SN=table_SN,
         )
-        self.inputs(layer, x_D)
+        self.project(layer.mixer.inputs, x_D, qkv)
         heads_TH = launch_attend_tokens(self, attention, qkv, at, b.scratch, heads)
         self.output(layer, heads_TH)
 
-    def delta(self, layer: Layer, x_D: Tensor) -> None:
+    def delta(self, layer: Layer, x_D: Tensor | Rounded) -> None:
         b, delta, (projected, heads) = self.buffers, layer.delta, self.attended(layer)
         assert delta is not None
         mixed = b.first(b.scratch, delta.spec.mixed_size)
-        self.inputs(layer, x_D)
+        self.project(layer.mixer.inputs, x_D, projected)
         launch_delta(self, delta, projected, (b.run_T3[:1], b.writes_T), mixed, heads)
         self.output(layer, heads)
 
@@ -86,7 +103,7 @@ class PassKernels(TileLauncher, DeviceKernels):
             self, shared, pairs, weight_P, x_D, (b.hidden, self.room.hidden), out_TD
         )
 
-    def hot(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:
+    def hot(self, divided: DividedLayer, x_D: Tensor | Rounded, *, are_named: bool) -> None:
         hot, ffn = divided.hot, divided.layer.ffn
         assert isinstance(hot, NeuronBlock)
         named_TW = self.named(ffn) if are_named else None
@@ -122,7 +139,7 @@ class PassKernels(TileLauncher, DeviceKernels):
         self,
         block: NeuronBlock,
         gate: Gate,
-        x_TD: Tensor,
+        x_TD: Tensor | Rounded,
         out_TD: Tensor,
         named_TW: Tensor | None = None,
         id_N: Tensor | None = None,

@@ -18,10 +18,9 @@ from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
 
 TOKENS = 40
-# Two norms, each rounded by a launch of its own; queries, keys and values; rotation and cache;
-# attention, whose output is rounded in blocks; output; gate; up; hidden values; down.
+# Two sums with their norms, as products take them; queries, keys and values; rotation and cache;
+# attention; output; gate; up; hidden values; down.
 LAYER = {
-    "add_norm": 2,
     "round_tokens": 2,
     "rotate_append": 1,
     "attend_tokens": 1,

@@ -5,10 +5,11 @@ import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
 from hybrid_plans import PLANS, F, L, make, planned, random_plan
-from models import make_sizes
+from models import family_model, make_sizes
 from passes import passing
-from reference import rel_error
+from reference import logits_ref, rel_error
 from test_families import CASES, converted
+from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
@@ -77,3 +78,18 @@ def test_every_graph_of_layers(tmp_path, case):
     for seed in range(2):
         split = random_plan(model, seed, context=context)
         assert compared(model, split, context) < 3e-3, seed
+
+
+@pytest.mark.parametrize("kind, bound", [("f16", 2e-3), ("bf16", 1.5e-2), ("q8_0", 2e-3)])
+@pytest.mark.parametrize(
+    "family", ["llama", "olmo2", "sandwich with biases", "opt", "opt, norms after", "falcon"]
+)
+def test_norms_are_rounded_as_products_take_them(family, kind, bound):
+    """All is on the GPU, so that products alone read most norms."""
+    sizes = make_sizes(num_layers=L, width=256, num_neurons=F)
+    model = family_model(family, sizes=sizes, kind=kind)
+    split = make_split(model, [range(F)] * L)
+    ids = ids_of(32)
+    with Engine.of(model, split, mode="dense", device="cpu") as engine:
+        got = passing(engine, split).run_pass(rows_of(ids, 0, "all"))
+    assert rel_error(got, logits_ref(model, ids)) < bound
