@@ -67,7 +67,7 @@ def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> 
     needed."""
     began = time.perf_counter()
     with Ranks() as ranks:
-        device = ranks.together(lambda: ranks.device(config.device))
+        device = ranks.together(lambda: ranks.device(config.device or "cpu"))
         model = ranks.together(lambda: ModelFile.load(config.model))
         ranks.first_only(lambda: check_inputs(config, model))
         with load_engine(config, model, ranks, device) as engine:

@@ -176,13 +176,6 @@ def conversion_name(job: RunJob) -> str:
     return f"convert {job.source.own_type} to {job.choice.outtype}{more}"
 
 
-def profile_device(job: RunJob) -> str | None:
-    """Where text is run to count firings: on the CPU, from the mapped file, if the GPU does not
-    hold the whole model."""
-    is_divided = job.choice.budgets or job.choice.model.spec.has_experts
-    return "cpu" if is_divided else job.choice.device
-
-
 def make_look(job: RunJob, model: Path, folder: Path) -> Mapping[str, Any]:
     """Profiles a few tokens, to find how many neurons fire and how many tokens are counted per
     second."""
@@ -193,7 +186,7 @@ def make_look(job: RunJob, model: Path, folder: Path) -> Mapping[str, Any]:
         corpora=texts,
         output=folder / LOOK,
         max_tokens=tokens,
-        device=profile_device(job),
+        device="cpu",
         force=True,
     )
     heard: list[tuple[float, float]] = []  # (time, tokens counted since the last call)
@@ -232,7 +225,7 @@ def make_profile(job: RunJob, tokens: int, model: Path, folder: Path) -> Mapping
         output=folder / PROFILE,
         max_tokens=count,
         train_predictors=folder / PREDICTORS,
-        device=profile_device(job),
+        device="cpu",
         force=True,
     )
     with reading(model, *texts), progress("profiling", count, "tokens") as advance:

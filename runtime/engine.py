@@ -140,11 +140,10 @@ class Engine:
         ends with `.remove()` or with the `with` block. A tensor must not be changed, or kept
         without a copy.
 
-        Passes that are observed go layer by layer: on the CPU in native operations, with the bits
-        of a decode step, on a GPU in torch, which differs in the order of summation.
-        `routes_in_torch`: on the CPU, torch chooses the experts of a mixture
-        (runtime.ops.expert_choices). An observer that is added during a pass takes part from the
-        next one on."""
+        Passes that are observed go layer by layer, in native operations with the bits of a decode
+        step; an engine on a GPU refuses them. `routes_in_torch`: torch chooses the experts of a
+        mixture (runtime.ops.expert_choices). An observer that is added during a pass takes part
+        from the next one on."""
         return self._live.observers.add(observe, wants, routes_in_torch=routes_in_torch)
 
     @property

@@ -132,7 +132,9 @@ def evaluate(
     own = ("cache_type_k", "cache_type_v", "kv_offload", "neuron_cache")
     plain: dict[str, Any] = dict.fromkeys(own)
     # Whole windows only, no decode steps; no limit of the loss: it is about to be measured.
-    common = replace(config.engine, is_resident=False, max_loss=math.inf)
+    # Observers see the values of the CPU.
+    device = config.engine.device or "cpu"
+    common = replace(config.engine, device=device, is_resident=False, max_loss=math.inf)
     with ExitStack() as stack:
         as_dense = replace(common, mode="dense", **plain)
         dense = stack.enter_context(load_engine(config.model, None, as_dense))

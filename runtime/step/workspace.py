@@ -1,10 +1,7 @@
 """Upper bounds on the memory of temporaries, before weights are loaded.
 
-A pass in torch on a GPU is a fold over the operations of each layer (step.program), with its own
-sizes: a value lives from the operation that writes it to the last that reads it, and each operation
-takes memory of its own while it runs (step.scratch). The workspace of the C++ kernels and the
-buffers of decode steps are counted by the code that allocates them, for the shapes of the model's
-spec."""
+The workspace of the C++ kernels and the buffers of steps and passes are counted by the code that
+allocates them, for the shapes of the model's spec."""
 
 from dataclasses import dataclass
 from math import prod
