@@ -59,7 +59,7 @@ class PairBuffers:
     ) -> "PairBuffers":
         num_pairs = num_rows * num_used
         return cls(
-            tile_G3=take((most_tiles(num_pairs, num_experts), 3), torch.int32),
+            tile_G3=take((num_pairs // SMALL_TILE + num_experts, 3), torch.int32),
             row_3P=take((3, num_pairs), torch.int32),
             weight_P=take((num_pairs,), torch.float32),
         )
@@ -69,15 +69,15 @@ class PairBuffers:
         num_pairs = num_rows * num_used
         size = SMALL_TILE if num_pairs <= 2 * SMALL_TILE * num_experts else LARGE_TILE
         return Pairs(
-            tile_G3=self.tile_G3[: most_tiles(num_pairs, num_experts, size)],
+            tile_G3=self.tile_G3[: num_pairs // size + num_experts],
             row_3P=self.row_3P.flatten()[: 3 * num_pairs].view(3, num_pairs),
             tile_size=size,
         )
 
 
-def most_tiles(num_pairs: int, num_experts: int, size: int = SMALL_TILE) -> int:
-    """The most tiles of so many pairs: each expert may have one that is not full."""
-    return num_pairs // size + min(num_experts, num_pairs)
+def most_tiles(num_pairs: int, num_experts: int) -> int:
+    """The most tiles of so many streamed pairs: each expert may have one that is not full."""
+    return num_pairs // SMALL_TILE + min(num_experts, num_pairs)
 
 
 @dataclass(frozen=True, kw_only=True)

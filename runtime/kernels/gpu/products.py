@@ -203,6 +203,7 @@ def _multiply(
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live_R = row_R < num_rows
     at_R = row_R
+    end = NUM_UNITS
     if tile is None:
         token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         live_T = token_T < num_tokens
@@ -210,9 +211,10 @@ def _multiply(
     else:
         place, live_T, token_T, target_T = _pairs_of(tile, row, num_pairs, TOKENS)
         at_R = place * num_rows + row_R
+        end = tl.where(tl.sum(live_T.to(tl.int32), axis=0) > 0, NUM_UNITS, 0)  # no pairs: no reads
     x += token_T.to(tl.int64)[None, :] * x_stride
     total_RT = tl.zeros([ROWS, TOKENS], tl.float32)
-    for start in range(0, NUM_UNITS, UNITS):
+    for start in range(0, end, UNITS):
         unit_U = start + tl.arange(0, UNITS)
         in_row_U = unit_U < NUM_UNITS
         low, high = _weights(
@@ -263,17 +265,19 @@ def _multiply_down(
     NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
     if tile is None:
         place = 0
+        end = num_rows
         token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         live_T = token_T < num_tokens
         target_T = token_T
     else:
         place, live_T, token_T, target_T = _pairs_of(tile, row, num_pairs, TOKENS)
+        end = tl.where(tl.sum(live_T.to(tl.int32), axis=0) > 0, num_rows, 0)
     unit_U = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     in_row_U = unit_U < NUM_UNITS
     hidden += token_T.to(tl.int64)[None, :] * hidden_stride
     low_CT = tl.zeros([UNITS * 16, TOKENS], tl.float32)
     high_CT = tl.zeros([UNITS * 16, TOKENS], tl.float32)
-    for start in tl.range(0, num_rows, ROWS):
+    for start in tl.range(0, end, ROWS):
         row_R = start + tl.arange(0, ROWS)
         live_R = row_R < num_rows
         low, high = _weights(
