@@ -69,6 +69,19 @@ def test_sums_norms_and_rounding(dtype, width, form):
         assert is_right(got[2], want[2], 2 * EPS, want[2].abs().amax(dim=1))
 
 
+def test_a_sum_may_replace_a_term():
+    x_TD, added_TD, weight_D = values(3, 300), values(3, 300, seed=5), values(300, seed=3)
+    outputs = [
+        torch.empty(3, 300, dtype=torch.float16, device=device()),
+        torch.empty(3, device=device()),
+    ]
+    found = []
+    for sum_TD in (torch.empty_like(x_TD), x_TD):
+        triton_kernels().round_tokens(x_TD, added_TD, weight_D, None, 1e-5, *outputs, sum_TD)
+        found.append([each.clone() for each in (*outputs, sum_TD)])
+    assert all(map(torch.equal, *found))
+
+
 def test_powers_of_tiny_huge_and_infinite_values():
     x_TD = values(6, 64)
     x_TD[0], x_TD[1], x_TD[2], x_TD[3] = 0.0, x_TD[1] * 1e-41, x_TD[2] * 1e36, x_TD[3] * 1e6

@@ -35,7 +35,7 @@ def round_tokens(
     """t = x + added; x_out = t; out = norm(t), or t without a weight, in the type of `out_TD`.
     `power_T`, if given, takes the power of two at or below the largest magnitude of each token, by
     which its values are divided before they are rounded. Any number of tokens. Rows of `x_TD` and
-    `out_TD`, which may be `x_TD`, may be strided."""
+    `out_TD` may be strided; each output may be `x_TD`."""
     total_TD = x_TD.double() if added_TD is None else x_TD.double() + added_TD
     if x_out_TD is not None:
         x_out_TD.copy_(total_TD)
