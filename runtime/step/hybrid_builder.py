@@ -6,7 +6,7 @@ neighbouring layers that are wholly on the CPU are one call. GPUs run in sequenc
 for each copy between them. Steps of several rows have segments of their own, made at first use; the
 backend may capture a GPU's segment as a graph."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -62,10 +62,9 @@ def build(
     neuron_cache: NeuronCache | None = None,
     max_rows: int = 1,
     passes: PassSetup | None = None,
-    on_capture: Callable[[], None] = lambda: None,
 ) -> HybridStep:
     """The hybrid step of this model, for up to `max_rows` rows at a time, or one with a neuron
-    cache. `on_capture` is called when steps of another number of rows have been prepared.
+    cache.
 
     Raises NotNative for what the kernels of the CPU or GPU do not cover. A "GPU" of `placement` may
     be the CPU, with a backend that runs there."""
@@ -77,7 +76,6 @@ def build(
         neuron_cache,
         max_rows=1 if neuron_cache is not None else max_rows,
         passes=passes or PassSetup(),
-        on_capture=on_capture,
     )
     return builder.step()
 
@@ -93,10 +91,9 @@ class _Builder:
         *,
         max_rows: int,
         passes: PassSetup,
-        on_capture: Callable[[], None],
     ) -> None:
         self.weights, self.placement = weights, placement
-        self.max_rows, self.passes, self.on_capture = max_rows, passes, on_capture
+        self.max_rows, self.passes = max_rows, passes
         self.submissions: list[Sequence[Submission]] = []  # of each number of rows
         # One allocator per device: a second could return the memory of the first again.
         self.traffic, self.backend = traffic, replace(backend, take=cache(backend.take))
@@ -264,7 +261,7 @@ class _Builder:
             numbers = sorted(set(self.placement.numbers))
             self.cache.connect({number: self.devices[gpu(number)].main for number in numbers})
         with _spared(self.weights):
-            single = self._prepared(1)
+            single = self._more(1)
         streams = {n: s for d in self.pass_devices.values() for n, s in d.streams.items()}
         of_passes = [d.cold.struct for d in self.pass_divided if d.cold and self.cache]
         of_passes += [each.native.struct for each in self.on_cpu.values()]
@@ -308,11 +305,6 @@ class _Builder:
     def _more(self, num_rows: int) -> tuple[Segment, ...]:
         """Prepares the work of steps of this many rows; the run before capture computes the rows
         that are already filled in."""
-        found = self._prepared(num_rows)
-        self.on_capture()
-        return found
-
-    def _prepared(self, num_rows: int) -> tuple[Segment, ...]:
         host = self.host.rows(num_rows)
         divided = self.divided
         if self.cache is None:
@@ -329,7 +321,7 @@ class _Builder:
             else self._of_pass(replace(d, named_W=host.named_TW), is_streamed=True)
             for d in self.pass_divided
         ]
-        found = self._lowered(
+        return self._lowered(
             self.pass_programs[is_streamed][0],
             self.pass_parts[is_streamed],
             _rows(self.pass_devices, num_rows),
@@ -338,8 +330,6 @@ class _Builder:
             self.pass_forms[is_streamed],
             streamed,
         )
-        self.on_capture()
-        return found
 
     def _prepared_tail(self, num_rows: int) -> tuple[Segment, ...]:
         """The work after the last layer for so many rows, whose hidden states are those of a

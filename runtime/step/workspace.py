@@ -66,7 +66,7 @@ def workspace_bytes(
         tokens = min(PREFILL_CHUNK, context_length)
         most = max(most, FLOAT_BYTES * tokens * _outside_values(model.spec))  # of passes on the GPU
         free = max(0, LEAST_BUDGET_BYTES - gpu_budget_bytes)
-        most = max(most, gpu_bytes(model, context_length, mode, num_sequences) - free)
+        most = max(most, gpu_bytes(model, context_length, num_sequences) - free)
     return -(-most // ROUNDED_TO) * ROUNDED_TO
 
 
@@ -117,7 +117,7 @@ def _outside_values(spec: ModelSpec) -> int:
     return most
 
 
-def gpu_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: int = 1) -> int:
+def gpu_bytes(model: ModelFile, context_length: int, num_sequences: int = 1) -> int:
     """Bytes that a plan reserves on a GPU beside weights and cache: for the longest of
     PLANNED_TOKENS that PLANNED_SHARE allows, the buffers of steps, what surrounds weights in the
     slab, and BESIDE_BYTES."""

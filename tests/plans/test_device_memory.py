@@ -83,7 +83,6 @@ class InSlabs:
     placement: Placement
     weights: Weights
     memories: dict[torch.device, DeviceMemory]
-    context: int
     residence: Residence | None = None
 
     @property
@@ -121,12 +120,7 @@ def load(model, split, *, mode="exact", context=32, is_resident=True, cards=(CAR
     for uploader in uploaders.values():
         uploader.finish()
     return InSlabs(
-        model=model,
-        placement=placement,
-        weights=weights,
-        memories=memories,
-        context=context,
-        residence=residence,
+        model=model, placement=placement, weights=weights, memories=memories, residence=residence
     )
 
 
@@ -447,7 +441,7 @@ def test_without_a_gpu_there_is_nothing_to_set_up():
 def test_a_plan_reserves_a_pass_of_at_least_32_tokens(shape, context):
     """And pieces of cold weights, beside a step's vectors, cuBLAS and the neurons' ids."""
     model = shape_only(dataclasses.replace(shape, context_length=context), predictor_rank=512)
-    left = gpu_bytes(model, context, "predicted") - decode_bytes(model, context, 8)
+    left = gpu_bytes(model, context) - decode_bytes(model, context, 8)
     left -= BESIDE_BYTES + 4 * shape.num_neurons * shape.num_layers
     assert pass_bytes(model, context, 32, piece_bytes=4 << 20) <= left
 
@@ -466,7 +460,7 @@ def test_plans_of_large_models_reserve_longer_passes():
     found, wanted = {}, {}
     for num_layers in (32, 2):
         model = shape_only(dataclasses.replace(large, num_layers=num_layers), predictor_rank=256)
-        found[num_layers] = gpu_bytes(model, 1024, "predicted")
+        found[num_layers] = gpu_bytes(model, 1024)
         tokens, piece = (256, 16 << 20) if num_layers == 32 else (32, 4 << 20)
         wanted[num_layers] = pass_bytes(model, 1024, tokens, piece_bytes=piece)
         size = sum(entry.num_bytes for entry in model.tensors.values())
@@ -478,7 +472,7 @@ def test_plans_of_large_models_reserve_longer_passes():
 def test_a_budget_below_the_one_enforced_needs_a_smaller_reserve(budget):
     """What is enforced beyond it is free for passes."""
     model = make_model(sizes=make_sizes(context_length=64), kind="f16")
-    alone, whole = workspace_bytes(model, 64, "exact"), gpu_bytes(model, 64, "exact")
+    alone, whole = workspace_bytes(model, 64, "exact"), gpu_bytes(model, 64)
     found = workspace_bytes(model, 64, "exact", gpu_budget_bytes=budget)
     free = max(0, device_memory.LEAST_BUDGET_BYTES - budget)
     assert max(alone, whole - free) <= found < max(alone, whole - free) + (64 << 10)
@@ -571,9 +565,7 @@ def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     assert memory.taken["attention"] == items["gpu"]["attention"]
     blocks = gpu_setup.cold_blocks(weights, placement, CARD)
     assert {layer: block.number for layer, block in blocks.items()} == {0: 96, 1: 96}
-    loaded = InSlabs(
-        model=model, placement=placement, weights=weights, memories={CARD: memory}, context=32
-    )
+    loaded = InSlabs(model=model, placement=placement, weights=weights, memories={CARD: memory})
     setup, ids = loaded.passes([]), (IDS * 4)[:32]
     assert setup.streamed == {0, 1}
     with Engine.of(model, mode="exact", context_length=32) as engine:

@@ -80,7 +80,6 @@ class Replay:
             None,
             max_rows=1,
             passes=PassSetup(),
-            on_capture=lambda: None,
         )
         step = builder.step()
         operations = [

@@ -94,7 +94,6 @@ def _attend_part(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     NUM_ROWS: tl.constexpr,
-    NUM_KV: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -291,7 +290,6 @@ def launch_attend(
         SPLIT=split,
         TILE=min(TILE, TILE * 256 // block),
         NUM_ROWS=num_rows,
-        NUM_KV=num_kv,
         BLOCK_LENGTH=cache.block_length,
         **overlap_options(),
         num_warps=max(4, block // 64),
