@@ -57,10 +57,11 @@ def clear(cache: Path, names: Sequence[str] = ()) -> Cleared:
     """Removes artifacts: all, or those with these names (of a folder, a kind, a source or a state).
     Removing all includes the rates and what was said.
 
-    Raises HotsplitError for a name that matches nothing, unless it is a state."""
+    Raises HotsplitError for a name that matches nothing, unless it is a kind or a state."""
     artifacts = list_cache(cache)
     for name in names:
-        if name not in get_args(State) and not any(_has_name(s, name) for s in artifacts):
+        is_class = name in STAGES or name in get_args(State)
+        if not is_class and not any(_has_name(s, name) for s in artifacts):
             raise HotsplitError(
                 f"{name!r}: nothing in {cache} has this name or comes from this source, so nothing"
                 " was removed; hotsplit cache list shows all there is"

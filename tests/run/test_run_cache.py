@@ -247,6 +247,8 @@ def test_the_command_lists_and_clears(capsys, cache):
     assert "a\\n\\x1b[2Jb\\udcff" in capsys.readouterr().out
     assert main(["cache", "clear", "source 1"]) == 0
     assert one.exists() and not two.exists()
+    assert main(["cache", "clear", "plan", "trial", "stale"]) == 0  # a kind of which there is none
+    assert one.exists()
     assert main(["cache", "clear", "nothing"]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert "'nothing': nothing in" in line and "so nothing was removed" in line
