@@ -252,12 +252,13 @@ class Text:
 
     def report(self) -> Report:
         assert self.generation is not None or self.pool is not None
+        read_s = time.monotonic() if self.pool is None and not self.is_writing else self._first_s
         return Report(
             stopped_by=self.generation.run.stopped_by if self.generation else "embedding",
             prompt_tokens=len(self.job.ids),
             cached_tokens=self.num_cached,
             generated_tokens=self.num_drawn,
             queued_s=self._began_s - self._submitted_s,
-            prompt_s=self._first_s - self._began_s,
+            prompt_s=read_s - self._began_s,
             generated_s=self.last_s - self._first_s,
         )

@@ -342,6 +342,7 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(served, engine, length,
     assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
     assert text.startswith(engine.codec.tokenizer.decode(ids)[: len(text) // 2])
     assert answer["usage"]["completion_tokens"] == 2 * num_tokens
+    assert answer["timings"]["prompt_ms"] > 0 and answer["timings"]["predicted_ms"] >= 0
     assert answer["choices"][0]["finish_reason"] == "length"
     if num_tokens:
         plain = {**body, "prompt": ids, "echo": False}
