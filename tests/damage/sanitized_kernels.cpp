@@ -173,13 +173,6 @@ HsNorm norm(int64_t n, bool is_layer_norm) {
 
 uint32_t* words(int64_t count) { return reinterpret_cast<uint32_t*>(bytes(count * 4)); }
 
-// True if exactly the first F bits are set, up to the end of their last word.
-bool are_all(const uint32_t* bits, int64_t F) {
-    for (int64_t j = 0; j < (F + 31) / 32 * 32; ++j)
-        if ((bits[j / 32] >> j % 32 & 1) != (j < F)) return false;
-    return true;
-}
-
 // Runs the neurons of a block without a step, skipping silent ones. True if several tokens together set
 // the same bits as each token alone, also if the block lists the ids of its neurons.
 bool neurons(const HsBlock& whole, int32_t activation, int64_t D, int64_t F) {
@@ -334,7 +327,6 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     const int64_t D = is_wide ? 256 : 96, W = is_wide ? 64 : 24;
     const int64_t F = is_grouped(kind) ? 64 : 65, H = 4, K = 2, V = 33, R = 5;
     const int64_t C = computes_all && is_gated && !rank ? 33 : 9;  // 33: two blocks in pages()
-    const int64_t num_words = (F + 31) / 32;
     HsLayer layer = {};
     layer.norm = norms(D, !is_gated), layer.num_norms = 2;
     HsAttention& attention = layer.attention;
@@ -383,8 +375,6 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     if (size < 0) return false;
     step.workspace = aligned(size);
     float *logits = floats(V), *together = floats(R * V);
-    uint32_t *fired = words(num_words), *fired_together = words(R * num_words);
-    step.fired = fired;
     for (int64_t position = 0; position < C; ++position) {
         const HsRow row = {position, position, 0, 1, -1, 0};
         if (hs_step(&step, &row, 1, logits)) return false;
@@ -392,7 +382,7 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
     HsRow rows[R];
     for (int64_t t = 0; t < R; ++t) rows[t] = {C - R + t, C - R + t, 0, 1, -1, 0};
     std::vector<int64_t> times(2 * NUM_TIMED * (step.num_layers + 1));
-    step.times = times.data(), step.fired = fired_together;
+    step.times = times.data();
     step.seen_gate = floats(R * F, UNSEEN), step.seen_hidden = floats(R * F, UNSEEN);
     if (is_named) step.seen_predicted = floats(R * F, UNSEEN);
     if (hs_step(&step, rows, R, together)) return false;
@@ -400,8 +390,6 @@ bool steps(int32_t kind, bool computes_all, bool is_named, bool is_gated, int64_
         if (seen && std::find(seen, seen + R * F, UNSEEN) != seen + R * F) return false;
     step.times = nullptr, step.seen_predicted = step.seen_gate = step.seen_hidden = nullptr;
     if (std::memcmp(together + (R - 1) * V, logits, V * sizeof(float))) return false;
-    if (std::memcmp(fired_together + (R - 1) * num_words, fired, num_words * 4)) return false;
-    if (computes_all && !is_named && !are_all(fired, F)) return false;
     for (const HsBlock& each : {block, interleaved(block)})
         if (!computes_all && !neurons(each, feed_forward.gate.activation, D, F)) return false;
     const HsRow no_token = {V, 0, 0, 1, -1, 0}, no_position = {0, C, 0, 1, -1, 0};

@@ -121,22 +121,16 @@ def test_wrong_groups_are_refused():
         library.pack_rows(rows, "q8_0", None, out, "grouped")
 
 
-def test_a_grouped_matrix_adds_lists_and_parts(preferred):
+def test_parts_of_a_grouped_matrix_add_up_as_those_of_its_file(preferred):
     rows = rows_of("q4_0", 192, 64)
     entry = TensorEntry(shape=(192, 64), kind="q4_0", read_rows=lambda a, b: rows[a:b].numpy())
     matrix, whole = Residence().whole(entry, "grouped"), Matrix(data=rows, kind="q4_0", width=64)
     assert is_grouped(matrix.kind) and matrix.num_bytes == whole.num_bytes
-    index_A, c_A = torch.tensor([190, 2, 64]), torch.randn(192)
+    index_A, c_TN = torch.tensor([190, 2, 64]), torch.randn(3, 192)
     assert torch.equal(matrix.rows(index_A), whole.rows(index_A))
-    torch.testing.assert_close(
-        matrix.combine(c_A[:3], index_A.int()),
-        whole.combine(c_A[:3], index_A.int()),
-        rtol=1e-3,
-        atol=1e-3,
-    )
-    assert torch.equal(matrix.combine(c_A), whole.combine(c_A))
-    part_A = c_A[64:]
-    assert torch.equal(matrix.part(64, 192).combine(part_A), whole.part(64, 192).combine(part_A))
+    assert torch.equal(matrix.combine_many(c_TN), whole.combine_many(c_TN))
+    found, wanted = (each.part(64, 192).combine_many(c_TN[:, 64:]) for each in (matrix, whole))
+    assert torch.equal(found, wanted)
     with pytest.raises(AssertionError):
         matrix.part(16, 192)
 
