@@ -82,12 +82,12 @@ class FakeHub(BaseHTTPRequestHandler):
         if asked is not None and self.sends_parts and self.command == "GET":
             part = data[int(asked[1]) : int(asked[2]) + 1]
             place = f"bytes {asked[1]}-{int(asked[1]) + len(part) - 1}/{len(data)}"
-            self.reply(part, {**headers, "Content-Range": place}, 206)
             FakeHub.num_bytes += len(part)
+            self.reply(part, {**headers, "Content-Range": place}, 206)
             return
-        self.reply(data, headers)
-        if self.command == "GET":
+        if self.command == "GET":  # counted first: who has its answer looks at the count
             self.asked.append(name)
+        self.reply(data, headers)
 
     do_HEAD = do_GET
 

@@ -30,8 +30,9 @@ from hotsplit.runtime.kernels.gpu.tiles import tile_values
 from hotsplit.runtime.kernels.stored import StoredMatrix, rows_together
 from hotsplit.runtime.kernels.stored import unpack as unpacked
 
-# Rows, or units of columns, of a tile; and units, or rows, of a step of its sums. A step unpacks 64
-# values in each thread of a kind with nibbles.
+# Rows, or units of columns, of a tile; and units, or rows, of a step of its sums, in f16. A step
+# unpacks 64 values in each thread of a kind with nibbles; in f32 it has half as many terms, so that
+# a block takes the same shared memory.
 _ROWS, _STEP_UNITS = 64, 2
 _UNITS, _STEP_ROWS = 4, 32
 # Tokens of a tile: the fewest that hold the pass. Each tile of tokens unpacks the weights anew.
@@ -352,7 +353,7 @@ def launch_multiply(
         len(x_TD),
         x_TD.stride(0),
         out_TN.stride(0),
-        **layout.constants(_ROWS, _STEP_UNITS),
+        **layout.constants(_ROWS, _STEP_UNITS * 2 // x_TD.element_size()),
         TOGETHER=together,
         TOKENS=tokens,
         num_warps=NUM_WARPS if tokens == 32 else 2 * NUM_WARPS,
@@ -390,7 +391,7 @@ def launch_multiply_down(
         num_rows,
         len(hidden_TN),
         hidden_TN.stride(0),
-        **layout.constants(_STEP_ROWS, _UNITS),
+        **layout.constants(_STEP_ROWS * 2 // hidden_TN.element_size(), _UNITS),
         TOGETHER=together,
         TOKENS=tokens,
         IS_ADDED=is_added,
