@@ -37,8 +37,7 @@ from hotsplit import Engine
 from hotsplit.measure.bench.bandwidth import cpu_bandwidth
 from hotsplit.measure.timing.interleave import take_turns
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.step.native_step import NativeStep
-from hotsplit.runtime.step.step_times import PARTS, timed_parts
+from hotsplit.runtime.step.native_step import PARTS, NativeStep, timed_parts
 
 MODES = ("dense", "exact")
 

@@ -18,8 +18,7 @@ from hotsplit.runtime.kernels.gpu.kernels import (
     triton_kernels,
 )
 from hotsplit.runtime.kernels.gpu.ranges import down_parts
-from hotsplit.runtime.step.cuda_backend import cuda_backend
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.backend import cuda_backend, plain_backend
 from hotsplit.runtime.weights.matrix import Matrix
 
 COLUMNS = ("width, neurons", "us a kernel", "overlapping", "same bits")

@@ -16,10 +16,10 @@ from hotsplit.families.decoder_sizes import Sizes
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.hybrid_step import HybridStep
-from hotsplit.runtime.step.pass_room import PassSetup
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.pass_device import PassSetup
 
 COLUMNS = ("tokens", "launched, ms", "done, ms", "as a graph, ms", "same bits")
 TOKENS, ROUNDS = (16, 64, 512), 12

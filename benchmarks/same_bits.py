@@ -30,7 +30,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.backend import plain_backend
 
 MODES = ("dense", "exact", "predicted")
 

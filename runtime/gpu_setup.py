@@ -35,7 +35,7 @@ from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import ColdStream
 from hotsplit.runtime.prefill.expert_stream import ExpertStream
 from hotsplit.runtime.step.hybrid_device import Take
-from hotsplit.runtime.step.pass_room import PASS_ROWS, PassSetup
+from hotsplit.runtime.step.pass_device import PASS_ROWS, PassSetup
 from hotsplit.runtime.step.workspace import (
     Counted,
     arena_bytes,

@@ -54,12 +54,10 @@ from hotsplit.runtime.resolved_options import (
     without_gpu,
 )
 from hotsplit.runtime.step import hybrid_builder, native_step
-from hotsplit.runtime.step.cuda_backend import can_overlap, cuda_backend
+from hotsplit.runtime.step.backend import Backend, can_overlap, can_ring, cuda_backend
 from hotsplit.runtime.step.decoder import Decoder
-from hotsplit.runtime.step.doorbells import can_ring
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
-from hotsplit.runtime.step.plain_backend import Backend
 from hotsplit.runtime.step.workspace import step_rows
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ and values, the head, norms and biases are computed from shapes. With a GPU ever
 computed from shapes except cold neurons, which the CPU counts; how many rows of hot neurons a
 sparse mode reads is unknown.
 
-Letters: L layers, P parts of runtime.step.step_times."""
+Letters: L layers, P parts of runtime.step.native_step."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from hotsplit.costs.part_bytes import (
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.step.step_times import PARTS
+from hotsplit.runtime.step.native_step import PARTS
 
 PROJECTIONS, CACHE, PREDICTOR, HEAD = "projections", "cache", "predictor", "head"
 HOT, COLD, NEURONS, OTHER, OUTSIDE = "hot", "cold", "neurons", "other", "outside"

@@ -13,9 +13,8 @@ from hotsplit.measure.bench.bench_config import BenchTest
 from hotsplit.measure.bench.parts import Steps
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.step.native_step import NativeStep
+from hotsplit.runtime.step.native_step import NativeStep, timed_parts
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
-from hotsplit.runtime.step.step_times import timed_parts
 
 WARM_UP = 4  # tokens generated in a warm-up
 FIRST_ID = 3  # lower ids are special tokens in Llama's vocabulary

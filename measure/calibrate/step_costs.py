@@ -48,7 +48,7 @@ from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.workspace import workspace_bytes
 
 COLD = 64  # neurons of a divided layer that are on the CPU

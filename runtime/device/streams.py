@@ -106,7 +106,7 @@ class CudaStream:
 
     Copies and host functions call the CUDA runtime directly: torch's copies track the use of pinned
     memory, which a captured graph would not update. The driver calls what is handed over to the
-    CPU, on a second stream; runtime.step.doorbells has a faster way."""
+    CPU, on a second stream; runtime.step.backend has a faster way."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)

@@ -25,10 +25,17 @@ from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
+from hotsplit.runtime.step.backend import Backend
 from hotsplit.runtime.step.batch import LogitsMemory
-from hotsplit.runtime.step.divided_layer import DividedLayer, hot_sizes, output_rows, shared_parts
 from hotsplit.runtime.step.forms import placed_form
-from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels
+from hotsplit.runtime.step.hybrid_device import (
+    DeviceBuffers,
+    DeviceKernels,
+    DividedLayer,
+    hot_sizes,
+    output_rows,
+    shared_parts,
+)
 from hotsplit.runtime.step.hybrid_neuron_cache import (
     HybridCache,
     HybridExpertCache,
@@ -37,9 +44,7 @@ from hotsplit.runtime.step.hybrid_neuron_cache import (
 from hotsplit.runtime.step.hybrid_step import HybridStep, Meter, Passes, Segment
 from hotsplit.runtime.step.hybrid_submissions import Lowering, Submission, is_in_line, joins
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
-from hotsplit.runtime.step.pass_device import PassKernels, SomeExperts
-from hotsplit.runtime.step.pass_room import PassSetup
-from hotsplit.runtime.step.plain_backend import Backend
+from hotsplit.runtime.step.pass_device import PassKernels, PassSetup, SomeExperts
 from hotsplit.runtime.step.program import (
     HOST,
     Op,

@@ -25,7 +25,7 @@ from hotsplit.runtime.neuron_cache.expert_parts import ExpertLayer, ExpertParts
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.neuron_rows import NeuronRows, SlotLayer
 from hotsplit.runtime.neuron_cache.policy import packed
-from hotsplit.runtime.step.plain_backend import Backend
+from hotsplit.runtime.step.backend import Backend
 from hotsplit.runtime.weights.neuron_block import by_role
 
 

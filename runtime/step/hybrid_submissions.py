@@ -21,13 +21,11 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.head import launch_head
 from hotsplit.runtime.ops.norm import launch_add_norm
 from hotsplit.runtime.ops.tiles import Rounded
-from hotsplit.runtime.step.divided_layer import DividedLayer
-from hotsplit.runtime.step.hybrid_device import DeviceKernels
-from hotsplit.runtime.step.native_ops import overwritten
+from hotsplit.runtime.step.hybrid_device import DeviceKernels, DividedLayer
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
+from hotsplit.runtime.step.native_step import overwritten
 from hotsplit.runtime.step.pass_device import PassKernels
-from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of
-from hotsplit.runtime.step.value_order import edges, is_added, is_read
+from hotsplit.runtime.step.program import HOST, Op, at, device_of, edges, is_added, is_read, name_of
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 
 

@@ -23,8 +23,13 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.structs import MAX_ROWS, members
-from hotsplit.runtime.step.native_ops import OpStruct, overwritten
-from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
+from hotsplit.runtime.step.native_step import (
+    OpStruct,
+    RowStruct,
+    StepBuilder,
+    StepStruct,
+    overwritten,
+)
 from hotsplit.runtime.step.program import Op, name_of
 
 

@@ -2,11 +2,12 @@
 model's spec, which has their order, and over the places of its layers.
 
 Executors walk the list: `native_ops` lowers it to one C++ call, `hybrid_submissions` to submissions
-to GPU streams, and `decoder` runs one layer of it in torch. No executor has an order of its own:
-they take that of the list, and streams wait for each other where reads and writes require it.
+to GPU streams, and `decoder` ends a call where a value is observed. No executor has an order of its
+own: they take that of the list, and streams wait for each other where reads and writes require
+it.
 
 A value is a name and a device, `x@host`, and stands for a buffer: a later operation may overwrite
-it, but only after all earlier reads (`value_order.edges`).
+it, but only after all earlier reads (`edges`).
 
     x           the hidden state
     attn_in     the input of attention, if it has a norm of its own
@@ -416,3 +417,37 @@ class _StepWriter:
             for name in self._read_on(op.home):
                 self._copy(name, HOST, op.home, op.home, None)
         self.ops.append(op)
+
+
+def edges(ops: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[tuple[int, int]]:
+    """Pairs (earlier, later) of indices of `ops`, given as (reads, writes), that must keep their
+    order: read after write, write after read, write after write."""
+    found: set[tuple[int, int]] = set()
+    written: dict[str, int] = {}
+    read: dict[str, list[int]] = {}
+    for number, (reads, writes) in enumerate(ops):
+        for value in reads:
+            found |= {(written[value], number)} if value in written else set()
+        for value in writes:
+            found |= {(before, number) for before in read.pop(value, ())}
+            found |= {(written[value], number)} if value in written else set()
+            written[value] = number
+        for value in reads:
+            read.setdefault(value, []).append(number)
+    return sorted((a, b) for a, b in found if a != b)
+
+
+def is_added(value: str, later: Sequence[Op]) -> bool:
+    """True if a value is next read as a summand."""
+    reader = next((op for op in later if value in op.reads), None)
+    return reader is not None and reader.kind == "add"
+
+
+def is_read(value: str, later: Sequence[Op]) -> bool:
+    """True if the value is read before it is written again."""
+    for op in later:
+        if value in op.reads:
+            return True
+        if value in op.writes:
+            return False
+    return False

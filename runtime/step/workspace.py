@@ -1,17 +1,21 @@
 """Upper bounds on the memory of temporaries, before weights are loaded.
 
 The workspace of the C++ kernels and the buffers of steps and passes are counted by the code that
-allocates them, for the shapes of the model's spec."""
+allocates them, for the shapes of the model's spec; for a native step, structs are built as for a
+loaded model, from tensors in memory that nothing touches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.part_bytes import FLOAT_BYTES, placed_units
+from hotsplit.costs.cache_layout import BLOCK_LENGTH
+from hotsplit.costs.part_bytes import FLOAT_BYTES, down_kind, placed_units
 from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
+from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode
 from hotsplit.model.position_wise import TOKEN
 from hotsplit.model.spec import LayerSpec, ModelSpec
@@ -23,11 +27,59 @@ from hotsplit.runtime.device.device_memory import (
     SEGMENT_BYTES,
     arena_bytes,
 )
+from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.launch import ROWS
-from hotsplit.runtime.step.divided_layer import hot_sizes, shared_parts
-from hotsplit.runtime.step.hollow import hollow_builder, step_bytes
-from hotsplit.runtime.step.hybrid_device import DeviceBuffers
-from hotsplit.runtime.step.pass_room import LayerPart, PassRoom
+from hotsplit.runtime.model.loader import Builder
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.structs import MAX_ROWS, NotNative
+from hotsplit.runtime.step.hybrid_device import DeviceBuffers, hot_sizes, shared_parts
+from hotsplit.runtime.step.native_step import StepBuilder
+from hotsplit.runtime.step.pass_device import LayerPart, PassRoom
+from hotsplit.runtime.weights.store import CPU
+
+
+def hollow_builder(model: ModelFile, mode: Mode, *, is_divided: bool) -> Builder:
+    """A builder of weights without values, with a cache of one position. `is_divided`: the first
+    layer has two blocks of neurons, the others one; plans may have both."""
+    layers, tensors = model.spec.layers, dict(model.tensors)
+    for index, layer in enumerate(layers):
+        is_whole = model.spec.computes_all(index, mode) or model.spec.has_experts
+        if model.layout == "stock" and (is_divided or not is_whole):  # is transposed
+            kind, name = down_kind(model, index), f"blk.{index}.ffn_down"
+            shape = layer.neurons.number, model.spec.hidden_size
+            old = tensors.pop(f"{name}.weight")
+            tensors[f"{name}_t.weight"] = replace(old, shape=shape, kind=kind)
+    memory = np.empty(max(entry.num_bytes for entry in tensors.values()), np.uint8)
+
+    def hollow(entry: TensorEntry) -> TensorEntry:
+        dtype = {"f32": np.float32, "f16": np.float16}.get(entry.kind, np.uint8)
+        values = memory[: entry.num_bytes].view(dtype)
+        values = values.reshape(*entry.shape[:-1], -1) if len(entry.shape) > 1 else values
+        return replace(entry, read_rows=lambda start, stop: values)
+
+    placement = Placement.on_one_device(len(layers), CPU)
+    hot = tuple(np.arange(not index, dtype=np.int32) for index in range(len(layers)))
+    found = {n: e if n.endswith(".limit") else hollow(e) for n, e in tensors.items()}
+    placement = replace(placement, hot=hot) if is_divided else placement
+    return Builder(replace(model, tensors=found), placement, mode, 1)
+
+
+def step_bytes(hollow: Builder, context_length: int, num_sequences: int = 1) -> int:
+    """Workspace bytes of a native step; 0 if the kernels do not cover it."""
+    weights = hollow.weights()
+    try:
+        builder = StepBuilder(weights.spec.value_sizes)  # keeps the structs' memory alive
+        step, _ = builder.without_workspace(weights)
+    except NotNative:
+        return 0
+    length = context_length if num_sequences == 1 else BLOCK_LENGTH
+    (table,) = step.table[: step.num_tables]  # for one position there are no rings
+    table.num_sequences, table.block_length = num_sequences, length
+    table.blocks_per_sequence = -(-context_length // length)
+    step.context_length = context_length
+    step.max_rows = min(MAX_ROWS, context_length * num_sequences)
+    return max(0, library.step_bytes(step))
+
 
 ROUNDED_TO = 64 << 10  # what a plan reserves is a multiple of it
 ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take

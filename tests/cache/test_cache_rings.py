@@ -29,9 +29,9 @@ from hotsplit.runtime.cache.block_table import NO_BLOCK, BlockTable
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder, native_step
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.pass_room import PassSetup
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.pass_device import PassSetup
 from hotsplit.serve.prefix_cache import PrefixCache
 
 WINDOW, CONTEXT = 9, 300

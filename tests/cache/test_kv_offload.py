@@ -26,7 +26,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.backend import plain_backend
 
 CONTEXT = 160
 IDS = torch.randint(50, (CONTEXT,), generator=torch.Generator().manual_seed(5)).tolist()

@@ -24,7 +24,7 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.setup import first_residents
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.weights.resident import Residence
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from fake_cuda.library import Range
 from fake_cuda.tensors import ranges_of
 
 from hotsplit.runtime.device.streams import CudaStream, HostNode
-from hotsplit.runtime.step.doorbells import Handovers
+from hotsplit.runtime.step.backend import Handovers
 
 _open: list[list[Range]] = []  # the declaration of the launch that is being submitted
 

@@ -25,7 +25,7 @@ from hotsplit.runtime import loading
 from hotsplit.runtime.device import cuda_runtime, device_memory
 from hotsplit.runtime.kernels.gpu import launch
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
-from hotsplit.runtime.step import doorbells
+from hotsplit.runtime.step import backend
 
 
 def _cudart() -> SimpleNamespace:
@@ -132,7 +132,7 @@ def fake_cuda(
         # The emulated kernels do not overlap.
         stack.enter_context(mock.patch.object(loading, "can_overlap", lambda device: False))
         # The queue runs while the server asks whether the stream still runs.
-        stack.enter_context(mock.patch.object(doorbells, "QUERY_US", 0))
+        stack.enter_context(mock.patch.object(backend, "QUERY_US", 0))
         stack.callback(_finish, cuda)
         ACTIVE.append(cuda)
         with dispatch:

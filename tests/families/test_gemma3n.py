@@ -37,8 +37,8 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.head import logits_of
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.assumed import by_activation
 from hotsplit.solver.solve import SolveConfig, solve

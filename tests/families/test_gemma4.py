@@ -31,8 +31,8 @@ from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.inputs import Inputs, load_inputs

@@ -18,8 +18,8 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import Row, rows_of
-from hotsplit.runtime.step.plain_backend import plain_backend
 
 BOUND = 1e-5  # against float64, with all weights and the cache in f32; the largest seen was 1e-6
 SIZES = make_sizes(num_layers=6, num_neurons=96, context_length=300)

@@ -20,8 +20,8 @@ from hotsplit.model.spec import Add, LayerSpec, Norm
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.plain_backend import plain_backend
 
 FAMILY = ("olmo2", "sandwich with biases")
 MODES = ("dense", "exact", "predicted")

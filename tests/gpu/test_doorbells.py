@@ -7,7 +7,7 @@ from handed_over import assert_echo, hand_over_s, node_of
 
 from hotsplit.runtime.device.cuda_runtime import NOT_READY, DeviceLost
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.step.cuda_backend import cuda_backend
+from hotsplit.runtime.step.backend import cuda_backend
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

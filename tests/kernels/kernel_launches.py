@@ -30,9 +30,9 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import Backend
 from hotsplit.runtime.step.hybrid_device import Take
-from hotsplit.runtime.step.pass_room import PassSetup
-from hotsplit.runtime.step.plain_backend import Backend
+from hotsplit.runtime.step.pass_device import PassSetup
 
 # Kernels of prompts alone.
 PROMPTS = ("unpack", "multiply", "multiply_down", "round_tokens", "hidden_tokens", "attend_tokens")

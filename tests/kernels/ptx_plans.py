@@ -32,7 +32,7 @@ from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.stored import StoredMatrix
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.weights.matrix import Matrix
 from hotsplit.runtime.weights.upload import Uploader
 

@@ -14,8 +14,8 @@ from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.plain_backend import plain_backend
 
 TOKENS = 40
 # Two sums with their norms, as products take them; queries, keys and values; rotation and cache;

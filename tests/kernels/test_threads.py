@@ -181,7 +181,7 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.backend import plain_backend
 
 def switches():
     # Of all threads but this one.

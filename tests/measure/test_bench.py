@@ -36,7 +36,7 @@ from hotsplit.measure.bench.runner import Runner, Sample
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.step.step_times import PARTS, timed_parts
+from hotsplit.runtime.step.native_step import PARTS, timed_parts
 
 pytest_plugins = ("bench_fixtures",)
 pytestmark = pytest.mark.usefixtures("threads_put_back")

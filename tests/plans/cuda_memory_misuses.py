@@ -200,7 +200,7 @@ def going_on_after_a_failure(cuda):
 
 
 def a_kernel_beyond_its_declaration(cuda: FakeCuda):
-    from hotsplit.runtime.step.cuda_backend import cuda_backend
+    from hotsplit.runtime.step.backend import cuda_backend
 
     x, y, main = zeros(), zeros(), streams()[0]
     run = cuda_backend(has_graph=False).kernels.add_norm

@@ -15,7 +15,7 @@ from fake_cuda.library import call, made
 
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.device.streams import CudaStream, HostNode
-from hotsplit.runtime.step.cuda_backend import _captured
+from hotsplit.runtime.step.backend import _captured
 
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 COUNT = 64

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
-from hotsplit.runtime.step.plain_backend import Backend, plain_backend
+from hotsplit.runtime.step.backend import Backend, plain_backend
 
 
 class Race(AssertionError):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.runtime.device.streams import HostNode, Stream
-from hotsplit.runtime.step.plain_backend import Backend
+from hotsplit.runtime.step.backend import Backend
 
 VALUES = 4096
 HANDOVERS, ROUNDS = 32, 15  # to time: one by callbacks takes up to 0.2 ms, so 0.1 s in all

@@ -6,9 +6,9 @@ from hotsplit.runtime.gpu_setup import cold_blocks, cold_streams
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.pass_room import PassSetup
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.pass_device import PassSetup
 
 CPU = torch.device("cpu")
 

@@ -49,9 +49,9 @@ from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.pass_room import PassSetup
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.pass_device import PassSetup
 from hotsplit.runtime.step.workspace import decode_bytes, gpu_bytes, pass_bytes, workspace_bytes
 from hotsplit.runtime.weights.matrix import Matrix, matrix_of
 from hotsplit.runtime.weights.resident import Residence

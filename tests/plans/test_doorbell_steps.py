@@ -20,9 +20,9 @@ from hotsplit.runtime.device.cuda_runtime import DeviceLost, StreamMemory
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.step import doorbells, hybrid_builder
+from hotsplit.runtime.step import backend, hybrid_builder
+from hotsplit.runtime.step.backend import cuda_backend
 from hotsplit.runtime.step.batch import Row
-from hotsplit.runtime.step.cuda_backend import cuda_backend
 
 pytestmark = [pytest.mark.skipif(not fake.can_be_built(), reason="needs a C++ compiler, and Linux")]
 QUERY = CFUNCTYPE(c_int, c_void_p)
@@ -47,7 +47,7 @@ def logits_of(step, num_rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("plan", slow_unless(PLANS, QUICK))
 def test_doorbells_give_the_bits_of_host_functions(tmp_path, monkeypatch, plan):
-    monkeypatch.setattr(doorbells, "POLL_S", 0.0)
+    monkeypatch.setattr(backend, "POLL_S", 0.0)
     case = small(tmp_path, plan)
     with (
         fake_cuda(num_devices=2),
@@ -86,7 +86,7 @@ def lost_line(engine) -> str:
 
 
 def test_a_gpu_or_a_server_that_stops_ends_in_one_line_within_the_timeout(tmp_path, monkeypatch):
-    monkeypatch.setattr(doorbells, "POLL_S", 0.0)
+    monkeypatch.setattr(backend, "POLL_S", 0.0)
     case = small(tmp_path, "random")
     advice = "; start again, or use the CPU alone (--device cpu)"
     answers: list[int] = []  # the last one is the driver's, if there is one
@@ -96,7 +96,7 @@ def test_a_gpu_or_a_server_that_stops_ends_in_one_line_within_the_timeout(tmp_pa
     with fake_cuda():
         engine = Engine.load(case.path, split=case.split, mode="predicted", device="cuda")
         engine._step(IDS[0], 0)
-        monkeypatch.setattr(doorbells, "TIMEOUT_S", 0.1)
+        monkeypatch.setattr(backend, "TIMEOUT_S", 0.1)
         with monkeypatch.context() as patch:  # a server that returns early
             patch.setattr(library, "serve", lambda structs, start, stop, serving: (1, NOT_READY))
             assert lost_line(engine) == (

@@ -1,4 +1,4 @@
-"""Hand-overs by flags (doorbells.py): their server alone, and steps on the fake CUDA runtime, where
+"""Hand-overs by flags (backend.py): their server alone, and steps on the fake CUDA runtime, where
 kernels and the server take turns at random. They give the bits of host functions, and every planted
 fault is found."""
 
@@ -16,9 +16,14 @@ from fake_cuda.torch_cuda import fake_cuda
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.step import doorbells
-from hotsplit.runtime.step.cuda_backend import _captured
-from hotsplit.runtime.step.doorbells import DoorbellStream, Handovers, HandoverStruct, ServingStruct
+from hotsplit.runtime.step import backend
+from hotsplit.runtime.step.backend import (
+    DoorbellStream,
+    Handovers,
+    HandoverStruct,
+    ServingStruct,
+    _captured,
+)
 
 on_fake = pytest.mark.skipif(not fake.can_be_built(), reason="needs a C++ compiler, and Linux")
 FUNCTION, QUERY = CFUNCTYPE(None, c_void_p), CFUNCTYPE(c_int, c_void_p)
@@ -166,8 +171,8 @@ class Chain:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    monkeypatch.setattr(doorbells, "POLL_S", 0.0)  # nothing runs meanwhile on the fake runtime
-    monkeypatch.setattr(doorbells, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(backend, "POLL_S", 0.0)  # nothing runs meanwhile on the fake runtime
+    monkeypatch.setattr(backend, "TIMEOUT_S", 0.2)
     with fake_cuda() as found:
         yield found
 

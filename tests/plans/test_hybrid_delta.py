@@ -29,7 +29,7 @@ from hotsplit.model.spec import Rotary, Route
 from hotsplit.model.tensors import is_router
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.backend import plain_backend
 
 # The CPU rounds inputs of products with q8_0 to 8 bits, and the norms of queries, keys and outputs
 # make errors of small values larger.

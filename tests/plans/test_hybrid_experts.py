@@ -38,11 +38,11 @@ from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.tensors import in_layout, is_neuron_major
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import Row
-from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.forms import placed_form
-from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.program import HOST, step_program
+from hotsplit.runtime.step.program_summary import file_form
 
 CPU = torch.device("cpu")
 

@@ -21,9 +21,9 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kerne
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import Row, rows_of
-from hotsplit.runtime.step.pass_room import PassSetup
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.pass_device import PassSetup
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.serve_config import ServeConfig
 

@@ -29,11 +29,10 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kerne
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend, without_collection
 from hotsplit.runtime.step.batch import LogitsMemory
-from hotsplit.runtime.step.cuda_backend import without_collection
 from hotsplit.runtime.step.hybrid_step import HybridStep, Meter, Segment
 from hotsplit.runtime.step.native_parts import HostBuffers
-from hotsplit.runtime.step.plain_backend import plain_backend
 
 
 def hybrid(engine, split, backend):

@@ -20,7 +20,7 @@ from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.cache.state_slots import LayerState
 from hotsplit.runtime.device import huge_pages
-from hotsplit.runtime.step.hollow import hollow_builder
+from hotsplit.runtime.step.workspace import hollow_builder
 from hotsplit.runtime.weights.store import CPU
 from hotsplit.solver import solve
 from hotsplit.solver.advice import advise

@@ -33,7 +33,7 @@ from hotsplit.runtime.neuron_cache.neuron_rows import RowTable
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder, workspace
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.solver import with_cache
 from hotsplit.solver.solve import SolveConfig, solve

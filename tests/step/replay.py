@@ -13,13 +13,12 @@ from torch import Tensor
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.forms import host_form
-from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
-from hotsplit.runtime.step.pass_room import PassSetup
-from hotsplit.runtime.step.plain_backend import plain_backend
-from hotsplit.runtime.step.program import HOST, step_program
-from hotsplit.runtime.step.value_order import edges
+from hotsplit.runtime.step.native_step import overwritten
+from hotsplit.runtime.step.pass_device import PassSetup
+from hotsplit.runtime.step.program import HOST, edges, step_program
 
 ORDERS = 3  # tried for each pair whose order is no longer enforced
 

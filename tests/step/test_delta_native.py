@@ -21,9 +21,15 @@ from hotsplit.runtime.ops.attention.native import TableStruct
 from hotsplit.runtime.ops.delta.native import DeltaStruct
 from hotsplit.runtime.ops.norm import NormStruct
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
-from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.native_parts import PartStruct
-from hotsplit.runtime.step.native_step import LayerStruct, RowStruct, StepStruct
+from hotsplit.runtime.step.native_step import (
+    VALUES,
+    LayerStruct,
+    OpStruct,
+    RowStruct,
+    StepStruct,
+    native_ops,
+)
 from hotsplit.runtime.step.program import Op
 
 LEVELS = library.usable_levels()

@@ -25,7 +25,7 @@ from hotsplit import Engine
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.observers import NAMES
-from hotsplit.runtime.step.native_layers import NativeLayers
+from hotsplit.runtime.step.decoder import NativeLayers
 
 IDS = [(7 * i + i * i) % 50 for i in range(30)]
 OUTSIDE = {"embedding", "output_norm", "logits"}  # of layers

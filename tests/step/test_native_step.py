@@ -24,7 +24,7 @@ from hotsplit.model.position_wise import PositionWise
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import native_step
-from hotsplit.runtime.step.native_ops import NUM_OWN, OP_KINDS, StepValues
+from hotsplit.runtime.step.native_step import NUM_OWN, OP_KINDS, StepValues
 
 # Sums in another order change some f16 values of the KV cache, and some 16-bit values, by one unit
 # in the last place. Errors of 3e-6 were seen for f32, of 3e-4 for the others.

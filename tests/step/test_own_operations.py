@@ -34,11 +34,11 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.position_wise import LoadedOp, in_layer
 from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.file_form import file_form
-from hotsplit.runtime.step.pass_room import PassSetup
-from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.pass_device import PassSetup
 from hotsplit.runtime.step.program import step_program
+from hotsplit.runtime.step.program_summary import file_form
 from hotsplit.runtime.step.workspace import workspace_bytes
 
 CPU, IDS = torch.device("cpu"), [1, 5, 2, 3]

@@ -21,11 +21,17 @@ from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.model.spec import Predict
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.forms import host_form, placed_form
-from hotsplit.runtime.step.program import HOST, LayerPlace, StepForm, gpu, layer_ops, step_program
-from hotsplit.runtime.step.program_summary import lines_of, summarise_program
-from hotsplit.runtime.step.value_order import edges
+from hotsplit.runtime.step.program import (
+    HOST,
+    LayerPlace,
+    StepForm,
+    edges,
+    gpu,
+    layer_ops,
+    step_program,
+)
+from hotsplit.runtime.step.program_summary import file_form, lines_of, summarise_program
 
 CPU = torch.device("cpu")
 POSITION = 3

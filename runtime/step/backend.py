@@ -1,4 +1,7 @@
-"""Hands the CPU's parts of a step over by flags instead of callbacks.
+"""What a hybrid step runs on: kernels, streams and memory. In the plain form both sides are on the
+CPU, where kernels run as they are submitted: for tests without a GPU, and as the reference for
+captured steps. The CUDA form has a stream per GPU, captures a GPU's segments as graphs, and hands
+the CPU's parts of a step over by flags (doorbells).
 
 A callback costs an interrupt and the wake-up of the driver's thread, on an H100 60 to 110
 microseconds of the 95 to 150 that a divided layer's hand-over took. Here the stream itself writes
@@ -12,20 +15,142 @@ writes a layer's input again only after it has awaited the flag behind the last 
 the CPU its output only after a flag that follows the last reading of that, so one buffer is enough
 for each."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import Structure, c_int64, c_void_p
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.device import cuda_runtime
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
-from hotsplit.runtime.device.streams import CudaStream, HostNode
+from hotsplit.runtime.device.streams import CudaStream, HostNode, PlainStream, Stream
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.structs import members
+from hotsplit.runtime.step.hybrid_device import Take
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.kernels.gpu.kernels import Kernels
+
+
+# Turns a submission to a stream into a function that is called for every step.
+Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """The kernels, streams and memory that a step runs on."""
+
+    kernels: "Kernels"
+    stream: Callable[[torch.device], Stream]  # makes one
+    take: Callable[[torch.device], Take]  # zeroed memory for buffers
+    prepare: Prepare
+    is_pinned: bool
+
+
+def plain_backend(kernels: "Kernels") -> Backend:
+    return Backend(
+        kernels=kernels,
+        stream=lambda device: PlainStream(),
+        take=allocated,
+        prepare=submitted,
+        is_pinned=False,
+    )
+
+
+def allocated(device: torch.device) -> Take:
+    """Torch's allocator on a device."""
+
+    def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return take
+
+
+def submitted(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
+    return submit
+
+
+_OVERLAPPING = 9  # compute capability
+
+
+def cuda_backend(
+    take: Callable[[torch.device], Take] | None = None,
+    *,
+    has_graph: bool,
+    has_doorbells: bool = False,
+    overlaps: bool = False,
+) -> Backend:
+    """Builds the backend. `take` allocates on a device; None is torch's allocator. Without a graph,
+    every step launches its kernels one by one: slower, with the same results. `has_doorbells`: the
+    CPU's parts are handed over by flags instead of callbacks. `overlaps`: a kernel
+    begins before the last one has ended.
+
+    Raises ImportError if Triton is not installed."""
+    from hotsplit.runtime.kernels.gpu.kernels import overlapped, triton_kernels
+
+    kernels = triton_kernels()
+    return Backend(
+        kernels=overlapped(kernels) if overlaps else kernels,
+        stream=DoorbellStream if has_doorbells else CudaStream,
+        take=take or allocated,
+        prepare=_captured if has_graph else submitted,
+        is_pinned=True,
+    )
+
+
+def can_overlap(device: torch.device) -> bool:
+    """True if kernels of a CUDA device may begin before the last one has ended
+    (kernels.gpu.overlap)."""
+    return bool(torch.cuda.get_device_properties(device).major >= _OVERLAPPING)
+
+
+def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
+    """Captures the work that `submit` enqueues on the stream, and on streams that fork from it and
+    join it; returns a function that replays it on the stream and runs the CPU's part of it.
+
+    Other threads may allocate meanwhile; their work is not captured."""
+    assert isinstance(stream, CudaStream)
+    graph = torch.cuda.CUDAGraph()
+    device = stream.stream.device
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        with (
+            without_collection(),
+            stream.collected() as run,
+            torch.cuda.graph(graph, stream=stream.stream, capture_error_mode="thread_local"),
+        ):
+            submit()
+
+    def launch() -> None:
+        with torch.cuda.stream(stream.stream):
+            graph.replay()
+
+    def replay() -> None:
+        run(launch)
+
+    replay()  # the first launch uploads the graph
+    stream.finish()
+    return replay
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Disables garbage collection: it could free an unused engine or step during a capture, when
+    unpinning memory is not allowed."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
 
 # How long the CPU waits for a flag. Nothing between two flags of a step takes a tenth of it; it
 # also covers a prompt's pass in front of the first.
