@@ -211,7 +211,7 @@ def launch_the_rest() -> None:
     rows, power = torch.empty(20, WIDTH), torch.empty(20)
     kernels.round_tokens(rows, rows, x, x, 1e-5, half, power, rows)
     kernels.round_tokens(rows, None, None, None, 0.0, half.bfloat16(), None, None)
-    named = torch.empty(20, WIDTH, dtype=torch.bool)
+    named = torch.empty(20, WIDTH // 32, dtype=torch.int32)
     kernels.hidden_tokens(rows, rows, named, Gate(activation="gelu", threshold=0.1), half, power)
     kernels.hidden_tokens(
         rows, rows, None, Gate(activation="silu", computes_all=True), half.bfloat16(), None

@@ -27,7 +27,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.inspection.file_summary import to_json
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
@@ -70,8 +70,11 @@ class Scaling(PositionWise):
 
 
 @gpu_kernel(reads=("x_D",), writes=("y_D",))
-def scale(weight_D: torch.Tensor, x_D: torch.Tensor, y_D: torch.Tensor) -> None:
-    y_D.copy_(weight_D.double() * x_D.double())
+def scale(weight_D: torch.Tensor, x_D: torch.Tensor, y_D: torch.Tensor) -> Versions:
+    def run() -> None:
+        y_D.copy_(weight_D.double() * x_D.double())
+
+    return run, run
 
 
 class ScalingStruct(Structure):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu.cache import TILE, Cache
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
@@ -40,28 +40,94 @@ def attend(
     table_SN: Tensor | None = None,
     *,
     vectors: Vectors = NO_VECTORS,
-) -> None:
+) -> Versions:
     """The attention of `spec` to the positions up to `position_1` inclusive, times the sigmoid of
     the gates, if any. `vectors`: those of the spec, f32, by its names. Triton reads no tile of 64
     keys before the window. `scratch` is f32 with at least `attend_scratch` values per row."""
-    if table_SN is not None and sequence_1 is not None:
-        key_CKW, value_CKW = (
-            positions_of(cache, table_SN[int(sequence_1)], int(position_1) + 1)
-            for cache in (key_CKW, value_CKW)
+
+    def reference() -> None:
+        count, gates = int(position_1) + 1, spec.is_gated
+        num_kv, width = key_CKW.shape[-2:]
+        seen = [key_CKW, value_CKW]
+        if table_SN is not None and sequence_1 is not None:
+            seen = [positions_of(cache, table_SN[int(sequence_1)], count) for cache in seen]
+        read = slice(0 if spec.window is None else max(0, count - spec.window), count)
+        head_HW = qkv[: spec.num_heads * width * (1 + gates)].double().view(-1, width)
+        query_KGW = head_HW[:: 1 + gates].reshape(num_kv, -1, width)
+        keys, values = (cache[read].double() for cache in seen)
+        key_KWC = keys.permute(1, 2, 0)
+        score_KGC = soft_capped(query_KGW @ key_KWC * spec.score_scale, spec.score_cap)
+        if spec.head_sinks:
+            sink_KG1 = vectors["head_sinks"].double().view(num_kv, -1, 1)
+            score_KGC = torch.cat([score_KGC, sink_KG1], dim=-1)
+        share_KGC = score_KGC.softmax(dim=-1)[..., : key_KWC.shape[-1]]
+        heads_HW = (share_KGC @ values.transpose(0, 1)).flatten(0, 1)
+        out_HW.copy_((heads_HW * head_HW[1::2].sigmoid() if gates else heads_HW).view_as(out_HW))
+
+    def launch() -> None:
+        cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
+        num_rows, num_heads, num_kv = step_rows(qkv), spec.num_heads, spec.num_kv_heads
+        width, context = spec.head_dim, cache.context_length
+        assert qkv.is_contiguous() and out_HW.is_contiguous(), (qkv.stride(), out_HW.stride())
+        num_parts, split = attend_parts(context), attend_split(context)
+        assert scratch.numel() >= num_rows * attend_scratch(context, num_heads, width), (
+            scratch.shape
         )
-    _, num_kv, width = key_CKW.shape
-    count, gates = int(position_1) + 1, spec.is_gated
-    read = slice(0 if spec.window is None else max(0, count - spec.window), count)
-    head_HW = qkv[: spec.num_heads * width * (1 + gates)].double().view(-1, width)
-    query_KGW = head_HW[:: 1 + gates].reshape(num_kv, -1, width)
-    key_KWC = key_CKW[read].double().permute(1, 2, 0)
-    score_KGC = soft_capped(query_KGW @ key_KWC * spec.score_scale, spec.score_cap)
-    if spec.head_sinks:
-        sink_KG1 = vectors["head_sinks"].double().view(num_kv, -1, 1)
-        score_KGC = torch.cat([score_KGC, sink_KG1], dim=-1)
-    share_KGC = score_KGC.softmax(dim=-1)[..., : key_KWC.shape[-1]]
-    heads_HW = (share_KGC @ value_CKW[read].double().transpose(0, 1)).flatten(0, 1)
-    out_HW.copy_((heads_HW * head_HW[1::2].sigmoid() if gates else heads_HW).view_as(out_HW))
+        group, scores = num_heads // num_kv, scores_of(spec, vectors)
+        all_parts = num_rows * num_parts
+        num_sums = all_parts * num_heads * width
+        sums, peaks = scratch[:num_sums], scratch[num_sums:]
+        weights = peaks[all_parts * num_heads :]
+        block = max(16, power_of_2(width))
+        rows = () if num_rows == 1 else (num_rows,)
+        _attend_part[(num_kv, num_parts, *rows)](
+            qkv,
+            key_CKW,
+            value_CKW,
+            *cache.strides,
+            position_1,
+            sums,
+            peaks,
+            weights,
+            scores,
+            spec.window,
+            num_heads,
+            *cache.paging,
+            WIDTH=width,
+            QUERY_STRIDE=width * (1 + spec.is_gated),
+            ROW_STRIDE=qkv.shape[-1],
+            BLOCK=block,
+            GROUP=group,
+            GROUP_BLOCK=power_of_2(group),
+            SPLIT=split,
+            TILE=min(TILE, TILE * 256 // block),
+            NUM_ROWS=num_rows,
+            BLOCK_LENGTH=cache.block_length,
+            **overlap_options(),
+            num_warps=max(4, block // 64),
+        )
+        _attend_join[(num_heads, *rows)](
+            sums,
+            peaks,
+            weights,
+            position_1,
+            qkv if spec.is_gated else None,
+            qkv.shape[-1],
+            out_HW,
+            scores,
+            spec.window,
+            num_heads,
+            WIDTH=width,
+            BLOCK=block,
+            SPLIT=split,
+            PARTS_BLOCK=power_of_2(num_parts),
+            NUM_ROWS=num_rows,
+            NUM_PARTS=num_parts,
+            **overlap_options(),
+            num_warps=4,
+        )
+
+    return reference, launch
 
 
 @triton.jit
@@ -239,78 +305,3 @@ def _attend_join(
         gate_W = tl.load(gate + (2 * head + 1) * WIDTH + column_W, mask=in_head_W, other=0.0)
         sum_W = sum_W / (1.0 + tl.exp(-gate_W))
     tl.store(out + head * WIDTH + column_W, sum_W, mask=in_head_W)
-
-
-@attend.launch
-def launch_attend(
-    qkv: Tensor,
-    key_CKW: Tensor,
-    value_CKW: Tensor,
-    position_1: Tensor,
-    spec: Attention,
-    scratch: Tensor,
-    out_HW: Tensor,
-    sequence_1: Tensor | None = None,
-    table_SN: Tensor | None = None,
-    *,
-    vectors: Vectors = NO_VECTORS,
-) -> None:
-    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
-    num_rows, num_heads, num_kv = step_rows(qkv), spec.num_heads, spec.num_kv_heads
-    width, context = spec.head_dim, cache.context_length
-    assert qkv.is_contiguous() and out_HW.is_contiguous(), (qkv.stride(), out_HW.stride())
-    num_parts, split = attend_parts(context), attend_split(context)
-    assert scratch.numel() >= num_rows * attend_scratch(context, num_heads, width), scratch.shape
-    group, scores = num_heads // num_kv, scores_of(spec, vectors)
-    all_parts = num_rows * num_parts
-    num_sums = all_parts * num_heads * width
-    sums, peaks = scratch[:num_sums], scratch[num_sums:]
-    weights = peaks[all_parts * num_heads :]
-    block = max(16, power_of_2(width))
-    rows = () if num_rows == 1 else (num_rows,)
-    _attend_part[(num_kv, num_parts, *rows)](
-        qkv,
-        key_CKW,
-        value_CKW,
-        *cache.strides,
-        position_1,
-        sums,
-        peaks,
-        weights,
-        scores,
-        spec.window,
-        num_heads,
-        *cache.paging,
-        WIDTH=width,
-        QUERY_STRIDE=width * (1 + spec.is_gated),
-        ROW_STRIDE=qkv.shape[-1],
-        BLOCK=block,
-        GROUP=group,
-        GROUP_BLOCK=power_of_2(group),
-        SPLIT=split,
-        TILE=min(TILE, TILE * 256 // block),
-        NUM_ROWS=num_rows,
-        BLOCK_LENGTH=cache.block_length,
-        **overlap_options(),
-        num_warps=max(4, block // 64),
-    )
-    _attend_join[(num_heads, *rows)](
-        sums,
-        peaks,
-        weights,
-        position_1,
-        qkv if spec.is_gated else None,
-        qkv.shape[-1],
-        out_HW,
-        scores,
-        spec.window,
-        num_heads,
-        WIDTH=width,
-        BLOCK=block,
-        SPLIT=split,
-        PARTS_BLOCK=power_of_2(num_parts),
-        NUM_ROWS=num_rows,
-        NUM_PARTS=num_parts,
-        **overlap_options(),
-        num_warps=4,
-    )

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
@@ -88,39 +88,75 @@ def convolve(
     writes_T: Tensor,
     mixed_TX: Tensor,
     num_key_heads: int,
-) -> None:
+) -> Versions:
     """For each row of a run: u = silu(the sum over taps j of taps_j x of the row J-1-j before);
     queries and keys divided by sqrt(|.|^2 + 1e-6) of their head, queries also by sqrt(N); strength
     = sigmoid(its number); decay = exp(rate softplus(its number + step_bias)). The x of rows before
     a run are in its slot of `conv_SJC` [S, J-1, C]; that of the last rows is a part of the
     state."""
-    s = DeltaSizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
-    projected_TW, mixed_TX = projected_TW.view(-1, s.projected), mixed_TX.view(-1, s.mixed)
-    num_taps, keys = taps_CJ.shape[1], s.key_heads * s.key_width
-    for first, count, source in run_R3.tolist():
-        if not count:
-            continue
-        row_TW = projected_TW[first : first + count].double()
-        before_JC = torch.zeros_like(conv_SJC[0]) if source < 0 else conv_SJC[source]
-        x_TC = torch.cat([before_JC.double(), row_TW[:, : s.channels]])
-        taps = [x_TC[tap : tap + count] * taps_CJ[:, tap].double() for tap in range(num_taps)]
-        u_TC = torch.nn.functional.silu(torch.stack(taps).sum(dim=0))
-        query, key, value = u_TC.split([keys, keys, s.channels - 2 * keys], dim=1)
-        query, key = (each.unflatten(1, (-1, s.key_width)) for each in (query, key))
-        query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
-        strength_TV, step_TV = row_TW[:, s.channels + s.value_heads * s.value_width :].chunk(2, 1)
-        step_TV = (step_TV + step_bias_V).exp().log1p()
-        parts = [
-            query.flatten(1) / s.key_width**0.5,
-            key.flatten(1),
-            value,
-            strength_TV.sigmoid(),
-            (rate_V * step_TV).exp(),
-        ]
-        mixed_TX[first : first + count] = torch.cat(parts, dim=1).to(mixed_TX.dtype)
-        for row, target in enumerate(writes_T[first : first + count].tolist(), start=1):
-            if target >= 0:
-                conv_SJC[target] = x_TC[row : row + num_taps - 1].to(conv_SJC.dtype)
+
+    def reference() -> None:
+        s = DeltaSizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
+        rows_TW, out_TX = projected_TW.view(-1, s.projected), mixed_TX.view(-1, s.mixed)
+        num_taps, keys = taps_CJ.shape[1], s.key_heads * s.key_width
+        for first, count, source in run_R3.tolist():
+            if not count:
+                continue
+            row_TW = rows_TW[first : first + count].double()
+            before_JC = torch.zeros_like(conv_SJC[0]) if source < 0 else conv_SJC[source]
+            x_TC = torch.cat([before_JC.double(), row_TW[:, : s.channels]])
+            taps = [x_TC[tap : tap + count] * taps_CJ[:, tap].double() for tap in range(num_taps)]
+            u_TC = torch.nn.functional.silu(torch.stack(taps).sum(dim=0))
+            query, key, value = u_TC.split([keys, keys, s.channels - 2 * keys], dim=1)
+            query, key = (each.unflatten(1, (-1, s.key_width)) for each in (query, key))
+            query, key = (
+                x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key)
+            )
+            strength_TV, step_TV = row_TW[:, s.channels + s.value_heads * s.value_width :].chunk(
+                2, 1
+            )
+            step_TV = (step_TV + step_bias_V).exp().log1p()
+            parts = [
+                query.flatten(1) / s.key_width**0.5,
+                key.flatten(1),
+                value,
+                strength_TV.sigmoid(),
+                (rate_V * step_TV).exp(),
+            ]
+            out_TX[first : first + count] = torch.cat(parts, dim=1).to(out_TX.dtype)
+            for row, target in enumerate(writes_T[first : first + count].tolist(), start=1):
+                if target >= 0:
+                    conv_SJC[target] = x_TC[row : row + num_taps - 1].to(conv_SJC.dtype)
+
+    def launch() -> None:
+        sizes = DeltaSizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
+        for each in (projected_TW, taps_CJ, conv_SJC, run_R3, mixed_TX):
+            assert each.is_contiguous(), each.stride()
+        num_taps, num_rows = taps_CJ.shape[1], mixed_TX.numel() // sizes.mixed
+        assert projected_TW.numel() == num_rows * sizes.projected, projected_TW.shape
+        assert conv_SJC.shape[1:] == (num_taps - 1, sizes.channels), conv_SJC.shape
+        _convolve[(2 * sizes.key_heads + sizes.value_heads, num_rows)](
+            projected_TW,
+            taps_CJ,
+            step_bias_V,
+            rate_V,
+            conv_SJC,
+            run_R3,
+            writes_T,
+            mixed_TX,
+            KEY_HEADS=sizes.key_heads,
+            VALUE_HEADS=sizes.value_heads,
+            KEY_WIDTH=sizes.key_width,
+            VALUE_WIDTH=sizes.value_width,
+            QUERY_SCALE=sizes.key_width**-0.5,
+            TAPS=num_taps,
+            RUNS=len(run_R3),
+            BLOCK=power_of_2(max(sizes.key_width, sizes.value_width)),
+            **overlap_options(),
+            num_warps=1,
+        )
+
+    return reference, launch
 
 
 @gpu_kernel(
@@ -138,46 +174,93 @@ def delta_rule(
     num_key_heads: int,
     *,
     is_grouped: bool,
-) -> None:
+) -> Versions:
     """For each row of a run, in order, and each value head h, which reads key head h % G or, if
     `is_grouped`, h // (V / G), with its state S: S *= decay; S += k (strength (v - S^T k))^T; out
     = S^T q."""
-    _, value_heads, key_width, value_width = state_SVNM.shape
-    keys, values = num_key_heads * key_width, value_heads * value_width
-    mixed_TX = mixed_TX.view(-1, 2 * keys + values + 2 * value_heads)
-    out_TVM = out_TVM.view(-1, value_heads, value_width)
-    head_V = torch.arange(value_heads, device=mixed_TX.device)
-    head_V = head_V // (value_heads // num_key_heads) if is_grouped else head_V % num_key_heads
-    for first, count, source in run_R3.tolist():
-        if not count:
-            continue
-        before = torch.zeros_like(state_SVNM[0]) if source < 0 else state_SVNM[source]
-        state_VNM = before.double()
-        for row in range(first, first + count):
-            query, key, value, strength_V, decay_V = (
-                mixed_TX[row].double().split([keys, keys, values, value_heads, value_heads])
-            )
-            query_VN, key_VN = (x.view(num_key_heads, -1)[head_V] for x in (query, key))
-            state_VNM = state_VNM * decay_V[:, None, None]
-            held_VM = torch.einsum("vnm,vn->vm", state_VNM, key_VN)
-            delta_VM = strength_V[:, None] * (value.view(value_heads, -1) - held_VM)
-            state_VNM = state_VNM + key_VN[:, :, None] * delta_VM[:, None]
-            # A state is f32 after each row: a row's bits do not depend on its pass.
-            state_VNM = state_VNM.to(state_SVNM.dtype).double()
-            out_TVM[row] = torch.einsum("vnm,vn->vm", state_VNM, query_VN).to(out_TVM.dtype)
-            if writes_T[row] >= 0:
-                state_SVNM[int(writes_T[row])] = state_VNM.to(state_SVNM.dtype)
+
+    def reference() -> None:
+        _, value_heads, key_width, value_width = state_SVNM.shape
+        keys, values = num_key_heads * key_width, value_heads * value_width
+        row_TX = mixed_TX.view(-1, 2 * keys + values + 2 * value_heads)
+        result_TVM = out_TVM.view(-1, value_heads, value_width)
+        head_V = torch.arange(value_heads, device=mixed_TX.device)
+        head_V = head_V // (value_heads // num_key_heads) if is_grouped else head_V % num_key_heads
+        for first, count, source in run_R3.tolist():
+            if not count:
+                continue
+            before = torch.zeros_like(state_SVNM[0]) if source < 0 else state_SVNM[source]
+            state_VNM = before.double()
+            for row in range(first, first + count):
+                query, key, value, strength_V, decay_V = (
+                    row_TX[row].double().split([keys, keys, values, value_heads, value_heads])
+                )
+                query_VN, key_VN = (x.view(num_key_heads, -1)[head_V] for x in (query, key))
+                state_VNM = state_VNM * decay_V[:, None, None]
+                held_VM = torch.einsum("vnm,vn->vm", state_VNM, key_VN)
+                delta_VM = strength_V[:, None] * (value.view(value_heads, -1) - held_VM)
+                state_VNM = state_VNM + key_VN[:, :, None] * delta_VM[:, None]
+                # A state is f32 after each row: a row's bits do not depend on its pass.
+                state_VNM = state_VNM.to(state_SVNM.dtype).double()
+                result_TVM[row] = torch.einsum("vnm,vn->vm", state_VNM, query_VN).to(out_TVM.dtype)
+                if writes_T[row] >= 0:
+                    state_SVNM[int(writes_T[row])] = state_VNM.to(state_SVNM.dtype)
+
+    def launch() -> None:
+        for each in (mixed_TX, state_SVNM, run_R3, out_TVM):
+            assert each.is_contiguous(), each.stride()
+        _, value_heads, key_width, value_width = state_SVNM.shape
+        columns = min(_COLUMNS, power_of_2(value_width))
+        _delta_rule[(value_heads * -(-value_width // columns), len(run_R3))](
+            mixed_TX,
+            state_SVNM,
+            run_R3,
+            writes_T,
+            out_TVM,
+            KEY_HEADS=num_key_heads,
+            VALUE_HEADS=value_heads,
+            KEY_WIDTH=key_width,
+            VALUE_WIDTH=value_width,
+            IS_GROUPED=is_grouped,
+            KEY_BLOCK=power_of_2(key_width),
+            COLUMNS=columns,
+            **overlap_options(),
+            num_warps=1,
+        )
+
+    return reference, launch
 
 
 @gpu_kernel(reads=("projected_TW", "out_TVM"), writes=("out_TVM",))
-def gate_norm(out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: float) -> None:
+def gate_norm(out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: float) -> Versions:
     """out = RMS norm of each head of out, times silu of its gates."""
-    heads, width = out_TVM.shape[-2:]
-    channels = projected_TW.shape[-1] - heads * (width + 2)
-    gate = projected_TW[..., channels : channels + heads * width].double().view(out_TVM.shape)
-    value = out_TVM.double()
-    value = value * (value.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight_M
-    out_TVM.copy_(value * torch.nn.functional.silu(gate))
+
+    def reference() -> None:
+        heads, width = out_TVM.shape[-2:]
+        channels = projected_TW.shape[-1] - heads * (width + 2)
+        gate = projected_TW[..., channels : channels + heads * width].double().view(out_TVM.shape)
+        value = out_TVM.double()
+        value = value * (value.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight_M
+        out_TVM.copy_(value * torch.nn.functional.silu(gate))
+
+    def launch() -> None:
+        assert out_TVM.is_contiguous() and projected_TW.is_contiguous(), out_TVM.stride()
+        heads, width = out_TVM.shape[-2:]
+        num_rows = out_TVM.numel() // (heads * width)
+        _gate_norm[(heads, num_rows)](
+            out_TVM,
+            projected_TW,
+            weight_M,
+            float(epsilon),
+            CHANNELS=projected_TW.numel() // num_rows - heads * (width + 2),
+            HEADS=heads,
+            WIDTH=width,
+            BLOCK=power_of_2(width),
+            **overlap_options(),
+            num_warps=1,
+        )
+
+    return reference, launch
 
 
 @triton.jit
@@ -377,97 +460,3 @@ def _gate_norm(
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + epsilon)
     tl.debug_barrier()  # in place: all threads must have loaded before any stores
     tl.store(out + column, value * scale * (gate / (1.0 + tl.exp(-gate))), mask=in_head)
-
-
-@convolve.launch
-def launch_convolve(
-    projected_TW: Tensor,
-    taps_CJ: Tensor,
-    step_bias_V: Tensor,
-    rate_V: Tensor,
-    conv_SJC: Tensor,
-    run_R3: Tensor,
-    writes_T: Tensor,
-    mixed_TX: Tensor,
-    num_key_heads: int,
-) -> None:
-    sizes = DeltaSizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
-    for each in (projected_TW, taps_CJ, conv_SJC, run_R3, mixed_TX):
-        assert each.is_contiguous(), each.stride()
-    num_taps, num_rows = taps_CJ.shape[1], mixed_TX.numel() // sizes.mixed
-    assert projected_TW.numel() == num_rows * sizes.projected, projected_TW.shape
-    assert conv_SJC.shape[1:] == (num_taps - 1, sizes.channels), conv_SJC.shape
-    _convolve[(2 * sizes.key_heads + sizes.value_heads, num_rows)](
-        projected_TW,
-        taps_CJ,
-        step_bias_V,
-        rate_V,
-        conv_SJC,
-        run_R3,
-        writes_T,
-        mixed_TX,
-        KEY_HEADS=sizes.key_heads,
-        VALUE_HEADS=sizes.value_heads,
-        KEY_WIDTH=sizes.key_width,
-        VALUE_WIDTH=sizes.value_width,
-        QUERY_SCALE=sizes.key_width**-0.5,
-        TAPS=num_taps,
-        RUNS=len(run_R3),
-        BLOCK=power_of_2(max(sizes.key_width, sizes.value_width)),
-        **overlap_options(),
-        num_warps=1,
-    )
-
-
-@delta_rule.launch
-def launch_delta_rule(
-    mixed_TX: Tensor,
-    state_SVNM: Tensor,
-    run_R3: Tensor,
-    writes_T: Tensor,
-    out_TVM: Tensor,
-    num_key_heads: int,
-    *,
-    is_grouped: bool,
-) -> None:
-    for each in (mixed_TX, state_SVNM, run_R3, out_TVM):
-        assert each.is_contiguous(), each.stride()
-    _, value_heads, key_width, value_width = state_SVNM.shape
-    columns = min(_COLUMNS, power_of_2(value_width))
-    _delta_rule[(value_heads * -(-value_width // columns), len(run_R3))](
-        mixed_TX,
-        state_SVNM,
-        run_R3,
-        writes_T,
-        out_TVM,
-        KEY_HEADS=num_key_heads,
-        VALUE_HEADS=value_heads,
-        KEY_WIDTH=key_width,
-        VALUE_WIDTH=value_width,
-        IS_GROUPED=is_grouped,
-        KEY_BLOCK=power_of_2(key_width),
-        COLUMNS=columns,
-        **overlap_options(),
-        num_warps=1,
-    )
-
-
-@gate_norm.launch
-def launch_gate_norm(
-    out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: float
-) -> None:
-    assert out_TVM.is_contiguous() and projected_TW.is_contiguous(), out_TVM.stride()
-    heads, width = out_TVM.shape[-2:]
-    num_rows = out_TVM.numel() // (heads * width)
-    _gate_norm[(heads, num_rows)](
-        out_TVM,
-        projected_TW,
-        weight_M,
-        float(epsilon),
-        CHANNELS=projected_TW.numel() // num_rows - heads * (width + 2),
-        HEADS=heads,
-        WIDTH=width,
-        BLOCK=power_of_2(width),
-        **overlap_options(),
-        num_warps=1,
-    )

@@ -27,7 +27,7 @@ from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu import neurons
 from hotsplit.runtime.kernels.gpu.activation import activate, gated
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
@@ -56,28 +56,64 @@ def expert_gate_up(
     x_D: Tensor,
     rule: Gate,
     hidden_KF: Tensor,
-) -> None:
+) -> Versions:
     """The hidden values, as of gate_up, of each chosen expert: those of the F rows that begin at
     row F * place_E[expert] of the matrices. `place_E`, int32: below 0, the expert is elsewhere,
     and its hidden values are 0; None: the place is the expert's number."""
-    hidden_KF.zero_()
-    count = hidden_KF.shape[1]
-    for number, place in _stored(place_E, routed_2K):
-        biases = (
-            None if b is None else b[place * count :][:count] for b in (gate_bias_N, up_bias_N)
-        )
-        gate_bias_F, up_bias_F = biases
-        neurons.gate_up.reference(
-            _of_expert(gate, place, count),
-            gate_bias_F,
-            None if up is None else _of_expert(up, place, count),
-            up_bias_F,
-            None,
-            None,
+
+    def reference() -> None:
+        hidden_KF.zero_()
+        count = hidden_KF.shape[1]
+        for number, place in _stored(place_E, routed_2K):
+            biases = (
+                None if b is None else b[place * count :][:count] for b in (gate_bias_N, up_bias_N)
+            )
+            gate_bias_F, up_bias_F = biases
+            neurons.gate_up.reference(
+                _of_expert(gate, place, count),
+                gate_bias_F,
+                None if up is None else _of_expert(up, place, count),
+                up_bias_F,
+                None,
+                None,
+                x_D,
+                rule,
+                hidden_KF[number],
+            )
+
+    def launch() -> None:
+        assert not rule.needs_all
+        layout = Layout.of(gate)
+        up_layout = layout if up is None else Layout.of(up)
+        num_used, num_neurons = hidden_KF.shape[-2:]
+        rows = rows_of_program(num_used * num_neurons)
+        assert routed_2K.is_contiguous() and x_D.is_contiguous() and hidden_KF.is_contiguous()
+        assert hidden_KF.dim() == x_D.dim() + 1 == routed_2K.dim() + 1, hidden_KF.shape
+        _expert_gate_up[(step_rows(x_D) * num_used, ceil_div(num_neurons, rows))](
+            gate.data,
+            layout.stride,
+            gate_bias_N,
+            None if up is None else up.data,
+            up_layout.stride,
+            up_bias_N,
+            place_E,
+            routed_2K,
             x_D,
-            rule,
-            hidden_KF[number],
+            hidden_KF,
+            float(rule.threshold),
+            num_neurons,
+            **layout.constants(rows),
+            UP_KIND=up_layout.kind,
+            UP_PARTS=up_layout.parts,
+            UP_ALIGN=up_layout.align,
+            UP_UNITS=up_layout.units_of_tile(rows),
+            NUM_USED=num_used,
+            ACTIVATION=rule.activation,
+            IS_DENSE=rule.computes_all,
+            num_warps=NUM_WARPS,
         )
+
+    return reference, launch
 
 
 @gpu_kernel(reads=("routed_2K", "hidden_KF"), writes=("parts_PD",), rows_axis={"parts_PD": 1})
@@ -91,25 +127,61 @@ def expert_down(
     *,
     is_by_output: bool,
     skips_zeros: bool = False,
-) -> None:
+) -> Versions:
     """Row k of `parts_PD` is the weight of the k-th chosen expert times (W hidden + bias), where W
     has the D rows that begin at row D * place_E[expert]; 0 if the expert is elsewhere.
 
     Unless `is_by_output`, W has a row for each of the F neurons, and S rows of `parts_PD` are
     partial sums of an expert, as of down; the first has the bias. `add_norm` adds the parts."""
-    num_used, width = len(hidden_KF), parts_PD.shape[1]
-    parts_KSD = torch.zeros(num_used, len(parts_PD) // num_used, width, dtype=torch.float64)
-    for number, place in _stored(place_E, routed_2K):
-        part_SD, hidden_F = parts_KSD[number], hidden_KF[number]
+
+    def reference() -> None:
+        num_used, width = len(hidden_KF), parts_PD.shape[1]
+        parts_KSD = torch.zeros(num_used, len(parts_PD) // num_used, width, dtype=torch.float64)
+        for number, place in _stored(place_E, routed_2K):
+            part_SD, hidden_F = parts_KSD[number], hidden_KF[number]
+            if is_by_output:
+                part_SD[0] = product(_of_expert(down, place, width), None, hidden_F)
+            else:
+                own = _of_expert(down, place, len(hidden_F))
+                neurons.down.reference(own, hidden_F, part_SD, skips_zeros=skips_zeros)
+            if bias_N is not None:
+                part_SD[0] += bias_N[place * width :][:width].to(part_SD.device)
+            part_SD *= float(routed_2K[num_used + number])
+        parts_PD.copy_(parts_KSD.flatten(0, 1))
+
+    def launch() -> None:
+        layout = Layout.of(down)
+        num_used, num_neurons = hidden_KF.shape[-2:]
+        num_pairs, width = step_rows(routed_2K) * num_used, parts_PD.shape[-1]
+        num_parts = len(parts_PD) // num_used
+        assert routed_2K.is_contiguous() and hidden_KF.is_contiguous() and parts_PD.is_contiguous()
+        assert down.width == (num_neurons if is_by_output else width), (down.width, hidden_KF.shape)
+        assert len(parts_PD) == num_parts * num_used and (num_parts == 1 or not is_by_output)
+        tensors = down.data, layout.stride, bias_N, place_E, routed_2K, hidden_KF, parts_PD
         if is_by_output:
-            part_SD[0] = product(_of_expert(down, place, width), None, hidden_F)
-        else:
-            own = _of_expert(down, place, len(hidden_F))
-            neurons.down.reference(own, hidden_F, part_SD, skips_zeros=skips_zeros)
-        if bias_N is not None:
-            part_SD[0] += bias_N[place * width :][:width].to(part_SD.device)
-        part_SD *= float(routed_2K[num_used + number])
-    parts_PD.copy_(parts_KSD.flatten(0, 1))
+            rows = rows_of_program(num_used * width)
+            _expert_down[(num_pairs, ceil_div(width, rows))](
+                *tensors,
+                width,
+                parts_PD.stride(0),
+                **layout.constants(rows),
+                NUM_USED=num_used,
+                num_warps=NUM_WARPS,
+            )
+            return
+        _expert_sum[(num_pairs, ceil_div(layout.num_units, _SUM_UNITS), num_parts)](
+            *tensors,
+            num_neurons,
+            range_of(num_neurons, num_parts),
+            parts_PD.stride(0),
+            **layout.constants(_SUM_ROWS, _SUM_UNITS),
+            NUM_USED=num_used,
+            NUM_PARTS=num_parts,
+            SKIPS_ZEROS=skips_zeros,
+            num_warps=NUM_WARPS,
+        )
+
+    return reference, launch
 
 
 def _stored(place_E: Tensor | None, routed_2K: Tensor) -> Iterator[tuple[int, int]]:
@@ -286,91 +358,3 @@ def _expert_sum(
         if bias is not None:
             total += tl.load(bias + (own * WIDTH + column), mask=is_there & has_bias, other=0.0)
         tl.store(target + column, total * factor, mask=is_there)
-
-
-@expert_gate_up.launch
-def launch_expert_gate_up(
-    gate: StoredMatrix,
-    gate_bias_N: Tensor | None,
-    up: StoredMatrix | None,
-    up_bias_N: Tensor | None,
-    place_E: Tensor | None,
-    routed_2K: Tensor,
-    x_D: Tensor,
-    rule: Gate,
-    hidden_KF: Tensor,
-) -> None:
-    assert not rule.needs_all
-    layout = Layout.of(gate)
-    up_layout = layout if up is None else Layout.of(up)
-    num_used, num_neurons = hidden_KF.shape[-2:]
-    rows = rows_of_program(num_used * num_neurons)
-    assert routed_2K.is_contiguous() and x_D.is_contiguous() and hidden_KF.is_contiguous()
-    assert hidden_KF.dim() == x_D.dim() + 1 == routed_2K.dim() + 1, hidden_KF.shape
-    _expert_gate_up[(step_rows(x_D) * num_used, ceil_div(num_neurons, rows))](
-        gate.data,
-        layout.stride,
-        gate_bias_N,
-        None if up is None else up.data,
-        up_layout.stride,
-        up_bias_N,
-        place_E,
-        routed_2K,
-        x_D,
-        hidden_KF,
-        float(rule.threshold),
-        num_neurons,
-        **layout.constants(rows),
-        UP_KIND=up_layout.kind,
-        UP_PARTS=up_layout.parts,
-        UP_ALIGN=up_layout.align,
-        UP_UNITS=up_layout.units_of_tile(rows),
-        NUM_USED=num_used,
-        ACTIVATION=rule.activation,
-        IS_DENSE=rule.computes_all,
-        num_warps=NUM_WARPS,
-    )
-
-
-@expert_down.launch
-def launch_expert_down(
-    down: StoredMatrix,
-    bias_N: Tensor | None,
-    place_E: Tensor | None,
-    routed_2K: Tensor,
-    hidden_KF: Tensor,
-    parts_PD: Tensor,
-    *,
-    is_by_output: bool,
-    skips_zeros: bool = False,
-) -> None:
-    layout = Layout.of(down)
-    num_used, num_neurons = hidden_KF.shape[-2:]
-    num_pairs, width = step_rows(routed_2K) * num_used, parts_PD.shape[-1]
-    num_parts = len(parts_PD) // num_used
-    assert routed_2K.is_contiguous() and hidden_KF.is_contiguous() and parts_PD.is_contiguous()
-    assert down.width == (num_neurons if is_by_output else width), (down.width, hidden_KF.shape)
-    assert len(parts_PD) == num_parts * num_used and (num_parts == 1 or not is_by_output)
-    tensors = down.data, layout.stride, bias_N, place_E, routed_2K, hidden_KF, parts_PD
-    if is_by_output:
-        rows = rows_of_program(num_used * width)
-        _expert_down[(num_pairs, ceil_div(width, rows))](
-            *tensors,
-            width,
-            parts_PD.stride(0),
-            **layout.constants(rows),
-            NUM_USED=num_used,
-            num_warps=NUM_WARPS,
-        )
-        return
-    _expert_sum[(num_pairs, ceil_div(layout.num_units, _SUM_UNITS), num_parts)](
-        *tensors,
-        num_neurons,
-        range_of(num_neurons, num_parts),
-        parts_PD.stride(0),
-        **layout.constants(_SUM_ROWS, _SUM_UNITS),
-        NUM_USED=num_used,
-        NUM_PARTS=num_parts,
-        SKIPS_ZEROS=skips_zeros,
-        num_warps=NUM_WARPS,
-    )

@@ -1,12 +1,12 @@
-"""The declaration of a GPU kernel. Its module has, in this order: its float64 reference, whose
-docstring is the contract and whose decorator says what a check must know; Triton's kernel; and its
-launch.
+"""The declaration of a GPU kernel: a function whose signature and docstring are the contract, whose
+decorator says what a check must know, and which returns two functions: the float64 reference, and
+the launch of Triton's kernel, which follows.
 
 Letters: T rows of a step."""
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Generic, ParamSpec, overload
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 Parameters = ParamSpec("Parameters")
+Versions = tuple[Callable[[], None], Callable[[], None]]  # the reference, and Triton's
 # A kernel takes these as tensors of one element.
 _LISTS = ("index_1", "position_1", "sequence_1")
 
@@ -29,7 +30,7 @@ class GpuKernel(Generic[Parameters]):
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     axes: Mapping[str, int]
-    triton: Callable[Parameters, None] = field(init=False)
+    triton: Callable[Parameters, None]
 
     @property
     def name(self) -> str:
@@ -41,11 +42,6 @@ class GpuKernel(Generic[Parameters]):
     def __get__(self, record: "KernelVersion", owner: object) -> Callable[Parameters, None]: ...
     def __get__(self, record: "KernelVersion | None", owner: object) -> Any:
         return self if record is None else record.of(self)
-
-    def launch(self, launch: Callable[Parameters, None]) -> Callable[Parameters, None]:
-        """Declares the launch of Triton's kernel."""
-        self.triton = launch
-        return launch
 
     def num_rows(self, given: Mapping[str, Any]) -> int | None:
         """T of a step with these arguments; None if they have no axis of rows."""
@@ -73,16 +69,26 @@ def gpu_kernel(
     rows_axis: Mapping[str, int] | None = None,
     is_of_step: bool = True,
     takes_rows: bool = False,
-) -> Callable[[Callable[Parameters, None]], GpuKernel[Parameters]]:
-    """Declares a kernel by its reference for one row of a step, which is run for each of several
+) -> Callable[[Callable[Parameters, Versions]], GpuKernel[Parameters]]:
+    """Declares a kernel. Its reference is for one row of a step, and is run for each of several
     rows unless it `takes_rows`. The arguments read and written have the rows as their first axis,
     or `rows_axis`; those `shared` by rows have none. A kernel of prompts, `is_of_step` False, has
     its own number of tokens."""
     axes = {name: 0 for name in (*reads, *writes) if is_of_step and name not in shared}
     axes |= rows_axis or {}
 
-    def declared(reference: Callable[Parameters, None]) -> GpuKernel[Parameters]:
-        kernel = GpuKernel(reference=reference, reads=reads, writes=writes, axes=axes)
+    def declared(versions: Callable[Parameters, Versions]) -> GpuKernel[Parameters]:
+        @wraps(versions)
+        def reference(*arguments: Parameters.args, **options: Parameters.kwargs) -> None:
+            versions(*arguments, **options)[0]()
+
+        @wraps(versions)
+        def triton(*arguments: Parameters.args, **options: Parameters.kwargs) -> None:
+            versions(*arguments, **options)[1]()
+
+        kernel = GpuKernel(
+            reference=reference, triton=triton, reads=reads, writes=writes, axes=axes
+        )
         if axes and not takes_rows:
             kernel.reference = _over_rows(kernel)
         return kernel

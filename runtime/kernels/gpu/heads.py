@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hotsplit.model.spec import Attention, Norm, Rotary
 from hotsplit.runtime.kernels.gpu.cache import Cache
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
@@ -39,7 +39,7 @@ def rotate_append(
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
     query_THW: Tensor | None = None,
-) -> None:
+) -> Versions:
     """What `spec` does with q, k and v before attention. The norm of each head of q and k has
     weights [W], or [H, W] and [K, W]; the first pairs of a head, as many as there are f64
     frequencies, rotate; both optional. `qkv` is f32 [(H + 2 K) W]: q is updated in place, k and v
@@ -47,34 +47,82 @@ def rotate_append(
     (int32). If `spec` is gated, W gates of its output are behind each head of q, [(2 H + 2 K) W];
     if values are keys, it is [(H + K) W]. A prompt's pass has any number T of rows. `query_THW`,
     if given, takes q times the scale of scores, and `qkv` stays."""
-    num_kv, width = key_CKW.shape[-2:]
-    of_heads, norm = spec.num_heads * (1 + spec.is_gated), spec.head_norm
-    query, *own = (
-        qkv.double().unflatten(0, (-1, width)).split([of_heads, *spec.projected[1:]], dim=0)
-    )
-    query, keys, values = query[:: 1 + spec.is_gated], own[:1], own[-1:]
-    if norm and spec.norms_values:
-        values = [rms_norm(v, torch.ones(width, device=v.device), norm.epsilon) for v in values]
-    if norm and query_weight_W is not None:
-        query = rms_norm(_centred(query, norm), query_weight_W, norm.epsilon)
-    if norm and key_weight_W is not None:
-        keys = [rms_norm(_centred(key, norm), key_weight_W, norm.epsilon) for key in keys]
-    if spec.rotary and frequency_W2 is not None:
-        angle_W2 = position_1 * frequency_W2.double()
-        query, *keys = (_turned_ref(heads, angle_W2, spec.rotary) for heads in (query, *keys))
-    if spec.growth and spec.growth_length:
-        steps = int(position_1) // spec.growth_length
-        query = query * (1.0 + spec.growth * math.log(1 + steps))
-    if query_THW is None:
-        qkv[: of_heads * width].view(-1, width)[:: 1 + spec.is_gated] = query.to(qkv.dtype)
-    else:
-        query_THW.copy_(query * spec.score_scale)
-    for cache, row in zip((key_CKW, value_CKW), (*keys, *values), strict=False):
-        place = int(position_1)
-        if table_SN is not None and sequence_1 is not None:
-            block, place = divmod(place, cache.shape[1])
-            cache = cache[int(table_SN[int(sequence_1), block])]
-        cache[place] = row.to(cache.dtype)
+
+    def reference() -> None:
+        num_kv, width = key_CKW.shape[-2:]
+        of_heads, norm = spec.num_heads * (1 + spec.is_gated), spec.head_norm
+        query, *own = (
+            qkv.double().unflatten(0, (-1, width)).split([of_heads, *spec.projected[1:]], dim=0)
+        )
+        query, keys, values = query[:: 1 + spec.is_gated], own[:1], own[-1:]
+        if norm and spec.norms_values:
+            values = [rms_norm(v, torch.ones(width, device=v.device), norm.epsilon) for v in values]
+        if norm and query_weight_W is not None:
+            query = rms_norm(_centred(query, norm), query_weight_W, norm.epsilon)
+        if norm and key_weight_W is not None:
+            keys = [rms_norm(_centred(key, norm), key_weight_W, norm.epsilon) for key in keys]
+        if spec.rotary and frequency_W2 is not None:
+            angle_W2 = position_1 * frequency_W2.double()
+            query, *keys = (_turned_ref(heads, angle_W2, spec.rotary) for heads in (query, *keys))
+        if spec.growth and spec.growth_length:
+            steps = int(position_1) // spec.growth_length
+            query = query * (1.0 + spec.growth * math.log(1 + steps))
+        if query_THW is None:
+            qkv[: of_heads * width].view(-1, width)[:: 1 + spec.is_gated] = query.to(qkv.dtype)
+        else:
+            query_THW.copy_(query * spec.score_scale)
+        for cache, row in zip((key_CKW, value_CKW), (*keys, *values), strict=False):
+            place = int(position_1)
+            if table_SN is not None and sequence_1 is not None:
+                block, place = divmod(place, cache.shape[1])
+                cache = cache[int(table_SN[int(sequence_1), block])]
+            cache[place] = row.to(cache.dtype)
+
+    def launch() -> None:
+        cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
+        num_rows, width = 1 if qkv.dim() == 1 else len(qkv), spec.head_dim
+        num_heads, num_kv, size = spec.num_heads, spec.num_kv_heads, spec.qkv_size + spec.gate_size
+        norm, rotary = spec.head_norm, spec.rotary
+        assert qkv.shape[-1] == size, (qkv.shape, spec)
+        assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
+        assert query_THW is None or query_THW.is_contiguous(), query_THW.stride()
+        heads = num_heads + (2 * num_kv if spec.num_kv_projections else 0)
+        grid = (heads,) if num_rows == 1 else (heads, num_rows)
+        _rotate_append[grid](
+            qkv,
+            frequency_W2,
+            query_weight_W,
+            key_weight_W,
+            norm.epsilon if norm else 0.0,
+            position_1,
+            key_CKW,
+            value_CKW,
+            *cache.strides,
+            *cache.paging,
+            query_THW,
+            spec.score_scale,
+            NUM_HEADS=num_heads,
+            NUM_KV=num_kv,
+            WIDTH=width,
+            QUERY_STRIDE=width * (1 + spec.is_gated),
+            ROW_STRIDE=size,
+            NORMS_VALUES=spec.norms_values,
+            VALUES_ARE_KEYS=spec.num_kv_projections == 1,
+            ROTATED=width if frequency_W2 is None else 2 * len(frequency_W2),
+            HALF=power_of_2(width // 2),
+            IS_ADJACENT=bool(rotary and rotary.pairing == "adjacent"),
+            HAS_ROWS=num_rows > 1,
+            BLOCK_LENGTH=cache.block_length,
+            MAGNITUDE=rotary.scaling.magnitude if rotary else 1.0,
+            CENTRES=bool(norm and norm.kind != "rms"),
+            NORM_STRIDE=width if query_weight_W is not None and query_weight_W.dim() == 2 else 0,
+            GROWTH=spec.growth or 0.0,
+            GROWTH_LENGTH=spec.growth_length or 0,
+            **overlap_options(),
+            num_warps=1,
+        )
+
+    return reference, launch
 
 
 def _turned_ref(x_HW: Tensor, angle_W2: Tensor, rotary: Rotary) -> Tensor:
@@ -272,61 +320,3 @@ def _turn(first, second, frequency, pair, position, ROTATED: tl.constexpr, MAGNI
     if MAGNITUDE != 1.0:
         cos, sin = tl.where(is_turned, cos * MAGNITUDE, 1.0), sin * MAGNITUDE
     return first * cos - second * sin, first * sin + second * cos
-
-
-@rotate_append.launch
-def launch_rotate_append(
-    qkv: Tensor,
-    frequency_W2: Tensor | None,
-    query_weight_W: Tensor | None,
-    key_weight_W: Tensor | None,
-    position_1: Tensor,
-    key_CKW: Tensor,
-    value_CKW: Tensor,
-    spec: Attention,
-    sequence_1: Tensor | None = None,
-    table_SN: Tensor | None = None,
-    query_THW: Tensor | None = None,
-) -> None:
-    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
-    num_rows, width = 1 if qkv.dim() == 1 else len(qkv), spec.head_dim
-    num_heads, num_kv, size = spec.num_heads, spec.num_kv_heads, spec.qkv_size + spec.gate_size
-    norm, rotary = spec.head_norm, spec.rotary
-    assert qkv.shape[-1] == size, (qkv.shape, spec)
-    assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
-    assert query_THW is None or query_THW.is_contiguous(), query_THW.stride()
-    heads = num_heads + (2 * num_kv if spec.num_kv_projections else 0)
-    grid = (heads,) if num_rows == 1 else (heads, num_rows)
-    _rotate_append[grid](
-        qkv,
-        frequency_W2,
-        query_weight_W,
-        key_weight_W,
-        norm.epsilon if norm else 0.0,
-        position_1,
-        key_CKW,
-        value_CKW,
-        *cache.strides,
-        *cache.paging,
-        query_THW,
-        spec.score_scale,
-        NUM_HEADS=num_heads,
-        NUM_KV=num_kv,
-        WIDTH=width,
-        QUERY_STRIDE=width * (1 + spec.is_gated),
-        ROW_STRIDE=size,
-        NORMS_VALUES=spec.norms_values,
-        VALUES_ARE_KEYS=spec.num_kv_projections == 1,
-        ROTATED=width if frequency_W2 is None else 2 * len(frequency_W2),
-        HALF=power_of_2(width // 2),
-        IS_ADJACENT=bool(rotary and rotary.pairing == "adjacent"),
-        HAS_ROWS=num_rows > 1,
-        BLOCK_LENGTH=cache.block_length,
-        MAGNITUDE=rotary.scaling.magnitude if rotary else 1.0,
-        CENTRES=bool(norm and norm.kind != "rms"),
-        NORM_STRIDE=width if query_weight_W is not None and query_weight_W.dim() == 2 else 0,
-        GROWTH=spec.growth or 0.0,
-        GROWTH_LENGTH=spec.growth_length or 0,
-        **overlap_options(),
-        num_warps=1,
-    )

@@ -14,7 +14,7 @@ from hotsplit.runtime.device.bits import unpack_bits
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.activation import activate, gated
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
@@ -54,35 +54,105 @@ def gate_up(
     x_D: Tensor,
     rule: Gate,
     hidden_N: Tensor,
-) -> None:
+) -> Versions:
     """hidden_j = act(gate_j x + bias) (up_j x + bias), as in hotsplit.runtime.kernels.gate.Gate.
 
     It is 0 for neurons that are not predicted and, unless `rule` computes all, for those that do
     not fire. With Triton, the rows of the former and the up rows of the latter are not read,
     unless another row of the step needs them. `id_N`, int32: the neurons' ids in the layer, which
     index `named_B`; None: 0, 1, ..."""
-    value_N, fires_N = rule.act(product(gate, gate_bias_N, x_D))
-    hidden = rule.hidden(value_N, None if up is None else product(up, up_bias_N, x_D))
-    if rule.computes_all:
-        fires_N = torch.ones_like(fires_N)
-    if named_B is not None:
-        bits_F = unpack_bits(named_B)
-        fires_N = fires_N & (bits_F[: len(fires_N)] if id_N is None else bits_F[id_N.long()])
-    hidden_N.copy_(torch.where(fires_N, hidden, 0.0))
+
+    def reference() -> None:
+        value_N, fires_N = rule.act(product(gate, gate_bias_N, x_D))
+        hidden = rule.hidden(value_N, None if up is None else product(up, up_bias_N, x_D))
+        if rule.computes_all:
+            fires_N = torch.ones_like(fires_N)
+        if named_B is not None:
+            bits_F = unpack_bits(named_B)
+            fires_N = fires_N & (bits_F[: len(fires_N)] if id_N is None else bits_F[id_N.long()])
+        hidden_N.copy_(torch.where(fires_N, hidden, 0.0))
+
+    def launch() -> None:
+        assert not rule.needs_all
+        layout = Layout.of(gate)
+        up_layout = layout if up is None else Layout.of(up)
+        # With four neurons per program, fewer programs would have no predicted one and exit early.
+        rows = rows_of_program(gate.num_rows, 4 if named_B is None else 2)
+        groups = Groups.of(x_D, min(layout.group, up_layout.group))
+        assert x_D.is_contiguous() and hidden_N.is_contiguous(), (x_D.stride(), hidden_N.stride())
+        assert named_B is None or named_B.dim() == x_D.dim() == hidden_N.dim(), named_B.shape
+        _gate_up[(ceil_div(gate.num_rows, rows) * groups.count,)](
+            gate.data,
+            layout.stride,
+            gate_bias_N,
+            None if up is None else up.data,
+            up_layout.stride,
+            up_bias_N,
+            id_N,
+            named_B,
+            x_D,
+            hidden_N,
+            float(rule.threshold),
+            gate.num_rows,
+            None if named_B is None or x_D.dim() == 1 else named_B.stride(0),
+            **layout.constants(rows),
+            **groups.constants,
+            UP_KIND=up_layout.kind,
+            UP_PARTS=up_layout.parts,
+            UP_ALIGN=up_layout.align,
+            UP_UNITS=up_layout.units_of_tile(rows),
+            ACTIVATION=rule.activation,
+            IS_DENSE=rule.computes_all,
+            **overlap_options(),
+            num_warps=NUM_WARPS,
+        )
+
+    return reference, launch
 
 
 @gpu_kernel(reads=("hidden_N",), writes=("parts_SD",), rows_axis={"parts_SD": 1})
-def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
+def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> Versions:
     """Row s of `parts_SD` is the sum of hidden_j down_j over the s-th range of ceil(N / S)
     neurons, zeros if the range is empty. With `skips_zeros`, neurons whose hidden value is 0 are
     left out and their rows not read. `add_norm` adds the parts."""
-    size = range_of(len(hidden_N), len(parts_SD))
-    for part, parts_D in enumerate(parts_SD):
-        index_A = torch.arange(part * size, part * size + size, device=hidden_N.device)
-        index_A = index_A[index_A < len(hidden_N)]
-        if skips_zeros:
-            index_A = index_A[hidden_N[index_A] != 0]
-        parts_D.copy_(hidden_N[index_A].double() @ rows_of(down, index_A))
+
+    def reference() -> None:
+        size = range_of(len(hidden_N), len(parts_SD))
+        for part, parts_D in enumerate(parts_SD):
+            index_A = torch.arange(part * size, part * size + size, device=hidden_N.device)
+            index_A = index_A[index_A < len(hidden_N)]
+            if skips_zeros:
+                index_A = index_A[hidden_N[index_A] != 0]
+            parts_D.copy_(hidden_N[index_A].double() @ rows_of(down, index_A))
+
+    def launch() -> None:
+        layout = Layout.of(down)
+        assert parts_SD.is_contiguous() and parts_SD.shape[-1] == down.width, parts_SD.shape
+        assert hidden_N.is_contiguous() and parts_SD.dim() == hidden_N.dim() + 1, hidden_N.shape
+        groups = Groups.of(hidden_N, _DOWN_GROUP[layout.parts, skips_zeros])
+        is_half, rows, num_warps = layout.kind in ("f16", "bf16"), 16, NUM_WARPS
+        units = _HALF_UNITS if is_half else _UNITS
+        if not skips_zeros:
+            # At most 128 registers, except for f32 and q6_k.
+            rows = 32 if is_half or layout.kind in ("f32", "q6_k_planar") else 64
+            num_warps = NUM_WARPS if is_half else 2 * NUM_WARPS
+        _down[(ceil_div(layout.num_units, units) * groups.count, len(parts_SD))](
+            down.data,
+            layout.stride,
+            hidden_N,
+            parts_SD,
+            down.num_rows,
+            range_of(down.num_rows, len(parts_SD)),
+            None if hidden_N.dim() == 1 else parts_SD.stride(0),
+            **layout.constants(rows, units),
+            **groups.constants,
+            CHUNK=_CHUNK,
+            SKIPS_ZEROS=skips_zeros,
+            **overlap_options(),
+            num_warps=num_warps,
+        )
+
+    return reference, launch
 
 
 @triton.jit(do_not_specialize=["num_rows", "named_stride"])
@@ -311,81 +381,3 @@ def _down(
         tl.store(own + columns(unit_U, KIND, 0), tl.sum(lows[t], axis=0), mask=is_there)
         if PARTS == 2:
             tl.store(own + columns(unit_U, KIND, 1), tl.sum(highs[t], axis=0), mask=is_there)
-
-
-@gate_up.launch
-def launch_gate_up(
-    gate: StoredMatrix,
-    gate_bias_N: Tensor | None,
-    up: StoredMatrix | None,
-    up_bias_N: Tensor | None,
-    id_N: Tensor | None,
-    named_B: Tensor | None,
-    x_D: Tensor,
-    rule: Gate,
-    hidden_N: Tensor,
-) -> None:
-    assert not rule.needs_all
-    layout = Layout.of(gate)
-    up_layout = layout if up is None else Layout.of(up)
-    # With four neurons per program, fewer programs would have no predicted one and exit early.
-    rows = rows_of_program(gate.num_rows, 4 if named_B is None else 2)
-    groups = Groups.of(x_D, min(layout.group, up_layout.group))
-    assert x_D.is_contiguous() and hidden_N.is_contiguous(), (x_D.stride(), hidden_N.stride())
-    assert named_B is None or named_B.dim() == x_D.dim() == hidden_N.dim(), named_B.shape
-    _gate_up[(ceil_div(gate.num_rows, rows) * groups.count,)](
-        gate.data,
-        layout.stride,
-        gate_bias_N,
-        None if up is None else up.data,
-        up_layout.stride,
-        up_bias_N,
-        id_N,
-        named_B,
-        x_D,
-        hidden_N,
-        float(rule.threshold),
-        gate.num_rows,
-        None if named_B is None or x_D.dim() == 1 else named_B.stride(0),
-        **layout.constants(rows),
-        **groups.constants,
-        UP_KIND=up_layout.kind,
-        UP_PARTS=up_layout.parts,
-        UP_ALIGN=up_layout.align,
-        UP_UNITS=up_layout.units_of_tile(rows),
-        ACTIVATION=rule.activation,
-        IS_DENSE=rule.computes_all,
-        **overlap_options(),
-        num_warps=NUM_WARPS,
-    )
-
-
-@down.launch
-def launch_down(
-    down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool
-) -> None:
-    layout = Layout.of(down)
-    assert parts_SD.is_contiguous() and parts_SD.shape[-1] == down.width, parts_SD.shape
-    assert hidden_N.is_contiguous() and parts_SD.dim() == hidden_N.dim() + 1, hidden_N.shape
-    groups = Groups.of(hidden_N, _DOWN_GROUP[layout.parts, skips_zeros])
-    is_half, rows, num_warps = layout.kind in ("f16", "bf16"), 16, NUM_WARPS
-    units = _HALF_UNITS if is_half else _UNITS
-    if not skips_zeros:
-        # At most 128 registers, except for f32 and q6_k.
-        rows = 32 if is_half or layout.kind in ("f32", "q6_k_planar") else 64
-        num_warps = NUM_WARPS if is_half else 2 * NUM_WARPS
-    _down[(ceil_div(layout.num_units, units) * groups.count, len(parts_SD))](
-        down.data,
-        layout.stride,
-        hidden_N,
-        parts_SD,
-        down.num_rows,
-        range_of(down.num_rows, len(parts_SD)),
-        None if hidden_N.dim() == 1 else parts_SD.stride(0),
-        **layout.constants(rows, units),
-        **groups.constants,
-        CHUNK=_CHUNK,
-        SKIPS_ZEROS=skips_zeros,
-        **overlap_options(),
-        num_warps=num_warps,
-    )

@@ -10,7 +10,7 @@ Letters: D width, P parts, T rows of a step."""
 from torch import Tensor
 
 from hotsplit.model.blocks import PLAIN_SUM, SumFactors
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
@@ -37,26 +37,63 @@ def add_norm(
     term_D: Tensor | None = None,
     copy_D: Tensor | None = None,
     factors: SumFactors = PLAIN_SUM,
-) -> None:
+) -> Versions:
     """t = the sum, with these factors, of x and of the others, the rows of `parts_PD` and term;
     x_out = t, and out = copy = norm(t), by ops.norm.Norm; each optional, but a copy needs `out_D`.
     `x_out_D` and `out_D` may be `x_D`; rows of these may be strided. `term_D`, `copy_D` and
     `x_out_D` may be in pinned memory of the host."""
-    total_D = x_D.double()
-    if parts_PD is not None:
-        total_D = total_D + factors.factor * parts_PD.double().sum(dim=0)
-    if term_D is not None:
-        total_D = total_D + factors.factor * term_D.to(x_D.device).double()
-    total_D = factors.times * total_D
-    if out_D is not None:
-        assert weight_D is not None
-        centred_D = total_D if bias_D is None else total_D - total_D.mean()
-        normed_D = rms_norm(centred_D, weight_D, epsilon)
-        out_D.copy_(normed_D if bias_D is None else normed_D + bias_D)
-        if copy_D is not None:
-            copy_D.copy_(out_D)
-    if x_out_D is not None:
-        x_out_D.copy_(total_D)
+
+    def reference() -> None:
+        total_D = x_D.double()
+        if parts_PD is not None:
+            total_D = total_D + factors.factor * parts_PD.double().sum(dim=0)
+        if term_D is not None:
+            total_D = total_D + factors.factor * term_D.to(x_D.device).double()
+        total_D = factors.times * total_D
+        if out_D is not None:
+            assert weight_D is not None
+            centred_D = total_D if bias_D is None else total_D - total_D.mean()
+            normed_D = rms_norm(centred_D, weight_D, epsilon)
+            out_D.copy_(normed_D if bias_D is None else normed_D + bias_D)
+            if copy_D is not None:
+                copy_D.copy_(out_D)
+        if x_out_D is not None:
+            x_out_D.copy_(total_D)
+
+    def launch() -> None:
+        assert out_D is None or weight_D is not None
+        assert copy_D is None or out_D is not None
+        num_rows, width = step_rows(x_D), x_D.shape[-1]
+        parts = None if parts_PD is None else parts_PD[0]
+        for each in (x_out_D, term_D, copy_D, parts):
+            assert each is None or each.is_contiguous(), each.stride()
+        block = power_of_2(width)
+        num_parts = 0 if parts_PD is None else len(parts_PD)
+        _add_norm[(num_rows,)](
+            x_D,
+            parts_PD,
+            0 if parts_PD is None else parts_PD.stride(0),
+            weight_D,
+            bias_D,
+            float(epsilon),
+            out_D,
+            x_out_D,
+            term_D,
+            copy_D,
+            None if factors.factor == 1.0 else float(factors.factor),
+            None if factors.times == 1.0 else float(factors.times),
+            _stride_between(x_D),
+            None if out_D is None else _stride_between(out_D),
+            NUM_PARTS=num_parts,
+            AT_ONCE=max(1, min(16, _AT_ONCE // block, power_of_2(max(1, num_parts)))),
+            WIDTH=width,
+            BLOCK=block,
+            NUM_ROWS=num_rows,
+            **overlap_options(),
+            num_warps=max(1, min(32, block // 128)),
+        )
+
+    return reference, launch
 
 
 @triton.jit
@@ -133,52 +170,6 @@ def _add_norm(
         tl.store(out + column, normed_D, mask=in_row)
         if copy is not None:
             tl.store(copy + column, normed_D, mask=in_row)
-
-
-@add_norm.launch
-def launch_add_norm(
-    x_D: Tensor,
-    parts_PD: Tensor | None,
-    weight_D: Tensor | None,
-    bias_D: Tensor | None,
-    epsilon: float,
-    out_D: Tensor | None,
-    x_out_D: Tensor | None,
-    term_D: Tensor | None = None,
-    copy_D: Tensor | None = None,
-    factors: SumFactors = PLAIN_SUM,
-) -> None:
-    assert out_D is None or weight_D is not None
-    assert copy_D is None or out_D is not None
-    num_rows, width = step_rows(x_D), x_D.shape[-1]
-    parts = None if parts_PD is None else parts_PD[0]
-    for each in (x_out_D, term_D, copy_D, parts):
-        assert each is None or each.is_contiguous(), each.stride()
-    block = power_of_2(width)
-    num_parts = 0 if parts_PD is None else len(parts_PD)
-    _add_norm[(num_rows,)](
-        x_D,
-        parts_PD,
-        0 if parts_PD is None else parts_PD.stride(0),
-        weight_D,
-        bias_D,
-        float(epsilon),
-        out_D,
-        x_out_D,
-        term_D,
-        copy_D,
-        None if factors.factor == 1.0 else float(factors.factor),
-        None if factors.times == 1.0 else float(factors.times),
-        _stride_between(x_D),
-        None if out_D is None else _stride_between(out_D),
-        NUM_PARTS=num_parts,
-        AT_ONCE=max(1, min(16, _AT_ONCE // block, power_of_2(max(1, num_parts)))),
-        WIDTH=width,
-        BLOCK=block,
-        NUM_ROWS=num_rows,
-        **overlap_options(),
-        num_warps=max(1, min(32, block // 128)),
-    )
 
 
 def _stride_between(x: Tensor) -> int | None:

@@ -5,7 +5,7 @@ Letters: D width, P planes, T rows of a step."""
 
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
@@ -16,34 +16,92 @@ _COLUMNS = 32 * NUM_WARPS
 
 
 @gpu_kernel(reads=("choice_P", "x_X"), writes=("x_X", "active_D"))
-def predict_planes(choice_P: Tensor, mix_QP: Tensor, x_X: Tensor, active_D: Tensor) -> None:
+def predict_planes(choice_P: Tensor, mix_QP: Tensor, x_X: Tensor, active_D: Tensor) -> Versions:
     """x_i += the sum over j of (C r)_ij x_j, with the mix C and the router's choice r; active =
     x_0."""
-    x_PD = x_X.double().view(len(choice_P), -1)
-    mix_PP = (mix_QP.double() @ choice_P.double()).view(len(choice_P), -1)
-    found_PD = x_PD + mix_PP @ x_PD
-    x_X.copy_(found_PD.flatten())
-    active_D.copy_(found_PD[0])
+
+    def reference() -> None:
+        x_PD = x_X.double().view(len(choice_P), -1)
+        mix_PP = (mix_QP.double() @ choice_P.double()).view(len(choice_P), -1)
+        found_PD = x_PD + mix_PP @ x_PD
+        x_X.copy_(found_PD.flatten())
+        active_D.copy_(found_PD[0])
+
+    def launch() -> None:
+        _check(choice_P, mix_QP, x_X, active_D)
+        num_planes, width = choice_P.shape[-1], active_D.shape[-1]
+        _predict_planes[_grid(active_D)](
+            choice_P,
+            mix_QP,
+            x_X,
+            active_D,
+            WIDTH=width,
+            NUM_PLANES=num_planes,
+            BLOCK=power_of_2(num_planes),
+            COLUMNS=_COLUMNS,
+            **overlap_options(),
+            num_warps=NUM_WARPS,
+        )
+
+    return reference, launch
 
 
 @gpu_kernel(reads=("choice_P", "x_X", "active_D"), writes=("x_X", "active_D"))
 def correct_planes(
     choice_P: Tensor, mix_PP: Tensor, scale_D: Tensor, x_X: Tensor, active_D: Tensor
-) -> None:
+) -> Versions:
     """x_i += (1 + (C r)_i) (active - x_0); active = scale * x_0."""
-    x_PD = x_X.double().view(len(choice_P), -1)
-    share_P = 1.0 + mix_PP.double() @ choice_P.double()
-    found_PD = x_PD + share_P[:, None] * (active_D - x_PD[0])
-    x_X.copy_(found_PD.flatten())
-    active_D.copy_(found_PD[0] * scale_D)
+
+    def reference() -> None:
+        x_PD = x_X.double().view(len(choice_P), -1)
+        share_P = 1.0 + mix_PP.double() @ choice_P.double()
+        found_PD = x_PD + share_P[:, None] * (active_D - x_PD[0])
+        x_X.copy_(found_PD.flatten())
+        active_D.copy_(found_PD[0] * scale_D)
+
+    def launch() -> None:
+        _check(choice_P, mix_PP, scale_D, x_X, active_D)
+        num_planes, width = choice_P.shape[-1], active_D.shape[-1]
+        _correct_planes[_grid(active_D)](
+            choice_P,
+            mix_PP,
+            scale_D,
+            x_X,
+            active_D,
+            WIDTH=width,
+            NUM_PLANES=num_planes,
+            BLOCK=power_of_2(num_planes),
+            COLUMNS=_COLUMNS,
+            **overlap_options(),
+            num_warps=NUM_WARPS,
+        )
+
+    return reference, launch
 
 
 @gpu_kernel(reads=("x_X", "more_D"), writes=("x_X",))
-def add_to_planes(x_X: Tensor, more_D: Tensor) -> None:
+def add_to_planes(x_X: Tensor, more_D: Tensor) -> Versions:
     """x_i += more, for all planes but the first."""
-    x_PD = x_X.double().view(-1, len(more_D))
-    x_PD[1:] += more_D
-    x_X.copy_(x_PD.flatten())
+
+    def reference() -> None:
+        x_PD = x_X.double().view(-1, len(more_D))
+        x_PD[1:] += more_D
+        x_X.copy_(x_PD.flatten())
+
+    def launch() -> None:
+        _check(x_X, more_D)
+        width = more_D.shape[-1]
+        _add_to_planes[_grid(more_D)](
+            x_X,
+            more_D,
+            WIDTH=width,
+            NUM_PLANES=x_X.shape[-1] // width,
+            COLUMNS=_COLUMNS,
+            **overlap_options(),
+            num_warps=NUM_WARPS,
+        )
+
+    return reference, launch
 
 
 @triton.jit
@@ -140,60 +198,6 @@ def _add_to_planes(
     for plane in tl.static_range(1, NUM_PLANES):
         value_D = tl.load(x + plane * WIDTH, mask=in_row_D, other=0.0) + more_D
         tl.store(x + plane * WIDTH, value_D, mask=in_row_D)
-
-
-@predict_planes.launch
-def launch_predict_planes(choice_P: Tensor, mix_QP: Tensor, x_X: Tensor, active_D: Tensor) -> None:
-    _check(choice_P, mix_QP, x_X, active_D)
-    num_planes, width = choice_P.shape[-1], active_D.shape[-1]
-    _predict_planes[_grid(active_D)](
-        choice_P,
-        mix_QP,
-        x_X,
-        active_D,
-        WIDTH=width,
-        NUM_PLANES=num_planes,
-        BLOCK=power_of_2(num_planes),
-        COLUMNS=_COLUMNS,
-        **overlap_options(),
-        num_warps=NUM_WARPS,
-    )
-
-
-@correct_planes.launch
-def launch_correct_planes(
-    choice_P: Tensor, mix_PP: Tensor, scale_D: Tensor, x_X: Tensor, active_D: Tensor
-) -> None:
-    _check(choice_P, mix_PP, scale_D, x_X, active_D)
-    num_planes, width = choice_P.shape[-1], active_D.shape[-1]
-    _correct_planes[_grid(active_D)](
-        choice_P,
-        mix_PP,
-        scale_D,
-        x_X,
-        active_D,
-        WIDTH=width,
-        NUM_PLANES=num_planes,
-        BLOCK=power_of_2(num_planes),
-        COLUMNS=_COLUMNS,
-        **overlap_options(),
-        num_warps=NUM_WARPS,
-    )
-
-
-@add_to_planes.launch
-def launch_add_to_planes(x_X: Tensor, more_D: Tensor) -> None:
-    _check(x_X, more_D)
-    width = more_D.shape[-1]
-    _add_to_planes[_grid(more_D)](
-        x_X,
-        more_D,
-        WIDTH=width,
-        NUM_PLANES=x_X.shape[-1] // width,
-        COLUMNS=_COLUMNS,
-        **overlap_options(),
-        num_warps=NUM_WARPS,
-    )
 
 
 def _check(*tensors: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.gpu.blocks import dot_rows, rows_at
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, ceil_div, overlap_options
 from hotsplit.runtime.kernels.gpu.overlap import admit_next
@@ -27,15 +27,48 @@ def predict(
     threshold: float,
     named_B: Tensor,
     copy_B: Tensor | None = None,
-) -> None:
+) -> Versions:
     """Writes `named_B`, int32 [ceil(F / 32)]: bit j % 32 of word j // 32 is 1 if neuron j is
     predicted. `copy_B`: the same again, for example in pinned memory of the host.
 
     Its score is up_j inner + bias; it is predicted unless score <= threshold. Bits past F are 0."""
-    score_F = product(up, bias_F, inner_R)
-    named_B.copy_(pack_bits(~(score_F <= threshold)))
-    if copy_B is not None:
-        copy_B.copy_(named_B)
+
+    def reference() -> None:
+        score_F = product(up, bias_F, inner_R)
+        named_B.copy_(pack_bits(~(score_F <= threshold)))
+        if copy_B is not None:
+            copy_B.copy_(named_B)
+
+    def launch() -> None:
+        layout = Layout.of(up)
+        assert named_B.shape[-1] == ceil_div(up.num_rows, 32), (named_B.shape, up.num_rows)
+        assert inner_R.is_contiguous() and named_B.dim() == inner_R.dim(), (
+            inner_R.stride(),
+            named_B,
+        )
+        assert copy_B is None or (copy_B.shape, copy_B.stride()) == (
+            named_B.shape,
+            named_B.stride(),
+        )
+        groups = Groups.of(inner_R, layout.group)
+        named = named_B.view(torch.uint8)  # little-endian: the lowest bits first
+        _predict[(named.shape[-1] * groups.count,)](
+            up.data,
+            layout.stride,
+            bias_F,
+            inner_R,
+            named,
+            None if copy_B is None else copy_B.view(torch.uint8),
+            float(threshold),
+            up.num_rows,
+            None if inner_R.dim() == 1 else named.stride(0),
+            **layout.constants(_ROWS),
+            **groups.constants,
+            **overlap_options(),
+            num_warps=NUM_WARPS,
+        )
+
+    return reference, launch
 
 
 @triton.jit(do_not_specialize=["num_rows", "named_stride"])
@@ -84,35 +117,3 @@ def _predict(
             named += named_stride
             if copy is not None:
                 copy += named_stride
-
-
-@predict.launch
-def launch_predict(
-    up: StoredMatrix,
-    bias_F: Tensor | None,
-    inner_R: Tensor,
-    threshold: float,
-    named_B: Tensor,
-    copy_B: Tensor | None = None,
-) -> None:
-    layout = Layout.of(up)
-    assert named_B.shape[-1] == ceil_div(up.num_rows, 32), (named_B.shape, up.num_rows)
-    assert inner_R.is_contiguous() and named_B.dim() == inner_R.dim(), (inner_R.stride(), named_B)
-    assert copy_B is None or (copy_B.shape, copy_B.stride()) == (named_B.shape, named_B.stride())
-    groups = Groups.of(inner_R, layout.group)
-    named = named_B.view(torch.uint8)  # little-endian: the lowest bits first
-    _predict[(named.shape[-1] * groups.count,)](
-        up.data,
-        layout.stride,
-        bias_F,
-        inner_R,
-        named,
-        None if copy_B is None else copy_B.view(torch.uint8),
-        float(threshold),
-        up.num_rows,
-        None if inner_R.dim() == 1 else named.stride(0),
-        **layout.constants(_ROWS),
-        **groups.constants,
-        **overlap_options(),
-        num_warps=NUM_WARPS,
-    )

@@ -23,7 +23,7 @@ from torch import Tensor
 from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.kernels.gpu.blocks import columns, rows_at, values
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Layout, ceil_div
 from hotsplit.runtime.kernels.gpu.tiles import tile_values
@@ -51,7 +51,7 @@ def multiply(
     row_2P: Tensor | None = None,
     factor_P: Tensor | None = None,
     tile_size: int = 0,
-) -> None:
+) -> Versions:
     """out = power (x W^T) + bias, for any number of tokens T; weights are rounded to the type of
     `x_TD`, f16 for a matrix in blocks. Rows of `x_TD` and `out_TN` may be strided.
 
@@ -59,21 +59,50 @@ def multiply(
     another, and pair p of a token and an expert multiplies row row_2P[0, p] of `x_TD` and writes
     row row_2P[1, p] of `out_TN`, times its `factor_P`, of rows of `out_TN`, if given. See
     expert_pairs.Pairs. Then the matrix may be in the CPU's tiles and groups."""
-    if tile_G3 is not None:
-        for own, left_T, right_T in tiles_of(tile_G3, row_2P, out_TN.shape[1]):
-            y_TN = x_TD.new_empty(len(left_T), out_TN.shape[1], dtype=torch.float64)
-            multiply.reference(
-                replace(matrix, data=matrix.data[own]),
-                None if bias_N is None else bias_N[own],
-                x_TD[left_T],
-                None if power_T is None else power_T[left_T],
-                y_TN,
-            )
-            put(out_TN, right_T, y_TN, factor_P)
-        return
-    y_TN = x_TD.double() @ unpacked(matrix.data, matrix.kind).double().T
-    y_TN = y_TN if power_T is None else y_TN * power_T[:, None]
-    out_TN.copy_(y_TN if bias_N is None else y_TN + bias_N)
+
+    def reference() -> None:
+        if tile_G3 is not None:
+            for own, left_T, right_T in tiles_of(tile_G3, row_2P, out_TN.shape[1]):
+                y_TN = x_TD.new_empty(len(left_T), out_TN.shape[1], dtype=torch.float64)
+                multiply.reference(
+                    replace(matrix, data=matrix.data[own]),
+                    None if bias_N is None else bias_N[own],
+                    x_TD[left_T],
+                    None if power_T is None else power_T[left_T],
+                    y_TN,
+                )
+                put(out_TN, right_T, y_TN, factor_P)
+            return
+        y_TN = x_TD.double() @ unpacked(matrix.data, matrix.kind).double().T
+        y_TN = y_TN if power_T is None else y_TN * power_T[:, None]
+        out_TN.copy_(y_TN if bias_N is None else y_TN + bias_N)
+
+    def launch() -> None:
+        layout, together, num_rows = *_layout_of(matrix), out_TN.shape[1]
+        num_tiles, tokens = _tiles_of(len(x_TD), tile_G3, row_2P, tile_size)
+        assert x_TD.stride(1) == out_TN.stride(1) == 1, (x_TD.stride(), out_TN.stride())
+        _multiply[(num_tiles, ceil_div(num_rows, _ROWS))](
+            matrix.data,
+            layout.stride,
+            bias_N,
+            x_TD,
+            power_T,
+            out_TN,
+            tile_G3,
+            row_2P,
+            factor_P,
+            0 if row_2P is None else row_2P.shape[1],
+            num_rows,
+            len(x_TD),
+            x_TD.stride(0),
+            out_TN.stride(0),
+            **layout.constants(_ROWS, _STEP_UNITS * 2 // x_TD.element_size()),
+            TOGETHER=together,
+            TOKENS=tokens,
+            num_warps=NUM_WARPS if tokens == 32 else 2 * NUM_WARPS,
+        )
+
+    return reference, launch
 
 
 @gpu_kernel(reads=("hidden_TN", "power_T"), writes=("out_TD",), is_of_step=False)
@@ -89,28 +118,57 @@ def multiply_down(
     row_2P: Tensor | None = None,
     factor_P: Tensor | None = None,
     tile_size: int = 0,
-) -> None:
+) -> Versions:
     """out = power (hidden W), or out += that; otherwise as multiply. Experts, of which each has as
     many rows as `hidden_TN` has columns, may have a bias, and nothing is added to `out_TD`."""
-    if tile_G3 is not None:
-        assert not is_added
-        for own, left_T, right_T in tiles_of(tile_G3, row_2P, hidden_TN.shape[1]):
-            y_TD = hidden_TN.new_empty(len(left_T), out_TD.shape[1], dtype=torch.float64)
-            multiply_down.reference(
-                replace(matrix, data=matrix.data[own]),
-                hidden_TN[left_T],
-                None if power_T is None else power_T[left_T],
-                y_TD,
-                is_added=False,
-            )
-            if bias_D is not None:
-                place = own.start // hidden_TN.shape[1]
-                y_TD += bias_D.view(-1, out_TD.shape[1])[place]
-            put(out_TD, right_T, y_TD, factor_P)
-        return
-    y_TD = hidden_TN.double() @ unpacked(matrix.data, matrix.kind).double()
-    y_TD = y_TD if power_T is None else y_TD * power_T[:, None]
-    out_TD.copy_(out_TD + y_TD if is_added else y_TD)
+
+    def reference() -> None:
+        if tile_G3 is not None:
+            assert not is_added
+            for own, left_T, right_T in tiles_of(tile_G3, row_2P, hidden_TN.shape[1]):
+                y_TD = hidden_TN.new_empty(len(left_T), out_TD.shape[1], dtype=torch.float64)
+                multiply_down.reference(
+                    replace(matrix, data=matrix.data[own]),
+                    hidden_TN[left_T],
+                    None if power_T is None else power_T[left_T],
+                    y_TD,
+                    is_added=False,
+                )
+                if bias_D is not None:
+                    place = own.start // hidden_TN.shape[1]
+                    y_TD += bias_D.view(-1, out_TD.shape[1])[place]
+                put(out_TD, right_T, y_TD, factor_P)
+            return
+        y_TD = hidden_TN.double() @ unpacked(matrix.data, matrix.kind).double()
+        y_TD = y_TD if power_T is None else y_TD * power_T[:, None]
+        out_TD.copy_(out_TD + y_TD if is_added else y_TD)
+
+    def launch() -> None:
+        layout, together, num_rows = *_layout_of(matrix), hidden_TN.shape[1]
+        num_tiles, tokens = _tiles_of(len(hidden_TN), tile_G3, row_2P, tile_size)
+        assert hidden_TN.stride(1) == 1 and out_TD.is_contiguous(), (hidden_TN.stride(), out_TD)
+        _multiply_down[(num_tiles, ceil_div(layout.num_units, _UNITS))](
+            matrix.data,
+            layout.stride,
+            bias_D,
+            hidden_TN,
+            power_T,
+            out_TD,
+            tile_G3,
+            row_2P,
+            factor_P,
+            0 if row_2P is None else row_2P.shape[1],
+            num_rows,
+            len(hidden_TN),
+            hidden_TN.stride(0),
+            **layout.constants(_STEP_ROWS * 2 // hidden_TN.element_size(), _UNITS),
+            TOGETHER=together,
+            TOKENS=tokens,
+            IS_ADDED=is_added,
+            num_warps=NUM_WARPS if tokens == 32 else 2 * NUM_WARPS,
+        )
+
+    return reference, launch
 
 
 def tiles_of(
@@ -320,83 +378,6 @@ def _multiply_down(
 def tokens_of_tile(num_tokens: int) -> int:
     """Tokens of a tile for a pass of this length."""
     return next((size for size in _TOKENS if num_tokens <= size), _TOKENS[-1])
-
-
-@multiply.launch
-def launch_multiply(
-    matrix: StoredMatrix,
-    bias_N: Tensor | None,
-    x_TD: Tensor,
-    power_T: Tensor | None,
-    out_TN: Tensor,
-    *,
-    tile_G3: Tensor | None = None,
-    row_2P: Tensor | None = None,
-    factor_P: Tensor | None = None,
-    tile_size: int = 0,
-) -> None:
-    layout, together, num_rows = *_layout_of(matrix), out_TN.shape[1]
-    num_tiles, tokens = _tiles_of(len(x_TD), tile_G3, row_2P, tile_size)
-    assert x_TD.stride(1) == out_TN.stride(1) == 1, (x_TD.stride(), out_TN.stride())
-    _multiply[(num_tiles, ceil_div(num_rows, _ROWS))](
-        matrix.data,
-        layout.stride,
-        bias_N,
-        x_TD,
-        power_T,
-        out_TN,
-        tile_G3,
-        row_2P,
-        factor_P,
-        0 if row_2P is None else row_2P.shape[1],
-        num_rows,
-        len(x_TD),
-        x_TD.stride(0),
-        out_TN.stride(0),
-        **layout.constants(_ROWS, _STEP_UNITS * 2 // x_TD.element_size()),
-        TOGETHER=together,
-        TOKENS=tokens,
-        num_warps=NUM_WARPS if tokens == 32 else 2 * NUM_WARPS,
-    )
-
-
-@multiply_down.launch
-def launch_multiply_down(
-    matrix: StoredMatrix,
-    hidden_TN: Tensor,
-    power_T: Tensor | None,
-    out_TD: Tensor,
-    *,
-    is_added: bool,
-    bias_D: Tensor | None = None,
-    tile_G3: Tensor | None = None,
-    row_2P: Tensor | None = None,
-    factor_P: Tensor | None = None,
-    tile_size: int = 0,
-) -> None:
-    layout, together, num_rows = *_layout_of(matrix), hidden_TN.shape[1]
-    num_tiles, tokens = _tiles_of(len(hidden_TN), tile_G3, row_2P, tile_size)
-    assert hidden_TN.stride(1) == 1 and out_TD.is_contiguous(), (hidden_TN.stride(), out_TD)
-    _multiply_down[(num_tiles, ceil_div(layout.num_units, _UNITS))](
-        matrix.data,
-        layout.stride,
-        bias_D,
-        hidden_TN,
-        power_T,
-        out_TD,
-        tile_G3,
-        row_2P,
-        factor_P,
-        0 if row_2P is None else row_2P.shape[1],
-        num_rows,
-        len(hidden_TN),
-        hidden_TN.stride(0),
-        **layout.constants(_STEP_ROWS * 2 // hidden_TN.element_size(), _UNITS),
-        TOGETHER=together,
-        TOKENS=tokens,
-        IS_ADDED=is_added,
-        num_warps=NUM_WARPS if tokens == 32 else 2 * NUM_WARPS,
-    )
 
 
 def _tiles_of(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu.cache import Cache
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import ceil_div, has_tensor_cores, power_of_2
 from hotsplit.runtime.kernels.gpu.reference import positions_of, soft_capped
@@ -46,34 +46,72 @@ def attend_tokens(
     *,
     vectors: Vectors = NO_VECTORS,
     gated_TQ: Tensor | None = None,
-) -> None:
+) -> Versions:
     """`attend` for the tokens of a prompt, of one sequence at ascending positions: `sequence_1`
     may have several values, which are equal. Queries are scaled and have the type of keys and
     values, to which shares are rounded, too; sums are f32. `gated_TQ`: `qkv` of rotate_append, if
     it has gates. A token's result has the same bits in every pass."""
-    count, num_kv, window = int(position_T[-1]) + 1, key_CKW.shape[-2], spec.window
-    if table_SN is not None and sequence_1 is not None:
-        block_N = table_SN[int(sequence_1[0])]
-        key_CKW, value_CKW = (positions_of(each, block_N, count) for each in (key_CKW, value_CKW))
-    first = 0 if window is None else max(0, int(position_T[0]) + 1 - window)
-    key_CKW, value_CKW = (each[first:count].double() for each in (key_CKW, value_CKW))
-    query_TKGW = query_THW.double().unflatten(1, (num_kv, -1))
-    score_KGTC = soft_capped(torch.einsum("tkgw,ckw->kgtc", query_TKGW, key_CKW), spec.score_cap)
-    at_C, at_T1 = torch.arange(first, count, device=position_T.device), position_T[:, None]
-    is_unseen_TC = at_C > at_T1
-    if window is not None:
-        is_unseen_TC |= at_C <= at_T1 - window
-    score_KGTC.masked_fill_(is_unseen_TC, -torch.inf)
-    if spec.head_sinks:
-        sink_KG11 = vectors["head_sinks"].double().view(num_kv, -1, 1, 1)
-        sink_KGT1 = sink_KG11.expand(*score_KGTC.shape[:3], 1)
-        score_KGTC = torch.cat([score_KGTC, sink_KGT1], dim=-1)
-    share_KGTC = score_KGTC.softmax(dim=-1)[..., : len(key_CKW)]
-    heads_THW = torch.einsum("kgtc,ckw->tkgw", share_KGTC, value_CKW).flatten(1, 2)
-    if gated_TQ is not None:
-        pairs = gated_TQ[:, : 2 * heads_THW[0].numel()].unflatten(1, (-1, 2, query_THW.shape[-1]))
-        heads_THW = heads_THW * pairs[:, :, 1].double().sigmoid()
-    out_THW.copy_(heads_THW)
+
+    def reference() -> None:
+        count, num_kv, window = int(position_T[-1]) + 1, key_CKW.shape[-2], spec.window
+        seen = [key_CKW, value_CKW]
+        if table_SN is not None and sequence_1 is not None:
+            seen = [positions_of(each, table_SN[int(sequence_1[0])], count) for each in seen]
+        first = 0 if window is None else max(0, int(position_T[0]) + 1 - window)
+        keys, values = (each[first:count].double() for each in seen)
+        query_TKGW = query_THW.double().unflatten(1, (num_kv, -1))
+        score_KGTC = soft_capped(torch.einsum("tkgw,ckw->kgtc", query_TKGW, keys), spec.score_cap)
+        at_C, at_T1 = torch.arange(first, count, device=position_T.device), position_T[:, None]
+        is_unseen_TC = at_C > at_T1
+        if window is not None:
+            is_unseen_TC |= at_C <= at_T1 - window
+        score_KGTC.masked_fill_(is_unseen_TC, -torch.inf)
+        if spec.head_sinks:
+            sink_KG11 = vectors["head_sinks"].double().view(num_kv, -1, 1, 1)
+            sink_KGT1 = sink_KG11.expand(*score_KGTC.shape[:3], 1)
+            score_KGTC = torch.cat([score_KGTC, sink_KGT1], dim=-1)
+        share_KGTC = score_KGTC.softmax(dim=-1)[..., : len(keys)]
+        heads_THW = torch.einsum("kgtc,ckw->tkgw", share_KGTC, values).flatten(1, 2)
+        if gated_TQ is not None:
+            pairs = gated_TQ[:, : 2 * heads_THW[0].numel()].unflatten(
+                1, (-1, 2, query_THW.shape[-1])
+            )
+            heads_THW = heads_THW * pairs[:, :, 1].double().sigmoid()
+        out_THW.copy_(heads_THW)
+
+    def launch() -> None:
+        cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
+        num_tokens, num_heads, width = len(query_THW), spec.num_heads, spec.head_dim
+        assert query_THW.shape[1:] == (num_heads, width), (query_THW.shape, spec)
+        assert query_THW.is_contiguous() and out_THW.is_contiguous(), query_THW.stride()
+        assert query_THW.dtype == key_CKW.dtype == value_CKW.dtype, (query_THW.dtype, key_CKW.dtype)
+        block = max(16, power_of_2(width))
+        tokens, tile, warps, stages = _tile_of(query_THW, block)
+        _attend_tokens[(ceil_div(num_tokens, tokens), num_heads)](
+            query_THW,
+            key_CKW,
+            value_CKW,
+            *cache.strides,
+            position_T,
+            out_THW,
+            gated_TQ,
+            0 if gated_TQ is None else gated_TQ.stride(0),
+            scores_of(spec, vectors),
+            spec.window,
+            num_tokens,
+            *cache.paging,
+            NUM_HEADS=num_heads,
+            GROUP=num_heads // spec.num_kv_heads,
+            WIDTH=width,
+            BLOCK=block,
+            TOKENS=tokens,
+            TILE=tile,
+            BLOCK_LENGTH=cache.block_length,
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+    return reference, launch
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -168,52 +206,6 @@ def _attend_tokens(
         gate_TW = tl.load(gate + column_W[None, :], mask=is_live_TW, other=0.0)
         result_TW = result_TW / (1.0 + tl.exp(-gate_TW))
     tl.store(out + place_TW, result_TW.to(out.dtype.element_ty), mask=is_live_TW)
-
-
-@attend_tokens.launch
-def launch_attend_tokens(
-    query_THW: Tensor,
-    key_CKW: Tensor,
-    value_CKW: Tensor,
-    position_T: Tensor,
-    spec: Attention,
-    out_THW: Tensor,
-    sequence_1: Tensor | None = None,
-    table_SN: Tensor | None = None,
-    *,
-    vectors: Vectors = NO_VECTORS,
-    gated_TQ: Tensor | None = None,
-) -> None:
-    cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
-    num_tokens, num_heads, width = len(query_THW), spec.num_heads, spec.head_dim
-    assert query_THW.shape[1:] == (num_heads, width), (query_THW.shape, spec)
-    assert query_THW.is_contiguous() and out_THW.is_contiguous(), query_THW.stride()
-    assert query_THW.dtype == key_CKW.dtype == value_CKW.dtype, (query_THW.dtype, key_CKW.dtype)
-    block = max(16, power_of_2(width))
-    tokens, tile, warps, stages = _tile_of(query_THW, block)
-    _attend_tokens[(ceil_div(num_tokens, tokens), num_heads)](
-        query_THW,
-        key_CKW,
-        value_CKW,
-        *cache.strides,
-        position_T,
-        out_THW,
-        gated_TQ,
-        0 if gated_TQ is None else gated_TQ.stride(0),
-        scores_of(spec, vectors),
-        spec.window,
-        num_tokens,
-        *cache.paging,
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // spec.num_kv_heads,
-        WIDTH=width,
-        BLOCK=block,
-        TOKENS=tokens,
-        TILE=tile,
-        BLOCK_LENGTH=cache.block_length,
-        num_warps=warps,
-        num_stages=stages,
-    )
 
 
 def _tile_of(query_THW: Tensor, block: int) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.model.route import Route
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, power_of_2, step_rows
 
@@ -20,33 +20,63 @@ def choose_experts(
     routed_2K: Tensor,
     copy_2K: Tensor | None = None,
     scale_E: Tensor | None = None,
-) -> None:
+) -> Versions:
     """Writes the numbers of the experts that a router chooses, as f32, and then their weights, by
     the formula of hotsplit.model.spec.Route; of equal choices the lower number, NaN last.
     `copy_2K`: the same again, for example in pinned memory of the host."""
-    score_E = logit_E.double()
-    if spec.gating == "softmax":
-        score_E = score_E.softmax(dim=0)
-    elif spec.gating == "sigmoid":
-        score_E = score_E.sigmoid()
-    choice_E = score_E if choice_bias_E is None else score_E + choice_bias_E
-    choice_E = choice_E.nan_to_num(nan=-torch.inf, posinf=torch.inf)
-    if spec.num_groups > 1:
-        choice_GE = choice_E.view(spec.num_groups, -1)
-        sum_G = choice_GE.topk(2, dim=1).values.sum(dim=1)
-        is_used_G = torch.zeros(spec.num_groups, dtype=torch.bool, device=sum_G.device)
-        is_used_G[_largest(sum_G, spec.num_used_groups)] = True
-        choice_E = choice_GE.masked_fill(~is_used_G[:, None], -torch.inf).flatten()
-    id_K = _largest(choice_E, spec.num_used)
-    weight_K = score_E[id_K]
-    if spec.gating == "softmax_of_chosen":
-        weight_K = weight_K.softmax(dim=0)
-    if spec.renormalises:
-        weight_K = weight_K / (weight_K.sum() + 1e-20)
-    weight_K = weight_K * spec.scale * (1.0 if scale_E is None else scale_E[id_K])
-    routed_2K.copy_(torch.cat([id_K, weight_K]))
-    if copy_2K is not None:
-        copy_2K.copy_(routed_2K)
+
+    def reference() -> None:
+        score_E = logit_E.double()
+        if spec.gating == "softmax":
+            score_E = score_E.softmax(dim=0)
+        elif spec.gating == "sigmoid":
+            score_E = score_E.sigmoid()
+        choice_E = score_E if choice_bias_E is None else score_E + choice_bias_E
+        choice_E = choice_E.nan_to_num(nan=-torch.inf, posinf=torch.inf)
+        if spec.num_groups > 1:
+            choice_GE = choice_E.view(spec.num_groups, -1)
+            sum_G = choice_GE.topk(2, dim=1).values.sum(dim=1)
+            is_used_G = torch.zeros(spec.num_groups, dtype=torch.bool, device=sum_G.device)
+            is_used_G[_largest(sum_G, spec.num_used_groups)] = True
+            choice_E = choice_GE.masked_fill(~is_used_G[:, None], -torch.inf).flatten()
+        id_K = _largest(choice_E, spec.num_used)
+        weight_K = score_E[id_K]
+        if spec.gating == "softmax_of_chosen":
+            weight_K = weight_K.softmax(dim=0)
+        if spec.renormalises:
+            weight_K = weight_K / (weight_K.sum() + 1e-20)
+        weight_K = weight_K * spec.scale * (1.0 if scale_E is None else scale_E[id_K])
+        routed_2K.copy_(torch.cat([id_K, weight_K]))
+        if copy_2K is not None:
+            copy_2K.copy_(routed_2K)
+
+    def launch() -> None:
+        num_experts, num_used = spec.num_experts, spec.num_used
+        assert logit_E.shape[-1] == num_experts and routed_2K.shape[-1] == 2 * num_used, spec
+        for each in (logit_E, routed_2K, copy_2K):
+            assert each is None or each.is_contiguous(), each.stride()
+        assert copy_2K is None or copy_2K.shape == routed_2K.shape, (copy_2K.shape, routed_2K.shape)
+        block = power_of_2(num_experts)
+        _choose_experts[(step_rows(logit_E),)](
+            logit_E,
+            choice_bias_E,
+            routed_2K,
+            copy_2K,
+            scale_E,
+            spec.scale,
+            NUM_EXPERTS=num_experts,
+            BLOCK=block,
+            NUM_USED=num_used,
+            USED_BLOCK=power_of_2(num_used),
+            NUM_GROUPS=spec.num_groups,
+            NUM_USED_GROUPS=spec.num_used_groups,
+            GROUPS_BLOCK=power_of_2(spec.num_groups),
+            GATING=spec.gating,
+            RENORMALISES=spec.renormalises,
+            num_warps=max(1, min(NUM_WARPS, block // 32)),
+        )
+
+    return reference, launch
 
 
 def _largest(value_E: Tensor, count: int) -> Tensor:
@@ -152,38 +182,3 @@ def _choose_experts(
     if copy is not None:
         tl.store(copy + first, expert_K, mask=is_used_K)
         tl.store(copy + NUM_USED + first, weight_K, mask=is_used_K)
-
-
-@choose_experts.launch
-def launch_choose_experts(
-    logit_E: Tensor,
-    choice_bias_E: Tensor | None,
-    spec: Route,
-    routed_2K: Tensor,
-    copy_2K: Tensor | None = None,
-    scale_E: Tensor | None = None,
-) -> None:
-    num_experts, num_used = spec.num_experts, spec.num_used
-    assert logit_E.shape[-1] == num_experts and routed_2K.shape[-1] == 2 * num_used, spec
-    for each in (logit_E, routed_2K, copy_2K):
-        assert each is None or each.is_contiguous(), each.stride()
-    assert copy_2K is None or copy_2K.shape == routed_2K.shape, (copy_2K.shape, routed_2K.shape)
-    block = power_of_2(num_experts)
-    _choose_experts[(step_rows(logit_E),)](
-        logit_E,
-        choice_bias_E,
-        routed_2K,
-        copy_2K,
-        scale_E,
-        spec.scale,
-        NUM_EXPERTS=num_experts,
-        BLOCK=block,
-        NUM_USED=num_used,
-        USED_BLOCK=power_of_2(num_used),
-        NUM_GROUPS=spec.num_groups,
-        NUM_USED_GROUPS=spec.num_used_groups,
-        GROUPS_BLOCK=power_of_2(spec.num_groups),
-        GATING=spec.gating,
-        RENORMALISES=spec.renormalises,
-        num_warps=max(1, min(NUM_WARPS, block // 32)),
-    )

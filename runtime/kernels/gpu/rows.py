@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu.activation import capped
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import (
     NUM_WARPS,
@@ -36,10 +36,35 @@ def dot(
     *,
     has_relu: bool = False,
     cap: float | None = None,
-) -> None:
+) -> Versions:
     """out = W x + bias, then max(0, .) if `has_relu`, or cap * tanh(. / cap); NaN stays NaN."""
-    y_N = soft_capped(product(matrix, bias_N, x_D), cap)
-    out_N.copy_(y_N.relu() if has_relu else y_N)
+
+    def reference() -> None:
+        y_N = soft_capped(product(matrix, bias_N, x_D), cap)
+        out_N.copy_(y_N.relu() if has_relu else y_N)
+
+    def launch() -> None:
+        layout = Layout.of(matrix)
+        rows = rows_of_program(matrix.num_rows)
+        groups = Groups.of(x_D, layout.group)
+        assert x_D.is_contiguous() and out_N.dim() == x_D.dim(), (x_D.stride(), out_N.shape)
+        _dot[(ceil_div(matrix.num_rows, rows) * groups.count,)](
+            matrix.data,
+            layout.stride,
+            bias_N,
+            x_D,
+            out_N,
+            matrix.num_rows,
+            None if x_D.dim() == 1 else out_N.stride(0),
+            cap,
+            **layout.constants(rows),
+            **groups.constants,
+            HAS_RELU=has_relu,
+            **overlap_options(),
+            num_warps=NUM_WARPS,
+        )
+
+    return reference, launch
 
 
 @gpu_kernel(reads=("index_1",), writes=("out_D",))
@@ -50,18 +75,38 @@ def embed(
     *,
     is_added: bool = False,
     scale: float = 1.0,
-) -> None:
+) -> Versions:
     """out = scale * row index_1[0] (int64 on the device), or out += that."""
-    row_D = scale * rows_of(matrix, index_1)[0]
-    out_D.copy_(out_D + row_D if is_added else row_D)
+
+    def reference() -> None:
+        row_D = scale * rows_of(matrix, index_1)[0]
+        out_D.copy_(out_D + row_D if is_added else row_D)
+
+    def launch() -> None:
+        out_TD = out_D[None] if out_D.dim() == 1 else out_D
+        assert len(index_1) == len(out_TD), (index_1.shape, out_D.shape)
+        _launch_unpack(matrix, index_1, out_TD, rows=1, is_added=is_added, scale=scale)
+
+    return reference, launch
 
 
 @gpu_kernel(reads=(), writes=("out_AD",), is_of_step=False)
-def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> Versions:
     """Unpacks the rows (those at `index_A`, int64 or int32, if given) to f32, f16 or bf16; output
     rows may be strided too. Also takes types with a planar layout as stored in files, and all rows
     of the CPU's tiles and groups (kernels.tiled, kernels.grouped)."""
-    out_AD.copy_(rows_of(matrix, index_A))
+
+    def reference() -> None:
+        out_AD.copy_(rows_of(matrix, index_A))
+
+    def launch() -> None:
+        if rows_together(matrix.kind) > 1:
+            assert index_A is None, f"rows of {matrix.kind} are unpacked all at once"
+            unpack_tiles(matrix, out_AD)
+            return
+        _launch_unpack(matrix, index_A, out_AD, rows=_UNPACK_ROWS, is_added=False)
+
+    return reference, launch
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_stride"])
@@ -146,60 +191,6 @@ def _unpack(
         if IS_ADDED:
             value += tl.load(place, mask=is_live, other=0.0)
         tl.store(place, value, mask=is_live)
-
-
-@dot.launch
-def launch_dot(
-    matrix: StoredMatrix,
-    bias_N: Tensor | None,
-    x_D: Tensor,
-    out_N: Tensor,
-    *,
-    has_relu: bool = False,
-    cap: float | None = None,
-) -> None:
-    layout = Layout.of(matrix)
-    rows = rows_of_program(matrix.num_rows)
-    groups = Groups.of(x_D, layout.group)
-    assert x_D.is_contiguous() and out_N.dim() == x_D.dim(), (x_D.stride(), out_N.shape)
-    _dot[(ceil_div(matrix.num_rows, rows) * groups.count,)](
-        matrix.data,
-        layout.stride,
-        bias_N,
-        x_D,
-        out_N,
-        matrix.num_rows,
-        None if x_D.dim() == 1 else out_N.stride(0),
-        cap,
-        **layout.constants(rows),
-        **groups.constants,
-        HAS_RELU=has_relu,
-        **overlap_options(),
-        num_warps=NUM_WARPS,
-    )
-
-
-@embed.launch
-def launch_embed(
-    matrix: StoredMatrix,
-    index_1: Tensor,
-    out_D: Tensor,
-    *,
-    is_added: bool = False,
-    scale: float = 1.0,
-) -> None:
-    out_TD = out_D[None] if out_D.dim() == 1 else out_D
-    assert len(index_1) == len(out_TD), (index_1.shape, out_D.shape)
-    _launch_unpack(matrix, index_1, out_TD, rows=1, is_added=is_added, scale=scale)
-
-
-@unpack.launch
-def launch_unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
-    if rows_together(matrix.kind) > 1:
-        assert index_A is None, f"rows of {matrix.kind} are unpacked all at once"
-        unpack_tiles(matrix, out_AD)
-        return
-    _launch_unpack(matrix, index_A, out_AD, rows=_UNPACK_ROWS, is_added=False)
 
 
 def _launch_unpack(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotsplit.model.weight_types import BY_NAME, WeightType
 from hotsplit.runtime.device.bits import pack_bits
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import ceil_div
 from hotsplit.runtime.kernels.planar import FORMS, planar
@@ -24,21 +24,40 @@ _WORDS = 8  # per program
 
 
 @gpu_kernel(reads=("staging_B", "copies_C4"), writes=(), is_of_step=False)
-def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
+def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> Versions:
     """Makes copies of at most `most_bytes` each, in any order; the reference on the CPU, in
     theirs."""
-    for offset, target, num_bytes, form in copies_C4.tolist():
-        row = staging_B[offset : offset + num_bytes]
-        row = planar(row, FORMS[form])[0].contiguous()
-        ctypes.memmove(target, row.data_ptr(), num_bytes)
+
+    def reference() -> None:
+        for offset, target, num_bytes, form in copies_C4.tolist():
+            row = staging_B[offset : offset + num_bytes]
+            row = planar(row, FORMS[form])[0].contiguous()
+            ctypes.memmove(target, row.data_ptr(), num_bytes)
+
+    def launch() -> None:
+        assert copies_C4.is_contiguous() and copies_C4.shape[1] == 4, copies_C4.shape
+        grid = len(copies_C4), ceil_div(most_bytes, 2 * _UNITS)
+        _scatter[grid](staging_B, copies_C4, UNITS=_UNITS)
+
+    return reference, launch
 
 
 @gpu_kernel(reads=("hidden_N", "slot_F"), writes=("open_W",), is_of_step=False)
-def pack_open(hidden_N: Tensor, slot_F: Tensor, open_W: Tensor) -> None:
+def pack_open(hidden_N: Tensor, slot_F: Tensor, open_W: Tensor) -> Versions:
     """Sets bit j if neuron j is in a slot and its hidden value is not 0, and clears all others.
     `slot_F`, int32: the slot of each neuron, negative if it has none."""
-    value_F = hidden_N[slot_F.clamp(min=0).long()]
-    open_W.copy_(pack_bits((slot_F >= 0) & (value_F != 0)))
+
+    def reference() -> None:
+        value_F = hidden_N[slot_F.clamp(min=0).long()]
+        open_W.copy_(pack_bits((slot_F >= 0) & (value_F != 0)))
+
+    def launch() -> None:
+        num_neurons = len(slot_F)
+        assert len(open_W) == -(-num_neurons // 32), (len(open_W), num_neurons)
+        grid = (ceil_div(len(open_W), _WORDS),)
+        _pack_open[grid](hidden_N, slot_F, open_W, num_neurons, WORDS=_WORDS)
+
+    return reference, launch
 
 
 @triton.jit
@@ -152,18 +171,3 @@ def _pack_open(hidden, slot_F, open_W, num_neurons, WORDS: tl.constexpr):
     value_WB = tl.load(hidden + tl.where(is_hot_WB, slot_WB, 0), mask=is_hot_WB, other=0.0)
     set_WB = (value_WB != 0.0).to(tl.int32) << bit_B[None, :]
     tl.store(open_W + word_W, tl.sum(set_WB, axis=1), mask=word_W * 32 < num_neurons)
-
-
-@scatter.launch
-def launch_scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
-    assert copies_C4.is_contiguous() and copies_C4.shape[1] == 4, copies_C4.shape
-    grid = len(copies_C4), ceil_div(most_bytes, 2 * _UNITS)
-    _scatter[grid](staging_B, copies_C4, UNITS=_UNITS)
-
-
-@pack_open.launch
-def launch_pack_open(hidden_N: Tensor, slot_F: Tensor, open_W: Tensor) -> None:
-    num_neurons = len(slot_F)
-    assert len(open_W) == -(-num_neurons // 32), (len(open_W), num_neurons)
-    grid = (ceil_div(len(open_W), _WORDS),)
-    _pack_open[grid](hidden_N, slot_F, open_W, num_neurons, WORDS=_WORDS)

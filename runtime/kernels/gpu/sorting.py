@@ -7,7 +7,7 @@ chunk."""
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS
 
@@ -26,29 +26,52 @@ def sort_pairs(
     *,
     num_experts: int,
     tile_size: int,
-) -> None:
+) -> Versions:
     """The pairs of a row and one of its experts that are in a block, sorted by expert; `place_E`:
     see ExpertBlock. `tile_G3` and `row_3P` as in expert_pairs.Pairs, but the third row is k T + t,
     the row of a pair's output, whose weight is written there.
 
     The tiles of expert e begin at e + f // `tile_size` if f pairs are before its first: no program
     then needs the others' numbers of tiles. Tiles between them have no pairs."""
-    num_rows, num_used = len(routed_T2K), routed_T2K.shape[1] // 2
-    id_TK, weight_TK = routed_T2K[:, :num_used].long(), routed_T2K[:, num_used:]
-    places = range(num_experts) if place_E is None else place_E.tolist()
-    tile_G3.zero_()
-    number = 0
-    for expert in (e for e in range(num_experts) if places[e] >= 0):
-        pairs = (id_TK == expert).nonzero().tolist()
-        at = expert + number // tile_size
-        for tile, first in enumerate(range(0, len(pairs), tile_size)):
-            size = min(tile_size, len(pairs) - first)
-            tile_G3[at + tile] = torch.tensor([places[expert], number + first, size])
-        for row, k in pairs:
-            out = k * num_rows + row
-            row_3P[:, number] = torch.tensor([row, number, out])
-            weight_P[out] = weight_TK[row, k]
-            number += 1
+
+    def reference() -> None:
+        num_rows, num_used = len(routed_T2K), routed_T2K.shape[1] // 2
+        id_TK, weight_TK = routed_T2K[:, :num_used].long(), routed_T2K[:, num_used:]
+        places = range(num_experts) if place_E is None else place_E.tolist()
+        tile_G3.zero_()
+        number = 0
+        for expert in (e for e in range(num_experts) if places[e] >= 0):
+            pairs = (id_TK == expert).nonzero().tolist()
+            at = expert + number // tile_size
+            for tile, first in enumerate(range(0, len(pairs), tile_size)):
+                size = min(tile_size, len(pairs) - first)
+                tile_G3[at + tile] = torch.tensor([places[expert], number + first, size])
+            for row, k in pairs:
+                out = k * num_rows + row
+                row_3P[:, number] = torch.tensor([row, number, out])
+                weight_P[out] = weight_TK[row, k]
+                number += 1
+
+    def launch() -> None:
+        assert routed_T2K.is_contiguous() and tile_G3.is_contiguous() and row_3P.is_contiguous()
+        num_pairs = routed_T2K.numel() // 2
+        assert row_3P.shape == (3, num_pairs), (row_3P.shape, num_pairs)
+        _sort_pairs[(num_experts,)](
+            routed_T2K,
+            place_E,
+            tile_G3,
+            row_3P,
+            weight_P,
+            num_pairs,
+            len(tile_G3),
+            NUM_USED=routed_T2K.shape[1] // 2,
+            NUM_EXPERTS=num_experts,
+            CHUNK=_CHUNK,
+            TILE_SIZE=tile_size,
+            num_warps=NUM_WARPS,
+        )
+
+    return reference, launch
 
 
 @triton.jit
@@ -119,33 +142,3 @@ def _sort_pairs(
             )
             tl.store(weight + out_C, value_C, mask=is_own_C)
             number += tl.sum(is_own_C.to(tl.int32), axis=0)
-
-
-@sort_pairs.launch
-def _launch_sort_pairs(
-    routed_T2K: Tensor,
-    place_E: Tensor | None,
-    tile_G3: Tensor,
-    row_3P: Tensor,
-    weight_P: Tensor,
-    *,
-    num_experts: int,
-    tile_size: int,
-) -> None:
-    assert routed_T2K.is_contiguous() and tile_G3.is_contiguous() and row_3P.is_contiguous()
-    num_pairs = routed_T2K.numel() // 2
-    assert row_3P.shape == (3, num_pairs), (row_3P.shape, num_pairs)
-    _sort_pairs[(num_experts,)](
-        routed_T2K,
-        place_E,
-        tile_G3,
-        row_3P,
-        weight_P,
-        num_pairs,
-        len(tile_G3),
-        NUM_USED=routed_T2K.shape[1] // 2,
-        NUM_EXPERTS=num_experts,
-        CHUNK=_CHUNK,
-        TILE_SIZE=tile_size,
-        num_warps=NUM_WARPS,
-    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.activation import activate, gated, relu
-from hotsplit.runtime.kernels.gpu.gpu_kernel import gpu_kernel
+from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import power_of_2
 from hotsplit.runtime.kernels.gpu.norm import normed
@@ -31,47 +31,101 @@ def round_tokens(
     out_TD: Tensor,
     power_T: Tensor | None,
     x_out_TD: Tensor | None,
-) -> None:
+) -> Versions:
     """t = x + added; x_out = t; out = norm(t), or t without a weight, in the type of `out_TD`.
     `power_T`, if given, takes the power of two at or below the largest magnitude of each token, by
     which its values are divided before they are rounded. Any number of tokens. Rows of `x_TD` and
     `out_TD` may be strided; each output may be `x_TD`."""
-    total_TD = x_TD.double() if added_TD is None else x_TD.double() + added_TD
-    if x_out_TD is not None:
-        x_out_TD.copy_(total_TD)
-    if weight_D is not None:
-        if bias_D is not None:
-            total_TD = total_TD - total_TD.mean(dim=1, keepdim=True)
-        total_TD = rms_norm(total_TD, weight_D, epsilon)
-        total_TD = total_TD if bias_D is None else total_TD + bias_D
-    _round(total_TD, out_TD, power_T)
+
+    def reference() -> None:
+        total_TD = x_TD.double() if added_TD is None else x_TD.double() + added_TD
+        if x_out_TD is not None:
+            x_out_TD.copy_(total_TD)
+        if weight_D is not None:
+            if bias_D is not None:
+                total_TD = total_TD - total_TD.mean(dim=1, keepdim=True)
+            total_TD = rms_norm(total_TD, weight_D, epsilon)
+            total_TD = total_TD if bias_D is None else total_TD + bias_D
+        _round(total_TD, out_TD, power_T)
+
+    def launch() -> None:
+        num_tokens, width = x_TD.shape
+        for each in (x_TD, added_TD):
+            assert each is None or each.stride(1) == 1, each.stride()
+        assert out_TD.stride(1) == 1 and (x_out_TD is None or x_out_TD.is_contiguous())
+        block = power_of_2(width)
+        _round_tokens[(num_tokens,)](
+            x_TD,
+            added_TD,
+            weight_D,
+            bias_D,
+            float(epsilon),
+            out_TD,
+            power_T,
+            x_out_TD,
+            x_TD.stride(0),
+            0 if added_TD is None else added_TD.stride(0),
+            None if out_TD.is_contiguous() else out_TD.stride(0),
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 256)),
+        )
+
+    return reference, launch
 
 
 @gpu_kernel(
-    reads=("gate_TN", "up_TN", "named_TN", "id_N"), writes=("out_TN", "power_T"), is_of_step=False
+    reads=("gate_TN", "up_TN", "named_TW", "id_N"), writes=("out_TN", "power_T"), is_of_step=False
 )
 def hidden_tokens(
     gate_TN: Tensor,
     up_TN: Tensor | None,
-    named_TN: Tensor | None,
+    named_TW: Tensor | None,
     rule: Gate,
     out_TN: Tensor,
     power_T: Tensor | None,
     id_N: Tensor | None = None,
-) -> None:
+) -> Versions:
     """The hidden values of gate_up for any number of tokens, from the products with gate and up, of
-    all gates of a layer if `rule` needs them; `named_TN`: bool. Rounded and divided as by
-    round_tokens. `out_TN` may be `up_TN`, and `gate_TN` unless all gates are needed."""
-    if named_TN is not None and named_TN.dtype == torch.int32:
-        own_N = torch.arange(gate_TN.shape[1]) if id_N is None else id_N.long()
-        named_TN = (named_TN[:, own_N // 32] >> (own_N % 32)) & 1 != 0
-    value_TN, fires_TN = rule.act(rule.prepare(gate_TN.double()))
-    value_TN = rule.hidden(value_TN, up_TN)
-    if not rule.computes_all:
-        value_TN = torch.where(fires_TN, value_TN, 0.0)
-    if named_TN is not None:
-        value_TN = torch.where(named_TN, value_TN, 0.0)
-    _round(value_TN, out_TN, power_T)
+    all gates of a layer if `rule` needs them. `named_TW`: int32 bits, by `id_N` as in gate_up.
+    Rounded and divided as by round_tokens. `out_TN` may be `up_TN`, and `gate_TN` unless all gates
+    are needed."""
+
+    def reference() -> None:
+        value_TN, fires_TN = rule.act(rule.prepare(gate_TN.double()))
+        value_TN = rule.hidden(value_TN, up_TN)
+        if not rule.computes_all:
+            value_TN = torch.where(fires_TN, value_TN, 0.0)
+        if named_TW is not None:
+            own_N = torch.arange(gate_TN.shape[1]) if id_N is None else id_N.long()
+            is_named_TW = (named_TW[:, own_N // 32] >> (own_N % 32)) & 1 != 0
+            value_TN = torch.where(is_named_TW, value_TN, 0.0)
+        _round(value_TN, out_TN, power_T)
+
+    def launch() -> None:
+        for each in (gate_TN, out_TN):
+            assert each.is_contiguous(), each.stride()
+        assert up_TN is None or up_TN.stride(1) == 1, up_TN.stride()
+        assert named_TW is None or named_TW.stride(1) == 1, named_TW.stride()
+        _hidden_tokens[(len(gate_TN),)](
+            gate_TN,
+            up_TN,
+            named_TW,
+            id_N,
+            float(rule.threshold),
+            out_TN,
+            power_T,
+            None if rule.cutoff is None else float(rule.cutoff),
+            gate_TN.shape[1],
+            0 if up_TN is None else up_TN.stride(0),
+            0 if named_TW is None else named_TW.stride(0),
+            ACTIVATION=rule.activation,
+            IS_DENSE=rule.computes_all,
+            COLUMNS=_COLUMNS,
+            num_warps=_WARPS,
+        )
+
+    return reference, launch
 
 
 def _round(value_TK: Tensor, out_TK: Tensor, power_T: Tensor | None) -> None:
@@ -142,7 +196,6 @@ def _hidden_at(
     floor,
     ACTIVATION: tl.constexpr,
     IS_DENSE: tl.constexpr,
-    HAS_BITS: tl.constexpr,
 ):
     in_row_C = column_C < num_neurons
     gate_C = tl.load(gate + column_C, mask=in_row_C, other=0.0)
@@ -155,15 +208,11 @@ def _hidden_at(
     if not IS_DENSE:
         value_C = tl.where(fires_C, value_C, 0.0)
     if named is not None:
-        if HAS_BITS:
-            id_C = column_C
-            if id is not None:
-                id_C = tl.load(id + column_C, mask=in_row_C, other=0)
-            word_C = tl.load(named + id_C // 32, mask=in_row_C, other=0)
-            is_named_C = (word_C >> (id_C % 32)) & 1 != 0
-        else:
-            is_named_C = tl.load(named + column_C, mask=in_row_C, other=0) != 0
-        value_C = tl.where(is_named_C, value_C, 0.0)
+        id_C = column_C
+        if id is not None:
+            id_C = tl.load(id + column_C, mask=in_row_C, other=0)
+        word_C = tl.load(named + id_C // 32, mask=in_row_C, other=0)
+        value_C = tl.where((word_C >> (id_C % 32)) & 1 != 0, value_C, 0.0)
     return tl.where(in_row_C, value_C, 0.0)
 
 
@@ -203,7 +252,6 @@ def _hidden_tokens(
     ACTIVATION: tl.constexpr,
     IS_DENSE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HAS_BITS: tl.constexpr,
 ):
     """Computes the values twice if they are divided: for the largest magnitude, and to write
     them."""
@@ -232,7 +280,6 @@ def _hidden_tokens(
                 floor,
                 ACTIVATION,
                 IS_DENSE,
-                HAS_BITS,
             )
             largest_C = tl.maximum(largest_C, tl.abs(value_C))
             start += COLUMNS
@@ -242,88 +289,10 @@ def _hidden_tokens(
     while start < num_neurons:
         column_C = start + tl.arange(0, COLUMNS)
         value_C = _hidden_at(
-            gate,
-            up,
-            named,
-            id,
-            column_C,
-            num_neurons,
-            threshold,
-            floor,
-            ACTIVATION,
-            IS_DENSE,
-            HAS_BITS,
+            gate, up, named, id, column_C, num_neurons, threshold, floor, ACTIVATION, IS_DENSE
         )
         if power is not None:
             value_C *= factor
         value_C = value_C.to(out.dtype.element_ty)
         tl.store(out + column_C, value_C, mask=column_C < num_neurons)
         start += COLUMNS
-
-
-@round_tokens.launch
-def launch_round_tokens(
-    x_TD: Tensor,
-    added_TD: Tensor | None,
-    weight_D: Tensor | None,
-    bias_D: Tensor | None,
-    epsilon: float,
-    out_TD: Tensor,
-    power_T: Tensor | None,
-    x_out_TD: Tensor | None,
-) -> None:
-    num_tokens, width = x_TD.shape
-    for each in (x_TD, added_TD):
-        assert each is None or each.stride(1) == 1, each.stride()
-    assert out_TD.stride(1) == 1 and (x_out_TD is None or x_out_TD.is_contiguous())
-    block = power_of_2(width)
-    _round_tokens[(num_tokens,)](
-        x_TD,
-        added_TD,
-        weight_D,
-        bias_D,
-        float(epsilon),
-        out_TD,
-        power_T,
-        x_out_TD,
-        x_TD.stride(0),
-        0 if added_TD is None else added_TD.stride(0),
-        None if out_TD.is_contiguous() else out_TD.stride(0),
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 256)),
-    )
-
-
-@hidden_tokens.launch
-def launch_hidden_tokens(
-    gate_TN: Tensor,
-    up_TN: Tensor | None,
-    named_TN: Tensor | None,
-    rule: Gate,
-    out_TN: Tensor,
-    power_T: Tensor | None,
-    id_N: Tensor | None = None,
-) -> None:
-    for each in (gate_TN, out_TN):
-        assert each.is_contiguous(), each.stride()
-    assert up_TN is None or up_TN.stride(1) == 1, up_TN.stride()
-    assert named_TN is None or named_TN.stride(1) == 1, named_TN.stride()
-    _hidden_tokens[(len(gate_TN),)](
-        gate_TN,
-        up_TN,
-        named_TN,
-        id_N,
-        float(rule.threshold),
-        out_TN,
-        power_T,
-        None if rule.cutoff is None else float(rule.cutoff),
-        gate_TN.shape[1],
-        0 if up_TN is None else up_TN.stride(0),
-        0 if named_TN is None else named_TN.stride(0),
-        ACTIVATION=rule.activation,
-        IS_DENSE=rule.computes_all,
-        COLUMNS=_COLUMNS,
-        HAS_BITS=named_TN is not None and named_TN.dtype == torch.int32,
-        num_warps=_WARPS,
-    )
