@@ -135,6 +135,14 @@ class HybridStep:
         target_RV, source_TV = logits_RV.numpy(), self.host.logits_TV.numpy()
         passes = self.passes
         length = next(each for each in passes.lengths if each >= len(rows))
+        pieces = list[tuple[int, list[int], int]]()
+        for start in range(0, len(wanted), self.max_rows):
+            piece = wanted[start : start + self.max_rows]
+            num_rows = next(count for count in ROWS if count >= len(piece))
+            pieces.append((start, piece, num_rows))
+            if num_rows not in passes.tails:  # before the pass, whose hidden states this overwrites
+                self._fill([rows[number] for number in piece], num_rows)
+                passes.tails[num_rows] = passes.prepare_tail(num_rows)
         with prepared(self.cache, self.states, rows) as slotted:
             self._fill(slotted, length)
             least = passes.least_streamed
@@ -145,14 +153,9 @@ class HybridStep:
             self._before(length)
             self._submitted(passes.segments[key])
             self.meter.read()
-        for start in range(0, len(wanted), self.max_rows):
-            piece = wanted[start : start + self.max_rows]
-            num_rows = next(count for count in ROWS if count >= len(piece))
+        for start, piece, num_rows in pieces:
             passes.gather(piece, num_rows, length)
             self._fill([rows[number] for number in piece], num_rows)
-            if num_rows not in passes.tails:
-                passes.tails[num_rows] = passes.prepare_tail(num_rows)
-                passes.gather(piece, num_rows, length)
             self._submitted(passes.tails[num_rows])
             if self.after:
                 self.after.run()

@@ -1,5 +1,7 @@
 """Passes of hybrid steps, with both roles on the CPU."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -46,6 +48,20 @@ def test_a_pass_gives_the_logits_of_the_undivided_model(tmp_path, plan, mode):
             ]
         )
         assert rel_error(got, want) < 2e-3
+
+
+@pytest.mark.parametrize("plan", ["all on the GPU", "last layers on the CPU"])
+def test_any_rows_of_a_pass_may_have_logits(tmp_path, plan):
+    """The work after the last layer is made for them while none of their hidden states is there."""
+    sizes = make_sizes(num_layers=L, num_neurons=F, context_length=CONTEXT)
+    model = make(tmp_path, sizes=sizes)
+    split, ids = planned(tmp_path, model, plan, context_length=CONTEXT), ids_of(40)
+    want = logits_ref(model, ids)
+    with Engine.of(model, split, mode="dense", device="cpu") as engine:
+        for wanted in ([1, 2], [3, 5, 6, 7, 39], [*range(1, 10)]):
+            step, rows = passing(engine, split), rows_of(ids, 0)
+            rows = [replace(row, has_logits=n in wanted) for n, row in enumerate(rows)]
+            assert rel_error(step.run_pass(rows), want[wanted]) < 2e-3
 
 
 def compared(model, split, context, mode="dense"):
