@@ -374,7 +374,8 @@ class PassKernels(TileLauncher, DeviceKernels):
         """All experts of a layer: those stored here, and of the others those that are streamed; the
         CPU computes the rest meanwhile. Which these are follows from the router's choice, for which
         this waits, and so depends on the other rows of the pass; a row's result may differ by the
-        rounding of the devices."""
+        rounding of the devices. Rows that repeat the last one count for nothing, as the CPU does
+        not compute them."""
         layer, num_rows = divided.layer, len(x_TD)
         hot, cold = by_role(layer.ffn.experts)
         assert cold is not None and layer.router is not None
@@ -396,7 +397,8 @@ class PassKernels(TileLauncher, DeviceKernels):
         if hot is not None:
             self._stored_experts(divided, hot, x_TD)
         self.main.finish()
-        choices = Choices.of(routed_host[:, :num_used].numpy(), cold.num_experts)
+        is_given = slice(native.struct.num_tokens)
+        choices = Choices.of(routed_host[is_given, :num_used].numpy(), cold.num_experts)
         expert_A = np.flatnonzero((cold.places >= 0) & (choices.count_E > 0))
         streamed_A = stream.chosen(expert_A, choices.count_E[expert_A])
         most = expert_part_pairs(num_rows, len(cold.id_F))

@@ -154,6 +154,21 @@ def test_the_cpu_takes_experts_with_few_tokens(is_staged):
     assert all(0 < len(own) < len(every) for every, own in chosen)
 
 
+def test_what_is_streamed_does_not_depend_on_earlier_passes():
+    """The rows with which a pass is filled up to its length may have anything."""
+    model = mixture(route=ROUTES["groups"], kind="q8_0", width=64, num_neurons=64)
+    split = made_plan(model, HOT, [1, 1])
+    found = []
+    with loaded(model, split) as engine:
+        step, stream = with_streams(engine, split, rates=RATES)
+        _, chosen = noted(stream)
+        for token in (5, 9, 11):
+            logits(step, [token] * 32)
+            chosen.clear()
+            found.append((logits(step, IDS).tolist(), chosen.copy()))
+    assert found[0] == found[1] == found[2]
+
+
 def test_rates_divide_experts_as_brute_force_does():
     random = np.random.default_rng(0)
     for _ in range(60):
