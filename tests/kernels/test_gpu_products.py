@@ -78,6 +78,22 @@ def test_sums_of_rows(way, kind):
             assert is_right(got, want, bound(hidden_TN, sizes(matrix), power) + EPS)
 
 
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("width", [1, 15, 17, 40, 72])
+def test_rows_of_floats_may_have_any_width(kind, width):
+    kernels, matrix = triton_kernels(), make_matrix(kind, 33, width)
+    x_TD, hidden_TN = tokens(5, width, kind=kind), tokens(5, 33, kind=kind)
+    for name, left, size_KN, options in (
+        ("multiply", x_TD, sizes(matrix).T, {}),
+        ("multiply_down", hidden_TN, sizes(matrix), {"is_added": False}),
+    ):
+        got, want = torch.full((2, 5, size_KN.shape[1]), torch.nan, device=device())
+        bias = [None] if name == "multiply" else []
+        getattr(kernels, name)(matrix, *bias, left, None, got, **options)
+        getattr(REFERENCE, name)(matrix, *bias, left, None, want, **options)
+        assert is_right(got, want, bound(left, size_KN, None) + EPS)
+
+
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.9 * t, lambda t: t.flip(0)])
 def test_the_bound_rejects_wrong_products(wrong):
     matrix, x_TD = make_matrix("q4_k", 40, 256), tokens(5, 256)

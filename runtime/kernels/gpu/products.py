@@ -258,7 +258,7 @@ def _multiply(
     UNITS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
+    NUM_UNITS: tl.constexpr = (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live_R = row_R < num_rows
     at_R = row_R
@@ -321,7 +321,7 @@ def _multiply_down(
     TOKENS: tl.constexpr,
     IS_ADDED: tl.constexpr,
 ):
-    NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
+    NUM_UNITS: tl.constexpr = (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     if tile is None:
         place = 0
         end = num_rows
@@ -399,6 +399,4 @@ def _layout_of(matrix: StoredMatrix) -> tuple[Layout, int]:
     if together > 1:
         assert matrix.data.is_contiguous(), (matrix.kind, matrix.data.stride())
         matrix = replace(matrix, kind=file_kind(matrix.kind))
-    layout = Layout.of(matrix)
-    assert matrix.width % (16 * layout.parts) == 0, (matrix.kind, matrix.width)
-    return layout, together
+    return Layout.of(matrix), together
