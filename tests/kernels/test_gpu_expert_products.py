@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from gpu_matrices import EPS, FLOATS, REFERENCE, TILE_KINDS, device, make_matrix, make_tiles, sizes
-from kernel_check import Wrong, check_launch
-from kernel_launches import Launch
 from ptx import DataRace, Uninitialised
 from ptx.kernels import PtxKernels
 from test_gpu_products import F16, is_right, powers, tokens
@@ -21,7 +19,7 @@ from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE, Pa
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
 
-from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels  # noqa: E402
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels  # noqa: E402
 
 NUM_USED = 2
 WAYS = {"triton": triton_kernels, "reference": reference_kernels}
@@ -228,48 +226,3 @@ def test_faults_in_ptx_are_found(old, new, found):
 
     with pytest.raises(found):
         assert_outputs(PtxKernels(ADA, edit=edit).kernels, "q8_0_planar", SMALL, num_rows=16)
-
-
-@pytest.mark.parametrize(
-    "num_rows, num_used, num_experts, tile_size, is_divided",
-    [
-        (5, 1, 1, SMALL_TILE, False),  # a shared expert
-        (7, 4, 8, SMALL_TILE, True),
-        (130, 8, 16, LARGE_TILE, False),
-        (257, 4, 6, SMALL_TILE, True),  # more pairs than a program looks at together
-    ],
-)
-def test_pairs_are_sorted(num_rows, num_used, num_experts, tile_size, is_divided):
-    chance = np.random.default_rng(num_rows)
-    id_TK = np.stack([chance.permutation(num_experts)[:num_used] for _ in range(num_rows)])
-    routed = np.concatenate([id_TK, chance.random(id_TK.shape)], 1)
-    routed_T2K = torch.from_numpy(routed).float().to(device())
-    place_E = None
-    if is_divided:
-        own_E = np.arange(num_experts) % 2 == 1
-        places = np.where(own_E, np.cumsum(own_E) - 1, -1)
-        place_E = torch.from_numpy(places).int().to(device())
-    count, found = num_rows * num_used, []
-    for kernels in (triton_kernels(), reference_kernels()):
-        tile_G3 = torch.full((count // tile_size + num_experts + 1, 3), 7, dtype=torch.int32)
-        row_3P, weight_P = torch.full((3, count), -1, dtype=torch.int32), torch.full((count,), -1.0)
-        own = [each.to(device()) for each in (tile_G3, row_3P, weight_P)]
-        options = {"num_experts": num_experts, "tile_size": tile_size}
-        kernels.sort_pairs(routed_T2K, place_E, *own, **options)
-        found.append(own)
-    assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
-
-
-def test_the_check_of_a_device_knows_a_wrong_product():
-    (own, _), matrix = pairs(), make_matrix("q4_0_planar", 120, 64)
-    x_TD, out_PN = torch.empty(33, 64, dtype=torch.float16), torch.empty(own.row_3P.shape[1], 40)
-    given = {"tile_G3": own.tile_G3, "row_2P": own.in_2P, "tile_size": own.tile_size}
-    launch = Launch.of(Kernels.multiply, matrix, None, x_TD, torch.empty(33), out_PN, **given)
-    check_launch(launch, triton_kernels(), plain := reference_kernels(), lambda: None)
-
-    def halved(**given):
-        plain.multiply(**given)
-        given["out_TN"].mul_(0.99)
-
-    with pytest.raises(Wrong, match=r"is off by 0\.01"):
-        check_launch(launch, plain.replaced(multiply=halved), plain, lambda: None)

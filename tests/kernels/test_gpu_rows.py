@@ -2,8 +2,8 @@
 gives it, whatever the other rows and their number. Products with K-quants may differ in the last
 bits. Other tests compare the kernel for one row with float64.
 
-The kernels run on a CUDA device, or in Triton's interpreter if there is none. test_ptx_rows.py runs
-most of these comparisons with the kernels executed as PTX."""
+The kernels run on a CUDA device, or in Triton's interpreter if there is none. test_ptx_kernels.py
+runs some of these comparisons with the kernels executed as PTX."""
 
 import pytest
 import torch

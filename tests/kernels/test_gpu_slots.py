@@ -7,13 +7,7 @@ import torch
 from gpu_matrices import CODED_KINDS, KINDS, REFERENCE, block_width, device, make_matrix
 
 from hotsplit.runtime.device.bits import unpack_bits
-from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.planar import FILE_KIND, FORMS, PLANAR_KIND, form_of, from_planar
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return triton_kernels()
 
 
 def scattered(kernels, rows, slots, target, form):

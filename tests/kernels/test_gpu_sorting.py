@@ -9,7 +9,7 @@ from gpu_matrices import device
 pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
 
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels  # noqa: E402
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels  # noqa: E402
 
 # Rows, experts, experts of a row, the share of experts in the block, pairs of a tile.
 CASES = (
@@ -21,11 +21,6 @@ CASES = (
     (512, 32, 4, 0.1, 16),  # more than one chunk
     (64, 16, 2, 0.0, 16),  # none is in the block
 )
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return triton_kernels()
 
 
 @pytest.mark.parametrize(("num_rows", "num_experts", "num_used", "share", "tile_size"), CASES)

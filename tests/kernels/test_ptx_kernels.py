@@ -1,198 +1,245 @@
-"""The GPU kernels compiled and executed as PTX: the comparisons of their own tests, the launches of
-plans, and planted faults. A share that executes every kind of instruction runs by default; the rest
-is marked slow. docs/gpu-proof.md has the results of one run of all of it."""
+"""The GPU kernels compiled and executed as PTX: a share of the comparisons of their own tests that
+executes every kind of instruction, and planted faults, which these comparisons find.
+test_ptx_all.py runs all comparisons; docs/gpu-proof.md has the results of one run with more
+faults."""
 
 import json
-from dataclasses import replace
+import re
+import shutil
+from collections.abc import Callable
 from functools import cache
 
-import ptx_mutants
-import ptx_plans
 import pytest
+import test_gpu_attention as attention
+import test_gpu_experts as experts
+import test_gpu_kernels as rows
+import test_gpu_neurons as neurons
+import test_gpu_rows as steps
 import torch
-from gpu_matrices import REFERENCE
-from kernel_check import Wrong
-from models import changed, make_sizes, shape_only
 from paths import ROOT
-from ptx.kernels import PtxKernels
-from ptx_mutants import BARRIERS, CASES, MUTANTS, is_as_expected, outcome, without_each_barrier
-
-from hotsplit.model.spec import Attention
-from hotsplit.runtime.kernels.gpu import launch
+from ptx import Fault
+from ptx.kernels import FOLDER, MODULES, PACKAGE, PtxKernels
 
 RESULT = ROOT / "benchmarks" / "results" / "gpu-proof.json"
+ADA, HOPPER, BLACKWELL = 89, 90, 120
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device instead"),
     pytest.mark.usefixtures("several_rows"),
 ]
-HOPPER, BLACKWELL = 90, 120
-QUICK = [
-    ("dot q4_k", HOPPER),
-    ("dot q4_0", BLACKWELL),
-    ("dot q8_0", HOPPER),
-    ("unpack q4_k", HOPPER),
-    ("unpack to bf16", BLACKWELL),
-    ("unpack q6_k in tiles", HOPPER),
-    ("unpack f16 in groups", BLACKWELL),
-    ("unpack to f16", HOPPER),
-    ("predict", HOPPER),
-    ("gate_up of ids", BLACKWELL),
-    ("silu", HOPPER),
-    ("down, zeros skipped", HOPPER),
-    ("norm", BLACKWELL),
-    ("norm, term and copy", HOPPER),
-    ("rotation", BLACKWELL),
-    ("rotation of pairs", HOPPER),
-    ("attention", BLACKWELL),
-    ("down of q6_k", HOPPER),
-    ("experts chosen", HOPPER),
-    ("hidden values of experts", BLACKWELL),
-    ("outputs of experts", HOPPER),
-    ("sums of experts", BLACKWELL),
-]
+
+CASES: dict[str, tuple[int, Callable]] = {
+    "dot f16": (ADA, lambda k: rows.test_dot(k, "f16", 3)),
+    "dot f16, 5 rows": (ADA, lambda k: rows.test_dot_of_any_number_of_rows(k, 5)),
+    "dot of width 40": (ADA, lambda k: rows.test_rows_of_floats_may_have_any_width(k, "f16", 40)),
+    "dot q4_k": (HOPPER, lambda k: rows.test_dot(k, "q4_k", 3)),
+    "dot q4_0": (BLACKWELL, lambda k: rows.test_dot(k, "q4_0_planar", 3)),
+    "dot q8_0": (HOPPER, lambda k: rows.test_dot(k, "q8_0_planar", 3)),
+    "dot with a cap": (ADA, rows.test_dot_with_a_cap),
+    "unpack q4_k": (HOPPER, lambda k: rows.test_unpack(k, "q4_k")),
+    "unpack to bf16": (
+        BLACKWELL,
+        lambda k: rows.test_unpack_of_chosen_rows_with_gaps(k, "q8_0_planar"),
+    ),
+    "unpack to f16": (HOPPER, rows.test_unpack_to_f16_into_rows_with_gaps),
+    "unpack q6_k in tiles": (
+        HOPPER,
+        lambda k: rows.test_unpack_of_tiles_and_groups(k, "q6_k_tiled", 1),
+    ),
+    "unpack f16 in groups": (
+        BLACKWELL,
+        lambda k: rows.test_unpack_of_tiles_and_groups(k, "f16_grouped", 2),
+    ),
+    "predict": (HOPPER, lambda k: rows.test_predict(k, "q8_0_planar", 1)),
+    "gate_up of ids": (
+        BLACKWELL,
+        lambda k: neurons.test_named_neurons_are_looked_up_by_their_ids(k, 19),
+    ),
+    "silu": (HOPPER, lambda k: neurons.test_gate_up_of_every_activation(k, "silu", True, False)),
+    "down, zeros skipped": (HOPPER, lambda k: neurons.test_down(k, "f16", True, True)),
+    "down of q6_k": (
+        HOPPER,
+        lambda k: neurons.test_down_of_rows_of_any_width(k, "q6_k_planar", 256, False),
+    ),
+    "norm": (BLACKWELL, lambda k: attention.test_add_norm(k, 96, True)),
+    "norm, term and copy": (
+        HOPPER,
+        lambda k: attention.test_add_norm_with_a_term_and_a_copy_of_the_result(k, (2, 96), True),
+    ),
+    "rotation": (
+        BLACKWELL,
+        lambda k: attention.test_rotate_append(k, torch.float16, False, "both", 80, 1),
+    ),
+    "rotation of pairs": (
+        HOPPER,
+        lambda k: attention.test_rotate_append(k, torch.float32, True, "none", 32, 0),
+    ),
+    "attention": (BLACKWELL, lambda k: attention.assert_attention(k, 65)),
+    "attention with a cap": (ADA, attention.test_scores_are_scaled),
+    "experts chosen": (
+        HOPPER,
+        lambda k: experts.test_the_choice_equals_its_definition(k, "groups"),
+    ),
+    "hidden values of experts": (
+        BLACKWELL,
+        lambda k: experts.test_hidden_values(k, "q4_0_planar", 1),
+    ),
+    "outputs of experts": (HOPPER, lambda k: experts.test_outputs(k, "f16")),
+    "sums of experts": (
+        BLACKWELL,
+        lambda k: experts.test_outputs_of_experts_by_neurons(k, "q8_0_planar", True),
+    ),
+    # Of several rows, each of which has the bits of a row alone.
+    "rows: dot q4_0": (ADA, lambda k: steps.test_dot(k, "q4_0_planar", 4)),
+    "rows: dot f16": (ADA, lambda k: steps.test_dot(k, "f16", 8)),
+    "rows: predict": (ADA, lambda k: steps.test_predict(k, "f16", 2)),
+    "rows: gate_up": (ADA, lambda k: steps.test_gate_up(k, "q4_0_planar", 4)),
+    "rows: down": (ADA, lambda k: steps.test_down(k, "f16", 8, True)),
+    "rows: norm": (ADA, lambda k: steps.test_add_norm(k, True, 2)),
+    "rows: append": (ADA, lambda k: steps.test_append_to_blocks(k, 8, torch.float16)),
+    "rows: attend": (ADA, lambda k: steps.test_attend_to_blocks(k, 8, torch.float16, None)),
+}
 
 
 @pytest.fixture(scope="module")
 def machines():
-    return {arch: PtxKernels(arch) for arch in (HOPPER, BLACKWELL)}
+    return {arch: PtxKernels(arch) for arch in (ADA, HOPPER, BLACKWELL)}
 
 
 @pytest.fixture(scope="module")
 def compare(machines):
-    """A function that runs a comparison of QUICK, unless an earlier test of this process has."""
-    return cache(lambda case, arch: CASES[case](machines[arch].kernels))
+    """A function that runs a case, unless an earlier test of this process has."""
+
+    @cache
+    def run(name):
+        arch, case = CASES[name]
+        case(machines[arch].kernels)
+
+    return run
 
 
-@pytest.mark.parametrize(("case", "arch"), QUICK)
-def test_comparisons_of_the_kernels(compare, case, arch):
-    compare(case, arch)
+@pytest.mark.parametrize("name", CASES)
+def test_comparisons_of_the_kernels(compare, name):
+    compare(name)
 
 
-def test_the_quick_share_executes_every_kind_of_instruction(machines, compare):
-    """Every kind that the launches of all plans execute. A kind is an instruction's first word."""
-    for case, arch in QUICK:
-        compare(case, arch)
+def test_the_cases_execute_every_kind_of_instruction(machines, compare):
+    """Every kind that the launches of plans execute. A kind is an instruction's first word."""
+    for name in CASES:
+        compare(name)
     known = json.loads(RESULT.read_text())["instructions"]
     executed = {name.split(".")[0] for m in machines.values() for name in m.num_lane_instructions}
-    missing = {name.split(".")[0] for names in known.values() for name in names} - executed
-    assert not missing
-
-
-def test_launches_of_a_plan(monkeypatch):
-    """A small model with predictors and soft caps; the launches are the runtime's own list."""
-    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
-    shape = make_sizes(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
-    model = ptx_plans.like(shape_only(shape), kind="q8_0", rank=64)
-    spec = replace(changed(model.bare_spec, Attention, score_cap=0.7), logit_cap=2.0)
-    model = replace(model, bare_spec=spec)
-    found = ptx_plans.launches(model, mode="predicted", context=64)
-    assert {each.kernel for each in found} >= {"dot", "predict", "gate_up", "down", "attend"}
-    assert {each.kernel for each in found if "cap" in each.variant} >= {"dot", "attend"}
-    kernels = PtxKernels(89).kernels
-    for each in found:
-        ptx_plans.assert_right(each, kernels)
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.5 * t, lambda t: t.flip(-1)])
-def test_the_comparison_rejects_wrong_results(monkeypatch, wrong):
-    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
-    right = REFERENCE
-
-    def spoilt(name, output):
-        def run(**given):
-            getattr(right, name)(**given)
-            given[output].copy_(wrong(given[output].float()).to(given[output].dtype))
-
-        return run
-
-    outputs = {
-        "dot": "out_N",
-        "down": "parts_SD",
-        "unpack": "out_AD",
-        "attend": "out_HW",
-        "gate_up": "hidden_N",
-    }
-    kernels = right.replaced(**{name: spoilt(name, out) for name, out in outputs.items()})
-    shape = make_sizes(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
-    model = ptx_plans.like(shape_only(shape), kind="f16")
-    for each in ptx_plans.launches(model, mode="exact", context=64):
-        if each.kernel in outputs:
-            with pytest.raises(Wrong):
-                ptx_plans.assert_right(each, kernels)
+    assert {name.split(".")[0] for names in known.values() for name in names} <= executed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        "dot q4_k",
-        "unpack q4_k",
-        "predict",
-        "silu",
-        "down, zeros skipped",
-        "norm",
-        "rotation",
-        "attention",
-    ],
-)
-def test_three_architectures_have_the_same_text(case):
+@pytest.mark.parametrize("name", ["dot q4_k", "unpack q4_k", "silu", "norm", "attention"])
+def test_three_architectures_have_the_same_text(name):
     def texts(arch):
         machine = PtxKernels(arch)
-        CASES[case](machine.kernels)
+        CASES[name][1](machine.kernels)
         every = [text for counts in machine.launches.values() for text in counts]
         without_names = (text.partition("\t.file\t")[0] for text in every)
         return [text.replace(f".target sm_{arch}", "") for text in without_names]
 
-    assert texts(80) == texts(86) == texts(89) != texts(90)
+    assert texts(80) == texts(86) == texts(ADA) != texts(HOPPER)
 
 
 # ---- planted faults ------------------------------------------------------------------------
 
 
-def names(mutants):
-    return [pytest.param(mutant, id=mutant.what) for mutant in mutants]
+def outcome(case: str, kernels: PtxKernels) -> str:
+    """What finds a fault: the name of one of the executor's, "values", or "nothing"."""
+    try:
+        CASES[case][1](kernels.kernels)
+    except Fault as fault:
+        return type(fault).__name__
+    except AssertionError:
+        return "values"
+    return "nothing"
 
 
-@pytest.mark.parametrize("mutant", names(m for m in MUTANTS if m.is_quick))
-def test_planted_faults_are_found(mutant):
-    assert is_as_expected(mutant, outcome(mutant))
+def changed_text(kernel: str, old: str, new: str, at: int = 0) -> PtxKernels:
+    """Kernels in whose PTX one occurrence of a pattern is replaced in each text that has it."""
+    is_changed = []
+
+    def edit(name: str, text: str) -> str:
+        found = list(re.finditer(old, text.partition(".section")[0])) if name == kernel else []
+        if len(found) > at:
+            one = found[at]
+            text = text[: one.start()] + one.expand(new) + text[one.end() :]
+            is_changed.append(True)
+        assert is_changed or name != kernel, f"nothing like {old!r} in the PTX of {kernel}"
+        return text
+
+    return PtxKernels(ADA, edit=edit)
 
 
-@pytest.mark.parametrize(("kernel", "case"), BARRIERS[:1])
-def test_removing_any_barrier_of_a_kernel_is_found(kernel, case):
-    mutants = without_each_barrier(kernel, case)
-    assert mutants and {outcome(mutant) for mutant in mutants} == {"DataRace"}
+HELPERS = ("activation", "small_blocks", "super_blocks", "blocks")  # modules without launches
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", names(m for m in MUTANTS if not m.is_quick))
-def test_all_planted_faults_are_found(mutant):
-    assert is_as_expected(mutant, outcome(mutant))
+def changed_source(folder, module: str, old: str, new: str) -> PtxKernels:
+    """Kernels of a package in which one place of one module's source is replaced."""
+    package = folder / f"changed_{module}"
+    shutil.copytree(FOLDER, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "__init__.py").touch()
+    for name in (*HELPERS, *MODULES):
+        path = package / f"{name}.py"
+        text = path.read_text()
+        for helper in HELPERS:  # the launching modules stay hotsplit's
+            text = text.replace(f"{PACKAGE}.{helper} ", f"{package.name}.{helper} ")
+        if name == module:
+            assert old in text, f"nothing like {old!r} in {module}.py"
+            text = text.replace(old, new, 1)
+        path.write_text(text)
+    return PtxKernels(ADA, folder=folder, package=package.name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "case"), BARRIERS[1:])
-def test_removing_any_barrier_of_any_kernel_is_found(kernel, case):
-    mutants = without_each_barrier(kernel, case)
-    assert mutants and {outcome(mutant) for mutant in mutants} == {"DataRace"}
+@pytest.mark.parametrize(
+    ("module", "case", "old", "new"),
+    [
+        ("super_blocks", "dot q4_k", "* 144 + 16 +", "* 144 + 17 +"),
+        ("blocks", "dot of width 40", " & (unit * 16 + lane < WIDTH)", ""),
+        ("tiles", "unpack q6_k in tiles", "- is_second + 1 < WIDTH", "- is_second < WIDTH"),
+        ("norm", "norm", "tl.load(x + column, mask=in_row, other=0.0)", "tl.load(x + column)"),
+    ],
+)
+def test_faults_in_a_kernels_source_are_found(tmp_path, module, case, old, new):
+    """They read beyond a tensor; what is there may be another one of the launch."""
+    assert outcome(case, changed_source(tmp_path, module, old, new)) in ("OutOfBounds", "values")
 
 
-def test_a_mutant_that_changes_nothing_is_an_error():
+@pytest.mark.parametrize(
+    ("case", "old", "new", "found"),
+    [
+        ("dot f16", r"(ld\.global\.v[24]\.b32 [^\[]*\[ %rd\d+) \+ 0", r"\1 + 4", "Misaligned"),
+        ("dot f16, 5 rows", r"@%p\d+ (ld\.global)", r"\1", "OutOfBounds"),
+        ("dot f16", r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), 4,", r"\1, 1,", "values"),
+        ("dot f16", r"cvt\.f32\.f16", "cvt.f32.bf16", "values"),
+        (
+            "dot f16",
+            r"bar\.sync\s+0;",
+            "setp.lt.u32 %p1, %r1, 5; @%p1 bra $skip; bar.sync 0; $skip:",
+            "BadBarrier",
+        ),
+    ],
+)
+def test_faults_in_the_ptx_of_a_product_are_found(case, old, new, found):
+    assert outcome(case, changed_text("_dot", old, new)) == found
 
-    mutant = replace(MUTANTS[0], old="no such text in it")
-    with pytest.raises(AssertionError):
-        ptx_mutants.changed_source(mutant)
+
+def test_removing_any_barrier_of_a_product_is_found():
+    texts = []
+    probe = PtxKernels(ADA, edit=lambda name, text: texts.append((name, text)) or text)
+    CASES["dot f16"][1](probe.kernels)
+    barrier = r"bar\.sync\s+0;"
+    count = len(re.findall(barrier, next(text for name, text in texts if name == "_dot")))
+    found = [outcome("dot f16", changed_text("_dot", barrier, "", at)) for at in range(count)]
+    assert found == ["DataRace"] * count and count
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ptx_plans.ARCHITECTURES)
-@pytest.mark.parametrize("plan", ptx_plans.PLANS)
-def test_launches_of_all_plans(monkeypatch, tmp_path, plan, arch):
-    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
-    found = ptx_plans.launches_of_plan(plan, tmp_path)
-    if not found:
-        pytest.skip("its model is not here: make smollm2")
-    kernels = PtxKernels(arch).kernels
-    for each in found:
-        ptx_plans.assert_right(each, kernels)
+def test_a_fault_that_changes_nothing_is_an_error(tmp_path):
+    with pytest.raises(AssertionError, match="nothing like"):
+        changed_source(tmp_path, "norm", "no such text in it", "")
+    with pytest.raises(AssertionError, match="nothing like"):
+        CASES["dot f16"][1](changed_text("_dot", "no such text in it", "").kernels)

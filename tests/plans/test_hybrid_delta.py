@@ -10,12 +10,10 @@ import pytest
 import torch
 from delta_models import with_delta_nets
 from hybrid_plans import random_plan, stepped
-from kernel_check import Wrong, check_launch
-from kernel_launches import launches_of
 from models import changed, make_model, make_sizes, mixture_spec
 from reference import rel_error
 from test_experts import IDS
-from test_hybrid_experts import CPU, made_plan, with_hybrid
+from test_hybrid_experts import made_plan, with_hybrid
 from test_hybrid_rows import Alone, schedule
 from test_hybrid_step import assert_same_in_any_order, hybrid, logged, steps
 from test_native_step import BOUNDS
@@ -28,7 +26,6 @@ from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Rotary, Route
 from hotsplit.model.tensors import is_router
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.backend import plain_backend
 
 # The CPU rounds inputs of products with q8_0 to 8 bits, and the norms of queries, keys and outputs
@@ -124,42 +121,6 @@ def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan):
         alone = Alone(single)
         compared = schedule(engine, alone, random.Random(1), 6)
     assert compared > 10
-
-
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_the_check_of_a_device_finds_wrong_kernels_and_leaves_states(num_rows):
-    """In steps of one row and of several, and for prompts."""
-    model, right = delta_mixture(), reference_kernels()
-    split = made_plan(model, *PLANS["some"], num_sequences=3, context_length=64)
-    with loaded(model, split) as engine:
-        weights = engine._live.weights
-        for state in weights.layer_states:
-            state.state_SVNM.normal_(), state.conv_SJC.normal_()
-        before = [values.clone() for state in weights.layer_states for values in state.tensors]
-        placement, take = Placement.of_split(split, (CPU,)), plain_backend(right).take
-        launches = launches_of(weights, placement, lambda device: take(device), 8, num_rows)
-        found = [
-            each for each in launches if each.kernel in ("convolve", "delta_rule", "gate_norm")
-        ]
-        assert len(found) == (9 if num_rows == 1 else 3)  # with those of two lengths of passes
-        for launch in found:
-            check_launch(launch, right, right, lambda: None)
-            for wrong in (lambda t: 0.9 * t, lambda t: t.flip(-1)):
-                with pytest.raises(Wrong):
-                    check_launch(launch, spoilt(right, launch.kernel, wrong), right, lambda: None)
-        after = [values for state in weights.layer_states for values in state.tensors]
-    assert all(map(torch.equal, before, after))
-
-
-def spoilt(kernels, name, wrong):
-    """The kernels, one of which spoils what it writes."""
-    output = {"convolve": "mixed_TX", "delta_rule": "state_SVNM", "gate_norm": "out_TVM"}[name]
-
-    def run(**given):
-        getattr(kernels, name)(**given)
-        given[output].copy_(wrong(given[output]))
-
-    return kernels.replaced(**{name: run})
 
 
 def test_a_step_that_fails_changes_no_state():

@@ -12,8 +12,6 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from kernel_check import Wrong, check_launch
-from kernel_launches import Launch
 from models import gemma3n_spec, make_model, make_sizes
 from reference import logits_ref, rel_error
 from test_hybrid_step import steps
@@ -28,7 +26,7 @@ from hotsplit.inspection.file_summary import to_json
 from hotsplit.model.position_wise import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
-from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -181,29 +179,6 @@ def test_plans_count_an_operation_in_layers_and_outside():
     assert workspace_bytes(model, 32, "exact", gpu_budget_bytes=1 << 26) > 0
     with pytest.raises(HotsplitError, match="the C.. library has no operation 'scaling_x'"):
         Engine.of(model, mode="exact")
-
-
-def written_as(factor: float | None):
-    """The kernel with its results multiplied; None: it writes nothing."""
-
-    def run(weight_D, x_D, y_D):
-        if factor is not None:
-            y_D.copy_(factor * weight_D * x_D)
-
-    return run
-
-
-@pytest.mark.parametrize("shape", [(64,), (4, 64)])
-@pytest.mark.parametrize("factor", [None, 0.0, 0.5])
-def test_a_wrong_kernel_of_an_operation_is_found(shape, factor):
-    """It is checked like the kernels that several operations launch."""
-    launch = Launch.of(scale, torch.rand(64), torch.empty(shape), torch.empty(shape))
-    assert launch.variant == "scale weight:f32 x:f32 y:f32" + " 4 rows" * (len(shape) > 1)
-    right = reference_kernels()
-    bad = Kernels(lambda kernel: written_as(factor))
-    check_launch(launch, right, right, lambda: None)
-    with pytest.raises(Wrong):
-        check_launch(launch, bad, right, lambda: None)
 
 
 def test_operations_are_told_apart_in_json():
