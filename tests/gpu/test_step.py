@@ -24,7 +24,7 @@ from hotsplit.files.gguf_file import array_entry
 pytestmark = pytest.mark.gpu
 L, F = 4, 96  # as in PLANS
 MODES = ("dense", "exact", "predicted")
-KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "mxfp4", "q4_k", "q5_k", "q6_k")
 # A step's sums are f32; its keys and values are f16, which a sum in another order may change by one
 # unit. Except for f32 matrices, a prompt's products take both factors in 16 bits, each rounded by
 # at most half of eps.
