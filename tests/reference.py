@@ -13,10 +13,10 @@ from gguf.quants import dequantize
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import type_of
-from hotsplit.model.position_wise import PositionWise
+from hotsplit.model.delta_net import CONV, DECAY, DECAY_BIAS, DELTA_NORM, DeltaNet
+from hotsplit.model.operations import PositionWise
 from hotsplit.model.rope import Rotary
-from hotsplit.model.spec import Add, Attention, DeltaNet, Neurons, Norm, Route
-from hotsplit.model.tensors import CONV, DECAY, DECAY_BIAS, DELTA_NORM
+from hotsplit.model.spec import Add, Attention, Neurons, Norm, Route
 from hotsplit.runtime.kernels.cpu import library
 
 erf = np.vectorize(erf_of, otypes=[float])
@@ -246,7 +246,7 @@ def _delta(x, block: DeltaNet, w, see):
     q, k = (y.reshape(len(x), G, N)[:, heads] for y in (q, k))
     q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
     beta, decay = 1 / (1 + np.exp(-beta)), np.exp(w(DECAY) * np.logaddexp(0, alpha + w(DECAY_BIAS)))
-    state, out = np.zeros(block.state_shape), np.zeros((len(x), V, block.value_head_dim))
+    state, out = np.zeros(block.state_shapes[0]), np.zeros((len(x), V, block.value_head_dim))
     for t, v_VM in enumerate(v.reshape(out.shape)):
         state = state * decay[t][:, None, None]
         delta = beta[t][:, None] * (v_VM - np.einsum("vn,vnm->vm", k[t], state))

@@ -9,6 +9,7 @@ import numpy as np
 from hotsplit.families.expert_keys import GATINGS
 from hotsplit.families.key_reader import NORM_EPSILON
 from hotsplit.files.gguf_file import Value
+from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.rope import RopeScaling
 from hotsplit.model.spec import ModelSpec
 
@@ -64,11 +65,12 @@ def _expert_keys(spec: ModelSpec) -> dict[str, Value]:
 
 
 def _delta_keys(spec: ModelSpec) -> dict[str, Value]:
-    delta = next((layer.delta for layer in spec.layers if layer.delta is not None), None)
+    mixers = (layer.mixer for layer in spec.layers)
+    delta = next((block for block in mixers if isinstance(block, DeltaNet)), None)
     if delta is None:
         return {}
     return {
-        "attention.recurrent_layers": [layer.delta is not None for layer in spec.layers],
+        "attention.recurrent_layers": [layer.recurrent is not None for layer in spec.layers],
         "ssm.conv_kernel": np.uint32(delta.num_taps),
         "ssm.state_size": np.uint32(delta.key_head_dim),
         "ssm.group_count": np.uint32(delta.num_key_heads),

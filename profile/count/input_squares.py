@@ -14,23 +14,18 @@ from torch import Tensor
 
 from hotsplit.artifacts.importance_file import Importance, Importances
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.model.tensors import in_layout, transposed_shape
+from hotsplit.model.tensors import in_layout, is_vector, transposed_shape
 from hotsplit.profile.corpus.corpus import WINDOW, Windows
 from hotsplit.profile.count.run import Tensors
 
 # The observed tensor that a matrix is multiplied by (see runtime.ops.observers), by the matrix's
-# name.
+# name; recurrent blocks say which is their last.
 SEEN_AS = {
     "attn_q": "attn_norm",
     "attn_k": "attn_norm",
     "attn_v": "attn_norm",
     "attn_qkv": "attn_norm",
     "attn_output": "attn_heads",
-    "attn_gate": "attn_norm",
-    "ssm_alpha": "attn_norm",
-    "ssm_beta": "attn_norm",
-    "ssm_ba": "attn_norm",
-    "ssm_out": "attn_heads",
     "ffn_gate": "ffn_norm",
     "ffn_up": "ffn_norm",
     "ffn_down": "ffn_hidden",
@@ -136,13 +131,26 @@ def _inputs(model: ModelFile) -> dict[str, Input]:
     for name, entry in model.tensors.items():
         stock = in_layout(name, "stock")
         shape = entry.shape if stock == name else transposed_shape(entry.shape)
-        found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", stock)
-        if found is None or found[2] not in SEEN_AS:
+        found = re.fullmatch(r"blk\.(\d+)\.(.+)\.weight", stock)
+        if found is None:
+            continue
+        layer = int(found[1])
+        seen_as = SEEN_AS.get(found[2]) or _seen_as(model, layer, found[2])
+        if seen_as is None:
             continue
         inputs[stock] = Input(
-            layer=int(found[1]),
-            seen_as=SEEN_AS[found[2]],
+            layer=layer,
+            seen_as=seen_as,
             num_experts=shape[0] if len(shape) == 3 else None,
             width=shape[-1],
         )
     return inputs
+
+
+def _seen_as(model: ModelFile, layer: int, matrix: str) -> str | None:
+    """The observed tensor that a matrix of a recurrent block is multiplied by."""
+    block, name = model.spec.layers[layer].recurrent, f"{matrix}.weight"
+    shapes = {} if block is None else block.shapes(model.spec.hidden_size)
+    if block is None or name not in shapes or is_vector(name, shapes[name]):
+        return None
+    return "attn_heads" if matrix == block.output else "attn_norm"

@@ -15,10 +15,9 @@ which gives the same bits because a row's bits do not depend on how a text is di
 
 Which positions are worth a state: Pan et al. 2024, Marconi (arXiv 2411.19379).
 
-Letters: S slots, V value heads, N width of a key, M width of a value, J earlier tokens that the
-convolution reads, C channels of the convolution."""
+Letter: S slots."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -88,31 +87,22 @@ class StateRun:
 class LayerState:
     """The slots of one layer."""
 
-    state_SVNM: Tensor  # f32
-    conv_SJC: Tensor  # f32, inputs of the convolution, the oldest first
+    tensors: tuple[Tensor, ...]  # f32 [S, ...]
 
     @classmethod
     def of(
         cls,
         num_sequences: int,
-        state_VNM: tuple[int, int, int],
-        conv_JC: tuple[int, int],
+        shapes: Iterable[tuple[int, ...]],
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor],
     ) -> "LayerState":
-        """`zeros` allocates, on a GPU from reserved memory."""
+        """`shapes`: of one state's tensors; `zeros` allocates, on a GPU from reserved memory."""
         slots = num_slots(num_sequences)
-        return cls(
-            state_SVNM=zeros((slots, *state_VNM), torch.float32),
-            conv_SJC=zeros((slots, *conv_JC), torch.float32),
-        )
+        return cls(tensors=tuple(zeros((slots, *shape), torch.float32) for shape in shapes))
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.state_SVNM, self.conv_SJC
-
-    def read(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def read(self, slots: Sequence[int]) -> tuple[Tensor, ...]:
         """Copies of the tensors of these slots."""
-        return self.state_SVNM[list(slots)], self.conv_SJC[list(slots)]
+        return tuple(tensor[list(slots)] for tensor in self.tensors)
 
     def write(self, slots: Sequence[int], state: Sequence[Tensor]) -> None:
         """Stores what `read` returned."""
@@ -121,7 +111,7 @@ class LayerState:
 
     def takes(self, count: int, state: Sequence[Tensor]) -> bool:
         """True if `write` accepts these tensors for `count` slots."""
-        return all(
+        return len(state) == len(self.tensors) and all(
             given.shape == (count, *own.shape[1:]) and given.dtype == own.dtype
             for own, given in zip(self.tensors, state, strict=True)
         )

@@ -22,7 +22,8 @@ from hotsplit.runtime.step.sequences import Sequence, TextState
 
 FORMAT, VERSION = "hotsplit.prompt", 1
 MAX_HEADER_BYTES = 1 << 20  # of a file, searched for the format's name
-# Names of the tensors of a layer, with the number of the layer among those of its kind.
+# Names of the tensors of a layer, with the number of the layer among those of its kind; a state may
+# have fewer.
 _ATTENDS, _RECURS = ("key", "value"), ("state", "conv")
 _POSITIONS = "positions"  # numbers of tokens after which the recurrent states are
 SHOWN_DIGITS, MAX_SHOWN = 12, 120  # characters of digests and of other values in errors
@@ -81,9 +82,9 @@ def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
         raise HotsplitError(f"{path}: not written: the text has no tokens yet")
     arrays = {"ids": np.asarray(sequence.ids, dtype=np.int64)}
     state = sequence.read_state()
-    for names, pairs in ((_ATTENDS, state.keys_values), (_RECURS, state.recurrent)):
-        for number, pair in enumerate(pairs):
-            for name, tensor in zip(names, pair, strict=True):
+    for names, layers in ((_ATTENDS, state.keys_values), (_RECURS, state.recurrent)):
+        for number, layer in enumerate(layers):
+            for name, tensor in zip(names, layer, strict=False):
                 arrays[f"{name}.{number}"] = tensor.cpu().numpy()
     if state.recurrent:
         arrays[_POSITIONS] = np.asarray(state.positions, dtype=np.int64)
@@ -114,9 +115,11 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
         raise HotsplitError(
             f"{path}: damaged, its content does not match its checksum; make it again"
         )
-    keys_values, recurrent = _pairs(arrays, _ATTENDS), _pairs(arrays, _RECURS)
+    stored, recurrent = _tensors(arrays, _ATTENDS), _tensors(arrays, _RECURS)
     lists = ["ids", *([_POSITIONS] if recurrent else [])]
-    if len(arrays) != len(lists) + 2 * (len(keys_values) + len(recurrent)) or not all(
+    keys_values = [(layer[0], layer[1]) for layer in stored if len(layer) == 2]
+    num_tensors = 2 * len(keys_values) + sum(map(len, recurrent))
+    if len(arrays) != len(lists) + num_tensors or not all(
         name in arrays and arrays[name].dtype == np.int64 and arrays[name].ndim == 1
         for name in lists
     ):
@@ -133,15 +136,15 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
     return len(ids)
 
 
-def _pairs(
+def _tensors(
     arrays: Mapping[str, np.ndarray], names: tuple[str, str]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> list[tuple[torch.Tensor, ...]]:
     """The tensors of these names of the first, second, ... layer, as many as there are."""
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    while all(f"{name}.{len(pairs)}" in arrays for name in names):
-        first, second = (torch.from_numpy(arrays[f"{name}.{len(pairs)}"]) for name in names)
-        pairs.append((first, second))
-    return pairs
+    layers: list[tuple[torch.Tensor, ...]] = []
+    while f"{names[0]}.{len(layers)}" in arrays:
+        keys = (f"{name}.{len(layers)}" for name in names)
+        layers.append(tuple(torch.from_numpy(arrays[key]) for key in keys if key in arrays))
+    return layers
 
 
 _OTHER = {

@@ -10,11 +10,10 @@ from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.ops.attention.block import Attention
-from hotsplit.runtime.ops.delta.block import DeltaNet
+from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
-from hotsplit.runtime.ops.position_wise import LoadedOp
 from hotsplit.runtime.ops.route import Router
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
@@ -26,11 +25,13 @@ class Layer:
     spec: LayerSpec  # without a predictor that is not run
     device: torch.device  # of attention's matrices, norms, predictor, and cache unless offloaded
     norms: dict[str, Norm]  # those of the spec, by name
-    mixer: Attention | DeltaNet
+    mixer: Attention | RecurrentOp
     ffn: FeedForward
     router: Router | None = None  # with one, the layer has experts
     shared: SharedExperts | None = None
-    own: Mapping[str, LoadedOp] = field(default_factory=dict)  # position-wise operations, by kind
+    own: Mapping[str, LoadedOp] = field(
+        default_factory=dict
+    )  # those of the spec's operations, by kind
 
     @property
     def attention(self) -> Attention:
@@ -39,8 +40,8 @@ class Layer:
         return self.mixer
 
     @property
-    def delta(self) -> DeltaNet | None:
-        return self.mixer if isinstance(self.mixer, DeltaNet) else None
+    def recurrent(self) -> RecurrentOp | None:
+        return self.mixer if isinstance(self.mixer, RecurrentOp) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,8 @@ class Weights:
     @cached_property
     def layer_states(self) -> tuple[LayerState, ...]:
         """The recurrent states of each layer that has them."""
-        return tuple(layer.delta.state for layer in self.layers if layer.delta is not None)
+        mixers = (layer.recurrent for layer in self.layers)
+        return tuple(mixer.state for mixer in mixers if mixer is not None)
 
     @cached_property
     def cache(self) -> KVCache:

@@ -15,6 +15,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.attention import KEY_NORM, QUERY_NORM
 from hotsplit.model.modes import Mode, computes_all
+from hotsplit.model.operations import Recurrent
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.spec import Norm as NormSpec
@@ -22,20 +23,18 @@ from hotsplit.model.spec import Rotary as RotarySpec
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.cache.kv_cache import LayerCache
-from hotsplit.runtime.cache.state_slots import StateSlots
+from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.kernels.gate import Gate
-from hotsplit.runtime.model.delta_loader import load_delta
 from hotsplit.runtime.model.expert_loader import ExpertLoader
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotary
-from hotsplit.runtime.ops.delta.block import DeltaNet
+from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp, load_all
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
-from hotsplit.runtime.ops.position_wise import load_all
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
 from hotsplit.runtime.weights.resident import Residence
@@ -163,12 +162,12 @@ class Builder:
 
     def layer(self, index: int) -> Layer:
         device, spec = self.placement.dense_device(index), self.spec.layers[index]
-        experts = self.expert_loader(index)
+        experts, own = self.expert_loader(index), load_all(self, spec.operations, index, device)
         return Layer(
             spec=spec,
             device=device,
             norms=self.norms(index, device),
-            mixer=self.mixer(index, device),
+            mixer=self.mixer(index, device, own),
             ffn=FeedForward(
                 layer=index,
                 num_neurons=self.model.spec.layers[index].neurons.number,
@@ -180,7 +179,7 @@ class Builder:
             ),
             router=experts.router(),
             shared=self.shared(experts),
-            own=load_all(self, spec.position_wise, index, device),
+            own=own,
         )
 
     def expert_loader(self, index: int) -> ExpertLoader:
@@ -273,11 +272,20 @@ class Builder:
             self.rotaries[key] = Rotary.of(block.rotary, block.num_rotated, factors, device)
         return self.rotaries[key]
 
-    def mixer(self, index: int, device: torch.device) -> Attention | DeltaNet:
+    def mixer(
+        self, index: int, device: torch.device, own: Mapping[str, LoadedOp]
+    ) -> Attention | RecurrentOp:
         block = self.spec.layers[index].mixer
         if isinstance(block, AttentionSpec):
             return self.attention(index, block, device)
-        return load_delta(self, index, block, device)
+        found = own[block.kind]
+        assert isinstance(found, RecurrentOp), found
+        return found
+
+    def state(self, block: Recurrent, device: torch.device) -> LayerState:
+        """The slots of a layer's states."""
+        zeros = self.stores.on(device).cache
+        return LayerState.of(self.num_sequences, block.state_shapes, zeros)
 
     def attention(self, index: int, block: AttentionSpec, device: torch.device) -> Attention:
         attends_on = self.placement.cache_device(index)

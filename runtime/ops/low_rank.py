@@ -13,7 +13,7 @@ from torch import Tensor
 from hotsplit.model.low_rank import LEFT, RIGHT
 from hotsplit.model.low_rank import LowRank as Block
 from hotsplit.runtime.ops.device import Launcher
-from hotsplit.runtime.ops.position_wise import LoadedOp, carved, in_layer
+from hotsplit.runtime.ops.loaded_op import LoadedOp, carved, in_layer
 from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights.matrix import Linear

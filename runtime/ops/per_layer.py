@@ -14,8 +14,8 @@ from hotsplit.model import per_layer as blocks_of
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.ops.loaded_op import LoadedOp, carved, in_layer
 from hotsplit.runtime.ops.norm import Norm, NormStruct, norm_struct
-from hotsplit.runtime.ops.position_wise import LoadedOp, carved, in_layer
 from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of

@@ -14,8 +14,8 @@ from torch import Tensor
 from hotsplit.model import planes as blocks_of
 from hotsplit.model.planes import LEAST_SQUARE
 from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.ops.loaded_op import LoadedOp, carved, in_layer
 from hotsplit.runtime.ops.norm import Norm, NormStruct, launch_add_norm, norm_struct
-from hotsplit.runtime.ops.position_wise import LoadedOp, carved, in_layer
 from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.weights.matrix import Linear

@@ -187,7 +187,7 @@ def _seen_layer(
     route = None
     for op, (first, last) in placed:
         read, written = name_of(op.reads[0]) if op.reads else "", name_of(op.writes[0])
-        if op.kind in ("attention", "delta"):
+        if op.part == "attention":
             values |= {"attn_norm": (first, [read]), "attn_out": (last, [written])}
         elif op.kind == "neurons":
             before = values.get("ffn_out", (0, ()))[1]
@@ -198,7 +198,7 @@ def _seen_layer(
     if layer.router is not None:
         num_neurons = layer.router.spec.num_used * len(layer.ffn.experts[0].id_F)
     widths = {
-        "attn_heads": layer.mixer.widths[1],
+        "attn_heads": layer.spec.mixer.query_size,
         "ffn_gate": num_neurons,
         "ffn_hidden": num_neurons,
     }

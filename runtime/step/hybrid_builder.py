@@ -408,8 +408,9 @@ class _Builder:
         for divided in self.divided:
             layer = divided.layer
             if placement.dense_on_gpu[divided.index]:
-                linears = (*layer.mixer.inputs, layer.mixer.output)
-                linears = (*linears, *(each for own in layer.own.values() for each in own.linears))
+                linears = [each for own in layer.own.values() for each in own.linears]
+                if layer.recurrent is None:
+                    linears += [*layer.attention.inputs, layer.attention.output]
                 kinds |= {linear.weight.kind for linear in linears}
                 predictor = layer.ffn.predictor
                 if predictor is not None:

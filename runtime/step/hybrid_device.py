@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotsplit.model.operations import padded
 from hotsplit.model.spec import Block, LayerSpec, ModelSpec, Neurons, read_by, written_by
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts, expert_parts
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend
-from hotsplit.runtime.ops.delta.gpu import launch_delta
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.embed import launch_embed
+from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp, Slots
 from hotsplit.runtime.ops.neurons import gpu as of_neurons
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
-from hotsplit.runtime.ops.position_wise import LoadedOp
 from hotsplit.runtime.ops.predict import launch_predict
 from hotsplit.runtime.ops.route import launch_route
 from hotsplit.runtime.ops.structs import NotNative
@@ -222,10 +222,8 @@ class DeviceBuffers:
     own: Mapping[str, Tensor]  # values of position-wise operations that are in no row of sum_PD
     attn_input_D: Tensor
     ffn_in_2D: Tensor  # of this layer and the previous one, alternating
-    qkv: Tensor  # flat, room for the input projections of the layer with most
-    heads: Tensor  # flat, room for [H W], or a delta net's outputs
-    # Of attention and position-wise operations, or inputs of the recurrence of a delta net.
-    scratch: Tensor
+    room: Tensor  # flat, of one operation after the other
+    attending: tuple[int, int, int]  # how attention divides it, see `of_attention`
     inner: Tensor  # of predictors and routers, flat
     routed: Tensor  # experts, as numbers, and their weights, flat
     shared_2: Tensor  # 0 and the weight of shared experts
@@ -266,9 +264,10 @@ class DeviceBuffers:
         elif has_cache:
             length = tables[0].context_length
             scratch = max(attend_scratch(length, a.num_heads, a.head_dim) for a in spec.attentions)
-        mixed = [layer.delta.mixed_size for layer in spec.layers if layer.delta is not None]
-        own = [block.scratch(width) for layer in spec.layers for block in layer.position_wise]
-        scratch = max([scratch, *mixed, *own])
+        sizes = spec.most_qkv_size, spec.most_query_size, scratch
+        qkv, heads, rest = (padded(max_rows * size) for size in sizes)
+        own = [block.scratch(width) for layer in spec.layers for block in layer.operations]
+        room = max(qkv + heads + rest, max_rows * max(own, default=0))
         last_rows = [row for rows in output_rows(spec) for row in rows.values()]
         num_sums = max([1 + most_parts + most_shared, *last_rows]) + 1
 
@@ -292,9 +291,8 @@ class DeviceBuffers:
             own={name: take_rows(size) for name, size in own_sizes(spec).items()},
             attn_input_D=take_rows(width),
             ffn_in_2D=take((2, max_rows, width), _REAL),
-            qkv=take((max_rows * spec.most_qkv_size,), _REAL),
-            heads=take((max_rows * spec.most_query_size,), _REAL),
-            scratch=take((max_rows * scratch,), _REAL),
+            room=take((room,), _REAL),
+            attending=(qkv, heads, room - qkv - heads),
             inner=take((max_rows * inner,), _REAL),
             routed=take((max_rows * 2 * spec.most_used,), _REAL),
             shared_2=take_rows(2 * any(block.has_output_gate for block in shared)),
@@ -319,6 +317,12 @@ class DeviceBuffers:
         changes["sum_PD"] = self.sum_PD.flatten()[: prod(shape)].view(shape)
         changes["ffn_in_2D"] = first(self.ffn_in_2D, num_rows, axis=1)
         return replace(self, **changes, num_rows=num_rows)
+
+    @property
+    def of_attention(self) -> Sequence[Tensor]:
+        """Room for the input projections of the layer with most, the outputs of its heads, and
+        scratch."""
+        return self.room.split(self.attending)
 
     def first(self, values: Tensor, size: int, *, num_rows: int | None = None) -> Tensor:
         """The beginning of a buffer's memory as [T, size], or [size] for one row."""
@@ -373,9 +377,10 @@ class DeviceKernels(Launcher):
     def attended(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """The layer's input projections and the outputs of its heads, at the beginning of their
         buffers."""
-        qkv_size, heads_size = layer.mixer.widths
+        qkv_size, heads_size = layer.attention.widths
         b = self.buffers
-        return b.first(b.qkv, qkv_size), b.first(b.heads, heads_size)
+        qkv, heads, _ = b.of_attention
+        return b.first(qkv, qkv_size), b.first(heads, heads_size)
 
     def named(self, ffn: FeedForward) -> Tensor:
         """The bits of a layer's named neurons [T, F / 32 rounded up]."""
@@ -395,29 +400,25 @@ class DeviceKernels(Launcher):
             table_SN=table_SN,
         )
         self.inputs(layer, x_D)
-        launch_attend(self, layer.attention, qkv, at, b.scratch, heads)
+        launch_attend(self, layer.attention, qkv, at, b.of_attention[2], heads)
         self.output(layer, heads)
 
-    def delta(self, layer: Layer, x_D: Tensor) -> None:
-        """Writes a delta net's output to the first row of sum_PD."""
-        b, delta, (projected, heads) = self.buffers, layer.delta, self.attended(layer)
-        assert delta is not None
-        mixed = b.first(b.scratch, delta.spec.mixed_size)
-        self.inputs(layer, x_D)
-        launch_delta(self, delta, projected, (b.run_T3, b.writes_T), mixed, heads)
-        self.output(layer, heads)
+    @property
+    def slots(self) -> Slots:
+        return self.buffers.run_T3, self.buffers.writes_T
 
-    def position_wise(
-        self, own: LoadedOp, read: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> None:
-        """Runs a position-wise operation of a layer."""
-        own.launch(self, read, written, self.buffers.scratch)
+    def own(self, own: LoadedOp, read: Sequence[Any], written: Sequence[Tensor]) -> None:
+        """Runs an operation of a layer that has a room of its own."""
+        if isinstance(own, RecurrentOp):
+            own.launch_rows(self, read[0], written[0], self.buffers.room, self.slots)
+        else:
+            own.launch(self, read, written, self.buffers.room)
 
     def inputs(self, layer: Layer, x_D: Tensor) -> None:
-        self.project(layer.mixer.inputs, x_D, self.attended(layer)[0])
+        self.project(layer.attention.inputs, x_D, self.attended(layer)[0])
 
     def output(self, layer: Layer, heads: Tensor) -> None:
-        self.dot(layer.mixer.output, heads, self.buffers.sum_PD[0])
+        self.dot(layer.attention.output, heads, self.buffers.sum_PD[0])
 
     def predict(self, ffn: FeedForward, x_D: Tensor, copy_W: Tensor | None) -> None:
         """Writes the bits of the named neurons, and again to `copy_W` on the host."""

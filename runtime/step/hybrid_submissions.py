@@ -348,16 +348,20 @@ class Lowering:
             assert isinstance(device, PassKernels)
             if op.kind == "neurons":
                 return partial(device.hot, divided, rounded, are_named=False)
-            return partial(device.delta if op.kind == "delta" else device.attention, layer, rounded)
+            if op.kind == "attention":
+                return partial(device.attention, layer, rounded)
+            written = [self._tensor(op.writes[0], op.layer)]
+            return partial(device.own, layer.own[op.kind], [rounded], written)
         x_D = self._tensor(op.reads[0], op.layer)
-        if op.kind in ("attention", "delta"):
-            return partial(device.delta if op.kind == "delta" else device.attention, layer, x_D)
+        if op.kind == "attention":
+            return partial(device.attention, layer, x_D)
         if op.kind in layer.own:
+            block = layer.own[op.kind].block
             read, written = (
                 [self._tensor(value, op.layer) for value in values]
-                for values in (op.reads, op.writes)
+                for values in (op.reads[: len(block.inputs)], op.writes[: len(block.outputs)])
             )
-            return partial(device.position_wise, layer.own[op.kind], read, written)
+            return partial(device.own, layer.own[op.kind], read, written)
         if op.kind == "project":
             project = device.inputs if op.part == "qkv" else device.output
             return partial(project, layer, x_D)
@@ -427,11 +431,14 @@ class Lowering:
             return found
         assert layer is not None
         own = self.weights.layers[layer]
-        qkv_size, heads_size = own.mixer.widths
-        sizes = {"named": -(-own.ffn.num_neurons // 32), "qkv": qkv_size, "heads": heads_size}
-        if own.router is not None:
-            sizes["routed"] = 2 * own.router.spec.num_used
-        return beginning(found, 1 if found.dim() == 1 else len(found), sizes[name])
+        if name in ("qkv", "heads"):
+            size = own.attention.widths[name == "heads"]
+        elif name == "named":
+            size = -(-own.ffn.num_neurons // 32)
+        else:
+            assert own.router is not None
+            size = 2 * own.router.spec.num_used
+        return beginning(found, 1 if found.dim() == 1 else len(found), size)
 
 
 def _copy_to_rows(device: DeviceKernels, target: Tensor, values_D: Tensor) -> None:

@@ -202,7 +202,7 @@ class NativeParts:
         projected = {op.layer for op in ops if op.kind == "attend"}  # by a GPU
         indices = sorted({op.layer for op in ops if op.layer is not None})
         layers = [
-            builder.mixer(layer, projects=False)
+            builder.attending(layer)
             if index in projected
             else builder.layer(layer, has_neurons=index in with_neurons)
             for index, layer in ((index, weights.layers[index]) for index in indices)

@@ -28,7 +28,7 @@ from hotsplit.runtime.ops.attention.native import (
     select_struct,
 )
 from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
-from hotsplit.runtime.ops.delta.native import DeltaStruct, delta_struct
+from hotsplit.runtime.ops.loaded_op import LoadedOp
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import (
     FeedForwardStruct,
@@ -36,7 +36,6 @@ from hotsplit.runtime.ops.neurons.native import (
     mixture_struct,
 )
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
-from hotsplit.runtime.ops.position_wise import LoadedOp
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
 from hotsplit.runtime.ops.route import RouteStruct, route_struct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, NotNative, Structs, members
@@ -59,7 +58,6 @@ OP_KINDS = (
     "attend",
     "route",
     "shared",
-    "delta",
 )
 VALUES = (
     "x",
@@ -111,6 +109,9 @@ class StepValues:
         self.names = (*VALUES, *self.own)
         self._number = {name: number for number, name in enumerate(self.names)}
         self._number |= {name: self._number[other] for name, other in ALIASES.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._number
 
     def number(self, name: str | None) -> int:
         return NONE if name is None else self._number[name]
@@ -188,7 +189,8 @@ def native_ops(
             yield [values.op(op.kind, layer, names[0], out=out)]
         else:
             assert weights is not None, op
-            read = [name for name in names if name != "token"]
+            read = [name for name in names if name in values]  # without the token, and states
+            written = [name for name in written if name in values]
             yield [values.own_op(op.kind, layer, read, written, weights(op))]
 
 
@@ -228,7 +230,6 @@ class LayerStruct(Structure):
         ("norm", POINTER(NormStruct)),
         ("num_norms", c_int64),
         ("attention", AttentionStruct),
-        ("delta", DeltaStruct),
         ("predictor", PredictorStruct),
         ("feed_forward", FeedForwardStruct),
         ("route", RouteStruct),
@@ -329,7 +330,7 @@ def build(weights: Weights, traffic: Traffic) -> NativeStep:
 def types_of(layers: Sequence[Layer]) -> CacheTypes:
     """The types of the cache, which layers with attention share; if there are none, of a cache that
     is not used."""
-    found = {layer.attention.cache.types for layer in layers if layer.delta is None}
+    found = {layer.attention.cache.types for layer in layers if layer.recurrent is None}
     (types,) = found or {CacheTypes.of("f32")}
     return types
 
@@ -393,7 +394,7 @@ class StepBuilder(Structs):
         """A step with these layers, all or some of the model's, without embedding, head, operations
         and workspace."""
         types = types_of(weights.layers)
-        attending = [layer.attention for layer in weights.layers if layer.delta is None]
+        attending = [layer.attention for layer in weights.layers if layer.recurrent is None]
         for table in [a.cache.table for a in attending] or [BlockTable(1, _MOST_POSITIONS)]:
             self.tables.index(table)
         step = StepStruct(
@@ -430,9 +431,8 @@ class StepBuilder(Structs):
             norm=self.array(NormStruct, norms),
             num_norms=len(norms),
             attention=AttentionStruct()
-            if layer.delta
+            if layer.recurrent
             else attention_struct(self, layer.attention, self.rotaries, self.tables, projects=True),
-            delta=delta_struct(self, layer.delta),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
             feed_forward=mixture_struct(self, ffn.gate, ffn.experts)
@@ -441,22 +441,19 @@ class StepBuilder(Structs):
                 self, ffn.gate, _own_neurons(layer), ffn.blocks if has_neurons else ()
             ),
         )
-        bias = self.vector(ffn.down_bias_D, layer.mixer.output.num_outputs)
-        struct.feed_forward.down_bias = bias
+        struct.feed_forward.down_bias = self.vector(ffn.down_bias_D, layer.mixer.output.num_outputs)
         if layer.shared is not None:
             own, gate = layer.shared.ffn, layer.shared.gate
             struct.shared = feed_forward_struct(self, own.gate, own.num_neurons, own.blocks)
             struct.shared_gate = MatrixStruct() if gate is None else self.linear(gate)
         return struct
 
-    def mixer(self, layer: Layer, *, projects: bool) -> LayerStruct:
-        """The struct of a layer of which only attention, or the delta net, is on the host, without
-        its projections unless it `projects`."""
-        if layer.delta:
-            return LayerStruct(delta=delta_struct(self, layer.delta))
+    def attending(self, layer: Layer) -> LayerStruct:
+        """The struct of a layer of which only attention, without its projections, is on the
+        host."""
         return LayerStruct(
             attention=attention_struct(
-                self, layer.attention, self.rotaries, self.tables, projects=projects
+                self, layer.attention, self.rotaries, self.tables, projects=False
             )
         )
 

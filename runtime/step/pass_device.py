@@ -30,7 +30,7 @@ from hotsplit.runtime.kernels.gpu.expert_pairs import (
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend_tokens
-from hotsplit.runtime.ops.delta.gpu import launch_delta
+from hotsplit.runtime.ops.loaded_op import Slots
 from hotsplit.runtime.ops.neurons import gpu as of_neurons
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.tiles import Rounded, TileLauncher, tile_dtype
@@ -195,9 +195,9 @@ def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def _columns(spec: ModelSpec) -> Iterable[int]:
-    """The columns of matrices of position-wise operations in layers."""
+    """The columns of matrices of operations with rooms of their own in layers."""
     for layer in spec.layers:
-        for block in layer.position_wise:
+        for block in layer.operations:
             yield from (shape[-1] for shape in block.shapes(spec.hidden_size).values())
 
 
@@ -222,7 +222,7 @@ class PassKernels(TileLauncher, DeviceKernels):
         """The types in which tiles take the first value of an operation; None: others read it."""
         layer = divided.layer
         inputs: Sequence[Linear]
-        if op.kind in ("attention", "delta"):
+        if op.part == "attention":
             inputs = layer.mixer.inputs
             if not all(map(self.is_tiled, inputs)):
                 return {None}
@@ -242,17 +242,13 @@ class PassKernels(TileLauncher, DeviceKernels):
             sequence_T=None if table_SN is None else b.sequence_T,
             table_SN=table_SN,
         )
-        self.project(layer.mixer.inputs, x_D, qkv)
-        heads_TH = launch_attend_tokens(self, attention, qkv, at, b.scratch, heads)
+        self.project(attention.inputs, x_D, qkv)
+        heads_TH = launch_attend_tokens(self, attention, qkv, at, b.of_attention[2], heads)
         self.output(layer, heads_TH)
 
-    def delta(self, layer: Layer, x_D: Tensor | Rounded) -> None:
-        b, delta, (projected, heads) = self.buffers, layer.delta, self.attended(layer)
-        assert delta is not None
-        mixed = b.first(b.scratch, delta.spec.mixed_size)
-        self.project(layer.mixer.inputs, x_D, projected)
-        launch_delta(self, delta, projected, (b.run_T3[:1], b.writes_T), mixed, heads)
-        self.output(layer, heads)
+    @property
+    def slots(self) -> Slots:
+        return self.buffers.run_T3[:1], self.buffers.writes_T
 
     def shared(self, divided: DividedLayer, x_D: Tensor) -> None:
         b, shared = self.buffers, divided.layer.shared

@@ -30,22 +30,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hotsplit.model.blocks import PLAIN_SUM, SumFactors
-from hotsplit.model.position_wise import PositionWise
-from hotsplit.model.spec import (
-    Add,
-    Attention,
-    DeltaNet,
-    LayerSpec,
-    ModelSpec,
-    Neurons,
-    Norm,
-    Predict,
-    Route,
-)
+from hotsplit.model.operations import BlockOp, PositionWise, Recurrent
+from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict, Route
 from hotsplit.model.spec import Block as SpecBlock
 
-# "embed", "norm", "attention", "delta", "project", "attend", "predict", "route", "neurons",
-# "shared", "bias", "add", "copy", "head", and those of position-wise operations.
+# "embed", "norm", "attention", "project", "attend", "predict", "route", "neurons",
+# "shared", "bias", "add", "copy", "head", and those of blocks with rooms of their own.
 Kind = str
 Block = Literal["all", "hot", "cold"]
 
@@ -151,10 +141,6 @@ class _LayerWriter:
                 yield self._op("norm", [read], [written], block.name)
             case Attention():
                 yield from self._attention(block)
-            case DeltaNet():
-                kept = block.kept(self.index).name
-                reads, writes = [self._value(block.reads), kept], [block.writes, kept]
-                yield self._op("delta", reads, writes, "attention")
             case Predict():
                 is_of_previous = bool(block.input_layer_offset and self.index)
                 read = ffn_in(self.index - 1) if is_of_previous else self._value(block.reads)
@@ -171,9 +157,12 @@ class _LayerWriter:
                 terms = [part for term in block.terms for part in self._terms_of(term)]
                 op = self._op("add", terms, [self._value(block.writes)])
                 yield replace(op, factors=block.factors)
-            case PositionWise():
+            case BlockOp():
                 names = block.inputs, block.outputs
                 reads, writes = (list(map(self._value, each)) for each in names)
+                if isinstance(block, Recurrent):
+                    kept = block.kept(self.index).name
+                    reads, writes = [*reads, kept], [*writes, kept]
                 yield self._op(block.kind, reads, writes, block.part())
 
     def _value(self, name: str) -> str:

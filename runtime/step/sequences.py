@@ -45,12 +45,12 @@ class Part:
 @dataclass(frozen=True, kw_only=True)
 class TextState:
     """What an engine keeps of a text: the keys and values [T, K, X] of each layer that has them, as
-    stored, from rings the last ones, and of each layer with recurrent states [P, V, N, M], and the
-    inputs [P, J, C] of their convolutions, those after the first `positions` tokens."""
+    stored, from rings the last ones, and of each layer with recurrent states their tensors [P, ...]
+    after the first `positions` tokens."""
 
     keys_values: list[tuple[Tensor, Tensor]]
     positions: list[int] = field(default_factory=list)
-    recurrent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    recurrent: list[tuple[Tensor, ...]] = field(default_factory=list)
 
 
 class Sequences:

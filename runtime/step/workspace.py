@@ -17,7 +17,7 @@ from hotsplit.costs.part_bytes import FLOAT_BYTES, down_kind, placed_units
 from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode
-from hotsplit.model.position_wise import TOKEN
+from hotsplit.model.operations import TOKEN
 from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.device.device_memory import (

@@ -52,7 +52,7 @@ class FoldedDecoder:
     def __init__(self, engine: Engine, num_sequences: int = 1, rows_of_pass: int = 13) -> None:
         table = BlockTable(num_sequences, engine.context_length)
         self.keys = LayerCache.of(table, 1, 1, CacheTypes.of("f32"), _zeros)
-        self.state = LayerState.of(num_sequences, STATE, CONV, _zeros)
+        self.state = LayerState.of(num_sequences, [STATE, CONV], _zeros)
         self.weights = SimpleNamespace(
             cache=KVCache(layers=(self.keys,)),
             states=StateSlots(num_sequences),

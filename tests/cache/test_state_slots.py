@@ -252,9 +252,9 @@ def test_a_wish_for_more_states_than_slots_keeps_the_last():
 
 
 def test_tensors_of_slots_are_read_and_written():
-    state = LayerState.of(2, (2, 3, 4), (3, 5), lambda size, kind: torch.zeros(size, dtype=kind))
-    assert state.state_SVNM.shape == (num_slots(2), 2, 3, 4)
-    assert state.conv_SJC.shape == (num_slots(2), 3, 5)
+    state = LayerState.of(2, [(2, 3, 4), (3, 5)], lambda size, kind: torch.zeros(size, dtype=kind))
+    shapes = [tuple(tensor.shape) for tensor in state.tensors]
+    assert shapes == [(num_slots(2), 2, 3, 4), (num_slots(2), 3, 5)]
     new = torch.randn(2, 2, 3, 4), torch.randn(2, 3, 5)
     assert state.takes(2, new) and not state.takes(1, new)
     assert not state.takes(2, (new[0].double(), new[1])) and not state.takes(2, new[::-1])

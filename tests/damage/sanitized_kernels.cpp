@@ -15,6 +15,7 @@
 #include "../../runtime/kernels/cpu/key_selection.h"
 #include "../../runtime/kernels/cpu/step.h"
 // Operations whose weights the driver makes.
+#include "../../runtime/kernels/cpu/delta.cpp"
 #include "../../runtime/kernels/cpu/low_rank.cpp"
 #include "../../runtime/kernels/cpu/per_layer.cpp"
 #include "../../runtime/kernels/cpu/planes.cpp"
@@ -499,7 +500,7 @@ bool deltas(int32_t kind, int64_t M) {
                       J = 4;
     HsLayer layer[2] = {};
     for (HsLayer& each : layer) each.norm = norms(D, false), each.num_norms = 2;
-    HsDelta& delta = layer[0].delta;
+    HsDelta delta = {};
     const int64_t C = 2 * G * N + HEADS * M, outputs[] = {C, HEADS * M, HEADS, HEADS};
     for (int m = 0; m < 4; ++m) delta.input[m] = matrix(kind, outputs[m], D, false);
     delta.output = matrix(block_values(kind) > 1 ? KIND_F32 : kind, D, HEADS * M, false);
@@ -525,7 +526,8 @@ bool deltas(int32_t kind, int64_t M) {
     const HsOp ops[] = {
         {OP_EMBED, 2, 0, none, none, VALUE_X},
         {OP_NORM, 0, NORM_ATTN, VALUE_X, none, VALUE_ATTN_IN},
-        {OP_DELTA, 0, 0, VALUE_ATTN_IN, none, VALUE_ATTN_OUT},
+        {hs_operation_kind("delta"), 0, 0, VALUE_ATTN_IN, none, VALUE_ATTN_OUT, 1.0f, 1.0f, none, none,
+         &delta},
         {OP_ADD, 0, 0, VALUE_X, VALUE_ATTN_OUT, VALUE_X},
         {OP_NORM, 1, NORM_ATTN, VALUE_X, none, VALUE_ATTN_IN},
         {OP_ATTENTION, 1, 0, VALUE_ATTN_IN, none, VALUE_ATTN_OUT},

@@ -15,10 +15,10 @@ from hotsplit.families.glm import SECOND_NORM
 from hotsplit.families.plain_decoder import decoder_spec
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.model.arrangements import Arrangement
-from hotsplit.model.delta_net import DeltaNet
+from hotsplit.model.delta_net import DECAY, DeltaNet
 from hotsplit.model.rope import Rotary
 from hotsplit.model.spec import Attention, ModelSpec, Route
-from hotsplit.model.tensors import DECAY, is_router
+from hotsplit.model.tensors import is_router
 
 PERIOD = 4  # the last of so many layers attends
 TINY = DeltaNet(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=8, epsilon=1e-6)

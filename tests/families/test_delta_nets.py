@@ -124,7 +124,7 @@ def test_layers_that_predict_further_ahead_are_left_out_of_a_list(checkpoints, t
         "qwen35.block_count": np.uint32(last + 1),
         "qwen35.nextn_predict_layers": np.uint32(1),
         "qwen35.attention.recurrent_layers": [
-            *(layer.delta is not None for layer in model.spec.layers),
+            *(layer.recurrent is not None for layer in model.spec.layers),
             False,
         ],
     }

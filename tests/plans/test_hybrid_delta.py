@@ -21,7 +21,7 @@ from test_sequences import ROOM
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.kernel_counts import DELTA_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Rotary, Route
 from hotsplit.model.tensors import is_router
@@ -105,7 +105,7 @@ def test_kernels_are_those_that_plans_are_priced_with():
     counted = sum(dense_kernels(model, i, has_predictor=False) for i in range(4))
     # Attention's kernels do the append as well, and the next norm adds up the outputs.
     assert found == counted - 1 + 4 * (HOT_KERNELS - 1) + HEAD_KERNELS
-    of_delta = 2 + 5 + DELTA_KERNELS + 2 + 4  # norms, products, router, shared expert
+    of_delta = 2 + 8 + 2 + 4  # norms, products, router, shared expert
     assert dense_kernels(model, 0, has_predictor=False) == of_delta
 
 

@@ -61,10 +61,10 @@ def test_the_bytes_of_states_are_those_of_their_tensors(num_sequences):
 
     for layer, spec in enumerate(model.spec.layers):
         taken.clear()
-        if spec.delta is not None:
-            LayerState.of(num_sequences, spec.delta.state_shape, spec.delta.conv_shape, zeros)
+        if spec.recurrent is not None:
+            LayerState.of(num_sequences, spec.recurrent.state_shapes, zeros)
         assert slots_bytes(model, layer, num_sequences) == sum(taken)
-        assert (kv_bytes(model, layer, 10) > 0) == (spec.delta is None)
+        assert (kv_bytes(model, layer, 10) > 0) == (spec.recurrent is None)
     every = sum(slots_bytes(model, layer, num_sequences) for layer in range(4))
     (short,), _ = items(model, num_sequences, 64, range(4))
     (long,), _ = items(model, num_sequences, 128, range(4))

@@ -18,7 +18,7 @@ from reference import logits_ref, rel_error
 from hotsplit import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.attention.native import TableStruct
-from hotsplit.runtime.ops.delta.native import DeltaStruct
+from hotsplit.runtime.ops.delta import DeltaStruct
 from hotsplit.runtime.ops.norm import NormStruct
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs
 from hotsplit.runtime.step.native_parts import PartStruct
@@ -168,7 +168,8 @@ class Net:
             reads=("attn_in", "state.0"),
             writes=("attn_out", "state.0"),
         )
-        (ops,) = native_ops([op], {0: None})
+        self.delta = delta
+        (ops,) = native_ops([op], {0: None}, weights=lambda op: structs.address(delta))
         self.x_TD, self.y_TD = torch.zeros(MOST, D), torch.zeros(MOST, D)
         table = TableStruct(
             block=structs.indices(torch.zeros(8)),
@@ -178,7 +179,7 @@ class Net:
             num_blocks=1,
         )
         self.step = StepStruct(
-            layer=structs.array(LayerStruct, [LayerStruct(delta=delta)]),
+            layer=structs.array(LayerStruct, [LayerStruct()]),
             num_layers=1,
             op=structs.array(OpStruct, ops),
             num_ops=1,
@@ -306,7 +307,7 @@ def test_the_definition_rejects_a_net_with_other_weights(wrong):
 )
 def test_impossible_sizes_are_refused(name, value):
     net = Net(SIZES[-1])
-    setattr(net.step.layer[0].delta, name, value)
+    setattr(net.delta, name, value)
     assert library.step_bytes(net.step) == -1
 
 

@@ -20,7 +20,7 @@ from hotsplit import model as model_package
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.neurons import SMOOTH
-from hotsplit.model.position_wise import PositionWise
+from hotsplit.model.operations import BlockOp
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step import native_step
@@ -270,19 +270,19 @@ def test_nan_in_the_weights_reaches_the_logits(tmp_path):
             assert engine._step(5, 0).isnan().all()
 
 
-def kinds_of(block: type[PositionWise]) -> list[str]:
+def kinds_of(block: type[BlockOp]) -> list[str]:
     """The kinds of the blocks in hotsplit.model; tests may have others."""
     is_ours = "kind" in vars(block) and block.__module__.startswith("hotsplit.model.")
     own = [block.kind] if is_ours else []
     return own + [kind for each in block.__subclasses__() for kind in kinds_of(each)]
 
 
-def test_every_position_wise_block_has_its_operation():
+def test_every_block_with_a_room_has_its_operation():
     for path in Path(model_package.__file__).parent.glob("*.py"):
         import_module(f"hotsplit.model.{path.stem}")
-    kinds = kinds_of(PositionWise)
+    kinds = kinds_of(BlockOp)
     numbers = {library.operation_kind(kind) for kind in kinds}
-    assert len(kinds) >= 8 and numbers == {len(OP_KINDS) + n for n in range(len(kinds))}
+    assert len(kinds) >= 9 and numbers == {len(OP_KINDS) + n for n in range(len(kinds))}
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,14 @@ from hotsplit.costs.kernel_counts import dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
 from hotsplit.inspection.file_summary import to_json
-from hotsplit.model.position_wise import PositionWise
+from hotsplit.model.operations import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.loaded_op import LoadedOp, in_layer
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.position_wise import LoadedOp, in_layer
 from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of

@@ -1,10 +1,13 @@
-// Operations that compute values of a token from values of the same token, with weights of their own. Each is in a
-// file of its own beside this one: it registers itself by its kind in the step program, and says which
+// Operations with weights of their own, position-wise or with a state (model/operations.py). Each is in a file of its own
+// beside this one: it registers itself by its kind in the step program, and says which
 // weights fit which values, what memory it needs and what it computes. step.cpp names none of them.
 #pragma once
 #include <cstring>
 
+#include <array>
+
 #include "operands.h"
+#include "step_clock.h"
 
 constexpr int MOST_READ = 3, MOST_WRITTEN = 2;  // values of an operation
 
@@ -36,8 +39,11 @@ inline void unpack_row(const HsMatrix& m, int64_t row, float* y) {
 struct OperationCall {
     int64_t num_rows, max_rows;
     const int64_t* token;   // [num_rows]
+    const HsRow* row;       // [num_rows] in a model with states
     int64_t* weight_bytes;  // counts the matrices; null: they are not counted
-    Arena scratch;          // memory that holds nothing before and after
+    StepClock* clock;
+    float* seen_heads;  // what observers see, or null
+    Arena scratch;      // memory that holds nothing before and after
     Operand *read[MOST_READ], *written[MOST_WRITTEN];
 
     // Calls body(t) for each row.
@@ -47,9 +53,28 @@ struct OperationCall {
     }
 
     // y [num_rows, m.num_rows] = W x + bias.
-    void multiply(const HsMatrix& m, Operand& x, float* y) const {
-        ::multiply(&m, 1, x, num_rows, y, m.num_rows);
-        if (weight_bytes) *weight_bytes += m.num_rows * row_bytes(m);
+    void multiply(const HsMatrix& m, Operand& x, float* y) const { multiply(&m, 1, x, y, m.num_rows); }
+
+    // y [num_rows, stride] of several matrices with concatenated outputs.
+    void multiply(const HsMatrix* m, int count, Operand& x, float* y, int64_t stride) const {
+        ::multiply(m, count, x, num_rows, y, stride);
+        for (int i = 0; weight_bytes && i < count; ++i)
+            *weight_bytes += m[i].num_rows * row_bytes(m[i]);
+    }
+
+    // Where the rows of each sequence begin, and where the last ones end; returns the number of sequences.
+    int64_t runs(std::array<int64_t, MAX_ROWS + 1>& begin) const {
+        int64_t count = 0;
+        for (int64_t t = 0; t < num_rows; ++t)
+            if (t == 0 || row[t].sequence != row[t - 1].sequence) begin[count++] = t;
+        begin[count] = num_rows;
+        return count;
+    }
+
+    void ended(Timed part) const { clock->ended(part); }
+
+    void show_heads(const Operand& heads) const {
+        if (seen_heads) std::copy_n(heads.f32, num_rows * heads.size, seen_heads);
     }
 };
 
@@ -62,6 +87,8 @@ class Operation {
     virtual int64_t scratch_bytes(const void* weights, int64_t max_rows) const = 0;
     // Tokens that its tables have a row of.
     virtual int64_t num_tokens(const void* weights) const = 0;
+    // Slots of its states; 0 if it has none.
+    virtual int64_t num_slots(const void* weights) const = 0;
     virtual void run(const void* weights, OperationCall& call) const = 0;
 
     const char* const kind;
@@ -88,6 +115,7 @@ class OperationOf : public Operation {
     virtual bool fits(const Weights& weights, const OperationValues& values) const = 0;
     virtual uint32_t forms_of(const Weights&, int) const { return 0; }
     virtual int64_t tokens_of(const Weights&) const { return INT64_MAX; }
+    virtual int64_t slots_of(const Weights&) const { return 0; }
     virtual void compute(const Weights& weights, Room& room, const OperationCall& call) const = 0;
 
     bool accepts(const void* weights, const OperationValues& values) const final {
@@ -100,6 +128,7 @@ class OperationOf : public Operation {
         return arena.used();
     }
     int64_t num_tokens(const void* weights) const final { return tokens_of(of(weights)); }
+    int64_t num_slots(const void* weights) const final { return slots_of(of(weights)); }
     void run(const void* weights, OperationCall& call) const final {
         Room room(of(weights), call.scratch, call.max_rows);
         compute(of(weights), room, call);

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "attention.h"
-#include "delta.h"
 #include "experts.h"
 #include "operation.h"
 #include "step_clock.h"
@@ -25,9 +24,7 @@ uint32_t forms_of(const HsStep& step) {
     for (int64_t i = 0; i < step.num_layers; ++i) {
         const HsLayer& l = step.layer[i];
         for (const HsMatrix& m : l.attention.input) forms |= form_bit(m);
-        for (const HsMatrix& m : l.delta.input) forms |= form_bit(m);
-        forms |= form_bit(l.attention.output) | form_bit(l.delta.output) | form_bit(l.predictor.down) |
-                 form_bit(l.predictor.up);
+        forms |= form_bit(l.attention.output) | form_bit(l.predictor.down) | form_bit(l.predictor.up);
         forms |= form_bit(l.route.router) | form_bit(l.shared_gate);
         for (const HsFeedForward* f : {&l.feed_forward, &l.shared}) {
             for (int64_t b = 0; b < f->num_blocks; ++b)
@@ -74,14 +71,6 @@ int64_t most(const HsStep& s, const Size& size) {
     return found;
 }
 
-// The largest size(delta net) of a layer.
-template <class Size>
-int64_t most_of_delta(const HsStep& s, const Size& size) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < s.num_layers; ++i) found = std::max(found, size(s.layer[i].delta));
-    return found;
-}
-
 int64_t size_of(const HsStep& s, int32_t value) {
     if (value == VALUE_QKV) return most(s, qkv_size);
     if (value == VALUE_NAMED) return s.num_neurons;
@@ -106,8 +95,8 @@ int64_t most_pairs(const HsStep& s) {
 
 // Operations whose input is multiplied by matrices, and those that process each row separately.
 bool is_product(const HsOp& op) {
-    return op.kind == OP_ATTENTION || op.kind == OP_DELTA || op.kind == OP_PREDICT ||
-           op.kind == OP_NEURONS || op.kind == OP_ROUTE || op.kind == OP_SHARED || op.kind == OP_HEAD;
+    return op.kind == OP_ATTENTION || op.kind == OP_PREDICT || op.kind == OP_NEURONS ||
+           op.kind == OP_ROUTE || op.kind == OP_SHARED || op.kind == OP_HEAD;
 }
 bool is_of_rows(const HsOp& op) {
     return op.kind == OP_NORM || op.kind == OP_ADD || op.kind == OP_ADD_BIAS;
@@ -160,12 +149,7 @@ struct Work {
                 vector[value] =
                     arena.operand(size_of(step, value), R, used.forms[value], step.vector[value]);
         learned = arena.take<float>(step.positions.data ? R * D : 0);
-        const int64_t heads = std::max(most(step, heads_size), most_of_delta(step, delta_outputs));
-        heads_out = arena.operand(heads, R, forms);
         inner = arena.operand(largest_rank(step), R, forms);
-        qkv = arena.take<float>(R * std::max(most(step, qkv_size), most_of_delta(step, delta_inputs)));
-        gates = arena.take<float>(R * most(step, gates_size));
-        raw_keys = arena.take<float>(R * most(step, raw_keys_size));
         num_pairs = most_pairs(step);
         cos = arena.take<float>(step.num_rotaries * R * num_pairs);
         sin = arena.take<float>(step.num_rotaries * R * num_pairs);
@@ -175,6 +159,10 @@ struct Work {
         choice = arena.take<float>(R * E);
         shared_gate = arena.take<float>(E ? R : 0);
         scratch = arena.used();
+        heads_out = arena.operand(most(step, heads_size), R, forms);
+        qkv = arena.take<float>(R * most(step, qkv_size));
+        gates = arena.take<float>(R * most(step, gates_size));
+        raw_keys = arena.take<float>(R * most(step, raw_keys_size));
     }
 
     Arena arena;
@@ -188,7 +176,7 @@ struct Work {
     float* learned;                  // positions
     float *logits, *choice;          // [max_rows, E] of a router
     float* shared_gate;              // [max_rows]
-    int64_t scratch;                 // where the memory of operations of operation.h begins, the last
+    int64_t scratch;  // where the memory of operations of operation.h begins, or of attention
     Operand vector[NUM_VALUES + 1] = {}, heads_out, inner;
 };
 
@@ -236,7 +224,7 @@ class Step {
     }
 
     void run(const HsOp& op, const HsRow* row, float* logits, uint32_t* named) {
-        if (const Operation* own = operation(op.kind)) return run(*own, op);
+        if (const Operation* own = operation(op.kind)) return run(*own, op, row);
         Operand &in = w.vector[op.in], &out = w.vector[op.out];
         out.changed();
         switch (op.kind) {
@@ -245,8 +233,6 @@ class Step {
                 return clock.ended(TIMED_OTHER);
             case OP_ATTENTION:
                 return attention(s.layer[op.layer].attention, in, out.f32);
-            case OP_DELTA:
-                return delta(s.layer[op.layer].delta, row, in, out.f32);
             case OP_ATTEND:
                 turn(s.layer[op.layer].attention);
                 clock.ended(TIMED_OTHER);
@@ -275,10 +261,11 @@ class Step {
         }
     }
 
-    void run(const Operation& own, const HsOp& op) {
+    void run(const Operation& own, const HsOp& op, const HsRow* row) {
         int64_t* bytes = op.layer < s.num_layers ? &s.attention_bytes : nullptr;
-        OperationCall call = {T,  s.max_rows, token.data(), bytes, Arena(s.workspace + w.scratch),
-                              {}, {}};
+        OperationCall call = {T,     s.max_rows, token.data(), row,
+                              bytes, &clock,     s.seen_heads, Arena(s.workspace + w.scratch),
+                              {},    {}};
         for (int i = 0; i < own.num_read; ++i) call.read[i] = &w.vector[read_by(op)[i]];
         for (int i = 0; i < own.num_written; ++i) call.written[i] = &w.vector[written_by(op)[i]];
         own.run(op.weights, call);
@@ -371,24 +358,9 @@ class Step {
         project(l.input, num_inputs(l), input, w.qkv, qkv_size(l));
         clock.ended(TIMED_INPUTS);
         attend(l, w.qkv, w.heads_out);
-        show_heads();
-        project(&l.output, 1, w.heads_out, out, D);
-        clock.ended(TIMED_OUTPUT);
-    }
-
-    void delta(const HsDelta& l, const HsRow* row, Operand& input, float* out) {
-        clock.ended(TIMED_OTHER);
-        project(l.input, 4, input, w.qkv, delta_inputs(l));
-        clock.ended(TIMED_INPUTS);
-        run_delta(l, row, w.attention, w.qkv, w.heads_out);
-        clock.ended(TIMED_ATTEND);
-        show_heads();
-        project(&l.output, 1, w.heads_out, out, D);
-        clock.ended(TIMED_OUTPUT);
-    }
-
-    void show_heads() {
         if (s.seen_heads) std::copy_n(w.heads_out.f32, T * w.heads_out.size, s.seen_heads);
+        project(&l.output, 1, w.heads_out, out, D);
+        clock.ended(TIMED_OUTPUT);
     }
 
     // Prepares the projections of each row in place, appends keys and values, and attends.
@@ -516,6 +488,8 @@ class Step {
     std::array<bool, MAX_ROTARIES> is_turned = {};
 };
 
+bool attends(const HsLayer& l) { return l.attention.num_heads > 0; }
+
 bool fits(const HsRotary& r) { return r.frequency && r.head_width > 0 && r.head_width % 2 == 0; }
 
 bool fits(const HsAttention& l, const HsStep& s) {
@@ -538,19 +512,6 @@ bool fits(const HsAttention& l, const HsStep& s) {
         if (!fits(l.input[m], outputs[m], s.width)) return false;
     if (l.input[0].data && !fits(l.output, s.width, heads_size(l))) return false;
     return l.key && l.value;
-}
-
-bool fits(const HsDelta& l, const HsStep& s) {
-    for (int64_t size : {l.num_key_heads, l.num_value_heads, l.num_slots})
-        if (size < 1 || size > INT32_MAX) return false;
-    for (int64_t width : {l.key_width, l.value_width})
-        if (width < 1 || width > MAX_HEAD_WIDTH) return false;
-    if (l.num_value_heads % l.num_key_heads || l.num_taps < 1 || l.num_taps > MAX_TAPS) return false;
-    const int64_t V = l.num_value_heads, outputs[] = {delta_channels(l), delta_outputs(l), V, V};
-    for (int m = 0; m < 4; ++m)
-        if (!fits(l.input[m], outputs[m], s.width)) return false;
-    return fits(l.output, s.width, delta_outputs(l)) && l.norm.weight && !l.norm.bias && l.conv &&
-           l.decay && l.step_bias && l.state && (l.inputs || l.num_taps == 1);
 }
 
 bool fits(const HsPredictor& p, int64_t num_neurons, const HsStep& s) {
@@ -585,9 +546,8 @@ bool fits_experts(const HsLayer& l, const HsStep& s) {
 }
 
 bool fits(const HsLayer& l, const HsStep& s) {
-    return (is_delta(l) ? fits(l.delta, s) : fits(l.attention, s)) && fits(l.feed_forward, s) &&
-           fits(l.shared, s) && fits_experts(l, s) &&
-           (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) &&
+    return (!attends(l) || fits(l.attention, s)) && fits(l.feed_forward, s) && fits(l.shared, s) &&
+           fits_experts(l, s) && (!l.shared_gate.data || fits(l.shared_gate, 1, s.width)) &&
            fits(l.predictor, l.feed_forward.num_neurons, s) &&
            !(needs_all_gates(l.feed_forward) && l.predictor.up.data) && !needs_all_gates(l.shared);
 }
@@ -644,11 +604,9 @@ bool fits(const HsOp& op, const HsStep& s) {
         case OP_ADD_BIAS:
             return l->feed_forward.down_bias;
         case OP_ATTENTION:
-            return l->attention.input[0].data;
-        case OP_DELTA:
-            return is_delta(*l);
+            return attends(*l) && l->attention.input[0].data;
         case OP_ATTEND:
-            return op.in == VALUE_QKV && op.out == VALUE_HEADS && !is_delta(*l);
+            return op.in == VALUE_QKV && op.out == VALUE_HEADS && attends(*l);
         case OP_PREDICT:
             return l->predictor.up.data;
         case OP_ROUTE:
@@ -685,7 +643,7 @@ bool fits(const HsSelect& c, const HsStep& s) {
     if (s.table->blocks_per_sequence > 1 && s.table->block_length % c.block) return false;
     for (int64_t i = 0; i < s.num_layers; ++i) {
         const HsAttention& l = s.layer[i].attention;
-        if (is_delta(s.layer[i])) continue;
+        if (!attends(s.layer[i])) continue;
         if (l.window) return false;
         if (!l.summary || !l.summary_unit || (c.is_coded && (!l.code || !l.code_factor))) return false;
     }
@@ -727,7 +685,9 @@ bool fits(const HsStep& s) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT int64_t hs_step_bytes(const HsStep* step) {
-    return fits(*step) ? Work(*step, nullptr).arena.used() + most_scratch(*step) : -1;
+    if (!fits(*step)) return -1;
+    const Work work(*step, nullptr);
+    return std::max(work.arena.used(), work.scratch + most_scratch(*step));
 }
 
 EXPORT void hs_part(void* data) {
@@ -764,11 +724,14 @@ EXPORT void hs_part(void* data) {
 
 namespace {
 
-// Slots of the delta nets' states; 0 without delta nets.
+// Slots of the layers' states; 0 without any.
 int64_t num_slots(const HsStep& s) {
     int64_t found = 0;
-    for (const HsLayer* l = s.layer; l < s.layer + s.num_layers; ++l)
-        if (is_delta(*l)) found = found ? std::min(found, l->delta.num_slots) : l->delta.num_slots;
+    for (const HsOp* op = s.op; op < s.op + s.num_ops; ++op) {
+        const Operation* own = operation(op->kind);
+        const int64_t slots = own ? own->num_slots(op->weights) : 0;
+        if (slots) found = found ? std::min(found, slots) : slots;
+    }
     return found;
 }
 

@@ -29,8 +29,8 @@ enum Gating : int32_t { GATING_SOFTMAX, GATING_SIGMOID, GATING_SOFTMAX_OF_CHOSEN
 enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU };
 // The parts of a step that are timed. The clock is read between parts, so they sum to the whole.
 enum Timed : int32_t {
-    TIMED_INPUTS,  // query, key and value projection, or those of a delta net
-    TIMED_ATTEND,  // norms and rotation of heads, the cache, scores and sums; or the delta net
+    TIMED_INPUTS,  // query, key and value projection, or those of a recurrent block
+    TIMED_ATTEND,  // norms and rotation of heads, the cache, scores and sums; or the recurrence
     TIMED_OUTPUT,  // output projection
     TIMED_PREDICTOR,
     TIMED_NEURONS,    // of the layer's first block
@@ -67,22 +67,6 @@ struct HsSelect {
     int64_t candidates;         // keys are ranked by their codes among this many times `top`
     int64_t full;               // tokens at positions below it attend to all positions
     int32_t summary, is_coded;  // not coded: the best blocks are read whole
-};
-
-// A gated delta net; model/delta_net.py has the formula. Letters: G key heads, V value heads, N and M values of a
-// key and of a value head, J taps, C = 2 G N + V M channels.
-struct HsDelta {
-    // [C, D] of the convolution's inputs, [V M, D] of the output's gates, [V, D] of beta, [V, D] of the decay
-    HsMatrix input[4];
-    HsMatrix output;                         // [D, V M]
-    HsNorm norm;                             // [M]
-    const float *conv, *decay, *step_bias;   // [J, C], oldest first; [V]; [V]
-    float* state;                            // [num_slots, V, N, M]
-    float* inputs;                           // [num_slots, J - 1, C], of the last tokens, oldest first
-    int64_t num_key_heads, num_value_heads;  // without value heads: the layer attends
-    int64_t key_width, value_width, num_taps, num_slots;
-    int32_t is_grouped;  // value head h reads key head h / (V / G), else h % G
-    int32_t unused;
 };
 
 struct HsPredictor {
@@ -128,8 +112,7 @@ struct HsFeedForward {
 struct HsLayer {
     const HsNorm* norm;  // [num_norms] of the hidden size, which OP_NORM has the index of
     int64_t num_norms;
-    HsAttention attention;
-    HsDelta delta;  // instead of attention
+    HsAttention attention;  // without heads: the layer does not attend
     HsPredictor predictor;
     HsFeedForward feed_forward;
     HsRoute route;
@@ -154,7 +137,6 @@ enum OpKind : int32_t {
     OP_ATTEND,  // out = the heads' outputs for in, the queries, keys and values; appends to the cache
     OP_ROUTE,   // out = VALUE_ROUTED, the experts that the router chooses from in
     OP_SHARED,  // out = the shared experts of in
-    OP_DELTA,   // out = the gated delta net of in; moves the state from slot to slot
     // Operations of operation.h follow, with the numbers of hs_operation_kind.
     NUM_OP_KINDS
 };
@@ -203,7 +185,7 @@ struct HsStep {
     // for parts outside the layers. Null: the clock is not read.
     int64_t* times;
     // What observers see of a layer, for two rows or more; null: nothing is written. The heads' outputs,
-    // written by OP_ATTENTION and OP_DELTA; [max_rows, F] the predictor's scores, written by OP_PREDICT; gates
+    // written by OP_ATTENTION and recurrent operations; [max_rows, F] the predictor's scores, written by OP_PREDICT; gates
     // before the activation (NaN where a neuron is not predicted) and hidden values, written by OP_NEURONS,
     // of chosen experts [max_rows, K, F]; hidden values of shared experts, written by OP_SHARED.
     float *seen_heads, *seen_predicted, *seen_gate, *seen_hidden, *seen_shared;
@@ -227,7 +209,7 @@ struct HsRow {
     int64_t token, position;
     int32_t sequence, has_logits;
     int32_t source;  // below 0: the row is computed
-    // Slots of the recurrent states of delta nets, below 0: none. The first row of a sequence begins with
+    // Slots of the recurrent states, below 0: none. The first row of a sequence begins with
     // the state in slot `reads`, or with zeros; the state after a row is stored in its slot `writes`.
     int32_t reads, writes;
     int32_t unused;

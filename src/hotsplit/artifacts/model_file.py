@@ -284,7 +284,8 @@ class ModelFile:
         kinds = {
             self.entry(index, f"{name}.weight").kind
             for index, layer in enumerate(self.spec.layers)
-            for name in layer.mixer.projections
+            if layer.attention is not None
+            for name in layer.attention.projections
         }
         return "f32" if kinds == {"f32"} else "f16"
 

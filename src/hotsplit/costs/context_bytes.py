@@ -22,8 +22,8 @@ def text_words(model: ModelFile) -> str | None:
     parts = []
     if model.spec.has_states:
         states = format_bytes(sum(state_bytes(model, layer) for layer in layers))
-        with_states = sum(model.spec.layers[layer].delta is not None for layer in layers)
-        layers = [layer for layer in layers if model.spec.layers[layer].delta is None]
+        with_states = sum(model.spec.layers[layer].recurrent is not None for layer in layers)
+        layers = [layer for layer in layers if model.spec.layers[layer].recurrent is None]
         parts.append(f"{states} of states in {with_states} layers, whatever its length")
     if layers:
         parts.append(f"{token} of keys and values a token in {len(layers)}")
@@ -81,7 +81,7 @@ def context_words(
 
 def _storing(model: ModelFile) -> list[int]:
     """The layers that keep something of a text: keys and values, or a state."""
-    with_state = (i for i, layer in enumerate(model.spec.layers) if layer.delta is not None)
+    with_state = (i for i, layer in enumerate(model.spec.layers) if layer.recurrent is not None)
     return sorted((*model.spec.storing, *with_state))
 
 

@@ -8,12 +8,11 @@ kernels of the embedding and of the neuron cache are not counted."""
 from collections.abc import Sequence
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.model.position_wise import PositionWise
+from hotsplit.model.operations import BlockOp
 from hotsplit.model.spec import (
     Add,
     Attention,
     Block,
-    DeltaNet,
     LayerSpec,
     Neurons,
     Norm,
@@ -26,8 +25,6 @@ from hotsplit.model.spec import (
 # Norm and rotate heads, append keys and values; attend to parts of the cache; combine the parts.
 ATTENTION_KERNELS = 3
 ALL_HEADS_KERNELS = 2  # the norm of all queries, and that of all keys
-# The convolution with the norms of queries and keys; the states; the gated norm of their outputs.
-DELTA_KERNELS = 3
 # At most: gate and up rows with the activation, of neurons or of the chosen experts; down rows; the
 # sum of down's parts, which is left to the next norm if that is on the same GPU.
 HOT_KERNELS = 3
@@ -74,15 +71,13 @@ def _kernels(block: Block, *, has_cache: bool) -> int:
             products = len(block.projections) + 1
             of_heads = ATTENTION_KERNELS + ALL_HEADS_KERNELS * block.norms_all_heads
             return products + (of_heads if has_cache else 0)
-        case DeltaNet():
-            return len(block.projections) + 1 + DELTA_KERNELS
         case Predict():
             return 2 if block.rank else 1
         case Route():  # the logits, and the choice
             return 2
         case Neurons() if block.suffix == "_shexp":  # hidden values, output, and a gate as a router
             return 4 if block.has_output_gate else 2
-        case PositionWise():
+        case BlockOp():
             return block.num_kernels
         case _:  # neurons are counted with the devices that they are on; most sums are in norms
             return 0

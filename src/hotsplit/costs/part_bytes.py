@@ -12,7 +12,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.cache_layout import kv_positions
 from hotsplit.costs.state_bytes import slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, type_of
-from hotsplit.model.position_wise import PositionWise
+from hotsplit.model.operations import PositionWise
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheTypes

@@ -8,8 +8,8 @@ SAVED_STATES = 2  # recurrent states that a sequence has at most besides its cur
 
 def state_bytes(model: ModelFile, layer: int) -> int:
     """Bytes of the recurrent state of one sequence in a layer; 0 in a layer without one."""
-    delta = model.spec.layers[layer].delta
-    return 0 if delta is None else 4 * delta.num_state_values
+    recurrent = model.spec.layers[layer].recurrent
+    return 0 if recurrent is None else 4 * recurrent.num_state_values
 
 
 def slots_bytes(model: ModelFile, layer: int, num_sequences: int) -> int:

@@ -32,7 +32,8 @@ from hotsplit.families.rope_scalings import Rope, rotated_values
 from hotsplit.files.gguf_file import Value, chosen_rows
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Arrangement
-from hotsplit.model.spec import DeltaNet, ModelSpec
+from hotsplit.model.delta_net import DeltaNet
+from hotsplit.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from hotsplit.families.key_reader import KeyReader
@@ -103,7 +104,7 @@ def derived(read: ConfigReader, *, name: str) -> dict[str, object]:
 
 
 def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
-    delta = next((layer.delta for layer in spec.layers if layer.delta is not None), None)
+    delta = _net_of(spec)
     rows, columns = dict[str, Rows](), dict[str, np.ndarray]()
     if delta is not None:
         rows = _joined_rows(delta) if delta.is_grouped else _tiled_rows(delta)
@@ -116,6 +117,11 @@ def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
         changes={"ssm_norm.weight": SAME, "norm.weight": ADD_ONE, ".ssm_a": NEGATED_EXP},
         ignored_prefixes=LEFT_OUT,
     )
+
+
+def _net_of(spec: ModelSpec) -> DeltaNet | None:
+    mixers = (layer.mixer for layer in spec.layers)
+    return next((block for block in mixers if isinstance(block, DeltaNet)), None)
 
 
 def _renamed(spec: ModelSpec, name_of: NameOf) -> NameOf:
@@ -175,8 +181,8 @@ def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
     """The tensors, with the rows of `ssm_in`, which llama.cpp's converter wrote for Qwen3-Next
     before 2026, as two matrices. One of another height stays, and is refused as unknown."""
     found = dict(tensors)
-    for layer, delta in enumerate(layer.delta for layer in spec.layers):
-        if delta is None or not delta.is_grouped:
+    for layer, delta in enumerate(layer.mixer for layer in spec.layers):
+        if not isinstance(delta, DeltaNet) or not delta.is_grouped:
             continue
         for name, rows in _joined_rows(delta).items():
             entry = tensors.get(source := f"blk.{layer}.{rows.source}")
@@ -259,7 +265,7 @@ def _delta_of_keys(read: "KeyReader", sizes: Sizes) -> DeltaNet:
 
 
 def _not_in_stock(spec: ModelSpec) -> str | None:
-    delta = next((layer.delta for layer in spec.layers if layer.delta is not None), None)
+    delta = _net_of(spec)
     if delta is None:
         return "has delta nets in some layers, this model in none"
     if delta.key_head_dim != delta.value_head_dim:

@@ -16,7 +16,7 @@ from rich.table import Table
 from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.files.typed import printable
-from hotsplit.model.position_wise import PositionWise
+from hotsplit.model.operations import BlockOp
 from hotsplit.system.sizes import format_bytes
 
 WIDTH_OF_A_PIPE = 120  # columns if stdout is not a terminal
@@ -64,7 +64,7 @@ def to_json(summary: Any) -> str:
 
 def _plain(value: Any) -> object:
     if is_dataclass(value) and not isinstance(value, type):
-        own = {"operation": value.kind} if isinstance(value, PositionWise) else {}
+        own = {"operation": value.kind} if isinstance(value, BlockOp) else {}
         value = own | {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -113,16 +113,16 @@ class GgufSummary(Summary):
 
     @cached_property
     def _own_parts(self) -> dict[str, str]:
-        """The part of each tensor of position-wise operations; none for a file that does not
-        run."""
+        """The part of each tensor of operations with rooms of their own; none for a file that
+        does not run."""
         if self.model is None:
             return {}
         spec, found = self.model.bare_spec, dict[str, str]()
         for block in (*spec.first, *spec.last):
             found |= dict.fromkeys(block.shapes(spec.hidden_size), "embedding")
         for index, layer in enumerate(spec.layers):
-            for block in layer.position_wise:
-                names = (f"blk.{index}.{name}" for name in block.shapes(spec.hidden_size))
+            for own in layer.operations:
+                names = (f"blk.{index}.{name}" for name in own.shapes(spec.hidden_size))
                 found |= dict.fromkeys(names, "attention")
         return found
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hotsplit.model.blocks import NormKind
-from hotsplit.model.position_wise import PositionWise
+from hotsplit.model.operations import PositionWise
 from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import Add, Attention, Block, LayerSpec, Mixer, Neurons, Norm, Route
 
@@ -45,8 +45,8 @@ class Arrangement:
         second: str = "ffn_norm",
         factor: float = 1.0,
     ) -> LayerSpec:
-        """Norms before attention, or a delta net, and feed-forward (Llama). `second`: the name of
-        the latter. `factor`: of both outputs, in the residual sums (Granite)."""
+        """Norms before the mixer and feed-forward (Llama). `second`: the name of the latter.
+        `factor`: of both outputs, in the residual sums (Granite)."""
         first: tuple[Block, ...] = ()
         blocks: tuple[Block, ...] = (neurons,) if isinstance(neurons, Neurons) else ()
         if isinstance(neurons, Mixture):

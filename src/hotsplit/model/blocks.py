@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hotsplit.model.position_wise import Shapes
-
 PredictorKind = Literal["linear", "relu"]
+Shapes = dict[str, tuple[int, ...]]
 NormKind = Literal["rms", "layer", "layer_without_bias"]
 
 

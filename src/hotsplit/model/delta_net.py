@@ -1,12 +1,18 @@
 """The gated delta net as a block of a layer (hotsplit.model.spec)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from hotsplit.model.blocks import Kept
+from hotsplit.model.blocks import Shapes
+from hotsplit.model.operations import Recurrent
+
+# llama.cpp's names.
+CONV, DECAY, DECAY_BIAS, DELTA_NORM = "ssm_conv1d.weight", "ssm_a", "ssm_dt.bias", "ssm_norm"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNet:
+class DeltaNet(Recurrent):
     """A gated delta net (Yang et al. 2024, arXiv 2412.06464) as in Qwen3-Next and Qwen 3.5: a state
     S_NM of each value head, which a token changes and reads, instead of keys and values of all
     tokens.
@@ -24,6 +30,11 @@ class DeltaNet:
 
     Letters: G key heads, V value heads, N key width, M value width, C channels, J taps."""
 
+    kind: ClassVar[str] = "delta"
+    room: ClassVar[str] = "delta"
+    output: ClassVar[str] = "ssm_out"
+    # Five products; the convolution with the norms of queries and keys; the states; the gated norm.
+    num_kernels: ClassVar[int] = 8
     num_key_heads: int
     num_value_heads: int
     key_head_dim: int
@@ -33,10 +44,6 @@ class DeltaNet:
     is_grouped: bool = False
     reads: str = "attn_in"
     writes: str = "attn_out"
-
-    def kept(self, index: int) -> Kept:
-        """What layer `index` with this net keeps of a text."""
-        return Kept(name=f"state.{index}", what="a state")
 
     @property
     def key_size(self) -> int:
@@ -48,7 +55,6 @@ class DeltaNet:
 
     @property
     def query_size(self) -> int:
-        """Values of the heads' outputs, as in attention."""
         return self.value_size
 
     @property
@@ -57,31 +63,36 @@ class DeltaNet:
         return 2 * self.key_size + self.value_size
 
     @property
+    def projected_size(self) -> int:
+        return self.num_channels + self.value_size + 2 * self.num_value_heads
+
+    @property
     def mixed_size(self) -> int:
         """Values of a token that the recurrence reads: the channels, and beta and decay of each
         value head."""
         return self.num_channels + 2 * self.num_value_heads
 
     @property
-    def state_shape(self) -> tuple[int, int, int]:
-        return self.num_value_heads, self.key_head_dim, self.value_head_dim
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The state, and the inputs of the convolution that later tokens read."""
+        state = self.num_value_heads, self.key_head_dim, self.value_head_dim
+        return state, (self.num_taps - 1, self.num_channels)
 
-    @property
-    def conv_shape(self) -> tuple[int, int]:
-        """The inputs of the convolution that later tokens read: taps, channels."""
-        return self.num_taps - 1, self.num_channels
-
-    @property
-    def num_state_values(self) -> int:
-        """Values of the state after a token, the convolution's inputs included."""
-        return self.value_size * self.key_head_dim + (self.num_taps - 1) * self.num_channels
-
-    @property
-    def projections(self) -> dict[str, int]:
-        """Rows of each input projection, by name."""
-        sizes = {"attn_qkv": self.num_channels, "attn_gate": self.value_size}
+    def shapes(self, hidden_size: int) -> Shapes:
         count = self.num_value_heads
         gates = (
             {"ssm_ba": 2 * count} if self.is_grouped else {"ssm_beta": count, "ssm_alpha": count}
         )
-        return sizes | gates
+        rows = {"attn_qkv": self.num_channels, "attn_gate": self.value_size} | gates
+        return {f"{name}.weight": (size, hidden_size) for name, size in rows.items()} | {
+            "ssm_out.weight": (hidden_size, self.value_size),
+            CONV: (self.num_channels, self.num_taps),
+            DECAY: (self.num_value_heads,),
+            DECAY_BIAS: (self.num_value_heads,),
+            f"{DELTA_NORM}.weight": (self.value_head_dim,),
+        }
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        states = f"{self.num_value_heads} states of {self.key_head_dim} x {self.value_head_dim}"
+        return {"delta nets": f"{states}, {self.num_key_heads} for keys"}

@@ -4,7 +4,8 @@ modeling_gemma3n.py)."""
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hotsplit.model.position_wise import PositionWise, Shapes
+from hotsplit.model.blocks import Shapes
+from hotsplit.model.operations import PositionWise
 
 LEFT, RIGHT = "laurel_l", "laurel_r"  # llama.cpp's names
 

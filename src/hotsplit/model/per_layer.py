@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hotsplit.model.blocks import Shapes
 from hotsplit.model.neurons import Activation
-from hotsplit.model.position_wise import TOKEN, PositionWise, Shapes
+from hotsplit.model.operations import TOKEN, PositionWise
 
 # Of a model, and of a layer; llama.cpp's names.
 TABLE, PROJECTION, INPUT_NORM = (

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hotsplit.model.blocks import Norm
-from hotsplit.model.position_wise import PositionWise, Shapes
+from hotsplit.model.blocks import Norm, Shapes
+from hotsplit.model.operations import PositionWise
 
 # llama.cpp's names, of a layer and of the model.
 ROUTER, PREDICT, CORRECT = "altup_router", "altup_predict_coef", "altup_correct_coef"

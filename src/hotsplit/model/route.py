@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from hotsplit.model.position_wise import Shapes
+from hotsplit.model.operations import Shapes
 
 # Its tensors' names, which are llama.cpp's: of the matrix and its bias, of what is added for the
 # choice alone, and of the experts' own scales.

@@ -4,7 +4,7 @@ everything. All other facts of a layer (names and shapes of tensors, bytes, kern
 operations of a step) are folds over these blocks.
 
 A block reads and writes named values of its layer: `x` is the hidden state, from layer to layer;
-`attn_in`, `attn_out`, `ffn_in` and `ffn_out` are what their names say, also where a gated delta net
+`attn_in`, `attn_out`, `ffn_in` and `ffn_out` are what their names say, also where a recurrent block
 is in the place of attention; `named` are the neurons that a predictor selects, `routed` the experts
 that a router chooses, `shared_out` is the output of shared experts. A norm may write the value that
 it reads.
@@ -19,10 +19,9 @@ from typing import Any, Literal
 
 from hotsplit.model.attention import Attention
 from hotsplit.model.blocks import Add, Norm, Predict
-from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.neurons import Activation, Neurons
-from hotsplit.model.position_wise import TOKEN, PositionWise
+from hotsplit.model.operations import TOKEN, BlockOp, PositionWise, Recurrent
 from hotsplit.model.rope import NO_SCALING, RopeScaling, Rotary
 from hotsplit.model.route import Route
 from hotsplit.model.together import Together
@@ -32,20 +31,20 @@ from hotsplit.model.together import Together
 Pooling = Literal["mean", "cls", "last"]
 
 
-Mixer = Attention | DeltaNet
-Block = Norm | Attention | DeltaNet | Predict | Route | Neurons | Add | PositionWise
+Mixer = Attention | Recurrent
+Block = Norm | Attention | Predict | Route | Neurons | Add | BlockOp
 
 
 def read_by(block: Block) -> tuple[str, ...]:
     """The values that a block reads."""
     if isinstance(block, Add):
         return block.terms
-    return block.inputs if isinstance(block, PositionWise) else (block.reads,)
+    return block.inputs if isinstance(block, BlockOp) else (block.reads,)
 
 
 def written_by(block: Block) -> tuple[str, ...]:
     """The values that a block writes."""
-    return block.outputs if isinstance(block, PositionWise) else (block.writes,)
+    return block.outputs if isinstance(block, BlockOp) else (block.writes,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +62,8 @@ class LayerSpec:
         return self.mixer if isinstance(self.mixer, Attention) else None
 
     @property
-    def delta(self) -> DeltaNet | None:
-        return self.mixer if isinstance(self.mixer, DeltaNet) else None
+    def recurrent(self) -> Recurrent | None:
+        return self.mixer if isinstance(self.mixer, Recurrent) else None
 
     @cached_property
     def neurons(self) -> Neurons:
@@ -85,6 +84,11 @@ class LayerSpec:
     @cached_property
     def predict(self) -> Predict | None:
         return next((block for block in self.blocks if isinstance(block, Predict)), None)
+
+    @cached_property
+    def operations(self) -> tuple[BlockOp, ...]:
+        """The blocks with rooms of their own."""
+        return tuple(block for block in self.blocks if isinstance(block, BlockOp))
 
     @cached_property
     def position_wise(self) -> tuple[PositionWise, ...]:
@@ -207,7 +211,7 @@ class ModelSpec:
     @property
     def has_states(self) -> bool:
         """True if some layers have a recurrent state."""
-        return any(layer.delta is not None for layer in self.layers)
+        return any(layer.recurrent is not None for layer in self.layers)
 
     @cached_property
     def needs_all_gates(self) -> bool:
@@ -273,13 +277,14 @@ class ModelSpec:
 
     @cached_property
     def most_query_size(self) -> int:
-        """Outputs of the heads of a token, H * W, or of a delta net's, in the widest layer."""
-        return max(layer.mixer.query_size for layer in self.layers)
+        """Outputs of the heads of a token, H * W, in the widest layer that attends."""
+        return max((attention.query_size for attention in self.attentions), default=0)
 
     @cached_property
     def most_qkv_size(self) -> int:
-        """Values of the input projections of a token, gates included, in the widest layer."""
-        return max(sum(layer.mixer.projections.values()) for layer in self.layers)
+        """Values of the input projections of a token, gates included, in the widest layer that
+        attends."""
+        return max((sum(a.projections.values()) for a in self.attentions), default=0)
 
     @property
     def rope_scaling(self) -> RopeScaling:

@@ -1,15 +1,15 @@
 """What a spec says, as rows for people."""
 
+from collections import Counter
 from collections.abc import Iterable
 
-from hotsplit.model.spec import ModelSpec
+from hotsplit.model.spec import LayerSpec, ModelSpec
 
 
 def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
     """(name, value) of the numbers of a model; of numbers that differ between layers, each, with
     semicolons."""
     layers, attentions = spec.layers, spec.attentions
-    deltas = [layer.delta for layer in layers if layer.delta is not None]
     windows = [a.window for a in attentions if a.window is not None]
     is_whole = len(spec.storing) == spec.num_layers
     stored = "" if is_whole else f"of {len(spec.storing)} of {spec.num_layers} layers"
@@ -37,14 +37,7 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ),
         ("keys and values", stored),
         *(fact for block in (*spec.first, *spec.last) for fact in block.facts.items()),
-        (
-            "delta nets",
-            _each(
-                f"{delta.num_value_heads} states of {delta.key_head_dim} x {delta.value_head_dim},"
-                f" {delta.num_key_heads} for keys, in {deltas.count(delta)} layers"
-                for delta in deltas
-            ),
-        ),
+        *_of_recurrent(layers),
         ("vocabulary", f"{spec.vocab_size:,}"),
         ("context", f"{spec.context_length:,}"),
         ("window", _each(f"{w:,} tokens in {windows.count(w)} layers" for w in windows)),
@@ -53,6 +46,17 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ("norm epsilon", _each(f"{max(n.epsilon for n in x.norms.values()):g}" for x in layers)),
     ]
     return [row for row in rows if row[1]]
+
+
+def _of_recurrent(layers: Iterable[LayerSpec]) -> Iterable[tuple[str, str]]:
+    """The facts of blocks with a state, with the number of layers."""
+    counts = Counter(layer.recurrent for layer in layers if layer.recurrent is not None)
+    rows = [
+        (name, f"{value}, in {count} layers")
+        for block, count in counts.items()
+        for name, value in block.facts.items()
+    ]
+    return [(name, _each(v for n, v in rows if n == name)) for name in dict(rows)]
 
 
 def _each(values: Iterable[str]) -> str:

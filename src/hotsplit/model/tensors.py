@@ -8,21 +8,13 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
-from hotsplit.model.position_wise import PositionWise, Shapes
+from hotsplit.model.blocks import Shapes
+from hotsplit.model.operations import BlockOp
 from hotsplit.model.route import ROUTER, Route
-from hotsplit.model.spec import (
-    Add,
-    Attention,
-    DeltaNet,
-    LayerSpec,
-    ModelSpec,
-    Neurons,
-    Norm,
-    Predict,
-)
+from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict
 
 Layout = Literal["sparse", "stock"]
-CONV, DECAY, DECAY_BIAS, DELTA_NORM = "ssm_conv1d.weight", "ssm_a", "ssm_dt.bias", "ssm_norm"
+CONVOLUTIONS = ("conv1d.weight", ".conv.weight")  # the ends of their names
 OUTPUT_GATE = "ffn_gate_inp_shexp.weight"
 
 
@@ -35,13 +27,11 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
                 shapes |= _norm(block)
             case Attention():
                 shapes |= _attention(block, spec.hidden_size)
-            case DeltaNet():
-                shapes |= _delta(block, spec.hidden_size)
             case Neurons():
                 shapes |= _neurons(block, spec.hidden_size, layout)
             case Predict():
                 shapes |= _predict(block, spec.hidden_size, layer.neurons.number)
-            case Route() | Add() | PositionWise():
+            case Route() | Add() | BlockOp():
                 shapes |= block.shapes(spec.hidden_size)
     return dict(sorted(shapes.items(), key=lambda item: item[0].endswith(".bias")))
 
@@ -104,7 +94,9 @@ def is_router(name: str) -> bool:
 def is_vector(name: str, shape: tuple[int, ...]) -> bool:
     """True for what is kept in f32: all that is no matrix, or several vectors, such as the biases
     of experts [E, N] and the norms of heads [H, W]."""
-    return len(shape) == 1 or name.endswith((".bias", "_norm.weight", "_coef.weight", CONV))
+    return len(shape) == 1 or name.endswith(
+        (".bias", "_norm.weight", "_coef.weight", *CONVOLUTIONS)
+    )
 
 
 def in_layout(name: str, layout: Layout) -> str:
@@ -133,19 +125,6 @@ def _attention(block: Attention, hidden_size: int) -> Shapes:
     shapes |= {vector.name: (block.num_heads,) for vector in block.vectors.values()}
     sizes = {"attn_output": hidden_size, **rows}
     return shapes | {f"{n}.bias": (size,) for n, size in sizes.items() if n in block.biases}
-
-
-def _delta(block: DeltaNet, hidden_size: int) -> Shapes:
-    shapes: Shapes = {
-        f"{name}.weight": (rows, hidden_size) for name, rows in block.projections.items()
-    }
-    return shapes | {
-        "ssm_out.weight": (hidden_size, block.value_size),
-        CONV: (block.num_channels, block.num_taps),
-        DECAY: (block.num_value_heads,),
-        DECAY_BIAS: (block.num_value_heads,),
-        f"{DELTA_NORM}.weight": (block.value_head_dim,),
-    }
 
 
 def _neurons(block: Neurons, hidden_size: int, layout: Layout) -> Shapes:

@@ -1,4 +1,4 @@
-"""Loaded position-wise operations (model/position_wise.py), of a layer or outside the layers. The
+"""Loaded operations with rooms of their own (model/operations.py), in or outside the layers. The
 module that a block names as its room has a function
 
     load(load: Reader, blocks: Sequence[Block], layer: int | None, device: torch.device) ->
@@ -9,6 +9,7 @@ for the blocks that name it of one layer or, without one, outside the layers, in
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from ctypes import Structure
+from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.model.position_wise import PositionWise
+from hotsplit.model.operations import BlockOp, Recurrent, padded
+from hotsplit.runtime.cache.state_slots import LayerState
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import Structs
@@ -26,7 +28,7 @@ from hotsplit.runtime.weights.matrix import Linear
 class LoadedOp(ABC):
     """A loaded operation on its device."""
 
-    block: Any  # its PositionWise
+    block: Any  # its BlockOp
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -45,8 +47,47 @@ class LoadedOp(ABC):
         raise NotImplementedError(f"{self.block.kind} on a GPU")
 
 
+# The runs of a pass, int32 [R, 3], and the slots of its rows, int32 [T]: see kernels.gpu.delta.
+Slots = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentOp(LoadedOp):
+    """A loaded mixer with a state: products with the same input, a recurrence, and a product."""
+
+    block: Recurrent
+    inputs: tuple[Linear, ...]
+    output: Linear
+    state: LayerState
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.inputs, self.output
+
+    @abstractmethod
+    def mix(
+        self, on: Launcher, projected: Tensor, heads: Tensor, mixed: Tensor, slots: Slots
+    ) -> None:
+        """Submits the kernels between the products: from `projected` [T, W] to `heads` [T,
+        query_size], with memory for `mixed_size` values of each row."""
+
+    def launch_rows(
+        self, on: Launcher, x: Any, y_TD: Tensor, scratch: Tensor, slots: Slots
+    ) -> None:
+        """`launch`, with the slots of the rows' states. In a pass x may be `tiles.Rounded`."""
+        sizes = self.block.projected_size, self.block.query_size, self.block.mixed_size
+        rooms = list[Tensor]()
+        for size in sizes:
+            rooms.append(carved(scratch, y_TD, size))
+            scratch = scratch.flatten()[padded(rooms[-1].numel()) :]
+        projected, heads, mixed = rooms
+        on.project(self.inputs, x, projected)
+        self.mix(on, projected, heads, mixed, slots)
+        on.dot(self.output, heads, y_TD)
+
+
 def load_all(
-    load: Reader, blocks: Sequence[PositionWise], layer: int | None, device: torch.device
+    load: Reader, blocks: Sequence[BlockOp], layer: int | None, device: torch.device
 ) -> Mapping[str, LoadedOp]:
     """The operations of a layer, or outside the layers, by kind, in order; each is of another
     kind."""

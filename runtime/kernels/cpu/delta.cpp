@@ -1,0 +1,125 @@
+// Gated delta nets; model/delta_net.py has the formula. A job is a head of one sequence, through all of the
+// sequence's rows in the pass; kernels().delta_head has the arithmetic.
+#include <vector>
+
+#include "operation.h"
+
+// A gated delta net; model/delta_net.py has the formula. Letters: G key heads, V value heads, N and M values of a
+// key and of a value head, J taps, C = 2 G N + V M channels.
+struct HsDelta {
+    // [C, D] of the convolution's inputs, [V M, D] of the output's gates, [V, D] of beta, [V, D] of the decay
+    HsMatrix input[4];
+    HsMatrix output;                        // [D, V M]
+    HsNorm norm;                            // [M]
+    const float *conv, *decay, *step_bias;  // [J, C], oldest first; [V]; [V]
+    float* state;                           // [num_slots, V, N, M]
+    float* inputs;                          // [num_slots, J - 1, C], of the last tokens, oldest first
+    int64_t num_key_heads, num_value_heads;
+    int64_t key_width, value_width, num_taps, num_slots;
+    int32_t is_grouped;  // value head h reads key head h / (V / G), else h % G
+    int32_t unused;
+};
+
+namespace {
+
+int64_t delta_channels(const HsDelta& l) {
+    return 2 * l.num_key_heads * l.key_width + l.num_value_heads * l.value_width;
+}
+int64_t delta_outputs(const HsDelta& l) { return l.num_value_heads * l.value_width; }
+// Values of a row's projections: inputs of the convolution, gates of the output, two numbers a value head.
+int64_t delta_inputs(const HsDelta& l) {
+    return delta_channels(l) + delta_outputs(l) + 2 * l.num_value_heads;
+}
+
+struct DeltaRoom {
+    DeltaRoom(const HsDelta& l, Arena& arena, int64_t max_rows)
+        : projected(arena.take<float>(max_rows * delta_inputs(l))),
+          heads(arena.operand(delta_outputs(l), max_rows, form_bit(l.output))) {}
+
+    float* projected;  // [max_rows, delta_inputs]
+    Operand heads;
+};
+
+// From the rows' projections to their heads' outputs.
+void run_delta(const HsDelta& l, const DeltaRoom& room, const OperationCall& call) {
+    const int64_t T = call.num_rows, V = l.num_value_heads, N = l.key_width, M = l.value_width;
+    const int64_t of_state = V * N * M, of_inputs = (l.num_taps - 1) * delta_channels(l);
+    const float* x = room.projected;
+    const Operand& out = room.heads;
+    const HsRow* row = call.row;
+    std::array<int64_t, MAX_ROWS + 1> begin;
+    const int64_t num_runs = call.runs(begin);
+    // Runs one head of rows t0 .. t1-1, the first of which begin with what is in slot `reads`.
+    auto run_head = [&](int64_t h, int64_t t0, int64_t t1) {
+        static thread_local std::vector<float> scratch;
+        if (scratch.size() < static_cast<size_t>(delta_scratch(N, M) + 16))
+            scratch.resize(delta_scratch(N, M) + 16);
+        DeltaHead head = {};
+        const int64_t of_key = V / l.num_key_heads;  // value heads
+        head.value_head = h, head.key_head = l.is_grouped ? h / of_key : h % l.num_key_heads;
+        head.stores_key = l.is_grouped ? h % of_key == 0 : h < l.num_key_heads;
+        head.G = l.num_key_heads, head.V = V, head.N = N, head.M = M;
+        head.J = l.num_taps, head.x_stride = delta_inputs(l), head.y_stride = out.size;
+        head.conv = l.conv, head.decay = l.decay, head.step_bias = l.step_bias;
+        head.norm = l.norm.weight, head.epsilon = l.norm.epsilon;
+        head.scratch = scratch.data() + (16 - reinterpret_cast<uintptr_t>(scratch.data()) / 4 % 16);
+        const int32_t read = row[t0].reads;
+        if (read >= 0) head.inputs = l.inputs + read * of_inputs;
+        if (read >= 0) head.state = l.state + read * of_state + h * N * M;
+        for (int64_t t = t0; t < t1; t += head.T) {  // up to a row after which the state is kept
+            head.T = 1;
+            while (t + head.T < t1 && row[t + head.T - 1].writes < 0) ++head.T;
+            const int32_t write = row[t + head.T - 1].writes;
+            head.earlier = t - t0, head.x = x + t * head.x_stride, head.y = out.row(t) + h * M;
+            head.next_inputs = write < 0 ? nullptr : l.inputs + write * of_inputs;
+            head.next_state = write < 0 ? nullptr : l.state + write * of_state + h * N * M;
+            kernels().delta_head(head);
+            head.state = head.next_state;
+        }
+    };
+    const int64_t bytes = (num_runs + T) * of_state * static_cast<int64_t>(sizeof(float));
+    split(bytes, num_runs * V, 1, 8, [&](int64_t i0, int64_t i1) {
+        for (int64_t i = i0; i < i1; ++i) run_head(i % V, begin[i / V], begin[i / V + 1]);
+    });
+}
+
+class DeltaNet final : public OperationOf<HsDelta, DeltaRoom> {
+  public:
+    DeltaNet() : OperationOf("delta", 1, 1) {}
+
+    bool fits(const HsDelta& l, const OperationValues& v) const override {
+        for (int64_t size : {l.num_key_heads, l.num_value_heads, l.num_slots})
+            if (size < 1 || size > INT32_MAX) return false;
+        for (int64_t width : {l.key_width, l.value_width})
+            if (width < 1 || width > MAX_HEAD_WIDTH) return false;
+        if (l.num_value_heads % l.num_key_heads || l.num_taps < 1 || l.num_taps > MAX_TAPS)
+            return false;
+        const int64_t V = l.num_value_heads, outputs[] = {delta_channels(l), delta_outputs(l), V, V};
+        for (int m = 0; m < 4; ++m)
+            if (!::fits(l.input[m], outputs[m], v.read_size[0])) return false;
+        return ::fits(l.output, v.written_size[0], delta_outputs(l)) && l.norm.weight && !l.norm.bias &&
+               l.conv && l.decay && l.step_bias && l.state && (l.inputs || l.num_taps == 1);
+    }
+
+    uint32_t forms_of(const HsDelta& l, int) const override {
+        uint32_t forms = 0;
+        for (const HsMatrix& m : l.input) forms |= form_bit(m);
+        return forms;
+    }
+
+    int64_t slots_of(const HsDelta& l) const override { return l.num_slots; }
+
+    void compute(const HsDelta& l, DeltaRoom& room, const OperationCall& call) const override {
+        call.multiply(l.input, 4, *call.read[0], room.projected, delta_inputs(l));
+        call.ended(TIMED_INPUTS);
+        run_delta(l, room, call);
+        call.ended(TIMED_ATTEND);
+        call.show_heads(room.heads);
+        call.multiply(l.output, room.heads, call.written[0]->f32);
+        call.ended(TIMED_OUTPUT);
+    }
+};
+
+const DeltaNet delta_net;
+
+}  // namespace
