@@ -33,20 +33,23 @@ PLANS = {
 }
 
 
-def planned(tmp_path, model, plan, **options):
+def model_of(**options) -> ModelFile:
+    return sparse_model(**{"sizes": make_sizes(num_layers=L, num_neurons=F)} | options)
+
+
+def split_of(model: ModelFile, plan: str, **options):
     hot, dense, head, home = PLANS[plan]
-    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home, **options)
+    return make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home, **options)
+
+
+def make(tmp_path, **options) -> ModelFile:
+    return dataclasses.replace(model_of(**options), path=tmp_path / "m.gguf")
+
+
+def planned(tmp_path, model, plan, **options):
+    split = split_of(model, plan, **options)
     split.save(tmp_path / "s.gguf")
     return split
-
-
-def stepped(engine, ids=IDS):
-    return torch.stack([engine._step(token, i).clone() for i, token in enumerate(ids)])
-
-
-def make(tmp_path, **options):
-    sizes = options.pop("sizes", None) or make_sizes(num_layers=L, num_neurons=F)
-    return dataclasses.replace(sparse_model(sizes=sizes, **options), path=tmp_path / "m.gguf")
 
 
 def made(tmp_path, plan, **options):
@@ -54,6 +57,10 @@ def made(tmp_path, plan, **options):
     model = make(tmp_path, **options)
     model.save(model.path)
     return model, planned(tmp_path, model, plan)
+
+
+def stepped(engine, ids=IDS):
+    return torch.stack([engine._step(token, i).clone() for i, token in enumerate(ids)])
 
 
 def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context: int = 32):

@@ -15,13 +15,13 @@ from reference import rel_error
 from test_experts import IDS
 from test_hybrid_experts import made_plan, with_hybrid
 from test_hybrid_rows import Alone, schedule
-from test_hybrid_step import assert_same_in_any_order, hybrid, logged, steps
+from test_hybrid_step import assert_priced, assert_same_in_any_order, hybrid, log_of, steps
 from test_native_step import BOUNDS
 from test_sequences import ROOM
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.costs.kernel_counts import dense_kernels
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Rotary, Route
 from hotsplit.model.tensors import is_router
@@ -76,7 +76,7 @@ def test_random_plans_give_the_logits_of_the_undivided_model(kind):
     for seed in range(4):
         split = random_plan(model, seed)
         with loaded(model, split) as engine:
-            got = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS)
+            got = steps(hybrid(engine, split), IDS)
         assert rel_error(got, want) < BOUND[kind], seed
 
 
@@ -86,7 +86,7 @@ def test_the_comparison_notices_a_kernel_that_does_nothing(wrong):
     spoilt = right.replaced(**{wrong: lambda *given, **options: None})
     with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
         want = stepped(engine, IDS)
-        assert rel_error(steps(hybrid(engine, split, plain_backend(right)), IDS), want) < 1e-5
+        assert rel_error(steps(hybrid(engine, split), IDS), want) < 1e-5
         assert rel_error(steps(hybrid(engine, split, plain_backend(spoilt)), IDS), want) > 1e-2
 
 
@@ -99,12 +99,8 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(plan):
 
 def test_kernels_are_those_that_plans_are_priced_with():
     model = delta_mixture()
-    with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
-        log = logged(engine, split)
-    found = sum(o.name == "kernel" and o.stream == 0 for o in log)
-    counted = sum(dense_kernels(model, i, has_predictor=False) for i in range(4))
-    # Attention's kernels do the append as well, and the next norm adds up the outputs.
-    assert found == counted - 1 + 4 * (HOT_KERNELS - 1) + HEAD_KERNELS
+    log = log_of(model, made_plan(model, *PLANS["some"]), "dense")
+    assert_priced(log, model, num_divided=4)
     of_delta = 2 + 8 + 2 + 4  # norms, products, router, shared expert
     assert dense_kernels(model, 0, has_predictor=False) == of_delta
 

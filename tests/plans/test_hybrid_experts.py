@@ -18,9 +18,10 @@ from test_families import CASES, converted
 from test_hybrid_rows import Alone, schedule
 from test_hybrid_step import (
     assert_every_event_is_needed,
+    assert_priced,
     assert_same_in_any_order,
     hybrid,
-    logged,
+    log_of,
     steps,
 )
 from test_native_step import BOUNDS
@@ -31,12 +32,11 @@ from test_smallthinker import checkpoint
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
-from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.tensors import in_layout, is_neuron_major
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import Row
@@ -153,7 +153,7 @@ def assert_plans_agree(
         split = random_plan(model, seed)
         with loaded(model, split, mode=mode) as engine:
             undivided = stepped(engine, IDS)
-            got = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS)
+            got = steps(hybrid(engine, split), IDS)
         assert rel_error(undivided, want) < bound, seed
         assert rel_error(got, want) < bound, seed
 
@@ -164,9 +164,9 @@ def test_the_comparison_notices_a_missing_side():
     with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
         right, want = reference_kernels(), stepped(engine, IDS)
         nothing = right.replaced(expert_down=lambda *given, **_: given[-1].zero_())
-        assert rel_error(steps(hybrid(engine, split, plain_backend(right)), IDS), want) < 1e-5
+        assert rel_error(steps(hybrid(engine, split), IDS), want) < 1e-5
         assert rel_error(steps(hybrid(engine, split, plain_backend(nothing)), IDS), want) > 1e-2
-        step, elsewhere = hybrid(engine, split, plain_backend(right)), torch.zeros(64)
+        step, elsewhere = hybrid(engine, split), torch.zeros(64)
         for struct in step.meter.structs[:-1]:
             struct.y = elsewhere.data_ptr()
         assert rel_error(steps(step, IDS), want) > 1e-2
@@ -188,25 +188,11 @@ def test_every_event_is_needed():
 def test_a_divided_layer_takes_one_round_trip():
     """The router's result is written to the host by its kernel, and the CPU's output read there."""
     model = stock(num_shared=32, has_shared_gate=True)
-    with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
-        log = logged(engine, split)
+    log = log_of(model, made_plan(model, *PLANS["some"]), "dense")
     main, side = ([o.name for o in log if o.stream == stream] for stream in (0, 1))
     assert side == ["host"] * 2
     assert main.count("copy") == 3 and "host" not in main  # position, embedding, logits
-    counted = sum(dense_kernels(model, i, has_predictor=False) for i in range(2))
-    # Attention's kernels do the append as well, and the next norm adds up the outputs.
-    assert main.count("kernel") == counted - 2 + 2 * (HOT_KERNELS - 1) + HEAD_KERNELS
-
-
-@pytest.mark.slow  # test_fake_experts.py executes the same kernels, compiled, in every run
-def test_triton_kernels_give_the_references_logits():
-    """In Triton's interpreter, with the weights in main memory."""
-    model = stock(kind="q4_0", width=32, num_neurons=32, num_shared=32, has_shared_gate=True)
-    split = made_plan(model, *PLANS["some"])
-    with loaded(model, split, is_resident=False) as engine:
-        want = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS[:1])
-        got = steps(hybrid(engine, split, plain_backend(triton_kernels())), IDS[:1])
-    assert rel_error(got, want) < BOUNDS["q4_0"]
+    assert_priced(log, model, num_divided=2)
 
 
 # ---- several rows ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
 from fake_streams import FakeDevice, Race
-from hybrid_plans import ALL, PLANS, SOME, F, L, made, make, planned, stepped
+from hybrid_plans import ALL, PLANS, SOME, F, L, model_of, split_of, stepped
 from models import make_sizes
 from reference import assert_rows_agree, rel_error
 from test_families import CASES, converted
@@ -35,12 +35,13 @@ from hotsplit.runtime.step.hybrid_step import HybridStep, Meter, Segment
 from hotsplit.runtime.step.native_parts import HostBuffers
 
 
-def hybrid(engine, split, backend):
-    """The step of a loaded engine with a plan, both roles on the CPU."""
+def hybrid(engine, split, backend=None):
+    """The step of a loaded engine with a plan, both roles on the CPU; by default by the kernels'
+    reference, without streams."""
     cpu = torch.device("cpu")
     placement = Placement.of_split(split, (cpu,) * len(split.budgets))
-    weights = engine._live.weights
-    return hybrid_builder.build(weights, placement, engine.traffic, backend)
+    backend = backend or plain_backend(reference_kernels())
+    return hybrid_builder.build(engine._live.weights, placement, engine.traffic, backend)
 
 
 def steps(step, ids=IDS):
@@ -48,8 +49,20 @@ def steps(step, ids=IDS):
     return torch.stack([step.run(token, i).clone() for i, token in enumerate(ids)])
 
 
+def loaded(model, split=None, mode="predicted", **options):
+    return Engine.of(model, split, mode=mode, device="cpu", **options)
+
+
+def assert_as_undivided(model, split, mode="predicted", bound=BOUNDS["f32"], **options):
+    """The logits of the engine's own step, without the plan."""
+    with loaded(model, mode=mode, **options) as whole:
+        want = stepped(whole)
+    with loaded(model, split, mode, **options) as engine:
+        assert rel_error(steps(hybrid(engine, split)), want) < bound
+
+
 def assert_same_in_any_order(engine, split, ids=IDS):
-    want = steps(hybrid(engine, split, plain_backend(reference_kernels())), ids)
+    want = steps(hybrid(engine, split), ids)
     for seed in range(3):
         step = hybrid(engine, split, FakeDevice(seed=seed).backend(reference_kernels()))
         assert torch.equal(steps(step, ids), want)
@@ -77,52 +90,57 @@ def logged(engine, split):
     return device.log
 
 
+def log_of(model, split, mode="predicted"):
+    with loaded(model, split, mode) as engine:
+        return logged(engine, split)
+
+
+def assert_priced(log, model, *, num_divided, has_predictor=False, num_embedded=0):
+    """The kernels of a step are those that plans are priced with. Attention's kernels do the append
+    as well, and the next norm adds up the parts of a divided layer."""
+    counted = sum(
+        dense_kernels(model, index, has_predictor=has_predictor) - (layer.attention is not None)
+        for index, layer in enumerate(model.spec.layers)
+    )
+    counted += num_divided * (HOT_KERNELS - 1) + HEAD_KERNELS + num_embedded
+    assert sum(o.name == "kernel" and o.stream == 0 for o in log) == counted
+
+
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_division_gives_the_logits_of_the_undivided_model(tmp_path, plan, mode):
-    model, split = made(tmp_path, plan)
-    with Engine.load(model.path, mode=mode) as whole:
-        want = stepped(whole)
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
-        step = hybrid(engine, split, plain_backend(reference_kernels()))
-        assert rel_error(steps(step), want) < BOUNDS["f32"]
+def test_every_division_gives_the_logits_of_the_undivided_model(plan, mode):
+    model = model_of()
+    assert_as_undivided(model, split_of(model, plan), mode)
 
 
 @pytest.mark.parametrize("plan", ["every kind of layer", "random"])
-def test_scaled_rotary_embeddings(tmp_path, plan):
+def test_scaled_rotary_embeddings(plan):
     """YaRN's magnitude reaches the kernels of both sides."""
-    model, split = made(tmp_path, plan)
-    scaled = {"rope_scaling": "yarn", "rope_scale": 4.0}
-    with Engine.load(model.path) as plain, Engine.load(model.path, **scaled) as whole:
-        unscaled, want = stepped(plain), stepped(whole)
-    with Engine.load(model.path, split=tmp_path / "s.gguf", **scaled) as engine:
-        got = steps(hybrid(engine, split, plain_backend(reference_kernels())))
-    assert rel_error(got, want) < BOUNDS["f32"]
-    assert rel_error(unscaled, want) > 100 * BOUNDS["f32"]
+    model, scaled = model_of(), {"rope_scaling": "yarn", "rope_scale": 4.0}
+    assert_as_undivided(model, split_of(model, plan), **scaled)
+    with loaded(model) as plain, loaded(model, **scaled) as whole:
+        assert rel_error(stepped(plain), stepped(whole)) > 100 * BOUNDS["f32"]
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("plan", ["every kind of layer", "two GPUs, layers on the CPU"])
 @pytest.mark.parametrize("kind", [kind for kind in BOUNDS if kind != "f32"])
-def test_every_type_of_weights(tmp_path, kind, plan, mode):
-    shape = make_sizes(num_layers=L, num_neurons=F, width=256 if kind.endswith("_k") else 64)
-    model, split = made(tmp_path, plan, kind=kind, sizes=shape)
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
-        step = hybrid(engine, split, plain_backend(reference_kernels()))
-        got, want = steps(step), stepped(engine)
-        if mode == "predicted":
-            assert_rows_agree(got, want, BOUNDS[kind])
-        else:
-            assert rel_error(got, want) < BOUNDS[kind]
+def test_every_type_of_weights(kind, plan, mode):
+    width = 256 if kind.endswith("_k") else 64
+    model = model_of(kind=kind, sizes=make_sizes(num_layers=L, num_neurons=F, width=width))
+    with loaded(model, split := split_of(model, plan), mode) as engine:
+        got, want = steps(hybrid(engine, split)), stepped(engine)
+    if mode == "predicted":
+        assert_rows_agree(got, want, BOUNDS[kind])
+    else:
+        assert rel_error(got, want) < BOUNDS[kind]
 
 
+@pytest.mark.parametrize("mode", ["dense", "exact"])
 @pytest.mark.parametrize("activation", ["relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"])
-def test_every_activation(tmp_path, activation):
-    model, split = made(tmp_path, "every kind of layer", activation=activation)
-    for mode in ("dense", "exact"):
-        with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
-            step = hybrid(engine, split, plain_backend(reference_kernels()))
-            assert rel_error(steps(step), stepped(engine)) < BOUNDS["f32"]
+def test_every_activation(activation, mode):
+    model = model_of(activation=activation)
+    assert_as_undivided(model, split_of(model, "every kind of layer"), mode)
 
 
 @pytest.mark.parametrize("kind", ["linear", "relu"])
@@ -130,227 +148,162 @@ def test_every_activation(tmp_path, activation):
 @pytest.mark.parametrize(
     "plan", ["every kind of layer", "attention on the CPU", "two GPUs", "last layers on the CPU"]
 )
-def test_predictors_of_every_kind_and_of_the_layer_before(tmp_path, plan, offset, kind):
-    model = make(tmp_path, predictor_kind=kind)
+def test_predictors_of_every_kind_and_of_the_layer_before(plan, offset, kind):
+    model = model_of(predictor_kind=kind)
     info = dataclasses.replace(model.predictor, input_layer_offset=offset)
-    dataclasses.replace(model, predictor=info).save(model.path)
-    split = planned(tmp_path, model, plan)
-    with Engine.load(model.path, mode="predicted") as whole:
-        want = stepped(whole)
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-        step = hybrid(engine, split, plain_backend(reference_kernels()))
-        assert rel_error(steps(step), want) < BOUNDS["f32"]
-    with Engine.load(model.path, mode="dense") as engine:
-        assert rel_error(stepped(engine), want) > 1e-3  # the predictors make a difference
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "llama-biases",
-        "llama-mqa-tied",
-        "qwen3-biases-tied",
-        "opt",
-        "opt-norm-after",
-        "opt-untied-plain",
-        "falcon-11b",
-        "falcon-one-after-the-other",
-        "falcon-many-keys",
-    ],
-)
-def test_every_graph_of_layers(tmp_path, case):
-    """Random checkpoints, whose logits other tests compare with transformers'."""
-    folder = random_model(tmp_path / "hf", CASES[case])
-    save_tokenizer(folder, 320)
-    path = converted(folder, tmp_path / "m.gguf", outtype="f32")
-    model = ModelFile.load(path)
-    neurons = np.arange(model.spec.most_neurons)
-    some, none = neurons[::3], neurons[:0]
-    for hot, dense, head in (
-        ([some, neurons, none], [1, 1, 1], True),
-        ([none, some, some], [0, 0, 1], True),
-        ([some, some, none], [1, 0, 0], False),
-    ):
-        split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head)
-        split.save(tmp_path / "s.gguf")
-        with Engine.load(path, split=tmp_path / "s.gguf", mode="exact") as engine:
-            step = hybrid(engine, split, plain_backend(reference_kernels()))
-            assert rel_error(steps(step), stepped(engine)) < BOUNDS["f32"]
+    model = dataclasses.replace(model, predictor=info)
+    assert_as_undivided(model, split_of(model, plan))
+    with loaded(model) as predicted, loaded(model, mode="dense") as dense:
+        assert rel_error(stepped(dense), stepped(predicted)) > 1e-3  # predictors do something
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
-    model, split = made(tmp_path, plan)
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+def test_any_order_that_the_events_allow_gives_the_same_bits(plan):
+    model = model_of()
+    with loaded(model, split := split_of(model, plan)) as engine:
         assert_same_in_any_order(engine, split)
 
 
 @pytest.mark.parametrize("plan", ["mixed", "every kind of layer", "two GPUs, layers on the CPU"])
-def test_every_event_is_needed(tmp_path, plan):
-    model, split = made(tmp_path, plan)
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+def test_every_event_is_needed(plan):
+    model = model_of()
+    with loaded(model, split := split_of(model, plan)) as engine:
         assert_every_event_is_needed(engine, split)
 
 
-def test_each_layer_with_cold_neurons_takes_one_round_trip(tmp_path):
+def test_each_layer_with_cold_neurons_takes_one_round_trip():
     """A round trip is a function of the host and no copy: kernels write its input to the host and
     read its output there. A layer wholly on the GPU needs none."""
-    model, split = made(tmp_path, "mixed")  # divided, all on the CPU, all on the GPU, divided
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-        log = logged(engine, split)
-        main, side = ([o.name for o in log if o.stream == stream] for stream in (0, 1))
-        assert side == ["host"] * 3
-        assert main.count("copy") == 3 and "host" not in main  # position, embedding, logits
-        counted = sum(dense_kernels(model, i, has_predictor=True) for i in range(L))
-        # Attention's kernels do the append as well, and the next norm adds up the parts.
-        assert main.count("kernel") == counted - L + 3 * (HOT_KERNELS - 1) + HEAD_KERNELS
+    model = model_of()  # divided, all on the CPU, all on the GPU, divided
+    log = log_of(model, split_of(model, "mixed"))
+    main, side = ([o.name for o in log if o.stream == stream] for stream in (0, 1))
+    assert side == ["host"] * 3
+    assert main.count("copy") == 3 and "host" not in main  # position, embedding, logits
+    assert_priced(log, model, num_divided=3, has_predictor=True)
 
 
 def test_norms_of_heads_are_counted_with_attention(tmp_path):
+    """With tied weights, the embedding is on the head's GPU."""
     folder = random_model(tmp_path / "hf", CASES["qwen3-biases-tied"])
     save_tokenizer(folder, 320)
     model = ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32"))
     assert "blk.0.attn_q_norm.weight" in model.tensors
     num_layers, neurons = model.spec.num_layers, np.arange(model.spec.most_neurons)
-    split = make_split(
-        model, [neurons] * num_layers, dense_on_gpu=[1] * num_layers, head_on_gpu=True
-    )
-    split.save(tmp_path / "s.gguf")
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
-        log = logged(engine, split)
-    counted = sum(dense_kernels(model, i, has_predictor=False) for i in range(num_layers))
-    counted += num_layers * (HOT_KERNELS - 1) + HEAD_KERNELS
-    counted += 1 - num_layers  # the embedding is on the head's GPU; attention's kernels append
-    assert sum(o.name == "kernel" for o in log) == counted
+    split = make_split(model, [neurons] * num_layers)
+    log = log_of(model, split, "exact")
+    assert_priced(log, model, num_divided=num_layers, num_embedded=1)
 
 
-def test_tied_weights_are_embedded_on_the_heads_gpu(tmp_path):
-    model, split = made(tmp_path, "two GPUs", is_tied=True)
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
-        log = logged(engine, split)
-        first = next(operation for operation in log if operation.name == "kernel")
-        assert first.stream == 1  # the stream of the second GPU
+def test_tied_weights_are_embedded_on_the_heads_gpu():
+    model = model_of(is_tied=True)
+    log = log_of(model, split_of(model, "two GPUs"), "exact")
+    first = next(operation for operation in log if operation.name == "kernel")
+    assert first.stream == 1  # the stream of the second GPU
 
 
-def test_the_cpu_and_the_gpu_compute_a_layer_at_the_same_time(tmp_path):
+def test_the_cpu_and_the_gpu_compute_a_layer_at_the_same_time():
     """A layer's hot and cold neurons do not wait for each other."""
-    model, split = made(tmp_path, "random")
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-        log = logged(engine, split)
-        hosts = [o for o in log if o.name == "host"]
-        kernels = [o for o in log if o.name == "kernel"]
-        assert len(hosts) == L
-        for host in hosts:
-            beside = [k for k in kernels if not (k.is_before(host) or host.is_before(k))]
-            assert len(beside) == HOT_KERNELS - 1
+    model = model_of()
+    log = log_of(model, split_of(model, "random"))
+    hosts = [o for o in log if o.name == "host"]
+    kernels = [o for o in log if o.name == "kernel"]
+    assert len(hosts) == L
+    for host in hosts:
+        beside = [k for k in kernels if not (k.is_before(host) or host.is_before(k))]
+        assert len(beside) == HOT_KERNELS - 1
 
 
-def test_nan_reaches_the_logits(tmp_path):
-    model = make(tmp_path, kind="f16")
-    entry = model.tensors["blk.2.ffn_gate.weight"]
-    values = np.array(entry.read())
-    values[7] = np.nan
-    model.tensors["blk.2.ffn_gate.weight"] = array_entry(values, "f16")
-    model.save(model.path)
-    for plan in ("random", "all but one", "no neuron on the GPU"):
-        split = planned(tmp_path, model, plan)
-        with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
-            step = hybrid(engine, split, plain_backend(reference_kernels()))
-            assert step.run(IDS[0], 0).isnan().all()
-
-
-def test_a_nan_score_names_its_neuron(tmp_path):
-    """The predictor runs on the CPU in one plan and on the GPU in the other."""
-    model = make(tmp_path)
+def with_entries(model, name, change):
+    """The model in which `change` of each layer's values of this name has been made."""
+    tensors = dict(model.tensors)
     for layer in range(L):
-        name = f"blk.{layer}.ffn_pred_up.weight"
-        values = np.array(model.tensors[name].read())
-        values[5] = np.nan
-        values[6:] = 0
-        model.tensors[name] = array_entry(values, "f32")
-    dataclasses.replace(
-        model, predictor=dataclasses.replace(model.predictor, threshold_L=(0.0,) * L)
-    ).save(model.path)
-    with Engine.load(model.path, mode="predicted") as whole:
-        want = stepped(whole)
-    for plan in ("attention on the CPU", "random"):
-        split = planned(tmp_path, model, plan)
-        with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-            step = hybrid(engine, split, plain_backend(reference_kernels()))
-            assert rel_error(steps(step), want) < BOUNDS["f32"]
-    gone = dataclasses.replace(model, tensors=dict(model.tensors))
-    for layer in range(L):  # if the neuron is not named, the logits change
-        name = f"blk.{layer}.ffn_pred_up.weight"
-        values = np.nan_to_num(np.array(gone.tensors[name].read()))
-        gone.tensors[name] = array_entry(values, "f32")
-    gone.save(gone.path)
-    with Engine.load(gone.path, mode="predicted") as engine:
-        assert rel_error(stepped(engine), want) > 1e-3
+        values = np.array(tensors[f"blk.{layer}.{name}.weight"].read())
+        kind = tensors[f"blk.{layer}.{name}.weight"].kind
+        tensors[f"blk.{layer}.{name}.weight"] = array_entry(change(values), kind)
+    return dataclasses.replace(model, tensors=tensors)
 
 
-def test_all_neurons_on_the_cpu(tmp_path):
+@pytest.mark.parametrize("plan", ["random", "all but one", "no neuron on the GPU"])
+def test_nan_reaches_the_logits(plan):
+    def with_nan(values):
+        values[7] = np.nan
+        return values
+
+    model = with_entries(model_of(kind="f16"), "ffn_gate", with_nan)
+    with loaded(model, split := split_of(model, plan), "exact") as engine:
+        assert hybrid(engine, split).run(IDS[0], 0).isnan().all()
+
+
+@pytest.mark.parametrize("plan", ["attention on the CPU", "random"])
+def test_a_nan_score_names_its_neuron(plan):
+    """The predictor runs on the CPU in one plan and on the GPU in the other."""
+
+    def with_nan(values):
+        values[5], values[6:] = np.nan, 0
+        return values
+
+    model = with_entries(model_of(), "ffn_pred_up", with_nan)
+    info = dataclasses.replace(model.predictor, threshold_L=(0.0,) * L)
+    model = dataclasses.replace(model, predictor=info)
+    assert_as_undivided(model, split_of(model, plan))
+    gone = with_entries(model, "ffn_pred_up", np.nan_to_num)  # if the neuron is not named
+    with loaded(model) as whole, loaded(gone) as other:
+        assert rel_error(stepped(other), stepped(whole)) > 1e-3
+
+
+def test_all_neurons_on_the_cpu():
     """cpu_ffn gives the logits of an engine without a plan and, except for the workspace, the bytes
     of a plan with no neuron on the GPU; it is refused with a plan."""
-    model, split = made(tmp_path, "no neuron on the GPU")
-    with Engine.load(model.path, mode="exact") as whole:
+    model = model_of()
+    split = split_of(model, "no neuron on the GPU")
+    with loaded(model, mode="exact") as whole:
         want = stepped(whole)
-    with Engine.load(model.path, mode="exact", cpu_ffn=True) as engine:
+    with loaded(model, mode="exact", cpu_ffn=True) as engine:
         assert rel_error(stepped(engine), want) < BOUNDS["f32"]
-        step = hybrid(engine, split, plain_backend(reference_kernels()))
-        assert rel_error(steps(step), want) < BOUNDS["f32"]
+        assert rel_error(steps(hybrid(engine, split)), want) < BOUNDS["f32"]
         for side, items in (("gpu", split.gpu_bytes), ("cpu", split.cpu_bytes)):
-            got = dict(engine.bytes_by_role[side].items())
-            assert {**got, "workspace": 0} == {**items, "workspace": 0}
+            assert engine.bytes_by_role[side] | {"workspace": 0} == items | {"workspace": 0}
     with pytest.raises(HotsplitError, match="leave one out"):
-        Engine.load(model.path, split=tmp_path / "s.gguf", cpu_ffn=True)
+        loaded(model, split, cpu_ffn=True)
 
 
-def test_traffic_of_the_cpu_is_counted(tmp_path):
-    model, split = made(tmp_path, "random")
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="dense") as engine:
-        step = hybrid(engine, split, plain_backend(reference_kernels()))
-        before = engine.traffic.total
-        row = 4 * model.spec.hidden_size
+def test_traffic_of_the_cpu_is_counted():
+    model = model_of()
+    with loaded(model, split := split_of(model, "random"), "dense") as engine:
+        step, before = hybrid(engine, split), engine.traffic.total
+        of_token = L * (F - len(SOME)) * 3 * 4 * model.spec.hidden_size
         for position in range(3):
             step.run(IDS[0], position)
-            want = (1 + position) * L * (F - len(SOME)) * 3 * row
-            assert engine.traffic.total - before == want
+            assert engine.traffic.total - before == (1 + position) * of_token
 
 
-@pytest.mark.parametrize("wrong", ["names", "cold", "hot"])
-def test_the_comparison_notices_a_missing_part(tmp_path, wrong):
-    model, split = made(tmp_path, "random")
-
-    def nothing(*arguments, **options) -> None:
-        pass
-
-    broken = reference_kernels()
+@pytest.mark.parametrize("wrong", ["predict", "down", "cold"])
+def test_the_comparison_notices_a_missing_part(wrong):
+    """Of the names, of the hot neurons, or of the cold ones."""
+    model, kernels = model_of(), reference_kernels()
     if wrong != "cold":
-        broken = broken.replaced(**{"predict" if wrong == "names" else "down": nothing})
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+        kernels = kernels.replaced(**{wrong: lambda *arguments, **options: None})
+    with loaded(model, split := split_of(model, "random")) as engine:
         want = stepped(engine)
-        step = hybrid(engine, split, plain_backend(broken))
+        step = hybrid(engine, split, plain_backend(kernels))
         elsewhere = torch.zeros(model.spec.hidden_size)
-        if wrong == "cold":
-            for struct in step.meter.structs[:-1]:
-                struct.y = elsewhere.data_ptr()
+        for struct in step.meter.structs[:-1] if wrong == "cold" else ():
+            struct.y = elsewhere.data_ptr()
         assert rel_error(steps(step), want) > 1e-2
 
 
-def test_memory_that_a_graph_refers_to_is_kept(tmp_path):
+def test_memory_that_a_graph_refers_to_is_kept(monkeypatch):
     """A captured graph holds no references to the functions that submitted it."""
-    model, split = made(tmp_path, "every kind of layer")
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+    model, nodes, was = model_of(), [], HostNode.run
+
+    def run(node):
+        nodes.append(weakref.ref(node.kept[0]))
+        was(node)
+
+    with loaded(model, split := split_of(model, "every kind of layer")) as engine:
         backend = plain_backend(reference_kernels())
         forgetful = dataclasses.replace(backend, prepare=lambda stream, submit: print)
-        nodes = []
-        was = HostNode.run
-
-        def run(node):
-            nodes.append(weakref.ref(node.kept[0]))
-            was(node)
-
-        with pytest.MonkeyPatch.context() as patch:
+        with monkeypatch.context() as patch:
             patch.setattr(HostNode, "run", run)
             step = hybrid(engine, split, forgetful)
         gc.collect()
@@ -412,16 +365,12 @@ def test_no_garbage_is_collected_during_a_capture():
     assert gc.isenabled()
 
 
-def test_triton_kernels_give_the_references_logits(tmp_path):
+def test_triton_kernels_give_the_references_logits():
     """In Triton's interpreter, with the weights in main memory."""
     shape = make_sizes(num_layers=2, width=32, num_neurons=24, vocab_size=20)
-    model = make(tmp_path, kind="q4_0", sizes=shape)
-    model.save(model.path)
-    split = make_split(model, [ALL[:24:2], ALL[:9]], dense_on_gpu=[1, 0], head_on_gpu=True)
-    split.save(tmp_path / "s.gguf")
-    with Engine.load(
-        model.path, split=tmp_path / "s.gguf", mode="predicted", is_resident=False
-    ) as engine:
-        want = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS[:1])
+    model = model_of(kind="q4_0", sizes=shape)
+    split = make_split(model, [ALL[:24:2], ALL[:9]], dense_on_gpu=[1, 0])
+    with loaded(model, split, is_resident=False) as engine:
+        want = steps(hybrid(engine, split), IDS[:1])
         got = steps(hybrid(engine, split, plain_backend(triton_kernels())), IDS[:1])
         assert rel_error(got, want) < BOUNDS["q4_0"]

@@ -11,6 +11,7 @@ from models import family_model, make_sizes
 from passes import passing
 from reference import logits_ref, rel_error
 from test_families import CASES, converted
+from test_hybrid_step import assert_as_undivided
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -86,14 +87,16 @@ def compared(model, split, context, mode="dense"):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_graph_of_layers(tmp_path, case):
+    """In passes and steps together, and in steps alone, whose bound is that of sums in f32. Other
+    tests compare the undivided models with transformers."""
     folder = random_model(tmp_path / "hf", CASES[case])
     save_tokenizer(folder, 320)
-    path = converted(folder, tmp_path / "m.gguf", outtype="f32")
-    model = ModelFile.load(path)
+    model = ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32"))
     context = min(CONTEXT, model.spec.context_length)
     for seed in range(2):
         split = random_plan(model, seed, context=context)
         assert compared(model, split, context) < 3e-3, seed
+    assert_as_undivided(model, split, "exact", context_length=context)
 
 
 @pytest.mark.parametrize("kind, bound", [("f16", 2e-3), ("bf16", 1.5e-2), ("q8_0", 2e-3)])
