@@ -97,19 +97,6 @@ def test_the_budget_includes_the_cache_of_all_sequences_to_the_byte(files, tmp_p
         assert caches[0].table.num_sequences == count
 
 
-def test_more_sequences_leave_less_room_for_neurons(files, tmp_path):
-    reports = [
-        solved(
-            files, tmp_path / "plan", num_sequences=count, vram_budget_bytes=WORKSPACE + (200 << 10)
-        )
-        for count in (1, 8)
-    ]
-    assert reports[0].num_hot > reports[1].num_hot or reports[0].num_dense_on_gpu > (
-        reports[1].num_dense_on_gpu
-    )
-    assert reports[0].objective_s < reports[1].objective_s
-
-
 def test_only_plans_for_several_sequences_record_their_number(files, tmp_path):
     solved(files, tmp_path / "plan")
     keys, _ = read_gguf(tmp_path / "plan", "plan")

@@ -1,7 +1,6 @@
 """Plans with a neuron cache: bytes of both memories, refusals, advice, what `verify` rejects."""
 
 import json
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -39,7 +38,6 @@ from hotsplit.solver import with_cache
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.sweep import sweep
 from hotsplit.solver.verify import verify
-from hotsplit.system.sizes import parse_bytes
 
 WORKSPACE = 100 << 10
 
@@ -122,22 +120,6 @@ def test_wrong_times_and_frequencies_are_rejected(files, tmp_path):
             verify(replace(split, cache=replace(split.cache, **change)), **known)
 
 
-@pytest.mark.parametrize("mode", ["exact", None])
-def test_a_refusal_names_the_smallest_budget_of_main_memory(files, tmp_path, mode):
-    """The named budget is the smallest, also if no mode is given; without a cache less is
-    enough."""
-    with pytest.raises(HotsplitError, match="copy of each hot neuron") as refused:
-        solved(files, tmp_path / "plan", host_budget_bytes=WORKSPACE, mode=mode)
-    text = str(refused.value).split("--host-budget that holds one is ")[1]
-    needed = int(re.search(r"\(([\d,]+) bytes\)", text)[1].replace(",", ""))
-    with pytest.raises(HotsplitError, match=rf"that holds one is [\d.]+ MiB \({needed:,} bytes"):
-        solved(files, tmp_path / "plan", host_budget_bytes=needed - 1, mode=mode)
-    assert not (tmp_path / "plan").exists()
-    solved(files, tmp_path / "plan", host_budget_bytes=needed, mode=mode)
-    assert sum(Split.load(tmp_path / "plan").cpu_bytes.values()) == needed
-    solved(files, tmp_path / "plan", host_budget_bytes=needed - 1, neuron_cache=None, mode=mode)
-
-
 def test_the_fastest_of_the_modes_with_a_cache(files, tmp_path):
     report = solved(files, tmp_path / "plan", mode=None)
     assert report.mode != "dense" and Split.load(tmp_path / "plan").cache is not None
@@ -154,19 +136,6 @@ def test_the_fastest_of_the_modes_with_a_cache(files, tmp_path):
             mode=None,
         )
     assert not (tmp_path / "none").exists()
-
-
-def test_the_smallest_budget_beside_a_cache(files, tmp_path):
-    with pytest.raises(HotsplitError, match="holds nothing besides the neuron cache") as refused:
-        solved(files, tmp_path / "plan", vram_budget_bytes=WORKSPACE + 100)
-    mib, size = re.search(
-        r"that does is ([\d.]+ MiB) \(([\d,]+) bytes", str(refused.value)
-    ).groups()
-    smallest = int(size.replace(",", ""))
-    with pytest.raises(HotsplitError, match="holds nothing besides the neuron cache"):
-        solved(files, tmp_path / "plan", vram_budget_bytes=smallest - 1)
-    solved(files, tmp_path / "plan", vram_budget_bytes=smallest)
-    assert smallest <= parse_bytes(mib) < smallest + (1 << 20) // 100 + 1
 
 
 REFUSED = [

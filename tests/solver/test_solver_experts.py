@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from brute_force import CLOSE, CONTEXT, random_gpu
 from models import (
     WORKSPACE,
     make_inputs,
@@ -17,7 +18,6 @@ from models import (
     take_workspace,
 )
 from test_runtime import make_split
-from test_solver import random_gpu
 
 from hotsplit.artifacts.machine_file import Figure
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
@@ -35,9 +35,6 @@ from hotsplit.solver.problem import SolvedPlacement, is_feasible, placement_seco
 from hotsplit.solver.prompts import prompt_rates
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import plan_seconds, verify
-
-CLOSE = 1e-9
-CONTEXT = 8
 
 
 def random_choices(random, num_layers: int, num_tokens: int, route: Route, skew: float):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from brute_force import SLOW
 from models import (
     make_inputs,
     make_machine,
@@ -18,7 +19,6 @@ from models import (
     shape_only,
     solver_files,
 )
-from test_solver import SLOW
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
@@ -213,28 +213,6 @@ def test_absurd_requests_give_one_line_and_leave_no_file(folder, capsys, options
     *usage, line = capsys.readouterr().err.strip().splitlines()
     assert words in line and (code == 2 or not usage)
     assert sorted(folder.iterdir()) == before
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0, "40", None, 1e-320, 1e308])
-@pytest.mark.parametrize("place", ["gpu", "cpu"])
-def test_impossible_figures_of_a_machine_give_one_line(folder, capsys, value, place):
-    content = json.loads((folder / "c").read_text())
-    if place == "gpu":
-        content["gpus"][0]["bandwidth_gb_per_s"]["best"] = value
-    else:
-        content["cpu_costs"]["layer_s"]["predicted"]["best"] = value
-    (folder / "c").write_text(json.dumps(content))
-    assert "run hotsplit calibrate again" in refusal(folder, capsys, "-vb", "700KiB")
-    assert not (folder / "plan").exists()
-
-
-@pytest.mark.parametrize("name", ["m.gguf", "p", "c"])
-@pytest.mark.parametrize("left", [0, 100])
-def test_truncated_files_give_one_line(folder, capsys, name, left):
-    (folder / name).write_bytes((folder / name).read_bytes()[:left])
-    line = refusal(folder, capsys, "-vb", "700KiB")
-    assert str(folder / name) in line and "wanted a" in line
-    assert not (folder / "plan").exists()
 
 
 def test_profiles_in_which_neurons_never_fire(folder, capsys):

@@ -6,10 +6,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from test_solver import brute_force
-from test_solver_gpus import tiny_inputs
+from brute_force import brute_force, random_inputs
 
 from hotsplit.errors import HotsplitError
+from hotsplit.model.modes import Mode
 from hotsplit.solver import optimise
 from hotsplit.solver.fullest import emptiest, fullest, fullest_plan, least_room
 from hotsplit.solver.inputs import Inputs
@@ -107,11 +107,11 @@ def refusal_of(inputs: Inputs, max_loss: float | None) -> TooSmallError | None:
     return None
 
 
-def refused_inputs(seed: int, tmp_path) -> Inputs:
+def refused_inputs(seed: int, mode: Mode | None = None) -> Inputs:
     """A problem whose memories are reduced until there is no plan."""
     rng = np.random.default_rng(seed)
-    inputs = tiny_inputs(int(rng.integers(0, 10_000)), int(rng.integers(1, 3)), tmp_path)
-    inputs = replace(inputs, mode=str(rng.choice(["exact", "dense"])))
+    mode = mode or ("exact", "dense")[int(rng.integers(2))]
+    inputs = random_inputs(int(rng.integers(0, 10_000)), int(rng.integers(1, 3)), mode)
     while True:
         pipeline = inputs.pipeline()
         if refusal_of(inputs, None):
@@ -163,8 +163,8 @@ def check_named(inputs: Inputs, max_loss: float | None) -> int:
 @pytest.mark.parametrize(
     "seed", [*range(24), *(pytest.param(n, marks=pytest.mark.slow) for n in range(1000, 1500))]
 )
-def test_the_named_size_works_and_one_byte_less_does_not(seed, tmp_path):
-    inputs = refused_inputs(seed, tmp_path)
+def test_the_named_size_works_and_one_byte_less_does_not(seed):
+    inputs = refused_inputs(seed)
     assert check_named(inputs, None)
     # A neuron that is read more often earns its kernels back sooner, so that C_l is less in mode
     # dense: it may have a plan where mode exact has none.
@@ -175,9 +175,9 @@ def test_the_named_size_works_and_one_byte_less_does_not(seed, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_a_refusal_is_right_by_brute_force(seed, tmp_path):
+def test_a_refusal_is_right_by_brute_force(seed):
     """Tries every placement of layers and every set of neurons to see whether there is a plan."""
-    inputs = replace(refused_inputs(seed, tmp_path), mode="exact")
+    inputs = refused_inputs(seed, "exact")
     pipeline = inputs.pipeline()
     is_usable = all(not 0 < p.budget_bytes < p.minimum_bytes for p in pipeline.problems)
     if is_usable:
@@ -189,11 +189,11 @@ def test_a_refusal_is_right_by_brute_force(seed, tmp_path):
         assert np.isinf(brute_force(replace(inputs, host_budget=host - 1)))
 
 
-def test_a_refusal_comes_before_the_search(tmp_path, monkeypatch):
+def test_a_refusal_comes_before_the_search(monkeypatch):
     """Asks for one byte more than all GPUs together can hold, without a search: for a 7B shape, a
     search that finds no plan takes 90 s."""
     monkeypatch.setattr(optimise, "_start", lambda pipeline: pytest.fail("searched"))
-    inputs = tiny_inputs(4, 2, tmp_path)
+    inputs = random_inputs(4, 2, "exact")
     pipeline = replace(inputs.pipeline(), need_bytes=1)
     most = sum(bytes_of_gpus(pipeline, fullest_plan(pipeline)))
     assert most > 0
@@ -202,8 +202,8 @@ def test_a_refusal_comes_before_the_search(tmp_path, monkeypatch):
         optimise.find_plan(replace(pipeline, need_bytes=most), time_limit_s=30)
 
 
-def test_gpu_memory_does_not_replace_what_is_always_in_main_memory(tmp_path):
-    inputs = replace(tiny_inputs(3, 1, tmp_path), host_budget=10)
+def test_gpu_memory_does_not_replace_what_is_always_in_main_memory():
+    inputs = replace(random_inputs(3, 1, "exact"), host_budget=10)
     assert least_room(inputs.pipeline(), 0) is None
     error = refusal_of(inputs, None)
     assert error is not None and error.smallest.budgets is None
@@ -218,11 +218,11 @@ def test_gpu_memory_does_not_replace_what_is_always_in_main_memory(tmp_path):
     check_named(replace(inputs, budgets=(1,)), None)
 
 
-def test_the_smallest_memory_of_several_modes_is_named(tmp_path):
+def test_the_smallest_memory_of_several_modes_is_named():
     errors = []
     for mode in ("exact", "dense"):
-        inputs = replace(refused_inputs(5, tmp_path), mode=mode)
-        error = refusal_of(replace(inputs, host_budget=1), None)
+        inputs = replace(refused_inputs(5, mode), host_budget=1)
+        error = refusal_of(inputs, None)
         assert error is not None
         errors.append(error)
     found = least_of(errors)

@@ -116,21 +116,6 @@ def test_the_bytes_that_a_token_reads_by_hand(files):
     assert kv_read(model, 0, 512) == kv_bytes(model, 0, 512) / 2
 
 
-def test_main_memory_that_is_too_small_names_what_fits(files, tmp_path):
-    _, held = solved(files, tmp_path / "o"), sum(Split.load(tmp_path / "o").cpu_bytes.values())
-    for host in (held // 2, held * 3 // 4):
-        with pytest.raises(HotsplitError, match="context of ") as refused:
-            solved(files, tmp_path / "x", host_budget_bytes=host, context_length=4096)
-        line = str(refused.value)
-        assert "\n" not in line and not (tmp_path / "x").exists()
-        context = int(line.split("--context of ")[1].split(" ")[0].replace(",", ""))
-        options = {"host_budget_bytes": host}
-        solved(files, tmp_path / "y", context_length=context, **options)
-        assert sum(Split.load(tmp_path / "y").cpu_bytes.values()) <= host
-        with pytest.raises(HotsplitError):
-            solved(files, tmp_path / "x", context_length=context + 1, **options)
-
-
 @pytest.mark.parametrize("host", [0, 1])
 def test_main_memory_of_a_byte_is_refused_in_a_line(files, tmp_path, host):
     with pytest.raises(HotsplitError, match="main memory|--host-budget") as refused:
