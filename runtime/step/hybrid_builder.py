@@ -25,6 +25,7 @@ from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
+from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.step.backend import Backend
 from hotsplit.runtime.step.batch import LogitsMemory
 from hotsplit.runtime.step.forms import placed_form
@@ -98,6 +99,10 @@ class _Builder:
         passes: PassSetup,
     ) -> None:
         self.weights, self.placement = weights, placement
+        on_gpu_L = zip(weights.layers, placement.dense_on_gpu, strict=True)
+        if any(layer.recurrent and not is_on_gpu for layer, is_on_gpu in on_gpu_L):
+            # The CPU takes more rows in several calls, and only the first would have their state.
+            passes = replace(passes, num_rows=min(passes.num_rows, MAX_ROWS))
         self.max_rows, self.passes = max_rows, passes
         self.submissions: list[Sequence[Submission]] = []  # of each number of rows
         # One allocator per device: a second could return the memory of the first again.

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from checkpoints import random_model, save_tokenizer
 from delta_models import FEW, delta_model
 from hybrid_plans import random_plan
 from models import (
@@ -23,6 +24,7 @@ from models import (
 )
 from reference import logits_ref, rel_error
 from small_blocks import STORED_KINDS as KINDS
+from test_families import CASES, converted
 from test_runtime import IDS, PATTERNS, make_split
 from test_workspace import spanned_bytes
 from torch import Tensor
@@ -504,7 +506,19 @@ def test_passes_take_all_of_the_arena_and_no_more_than_plans_reserve(form, num_s
             check_arenas(model, split, engine._live.weights)
 
 
-def check_arenas(model, split, weights):
+@pytest.mark.parametrize("case", ["gemma4", "gemma4moe", "gemma4-stock", "gpt-oss"])
+def test_arenas_of_families(tmp_path, case):
+    """Per-layer inputs, windows, shared keys, values that are keys, dense neurons and experts."""
+    save_tokenizer(folder := random_model(tmp_path / "hf", CASES[case]), 320)
+    model = ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32"))
+    context = min(96, model.spec.context_length)
+    for seed in range(2):
+        split = random_plan(model, seed, num_sequences=1 + 2 * seed, context=context)
+        with Engine.of(model, split, mode="dense", device="cpu") as engine:
+            check_arenas(model, split, engine._live.weights, context)
+
+
+def check_arenas(model, split, weights, context=96):
     cards = tuple(torch.device("cpu", index) for index in range(len(split.budgets)))
     placement = Placement.of_split(split, cards)
     for number, card in enumerate(cards):
@@ -528,7 +542,7 @@ def check_arenas(model, split, weights):
             ends = [stop for _, stop in spans]
             assert [start for start, _ in spans] == [memory.arena.data_ptr(), *ends[:-1]]
             assert ends[-1] - memory.arena.data_ptr() == size == len(memory.arena)
-            planned = pass_bytes(model, 96, num_rows, split.num_sequences, piece)
+            planned = pass_bytes(model, context, num_rows, split.num_sequences, piece)
             assert size <= planned, (num_rows, piece)
 
 

@@ -8,15 +8,17 @@ import random
 import numpy as np
 import pytest
 import torch
-from delta_models import with_delta_nets
+from delta_models import delta_model, with_delta_nets
 from hybrid_plans import random_plan, stepped
 from models import changed, make_model, make_sizes, mixture_spec
+from passes import logits, passing
 from reference import rel_error
 from test_experts import IDS
 from test_hybrid_experts import made_plan, with_hybrid
 from test_hybrid_rows import Alone, schedule
 from test_hybrid_step import assert_priced, assert_same_in_any_order, hybrid, log_of, steps
 from test_native_step import BOUNDS
+from test_runtime import make_split
 from test_sequences import ROOM
 
 from hotsplit import Engine
@@ -117,6 +119,23 @@ def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan):
         alone = Alone(single)
         compared = schedule(engine, alone, random.Random(1), 6)
     assert compared > 10
+
+
+@pytest.mark.parametrize("dense", [[1, 1, 1, 1], [1, 0, 0, 1]])
+def test_a_long_prompt_has_one_state(dense):
+    """Passes have as many rows as a call of the CPU takes, if delta nets are there."""
+    model = delta_model(make_sizes(num_layers=4, num_neurons=64, context_length=192))
+    split = make_split(
+        model,
+        [range(0, 60 * on_gpu, 2) for on_gpu in dense],
+        dense_on_gpu=dense,
+        context_length=192,
+    )
+    ids = np.random.default_rng(1).integers(0, 50, 150).tolist()
+    with loaded(model, split) as engine:
+        want, step = engine.logits(ids), passing(engine, split)
+        assert step.most_tokens == (256 if all(dense) else 128)
+        assert rel_error(logits(step, ids), want) < 1e-4
 
 
 def test_a_step_that_fails_changes_no_state():
