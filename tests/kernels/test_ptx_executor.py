@@ -21,7 +21,6 @@ from ptx import (
     arithmetic,
     machine,
 )
-from ptx.text import parse
 
 THREADS = 64
 
@@ -262,11 +261,9 @@ def test_matrices_through_shared_memory(number):
         assert np.array_equal(out.numpy()[first : first + 32].view(np.uint32), want)
 
 
-def test_votes_and_sums_of_a_warp():
-    body = """redux.sync.add.s32 %r9, %r1, -1; setp.lt.u32 %p1, %r1, 3;
-    vote.sync.ballot.b32 %r10, %p1, -1; add.s32 %r9, %r9, %r10; st.global.b32 [%rd4], %r9;"""
-    out, _ = run(body)
-    assert out[0] == sum(range(32)) + 7 and out[40] == sum(range(32, 64))
+def test_sums_of_a_warp():
+    out, _ = run("redux.sync.add.s32 %r9, %r1, -1; st.global.b32 [%rd4], %r9;")
+    assert out[0] == sum(range(32)) and out[40] == sum(range(32, 64))
 
 
 def test_local_memory_is_each_threads_own():
@@ -418,39 +415,13 @@ def test_an_unknown_instruction_is_named(body):
         run(body)
 
 
-def test_arguments_are_read_by_their_types():
-    import ctypes
-
-    values = ctypes.c_uint64(1 << 40), ctypes.c_uint64(7), ctypes.c_int32(-3), ctypes.c_float(0.5)
-    pointers = (ctypes.c_void_p * 4)(*map(ctypes.addressof, values))
-    text = parse(_PARAMETERS)
-    assert [p.num_bytes for p in text.kernels["k"].parameters] == [8, 8, 4, 4]
-    found = Program(_PARAMETERS).arguments("k", ctypes.addressof(pointers))
-    assert found == [1 << 40, 7, (1 << 32) - 3, 0.5]
-
-
-_PARAMETERS = """.version 8.7
-.target sm_80
-.visible .entry k(.param .u64 .ptr .global .align 1 k_0, .param .u64 k_1, .param .u32 k_2,
-  .param .f32 k_3) { ret; }"""
-
-
 def test_memory_tracks_elements_gaps_and_writes():
     rows = torch.zeros(4, 10)[:, :6]
     memory = Memory()
     memory.add_tensor(rows, name="rows", is_written=False)
-    with pytest.raises(Uninitialised):
-        memory.read_back(rows.data_ptr(), 24)
-    memory.mark_written(rows.data_ptr(), 24)
-    memory.read_back(rows.data_ptr(), 24)
-    with pytest.raises(Uninitialised, match="18 of 24"):
+    with pytest.raises(Uninitialised, match="24 of 24"):
         memory.check_written(rows)
     for offset in (24, 36):
         with pytest.raises(OutOfBounds, match="belongs to no element"):
             source = torch.zeros(4, 10)[:, :6]
             run(f"ld.global.b32 %r9, [%rd2+{offset}];" + STORE, source=source)
-    memory = Memory()
-    memory.add(rows.data_ptr(), 16)
-    memory.remove(rows.data_ptr())
-    with pytest.raises(OutOfBounds):
-        memory.mark_written(rows.data_ptr(), 4)

@@ -13,17 +13,13 @@ and checks every access.
 **Memory.** Global memory is this process's own memory at its own addresses: a launch reads and
 writes CPU tensors in place. Only registered memory may be accessed. `add` takes an address range,
 as an allocator hands it out; `is_written=False` says that its bytes have no value yet: reading
-them is an error until a kernel or `mark_written(address, num_bytes)` (for a copy into it) has
-given them one; `is_writable=False` forbids stores. `remove(address)` ends a range: later accesses
-are errors. `add_tensor` registers exactly the elements of a strided tensor, not the gaps between
-its rows; several tensors may share a storage. `read_back(address, num_bytes)`, for copies out of a
-range, raises if a byte of it was never written.
+them is an error until a kernel has given them one; `is_writable=False` forbids stores.
+`add_tensor` registers exactly the elements of a strided tensor, not the gaps between its rows;
+several tensors may share a storage. `check_written(tensor)` raises if an element has no value yet.
 
 **Arguments** are Python numbers or ctypes values in the order of the kernel's parameters; pointers
-are addresses. A launch through a C interface passes an array of pointers to values instead:
-`program.arguments(name, address_of_that_array)` reads it by the parameters' types. Triton's kernels
-take two more pointers than their functions (unused scratch memory; 0 will do); missing trailing
-arguments are 0.
+are addresses. Triton's kernels take two more pointers than their functions (unused scratch memory);
+missing trailing arguments are 0.
 
 **Results.** `launch` returns a `Record`: `reads` and `writes` list the accessed ranges as (address,
 number of bytes), `num_instructions` and `num_lane_instructions` count by opcode. It raises a

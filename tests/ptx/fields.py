@@ -189,19 +189,3 @@ def any_logic(name, modifiers, operands, registers):
         return found
 
     return pure(target, [(text, "b32") for text in (a, b, c)], compute, registers)
-
-
-def leading_zeros(x):
-    width = 8 * x.dtype.itemsize
-    found = np.zeros(np.shape(x), np.uint32)
-    for bit in range(width):
-        found = np.where((x >> x.dtype.type(bit)) != 0, np.uint32(bit + 1), found)
-    return np.uint32(width) - found
-
-
-def reversed_bits(x):
-    found = np.zeros_like(x)
-    for bit in range(8 * x.dtype.itemsize):
-        one = (x >> x.dtype.type(bit)) & x.dtype.type(1)
-        found = found | (one << x.dtype.type(8 * x.dtype.itemsize - 1 - bit))
-    return found

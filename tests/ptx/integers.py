@@ -109,33 +109,21 @@ def unary(compute):
     return factory
 
 
-def bit_count(compute):
-    """popc and clz, whose result is u32, and brev; of b32 or b64."""
-
-    def factory(name, modifiers, operands, registers):
-        kind = only(modifiers, ("b32", "b64"))
-        return pure(operands[0], [(operands[1], kind)], compute, registers)
-
-    return factory
+def bit_count(name, modifiers, operands, registers):
+    """popc, whose result is u32, of b32 or b64."""
+    kind = only(modifiers, ("b32", "b64"))
+    compute = lambda x: np.bitwise_count(x).astype(np.uint32)  # noqa: E731
+    return pure(operands[0], [(operands[1], kind)], compute, registers)
 
 
 # ---- products ------------------------------------------------------------------------------
 
 
 def _high(a, b):
-    """The upper half of a product."""
-    if a.dtype.itemsize < 8:
-        wide = {2: "4", 4: "8"}[a.dtype.itemsize]
-        product = a.astype(a.dtype.kind + wide) * b.astype(a.dtype.kind + wide)
-        return (product >> product.dtype.type(8 * a.dtype.itemsize)).astype(a.dtype)
-    low, thirty_two = np.uint64(0xFFFFFFFF), np.uint64(32)
-    x, y = a.astype(np.uint64), b.astype(np.uint64)
-    cross = (x >> thirty_two) * (y & low) + (((x & low) * (y & low)) >> thirty_two)
-    other = (x & low) * (y >> thirty_two) + (cross & low)
-    high = (x >> thirty_two) * (y >> thirty_two) + (cross >> thirty_two) + (other >> thirty_two)
-    if a.dtype.kind == "i":
-        high = high - np.where(a < 0, y, np.uint64(0)) - np.where(b < 0, x, np.uint64(0))
-    return high.astype(a.dtype)
+    """The upper half of a product of numbers of 16 or 32 bits."""
+    wide = {2: "4", 4: "8"}[a.dtype.itemsize]
+    product = a.astype(a.dtype.kind + wide) * b.astype(a.dtype.kind + wide)
+    return (product >> product.dtype.type(8 * a.dtype.itemsize)).astype(a.dtype)
 
 
 def product(name, modifiers, operands, registers):
@@ -143,9 +131,9 @@ def product(name, modifiers, operands, registers):
     kind = modifiers[-1]
     if kind in floats.KINDS:
         return floats.binary(name, modifiers, operands, registers)
-    of(kind, INTEGERS)
     part, *rest = modifiers[:-1]
     no_more(rest, ("cc",))
+    of(kind, INTEGERS[:4] if part == "hi" else INTEGERS)
     if "cc" in rest:
         return _carrying(part, kind, operands, registers, adds_carry=False, sets_carry=True)
     kinds = [kind, kind] + ([WIDE[kind] if part == "wide" else kind] if name == "mad" else [])
@@ -207,24 +195,6 @@ def _carrying(part, kind, operands, registers, *, adds_carry: bool, sets_carry: 
         machine.write(number, total.astype(np.uint32), spread(undefined), mask)
 
     return step
-
-
-def quotient(name, modifiers, operands, registers):
-    """div and rem of integers toward zero; div of floats."""
-    kind = modifiers[-1]
-    if kind in ("f32", "f64"):
-        return floats.binary(name, modifiers, operands, registers)
-    only(modifiers, INTEGERS)
-    dtype = np.dtype(DTYPE[kind])
-
-    def compute(a, b):
-        safe = np.where(b == 0, dtype.type(1), b)
-        left = np.fmod(a, safe)
-        value = left if name == "rem" else (a - left) // safe
-        return np.where(b == 0, ~dtype.type(0), value).astype(dtype)
-
-    target, a, b = operands
-    return pure(target, [(a, kind), (b, kind)], compute, registers)
 
 
 # ---- comparisons and choices ---------------------------------------------------------------
@@ -331,11 +301,8 @@ INTEGER = {
     "bfi": fields.insert,
     "prmt": fields.permute,
     "lop3": fields.any_logic,
-    "div": quotient,
-    "rem": quotient,
+    "div": floats.binary,
     "setp": set_predicate,
     "selp": select,
-    "popc": bit_count(lambda x: np.bitwise_count(x).astype(np.uint32)),
-    "clz": bit_count(fields.leading_zeros),
-    "brev": bit_count(fields.reversed_bits),
+    "popc": bit_count,
 }

@@ -1,6 +1,5 @@
 """Programs and their launches on a grid. See the package's docstring."""
 
-import ctypes
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from ptx.faults import DataRace
 from ptx.lanes import SHARED_BASE, WARP, Machine
 from ptx.memory import READ, STORED, Memory
 from ptx.races import find_race
-from ptx.text import BYTES, Kernel, Parameter, parse
+from ptx.text import BYTES, Kernel, parse
 
 LANES = 1 << 14  # threads at once
 _FORMATS = {"f32": "<f", "f64": "<d"}
@@ -44,21 +43,6 @@ class Program:
                 given = np.frombuffer(variable.values or b"", np.uint8)
                 data[: len(given)] = given
                 self._values[variable.name] = data
-
-    def parameters(self, name: str) -> list[Parameter]:
-        return self._kernel(name).parameters
-
-    def arguments(self, name: str, address: int) -> list[int | float]:
-        """The values that an array of pointers, one for each parameter, points to."""
-        parameters = self.parameters(name)
-        pointers = (ctypes.c_void_p * len(parameters)).from_address(address)
-        values = []
-        for pointer, parameter in zip(pointers, parameters, strict=True):
-            raw = ctypes.string_at(pointer, parameter.num_bytes)
-            form = _FORMATS.get(parameter.type)
-            value = struct.unpack(form, raw)[0] if form else int.from_bytes(raw, "little")
-            values.append(value)
-        return values
 
     def launch(
         self,

@@ -124,26 +124,6 @@ class Memory:
             return self._buffers[at]
         return None
 
-    def mark_written(self, address: int, num_bytes: int) -> None:
-        """Marks a range that a copy or the host, not a kernel, has written."""
-        self._part(address, num_bytes)[:] |= WRITTEN
-
-    def read_back(self, address: int, num_bytes: int) -> None:
-        """Raises unless the whole range, which is to be copied, has been written."""
-        missing = (self._part(address, num_bytes) & WRITTEN) == 0
-        if missing.any():
-            buffer = self.find(address)
-            first = address + int(missing.argmax()) - buffer.start
-            raise Uninitialised(
-                f"a copy of {num_bytes} bytes reads byte {first} of {buffer.name}, never written"
-            )
-
-    def _part(self, address: int, num_bytes: int) -> np.ndarray:
-        buffer = self.find(address)
-        if buffer is None or address + num_bytes > buffer.end:
-            raise OutOfBounds(f"{num_bytes} bytes at {address:#x} are not within one buffer")
-        return buffer.state[address - buffer.base : address - buffer.base + num_bytes]
-
     # ---- accesses of kernels ---------------------------------------------------------------
 
     def split(self, address: np.ndarray, size: int):

@@ -1,5 +1,5 @@
-"""Instructions that the lanes of a warp execute together: shuffles, votes, reductions, warp
-barriers, and loads and stores of matrices in shared memory."""
+"""Instructions that the lanes of a warp execute together: shuffles, reductions, warp barriers, and
+loads and stores of matrices in shared memory."""
 
 import numpy as np
 
@@ -75,19 +75,6 @@ def reduction(name, modifiers, operands, registers):
         return compute.reduce(rows, axis=1, dtype=rows.dtype)
 
     return _over_warps(operands, kind, joined, registers)
-
-
-def vote(name, modifiers, operands, registers):
-    if modifiers[0] != "sync" or modifiers[1] not in ("all", "any", "ballot", "uni"):
-        raise UnknownInstruction("vote." + ".".join(modifiers))
-    weights = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
-    joined = {
-        "all": lambda rows: rows.all(axis=1),
-        "any": lambda rows: rows.any(axis=1),
-        "uni": lambda rows: rows.all(axis=1) | ~rows.any(axis=1),
-        "ballot": lambda rows: (rows * weights).sum(axis=1, dtype=np.uint32),
-    }[modifiers[1]]
-    return _over_warps(operands, "pred", joined, registers)
 
 
 def _over_warps(operands, kind, joined, registers):
@@ -198,10 +185,4 @@ def warp_barrier(name, modifiers, operands, registers):
     return step
 
 
-WARPS = {
-    "shfl": shuffle,
-    "redux": reduction,
-    "vote": vote,
-    "ldmatrix": load_matrix,
-    "stmatrix": store_matrix,
-}
+WARPS = {"shfl": shuffle, "redux": reduction, "ldmatrix": load_matrix, "stmatrix": store_matrix}
