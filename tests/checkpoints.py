@@ -71,14 +71,16 @@ def random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Pa
             is_norm = is_vector or name.endswith("norm.weight")
             if weight.ndim == 1 or name.endswith(("q_norm.weight", "k_norm.weight")):
                 torch.nn.init.normal_(weight, mean=1.0 if is_norm else 0.0, std=0.2)
-            if name.endswith("conv1d.weight"):
+            if name.endswith(("conv1d.weight", "conv.conv.weight")):
                 # Queries and keys longer than the 1e-3 that transformers adds to their lengths; and
                 # embeddings of the size of what layers add to them.
                 torch.nn.init.normal_(weight, std=0.5)
         if hasattr(config, "linear_num_key_heads"):
             model.get_input_embeddings().weight.data *= 10
         for name, values in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # decides, as trained ones do
+            if name.endswith(
+                ("e_score_correction_bias", "expert_bias")
+            ):  # decides, as trained ones do
                 torch.nn.init.normal_(values, std=0.2)
             if name.endswith("layer_scalar"):
                 torch.nn.init.normal_(values, mean=0.8, std=0.2)

@@ -37,6 +37,8 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -127,6 +129,11 @@ DELTA = {
 # As llama.cpp has them.
 EQUAL = DELTA | {"num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 SHARED = {"shared_expert_intermediate_size": 43}
+LFM2 = {
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+    "norm_eps": 1e-3,
+}
 # Factors for a context above the training's, which is shorter than IDS and than the model's
 # context.
 LONGROPE = {
@@ -521,6 +528,26 @@ CASES = {
         },
     ),
     "qwen35moe": Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED),
+    "lfm2": Lfm2Config(**GATED | ODD | LFM2, block_multiple_of=24, conv_L_cache=5),
+    "lfm2-ends-in-conv": Lfm2Config(
+        **GATED | MQA | UNTIED | LFM2 | {"num_hidden_layers": 3, "layer_types": None},
+        full_attn_idxs=[0],
+        block_auto_adjust_ff_dim=False,
+        conv_L_cache=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "lfm2-one-tap": Lfm2Config(
+        **GATED | LFM2, block_multiple_of=10, block_ffn_dim_multiplier=0.77, conv_L_cache=1
+    ),
+    "lfm2moe": Lfm2MoeConfig(**MOE | ODD | LFM2, num_dense_layers=1),
+    "lfm2moe-plain": Lfm2MoeConfig(
+        **MOE | MQA | UNTIED | LFM2,
+        num_dense_layers=0,
+        use_expert_bias=False,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.7,
+        conv_L_cache=4,
+    ),
     "qwen3moe-first-dense": Qwen3MoeConfig(
         **MOE | TIED,
         head_dim=16,
@@ -649,6 +676,8 @@ STOCK = [
     "qwen3nextmoe-stock",
     "qwen35-stock",
     "qwen35moe",
+    "lfm2",
+    "lfm2moe",
 ]
 
 
@@ -690,6 +719,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("olmoe-grouped", "has norms of 64 keys, this model of 32"),
         ("qwen2moe-plain", "computes SiLU, this model is relu"),
         ("qwen3moe-first-dense", "has experts in every layer"),
+        ("lfm2moe-plain", "divides the weights of experts by their sum and does not scale them"),
         ("qwen35", "has values of 12 in delta nets, as wide as keys, this model of 20"),
     ],
 )
@@ -1001,6 +1031,12 @@ REFUSED = {
         {"linear_conv_kernel_dim": 4},
     ),
     "channels of the delta nets is 6024": ("qwen35", {"linear_value_head_dim": 996}),
+    "conv_bias is True": ("lfm2", {"conv_bias": True}),
+    "a convolution of 17 taps": ("lfm2", {"conv_L_cache": 17}),
+    r"conv.weight' is \[64, 1, 5\], wanted \[64, 3\]": ("lfm2", {"conv_L_cache": 3}),
+    "wanted 5 of full_attention or conv": ("lfm2", {"layer_types": ["sliding_attention"] * 5}),
+    "of which some are above 0": ("lfm2", {"layer_types": ["conv"] * 5}),
+    "layer_types is missing, wanted each layer's": ("lfm2moe", {"layer_types": None}),
     "none of 5 layers has attention": ("qwen35", {"layer_types": ["linear_attention"] * 5}),
     "hidden_act 'relu' is unknown": ("qwen35", {"hidden_act": "relu"}),
     "use_bidirectional_attention is True": ("gemma2", {"use_bidirectional_attention": True}),

@@ -39,6 +39,7 @@ from hotsplit.runtime.kernels.gpu import (
     prompt_attention,
     routing,
     rows,
+    short_conv,
     slots,
     sorting,
     tokens,
@@ -64,6 +65,7 @@ class Kernels(KernelVersion):
     choose_experts = routing.choose_experts
     expert_gate_up, expert_down = experts.expert_gate_up, experts.expert_down
     convolve, delta_rule, gate_norm = delta.convolve, delta.delta_rule, delta.gate_norm
+    convolve_gated = short_conv.convolve_gated
     multiply, multiply_down = products.multiply, products.multiply_down
     round_tokens, hidden_tokens = tokens.round_tokens, tokens.hidden_tokens
     predict_planes, correct_planes = planes.predict_planes, planes.correct_planes

@@ -244,7 +244,7 @@ _MATRICES = {
     "up": "ffn_up",
     "down": "ffn_down",
 }
-_LAYER = r"model\.(?:language_model\.)?layers\.(\d+)\.(?:(?:mlp|block_sparse_moe)\.)?"
+_LAYER = r"model\.(?:language_model\.)?layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?"
 _ONE = re.compile(_LAYER + r"experts\.(\d+)\.(\w+)\.weight")
 _ALL = re.compile(
     _LAYER + r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"

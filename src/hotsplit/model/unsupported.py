@@ -33,7 +33,6 @@ _BY_NAME = (
             "jamba",
             "recurrentgemma",
             "plamo2",
-            "lfm2",
             "bamba",
             "nemotron_h",
             "nemotronh",
