@@ -47,6 +47,11 @@ SECONDS = 0.7  # of decoding per measurement
 MOST_TOKENS = CONTEXT - PROMPT
 
 
+def bytes_read(neurons: NativeNeurons) -> int:
+    struct = neurons.struct
+    return struct.gate_bytes + struct.up_bytes + struct.down_bytes
+
+
 class Tenth:
     """Runs gate, up and down of a tenth of the neurons of every layer, one tenth after another."""
 
@@ -67,16 +72,16 @@ class Tenth:
 
     def run(self) -> tuple[float, int]:
         """(seconds, bytes) of all layers, averaged over all tenths."""
-        before, seconds = sum(neurons.bytes_read for neurons in self.neurons), 0.0
+        before, seconds = sum(map(bytes_read, self.neurons)), 0.0
         for mask in self.masks:
             for neurons in self.neurons:
                 assert neurons.named_W is not None
                 neurons.named_W.copy_(mask)
             began = time.perf_counter()
             for neurons in self.neurons:
-                neurons.run()
+                neurons.node.run()
             seconds += time.perf_counter() - began
-        read = sum(neurons.bytes_read for neurons in self.neurons) - before
+        read = sum(map(bytes_read, self.neurons)) - before
         return seconds / len(self.masks), read // len(self.masks)
 
 

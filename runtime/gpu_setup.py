@@ -43,6 +43,7 @@ from hotsplit.runtime.step.workspace import (
     least_piece_bytes,
     slab_extras,
 )
+from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import by_role
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import Uploader
@@ -273,12 +274,11 @@ def cold_blocks(
     found: dict[int, ColdBlock | ColdExperts] = {}
     has_experts = False
     for index in mine:
-        ffn = weights.layers[index].ffn
-        _, experts = by_role(ffn.experts)
-        if experts is not None:
-            found[index], has_experts = ColdExperts.of(experts), True
-        elif not has_experts and (block := by_role(ffn.blocks)[1]) is not None:
-            found[index] = ColdBlock.of(block)
+        _, cold = by_role(weights.layers[index].ffn.blocks)
+        if isinstance(cold, ExpertBlock):
+            found[index], has_experts = ColdExperts.of(cold), True
+        elif cold is not None and not has_experts:
+            found[index] = ColdBlock.of(cold)
     return found
 
 

@@ -163,7 +163,7 @@ def _tenth_of_neurons(matrix: Matrix) -> tuple[Callable[[], float], int]:
     def seconds() -> float:
         assert neurons.named_W is not None
         neurons.named_W.copy_(masks[next(turn) % len(masks)])
-        return seconds_of(neurons.run)
+        return seconds_of(neurons.node.run)
 
     return seconds, 3 * len(tenths[0]) * matrix.row_bytes
 

@@ -91,7 +91,7 @@ def chosen_rows(engine: Engine, kernels: Kernels, card: Card, device: torch.devi
     runs, num_bytes = [], 0
     for layer in engine.layers:
         block, _ = by_role(layer.ffn.blocks)
-        assert block is not None and block.up is not None
+        assert isinstance(block, NeuronBlock) and block.up is not None
         count = len(block.id_N)
         is_chosen_N = torch.rand(count, generator=torch.Generator().manual_seed(0)) < CHOSEN_SHARE
         row_bytes = block.gate.weight.row_bytes + block.up.weight.row_bytes + block.down.row_bytes

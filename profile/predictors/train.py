@@ -31,6 +31,7 @@ from hotsplit.profile.predictors.predictor_options import KEPT_TOKENS, Predictor
 from hotsplit.profile.predictors.selection import Examiner, Tally
 from hotsplit.profile.profile_config import ProfileConfig
 from hotsplit.runtime.kernels.gate import Gate
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 Trained = tuple[Predictors, tuple[LayerQuality, ...]]
 
@@ -45,6 +46,7 @@ def train(
     tried, layers = PredictorChoices.of(config.predictor_rank, model), list[LayerTrainer]()
     for index, (layer, gate) in enumerate(zip(run.engine.layers, gates, strict=True)):
         (block,) = layer.ffn.blocks  # an engine without a plan has one block per layer
+        assert isinstance(block, NeuronBlock)
         trainer = LayerTrainer(
             gate=gate,
             gate_FD=block.gate.weight.rows(block.id_N),

@@ -16,11 +16,13 @@ from hotsplit.files.gguf_file import TensorEntry, release
 from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import Neurons
 from hotsplit.model.tensors import OUTPUT_GATE, in_layout
+from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.neurons.feed_forward import SharedNeurons
 from hotsplit.runtime.ops.route import Router
 from hotsplit.runtime.weights.expert_block import ExpertBlock, ExpertMatrices
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
@@ -175,37 +177,35 @@ class ExpertLoader:
         bias_EN = vector_of(entry, CPU)
         return store.neuron_bias(bias_EN if ids is None else bias_EN[torch.from_numpy(ids)])
 
-    def shared(self) -> tuple[NeuronBlock, Linear | None] | None:
-        """The block of the shared experts, and their gate; None without any."""
+    def shared(self, rule: Gate) -> SharedNeurons | None:
+        """The shared experts, if there are any. On a GPU they are a part of what every token reads,
+        in its bytes, too."""
         neurons = self.model.spec.layers[self.layer].shared
         if neurons is None:
             return None
-        gate = None
-        if neurons.has_output_gate:
-            values_D = self._vector(OUTPUT_GATE)
-            assert values_D is not None
-            weight = Matrix(data=values_D[None], kind="f32", width=len(values_D))
-            gate = Linear(weight=weight)
-        return self._shared_block(neurons), gate
-
-    def _shared_block(self, neurons: Neurons) -> NeuronBlock:
-        """On a GPU it is a part of what every token reads, in its bytes, too."""
         store, entries = self.stores.on(self.device), list(map(self._entry, self._names(neurons)))
         if self.device == CPU:
             matrices = self._neurons(store, entries, 0, 0)
         else:
             matrices = [store.matrix(entry, "attention") for entry in entries]
-        gate, *up, own_down = matrices
-        return NeuronBlock(
+        gate, *up, down = matrices
+        block = NeuronBlock(
             role="hot",
             gate=Linear(weight=gate),
             up=Linear(weight=up[0]) if up else None,
-            down=own_down,
+            down=down,
             id_N=store.neuron_ids(np.arange(neurons.number), is_all=True),
             row_N=None,
             is_whole=True,
             is_by_output=self._is_by_output,
         )
+        output_gate = None
+        if neurons.has_output_gate:
+            values_D = self._own_vector(OUTPUT_GATE)
+            output_gate = Linear(
+                weight=Matrix(data=values_D[None], kind="f32", width=len(values_D))
+            )
+        return SharedNeurons(block=block, rule=rule, gate=output_gate)
 
     def _entry(self, name: str) -> TensorEntry:
         return self.model.entry(self.layer, name)

@@ -11,8 +11,7 @@ from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp
-from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
-from hotsplit.runtime.ops.neurons.shared import SharedExperts
+from hotsplit.runtime.ops.neurons.feed_forward import FeedForward, SharedNeurons
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.route import Router
 from hotsplit.runtime.weights.matrix import Linear, Matrix
@@ -28,7 +27,7 @@ class Layer:
     mixer: Attention | RecurrentOp
     ffn: FeedForward
     router: Router | None = None  # with one, the layer has experts
-    shared: SharedExperts | None = None
+    shared: SharedNeurons | None = None
     own: Mapping[str, LoadedOp] = field(
         default_factory=dict
     )  # those of the spec's operations, by kind

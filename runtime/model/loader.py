@@ -33,7 +33,6 @@ from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotary
 from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp, load_all
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
-from hotsplit.runtime.ops.neurons.shared import SharedExperts
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.predict import Predictor
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
@@ -172,13 +171,12 @@ class Builder:
                 layer=index,
                 num_neurons=self.model.spec.layers[index].neurons.number,
                 gate=self.gate(index),
-                blocks=self.neurons.blocks(index),
+                blocks=experts.experts() or self.neurons.blocks(index),
                 down_bias_D=self.vector(f"blk.{index}.ffn_down.bias", device),
                 predictor=None if spec.predict is None else self.predictor(index, device),
-                experts=experts.experts(),
             ),
             router=experts.router(),
-            shared=self.shared(experts),
+            shared=experts.shared(self.gate(index)),
             own=own,
         )
 
@@ -191,22 +189,6 @@ class Builder:
             computes_all=computes_all(self.mode),
             resident_N=None if self.resident_LN is None else self.resident_LN[index],
         )
-
-    def shared(self, experts: ExpertLoader) -> SharedExperts | None:
-        """The shared experts of a layer, if it has any."""
-        found = experts.shared()
-        if found is None:
-            return None
-        block, gate = found
-        ffn = FeedForward(
-            layer=experts.layer,
-            num_neurons=len(block.id_N),
-            gate=self.gate(experts.layer),
-            blocks=(block,),
-            down_bias_D=None,
-            predictor=None,
-        )
-        return SharedExperts(ffn=ffn, gate=gate)
 
     def gate(self, index: int) -> Gate:
         return Gate.of(

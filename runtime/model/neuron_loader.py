@@ -45,11 +45,9 @@ class NeuronLoader:
     transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
 
     def blocks(self, index: int) -> tuple[NeuronBlock, ...]:
-        """The blocks of a layer, the hot one first; none if it has experts. Each has matrices of
-        its own, except a cold block whose matrices stay in the file or whose layer has slots: it
-        refers to the whole matrices."""
-        if self.spec.layers[index].neurons.are_experts:
-            return ()
+        """The blocks of a layer without experts, the hot one first. Each has matrices of its own,
+        except a cold block whose matrices stay in the file or whose layer has slots: it refers to
+        the whole matrices."""
         if runs_by_output(self.model, self.placement, reads_all=self._reads_all(index)):
             return (self._block_by_output(index),)
         down = self._down(index)

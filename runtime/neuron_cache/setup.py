@@ -18,6 +18,7 @@ from hotsplit.runtime.neuron_cache.cache_slots import Residency
 from hotsplit.runtime.neuron_cache.expert_parts import ExpertLayer
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
+from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.neuron_block import by_role
 
 
@@ -100,8 +101,9 @@ def first_residents(model: ModelFile, plan: Split) -> tuple[np.ndarray, ...]:
 def not_copied(weights: Weights, resident_LN: Sequence[np.ndarray]) -> str:
     """Why experts cannot be copied to slots beside a step; "" if they can."""
     for layer, ids in enumerate(resident_LN):
-        hot, cold = by_role(weights.layers[layer].ffn.experts) if len(ids) else (None, None)
-        if hot is None or cold is None or ExpertLayer(hot=hot, cold=cold).can_be_copied:
+        hot, cold = by_role(weights.layers[layer].ffn.blocks) if len(ids) else (None, None)
+        if not isinstance(hot, ExpertBlock) or not isinstance(cold, ExpertBlock):
             continue
-        return "experts in main memory are not pinned, so copies would stop the steps"
+        if not ExpertLayer(hot=hot, cold=cold).can_be_copied:
+            return "experts in main memory are not pinned, so copies would stop the steps"
     return ""

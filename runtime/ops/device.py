@@ -1,16 +1,50 @@
-"""Submits the kernels of a GPU's operations to its stream."""
+"""Submits the kernels of a GPU's operations to its stream: those of a step for some rows, and a
+pass's products, of as many rows as a prompt has, in tiles.
+
+In tiles, a matrix multiplies values in a type of 16 bits, or in f32 (tile_dtype). Where they may
+exceed what f16 takes, a row's values are divided by a power of two first, which is exact.
+
+Letters: T rows, D columns, N rows of a matrix."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.device.streams import Stream
+from hotsplit.runtime.kernels.stored import StoredMatrix
 from hotsplit.runtime.weights.matrix import Linear
 
 if TYPE_CHECKING:
     from hotsplit.runtime.kernels.gpu.kernels import Kernels
+
+
+def tile_dtype(kind: str) -> torch.dtype:
+    """The type in which a matrix of this kind is multiplied: bf16 stays, because its values may
+    exceed f16's range, and so does f32, whose results are compared with other programs'."""
+    return {"f32": torch.float32, "bf16": torch.bfloat16}.get(file_kind(kind), torch.float16)
+
+
+LEAST_TILE_ROWS = 16  # of a matrix whose products are tiles; smaller ones have row kernels
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Values [T, D] in the type of a product, and the powers of two [T] that they are divided
+    by."""
+
+    values_TD: Tensor
+    power_T: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.values_TD, self.power_T
+
+    def __len__(self) -> int:
+        return len(self.values_TD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +67,9 @@ class Launcher:
             writes=[t for t in writes if t is not None],
         )
 
-    def project(self, linears: Sequence[Linear], x_D: Tensor, out: Tensor) -> None:
+    def project(self, linears: Sequence[Linear], x_D: Tensor | Rounded, out: Tensor) -> None:
         """The products of several matrices with the same vector, side by side."""
+        assert isinstance(x_D, Tensor)
         start = 0
         for linear in linears:
             stop = start + linear.weight.num_rows
@@ -58,3 +93,101 @@ class Launcher:
             [weight.data, bias_N, x_D],
             [out_N],
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileLauncher(Launcher):
+    """`rounded_room` and `power_T`: memory for rounded values of the widest product, and for their
+    powers."""
+
+    rounded_room: Tensor  # f32, flat
+    power_T: Tensor  # f32
+    hidden_power_T: Tensor  # likewise, of hidden values; one for each pair
+
+    def rounded(self, x: Tensor | Rounded, kind: str) -> Rounded:
+        """The values in the type of a matrix of this kind, valid until the next call."""
+        dtype = tile_dtype(kind)
+        if isinstance(x, Rounded):
+            assert x.values_TD.dtype == dtype, (x.values_TD.dtype, kind)
+            return x
+        if x.dtype == dtype:
+            return Rounded(x, None)
+        target = self.room_for(x, dtype)
+        self.round(x, None, None, None, 0.0, target, None)
+        return target
+
+    def room_for(self, x_TD: Tensor, dtype: torch.dtype) -> Rounded:
+        """Memory for rounded values; all of it is the same."""
+        has_power = dtype == torch.float16 and x_TD.dtype == torch.float32
+        return Rounded(
+            self.rounded_room.view(dtype)[: x_TD.numel()].view(x_TD.shape),
+            self.power_T[: len(x_TD)] if has_power else None,
+        )
+
+    def round(
+        self,
+        x_TD: Tensor,
+        added_TD: Tensor | None,
+        weight_D: Tensor | None,
+        bias_D: Tensor | None,
+        epsilon: float,
+        target: Rounded,
+        sum_TD: Tensor | None,
+    ) -> None:
+        """sum = x + added; target = the norm of that, if it has weights, rounded."""
+        self.launch(
+            lambda: self.kernels.round_tokens(
+                x_TD, added_TD, weight_D, bias_D, epsilon, target.values_TD, target.power_T, sum_TD
+            ),
+            [x_TD, added_TD, weight_D, bias_D],
+            [*target.tensors, sum_TD],
+        )
+
+    def multiply(self, linear: Linear, x: Rounded, out_TN: Tensor) -> None:
+        weight, bias_N = linear.weight, linear.bias_N
+        self.launch(
+            lambda: self.kernels.multiply(weight, bias_N, x.values_TD, x.power_T, out_TN),
+            [weight.data, bias_N, *x.tensors],
+            [out_TN],
+        )
+
+    def multiply_down(
+        self, matrix: StoredMatrix, hidden: Rounded, out_TD: Tensor, *, is_added: bool
+    ) -> None:
+        self.launch(
+            lambda: self.kernels.multiply_down(
+                matrix, hidden.values_TD, hidden.power_T, out_TD, is_added=is_added
+            ),
+            [matrix.data, *hidden.tensors, out_TD if is_added else None],
+            [out_TD],
+        )
+
+    def project(self, linears: Sequence[Linear], x_D: Tensor | Rounded, out: Tensor) -> None:
+        start, rounded = 0, dict[torch.dtype, Rounded]()
+        for linear in linears:
+            stop = start + linear.weight.num_rows
+            if isinstance(x_D, Rounded) or self.is_tiled(linear):
+                dtype = tile_dtype(linear.weight.kind)
+                if dtype not in rounded:
+                    rounded = {dtype: self.rounded(x_D, linear.weight.kind)}
+                self.multiply(linear, rounded[dtype], out[:, start:stop])
+            else:
+                self.dot(linear, x_D, out[:, start:stop])
+            start = stop
+
+    def dot(
+        self,
+        linear: Linear,
+        x_D: Tensor,
+        out_N: Tensor,
+        *,
+        has_relu: bool = False,
+        cap: float | None = None,
+    ) -> None:
+        if has_relu or cap is not None or not self.is_tiled(linear):
+            super().dot(linear, x_D, out_N, has_relu=has_relu, cap=cap)
+        else:
+            self.multiply(linear, self.rounded(x_D, linear.weight.kind), out_N)
+
+    def is_tiled(self, linear: Linear) -> bool:
+        return linear.weight.num_rows >= LEAST_TILE_ROWS

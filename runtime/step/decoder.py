@@ -194,9 +194,9 @@ def _seen_layer(
             values["ffn_out"] = last, [*before, written]
         elif op.kind == "route":
             route = first, read
-    num_neurons = layer.ffn.num_neurons
+    num_neurons = layer.spec.neurons.of_expert
     if layer.router is not None:
-        num_neurons = layer.router.spec.num_used * len(layer.ffn.experts[0].id_F)
+        num_neurons *= layer.router.spec.num_used
     widths = {
         "attn_heads": layer.spec.mixer.query_size,
         "ffn_gate": num_neurons,
@@ -205,7 +205,7 @@ def _seen_layer(
     if layer.spec.predict:
         widths["ffn_predicted"] = num_neurons
     if layer.shared is not None:
-        widths["ffn_shared_hidden"] = layer.shared.ffn.num_neurons
+        widths["ffn_shared_hidden"] = layer.shared.block.num_units
     return SeenLayer(begin=begin, end=end, values=values, widths=widths, route=route)
 
 

@@ -102,7 +102,7 @@ def _copying_bits(places: Sequence[LayerPlace]) -> list[LayerPlace]:
 
 
 def roles_of(layer: "Layer") -> tuple["Role", ...]:
-    return tuple(block.role for block in layer.ffn.experts or layer.ffn.blocks)
+    return tuple(block.role for block in layer.ffn.blocks)
 
 
 def host_form(weights: "Weights") -> StepForm:

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.gpu.launch import INEXACT_ROWS
-from hotsplit.runtime.kernels.gpu.ranges import down_parts
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
-from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
 from hotsplit.runtime.ops.structs import MAX_ROWS
@@ -56,7 +55,7 @@ from hotsplit.runtime.step.program import (
     pass_programs,
     step_program,
 )
-from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.runtime.weights.expert_block import ExpertBlock, UnitBlock
 from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 
 
@@ -178,87 +177,82 @@ class _Builder:
         found = {}
         for index in self.passes.streamed:
             layer = self.weights.layers[index]
-            if layer.router is None:
-                continue
-            _, cold = by_role(layer.ffn.experts)
-            assert cold is not None
-            place_E = torch.from_numpy(cold.places.astype(np.int32))
-            native = NativeExperts.of(
-                replace(cold, place_E=place_E),
-                layer.ffn.gate,
-                layer.router.spec.num_used,
-                x_D=self.host.ffn_in_2TD[index % 2],
-                routed=self.host.routed_TR,
-                room=room,
-                y_D=self.host.cold_out_TD,
-            )
-            found[index] = SomeExperts(native, place_E)
+            _, cold = by_role(layer.ffn.blocks)
+            if isinstance(cold, ExpertBlock):
+                place_E = torch.from_numpy(cold.places.astype(np.int32))
+                native = self._native(index, replace(cold, place_E=place_E), room, is_part=True)
+                found[index] = SomeExperts(native, place_E)
         return found
 
-    def _divide(self, index: int, room: SharedWorkspace, cache: HybridCache | None) -> DividedLayer:
-        layer = self.weights.layers[index]
-        if layer.router is not None:
-            return self._divide_experts(index, layer, room, cache)
-        hot, cold = by_role(layer.ffn.blocks)
-        native, named_W, fired_W, hot_bits = None, self.host.named_TW, None, None
-        is_named = layer.spec.predict is not None
-        if cache is not None:
-            hot_bits, cold_W = cache.hot_bits(index), cache.cold_bits(index)
-            if not is_named:
-                fired_W = cold_W
-            elif cold_W is not None:
-                named_W = cold_W
-        if cold is not None and (hot is not None or self.placement.dense_on_gpu[index]):
-            native = NativeNeurons.of(
+    def _native(
+        self,
+        index: int,
+        cold: UnitBlock,
+        room: SharedWorkspace,
+        *,
+        is_part: bool,
+        named_W: Tensor | None = None,
+        fired_W: Tensor | None = None,
+        routed_R: Tensor | None = None,
+    ) -> NativeNeurons:
+        """The CPU's call for units of a layer, of which a GPU may have a part."""
+        host, layer = self.host, self.weights.layers[index]
+        gate, x_D = layer.ffn.gate, host.ffn_in_2TD[index % 2]
+        y_D = host.cold_out_TD if is_part else host.ffn_out_TD
+        if isinstance(cold, ExpertBlock):
+            assert layer.router is not None
+            num_used, routed = layer.router.spec.num_used, routed_R
+            return NativeNeurons.of_experts(
                 cold,
-                layer.ffn.gate,
-                layer.ffn.num_neurons,
-                x_D=self.host.ffn_in_2TD[index % 2],
-                named_W=named_W if is_named else None,
-                y_D=self.host.ffn_out_TD if hot is None else self.host.cold_out_TD,
+                gate,
+                num_used,
+                x_D=x_D,
+                routed=host.routed_TR if routed is None else routed,
+                y_D=y_D,
                 room=room,
-                fired_W=fired_W,
             )
-        is_partial = hot is not None and not hot.is_whole
-        return DividedLayer(
-            index=index,
-            layer=layer,
-            hot=hot,
-            hot_id_N=hot.id_N.to(torch.int32) if hot is not None and is_partial else None,
-            cold=native,
-            num_parts=down_parts(len(hot.id_N), hot.down.width) if hot else 0,
+        return NativeNeurons.of(
+            cold,
+            gate,
+            layer.ffn.num_neurons,
+            x_D=x_D,
             named_W=named_W,
-            hot_bits=hot_bits,
-            own_rows=self.own_rows_L[index],
+            y_D=y_D,
+            room=room,
+            fired_W=fired_W,
         )
 
-    def _divide_experts(
-        self, index: int, layer: Layer, room: SharedWorkspace, cache: HybridCache | None
-    ) -> DividedLayer:
-        hot, cold = by_role(layer.ffn.experts)
-        assert layer.router is not None
-        num_used, native = layer.router.spec.num_used, None
-        routed_R = None if cache is None else cache.routed(index)
-        is_on_gpu = self.placement.dense_on_gpu[index]
+    def _divide(self, index: int, room: SharedWorkspace, cache: HybridCache | None) -> DividedLayer:
+        layer, is_on_gpu = self.weights.layers[index], self.placement.dense_on_gpu[index]
+        hot, cold = by_role(layer.ffn.blocks)
+        is_named, hot_id_N, native = layer.spec.predict is not None, None, None
+        named_W, bits_W, hot_bits, routed_R = self.host.named_TW, None, None, None
+        if cache is not None:
+            bits_W, hot_bits = cache.cold_bits(index), cache.hot_bits(index)
+            routed_R = cache.routed(index)
+            named_W = bits_W if is_named and bits_W is not None else named_W
+        if isinstance(hot, NeuronBlock) and not hot.is_whole:
+            hot_id_N = hot.id_N.to(torch.int32)
         if cold is not None and (hot is not None or is_on_gpu):
-            native = NativeExperts.of(
+            native = self._native(
+                index,
                 cold,
-                layer.ffn.gate,
-                num_used,
-                x_D=self.host.ffn_in_2TD[index % 2],
-                routed=self.host.routed_TR if routed_R is None else routed_R,
-                room=room,
-                y_D=self.host.ffn_out_TD if hot is None else self.host.cold_out_TD,
+                room,
+                is_part=hot is not None,
+                named_W=named_W if is_named else None,
+                fired_W=None if is_named else bits_W,
+                routed_R=routed_R,
             )
         return DividedLayer(
             index=index,
             layer=layer,
             hot=hot,
-            hot_id_N=None,
+            hot_id_N=hot_id_N,
             cold=native,
-            num_parts=0 if hot is None else self._hot_sizes(layer, hot)[1],
+            num_parts=self._hot_sizes(layer, hot)[1],
             num_shared=self._num_shared(layer) if is_on_gpu else 0,
-            named_W=self.host.named_TW,
+            named_W=named_W,
+            hot_bits=hot_bits,
             routed_R=routed_R,
             own_rows=self.own_rows_L[index],
         )
@@ -421,8 +415,8 @@ class _Builder:
                 if predictor is not None:
                     found = (predictor.down, predictor.up)
                     kinds |= {linear.weight.kind for linear in found if linear is not None}
-                for block in layer.shared.ffn.blocks if layer.shared else ():
-                    kinds |= {matrix.kind for matrix in block.matrices}
+                if layer.shared is not None:
+                    kinds |= {matrix.kind for matrix in layer.shared.block.matrices}
             if isinstance(divided.hot, NeuronBlock):  # experts are computed row by row
                 kinds |= {matrix.kind for matrix in divided.hot.matrices}
         return kinds.isdisjoint(INEXACT_ROWS)
@@ -493,19 +487,17 @@ class _Builder:
             on_cpu=self.on_cpu,
         )
 
-    def _hot_sizes(self, layer: Layer, hot: NeuronBlock | ExpertBlock | None) -> tuple[int, int]:
+    def _hot_sizes(self, layer: Layer, hot: UnitBlock | None) -> tuple[int, int]:
         if hot is None:
             return 0, 0
-        num_hot = len(hot.id_N) if isinstance(hot, NeuronBlock) else len(hot.gate.data)
         width = self.weights.spec.hidden_size
-        return hot_sizes(layer.spec, num_hot, width, is_by_output=hot.is_by_output)
+        return hot_sizes(layer.spec, hot.num_units, width, is_by_output=hot.is_by_output)
 
     def _num_shared(self, layer: Layer) -> int:
         if layer.shared is None:
             return 0
-        (block,) = layer.shared.ffn.blocks
         width = self.weights.spec.hidden_size
-        return shared_parts(layer.spec, width, is_by_output=block.is_by_output)
+        return shared_parts(layer.spec, width, is_by_output=layer.shared.block.is_by_output)
 
 
 def _submit(main: Stream, submissions: Mapping[int, Submission], needed: Mapping[int, int]) -> None:

@@ -19,7 +19,7 @@ vocabulary; in `tables`, S sequences and N blocks of each."""
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,11 +30,10 @@ from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts, expert_parts
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend
-from hotsplit.runtime.ops.device import Launcher
+from hotsplit.runtime.ops.device import Launcher, Rounded
 from hotsplit.runtime.ops.embed import launch_embed
 from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp, Slots
 from hotsplit.runtime.ops.neurons import gpu as of_neurons
-from hotsplit.runtime.ops.neurons.chosen import NativeExperts
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.predict import launch_predict
@@ -42,7 +41,7 @@ from hotsplit.runtime.ops.route import launch_route
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.step.native_parts import beginning, first
 from hotsplit.runtime.step.program import HOST, device_of, name_of
-from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.runtime.weights.expert_block import ExpertBlock, UnitBlock
 from hotsplit.runtime.weights.matrix import Matrix
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
@@ -63,9 +62,9 @@ class DividedLayer:
 
     index: int
     layer: Layer
-    hot: NeuronBlock | ExpertBlock | None
+    hot: UnitBlock | None
     hot_id_N: Tensor | None  # int32
-    cold: NativeNeurons | NativeExperts | None
+    cold: NativeNeurons | None
     num_parts: int  # S, the partial sums of the hot neurons, or of the outputs of all hot experts
     num_shared: int = 0  # partial sums of shared experts
     num_cold: int = 0  # 1: cold neurons or experts are streamed to the GPU, in a pass
@@ -215,7 +214,7 @@ class DeviceBuffers:
     token_T: Tensor  # int64
     position_T: Tensor  # int64
     sequence_T: Tensor  # int32
-    run_T3: Tensor  # int32, runs of rows (kernels.gpu.delta); as many as rows at most
+    run_T3: Tensor  # int32, runs of rows (kernels.gpu.delta): at most as many, one in a pass
     writes_T: Tensor  # int32, the slot that takes the state after a row
     tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those of a cache in blocks on the GPU
     x_D: Tensor  # the hidden state
@@ -280,7 +279,7 @@ class DeviceBuffers:
             token_T=take((max_rows,), torch.int64),
             position_T=take((max_rows,), torch.int64),
             sequence_T=take((max_rows,), torch.int32),
-            run_T3=take((max_rows, 3 * spec.has_states), torch.int32),
+            run_T3=take((1 if is_pass else max_rows, 3 * spec.has_states), torch.int32),
             writes_T=take((max_rows * spec.has_states,), torch.int32),
             tables={
                 table: take(tuple(table.block_SN.shape), torch.int32)
@@ -337,6 +336,7 @@ _VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V", "shared_2")
 class DeviceKernels(Launcher):
     """Submits the operations of a GPU, on its buffers, to its stream."""
 
+    is_pass: ClassVar[bool] = False
     buffers: DeviceBuffers
 
     def value(self, name: str, divided: DividedLayer | None) -> Tensor:
@@ -390,7 +390,7 @@ class DeviceKernels(Launcher):
         b = self.buffers
         launch_embed(self, embedding, b.token_T, b.x_D, scale=scale, has_positions=has_positions)
 
-    def attention(self, layer: Layer, x_D: Tensor) -> None:
+    def attention(self, layer: Layer, x_D: Tensor | Rounded) -> None:
         """Writes attention's output to the first row of sum_PD."""
         b, (qkv, heads) = self.buffers, self.attended(layer)
         table_SN = b.tables.get(layer.attention.cache.table)
@@ -400,7 +400,9 @@ class DeviceKernels(Launcher):
             table_SN=table_SN,
         )
         self.inputs(layer, x_D)
-        launch_attend(self, layer.attention, qkv, at, b.of_attention[2], heads)
+        is_pass, attention = self.is_pass, layer.attention
+        room = b.of_attention[2]
+        heads = launch_attend(self, attention, qkv, at, room, heads, is_pass=is_pass)
         self.output(layer, heads)
 
     @property
@@ -414,7 +416,7 @@ class DeviceKernels(Launcher):
         else:
             own.launch(self, read, written, self.buffers.room)
 
-    def inputs(self, layer: Layer, x_D: Tensor) -> None:
+    def inputs(self, layer: Layer, x_D: Tensor | Rounded) -> None:
         self.project(layer.attention.inputs, x_D, self.attended(layer)[0])
 
     def output(self, layer: Layer, heads: Tensor) -> None:
@@ -458,7 +460,7 @@ class DeviceKernels(Launcher):
         b, shared = self.buffers, divided.layer.shared
         assert shared is not None
         rows = divided.rows("shared_out")
-        hidden_F = b.first(b.hidden, shared.ffn.num_neurons)
+        hidden_F = b.first(b.hidden, shared.block.num_units)
         of_neurons.launch_shared(
             self,
             shared,

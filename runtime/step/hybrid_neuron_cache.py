@@ -26,7 +26,8 @@ from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.neuron_rows import NeuronRows, SlotLayer
 from hotsplit.runtime.neuron_cache.policy import packed
 from hotsplit.runtime.step.backend import Backend
-from hotsplit.runtime.weights.neuron_block import by_role
+from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 
 
 class HybridCache(ABC):
@@ -105,7 +106,7 @@ class HybridNeuronCache(HybridCache):
 
     def _layer(self, weights: Weights, index: int) -> SlotLayer:
         hot, cold = by_role(weights.layers[index].ffn.blocks)
-        assert hot is not None and cold is not None, index
+        assert isinstance(hot, NeuronBlock) and isinstance(cold, NeuronBlock), index
         slot_F = None
         if self.packs_bits:
             slots = torch.from_numpy(self.cache.residency.slot_LF[index])
@@ -152,8 +153,9 @@ class HybridExpertCache(HybridCache):
         self._num_used: dict[int, int] = {}
         for index in self._cached:
             layer = weights.layers[index]
-            hot, cold = by_role(layer.ffn.experts)
-            assert hot is not None and cold is not None and layer.router is not None, index
+            hot, cold = by_role(layer.ffn.blocks)
+            assert isinstance(hot, ExpertBlock) and isinstance(cold, ExpertBlock), index
+            assert layer.router is not None
             self._layers[index] = ExpertLayer(hot=hot, cold=cold)
             self._num_used[index] = layer.router.spec.num_used
         num_layers, num_experts = cache.residency.slot_LF.shape

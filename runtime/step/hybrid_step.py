@@ -22,9 +22,8 @@ from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.launch import ROWS
-from hotsplit.runtime.ops.neurons.chosen import ChosenStruct
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.neurons.native import NeuronsStruct
+from hotsplit.runtime.ops.neurons.native import ChosenStruct, NeuronsStruct
 from hotsplit.runtime.prefill.cold_stream import ColdStream
 from hotsplit.runtime.prefill.expert_stream import ExpertStream
 from hotsplit.runtime.step.batch import LogitsMemory, Row, prepared, runs_of

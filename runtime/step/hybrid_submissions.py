@@ -18,11 +18,11 @@ from torch import Tensor
 from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.ops.device import Rounded
 from hotsplit.runtime.ops.head import launch_head
 from hotsplit.runtime.ops.norm import launch_add_norm
-from hotsplit.runtime.ops.tiles import Rounded
 from hotsplit.runtime.step.hybrid_device import DeviceKernels, DividedLayer
-from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning, neuron_node
+from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginning
 from hotsplit.runtime.step.native_step import overwritten
 from hotsplit.runtime.step.pass_device import PassKernels
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, edges, is_added, is_read, name_of
@@ -240,7 +240,9 @@ class Lowering:
         if dtype is not None and isinstance(device, PassKernels):
             target = self.rounded[out] = device.room_for(out_D, dtype)
             added_TD = None if sum_PD is None else sum_PD[0]
-            work = partial(device.round, x_D, added_TD, norm, target, kept_D)
+            assert norm is not None
+            weights = norm.weight_D, norm.bias_D, norm.epsilon
+            work = partial(device.round, x_D, added_TD, *weights, target, kept_D)
         else:
             work = partial(
                 launch_add_norm,
@@ -342,7 +344,7 @@ class Lowering:
             return partial(_copy_to_rows, device, self._tensor(op.writes[0], op.layer), bias_D)
         if op.is_beside:
             assert op.kind == "neurons" and divided.cold is not None, op
-            return neuron_node(divided.cold)
+            return divided.cold.node
         rounded = self.rounded.pop(op.reads[0], None)
         if rounded is not None:
             assert isinstance(device, PassKernels)
@@ -408,7 +410,7 @@ class Lowering:
         b, host = device.buffers, self.host
         device.main.copy(b.position_T, host.position_T)
         if b.run_T3.numel():
-            device.main.copy(b.run_T3, host.run_T3)
+            device.main.copy(b.run_T3, host.run_T3[: len(b.run_T3)])
             device.main.copy(b.writes_T, host.writes_T)
         if b.tables:
             device.main.copy(b.sequence_T, host.sequence_T)

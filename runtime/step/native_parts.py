@@ -20,8 +20,6 @@ from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.ops.neurons.chosen import NativeExperts
-from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.structs import MAX_ROWS, members
 from hotsplit.runtime.step.native_step import (
     OpStruct,
@@ -258,15 +256,3 @@ class NativeParts:
             writes=shared(value for op in ops for value in (*op.writes, *overwritten(op))),
             kept=(struct, self) if named_TW is None else (struct, self, named_TW),
         )
-
-
-def neuron_node(neurons: NativeNeurons | NativeExperts) -> HostNode:
-    """The node for the cold neurons or experts of a layer."""
-    function, argument = neurons.node
-    return HostNode(
-        function=function,
-        argument=argument,
-        reads=neurons.reads,
-        writes=neurons.writes,
-        kept=(neurons,),
-    )

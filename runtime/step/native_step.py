@@ -30,11 +30,7 @@ from hotsplit.runtime.ops.attention.native import (
 from hotsplit.runtime.ops.attention.rotary import Rotaries, RotaryStruct
 from hotsplit.runtime.ops.loaded_op import LoadedOp
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.neurons.native import (
-    FeedForwardStruct,
-    feed_forward_struct,
-    mixture_struct,
-)
+from hotsplit.runtime.ops.neurons.native import FeedForwardStruct, feed_forward_struct
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
 from hotsplit.runtime.ops.predict import PredictorStruct, predictor_struct
 from hotsplit.runtime.ops.route import RouteStruct, route_struct
@@ -335,16 +331,10 @@ def types_of(layers: Sequence[Layer]) -> CacheTypes:
     return types
 
 
-def _own_neurons(layer: Layer) -> int:
-    """Neurons of a block: of the layer, or of an expert."""
-    experts = layer.ffn.experts
-    return len(experts[0].id_F) if experts else layer.ffn.num_neurons
-
-
 def _most_neurons(layer: Layer) -> int:
     """Neurons of the layer that are computed together."""
-    own = _own_neurons(layer)
-    return own if layer.shared is None else max(own, layer.shared.ffn.num_neurons)
+    own = layer.spec.neurons.of_expert
+    return own if layer.shared is None else max(own, layer.shared.block.num_units)
 
 
 class StepBuilder(Structs):
@@ -435,16 +425,14 @@ class StepBuilder(Structs):
             else attention_struct(self, layer.attention, self.rotaries, self.tables, projects=True),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
-            feed_forward=mixture_struct(self, ffn.gate, ffn.experts)
-            if ffn.experts and has_neurons
-            else feed_forward_struct(
-                self, ffn.gate, _own_neurons(layer), ffn.blocks if has_neurons else ()
+            feed_forward=feed_forward_struct(
+                self, ffn.gate, layer.spec.neurons.of_expert, ffn.blocks if has_neurons else ()
             ),
         )
         struct.feed_forward.down_bias = self.vector(ffn.down_bias_D, layer.mixer.output.num_outputs)
         if layer.shared is not None:
-            own, gate = layer.shared.ffn, layer.shared.gate
-            struct.shared = feed_forward_struct(self, own.gate, own.num_neurons, own.blocks)
+            own, gate = layer.shared, layer.shared.gate
+            struct.shared = feed_forward_struct(self, own.rule, own.block.num_units, (own.block,))
             struct.shared_gate = MatrixStruct() if gate is None else self.linear(gate)
         return struct
 

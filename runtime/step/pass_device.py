@@ -11,6 +11,7 @@ experts, G tiles of pairs, A some experts."""
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,15 +30,12 @@ from hotsplit.runtime.kernels.gpu.expert_pairs import (
 )
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend_tokens
-from hotsplit.runtime.ops.loaded_op import Slots
+from hotsplit.runtime.ops.device import Rounded, TileLauncher, tile_dtype
 from hotsplit.runtime.ops.neurons import gpu as of_neurons
-from hotsplit.runtime.ops.neurons.chosen import NativeExperts
-from hotsplit.runtime.ops.tiles import Rounded, TileLauncher, tile_dtype
+from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.prefill.cold_stream import ColdStream
 from hotsplit.runtime.prefill.expert_stream import ExpertStream
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer, Take
-from hotsplit.runtime.step.native_parts import neuron_node
 from hotsplit.runtime.step.program import Op
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.matrix import Linear
@@ -174,19 +172,14 @@ class PassSetup:
 
 
 def _part_of(layer: Layer, is_streamed: bool) -> LayerPart:
-    blocks: Sequence[NeuronBlock | ExpertBlock] = layer.ffn.experts or layer.ffn.blocks
+    blocks = layer.ffn.blocks
     hot, _ = by_role(blocks)
-    num_hot = 0
-    if isinstance(hot, ExpertBlock):
-        num_hot = len(hot.gate.data)
-    elif hot is not None:
-        num_hot = len(hot.id_N)
-    shared = layer.shared.ffn.blocks[0].is_by_output if layer.shared else False
     return LayerPart(
         layer=layer.spec,
-        num_hot=num_hot,
+        num_hot=0 if hot is None else hot.num_units,
         is_streamed=is_streamed,
-        is_by_output=blocks[0].is_by_output or shared,
+        is_by_output=blocks[0].is_by_output
+        or bool(layer.shared and layer.shared.block.is_by_output),
     )
 
 
@@ -205,7 +198,7 @@ def _columns(spec: ModelSpec) -> Iterable[int]:
 class SomeExperts:
     """The CPU's call for those experts of a layer that have a place in `place_E`."""
 
-    native: NativeExperts
+    native: NativeNeurons
     place_E: Tensor  # int32
 
 
@@ -214,6 +207,7 @@ class PassKernels(TileLauncher, DeviceKernels):
     """Submits the operations of a pass on a GPU. `streams`: of layers whose cold neurons or experts
     may be streamed."""
 
+    is_pass: ClassVar[bool] = True
     room: PassRoom
     streams: Mapping[int, ColdStream | ExpertStream]
     on_cpu: Mapping[int, SomeExperts]  # of layers whose experts may be streamed
@@ -233,30 +227,12 @@ class PassKernels(TileLauncher, DeviceKernels):
             return {None}
         return {tile_dtype(linear.weight.kind) for linear in inputs}
 
-    def attention(self, layer: Layer, x_D: Tensor | Rounded) -> None:
-        b, (qkv, heads) = self.buffers, self.attended(layer)
-        attention = layer.attention
-        table_SN = b.tables.get(attention.cache.table)
-        at = Positions(
-            position_T=b.position_T,
-            sequence_T=None if table_SN is None else b.sequence_T,
-            table_SN=table_SN,
-        )
-        self.project(attention.inputs, x_D, qkv)
-        heads_TH = launch_attend_tokens(self, attention, qkv, at, b.of_attention[2], heads)
-        self.output(layer, heads_TH)
-
-    @property
-    def slots(self) -> Slots:
-        return self.buffers.run_T3[:1], self.buffers.writes_T
-
     def shared(self, divided: DividedLayer, x_D: Tensor) -> None:
         b, shared = self.buffers, divided.layer.shared
         assert shared is not None
         out_TD = b.sum_PD[divided.rows("shared_out").start]
-        (block,) = shared.ffn.blocks
         if shared.gate is None:
-            self._neurons(block, shared.ffn.gate, x_D, out_TD)
+            self._neurons(shared.block, shared.rule, x_D, out_TD)
             return
         # One expert of every row.
         pairs, weight_P = self.room.pairs.rows(len(x_D), 1, 1), self.room.pairs.weight_P
@@ -373,11 +349,11 @@ class PassKernels(TileLauncher, DeviceKernels):
         rounding of the devices. Rows that repeat the last one count for nothing, as the CPU does
         not compute them."""
         layer, num_rows = divided.layer, len(x_TD)
-        hot, cold = by_role(layer.ffn.experts)
-        assert cold is not None and layer.router is not None
+        hot, cold = by_role(layer.ffn.blocks)
+        assert isinstance(cold, ExpertBlock) and layer.router is not None
         own, num_used = self.on_cpu[divided.index], layer.router.spec.num_used
         native = own.native
-        x_host, routed_host = (each.flatten() for each in native.reads)
+        x_host, routed_host = (each.flatten() for each in native.node.reads)
         x_host = x_host[: x_TD.numel()].view(x_TD.shape)
         routed_host = routed_host[: num_rows * 2 * num_used].view(num_rows, -1)
         routed, parts_PD = self.routed(layer), self._parts_of_pairs(divided, x_TD)
@@ -390,7 +366,7 @@ class PassKernels(TileLauncher, DeviceKernels):
             weight_P.view(num_used, -1).copy_(routed[:, num_used:].T)
 
         self.launch(weigh, [routed], [weight_P])
-        if hot is not None:
+        if isinstance(hot, ExpertBlock):
             self._stored_experts(divided, hot, x_TD)
         self.main.finish()
         is_given = slice(native.struct.num_tokens)
@@ -414,7 +390,7 @@ class PassKernels(TileLauncher, DeviceKernels):
         if len(on_cpu_A):
             is_own_E = np.isin(np.arange(cold.num_experts), on_cpu_A)
             own.place_E.copy_(torch.from_numpy(np.where(is_own_E, cold.places, -1)))
-            neuron_node(native).run()  # while the GPU computes
+            native.node.run()  # while the GPU computes
             self.main.copy(out_TD, y_TD.flatten()[: x_TD.numel()].view(x_TD.shape))
         else:
             self.clear(out_TD)

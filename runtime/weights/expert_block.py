@@ -63,6 +63,11 @@ class ExpertBlock:
     place_E: Tensor | None = None
 
     @property
+    def num_units(self) -> int:
+        """P."""
+        return len(self.gate.data)
+
+    @property
     def num_experts(self) -> int:
         """E."""
         return self.gate.data.shape[0] if self.place_E is None else len(self.place_E)
@@ -105,3 +110,6 @@ class ExpertBlock:
             is_whole=True,
             is_by_output=self.is_by_output,
         )
+
+
+UnitBlock = NeuronBlock | ExpertBlock

@@ -39,6 +39,11 @@ class NeuronBlock:
     is_by_output: bool = False
 
     @property
+    def num_units(self) -> int:
+        """N."""
+        return len(self.id_N)
+
+    @property
     def device(self) -> torch.device:
         return self.gate.weight.data.device
 

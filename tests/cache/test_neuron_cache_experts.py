@@ -88,7 +88,7 @@ def test_every_step_equals_a_static_one_bit_for_bit(plan, options):
     cached.cache.complete()
     cached.cache.slots.check()
     assert cached.cache.num_swaps >= 3
-    expert_bytes = sum(m.expert_bytes for m in cached.weights.layers[1].ffn.experts[0].matrices)
+    expert_bytes = sum(m.expert_bytes for m in cached.weights.layers[1].ffn.blocks[0].matrices)
     assert cached.cache.num_bytes == cached.cache.num_swaps * expert_bytes
 
 
@@ -178,7 +178,7 @@ def test_experts_get_the_layout_of_a_gpu(kind, layout):
     )
     split = made_plan(model, [[1, 4], [0, 2, 9]], [1, 1])
     resident = first_residents(model, split)
-    (_, cold) = weights_of(model, split, "dense", resident).layers[1].ffn.experts
+    (_, cold) = weights_of(model, split, "dense", resident).layers[1].ffn.blocks
 
     def of_gpu(ids):
         return [

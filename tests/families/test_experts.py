@@ -333,7 +333,7 @@ def test_experts_are_copied_once_or_stay_in_the_file(tmp_path, caplog, monkeypat
             items = engine.bytes_by_role["cpu"]
             free = int((sum(items.values()) - items["neurons"] / 2) / resolved_options.FREE_SHARE)
             for index, layer in enumerate(engine.layers):
-                (block,) = layer.ffn.experts
+                (block,) = layer.ffn.blocks
                 for name, own in zip(names, (block.gate, block.up, block.down), strict=True):
                     raw = opened.entry(index, f"{name}.weight").read()
                     assert own.data.nbytes == raw.nbytes

@@ -34,7 +34,7 @@ from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 from hotsplit.runtime.kernels.gpu.launch import overlapping
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
-from hotsplit.runtime.ops.tiles import tile_dtype
+from hotsplit.runtime.ops.device import tile_dtype
 from hotsplit.runtime.weights.matrix import Matrix
 
 WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128

@@ -10,7 +10,7 @@ import torch
 from gpu_matrices import CODED_KINDS, EPS, KINDS, REFERENCE, block_width, device, make_matrix, sizes
 
 from hotsplit.runtime.kernels.gpu.products import tokens_of_tile
-from hotsplit.runtime.ops.tiles import tile_dtype
+from hotsplit.runtime.ops.device import tile_dtype
 
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401

@@ -125,7 +125,7 @@ def test_random_plans_give_the_logits_of_the_definition(layout):
     for seed in range(20):
         split = random_plan(model, seed)
         with loaded(model, split, is_resident=seed % 3 > 0) as engine:
-            if not any(by_role(layer.ffn.experts)[1] for layer in engine.layers):
+            if not any(by_role(layer.ffn.blocks)[1] for layer in engine.layers):
                 continue
             step, stream = with_streams(
                 engine,

@@ -253,7 +253,7 @@ def test_bytes_are_those_of_the_hot_experts(tmp_path):
     with Engine.load(path, split=tmp_path / "s.gguf", device="cpu") as engine:
         hot = cold = 0
         for layer in engine.layers:
-            for block in layer.ffn.experts:
+            for block in layer.ffn.blocks:
                 biases = [m.bias_PN for m in block.matrices]
                 size = sum(m.data.nbytes for m in block.matrices) + sum(b.nbytes for b in biases)
                 hot, cold = hot + size * (block.role == "hot"), cold + size * (block.role == "cold")

@@ -36,6 +36,12 @@ def layer_of(
         return engine.layers[0].ffn
 
 
+def bytes_read(neurons: NativeNeurons) -> int:
+    """Weight bytes of the rows needed in all calls so far."""
+    struct = neurons.struct
+    return struct.gate_bytes + struct.up_bytes + struct.down_bytes
+
+
 def reference(ffn: FeedForward, x_D, named_F):
     """The sum in float64, from the unpacked rows."""
     (block,) = ffn.blocks
@@ -61,8 +67,8 @@ def test_the_sum_of_named_neurons_equals_float64(tmp_path, kind, activation, is_
         named_F = torch.rand(F, generator=generator) < share
         neurons.x_D.copy_(x_D)
         neurons.named_W.copy_(pack_bits(named_F))
-        before = neurons.bytes_read
-        neurons.run()
+        before = bytes_read(neurons)
+        neurons.node.run()
         want = reference(ffn, x_D, named_F)
         if not want.any():
             assert not neurons.y_D.any()
@@ -70,7 +76,7 @@ def test_the_sum_of_named_neurons_equals_float64(tmp_path, kind, activation, is_
             assert rel_error(neurons.y_D, want) < BOUNDS[kind]
         row = ffn.blocks[0].down.row_bytes
         assert (
-            int(named_F.sum()) * row <= neurons.bytes_read - before <= 3 * int(named_F.sum()) * row
+            int(named_F.sum()) * row <= bytes_read(neurons) - before <= 3 * int(named_F.sum()) * row
         )
 
 
@@ -86,7 +92,7 @@ def test_biases_are_those_of_the_named_rows(tmp_path):
     x_D, named_F = torch.randn(D, generator=generator), torch.arange(F) % 3 == 1
     neurons.x_D.copy_(x_D)
     neurons.named_W.copy_(pack_bits(named_F))
-    neurons.run()
+    neurons.node.run()
     rows = torch.arange(F)
     gates = gate.weight.rows(rows).double() @ x_D.double() + gate_F
     ups = up.weight.rows(rows).double() @ x_D.double() + up_F
@@ -117,7 +123,7 @@ def test_a_part_of_a_layer_has_the_biases_of_its_rows(tmp_path, level, kind, mod
     neurons.x_D.copy_(x_D)
     if neurons.named_W is not None:
         neurons.named_W.copy_(pack_bits(named_F))
-    neurons.run()
+    neurons.node.run()
     gates_N = whole.gate.weight.rows(rows).double() @ x_D.double() + gate_F[rows]
     ups_N = whole.up.weight.rows(rows).double() @ x_D.double() + up_F[rows]
     fires_N = (gates_N > 0) & named_F[rows]
@@ -134,7 +140,7 @@ def test_a_nan_gate_reaches_the_sum(tmp_path):
         neurons.x_D.fill_(0.5)
         for named, is_lost in ((torch.arange(F) == 5, True), (torch.arange(F) != 5, False)):
             neurons.named_W.copy_(pack_bits(named))
-            neurons.run()
+            neurons.node.run()
             assert neurons.y_D.isnan().all() == is_lost
 
 
@@ -158,14 +164,14 @@ def test_tokens_together_equal_each_alone(tmp_path, level, activation):
         y_TD = torch.zeros(num_tokens, D)
         together = NativeNeurons.of(block, ffn.gate, num, x_D=x_TD, named_W=named_TW, y_D=y_TD)
         together.struct.num_tokens = num_tokens
-        together.run()
+        together.node.run()
         named = int(named_TF[:, block.id_N].any(0).sum())
         assert together.struct.gate_bytes == named * whole.gate.weight.row_bytes
         alone = NativeNeurons.of(block, ffn.gate, num, is_named=True)
         for t in range(num_tokens):
             alone.x_D.copy_(x_TD[t])
             alone.named_W.copy_(named_TW[t])
-            alone.run()
+            alone.node.run()
             assert alone.y_D.isnan().all() == named_TF[t, lost]
             torch.testing.assert_close(y_TD[t], alone.y_D, rtol=0, atol=0, equal_nan=True)
 
@@ -174,7 +180,7 @@ def test_without_bits_every_neuron_is_a_candidate(tmp_path):
     ffn = layer_of(tmp_path, mode="exact")
     neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, F)
     neurons.x_D.copy_(torch.linspace(-1, 1, D))
-    neurons.run()
+    neurons.node.run()
     want = reference(ffn, neurons.x_D, torch.ones(F))
     assert neurons.named_W is None and rel_error(neurons.y_D, want) < 1e-5
 
@@ -189,7 +195,7 @@ def test_sums_of_many_chunks_by_several_threads(tmp_path, level, kind):
     try:
         for count in (1, 2, 3, 5):
             library.set_threads(count)
-            neurons.run()
+            neurons.node.run()
             assert rel_error(neurons.y_D, want) < BOUNDS[kind]
     finally:
         library.set_threads(before)
@@ -222,7 +228,7 @@ def test_other_bits_of_the_layer_do_not_matter(tmp_path):
     x_D = torch.linspace(-1, 1, D)
     neurons.x_D.copy_(x_D)
     neurons.named_W.copy_(pack_bits(torch.ones(F, dtype=torch.bool)))
-    neurons.run()
+    neurons.node.run()
     is_in = torch.zeros(F).index_fill_(0, ids, 1.0)
     assert rel_error(neurons.y_D, reference(ffn, x_D, is_in)) < 1e-5
 
@@ -234,9 +240,9 @@ def test_bits_after_the_last_neuron_do_not_matter(tmp_path):
     found, read = [], [0]
     for words_W in (pack_bits(torch.ones(F, dtype=torch.bool)), torch.full((3,), -1)):
         neurons.named_W.copy_(words_W)
-        neurons.run()
+        neurons.node.run()
         found.append(neurons.y_D.clone())
-        read.append(neurons.bytes_read)
+        read.append(bytes_read(neurons))
     assert torch.equal(found[0], found[1]) and read[2] - read[1] == read[1] > 0
 
 
@@ -256,8 +262,7 @@ def test_the_node_is_a_function_and_its_argument(tmp_path):
     ffn = layer_of(tmp_path, mode="exact")
     neurons = NativeNeurons.of(ffn.blocks[0], Gate(activation="relu", threshold=0.0), F)
     neurons.x_D.fill_(0.5)
-    function, argument = neurons.node
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(neurons.node.function)(neurons.node.argument)
     want = reference(ffn, neurons.x_D, torch.ones(F))
     assert rel_error(neurons.y_D, want) < 1e-5
 
@@ -275,7 +280,7 @@ def test_bits_of_the_neurons_that_fire(tmp_path, num_tokens):
             neurons = NativeNeurons.of(block, ffn.gate, F, fired_W=fired_W)
             for x_D in x_TD:
                 neurons.x_D.copy_(x_D)
-                neurons.run()
+                neurons.node.run()
                 want = torch.zeros(F, dtype=torch.bool)
                 want[block.id_N] = block.gate.weight.product(x_D[None])[0] > 0
                 assert torch.equal(fired_W, pack_bits(want)) and want.any()

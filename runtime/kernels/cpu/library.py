@@ -286,18 +286,14 @@ def neurons_bytes(neurons: ctypes.Structure) -> int:
     return int(_lib.hs_neurons_bytes(ctypes.addressof(neurons)))
 
 
-def run_neurons(neurons: ctypes.Structure) -> None:
-    """Runs gate, up and down of one block for its tokens; neurons_bytes must have checked it."""
-    _lib.hs_neurons(ctypes.addressof(neurons))
-
-
 def neurons_function() -> int:
-    """The address of the function behind `run_neurons`: void (*)(void*)."""
+    """The address of a function that runs gate, up and down of one block for its tokens:
+    void (*)(void*). `neurons_bytes` must have checked the block."""
     return _address("hs_neurons")
 
 
 def chosen_bytes(chosen: ctypes.Structure) -> int:
-    """Workspace bytes of experts described by ops/neurons/chosen.py; -1 if inconsistent."""
+    """Workspace bytes of experts described by ops/neurons/native.py; -1 if inconsistent."""
     return int(_lib.hs_chosen_bytes(ctypes.addressof(chosen)))
 
 

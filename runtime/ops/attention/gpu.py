@@ -28,82 +28,70 @@ class Positions:
 
 
 def launch_attend(
-    on: Launcher, attention: Attention, qkv: Tensor, at: Positions, scratch: Tensor, heads: Tensor
-) -> None:
-    """Norms and rotates queries and keys in place, appends to the cache, and attends: heads
-    [T, H W]."""
-    for norm, of_heads in norms_of_all(attention, qkv):
-        launch_add_norm(on, of_heads, None, norm, of_heads, None)
-    (keys, values), spec, weights = (
-        attention.cache.for_kernels,
-        attention.spec,
-        turned_by(attention),
-    )
-    on.launch(
-        lambda: on.kernels.rotate_append(
-            qkv, *weights, at.position_T, keys, values, spec, at.sequence_T, at.table_SN
-        ),
-        [qkv, *weights, *at.tensors],
-        [qkv, keys, values],
-    )
-    on.launch(
-        lambda: on.kernels.attend(
-            qkv,
-            keys,
-            values,
-            at.position_T,
-            spec,
-            scratch,
-            heads,
-            at.sequence_T,
-            at.table_SN,
-            vectors=attention.vectors,
-        ),
-        [qkv, keys, values, *attention.vectors.values(), *at.tensors],
-        [scratch, heads],
-    )
-
-
-def launch_attend_tokens(
-    on: Launcher, attention: Attention, qkv: Tensor, at: Positions, scratch: Tensor, heads: Tensor
+    on: Launcher,
+    attention: Attention,
+    qkv: Tensor,
+    at: Positions,
+    scratch: Tensor,
+    heads: Tensor,
+    *,
+    is_pass: bool = False,
 ) -> Tensor:
-    """`launch_attend` for the rows of a pass; returns the heads' output [T, H W] in the type of the
-    cache, at the beginning of `heads`. Queries are in `scratch`."""
+    """Norms and rotates queries and keys, appends to the cache, and attends; returns the heads'
+    output [T, H W]. In a pass, it has the type of the cache, at the beginning of `heads`, and
+    queries are in `scratch`; else queries are rotated in place."""
     for norm, of_heads in norms_of_all(attention, qkv):
         launch_add_norm(on, of_heads, None, norm, of_heads, None)
-    (keys, values), spec, weights = (
-        attention.cache.for_kernels,
-        attention.spec,
-        turned_by(attention),
-    )
-    shape = len(qkv), spec.num_heads, spec.head_dim
-    query_THW, out_THW = (
-        room.flatten().view(keys.dtype)[: prod(shape)].view(shape) for room in (scratch, heads)
-    )
+    keys, values = attention.cache.for_kernels
+    spec, weights, query = attention.spec, turned_by(attention), None
+    if is_pass:
+        shape = len(qkv), spec.num_heads, spec.head_dim
+        query, heads = (
+            room.flatten().view(keys.dtype)[: prod(shape)].view(shape) for room in (scratch, heads)
+        )
     on.launch(
         lambda: on.kernels.rotate_append(
-            qkv, *weights, at.position_T, keys, values, spec, at.sequence_T, at.table_SN, query_THW
+            qkv, *weights, at.position_T, keys, values, spec, at.sequence_T, at.table_SN, query
         ),
         [qkv, *weights, *at.tensors],
-        [qkv, query_THW, keys, values],
+        [qkv, query, keys, values],
     )
+    read = [qkv, keys, values, *attention.vectors.values(), *at.tensors]
+    if query is None:
+        on.launch(
+            lambda: on.kernels.attend(
+                qkv,
+                keys,
+                values,
+                at.position_T,
+                spec,
+                scratch,
+                heads,
+                at.sequence_T,
+                at.table_SN,
+                vectors=attention.vectors,
+            ),
+            read,
+            [scratch, heads],
+        )
+        return heads
     on.launch(
         lambda: on.kernels.attend_tokens(
-            query_THW,
+            query,
             keys,
             values,
             at.position_T,
             spec,
-            out_THW,
+            heads,
             at.sequence_T,
             at.table_SN,
             vectors=attention.vectors,
             gated_TQ=qkv if spec.is_gated else None,
         ),
-        [query_THW, qkv, keys, values, *attention.vectors.values(), *at.tensors],
-        [out_THW],
+        [query, *read],
+        [heads],
     )
-    return out_THW.flatten(1)
+    return heads.flatten(1)
 
 
 def turned_by(heads: Attention) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.predict import Predictor
-from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.runtime.weights.expert_block import UnitBlock
+from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 
@@ -41,9 +42,16 @@ class FeedForward:
     layer: int
     num_neurons: int  # F
     gate: Gate
-    blocks: tuple[
-        NeuronBlock, ...
-    ]  # hot before cold; every neuron is in exactly one, or in `experts`
+    blocks: tuple[UnitBlock, ...]  # hot before cold; every neuron, or expert, is in exactly one
     down_bias_D: Tensor | None
     predictor: Predictor | None
-    experts: tuple[ExpertBlock, ...] = ()  # hot before cold; every expert is in exactly one
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedNeurons:
+    """Neurons that every token reads beside the experts that a router chooses. Their output is
+    multiplied by sigmoid(gate . x), if there is a gate."""
+
+    block: NeuronBlock
+    rule: Gate
+    gate: Linear | None

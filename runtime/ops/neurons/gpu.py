@@ -9,9 +9,8 @@ from torch import Tensor
 from hotsplit.model.spec import Route
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.gpu.expert_pairs import Pairs
-from hotsplit.runtime.ops.device import Launcher
-from hotsplit.runtime.ops.neurons.shared import SharedExperts
-from hotsplit.runtime.ops.tiles import Rounded, TileLauncher, tile_dtype
+from hotsplit.runtime.ops.device import Launcher, Rounded, TileLauncher, tile_dtype
+from hotsplit.runtime.ops.neurons.feed_forward import SharedNeurons
 from hotsplit.runtime.weights.expert_block import ExpertBlock
 from hotsplit.runtime.weights.matrix import Linear
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
@@ -130,7 +129,7 @@ def launch_experts(
 
 def launch_shared(
     on: Launcher,
-    shared: SharedExperts,
+    shared: SharedNeurons,
     x_D: Tensor,
     hidden_F: Tensor,
     logit_1: Tensor,
@@ -139,8 +138,8 @@ def launch_shared(
 ) -> None:
     """Writes the partial sums of the output of the shared experts. `logit_1`, `weight_2`: memory
     for the logit and the weight of their gate."""
-    (block,) = shared.ffn.blocks
-    down, gate, rule = block.down, shared.gate, shared.ffn.gate
+    block, gate, rule = shared.block, shared.gate, shared.rule
+    down = block.down
     if gate is None and not block.is_by_output:
         launch_neurons(on, block, rule, None, None, x_D, hidden_F, parts_SD)
         return
@@ -271,7 +270,7 @@ def launch_shared_weight(on: Launcher, logit_1: Tensor, weight_2: Tensor) -> Non
 
 def launch_shared_tiles(
     on: TileLauncher,
-    shared: SharedExperts,
+    shared: SharedNeurons,
     pairs: Pairs,
     weight_P: Tensor,
     x_TD: Tensor,
@@ -279,8 +278,8 @@ def launch_shared_tiles(
     out_TD: Tensor,
 ) -> None:
     """Writes the weighted output of shared experts for the rows of a pass."""
-    (block,) = shared.ffn.blocks
-    hidden = _launch_hidden_of(on, block, shared.ffn.gate, x_TD, rooms, None, None)
+    block = shared.block
+    hidden = _launch_hidden_of(on, block, shared.rule, x_TD, rooms, None, None)
     _launch_weighted(
         on, Linear(weight=block.down), hidden, pairs, weight_P, out_TD, block.is_by_output
     )

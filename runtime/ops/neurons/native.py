@@ -1,12 +1,13 @@
-"""Computes the neurons of one block, from the normed input to their output, for one or several
-tokens per native call: the CPU's part of a divided layer in hybrid steps, and blocks on the CPU in
-passes through torch.
+"""Computes the units of one block, neurons or the experts that a router has chosen, from the normed
+input to their output, for one or several tokens per native call: the CPU's part of a divided layer
+in hybrid steps and passes.
 
 If neurons are named, a call reads one bit per neuron and token, in the layout that a predictor on a
-GPU writes. Any thread may make a call, and so may a node of a CUDA graph (`node`). The reference is
-feed_forward.py.
+GPU writes; the router's result is read from memory, too. Any thread may make a call. The reference
+is feed_forward.py.
 
-Letters: T tokens, D model width, F neurons of the layer, N of the block, W words of F bits."""
+Letters: T tokens, D model width, F neurons of the layer, N of the block, W words of F bits, K
+experts of a token."""
 
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, addressof, c_int32, c_int64, c_void_p
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs, members
-from hotsplit.runtime.weights.expert_block import ExpertBlock
+from hotsplit.runtime.weights.expert_block import ExpertBlock, UnitBlock
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 
@@ -65,19 +67,7 @@ def block_struct(structs: Structs, block: NeuronBlock) -> BlockStruct:
     )
 
 
-def feed_forward_struct(
-    structs: Structs, gate: Gate, num_neurons: int, blocks: Sequence[NeuronBlock]
-) -> FeedForwardStruct:
-    """The struct of a layer of `num_neurons`, with these blocks, without the bias of down."""
-    return FeedForwardStruct(
-        block=structs.array(BlockStruct, [block_struct(structs, block) for block in blocks]),
-        num_blocks=len(blocks),
-        num_neurons=num_neurons,
-        gate=gate.struct,
-    )
-
-
-def experts_struct(structs: Structs, block: ExpertBlock) -> ExpertsStruct:
+def _experts_struct(structs: Structs, block: ExpertBlock) -> ExpertsStruct:
     """The struct of a block of experts."""
     stacks = (block.gate, block.up, block.down)
     gate_bytes, up_bytes, down_bytes = (0 if m is None else m.expert_bytes for m in stacks)
@@ -93,14 +83,18 @@ def experts_struct(structs: Structs, block: ExpertBlock) -> ExpertsStruct:
     )
 
 
-def mixture_struct(
-    structs: Structs, gate: Gate, blocks: Sequence[ExpertBlock]
+def feed_forward_struct(
+    structs: Structs, gate: Gate, num_neurons: int, blocks: Sequence[UnitBlock]
 ) -> FeedForwardStruct:
-    """The struct of a layer with these blocks of experts."""
+    """The struct of a layer with these blocks, without the bias of down. `num_neurons`: of the
+    layer, or of one of its experts."""
+    neurons = [block_struct(structs, each) for each in blocks if isinstance(each, NeuronBlock)]
+    experts = [_experts_struct(structs, each) for each in blocks if isinstance(each, ExpertBlock)]
     return FeedForwardStruct(
-        experts=structs.array(ExpertsStruct, [experts_struct(structs, each) for each in blocks]),
+        block=structs.array(BlockStruct, neurons) if neurons else None,
+        experts=structs.array(ExpertsStruct, experts) if experts else None,
         num_blocks=len(blocks),
-        num_neurons=len(blocks[0].id_F),
+        num_neurons=num_neurons,
         gate=gate.struct,
     )
 
@@ -109,8 +103,18 @@ class NeuronsStruct(Structure):
     _fields_ = [
         ("block", BlockStruct),
         *members(c_void_p, "x named y fired workspace"),
-        *members(c_int64, "width num_neurons num_tokens max_tokens gate_bytes up_bytes"),
-        ("down_bytes", c_int64),
+        *members(c_int64, "width num_neurons num_tokens max_tokens"),
+        *members(c_int64, "gate_bytes up_bytes down_bytes"),
+        ("gate", GateStruct),
+    ]
+
+
+class ChosenStruct(Structure):
+    _fields_ = [
+        ("experts", ExpertsStruct),
+        *members(c_void_p, "x routed y workspace"),
+        *members(c_int64, "width num_used num_tokens max_tokens"),
+        *members(c_int64, "gate_bytes up_bytes down_bytes"),
         ("gate", GateStruct),
     ]
 
@@ -141,15 +145,16 @@ class SharedWorkspace:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeNeurons:
-    """One block's native call. Reads `x_D` and the bits of `named_W` and writes `y_D`, which are
-    buffers at fixed addresses; `struct.num_tokens` is the number of their rows in use."""
+    """One block's native call, which `node` makes. Reads `x_D` and the bits of `named_W`, or the
+    router's result, and writes `y_D`, which are buffers at fixed addresses; `struct.num_tokens` is
+    the number of their rows in use. `struct` also counts the bytes of the rows needed in all calls
+    so far; a row counts once per call."""
 
-    struct: NeuronsStruct
+    struct: NeuronsStruct | ChosenStruct
+    node: HostNode
     x_D: Tensor
-    named_W: Tensor | None  # int32 [ceil(F / 32)], bit j % 32 of word j / 32 for neuron j
     y_D: Tensor
-    kept: tuple[Any, ...]  # keeps alive what the struct points to
-    fired_W: Tensor | None = None  # int32, written: bits of the neurons whose row of `down` is used
+    named_W: Tensor | None = None  # int32 [ceil(F / 32)], bit j % 32 of word j / 32 for neuron j
 
     @classmethod
     def of(
@@ -167,53 +172,75 @@ class NativeNeurons:
     ) -> "NativeNeurons":
         """Prepares a call. `num_neurons` is the layer's F. `named_W`: the bits of the neurons that
         are computed; None: all, or, if the neurons are named, bits that are allocated, as are `x_D`
-        and `y_D` if not given. Raises NotNative if the kernels do not support the block, and
-        ImportError if they are not built.
+        and `y_D` if not given. `fired_W`: int32, takes the bits of the neurons whose row of `down`
+        is used. Raises NotNative if the kernels do not support the block, and ImportError if they
+        are not built.
 
         With a `room`, the call can run only after `room.allocate()`, which then checks the block's
         sizes and that the kernels are built."""
         structs = Structs()
-        width = block.width
-        x_D = torch.zeros(width) if x_D is None else x_D
-        y_D = torch.zeros(width) if y_D is None else y_D
+        x_D = torch.zeros(block.width) if x_D is None else x_D
+        y_D = torch.zeros(block.width) if y_D is None else y_D
         if is_named and named_W is None:
             named_W = torch.zeros(-(-num_neurons // 32), dtype=torch.int32)
         struct = NeuronsStruct(
             block=block_struct(structs, block),
-            x=x_D.data_ptr(),
             named=None if named_W is None else named_W.data_ptr(),
-            y=y_D.data_ptr(),
             fired=None if fired_W is None else fired_W.data_ptr(),
-            width=width,
             num_neurons=num_neurons,
-            num_tokens=1,
-            max_tokens=1 if x_D.dim() == 1 else min(MAX_ROWS, len(x_D)),
-            gate=gate.struct,
+            **_common(block, gate, x_D, y_D),
         )
         if room is None:
             struct.workspace = structs.workspace(library.neurons_bytes(struct))
         else:
             room.add(struct)
-        kept = (*structs.kept, room)
-        return cls(struct=struct, x_D=x_D, named_W=named_W, y_D=y_D, kept=kept, fired_W=fired_W)
+        node = HostNode(
+            function=library.neurons_function(),
+            argument=addressof(struct),
+            reads=(x_D,) if named_W is None else (x_D, named_W),
+            writes=(y_D,) if fired_W is None else (y_D, fired_W),
+            kept=(struct, *structs.kept, room),
+        )
+        return cls(struct=struct, node=node, x_D=x_D, y_D=y_D, named_W=named_W)
 
-    @property
-    def reads(self) -> tuple[Tensor, ...]:
-        return (self.x_D,) if self.named_W is None else (self.x_D, self.named_W)
+    @classmethod
+    def of_experts(
+        cls,
+        block: ExpertBlock,
+        gate: Gate,
+        num_used: int,
+        *,
+        x_D: Tensor,
+        routed: Tensor,
+        y_D: Tensor,
+        room: SharedWorkspace,
+    ) -> "NativeNeurons":
+        """Prepares a call for the chosen experts. `routed` begins with the rows [2 K] of the layer;
+        otherwise as `of`."""
+        structs = Structs()
+        struct = ChosenStruct(
+            experts=_experts_struct(structs, block),
+            routed=routed.data_ptr(),
+            num_used=num_used,
+            **_common(block, gate, x_D, y_D),
+        )
+        room.add(struct, library.chosen_bytes)
+        node = HostNode(
+            function=library.chosen_function(),
+            argument=addressof(struct),
+            reads=(x_D, routed),
+            writes=(y_D,),
+            kept=(struct, *structs.kept, room),
+        )
+        return cls(struct=struct, node=node, x_D=x_D, y_D=y_D)
 
-    @property
-    def writes(self) -> tuple[Tensor, ...]:
-        return (self.y_D,) if self.fired_W is None else (self.y_D, self.fired_W)
 
-    @property
-    def node(self) -> tuple[int, int]:
-        """(address of a C function, of its argument): a host function for a CUDA graph."""
-        return library.neurons_function(), addressof(self.struct)
-
-    def run(self) -> None:
-        library.run_neurons(self.struct)
-
-    @property
-    def bytes_read(self) -> int:
-        """Weight bytes of the rows needed in all calls so far; a row counts once per call."""
-        return self.struct.gate_bytes + self.struct.up_bytes + self.struct.down_bytes
+def _common(block: UnitBlock, gate: Gate, x_D: Tensor, y_D: Tensor) -> dict[str, Any]:
+    return {
+        "x": x_D.data_ptr(),
+        "y": y_D.data_ptr(),
+        "width": block.width,
+        "num_tokens": 1,
+        "max_tokens": 1 if x_D.dim() == 1 else min(MAX_ROWS, len(x_D)),
+        "gate": gate.struct,
+    }
