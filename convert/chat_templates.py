@@ -26,15 +26,6 @@ def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
     keys: dict[str, Value] = {}
     if DEFAULT in found:
         keys[TEMPLATE_KEY] = found.pop(DEFAULT)
-    named = _by_key_name(found, folder)
-    if not named:
-        return keys, []
-    keys |= {f"{TEMPLATE_KEY}.{name}": text for name, text in named.items()}
-    keys[TEMPLATES_KEY] = sorted(named)
-    return keys, [f"chat templates besides the default one: {', '.join(sorted(named))}"]
-
-
-def _by_key_name(found: dict[str, str], folder: Path) -> dict[str, str]:
     origin: dict[str, str] = {}
     for name in found:
         other = origin.setdefault(_key_name(name), name)
@@ -43,12 +34,16 @@ def _by_key_name(found: dict[str, str], folder: Path) -> dict[str, str]:
                 f"{folder}: the chat templates {other[:80]!r} and {name[:80]!r} would both be"
                 f" stored as {_key_name(name)[:80]!r}; rename one of them"
             )
-    return {key_name: found[name] for key_name, name in origin.items()}
+    named = {key_name: found[name] for key_name, name in origin.items()}
+    if not named:
+        return keys, []
+    keys |= {f"{TEMPLATE_KEY}.{name}": text for name, text in named.items()}
+    keys[TEMPLATES_KEY] = sorted(named)
+    return keys, [f"chat templates besides the default one: {', '.join(sorted(named))}"]
 
 
 def _key_name(name: str) -> str:
-    """The name as gguf's writer spells it in a key: anything but ASCII letters and digits becomes
-    an underscore."""
+    """The name as gguf's writer spells it in a key: all but ASCII letters and digits become "_"."""
     return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
 
 

@@ -127,24 +127,14 @@ def _sharded(path: Path, read: Reader) -> dict[str, SourceTensor]:
         raise HotsplitError(f"{path}: no 'weight_map' of names to files; download it again")
     shards = {name: path.parent / name for name in sorted(set(index.values()))}
     for name, shard in shards.items():
-        if not _is_file_name(name) or not shard.is_file():
+        # With a \0 or more than 255 bytes, the operating system's calls fail.
+        is_name = Path(name).name == name and "\0" not in name and len(name.encode()) < 256
+        if not is_name or not shard.is_file():
             raise HotsplitError(
                 f"{path}: names the file {name[:100]!r}, but there is no such file; download it"
                 " again"
             )
     headers = {name: read(shard) for name, shard in shards.items()}
-    _compare(path, index, headers)
-    return {name: tensor for header in headers.values() for name, tensor in header.items()}
-
-
-def _is_file_name(name: str) -> bool:
-    """True for a bare name that can be looked up: with a \\0 or more than 255 bytes, the operating
-    system's calls fail."""
-    return Path(name).name == name and "\0" not in name and len(name.encode()) < 256
-
-
-def _compare(path: Path, index: dict, headers: dict[str, dict[str, SourceTensor]]) -> None:
-    """Raises HotsplitError if the index and the shards list different tensors."""
     listed = set(index.items())
     found = {(name, shard) for shard, header in headers.items() for name in header}
     if listed != found:
@@ -152,6 +142,6 @@ def _compare(path: Path, index: dict, headers: dict[str, dict[str, SourceTensor]
         where = ("index", "shard") if (name, shard) in listed else ("shard", "index")
         raise HotsplitError(
             f"{path}: tensor {name[:MAX_NAME]!r} is in the {where[0]} but not in the {where[1]}"
-            f" ({shard[:MAX_NAME]});"
-            " download both again"
+            f" ({shard[:MAX_NAME]}); download both again"
         )
+    return {name: tensor for header in headers.values() for name, tensor in header.items()}

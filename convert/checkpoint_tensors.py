@@ -1,5 +1,4 @@
-"""The tensors of a checkpoint, renamed, reordered and encoded when they are written, according to
-its blueprint."""
+"""The tensors of a checkpoint, renamed, reordered and encoded when written, by its blueprint."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -234,8 +233,7 @@ def _sources(
     wanted: Shapes,
     experts: Mapping[str, list[ExpertSource]],
 ) -> dict[str, str]:
-    """The checkpoint's name of each tensor that is read, by the name that `plan.name_of` gives,
-    without those of experts."""
+    """Names of the tensors read but experts', by the names that `plan.name_of` gives."""
     shapes: Shapes = {}
     of_experts = source_names(experts)
     for name, shape in wanted.items():
@@ -261,23 +259,9 @@ def _sources(
                 f" {list(shapes[place])} by config.json; the two belong to different models"
             )
         sources[place] = source
-    return _tied(checkpoint, plan, sources, shapes.keys() - sources.keys())
-
-
-def _of_one_row(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The shape of the matrix of one row in which a checkpoint may have a vector, and that of a
-    convolution of channels by themselves, whose taps are a matrix."""
-    return ((1, *shape),) if len(shape) == 1 else ((shape[0], 1, *shape[1:]),)
-
-
-def _tied(
-    checkpoint: Checkpoint, plan: Blueprint, sources: dict[str, str], missing: set[str]
-) -> dict[str, str]:
-    """`sources` without an output head that repeats the embedding.
-
-    Raises HotsplitError for missing tensors, and for a tied head that differs."""
+    # An output head that repeats the embedding is left out.
     may_tie = plan.is_tied is not False
-    lacking = sorted(missing - ({"output.weight"} if may_tie else set()))
+    lacking = sorted((shapes.keys() - sources.keys()) - ({"output.weight"} if may_tie else set()))
     if lacking:
         raise HotsplitError(
             f"{checkpoint.folder}: no tensor for {lacking[0]!r}"
@@ -291,3 +275,9 @@ def _tied(
                 f" {embedding!r}; set it to false in config.json, or remove {head!r}"
             )
     return sources
+
+
+def _of_one_row(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The shape of the matrix of one row in which a checkpoint may have a vector, and that of a
+    convolution of channels by themselves, whose taps are a matrix."""
+    return ((1, *shape),) if len(shape) == 1 else ((shape[0], 1, *shape[1:]),)

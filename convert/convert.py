@@ -3,8 +3,7 @@
     HF checkpoint (+ predictors)  ->  model.gguf
     GGUF          (+ predictors)  ->  model.gguf
 
-The model's tensors are encoded and written a few rows at a time; only `verify` needs whole ones in
-memory."""
+Tensors are encoded and written a few rows at a time; only `verify` needs whole ones."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

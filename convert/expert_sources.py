@@ -196,8 +196,7 @@ def expert_entry(
 def by_expert(
     entry: TensorEntry, made: Callable[[TensorEntry, int], TensorEntry]
 ) -> Callable[[int, int], np.ndarray]:
-    """`read_rows` of a tensor of all experts that has, of each, what `made` makes of its matrix and
-    number."""
+    """`read_rows` of a tensor of all experts: what `made` makes of each one's matrix and number."""
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         return np.stack([made(of_expert(entry, e), e).read() for e in range(start, stop)])

@@ -106,8 +106,7 @@ def read_runnable(
 
 
 def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str, str]:
-    """Maps the new name of each tensor to its name in the source. Raises HotsplitError for one that
-    the source has twice."""
+    """The source's name of each tensor, by the new one. Raises HotsplitError for a double one."""
     names: dict[str, str] = {}
     for name in tensors:
         both = names.setdefault(in_layout(name, config.layout), name)

@@ -178,8 +178,7 @@ def _gguf(given: Named, names: list[str]) -> list[str]:
 
 
 def _chosen(given: Named, stems: list[str], files: Mapping[str, list[str]]) -> list[str]:
-    """Those of the stems that are named: by a file, by a folder, or by a type, Q4_K_M unless
-    told."""
+    """The stems that are named: by a file, by a folder, or by a type (default Q4_K_M)."""
     if given.file is not None:
         name, is_bare = given.file, "/" not in given.file
         exact = [stem for stem in stems if name in files[stem]]

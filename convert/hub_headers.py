@@ -74,8 +74,7 @@ class _Parts:
     lock: Lock = field(default_factory=Lock)
 
     def fetch(self, file: str, start: int, stop: int) -> tuple[bytes, int]:
-        """Bytes start .. stop-1 of a file on the hub, fewer at its end, and the size of the
-        file."""
+        """Bytes start .. stop-1 of a file on the hub, fewer at its end, and its size."""
         from huggingface_hub import constants, get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -108,8 +107,7 @@ class _Parts:
 
 
 def _place(parts: _Parts, folder: Path, file: str) -> int:
-    """Puts a file's header, or a link to the whole file, in its place; returns the bytes that are
-    missing."""
+    """Puts a file's header, or a link to the whole, in its place; returns the missing bytes."""
     from huggingface_hub import try_to_load_from_cache
 
     path = folder / file

@@ -54,10 +54,8 @@ def _names(name: str) -> list[str]:
 def check_and_note(
     importances: Importances | None, tensors: Mapping[str, TensorEntry]
 ) -> tuple[str, ...]:
-    """A note, if there are any, on the matrices of the layers that have no importances.
-
-    Raises HotsplitError if the model has none of a layer that the file names, or no matrix of
-    it."""
+    """A note, if there are any, on matrices of layers without importances. Raises HotsplitError for
+    a layer or a matrix that the model lacks."""
     if importances is None:
         return ()
     layers = {_layer(name) for name in tensors}

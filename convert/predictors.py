@@ -146,7 +146,11 @@ def _open_dejavu(folder: Path, spec: ModelSpec, stated: int | None) -> Predictor
         )
     path = folder / "config.json"
     config = read_object(path, "predictors' config.json") if path.exists() else {}
-    threshold = _dejavu_threshold(path, config)
+    value = config.get("sparse_threshold", 0.0)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(cast(float, value)) < 1e30:  # excludes NaN
+        raise HotsplitError(f"{path}: sparse_threshold is {str(value)[:60]}, wanted a number")
+    threshold = float(cast(float, value))
     offset, notes = _dejavu_offset(path, config, stated)
     read = lru_cache(maxsize=1)(partial(_read_dejavu, folder, spec))
     ranks = tuple(read(layer).rank for layer in range(spec.num_layers))
@@ -162,14 +166,6 @@ def _open_dejavu(folder: Path, spec: ModelSpec, stated: int | None) -> Predictor
 def _layer_number(name: str) -> tuple[float, str]:
     match = LAYER_FILE.fullmatch(name)
     return (int(match[1]) if match else math.inf), name
-
-
-def _dejavu_threshold(path: Path, config: dict[str, object]) -> float:
-    value = config.get("sparse_threshold", 0.0)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(cast(float, value)) < 1e30:  # excludes NaN
-        raise HotsplitError(f"{path}: sparse_threshold is {str(value)[:60]}, wanted a number")
-    return float(cast(float, value))
 
 
 def _dejavu_offset(

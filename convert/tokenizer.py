@@ -201,28 +201,23 @@ def _special_keys(
     return keys
 
 
-def _check_names(path: Path) -> None:
-    """Raises HotsplitError for special tokens that are not text, and flags that are not
-    booleans."""
-    values = read_object(path, path.name)
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = values.get(key)
-        text = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(text, str) and value is not None:
-            raise HotsplitError(
-                f"{path}: {key} is {shown(value)}, wanted the text of a token; correct it there"
-            )
-    for key in ("add_bos_token", "add_eos_token"):
-        if not isinstance(values.get(key), bool | None):
-            raise HotsplitError(
-                f"{path}: {key} is {shown(values[key])}, wanted true or false; correct it there"
-            )
-
-
 def _special_vocab(folder: Path, vocab_size: int, with_merges: bool) -> SpecialVocab:
     """gguf's reading of tokenizer.json, tokenizer_config.json and config.json."""
     if (folder / "tokenizer_config.json").exists():
-        _check_names(folder / "tokenizer_config.json")
+        path = folder / "tokenizer_config.json"
+        values = read_object(path, path.name)
+        for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            value = values.get(key)
+            text = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(text, str) and value is not None:
+                raise HotsplitError(
+                    f"{path}: {key} is {shown(value)}, wanted the text of a token; correct it there"
+                )
+        for key in ("add_bos_token", "add_eos_token"):
+            if not isinstance(values.get(key), bool | None):
+                raise HotsplitError(
+                    f"{path}: {key} is {shown(values[key])}, wanted true or false; correct it there"
+                )
     names = ("bos", "eos", "unk", "pad")
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # our notes have what matters
     try:

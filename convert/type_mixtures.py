@@ -51,8 +51,7 @@ class Roles:
         )
 
     def type_in(self, mixture: str, name: str) -> str:
-        """The type of a matrix in one of NAMES or NAMED_AS_TYPES, by its name in either layout; its
-        rows may not fit it."""
+        """The type of a matrix in one of NAMES or NAMED_AS_TYPES; its rows may not fit it."""
         if name == "output.weight" or (self.is_tied and name in self.tables):
             return "q8_0" if self.is_falcon else "q6_k"
         found = re.match(r"blk\.(\d+)\.(\w+)\.weight$", name)

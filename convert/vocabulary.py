@@ -86,8 +86,7 @@ def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None
 
 
 def byte_level_kind(tokenizer: Json) -> ByteLevelKind | None:
-    """The kind of a byte-level BPE; None for other tokenizers, and for those that llama.cpp would
-    split text for differently."""
+    """The kind of a byte-level BPE; None for others, and where llama.cpp would split otherwise."""
     steps = steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None

@@ -91,10 +91,18 @@ RESAVE = "load it with torch and save it again with torch.save, or as safetensor
 def read_state_dict(path: Path) -> dict[str, SourceTensor]:
     """Maps a file; its weights are read when they are used, and stay mapped while its tensors live.
 
-    Raises HotsplitError for a missing, truncated or foreign file, and if it holds anything but
-    tensors."""
+    Raises HotsplitError for a missing, truncated or foreign file, and for other values."""
     require_file(path, "state dict")
-    sizes = _record_sizes(path)
+    # The bytes of each storage in the file, of which torch trusts the pickle.
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        reason = "it is cut short, was saved before torch 1.6, or is something else"
+        raise _not_a_state_dict(path, reason) from error
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise HotsplitError(f"{path}: is a compressed zip, which cannot be mapped; {RESAVE}")
+    sizes = Counter(record.file_size for record in records if "/data/" in record.filename)
     state = _loaded(path)
     if not isinstance(state, dict):
         raise _not_a_state_dict(path, f"holds {_kind(state)}, wanted a dict of tensors")
@@ -107,7 +115,13 @@ def read_state_dict(path: Path) -> dict[str, SourceTensor]:
             raise _not_a_state_dict(
                 path, f"{name[:64]!r} has {value.dtype} in layout {value.layout}"
             )
-    _check_sizes(path, state, sizes)
+    # Each storage must have as many bytes as one of the file's.
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage() for each in state.values()
+    }
+    missing = Counter(each.nbytes() for each in storages.values() if each.nbytes()) - sizes
+    if missing:
+        raise _not_a_state_dict(path, f"no storage in it has {next(iter(missing)):,} bytes")
     places = {name: _place(tensor) for name, tensor in sorted(state.items())}
     last_name = {place: name for name, place in places.items()}
     return {
@@ -122,19 +136,6 @@ def read_state_dict(path: Path) -> dict[str, SourceTensor]:
     }
 
 
-def _record_sizes(path: Path) -> Counter[int]:
-    """The bytes of each storage in the file, of which torch trusts the pickle."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        reason = "it is cut short, was saved before torch 1.6, or is something else"
-        raise _not_a_state_dict(path, reason) from error
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise HotsplitError(f"{path}: is a compressed zip, which cannot be mapped; {RESAVE}")
-    return Counter(record.file_size for record in records if "/data/" in record.filename)
-
-
 def _loaded(path: Path) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -144,16 +145,6 @@ def _loaded(path: Path) -> Any:
         if called := _CALLED.search(str(error)):
             reason = f"its pickle calls {called[1]!r}, which no state dict needs"
         raise _not_a_state_dict(path, reason) from error
-
-
-def _check_sizes(path: Path, state: dict[str, Tensor], sizes: Counter[int]) -> None:
-    """Raises HotsplitError unless each storage has as many bytes as one of the file's."""
-    storages = {
-        each.untyped_storage().data_ptr(): each.untyped_storage() for each in state.values()
-    }
-    missing = Counter(each.nbytes() for each in storages.values() if each.nbytes()) - sizes
-    if missing:
-        raise _not_a_state_dict(path, f"no storage in it has {next(iter(missing)):,} bytes")
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

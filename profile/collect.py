@@ -63,8 +63,7 @@ class ProfileReport:
 def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> ProfileReport:
     """Writes the profile, a report and, if asked, the predictors; `on_tokens` reports progress.
 
-    On the CPU, weights stay in the mapped file, whose pages the system reads and drops as
-    needed."""
+    On the CPU, weights stay in the mapped file."""
     began = time.perf_counter()
     with Ranks() as ranks:
         device = ranks.together(lambda: ranks.device(config.device or "cpu"))
@@ -215,9 +214,12 @@ def windows_of(engine: Engine, config: ProfileConfig, ranks: Ranks) -> Windows:
 def settings_of(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ranks) -> Settings:
     """What a run's numbers depend on; a run resumes only if all of it is unchanged."""
     trains = config.train_predictors is not None
+    tensors = sorted(
+        (name, entry.kind, entry.shape) for name, entry in engine.model.tensors.items()
+    )
     return {
         "model": engine.model.model_id,
-        "types": _types(engine.model),
+        "types": hashlib.sha256(repr((engine.model.activation, tensors)).encode()).hexdigest(),
         "thresholds of the model": str(engine.model.threshold_L),
         "corpus": ", ".join(f"{c.name} {c.sha256}" for c in windows.corpora),
         "text key": config.text_key,
@@ -231,10 +233,3 @@ def settings_of(engine: Engine, windows: Windows, config: ProfileConfig, ranks: 
         "processes": ranks.size if trains else None,  # counts are the same for any number
         **({} if config.importances is None else {"importances": True}),
     }
-
-
-def _types(model: ModelFile) -> str:
-    """A digest of the activation and of the tensors' names, types and shapes, by which files of one
-    model id may differ."""
-    tensors = sorted((name, entry.kind, entry.shape) for name, entry in model.tensors.items())
-    return hashlib.sha256(repr((model.activation, tensors)).encode()).hexdigest()

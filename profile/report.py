@@ -1,5 +1,4 @@
-"""Reports on a profile: a few lines about its predictors, and JSON, of which the report page reads
-the predictors' section.
+"""Reports on a profile: lines about its predictors, and JSON, which the report page reads.
 
 The quality of a layer's chosen predictor is measured on held-out text, that of its candidates on
 the text that the choice was made on.
@@ -16,7 +15,6 @@ from hotsplit.errors import HotsplitError, about
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.declared import read_declared
 from hotsplit.files.json_file import read_object
-from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.predictors.selection import Quality
@@ -45,14 +43,13 @@ def short_lines(report: "ProfileReport") -> list[str]:
         f" {report.predictor_bytes / report.ffn_bytes:.1%} of the feed-forward bytes",
         f"chosen:    {_summary([q.chosen for q in report.quality_L])}",
         _untrained(report.quality_L),
-        _of_model(report.quality),
+        f"mode {report.quality.mode} compared with dense: {report.quality.line}",
         *warnings(report),
     ]
 
 
 def warnings(report: "ProfileReport") -> list[str]:
-    """Warns of predictors that read more than they save, and of modes that lose more than
-    MAX_LOSS."""
+    """Warns of predictors that read more than they save, and of losses over MAX_LOSS."""
     lines = [f"warning: {line}" for line in _not_paying(report.quality_L)]
     costly = {m: q for m, q in report.record.items() if q.perplexity_increase > MAX_LOSS}
     if not costly:
@@ -82,10 +79,6 @@ def _not_paying(quality_L: Sequence[LayerQuality]) -> list[str]:
         f" {density:.0%} of the neurons fire there, and it pays off below {limit:.0%}; mode exact"
         " reads less"
     ]
-
-
-def _of_model(quality: EvalReport) -> str:
-    return f"mode {quality.mode} compared with dense: {quality.line}"
 
 
 def _untrained(quality_L: Sequence[LayerQuality]) -> str:

@@ -19,8 +19,7 @@ from hotsplit.solver.verify import verify
 
 @dataclass(frozen=True, kw_only=True)
 class Artifacts:
-    """The loaded files; None or () for those not given. `quality_L` is from the report next to the
-    profile."""
+    """The loaded files; None or () if not given. `quality_L`: from the report by the profile."""
 
     model: ModelFile
     profile: Profile | None
@@ -100,8 +99,7 @@ def _check_model(
     found: Profile | Predictors | EvalReport,
     shape: tuple[int, ...] | None = None,
 ) -> None:
-    """Raises HotsplitError for a file of another model or shape; predictors without a model
-    id (None) are of any model."""
+    """Raises HotsplitError for a file of another model or shape; an id of None fits any."""
     if found.model_id not in (None, model.model_id):
         raise HotsplitError(
             f"{path}: is for model {str(found.model_id)[:12]}, but {model.path} is"

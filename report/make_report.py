@@ -34,8 +34,7 @@ NEEDS_EVAL = "needs a comparison (--eval-json)"
 
 
 def report(config: ReportConfig) -> ReportSummary:
-    """Writes the page. Raises HotsplitError for files that do not belong together, and for a page
-    that gets too large."""
+    """Writes the page. Raises HotsplitError for unrelated files, and for too large a page."""
     beside = () if config.profile is None else (report_path(config.profile),)
     check_outputs([config.output], force=config.force, inputs=(*config.inputs, *beside))
     found = load_artifacts(config)
@@ -62,10 +61,23 @@ def page_of(config: ReportConfig, found: Artifacts) -> Page:
     speeds = speeds_of(config, found)
     names = Names(config, has_experts=found.model.spec.has_experts)
     mode = choose_mode(found.model).mode if found.split is None else found.split.mode
+    # The headline, one sentence.
+    split, cost = found.split, cost_of(found, mode)
+    parts = [f"Runs in mode {mode}"]
+    if split is not None:
+        parts[0] += f" with {' and '.join(map(format_bytes, split.budgets))} of GPU memory"
+        speed = f"{rate(split.objective_s)} tokens a second predicted"
+        if speeds.advice is not None and any(split.gpu_bytes.values()):
+            speed += f", {speeds.advice.cpu_only_s / split.objective_s:.2f} times the CPU alone"
+        parts.append(speed)
+    if cost is not None and mode != "dense":
+        parts.append(f"perplexity {cost.perplexity_text} against dense")
+    elif costs_nothing(mode):
+        parts.append("the same text as the dense model")
     return Page(
         title=found.model.text(NAME_KEY) or config.model.name,
         facts=_facts(config, found),
-        summary=_summary(found, speeds, mode),
+        summary=", ".join(parts) + ".",
         tiles=(_runs(found, mode), _speed(found, speeds), _cost(found, mode), _reads(found, mode)),
         sections=(
             speed_section(found, speeds, names),
@@ -105,23 +117,6 @@ def _facts(config: ReportConfig, found: Artifacts) -> tuple[str, ...]:
         f"{kind}, {format_bytes(size)}",
         "with predictors" if model.predictor else "no predictors",
     )
-
-
-def _summary(found: Artifacts, speeds: Speeds, mode: Mode) -> str:
-    """The headline, one sentence."""
-    split, cost = found.split, cost_of(found, mode)
-    parts = [f"Runs in mode {mode}"]
-    if split is not None:
-        parts[0] += f" with {' and '.join(map(format_bytes, split.budgets))} of GPU memory"
-        speed = f"{rate(split.objective_s)} tokens a second predicted"
-        if speeds.advice is not None and any(split.gpu_bytes.values()):
-            speed += f", {speeds.advice.cpu_only_s / split.objective_s:.2f} times the CPU alone"
-        parts.append(speed)
-    if cost is not None and mode != "dense":
-        parts.append(f"perplexity {cost.perplexity_text} against dense")
-    elif costs_nothing(mode):
-        parts.append("the same text as the dense model")
-    return ", ".join(parts) + "."
 
 
 def _runs(found: Artifacts, mode: Mode) -> Tile:

@@ -1,5 +1,4 @@
-"""The section that compares the modes' quality with the dense model's, from all comparisons and
-records given."""
+"""The section on the modes' quality, from all comparisons and records given."""
 
 from dataclasses import dataclass
 
@@ -36,8 +35,7 @@ class MeasuredMode:
 
 
 def measured_of(found: Artifacts) -> list[MeasuredMode]:
-    """Comparisons (`eval`), then the records of model, predictors and profile, without
-    duplicates."""
+    """Comparisons, then records of model, predictors and profile, without duplicates."""
     measured = []
     for number, report in enumerate(found.evals, 1):
         name = "eval" if len(found.evals) == 1 else f"eval {number}"

@@ -10,8 +10,7 @@ MAX_BYTES = 2 << 20  # of a page
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """The files of one model. For a section whose files are not given, the page names the command
-    that makes them."""
+    """The files of one model. Where some are missing, the page names the command for them."""
 
     model: Path
     output: Path
@@ -34,8 +33,7 @@ class ReportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSummary:
-    """A summary of the written page. `missing` are the sections with neither a plot nor a
-    table."""
+    """A summary of the page. `missing`: sections with neither a plot nor a table."""
 
     output: str
     model_id: str

@@ -32,8 +32,7 @@ def _by_layer(
     layers: Iterable[int] | None = None,
     **options: Any,
 ) -> Table:
-    """A table with a row a layer (None: all layers): of each column the head, the form of a value,
-    and the values."""
+    """A row a layer (None: all): of each column the head, the form of a value, the values."""
     texts = [[form.format(value) for value in values] for form, values in columns.values()]
     numbers = range(len(texts[0])) if layers is None else layers
     rows = tuple((str(n), *row) for n, *row in zip(numbers, *texts, strict=True))
@@ -208,16 +207,6 @@ def firing_section(found: Artifacts, names: Names) -> Section:
     corpora = ", ".join(corpus.name for corpus in profile.corpora[:4])
     more = len(profile.corpora) - 4
     corpora += f" and {more} more" if more > 0 else ""
-    return Section(
-        name="firings",
-        title="Firings",
-        lead=f"{lead} {profile.num_tokens:,} tokens of {corpora}.",
-        plots=(plots.plot_firings(profile), plots.plot_density(profile)),
-        tables=(_firing_table(profile), *_expert_tables(profile)),
-    )
-
-
-def _firing_table(profile: Profile) -> Table:
     curve_NL = plots.firing_curves(profile).T
     columns: dict[str, tuple[str, Iterable[object]]] = {
         "neurons that fire": ("{:.2%}", profile.density_L),
@@ -227,7 +216,13 @@ def _firing_table(profile: Profile) -> Table:
         "never fired": ("{:,}", profile.never_fired_L()),
         "threshold": ("{:.4g}", profile.threshold_L),
     }
-    return _by_layer("Firings by layer", columns, is_folded=True)
+    return Section(
+        name="firings",
+        title="Firings",
+        lead=f"{lead} {profile.num_tokens:,} tokens of {corpora}.",
+        plots=(plots.plot_firings(profile), plots.plot_density(profile)),
+        tables=(_by_layer("Firings by layer", columns, is_folded=True), *_expert_tables(profile)),
+    )
 
 
 def _expert_tables(profile: Profile) -> tuple[Table, ...]:
@@ -309,8 +304,7 @@ def _predictor_table(found: Artifacts) -> Table:
 
 
 def _stored_predictors(found: Artifacts) -> Table | None:
-    """The predictors of their file or of the model, for a page without a report on their
-    quality."""
+    """The predictors' own facts, for a page without a report on their quality."""
     if found.predictors is not None:
         info = found.predictors.info
         sizes = [

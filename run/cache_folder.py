@@ -67,8 +67,7 @@ class Entry:
 
     @property
     def is_whole(self) -> bool:
-        """True if its files have their original sizes and the facts that its stage needs are
-        there."""
+        """True if its files have their sizes and the facts that its stage needs are there."""
         facts = STAGES[self.kind].facts if self.kind in STAGES else ()
         found = [(self.facts.get(name), least) for name, least in facts]
         return all(_size(self.folder / name) == size for name, size in self.sizes.items()) and all(

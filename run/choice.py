@@ -151,8 +151,7 @@ def context_of(model: ModelFile, wishes: Wishes) -> int:
 def run_bytes(
     model: ModelFile, context_length: int, gpu_budget_bytes: int = 0, num_sequences: int = 1
 ) -> int:
-    """Bytes of a model on one device, a GPU if it has a budget: weights, keys and values of so many
-    texts, temporaries."""
+    """Bytes on one device (a GPU if it has a budget): weights, keys and values, temporaries."""
     workspace = workspace_bytes(model, context_length, "dense", num_sequences, gpu_budget_bytes)
     items = bytes_on_one_side(model, context_length, workspace, num_sequences)
     if model.layout == "stock":  # run as it is
@@ -225,8 +224,7 @@ def _fits(size: int, limit: int, place: str) -> str:
 
 
 def _too_large(size: int, room: Room) -> str:
-    """Without a GPU there is no plan that would be refused, and the rest stays in the mapped
-    file."""
+    """Without a GPU nothing is refused, and the rest stays in the mapped file."""
     line = f"{format_bytes(size)} are more than the {format_bytes(room.main + sum(room.gpus))}"
     if room.gpus:
         return f"{line} of both memories that a model should take"
@@ -248,8 +246,7 @@ def _own_type_line(source: RunSource, model: ModelFile, wishes: Wishes, room: Ro
 
 
 def _other_type(source: RunSource, model: ModelFile, size: int, room: Room) -> str:
-    """Why a file's matrices get another type, and what that costs: first, where it would have
-    fitted."""
+    """Why a file's matrices get another type, and what that costs."""
     as_it_is = size - sum(e.num_bytes for e in model.tensors.values()) + num_bytes_of(source.path)
     limits = [(count, "VRAM") for count in room.gpus[:1]]
     limits.append((room.main + sum(room.gpus), "memory"))
@@ -341,8 +338,7 @@ def predictor_share(model: ModelFile) -> float:
 
 
 def _fits_lines(model: ModelFile, wishes: Wishes, size: int, budget: int) -> list[str]:
-    """Names the better program for a model that fits into the first GPU, or nearly, and has nothing
-    to skip."""
+    """Names the better program for a model that (nearly) fits a GPU and has nothing to skip."""
     reads_all = model.spec.has_experts or computes_every_neuron(model, wishes.engine.mode)
     if not budget or size > (1 + NEARLY) * budget or not reads_all:
         return []

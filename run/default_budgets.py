@@ -17,8 +17,7 @@ STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that most runs
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Bytes of memory available to a model; `lines` say which budgets of the user's were
-    lowered."""
+    """Bytes of memory available to a model; `lines` say which budgets were lowered."""
 
     main: int
     gpus: tuple[int, ...] = ()

@@ -105,8 +105,7 @@ def words(seconds: float, at_most: bool = False) -> str:
 
 
 def estimate(job: RunJob, tokens: int | None) -> WorkEstimate:
-    """Estimates the work that is not cached. `tokens` is the length of a profile with predictors;
-    None without predictors."""
+    """Estimates the work that is not cached. `tokens`: to train predictors on; None without."""
     works = [] if tokens is None else _of_profile(job, tokens)
     if job.choice.needs_look(job.wishes) and not job.cache.find("look", look_key(job)):
         seconds = look_tokens(job) / count_per_s(job)
@@ -119,8 +118,7 @@ def estimate(job: RunJob, tokens: int | None) -> WorkEstimate:
 
 
 def expected_tokens(job: RunJob) -> int | None:
-    """The tokens of a profile with predictors, estimated if there was no look yet; None if there
-    will be none."""
+    """Tokens to train predictors on, estimated if there was no look yet; None without."""
     if job.choice.predictors is False:
         return None
     look = job.cache.find("look", look_key(job))
@@ -131,8 +129,7 @@ def expected_tokens(job: RunJob) -> int | None:
 
 def tokens_for(job: RunJob, tokens_per_s: float) -> int | None:
     """The number that was requested, or the largest of TOKENS that can be profiled within
-    PATIENCE_S at this speed. If none can: the smallest if predictors were requested, otherwise
-    None."""
+    PATIENCE_S at this speed. Else the smallest if they were requested, or None."""
     if job.wishes.tokens is not None:
         return job.wishes.tokens
     allowed = [t for t in TOKENS if t * TRAIN_FACTOR / tokens_per_s <= PATIENCE_S]

@@ -1,5 +1,4 @@
-"""What a model will be like on a machine, from its header alone: tokens a second, and what is
-where.
+"""What a model will be like on a machine, from its header alone.
 
 Prices are the solver's, of mode dense. Without a profile it is not known which neurons of a model
 can be silent (then all are computed, an upper bound on the time), nor which experts a mixture's

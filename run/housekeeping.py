@@ -1,5 +1,4 @@
-"""Lists and clears the cache of `hotsplit run`; only our own files that are not in use are
-removed."""
+"""Lists and clears the cache of `hotsplit run`: only our own files that are not in use."""
 
 import fcntl
 import os

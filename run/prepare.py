@@ -184,8 +184,7 @@ def estimate_of(job: RunJob) -> WorkEstimate:
 
 
 def prepare(job: RunJob, planned: WorkEstimate) -> Ready:
-    """Runs the stages. An interrupt raises Interrupted, which names the stage; finished work is
-    kept."""
+    """Runs the stages. Raises Interrupted, which names the stage; finished work is kept."""
     began = time.perf_counter()
     steps = StageSteps(job, planned)
     try:
@@ -228,8 +227,7 @@ def _run(job: RunJob, steps: StageSteps) -> tuple[Path, Path | None]:
 
 
 def _tokens(job: RunJob, look: Entry) -> int | None:
-    """The number of tokens to profile, decided by a look; None for no predictors. Tells the user
-    the reason."""
+    """Tokens to profile, by a look; None for no predictors. Tells the user the reason."""
     if job.choice.predictors is False:
         return None
     per_s, density = float(look.facts["tokens_per_s"]), float(look.facts["density"])

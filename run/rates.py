@@ -34,8 +34,7 @@ T, M, N = 512, 1024, 4096  # shape of the timed matrix product
 
 
 def machine_key() -> dict[str, Any]:
-    """What identifies this machine and the threads in use, for results that depend on their
-    speed."""
+    """Identifies this machine and the threads in use, for results that depend on speed."""
     gpus = [
         (torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory)
         for i in range(torch.cuda.device_count())
@@ -117,8 +116,7 @@ def encode_bytes_per_s(model: ModelFile) -> float:
 
 
 def unpack_values_per_s() -> float:
-    """Values per second that one thread unpacks from q8_0; verifying is estimated in multiples of
-    this."""
+    """Values per second that one thread unpacks from q8_0; verifying takes a multiple."""
     rows = quantize(
         np.random.default_rng(0).standard_normal((64, N)).astype(np.float32), type_of("q8_0")
     )

@@ -88,8 +88,7 @@ def look_at(
     given: Path, activation: str | None, scratch: Path, tokenizer: Path | None = None
 ) -> RunSource:
     """Inspects a source, fetching it from the hub if needed. With a tokenizer of the user's it is
-    converted in any case. Raises HotsplitError if it is
-    missing or cannot be read."""
+    converted in any case. Raises HotsplitError if it cannot be read."""
     path = find_source(given)
     if not path.exists():
         raise HotsplitError(

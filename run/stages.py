@@ -137,8 +137,7 @@ def plan_key(job: RunJob, tokens: int | None) -> dict[str, Any]:
 
 
 def texts_of(corpora: tuple[Path, ...], cache: RunCache) -> tuple[Path, ...]:
-    """The texts that a model is profiled on: the user's, or the package's, unpacked into the
-    cache."""
+    """The texts to profile on: the user's, or the package's, unpacked into the cache."""
 
     def unpack(folder: Path) -> Mapping[str, Any]:
         with partial_file(folder / STAGES["corpus"].file) as partial:
@@ -177,8 +176,7 @@ def conversion_name(job: RunJob) -> str:
 
 
 def make_look(job: RunJob, model: Path, folder: Path) -> Mapping[str, Any]:
-    """Profiles a few tokens, to find how many neurons fire and how many tokens are counted per
-    second."""
+    """Profiles a few tokens: how many neurons fire, and tokens counted per second."""
     texts = texts_of(job.wishes.corpora, job.cache)
     tokens = available(model, texts, look_tokens(job))
     config = ProfileConfig(

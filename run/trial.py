@@ -66,8 +66,7 @@ def measure(engine: Engine) -> PlanTimes:
 
 
 def measured_by(model: Path, split: Path | None, config: EngineConfig) -> PlanTimes:
-    """Times a model as this configuration runs it. Raises HotsplitError or MemoryError if it cannot
-    be loaded."""
+    """Times a model. Raises HotsplitError or MemoryError if it cannot be loaded."""
     with out_of_memory_as_error(), load_engine(model, split, config) as engine:
         return measure(engine)
 

@@ -1,5 +1,4 @@
-"""Answers requests that generate texts, and builds OpenAI's response objects from tokens, whole or
-as chunks of a stream."""
+"""Answers requests that generate texts, as OpenAI's objects, whole or as chunks of a stream."""
 
 import math
 import secrets
@@ -253,8 +252,7 @@ def delta_of(piece: Output) -> Body:
 
 
 def chat_logprobs(served: ServedModel, tokens: Sequence[Token]) -> Body | None:
-    """Logprobs in the chat format: each token's bytes and logprob, and those of the most probable
-    alternatives."""
+    """Logprobs in the chat format: each token's bytes and logprob, and the alternatives'."""
     if not tokens:
         return None
     content = []

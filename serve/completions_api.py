@@ -1,5 +1,4 @@
-"""Answers /v1/chat/completions and /v1/completions. Requests are parsed in chat_requests and
-text_requests."""
+"""Answers /v1/chat/completions and /v1/completions."""
 
 from collections.abc import AsyncIterator
 

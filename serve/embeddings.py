@@ -1,5 +1,4 @@
-"""Answers /v1/embeddings: the pooled hidden states of texts, after the model's last norm, as
-vectors of length 1.
+"""Answers /v1/embeddings: pooled hidden states after the last norm, as vectors of length 1.
 
 How they are pooled is the model's word: a GGUF's `pooling_type`, or sentence-transformers'
 1_Pooling/config.json beside a checkpoint. If it says nothing, as chat models do, it is the mean.

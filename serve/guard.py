@@ -38,8 +38,7 @@ _ALLOWED = {
 
 
 class Guard:
-    """The outermost layer of the application. It counts the service's active requests, and gives
-    it the log line of each."""
+    """The outermost layer of the application: counts active requests and logs each."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service, self._config = app, service, service.config
@@ -130,7 +129,8 @@ class Guard:
         )
 
     def _is_ours(self, host: str) -> bool:
-        name = _host_name(host)
+        found = _HOST.fullmatch(host)
+        name = None if found is None else found["address"] or host_of(found["name"])
         return name is not None and (name in ("localhost", *self._config.hosts) or is_address(name))
 
     def _is_preflight(self, scope: Scope, headers: Headers) -> bool:
@@ -187,8 +187,7 @@ async def _preflight(send: Send) -> None:
 
 
 def _given_key(headers: Headers) -> bytes | None:
-    """The key in X-Api-Key or Authorization: Bearer, or the password in Authorization: Basic, for
-    which a browser can prompt."""
+    """The key in X-Api-Key or Authorization: Bearer, or the password in Authorization: Basic."""
     if (key := headers.get("x-api-key")) is not None:
         return key.encode("latin-1")
     scheme, _, value = headers.get("authorization", "").partition(" ")
@@ -218,10 +217,3 @@ def is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _host_name(host: str) -> str | None:
-    """The name in a Host header as `host_of` returns names, or the IP address, without the port and
-    an IPv6 address's brackets; None if it is neither."""
-    found = _HOST.fullmatch(host)
-    return None if found is None else found["address"] or host_of(found["name"])

@@ -67,8 +67,7 @@ class PrefixCache:
         return sequence
 
     def keep(self, sequence: TextSequence) -> None:
-        """Keeps a finished sequence for others to continue, unless it is empty or a kept one begins
-        with it."""
+        """Keeps a finished sequence for others, unless it is empty or a kept one begins with it."""
         del self._used[sequence]
         if not sequence.length:
             sequence.close()
@@ -112,8 +111,7 @@ class PrefixCache:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix. Compares slices that double in length, then bisects the one that
-    differs."""
+    """Length of the common prefix: slices that double in length, then a bisection."""
     most = min(len(a), len(b))
     low, high = 0, min(_FIRST_SLICE, most)  # the first `low` are equal
     while low < most and a[low:high] == b[low:high]:

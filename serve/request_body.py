@@ -84,8 +84,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def refused(code: OwnCode, message: str) -> PydanticCustomError:
-    """An error of a validator, with a code of its own. The field's path comes before the
-    message."""
+    """A validator's error with a code of its own; the field's path precedes the message."""
     return PydanticCustomError(code, "{message}", {"message": message})
 
 
@@ -144,8 +143,7 @@ def _refusal(error: ValidationError) -> ApiError:
 
 
 def parsed(content: bytes) -> dict[str, object]:
-    """The fields of a request. Raises ApiError unless the body is a JSON object that is at most
-    MAX_DEPTH deep."""
+    """A request's fields. Raises ApiError unless the body is a JSON object within MAX_DEPTH."""
     num_marks, depth = marks_and_depth(content)
     if num_marks > MAX_MARKS:
         line = (

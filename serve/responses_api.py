@@ -1,5 +1,4 @@
-"""Answers /v1/responses with a chat's output as items, whole or as events. Requests are parsed in
-responses_requests."""
+"""Answers /v1/responses with a chat's output as items, whole or as events."""
 
 import secrets
 import time
@@ -33,8 +32,7 @@ _SETTINGS: Body = {
 
 
 class ResponsesAnswer(AnswerBody):
-    """The growing list of output items: reasoning, messages, tool calls. Only the last can be
-    open."""
+    """The growing list of output items: reasoning, messages, calls; only the last is open."""
 
     end = b""
 

@@ -57,8 +57,7 @@ class ReasoningSettings(RequestBody):
 
 
 class ResponsesBody(RequestBody):
-    """The fields that a chat does not have under the same name; the others are the chat's to
-    check."""
+    """The fields that a chat does not have under the same name; the chat checks the others."""
 
     is_open: ClassVar = True
     previous_response_id: Annotated[object, only(why=_REFERS)] = None
@@ -104,8 +103,7 @@ def responses_request(
 
 
 def chat_fields(body: ResponsesBody) -> tuple[dict[str, object], list[str]]:
-    """(the fields of the chat that a response is, the place in the request of each of its
-    messages). Raises ApiError."""
+    """(the fields of the chat that a response is, its messages' places in the request)."""
     messages, places = _messages(body.input, body.instructions)
     chat: dict[str, object] = {
         "messages": messages,

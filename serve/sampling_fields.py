@@ -1,5 +1,4 @@
-"""The sampling fields of requests, under llama-server's names; an absent field keeps the server's
-default."""
+"""Sampling fields of requests, by llama-server's names; absent ones keep the server's default."""
 
 import re
 from collections.abc import Callable
@@ -32,8 +31,7 @@ _TokenBias = tuple[int | str, float]  # of a token id, or of each token of a tex
 
 
 def _biases(value: object) -> tuple[_TokenBias, ...]:
-    """Reads OpenAI's {"15043": -100} or llama-server's [[15043, 1.5], [" Hello", false]], where
-    false bans a token."""
+    """OpenAI's {"15043": -100} or llama-server's [[15043, 1.5], [" Hello", false]]; false bans."""
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
         raise ValueError(f"up to {MAX_BIASES} biases, as an object or a list")
@@ -107,8 +105,7 @@ def sampling_of(
     encode: Callable[[str], list[int]],
     vocab_size: int,
 ) -> SamplingOptions:
-    """The request's options. `encode` tokenises the texts of `logit_bias`. Raises ApiError for
-    invalid values."""
+    """The request's options. `encode` tokenises texts of `logit_bias`. Raises ApiError."""
     given = {name: getattr(body, name) for name in SamplingBody.model_fields}
     given = {name: value for name, value in given.items() if value is not None}
     names = {RENAMED.get(name, name): name for name in given}  # those of SamplingOptions -> given
@@ -116,23 +113,17 @@ def sampling_of(
     if body.seed in RANDOM_SEEDS:
         options["seed"] = None
     if body.logit_bias is not None:
-        options["logit_bias"] = _by_token(body.logit_bias, encode, vocab_size)
+        found: dict[int, float] = {}
+        for token, bias in body.logit_bias:
+            for token_id in encode(token) if isinstance(token, str) else [token]:
+                if not 0 <= token_id < vocab_size:
+                    wanted = f"wanted 0 to {vocab_size - 1}"
+                    raise wrong("logit_bias", f"logit_bias: there is no token {token_id}, {wanted}")
+                found[token_id] = found.get(token_id, 0.0) + bias
+        options["logit_bias"] = tuple(found.items())
     try:
         return replace(defaults, **options)
     except HotsplitError as error:  # its message begins with a field's name
         first = str(error).split()[0]
         param = names.get(first)
         raise wrong(param, str(error).replace(first, param or first, 1)) from error
-
-
-def _by_token(
-    biases: tuple[_TokenBias, ...], encode: Callable[[str], list[int]], vocab_size: int
-) -> tuple[tuple[int, float], ...]:
-    found: dict[int, float] = {}
-    for token, bias in biases:
-        for token_id in encode(token) if isinstance(token, str) else [token]:
-            if not 0 <= token_id < vocab_size:
-                wanted = f"wanted 0 to {vocab_size - 1}"
-                raise wrong("logit_bias", f"logit_bias: there is no token {token_id}, {wanted}")
-            found[token_id] = found.get(token_id, 0.0) + bias
-    return tuple(found.items())

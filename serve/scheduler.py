@@ -125,9 +125,22 @@ class Scheduler:
 
     def step(self) -> None:
         """Runs one step of the engine."""
-        self._sweep()
+        # Drops cancelled texts and those past their deadline.
+        now = time.monotonic()
+        with self._change:
+            texts = [*self._running, *self._waiting]
+        for text in texts:
+            if text.is_cancelled:
+                self._end(text, None, is_kept=text.job.reuses)
+            elif now > text.job.deadline:
+                self._end(text, Failed(Late(text.job.deadline_by)), is_kept=text.job.reuses)
         self._admit()
-        parts = self._parts()
+        # The parts of a step: one row of every generating text, then pieces of prompts.
+        writing = [text for text in self._running if text.is_writing and text not in self._undrawn]
+        parts = [found for text in writing if (found := self._part(text, 1))]
+        for text, share in self._shares(self._rows_to_read(len(writing))):
+            if found := self._part(text, share):
+                parts.append(found)
         began = time.perf_counter()
         if parts:
             self._compute(parts)
@@ -148,17 +161,6 @@ class Scheduler:
         batch, self._batch = self._batch, []
         if batch:
             self._post(batch)
-
-    def _sweep(self) -> None:
-        """Drops cancelled texts and those past their deadline."""
-        now = time.monotonic()
-        with self._change:
-            texts = [*self._running, *self._waiting]
-        for text in texts:
-            if text.is_cancelled:
-                self._end(text, None, is_kept=text.job.reuses)
-            elif now > text.job.deadline:
-                self._end(text, Failed(Late(text.job.deadline_by)), is_kept=text.job.reuses)
 
     def _admit(self) -> None:
         with self._change:
@@ -188,15 +190,6 @@ class Scheduler:
         except Exception as error:
             log.debug("a text failed", exc_info=error)
             self._end(text, Failed(error), is_kept=False)
-
-    def _parts(self) -> list[tuple[Text, Part]]:
-        """The parts of a step: one row of every generating text, then pieces of prompts."""
-        writing = [text for text in self._running if text.is_writing and text not in self._undrawn]
-        parts = [found for text in writing if (found := self._part(text, 1))]
-        for text, share in self._shares(self._rows_to_read(len(writing))):
-            if found := self._part(text, share):
-                parts.append(found)
-        return parts
 
     def _rows_to_read(self, num_writing: int) -> int:
         """Rows of a step beside those of the texts that are being written."""
@@ -242,8 +235,7 @@ class Scheduler:
         return [(text, share) for text, share in shares.items() if share]
 
     def _has_begun(self, text: Text) -> bool:
-        """True if the text has a sequence; opens one unless it is worth waiting for a prefix that
-        another text is computing."""
+        """True if the text has a sequence; opens one unless another text computes its prefix."""
         if text.sequence is not None:
             return True
         job = text.job

@@ -69,7 +69,10 @@ class Server:
 
     def run(self) -> None:
         """Runs until a signal. Raises HotsplitError if the port or the model is unavailable."""
-        _limit_arenas()
+        # Keeps glibc from giving each thread that prepares requests an arena of its own, which it
+        # would keep after a large request.
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
         listener = listener_of(self.config)
         try:
             asyncio.run(self._serve(listener))
@@ -193,13 +196,6 @@ def _uvicorn_config(config: ServeConfig, service: Service) -> uvicorn.Config:
         timeout_keep_alive=15,
         timeout_graceful_shutdown=round(LAST_S),
     )
-
-
-def _limit_arenas() -> None:
-    """Keeps glibc from giving each thread that prepares requests memory of its own, which it would
-    keep after a large request."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
 
 
 def served_of(config: ServeConfig, engine: Engine) -> ServedModel:

@@ -141,8 +141,7 @@ class Service:
             ) from None
 
     def exchange(self, jobs: Sequence[TextJob | EmbeddingJob], *, is_stream: bool) -> Exchange:
-        """Submits the jobs. Raises ApiError if the queue has no room, or if the server is loading
-        its model or stopping."""
+        """Submits the jobs. Raises ApiError if the queue is full, or while loading or stopping."""
         waiting = self.scheduler.num_waiting + 1
         retry_s = round(self._text_s * waiting / self.config.parallel)
         retry_s = max(1, min(MAX_RETRY_S, retry_s))

@@ -1,5 +1,4 @@
-"""The endpoints that generate nothing: models, tokens, templates, properties, health, metrics and
-the page."""
+"""Endpoints that generate nothing: models, tokens, templates, properties, health, metrics, page."""
 
 import base64
 import hashlib

@@ -111,8 +111,7 @@ class CompletionBody(TextBody):
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """What each answer to a request must follow, given by its field `param`, in `size`
-    characters."""
+    """What each answer must follow, given by the field `param`, in `size` characters."""
 
     param: str
     size: int
@@ -286,8 +285,7 @@ def check_room(
 def prompts_of(
     value: object, served: ServedModel, param: str, most: int
 ) -> list[tuple[str, list[int]]]:
-    """Reads a text, its tokens, or a list of either: texts ("" if given as ids) with their tokens.
-    Raises ApiError."""
+    """A text, its tokens, or a list of either, as texts ("" if given as ids) with tokens."""
     items = [value] if isinstance(value, str) or _are_ids(value) else value
     if not isinstance(items, list) or not 0 < len(items) <= most:
         raise wrong(param, f"{param}: wanted a text, token ids, or a list of up to {most}")

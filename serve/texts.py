@@ -61,9 +61,8 @@ class TextJob:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingJob:
-    """A text whose hidden states become a vector; `deadline` as in a TextJob. The passes that
-    compute them round differently from those of other texts, so that keys and values are not
-    shared."""
+    """A text whose hidden states become a vector; `deadline` as in a TextJob. These passes round
+    differently, so that keys and values are not shared."""
 
     ids: Sequence[int]
     pooling: Pooling
@@ -240,8 +239,7 @@ class Text:
         self.generation = None
 
     def embed(self, engine: Engine, most: int) -> bool:
-        """Computes the next tokens of a text to be embedded, at most `most`; true if none is
-        left."""
+        """Computes at most `most` further tokens of a text to embed; true if none is left."""
         assert self.sequence is not None and self.pool is not None
         start = self.sequence.length
         if start == 0:

@@ -63,8 +63,7 @@ def advise(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> Advic
 
 
 def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> float:
-    """The limit in seconds per token. GPUs run one after the other; the CPU overlaps with all of
-    them."""
+    """Seconds per token at least. GPUs run in turn; the CPU overlaps with all of them."""
     model, placement = inputs.model, plan.placement
     is_offloaded = inputs.kv_offload is not None
     layers = range(model.spec.num_layers)

@@ -73,8 +73,7 @@ def by_activation(model: ModelFile) -> Profile:
 
 def assumed_experts(model: ModelFile, exponent: float) -> Profile:
     """A profile of a mixture in which each layer's experts are chosen by Zipf's law, expert 0 most
-    often; an exponent of 0 chooses all equally often. All layers of as many experts choose
-    alike."""
+    often; an exponent of 0 chooses all equally often. Layers of as many experts are alike."""
     layers, num_used = model.spec.layers, model.spec.most_used
     drawn: dict[int, np.ndarray] = {}
     routing_LTK = np.full((len(layers), NUM_TOKENS, num_used), -1, np.int16)

@@ -1,5 +1,4 @@
-"""Explains a written plan in words: what each GPU holds, which layers are where, and what a faster
-link would bring."""
+"""Explains a plan in words: what each GPU holds, which layers are where, a faster link."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

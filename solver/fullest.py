@@ -110,8 +110,7 @@ def _in_order(cut_CK: np.ndarray, key_C: np.ndarray) -> Iterator[tuple[int, list
 
 
 def _most(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray]:
-    """Every row of cuts [C, K + 1], and the most bytes that each GPU could hold of its run [C,
-    K]."""
+    """Every row of cuts [C, K + 1], and the most bytes a GPU could hold of its run [C, K]."""
     model, cut_CK = pipeline.model, pipeline.cut_rows()
     layers = model.dense_bytes_L + model.neuron_bytes_L * model.num_neurons
     until_I = np.concatenate([[0], np.cumsum(np.append(layers, model.head_bytes))])

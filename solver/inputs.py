@@ -64,8 +64,7 @@ class Inputs:
         return (self.machine.gpus or (NO_GPU,))[: len(self.budgets)]
 
     def with_workspace(self, workspace: Workspace) -> "Inputs":
-        """The inputs with the workspace of their mode and largest budget, or of the GPU's memory if
-        they have none."""
+        """The inputs with the workspace of their mode and largest budget, or the GPU's memory."""
         budget = max(self.budgets) or self.gpus[0].memory_bytes
         size = workspace(self.model, self.pass_context, self.mode, self.num_sequences, budget)
         return replace(self, workspace=size)
@@ -228,7 +227,26 @@ def inputs_from(
         kv_offload=kv_offload,
     )
     _check_profile(inputs)
-    _check_machine(inputs)
+    num_gpus, path = len(inputs.machine.gpus), inputs.paths[2]
+    if inputs.machine.cpu_costs is None:
+        raise HotsplitError(
+            f"{path}: describes only a GPU; hotsplit calibrate --gpu-from {path}"
+            " measures this machine and takes the GPU from it"
+        )
+    if inputs.mode != "dense" and inputs.mode not in inputs.machine.costs.layer_s:
+        raise HotsplitError(
+            f"{path}: has no cost of a layer in mode {inputs.mode!r}; run hotsplit calibrate again"
+        )
+    if len(inputs.budgets) > max(1, num_gpus):
+        raise HotsplitError(
+            f"{path}: {num_gpus} GPU{'s' * (num_gpus != 1)} for {len(inputs.budgets)} budgets; give"
+            " --vram-budget once for each"
+        )
+    if not num_gpus and any(inputs.budgets):
+        raise HotsplitError(
+            f"{path}: no GPU; a plan needs the figures of one: hotsplit calibrate --gpu-from FILE"
+            " takes them from a file for another card, and --vram-budget 0 plans for the CPU alone"
+        )
     return inputs.with_workspace(workspace)
 
 
@@ -284,30 +302,4 @@ def _check_profile(inputs: Inputs) -> None:
             f"a context of {inputs.context_length} tokens; {model_path} was made for"
             f" {model.spec.context_length}"
             f"{'; --rope-scaling yarn extends it' if model.spec.rotary else ''}"
-        )
-
-
-def _check_machine(inputs: Inputs) -> None:
-    """Raises HotsplitError for figures that the plan needs and the machine file lacks, and for
-    more budgets than GPUs."""
-    num_gpus, path = len(inputs.machine.gpus), inputs.paths[2]
-    if inputs.machine.cpu_costs is None:
-        raise HotsplitError(
-            f"{path}: describes only a GPU; hotsplit calibrate --gpu-from {path}"
-            " measures this machine and takes the GPU from it"
-        )
-    if inputs.mode != "dense" and inputs.mode not in inputs.machine.costs.layer_s:
-        raise HotsplitError(
-            f"{path}: has no cost of a layer in mode {inputs.mode!r}; run hotsplit calibrate again"
-        )
-    if len(inputs.budgets) > max(1, num_gpus):
-        raise HotsplitError(
-            f"{path}: {num_gpus} GPU{'s' * (num_gpus != 1)} for {len(inputs.budgets)} budgets; give"
-            " --vram-budget once for each"
-        )
-    if not num_gpus and any(inputs.budgets):
-        raise HotsplitError(
-            f"{path}: no GPU; a plan needs the figures of one: hotsplit calibrate"
-            " --gpu-from FILE takes them from a file for another card, and --vram-budget 0 plans"
-            " for the CPU alone"
         )

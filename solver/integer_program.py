@@ -296,8 +296,7 @@ def is_small(pipeline: Pipeline) -> bool:
 def solve_program(
     pipeline: Pipeline, *, start: PipelinePlacement | None, time_limit_s: float
 ) -> Solved:
-    """The best placement, to NEURON_GAP or as far as the time allows; `start`, which must be
-    feasible, if none is found."""
+    """The best placement, as far as the time allows; if none is found, the feasible `start`."""
     assert start is None or plan_is_feasible(pipeline, start), "the start is not feasible"
     program = _program(pipeline)
     if start is not None:

@@ -164,8 +164,7 @@ def _homes(inputs: Inputs, sizes: list[int]) -> list[int] | None:
 
 
 def split_seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> float:
-    """Seconds per token with the layers from `first` on, and with `has_head` the head, on these
-    GPUs."""
+    """Seconds of a token with the layers from `first` on, and perhaps the head, on these GPUs."""
     model, machine = inputs.model, inputs.machine
     total = token_seconds(model, machine) + sum(
         cpu_seconds(

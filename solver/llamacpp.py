@@ -87,8 +87,7 @@ def _layers(inputs: Inputs) -> Told:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Matrices of one name in a layer: bytes, and the seconds that a token takes longer if the CPU
-    has them."""
+    """Matrices of one name in a layer: bytes, and what a token takes longer on the CPU."""
 
     name: str
     num_bytes: int
@@ -113,8 +112,7 @@ def _matrices(inputs: Inputs, layer: int) -> list[_Matrix]:
 
 
 def _tensors(inputs: Inputs) -> Told | None:
-    """Everything on the GPU but single matrices of layers; None if not even all of them on the CPU
-    make the rest fit."""
+    """Everything on the GPU but single matrices of layers; None if that cannot fit."""
     num_layers = inputs.model.spec.num_layers
     of_layers = [_matrices(inputs, layer) for layer in range(num_layers)]
     room = max(inputs.budgets) - inputs.workspace - head_bytes(inputs.model)

@@ -38,8 +38,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The plan and the inputs that it was found for; `others` are not faster, not allowed, or do
-    not fit."""
+    """The plan and its inputs; `others` are not faster, not allowed, or do not fit."""
 
     inputs: Inputs
     pipeline: Pipeline
@@ -101,8 +100,7 @@ def in_mode(inputs: Inputs, mode: Mode, workspace: Workspace) -> Inputs:
 
 
 def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[Mode], list[Alternative]]:
-    """The modes to plan for, and those refused because they lose too much quality or an unknown
-    amount."""
+    """The modes to plan for, and those that lose too much quality or an unknown amount."""
     allowed: list[Mode] = []
     others = []
     for mode in sparse_modes(inputs.model):

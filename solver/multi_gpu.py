@@ -93,8 +93,7 @@ class Pipeline:
         return np.append(0.0, rising[:: max(1, len(rising) // NUM_REWARDS)])
 
     def cut_rows(self) -> np.ndarray:
-        """Every row of cuts from 0 to I, int [C, K + 1]. Raises HotsplitError for more than
-        MAX_CUTS."""
+        """Every row of cuts from 0 to I, int [C, K + 1]; at most MAX_CUTS."""
         num_items, inner = self.model.num_layers + 1, self.num_gpus - 1
         if comb(num_items + inner, inner) > MAX_CUTS:
             raise HotsplitError(
@@ -159,8 +158,7 @@ def bytes_of_gpus(pipeline: Pipeline, plan: PipelinePlacement) -> list[int]:
 
 
 def plan_is_feasible(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
-    """True if the plan respects all memories, the order of homes, groups of layers, and every
-    layer's minimum."""
+    """True if the plan respects memories, the order of homes, groups, and layers' minima."""
     if (np.diff(plan.home_I) < 0).any():
         return False
     device_L = np.where(plan.placement.dense_L, plan.home_I[:-1], -1)
@@ -191,8 +189,7 @@ def plan_seconds(pipeline: Pipeline, plan: PipelinePlacement) -> float:
 
 
 def _run_bounds(problem: Problem, reward_N: np.ndarray) -> np.ndarray:
-    """A lower bound on T - reward * bytes of every run; f64 [N, I + 1, I + 1], infinite for start >
-    stop."""
+    """Lower bounds on T - reward * bytes of runs; f64 [N, I + 1, I + 1], inf for start > stop."""
     num_items = problem.num_layers + 1
     bound_NSS = np.full((len(reward_N), num_items + 1, num_items + 1), np.inf)
     cpu_L = layer_seconds(problem, on_one_device(problem, gpu=False))

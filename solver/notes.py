@@ -24,8 +24,7 @@ from hotsplit.system.sizes import format_bytes
 
 
 def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
-    """Notes on the figures, memories and assumptions that the plan rests on, and on other
-    budgets."""
+    """Notes on figures, memories and assumptions of the plan, and on other budgets."""
     model, machine, notes = inputs.model, inputs.machine, []
     if not machine.gpus:
         notes.append("the machine file has no GPU: the plan is for the CPU alone")

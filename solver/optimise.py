@@ -209,8 +209,7 @@ def _whole_plans(pipeline: Pipeline) -> list[PipelinePlacement]:
 
 
 def _memory_notes(pipeline: Pipeline, plan: PipelinePlacement) -> tuple[str, ...]:
-    """Notes on a plan with nothing on a GPU or with everything there, and on one that leaves out
-    what would fit."""
+    """Notes on a plan with nothing or everything on a GPU, or without what would fit."""
     if sum(bytes_of_gpus(pipeline, plan)) == pipeline.model.placeable_bytes:
         size = sum(
             placement_bytes(problem, plan.on_gpu(gpu))
@@ -239,38 +238,8 @@ def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
             problem = replace(problem, need_bytes=pipeline.need_bytes)
         placements, bound_s = _start_run(problem)
         return [with_one_home(placement) for placement in placements], bound_s
-    return _start_of_cuts(pipeline)
-
-
-def _start_run(problem: Problem) -> tuple[list[SolvedPlacement], float]:
-    """Good placements for one GPU, and a bound."""
-    if problem.num_layers == 0:  # the head or nothing
-        both = [on_one_device(problem, gpu=on) for on in (False, True)]
-        fitting = both[: 1 + (0 < problem.head_bytes <= problem.room_bytes)]
-        return fitting, min(placement_seconds(problem, placement) for placement in fitting)
-    found = search(problem)
-    if found.placement is None:
-        return [], found.bound_s
-    placements = [found.placement]
-    if problem.replayed and problem.need_bytes == 0:
-        # The same dense blocks and head, and the experts that save most seconds per byte: the
-        # bound's numbers of experts jump where its lines meet, and distribute them up to 0.5 %
-        # worse.
-        none = replace(found.placement, hot_LF=np.zeros_like(found.placement.hot_LF))
-        num_hot_L = fill(
-            problem,
-            num_hot_L=none.num_hot_L,
-            dense_L=none.dense_L,
-            room_bytes=problem.room_bytes - held_bytes(problem, none),
-        )
-        placements.append(of_counts(problem, num_hot_L, none.dense_L, none.head))
-    return placements, found.bound_s
-
-
-def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
-    """`_start` for several GPUs. The bound is the least over all rows of cuts: for a row that was
-    tried, the larger of its cheap bound and the sum of its runs' bounds; for the others, the cheap
-    bound."""
+    # The bound is the least over all rows of cuts: for a row that was tried, the larger of its
+    # cheap bound and the sum of its runs' bounds; for the others, the cheap bound.
     began = time.perf_counter()
     cut_CK, quick_C = pipeline.cuts()
     best: PipelinePlacement | None = None
@@ -296,6 +265,31 @@ def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
         if plan is not None and plan_seconds(pipeline, plan) < best_s:
             best, best_s = plan, plan_seconds(pipeline, plan)
     return ([] if best is None else [best]), bound_s
+
+
+def _start_run(problem: Problem) -> tuple[list[SolvedPlacement], float]:
+    """Good placements for one GPU, and a bound."""
+    if problem.num_layers == 0:  # the head or nothing
+        both = [on_one_device(problem, gpu=on) for on in (False, True)]
+        fitting = both[: 1 + (0 < problem.head_bytes <= problem.room_bytes)]
+        return fitting, min(placement_seconds(problem, placement) for placement in fitting)
+    found = search(problem)
+    if found.placement is None:
+        return [], found.bound_s
+    placements = [found.placement]
+    if problem.replayed and problem.need_bytes == 0:
+        # The same dense blocks and head, and the experts that save most seconds per byte: the
+        # bound's numbers of experts jump where its lines meet, and distribute them up to 0.5 %
+        # worse.
+        none = replace(found.placement, hot_LF=np.zeros_like(found.placement.hot_LF))
+        num_hot_L = fill(
+            problem,
+            num_hot_L=none.num_hot_L,
+            dense_L=none.dense_L,
+            room_bytes=problem.room_bytes - held_bytes(problem, none),
+        )
+        placements.append(of_counts(problem, num_hot_L, none.dense_L, none.head))
+    return placements, found.bound_s
 
 
 def _fastest_run(run: Problem, placements: list[SolvedPlacement]) -> SolvedPlacement | None:
@@ -335,8 +329,7 @@ def _for_host(
 def _with_more(
     pipeline: Pipeline, cut_K: np.ndarray, plan: PipelinePlacement, more_K: list[int]
 ) -> PipelinePlacement | None:
-    """A plan for the same cuts with at least this many more bytes on each GPU; None if none is
-    found."""
+    """A plan for these cuts with at least so many more bytes on each GPU; None if none."""
     parts = []
     for gpu, (held, more) in enumerate(zip(bytes_of_gpus(pipeline, plan), more_K, strict=True)):
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])

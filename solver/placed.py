@@ -24,8 +24,7 @@ class Units:
 
 
 def units_of(split: Split, profile: Profile) -> Units:
-    """The units of a plan; a mixture's layer without experts counts as as many equal parts, all
-    on one side."""
+    """The units of a plan; a layer without experts counts as equal parts on one side."""
     if not split.num_experts:
         return Units(
             name="neurons", events="firings", count_LF=profile.active_count_LF, hot=split.hot
@@ -51,8 +50,7 @@ def firings_on_gpu(split: Split, profile: Profile) -> np.ndarray:
 
 
 def device_of_ranks(split: Split, profile: Profile) -> np.ndarray:
-    """The device of most neurons, or experts, in each column of ranks, int [L, R]: 0 is the CPU,
-    k + 1 GPU k."""
+    """The device of most units in each column of ranks, int [L, R]: 0 the CPU, k + 1 GPU k."""
     units = units_of(split, profile)
     num_layers, num_neurons = units.count_LF.shape
     num_columns = min(NUM_COLUMNS, num_neurons)

@@ -117,8 +117,7 @@ class Problem:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes of the budget left for weights and KV cache; negative if the workspace exceeds
-        it."""
+        """Bytes left for weights and KV cache; negative if the workspace exceeds the budget."""
         return self.budget_bytes - self.workspace_bytes
 
     @cached_property
@@ -272,8 +271,7 @@ def on_one_device(problem: Problem, *, gpu: bool) -> SolvedPlacement:
 def ffn_seconds(
     problem: Problem, *, hot_touched_L: np.ndarray, num_hot_L: np.ndarray, dense_L: np.ndarray
 ) -> np.ndarray:
-    """M_l of every layer by mean touched bytes, f64 [L] or, for several numbers of hot neurons,
-    [N, L]."""
+    """M_l of every layer by mean touched bytes, f64 [L], or [N, L] for several counts."""
     has_hot_L, has_cold_L = num_hot_L > 0, num_hot_L < problem.num_neurons
     is_split_L = np.where(dense_L, has_cold_L, has_hot_L)
     cold_touched_L = np.where(has_cold_L, problem.touched_L - hot_touched_L, 0.0)
@@ -309,8 +307,7 @@ def sets_seconds(problem: Problem, layer: int, hot_HF: np.ndarray, dense: bool) 
 
 
 def gpu_use_seconds(problem: Problem, placement: SolvedPlacement) -> float:
-    """Seconds of a token for using the GPU and for the runs of layers on the CPU; 0 if nothing is
-    on the GPU."""
+    """Seconds of using the GPU and of runs on the CPU; 0 if nothing is on the GPU."""
     if not placement.uses_gpu:
         return 0.0
     return problem.use_s + problem.cpu_run_s * num_cpu_runs(placement.dense_L)
@@ -357,8 +354,7 @@ def placement_bytes(problem: Problem, placement: SolvedPlacement) -> int:
 
 
 def is_feasible(problem: Problem, placement: SolvedPlacement) -> bool:
-    """True if the placement respects both memories and every layer has no hot neurons or at least
-    C_l."""
+    """True if both memories hold it and every layer has no hot neurons or at least C_l."""
     num_hot_L = placement.num_hot_L
     has_enough = ((num_hot_L == 0) | (num_hot_L >= problem.min_hot_L)).all()
     fits = placement_bytes(problem, placement) <= problem.budget_bytes

@@ -182,8 +182,7 @@ def _neurons(inputs: "Inputs") -> _Placeable:
 
 
 def token_seconds(model: ModelFile, machine: Machine) -> float:
-    """The fixed seconds of a token on the CPU, those of its logits, and of what is outside the
-    layers there."""
+    """Fixed seconds of a token on the CPU, of its logits, and of what is outside the layers."""
     total = machine.costs.token_s.median + model.spec.vocab_size * machine.costs.logit_s.median
     if num_bytes := outside_read(model):
         total += num_bytes / machine.cpu_rate(outside_kind(model))

@@ -27,8 +27,7 @@ def fill(
 ) -> np.ndarray:
     """Counts that are at least `num_hot_L` and take at most `room_bytes` more.
 
-    Greedy: the step that saves the most seconds per byte first, until no step that fits saves
-    any."""
+    Greedy: the step that saves most seconds per byte first, until none that fits saves any."""
     layers = [
         _FilledLayer(problem, layer, int(num_hot_L[layer]), bool(dense_L[layer]))
         for layer in range(problem.num_layers)
@@ -71,8 +70,7 @@ class _FilledLayer:
 
     def _steps(self) -> Iterator[int]:
         """Sizes of steps to try: all the rest; C_l from none; else one neuron, or the run of
-        neurons that are as hot as the next one, or half of it and so on: many never fire in a
-        profile."""
+        equally hot ones, or half of it and so on."""
         left = len(self.touched_F) - self.num_hot
         yield left
         if self.num_hot == 0:

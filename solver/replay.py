@@ -28,8 +28,7 @@ SMOOTH = 0.25, 0.06  # of an expert's seconds on the CPU, in the first and the l
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """A layer's choices, and seconds: of one expert on the GPU and on the CPU, of a layer's kernels
-    and of its hand-over."""
+    """A layer's choices, and seconds: of an expert on each side, of kernels, of a hand-over."""
 
     rank_TK: np.ndarray
     num_experts: int
@@ -89,7 +88,12 @@ def least_seconds(sides: Sides, counts: range, by_means_N: np.ndarray) -> np.nda
 def relax(sides: Sides, count: int) -> tuple[np.ndarray, list[tuple[float, np.ndarray]]]:
     """The shares of experts that ROUNDS of Frank and Wolfe's method end with for a divided layer
     with `count` of them, f64 [E], and each round's constant and weights f64 [E]."""
-    slope_P, start_P = _lines(sides)
+    # Slopes and values at 0 of the lines through g at 0..K, at most three different ones.
+    hot_N, value_N = np.arange(sides.num_used + 1), _values(sides)
+    slope_K = np.diff(value_N)
+    start_K = value_N[:-1] - slope_K * hot_N[:-1]
+    _, first = np.unique((slope_K / sides.cold_s).round(9), return_index=True)
+    slope_P, start_P = slope_K[first], start_K[first]
     num_tokens, num_used = sides.rank_TK.shape
     share_E, found = (np.arange(sides.num_experts) < count).astype(float), []
     rank = sides.rank_TK.ravel().astype(np.int64)
@@ -104,15 +108,6 @@ def relax(sides: Sides, count: int) -> tuple[np.ndarray, list[tuple[float, np.nd
         share_E *= 1 - 2 / (number + 3)
         share_E[np.argsort(weight_E, kind="stable")[:count]] += 2 / (number + 3)
     return share_E, found
-
-
-def _lines(sides: Sides) -> tuple[np.ndarray, np.ndarray]:
-    """Slopes and values at 0 of the lines through g at 0..K, at most three different ones."""
-    hot_N, value_N = np.arange(sides.num_used + 1), _values(sides)
-    slope_K = np.diff(value_N)
-    start_K = value_N[:-1] - slope_K * hot_N[:-1]
-    _, first = np.unique((slope_K / sides.cold_s).round(9), return_index=True)
-    return slope_K[first], start_K[first]
 
 
 def _values(sides: Sides) -> np.ndarray:

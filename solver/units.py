@@ -87,8 +87,7 @@ class ExpertUnits:
         return np.where(id_LTK < 0, -1, rank_LTK).astype(np.int16)
 
     def ids(self, layer: int, is_hot_F: np.ndarray) -> np.ndarray:
-        """The hot units of a layer as a plan lists them, int32: experts, or neurons, hottest
-        first."""
+        """The hot units of a layer as a plan lists them, int32, hottest first."""
         if self.has_experts_L[layer]:
             return self.order_LF[layer][is_hot_F]
         count_F = self.profile.active_count_LF[

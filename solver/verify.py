@@ -51,7 +51,8 @@ def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine
             f" {split.host_budget_bytes:,}"
         )
     for layer, ids in enumerate(split.hot):
-        _check_order(layer, ids, _counts(model, profile, layer))
+        if not np.array_equal(ids, ids[np.lexsort((ids, -_counts(model, profile, layer)[ids]))]):
+            raise HotsplitError(f"the plan is wrong: layer {layer} is not listed hottest first")
     seconds = plan_seconds(split, model=model, profile=profile, machine=machine)
     if not abs(seconds - split.objective_s) <= TOLERANCE * seconds:
         raise HotsplitError(
@@ -258,8 +259,7 @@ def _neurons(
 def _shares(
     split: Split, model: ModelFile, profile: Profile, layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How often each neuron's gate row is read, and how often its up and down rows are; by id,
-    f64 [F]."""
+    """How often each neuron's gate row is read, and its other rows; by id, f64 [F]."""
     number = model.spec.layers[layer].neurons.number
     fired_F = profile.active_count_LF[layer, :number] / profile.num_tokens
     if computes_all(split.mode):
@@ -304,8 +304,3 @@ def _counts(model: ModelFile, profile: Profile, layer: int) -> np.ndarray:
     count_E = np.zeros(model.spec.layers[layer].neurons.num_experts, np.int64)
     np.add.at(count_E, profile.routing_LTK[layer], 1)
     return count_E
-
-
-def _check_order(layer: int, ids: np.ndarray, count_F: np.ndarray) -> None:
-    if not np.array_equal(ids, ids[np.lexsort((ids, -count_F[ids]))]):
-        raise HotsplitError(f"the plan is wrong: layer {layer} is not listed hottest first")

@@ -69,8 +69,7 @@ def planned_cache(
 
 
 def cost_line(inputs: Inputs, placement: SolvedPlacement, split: Split, without_s: float) -> str:
-    """A line on the bytes of a plan's cache. `without_s`: seconds per token of the plan without a
-    cache."""
+    """A line on the bytes of a plan's cache. `without_s`: of a token without a cache."""
     num_layers, units = int(cached_layers(inputs.model, placement).sum()), split.units
     num_hot, dense = num_hot_of(inputs, placement), placement.dense_L.tolist()
     copies = copied_bytes(inputs.model, num_hot, dense)

@@ -1,5 +1,4 @@
-"""The configuration of `bench`, and its tests: prefill of prompts, and token-by-token
-generation."""
+"""The configuration of `bench`, and its tests: prefill of prompts, and generation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,7 @@ Kind = Literal["pp", "tg"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTest:
-    """Processes a prompt in one call (pp), or generates token by token (tg), after `depth` cached
-    tokens."""
+    """A prompt in one call (pp), or token by token (tg), after `depth` cached tokens."""
 
     kind: Kind
     length: int
@@ -31,8 +29,7 @@ class BenchTest:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """The options of `bench`. A prompt or generation length of 0 means no such test, as in
-    llama-bench."""
+    """The options of `bench`. A length of 0 means no such test, as in llama-bench."""
 
     model: Path
     split: Path | None = None

@@ -8,8 +8,7 @@ from hotsplit.measure.bench.result import BenchReport, Result, RunTimes, Setting
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
-    """The report as one object. Each of its `tests` has those of llama-bench's fields that apply,
-    and ours."""
+    """The report as one object. Its `tests` have llama-bench's fields that apply, and ours."""
     config, setting = report.config, report.setting
     return {
         "benchmark": "bench",

@@ -108,8 +108,7 @@ def _load_words(load: float | None) -> list[str]:
 
 
 def report(machine: Machine, load: float | None = None) -> list[str]:
-    """The measured figures as lines for the user, with a note on doubtful ones. `load`: the load
-    average before the start."""
+    """The measured figures as lines, with a note on doubtful ones. `load`: before the start."""
     lines = [
         f"CPU, {n} thread{'s' if n > 1 else ''}: {figure.best:.1f} GB/s (median"
         f" {figure.median:.1f})"
@@ -126,8 +125,7 @@ def report(machine: Machine, load: float | None = None) -> list[str]:
                 f" {1e6 * gpu.copy_latency_s.median:.1f} us, a kernel"
                 f" {1e6 * gpu.kernel_s.median:.1f} us or more, CPU and back"
                 f" {1e6 * gpu.hand_over_s.median:.1f} us, a run of layers there"
-                f" {1e6 * gpu.cpu_run_s.median:.1f} us, a token"
-                f" {1e6 * gpu.token_s.median:.0f} us"
+                f" {1e6 * gpu.cpu_run_s.median:.1f} us, a token {1e6 * gpu.token_s.median:.0f} us"
             )
     doubtful = {name: f for name, f in machine.figures.items() if f.is_doubtful and f.quartiles}
     seen = _load_words(load)

@@ -22,8 +22,7 @@ CPU_LIMIT_S = 8.0  # the minimum number of rounds is run even if it takes longer
 def measure_cpu(
     on_probe: Callable[[float], None] = lambda count: None,
 ) -> tuple[dict[int, Figure], dict[int, Figure]]:
-    """GB/s read by our row products, which read the buffer as an f16 matrix, and by torch's sum,
-    for each number of threads."""
+    """GB/s of our row products, on an f16 matrix, and of torch's sum, by number of threads."""
     counts = thread_counts(processors().usable)
     before, torch_before = library.num_threads(), torch.get_num_threads()
     values = torch.ones(buffer_bytes() // (4 * ROW_VALUES) * ROW_VALUES)

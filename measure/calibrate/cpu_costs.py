@@ -68,8 +68,7 @@ CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
 def measure_costs(
     buffer_bytes: int, time_limit_s: float, on_probe: Callable[[float], None]
 ) -> CpuCosts:
-    """Measures with the threads that the kernels use now; the two matrices of a type take up to
-    `buffer_bytes` together."""
+    """Measures with the kernels' threads; two matrices of a type take up to `buffer_bytes`."""
     probes = [p for kind in NAMES for p in _row_probes(kind, buffer_bytes // 2)]
     threads = library.num_threads()
     for mode in MODES:
@@ -239,8 +238,7 @@ def _logits_name(count: int) -> str:
 
 
 def _logits_probe(count: int) -> Probe:
-    """Copying logits and choosing the most probable token, as a step and its sampler do; a mean
-    over SAMPLES."""
+    """Copying logits and choosing the most probable token; a mean over SAMPLES."""
     chain = SamplerChain(SamplingOptions(temperature=0.0), count)
     source_V, logits_V = torch.rand(count), torch.empty(count)
 
@@ -268,8 +266,7 @@ def _small_engine(mode: Mode, width: int, num_layers: int) -> Engine:
 
 
 def _engine_of(sizes: Sizes, mode: Mode) -> Engine:
-    """An engine with random weights. Matrices are f16, so keys and values are too, as for any model
-    that is not in f32."""
+    """An engine with random weights in f16, so that keys and values are f16 too."""
     spec = decoder_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
     model = random_model(spec, predictor_rank=8 if runs_predictors(mode) else None)
     return Engine.of(model, mode=mode, device="cpu")

@@ -214,8 +214,7 @@ def time_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the fit takes of a GPU as known: rates in bytes per second, seconds of a kernel that
-    does nothing."""
+    """A GPU's known rates in bytes per second, and the seconds of a kernel that does nothing."""
 
     bandwidth: float
     link: float

@@ -1,5 +1,4 @@
-"""Builds and reads the output of `hotsplit eval --json`: a comparison of one mode with the
-dense model."""
+"""Builds and reads `hotsplit eval --json`: a comparison of one mode with the dense model."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -29,8 +28,7 @@ def eval_content(report: EvalReport) -> dict[str, object]:
 
 
 def load_eval(path: Path) -> EvalReport:
-    """The comparison in a file. Raises HotsplitError unless it is complete, finite and of this
-    version."""
+    """The comparison. Raises HotsplitError unless it is complete, finite and of this version."""
     values = read_object(path, _WHAT)
     kind, version = values.pop("format", None), values.pop("version", None)
     if (kind, version) != (FORMAT, VERSION):

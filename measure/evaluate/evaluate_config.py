@@ -1,5 +1,4 @@
-"""Options of `eval`. Imports no torch, so that wrong ones are refused at
-once."""
+"""Options of `eval`, without torch, so that wrong ones are refused at once."""
 
 from dataclasses import dataclass
 from pathlib import Path

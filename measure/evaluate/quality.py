@@ -102,8 +102,7 @@ class EvalReport:
         return f"{', '.join(told)} of the neurons"
 
     def record(self, corpus_sha256: str) -> ModeQuality | None:
-        """The record for artifacts; None if the text was too short, or a value is not finite or
-        out of range."""
+        """The record for artifacts; None if the text was too short or a value out of range."""
         if self.perplexity_half_width is None:
             return None
         quality = ModeQuality(

@@ -87,8 +87,7 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """Logits f32 [T, V] of the source with the values of the written file and, if asked for, as it
-    is."""
+    """Logits f32 [T, V] of the source with the written values and, if asked for, its own."""
 
     rounded_TV: Tensor
     source_TV: Tensor | None
@@ -166,8 +165,7 @@ def verify(written: Written) -> Verification:
 
 
 def _is_rounded(written: Written, model: ModelFile) -> bool:
-    """True if the file has matrices in a type of fewer than 16 bits, and the source has them in
-    other types."""
+    """True if the file has matrices in fewer than 16 bits, in other types than the source."""
     kinds = Counter(entry.kind for entry in model.tensors.values())
     if kinds.keys() <= set(FLOAT_NAMES):
         return False
@@ -371,8 +369,7 @@ def _check_source(written: Written) -> None:
 def _source_logits(
     written: Written, ids: list[int], followed: Followed | None, *, has_source: bool
 ) -> References:
-    """Our runtime's logits with the source's header and layout, and the file's values, activation
-    and thresholds."""
+    """Logits with the source's header and layout, and the file's values and thresholds."""
     keys, tensors = read_model_gguf(written.source)
     own = ModelFile.load(written.path)
     keys = keys | {"hotsplit.ffn.activation": own.activation}
@@ -404,8 +401,7 @@ def _logits(model: ModelFile, ids: list[int], followed: Followed | None = None) 
 
 
 def _followed_logits(model: ModelFile, ids: list[int]) -> tuple[Tensor, Followed | None]:
-    """The runtime's logits [T, V] in mode dense, and of a mixture the choices of experts, which a
-    reference follows."""
+    """Dense logits [T, V], and a mixture's choices of experts, which a reference follows."""
     if not model.spec.has_experts:
         return _logits(model, ids), None
     found: dict[int, list[Tensor]] = {}

@@ -1,7 +1,6 @@
 """Shares work among the processes that torchrun starts; with a single process nothing is sent.
 
-Tensors on the CPU go through gloo, those on a GPU through NCCL. Nothing passed between the
-processes is pickled."""
+Tensors on the CPU go through gloo, those on a GPU through NCCL. Nothing is pickled."""
 
 import os
 from collections.abc import Callable
@@ -37,8 +36,7 @@ def _number(name: str, default: int) -> int:
 
 
 class Ranks:
-    """The process group that torchrun's environment variables describe, as a context manager that
-    joins and leaves it."""
+    """Joins and leaves the process group that torchrun's environment variables describe."""
 
     def __init__(self) -> None:
         self.rank, self.size = rank_here(), size_here()

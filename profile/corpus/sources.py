@@ -77,8 +77,7 @@ class TextSource(Source):
 
 @dataclass(frozen=True)
 class JsonLinesSource(Source):
-    """Block k has the lines that begin at bytes k * BLOCK_BYTES to (k + 1) * BLOCK_BYTES - 1, each
-    whole."""
+    """Block k has the whole lines that begin in its BLOCK_BYTES bytes, from k * BLOCK_BYTES."""
 
     text_key: str
 
@@ -128,8 +127,7 @@ class JsonLinesSource(Source):
 
 @dataclass(frozen=True)
 class ParquetSource(Source):
-    """Block k has up to BLOCK_ROWS rows of one row group. To read it, the group's earlier rows are
-    decoded and skipped."""
+    """Up to BLOCK_ROWS rows of one row group, whose earlier rows are decoded and skipped."""
 
     text_key: str
     places: tuple[tuple[int, int], ...]  # the row group of each block, and its number in it

@@ -129,8 +129,7 @@ class Counter(Tensors):
             self.tensors["recorded_LRK"] = torch.nn.functional.pad(recorded_LRK, (0, more))
 
     def _add(self, layer: int, gate_TF: Tensor, count_F: Tensor) -> None:
-        """Adds the gates of some of a layer's neurons to the histogram, and to `count_F` how often
-        they fire."""
+        """Adds gates of a layer to the histogram, and to `count_F` how often they fire."""
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
         histogram_B = self.tensors["gate_histogram_LB"][layer]
         if gate_TF.device.type == "cpu":

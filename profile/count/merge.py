@@ -42,7 +42,18 @@ def merge(config: MergeConfig) -> MergeReport:
     loaded = [(path, Profile.load(path)) for path in config.profiles]
     notes = []
     for (path_a, a), (path_b, b) in combinations(loaded, 2):
-        _check_alike(path_a, a, path_b, b)
+        pair = f"{path_a} and {path_b}"
+        if a.model_id != b.model_id or a.active_count_LF.shape != b.active_count_LF.shape:
+            raise HotsplitError(
+                f"{pair}: profiles of two models ({a.model_id[:12]}, {b.model_id[:12]});"
+                " only those of one model add up"
+            )
+        for layer, thresholds in enumerate(zip(a.threshold_L, b.threshold_L, strict=True)):
+            if thresholds[0] != thresholds[1]:
+                raise HotsplitError(
+                    f"{pair}: layer {layer} was counted above {thresholds[0]:.6g} and above"
+                    f" {thresholds[1]:.6g}; profile again with one threshold"
+                )
         shared = {c.sha256 for c in a.corpora} & {c.sha256 for c in b.corpora}
         if shared:
             name = next(c.name for c in a.corpora if c.sha256 in shared)
@@ -60,18 +71,3 @@ def merge(config: MergeConfig) -> MergeReport:
         corpora=result.corpora,
         notes=tuple(notes),
     )
-
-
-def _check_alike(path_a: Path, a: Profile, path_b: Path, b: Profile) -> None:
-    pair = f"{path_a} and {path_b}"
-    if a.model_id != b.model_id or a.active_count_LF.shape != b.active_count_LF.shape:
-        raise HotsplitError(
-            f"{pair}: profiles of two models ({a.model_id[:12]}, {b.model_id[:12]});"
-            " only those of one model add up"
-        )
-    for layer, thresholds in enumerate(zip(a.threshold_L, b.threshold_L, strict=True)):
-        if thresholds[0] != thresholds[1]:
-            raise HotsplitError(
-                f"{pair}: layer {layer} was counted above {thresholds[0]:.6g} and above"
-                f" {thresholds[1]:.6g}; profile again with one threshold"
-            )

@@ -25,8 +25,7 @@ Settings = dict[str, str | int | float | bool | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a run has come: `done` windows of phase number `phase` are done; `arrays` are those
-    of all parts at that point."""
+    """How far a run has come: `done` windows of phase `phase`, with the `arrays` of all parts."""
 
     phase: int = 0
     done: int = 0

@@ -59,8 +59,7 @@ Lockstep = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 
 class ResumableRun:
-    """A run that can be resumed: call `add` for the parts and `phase` for each phase, in the same
-    order in every run."""
+    """A resumable run: `add` and `phase` must be called in the same order in every run."""
 
     def __init__(
         self,

@@ -59,20 +59,7 @@ def check_predictors(path: Path) -> PredictorCheck | None:
     model = ModelFile.load(path)
     if model.predictor is None:
         return None
-    inputs, fires = _activity(model)
-    predictors = load_predictors(model, torch.device("cpu"))
-    offset = model.predictor.input_layer_offset
-    recall, named, gain = _quality(predictors, inputs, fires, offset)
-    _, _, other_gain = _quality(predictors, inputs, fires, 1 - offset)
-    if named > 0.95 or torch.stack(fires).float().mean() > 0.95:
-        return None
-    return PredictorCheck(
-        offset=offset, recall=recall, named=named, gain=gain, other_gain=other_gain
-    )
-
-
-def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
-    """Each layer on a short text: its input [T, D], and which neurons fire, bool [T, F]."""
+    # Each layer on a short text: its input [T, D], and which neurons fire, bool [T, F].
     gates = gates_of(model)
     inputs: list[Tensor] = []
     fires: list[Tensor] = []
@@ -92,7 +79,15 @@ def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
         engine.observe(observe, lambda name, layer: name in ("ffn_norm", "ffn_gate")),
     ):
         engine.hidden(ids)
-    return inputs, fires
+    predictors = load_predictors(model, torch.device("cpu"))
+    offset = model.predictor.input_layer_offset
+    recall, named, gain = _quality(predictors, inputs, fires, offset)
+    _, _, other_gain = _quality(predictors, inputs, fires, 1 - offset)
+    if named > 0.95 or torch.stack(fires).float().mean() > 0.95:
+        return None
+    return PredictorCheck(
+        offset=offset, recall=recall, named=named, gain=gain, other_gain=other_gain
+    )
 
 
 def _quality(

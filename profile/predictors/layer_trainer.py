@@ -83,8 +83,7 @@ class LayerTrainer:
         self.phase: Phase = "moments"
 
     def enter(self, phase: Phase, num_steps: int, agree: Agree = lambda tensor: None) -> None:
-        """Begins a phase; the phases must come in order. `num_steps` and `agree` are for training:
-        see LowRankNetwork.begin."""
+        """Begins a phase, in order. `num_steps` and `agree`: see LowRankNetwork.begin."""
         self.phase = phase
         if phase == "train":
             self._begin_training(num_steps, agree)

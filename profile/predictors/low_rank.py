@@ -50,8 +50,7 @@ class Batch:
 
 
 class LowRankNetwork:
-    """A predictor in training: z = up (right whiten x) + bias. `is_trained` is true if training
-    improved the held-out loss."""
+    """z = up (right whiten x) + bias. `is_trained`: training improved the held-out loss."""
 
     def __init__(self, start: Start, rank: int, gate: Gate) -> None:
         self.start, self.rank = start, rank

@@ -27,8 +27,7 @@ class Start:
     gate_square_F: Tensor  # E[(gate - b)^2] with the gate's own bias b
 
     def residual_F(self, rank: int) -> Tensor:
-        """Root mean square of each gate's error with the map of this rank, at least 1 % of the
-        gate's own."""
+        """Root mean square of each gate's error at this rank, at least 1 % of its own."""
         kept_F = self.left_FR[:, :rank].square().sum(dim=1)
         floor_F = 1e-4 * self.gate_square_F + 1e-12
         return (self.gate_square_F - kept_F).clamp(min=floor_F).sqrt()

@@ -51,8 +51,7 @@ def measure(
 def recorded(
     model: ModelFile, report: EvalReport, dense_shares: ShareCounter, corpus_sha256: str
 ) -> ModeComparison:
-    """The report on mode predicted, and the record of both sparse modes. Mode exact computes what
-    the dense model does."""
+    """The report on mode predicted, and the record of both sparse modes."""
     exact = ModeQuality(
         perplexity_increase=0.0,
         perplexity_half_width=0.0,

@@ -133,8 +133,7 @@ class Tally:
         self.output_square += square
 
     def quality(self, target: Target, sizes: LayerBytes) -> Quality:
-        """The quality at the largest threshold that meets the target's contribution and lost
-        norm."""
+        """The quality at the largest threshold that meets the target."""
         above_B = self.sum_B.flip(1).cumsum(1).flip(1)
         named_B, fired_B, given_B, squared_B = above_B
         total = max(self.output_square.item(), 1e-30)

@@ -192,8 +192,7 @@ class SharedSteps:
 
     @contextmanager
     def round(self, length_of_rank: Sequence[int]) -> Iterator[None]:
-        """Around a window of each process. At its end, takes the steps for which only other
-        processes have text."""
+        """Around a window of each process; at its end, takes the others' further steps."""
         self.length_of_rank, self.steps = length_of_rank, [0] * len(self.networks)
         yield
         most = max(map(num_chunks, length_of_rank))

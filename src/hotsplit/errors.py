@@ -29,8 +29,7 @@ def refuse_together(source: Path | str, *checks: Callable[[], object]) -> None:
 
 @contextmanager
 def about(source: Path | str, advice: str = "") -> Iterator[None]:
-    """Puts the source before the message of a HotsplitError that the block raises, and the advice
-    after it."""
+    """Puts the source before, and the advice after, the message of the block's HotsplitError."""
     try:
         yield
     except HotsplitError as error:

@@ -90,9 +90,8 @@ def load_machine(given: Path) -> Machine:
     if card not in CARDS or host not in HOSTS:
         raise HotsplitError(
             f"{given}: no such machine file, and no card by data sheet: known are"
-            f" {', '.join(CARDS)};"
-            f" beside {' or '.join(HOSTS)}, e.g. rtx-4060-8gb+ddr5-5600; hotsplit calibrate"
-            " measures a machine"
+            f" {', '.join(CARDS)}; beside {' or '.join(HOSTS)}, e.g. rtx-4060-8gb+ddr5-5600;"
+            " hotsplit calibrate measures a machine"
         )
     return machine_of(card, host)
 

@@ -107,8 +107,7 @@ class Gpu:
         return {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
 
     def neurons_rate(self, density: float) -> float:
-        """Bytes per second of hot neurons if a token reads a share `density` of them; interpolated
-        as `Machine.cpu_rate` is."""
+        """Bytes per second of hot neurons if a token reads a share `density` of them."""
         return _rate_between(self.bandwidth_gb_per_s, self.chosen_rows_gb_per_s, density)
 
     def kernels_seconds(self, count: int, num_bytes: float) -> float:
@@ -232,8 +231,7 @@ class Machine:
 
 
 def _rate_between(whole: Figure, chosen: Figure, density: float) -> float:
-    """Bytes per second if a share `density` of the rows is read, from the GB/s of all of them and
-    of CHOSEN_SHARE."""
+    """Bytes per second at a share `density` of rows, from the GB/s of all and of CHOSEN_SHARE."""
     whole_s, chosen_s = 1e-9 / whole.median, 1e-9 / chosen.median
     way = math.log(min(1.0, max(density, CHOSEN_SHARE))) / math.log(CHOSEN_SHARE)
     return 1 / (whole_s + way * (chosen_s - whole_s))

@@ -251,8 +251,7 @@ class ModelFile:
             raise HotsplitError(f"{self.path}: {what} not supported for {kind}; {instead}")
 
     def refuse_predictors(self, instead: str) -> None:
-        """Raises HotsplitError for a model that has nothing to predict: its neurons all fire, or it
-        chooses them itself."""
+        """Raises HotsplitError for a model whose neurons all fire or are chosen by itself."""
         self.refuse_chosen("predictors are", instead)
         if not self.bare_spec.silences:
             raise HotsplitError(
@@ -279,8 +278,7 @@ class ModelFile:
 
     @cached_property
     def kv_kind(self) -> str:
-        """Default type of the KV cache: f32 for a model file in f32, otherwise f16, which is
-        llama.cpp's default."""
+        """Default type of the KV cache: f32 for a model file in f32, else f16 as in llama.cpp."""
         kinds = {
             self.entry(index, f"{name}.weight").kind
             for index, layer in enumerate(self.spec.layers)

@@ -115,8 +115,7 @@ _JOINED = ".ffn_gate_up_exps.weight"
 
 def _with_experts_apart(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The tensors, with experts' gates and ups, which llama.cpp may join in one tensor [E, 2F, D],
-    as two views of it. Raises HotsplitError for a layer with both kinds, and if there is no
-    half."""
+    as two views of it. Raises HotsplitError for a layer with both kinds or no half."""
     if not any(name.endswith(_JOINED) for name in tensors):
         return tensors
     found: dict[str, TensorEntry] = {}

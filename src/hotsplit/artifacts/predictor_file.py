@@ -204,8 +204,7 @@ class Predictors(PredictorsHeader):
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:
-        """Raises HotsplitError unless every layer has finite weights of fitting shapes, and
-        `info` fits them."""
+        """Raises HotsplitError unless weights are finite and fit each other and `info`."""
         info, num_layers = self.info, len(self.layers)
         if not num_layers == len(info.rank_L) == len(info.threshold_L):
             raise HotsplitError(

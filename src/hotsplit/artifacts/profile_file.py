@@ -90,8 +90,7 @@ class Profile(ProfileHeader):
         return self.own_neurons_L - (self.active_count_LF > 0).sum(axis=1)
 
     def hottest_fifth_of_experts_L(self) -> np.ndarray | None:
-        """Share of a layer's choices that fall on the most chosen fifth of its experts, f64; None
-        without experts."""
+        """Share of a layer's choices on the most chosen fifth of its experts; None without."""
         if self.expert_count_LE is None:
             return None
         descending_LE = -np.sort(-self.expert_count_LE, axis=1)

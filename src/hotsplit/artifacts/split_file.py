@@ -2,7 +2,6 @@
 
 Specified in docs/formats.md. `check_against` compares its byte counts with a model file."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -121,7 +120,14 @@ class Split(SplitKeys):
             again = "run hotsplit solve again"
             raise HotsplitError(f"{path}: {other_version(version, VERSION, again)}")
         with about(path, "; run hotsplit solve again"):
-            values = _grouped(keys)
+            # A plan's own keys without their prefix.
+            values: dict[str, Any] = {}
+            groups: dict[str, dict[str, Value]] = {}
+            for key, value in keys.items():
+                if not key.startswith(("general.", "GGUF.", _PREFIX + "version")):
+                    group, _, name = key.removeprefix(_PREFIX).rpartition(".")
+                    (groups.setdefault(group, {}) if group else values)[name] = value
+            values = values | groups
             counts = read_declared(tuple[Count, ...], values.pop("hot_count", None), "hot_count")
             hot = []
             for layer, count in enumerate(counts):
@@ -313,9 +319,8 @@ class Split(SplitKeys):
         number = most_units(model.spec)
         if self.cache is not None and self.cache.frequency_LF.shape[1] != number:
             raise HotsplitError(
-                f"{path}: its neuron cache has frequencies of"
-                f" {self.cache.frequency_LF.shape[1]} {self.units} a layer, {model.path} has"
-                f" {number}; run hotsplit solve on this file"
+                f"{path}: its neuron cache has frequencies of {self.cache.frequency_LF.shape[1]}"
+                f" {self.units} a layer, {model.path} has {number}; run hotsplit solve on this file"
             )
         gpus, cpu = self.items_of_gpus(model)
         for number, (items, limit) in enumerate(zip(gpus, self.budgets, strict=False)):
@@ -344,14 +349,3 @@ def held_in(model: ModelFile, mode: Mode) -> ModelFile:
         if not is_predictor(name.removeprefix("blk.").partition(".")[2])
     }
     return replace(model, predictor=None, tensors=kept)
-
-
-def _grouped(keys: Mapping[str, Value]) -> dict[str, Any]:
-    """A plan's own keys without their prefix; those with a dot are objects: gpu_bytes.neurons."""
-    values: dict[str, Any] = {}
-    groups: dict[str, dict[str, Value]] = {}
-    for key, value in keys.items():
-        if not key.startswith(("general.", "GGUF.", _PREFIX + "version")):
-            group, _, name = key.removeprefix(_PREFIX).rpartition(".")
-            (groups.setdefault(group, {}) if group else values)[name] = value
-    return values | groups

@@ -75,24 +75,20 @@ def bench(
     lengths = {"prompt_lengths": prompt_lengths, "gen_lengths": gen_lengths, "depths": depths}
     options |= {name: sum(values, ()) for name, values in lengths.items() if values}
     with preparation(options):
-        _measure(options, as_json=as_json)
+        from hotsplit.measure.bench.bench_config import BenchConfig
 
+        engine = take_engine_options(options)
+        config = BenchConfig(
+            engine=engine, **options
+        )  # refuses wrong options before the imports, which take seconds
+        from hotsplit.measure.bench.bench import bench as run
+        from hotsplit.measure.bench.bench_tables import lines_of
+        from hotsplit.measure.bench.fields import to_json
+        from hotsplit.system.progress import progress
 
-def _measure(options: dict[str, Any], *, as_json: bool) -> None:
-    from hotsplit.measure.bench.bench_config import BenchConfig
-
-    engine = take_engine_options(options)
-    config = BenchConfig(
-        engine=engine, **options
-    )  # refuses wrong options before the imports, which take seconds
-    from hotsplit.measure.bench.bench import bench as run
-    from hotsplit.measure.bench.bench_tables import lines_of
-    from hotsplit.measure.bench.fields import to_json
-    from hotsplit.system.progress import progress
-
-    with progress("measuring", config.num_runs, "tests") as advance:
-        report = run(config, advance)
-    kept = bench_line(config.model) if config.split is None else None
-    if kept and not as_json:
-        say(kept)
-    finish(to_json(report) if as_json else {}, as_json, lines_of(report))
+        with progress("measuring", config.num_runs, "tests") as advance:
+            report = run(config, advance)
+        kept = bench_line(config.model) if config.split is None else None
+        if kept and not as_json:
+            say(kept)
+        finish(to_json(report) if as_json else {}, as_json, lines_of(report))

@@ -1,5 +1,4 @@
-"""`hotsplit cache`: shows and removes what `run` keeps. Ownership and use are checked by
-run.housekeeping."""
+"""`hotsplit cache`: shows and removes what `run` keeps."""
 
 import time
 from dataclasses import asdict

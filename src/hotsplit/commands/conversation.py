@@ -1,7 +1,6 @@
 """A conversation at a terminal, or with a script through a pipe.
 
-Answers go to stdout, everything else to stderr. Line editing is in terminal, the conversation in
-runtime.generate.chat."""
+Answers go to stdout, everything else to stderr."""
 
 import sys
 from collections.abc import Callable, Generator

@@ -1,7 +1,7 @@
 """`hotsplit eval`: compares a mode with the dense model on text."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,10 +18,6 @@ from hotsplit.commands.options.command_options import (
     threads_option,
 )
 from hotsplit.commands.options.engine_options import long_text_options, scaling_lines
-
-if TYPE_CHECKING:
-    from hotsplit.measure.evaluate.evaluate_config import EvalConfig
-    from hotsplit.measure.evaluate.quality import EvalReport
 
 
 @click.command("eval", cls=FileCommand)
@@ -72,20 +68,7 @@ def evaluate(threads: int | None, as_json: bool, **options: Any) -> None:
             advance.set_total(count)
 
         report = run(config, advance, on_total)
-    notes = _notes(config, report, sum(found))
-    report = replace(report, notes=tuple(notes))
-    lines = [
-        *(f"note: {note}" for note in notes),
-        f"{report.mode}: {report.line}",
-        report.neurons_line,
-        "± is half of the 95 % confidence interval",
-        *scaling_lines(config.model, config.engine),
-    ]
-    finish(eval_content(report) if as_json else {}, as_json, lines)
-
-
-def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[str]:
-    """Notes on the figures; `num_found` is the number of tokens of the text."""
+    num_found = sum(found)
     notes = []
     if report.mode == "dense" and not (
         config.engine.cache_type_k or config.engine.cache_type_v or config.engine.kv_offload
@@ -98,4 +81,12 @@ def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[s
         notes.append(
             f"{num_found:,} tokens of text, fewer than the {config.max_tokens:,} of --tokens"
         )
-    return notes
+    report = replace(report, notes=tuple(notes))
+    lines = [
+        *(f"note: {note}" for note in notes),
+        f"{report.mode}: {report.line}",
+        report.neurons_line,
+        "± is half of the 95 % confidence interval",
+        *scaling_lines(config.model, config.engine),
+    ]
+    finish(eval_content(report) if as_json else {}, as_json, lines)

@@ -23,8 +23,7 @@ def print_options(
     as_json: bool,
 ) -> None:
     """Prints the options on stdout. `rope`: the scaling that the plan was made with, as in
-    EngineConfig. Raises HotsplitError for files that do not belong together, and click.UsageError
-    if one is not given."""
+    EngineConfig. Raises HotsplitError for unrelated files, click.UsageError if one is not given."""
     from hotsplit.runtime.step.workspace import workspace_bytes
 
     for name, path in (("split", split), ("machine", machine)):

@@ -54,33 +54,6 @@ _options = joined(
 """
     ),
     host_budget_option,
-    joined,
-    json_option,
-    option_table,
-    running_options,
-    say,
-    speed_lines,
-    take_engine_options,
-)
-
-if TYPE_CHECKING:
-    from hotsplit.artifacts.machine_file import Machine
-    from hotsplit.run.cache_folder import RunCache
-    from hotsplit.run.choice import Wishes
-    from hotsplit.run.forecast import Forecast
-    from hotsplit.run.source import RunSource
-    from hotsplit.run.stages import RunJob
-
-MIB = 1 << 20
-_options = joined(
-    vram_option("most of what is free on the first, or on --device"),
-    click.option(
-        "--machine",
-        type=FILE,
-        help="Another machine than this one: a file of hotsplit calibrate, or a card by its data"
-        " sheet beside a typical processor, e.g. rtx-4060-8gb or rtx-4060-8gb+ddr5-5600.",
-    ),
-    host_budget_option,
     context_option("Context length in tokens. [default: the model's, up to 4,096]"),
     outtype_option,
     tokenizer_option,
@@ -149,7 +122,16 @@ def plan(
             planned = estimate(job, expected_tokens(job))
             report |= summary(job, planned)
             lines.append(planned.line)
-    command = shlex.join(_next_command(source, job.wishes.vram))
+    # The command that runs the model with the same options, and these budgets.
+    words = ["hotsplit", "run", str(source)]
+    words += [word for each in job.wishes.vram or () for word in ("--vram", size_words(each))]
+    for param in given(click.get_current_context()):
+        value = click.get_current_context().params[str(param.name)]
+        if param.name in ("source", "machine", "vram", "host_budget_bytes", "as_json"):
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [next(name for name in param.opts if name.startswith("--")), str(each)]
+    command = shlex.join(words)
     download = f"  (downloads {format_bytes(num_bytes)} first)" * bool(num_bytes)
     report |= asdict(found) | {"download_bytes": num_bytes, "next": command}
     report |= {
@@ -198,8 +180,7 @@ def _priced(
     host_budget: int | None,
 ) -> "tuple[RunJob, Machine, Forecast]":
     """What `run` would choose on a machine, the machine's figures, and the speeds; for the CPU
-    alone, if that is faster than a GPU that holds everything. Raises DoesNotFitError for a model
-    that does not fit."""
+    alone, if that is faster than a GPU that holds everything. Raises DoesNotFitError."""
     from hotsplit.run.default_budgets import room_here, room_of
     from hotsplit.run.forecast import forecast
     from hotsplit.run.prepare import job_of
@@ -237,8 +218,7 @@ def _check_gpu(wishes: "Wishes") -> None:
 
 
 def _this_machine(job: "RunJob") -> tuple["Machine", Path]:
-    """The figures of this machine, which are measured once and kept for `run`; says it if it was
-    busy."""
+    """The figures of this machine, measured once and kept; says it if it was busy."""
     from hotsplit.artifacts.machine_file import Machine
     from hotsplit.run import stages
     from hotsplit.run.rates import machine_key
@@ -251,28 +231,50 @@ def _this_machine(job: "RunJob") -> tuple["Machine", Path]:
     return Machine.load(entry.file), entry.file
 
 
-def _next_command(source: Path, vram: tuple[int, ...] | None) -> list[str]:
-    """The command that runs the model with the same options, and these budgets."""
-    words = ["hotsplit", "run", str(source)]
-    words += [word for each in vram or () for word in ("--vram", size_words(each))]
-    for param in given(click.get_current_context()):
-        value = click.get_current_context().params[str(param.name)]
-        if param.name in ("source", "machine", "vram", "host_budget_bytes", "as_json"):
-            continue
-        for each in value if isinstance(value, tuple) else (value,):
-            words += [next(name for name in param.opts if name.startswith("--")), str(each)]
-    return words
-
-
 def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
-    """The forecast in words."""
+    """The forecast in words: what is where in MiB, and the speeds of this plan and others."""
+    from hotsplit.solver.explain import meanings_of
+
+    meanings = meanings_of(has_experts=job.choice.model.spec.has_experts)
+    rows = [(meanings[item], found.gpu_bytes[item], found.cpu_bytes[item]) for item in ITEMS]
+    rows = [row for row in rows if any(row[1:])]
+    rows.append(("in all", sum(found.gpu_bytes.values()), sum(found.cpu_bytes.values())))
+    rows.append(("of", sum(found.budgets), found.host_bytes))
+    texts = [["MiB", "on the GPU", "main memory"]]
+    texts += [
+        [name, *(f"{round(n / MIB):,}" if n else "-" for n in counts)] for name, *counts in rows
+    ]
+    columns = (1, 2) if found.budgets else (2,)
+    places = [
+        "  ".join([f"  {row[0]:22}", *(f"{row[column]:>11}" for column in columns)])
+        for row in texts
+    ]
+    of = f"of {job.choice.model.spec.num_layers} layers"
+    length = f"{job.choice.context_length:,} tokens"
+    place = f"in the middle of {length}; {1 / found.first_s:,.1f} at the first"
+    gap = "" if found.gap is None else f"; no plan is more than {max(found.gap, 1e-4):.2%} faster"
+    speeds = [("this plan", found.token_s, place + gap)]
+    if found.budgets:
+        if found.equal_s is not None:
+            speeds.append(
+                ("with equal experts", found.equal_s, "each chosen as often as any other")
+            )
+        missing = "if main memory held the model" * (not found.fits_cpu)
+        speeds.append(("the CPU alone", found.cpu_only_s, missing))
+    if found.layer_split is not None:
+        count, seconds = found.layer_split
+        speeds.append(("llama.cpp's layer split", seconds, f"{count} {of} on the GPU"))
+    if found.cpu_moe is not None:
+        count, seconds = found.cpu_moe
+        name = f"llama.cpp's --n-cpu-moe {count}"
+        speeds.append((name, seconds, f"the experts of {count} {of} on the CPU"))
     whole = sum(found.cpu_bytes[item] for item in ("attention", "neurons", "head")) == 0
     fits = f"everything would fit into {format_bytes(found.fits_from_bytes)} of GPU memory"
     return [
         *(f"note: {line}" for line in found.assumed),
         f"note: {_machine_words(machine, found)}",
-        *_places(job, found),
-        *_speeds(job, found),
+        *places,
+        *speed_lines(speeds),
         *([] if not found.budgets or whole else [f"{found.placed}; {fits}"]),
     ]
 
@@ -292,50 +294,3 @@ def _machine_words(machine: "Machine", found: "Forecast") -> str:
         size = format_bytes(found.host_bytes)
         return f"{words}; {size} of main memory are assumed, --host-budget gives another size"
     return f"speeds are predicted, by what was measured of {names}"
-
-
-def _places(job: "RunJob", found: "Forecast") -> list[str]:
-    """What is where, in MiB."""
-    from hotsplit.solver.explain import meanings_of
-
-    meanings = meanings_of(has_experts=job.choice.model.spec.has_experts)
-    rows = [(meanings[item], found.gpu_bytes[item], found.cpu_bytes[item]) for item in ITEMS]
-    rows = [row for row in rows if any(row[1:])]
-    rows.append(("in all", sum(found.gpu_bytes.values()), sum(found.cpu_bytes.values())))
-    rows.append(("of", sum(found.budgets), found.host_bytes))
-    texts = [["MiB", "on the GPU", "main memory"]]
-    texts += [
-        [name, *(f"{round(n / MIB):,}" if n else "-" for n in counts)] for name, *counts in rows
-    ]
-    columns = (1, 2) if found.budgets else (2,)
-    return [
-        "  ".join([f"  {row[0]:22}", *(f"{row[column]:>11}" for column in columns)])
-        for row in texts
-    ]
-
-
-def _of_this_plan(job: "RunJob", found: "Forecast") -> str:
-    """For which token the speeds are, and how much faster a plan could be at most."""
-    length = f"{job.choice.context_length:,} tokens"
-    place = f"in the middle of {length}; {1 / found.first_s:,.1f} at the first"
-    gap = "" if found.gap is None else f"; no plan is more than {max(found.gap, 1e-4):.2%} faster"
-    return place + gap
-
-
-def _speeds(job: "RunJob", found: "Forecast") -> list[str]:
-    """Predicted speeds: this plan's, and those of other ways."""
-    of = f"of {job.choice.model.spec.num_layers} layers"
-    rows = [("this plan", found.token_s, _of_this_plan(job, found))]
-    if found.budgets:
-        if found.equal_s is not None:
-            rows.append(("with equal experts", found.equal_s, "each chosen as often as any other"))
-        missing = "if main memory held the model" * (not found.fits_cpu)
-        rows.append(("the CPU alone", found.cpu_only_s, missing))
-    if found.layer_split is not None:
-        count, seconds = found.layer_split
-        rows.append(("llama.cpp's layer split", seconds, f"{count} {of} on the GPU"))
-    if found.cpu_moe is not None:
-        count, seconds = found.cpu_moe
-        name = f"llama.cpp's --n-cpu-moe {count}"
-        rows.append((name, seconds, f"the experts of {count} {of} on the CPU"))
-    return speed_lines(rows)

@@ -69,7 +69,16 @@ def profile(
         for param in given(ctx):
             if param.name not in ("files", "output", "is_merge", "force", "as_json"):
                 raise click.UsageError(f"{param.opts[0]} has no effect with --merge: leave it out")
-        _merge(files, output, force, as_json)
+        from hotsplit.profile.count.merge import MergeConfig, merge
+
+        merged = merge(MergeConfig(profiles=files, output=output, force=force))
+        lines = [f"note: {note}" for note in merged.notes]
+        lines.append(
+            f"wrote {output}: {merged.num_tokens:,} tokens of {len(files)} profiles,"
+            f" density {mean(merged.density_L):.1%}"
+        )
+        lines += [f"  {c.num_tokens:>13,} tokens of {c.name}" for c in merged.corpora]
+        finish(merged, as_json, lines)
         return
     if len(files) != 1:
         raise click.UsageError("one model at a time; give text with --corpus")
@@ -118,16 +127,3 @@ def _lines(report: "ProfileReport") -> list[str]:
             " leave out"
         )
     return lines + short_lines(report)
-
-
-def _merge(files: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
-    from hotsplit.profile.count.merge import MergeConfig, merge
-
-    report = merge(MergeConfig(profiles=files, output=output, force=force))
-    lines = [f"note: {note}" for note in report.notes]
-    lines.append(
-        f"wrote {output}: {report.num_tokens:,} tokens of {len(files)} profiles,"
-        f" density {mean(report.density_L):.1%}"
-    )
-    lines += [f"  {c.num_tokens:>13,} tokens of {c.name}" for c in report.corpora]
-    finish(report, as_json, lines)

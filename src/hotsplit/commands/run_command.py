@@ -57,8 +57,7 @@ def chat(**options: Any) -> None:
 def _serve_request(
     request: CommandRequest, options: dict[str, Any], *, is_prepared: bool = False
 ) -> None:
-    """Prepares the model if need be, loads it by the options, and writes the texts or holds the
-    conversation."""
+    """Prepares and loads the model, and writes the texts or holds the conversation."""
     name, num_texts = str(options["model"]), max(1, len(request.prompts))
     check = partial(_check_model, request)
     with preparation(options, num_texts, is_always=is_prepared, check=check) as preparing:

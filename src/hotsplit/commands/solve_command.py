@@ -17,7 +17,7 @@ from hotsplit.files.outputs import check_outputs
 from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.explain import explain, meanings_of
 from hotsplit.solver.solve import SolveConfig, SolveReport, check, solve
-from hotsplit.solver.sweep import Sweep, sweep
+from hotsplit.solver.sweep import sweep
 from hotsplit.system.sizes import format_bytes, parse_bytes
 
 NUM_BUDGETS = 23  # of a curve, unless told
@@ -47,7 +47,23 @@ def run_solve(
         lines += explanation.lines
     if heat_map is not None:
         lines.append(f"wrote {heat_map}")
-    return content, lines + _speed_lines(report) + _mode_lines(report) + [_last_line(report)]
+    # Predicted speeds.
+    advice = report.advice
+    gap = "less than 0.01%" if report.gap < 1e-4 else f"at most {report.gap:.2%}"
+    rows = [("this plan", report.objective_s, f"{gap} slower than the best")]
+    if sum(report.gpu_bytes.values()):
+        rows.append(("the CPU alone", advice.cpu_only_s, "the same model without a GPU"))
+    there = f"{advice.layer_split_layers} of {report.num_layers} layers"
+    there += " and the head" if advice.layer_split_has_head else ""
+    there = f"{there} on the GPU, no overlap" if advice.layer_split_layers else "all on the CPU"
+    there = there if report.units == "experts" else f"every weight read; {there}"
+    rows.append(("llama.cpp's layer split", advice.layer_split_s, there))
+    if advice.cpu_moe is not None:
+        count, seconds = advice.cpu_moe
+        name, of = f"llama.cpp's --n-cpu-moe {count}", f"{count} of {report.num_layers} layers"
+        rows.append((name, seconds, f"the experts of {of} on the CPU, no overlap"))
+    rows.append(("this machine's limit", advice.limit_s, "the plan's bytes at full bandwidth"))
+    return content, lines + speed_lines(rows) + _mode_lines(report) + [_last_line(report)]
 
 
 def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[str]]:
@@ -72,7 +88,15 @@ def run_sweep(config: SolveConfig, text: str) -> tuple[Any, list[str]]:
         config, first=first, last=last, num_budgets=num_budgets, workspace=workspace_bytes
     )
     found.save(config.output)
-    return asdict(found), [*_sweep_lines(found), f"wrote {config.output}"]
+    lines = [f"  {'budget':>11} {'plan':>9} {'layer split':>12} {'limit':>9}   tokens/s, mode"]
+    for point in found.points:
+        speeds = (point.objective_s, point.layer_split_s, point.limit_s)
+        plan, split, limit = (f"{1 / seconds:,.1f}" for seconds in speeds)
+        size = format_bytes(point.budget_bytes)
+        lines.append(
+            f"  {size:>11} {plan:>9} {split:>12} {limit:>9}   {point.mode}, gap {point.gap:.2%}"
+        )
+    return asdict(found), [*lines, f"wrote {config.output}"]
 
 
 def parse_range(text: str) -> tuple[int, int, int]:
@@ -104,26 +128,6 @@ def _gpu_lines(report: SolveReport) -> list[str]:
             )
     host = format_bytes(sum(report.cpu_bytes.values()))
     return [*lines, f"  CPU    {'in all':20} {host:>11}"]
-
-
-def _speed_lines(report: SolveReport) -> list[str]:
-    """Predicted speeds; a plan without a GPU has no separate row for the CPU alone."""
-    advice = report.advice
-    gap = "less than 0.01%" if report.gap < 1e-4 else f"at most {report.gap:.2%}"
-    rows = [("this plan", report.objective_s, f"{gap} slower than the best")]
-    if sum(report.gpu_bytes.values()):
-        rows.append(("the CPU alone", advice.cpu_only_s, "the same model without a GPU"))
-    there = f"{advice.layer_split_layers} of {report.num_layers} layers"
-    there += " and the head" if advice.layer_split_has_head else ""
-    there = f"{there} on the GPU, no overlap" if advice.layer_split_layers else "all on the CPU"
-    there = there if report.units == "experts" else f"every weight read; {there}"
-    rows.append(("llama.cpp's layer split", advice.layer_split_s, there))
-    if advice.cpu_moe is not None:
-        count, seconds = advice.cpu_moe
-        name, of = f"llama.cpp's --n-cpu-moe {count}", f"{count} of {report.num_layers} layers"
-        rows.append((name, seconds, f"the experts of {of} on the CPU, no overlap"))
-    rows.append(("this machine's limit", advice.limit_s, "the plan's bytes at full bandwidth"))
-    return speed_lines(rows)
 
 
 def _mode_lines(report: SolveReport) -> list[str]:
@@ -163,15 +167,3 @@ def _last_line(report: SolveReport) -> str:
         f"wrote {report.output}: mode {report.mode}; {where}; {report.tokens_per_s:,.1f} tokens/s"
         f" predicted, {report.status}, gap {report.gap:.2%}, {report.solve_s:.1f} s"
     )
-
-
-def _sweep_lines(found: Sweep) -> list[str]:
-    lines = [f"  {'budget':>11} {'plan':>9} {'layer split':>12} {'limit':>9}   tokens/s, mode"]
-    for point in found.points:
-        speeds = (point.objective_s, point.layer_split_s, point.limit_s)
-        plan, split, limit = (f"{1 / seconds:,.1f}" for seconds in speeds)
-        size = format_bytes(point.budget_bytes)
-        lines.append(
-            f"  {size:>11} {plan:>9} {split:>12} {limit:>9}   {point.mode}, gap {point.gap:.2%}"
-        )
-    return lines

@@ -43,8 +43,7 @@ def write(
     draft_model: Path | None,
     preparing: Mapping[str, Any] | None,
 ) -> None:
-    """Writes the texts of a request and the report, which has what was done to prepare the
-    model."""
+    """Writes the texts and the report, which has what was done to prepare the model."""
     drawn, drafts_line = None, None
     if sampling.seed is None and sampling.temperature > 0 and not request.is_many:
         drawn = secrets.randbelow(1 << 32)  # the report names it, so the text can be repeated
@@ -211,8 +210,7 @@ def _restore(engine: "Engine", sequence: Any, path: Path, *, force: bool) -> Non
 
 
 def _save(engine: "Engine", sequence: Any, num_prompt: int, path: Path) -> None:
-    """Saves the prompt's state, unless the file has it already or a context shift has dropped
-    it."""
+    """Saves the prompt's state, unless the file has it or a shift has dropped it."""
     from hotsplit.runtime.generate.generation import TURN_TAIL
     from hotsplit.runtime.generate.prompt_cache import save_prompt
 

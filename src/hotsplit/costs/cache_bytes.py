@@ -56,7 +56,17 @@ def staging_bytes(model: ModelFile, most_rows: int) -> int:
     parts_L = [_parts(model, layer) for layer in range(model.spec.num_layers)]
     row = max(sum(map(staged, parts)) for parts in parts_L)
     if model.spec.has_experts:
-        return most_rows * row + _layout_bytes(model)
+        # Numbers beside the rows that a layout of the CPU has together, for every type and width.
+        sizes: dict[tuple[str, int, str], int] = {}
+        for layer in range(model.spec.num_layers):
+            for name, entry in model.layer_tensors[layer].items():
+                if not is_expert(name) or not name.endswith(".weight"):
+                    continue
+                forms, is_down = BY_NAME[entry.kind].forms, is_neuron_major(f"blk.{layer}.{name}")
+                form = "grouped" if is_down and "grouped" in forms else "tiled"
+                together = _TOGETHER[form] if form in forms else 1
+                sizes[entry.kind, entry.row_bytes, form] = together * entry.row_bytes
+        return most_rows * row + (NUMBER_BYTES * sum(sizes.values()))
     return bytes_in_staging(row, max(map(len, parts_L)), most_rows)
 
 
@@ -64,21 +74,6 @@ def bytes_in_staging(row_bytes: int, num_parts: int, most_rows: int) -> int:
     """Bytes of staging for `most_rows` neurons of `num_parts` parts and `row_bytes` bytes each."""
     copies = staged(COPY_BYTES * (num_parts + NUMBERS_OF_SWAP) * most_rows)
     return copies + most_rows * (row_bytes + NUMBER_BYTES * NUMBERS_OF_SWAP)
-
-
-def _layout_bytes(model: ModelFile) -> int:
-    """Bytes of a number for each byte of the rows that a layout of the CPU has together, for every
-    type and width of experts' matrices."""
-    sizes: dict[tuple[str, int, str], int] = {}
-    for layer in range(model.spec.num_layers):
-        for name, entry in model.layer_tensors[layer].items():
-            if not is_expert(name) or not name.endswith(".weight"):
-                continue
-            forms, is_down = BY_NAME[entry.kind].forms, is_neuron_major(f"blk.{layer}.{name}")
-            form = "grouped" if is_down and "grouped" in forms else "tiled"
-            together = _TOGETHER[form] if form in forms else 1
-            sizes[entry.kind, entry.row_bytes, form] = together * entry.row_bytes
-    return NUMBER_BYTES * sum(sizes.values())
 
 
 def _parts(model: ModelFile, layer: int) -> list[int]:
@@ -99,8 +94,7 @@ def staged(num_bytes: int) -> int:
 
 
 def step_bits_bytes(model: ModelFile) -> int:
-    """Bytes of one bit for each neuron of the model, or expert; each layer starts at a new 32-bit
-    word."""
+    """Bytes of a bit for each neuron or expert; layers start at new 32-bit words."""
     return model.spec.num_layers * NUMBER_BYTES * -(-most_units(model.spec) // 32)
 
 

@@ -31,8 +31,7 @@ class CacheLayout:
 
 
 def cache_layout(context_length: int, num_sequences: int, window: int | None = None) -> CacheLayout:
-    """The blocks of layers with this window, if any. They are a ring if that is smaller than the
-    context."""
+    """The blocks of layers with this window, if any: a ring if it is below the context."""
     blocks = -(-context_length // BLOCK_LENGTH)
     if window is not None:
         held, saved = ring_blocks(window), saved_blocks(window)
@@ -61,8 +60,7 @@ def ring_blocks(window: int) -> int:
 
 
 def saved_blocks(window: int) -> int:
-    """Blocks for one window of each sequence that is kept for a text to be continued from its
-    end."""
+    """Blocks for one window of each sequence that is kept to be continued from its end."""
     return -(-window // BLOCK_LENGTH) + 1
 
 

@@ -1,5 +1,4 @@
-"""What the context of a model with recurrent states or windows takes, in words: what is fixed and
-what grows."""
+"""What the context of a model with states or windows takes, in words: fixed and growing."""
 
 from collections.abc import Iterator
 
@@ -12,8 +11,7 @@ from hotsplit.system.sizes import format_bytes
 
 
 def text_words(model: ModelFile) -> str | None:
-    """What a text keeps, whatever the context; None if that is the keys and values of all
-    tokens."""
+    """What a text keeps in any context; None for the keys and values of all tokens."""
     windows = dict(_windows(model))
     if not model.spec.has_states and not windows:
         return None

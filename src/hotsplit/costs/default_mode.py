@@ -62,8 +62,7 @@ def refusal(model: ModelFile, mode: Mode, max_loss: float) -> str | None:
 
 
 def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
-    """The default mode. If an allowed mode has no record of its bytes, predicted is preferred to
-    exact, and exact to dense."""
+    """The default mode. Without records of bytes, predicted comes before exact and dense."""
     modes = sparse_modes(model)
     allowed = [mode for mode in modes if refusal(model, mode, max_loss) is None]
     known = {mode: bytes_per_token(model, mode) for mode in allowed}
@@ -111,8 +110,7 @@ def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
 def _line(
     model: ModelFile, mode: Mode, modes: tuple[SparseMode, ...], max_loss: float
 ) -> str | None:
-    """A line on why a mode that the file supports was not chosen; None if there is nothing to
-    say."""
+    """A line on why a supported mode was not chosen; None if there is nothing to say."""
     if mode == mode_meant(model):
         return None
     if refusal(model, "predicted", max_loss) is not None:

@@ -109,21 +109,16 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
         bias = FLOAT_BYTES if f"{name}.bias" in entries else 0
         return entries[f"{name}.weight"].row_bytes + bias
 
+    # A neuron's part of the down projection need not be whole blocks if the file runs as it is.
+    block, size = GGML_QUANT_SIZES[type_of(down_kind(model, layer))]
     return LayerBytes(
         attention=sum(e.num_bytes for n, e in entries.items() if is_dense(n)),
         head_norms=sum(e.num_bytes for n, e in entries.items() if n.startswith(_HEAD_NORMS)),
         predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
         gate_row=row(neurons.gate_name),
         up_row=row(neurons.up_name) if neurons.is_gated else 0,
-        down_row=_down_row(model, layer),
+        down_row=-(-model.spec.hidden_size * size // block),
     )
-
-
-def _down_row(model: ModelFile, layer: int) -> int:
-    """Bytes of what a neuron has of the down projection, rounded up: if the file runs as it is,
-    they need not be whole blocks."""
-    block, size = GGML_QUANT_SIZES[type_of(down_kind(model, layer))]
-    return -(-model.spec.hidden_size * size // block)
 
 
 def all_neuron_bytes(model: ModelFile) -> int:
@@ -143,8 +138,7 @@ def placed_units(model: ModelFile, layer: int) -> tuple[int, int]:
 
 
 def layer_units(model: ModelFile, layer: int, number: int) -> dict[str, float]:
-    """Bytes of one expert of a layer by type or, without experts, of one of `number` equal parts
-    of its neurons."""
+    """Bytes of an expert of a layer by type, or of one of `number` equal parts of neurons."""
     entries, neurons = model.layer_tensors[layer], model.spec.layers[layer].neurons
     found: dict[str, float] = {}
     if neurons.num_experts > 1:
@@ -173,8 +167,7 @@ def read_share(model: ModelFile, layer: int, name: str) -> float:
 
 
 def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
-    """Bytes of a layer's feed-forward matrices as stored in the file, and of the biases of neurons
-    and experts."""
+    """Bytes of a layer's stored feed-forward matrices, and of biases of neurons and experts."""
     neurons = model.spec.layers[layer].neurons
     names = (*neurons.matrices, neurons.down_name, f"{neurons.down_name}_t")
     return sum(
@@ -236,15 +229,13 @@ def cache_bytes(
 
 
 def head_bytes(model: ModelFile) -> int:
-    """Bytes of the output norm, and of the output matrix, which is the embedding matrix if weights
-    are tied."""
+    """Bytes of the output norm and of the output matrix (the embedding's if tied)."""
     found = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("output_norm."))
     return found + model.tensors[model.head_name].num_bytes
 
 
 def embedding_bytes(model: ModelFile) -> int:
-    """Bytes of learned positions, of operations outside the layers, and of the embedding matrix
-    unless it is also the head."""
+    """Bytes of learned positions, operations outside the layers, and an untied embedding."""
     positions = model.tensors.get("position_embd.weight")
     tokens = 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
     outside = sum(
@@ -270,14 +261,12 @@ def block_read(model: ModelFile, block: PositionWise) -> int:
 
 
 def outside_read(model: ModelFile) -> int:
-    """Bytes that the host reads for a token outside the layers, beside the embedding's row and the
-    head."""
+    """Bytes that the host reads for a token outside the layers, without embedding and head."""
     return sum(block_read(model, block) for block in outside_of(model))
 
 
 def outside_kind(model: ModelFile) -> str:
-    """The type of the first matrix that the host multiplies by outside the layers: all counts with
-    its rate."""
+    """The type of the host's first matrix outside the layers: all counts with its rate."""
     entries = (
         e for b in outside_of(model) for n, e in entries_of(model, b).items() if n not in b.tables
     )

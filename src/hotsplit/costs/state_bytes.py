@@ -18,6 +18,5 @@ def slots_bytes(model: ModelFile, layer: int, num_sequences: int) -> int:
 
 
 def num_slots(num_sequences: int) -> int:
-    """Recurrent states of a layer: of each sequence the current one, that which a pass stores, and
-    saved ones."""
+    """Recurrent states of a layer: of each sequence the current, a pass's, and saved ones."""
     return num_sequences * (2 + SAVED_STATES)

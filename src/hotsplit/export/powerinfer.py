@@ -38,8 +38,7 @@ TEXT_SORT_IS_RIGHT_UP_TO = 10  # layers: activation_10 comes before activation_2
 
 
 def write_index(split: Split, num_neurons: int, path: Path) -> int:
-    """Writes the index of a plan over `num_neurons` neurons per layer; returns the size in
-    bytes."""
+    """Writes the index of a plan over `num_neurons` neurons a layer; returns its bytes."""
     tensors = index_tensors(split.hot, num_neurons)
     with partial_file(path) as partial, partial.open("wb") as file:
         file.write(_header(tensors, len(split.hot), split.gpu_bytes["neurons"]))
@@ -106,8 +105,7 @@ def is_activation_file(name: str) -> bool:
 
 
 def write_activations(profile: Profile, folder: Path) -> int:
-    """Writes `folder`, whole or not at all, replacing an existing one; returns its size in
-    bytes."""
+    """Writes `folder` whole or not at all, replacing an existing one; returns its bytes."""
     import torch
 
     with partial_folder(folder) as partial:

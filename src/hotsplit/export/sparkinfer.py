@@ -52,8 +52,7 @@ def hot_pattern(split: Split) -> np.ndarray:
 
 
 def hot_to_cold(ids_H: np.ndarray, count_F: np.ndarray) -> np.ndarray:
-    """Every neuron once, i32 [F]: the hot ones in the plan's order, then the others by descending
-    count, ties by id."""
+    """Every neuron once, i32 [F]: hot ones in the plan's order, then others by count, then id."""
     is_cold_F = np.ones(len(count_F), bool)
     is_cold_F[ids_H] = False
     cold = np.flatnonzero(is_cold_F)

@@ -1,12 +1,9 @@
-"""Arcee's foundation models (AFM): a Llama without gates under ReLU squared, so that most neurons
-are silent."""
+"""Arcee's AFM: a Llama without gates under ReLU squared, so that most neurons are silent."""
 
 from functools import partial
 
-import gguf
-
 from hotsplit.families.family import (
-    PROJECTION_BIASES,
+    ATTN_BIASES,
     QKV_BIASES,
     UNGATED,
     UNGATED_BIASES,
@@ -21,7 +18,6 @@ FAMILIES = (
         classes=("ArceeForCausalLM",),
         title="Arcee",
         graph="arcee",
-        names=gguf.MODEL_ARCH.ARCEE,
         model_types=("arcee",),
         defaults={
             "tie_word_embeddings": False,
@@ -30,7 +26,7 @@ FAMILIES = (
             "hidden_act": "relu2",
             "rms_norm_eps": 1e-5,
         },
-        flags={"attention_bias": PROJECTION_BIASES, "mlp_bias": UNGATED_BIASES},
+        flags={"attention_bias": ATTN_BIASES, "mlp_bias": UNGATED_BIASES},
         activations=UNGATED,
         sources=adjacent,
     ),
@@ -39,7 +35,7 @@ GRAPHS = (
     Architecture(
         name="arcee",
         of_keys=partial(decoder, pairing="adjacent", is_gated=False),
-        options=(*PROJECTION_BIASES, *UNGATED_BIASES),
+        options=(*ATTN_BIASES, *UNGATED_BIASES),
         stock_activations=("relu2",),
         stock_options=QKV_BIASES,
     ),

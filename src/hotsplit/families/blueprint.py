@@ -45,17 +45,13 @@ class Rows:
 class Sources:
     """Where a checkpoint's tensors are not those of a model file.
 
-    renamed: llama.cpp's map of names, as it is for this family.
-    rows: an entry for each tensor whose rows are reordered, by its name within a layer or, for
-    tensors outside
-        the layers, by its full name. columns: the same for the columns of a matrix: column c of the
-        model file
-        is the checkpoint's column `columns[name][c]`.
-    constants: tensors whose names end so are not in the checkpoint and have this value everywhere.
-    changes: of the values of tensors whose names end so; the first that matches counts.
-    ignored: suffixes of the names of tensors that are left out; ignored_prefixes: beginnings of
-    such names,
-        which are noted."""
+    renamed: llama.cpp's map of names, as it is for this family. rows: an entry for each tensor
+    whose rows are reordered, by its name within a layer or, for tensors outside the layers, by its
+    full name. columns: the same for the columns of a matrix: column c of the model file is the
+    checkpoint's column `columns[name][c]`. constants: tensors whose names end so are not in the
+    checkpoint and have this value everywhere. changes: of the values of tensors whose names end so;
+    the first that matches counts. ignored: suffixes of the names of tensors that are left out;
+    ignored_prefixes: beginnings of such names, which are noted."""
 
     renamed: Callable[[NameOf], NameOf] = field(default=lambda name_of: name_of, compare=False)
     rows: Mapping[str, Rows] = field(default_factory=dict)
@@ -91,8 +87,7 @@ def gguf_names(arch: gguf.MODEL_ARCH, num_layers: int) -> NameOf:
 
 
 def suffixed(ends: Mapping[str, str]) -> Callable[[NameOf], NameOf]:
-    """A map of names with these ends of a checkpoint's names for those that llama.cpp's map knows,
-    where it lacks them."""
+    """A map of names with these ends of a checkpoint's names where llama.cpp's map lacks them."""
 
     def renamed(name_of: NameOf) -> NameOf:
         def name(source: str) -> str | None:

@@ -4,13 +4,12 @@ with weights of its own; Cohere 2 rotates only in its layers with windows, which
 fourth."""
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
 
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.family import PROJECTION_BIASES, QKV_BIASES, Architecture, Family
+from hotsplit.families.family import ATTN_BIASES, QKV_BIASES, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import (
@@ -24,9 +23,6 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.blocks import NormKind
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 NORM: NormKind = "layer_without_bias"
 PERIOD = 4
@@ -55,7 +51,7 @@ def head_norms(read: ConfigReader) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys(HEAD_NORMS, ()) if has_norms else {}
 
 
-def of_keys(read: "KeyReader", *, has_windows: bool) -> ModelSpec:
+def of_keys(read: KeyReader, *, has_windows: bool) -> ModelSpec:
     num_layers = read.count("block_count")
     windows = windows_of_keys(read, num_layers, period=PERIOD, window=None) if has_windows else ()
     has_norms = f"blk.0.{HEAD_NORMS[0]}" in read.tensors
@@ -97,12 +93,11 @@ FAMILIES = (
         classes=("CohereForCausalLM",),
         title="Command R",
         graph="command-r",
-        names=gguf.MODEL_ARCH.COMMAND_R,
         model_types=("cohere",),
         read_keys=("logit_scale",),
         defaults=DEFAULTS | {"use_qk_norm": False},
         fields={"attention.layer_norm_epsilon": "layer_norm_eps"},
-        flags={"attention_bias": PROJECTION_BIASES},
+        flags={"attention_bias": ATTN_BIASES},
         rope=Rope(kinds=KINDS, theta=500_000.0),
         derived=trained_length,
         keys=keys,
@@ -112,12 +107,11 @@ FAMILIES = (
         classes=("Cohere2ForCausalLM",),
         title="Cohere 2",
         graph="cohere2",
-        names=gguf.MODEL_ARCH.COHERE2,
         model_types=("cohere2",),
         read_keys=("logit_scale",),
         defaults=DEFAULTS | {"sliding_window": 4096},
         fields={"attention.layer_norm_epsilon": "layer_norm_eps"},
-        flags={"attention_bias": PROJECTION_BIASES},
+        flags={"attention_bias": ATTN_BIASES},
         rope=Rope(kinds=KINDS),
         derived=trained_length,
         keys=keys_of_second,
@@ -128,8 +122,7 @@ GRAPHS = tuple(
         name=name,
         of_keys=partial(of_keys, has_windows=name == "cohere2"),
         known_keys=("logit_scale", *(KEYS if name == "cohere2" else ())),
-        options=PROJECTION_BIASES,
-        stock_activations=("silu",),
+        options=ATTN_BIASES,
         stock_options=QKV_BIASES,
         not_in_stock=not_in_stock,
     )

@@ -107,8 +107,7 @@ class ConfigReader:
         return known[found]
 
     def threshold(self, activation: Activation) -> float:
-        """FATReLU's threshold, above which values pass (ProSparse, arXiv 2402.13516); 0 for another
-        activation."""
+        """FATReLU's threshold (ProSparse, arXiv 2402.13516); 0 for another activation."""
         if activation != "fatrelu":
             return 0.0
         number = _number(self.values.get("hidden_act_param"))

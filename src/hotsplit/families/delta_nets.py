@@ -7,9 +7,7 @@ first of each key head before the second of each (DeltaNet.is_grouped)."""
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
@@ -27,6 +25,7 @@ from hotsplit.families.expert_keys import (
 )
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.glm import SECOND_NORM
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope, rotated_values
 from hotsplit.files.gguf_file import Value, chosen_rows
@@ -35,18 +34,10 @@ from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
-
 PERIOD, MOST_TAPS = 4, 16
 # Layers that only predict tokens further ahead.
 LEFT_OUT = ("mtp.", "model.mtp.")
 SHARE = 0.25  # of the values of a head that rotate
-_ARCHES = {
-    "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT,
-    "qwen35": gguf.MODEL_ARCH.QWEN35,
-    "qwen35moe": gguf.MODEL_ARCH.QWEN35MOE,
-}
 
 
 def keys(read: ConfigReader, *, name: str) -> dict[str, Value]:
@@ -70,30 +61,21 @@ def keys(read: ConfigReader, *, name: str) -> dict[str, Value]:
     if is_periodic and period:
         found = {"full_attention_interval": np.uint32(period)}
     if any(has_state_L):
-        found |= _delta_keys(read)
+        keys, values = (read.count(f"linear_num_{which}_heads") for which in ("key", "value"))
+        key_dim, value_dim = (read.count(f"linear_{which}_head_dim") for which in ("key", "value"))
+        read.check_size({"the channels of the delta nets": 2 * keys * key_dim + values * value_dim})
+        found |= {
+            "ssm.conv_kernel": np.uint32(read.count("linear_conv_kernel_dim")),
+            "ssm.state_size": np.uint32(key_dim),
+            "ssm.group_count": np.uint32(keys),
+            "ssm.time_step_rank": np.uint32(values),
+            "ssm.inner_size": np.uint32(values * value_dim),
+        }
     if name != "qwen3next":
-        found["rope.dimension_sections"] = _sections(read)
+        # Pairs that rotate by a place in time, two in an image, and none; llama.cpp wants the key.
+        pairs = rotated_values(read, read.rope(), read.count("head_dim"), SHARE) // 2
+        found["rope.dimension_sections"] = [*((pairs + more) // 3 for more in (2, 1, 0)), 0]
     return {**experts, **found}
-
-
-def _delta_keys(read: ConfigReader) -> dict[str, Value]:
-    keys, values = (read.count(f"linear_num_{which}_heads") for which in ("key", "value"))
-    key_dim, value_dim = (read.count(f"linear_{which}_head_dim") for which in ("key", "value"))
-    read.check_size({"the channels of the delta nets": 2 * keys * key_dim + values * value_dim})
-    return {
-        "ssm.conv_kernel": np.uint32(read.count("linear_conv_kernel_dim")),
-        "ssm.state_size": np.uint32(key_dim),
-        "ssm.group_count": np.uint32(keys),
-        "ssm.time_step_rank": np.uint32(values),
-        "ssm.inner_size": np.uint32(values * value_dim),
-    }
-
-
-def _sections(read: ConfigReader) -> list[int]:
-    """Pairs of values that rotate by a place in time, two in an image, and none, which are all the
-    same in a text; llama.cpp wants the key."""
-    pairs = rotated_values(read, read.rope(), read.count("head_dim"), SHARE) // 2
-    return [*((pairs + more) // 3 for more in (2, 1, 0)), 0]
 
 
 def derived(read: ConfigReader, *, name: str) -> dict[str, object]:
@@ -160,8 +142,7 @@ def _tiled_rows(delta: DeltaNet) -> dict[str, Rows]:
 
 
 def _joined_rows(delta: DeltaNet) -> dict[str, Rows]:
-    """The rows of queries, keys and values, and those of gates, in one tensor that has them of each
-    key head in turn."""
+    """Rows of queries, keys, values and gates in one tensor that has each key head's in turn."""
     of_values = delta.value_size // delta.num_key_heads
     sizes = (delta.key_head_dim, delta.key_head_dim, of_values, of_values)
     rows_GR = np.arange(delta.num_key_heads * sum(sizes)).reshape(delta.num_key_heads, -1)
@@ -192,7 +173,7 @@ def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
     return found
 
 
-def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
+def of_keys(read: KeyReader, *, has_experts: bool) -> ModelSpec:
     kv_heads = "attention.head_count_kv"
     read, has_keys_L = read.with_one(kv_heads)  # ollama lists it, with zeros for delta nets
     sizes, name = read.sizes(is_partly_rotated=True), read.graph.name
@@ -233,7 +214,7 @@ def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
     )
 
 
-def _delta_of_keys(read: "KeyReader", sizes: Sizes) -> DeltaNet:
+def _delta_of_keys(read: KeyReader, sizes: Sizes) -> DeltaNet:
     name, heads = read.graph.name, read.count("ssm.time_step_rank")
     inner, key_heads, taps = (
         read.count(f"ssm.{key}") for key in ("inner_size", "group_count", "conv_kernel")
@@ -295,7 +276,6 @@ QWEN3_5 = Family(
     classes=("Qwen3_5ForCausalLM",),
     title="Qwen 3.5 and 3.6",
     graph="qwen35",
-    names=_ARCHES["qwen35"],
     model_types=("qwen3_5_text",),
     defaults=_LINEAR | {"num_key_value_heads": 4},
     plain={"attention_bias": False},
@@ -309,7 +289,6 @@ QWEN3_5_MOE = replace(
     classes=("Qwen3_5MoeForCausalLM",),
     title="Qwen 3.5 and 3.6 MoE",
     graph="qwen35moe",
-    names=_ARCHES["qwen35moe"],
     model_types=("qwen3_5_moe_text",),
     read_keys=COUNTS,
     defaults=_MIXTURE | {"num_experts_per_tok": 8, "num_experts": 256},
@@ -322,7 +301,6 @@ FAMILIES = (
         classes=("Qwen3NextForCausalLM",),
         title="Qwen3-Next",
         graph="qwen3next",
-        names=_ARCHES["qwen3next"],
         model_types=("qwen3_next",),
         defaults=_MIXTURE
         | {
@@ -372,9 +350,8 @@ GRAPHS = tuple(
         name=name,
         of_keys=partial(of_keys, has_experts=name != "qwen35"),
         known_keys=_KEYS if name == "qwen35" else (*KEYS, *_KEYS),
-        stock_activations=("silu",),
         not_in_stock=_not_in_stock,
         apart=apart,
     )
-    for name in _ARCHES
+    for name in ("qwen3next", "qwen35", "qwen35moe")
 )

@@ -2,8 +2,6 @@
 
 from functools import partial
 
-import gguf
-
 from hotsplit.families.family import QKV_BIASES, Architecture, Family
 from hotsplit.families.llama import OPTIONS, without_windows
 from hotsplit.families.plain_decoder import decoder
@@ -14,7 +12,6 @@ FAMILIES = (
         classes=("Ernie4_5ForCausalLM",),
         title="ERNIE 4.5",
         graph="ernie4_5",
-        names=gguf.MODEL_ARCH.ERNIE4_5,
         model_types=("ernie4_5",),
         defaults={
             "tie_word_embeddings": True,
@@ -35,7 +32,6 @@ GRAPHS = (
         name="ernie4_5",
         of_keys=partial(decoder, pairing="adjacent"),
         options=OPTIONS,
-        stock_activations=("silu",),
         stock_options=QKV_BIASES,
     ),
 )

@@ -2,13 +2,10 @@
 inputs, and of each head of queries and keys. Where there are windows, all but each fourth layer
 have one, and these alone rotate."""
 
-from typing import TYPE_CHECKING
-
-import gguf
-
 from hotsplit.errors import HotsplitError
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.windows import (
     KEYS,
@@ -20,9 +17,6 @@ from hotsplit.families.windows import (
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 PERIOD = 4
 # llama.cpp has windows in models of so many layers, by default of so many tokens
@@ -42,7 +36,7 @@ def keys(read: ConfigReader) -> dict[str, Value]:
     return window_keys(windows)
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     num_layers = read.count("block_count")
     stock = STOCK_WINDOW if num_layers == STOCK_LAYERS else 0
     windows = windows_of_keys(read, num_layers, period=PERIOD, window=stock)
@@ -75,7 +69,6 @@ FAMILIES = (
         classes=("Exaone4ForCausalLM",),
         title="EXAONE 4",
         graph="exaone4",
-        names=gguf.MODEL_ARCH.EXAONE4,
         model_types=("exaone4",),
         defaults={
             "tie_word_embeddings": False,
@@ -88,11 +81,5 @@ FAMILIES = (
     ),
 )
 GRAPHS = (
-    Architecture(
-        name="exaone4",
-        of_keys=of_keys,
-        known_keys=KEYS,
-        stock_activations=("silu",),
-        not_in_stock=not_in_stock,
-    ),
+    Architecture(name="exaone4", of_keys=of_keys, known_keys=KEYS, not_in_stock=not_in_stock),
 )

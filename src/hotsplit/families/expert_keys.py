@@ -4,22 +4,19 @@ checkpoint has the matrices of each expert."""
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import NameOf, gguf_names
+from hotsplit.families.config_reader import ConfigReader
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Mixture
 from hotsplit.model.route import Gating
 from hotsplit.model.spec import Activation, ModelSpec, Neurons, Route
-
-if TYPE_CHECKING:
-    from hotsplit.families.config_reader import ConfigReader
-    from hotsplit.families.key_reader import KeyReader
 
 MAX_EXPERTS = 4096
 # llama.cpp's numbers (llama_expert_gating_func_type).
@@ -76,7 +73,7 @@ class Experts:
 
 
 def expert_keys(
-    read: "ConfigReader",
+    read: ConfigReader,
     *,
     neurons: str = "moe_intermediate_size",
     used: str = "num_experts_per_tok",
@@ -116,7 +113,7 @@ def expert_keys(
     return keys
 
 
-def dense_layers(read: "ConfigReader") -> int:
+def dense_layers(read: ConfigReader) -> int:
     """The number of layers without experts, which are the first, by `mlp_only_layers` and
     `decoder_sparse_step` (transformers, modeling_qwen2_moe.py)."""
     only, step = read.values.get("mlp_only_layers") or [], read.count("decoder_sparse_step")
@@ -141,7 +138,7 @@ def with_dense_layers(num_layers: int) -> Callable[[NameOf], NameOf]:
 
 
 def experts_of_keys(
-    read: "KeyReader",
+    read: KeyReader,
     *,
     gating: Gating = "softmax",
     renormalises: bool = True,

@@ -4,22 +4,18 @@ each (40B), or in sequence."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import NameOf, Rows, Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import UNGATED, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.spec import Attention, LayerSpec, ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 OWN_NORM = ("attn_norm_2.weight", "attn_norm_2.bias")
 NEXT_NORM = ("ffn_norm.weight", "ffn_norm.bias")
@@ -34,8 +30,7 @@ OLD_KEYS = {
 
 
 def derived(read: ConfigReader) -> Mapping[str, object]:
-    """The keys of older files, which RWForCausalLM names, as those of newer ones, and the sizes
-    that follow from others."""
+    """The keys of older files (RWForCausalLM) as those of newer ones, and derived sizes."""
     new = {OLD_KEYS.get(key, key): value for key, value in read.said.items()}
     new |= {key: False for key in FLAGS if key in new and new[key] is None}
     read = read.with_values(new)
@@ -48,7 +43,7 @@ def derived(read: ConfigReader) -> Mapping[str, object]:
     return new
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     """Optional tensors of layers are biases, and the norms besides the first."""
     options = read.options(read.count("block_count"))
     if {OWN_NORM[0], NEXT_NORM[0]} <= options:
@@ -127,7 +122,6 @@ FAMILIES = (
         classes=("FalconForCausalLM", "RWForCausalLM"),
         title="Falcon",
         graph="falcon",
-        names=gguf.MODEL_ARCH.FALCON,
         model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
         defaults={
             "tie_word_embeddings": True,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # their readers refuse what they read with the names of all f
     from hotsplit.families.key_reader import KeyReader
 
 Tensors = dict[str, TensorEntry]
-PROJECTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
-QKV_BIASES = PROJECTION_BIASES[:3]
+ATTN_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
+QKV_BIASES = ATTN_BIASES[:3]
 GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 UNGATED_BIASES = GATED_BIASES[1:]
 # transformers' names, and a model file's.
@@ -46,7 +46,7 @@ class Architecture:
     keys and the names of its tensors; `known_keys` are those that it reads beyond the keys of all
     architectures (key_reader). `options`: the tensors that all layers of a model have or none.
     `stock_activations` and `stock_options`: what llama.cpp's graph of this name computes and loads;
-    empty if it has none; `not_in_stock` says what else of a spec it would compute otherwise.
+    () if it has none; `not_in_stock` says what else of a spec it would compute otherwise.
     `apart` takes apart what files of llama.cpp's converter have in one tensor, and `joined` makes
     one of what its graph wants in one. `fuses_attention`: its queries, keys and values are one
     matrix; what others have in one is taken apart before `of_keys`. `usual_keys`: a file's keys as
@@ -57,7 +57,7 @@ class Architecture:
     known_keys: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     fuses_attention: bool = False
-    stock_activations: tuple[Activation, ...] = ()
+    stock_activations: tuple[Activation, ...] = ("silu",)
     stock_options: tuple[str, ...] = ()
     not_in_stock: Callable[[ModelSpec], str | None] = lambda spec: None
     apart: Callable[[ModelSpec, Tensors], Tensors] = lambda spec, tensors: tensors
@@ -67,20 +67,17 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A class of checkpoints, or several, by the first of `architectures` in config.json
-    (`classes`).
+    """The classes of checkpoints with one of `classes` first in `architectures` of config.json.
 
     title: the name of its models for people.
     graph: the architecture of its model files, unless `keys` has another one.
-    names: of llama.cpp's map of names, that for its tensors, or a map of its own.
+    names: of llama.cpp's maps of names, that for its tensors, if it is not its graph's, or a map of
+        its own.
     defaults: transformers' config class's for the keys that are read and that may be missing; a key
-    that is null
-        in the file stays null. A missing key that is not listed here is refused, unless
-        transformers' default
-        for it is null or the reader has its own (as for rope_theta).
+        that is null in the file stays null. A missing key that is not listed here is refused,
+        unless transformers' default is null or the reader has its own (as for rope_theta).
     model_types: what a config says it is; () for a class that transformers does not have, whose
-    configs say
-        various things.
+        configs say various things.
     fields: the names of FIELDS that are others in its configs.
     plain: keys of the config that change the graph, with the only value that runs.
     flags: optional tensors of all layers, by the flag of the config that says they are there.
@@ -98,7 +95,7 @@ class Family:
     classes: tuple[str, ...] = ()
     title: str
     graph: str = ""
-    names: gguf.MODEL_ARCH | NameOf = gguf.MODEL_ARCH.LLAMA
+    names: gguf.MODEL_ARCH | NameOf | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
     model_types: tuple[str, ...] = ()
     fields: Mapping[str, str] = field(default_factory=dict)

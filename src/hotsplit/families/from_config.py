@@ -18,13 +18,15 @@ from hotsplit.families.table import FAMILIES, titles
 from hotsplit.families.text_models import text_model
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import shown
-from hotsplit.model.spec import ModelSpec
 from hotsplit.model.unsupported import CONFIG_KEYS, elsewhere_as_gguf, why_not_run
 
 COUNTED = ("block_count", "context_length", "embedding_length", "feed_forward_length")
 EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 ACTIVATION = "hotsplit.ffn.activation"
 _NONE = TensorEntry(shape=(), kind="f32", read_rows=lambda start, stop: np.zeros(0))
+
+# llama.cpp's maps of names, by the names of its graphs.
+_ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> Blueprint:
@@ -52,13 +54,6 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
         ConfigReader(path, {"model_type": kind}).refuse("model_type", *family.by_type)
         family = family.by_type[kind]
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
-    _refuse_others(read, family)
-    found = _blueprint(family, read.with_values(family.derived(read)), notes)
-    return text_model(found) if is_beside else found
-
-
-def _refuse_others(read: ConfigReader, family: Family) -> None:
-    """Raises HotsplitError for keys that the graph does not compute."""
     read.refuse("is_causal", True, why="bidirectional attention is not supported")
     if "quantization_config" not in family.read_keys:
         read.refuse(
@@ -69,6 +64,8 @@ def _refuse_others(read: ConfigReader, family: Family) -> None:
             read.refuse(key, *plain, why=why)
     for key, value in family.plain.items():
         read.refuse(key, value)
+    found = _blueprint(family, read.with_values(family.derived(read)), notes)
+    return text_model(found) if is_beside else found
 
 
 def _blueprint(family: Family, read: ConfigReader, notes: tuple[str, ...]) -> Blueprint:
@@ -102,9 +99,10 @@ def _blueprint(family: Family, read: ConfigReader, notes: tuple[str, ...]) -> Bl
     activation = read.activation(field[ACTIVATION], family.activations)
     graph = str(keys.pop("general.architecture", family.graph))
     given = _tensors(family, read, counts["block_count"]) | dict.fromkeys(divisors, _NONE)
-    spec = _spec(read, graph, keys | {ACTIVATION: activation}, given)
+    named = {"general.architecture": graph, **prefixed(graph, keys | {ACTIVATION: activation})}
+    spec, _ = KeyReader(read.path, named, given).model()
     own = family.sources(spec, read)
-    names = family.names
+    names = family.names or _ARCHES[family.graph]
     if isinstance(names, gguf.MODEL_ARCH):
         names = gguf_names(names, spec.num_layers)
     return Blueprint(
@@ -129,14 +127,6 @@ def _tensors(family: Family, read: ConfigReader, num_layers: int) -> dict[str, T
         for name, shape in given.items()
         for layer in range(num_layers)
     }
-
-
-def _spec(
-    read: ConfigReader, graph: str, keys: dict[str, Value], tensors: dict[str, TensorEntry]
-) -> ModelSpec:
-    named = {"general.architecture": graph, **prefixed(graph, keys)}
-    spec, _ = KeyReader(read.path, named, tensors).model()
-    return spec
 
 
 def _text_config(path: Path, config: Mapping[str, object], key: str) -> Mapping[str, object]:

@@ -4,14 +4,14 @@ five of six layers, with a rotary base of their own, and norms of heads instead 
 scores."""
 
 import math
-from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
 
 from hotsplit.families.blueprint import ADD_ONE, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.family import ATTN_BIASES, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope, local_theta_key
 from hotsplit.families.soft_caps import LOGIT_CAP, SCORE_CAP, cap_key, cap_of_keys
@@ -19,9 +19,6 @@ from hotsplit.families.windows import KEYS, local_window_keys, periodic_in_stock
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.spec import ModelSpec, Rotary
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 LOCAL_THETA = 10000.0
 # Of Gemma 2 and 3: the period of the layers without a window, and the layers of the model of 27B.
@@ -47,7 +44,7 @@ def _keys(read: ConfigReader, name: str) -> dict[str, Value]:
     return {"attention.scale": scale, KEYS[1]: windows[KEYS[1]], KEYS[0]: windows[KEYS[0]]}
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     sizes, name = read.sizes(), read.graph.name
     local = None
     if name == "gemma3":
@@ -119,7 +116,7 @@ FAMILIES = (
         defaults=GEMMA2_DEFAULTS,
         fields={"hotsplit.ffn.activation": "hidden_activation"},
         plain={"use_bidirectional_attention": False},
-        flags={"attention_bias": PROJECTION_BIASES},
+        flags={"attention_bias": ATTN_BIASES},
         keys=keys_of_second,
         sources=lambda spec, read: ONE_MORE,
     ),
@@ -127,14 +124,13 @@ FAMILIES = (
         classes=("Gemma3ForCausalLM",),
         title="Gemma 3",
         graph="gemma3",
-        names=gguf.MODEL_ARCH.GEMMA3,
         model_types=("gemma3_text",),
         read_keys=(LOGIT_CAP,),
         defaults=GEMMA2_DEFAULTS
         | {SCORE_CAP: None, LOGIT_CAP: None, "use_bidirectional_attention": False},
         fields={"hotsplit.ffn.activation": "hidden_activation"},
         plain={"use_bidirectional_attention": False},
-        flags={"attention_bias": PROJECTION_BIASES},
+        flags={"attention_bias": ATTN_BIASES},
         rope=Rope(kinds=("default", "linear"), theta=1e6, layers="full_attention"),
         keys=keys_of_third,
         sources=lambda spec, read: ONE_MORE,
@@ -152,7 +148,7 @@ GRAPHS = tuple(
         name=name,
         of_keys=of_keys,
         known_keys=known_keys,
-        options=PROJECTION_BIASES,
+        options=ATTN_BIASES,
         stock_activations=("gelu_tanh",),
         not_in_stock=not_in_stock,
     )

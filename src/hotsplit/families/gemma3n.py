@@ -5,9 +5,7 @@ cut off by their mean and deviation, so that one neuron in twenty fires."""
 import math
 from dataclasses import replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
@@ -15,6 +13,7 @@ from hotsplit.families.blueprint import IGNORED, NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.decoder_sizes import Sizes, by_layer
 from hotsplit.families.family import Architecture, Family, Tensors
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.layer_inputs import INPUTS, input_keys, layer_inputs, rows_of_first
 from hotsplit.families.rope_scalings import THETA, Rope, local_theta_key
 from hotsplit.families.row_order import matrices_apart, matrices_joined
@@ -36,9 +35,6 @@ from hotsplit.model.low_rank import LEFT, LowRank
 from hotsplit.model.per_layer import LayerInputs, PerLayer
 from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Rotary
 
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
-
 PERIOD, LOCAL_THETA = 5, 1e4  # the first is of the layers without a window
 WIDTHS = "widths of layers"  # what intermediate_size was, a list perhaps
 CUTOFFS, PATTERN = "activation_sparsity_scale", "activation_sparsity_pattern"
@@ -57,7 +53,19 @@ def keys(read: ConfigReader) -> dict[str, Value]:
             f"{read.path}: altup_num_inputs is {num_planes}, wanted 2 to {planes.MOST_PLANES}"
         )
     windows, widths = local_window_keys(read, PERIOD), _widths(read)
-    cutoffs = _cutoffs(read, num_layers)
+    # So many deviations above the mean are a share of normally distributed gates.
+    found = read.values.get(PATTERN)
+    if found is None:
+        count = SPARSE_LAYERS if num_layers > SPARSE_LAYERS else 0
+        found = [SPARSITY] * count + [0.0] * (num_layers - count)
+    is_share = isinstance(found, list) and all(
+        isinstance(share, int | float) and 0 <= share < 1 for share in found
+    )
+    if not isinstance(found, list) or not is_share or len(found) != num_layers:
+        raise HotsplitError(
+            f"{read.path}: {PATTERN} is {shown(found)}, wanted {num_layers} shares below 1"
+        )
+    cutoffs = [NormalDist().inv_cdf(share) if share else None for share in found]
     return {
         "feed_forward_length": by_layer(widths),
         **windows,
@@ -88,23 +96,6 @@ def _widths(read: ConfigReader) -> list[int]:
     return [ConfigReader(read.path, {key: width}).count(key) for width in found]
 
 
-def _cutoffs(read: ConfigReader, num_layers: int) -> list[float | None]:
-    """The cutoff of each layer's gates: so many deviations above the mean are a share of the
-    neurons of normally distributed gates."""
-    found = read.values.get(PATTERN)
-    if found is None:
-        count = SPARSE_LAYERS if num_layers > SPARSE_LAYERS else 0
-        found = [SPARSITY] * count + [0.0] * (num_layers - count)
-    is_share = isinstance(found, list) and all(
-        isinstance(share, int | float) and 0 <= share < 1 for share in found
-    )
-    if not isinstance(found, list) or not is_share or len(found) != num_layers:
-        raise HotsplitError(
-            f"{read.path}: {PATTERN} is {shown(found)}, wanted {num_layers} shares below 1"
-        )
-    return [NormalDist().inv_cdf(share) if share else None for share in found]
-
-
 def _names(name_of: NameOf) -> NameOf:
     """The names; llama.cpp's map lacks those of one plane each, and a suffix of the scale."""
 
@@ -126,7 +117,7 @@ def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
     )
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     if read.whole("altup.active_idx", 0):
         raise HotsplitError(
             f"{read.path}: altup.active_idx is not 0: the active plane is the first here"
@@ -195,7 +186,7 @@ def _layer(
     )
 
 
-def _cutoffs_of_keys(read: "KeyReader", num_layers: int) -> list[float | None]:
+def _cutoffs_of_keys(read: KeyReader, num_layers: int) -> list[float | None]:
     """The cutoffs; without the key those that llama.cpp's graph has."""
     key = f"{read.graph.name}.{CUTOFFS}"
     if key not in read.keys:
@@ -246,7 +237,6 @@ GEMMA3N = Family(
     classes=("Gemma3nForCausalLM",),
     title="Gemma 3n",
     graph="gemma3n",
-    names=gguf.MODEL_ARCH.GEMMA3N,
     model_types=("gemma3n_text",),
     read_keys=(LOGIT_CAP,),
     fields={"hotsplit.ffn.activation": "hidden_activation"},

@@ -10,9 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
@@ -28,6 +26,7 @@ from hotsplit.families.expert_keys import (
     other_in_stock,
 )
 from hotsplit.families.family import Architecture, Family, Tensors
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.layer_inputs import INPUTS, input_keys, layer_inputs, refuse_without_rows
 from hotsplit.families.rope_scalings import THETA, Rope, local_theta_key
 from hotsplit.families.shared_keys import (
@@ -48,9 +47,6 @@ from hotsplit.model.arrangements import Mixture
 from hotsplit.model.per_layer import PerLayer
 from hotsplit.model.route import OWN_SCALES, ROUTER
 from hotsplit.model.spec import Activation, ModelSpec, Neurons
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 PERIOD, LOCAL_THETA = 6, 1e4
 FULL, LOCAL = "full_attention", "sliding_attention"
@@ -82,8 +78,7 @@ def derived(read: ConfigReader) -> dict[str, object]:
 
 
 def _are_local(read: ConfigReader) -> list[bool]:
-    """Whether each layer has a window; the last has none (transformers,
-    configuration_gemma4.py)."""
+    """Whether layers have windows; the last has none (transformers, configuration_gemma4.py)."""
     found = read.layers_with_window(PERIOD)
     if read.values.get("layer_types") is None:
         return [*found[:-1], False]
@@ -211,7 +206,7 @@ def _feed_forward(
     return replace(experts.mixture(activation), shared=shared, route=route)
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     num_layers, name, activation = read.count("block_count"), read.graph.name, read.activation()
     windows = windows_of_keys(read, num_layers, period=PERIOD, window=None)
     theta = np.float32(read.positive(f"{name}.{THETA}_swa", LOCAL_THETA))
@@ -252,7 +247,6 @@ GEMMA4 = Family(
     classes=("Gemma4ForCausalLM",),
     title="Gemma 4",
     graph="gemma4",
-    names=gguf.MODEL_ARCH.GEMMA4,
     model_types=("gemma4_text",),
     read_keys=(*COUNTS, LOGIT_CAP),
     fields={"hotsplit.ffn.activation": "hidden_activation"},

@@ -2,14 +2,12 @@
 after some layers without experts, with a rotary embedding of a part of each head."""
 
 from functools import partial
-from typing import TYPE_CHECKING
-
-import gguf
 
 from hotsplit.families.blueprint import Sources, suffixed
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys
 from hotsplit.families.family import QKV_BIASES, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.llama import without_windows
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
@@ -17,9 +15,6 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.route import CHOICE_BIAS
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 # The norm before the neurons, as llama.cpp names it.
 SECOND_NORM = "post_attention_norm"
@@ -55,7 +50,7 @@ def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
     )
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     return decoder(
         read,
         is_partly_rotated=True,
@@ -70,7 +65,6 @@ FAMILIES = (
         classes=("Glm4MoeForCausalLM",),
         title="GLM-4.5",
         graph="glm4moe",
-        names=gguf.MODEL_ARCH.GLM4_MOE,
         model_types=("glm4_moe",),
         read_keys=COUNTS,
         defaults={
@@ -101,7 +95,6 @@ GRAPHS = (
         of_keys=of_keys,
         known_keys=(*KEYS, "nextn_predict_layers"),
         options=QKV_BIASES,
-        stock_activations=("silu",),
         stock_options=QKV_BIASES,
     ),
 )

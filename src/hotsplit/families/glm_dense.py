@@ -4,8 +4,6 @@ feed-forward."""
 
 from functools import partial
 
-import gguf
-
 from hotsplit.families.blueprint import Sources
 from hotsplit.families.family import QKV_BIASES, Architecture, Family
 from hotsplit.families.plain_decoder import decoder
@@ -15,15 +13,14 @@ from hotsplit.model.arrangements import Arrangement
 
 # By llama.cpp's name: the class, its type, and the arrangement of a layer.
 GENERATIONS = {
-    "glm4": ("Glm4ForCausalLM", "glm4", gguf.MODEL_ARCH.GLM4, Arrangement.sandwich),
-    "chatglm": ("GlmForCausalLM", "glm", gguf.MODEL_ARCH.CHATGLM, Arrangement.pre_norm),
+    "glm4": ("Glm4ForCausalLM", "glm4", Arrangement.sandwich),
+    "chatglm": ("GlmForCausalLM", "glm", Arrangement.pre_norm),
 }
 FAMILIES = tuple(
     Family(
         classes=(name,),
         title="GLM-4",
         graph=graph,
-        names=arch,
         model_types=(model_type,),
         defaults={
             "tie_word_embeddings": False,
@@ -36,14 +33,13 @@ FAMILIES = tuple(
         rope=Rope(kinds=("default",), share=0.5),
         sources=lambda spec, read: Sources(rows=gate_rows(spec.layers[0].neurons.number)),
     )
-    for graph, (name, model_type, arch, _) in GENERATIONS.items()
+    for graph, (name, model_type, _) in GENERATIONS.items()
 )
 GRAPHS = tuple(
     Architecture(
         name=name,
         of_keys=partial(decoder, pairing="adjacent", is_partly_rotated=True, arrange=arrange),
         options=QKV_BIASES,
-        stock_activations=("silu",),
         stock_options=QKV_BIASES,
         apart=gates_apart,
         joined=gates_joined,

@@ -3,15 +3,13 @@ a window in every other layer."""
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
-
-import gguf
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys
-from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.family import ATTN_BIASES, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import KEYS as WINDOW_KEYS
@@ -22,9 +20,6 @@ from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.attention import HeadVector
 from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 EXPERT_BIASES = ("ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias")
 PERIOD = 2
@@ -45,7 +40,7 @@ def keys(read: ConfigReader) -> dict[str, Value]:
     return experts | local_window_keys(read, PERIOD)
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     """Borders of YaRN are not rounded, as in transformers; llama.cpp rounds them."""
     rotary = read.rotary("halves")
     scaling = replace(rotary.scaling, rounds_borders=rotary.scaling.kind != "yarn")
@@ -78,7 +73,6 @@ FAMILIES = (
         classes=("GptOssForCausalLM",),
         title="gpt-oss",
         graph="gpt-oss",
-        names=gguf.MODEL_ARCH.GPT_OSS,
         model_types=("gpt_oss",),
         read_keys=(*COUNTS, "quantization_config"),
         defaults={
@@ -95,7 +89,7 @@ FAMILIES = (
             "hidden_act": "silu",
         },
         plain={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
-        flags={"attention_bias": PROJECTION_BIASES},
+        flags={"attention_bias": ATTN_BIASES},
         activations={"silu": "swiglu_oai"},
         rope=Rope(kinds=("default", "yarn"), theta=150000.0, rounds_borders=False),
         keys=keys,
@@ -108,9 +102,9 @@ GRAPHS = (
         name="gpt-oss",
         of_keys=of_keys,
         known_keys=(*KEYS, *WINDOW_KEYS),
-        options=(*PROJECTION_BIASES, *EXPERT_BIASES),
+        options=(*ATTN_BIASES, *EXPERT_BIASES),
         stock_activations=("swiglu_oai",),
-        stock_options=(*PROJECTION_BIASES, *EXPERT_BIASES),
+        stock_options=(*ATTN_BIASES, *EXPERT_BIASES),
         not_in_stock=not_in_stock,
     ),
 )

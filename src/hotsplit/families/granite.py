@@ -3,16 +3,15 @@ whose embeddings, residual sums, scores and logits are multiplied by factors of 
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys, other_in_stock
-from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.family import ATTN_BIASES, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.llama import BIASES, OPTIONS, adjacent, without_windows
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.row_order import gate_rows, rotary_rows
@@ -21,9 +20,6 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 # The factors, by their names in a config; and by ours in a GGUF.
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
@@ -48,8 +44,7 @@ def keys(read: ConfigReader) -> dict[str, Value]:
 
 
 def refuse_recurrent(read: ConfigReader) -> dict[str, object]:
-    """Raises HotsplitError for a hybrid; others of its class are Granite 4's micro and smaller
-    ones."""
+    """Raises HotsplitError for a hybrid; Granite 4's small ones of its class are none."""
     types = read.values.get("layer_types")
     if not isinstance(types, list) or not set(map(str, types)) <= {"attention", "full_attention"}:
         raise HotsplitError(
@@ -110,7 +105,7 @@ def sources_of_mixture(spec: ModelSpec, read: ConfigReader) -> Sources:
     return Sources(renamed=renamed, rows=rotary_rows(spec) | rows)
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     """llama.cpp's converter lists the key heads of layers of a Granite 4 without recurrent layers,
     which it takes for one of the hybrids that its class has."""
     one, has_keys_L = read.with_one("attention.head_count_kv")
@@ -153,7 +148,6 @@ GRANITE = Family(
     classes=("GraniteForCausalLM",),
     title="Granite",
     graph="granite",
-    names=gguf.MODEL_ARCH.GRANITE,
     model_types=("granite",),
     read_keys=FACTORS,
     defaults=DEFAULTS | {"mlp_bias": False},
@@ -168,12 +162,11 @@ FAMILIES = (
         classes=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
         title="Granite MoE",
         graph="granitemoe",
-        names=gguf.MODEL_ARCH.GRANITE_MOE,
         model_types=("granitemoe", "granitemoeshared"),
         read_keys=(*COUNTS, *FACTORS),
         defaults=DEFAULTS
         | {"num_experts_per_tok": 2, "num_local_experts": 8, "shared_intermediate_size": 0},
-        flags={"attention_bias": PROJECTION_BIASES},
+        flags={"attention_bias": ATTN_BIASES},
         keys=keys_of_mixture,
         sources=sources_of_mixture,
     ),
@@ -183,7 +176,7 @@ FAMILIES = (
         model_types=("granitemoehybrid",),
         defaults=DEFAULTS | {"num_local_experts": 8, "shared_intermediate_size": 1024},
         fields={"feed_forward_length": "shared_intermediate_size"},
-        flags={"attention_bias": PROJECTION_BIASES},
+        flags={"attention_bias": ATTN_BIASES},
         derived=refuse_recurrent,
         keys=keys_of_hybrid,
         sources=sources_of_hybrid,
@@ -195,7 +188,6 @@ GRAPHS = (
         of_keys=of_keys,
         known_keys=(*FACTOR_KEYS, *HYBRID_KEYS),
         options=OPTIONS,
-        stock_activations=("silu",),
         stock_options=OPTIONS,
         not_in_stock=not_in_stock,
     ),
@@ -203,8 +195,7 @@ GRAPHS = (
         name="granitemoe",
         of_keys=of_keys,
         known_keys=(*KEYS, *FACTOR_KEYS),
-        options=PROJECTION_BIASES,
-        stock_activations=("silu",),
+        options=ATTN_BIASES,
         not_in_stock=not_in_stock,
     ),
 )

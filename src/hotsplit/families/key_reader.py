@@ -13,7 +13,6 @@ from hotsplit.families.family import Architecture
 from hotsplit.families.pooling_key import pooling_of
 from hotsplit.families.rope_scalings import SCALING_KEYS, scaling_of_keys
 from hotsplit.families.row_order import projections_apart
-from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.blocks import NormKind
@@ -74,10 +73,11 @@ class KeyReader:
     def __init__(
         self, path: Path, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
     ) -> None:
-        """Raises HotsplitError for what is no model, and an unknown architecture, version or
-        key."""
+        """Raises HotsplitError for an unknown architecture, version or key."""
         self.path, self.keys = path, keys
         check_is_model(path, keys)
+        from hotsplit.families.table import ARCHITECTURES  # whose modules read with this class
+
         found = str(keys.get("general.architecture", "none"))
         if found not in ARCHITECTURES:
             why = f": {reason}" if (reason := why_not_run(found, keys)) else ""
@@ -91,16 +91,12 @@ class KeyReader:
         if not isinstance(version, np.integer) or version != VERSION:
             which = other_version(version, VERSION, "convert the checkpoint again")
             raise HotsplitError(f"{path}: format {which}")
-        self._refuse_unknown()
-
-    def _refuse_unknown(self) -> None:
-        """Raises HotsplitError for an unknown key of ours, which is probably of a later version,
-        and for an unknown key of the architecture that is not zero, false or "none", since it may
-        change what the graph computes."""
+        # An unknown key of ours is probably of a later version; one of the architecture that is not
+        # zero, false or "none" may change what the graph computes.
         prefix = self.graph.name + "."
         for key, value in self.keys.items():
-            known = (*OWN_KEYS, *self.graph.known_keys)
-            if key.startswith(OWN) and key not in known and not key.startswith(QUALITY):
+            is_known = key in (*OWN_KEYS, *self.graph.known_keys) or key.startswith(QUALITY)
+            if key.startswith(OWN) and not is_known:
                 unknown = f"key {shown(key)} is unknown"
                 raise HotsplitError(f"{self.path}: {unknown}; convert the checkpoint again")
             name = key.removeprefix(prefix)
@@ -209,8 +205,7 @@ class KeyReader:
 
     @property
     def num_skipped(self) -> int:
-        """The layers at the end that only predict tokens further ahead, of an architecture that may
-        have some."""
+        """The layers at the end that only predict tokens further ahead."""
         key = "nextn_predict_layers"
         count = self.whole(key, 0) if key in self.graph.known_keys else 0
         if count >= self.count("block_count"):
@@ -240,11 +235,7 @@ class KeyReader:
         Raises HotsplitError for a spec that cannot be, or cannot be run."""
         pooling = pooling_of(self.whole("pooling_type", 0), f"{self.path}: {self.graph.name}")
         spec = replace(self.graph.of_keys(self), pooling=pooling)
-        return spec, self.graph.apart(spec, self._used_tensors())
-
-    def _used_tensors(self) -> dict[str, TensorEntry]:
-        """The tensors without those of layers that are skipped. Raises HotsplitError for a file
-        that has no others, which llama.cpp's converter makes for drafts."""
+        # The tensors without those of layers that are skipped.
         last = self.count("block_count") if self.num_skipped else 0
         skipped = tuple(f"blk.{layer}." for layer in range(last - self.num_skipped, last))
         used = {name: e for name, e in self.tensors.items() if not name.startswith(skipped)}
@@ -253,7 +244,7 @@ class KeyReader:
                 f"{self.path}: has only the layers that predict tokens further ahead (multi-token"
                 " prediction), which are not supported; give the file of the model itself"
             )
-        return used
+        return spec, self.graph.apart(spec, used)
 
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number, at least 0."""
@@ -342,8 +333,7 @@ class KeyReader:
         return one, [bool(value) for value in found]
 
     def of_layer(self, layer: int, num_layers: int, own: Mapping[str, Value]) -> "KeyReader":
-        """A reader of this layer's numbers, where keys have one for each layer, and of `own`
-        keys."""
+        """A reader of this layer's numbers, where keys list them, and of `own` keys."""
         keys, prefix = {**self.keys, **own}, f"{self.graph.name}."
         for key, value in keys.items():
             if key.startswith(prefix) and isinstance(value, list) and len(value) == num_layers:

@@ -28,8 +28,7 @@ def refuse_without_rows(read: ConfigReader) -> None:
 
 
 def rows_of_first(read: ConfigReader, vocab_size: int) -> dict[str, Rows]:
-    """The rows of the embeddings of layers, where tokens without one, those of images and sound,
-    have the first token's."""
+    """The rows of layers' embeddings; tokens of images and sound have the first token's."""
     name, count = f"{TABLE}.weight", read.count(_TOKENS)
     if count == vocab_size:
         return {}

@@ -4,13 +4,13 @@ Sparse variants differ by the activation: `relu` (ReLULLaMA), `fatrelu` with the
 config (ProSparse, arXiv 2402.13516)."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hotsplit.families.blueprint import Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.expert_keys import KEYS as EXPERT_KEYS
 from hotsplit.families.expert_keys import experts_of_keys, other_in_stock
-from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.family import ATTN_BIASES, GATED_BIASES, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.row_order import rotary_rows
 from hotsplit.families.windows import KEYS as WINDOW_KEYS
@@ -18,16 +18,12 @@ from hotsplit.families.windows import no_windows_in_stock
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
-
-BIASES = {"attention_bias": PROJECTION_BIASES, "mlp_bias": GATED_BIASES}
-OPTIONS = (*PROJECTION_BIASES, *GATED_BIASES)
+BIASES = {"attention_bias": ATTN_BIASES, "mlp_bias": GATED_BIASES}
+OPTIONS = (*ATTN_BIASES, *GATED_BIASES)
 
 
 def adjacent(spec: ModelSpec, read: ConfigReader) -> Sources:
-    """The sources of a checkpoint whose rotary pairs are half a head apart, for a graph in which
-    they are neighbours."""
+    """The sources of a checkpoint with rotary pairs half a head apart, for one with neighbours."""
     return Sources(rows=rotary_rows(spec))
 
 
@@ -36,7 +32,7 @@ def without_windows(read: ConfigReader) -> dict[str, Value]:
     return {}
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     """With experts, it is a Mixtral."""
     experts = experts_of_keys(read) if read.whole("expert_count", 0) else None
     return decoder(read, pairing="adjacent", is_partly_rotated=True, experts=experts)
@@ -78,7 +74,6 @@ GRAPHS = (
         known_keys=(*EXPERT_KEYS, *WINDOW_KEYS),
         not_in_stock=not_in_stock,
         options=OPTIONS,
-        stock_activations=("silu",),
         stock_options=OPTIONS,
     ),
 )

@@ -1,23 +1,19 @@
 """Mistral AI's models: a Llama with windows in all layers (Mistral 7B v0.1, arXiv 2310.06825), in
-those that the config names (Ministral 8B), or with queries that grow with the position (Ministral
-3)."""
+some (Ministral 8B), or with queries that grow with the position (Ministral 3)."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotsplit.families.blueprint import IGNORED
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.family import ATTN_BIASES, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.llama import BIASES, OPTIONS, adjacent
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.windows import KEYS, config_window_keys, no_windows_in_stock
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 # Predictors inside a TurboSparse checkpoint; their training target is not documented.
 INNER_PREDICTOR = (".mlp.predictor.fc1.weight", ".mlp.predictor.fc2.weight")
@@ -42,7 +38,7 @@ def growing_keys(read: ConfigReader) -> dict[str, Value]:
     return {"general.architecture": "mistral3", **keys, GROWTH_KEY: growth}
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     growth = {}
     if read.number(f"{read.graph.name}.{GROWTH_KEY}", 0.0):
         length = read.rotary("adjacent").scaling.original_length or read.count("context_length")
@@ -116,8 +112,7 @@ GRAPHS = (
         of_keys=of_keys,
         known_keys=(*KEYS, GROWTH_KEY, "rope.scaling.yarn_log_multiplier"),
         options=OPTIONS,
-        stock_activations=("silu",),
-        stock_options=PROJECTION_BIASES,
+        stock_options=ATTN_BIASES,
         not_in_stock=no_windows_in_stock,
     ),
 )

@@ -3,9 +3,7 @@ OLMoE (arXiv 2409.02060), Qwen's."""
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import gguf
+from typing import Any
 
 from hotsplit.families.blueprint import Sources
 from hotsplit.families.config_reader import ConfigReader
@@ -18,7 +16,8 @@ from hotsplit.families.expert_keys import (
     other_in_stock,
     with_dense_layers,
 )
-from hotsplit.families.family import PROJECTION_BIASES, QKV_BIASES, Architecture, Family
+from hotsplit.families.family import ATTN_BIASES, QKV_BIASES, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.llama import adjacent, without_windows
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
@@ -31,9 +30,6 @@ from hotsplit.families.windows import (
 )
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 
 def keys_of_mixtral(read: ConfigReader) -> dict[str, Value]:
@@ -53,8 +49,7 @@ def derived(read: ConfigReader) -> dict[str, object]:
 
 
 def keys_of_qwen2(read: ConfigReader) -> dict[str, Value]:
-    """Experts that always fire, too, with a gate. Windows are in every other layer, up to a number
-    of them."""
+    """Experts that always fire, with a gate, and windows in every other of the first layers."""
     is_used = read.flag("use_sliding_window")
     last = read.whole("max_window_layers") if is_used else 0
     has_window_L = [i % 2 == 0 and i < last for i in range(read.count("num_hidden_layers"))]
@@ -78,13 +73,12 @@ def with_dense(spec: ModelSpec, read: ConfigReader) -> Sources:
     return Sources(renamed=with_dense_layers(spec.num_layers))
 
 
-def of_keys(read: "KeyReader", *, renormalises: bool, **own: Any) -> ModelSpec:
+def of_keys(read: KeyReader, *, renormalises: bool, **own: Any) -> ModelSpec:
     return decoder(read, experts=experts_of_keys(read, renormalises=renormalises), **own)
 
 
-def qwen_of_keys(read: "KeyReader", *, has_shared: bool) -> ModelSpec:
-    """Without a key for it, the neurons of an expert are those of a layer over the experts of a
-    token."""
+def qwen_of_keys(read: KeyReader, *, has_shared: bool) -> ModelSpec:
+    """An expert's neurons are by default a layer's over the experts of a token."""
     num_neurons = read.sizes().num_neurons
     experts = experts_of_keys(
         read,
@@ -133,18 +127,16 @@ FAMILIES = (
         classes=("OlmoeForCausalLM",),
         title="OLMoE",
         graph="olmoe",
-        names=gguf.MODEL_ARCH.OLMOE,
         model_types=("olmoe",),
         read_keys=COUNTS,
         defaults=_DEFAULTS | {"num_experts_per_tok": 8, "num_experts": 64},
-        flags={"attention_bias": PROJECTION_BIASES},
+        flags={"attention_bias": ATTN_BIASES},
         keys=keys_of_olmoe,
     ),
     Family(
         classes=("Qwen2MoeForCausalLM",),
         title="Qwen 2 MoE",
         graph="qwen2moe",
-        names=gguf.MODEL_ARCH.QWEN2MOE,
         model_types=("qwen2_moe",),
         read_keys=COUNTS,
         defaults=_QWEN
@@ -164,11 +156,10 @@ FAMILIES = (
         classes=("Qwen3MoeForCausalLM",),
         title="Qwen 3 MoE",
         graph="qwen3moe",
-        names=gguf.MODEL_ARCH.QWEN3MOE,
         model_types=("qwen3_moe",),
         read_keys=COUNTS,
         defaults=_QWEN | {"num_experts_per_tok": 8, "num_experts": 128, "num_key_value_heads": 4},
-        flags={"attention_bias": PROJECTION_BIASES},
+        flags={"attention_bias": ATTN_BIASES},
         derived=derived,
         keys=keys_of_qwen3,
         sources=with_dense,
@@ -181,16 +172,14 @@ GRAPHS = (
             of_keys, renormalises=False, has_head_norms=True, attention={"norms_all_heads": True}
         ),
         known_keys=KEYS,
-        options=PROJECTION_BIASES,
-        stock_activations=("silu",),
+        options=ATTN_BIASES,
         not_in_stock=_not_in_olmoe,
     ),
     Architecture(
         name="qwen2moe",
         of_keys=partial(qwen_of_keys, has_shared=True),
         known_keys=(*KEYS, *WINDOW_KEYS),
-        options=PROJECTION_BIASES,
-        stock_activations=("silu",),
+        options=ATTN_BIASES,
         stock_options=QKV_BIASES,
         not_in_stock=partial(_not_in_qwen, renormalises=False),
     ),
@@ -198,8 +187,7 @@ GRAPHS = (
         name="qwen3moe",
         of_keys=partial(qwen_of_keys, has_shared=False),
         known_keys=(*KEYS, *WINDOW_KEYS),
-        options=PROJECTION_BIASES,
-        stock_activations=("silu",),
+        options=ATTN_BIASES,
         not_in_stock=partial(_not_in_qwen, renormalises=True),
     ),
 )

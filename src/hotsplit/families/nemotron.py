@@ -4,27 +4,18 @@ multiply by 1 + weight; a model file has that sum."""
 
 from functools import partial
 
-import gguf
-
 from hotsplit.families.blueprint import ADD_ONE, Sources
-from hotsplit.families.family import (
-    PROJECTION_BIASES,
-    UNGATED,
-    UNGATED_BIASES,
-    Architecture,
-    Family,
-)
+from hotsplit.families.family import ATTN_BIASES, UNGATED, UNGATED_BIASES, Architecture, Family
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import other_head_size
 
-OPTIONS = (*PROJECTION_BIASES, *UNGATED_BIASES)
+OPTIONS = (*ATTN_BIASES, *UNGATED_BIASES)
 FAMILIES = (
     Family(
         classes=("NemotronForCausalLM",),
         title="Nemotron",
         graph="nemotron",
-        names=gguf.MODEL_ARCH.NEMOTRON,
         model_types=("nemotron",),
         defaults={
             "tie_word_embeddings": False,
@@ -34,7 +25,7 @@ FAMILIES = (
             "norm_eps": 1e-5,
         },
         fields={"attention.layer_norm_epsilon": "norm_eps"},
-        flags={"attention_bias": PROJECTION_BIASES, "mlp_bias": UNGATED_BIASES},
+        flags={"attention_bias": ATTN_BIASES, "mlp_bias": UNGATED_BIASES},
         activations=UNGATED,
         rope=Rope(kinds=("default", "linear"), share=0.5),
         sources=lambda spec, read: Sources(changes={"norm.weight": ADD_ONE}),

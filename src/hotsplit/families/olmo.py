@@ -3,12 +3,10 @@ inputs, and of all heads of queries, and of keys, together. OLMo 3 (arXiv 2512.1
 in three of four layers, where rotary embeddings are not scaled."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
-
-import gguf
 
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.family import ATTN_BIASES, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope, local_theta_key
 from hotsplit.families.windows import KEYS, other_head_size, window_keys, windows_of_keys
@@ -16,9 +14,6 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.rope import NO_SCALING
 from hotsplit.model.spec import ModelSpec, Rotary
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 PERIOD, THETA = 4, 500000.0
 
@@ -35,7 +30,7 @@ def keys_of_third(read: ConfigReader) -> dict[str, Value]:
     return keys | local_theta_key(read, THETA)
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     """A file with a window is an OLMo 3, as in llama.cpp (src/models/olmo2.cpp)."""
     rotary = read.rotary("halves")
     windows = windows_of_keys(read, read.count("block_count"), period=PERIOD)
@@ -53,7 +48,7 @@ def of_keys(read: "KeyReader") -> ModelSpec:
     )
 
 
-def _of_first_files(read: "KeyReader", rotary: Rotary) -> Rotary:
+def _of_first_files(read: KeyReader, rotary: Rotary) -> Rotary:
     """llama.cpp's converter wrote the whole magnitude of YaRN under `attn_factor` in its first
     files of OLMo 3, which have one theta; its graph takes it for a factor on that magnitude, as we
     write it."""
@@ -83,10 +78,9 @@ OLMO2 = Family(
     classes=("Olmo2ForCausalLM",),
     title="OLMo 2",
     graph="olmo2",
-    names=gguf.MODEL_ARCH.OLMO2,
     model_types=("olmo2",),
     defaults=DEFAULTS,
-    flags={"attention_bias": PROJECTION_BIASES},
+    flags={"attention_bias": ATTN_BIASES},
 )
 FAMILIES = (
     OLMO2,
@@ -105,8 +99,7 @@ GRAPHS = (
         name="olmo2",
         of_keys=of_keys,
         known_keys=(*KEYS, "rope.freq_base_swa"),
-        options=PROJECTION_BIASES,
-        stock_activations=("silu",),
+        options=ATTN_BIASES,
         not_in_stock=not_in_stock,
     ),
 )

@@ -3,31 +3,22 @@
 llama.cpp has no graph for it; the names are PowerInfer's."""
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotsplit.families.blueprint import Rows, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.family import (
-    PROJECTION_BIASES,
-    UNGATED,
-    UNGATED_BIASES,
-    Architecture,
-    Family,
-)
+from hotsplit.families.family import ATTN_BIASES, UNGATED, UNGATED_BIASES, Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
-
 # transformers' OPTLearnedPositionalEmbedding starts at this row. PowerInfer keeps those before it.
 FIRST_POSITION = 2
 NAME = re.compile(r"(?:model\.)?(?:decoder\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
-OPTIONS = (*PROJECTION_BIASES, *UNGATED_BIASES)
+OPTIONS = (*ATTN_BIASES, *UNGATED_BIASES)
 IS_POST_NORM = "hotsplit.is_post_norm"
 OUTER = {
     "embed_tokens": "token_embd",
@@ -64,7 +55,7 @@ def keys(read: ConfigReader) -> dict[str, Value]:
     return {} if read.flag("do_layer_norm_before") else {IS_POST_NORM: True}
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     """Norms may come after the residual sums (OPT 350M); then there is no last norm."""
     is_post_norm = read.flag(IS_POST_NORM)
     return decoder(
@@ -124,4 +115,12 @@ FAMILIES = (
         sources=sources,
     ),
 )
-GRAPHS = (Architecture(name="opt", of_keys=of_keys, known_keys=(IS_POST_NORM,), options=OPTIONS),)
+GRAPHS = (
+    Architecture(
+        name="opt",
+        of_keys=of_keys,
+        known_keys=(IS_POST_NORM,),
+        options=OPTIONS,
+        stock_activations=(),
+    ),
+)

@@ -5,7 +5,6 @@ The model file is a `llama`, so everything that runs a `llama` runs this too; ll
 becomes one when it is read."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
@@ -13,15 +12,13 @@ import numpy as np
 from hotsplit.families.blueprint import Rows, Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family, Tensors
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.row_order import adjacent_pairs, gate_rows
 from hotsplit.families.windows import KEYS, Windows, window_keys
 from hotsplit.files.gguf_file import Value, chosen_rows
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 
 def keys(read: ConfigReader) -> dict[str, Value]:
@@ -49,7 +46,7 @@ def _split_rows(spec: ModelSpec) -> Mapping[str, Rows]:
     return rows | gate_rows(spec.layers[0].neurons.number)
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     """llama.cpp ignores the window, transformers does not."""
     length, window = read.count("context_length"), read.whole(KEYS[0], 0) or None
     windows = _windows(read.count("block_count"), window, length)
@@ -64,8 +61,7 @@ def as_llama(spec: ModelSpec, keys: dict[str, Value]) -> dict[str, Value]:
 
 
 def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    """The tensors, with fused matrices split. One of another height stays, and is refused as
-    unknown."""
+    """The tensors, with fused matrices split. One of another height is refused as unknown."""
     found = dict(tensors)
     split = _split_rows(spec)
     for layer in range(spec.num_layers):
@@ -99,7 +95,6 @@ GRAPHS = (
         of_keys=of_keys,
         fuses_attention=True,
         known_keys=KEYS[:1],
-        stock_activations=("silu",),
         apart=apart,
         usual_keys=as_llama,
     ),

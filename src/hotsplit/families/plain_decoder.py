@@ -3,18 +3,16 @@ their rotary embeddings and their experts, a norm and a head."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hotsplit.families.decoder_sizes import Sizes
 from hotsplit.families.expert_keys import Experts
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.windows import KEYS, Windows, windows_of_keys
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.blocks import NormKind
 from hotsplit.model.rope import Pairing
 from hotsplit.model.spec import Activation, LayerSpec, Mixer, ModelSpec, Rotary
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 
 def decoder_spec(
@@ -72,7 +70,7 @@ def decoder_spec(
 
 
 def decoder(
-    read: "KeyReader",
+    read: KeyReader,
     *,
     pairing: Pairing = "halves",
     norm: NormKind = "rms",

@@ -11,8 +11,7 @@ _RANKS = 4
 
 
 def pooling_of(number: int, where: str) -> Pooling | None:
-    """What the key's number says; None for 0, which says nothing. Raises HotsplitError for an
-    unsupported number."""
+    """What the key's number says; None for 0. Raises HotsplitError for an unsupported one."""
     if number and number not in POOLING:
         what = "it ranks texts" if number == _RANKS else "the number is unknown"
         raise HotsplitError(

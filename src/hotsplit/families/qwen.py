@@ -2,10 +2,8 @@
 
 from functools import partial
 
-import gguf
-
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.family import PROJECTION_BIASES, QKV_BIASES, Architecture, Family
+from hotsplit.families.family import ATTN_BIASES, QKV_BIASES, Architecture, Family
 from hotsplit.families.llama import OPTIONS
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.windows import KEYS, no_windows_in_stock, window_keys, windows_of_config
@@ -32,7 +30,6 @@ FAMILIES = (
         classes=("Qwen2ForCausalLM",),
         title="Qwen 2",
         graph="qwen2",
-        names=gguf.MODEL_ARCH.QWEN2,
         model_types=("qwen2",),
         defaults=DEFAULTS,
         tensors=lambda read: dict.fromkeys(QKV_BIASES, ()),
@@ -42,10 +39,9 @@ FAMILIES = (
         classes=("Qwen3ForCausalLM",),
         title="Qwen 3",
         graph="qwen3",
-        names=gguf.MODEL_ARCH.QWEN3,
         model_types=("qwen3",),
         defaults=DEFAULTS | {"head_dim": 128, "attention_bias": False},
-        flags={"attention_bias": PROJECTION_BIASES},
+        flags={"attention_bias": ATTN_BIASES},
         keys=keys,
     ),
 )
@@ -56,7 +52,6 @@ GRAPHS = tuple(
         known_keys=KEYS,
         not_in_stock=no_windows_in_stock,
         options=OPTIONS,
-        stock_activations=("silu",),
         stock_options=stock_options,
     )
     for name, stock_options in (("qwen2", QKV_BIASES), ("qwen3", ()))

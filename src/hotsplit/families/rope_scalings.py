@@ -91,9 +91,31 @@ def rope_keys(whole: "ConfigReader", rope: Rope, head_dim: int, context_length: 
     `rope_parameters` (5); if both keys are given, `rope_scaling` takes precedence, as in
     transformers. `rope_theta` may also be a key of the config itself."""
     if rope.layers:
-        whole = _of_layers(whole, rope)
+        # A reader in which the parameters of a type of layers are those of the model.
+        nested = whole.values.get("rope_parameters") or {}
+        if not isinstance(nested, dict):
+            raise HotsplitError(
+                f"{whole.path}: rope_parameters is {shown(nested)}, wanted an object or null"
+            )
+        is_full = rope.layers == "full_attention"
+        whole = whole.with_values(
+            {
+                "rope_parameters": nested.get(rope.layers),
+                "rope_theta": whole.values.get(rope.theta_key),
+                "rope_scaling": whole.values.get("rope_scaling") if is_full else None,
+            }
+        )
     own = whole.rope()
-    kind, num_rotated = _kind_of(own, rope.kinds), head_dim
+    # The kind that the object in a config names, of those known for its family.
+    name = own.values.get("rope_type", own.values.get("type", "default"))  # the latter is old
+    kinds = {each: CONFIG_KINDS[each] for each in rope.kinds}
+    spelt = {s: each for each, kind in kinds.items() for s in (*kind.spellings, each)}
+    if not isinstance(name, str) or name not in spelt:
+        raise HotsplitError(
+            f"{own.path}: {own.prefix[:-1]} is of type {shown(name)}, which is not supported;"
+            f" supported for this family: {', '.join(kind.words for kind in kinds.values())}"
+        )
+    kind, num_rotated = kinds[spelt[name]], head_dim
     if rope.share is not None:
         num_rotated = rotated_values(whole, own, head_dim, rope.share)
     elif not kind.reads_share:
@@ -124,24 +146,6 @@ def local_theta_key(
     return {f"{THETA}_swa": keys[THETA]}
 
 
-def _of_layers(read: "ConfigReader", rope: Rope) -> "ConfigReader":
-    """A reader in which the parameters of a type of layers are those of the model; `rope_scaling`
-    is that of layers with full attention."""
-    nested = read.values.get("rope_parameters") or {}
-    if not isinstance(nested, dict):
-        raise HotsplitError(
-            f"{read.path}: rope_parameters is {shown(nested)}, wanted an object or null"
-        )
-    is_full = rope.layers == "full_attention"
-    return read.with_values(
-        {
-            "rope_parameters": nested.get(rope.layers),
-            "rope_theta": read.values.get(rope.theta_key),
-            "rope_scaling": read.values.get("rope_scaling") if is_full else None,
-        }
-    )
-
-
 def rotated_values(
     whole: "ConfigReader", own: "ConfigReader", head_dim: int, default: float
 ) -> int:
@@ -155,21 +159,6 @@ def rotated_values(
             " rotate in pairs"
         )
     return count
-
-
-def _kind_of(own: "ConfigReader", known: tuple[str, ...]) -> ConfigKind:
-    """The kind that the object in a config names, of those known for its family.
-
-    Raises HotsplitError for another."""
-    name = own.values.get("rope_type", own.values.get("type", "default"))  # the latter is old
-    kinds = {each: CONFIG_KINDS[each] for each in known}
-    spelt = {s: each for each, kind in kinds.items() for s in (*kind.spellings, each)}
-    if not isinstance(name, str) or name not in spelt:
-        raise HotsplitError(
-            f"{own.path}: {own.prefix[:-1]} is of type {shown(name)}, which is not supported;"
-            f" supported for this family: {', '.join(kind.words for kind in kinds.values())}"
-        )
-    return kinds[spelt[name]]
 
 
 def _linear(p: Parameters) -> Scaled:

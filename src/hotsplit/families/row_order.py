@@ -81,8 +81,7 @@ def gates_apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 def gates_joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    """The opposite of `gates_apart`. Raises HotsplitError for a layer whose gates and ups have
-    types of their own."""
+    """The opposite of `gates_apart`. Raises HotsplitError for gates and ups of two types."""
     found = dict(tensors)
     for layer in range(spec.num_layers):
         gate, up = (tensors[name] for name in _gate_and_up(layer))

@@ -1,19 +1,16 @@
 """Layers at a model's end that read the keys and values of earlier ones."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Tensors
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.attention import KEY_NORM
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 SHARED = "attention.shared_kv_layers"
 _SUFFIXES = tuple(f".{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
@@ -29,13 +26,12 @@ def shared_keys(read: ConfigReader, is_local_L: Sequence[bool]) -> dict[str, Val
     return {SHARED: np.uint32(count)}
 
 
-def sources_of_keys(read: "KeyReader", is_local_L: Sequence[bool]) -> Readers:
+def sources_of_keys(read: KeyReader, is_local_L: Sequence[bool]) -> Readers:
     return sources(f"{read.path}: {SHARED}", is_local_L, read.whole(SHARED, 0))
 
 
 def reading(source: int | None) -> dict[str, int]:
-    """The numbers of the attention of a layer that reads the keys and values of this one, if
-    any."""
+    """The attention of a layer that reads the keys and values of this one, if any."""
     return {} if source is None else {"source": source, "num_kv_projections": 0}
 
 
@@ -53,8 +49,7 @@ def without_unused(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 def with_unused(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    """The tensors with those that llama.cpp loads, and does not use: of the layers that are
-    read."""
+    """The tensors with those of read layers, which llama.cpp loads and does not use."""
     found = dict(tensors)
     for layer, source in _sharing(spec).items():
         found |= {f"blk.{layer}.{name}": tensors[f"blk.{source}.{name}"] for name in _NAMES}

@@ -1,23 +1,17 @@
 """SmallThinker (arXiv 2507.20984): experts of ReLU neurons, so that most neurons of a chosen expert
 are silent, too. The router reads the layer's input, before attention and without a norm."""
 
-from typing import TYPE_CHECKING
-
-import gguf
-
 from hotsplit.errors import HotsplitError
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.expert_keys import KEYS, expert_keys, experts_of_keys
 from hotsplit.families.family import Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.windows import KEYS as WINDOW_KEYS
 from hotsplit.families.windows import Windows, window_keys, windows_of_keys
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 # What llama.cpp's graph has whatever a file says (src/models/smallthinker.cpp): a window of this
 # length in all layers but the first of each period.
@@ -60,7 +54,7 @@ def _layout(read: ConfigReader, key: str, *, default: int) -> list[bool]:
     return [bool(value) for value in values]
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     """Layers without a window do not rotate if others have one, as in llama.cpp."""
     num_layers = read.count("block_count")
     windows: Windows = windows_of_keys(read, num_layers)
@@ -91,7 +85,6 @@ FAMILIES = (
         classes=("SmallThinkerForCausalLM",),
         title="SmallThinker",
         graph="smallthinker",
-        names=gguf.MODEL_ARCH.SMALLTHINKER,
         defaults={
             "tie_word_embeddings": False,
             "moe_primary_router_apply_softmax": False,

@@ -1,20 +1,14 @@
 """SmolLM3: a Llama in which every fourth layer has no rotary embedding (NoPE, arXiv 2501.18795)."""
 
-from typing import TYPE_CHECKING
-
-import gguf
-
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.llama import BIASES, OPTIONS, adjacent
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import KEYS, no_windows_in_stock, window_keys, windows_of_config
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 PERIOD = 4  # of the layers without rotary embeddings; llama.cpp knows no other
 
@@ -34,7 +28,7 @@ def keys(read: ConfigReader) -> dict[str, Value]:
     return window_keys(windows_of_config(read, is_used=is_used, has_window_L=has_window_L))
 
 
-def of_keys(read: "KeyReader") -> ModelSpec:
+def of_keys(read: KeyReader) -> ModelSpec:
     return decoder(read, pairing="adjacent", rotates_L=rotates(read.count("block_count")))
 
 
@@ -43,7 +37,6 @@ FAMILIES = (
         classes=("SmolLM3ForCausalLM",),
         title="SmolLM3",
         graph="smollm3",
-        names=gguf.MODEL_ARCH.SMOLLM3,
         model_types=("smollm3",),
         defaults={
             "tie_word_embeddings": True,
@@ -66,6 +59,5 @@ GRAPHS = (
         known_keys=KEYS,
         not_in_stock=no_windows_in_stock,
         options=OPTIONS,
-        stock_activations=("silu",),
     ),
 )

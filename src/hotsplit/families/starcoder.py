@@ -3,21 +3,13 @@ windows in all layers of the smaller models."""
 
 from functools import partial
 
-import gguf
-
-from hotsplit.families.family import (
-    PROJECTION_BIASES,
-    UNGATED,
-    UNGATED_BIASES,
-    Architecture,
-    Family,
-)
+from hotsplit.families.family import ATTN_BIASES, UNGATED, UNGATED_BIASES, Architecture, Family
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import KEYS, config_window_keys, no_windows_in_stock
 from hotsplit.model.spec import ModelSpec
 
-OPTIONS = (*PROJECTION_BIASES, *UNGATED_BIASES)
+OPTIONS = (*ATTN_BIASES, *UNGATED_BIASES)
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:
@@ -30,7 +22,6 @@ FAMILIES = (
         classes=("Starcoder2ForCausalLM",),
         title="StarCoder 2",
         graph="starcoder2",
-        names=gguf.MODEL_ARCH.STARCODER2,
         model_types=("starcoder2",),
         defaults={
             "tie_word_embeddings": True,

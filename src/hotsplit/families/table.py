@@ -1,64 +1,16 @@
 """The table of families. docs/adding-a-family.md says how to add one."""
 
 import re
+from importlib import import_module
 
-from hotsplit.families import (
-    arcee,
-    cohere,
-    delta_nets,
-    ernie,
-    exaone,
-    falcon,
-    gemma,
-    gemma3n,
-    gemma4,
-    glm,
-    glm_dense,
-    gpt_oss,
-    granite,
-    lfm2,
-    llama,
-    mistral,
-    mixtures,
-    nemotron,
-    olmo,
-    opt,
-    phi,
-    qwen,
-    smallthinker,
-    smollm,
-    starcoder,
-)
 from hotsplit.families.family import Architecture, Family
 
 # In the order in which refusals list them.
-MODULES = (
-    llama,
-    arcee,
-    mistral,
-    qwen,
-    opt,
-    falcon,
-    phi,
-    nemotron,
-    starcoder,
-    cohere,
-    gemma,
-    gemma3n,
-    gemma4,
-    smollm,
-    olmo,
-    exaone,
-    ernie,
-    mixtures,
-    granite,
-    lfm2,
-    glm,
-    glm_dense,
-    gpt_oss,
-    smallthinker,
-    delta_nets,
-)
+_NAMES = """
+llama arcee mistral qwen opt falcon phi nemotron starcoder cohere gemma gemma3n gemma4 smollm olmo
+exaone ernie mixtures granite glm glm_dense gpt_oss smallthinker delta_nets lfm2
+"""
+MODULES = [import_module(f"hotsplit.families.{name}") for name in _NAMES.split()]
 # By the first of `architectures` in config.json, and by llama.cpp's or PowerInfer's name.
 FAMILIES: dict[str, Family] = {
     name: family for module in MODULES for family in module.FAMILIES for name in family.classes

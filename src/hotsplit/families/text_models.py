@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hotsplit.families.blueprint import Blueprint, NameOf
+from hotsplit.families.blueprint import Blueprint
 
 # Prefixes of its tensors, in which it is a "model." or has a head beside one.
 _WITH_MODEL, _WITHOUT = ("language_model.model.", "model.language_model."), "language_model."
@@ -19,16 +19,11 @@ _BESIDE = (
 def text_model(whole: Blueprint) -> Blueprint:
     """The plan of a text model's conversion, from where its tensors are."""
     beside = (*_BESIDE, *(f"model.{prefix}" for prefix in _BESIDE))
-    return replace(
-        whole, name_of=_of_text(whole.name_of), ignored_prefixes=(*whole.ignored_prefixes, *beside)
-    )
 
-
-def _of_text(name_of: NameOf) -> NameOf:
     def name(source: str) -> str | None:
         for prefix in _WITH_MODEL:
             if source.startswith(prefix):
-                return name_of("model." + source.removeprefix(prefix))
-        return name_of(source.removeprefix(_WITHOUT))
+                return whole.name_of("model." + source.removeprefix(prefix))
+        return whole.name_of(source.removeprefix(_WITHOUT))
 
-    return name
+    return replace(whole, name_of=name, ignored_prefixes=(*whole.ignored_prefixes, *beside))

@@ -1,17 +1,14 @@
 """Windows of attention: from a config, and as a GGUF's keys."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.decoder_sizes import MAX_COUNT
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
 Windows = Sequence[int | None]  # of each layer
@@ -60,7 +57,7 @@ def local_window_keys(read: ConfigReader, period: int) -> dict[str, Value]:
 
 
 def windows_of_keys(
-    read: "KeyReader", num_layers: int, *, period: int = MAX_COUNT, window: int | None = 0
+    read: KeyReader, num_layers: int, *, period: int = MAX_COUNT, window: int | None = 0
 ) -> Windows:
     """The window in the layers of the pattern, without one in all but the last of a period;
     `window`: without a key; 0 for none, None if there must be one."""
@@ -80,8 +77,7 @@ def no_windows_in_stock(spec: ModelSpec) -> str | None:
 
 
 def periodic_in_stock(spec: ModelSpec, period: int) -> str | None:
-    """What llama.cpp's graph with windows in all layers but the last of a period would compute
-    otherwise."""
+    """What llama.cpp's graph, with windows in all but a period's last layer, would change."""
     has_window_L = [attention.window is not None for attention in spec.attentions]
     if has_window_L == [(layer + 1) % period != 0 for layer in range(spec.num_layers)]:
         return None
@@ -89,8 +85,7 @@ def periodic_in_stock(spec: ModelSpec, period: int) -> str | None:
 
 
 def other_head_size(spec: ModelSpec) -> str | None:
-    """What llama.cpp's graph, whose heads are as wide together as the hidden state, would compute
-    otherwise."""
+    """What llama.cpp's graph, whose heads are together as wide as the state, would change."""
     width = spec.attentions[0].query_size
     if width == spec.hidden_size:
         return None

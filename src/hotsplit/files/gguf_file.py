@@ -54,8 +54,7 @@ class TensorEntry:
 
     `kind` is the type's name in lower case ("f32", "q8_0", "i32"). `read_rows(start, stop)` returns
     the bytes of some rows (of a vector: of the blocks with these values) as an array. For a file
-    that was read it is a view of the mapped file; for a file to be written it may be computed on
-    demand."""
+    that was read it is a view of the mapped file; for one to be written it may be computed."""
 
     shape: tuple[int, ...]
     kind: str
@@ -206,8 +205,7 @@ def _advise(entry: TensorEntry, advice: str) -> None:
 
 
 def _mapped_at(raw: np.ndarray) -> tuple[mmap.mmap | None, int]:
-    """The mapping of which an array is a view, and its place there in bytes; None if there is
-    none."""
+    """The mapping of which an array is a view (or None), and its place there in bytes."""
     base: object = raw
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base

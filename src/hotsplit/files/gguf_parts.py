@@ -60,8 +60,7 @@ class GgufPart:
 
 
 def part_paths(path: Path) -> list[Path]:
-    """The files of a model: `path` and, if it is named as part 1 of several, those of the others
-    that exist. Opens no file."""
+    """`path` and, if it is named as part 1 of several, the others that exist. Opens no file."""
     found = _NAME.fullmatch(path.name)
     if found is None or int(found[2]) != 1:
         return [path]
@@ -107,8 +106,7 @@ def other_parts(path: Path, part: GgufPart) -> list[Path]:
 
 
 def check_parts(files: Mapping[Path, "GgufFile"]) -> None:
-    """Raises HotsplitError unless the files, part 1 first, are all the parts of one model in
-    order."""
+    """Raises HotsplitError unless the files are all the parts of one model in order."""
     first, *_ = files
     wanted = GgufPart.of(first, files[first].keys)
     assert wanted is not None
@@ -160,8 +158,7 @@ def _difference(
 
 
 def raw_cut_of(path: Path) -> str | None:
-    """What a file is that has the name of a piece of a GGUF cut anywhere, and what to do with it;
-    None for another name."""
+    """What to do with a piece of a GGUF cut anywhere, known by its name; None for another."""
     match = _PIECE.fullmatch(path.name)
     if match is None:
         return None

@@ -16,8 +16,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a UTF-8 file or pipe, with unchanged line endings; errors call the file
-    `what`."""
+    """The text of a UTF-8 file or pipe, line endings unchanged; errors call it `what`."""
     if not path.is_fifo():
         require_file(path, what)
     try:

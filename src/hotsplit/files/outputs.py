@@ -57,12 +57,20 @@ def check_outputs(
         _check_holds_none(folder, [*inputs, *folders], "read")
         _check_holds_none(folder, [*paths, *others], "written")
     for path in paths:
-        _check_writable(path, force=force)
+        with writing(path):
+            if path.is_dir():
+                raise HotsplitError(f"{path}: is a folder; give the name of a file")
+            if path.exists() and not force:
+                raise HotsplitError(f"{path}: exists already; give another name or --force")
+            if os.path.lexists(path) and not path.is_file():
+                raise HotsplitError(f"{path}: is not a file to replace; give another name")
+            there = next(folder for folder in path.parents if folder.exists())
+            (there / path.name).is_dir()  # raises if the name is too long
+            try_to_create(there / path.name)
 
 
 def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """Raises HotsplitError for outputs that are also an input, or a part of one, or another
-    output."""
+    """Raises HotsplitError for outputs that are an input, a part of one, or another output."""
     inputs = [part for path in inputs for part in part_paths(path)]
     for number, path in enumerate(outputs):
         with writing(path):  # a name that is too long, a folder that may not be entered
@@ -112,19 +120,6 @@ def _check_holds_none(folder: Path, paths: Iterable[Path], verb: str) -> None:
             raise HotsplitError(
                 f"{folder}: holds {path}, which is {verb} by this command; give another folder"
             )
-
-
-def _check_writable(path: Path, *, force: bool) -> None:
-    with writing(path):
-        if path.is_dir():
-            raise HotsplitError(f"{path}: is a folder; give the name of a file")
-        if path.exists() and not force:
-            raise HotsplitError(f"{path}: exists already; give another name or --force")
-        if os.path.lexists(path) and not path.is_file():
-            raise HotsplitError(f"{path}: is not a file to replace; give another name")
-        there = next(folder for folder in path.parents if folder.exists())
-        (there / path.name).is_dir()  # raises if the name is too long
-        try_to_create(there / path.name)
 
 
 def _is_same(path: Path, other: Path) -> bool:

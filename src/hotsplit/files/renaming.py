@@ -18,7 +18,7 @@ def put_folder(partial: Path, path: Path) -> None:
     old = partial.with_suffix(OLD)
     for _ in range(ATTEMPTS):
         try:
-            if path.exists() and _exchange(partial, path):
+            if path.exists() and _renamed(partial, path, _EXCHANGE):
                 return None
             if path.exists():  # not atomic: for a moment nothing has the name
                 path.replace(old)
@@ -49,7 +49,14 @@ def put_new(partial: Path, path: Path) -> None:
     except FileExistsError:
         raise
     except OSError:  # a file system without links
-        _put_over_empty(partial, path)
+        # An empty file, which fails if something has the name, is renamed over.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        try:
+            partial.replace(path)
+        except BaseException:
+            if partial.exists():  # a signal may also come after the renaming
+                path.unlink()
+            raise
     else:
         partial.unlink()
 
@@ -63,23 +70,6 @@ def _put_new_folder(partial: Path, path: Path) -> None:
         if error.errno != errno.ENOTEMPTY:
             raise
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-
-
-def _put_over_empty(partial: Path, path: Path) -> None:
-    """Makes an empty file, which fails if something has the name, and renames `partial` to it. If
-    that fails, the empty file is removed."""
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-    try:
-        partial.replace(path)
-    except BaseException:
-        if partial.exists():  # a signal may also come after the renaming
-            path.unlink()
-        raise
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names atomically; False if that is impossible. Raises like `_renamed`."""
-    return _renamed(one, other, _EXCHANGE)
 
 
 def _renamed(one: Path, other: Path, how: int) -> bool:

@@ -1,5 +1,4 @@
-"""Checks that inputs stay unchanged while an output is made from them, and that no other run writes
-the output meanwhile."""
+"""Checks that inputs stay unchanged while an output is made, and that no other run writes it."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,6 @@
 """Quotes foreign values in errors.
 
-This module imports neither torch nor numpy, because the command line, which starts without them,
-quotes values too."""
+This module imports neither torch nor numpy, because the command line starts without them."""
 
 import sys
 import unicodedata
@@ -13,8 +12,7 @@ LONGEST_END = 700  # characters kept at either end of a printed line
 
 
 def other_version(found: object, known: int, again: str) -> str:
-    """What an error says of a file of version `found`, without the file's name. `again`: how to
-    make the file anew."""
+    """What an error says of a file of version `found`. `again`: how to make it anew."""
     return f"version {shown(found)}, this program reads {known}; {again}"
 
 

@@ -1,7 +1,6 @@
 """The output of a conversion, and how to read it back with the source's names and in its layout.
 
-It is here so that `convert`, which makes it, and `profile`, which checks it, need not import each
-other."""
+Here, so that `convert`, which makes it, and `profile`, which checks it, stay apart."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -88,8 +88,7 @@ class ProfileSummary(Summary):
         return [*tables, columns_table("experts", experts)] if found else tables
 
     def _experts(self) -> list[dict[str, float]]:
-        """Shares of tokens and choices in each layer, 0 in one without experts; [] of a model
-        without any."""
+        """Shares of tokens and choices in each layer, 0 without experts; [] of a dense model."""
         count_LE, fifth_L = self.profile.expert_count_LE, self.profile.hottest_fifth_of_experts_L()
         if count_LE is None or fifth_L is None:
             return []

@@ -86,8 +86,7 @@ def print_facts(title: str, rows: Iterable[Row]) -> None:
 
 
 def print_tables(tables: Iterable[Table]) -> None:
-    """Prints tables on stdout. In a pipe or a file, lines lose the trailing spaces with which rich
-    fills the last column."""
+    """Prints tables on stdout, in a pipe or a file without rich's trailing spaces."""
     console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = WIDTH_OF_A_PIPE

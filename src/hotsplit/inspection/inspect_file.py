@@ -56,19 +56,7 @@ def inspect_file(path: Path) -> Summary:
 
 
 def _summarise_safetensors(path: Path) -> ProfileSummary | PredictorsSummary:
-    format = _safetensors_metadata(path).get("format")
-    if format == profile_file.FORMAT:
-        return ProfileSummary(path, profile_file.Profile.load(path))
-    if format == predictor_file.FORMAT:
-        return PredictorsSummary(path, predictor_file.Predictors.load(path))
-    raise HotsplitError(
-        f"{path}: a safetensors file of format {shown(format)}, wanted {profile_file.FORMAT!r} or"
-        f" {predictor_file.FORMAT!r}; weights are read by hotsplit convert, from their folder"
-    )
-
-
-def _safetensors_metadata(path: Path) -> dict[str, object]:
-    """The `__metadata__` of the header, which is JSON after eight bytes of length."""
+    # The `__metadata__` of the header, which is JSON after eight bytes of length.
     with path.open("rb") as file:
         (num_bytes,) = struct.unpack("<Q", file.read(8))
         if num_bytes > MAX_HEADER_BYTES:
@@ -87,4 +75,12 @@ def _safetensors_metadata(path: Path) -> dict[str, object]:
     except UnicodeDecodeError as error:
         raise HotsplitError(f"{path}: the header is not text; make or copy it again") from error
     metadata = header.get("__metadata__")
-    return metadata if isinstance(metadata, dict) else {}
+    format = (metadata if isinstance(metadata, dict) else {}).get("format")
+    if format == profile_file.FORMAT:
+        return ProfileSummary(path, profile_file.Profile.load(path))
+    if format == predictor_file.FORMAT:
+        return PredictorsSummary(path, predictor_file.Predictors.load(path))
+    raise HotsplitError(
+        f"{path}: a safetensors file of format {shown(format)}, wanted {profile_file.FORMAT!r} or"
+        f" {predictor_file.FORMAT!r}; weights are read by hotsplit convert, from their folder"
+    )

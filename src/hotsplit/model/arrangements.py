@@ -94,8 +94,7 @@ class Arrangement:
         )
 
     def parallel(self, attention: Attention, neurons: Neurons, *, num_norms: int) -> LayerSpec:
-        """Attention and feed-forward read the same hidden state, through one norm or one each
-        (Falcon)."""
+        """Attention and feed-forward read one hidden state, through a norm or two (Falcon)."""
         has_two = num_norms == 2
         second = (self.make_norm("attn_norm_2", "x", "attn_in"),) if has_two else ()
         return LayerSpec(

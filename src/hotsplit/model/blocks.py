@@ -65,8 +65,7 @@ class SumFactors:
         return self.factor == 1.0
 
     def can_go_on(self, later: "SumFactors") -> bool:
-        """True if a sum whose first term is this one's is one with it, with the factors of the
-        later."""
+        """True if a sum that begins with this one's is one with it, by the later's factors."""
         return self.factor == later.factor and self.times == 1.0
 
 

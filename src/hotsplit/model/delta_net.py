@@ -68,8 +68,7 @@ class DeltaNet(Recurrent):
 
     @property
     def mixed_size(self) -> int:
-        """Values of a token that the recurrence reads: the channels, and beta and decay of each
-        value head."""
+        """A token's values that the recurrence reads: channels, beta and decay of value heads."""
         return self.num_channels + 2 * self.num_value_heads
 
     @property

@@ -1,5 +1,4 @@
-"""A product of low rank beside attention (LAuReL, arXiv 2411.07501; transformers,
-modeling_gemma3n.py)."""
+"""A product of low rank beside attention (LAuReL, arXiv 2411.07501)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -22,8 +22,7 @@ MAX_LOSS = 0.01
 @dataclass(frozen=True, kw_only=True)
 class ModeQuality:
     """One mode, measured on held-out text. Shares and increases are relative: 0.01 is 1 %. Bytes
-    are those of all weights that a token reads: attention, norms, predictors, neurons and head, but
-    not the embedding."""
+    are those of all weights that a token reads: all but the embedding."""
 
     perplexity_increase: Annotated[float, Gt(-1), Le(1e12)]
     perplexity_half_width: Annotated[float, Ge(0), Le(1e12)]  # of the increase's 95 % interval

@@ -74,8 +74,7 @@ class Neurons:
 
     @property
     def down_name(self) -> str:
-        """The down projection, as llama.cpp stores it; if it has a row for each neuron, its name
-        ends in _t."""
+        """The down projection, as llama.cpp stores it; with a row a neuron, its name ends in _t."""
         return f"ffn_down{self.suffix}"
 
     @property
@@ -92,8 +91,7 @@ class Neurons:
 
     @property
     def silences(self) -> bool:
-        """True if the activation alone makes neurons silent, so that skipping them loses
-        nothing."""
+        """True if the activation makes neurons silent, so that skipping them loses nothing."""
         return self.activation not in SMOOTH or self.cutoff is not None
 
     @property

@@ -37,8 +37,7 @@ class OfPlanes(PositionWise):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictPlanes(OfPlanes):
-    """x_i = x_i + the sum over j of (C r)_ij x_j, with C [P P, P]; writes the first to `active`,
-    too."""
+    """x_i += sum over j of (C r)_ij x_j, with C [P P, P]; writes the first to `active` too."""
 
     kind: ClassVar[str] = "predict planes"
     num_kernels: ClassVar[int] = 3  # the router's norm and product, the planes

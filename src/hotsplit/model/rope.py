@@ -135,8 +135,7 @@ def asked_scaling(
 
 
 def check_scaling(kind: str | None, factor: float | None) -> None:
-    """Raises HotsplitError for an unknown kind, a factor out of range, and a factor with kind
-    "none"."""
+    """Raises HotsplitError for an unknown kind, and a factor out of range or with "none"."""
     if kind not in (None, *KINDS):
         raise HotsplitError(f"rope scaling {kind!r} is unknown; known: {', '.join(KINDS)}")
     if factor is None:
@@ -153,8 +152,7 @@ def check_scaling(kind: str | None, factor: float | None) -> None:
 class Rotary:
     """Rotary embeddings (Su et al. 2021, arXiv 2104.09864) of the whole head, or of its first
     `num_values` values. `pairing` says which values rotate together: adjacent ones, or those half
-    of these apart. `has_factors`: the file divides each frequency by a number of its own
-    (FREQUENCIES)."""
+    of these apart. `has_factors`: the file has a divisor for each frequency."""
 
     theta: float
     pairing: Pairing

@@ -174,8 +174,7 @@ class ModelSpec:
 
     @cached_property
     def rotary(self) -> Rotary | None:
-        """The rotary embedding of the layers without a window, or else of those with one; None if
-        the model has none."""
+        """The rotary embedding of layers without a window, or else of those with one."""
         found = [attention for attention in self.attentions if attention.rotary is not None]
         return min(found, key=lambda a: a.window is not None).rotary if found else None
 
@@ -230,8 +229,7 @@ class ModelSpec:
 
     @cached_property
     def value_sizes(self) -> Mapping[str, int]:
-        """f32 values of a token, of each value that position-wise operations write, or begin
-        with."""
+        """f32 values of a token that position-wise operations write, or begin with."""
         of_layers = (block for layer in self.layers for block in layer.position_wise)
         found = {} if self.embedded == "x" else {self.embedded: self.hidden_size}
         for block in (*self.first, *of_layers, *self.last):
@@ -300,8 +298,7 @@ class ModelSpec:
         return replace(self, layers=tuple(layers))
 
     def with_scaling(self, scaling: RopeScaling) -> "ModelSpec":
-        """The model with this scaling of the rotary embeddings of layers without a window; of all,
-        if all have one."""
+        """The model with this scaling in layers without a window, or in all if all have one."""
         some_whole = any(attention.window is None for attention in self.attentions)
 
         def scaled(layer: LayerSpec) -> LayerSpec:

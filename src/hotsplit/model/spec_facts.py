@@ -7,8 +7,7 @@ from hotsplit.model.spec import LayerSpec, ModelSpec
 
 
 def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
-    """(name, value) of the numbers of a model; of numbers that differ between layers, each, with
-    semicolons."""
+    """(name, value) of a model's numbers; those that differ between layers with semicolons."""
     layers, attentions = spec.layers, spec.attentions
     windows = [a.window for a in attentions if a.window is not None]
     is_whole = len(spec.storing) == spec.num_layers

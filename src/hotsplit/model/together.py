@@ -1,5 +1,4 @@
-"""Layers that a plan must keep on one device (`ModelSpec.together`), and the refusal of plans that
-do not."""
+"""Layers that a plan must keep on one device (`ModelSpec.together`), or it is refused."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

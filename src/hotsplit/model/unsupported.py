@@ -119,8 +119,7 @@ _BY_KEY = {
 # general.type of a GGUF that is no model -> what it is.
 _TYPES = {
     "adapter": "an adapter (LoRA), not a model; merge it into the checkpoint that it was made for,"
-    " and"
-    " convert that",
+    " and convert that",
     "vocab": "a vocabulary without a model",
     "imatrix": "an importance matrix, for convert --imatrix",
 }
@@ -174,8 +173,7 @@ def why_not_run(name: object, values: Mapping[str, object]) -> str | None:
 
 
 def why_key(name: str) -> str | None:
-    """Why a GGUF with this key of its architecture (without the prefix) is refused; None if the
-    key is unknown."""
+    """Why a GGUF with this key (without its prefix) is refused; None if it is unknown."""
     return _BY_KEY.get(name)
 
 

@@ -123,8 +123,7 @@ class WeightType:
 
     @property
     def transposed(self) -> TypeName:
-        """The type of a matrix that is transposed at load: blocks become f16, because they run
-        along the other dimension."""
+        """The type of a matrix transposed at load: blocks, which run the other way, become f16."""
         return self.name if self.is_float else "f16"
 
     @property
@@ -141,8 +140,7 @@ class WeightType:
         return f"{self.name}_{form}"
 
     def code_in(self, form: Form) -> int:
-        """The number of a layout's kind in `enum Kind` of kernels.h: after all types, layout by
-        layout."""
+        """The number of a layout's kind in `enum Kind` of kernels.h, after all types."""
         kinds = [each.kind_in(f) for f in FORMS for each in TYPES if f in each.forms]
         return len(TYPES) + kinds.index(self.kind_in(form))
 

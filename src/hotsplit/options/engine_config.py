@@ -137,7 +137,6 @@ def check_device(device: str | None) -> None:
 
 
 def check_threads(count: int | None) -> None:
-    """Raises HotsplitError for an impossible number of threads; None is the default of
-    system.processors."""
+    """Raises HotsplitError for an impossible number of threads; None is the default."""
     if count is not None and not 1 <= count <= MOST_THREADS:
         raise HotsplitError(f"--threads is {shown(count)}, wanted 1 to {MOST_THREADS}")

@@ -151,8 +151,7 @@ def samplers_of_names(text: str) -> tuple[str, ...]:
 
 
 def samplers_of_letters(text: str) -> tuple[str, ...]:
-    """Parses an order in llama.cpp's letters, such as "kt". Raises HotsplitError for an unknown
-    letter."""
+    """Samplers by llama.cpp's letters, such as "kt". Raises HotsplitError for an unknown one."""
     for letter in text:
         if letter not in _NAMES:
             known = ", ".join(f"{letter} {name}" for letter, name in _NAMES.items())

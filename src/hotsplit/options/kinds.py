@@ -164,8 +164,7 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _bounds(kind: Any) -> tuple[float, float]:
-    """The least and the greatest number of an annotated kind; numbers have no bounds of their
-    own."""
+    """The least and the greatest number of an annotated kind; None without a bound."""
     low, high = -math.inf, math.inf
     for bound in kind.__metadata__:
         for each in bound if isinstance(bound, Interval) else (bound,):

@@ -16,8 +16,7 @@ PREFIX = "general.sampling."
 
 @dataclass(frozen=True)
 class ModelSetting:
-    """A field of SamplingOptions, the end of its key in a GGUF, and its name in transformers'
-    GenerationConfig."""
+    """A field of SamplingOptions, the end of its GGUF key, its name in GenerationConfig."""
 
     field: str
     key: str
@@ -85,8 +84,7 @@ def sampling_line(
 
 
 def checked(field: str, value: object, name: str) -> object:
-    """The value of a field as SamplingOptions takes it. Raises HotsplitError, which calls it
-    `name`."""
+    """The value as SamplingOptions takes it. Raises HotsplitError, which calls it `name`."""
     is_count = isinstance(getattr(SamplingOptions, field), int)
     if is_count and isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -1,5 +1,4 @@
-"""Locates the user's cache folder, which holds artifacts (hotsplit.run.cache_folder) and
-PREFETCH_FILE."""
+"""Locates the user's cache folder, which holds artifacts (run.cache_folder) and PREFETCH_FILE."""
 
 import os
 from pathlib import Path

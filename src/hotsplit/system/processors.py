@@ -59,18 +59,20 @@ def processors() -> Processors:
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux
     allowed = os.sched_getaffinity(0) if has_affinity else set(range(in_machine))
     quotas = [_quota(folder, version) for folder, version in control_groups.groups_of("cpu")]
+    # Each processor is a core if the system does not say.
+    topology = control_groups.ROOT / "sys/devices/system/cpu"
+    siblings = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list" for cpu in allowed)
     return Processors(
         in_machine=in_machine,
         allowed=len(allowed),
-        allowed_cores=_physical_cores(allowed),
+        allowed_cores=len({path.read_text() if path.exists() else str(path) for path in siblings}),
         quota=min((quota for quota in quotas if quota is not None), default=None),
         nodes=memory_nodes.nodes_of(allowed),
     )
 
 
 def can_start_threads(count: int) -> bool:
-    """True if the limit on processes and threads (ulimit -u) leaves room for `count` more
-    threads."""
+    """True if the limit on threads (ulimit -u) leaves room for `count` more."""
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if most == resource.RLIM_INFINITY or most > _MANY:
         return True
@@ -148,10 +150,3 @@ def _quota(group: Path, version: int) -> float | None:
         return None
     is_limit = quota.isdecimal() and period.isdecimal() and int(quota) > 0 and int(period) > 0
     return int(quota) / int(period) if is_limit else None
-
-
-def _physical_cores(allowed: set[int]) -> int:
-    """Number of cores that these processors belong to; each is one if the system does not say."""
-    topology = control_groups.ROOT / "sys/devices/system/cpu"
-    siblings = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list" for cpu in allowed)
-    return len({path.read_text() if path.exists() else str(path) for path in siblings})

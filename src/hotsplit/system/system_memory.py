@@ -33,8 +33,7 @@ def memory_limit_bytes() -> int:
 
 
 def address_space_bytes() -> int | None:
-    """The limit on this process's address space (ulimit -v), which mapped files count towards; None
-    without."""
+    """The limit on the address space (ulimit -v), which mapped files count towards, or None."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if most == resource.RLIM_INFINITY else most
 

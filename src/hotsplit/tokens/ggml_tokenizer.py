@@ -97,9 +97,8 @@ class _Vocabulary:
             )
         if len(set(tokens)) != len(tokens):
             raise HotsplitError(
-                f"{path}: tokens repeat the text of another one"
-                f" ({len(tokens) - len(set(tokens))} of {len(tokens)}) and are ambiguous; download"
-                " the file again"
+                f"{path}: tokens repeat the text of another one ({len(tokens) - len(set(tokens))}"
+                f" of {len(tokens)}) and are ambiguous; download the file again"
             )
         read = cls(path=path, keys=keys, tokens=tokens, types=[TokenType.NORMAL] * len(tokens))
         types = read.types
@@ -254,8 +253,7 @@ def _sentencepiece(vocabulary: _Vocabulary, kind: SentencePieceKind) -> Tokenize
 def _add_ends(
     tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_begin: bool, always_begins: bool
 ) -> None:
-    """Makes the tokenizer add the tokens that begin or end every text. `adds_begin`: if the file
-    does not say."""
+    """Adds the tokens that begin or end every text. `adds_begin`: if the file does not say."""
     names = Keys.Tokenizer
     begin = end = None
     if vocabulary.is_set(names.ADD_BOS, adds_begin) or always_begins:
@@ -319,8 +317,7 @@ def _pairs(path: Path, token: str, scores: Mapping[str, float]) -> list[tuple[st
 
 
 def _refuse_overlaps(path: Path, pairs: Mapping[str, list[tuple[str, str]]]) -> None:
-    """Refuses two tokens of equal score that compete for a part: the right part of one is the left
-    part of the other."""
+    """Refuses two tokens of equal score that compete: one's right part is the other's left."""
     by_left: dict[str, set[str]] = {}
     for token, cuts in pairs.items():
         for left, _ in cuts:

@@ -42,8 +42,7 @@ class ConstraintOption:
 
 def take_constraint(options: dict[str, Any]) -> ConstraintOption | None:
     """The constraint among a command's options, from which all are removed; None if there is none.
-    Raises click's usage error if more than one is given, HotsplitError for a file that cannot be
-    read."""
+    Raises UsageError for more than one, HotsplitError for an unreadable file."""
     given = {name: text for name in _WORDS if (text := options.pop(name)) is not None}
     if not given:
         return None

@@ -47,8 +47,7 @@ neuron_cache_option = engine_option(
     metavar="on|off|SETTINGS",
     callback=lambda ctx, param, value: value if value in (None, OFF) else CacheOptions.parse(value),
     help="Swap the neurons or experts on the GPU to follow the text; settings such as"
-    " decay=0.995,margin=0.05."
-    " [default: on with a plan that has room for it]",
+    " decay=0.995,margin=0.05. [default: on with a plan that has room for it]",
 )
 
 

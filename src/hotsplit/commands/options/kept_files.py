@@ -8,8 +8,7 @@ from hotsplit.errors import HotsplitError
 
 def with_copy(error: HotsplitError, command: str, model: Path) -> HotsplitError:
     """The error about a model that a command cannot load, with a hint at the copy that `run` has
-    made of it; unchanged if it is about something else, if the model can be loaded, or if there is
-    no copy."""
+    made of it; unchanged if it is about something else or there is none."""
     if not str(error).startswith(f"{model}: "):
         return error
     from hotsplit.artifacts.model_file import ModelFile

@@ -19,8 +19,7 @@ _READ_ONLY = ("iq", "tq")
 
 
 class OuttypeChoice(click.Choice):
-    """A type (f32, f16, ..., q6_k) or mixture (q4_k_m, ...) in upper or lower case, or another
-    program's name for one."""
+    """A type (f32, ..., q6_k) or mixture (q4_k_m, ...) in any case and spelling."""
 
     def __init__(self) -> None:
         super().__init__(OUTTYPES, case_sensitive=False)

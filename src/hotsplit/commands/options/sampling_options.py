@@ -155,8 +155,7 @@ def take_sampling_options(arguments: dict[str, Any]) -> dict[str, object]:
 
 
 def model_sampling(engine: "Engine", given: Mapping[str, object]) -> SamplingOptions:
-    """The options of a text: those that are `given`, the others as the model's file says, which
-    is said in a line."""
+    """The options of a text: those `given`, else the model file's, which a line says."""
     line = sampling_line(engine.model.path, engine.model.extra_keys, given)
     if line is not None:
         say(line)

@@ -59,7 +59,18 @@ def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list
             f"{what}: give one of -p TEXT, -f FILE (- for stdin), --prompts FILE."
         )
     if many is not None:
-        prompts = _lines_of(many)
+        text = read_text(many, "file of prompts")
+        numbered = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [line for _, line in numbered]
+        if many.suffix == ".jsonl":
+            lines = [_prompt_of(line, f"{many}, line {n}") for n, line in numbered]
+        if not lines:
+            raise HotsplitError(f"{many}: has no prompts; write one per line")
+        if len(lines) > MOST_PROMPTS:
+            raise HotsplitError(
+                f"{many}: has {len(lines)} prompts, wanted at most {MOST_PROMPTS}; split the file"
+            )
+        prompts = lines
     elif prompt == STDIN or str(file) == STDIN:
         prompts = [_without_end(_stdin())]
     else:
@@ -105,21 +116,6 @@ def _stdin() -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise HotsplitError(f"stdin: not UTF-8 at byte {error.start}") from error
-
-
-def _lines_of(path: Path) -> list[str]:
-    text = read_text(path, "file of prompts")
-    numbered = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-    lines = [line for _, line in numbered]
-    if path.suffix == ".jsonl":
-        lines = [_prompt_of(line, f"{path}, line {n}") for n, line in numbered]
-    if not lines:
-        raise HotsplitError(f"{path}: has no prompts; write one per line")
-    if len(lines) > MOST_PROMPTS:
-        raise HotsplitError(
-            f"{path}: has {len(lines)} prompts, wanted at most {MOST_PROMPTS}; split the file"
-        )
-    return lines
 
 
 def _prompt_of(line: str, where: str) -> str:
