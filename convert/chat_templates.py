@@ -17,10 +17,8 @@ OTHERS = "additional_chat_templates"
 
 def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
     """Returns (keys, notes). The default template gets GGUF's standard key, each other template a
-    key derived from its name, and one more key lists those names.
-
-    Raises HotsplitError for a file that cannot be read, for templates that are not strings, and
-    for two names with the same key."""
+    key derived from its name, and one more key lists those names. Raises HotsplitError for a file
+    that cannot be read, for templates that are not strings, and for two names with the same key."""
     found = _of_files(folder) or _of_json(folder / "tokenizer_config.json")
     found = found or _of_json(folder / "chat_template.json")
     keys: dict[str, Value] = {}

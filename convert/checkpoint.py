@@ -42,10 +42,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Reads the config and every file's header, but no weights.
-
-        Raises HotsplitError for a missing, truncated or inconsistent file, for weights of a type
-        that is not in DTYPES, and for a name longer than MAX_NAME."""
+        """Reads the config and every file's header, but no weights. Raises HotsplitError for a
+        missing, truncated or inconsistent file, for weights of a type that is not in DTYPES, and
+        for a name longer than MAX_NAME."""
         if not folder.is_dir():
             raise HotsplitError(
                 f"{folder}: no such folder; wanted a checkpoint folder, a model file (.gguf) or"
@@ -84,11 +83,9 @@ class Checkpoint:
         return max((size for tensor in self.tensors.values() for size in tensor.shape), default=0)
 
     def read(self, name: str) -> Tensor:
-        """The stored weights, a view of the mapped file if possible. A safetensors file is
-        mapped as long as the view exists.
-
-        While a caller holds the tensor, others get the same one, in any thread: each further
-        mapping would count as more memory of this process."""
+        """The stored weights, a view of the mapped file if possible. A safetensors file is mapped
+        as long as the view exists. While a caller holds the tensor, others get the same one, in any
+        thread: each further mapping would count as more memory of this process."""
         with self._lock:
             tensor = self._mapped.get(name)
             if tensor is None:

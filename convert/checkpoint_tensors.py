@@ -39,11 +39,10 @@ V = TypeVar("V")
 def tensor_entries(
     checkpoint: Checkpoint, plan: Blueprint, layout: Layout, types: TensorTypes
 ) -> dict[str, TensorEntry]:
-    """Every tensor of the model file by its name there; its source is read when it is written.
-    The down projections of the sparse layout are transposed.
-
-    Raises HotsplitError for an unknown or missing tensor, a wrong shape, a tied head that differs
-    from the embedding, and a type that does not fit."""
+    """Every tensor of the model file by its name there; its source is read when it is written. The
+    down projections of the sparse layout are transposed. Raises HotsplitError for an unknown or
+    missing tensor, a wrong shape, a tied head that differs from the embedding, and a type that does
+    not fit."""
     wanted = _wanted(plan)
     experts = find_experts(checkpoint, wanted, plan.expert_form)
     sources = _sources(checkpoint, plan, wanted, experts)
@@ -146,8 +145,7 @@ def _restored_experts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Order:
-    """How a tensor of a model file is made of the checkpoint's, which may have further dimensions
-    of one. `width`: of a matrix's rows; None for a vector."""
+    """How a tensor is made of the checkpoint's. `width`: of a matrix's rows; None for a vector."""
 
     width: int | None
     rows: np.ndarray | None

@@ -63,13 +63,11 @@ def convert(
     on_total: Callable[[int], None] = lambda num_bytes: None,
     verify: Callable[[Written], Iterable[str]] | None = None,
 ) -> ConvertReport:
-    """Writes `config.output` whole or not at all.
-
-    `on_total` is called once with the total size of the tensors, `on_bytes` with the size of each
-    piece as it is written. `verify` gets the written file before it is renamed: it compares it with
-    the source and returns a line and further notes for the user, or raises HotsplitError.
-
-    Raises HotsplitError, with nothing written, for any source that cannot be converted."""
+    """Writes `config.output` whole or not at all. `on_total` is called once with the total size of
+    the tensors, `on_bytes` with the size of each piece as it is written. `verify` gets the written
+    file before it is renamed: it compares it with the source and returns a line and further notes
+    for the user, or raises HotsplitError. Raises HotsplitError, with nothing written, for any
+    source that cannot be converted."""
     started = time.perf_counter()
     _check_output(config, config.source)
     draft = draft_of(config)
@@ -111,10 +109,9 @@ def convert(
 
 
 def draft_of(config: ConvertConfig) -> Draft:
-    """The source as a model file, without the predictors asked for.
-
-    Tensors are read on demand. Of a checkpoint's weights only the samples for the model id are read
-    here, and a stored output head with the embedding that it has to equal."""
+    """The source as a model file, without the predictors asked for. Tensors are read on demand. Of
+    a checkpoint's weights only the samples for the model id are read here, and a stored output head
+    with the embedding that it has to equal."""
     found = find_source(config.source)
     if found.is_file() or found.suffix == ".gguf":
         return _from_model_file(replace(config, source=found))
@@ -123,7 +120,6 @@ def draft_of(config: ConvertConfig) -> Draft:
 
 def _check_output(config: ConvertConfig, source: Path) -> None:
     """Raises HotsplitError for an output that exists (unless `force`), or is among the inputs.
-
     Those are the model file or everything in the checkpoint folder, the importance matrix, the
     predictors, and the tokenizer."""
     extras = (source, config.importances, config.predictors, config.tokenizer)

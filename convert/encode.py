@@ -27,7 +27,6 @@ def encode(
     wider: str = "bf16",
 ) -> np.ndarray:
     """The bytes of f32, f16 or bf16 values [M] or [N, M]; each row taken becomes a row of bytes.
-
     `rows` are the indices of the rows to take, in order; None means all. A transposed view is read
     in place. `importance` are the mean squares [M] of what the columns are multiplied by, by which
     errors are weighed (see native.encoder_library.encode_rows). An error names the tensor and its
@@ -63,9 +62,7 @@ def restore(
     entry: TensorEntry, want: np.ndarray, name: str, importance: np.ndarray | None = None
 ) -> np.ndarray:
     """The values of `entry` as f32; it was made from `want`, f32 of the same shape, by
-    `importance`.
-
-    Raises HotsplitError if they differ by more than the type's rounding."""
+    `importance`. Raises HotsplitError if they differ by more than the type's rounding."""
     values = values_of(entry.read(), entry.kind).reshape(entry.shape)
     if not is_rounding(values, want, entry.kind, importance):
         raise HotsplitError(
@@ -78,10 +75,9 @@ def restore(
 def is_rounding(
     got: np.ndarray, want: np.ndarray, kind: str, importance: np.ndarray | None = None
 ) -> bool:
-    """True if `got` is `want`, f32 [M] or [N, M], rounded to the type.
-
-    With importances [M], single values may be far off; their mean square error, weighed by these,
-    is within the bound of the type."""
+    """True if `got` is `want`, f32 [M] or [N, M], rounded to the type. With importances [M], single
+    values may be far off; their mean square error, weighed by these, is within the bound of the
+    type."""
     if got.shape != want.shape:
         return False
     is_searched = importance is not None and BY_NAME[kind].block_values > 1

@@ -84,8 +84,7 @@ def find_experts(
     checkpoint: Checkpoint, wanted: Shapes, form: ExpertForm
 ) -> dict[str, list[ExpertSource]]:
     """The source of each expert, by the name of their tensor in a model file in the stock layout;
-    `wanted` has its shape. Raises HotsplitError for a wrong shape, and for an expert that is
-    missing, or that there is twice."""
+    `wanted` has its shape. Raises HotsplitError for one of another shape, missing or double."""
     found: Found = {}
     for source in checkpoint.tensors:
         place = expert_place(source)

@@ -40,10 +40,8 @@ BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
 
 def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[str, ...]]:
     """The model in `config.source`, in the layout and types asked for, these, and notes for the
-    user.
-
-    Raises HotsplitError for a file that cannot be run, for types that do not fit it,
-    and if there is nothing to change."""
+    user. Raises HotsplitError for a file that cannot be run, for types that do not fit it, and if
+    there is nothing to change."""
     keys, tensors = read_model_gguf(config.source)
     if config.tokenizer is not None:
         keys = keys | {TOKENIZER_KEY: given_tokenizer(config.tokenizer, config.source, keys)}
@@ -212,8 +210,7 @@ def _checked(entry: TensorEntry, label: str) -> TensorEntry:
 
 
 def _is_finite(data: np.ndarray, kind: str) -> bool:
-    """Checks stored values; a block is finite if its f16 numbers are, or with an exponent if its
-    values are (255 is NaN in the specification)."""
+    """A block is finite if its f16 numbers are, or, with an exponent, its values (255 is NaN)."""
     if kind in ("f32", "f16"):
         return bool(np.isfinite(data).all())
     if kind == "bf16":
@@ -272,8 +269,7 @@ def activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ...
 def _error_notes(
     tensors: dict[str, TensorEntry], entries: dict[str, TensorEntry], names: dict[str, str]
 ) -> tuple[str, ...]:
-    """A note for each pair of types between which matrices of blocks are repacked, with the
-    relative error of the first 64 rows of the first such matrix."""
+    """A note for each pair of types that are repacked, with the error of 64 rows of the first."""
     first: dict[tuple[str, str], str] = {}
     for target, entry in entries.items():
         old = tensors[names[target]]

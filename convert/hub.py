@@ -35,10 +35,8 @@ IN_FOLDERS = [
 def find_source(source: Path) -> Path:
     """`source` itself if it is a path and no name on the hub (`hub_names`); otherwise, in the hub's
     usual cache, with missing files downloaded, the folder of the checkpoint, or the GGUF, in one
-    file or several.
-
-    Raises HotsplitError if files are missing there and cannot be downloaded, if there is no such
-    type or file, and for another address."""
+    file or several. Raises HotsplitError if files are missing there and cannot be downloaded, if
+    there is no such type or file, and for another address."""
     found = named_on_hub(source)
     if found is None:
         return source

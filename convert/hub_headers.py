@@ -135,8 +135,7 @@ def _place(parts: _Parts, folder: Path, file: str) -> int:
 
 
 def _add_factors(parts: _Parts, path: Path, file: str) -> None:
-    """Adds the factors of rotary embeddings, small tensors whose values a model's description
-    needs. A larger one has a wrong shape, for which it is refused."""
+    """Adds the factors of rotary embeddings, which a model's description needs."""
     factors: list[TensorInfo] = []
     with path.open("rb") as stream, map_whole(stream) as whole, suppress(HotsplitError):
         _, _, tensors = read_header(path, "model file (GGUF)", whole)

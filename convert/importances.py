@@ -24,11 +24,9 @@ def mean_squares(
     importances: Importances | None, name: str, shape: tuple[int, ...]
 ) -> np.ndarray | None:
     """f32 [E, M] of a matrix by its name in the stock layout, times the power of two by which none
-    is over 1, so that no sum overflows; None if the file has none of it.
-
-    Those of a down projection of the sparse layout, whose rows are neurons, would be the same for
-    all of a row: there are none, as for vectors. Raises HotsplitError if the model's matrix has
-    other sizes."""
+    is over 1, so that no sum overflows; None if the file has none of it. Those of a down projection
+    of the sparse layout, whose rows are neurons, would be the same for all of a row: there are
+    none, as for vectors. Raises HotsplitError if the model's matrix has other sizes."""
     if importances is None or len(shape) < 2:
         return None
     found = next((n for n in _names(name) if n in importances.tensors), None)

@@ -31,9 +31,7 @@ class ConvertConfig:
       hub.
     - `outtype`: None means f16 for a checkpoint and unchanged types for a GGUF; `tensor_types`
       override it for tensors by name (see tensor_types.TensorTypes).
-    - `importances`: an importance matrix (artifacts.importance_file), by which types that are
-    searched
-      weigh errors.
+    - `importances`: an importance matrix, by which types that are searched weigh errors.
     - `tokenizer`: the model's tokenizer.json, instead of the tokenizer of the source.
     - `activation`: for a GGUF that does not record it: "relu", "drelu", "fatrelu=0.01" and so on.
     - `predictors`: a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt and

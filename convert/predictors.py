@@ -56,10 +56,9 @@ def add_predictors(
 ) -> tuple[ModelFile, tuple[str, ...]]:
     """The model with the predictors of `folder` in place of its own, and notes for the user.
     Matrices get the type that the predictors declare, and `kind` if they declare none; biases
-    become f32. `input_layer_offset` is what the user stated, or None.
-
-    Raises HotsplitError for predictors of another model, for broken ones, and if the user and the
-    folder contradict each other."""
+    become f32. `input_layer_offset` is what the user stated, or None. Raises HotsplitError for
+    predictors of another model, for broken ones, and if the user and the folder contradict each
+    other."""
     model.refuse_predictors(f"leave {folder} out")
     source = _open(folder, model, input_layer_offset)
     entries = {n: e for n, e in model.tensors.items() if MARK not in n}
@@ -86,9 +85,8 @@ def _read_rows(
 
 
 def _open(folder: Path, model: ModelFile, stated: int | None) -> PredictorSource:
-    """Opens the predictors in a folder, or in the file predictors.safetensors itself.
-
-    Raises HotsplitError unless it holds predictors that fit the model."""
+    """Opens the predictors in a folder, or in the file predictors.safetensors itself. Raises
+    HotsplitError unless it holds predictors that fit the model."""
     if folder.is_file():
         return _open_ours(folder, model, stated)
     if not folder.is_dir():
@@ -133,8 +131,7 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
 
 
 def _open_dejavu(folder: Path, spec: ModelSpec, stated: int | None) -> PredictorSource:
-    """Reads every layer once to check it, and again to write it; only the last one read stays in
-    memory."""
+    """Reads every layer to check it, and again to write it; only the last read stays in memory."""
     found = {path.name for path in folder.glob("*.pt")}
     wanted = [f"model_{layer}.pt" for layer in range(spec.num_layers)]
     if found != set(wanted):
@@ -172,7 +169,6 @@ def _dejavu_offset(
     path: Path, config: dict[str, object], stated: int | None
 ) -> tuple[int, tuple[str, ...]]:
     """The input layer offset (0 or 1), and a note if nobody states it, so that 0 is assumed.
-
     Predictors of DejaVu and PowerInfer read the input of their own layer, those of SparkInfer that
     of the layer before. Their files look alike."""
     written = config.get("input_layer_offset")

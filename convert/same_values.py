@@ -28,7 +28,6 @@ SAME_VALUES = {"tq1_0": "q2_k", "tq2_0": "q2_k", "iq3_s": "q5_k", "iq3_xxs": "q6
 
 def with_same_values(rows: np.ndarray, kind: str, label: str) -> np.ndarray:
     """Rows of a type in SAME_VALUES, uint8 [..., row_bytes], as rows of the type that holds them.
-
     Raises HotsplitError, about `label`, if it does not hold their values exactly."""
     blocks = rows.reshape(-1, GGML_QUANT_SIZES[type_of(kind)][1])
     with np.errstate(over="ignore"):  # compared below

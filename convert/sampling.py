@@ -16,9 +16,8 @@ _MOST = 1 << 31  # a larger number is refused, as llama.cpp's of 32 bits would o
 
 def sampling_keys(folder: Path) -> dict[str, Value]:
     """The keys for the settings in generation_config.json; those that it leaves out, transformers'
-    defaults, are left out too. `do_sample: false` means the likeliest token: temperature 0.
-
-    Raises HotsplitError for a value of another type or beyond its bounds."""
+    defaults, are left out too. `do_sample: false` means the likeliest token: temperature 0. Raises
+    HotsplitError for a value of another type or beyond its bounds."""
     path = folder / FILE
     config = read_object(path, FILE) if path.exists() else {}
     if not isinstance(draws := config.get("do_sample"), bool | None):

@@ -47,10 +47,8 @@ def tokenizer_keys(
     folder: Path, vocab_size: int, layout: Layout, given: Path | None = None
 ) -> TokenizerKeys:
     """The keys of a checkpoint's tokenizer, special tokens and chat templates, with notes. `given`:
-    a tokenizer.json in its place.
-
-    Raises HotsplitError for a broken file, and for the stock layout if there is no tokenizer or
-    llama.cpp has none that is known to be equal."""
+    a tokenizer.json in its place. Raises HotsplitError for a broken file, and for the stock layout
+    if there is no tokenizer or llama.cpp has none that is known to be equal."""
     path = given or folder / "tokenizer.json"
     if given is not None and layout == "stock":
         raise HotsplitError(
@@ -105,8 +103,7 @@ def given_tokenizer(path: Path, source: Path, keys: Mapping[str, Value]) -> str:
 
 
 def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
-    """tokenizer.json, or transformers' conversion of older files (vocab.json, tokenizer.model), or
-    None; and notes."""
+    """tokenizer.json, or transformers' conversion of older files, or None; and notes."""
     if path.exists() or path.name != "tokenizer.json":
         return read_text(path, "tokenizer.json"), []
     older = [path.parent / name for name in OLDER_FILES if (path.parent / name).exists()]
@@ -159,9 +156,7 @@ def _check_older(folder: Path) -> None:
 
 def _special_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
     """All tokens that end a text (llama.cpp's keys have room for only a few of them), and notes on
-    special tokens that the model lacks.
-
-    Raises HotsplitError for a value that is not a token id."""
+    special tokens that the model lacks. Raises HotsplitError for a value that is not a token id."""
     ends, notes = set[int](), list[str]()
     places = [("config.json", END), ("generation_config.json", END)]
     places += [("config.json", key) for key in ("bos_token_id", "unk_token_id", "pad_token_id")]

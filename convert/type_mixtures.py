@@ -23,9 +23,8 @@ def main_type(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the choice depends on beside a matrix's name.
-
-    llama.cpp knows Mixtral by its eight experts, and Llama 70B and Qwen 72B by their 80 layers."""
+    """What the choice depends on beside a matrix's name. llama.cpp knows Mixtral by its eight
+    experts, and Llama 70B and Qwen 72B by their 80 layers."""
 
     is_falcon: bool
     is_70b: bool

@@ -53,9 +53,8 @@ def num_tokens(tokenizer: Json) -> int:
 
 
 def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None:
-    """`tokenizer.ggml.*` for `vocab_size` tokens, or None if llama.cpp has no counterpart.
-
-    Ids without a token become [PADn] of type unused, as in llama.cpp's converter. Also None if two
+    """`tokenizer.ggml.*` for `vocab_size` tokens, or None if llama.cpp has no counterpart. Ids
+    without a token become [PADn] of type unused, as in llama.cpp's converter. Also None if two
     tokens have the same text (llama.cpp aborts), or if a text is empty or contains a NUL (llama.cpp
     reads only up to it)."""
     model = cast(Json, tokenizer["model"])
@@ -115,9 +114,8 @@ def byte_level_kind(tokenizer: Json) -> ByteLevelKind | None:
 
 
 def sentencepiece_prefix(tokenizer: Json) -> bool | None:
-    """Whether a SentencePiece BPE puts a space before the text; None if it is not one.
-
-    Spaces become U+2581 by normalizers (as Llama 2 was published) or by Metaspace (later)."""
+    """Whether a SentencePiece BPE puts a space before the text; None if it is not one. Spaces
+    become U+2581 by normalizers (as Llama 2 was published) or by Metaspace (later)."""
     model = cast(Json, tokenizer["model"])
     before = steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
     normalizers = steps_of(tokenizer.get("normalizer"), "normalizers")

@@ -22,10 +22,9 @@ from hotsplit.files.safetensors_file import check_header
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTensor:
-    """`read` returns the stored weights, a view of the mapped file if possible.
-
-    `same_as` is set for tied weights in a pickle: of several names of the same values, all but the
-    alphabetically last refer to the last. Otherwise it is None."""
+    """`read` returns the stored weights, a view of the mapped file if possible. `same_as` is set
+    for tied weights in a pickle: of several names of the same values, all but the alphabetically
+    last refer to the last. Otherwise it is None."""
 
     file: Path
     shape: tuple[int, ...]
@@ -35,9 +34,8 @@ class SourceTensor:
 
 
 def read_safetensors(path: Path) -> dict[str, SourceTensor]:
-    """Reads the header, but no weights.
-
-    Raises HotsplitError for a missing, truncated or inconsistent file."""
+    """Reads the header, but no weights. Raises HotsplitError for a missing, truncated or
+    inconsistent file."""
     check_header(path, "safetensors file")
     try:
         with safe_open(path, framework="pt") as file:
@@ -90,7 +88,6 @@ RESAVE = "load it with torch and save it again with torch.save, or as safetensor
 
 def read_state_dict(path: Path) -> dict[str, SourceTensor]:
     """Maps a file; its weights are read when they are used, and stay mapped while its tensors live.
-
     Raises HotsplitError for a missing, truncated or foreign file, and for other values."""
     require_file(path, "state dict")
     # The bytes of each storage in the file, of which torch trusts the pickle.

@@ -61,9 +61,8 @@ class ProfileReport:
 
 
 def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> ProfileReport:
-    """Writes the profile, a report and, if asked, the predictors; `on_tokens` reports progress.
-
-    On the CPU, weights stay in the mapped file."""
+    """Writes the profile, a report and, if asked, the predictors; `on_tokens` reports progress. On
+    the CPU, weights stay in the mapped file."""
     began = time.perf_counter()
     with Ranks() as ranks:
         device = ranks.together(lambda: ranks.device(config.device or "cpu"))
@@ -92,8 +91,7 @@ def profile(config: ProfileConfig, on_tokens: OnTokens = lambda count: None) -> 
 def _outcome(
     config: ProfileConfig, run: ResumableRun, windows: Windows
 ) -> tuple[ProfileReport, Callable[[ProfileReport], None]]:
-    """(the report, the function that writes it with the profile and what else was asked for). Modes
-    are compared on text that nothing was fitted to."""
+    """(the report, the function that writes everything). Modes are compared on unseen text."""
     engine, model, ids = run.engine, run.engine.model, windows.ids
     gates, ranks = gates_of(model), run.ranks
     share = (ranks.rank, ranks.size)

@@ -79,8 +79,7 @@ def _inputs(config: ReportConfig, machine: Path, split: Split | None) -> Inputs:
 
 
 def _curve(inputs: Inputs, split: Split | None) -> Sweep:
-    """The speed curve from no memory up to a little more than everything takes, or to the GPU's
-    memory if that is less, but at least to the plan's budget."""
+    """The speeds from no memory to a little more than everything takes, or to the GPU's memory."""
     modes = allowed_modes(inputs, MAX_LOSS)[0] if split is None else [inputs.mode]
 
     workspace = workspace_bytes if split is None else lambda *asked: inputs.workspace

@@ -160,9 +160,8 @@ class RunCache:
         return True
 
     def obtain(self, kind: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
-        """The artifact, made if it does not exist, and locked until the cache is closed.
-
-        Waits if another run is making it. Exceptions of `make` pass through."""
+        """The artifact, made if it does not exist, and locked until the cache is closed. Waits if
+        another run is making it. Exceptions of `make` pass through."""
         folder = self.place(kind, key)
         if folder in self._held:
             if (found := self.find(kind, key)) is not None:

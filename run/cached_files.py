@@ -27,10 +27,8 @@ class CachedFiles(NamedTuple):
 
 
 def cached_files_for(model: Path) -> CachedFiles:
-    """The files cached for a model file, or for a source of `run`.
-
-    Unfinished and stale artifacts are left out, and so are plans and models with
-    predictors that cannot be loaded."""
+    """The files cached for a model file, or for a source of `run`. Unfinished and stale artifacts
+    are left out, and so are plans and models with predictors that cannot be loaded."""
     try:
         cache = RunCache(cache_folder())
         ready = [each for each in list_cache(cache.folder) if each.state == "ready"]
@@ -49,8 +47,7 @@ def cached_files_for(model: Path) -> CachedFiles:
 
 
 def _converted(cache: RunCache, source: Path) -> Path | None:
-    """A file that `run` converted the source to, in any type and layout, with the activation that
-    the source records; None if there is none."""
+    """A file that `run` converted the source to, in any type and layout; None if none."""
     identity = identity_of_source(source)
     for outtype, layout in product((None, *OUTTYPES), get_args(Layout)):
         key = conversion_key(identity, outtype, layout, None)

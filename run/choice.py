@@ -179,8 +179,7 @@ def choose_layout(source: RunSource, outtype: Outtype | None, wishes: Wishes, ro
 
 
 def _reads_all(model: ModelFile, wishes: Wishes, room: Room) -> bool:
-    """True if every neuron, or every one of the chosen experts, is read for every token, on the CPU
-    or by a plan of whole experts."""
+    """True if a token reads every neuron, or all of its experts', on the CPU or by a plan."""
     is_covered = not room.gpus or model.spec.has_experts
     return is_covered and wishes.engine.mode in (None, "dense") and not model.spec.silences
 

@@ -54,9 +54,8 @@ def list_cache(cache: Path) -> tuple[CachedArtifact, ...]:
 
 def clear(cache: Path, names: Sequence[str] = ()) -> Cleared:
     """Removes artifacts: all, or those with these names (of a folder, a kind, a source or a state).
-    Removing all includes the rates and what was said.
-
-    Raises HotsplitError for a name that matches nothing, unless it is a kind or a state."""
+    Removing all includes the rates and what was said. Raises HotsplitError for a name that matches
+    nothing, unless it is a kind or a state."""
     artifacts = list_cache(cache)
     for name in names:
         is_class = name in STAGES or name in get_args(State)
@@ -161,8 +160,7 @@ def _remove(folder: Path) -> str | None:
 
 
 def _remove_ours(folder: Path) -> str | None:
-    """Removes our files, the entry first, so that a half-removed folder is not an artifact. Returns
-    why anything is left, or None."""
+    """Removes our files, the entry first: the rest is no artifact. Returns why any is left."""
     (folder / ENTRY).unlink(missing_ok=True)
     foreign = []
     for path in sorted(folder.rglob("*"), key=lambda p: len(p.parts), reverse=True):
@@ -184,8 +182,7 @@ def _remove_ours(folder: Path) -> str | None:
 
 
 def _is_ours(folder: Path, name: str) -> bool:
-    """True if the folder's stage writes files of that name or, in a folder of a kind that this
-    version does not know, if any stage does."""
+    """True if the folder's stage, or of an unknown kind any stage, writes files of that name."""
     stage = STAGES.get(folder.name.rpartition("-")[0])
     stages = [stage] if stage else STAGES.values()
     patterns = [pattern for each in stages for pattern in (each.file, *each.more_files)]

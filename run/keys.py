@@ -86,9 +86,8 @@ def digest(values: Any) -> str:
 
 def identity_of_source(path: Path, tokenizer: Path | None = None) -> str:
     """The identity of a GGUF, or of a checkpoint folder by the files that `convert` reads, with
-    that of a tokenizer.json in place of its own.
-
-    `path` must exist. Raises HotsplitError for a file that cannot be read."""
+    that of a tokenizer.json in place of its own. `path` must exist. Raises HotsplitError for a file
+    that cannot be read."""
     if tokenizer is not None:
         require_file(tokenizer, "tokenizer.json")
         return digest([identity_of_source(path), *_identity(tokenizer)])

@@ -48,7 +48,6 @@ class Ready:
 @dataclass
 class StageSteps:
     """Obtains a job's artifacts; counts the stages that make them and announces them to the user.
-
     Each is made only when needed: for an output that is in the cache, missing inputs are not made
     again."""
 

@@ -203,10 +203,8 @@ def make_look(job: RunJob, model: Path, folder: Path) -> Mapping[str, Any]:
 
 
 def counted_per_s(heard: Sequence[tuple[float, float]], seconds: float) -> float:
-    """Tokens per second, from (time, tokens counted since the last call).
-
-    The first call, before the first window, has none. If that was all, `seconds` is taken, the
-    whole profile's time."""
+    """Tokens per second, from (time, tokens counted since the last call). The first call, before
+    the first window, has none. If that was all, `seconds` is taken, the whole profile's time."""
     (first, tokens), (last, _) = heard[0], heard[-1]
     if len(heard) == 1:
         return tokens / seconds

@@ -72,10 +72,9 @@ def measured_by(model: Path, split: Path | None, config: EngineConfig) -> PlanTi
 
 
 def scales_of(prediction: Prediction, first: PlanTimes, cpu_s: float | None) -> Scales:
-    """The factors of the CPU's figures, of hand-overs and of the GPU's that explain a trial.
-
-    The CPU alone, if it was timed, shows the first factor. What is then left of the plan's seconds
-    is laid to its hand-overs, which depend most on the machine, or if it has none, to the GPU."""
+    """The factors of the CPU's figures, of hand-overs and of the GPU's that explain a trial. The
+    CPU alone, if it was timed, shows the first factor. What is then left of the plan's seconds is
+    laid to its hand-overs, which depend most on the machine, or if it has none, to the GPU."""
     parts = prediction.parts_s
     cpu = 1.0 if cpu_s is None else cpu_s / prediction.cpu_alone_s
     rest_s = first.token_s - cpu * parts["cpu"]

@@ -51,7 +51,6 @@ class QueueFull(Exception):
 class Scheduler:
     """Runs the engine, with up to `parallel` texts in progress, and calls `post` once per step with
     all of the step's events, if any. Requests are refused while `queue` texts or more wait.
-
     `submit`, `cancel` and `stop` may be called from any thread; `run` belongs to the thread that
     owns the engine."""
 
@@ -199,8 +198,7 @@ class Scheduler:
         return max(rows, LEAST_ROWS)
 
     def _embed(self) -> None:
-        """Computes a piece of the oldest text that is to be embedded, in a pass of its own:
-        observed passes go layer by layer."""
+        """Computes a piece of the oldest text to embed: observed passes go layer by layer."""
         text = next((text for text in self._running if text.pool is not None), None)
         if text is None:
             return
@@ -275,8 +273,7 @@ class Scheduler:
             self._take(text, part, logits_RV, seconds)
 
     def _compute_alone(self, parts: list[tuple[Text, Part]]) -> None:
-        """Computes the parts one by one. A failed step adds nothing to any sequence, so only the
-        texts that also fail alone are ended."""
+        """Computes the parts one by one: only texts that also fail alone are ended."""
         for text, part in parts:
             began = time.perf_counter()
             with self._failing(text):

@@ -144,9 +144,8 @@ class Pool:
 
 
 class Text:
-    """A job in progress: it waits, computes its prompt, generates and ends.
-
-    `listen` is only stored here: the scheduler posts events in batches."""
+    """A job in progress: it waits, computes its prompt, generates and ends. `listen` is only stored
+    here: the scheduler posts events in batches."""
 
     def __init__(self, job: TextJob | EmbeddingJob, number: int, listen: Listen) -> None:
         self.job, self.number, self.listen = job, number, listen

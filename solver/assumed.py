@@ -97,12 +97,10 @@ def assumed_experts(model: ModelFile, exponent: float) -> Profile:
 
 
 def drawn_experts(num_experts: int, num_used: int, exponent: float) -> np.ndarray:
-    """The experts of NUM_TOKENS tokens, ascending, int16 [T, K].
-
-    Systematic sampling (Madow, 1949): the shares are laid end to end in a random order, and a token
-    takes the K experts at u, u + 1, ... Each block of tokens has an order of its own and evenly
-    spaced u, so that each expert is chosen as often as its share says, but for one token of a
-    block."""
+    """The experts of NUM_TOKENS tokens, ascending, int16 [T, K]. Systematic sampling (Madow, 1949):
+    the shares are laid end to end in a random order, and a token takes the K experts at u, u + 1,
+    ... Each block of tokens has an order of its own and evenly spaced u, so that each expert is
+    chosen as often as its share says, but for one token of a block."""
     share_E = zipf_shares(num_experts, num_used, exponent)
     random = np.random.default_rng(0)
     blocks = []

@@ -42,9 +42,8 @@ NO_GPU = Gpu(
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Checked inputs. `paths` are those of model, profile (None: none is needed) and machine file,
-    for messages.
-
-    With a neuron cache, main memory is only checked once a plan is found (`with_cache`)."""
+    for messages. With a neuron cache, main memory is only checked once a plan is found
+    (`with_cache`)."""
 
     model: ModelFile
     profile: Profile

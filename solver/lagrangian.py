@@ -65,9 +65,8 @@ MAX_BRANCHES_TRIED = 16  # branches for which a placement is made, best bound fi
 
 @dataclass(frozen=True, kw_only=True)
 class LagrangianResult:
-    """No feasible placement takes less than `bound_s`; `placement` takes `objective_s`.
-
-    `placement` is None, and `objective_s` infinite, if no feasible one was found."""
+    """No feasible placement takes less than `bound_s`; `placement` takes `objective_s`. `placement`
+    is None, and `objective_s` infinite, if no feasible one was found."""
 
     bound_s: float
     objective_s: float
@@ -126,10 +125,8 @@ def search(problem: Problem) -> LagrangianResult:
 
 
 def priced_layers(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Least M_l + price * neuron bytes of each layer, and its number of hot neurons.
-
-    Two arrays [2, K, L]; the first index is 1 for a dense block on the GPU. The cost is exact or
-    too low."""
+    """Least M_l + price * neuron bytes of each layer, and its number of hot neurons. Two arrays [2,
+    K, L]; the first index is 1 for a dense block on the GPU. The cost is exact or too low."""
     shape, most = (2, len(price_K), problem.num_layers), problem.num_neurons
     cost_2KL, count_2KL = np.empty(shape), np.empty(shape, np.int64)
     for layer in range(problem.num_layers):
@@ -266,7 +263,6 @@ def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
 
 def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> SolvedPlacement | None:
     """A placement of neurons for these dense blocks; None if none is found that fits both memories.
-
     Takes the neurons chosen at the lowest price >= 0 at which they fit or, if they are too few for
     the host, at the highest price <= 0 at which they suffice; then calls `fill`. The same numbers
     of neurons, but `balanced`, are taken instead where that is faster."""

@@ -152,8 +152,7 @@ def _pattern(names: tuple[str, ...], layers: list[int]) -> str:
 def _knapsack(
     of_layers: list[list[_Matrix]], room: int, hand_over_s: float
 ) -> list[frozenset[str]]:
-    """The names on the GPU, of each layer, that save most in this room; of equal choices that with
-    the last layers whole."""
+    """Each layer's names on the GPU that save most; of equal choices the last layers whole."""
     step = max(1, room // STEPS)
     best_R = np.zeros(room // step + 1)
     chosen: list[np.ndarray] = []

@@ -65,8 +65,7 @@ def too_small(inputs: Inputs, pipeline: Pipeline) -> TooSmallError:
 
 
 def _context(inputs: Inputs, missing: int) -> int | None:
-    """The longest context whose keys and values take at least `missing` bytes less of main memory;
-    None if there is none, or without key selection."""
+    """The longest context whose keys take at least `missing` bytes less of main memory, or None."""
     if inputs.kv_offload is None:
         return None
     limit = inputs.offloaded_bytes - missing
@@ -99,8 +98,7 @@ def least_of(errors: Sequence[TooSmallError]) -> TooSmallError:
 
 
 def _more(inputs: Inputs, pipeline: Pipeline) -> tuple[int, ...] | None:
-    """The pipeline's budgets, with the budget of the last GPU in use (of the first, if none is)
-    changed to the least that suffices; None if none does."""
+    """The budgets, that of the last GPU in use (or the first) the least that suffices, or None."""
     if not inputs.machine.gpus:
         return None
     budgets = [problem.budget_bytes for problem in pipeline.problems]

@@ -27,7 +27,6 @@ AlternativeName = Mode | Obvious
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     """Another way to run the model in the same memories: seconds per token, or why there are none.
-
     `is_unproven`: by its bound this mode may have a faster plan."""
 
     name: AlternativeName
@@ -47,9 +46,8 @@ class Found:
 
 
 def find(inputs: Inputs, *, time_limit_s: float) -> Found:
-    """The best plan for the mode of the inputs.
-
-    Raises HotsplitError if none fits, with the smallest memory that works."""
+    """The best plan for the mode of the inputs. Raises HotsplitError if none fits, with the
+    smallest memory that works."""
     pipeline = inputs.pipeline()
     check_budgets(inputs, pipeline)
     return _find(inputs, pipeline, time_limit_s=time_limit_s, beat_s=np.inf)

@@ -66,8 +66,7 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
 
 
 def _model_notes(inputs: Inputs, split: Split) -> list[str]:
-    """What a stock file's transposed projections take, what the host holds for operations of which
-    a token reads a row, and what the context of a model with recurrent states takes and leaves."""
+    """Notes on transposed projections, tables on the host, and the context of recurrent states."""
     model, notes = inputs.model, []
     more = all_neuron_bytes(model) - all_neuron_bytes(replace(model, runs_as_it_is=True))
     if model.layout == "stock" and more > 0:

@@ -62,11 +62,10 @@ Status = Literal["optimal", "bounded", "time_limit", "cpu_only"]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A plan, its seconds per token, and a lower bound on those of any placement.
-
-    Status: `cpu_only` (no budget holds anything, so there is no other plan), `optimal` (the bound
-    proves that no plan takes 0.1 % less), else `time_limit` (the search ended early, at its time
-    limit or at `beat_s` of find_plan) or `bounded` (it ended by itself); the bound always holds."""
+    """A plan, its seconds per token, and a lower bound on those of any placement. Status:
+    `cpu_only` (no budget holds anything, so there is no other plan), `optimal` (the bound proves
+    that no plan takes 0.1 % less), else `time_limit` (the search ended early, at its time limit or
+    at `beat_s` of find_plan) or `bounded` (it ended by itself); the bound always holds."""
 
     status: Status
     plan: PipelinePlacement
@@ -109,10 +108,9 @@ def find_plan(
 ) -> Answer | None:
     """The fastest plan found, no slower than the feasible ones in `known`, than everything on one
     GPU, or than nothing on any. If the bound shows that no plan takes less than `beat_s`, the
-    search stops and returns the best plan so far; with a time limit of 0 the integer program
-    is left out. The limit is for each choice of the sides of groups.
-
-    None if no plan fits all memories."""
+    search stops and returns the best plan so far; with a time limit of 0 the integer program is
+    left out. The limit is for each choice of the sides of groups. None if no plan fits all
+    memories."""
     if not pipeline.together:
         return _find(pipeline, time_limit_s, known, beat_s)
     assert pipeline.num_gpus == 1, "Inputs.pipeline refuses others"

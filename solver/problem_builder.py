@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
 def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
     """The numbers of the problem with one GPU, with every byte count from
-    `hotsplit.costs.part_bytes`.
-
-    A token reads the keys and values of one of the texts that are computed at a time."""
+    `hotsplit.costs.part_bytes`. A token reads the keys and values of one of the texts that are
+    computed at a time."""
     model, machine, spec = inputs.model, inputs.machine, inputs.model.spec
     has_predictor, is_offloaded = runs_predictors(inputs.mode), inputs.kv_offload is not None
 
@@ -216,9 +215,8 @@ def cpu_seconds(
 
 
 def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:
-    """Predicted neurons for each one that fires, f64 [L]; 1 if unknown, or if none fires.
-
-    Raises HotsplitError for an invalid share of neurons."""
+    """Predicted neurons for each one that fires, f64 [L]; 1 if unknown, or if none fires. Raises
+    HotsplitError for an invalid share of neurons."""
     named = model.predictor.density_L if model.predictor is not None else ()
     if not all(0 <= share <= 1 for share in named):
         raise HotsplitError(

@@ -25,9 +25,8 @@ MORE = 4
 def fill(
     problem: Problem, *, num_hot_L: np.ndarray, dense_L: np.ndarray, room_bytes: int
 ) -> np.ndarray:
-    """Counts that are at least `num_hot_L` and take at most `room_bytes` more.
-
-    Greedy: the step that saves most seconds per byte first, until none that fits saves any."""
+    """Counts that are at least `num_hot_L` and take at most `room_bytes` more. Greedy: the step
+    that saves most seconds per byte first, until none that fits saves any."""
     layers = [
         _FilledLayer(problem, layer, int(num_hot_L[layer]), bool(dense_L[layer]))
         for layer in range(problem.num_layers)
@@ -89,12 +88,10 @@ def balanced(
     problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool, room_bytes: int
 ) -> SolvedPlacement:
     """A placement with these numbers of hot neurons, or up to MORE more in layers where that is
-    faster and takes at most `room_bytes` in all.
-
-    Experts are chosen by `replay.improved`. Of other layers, one whose hottest neurons take longer
-    than `least_split_s_LN` has a window of consecutive ranks
-    instead, the fastest (shifting it by one rank changes the touched bytes by at most a neuron's),
-    improved by swaps."""
+    faster and takes at most `room_bytes` in all. Experts are chosen by `replay.improved`. Of other
+    layers, one whose hottest neurons take longer than `least_split_s_LN` has a window of
+    consecutive ranks instead, the fastest (shifting it by one rank changes the touched bytes by at
+    most a neuron's), improved by swaps."""
     hot_LF = of_counts(problem, num_hot_L, dense_L, head).hot_LF
     for layer, count in enumerate(num_hot_L.tolist()):
         if not 0 < count < problem.num_neurons:

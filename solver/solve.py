@@ -63,11 +63,10 @@ class SolveReport:
 
 
 def solve(config: SolveConfig, workspace: Workspace) -> SolveReport:
-    """Writes the plan and returns a report on it.
-
-    `workspace` counts the bytes of temporaries. Raises HotsplitError for files that do not belong
-    together, for budgets too small, with the smallest memory that works, and for a neuron cache
-    that would have nothing to swap; then nothing is written."""
+    """Writes the plan and returns a report on it. `workspace` counts the bytes of temporaries.
+    Raises HotsplitError for files that do not belong together, for budgets too small, with the
+    smallest memory that works, and for a neuron cache that would have nothing to swap; then nothing
+    is written."""
     check_output(config.output, force=config.force, inputs=config.inputs)
     inputs = load_inputs(config, workspace)
     began = time.perf_counter()
@@ -175,8 +174,7 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
 
 
 def _unit_notes(found: Found, split: Split) -> list[str]:
-    """What the plan's neuron cache takes, or that there is room for one if the plan has none; which
-    experts are on the GPU, why the others are not, and what more memory would bring."""
+    """What the plan's cache takes, or that there is room for one; which experts are on the GPU."""
     inputs, pipeline, plan = found.inputs, found.pipeline, found.answer.plan
     placement = plan.placement
     if inputs.swapped_rows:

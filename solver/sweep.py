@@ -65,10 +65,8 @@ def sweep(
 ) -> Sweep:
     """Plans for evenly spaced budgets from `first` to `last`. A budget that is too small for
     anything gets the plan of the CPU alone; one with which main memory cannot hold the rest gets no
-    point.
-
-    Raises HotsplitError if no budget has a plan, for a neuron cache, for a machine without a GPU,
-    and for fewer than two budgets."""
+    point. Raises HotsplitError if no budget has a plan, for a neuron cache, for a machine without a
+    GPU, and for fewer than two budgets."""
     if config.neuron_cache is not None:
         raise HotsplitError("a curve over budgets has no neuron cache: leave --neuron-cache out")
     inputs = load_inputs(config, workspace)

@@ -156,8 +156,7 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
 def _experts_seconds(
     split: Split, model: ModelFile, profile: Profile, machine: Machine, layer: int, home: int
 ) -> float:
-    """Seconds of a layer's experts: the mean over the recorded tokens of the slower side. Raises
-    HotsplitError if there are too few hot ones."""
+    """Seconds of a layer's experts: the mean over recorded tokens of the slower side."""
     tensors = [e for n, e in model.layer_tensors[layer].items() if "_exps" in n and not is_dense(n)]
     num_experts = model.spec.layers[layer].neurons.num_experts
     cold_s = sum(e.num_bytes / machine.cpu_rate(e.kind) for e in tensors) / num_experts
@@ -177,8 +176,7 @@ def _experts_seconds(
 
 
 def _use_seconds(split: Split, machine: Machine, home: Sequence[int]) -> float:
-    """For each GPU that holds anything: its fixed seconds of a token, and those of every run of
-    layers on the CPU that are at home there."""
+    """For each GPU in use: its fixed seconds, and those of the runs on the CPU at home there."""
     total = 0.0
     for number in sorted(set(home)):
         layers = [layer for layer in range(len(split.hot)) if home[layer] == number]
@@ -284,8 +282,7 @@ def _outside_seconds(model: ModelFile, machine: Machine) -> float:
 
 
 def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float) -> None:
-    """Checks that a layer has no hot neurons, all, or at least C_l: the `num_hot` hottest must save
-    more than kernels and a hand-over cost."""
+    """Checks that a layer has no hot neurons, all, or at least C_l."""
     if num_hot in (0, len(cpu_s_F)):
         return
     saved_s = np.sort(cpu_s_F)[::-1][:num_hot].sum()

@@ -46,7 +46,6 @@ def encode_rows(
     level: str | None = None,
 ) -> tuple[np.ndarray, float]:
     """Bytes, uint8 [N, row bytes], and the largest magnitude, which is NaN if there is a NaN.
-
     weight_NM: f32, f16 or bf16 on the CPU, rows or (without `rows`) columns contiguous; others are
     copied. rows: int64, the rows to encode, in order; None means all. importance_M: f32, finite and
     at least 0, the mean squares of what the columns are multiplied by, by which the search for

@@ -29,7 +29,6 @@ def bench(
     config: BenchConfig, on_test: Callable[[float], None] = lambda count: None
 ) -> BenchReport:
     """Runs the benchmark; calls `on_test` after each run of a test, `config.num_runs` times in all.
-
     Raises HotsplitError for options that the model, the plan or llama.cpp does not support."""
     load_before = load_now()
     file = ModelFile.load(config.model)

@@ -80,8 +80,7 @@ def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[
 def _limit(
     ours: RunTimes, reads: list[StepBytes], measured: RunSamples, setting: Setting
 ) -> Limit | None:
-    """The limit of memory bandwidth, from the bandwidth and bytes of each round. A GPU and the CPU
-    read concurrently (solver.advice)."""
+    """The limit by each round's bandwidth and bytes. A GPU and the CPU read concurrently."""
     if not reads or any(read.total is None for read in reads):
         return None
     sides = ["cpu"] if setting.device == "cpu" else list(measured.bandwidths[0])

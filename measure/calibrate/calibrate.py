@@ -47,10 +47,8 @@ def calibrate(
     config: CalibrateConfig, say: Say = lambda line: None, on_probe: OnProbe = lambda count: None
 ) -> Machine:
     """Measures and writes `output`; `say` gets the results as lines, `on_probe` is called after
-    each timing. If there is no GPU here, the figures of `gpu_from`'s GPUs are taken.
-
-    Raises HotsplitError for an output that exists unless `force`, and for a `gpu_from` that has
-    no GPU."""
+    each timing. If there is no GPU here, the figures of `gpu_from`'s GPUs are taken. Raises
+    HotsplitError for an output that exists unless `force`, and for a `gpu_from` that has no GPU."""
     inputs = () if config.gpu_from is None else (config.gpu_from,)
     check_output(config.output, force=config.force, inputs=inputs)
     borrowed = None if config.gpu_from is None else load_machine(config.gpu_from)

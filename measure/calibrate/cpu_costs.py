@@ -108,9 +108,8 @@ def _layer_seconds(times: Mapping[str, Sequence[float]], mode: str, threads: int
 
 def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
     """Probes of one type: all rows times a vector and times several, and a tenth of the neurons
-    made of the rows.
-
-    Each timing takes another tenth, since the previous one may still be in a cache."""
+    made of the rows. Each timing takes another tenth, since the previous one may still be in a
+    cache."""
     entry = _random_rows(kind, num_bytes)
     matrix, whole = Residence().matrix(entry), Residence().whole(entry, "tiled")
     x_D, x_TD = torch.ones(ROW_VALUES), torch.ones(PASS_TOKENS, ROW_VALUES)
@@ -131,8 +130,7 @@ def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
 
 
 def _tenths(count: int) -> list[Tensor]:
-    """Ten random sets of indices below `count`, each ascending, of one size and without a common
-    index."""
+    """Ten disjoint random sets of indices below `count`, of one size, each ascending."""
     order = torch.rand(count, generator=torch.Generator().manual_seed(0)).argsort()
     num_sets = round(1 / CHOSEN_SHARE)
     return [order[n::num_sets][: count // num_sets].sort().values for n in range(num_sets)]

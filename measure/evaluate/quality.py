@@ -41,10 +41,8 @@ class EvalReport:
     """Perplexities, the KL divergence of `mode` from dense in nats, and the share of tokens after
     which the most likely next token is the same. Half-widths are those of 95 % intervals (see
     comparison), None if the text is too short. Bytes are those of the weights that a token reads
-    (see mode_quality).
-
-    The interval of a perplexity is wide, because it reflects how much texts differ; that of the
-    increase comes from a paired comparison, token by token."""
+    (see mode_quality). The interval of a perplexity is wide, because it reflects how much texts
+    differ; that of the increase comes from a paired comparison, token by token."""
 
     model_id: Line
     mode: Mode
@@ -123,11 +121,10 @@ def evaluate(
     on_tokens: Callable[[float], None] = lambda count: None,
     on_total: Callable[[int], None] = lambda count: None,
 ) -> EvalReport:
-    """Runs every window through the dense model and through the mode asked for.
-
-    `on_total` is called once with the number of tokens to run, `on_tokens` after each window with
-    its number of tokens. The total is below `max_tokens` for a short text, and may be above it with
-    a chat template, whose own tokens are run too."""
+    """Runs every window through the dense model and through the mode asked for. `on_total` is
+    called once with the number of tokens to run, `on_tokens` after each window with its number of
+    tokens. The total is below `max_tokens` for a short text, and may be above it with a chat
+    template, whose own tokens are run too."""
     own = ("cache_type_k", "cache_type_v", "kv_offload", "neuron_cache")
     plain: dict[str, Any] = dict.fromkeys(own)
     # Whole windows only, no decode steps; no limit of the loss: it is about to be measured.
@@ -167,10 +164,8 @@ def compare_all(
 ) -> list[EvalReport]:
     """Runs all engines on the same windows of token ids, and returns a report on each of `engines`.
     All are observed, and thus take the same code path, so that modes are compared and not orders of
-    summation. `counted` marks the tokens whose
-    prediction counts (None: all); `dense_shares` observes the dense model's neurons.
-
-    Raises HotsplitError if no token is compared."""
+    summation. `counted` marks the tokens whose prediction counts (None: all); `dense_shares`
+    observes the dense model's neurons. Raises HotsplitError if no token is compared."""
     shares = [ShareCounter(engine.model) for engine in engines]
     comparison, watcher = Comparison(len(engines)), dense_shares or ShareCounter(dense.model)
     observed = [(dense, watcher), *zip(engines, shares, strict=True)]

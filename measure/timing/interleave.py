@@ -32,11 +32,10 @@ def take_turns(
     alternates: bool = True,
     is_over: Callable[[int], bool] = lambda number: False,
 ) -> dict[Name, list[Sample]]:
-    """The samples of each side, one a round. A turn is called with the number of its round.
-
-    Round 0 warms up and is not counted. The order is `in_turn`'s if it alternates, and else always
-    the given one, in which no side has two turns in succession. If `is_over(number)` is true before
-    a round, from 1 on, the rounds end there."""
+    """The samples of each side, one a round. A turn is called with the number of its round. Round 0
+    warms up and is not counted. The order is `in_turn`'s if it alternates, and else always the
+    given one, in which no side has two turns in succession. If `is_over(number)` is true before a
+    round, from 1 on, the rounds end there."""
     samples: dict[Name, list[Sample]] = {name: [] for name in turns}
     for number in range(num_rounds + 1):
         if number and is_over(number):

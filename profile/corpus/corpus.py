@@ -69,11 +69,10 @@ def read_windows(
     of one token is left out, unless it is the only one.
 
     `-` is standard input. Blocks are read and tokenised until there are enough tokens; then the
-    files that tokens came from are read through for their sha256.
-
-    Raises HotsplitError for a file that is missing or unreadable, for a corpus without a stretch
-    of MIN_WINDOW tokens (or of the context, if that is shorter) or, with `must_fill`, of fewer than
-    `max_tokens` tokens, for tokens at or above `vocab_size`, and for a context of one token."""
+    files that tokens came from are read through for their sha256. Raises HotsplitError for a file
+    that is missing or unreadable, for a corpus without a stretch of MIN_WINDOW tokens (or of the
+    context, if that is shorter) or, with `must_fill`, of fewer than `max_tokens` tokens, for tokens
+    at or above `vocab_size`, and for a context of one token."""
     if context_length < 2:
         raise HotsplitError("the model has a context of one token, which no text fits into")
     with stdin_as_file(files) as paths:
@@ -133,9 +132,8 @@ def draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
 
 
 def stretches(texts: Sequence[str], turn: int, shift: int) -> Iterator[str]:
-    """One stretch of each text that has one left in this turn; short ones are joined by newlines.
-
-    A text of n stretches starts at stretch `shift` modulo n and wraps round, so that not only the
+    """One stretch of each text that has one left in this turn; short ones are joined by newlines. A
+    text of n stretches starts at stretch `shift` modulo n and wraps round, so that not only the
     beginnings of texts are taken."""
     joined: list[str] = []
     for text in texts:
@@ -194,10 +192,9 @@ def read_chat_windows(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(token ids, whether each is counted), int64 and bool [T] per window. The tokens of paragraphs
     are counted, up to `max_tokens` in all. A window is cut after WINDOW tokens, and skipped if
-    fewer than MIN_WINDOW of them count. `template` is as in chat_template_of.
-
-    Raises HotsplitError if there is no template, for a template that changes messages, and for a
-    corpus without a paragraph that is long enough."""
+    fewer than MIN_WINDOW of them count. `template` is as in chat_template_of. Raises HotsplitError
+    if there is no template, for a template that changes messages, and for a corpus without a
+    paragraph that is long enough."""
     length = min(WINDOW, context_length)
     windows, counted, left = list[Tensor](), list[Tensor](), max_tokens
     found = chat_template_of(model, codec, template)

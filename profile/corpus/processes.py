@@ -44,9 +44,8 @@ class Ranks:
 
     def device(self, asked: str | None) -> str | None:
         """The device for this process: each of several processes gets a GPU of its own if torch
-        sees any and `asked` is "cuda" or None; otherwise it is `asked`.
-
-        Raises HotsplitError if torch sees GPUs, but none that is left for this process."""
+        sees any and `asked` is "cuda" or None; otherwise it is `asked`. Raises HotsplitError if
+        torch sees GPUs, but none that is left for this process."""
         local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()
         if self.size == 1 or asked not in (None, "cuda") or not count:
             return asked
@@ -80,9 +79,8 @@ class Ranks:
         return self.rank == 0
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in every process; if it raises HotsplitError in any of them, all end.
-
-        The failed process of the lowest rank raises its error, all others exit silently."""
+        """Runs `work` in every process; if it raises HotsplitError in any of them, all end. The
+        failed process of the lowest rank raises its error, all others exit silently."""
         result: list[Result] = []
         failure: HotsplitError | None = None
         try:

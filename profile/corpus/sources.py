@@ -42,9 +42,8 @@ class Source:
         return -(-self.size // BLOCK_BYTES)
 
     def texts(self, block: int) -> list[str]:
-        """The texts that begin in a block; together, the blocks hold every text once.
-
-        Raises HotsplitError for unreadable content."""
+        """The texts that begin in a block; together, the blocks hold every text once. Raises
+        HotsplitError for unreadable content."""
         raise NotImplementedError
 
 
@@ -178,14 +177,11 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
-    """The files given and, sorted, all files of known kinds in the folders given.
-
-    A file given by name may have any suffix: unless it is JSON lines or parquet, it is read as
-    text. In a folder, empty files and names that begin with a dot are skipped.
-
-    Raises HotsplitError for a missing path, for a folder that is unreadable or without a corpus,
-    for a parquet file without the column `text_key`, and for a file given by name that is refused
-    by `_refuse_blank`."""
+    """The files given and, sorted, all files of known kinds in the folders given. A file given by
+    name may have any suffix: unless it is JSON lines or parquet, it is read as text. In a folder,
+    empty files and names that begin with a dot are skipped. Raises HotsplitError for a missing
+    path, for a folder that is unreadable or without a corpus, for a parquet file without the column
+    `text_key`, and for a file given by name that is refused by `_refuse_blank`."""
     sources: list[Source] = []
     for path in paths:
         if path.is_dir():
@@ -231,8 +227,7 @@ def _source(name: str, path: Path, text_key: str) -> Source:
 
 
 def _refuse_blank(source: Source) -> None:
-    """Raises HotsplitError for a file of at most one block without text, and for a text file with
-    NUL bytes in its first block, such as UTF-16, a disk image or a sparse file."""
+    """Raises HotsplitError for a short file without text, and for NUL bytes in the first block."""
     if isinstance(source, TextSource) and "\0" in "".join(_first(source)[:1])[:BLOCK_BYTES]:
         raise HotsplitError(
             f"{source.path}: has NUL bytes, so it is not text; convert it to UTF-8, or leave it out"
@@ -259,9 +254,8 @@ def stdin_as_file(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
 
 
 def sha256_of_text(source: Source) -> str:
-    """Hex digest of the file's content, read piece by piece.
-
-    Raises HotsplitError if a text file has bytes that are not UTF-8."""
+    """Hex digest of the file's content, read piece by piece. Raises HotsplitError if a text file
+    has bytes that are not UTF-8."""
     digest, total = hashlib.sha256(), 0
     decoder = codecs.getincrementaldecoder("utf-8")()
     with opened(source.path) as file:

@@ -144,9 +144,8 @@ class Counter(Tensors):
 
 
 def histogram(value: Tensor) -> Tensor:
-    """int64 [B]: the number of |values| (f32) in each bin of EDGES; NaN counts in the last.
-
-    For GPUs: in torch operations that do not synchronise (bincount would, for its largest bin)."""
+    """int64 [B]: the number of |values| (f32) in each bin of EDGES; NaN counts in the last. For
+    GPUs: in torch operations that do not synchronise (bincount would, for its largest bin)."""
     size_A = value.abs().flatten()
     bucket_A = (size_A.view(torch.int32) >> 16).long()
     first, edge = _tables_on(size_A.device)

@@ -33,11 +33,9 @@ class MergeReport:
 
 
 def merge(config: MergeConfig) -> MergeReport:
-    """Writes the sum of the profiles.
-
-    Raises HotsplitError for profiles of different models, sizes or thresholds, and,
-    unless `force`, if two have a text in common: a profile does not record which parts of a text
-    it counted, so both may have counted the same ones."""
+    """Writes the sum of the profiles. Raises HotsplitError for profiles of different models, sizes
+    or thresholds, and, unless `force`, if two have a text in common: a profile does not record
+    which parts of a text it counted, so both may have counted the same ones."""
     check_output(config.output, force=config.force, inputs=config.profiles)
     loaded = [(path, Profile.load(path)) for path in config.profiles]
     notes = []

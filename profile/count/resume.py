@@ -82,10 +82,9 @@ def save_position(path: Path, settings: Settings, position: Position) -> None:
 
 def load_position(path: Path, settings: Settings, ranks: "Ranks", *, force: bool) -> Position:
     """The position of a run, in every process; the first one reads the file. That of the beginning
-    if there is no file or, with `force`, none that fits.
-
-    Without `force`, raises HotsplitError for a damaged file, and for one of another run: with
-    another model, corpus, seed or other settings."""
+    if there is no file or, with `force`, none that fits. Without `force`, raises HotsplitError for
+    a damaged file, and for one of another run: with another model, corpus, seed or other
+    settings."""
     found = ranks.first_only(lambda: _load(path, settings, force)) or Position()
     if ranks.size == 1:
         return found

@@ -25,10 +25,8 @@ _lib = open_library("hotsplit.profile._count", {"hs_count": (INT, _TAKEN)})
 @cache
 def tables() -> tuple[Tensor, Tensor]:
     """For each bucket, the bin of its smallest value and the edge where the next bin begins (NaN in
-    the last bin).
-
-    A bucket holds the f32 values that share their upper 16 bits (sign, 8 of exponent, 7 of
-    mantissa). Bins are wider, so that at most one edge lies in a bucket."""
+    the last bin). A bucket holds the f32 values that share their upper 16 bits (sign, 8 of
+    exponent, 7 of mantissa). Bins are wider, so that at most one edge lies in a bucket."""
     edges = np.append(EDGES.astype(np.float32), np.float32(np.inf))
     smallest = (np.arange(NUM_BUCKETS, dtype=np.uint32) << 16).view(np.float32)
     smallest = np.where(np.isnan(smallest), np.float32(np.inf), smallest)
@@ -43,9 +41,8 @@ def count(
     value_TF: Tensor, threshold: float, count_F: Tensor, histogram_B: Tensor, *, is_magnitude: bool
 ) -> None:
     """Adds to `count_F` the number of tokens for which each value (or |value|) is above the
-    threshold, and to `histogram_B` |value| of those; the others go into bin 0.
-
-    value_TF: f32; the sums: int64; all on the CPU."""
+    threshold, and to `histogram_B` |value| of those; the others go into bin 0. value_TF: f32; the
+    sums: int64; all on the CPU."""
     value_TF, (first, edge) = value_TF.contiguous(), tables()
     num_tokens, num_neurons = value_TF.shape
     assert value_TF.dtype == torch.float32, value_TF.dtype

@@ -78,12 +78,11 @@ def check_memory(rank: int | None, model: ModelFile) -> None:
 
 def trainer_bytes(width: int, num_neurons: int, tried: PredictorChoices) -> tuple[int, int]:
     """(lasting bytes, further bytes in a single operation) of one layer's
-    profile.predictors.layer_trainer.LayerTrainer, estimated.
-
-    The first: the gate matrix and its map, moments in f64, their start, every candidate in its
-    type, the trained network's weights, gradients, Adam's two moments and the best weights, and the
-    kept tokens. The second: the SVD of F x D in f64 with LAPACK's copies and workspace (at 3072 x
-    1024 some 230 MiB, measured once), or a step's T x F values."""
+    profile.predictors.layer_trainer.LayerTrainer, estimated. The first: the gate matrix and its
+    map, moments in f64, their start, every candidate in its type, the trained network's weights,
+    gradients, Adam's two moments and the best weights, and the kept tokens. The second: the SVD of
+    F x D in f64 with LAPACK's copies and workspace (at 3072 x 1024 some 230 MiB, measured once), or
+    a step's T x F values."""
     square, gate, both = width * width, num_neurons * width, width + num_neurons
     stored = sum(BY_NAME[kind].bytes_per_value for kind in tried.kinds)
     start = 4 * (2 * gate + 2 * square) + 4 * min(width, num_neurons) * both

@@ -40,7 +40,6 @@ def train(
     run: ResumableRun, gates: Sequence[Gate], windows: Sequence[Tensor], config: ProfileConfig
 ) -> Trained:
     """Trains all layers at once, on as many processes as `run` has; can be interrupted and resumed.
-
     Only sums, kept tokens and the state of the training are saved; the rest is derived again."""
     model, ranks = run.engine.model, run.ranks
     tried, layers = PredictorChoices.of(config.predictor_rank, model), list[LayerTrainer]()
@@ -94,9 +93,8 @@ def _sums(parts: Sequence[Tally] | Sequence[Examiner]) -> dict[str, Tensor]:
 
 
 class Sums(Tensors):
-    """Sums of every layer; the processes' shares add up.
-
-    In f64 or int64, so that the total is that of any number of processes, up to rounding."""
+    """Sums of every layer; the processes' shares add up. In f64 or int64, so that the total is that
+    of any number of processes, up to rounding."""
 
     def __init__(self, sums_L: Sequence[dict[str, Tensor]]) -> None:
         super().__init__(_numbered(sums_L), is_sum=True)
@@ -175,10 +173,9 @@ def _numbered(tensors_L: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class SharedSteps:
-    """Makes all processes take every step together, with the mean of their gradients.
-
-    The mean is weighted by tokens; a process that has no text left contributes nothing. A step of n
-    processes takes up to n chunks, so there are about n times fewer steps."""
+    """Makes all processes take every step together, with the mean of their gradients. The mean is
+    weighted by tokens; a process that has no text left contributes nothing. A step of n processes
+    takes up to n chunks, so there are about n times fewer steps."""
 
     def __init__(self, ranks: Ranks, layers: Sequence[LayerTrainer]) -> None:
         self.ranks = ranks

@@ -34,10 +34,9 @@ class _Keys:
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """The section. Raises HotsplitError for values that no cache can have.
-
-    most_rows: most neurons swapped in a step. frequency: the share of tokens that read each
-    neuron according to the profile, f32 [F] for each layer, by neuron id."""
+    """The section. Raises HotsplitError for values that no cache can have. most_rows: most neurons
+    swapped in a step. frequency: the share of tokens that read each neuron according to the
+    profile, f32 [F] for each layer, by neuron id."""
 
     most_rows: int
     costs: CacheCosts
@@ -95,9 +94,8 @@ class CachePlan:
 
     @classmethod
     def take(cls, keys: object, tensors: dict[str, TensorEntry], num_layers: int) -> "CachePlan":
-        """Reads the section from its keys and takes its tensors out of `tensors`.
-
-        Raises HotsplitError for invalid values and for a missing tensor."""
+        """Reads the section from its keys and takes its tensors out of `tensors`. Raises
+        HotsplitError for invalid values and for a missing tensor."""
         read = read_declared(_Keys, keys, "cache")
         times = {f"{name}_L": _f64(_taken(tensors, f"cache.{name}"), name) for name in _TIMES}
         costs = CacheCosts(**times, rest_s=read.rest_s, copy_s=read.copy_s)

@@ -19,11 +19,9 @@ def with_rope_scaling(
     model: ModelFile, kind: str | None, factor: float | None, context_length: int | None
 ) -> ModelFile:
     """The model with this scaling instead of its own; unchanged if `kind` and `factor` are None.
-
     kind: "none", "linear" or "yarn"; None means "yarn" if there is a factor. factor: the ratio of
-    the longest text to the training length; None takes what `context_length` needs.
-
-    Raises HotsplitError for a model whose positions cannot be scaled, and like `asked_scaling`."""
+    the longest text to the training length; None takes what `context_length` needs. Raises
+    HotsplitError for a model whose positions cannot be scaled, and like `asked_scaling`."""
     if kind is None and factor is None:
         return model
     spec, rotary = model.bare_spec, model.bare_spec.rotary

@@ -35,9 +35,8 @@ Quantity = Annotated[float, Ge(1e-18), Le(1e18)]  # within which computations st
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """A quantity measured in several rounds. Plans are priced with `median`, what a token usually
-    gets; `best`, which other load can only make worse, is for limits.
-
-    `quartiles` (ascending, with the median) are None and `rounds` is 0 if not measured."""
+    gets; `best`, which other load can only make worse, is for limits. `quartiles` (ascending, with
+    the median) are None and `rounds` is 0 if not measured."""
 
     best: Quantity
     quartiles: tuple[Quantity, Quantity, Quantity] | None = None
@@ -78,10 +77,9 @@ Seconds = Annotated[Figure, Rule(lambda figure: figure.best <= MOST_S, f"up to {
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU. Bandwidths in GB/s (1e9 bytes), times in seconds, memory in bytes.
-
-    `token_s`, `hand_over_s`, `cpu_run_s` and `kernel_s` are fitted to the times of whole decode
-    steps (measure/calibrate/step_costs.py)."""
+    """One GPU. Bandwidths in GB/s (1e9 bytes), times in seconds, memory in bytes. `token_s`,
+    `hand_over_s`, `cpu_run_s` and `kernel_s` are fitted to the times of whole decode steps
+    (measure/calibrate/step_costs.py)."""
 
     name: Line
     source: Line  # "measured", or the origin of the figures
@@ -162,7 +160,6 @@ class Machine:
 
     def cpu_rate(self, kind: str, *, density: float = 1.0) -> float:
         """Bytes per second if a share `density` of the rows of a matrix of this type is read.
-
         Between all rows and CHOSEN_SHARE of them, the seconds per byte are linear in the logarithm
         of the share; below that they are constant. Raises HotsplitError for other types."""
         costs = self.costs

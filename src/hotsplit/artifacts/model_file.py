@@ -48,12 +48,11 @@ _GENERAL = ("general.architecture", "general.alignment")
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorInfo:
-    """The arithmetic of the predictors of all layers.
-
-    logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, where act is the identity ("linear")
-    or ReLU ("relu", DejaVu's form). A layer of rank 0 has one matrix: logits_F = up_FD x_D +
-    up_bias. A neuron is computed if its logit is above its layer's threshold. x is the FFN input of
-    the layer that is `input_layer_offset` layers earlier."""
+    """The arithmetic of the predictors of all layers. logits_F = up_FR act(down_RD x_D + down_bias)
+    + up_bias, where act is the identity ("linear") or ReLU ("relu", DejaVu's form). A layer of rank
+    0 has one matrix: logits_F = up_FD x_D + up_bias. A neuron is computed if its logit is above its
+    layer's threshold. x is the FFN input of the layer that is `input_layer_offset` layers
+    earlier."""
 
     kind: PredictorKind
     rank_L: tuple[Count, ...]
@@ -83,9 +82,8 @@ class ModelFile:
 
     @classmethod
     def load(cls, path: Path) -> "ModelFile":
-        """Reads the header; weights stay in the mapped file.
-
-        Raises HotsplitError for anything but a whole, known model file."""
+        """Reads the header; weights stay in the mapped file. Raises HotsplitError for anything but
+        a whole, known model file."""
         return cls.of(path, *read_model_gguf(path))
 
     @classmethod
@@ -117,7 +115,6 @@ class ModelFile:
         check: Callable[[Path], None] = lambda written: None,
     ) -> None:
         """Writes the file whole or not at all; `on_bytes` gets the size of every piece written.
-
         `check` gets the written file before it is renamed, and may raise."""
         self.validate()
         tensors = self.tensors
@@ -133,9 +130,8 @@ class ModelFile:
         )
 
     def validate(self) -> None:
-        """Raises HotsplitError unless all required tensors and no unknown ones are there, in
-        valid shapes and types, and thresholds, rotary factors and predictors are valid for the
-        model."""
+        """Raises HotsplitError unless all required tensors and no unknown ones are there, in valid
+        shapes and types, and thresholds, rotary factors and predictors are valid for the model."""
         self._refuse_limits()
         required, optional = self.expected_shapes()
         unknown = sorted(self.tensors.keys() - required.keys() - optional.keys())

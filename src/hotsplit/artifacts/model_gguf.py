@@ -31,10 +31,9 @@ OPT_NORM_EPSILON = 1e-5  # torch.nn.LayerNorm's; the file does not state it
 
 
 def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
-    """Keys and tensors of a GGUF; those of PowerInfer's files are translated.
-
-    The keys always include `hotsplit.model_id`: `convert` writes it, and for a third-party file
-    it is computed here. Raises HotsplitError for a folder, a split file and a broken file."""
+    """Keys and tensors of a GGUF; those of PowerInfer's files are translated. The keys always
+    include `hotsplit.model_id`: `convert` writes it, and for a third-party file it is computed
+    here. Raises HotsplitError for a folder, a split file and a broken file."""
     if path.is_dir():
         raise HotsplitError(
             f"{path}: is a folder; wanted a model file (GGUF), which hotsplit convert makes from a"
@@ -150,7 +149,6 @@ def compute_model_id(
     config: Mapping[str, object], samples: Iterable[tuple[str, tuple[int, ...], bytes]]
 ) -> str:
     """An id of the weights: sha256 over the config and each tensor's name, shape and sampled bytes.
-
     `convert` computes it once, from the checkpoint, so that all types and layouts made from one
     checkpoint share it; for a third-party GGUF it is computed at load, cheaply even for 100 GB."""
     volatile = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
@@ -177,7 +175,6 @@ def _adopted(
 ) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
     """Keys and tensors of PowerInfer's file as in a model file of the sparse layout. Names and
     meanings are those of PowerInfer's convert.py, convert-hf-to-powerinfer-gguf.py and llama.cpp.
-
     Raises HotsplitError, without the file's name, for an unknown architecture, predictors whose
     threshold is not a number, and an OPT without learned positions."""
     found = str(keys.get("general.architecture", "none"))

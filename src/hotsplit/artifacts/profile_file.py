@@ -98,9 +98,8 @@ class Profile(ProfileHeader):
         return top_L / np.maximum(1, descending_LE.sum(axis=1))
 
     def merge(self, other: "Profile") -> "Profile":
-        """The profile of both texts, without quality, which cannot be added.
-
-        Raises HotsplitError for different models or thresholds."""
+        """The profile of both texts, without quality, which cannot be added. Raises HotsplitError
+        for different models or thresholds."""
         rules = [(each.model_id, each.threshold_L) for each in (self, other)]
         if rules[0] != rules[1]:
             raise HotsplitError(

@@ -236,9 +236,8 @@ def _say(line: str) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Takes the numbers of closed standard streams, so that no file of a command gets them.
-
-    A closed stdin stays None. Writing to a closed stdout fails as writing to a full disk does; what
+    """Takes the numbers of closed standard streams, so that no file of a command gets them. A
+    closed stdin stays None. Writing to a closed stdout fails as writing to a full disk does; what
     nobody can read on stderr is dropped."""
     if sys.stdin is None:
         _unused(os.O_RDONLY)

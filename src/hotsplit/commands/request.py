@@ -107,10 +107,9 @@ def take_request(
     options: dict[str, Any], *, is_text: bool = False, is_chat: bool = False
 ) -> CommandRequest:
     """Takes a request out of a command's options; what is left says how the model is prepared and
-    loaded. `is_text`: a prompt must be given; `is_chat`: it is a message.
-
-    Wrong options are refused here, before imports that take seconds. Raises click's UsageError for
-    options that exclude each other, HotsplitError for wrong values."""
+    loaded. `is_text`: a prompt must be given; `is_chat`: it is a message. Wrong options are refused
+    here, before imports that take seconds. Raises click's UsageError for options that exclude each
+    other, HotsplitError for wrong values."""
     take = options.pop
     sampling = take_sampling_options(options)
     speculation = take_speculation_options(options)

@@ -166,9 +166,8 @@ def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> 
 
 
 def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> tuple[int, int]:
-    """--parallel and --kept, within the number of texts that a plan budgets, `places`. If not
-    given, --parallel is half of them, or what --kept leaves, and --kept takes the rest. Raises
-    HotsplitError if more are given."""
+    """--parallel and --kept within a plan's `places`: by default half of them, or what --kept
+    leaves, and the rest. Raises HotsplitError if more are given."""
     source = click.get_current_context().get_parameter_source("parallel")
     if source == click.core.ParameterSource.DEFAULT:
         parallel = max(1, places // 2 if kept is None else places - kept)
@@ -183,8 +182,7 @@ def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> tup
 
 
 def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
-    """Checks before loading that the KV cache fits into free memory, since torch fills it with
-    zeros and thus allocates all of it at once."""
+    """Checks that the KV cache fits into free memory: torch fills it with zeros at once."""
     import torch
 
     from hotsplit.artifacts.changed_model import with_rope_scaling
@@ -213,8 +211,7 @@ def _cache_bytes(engine: "Engine") -> int:
 
 
 def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None) -> None:
-    """Reports the memory that the server holds, and why requests may be slow or may differ in their
-    last bits. `plan_places` is the number of texts that the plan budgets; None without a plan."""
+    """Says what memory the server holds, and why requests may be slow or differ in last bits."""
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
     say(

@@ -159,8 +159,7 @@ def _take(
     request: CommandRequest,
     screen: Screen | None = None,
 ) -> int:
-    """Collects the tokens, and shows them on the screen as they come, or as lines of JSON. Returns
-    0, or the exit code of an interrupt: the report is still printed."""
+    """Collects and shows the tokens. Returns 0, or the exit code of an interrupt."""
     try:
         for number, token in tokens:
             writing = writings[number]

@@ -53,7 +53,6 @@ def can_silence(model: ModelFile) -> bool:
 
 def refusal(model: ModelFile, mode: Mode, max_loss: float) -> str | None:
     """Why a mode is not run by default; None if it may be: modes dense and exact lose nothing.
-
     Predictors without a record are allowed, since older files have no records."""
     quality = model.quality.get("predicted") if runs_predictors(mode) else None
     if quality is None or quality.perplexity_increase <= max_loss:

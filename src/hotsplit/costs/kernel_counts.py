@@ -49,8 +49,7 @@ def dense_kernels(
 
 
 def _lone_sums(blocks: Sequence[Block], after: Sequence[LayerSpec]) -> int:
-    """The sums of a layer that neither a norm nor another sum reads next (OLMo 2); `after`: the
-    layer after it, unless it is the last."""
+    """The sums of a layer that neither a norm nor another sum reads next (OLMo 2)."""
     later = [*blocks, *(block for layer in after for block in layer.blocks)]
     readers = (
         next(

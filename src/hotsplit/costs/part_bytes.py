@@ -52,10 +52,9 @@ class LayerBytes:
     """Bytes of one layer: its dense block, the predictor, one neuron. `attention` is the dense
     block (see `is_dense`), with the router and shared experts of a mixture, and includes
     `head_norms`, the norms of queries and keys per head, which are stored on the device that holds
-    the keys and values.
-
-    `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
-    projection, and `up_row` is zero. A neuron's biases are counted with their rows."""
+    the keys and values. `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it
+    is the row of the up projection, and `up_row` is zero. A neuron's biases are counted with their
+    rows."""
 
     attention: int
     predictor: int
@@ -178,9 +177,8 @@ def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
 
 
 def down_kind(model: ModelFile, layer: int) -> str:
-    """The type of a layer's down projection as a matrix of neurons.
-
-    That of a stock file is transposed at load, except where the CPU runs all of it in mode "dense"
+    """The type of a layer's down projection as a matrix of neurons. That of a stock file is
+    transposed at load, except where the CPU runs all of it in mode "dense"
     (`ModelFile.runs_as_it_is`). Float types are kept; block types become f16, because their blocks
     run along the other dimension."""
     entries, name = model.layer_tensors[layer], model.spec.layers[layer].neurons.down_name
@@ -309,13 +307,11 @@ def plan_bytes(
     cache_types: CacheTypes | None = None,
     neuron_cache: "CacheSize | None" = None,
 ) -> tuple[list[Items], Items]:
-    """Itemised bytes (per GPU, CPU).
-
-    `num_hot`: neurons of each layer on a GPU, or experts of one that has them. `home` has the
-    number of the GPU of each layer and of the head; () is a single GPU. `workspace` is counted for
-    the CPU and for every GPU that holds anything. Of the embedding matrix only one row is read per
-    token, so an untied one stays on the CPU. With key selection, all keys and values are on the
-    CPU, and so are the norms of queries and keys per head."""
+    """Itemised bytes (per GPU, CPU). `num_hot`: neurons of each layer on a GPU, or experts of one
+    that has them. `home` has the number of the GPU of each layer and of the head; () is a single
+    GPU. `workspace` is counted for the CPU and for every GPU that holds anything. Of the embedding
+    matrix only one row is read per token, so an untied one stays on the CPU. With key selection,
+    all keys and values are on the CPU, and so are the norms of queries and keys per head."""
     home = home or (0,) * (model.spec.num_layers + 1)
     gpus = [dict.fromkeys(ITEMS, 0) for _ in range(max(home) + 1)]
     cpu = dict.fromkeys(ITEMS, 0)

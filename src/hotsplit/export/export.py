@@ -18,10 +18,9 @@ Format = Literal["powerinfer-activations", "gpuidx", "sparkinfer-split"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """A profile (powerinfer-activations) or a plan (the others), and the path of its export.
-
-    A plan needs the `profile` that it was solved with: the plan lists the hot neurons, the profile
-    has their number and the order of the cold ones."""
+    """A profile (powerinfer-activations) or a plan (the others), and the path of its export. A plan
+    needs the `profile` that it was solved with: the plan lists the hot neurons, the profile has
+    their number and the order of the cold ones."""
 
     source: Path
     output: Path

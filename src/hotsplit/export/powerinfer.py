@@ -50,10 +50,8 @@ def write_index(split: Split, num_neurons: int, path: Path) -> int:
 
 def index_tensors(hot: Sequence[np.ndarray], num_neurons: int) -> list[tuple[str, np.ndarray]]:
     """The tensors in PowerInfer's order: a layer's gpu_idx [F] (1 is hot), then its gpu_bucket [H],
-    ascending.
-
-    A layer without hot neurons has an empty bucket, as export_split.py writes it: the loader
-    counts the ones in gpu_idx first, and never opens the bucket of such a layer."""
+    ascending. A layer without hot neurons has an empty bucket, as export_split.py writes it: the
+    loader counts the ones in gpu_idx first, and never opens the bucket of such a layer."""
     tensors = []
     for layer, ids_H in enumerate(hot):
         is_hot_F = np.zeros(num_neurons, np.int32)
@@ -64,9 +62,8 @@ def index_tensors(hot: Sequence[np.ndarray], num_neurons: int) -> list[tuple[str
 
 
 def index_notes(split: Split, on_cpu: str, path: Path) -> list[str]:
-    """Notes on what the index cannot express, and on what PowerInfer does with it.
-
-    `on_cpu` describes what dense blocks the plan keeps on the CPU, "" for none."""
+    """Notes on what the index cannot express, and on what PowerInfer does with it. `on_cpu`
+    describes what dense blocks the plan keeps on the CPU, "" for none."""
     needed = split.gpu_bytes["neurons"]
     notes = [
         f"PowerInfer applies the index if at least {needed:,} bytes of its VRAM budget are left"

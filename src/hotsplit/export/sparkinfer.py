@@ -39,9 +39,8 @@ def write_model_split(split: Split, profile: Profile, group_size: int, path: Pat
 
 
 def hot_pattern(split: Split) -> np.ndarray:
-    """Each layer's share of the hot neurons, f64 [L].
-
-    Raises HotsplitError if no neuron is hot: every share would be 0/0."""
+    """Each layer's share of the hot neurons, f64 [L]. Raises HotsplitError if no neuron is hot:
+    every share would be 0/0."""
     num_hot_L = np.array([len(ids) for ids in split.hot])
     if not num_hot_L.any():
         raise HotsplitError(
@@ -78,9 +77,8 @@ def group_size_of(num_neurons: int, path: Path) -> int:
 
 
 def model_split_notes(split: Split, on_cpu: str, group_size: int) -> list[str]:
-    """Notes on what the file cannot express, and on what SparkInfer does with it.
-
-    `on_cpu` describes what dense blocks the plan keeps on the CPU, "" for none."""
+    """Notes on what the file cannot express, and on what SparkInfer does with it. `on_cpu`
+    describes what dense blocks the plan keeps on the CPU, "" for none."""
     notes = [
         "SparkInfer reads the order only with SPIF_PARALLEL, SPIF_RELOAD and SPIF_REORDER set,"
         " and works out how many neurons fit from its own --vram-budget"

@@ -252,8 +252,7 @@ _ALL = re.compile(
 class ExpertPlace:
     """Where in a model file the experts of a checkpoint's tensor are. `expert`: the only one that
     it has; None: all, [E, N, M]. `names`: tensors of the model file; of two, the first has the
-    first half of each expert's rows. `is_packed`: in MXFP4, with the scales in a tensor beside
-    it."""
+    first half of each expert's rows. `is_packed`: in MXFP4, scales beside it."""
 
     names: tuple[str, ...]
     expert: int | None = None

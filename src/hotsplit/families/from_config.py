@@ -30,12 +30,10 @@ _ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> Blueprint:
-    """The blueprint that the config's family derives from it.
-
-    Raises HotsplitError, naming the key, for a model that would be computed wrongly, or whose
-    sizes are above the largest dimension of the checkpoint's tensors (`max_rows`).
-
-    Only the config is read: Python code in a checkpoint is never run."""
+    """The blueprint that the config's family derives from it. Raises HotsplitError, naming the key,
+    for a model that would be computed wrongly, or whose sizes are above the largest dimension of
+    the checkpoint's tensors (`max_rows`). Only the config is read: Python code in a checkpoint is
+    never run."""
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -118,8 +116,7 @@ def _blueprint(family: Family, read: ConfigReader, notes: tuple[str, ...]) -> Bl
 
 
 def _tensors(family: Family, read: ConfigReader, num_layers: int) -> dict[str, TensorEntry]:
-    """The tensors by which a file says what its keys do not: optional ones, of which only names and
-    some shapes are known, and one of each layer."""
+    """Tensors that say what keys do not: optional ones (names and some shapes), and one a layer."""
     flagged = (name for flag, names in family.flags.items() if read.flag(flag) for name in names)
     given = {"ffn_down.weight": (), **dict.fromkeys(flagged, ()), **family.tensors(read)}
     return {

@@ -93,9 +93,8 @@ def _are_local(read: ConfigReader) -> list[bool]:
 def _heads_without_window(read: ConfigReader, is_local_L: Sequence[bool]) -> tuple[int, int]:
     """(key-value heads, width of a head) of layers without a window: by `per_layer_config`, which
     transformers 5 writes, with zeros before short indices, and empty if they do not differ, or by
-    the keys of published configs.
-
-    Raises HotsplitError for a `per_layer_config` in which other layers differ."""
+    the keys of published configs. Raises HotsplitError for a `per_layer_config` in which other
+    layers differ."""
     key = "per_layer_config"
     given = read.values.get(key)
     own: dict[str, object] = {"head_dim": read.values.get("global_head_dim", 512)}

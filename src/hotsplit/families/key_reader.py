@@ -230,9 +230,8 @@ class KeyReader:
         return self.graph.usual_keys(spec, own)
 
     def model(self) -> tuple[ModelSpec, dict[str, TensorEntry]]:
-        """The spec, and the file's tensors by the names that a model file of this spec has.
-
-        Raises HotsplitError for a spec that cannot be, or cannot be run."""
+        """The spec, and the file's tensors by the names that a model file of this spec has. Raises
+        HotsplitError for a spec that cannot be, or cannot be run."""
         pooling = pooling_of(self.whole("pooling_type", 0), f"{self.path}: {self.graph.name}")
         spec = replace(self.graph.of_keys(self), pooling=pooling)
         # The tensors without those of layers that are skipped.
@@ -304,9 +303,8 @@ class KeyReader:
         )
 
     def options(self, num_layers: int) -> frozenset[str]:
-        """The optional tensors of the layers, of those that the architecture has.
-
-        Raises HotsplitError for one that some layers have and others lack."""
+        """The optional tensors of the layers, of those that the architecture has. Raises
+        HotsplitError for one that some layers have and others lack."""
         of_layer = [
             frozenset(n for n in self.graph.options if f"blk.{layer}.{n}" in self.tensors)
             for layer in range(num_layers)

@@ -36,14 +36,12 @@ def decoder_spec(
     output_norm: bool = True,
     **model: Any,
 ) -> ModelSpec:
-    """A model of these sizes.
-
-    options: names of optional tensors that it has, of which the biases are used. arrange: of the
-    blocks of a layer, a method of Arrangement. windows: of each layer; () for none. local: the
-    rotary embedding of layers with one, if it is another. rotates_L: whether each layer rotates; ()
-    for all. mixers: of each layer, in place of attention; None: it attends. experts: in all layers
-    but the first `num_dense`. attention: further fields of attention. model: further fields of the
-    spec."""
+    """A model of these sizes. options: names of optional tensors that it has, of which the biases
+    are used. arrange: of the blocks of a layer, a method of Arrangement. windows: of each layer; ()
+    for none. local: the rotary embedding of layers with one, if it is another. rotates_L: whether
+    each layer rotates; () for all. mixers: of each layer, in place of attention; None: it attends.
+    experts: in all layers but the first `num_dense`. attention: further fields of attention. model:
+    further fields of the spec."""
     neurons = sizes.neurons(activation, options, is_gated=is_gated)
     mixture = None if experts is None else experts.mixture(activation, options)
     num_dense = sizes.num_layers if experts is None else experts.num_dense

@@ -17,10 +17,8 @@ from hotsplit.model.spec import ModelSpec
 def adjacent_pairs(num_rows: int, num_heads: int, num_rotated: int | None = None) -> np.ndarray:
     """The row order of a query or key projection that makes the two rows of a rotary pair adjacent:
     row r of the model file is row order[r] of the checkpoint. `num_rotated`: of a head's rows; its
-    last ones stay.
-
-    transformers pairs row p of a head's 2P rotated ones with row p + P, llama.cpp row 2p with row
-    2p + 1."""
+    last ones stay. transformers pairs row p of a head's 2P rotated ones with row p + P, llama.cpp
+    row 2p with row 2p + 1."""
     rows_HW = np.arange(num_rows).reshape(num_heads, -1)
     turned_HW, rest_HW = np.split(rows_HW, [num_rotated or rows_HW.shape[1]], axis=1)
     pairs_HW = turned_HW.reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(num_heads, -1)

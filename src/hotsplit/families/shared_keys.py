@@ -64,9 +64,8 @@ def _sharing(spec: ModelSpec) -> dict[int, int]:
 
 def sources(key: str, is_local_L: Sequence[bool], num_shared: int) -> Readers:
     """The last layer of its kind, with a window or without, that has keys and values of its own,
-    for each of the last `num_shared` layers.
-
-    Raises HotsplitError, which begins with the file and its `key`, if there is none."""
+    for each of the last `num_shared` layers. Raises HotsplitError, which begins with the file and
+    its `key`, if there is none."""
     num_own = len(is_local_L) - num_shared
     last = {is_local: layer for layer, is_local in enumerate(is_local_L[: max(0, num_own)])}
     if not {*is_local_L} <= {*last}:

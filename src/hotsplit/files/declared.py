@@ -95,7 +95,6 @@ _BOUNDS = {
 
 def read_declared(kind: type[T], values: object, name: str = "") -> T:
     """`values`, of a JSON file or of GGUF keys, as an object of this kind; errors call it `name`.
-
     Raises HotsplitError for the first value of another kind, and for an unknown or missing key."""
     from pydantic import ValidationError
 

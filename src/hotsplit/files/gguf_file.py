@@ -50,11 +50,10 @@ _VALUE_TYPES = {dtype: GGUFValueType(number) for number, dtype in NUMBERS.items(
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor: its shape (outermost dimension first), its type, and access to its bytes.
-
-    `kind` is the type's name in lower case ("f32", "q8_0", "i32"). `read_rows(start, stop)` returns
-    the bytes of some rows (of a vector: of the blocks with these values) as an array. For a file
-    that was read it is a view of the mapped file; for one to be written it may be computed."""
+    """One tensor: its shape (outermost dimension first), its type, and access to its bytes. `kind`
+    is the type's name in lower case ("f32", "q8_0", "i32"). `read_rows(start, stop)` returns the
+    bytes of some rows (of a vector: of the blocks with these values) as an array. For a file that
+    was read it is a view of the mapped file; for one to be written it may be computed."""
 
     shape: tuple[int, ...]
     kind: str
@@ -180,10 +179,8 @@ def array_entry(array: np.ndarray, kind: str) -> TensorEntry:
 
 def release(entry: TensorEntry) -> None:
     """Drops a mapped tensor's pages, which are read again when needed; does nothing for a tensor
-    that is not mapped.
-
-    Pages shared with a neighbouring tensor are dropped too. A mapped tensor must never be written
-    to, since the changes would be lost here."""
+    that is not mapped. Pages shared with a neighbouring tensor are dropped too. A mapped tensor
+    must never be written to, since the changes would be lost here."""
     _advise(entry, "MADV_DONTNEED")
 
 
@@ -227,9 +224,8 @@ class GgufFile:
 
 
 def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
-    """Keys and tensors of a file; tensors are views of the mapped file.
-
-    Raises HotsplitError for a missing, truncated or foreign file, including PowerInfer's."""
+    """Keys and tensors of a file; tensors are views of the mapped file. Raises HotsplitError for a
+    missing, truncated or foreign file, including PowerInfer's."""
     file = open_gguf(path, what)
     if file.magic != "GGUF":
         raise HotsplitError(
@@ -240,10 +236,9 @@ def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, Tensor
 
 
 def open_gguf(path: Path, what: str) -> GgufFile:
-    """Like `read_gguf`, but accepts PowerInfer's files too, and returns the magic.
-
-    Part 1 of a model in several files gives the whole model, without the keys of the division;
-    raises HotsplitError for another part, and for parts that are missing or of another model."""
+    """Like `read_gguf`, but accepts PowerInfer's files too, and returns the magic. Part 1 of a
+    model in several files gives the whole model, without the keys of the division; raises
+    HotsplitError for another part, and for parts that are missing or of another model."""
     file = _open_one(path, what)
     part = GgufPart.of(path, file.keys)
     files = {path: file}
@@ -262,9 +257,8 @@ def open_gguf(path: Path, what: str) -> GgufFile:
 
 
 def _open_one(path: Path, what: str) -> GgufFile:
-    """The content of one file.
-
-    The mapping is copy-on-write, because torch warns of read-only arrays."""
+    """The content of one file. The mapping is copy-on-write, because torch warns of read-only
+    arrays."""
     require_file(path, what)
     try:
         with path.open("rb") as stream:
@@ -311,10 +305,9 @@ def write_gguf(
     check: Callable[[Path], None] = lambda written: None,
 ) -> None:
     """Writes a file whole or not at all; `on_bytes` is called for every piece of a tensor written,
-    and `check` gets the whole file before it is renamed.
-
-    Tensors are read in the order of the mapping, in pieces of whole rows, by several threads, so
-    `read_rows` must be thread-safe. Only a few pieces are in memory at a time."""
+    and `check` gets the whole file before it is renamed. Tensors are read in the order of the
+    mapping, in pieces of whole rows, by several threads, so `read_rows` must be thread-safe. Only a
+    few pieces are in memory at a time."""
     with partial_file(path) as unfinished:
         _write_header(unfinished, architecture, keys, tensors)
         pieces = [(e, start, stop) for e in tensors.values() for start, stop in _pieces(e)]

@@ -77,10 +77,8 @@ def num_bytes_of(path: Path) -> int:
 
 
 def other_parts(path: Path, part: GgufPart) -> list[Path]:
-    """The paths of parts 2 and up of the model whose part 1 is `path`.
-
-    Raises HotsplitError for a later part, a name by which the others cannot be found, and missing
-    parts."""
+    """The paths of parts 2 and up of the model whose part 1 is `path`. Raises HotsplitError for a
+    later part, a name by which the others cannot be found, and missing parts."""
     found = _NAME.fullmatch(path.name)
     if found is None or int(found[3]) != part.count:
         raise HotsplitError(

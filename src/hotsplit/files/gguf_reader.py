@@ -83,11 +83,10 @@ class UnsupportedGguf(Exception):
 
 
 def read_header(path: Path, what: str, file: mmap.mmap) -> Header:
-    """Magic, keys and tensors of a mapped file; `what` describes the file wanted.
-
-    Names must be UTF-8. Strings in arrays may hold other bytes, as some of llama.cpp's vocabularies
-    do; such bytes become lone surrogates, which .encode("utf-8", "surrogateescape") turns back. In
-    other values (names of authors, ...) they become U+FFFD. Raises HotsplitError for a file that is
+    """Magic, keys and tensors of a mapped file; `what` describes the file wanted. Names must be
+    UTF-8. Strings in arrays may hold other bytes, as some of llama.cpp's vocabularies do; such
+    bytes become lone surrogates, which .encode("utf-8", "surrogateescape") turns back. In other
+    values (names of authors, ...) they become U+FFFD. Raises HotsplitError for a file that is
     damaged, foreign or of an unknown version, or that has too many tensors or keys."""
     try:
         magic, keys, tensors = _Cursor(file).header()

@@ -47,8 +47,7 @@ def set_unfinished(paths: Iterable[Path]) -> None:
 
 
 def map_whole(stream: BinaryIO) -> mmap.mmap:
-    """Maps a whole file copy-on-write, because torch warns of read-only arrays.
-
-    Raises ValueError for an empty file, OSError if it cannot be mapped."""
+    """Maps a whole file copy-on-write, because torch warns of read-only arrays. Raises ValueError
+    for an empty file, OSError if it cannot be mapped."""
     flags, rights = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
     return mmap.mmap(stream.fileno(), 0, flags=flags, prot=rights)

@@ -16,11 +16,10 @@ def num_threads() -> int:
 
 
 def in_order(tasks: Iterable[Callable[[], Result]], threads: int) -> Generator[Result, None, None]:
-    """Yields the results of `tasks` in order, computed by `threads` threads.
-
-    At any time, at most 2 * `threads` tasks have been started whose results have not been taken.
-    The exception of a task is raised in its turn and ends the generator. However the generator ends
-    (also by close()), no further task is started, and the threads have ended."""
+    """Yields the results of `tasks` in order, computed by `threads` threads. At any time, at most 2
+    * `threads` tasks have been started whose results have not been taken. The exception of a task
+    is raised in its turn and ends the generator. However the generator ends (also by close()), no
+    further task is started, and the threads have ended."""
     pending: deque[Future[Result]] = deque()
     executor = ThreadPoolExecutor(threads, thread_name_prefix="hotsplit")
     try:

@@ -34,12 +34,11 @@ def put_folder(partial: Path, path: Path) -> None:
 
 
 def put_new(partial: Path, path: Path) -> None:
-    """Renames `partial` to `path`; raises FileExistsError if something has that name.
-
-    Of two runs that do this at the same time, one fails. Without renameat2, a file is linked to its
-    name instead, or, on a file system without links, replaces an empty file that was made under
-    that name; a run that is killed in between leaves the empty one. A folder is then renamed after
-    a check, and may replace an empty folder that appeared in between."""
+    """Renames `partial` to `path`; raises FileExistsError if something has that name. Of two runs
+    that do this at the same time, one fails. Without renameat2, a file is linked to its name
+    instead, or, on a file system without links, replaces an empty file that was made under that
+    name; a run that is killed in between leaves the empty one. A folder is then renamed after a
+    check, and may replace an empty folder that appeared in between."""
     if _renamed(partial, path, _NO_REPLACE):
         return None
     if partial.is_dir():
@@ -73,8 +72,7 @@ def _put_new_folder(partial: Path, path: Path) -> None:
 
 
 def _renamed(one: Path, other: Path, how: int) -> bool:
-    """True if renameat2 did it. Raises FileNotFoundError and FileExistsError; False for any other
-    failure, such as a system or a file system without it."""
+    """True if renameat2 did it. Raises FileNotFoundError and FileExistsError; else False."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

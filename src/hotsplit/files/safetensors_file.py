@@ -41,10 +41,9 @@ def check_header(path: Path, what: str) -> None:
 def save_arrays(
     path: Path, format: str, version: int, metadata: Mapping[str, object], arrays: dict
 ) -> None:
-    """Writes a file whole or not at all; metadata values are stored as JSON.
-
-    The same arrays and metadata give the same bytes. The safetensors package would write metadata
-    in arbitrary order, and into a new file that replaces the locked one."""
+    """Writes a file whole or not at all; metadata values are stored as JSON. The same arrays and
+    metadata give the same bytes. The safetensors package would write metadata in arbitrary order,
+    and into a new file that replaces the locked one."""
     texts = {key: json.dumps(value) for key, value in metadata.items()}
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header: dict[str, object] = {
@@ -72,9 +71,8 @@ def save_arrays(
 def load_arrays(
     path: Path, format: str, version: int
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Metadata (parsed, not checked further) and arrays of a file written by `save_arrays`.
-
-    Raises HotsplitError for a missing, truncated or foreign file, and for another version."""
+    """Metadata (parsed, not checked further) and arrays of a file written by `save_arrays`. Raises
+    HotsplitError for a missing, truncated or foreign file, and for another version."""
     what = f"{format} file"
     check_header(path, what)
     try:

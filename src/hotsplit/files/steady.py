@@ -21,10 +21,9 @@ def reading(*paths: Path | None, new: Sequence[Path] = ()) -> Iterator[None]:
     """Within the block, `partial_file` and `partial_folder` refuse to write if an input has changed
     since the block began, or if another run has written one of `new`, outputs that did not exist
     when the block began. Of an input folder, only files with a suffix in READ are checked, and only
-    those that were there at the beginning. Blocks cannot be nested.
-
-    Without this, truncation could pass unnoticed: in a mapping, the bytes from the new end to the
-    end of that page read as zeros."""
+    those that were there at the beginning. Blocks cannot be nested. Without this, truncation could
+    pass unnoticed: in a mapping, the bytes from the new end to the end of that page read as
+    zeros."""
     assert _inputs.get(None) is None, "reading() within reading()"
     files = [file for path in paths if path is not None for file in _files_of(path)]
     stamps = {(real := _real(file)): _stamp(real) for file in files}

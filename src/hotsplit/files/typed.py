@@ -51,7 +51,6 @@ def one_line(message: object, most: int = MAX_LINE) -> str:
 
 def escaped(text: str) -> str:
     """The text with control characters, such as a newline or ESC in a file's name, as escapes.
-
     Invisible characters that reorder text are escaped too, spaces of other scripts are not."""
     if text.isprintable():
         return text

@@ -12,7 +12,6 @@ import numpy as np
 @dataclass(frozen=True, kw_only=True)
 class Restored:
     """A tensor of the source, as it is in the written file: f32, in the source's orientation.
-
     `rows` are the rows of the source that `values` hold, or None for all of them. Of experts, the
     values are those of one, and `tensor` is the name of all of them in the stock layout."""
 
@@ -26,11 +25,9 @@ class Restored:
 @dataclass(frozen=True, kw_only=True)
 class Written:
     """`source` is a checkpoint folder or a GGUF; `path` is where the file is before it is renamed
-    to `output`.
-
-    `restored` yields the tensors of the source that the file was made from (of a fused one, each
-    part), except predictors and limits. It raises HotsplitError for one whose values differ from
-    the source's by more than the rounding of its type."""
+    to `output`. `restored` yields the tensors of the source that the file was made from (of a fused
+    one, each part), except predictors and limits. It raises HotsplitError for one whose values
+    differ from the source's by more than the rounding of its type."""
 
     source: Path
     path: Path

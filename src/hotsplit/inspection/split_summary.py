@@ -172,8 +172,7 @@ class SplitSummary(Summary):
 
 
 def _cache_content(cache: CachePlan) -> dict[str, Any]:
-    """The most neurons that a token may swap, the mean share of each layer's neurons that a token
-    reads, and the times on which the cache bases decisions."""
+    """Most neurons that a token swaps, mean shares that it reads, and times of decisions."""
     costs = vars(cache.costs)
     times = {name: value.tolist() for name, value in costs.items() if isinstance(value, np.ndarray)}
     return {

@@ -45,7 +45,6 @@ def is_recordable(quality: ModeQuality) -> bool:
 
 def read_quality(values: object, name: str) -> dict[SparseMode, ModeQuality]:
     """Reads the qualities by mode from the form of `quality_values`; errors call them `name`.
-
     Raises HotsplitError for other modes, other fields, and impossible numbers."""
     return read_declared(dict[SparseMode, ModeQuality], values, name)
 

@@ -108,10 +108,8 @@ def asked_scaling(
     kind: str | None, factor: float | None, context_length: int | None, length: int
 ) -> RopeScaling:
     """The scaling that a user asks for, of a model trained on texts of `length` tokens. A `kind` of
-    None means YaRN; a factor of None means what `context_length` needs.
-
-    Raises HotsplitError for an unknown kind, a factor that is missing or out of range, and a
-    factor with kind "none"."""
+    None means YaRN; a factor of None means what `context_length` needs. Raises HotsplitError for an
+    unknown kind, a factor that is missing or out of range, and a factor with kind "none"."""
     check_scaling(kind, factor)
     kind = "yarn" if kind is None else kind
     if kind == "none":

@@ -159,7 +159,6 @@ def check_is_model(path: Path, keys: Mapping[str, object]) -> None:
 
 def why_not_run(name: object, values: Mapping[str, object]) -> str | None:
     """Why an unknown architecture is not supported; None if neither its keys nor its name tell.
-
     `values` are the keys of the config or of the GGUF header."""
     plain = name.lower() if isinstance(name, str) else ""
     for parts, why in _BY_NAME:

@@ -139,9 +139,7 @@ class SamplingOptions:
 
 def samplers_of_names(text: str) -> tuple[str, ...]:
     """Parses an order such as "top_k;temperature". Accepts top-k, topk, temp, typ and nucleus too,
-    and any case.
-
-    Raises HotsplitError for an unknown name."""
+    and any case. Raises HotsplitError for an unknown name."""
     plain = {name.replace("_", ""): name for name in LETTERS} | _ALIASES
     names = [name.strip() for name in text.split(";")] if text.strip() else []
     for name in names:
@@ -161,7 +159,6 @@ def samplers_of_letters(text: str) -> tuple[str, ...]:
 
 def bias_of(text: str) -> tuple[int, float]:
     """Parses llama.cpp's TOKEN(+/-)BIAS, such as 15043+1 or 15043-inf, into (token id, bias).
-
     Raises HotsplitError for any other text."""
     cut = next((i for i, c in enumerate(text) if c in "+-" and i), 0)
     try:

@@ -43,7 +43,6 @@ def settings_of(
     path: Path, keys: Mapping[str, object], given: Collection[str] = ()
 ) -> dict[str, object]:
     """The fields of SamplingOptions that a file sets, without those that are `given` instead.
-
     Raises HotsplitError for a value of another type or beyond its bounds."""
     found: dict[str, object] = {}
     for setting in SETTINGS:

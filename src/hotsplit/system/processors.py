@@ -20,10 +20,9 @@ _MANY = 4096  # a limit on processes that is not asked about
 class Processors:
     """Processors of the machine, those that this process may run on, and how many physical cores
     these have; `quota`: processor time per time of the process's control groups, None without;
-    `nodes`: the memory nodes that these belong to, none if the system does not say.
-
-    Cores of different speeds count alike: threads take work from each other, so a slow core does
-    less of it (runtime/kernels/cpu/thread_pool.cpp)."""
+    `nodes`: the memory nodes that these belong to, none if the system does not say. Cores of
+    different speeds count alike: threads take work from each other, so a slow core does less of it
+    (runtime/kernels/cpu/thread_pool.cpp)."""
 
     in_machine: int
     allowed: int
@@ -48,8 +47,7 @@ class Processors:
         return self.threads - 1 if self.threads > 2 else self.threads
 
     def _within_quota(self, count: int) -> int:
-        """The quota's fraction of a processor is left to the rest of the process: a pool of more
-        threads than the quota is stopped as a whole."""
+        """A fraction of a processor is left over: a pool above the quota is stopped as a whole."""
         return count if self.quota is None else max(1, min(count, int(self.quota)))
 
 
@@ -104,11 +102,10 @@ def limit_libraries() -> None:
 
 def let_threads_sleep() -> None:
     """Makes torch's threads sleep while they wait for work; must be called before torch is
-    imported.
-
-    Otherwise they spin, for milliseconds after every operation, on cores that the C++ kernels'
-    threads or another process would use. Counting 512 tokens of a 135 M model on two shared cores
-    took 22.8 s of processor time (108 s of wall-clock time), and 2.9 s (10 s) with this."""
+    imported. Otherwise they spin, for milliseconds after every operation, on cores that the C++
+    kernels' threads or another process would use. Counting 512 tokens of a 135 M model on two
+    shared cores took 22.8 s of processor time (108 s of wall-clock time), and 2.9 s (10 s) with
+    this."""
     _set_here("OMP_WAIT_POLICY", "passive")
 
 

@@ -67,9 +67,8 @@ class Advance:
 @contextmanager
 def progress(label: str, total: float | None, unit: str) -> Iterator[Advance]:
     """Yields a function to call with the amount just done. If stderr is not a terminal, it prints a
-    line at most every half minute.
-
-    `Advance.set_total` sets the total later if it is None at first; it may stay unknown."""
+    line at most every half minute. `Advance.set_total` sets the total later if it is None at first;
+    it may stay unknown."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

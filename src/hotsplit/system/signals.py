@@ -49,19 +49,16 @@ class _EndingHandler:
         raise self.raised
 
     def instead_of(self, error: BaseException) -> BaseException:
-        """The exception that this handler raised, if a library has replaced it with `error`.
-
-        torch reports "could not determine the shape" if one is raised while it asks a sequence for
-        its length."""
+        """The exception that this handler raised, if a library has replaced it with `error`. torch
+        reports "could not determine the shape" if one is raised while it asks a sequence for its
+        length."""
         is_own = isinstance(error, HotsplitError | KeyboardInterrupt)
         return error if self.raised is None or is_own else self.raised
 
     def watch(self, pipe: int) -> None:
         """Sends each signal to the main thread until the handler has run there, and ends the
-        process if it has not within NATIVE_S.
-
-        If two signals come at once, another thread may receive both, and nothing would wake the
-        main thread while it waits."""
+        process if it has not within NATIVE_S. If two signals come at once, another thread may
+        receive both, and nothing would wake the main thread while it waits."""
         signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
         main = threading.main_thread().ident
         assert main is not None

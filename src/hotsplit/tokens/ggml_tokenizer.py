@@ -57,7 +57,6 @@ def check_text_keys(path: Path, keys: Mapping[str, Value]) -> None:
 
 def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
     """The tokenizer that llama.cpp builds from these keys, plus NFC where the published one has it.
-
     Raises HotsplitError, naming `path`, for an unknown kind and for invalid keys."""
     vocabulary = _Vocabulary.read(path, keys)
     model = keys.get(Keys.Tokenizer.MODEL)
@@ -285,10 +284,8 @@ def merges_of_scores(path: Path, scores: Mapping[str, float]) -> list[tuple[str,
     token become merges, in the order of the token's score. The two algorithms may differ if pairs
     of equal score overlap: if they form different tokens, the scores are refused; if they form the
     same token (runs of one letter), the pair with the longer left part comes first, because joining
-    from the left leaves longer tokens on the left.
-
-    Raises HotsplitError, naming `path`, if the scores do not determine the order, or a token is
-    formed with a character that is not a token."""
+    from the left leaves longer tokens on the left. Raises HotsplitError, naming `path`, if the
+    scores do not determine the order, or a token is formed with a character that is not a token."""
     order = sorted((token for token in scores if len(token) > 1), key=lambda t: -scores[t])
     pairs = {token: _pairs(path, token, scores) for token in order}
     start = 0

@@ -187,11 +187,9 @@ _KINDS: dict[str, Any] = {
 
 def option_table(rows: str, **kinds: click.ParamType) -> Callable[[Any], Any]:
     """A decorator that adds the options of a table: spellings | kind | help. An indented line
-    continues the row before it.
-
-    The kind is `NAME: KIND METAVAR = DEFAULT`, of which only KIND must be there: a flag, one of
-    _KINDS, or of `kinds`; "!" behind it: required, "*": may be repeated. A NAME of EngineConfig's
-    fields has its default."""
+    continues the row before it. The kind is `NAME: KIND METAVAR = DEFAULT`, of which only KIND must
+    be there: a flag, one of _KINDS, or of `kinds`; "!" behind it: required, "*": may be repeated. A
+    NAME of EngineConfig's fields has its default."""
     return joined(
         *(_option(row, kinds) for row in rows.replace("\n    ", " ").strip().splitlines())
     )

@@ -37,7 +37,6 @@ class _Line:
 
 def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments with llama.cpp's options translated, and notes on options without effect.
-
     Raises click's UsageError for an option of llama.cpp that the table refuses, for an option in
     place of another's value, and for two models."""
     own = {
@@ -156,16 +155,14 @@ def _values(flag: Flag, rest: list[str]) -> list[str]:
 
 
 def _takes_value(option: click.Option | None, following: str) -> bool:
-    """True if an option takes the argument that follows it; as in click, an option whose value may
-    be left out does not take another option."""
+    """As in click, an option whose value may be left out does not take another option."""
     if option is None or option.is_flag or option.count:
         return False
     return not (option._flag_needs_value and following[:1] == "-" and len(following) > 1)
 
 
 def _refuse_a_cluster(ctx: click.Context, argument: str, own: Mapping[str, click.Option]) -> None:
-    """Raises NoSuchOption for e.g. -nkv, which click would read as -n with the value kv, and for
-    -hff, which it would read as -h."""
+    """Raises NoSuchOption for e.g. -nkv, which click would read as -n kv, and -hff, as -h."""
     option, name = own.get(argument[:2]), argument.partition("=")[0]
     is_word = re.fullmatch(r"-[A-Za-z][A-Za-z][A-Za-z-]*", name) and name not in own
     is_help = argument[:2] in ctx.help_option_names

@@ -137,9 +137,7 @@ decoding_options = joined(
 
 def take_sampling_options(arguments: dict[str, Any]) -> dict[str, object]:
     """The fields of SamplingOptions that are given, from a command's keyword arguments, from which
-    they are removed.
-
-    Raises HotsplitError for an invalid value."""
+    they are removed. Raises HotsplitError for an invalid value."""
     options = {option.field: arguments.pop(option.field) for option in _OPTIONS}
     given = {name: value for name, value in options.items() if value not in (None, ())}
     if options["samplers"] is not None:

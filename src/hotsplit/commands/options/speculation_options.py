@@ -36,9 +36,8 @@ speculation_options = option_table(
 
 
 def take_speculation_options(options: dict[str, Any]) -> SpeculationOptions:
-    """Takes the options out of a command's, all but the draft model ("model_draft").
-
-    Raises HotsplitError for invalid values, click's UsageError for impossible combinations."""
+    """Takes the options out of a command's, all but the draft model ("model_draft"). Raises
+    HotsplitError for invalid values, click's UsageError for impossible combinations."""
     model_draft: Path | None = options["model_draft"]
     spec_type: SpecType | None = options.pop("spec_type")
     is_optional = spec_type is None and model_draft is None
@@ -59,10 +58,8 @@ def speculating(
 ) -> "Iterator[Speculation | None]":
     """Yields the Speculation for one Generation after another; None if none is wanted, or if the
     default could change the text. The draft model is loaded at the beginning of the block and
-    closed at its end.
-
-    Raises HotsplitError if speculation that was asked for could change the text, and for a draft
-    model of another vocabulary."""
+    closed at its end. Raises HotsplitError if speculation that was asked for could change the text,
+    and for a draft model of another vocabulary."""
     from hotsplit.runtime.generate.draft_model import DraftModel
     from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
     from hotsplit.runtime.generate.speculation import Speculation, check_rows, has_equal_steps
