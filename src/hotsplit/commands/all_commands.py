@@ -15,20 +15,7 @@ from hotsplit.commands.cache_command import cache
 from hotsplit.commands.doctor import doctor
 from hotsplit.commands.evaluate import evaluate
 from hotsplit.commands.help.command import completion, help_command
-from hotsplit.commands.options.command_options import (
-    FILE,
-    FileCommand,
-    OutputPath,
-    context_option,
-    finish,
-    host_budget_option,
-    json_option,
-    max_loss_option,
-    mode_option,
-    option_table,
-    report_options,
-    say,
-)
+from hotsplit.commands.options import command_options as common
 from hotsplit.commands.options.engine_options import kv_offload_option, rope_options
 from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.options.preparation import activation_option, tokenizer_option, vram_option
@@ -51,7 +38,7 @@ class InterruptedCommand(Exception):
 
 
 class _Group(click.Group):
-    command_class = FileCommand
+    command_class = common.FileCommand
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -89,8 +76,8 @@ for _command in (
 
 
 @cli.command()
-@click.argument("source", type=FILE)
-@option_table(
+@click.argument("source", type=common.FILE)
+@common.option_table(
     """
 -o --output | gguf! | The model file to write.
 --outtype | type | Type of the matrices. [default: f16 for a checkpoint, the file's own for a GGUF]
@@ -104,7 +91,7 @@ for _command in (
 --input-layer-offset | offset | The input that the predictors read: 0 for their own layer's, 1 for
     that of the layer before.
 """,
-    gguf=OutputPath(".gguf"),
+    gguf=common.OutputPath(".gguf"),
     type=OUTTYPE,
     layout=click.Choice(["sparse", "stock"]),
     offset=click.IntRange(0, 1),
@@ -118,7 +105,7 @@ for _command in (
     show_default=True,
     help="Compare the file's logits with the source's before keeping it.",
 )
-@report_options
+@common.report_options
 def convert(
     source: Path,
     tensor_types: tuple[str, ...],
@@ -164,19 +151,19 @@ def convert(
         f" {report.activation}, {'with' if report.has_predictors else 'no'} predictors,"
         f" {report.seconds:.1f} s"
     )
-    finish(report, as_json, lines)
+    common.finish(report, as_json, lines)
 
 
 @cli.command()
-@option_table(
+@common.option_table(
     """
 -o --output | machine! | The machine file to write.
 --gpu-from | file | Machine file, or a card by its data sheet, e.g. rtx-4060-8gb, whose GPU to plan
     for, if this machine has none.
 """,
-    machine=OutputPath(".json"),
+    machine=common.OutputPath(".json"),
 )
-@report_options
+@common.report_options
 def calibrate(as_json: bool, **options: Any) -> None:
     """Measure this machine's bandwidths, latencies and memories."""
     from hotsplit.measure.calibrate.calibrate import CalibrateConfig
@@ -185,13 +172,13 @@ def calibrate(as_json: bool, **options: Any) -> None:
 
     config = CalibrateConfig(**options)
     with progress("measuring", None, "timings") as advance:
-        machine = run(config, say, advance)
-    finish(machine, as_json, [f"wrote {config.output}"])
+        machine = run(config, common.say, advance)
+    common.finish(machine, as_json, [f"wrote {config.output}"])
 
 
 @cli.command(short_help="Plan what goes on the GPU under a VRAM budget.")
-@click.argument("model", type=FILE)
-@option_table(
+@click.argument("model", type=common.FILE)
+@common.option_table(
     """
 --profile | file | Made by hotsplit profile. Needless where every neuron is computed: for SiLU and
     GELU models, and with --mode dense.
@@ -209,16 +196,18 @@ def calibrate(as_json: bool, **options: Any) -> None:
 --check | is_check: flag | Check that the plan at --output is still valid for these files; write
     nothing.
 """,
-    plan=OutputPath(".gguf", ".json"),
+    plan=common.OutputPath(".gguf", ".json"),
 )
 @vram_option("with --sweep none, else required")
-@host_budget_option
-@context_option("Context length to reserve KV cache for. [default: the model's, up to 4,096]")
+@common.host_budget_option
+@common.context_option(
+    "Context length to reserve KV cache for. [default: the model's, up to 4,096]"
+)
 @rope_options
 @kv_offload_option
-@mode_option
-@max_loss_option
-@report_options
+@common.mode_option
+@common.max_loss_option
+@common.report_options
 def solve(
     vram: tuple[int, ...],
     explained: bool,
@@ -259,12 +248,12 @@ def solve(
         report, lines = run_sweep(config, sweep_range)
     else:
         report, lines = run_solve(config, explained=explained, heat_map=heat_map)
-    finish(report, as_json, lines)
+    common.finish(report, as_json, lines)
 
 
 @cli.command("inspect", short_help="Show what a file or a checkpoint folder holds.")
-@click.argument("file", type=FILE)
-@option_table(
+@click.argument("file", type=common.FILE)
+@common.option_table(
     """
 --tensors | all_tensors: flag | List the tensors of all layers, not only of the first.
 --graph | is_graph: flag | Show the operations of a model's decode step, what each reads and writes,
@@ -272,7 +261,7 @@ def solve(
 --split | file | With --graph: place the operations by this plan.
 """
 )
-@json_option
+@common.json_option
 def inspect_command(
     file: Path, all_tensors: bool, is_graph: bool, split: Path | None, as_json: bool
 ) -> None:
@@ -335,8 +324,8 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
 @cli.command(
     "export", short_help="Write files for PowerInfer or SparkInfer, or options for llama.cpp."
 )
-@click.argument("source", type=FILE)
-@option_table(
+@click.argument("source", type=common.FILE)
+@common.option_table(
     """
 --format | format | The first is made from a profile, the others from a plan.
 --llama-cpp | is_for_llama_cpp: flag | Of the model SOURCE, print the options of llama.cpp that come
@@ -349,7 +338,7 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
     format=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
 )
 @rope_options
-@report_options
+@common.report_options
 def export_command(
     as_json: bool,
     is_for_llama_cpp: bool,
@@ -385,4 +374,4 @@ def export_command(
         f"wrote {report.output}: {report.num_layers} layers of {report.num_neurons:,} neurons{hot},"
         f" {format_bytes(report.num_bytes)}"
     )
-    finish(report, as_json, lines)
+    common.finish(report, as_json, lines)

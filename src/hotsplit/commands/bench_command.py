@@ -4,18 +4,7 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.options.command_options import (
-    FILE,
-    FileCommand,
-    Parsed,
-    finish,
-    json_option,
-    option_table,
-    running_options,
-    say,
-    split_option,
-    take_engine_options,
-)
+from hotsplit.commands.options import command_options as common
 from hotsplit.commands.options.engine_options import long_text_options, neuron_cache_option
 from hotsplit.commands.options.kept_files import bench_line
 from hotsplit.commands.options.preparation import preparation, preparation_options
@@ -33,14 +22,14 @@ def _lengths(text: str) -> tuple[int, ...]:
         ) from error
 
 
-_LENGTHS = Parsed("N[,N...]", _lengths)
+_LENGTHS = common.Parsed("N[,N...]", _lengths)
 
 
-@click.command(cls=FileCommand)
-@click.argument("model", type=FILE)
-@split_option
+@click.command(cls=common.FileCommand)
+@click.argument("model", type=common.FILE)
+@common.split_option
 @preparation_options
-@option_table(
+@common.option_table(
     """
 -p --n-prompt | prompt_lengths: lengths* | Prompt lengths to test; 0: none. [default: 512]
 -n --n-gen | gen_lengths: lengths* | Numbers of tokens to generate; 0: none. [default: 128]
@@ -59,8 +48,8 @@ _LENGTHS = Parsed("N[,N...]", _lengths)
 )
 @long_text_options
 @neuron_cache_option
-@running_options
-@json_option
+@common.running_options
+@common.json_option
 def bench(
     prompt_lengths: tuple[tuple[int, ...], ...],
     gen_lengths: tuple[tuple[int, ...], ...],
@@ -77,7 +66,7 @@ def bench(
     with preparation(options):
         from hotsplit.measure.bench.bench_config import BenchConfig
 
-        engine = take_engine_options(options)
+        engine = common.take_engine_options(options)
         config = BenchConfig(
             engine=engine, **options
         )  # refuses wrong options before the imports, which take seconds
@@ -90,5 +79,5 @@ def bench(
             report = run(config, advance)
         kept = bench_line(config.model) if config.split is None else None
         if kept and not as_json:
-            say(kept)
-        finish(to_json(report) if as_json else {}, as_json, lines_of(report))
+            common.say(kept)
+        common.finish(to_json(report) if as_json else {}, as_json, lines_of(report))

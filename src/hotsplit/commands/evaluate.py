@@ -5,24 +5,13 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.options.command_options import (
-    FILE,
-    FileCommand,
-    context_option,
-    device_option,
-    finish,
-    json_option,
-    mode_option,
-    option_table,
-    take_engine_options,
-    threads_option,
-)
+from hotsplit.commands.options import command_options as common
 from hotsplit.commands.options.engine_options import long_text_options, scaling_lines
 
 
-@click.command("eval", cls=FileCommand)
-@click.argument("model", type=FILE)
-@option_table(
+@click.command("eval", cls=common.FileCommand)
+@click.argument("model", type=common.FILE)
+@common.option_table(
     """
 --corpus | corpora: file!* | Text to compare on: a text, .jsonl or .parquet file, or a folder of
     them.
@@ -39,12 +28,12 @@ from hotsplit.commands.options.engine_options import long_text_options, scaling_
     help="Wrap paragraphs as messages in the model's own template or the one given; tokens"
     " that the template adds are not counted.",
 )
-@context_option("Context length in tokens. [default: the model's, up to 4,096]")
+@common.context_option("Context length in tokens. [default: the model's, up to 4,096]")
 @long_text_options
-@mode_option
-@threads_option
-@device_option
-@json_option
+@common.mode_option
+@common.threads_option
+@common.device_option
+@common.json_option
 def evaluate(threads: int | None, as_json: bool, **options: Any) -> None:
     """Compare a mode with the dense model on text.
 
@@ -53,7 +42,7 @@ def evaluate(threads: int | None, as_json: bool, **options: Any) -> None:
     from hotsplit.measure.evaluate.evaluate_config import EvalConfig
 
     # Refuses wrong options before the imports, which take seconds.
-    config = EvalConfig(engine=take_engine_options(options), **options)
+    config = EvalConfig(engine=common.take_engine_options(options), **options)
     from hotsplit.measure.evaluate.eval_file import eval_content
     from hotsplit.measure.evaluate.quality import evaluate as run
     from hotsplit.runtime.kernels.threads import use_threads
@@ -89,4 +78,4 @@ def evaluate(threads: int | None, as_json: bool, **options: Any) -> None:
         "± is half of the 95 % confidence interval",
         *scaling_lines(config.model, config.engine),
     ]
-    finish(eval_content(report) if as_json else {}, as_json, lines)
+    common.finish(eval_content(report) if as_json else {}, as_json, lines)

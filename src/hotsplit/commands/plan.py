@@ -10,21 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.command_options import (
-    FILE,
-    FileCommand,
-    context_option,
-    finish,
-    given,
-    host_budget_option,
-    joined,
-    json_option,
-    option_table,
-    running_options,
-    say,
-    speed_lines,
-    take_engine_options,
-)
+from hotsplit.commands.options import command_options as common
 from hotsplit.commands.options.engine_options import cache_type_options, rope_options
 from hotsplit.commands.options.preparation import (
     activation_option,
@@ -45,16 +31,16 @@ if TYPE_CHECKING:
     from hotsplit.run.stages import RunJob
 
 MIB = 1 << 20
-_options = joined(
+_options = common.joined(
     vram_option("most of what is free on the first, or on --device"),
-    option_table(
+    common.option_table(
         """
 --machine | file | Another machine than this one: a file of hotsplit calibrate, or a card by its
     data sheet beside a typical processor, e.g. rtx-4060-8gb or rtx-4060-8gb+ddr5-5600.
 """
     ),
-    host_budget_option,
-    context_option("Context length in tokens. [default: the model's, up to 4,096]"),
+    common.host_budget_option,
+    common.context_option("Context length in tokens. [default: the model's, up to 4,096]"),
     outtype_option,
     tokenizer_option,
     activation_option,
@@ -62,14 +48,14 @@ _options = joined(
 
 
 @click.command(
-    cls=FileCommand, short_help="Predict how fast a model will run, before any download."
+    cls=common.FileCommand, short_help="Predict how fast a model will run, before any download."
 )
-@click.argument("source", type=FILE)
+@click.argument("source", type=common.FILE)
 @_options
 @rope_options
 @cache_type_options
-@running_options
-@json_option
+@common.running_options
+@common.json_option
 def plan(
     source: Path,
     vram: tuple[int, ...],
@@ -93,7 +79,7 @@ def plan(
     from hotsplit.runtime.kernels.threads import use_threads
 
     use_threads(options["threads"])
-    engine = take_engine_options(dict(options))
+    engine = common.take_engine_options(dict(options))
     wishes = Wishes(
         vram=vram or None,
         outtype=outtype,
@@ -125,7 +111,7 @@ def plan(
     # The command that runs the model with the same options, and these budgets.
     words = ["hotsplit", "run", str(source)]
     words += [word for each in job.wishes.vram or () for word in ("--vram", size_words(each))]
-    for param in given(click.get_current_context()):
+    for param in common.given(click.get_current_context()):
         value = click.get_current_context().params[str(param.name)]
         if param.name in ("source", "machine", "vram", "host_budget_bytes", "as_json"):
             continue
@@ -140,7 +126,7 @@ def plan(
         "reasons": job.choice.lines,
         "context_length": job.choice.context_length,
     }
-    finish(report, as_json, [*lines, f"next: {command}{download}"])
+    common.finish(report, as_json, [*lines, f"next: {command}{download}"])
 
 
 def _once() -> Callable[[str], None]:
@@ -150,7 +136,7 @@ def _once() -> Callable[[str], None]:
     def say_new(line: str) -> None:
         if line not in said:
             said.add(line)
-            say(line)
+            common.say(line)
 
     return say_new
 
@@ -274,7 +260,7 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
         *(f"note: {line}" for line in found.assumed),
         f"note: {_machine_words(machine, found)}",
         *places,
-        *speed_lines(speeds),
+        *common.speed_lines(speeds),
         *([] if not found.budgets or whole else [f"{found.placed}; {fits}"]),
     ]
 

@@ -6,19 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.command_options import (
-    FILE,
-    FOLDER,
-    FileCommand,
-    OutputPath,
-    device_option,
-    finish,
-    given,
-    mean,
-    option_table,
-    report_options,
-    texts_and_model,
-)
+from hotsplit.commands.options import command_options as common
 from hotsplit.commands.options.preparation import texts_or_default
 from hotsplit.files.outputs import check_apart, check_outputs
 
@@ -28,9 +16,11 @@ if TYPE_CHECKING:
 NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is ever silent
 
 
-@click.command(cls=FileCommand, short_help="Count neuron firings on text; train predictors.")
-@click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
-@option_table(
+@click.command(cls=common.FileCommand, short_help="Count neuron firings on text; train predictors.")
+@click.argument(
+    "files", type=common.FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]"
+)
+@common.option_table(
     """
 --corpus | corpora: file* | Text to count on: a text, .jsonl or .parquet file, a folder of them, or
     - for stdin; may be repeated. [default: a text in the package]
@@ -45,12 +35,12 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 --predictor-rank | int | Use low-rank predictors of this rank only.
 --seed | int = 0 | Seed of the order of texts.
 """,
-    profile=OutputPath(".safetensors"),
-    gguf=OutputPath(".gguf"),
-    folder=FOLDER,
+    profile=common.OutputPath(".safetensors"),
+    gguf=common.OutputPath(".gguf"),
+    folder=common.FOLDER,
 )
-@device_option
-@report_options
+@common.device_option
+@common.report_options
 @click.pass_context
 def profile(
     ctx: click.Context,
@@ -66,7 +56,7 @@ def profile(
     If stopped, it leaves OUTPUT.resume, and the same command continues from there. With torchrun -m
     hotsplit profile ... several processes share the text."""
     if is_merge:
-        for param in given(ctx):
+        for param in common.given(ctx):
             if param.name not in ("files", "output", "is_merge", "force", "as_json"):
                 raise click.UsageError(f"{param.opts[0]} has no effect with --merge: leave it out")
         from hotsplit.profile.count.merge import MergeConfig, merge
@@ -75,10 +65,10 @@ def profile(
         lines = [f"note: {note}" for note in merged.notes]
         lines.append(
             f"wrote {output}: {merged.num_tokens:,} tokens of {len(files)} profiles,"
-            f" density {mean(merged.density_L):.1%}"
+            f" density {common.mean(merged.density_L):.1%}"
         )
         lines += [f"  {c.num_tokens:>13,} tokens of {c.name}" for c in merged.corpora]
-        finish(merged, as_json, lines)
+        common.finish(merged, as_json, lines)
         return
     if len(files) != 1:
         raise click.UsageError("one model at a time; give text with --corpus")
@@ -97,7 +87,7 @@ def profile(
             outputs = [config.output, report_path(config.output)]
             outputs += [config.importances] if config.importances else []
             outputs += [config.predictor_path] if config.predictor_path else []
-            inputs = texts_and_model(config.model, config.corpora)
+            inputs = common.texts_and_model(config.model, config.corpora)
             check_outputs(outputs, force=config.force, inputs=inputs)
             check_apart([resume_path(config.output)], [*inputs, *outputs])
         total = config.max_tokens or DEFAULT_TOKENS
@@ -105,16 +95,16 @@ def profile(
             report = run(config, advance or (lambda count: None))
     if not is_first:
         return
-    finish(report, as_json, _lines(report))
+    common.finish(report, as_json, _lines(report))
 
 
 def _lines(report: "ProfileReport") -> list[str]:
     from hotsplit.profile.report import short_lines
 
-    density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
+    density, fifth = common.mean(report.density_L), common.mean(report.hottest_fifth_L)
     experts = ""
     if shares := [share for share in report.hottest_fifth_of_experts_L if share]:
-        experts = f" and that of the experts {mean(shares):.0%} of the choices"
+        experts = f" and that of the experts {common.mean(shares):.0%} of the choices"
     lines = [
         f"wrote {report.output}: {report.num_tokens:,} tokens, density {density:.1%},"
         f" the hottest fifth takes {fifth:.0%} of the firings{experts}, {report.seconds:.0f} s"

@@ -8,16 +8,7 @@ from typing import Any, Literal
 
 import click
 
-from hotsplit.commands.options.command_options import (
-    context_option,
-    force_option,
-    joined,
-    json_option,
-    option_table,
-    placement_options,
-    running_options,
-    take_engine_options,
-)
+from hotsplit.commands.options import command_options as common
 from hotsplit.commands.options.constraint_options import ConstraintOption, take_constraint
 from hotsplit.commands.options.engine_options import neuron_cache_option
 from hotsplit.commands.options.preparation import all_preparation_options
@@ -35,8 +26,8 @@ from hotsplit.options.generation_options import ENDLESS, GenerationOptions, Spec
 
 TEXT_TOKENS = 128  # of a text, unless -n says another number
 SHIFT_KEEP = 4  # tokens at the beginning of a text that stay in the context, as attention sinks
-request_options = joined(
-    option_table(
+request_options = common.joined(
+    common.option_table(
         """
 -p --prompt | text | The text to continue; - reads it from stdin.
 -f --file | prompt_file: stdin | The same, from a file; - for stdin. One newline at its end is left
@@ -48,7 +39,7 @@ request_options = joined(
         stdin=click.Path(path_type=Path, allow_dash=True),
     ),
     chat_options,
-    option_table(
+    common.option_table(
         f"""
 -n --max-tokens --n-predict | max_tokens: int | Maximum tokens to generate; -1: as many as the
     context has room for. [default: {TEXT_TOKENS} for a text, -1 for an answer]
@@ -69,14 +60,16 @@ request_options = joined(
         type=bool,
         help="Print only the continuation, not the prompt.",
     ),
-    context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]"),
+    common.context_option(
+        "Context length in tokens. [default: the plan's, or the model's up to 4,096]"
+    ),
     all_preparation_options,
     decoding_options,
-    placement_options,
+    common.placement_options,
     neuron_cache_option,
-    running_options,
-    force_option,
-    json_option,
+    common.running_options,
+    common.force_option,
+    common.json_option,
 )
 
 
@@ -114,7 +107,7 @@ def take_request(
     sampling = take_sampling_options(options)
     speculation = take_speculation_options(options)
     constraint = take_constraint(options)
-    take_engine_options(dict(options))
+    common.take_engine_options(dict(options))
     names = ("prompt", "prompt_file", "prompts_file")
     sources = [take(name) for name in names]
     is_many, has_prompt = (

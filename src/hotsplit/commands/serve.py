@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.options.command_options import (
-    FILE,
-    FileCommand,
-    context_option,
-    json_option,
-    option_table,
-    placement_options,
-    running_options,
-    say,
-    take_engine_options,
-)
+from hotsplit.commands.options import command_options as common
 from hotsplit.commands.options.engine_options import long_text_options
 from hotsplit.commands.options.preparation import preparation, preparation_options
 from hotsplit.commands.options.sampling_options import (
@@ -43,11 +33,11 @@ KEY_VARIABLE = "HOTSPLIT_API_KEY"
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
 
-@click.command(cls=FileCommand)
-@click.argument("model", type=FILE)
-@placement_options
+@click.command(cls=common.FileCommand)
+@click.argument("model", type=common.FILE)
+@common.placement_options
 @preparation_options
-@option_table(
+@common.option_table(
     f"""
 --host | text = 127.0.0.1 | Address to listen on; 0.0.0.0 means all, best with --api-key.
 --port | int = 8080 | Port to listen on; 0 picks a free one.
@@ -69,14 +59,14 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 -a --alias | text NAME | The model's name in the API. [default: its file's]
 """
 )
-@context_option(
+@common.context_option(
     "Context length of a request in tokens. [default: the plan's, or the model's up to 4,096]"
 )
 @template_options
 @sampling_options
 @long_text_options
-@running_options
-@json_option
+@common.running_options
+@common.json_option
 def serve(
     model: Path,
     split: Path | None,
@@ -93,7 +83,7 @@ def serve(
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
     options["variables"] = template_variables(options["variables"])
-    sampling, asked = take_sampling_options(options), take_engine_options(options)
+    sampling, asked = take_sampling_options(options), common.take_engine_options(options)
     placing = {name: options.pop(name) for name in ("vram", "tokenizer", "yes")} | {
         "model": model,
         "split": split,
@@ -138,7 +128,7 @@ def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> 
 
     def open_engine() -> "Engine":
         use_threads(threads)
-        say(f"{model}: loading")
+        common.say(f"{model}: loading")
         if split is None and device_of(asked.device).type == "cpu" and not asked.cpu_ffn:
             _check_memory(model, asked, num_places)
         engine = load_engine(model, split, replace(asked, num_sequences=num_places))
@@ -148,7 +138,7 @@ def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> 
         return engine
 
     def on_ready(url: str, served: "ServedModel") -> None:
-        say(f"serving {served.name} at {url}/v1; Ctrl-C stops")
+        common.say(f"serving {served.name} at {url}/v1; Ctrl-C stops")
         if as_json and sys.stdout is not None:
             line = {
                 "url": url,
@@ -162,7 +152,7 @@ def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> 
             sys.stdout.flush()
 
     Server(config, num_places, open_engine, on_ready).run()
-    say(f"{model}: stopped")
+    common.say(f"{model}: stopped")
 
 
 def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> tuple[int, int]:
@@ -214,25 +204,25 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None
     """Says what memory the server holds, and why requests may be slow or differ in last bits."""
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
-    say(
+    common.say(
         f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
         f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))} are KV cache"
         f" for {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
         f" {config.num_kept} kept)"
     )
     if plan_places == 1:
-        say(
+        common.say(
             "note: the plan is for one text, so requests are answered one at a time; hotsplit"
             " solve with --sequences budgets KV cache for more"
         )
     elif config.parallel > 1 and not engine.has_row_steps:
-        say(
+        common.say(
             "note: a step computes one token here, because of a neuron cache, of keys in main"
             " memory or of a small workspace; requests take turns, and together are no faster than"
             " in succession"
         )
     if not engine.has_equal_rows:
-        say(
+        common.say(
             "note: on this device, reusing the KV cache of earlier requests and reading several"
             " prompts"
             ' together may change the last bits of results; "cache_prompt": false turns reuse off'
