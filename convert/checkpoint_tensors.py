@@ -24,20 +24,13 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import SAME, Blueprint, Rows, ValueChange
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.written import Restored
-from hotsplit.model.tensors import (
-    Layout,
-    Shapes,
-    in_layout,
-    layer_shapes,
-    outer_shapes,
-    transposed_shape,
-)
+from hotsplit.model import tensors
 
 V = TypeVar("V")
 
 
 def tensor_entries(
-    checkpoint: Checkpoint, plan: Blueprint, layout: Layout, types: TensorTypes
+    checkpoint: Checkpoint, plan: Blueprint, layout: tensors.Layout, types: TensorTypes
 ) -> dict[str, TensorEntry]:
     """Every tensor of the model file by its name there; its source is read when it is written. The
     down projections of the sparse layout are transposed. Raises HotsplitError for an unknown or
@@ -48,9 +41,9 @@ def tensor_entries(
     sources = _sources(checkpoint, plan, wanted, experts)
     entries = {}
     for name, shape in wanted.items():
-        target = in_layout(name, layout)
+        target = tensors.in_layout(name, layout)
         is_transposed = target != name
-        target_shape = transposed_shape(shape) if is_transposed else shape
+        target_shape = tensors.transposed_shape(shape) if is_transposed else shape
         if name in experts:
             is_packed = experts[name][0].is_packed and not is_transposed
             kind = types.kind(target, target_shape, packed=PACKED_TYPE if is_packed else None)
@@ -103,7 +96,7 @@ def restored(
         source = sources.get(rows.source if rows else name)
         if source is None or _by_end(plan.constants, name) is not None:
             continue
-        target = in_layout(name, written.layout)
+        target = tensors.in_layout(name, written.layout)
         is_transposed = target != name
         order = _order_of(plan, name, wanted[name])
         tensor = order.rows_of(checkpoint.read(source)).to(torch.float32)
@@ -126,7 +119,7 @@ def _restored_experts(
     sources: list[ExpertSource],
 ) -> Iterator[Restored]:
     """The experts of one tensor of the stock layout, each by itself."""
-    target = in_layout(name, written.layout)
+    target = tensors.in_layout(name, written.layout)
     importance_EM = types.importance(target, written.tensors[target].shape)
     for expert, source in enumerate(sources):
         want = source.read(checkpoint).to(torch.float32).numpy()
@@ -202,12 +195,12 @@ def _read_rows(
     return encode(tensor, kind, what, rows=rows, importance=importance_M)
 
 
-def _wanted(plan: Blueprint) -> Shapes:
+def _wanted(plan: Blueprint) -> tensors.Shapes:
     """Shapes by name in the stock layout, with an output head even if it is tied."""
     spec = plan.spec
-    wanted = outer_shapes(spec) | {"output.weight": (spec.vocab_size, spec.hidden_size)}
+    wanted = tensors.outer_shapes(spec) | {"output.weight": (spec.vocab_size, spec.hidden_size)}
     for index, layer in enumerate(spec.layers):
-        in_layer = layer_shapes(spec, layer, "stock")
+        in_layer = tensors.layer_shapes(spec, layer, "stock")
         wanted |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
     return wanted
 
@@ -228,11 +221,11 @@ def _by_end(values: Mapping[str, V], name: str) -> V | None:
 def _sources(
     checkpoint: Checkpoint,
     plan: Blueprint,
-    wanted: Shapes,
+    wanted: tensors.Shapes,
     experts: Mapping[str, list[ExpertSource]],
 ) -> dict[str, str]:
     """Names of the tensors read but experts', by the names that `plan.name_of` gives."""
-    shapes: Shapes = {}
+    shapes: tensors.Shapes = {}
     of_experts = source_names(experts)
     for name, shape in wanted.items():
         if name in experts:

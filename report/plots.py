@@ -17,21 +17,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import ITEMS, Items
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
-from hotsplit.report.svg import (
-    BLUE,
-    CPU,
-    GPUS,
-    GREEN,
-    INK,
-    ORANGE,
-    PALE,
-    SOFT,
-    Plot,
-    gridded,
-    new_figure,
-    plot_of,
-    save_picture,
-)
+from hotsplit.report import svg
 from hotsplit.solver.explain import meanings_of
 from hotsplit.solver.placed import device_of_ranks, firings_on_gpu, units_of
 from hotsplit.solver.sweep import Sweep
@@ -53,29 +39,29 @@ def firing_curves(profile: Profile) -> np.ndarray:
     return np.stack([np.interp(at_N, np.arange(len(row_F)), row_F) for at_N, row_F in at_LN])
 
 
-def plot_firings(profile: Profile) -> Plot:
+def plot_firings(profile: Profile) -> svg.Plot:
     """Plots the mean firing curve, within the band that the curves of all layers span."""
     curve_LN = 100 * firing_curves(profile)
     share_N = np.linspace(0, 100, NUM_SHARES)
     mean_N = curve_LN.mean(axis=0)
-    with new_figure(240) as figure:
+    with svg.new_figure(240) as figure:
         axes = figure.add_subplot()
         axes.fill_between(
             share_N,
             curve_LN.min(axis=0),
             curve_LN.max(axis=0),
-            color=PALE,
+            color=svg.PALE,
             linewidth=0,
             label="all layers",
         )
         if len(curve_LN) <= MAX_THIN:
             for curve_N in curve_LN:
-                axes.plot(share_N, curve_N, color=BLUE, linewidth=0.5, alpha=0.6)
-        axes.plot(share_N, mean_N, color=BLUE, label="mean of the layers")
+                axes.plot(share_N, curve_N, color=svg.BLUE, linewidth=0.5, alpha=0.6)
+        axes.plot(share_N, mean_N, color=svg.BLUE, label="mean of the layers")
         axes.plot(
             [0, 100],
             [0, 100],
-            color=SOFT,
+            color=svg.SOFT,
             linewidth=0.8,
             linestyle=(0, (2, 3)),
             label="if all fired equally often",
@@ -86,10 +72,10 @@ def plot_firings(profile: Profile) -> Plot:
             xlim=(0, 100),
             ylim=(0, 101),
         )
-        gridded(axes, "both")
+        svg.gridded(axes, "both")
         axes.legend(loc="lower right")
         fifth = curve_LN[:, NUM_SHARES // 5]
-        return plot_of(
+        return svg.plot_of(
             "firings",
             figure,
             alt=f"The hottest fifth of a layer's neurons takes {mean_N[NUM_SHARES // 5]:.0f}% of"
@@ -98,16 +84,16 @@ def plot_firings(profile: Profile) -> Plot:
         )
 
 
-def plot_density(profile: Profile) -> Plot:
+def plot_density(profile: Profile) -> svg.Plot:
     """Plots density as a bar per layer."""
     density_L = 100 * profile.density_L
     mean = density_L.mean()
-    with new_figure(240) as figure:
+    with svg.new_figure(240) as figure:
         axes = figure.add_subplot()
-        axes.bar(np.arange(len(density_L)), density_L, color=BLUE, width=0.75)
+        axes.bar(np.arange(len(density_L)), density_L, color=svg.BLUE, width=0.75)
         axes.axhline(
             mean,
-            color=INK,
+            color=svg.INK,
             linewidth=1,
             linestyle=(0, (4, 2)),
             label=f"mean of the layers, {mean:.1f}%",
@@ -115,9 +101,9 @@ def plot_density(profile: Profile) -> Plot:
         figure.legend(loc="outside upper right")
         _layers_below(axes)
         axes.set(ylabel="neurons that fire for a token (%)", ylim=(0, None))
-        gridded(axes)
+        svg.gridded(axes)
         low, high = int(density_L.argmin()), int(density_L.argmax())
-        return plot_of(
+        return svg.plot_of(
             "density",
             figure,
             alt=f"Of a layer's neurons {mean:.1f}% fire for a token on average: least in layer"
@@ -126,7 +112,7 @@ def plot_density(profile: Profile) -> Plot:
         )
 
 
-def plot_curve(curve: Sweep, split: Split | None) -> Plot:
+def plot_curve(curve: Sweep, split: Split | None) -> svg.Plot:
     """Plots predicted tokens per second over GPU memory: of the best plan, of a split by whole
     layers, of the CPU alone, and of `split` if it is for one GPU."""
     label, unit = unit_of(max(point.budget_bytes for point in curve.points))
@@ -137,17 +123,17 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
         f" {format_bytes(curve.points[0].budget_bytes)} of GPU memory and {last:,.0f} with"
         f" {format_bytes(curve.points[-1].budget_bytes)}, by prediction."
     )
-    with new_figure(250) as figure:
+    with svg.new_figure(250) as figure:
         axes = figure.add_subplot()
         for text, field, colour, line in (
-            ("best plan", "objective_s", BLUE, "-"),
-            ("split by whole layers", "layer_split_s", ORANGE, "--"),
+            ("best plan", "objective_s", svg.BLUE, "-"),
+            ("split by whole layers", "layer_split_s", svg.ORANGE, "--"),
         ):
             speed = [1 / getattr(point, field) for point in curve.points]
             axes.plot(budget, speed, line, color=colour, label=text)
         axes.axhline(
             1 / curve.cpu_only_s,
-            color=SOFT,
+            color=svg.SOFT,
             linewidth=1,
             linestyle=(0, (1, 2)),
             label="the CPU alone",
@@ -158,9 +144,9 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
                 [at],
                 [1 / split.objective_s],
                 "o",
-                color=BLUE,
+                color=svg.BLUE,
                 markersize=9,
-                markeredgecolor=INK,
+                markeredgecolor=svg.INK,
                 label="this plan",
             )
             reached = f"{1 / split.objective_s:,.0f}"
@@ -177,23 +163,23 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
             axes.set_ylim(0, None)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        gridded(axes, "both")
+        svg.gridded(axes, "both")
         figure.legend(loc="outside lower center", ncols=2)
-        return plot_of(
+        return svg.plot_of(
             "curve", figure, alt=alt, caption="Where the curve is flat, more memory buys nothing."
         )
 
 
-def plot_map(split: Split, profile: Profile) -> Plot:
+def plot_map(split: Split, profile: Profile) -> svg.Plot:
     """Plots a row per layer, coloured by device: dense block, neurons by hotness, and firings, or
     experts and choices."""
     units, share_L = units_of(split, profile), firings_on_gpu(split, profile)
     fired_LF = units.count_LF
     hot = sum(map(len, units.hot)) / fired_LF.size
     hot_fired = (share_L * fired_LF.sum(axis=1)).sum() / max(1, fired_LF.sum())
-    with new_figure(_map_height(split)) as figure:
+    with svg.new_figure(_map_height(split)) as figure:
         _draw_map(figure, split, profile)
-        return plot_of(
+        return svg.plot_of(
             "map",
             figure,
             alt=f"{hot:.1%} of the {units.name}, with {hot_fired:.1%} of the {units.events}, are on"
@@ -210,10 +196,10 @@ def plot_map(split: Split, profile: Profile) -> Plot:
 
 def save_map(split: Split, profile: Profile, model: str, path: Path) -> None:
     """Writes the same plot as PNG, with the model's name and the predicted speed as its title."""
-    with new_figure(_map_height(split) + 20, is_picture=True) as figure:
+    with svg.new_figure(_map_height(split) + 20, is_picture=True) as figure:
         _draw_map(figure, split, profile)
         figure.suptitle(f"{model}: {1 / split.objective_s:,.1f} tokens/s predicted", fontsize=8)
-        save_picture(figure, path)
+        svg.save_picture(figure, path)
 
 
 def _map_height(split: Split) -> int:
@@ -228,8 +214,8 @@ def _draw_map(figure: Figure, split: Split, profile: Profile) -> None:
     _rows(blocks, dense_L[:, None], num_gpus)
     _rows(ranks, device_of_ranks(split, profile), num_gpus)
     at_L = np.arange(num_layers)
-    firings.barh(at_L, 100, height=0.86, color=CPU)
-    colours = [GPUS[home % len(GPUS)] for home in home_L]
+    firings.barh(at_L, 100, height=0.86, color=svg.CPU)
+    colours = [svg.GPUS[home % len(svg.GPUS)] for home in home_L]
     firings.barh(at_L, 100 * firings_on_gpu(split, profile), height=0.86, color=colours)
     blocks.set(xticks=[], ylabel="layer", ylim=(num_layers - 0.5, -0.5), xlabel="dense\nblock")
     blocks.xaxis.label.set_fontsize(8)
@@ -239,8 +225,8 @@ def _draw_map(figure: Figure, split: Split, profile: Profile) -> None:
     for axes in (blocks, ranks, firings):
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    handles = [Patch(color=CPU, label="CPU")]
-    handles += [Patch(color=GPUS[k % len(GPUS)], label=f"GPU {k}") for k in range(num_gpus)]
+    handles = [Patch(color=svg.CPU, label="CPU")]
+    handles += [Patch(color=svg.GPUS[k % len(svg.GPUS)], label=f"GPU {k}") for k in range(num_gpus)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
@@ -249,16 +235,16 @@ def name_of(item: str, units: str) -> str:
     return meanings_of(has_experts=units == "experts")[item]
 
 
-def plot_bytes(gpus: Sequence[Items], cpu: Items, units: str) -> Plot:
+def plot_bytes(gpus: Sequence[Items], cpu: Items, units: str) -> svg.Plot:
     """Plots a bar per item, divided by device."""
     items = [item for item in ITEMS if cpu[item] or any(gpu[item] for gpu in gpus)][::-1]
     totals = {item: cpu[item] + sum(gpu[item] for gpu in gpus) for item in items}
     label, unit = unit_of(max(totals.values()))
-    with new_figure(80 + 22 * len(items)) as figure:
+    with svg.new_figure(80 + 22 * len(items)) as figure:
         axes = figure.add_subplot()
         left = np.zeros(len(items))
-        sides = [(f"GPU {k}", gpu, GPUS[k % len(GPUS)]) for k, gpu in enumerate(gpus)]
-        for text, side, colour in [*sides, ("CPU", cpu, CPU)]:
+        sides = [(f"GPU {k}", gpu, svg.GPUS[k % len(svg.GPUS)]) for k, gpu in enumerate(gpus)]
+        for text, side, colour in [*sides, ("CPU", cpu, svg.CPU)]:
             size = np.array([side[item] / unit for item in items])
             axes.barh(
                 [name_of(item, units) for item in items],
@@ -270,14 +256,14 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items, units: str) -> Plot:
             )
             left += size
         axes.set(xlabel=label)
-        axes.tick_params(axis="y", labelcolor=INK)
+        axes.tick_params(axis="y", labelcolor=svg.INK)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
-        gridded(axes, "x")
+        svg.gridded(axes, "x")
         axes.spines["bottom"].set_visible(False)
         figure.legend(loc="outside lower center", ncols=len(sides) + 1)
         largest = max(totals, key=lambda item: totals[item])
         on_gpus = sum(sum(gpu.values()) for gpu in gpus)
-        return plot_of(
+        return svg.plot_of(
             "bytes",
             figure,
             alt=f"{format_bytes(on_gpus)} are on GPUs and {format_bytes(sum(cpu.values()))} in main"
@@ -287,25 +273,25 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items, units: str) -> Plot:
         )
 
 
-def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
+def plot_predictors(quality_L: Sequence[LayerQuality]) -> svg.Plot:
     """Plots recall and precision per layer, above the lost norm."""
     at_L = np.arange(len(quality_L))
     recall_L = 100 * np.array([q.chosen.recall for q in quality_L])
     precision_L = 100 * np.array([q.chosen.precision for q in quality_L])
     lost_L = 100 * np.array([q.chosen.lost_norm for q in quality_L])
-    with new_figure(300) as figure:
+    with svg.new_figure(300) as figure:
         shares, lost = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True)
         size = 6 if len(at_L) <= 40 else 3.5
-        shares.plot(at_L, precision_L, "s", color=GREEN, markersize=size, label="precision")
-        shares.plot(at_L, recall_L, "o", color=BLUE, markersize=size, label="recall")
+        shares.plot(at_L, precision_L, "s", color=svg.GREEN, markersize=size, label="precision")
+        shares.plot(at_L, recall_L, "o", color=svg.BLUE, markersize=size, label="recall")
         shares.set(ylabel="share (%)", ylim=(None, 101.5))
-        lost.bar(at_L, lost_L, color=ORANGE, width=0.75)
+        lost.bar(at_L, lost_L, color=svg.ORANGE, width=0.75)
         lost.set(ylabel="lost norm (%)", ylim=(0, None))
         _layers_below(lost)
-        gridded(shares)
-        gridded(lost)
+        svg.gridded(shares)
+        svg.gridded(lost)
         figure.legend(loc="outside upper center", ncols=2)
-        return plot_of(
+        return svg.plot_of(
             "predictors",
             figure,
             alt=f"On average over the layers, recall is {recall_L.mean():.1f}%, precision"
@@ -316,9 +302,9 @@ def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
         )
 
 
-def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> Plot:
+def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> svg.Plot:
     """Plots measurements, each a (name, increase of the perplexity, half of its interval)."""
-    with new_figure(76 + 26 * len(rows)) as figure:
+    with svg.new_figure(76 + 26 * len(rows)) as figure:
         axes = figure.add_subplot()
         for number, (_, increase, half_width) in enumerate(rows):
             axes.errorbar(
@@ -326,24 +312,24 @@ def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> Plot:
                 [number],
                 xerr=100 * (half_width or 0.0),
                 fmt="o",
-                color=BLUE,
+                color=svg.BLUE,
                 capsize=4,
                 markersize=6,
                 linewidth=1.4,
             )
-        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.axvline(0, color=svg.INK, linewidth=0.8)
         axes.set(
             xlabel="perplexity above dense (%), 95% interval",
             ylim=(len(rows) - 0.5, -0.5),
             yticks=range(len(rows)),
             yticklabels=[name for name, _, _ in rows],
         )
-        axes.tick_params(axis="y", labelcolor=INK)
+        axes.tick_params(axis="y", labelcolor=svg.INK)
         axes.margins(x=0.15)
-        gridded(axes, "x")
+        svg.gridded(axes, "x")
         axes.spines[["left", "bottom"]].set_visible(False)
         told = "; ".join(f"{name}: {increase:+.2%}" for name, increase, _ in rows)
-        return plot_of(
+        return svg.plot_of(
             "quality",
             figure,
             alt=f"Perplexity above that of the dense model: {told}.",
@@ -372,7 +358,7 @@ def _rows(axes: Axes, device_LR: np.ndarray, num_gpus: int) -> None:
                     )
                 )
         if boxes:
-            colour = CPU if device == 0 else GPUS[(device - 1) % len(GPUS)]
+            colour = svg.CPU if device == 0 else svg.GPUS[(device - 1) % len(svg.GPUS)]
             outline = Outline.make_compound_path(*boxes)
             axes.add_patch(PathPatch(outline, facecolor=colour, linewidth=0))
     axes.set_xlim(0, 100)

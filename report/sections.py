@@ -17,6 +17,7 @@ from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.names import Names
 from hotsplit.report.page import NONE, Missing, Section, Table
 from hotsplit.report.speeds import Speeds
+from hotsplit.report.svg import Plot
 from hotsplit.system.sizes import format_bytes
 
 
@@ -101,7 +102,7 @@ def placement_section(found: Artifacts, names: Names) -> Section:
     units = "neurons" if split is None else split.units
     missing = [] if split is not None else [names.no_split]
     missing += [] if profile is not None else [names.no_profile]
-    drawn: tuple[plots.Plot, ...] = ()
+    drawn: tuple[Plot, ...] = ()
     tables: tuple[Table, ...] = ()
     if split is not None and profile is not None:
         drawn = (plots.plot_map(split, profile),)

@@ -13,15 +13,9 @@ from gguf import GGML_QUANT_SIZES
 from hotsplit.artifacts.changed_model import for_context, with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.options import Outtype
+from hotsplit.costs import part_bytes
 from hotsplit.costs.bytes_read import neurons_read
 from hotsplit.costs.default_mode import can_silence, computes_every_neuron, mode_meant
-from hotsplit.costs.part_bytes import (
-    all_neuron_bytes,
-    bytes_on_one_side,
-    head_bytes,
-    layer_bytes,
-    stored_neuron_bytes,
-)
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import type_of
 from hotsplit.files.gguf_parts import num_bytes_of
@@ -153,10 +147,10 @@ def run_bytes(
 ) -> int:
     """Bytes on one device (a GPU if it has a budget): weights, keys and values, temporaries."""
     workspace = workspace_bytes(model, context_length, "dense", num_sequences, gpu_budget_bytes)
-    items = bytes_on_one_side(model, context_length, workspace, num_sequences)
+    items = part_bytes.bytes_on_one_side(model, context_length, workspace, num_sequences)
     if model.layout == "stock":  # run as it is
         layers = range(model.spec.num_layers)
-        items["neurons"] = sum(stored_neuron_bytes(model, layer) for layer in layers)
+        items["neurons"] = sum(part_bytes.stored_neuron_bytes(model, layer) for layer in layers)
     return sum(items.values())
 
 
@@ -313,11 +307,13 @@ def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, st
     layers = range(model.spec.num_layers)
     always = 0
     if not has_plan:  # attention, norms and head, which every token reads
-        always = head_bytes(model) + sum(layer_bytes(model, layer).attention for layer in layers)
+        always = part_bytes.head_bytes(model) + sum(
+            part_bytes.layer_bytes(model, layer).attention for layer in layers
+        )
     # All gate rows, and the other rows of neurons that fire.
     exact = sum(neurons_read(model, layer, fired=density) for layer in layers)
     named = min(1.0, NAMED_PER_FIRING * density)
-    predicted = (predictor_share(model) + named) * all_neuron_bytes(model)
+    predicted = (predictor_share(model) + named) * part_bytes.all_neuron_bytes(model)
     saved = 1 - (always + predicted) / (always + exact)
     is_worth = saved >= LEAST_GAIN
     word = "predictors save" if is_worth else "no predictors, which would save"

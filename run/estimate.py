@@ -10,20 +10,10 @@ from dataclasses import dataclass, replace
 from hotsplit.costs.part_bytes import all_neuron_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate, cpu_bandwidth
+from hotsplit.run import stages
 from hotsplit.run.cache_folder import VARIABLE
 from hotsplit.run.choice import predictor_share
 from hotsplit.run.rates import encode_bytes_per_s, machine_key, matmul_flops, unpack_values_per_s
-from hotsplit.run.stages import (
-    RunJob,
-    conversion_name,
-    flop_per_token,
-    full_key,
-    look_key,
-    look_tokens,
-    model_key,
-    plan_key,
-    profile_key,
-)
 from hotsplit.runtime.resolved_options import device_of
 from hotsplit.system.sizes import format_bytes
 
@@ -104,11 +94,11 @@ def words(seconds: float, at_most: bool = False) -> str:
     return f"{about} {seconds / 3600:.1f} h"
 
 
-def estimate(job: RunJob, tokens: int | None) -> WorkEstimate:
+def estimate(job: stages.RunJob, tokens: int | None) -> WorkEstimate:
     """Estimates the work that is not cached. `tokens`: to train predictors on; None without."""
     works = [] if tokens is None else _of_profile(job, tokens)
-    if job.choice.needs_look(job.wishes) and not job.cache.find("look", look_key(job)):
-        seconds = look_tokens(job) / count_per_s(job)
+    if job.choice.needs_look(job.wishes) and not job.cache.find("look", stages.look_key(job)):
+        seconds = stages.look_tokens(job) / count_per_s(job)
         works.insert(0, Work(kind="look", label="look", seconds=seconds, num_bytes=_counts(job)))
     is_base_run = tokens is None  # the converted model itself will be run
     if is_base_run or works:
@@ -117,17 +107,17 @@ def estimate(job: RunJob, tokens: int | None) -> WorkEstimate:
     return WorkEstimate(works=tuple(works), free_bytes=shutil.disk_usage(job.cache.folder).free)
 
 
-def expected_tokens(job: RunJob) -> int | None:
+def expected_tokens(job: stages.RunJob) -> int | None:
     """Tokens to train predictors on, estimated if there was no look yet; None without."""
     if job.choice.predictors is False:
         return None
-    look = job.cache.find("look", look_key(job))
+    look = job.cache.find("look", stages.look_key(job))
     if look is None:
         return tokens_for(job, count_per_s(job))
     return tokens_for(job, float(look.facts["tokens_per_s"]))
 
 
-def tokens_for(job: RunJob, tokens_per_s: float) -> int | None:
+def tokens_for(job: stages.RunJob, tokens_per_s: float) -> int | None:
     """The number that was requested, or the largest of TOKENS that can be profiled within
     PATIENCE_S at this speed. Else the smallest if they were requested, or None."""
     if job.wishes.tokens is not None:
@@ -138,14 +128,14 @@ def tokens_for(job: RunJob, tokens_per_s: float) -> int | None:
     return allowed[0] if allowed else TOKENS[-1]
 
 
-def _is_hopeless(job: RunJob) -> bool:
+def _is_hopeless(job: stages.RunJob) -> bool:
     """True if not even a look is worth it: it is not cached and would only decide on predictors,
     and training them on the fewest tokens would take over twice PATIENCE_S. False if the user gave
     the number of tokens."""
     choice = job.choice
     if choice.predictors is not None or choice.budgets or job.wishes.tokens is not None:
         return False
-    if job.cache.find("look", look_key(job)) is not None:
+    if job.cache.find("look", stages.look_key(job)) is not None:
         return False
     return TOKENS[-1] * TRAIN_FACTOR / count_per_s(job) > 2 * PATIENCE_S
 
@@ -159,7 +149,7 @@ def too_long(per_s: float) -> str:
     )
 
 
-def count_per_s(job: RunJob) -> float:
+def count_per_s(job: stages.RunJob) -> float:
     """Tokens per second of a profile without training."""
     stored = job.rates.stored.get("count")
     if stored is None:
@@ -168,36 +158,38 @@ def count_per_s(job: RunJob) -> float:
             job.rates.note(name, matmul_flops(device))
         share = MIXTURE_SHARE if job.choice.model.spec.has_experts else COUNT_SHARE
         stored = share * job.rates.stored[name]
-    return stored / flop_per_token(job.choice.model)
+    return stored / stages.flop_per_token(job.choice.model)
 
 
-def _of_model(job: RunJob) -> list[Work]:
+def _of_model(job: stages.RunJob) -> list[Work]:
     choice, rates = job.choice, job.rates
-    if not choice.is_converted or job.cache.find("model", model_key(job)):
+    if not choice.is_converted or job.cache.find("model", stages.model_key(job)):
         return []
     size = sum(entry.num_bytes for entry in choice.model.tensors.values())
-    if (rate := rates.stored.get(conversion_name(job))) is not None:
+    if (rate := rates.stored.get(stages.conversion_name(job))) is not None:
         return [Work(kind="model", label="convert", seconds=size / rate, num_bytes=size)]
     seconds = size / encode_bytes_per_s(choice.model) + size / rates.write_bytes_per_s()
     seconds += verify_seconds(job) if job.is_verified else 0.0
     return [Work(kind="model", label="convert", seconds=seconds, num_bytes=size)]
 
 
-def verify_seconds(job: RunJob) -> float:
+def verify_seconds(job: stages.RunJob) -> float:
     """Seconds to compare a converted model with its source."""
-    values = flop_per_token(job.choice.model) / 2
+    values = stages.flop_per_token(job.choice.model) / 2
     imports = IMPORT_S if job.source.path.is_dir() else 0.0
     return imports + VERIFY_UNPACKINGS * values / unpack_values_per_s()
 
 
-def decided(job: RunJob) -> RunJob:
+def decided(job: stages.RunJob) -> stages.RunJob:
     """The job with verification decided (as requested, else if it is short), and without predictors
     if those would take too long."""
     if _is_hopeless(job):
         job.say(too_long(count_per_s(job)))
         job = replace(job, choice=replace(job.choice, predictors=False))
     is_verified = job.wishes.is_verified
-    is_there = not job.choice.is_converted or job.cache.find("model", model_key(job)) is not None
+    is_there = (
+        not job.choice.is_converted or job.cache.find("model", stages.model_key(job)) is not None
+    )
     if is_verified is None and not is_there:
         seconds = verify_seconds(job)
         is_verified = seconds <= VERIFY_LIMIT_S
@@ -209,16 +201,16 @@ def decided(job: RunJob) -> RunJob:
     return replace(job, is_verified=is_verified is not False)
 
 
-def _of_profile(job: RunJob, tokens: int) -> list[Work]:
+def _of_profile(job: stages.RunJob, tokens: int) -> list[Work]:
     works, model = [], job.choice.model
-    if job.cache.find("full", full_key(job, tokens)):
+    if job.cache.find("full", stages.full_key(job, tokens)):
         return []
     predictors = round(predictor_share(model) * all_neuron_bytes(model))
-    if not job.cache.find("profile", profile_key(job, tokens)):
+    if not job.cache.find("profile", stages.profile_key(job, tokens)):
         rate = job.rates.stored.get(
-            "train", count_per_s(job) * flop_per_token(model) / TRAIN_FACTOR
+            "train", count_per_s(job) * stages.flop_per_token(model) / TRAIN_FACTOR
         )
-        seconds = tokens * flop_per_token(model) / rate
+        seconds = tokens * stages.flop_per_token(model) / rate
         size = predictors + 2 * _counts(job)
         works.append(Work(kind="profile", label="profile", seconds=seconds, num_bytes=size))
     size = predictors + sum(entry.num_bytes for entry in model.tensors.values())
@@ -226,14 +218,14 @@ def _of_profile(job: RunJob, tokens: int) -> list[Work]:
     return [*works, Work(kind="full", label="add predictors", seconds=seconds, num_bytes=size)]
 
 
-def _of_plan(job: RunJob, tokens: int | None) -> list[Work]:
+def _of_plan(job: stages.RunJob, tokens: int | None) -> list[Work]:
     if not job.choice.budgets:
         return []
     size = sum(entry.num_bytes for entry in job.choice.model.tensors.values())
     loads = 4 if job.choice.model.spec.has_experts else 2
     seconds = TRIAL_S + loads * size / LOADED_BYTES_PER_S
     trial = Work(kind="trial", label="try the plan", seconds=seconds, num_bytes=0)
-    key = plan_key(job, tokens)
+    key = stages.plan_key(job, tokens)
     trials = [] if job.cache.find("trial", {"plan": key}) else [trial]
     if job.cache.find("plan", key):
         return trials
@@ -248,6 +240,6 @@ def _of_plan(job: RunJob, tokens: int | None) -> list[Work]:
     return [*works, plan, *trials]
 
 
-def _counts(job: RunJob) -> int:
+def _counts(job: stages.RunJob) -> int:
     spec = job.choice.model.spec
     return 8 * spec.num_layers * spec.most_neurons

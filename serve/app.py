@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hotsplit.serve import side_api
 from hotsplit.serve.answers import answered
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.chat_requests import chat_request
@@ -19,17 +20,6 @@ from hotsplit.serve.guard import Guard
 from hotsplit.serve.responses_api import ResponsesAnswer
 from hotsplit.serve.responses_requests import responses_request
 from hotsplit.serve.service import Service
-from hotsplit.serve.side_api import (
-    apply_template,
-    detokenize,
-    health,
-    metrics,
-    model,
-    models,
-    page,
-    props,
-    tokenize,
-)
 from hotsplit.serve.text_requests import completion_request
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
@@ -41,17 +31,17 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", COMPLETIONS),
     ("POST", "/v1/responses", RESPONSES),
     ("POST", "/v1/embeddings", embeddings),
-    ("GET", "/v1/models", models),
-    ("GET", "/v1/models/{name:path}", model),
+    ("GET", "/v1/models", side_api.models),
+    ("GET", "/v1/models/{name:path}", side_api.model),
     ("POST", "/chat/completions", CHAT),  # as in llama-server
-    ("GET", "/models", models),
-    ("POST", "/tokenize", tokenize),
-    ("POST", "/detokenize", detokenize),
-    ("POST", "/apply-template", apply_template),
-    ("GET", "/health", health),
-    ("GET", "/metrics", metrics),
-    ("GET", "/props", props),
-    ("GET", "/", page),
+    ("GET", "/models", side_api.models),
+    ("POST", "/tokenize", side_api.tokenize),
+    ("POST", "/detokenize", side_api.detokenize),
+    ("POST", "/apply-template", side_api.apply_template),
+    ("GET", "/health", side_api.health),
+    ("GET", "/metrics", side_api.metrics),
+    ("GET", "/props", side_api.props),
+    ("GET", "/", side_api.page),
 )
 # Paths of llama-server, and those that come closest here.
 OF_LLAMACPP = {

@@ -21,17 +21,10 @@ from hotsplit.runtime.answers.calls import Tool, json_text, name_of, schema_of, 
 from hotsplit.runtime.answers.formats import AnswerFormat
 from hotsplit.runtime.answers.scanner import sound_json
 from hotsplit.runtime.generate.call_grammar import forced_calls
+from hotsplit.serve import text_requests
 from hotsplit.serve.api_error import ApiError, wrong
 from hotsplit.serve.request_body import RequestBody, checked, only, refused
 from hotsplit.serve.served_model import ServedModel
-from hotsplit.serve.text_requests import (
-    Grammar,
-    NumLogprobs,
-    Syntax,
-    TextBody,
-    TextRequest,
-    text_request,
-)
 from hotsplit.serve.texts import Arrival
 
 MAX_MESSAGES = 4096
@@ -116,12 +109,12 @@ class RenderingBody(RequestBody):
     continue_final_message: bool | None = None
 
 
-class ChatBody(RenderingBody, TextBody):
-    ignored: ClassVar = TextBody.ignored
+class ChatBody(RenderingBody, text_requests.TextBody):
+    ignored: ClassVar = text_requests.TextBody.ignored
     parallel_tool_calls: bool = True
     reasoning_format: Literal["auto", "deepseek", "none"] = "auto"
     logprobs: bool = False
-    top_logprobs: NumLogprobs | None = None
+    top_logprobs: text_requests.NumLogprobs | None = None
     modalities: Annotated[object, only(["text"], why=_TEXT_ONLY)] = None
     audio: Annotated[object, only(why=_TEXT_ONLY)] = None
     functions: Annotated[object, only([], why="use tools instead")] = None
@@ -149,7 +142,7 @@ class Rendering:
 
 def chat_request(
     values: Mapping[str, object], served: ServedModel, arrival: Arrival
-) -> TextRequest:
+) -> text_requests.TextRequest:
     """The request of /v1/chat/completions. Raises ApiError."""
     body = checked(ChatBody, values)
     if body.top_logprobs is not None and not body.logprobs:
@@ -166,7 +159,7 @@ def chat_request(
         )
     served.check_length(rendering.text, "messages")
     codec, stops = served.chat_codec()
-    request = text_request(
+    request = text_requests.text_request(
         body,
         served,
         arrival,
@@ -185,13 +178,13 @@ def chat_request(
                 " grammar exclude; give one of them",
             )
         calls, tools = served.format.calls, choice.forced
-        forced = Grammar(
+        forced = text_requests.Grammar(
             param="tool_choice",
             size=len(json.dumps(tools)),
             make=lambda: forced_calls(calls, tools, codec, is_parallel=is_parallel),
         )
         request = replace(request, grammar=forced)
-    syntax = Syntax(
+    syntax = text_requests.Syntax(
         format=served.format,
         rules=rules,
         splits_reasoning=body.reasoning_format != "none",

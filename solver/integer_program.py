@@ -62,13 +62,7 @@ import highspy
 import numpy as np
 import pulp
 
-from hotsplit.solver.multi_gpu import (
-    Pipeline,
-    PipelinePlacement,
-    cpu_only_plan,
-    plan_is_feasible,
-    plan_seconds,
-)
+from hotsplit.solver import multi_gpu
 from hotsplit.solver.problem import SolvedPlacement, head_seconds, layer_seconds
 
 MAX_NEURONS = 1000  # of all layers, times GPUs
@@ -108,10 +102,10 @@ class _Program:
     second: float  # units of the objective per second
 
 
-def _program(pipeline: Pipeline) -> _Program:
+def _program(pipeline: multi_gpu.Pipeline) -> _Program:
     """The program of the module's docstring."""
     lp = pulp.LpProblem("placement", pulp.LpMinimize)
-    second = THOUSANDTHS / plan_seconds(pipeline, cpu_only_plan(pipeline))
+    second = THOUSANDTHS / multi_gpu.plan_seconds(pipeline, multi_gpu.cpu_only_plan(pipeline))
     gpus = [k for k, problem in enumerate(pipeline.problems) if problem.room_bytes >= 0]
     layers = [
         _add_layer(lp, pipeline, gpus, layer, second) for layer in range(pipeline.model.num_layers)
@@ -157,7 +151,7 @@ def _weighted(weights_N: np.ndarray, variables: list[pulp.LpVariable]) -> pulp.L
 
 
 def _add_layer(
-    lp: pulp.LpProblem, pipeline: Pipeline, gpus: list[int], index: int, second: float
+    lp: pulp.LpProblem, pipeline: multi_gpu.Pipeline, gpus: list[int], index: int, second: float
 ) -> _Layer:
     """Adds one layer's variables and its own constraints."""
     model = pipeline.model
@@ -203,7 +197,7 @@ def _side(lp: pulp.LpProblem, index: int, gpu: int, num_neurons: int) -> _Side:
 
 def _add_budgets(
     lp: pulp.LpProblem,
-    pipeline: Pipeline,
+    pipeline: multi_gpu.Pipeline,
     gpus: list[int],
     layers: list[_Layer],
     heads: list[pulp.LpVariable],
@@ -285,19 +279,19 @@ class Solved:
 
     status: Literal["optimal", "time_limit", "infeasible"]
     bound_s: float
-    plan: PipelinePlacement | None  # None if none was found
+    plan: multi_gpu.PipelinePlacement | None  # None if none was found
 
 
-def is_small(pipeline: Pipeline) -> bool:
+def is_small(pipeline: multi_gpu.Pipeline) -> bool:
     """True if the program can be expected to finish."""
     return pipeline.model.touched_LF.size * pipeline.num_gpus <= MAX_NEURONS
 
 
 def solve_program(
-    pipeline: Pipeline, *, start: PipelinePlacement | None, time_limit_s: float
+    pipeline: multi_gpu.Pipeline, *, start: multi_gpu.PipelinePlacement | None, time_limit_s: float
 ) -> Solved:
     """The best placement, as far as the time allows; if none is found, the feasible `start`."""
-    assert start is None or plan_is_feasible(pipeline, start), "the start is not feasible"
+    assert start is None or multi_gpu.plan_is_feasible(pipeline, start), "the start is not feasible"
     program = _program(pipeline)
     if start is not None:
         _set_start(pipeline, program, start)
@@ -311,7 +305,7 @@ def solve_program(
     if found == statuses.kOptimal or highs.getInfo().primal_solution_status == 2:
         own = _read(pipeline, program)
         # Within HiGHS's tolerances a budget may be exceeded by a byte.
-        plan = own if plan_is_feasible(pipeline, own) else start
+        plan = own if multi_gpu.plan_is_feasible(pipeline, own) else start
     if found == statuses.kTimeLimit:
         return Solved(status="time_limit", bound_s=0.0, plan=plan)
     bound_s = highs.getInfo().mip_dual_bound / program.second * (1 - NEURON_GAP)
@@ -331,7 +325,9 @@ class _StartedHiGHS(pulp.HiGHS):
         super().callSolver(lp)
 
 
-def _set_start(pipeline: Pipeline, program: _Program, start: PipelinePlacement) -> None:
+def _set_start(
+    pipeline: multi_gpu.Pipeline, program: _Program, start: multi_gpu.PipelinePlacement
+) -> None:
     """Sets every variable to its value in the start."""
     model, placement = pipeline.model, start.placement
     num_hot_L, dense_L = placement.num_hot_L, placement.dense_L
@@ -367,7 +363,7 @@ def _set_start(pipeline: Pipeline, program: _Program, start: PipelinePlacement) 
             run_K[position].varValue = int(begins and is_used)
 
 
-def _read(pipeline: Pipeline, program: _Program) -> PipelinePlacement:
+def _read(pipeline: multi_gpu.Pipeline, program: _Program) -> multi_gpu.PipelinePlacement:
     """The placement given by the variables."""
     model = pipeline.model
     hot_LF = np.zeros(model.touched_LF.shape, bool)
@@ -380,6 +376,6 @@ def _read(pipeline: Pipeline, program: _Program) -> PipelinePlacement:
     for item, home_K in enumerate(program.homes):
         home_I[item] = program.gpus[int(np.argmax([home.varValue for home in home_K]))]
     head = any(head.varValue > 0.5 for head in program.heads)
-    return PipelinePlacement(
+    return multi_gpu.PipelinePlacement(
         placement=SolvedPlacement(hot_LF=hot_LF, dense_L=dense_L, head=head), home_I=home_I
     )

@@ -7,15 +7,9 @@ import numpy as np
 from hotsplit.artifacts.changed_model import for_context
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.costs import part_bytes
 from hotsplit.costs.context_bytes import context_words
 from hotsplit.costs.default_mode import choose_mode, loss_line
-from hotsplit.costs.part_bytes import (
-    all_neuron_bytes,
-    block_read,
-    entries_of,
-    outside_of,
-    placed_units,
-)
 from hotsplit.model.modes import Mode
 from hotsplit.solver.advice import Advice, room_notes
 from hotsplit.solver.inputs import NO_GPU, Inputs
@@ -68,24 +62,26 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
 def _model_notes(inputs: Inputs, split: Split) -> list[str]:
     """Notes on transposed projections, tables on the host, and the context of recurrent states."""
     model, notes = inputs.model, []
-    more = all_neuron_bytes(model) - all_neuron_bytes(replace(model, runs_as_it_is=True))
+    more = part_bytes.all_neuron_bytes(model) - part_bytes.all_neuron_bytes(
+        replace(model, runs_as_it_is=True)
+    )
     if model.layout == "stock" and more > 0:
         notes.append(
             "down projections of this file are transposed to f16 at load, which takes"
             f" {format_bytes(more)} more; hotsplit convert repacks them by neurons, in q8_0"
         )
-    for block in outside_of(model):
+    for block in part_bytes.outside_of(model):
         if block.tables:
-            held = sum(entry.num_bytes for entry in entries_of(model, block).values())
+            held = sum(entry.num_bytes for entry in part_bytes.entries_of(model, block).values())
             notes.append(
                 f"{block.words}, {format_bytes(held)}, stay in main memory: a token reads"
-                f" {format_bytes(block_read(model, block))} of them"
+                f" {format_bytes(part_bytes.block_read(model, block))} of them"
             )
     types = split.cache_types(model)
     words = context_words(model, split.context_length, split.num_sequences, types)
     if words is not None:
         left, layers = format_bytes(split.gpu_bytes["neurons"]), counted_layers(model)
-        number = sum(placed_units(model, layer)[0] for layer in layers)
+        number = sum(part_bytes.placed_units(model, layer)[0] for layer in layers)
         placed = f"{sum(len(split.hot[layer]) for layer in layers):,} of {number:,}"
         there = f"; the budget leaves {left} to {split.units}, {placed}"
         notes.append(words + there * any(split.budgets))

@@ -12,14 +12,9 @@ from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Winner
 from hotsplit.errors import DoesNotFitError
+from hotsplit.solver import multi_gpu
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Found, obvious_plans
-from hotsplit.solver.multi_gpu import (
-    PipelinePlacement,
-    cpu_only_plan,
-    plan_is_feasible,
-    plan_seconds,
-)
 from hotsplit.solver.optimise import Answer
 from hotsplit.solver.problem import SolvedPlacement
 from hotsplit.solver.solve import split_of
@@ -80,11 +75,11 @@ def inputs_for(split: Split, config: SolveConfig, workspace: Workspace) -> Input
     return replace(inputs, context_length=split.context_length, budgets=split.budgets)
 
 
-def placement_of(split: Split, inputs: Inputs) -> PipelinePlacement:
+def placement_of(split: Split, inputs: Inputs) -> multi_gpu.PipelinePlacement:
     """The plan's placement, with its neurons by rank."""
     hot_LF = np.stack([inputs.units.is_hot(layer, ids) for layer, ids in enumerate(split.hot)])
     home = split.home or (0,) * (len(split.hot) + 1)
-    return PipelinePlacement(
+    return multi_gpu.PipelinePlacement(
         placement=SolvedPlacement(
             hot_LF=hot_LF, dense_L=np.array(split.dense_on_gpu), head=split.head_on_gpu
         ),
@@ -97,11 +92,11 @@ def parts_of(split: Split, inputs: Inputs) -> dict[str, float]:
     plan's. What overlaps counts where the token waits: a part is what the token would take less if
     the part took no time, after the parts before it took none."""
     placement, left = placement_of(split, inputs), inputs
-    seconds = plan_seconds(inputs.pipeline(), placement)
+    seconds = multi_gpu.plan_seconds(inputs.pipeline(), placement)
     parts, none = {}, 1e-9
     for name in ("hand_over", "cpu"):
         left = replace(left, machine=scaled(left.machine, Scales(**{name: none})))
-        now_s = plan_seconds(left.pipeline(), placement)
+        now_s = multi_gpu.plan_seconds(left.pipeline(), placement)
         parts[name] = seconds - now_s
         seconds = now_s
     return parts | {"gpu": seconds}
@@ -109,7 +104,7 @@ def parts_of(split: Split, inputs: Inputs) -> dict[str, float]:
 
 def cpu_alone_seconds(inputs: Inputs) -> float:
     pipeline = inputs.pipeline()
-    return plan_seconds(pipeline, cpu_only_plan(pipeline))
+    return multi_gpu.plan_seconds(pipeline, multi_gpu.cpu_only_plan(pipeline))
 
 
 def check_whole_host(inputs: Inputs) -> None:
@@ -120,7 +115,7 @@ def check_whole_host(inputs: Inputs) -> None:
         raise DoesNotFitError(f"it takes {format_bytes(num_bytes)}; there are {inputs.host_words}")
 
 
-def _are_equal(one: PipelinePlacement, other: PipelinePlacement) -> bool:
+def _are_equal(one: multi_gpu.PipelinePlacement, other: multi_gpu.PipelinePlacement) -> bool:
     a, b = one.placement, other.placement
     are_there = np.array_equal(a.hot_LF, b.hot_LF) and np.array_equal(a.dense_L, b.dense_L)
     return are_there and a.head == b.head and np.array_equal(one.home_I, other.home_I)
@@ -133,8 +128,8 @@ def write_obvious(plan: Split, inputs: Inputs, paths: Mapping[Winner, Path]) -> 
     predicted_s: dict[Winner, float] = {}
     for name, other in obvious_plans(inputs).items():
         is_new = other.placement.uses_gpu and not _are_equal(other, planned)
-        if is_new and plan_is_feasible(pipeline, other):
-            seconds = plan_seconds(pipeline, other)
+        if is_new and multi_gpu.plan_is_feasible(pipeline, other):
+            seconds = multi_gpu.plan_seconds(pipeline, other)
             answer = Answer(status="bounded", plan=other, objective_s=seconds, bound_s=0.0)
             found = Found(inputs=inputs, pipeline=pipeline, answer=answer, others=())
             split_of(found, solve_s=0.0).save(paths[name])

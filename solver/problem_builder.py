@@ -13,19 +13,8 @@ import numpy as np
 from hotsplit.artifacts.machine_file import Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
+from hotsplit.costs import part_bytes
 from hotsplit.costs.kernel_counts import ALL_GATES_KERNELS, HEAD_KERNELS, HOT_KERNELS, dense_kernels
-from hotsplit.costs.part_bytes import (
-    FLOAT_BYTES,
-    down_kind,
-    head_bytes,
-    is_dense,
-    is_predictor,
-    kv_read,
-    layer_bytes,
-    outside_kind,
-    outside_read,
-    read_share,
-)
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.solver.problem import Problem
@@ -43,12 +32,12 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
     has_predictor, is_offloaded = runs_predictors(inputs.mode), inputs.kv_offload is not None
 
     def is_read(name: str) -> bool:
-        return is_dense(name) or (has_predictor and is_predictor(name))
+        return part_bytes.is_dense(name) or (has_predictor and part_bytes.is_predictor(name))
 
     dense_bytes, dense_gpu_s, dense_cpu_s = [], [], []
     for layer, own in enumerate(spec.layers):
-        sizes = layer_bytes(model, layer)
-        read_kv = kv_read(model, layer, inputs.context_length, inputs.cache_types)
+        sizes = part_bytes.layer_bytes(model, layer)
+        read_kv = part_bytes.kv_read(model, layer, inputs.context_length, inputs.cache_types)
         num_bytes = sizes.attention - sizes.head_norms * is_offloaded
         num_bytes += sizes.predictor * has_predictor
         kernels = dense_kernels(
@@ -57,7 +46,7 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
         gpu_s = gpu.kernels_seconds(kernels, num_bytes + read_kv * (not is_offloaded))
         if is_offloaded and own.attention:  # the CPU attends
             values = own.attention.query_size + own.attention.qkv_size
-            copies_s = FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.median
+            copies_s = part_bytes.FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.median
             read_s = read_kv / (machine.costs.kv_gb_per_s.median * 1e9)
             gpu_s += gpu.hand_over_s.median + copies_s + read_s
         kept = 0 if is_offloaded else inputs.kv_bytes(layer)
@@ -74,7 +63,7 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
     touched_L = np.maximum(1.0, units.touched_LF.sum(axis=1))
     more_s_L = is_whole_L * ALL_GATES_KERNELS * gpu.kernel_s.median / touched_L
     rate_L = np.array([gpu.neurons_rate(share) for share in units.read_share_L.tolist()])
-    head, token_s = head_bytes(model), token_seconds(model, machine)
+    head, token_s = part_bytes.head_bytes(model), token_seconds(model, machine)
     return Problem(
         order_LF=units.order_LF,
         touched_LF=units.touched_LF,
@@ -139,7 +128,7 @@ def _neurons(inputs: "Inputs") -> _Placeable:
     overfetch_L, all_LF = overfetch(model, inputs.profile), inputs.profile.frequency_LF
     touched_LF, cpu_s, sizes_L, read_L, order_LF = [], [], [], [], []
     for layer, spec in enumerate(model.spec.layers):
-        order_FM, sizes = units.order(layer), layer_bytes(model, layer)
+        order_FM, sizes = units.order(layer), part_bytes.layer_bytes(model, layer)
         frequency_FM = all_LF[layer][order_FM]
         if computes_all(inputs.mode):
             frequency_FM = np.ones_like(frequency_FM)
@@ -156,7 +145,7 @@ def _neurons(inputs: "Inputs") -> _Placeable:
         seconds = (
             gate_F.sum() / machine.cpu_rate(gate_kind, density=named)
             + up_F.sum() / machine.cpu_rate(up_kind, density=fired)
-            + down_F.sum() / machine.cpu_rate(down_kind(model, layer), density=fired)
+            + down_F.sum() / machine.cpu_rate(part_bytes.down_kind(model, layer), density=fired)
         )
         touched, read = touched_F.sum(), touched_F.sum()
         if spec.neurons.needs_all_gates:  # a GPU reads all ups
@@ -183,16 +172,16 @@ def _neurons(inputs: "Inputs") -> _Placeable:
 def token_seconds(model: ModelFile, machine: Machine) -> float:
     """Fixed seconds of a token on the CPU, of its logits, and of what is outside the layers."""
     total = machine.costs.token_s.median + model.spec.vocab_size * machine.costs.logit_s.median
-    if num_bytes := outside_read(model):
-        total += num_bytes / machine.cpu_rate(outside_kind(model))
+    if num_bytes := part_bytes.outside_read(model):
+        total += num_bytes / machine.cpu_rate(part_bytes.outside_kind(model))
     return total
 
 
 def head_seconds(model: ModelFile, gpu: Gpu) -> float:
     """Seconds of the head on a GPU: its kernels, and the bytes of the logits' copy."""
-    logits = FLOAT_BYTES * model.spec.vocab_size
+    logits = part_bytes.FLOAT_BYTES * model.spec.vocab_size
     copy_s = logits * 1e-9 / gpu.host_to_device_gb_per_s.median
-    return gpu.kernels_seconds(HEAD_KERNELS, head_bytes(model)) + copy_s
+    return gpu.kernels_seconds(HEAD_KERNELS, part_bytes.head_bytes(model)) + copy_s
 
 
 def cpu_seconds(
@@ -207,7 +196,7 @@ def cpu_seconds(
     the layer itself; rounded once, whatever order a file has its tensors in."""
     own = machine.costs.layer_s["predicted" if runs_predictors(mode) else "exact"].median
     tensors_s = (
-        read_share(model, layer, name) * entry.num_bytes / machine.cpu_rate(entry.kind)
+        part_bytes.read_share(model, layer, name) * entry.num_bytes / machine.cpu_rate(entry.kind)
         for name, entry in model.layer_tensors[layer].items()
         if is_read(name)
     )

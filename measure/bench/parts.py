@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.part_bytes import (
-    head_bytes,
-    is_dense,
-    is_predictor,
-    layer_bytes,
-    outside_read,
-    state_bytes,
-)
+from hotsplit.costs import part_bytes
 from hotsplit.model.modes import computes_all, runs_predictors
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -142,15 +135,15 @@ def bytes_by_part(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes
     # Steps that run layer by layer on the CPU count no sides of a plan.
     sides = StepSides.of(engine, None if is_by_layer else plan)
     found: Bytes = defaultdict(float)
-    found[HEAD, sides.head] += head_bytes(model)
+    found[HEAD, sides.head] += part_bytes.head_bytes(model)
     found[OTHER, sides.embedding] += model.tensors["token_embd.weight"].row_bytes
     if positions := model.tensors.get("position_embd.weight"):
         found[OTHER, "cpu"] += positions.row_bytes
-    if read := outside_read(model):
+    if read := part_bytes.outside_read(model):
         found[OTHER, "cpu"] += read
     for layer, side in enumerate(sides.layers):  # norms and biases, not those of predictors
         for name, entry in model.layer_tensors[layer].items():
-            if len(entry.shape) == 1 and not is_predictor(name):
+            if len(entry.shape) == 1 and not part_bytes.is_predictor(name):
                 found[OTHER, side] += entry.num_bytes
     unknown = _add_cache(found, engine, sides, steps)
     if steps.counts_LP2 is not None:
@@ -170,9 +163,9 @@ def bytes_by_part(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes
     else:
         for layer, side in enumerate(sides.layers):
             for name, entry in model.layer_tensors[layer].items():
-                if len(entry.shape) == 2 and is_dense(name):
+                if len(entry.shape) == 2 and part_bytes.is_dense(name):
                     found[PROJECTIONS, side] += entry.num_bytes
-                elif is_predictor(name) and runs_predictors(engine.mode):
+                elif part_bytes.is_predictor(name) and runs_predictors(engine.mode):
                     found[PREDICTOR, side] += entry.num_bytes
         unknown = unknown or _add_neurons(found, engine, plan, steps)
     return StepBytes(dict(found), unknown)
@@ -188,7 +181,7 @@ def _add_cache(found: Bytes, engine: Engine, sides: StepSides, steps: Steps) -> 
     for layer, side in enumerate(sides.layers):
         attention = engine.model.spec.layers[layer].attention
         if attention is None:
-            found[CACHE, side] += state_bytes(engine.model, layer)
+            found[CACHE, side] += part_bytes.state_bytes(engine.model, layer)
             continue
         read = min(positions, attention.window or positions)
         found[CACHE, side] += read * attention.num_kv_heads * types.row_bytes(attention.head_dim)
@@ -208,5 +201,7 @@ def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps)
     if not computes_all(engine.mode) and any(num_hot):
         return "the rows that a GPU reads in a sparse mode are not counted"
     for layer, count in enumerate(num_hot):
-        found[HOT if plan else NEURONS, "gpu"] += count * layer_bytes(model, layer).neuron
+        found[HOT if plan else NEURONS, "gpu"] += (
+            count * part_bytes.layer_bytes(model, layer).neuron
+        )
     return None

@@ -16,17 +16,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.machine_file import CHOSEN_SHARE, CpuCosts, Figure, Gpu
-from hotsplit.measure.calibrate.step_costs import (
-    NARROW,
-    SMALLER,
-    WIDE,
-    Card,
-    TimedStep,
-    engine_of,
-    fit,
-    plan_of,
-    time_steps,
-)
+from hotsplit.measure.calibrate import step_costs
 from hotsplit.measure.timing.interleave import Probe, run_rounds, seconds_of
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.engine import Engine
@@ -56,17 +46,19 @@ def measure_gpu(
     with torch.cuda.device(device):
         found = run_rounds(_probes(device, free), time_limit_s / 2, on_probe)
     torch.cuda.empty_cache()
-    wide = WIDE if min(free, host_bytes) >= WIDE_BYTES else SMALLER
-    card = Card(
+    wide = step_costs.WIDE if min(free, host_bytes) >= WIDE_BYTES else step_costs.SMALLER
+    card = step_costs.Card(
         bandwidth=1e9 * found["bandwidth"].median,
         link=1e9 * found["pinned"].median,
         launch_s=found["launch"].median,
     )
-    of_narrow, of_wide = time_steps((NARROW, wide), device, time_limit_s / 2, on_probe)
-    costs = fit(of_narrow, of_wide, card, cpu)
+    of_narrow, of_wide = step_costs.time_steps(
+        (step_costs.NARROW, wide), device, time_limit_s / 2, on_probe
+    )
+    costs = step_costs.fit(of_narrow, of_wide, card, cpu)
     model = wide.model(wide.num_layers)
-    plan = plan_of(model, TimedStep(num_layers=wide.num_layers))
-    with engine_of(model, plan, device) as engine:
+    plan = step_costs.plan_of(model, step_costs.TimedStep(num_layers=wide.num_layers))
+    with step_costs.engine_of(model, plan, device) as engine:
         chosen = chosen_rows(engine, triton_kernels(), card, device)
     return Gpu(
         name=properties.name,
@@ -86,7 +78,9 @@ def measure_gpu(
     )
 
 
-def chosen_rows(engine: Engine, kernels: Kernels, card: Card, device: torch.device) -> Figure:
+def chosen_rows(
+    engine: Engine, kernels: Kernels, card: step_costs.Card, device: torch.device
+) -> Figure:
     """GB/s of the kernels of CHOSEN_SHARE of the neurons of an engine that is all on a device."""
     runs, num_bytes = [], 0
     for layer in engine.layers:

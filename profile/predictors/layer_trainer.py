@@ -27,18 +27,11 @@ from hotsplit.artifacts.predictor_file import LayerPredictor
 from hotsplit.costs.part_bytes import LayerBytes, tile_rows
 from hotsplit.files.declared import Share
 from hotsplit.files.gguf_file import is_whole_blocks
+from hotsplit.profile.predictors import selection
 from hotsplit.profile.predictors.low_rank import Agree, Batch, LowRankNetwork, whole
 from hotsplit.profile.predictors.moments import Moments
 from hotsplit.profile.predictors.predictor_options import KEPT_TOKENS, PredictorChoices
 from hotsplit.profile.predictors.rounding import stored
-from hotsplit.profile.predictors.selection import (
-    Candidate,
-    Examiner,
-    Quality,
-    Tally,
-    bytes_per_token,
-    choose,
-)
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.weights.matrix import Matrix
 
@@ -52,10 +45,10 @@ class LayerQuality:
     """Quality of the chosen predictor and of `start`, the untrained one of the same shape, on
     held-out text; `candidates` on the text that the choice was made on."""
 
-    chosen: Quality
-    start: Quality
+    chosen: selection.Quality
+    start: selection.Quality
     hottest_fifth: Share  # share of the firings of the hottest 20 %
-    candidates: tuple[Quality, ...]
+    candidates: tuple[selection.Quality, ...]
     break_even_density: Share  # below it, mode predicted reads fewer bytes than exact
 
 
@@ -76,10 +69,10 @@ class LayerTrainer:
         self.device = gate_FD.device
         self.moments = Moments(gate_FD, gate_bias_F)
         self.kept: list[Batch] = []
-        self.candidates: list[Candidate] = []
+        self.candidates: list[selection.Candidate] = []
         self.trained: LowRankNetwork | None = None
-        self.tallies: list[Tally] = []
-        self.examiners: list[Examiner] = []
+        self.tallies: list[selection.Tally] = []
+        self.examiners: list[selection.Examiner] = []
         self.phase: Phase = "moments"
 
     def enter(self, phase: Phase, num_steps: int, agree: Agree = lambda tensor: None) -> None:
@@ -135,7 +128,7 @@ class LayerTrainer:
         if self.tried.has_whole:
             for kind in self._kinds(self.start.map_FD.shape[1]):
                 made = whole(self.start, kind)
-                self.candidates.append(Candidate(predictor=made, is_trained=False))
+                self.candidates.append(selection.Candidate(predictor=made, is_trained=False))
         low_rank = [
             each
             for rank in self.tried.ranks
@@ -159,7 +152,9 @@ class LayerTrainer:
         shapes = [(q.rank, q.matrix_kind, q.is_trained) for q in self.qualities]
         untrained = shapes.index((*shapes[index][:2], False))
         self.examiners = [
-            Examiner(self.candidates[i], self.qualities[i].threshold, self.down, self.sizes)
+            selection.Examiner(
+                self.candidates[i], self.qualities[i].threshold, self.down, self.sizes
+            )
             for i in (index, untrained)
         ]
         self.predictor = self.candidates[index].predictor
@@ -182,12 +177,12 @@ class LayerTrainer:
         )
         return weights, quality
 
-    def _choose(self, qualities: list[Quality]) -> int:
+    def _choose(self, qualities: list[selection.Quality]) -> int:
         density = qualities[0].density
-        exact = bytes_per_token(0, 1.0, density, self.num_neurons, self.sizes)
-        return choose(qualities, self.tried.target, exact)
+        exact = selection.bytes_per_token(0, 1.0, density, self.num_neurons, self.sizes)
+        return selection.choose(qualities, self.tried.target, exact)
 
-    def _break_even(self, chosen: Quality) -> float:
+    def _break_even(self, chosen: selection.Quality) -> float:
         """The density at which both modes read the same bytes: exact reads every gate, predicted
         reads the predictor and a share of the gates, the density times the over-fetch."""
         gates = len(self.down_norm_F) * self.sizes.gate_row
@@ -197,23 +192,23 @@ class LayerTrainer:
     def _kinds(self, *widths: int) -> list[str]:
         return [k for k in self.tried.kinds if all(is_whole_blocks(w, k) for w in widths)]
 
-    def _rounded(self, network: LowRankNetwork) -> list[Candidate]:
+    def _rounded(self, network: LowRankNetwork) -> list[selection.Candidate]:
         width = self.start.map_FD.shape[1]
         return [
-            Candidate(predictor=network.predictor(kind), is_trained=network.is_trained)
+            selection.Candidate(predictor=network.predictor(kind), is_trained=network.is_trained)
             for kind in self._kinds(width, network.rank) or ["f16"]
         ]
 
-    def _tallies(self, candidates: list[Candidate]) -> list[Tally]:
+    def _tallies(self, candidates: list[selection.Candidate]) -> list[selection.Tally]:
         device = self.down_norm_F.device
         with torch.no_grad():
             return [
-                Tally(c, c.predictor.scores(self.held_out.x_TD).std().item(), device)
+                selection.Tally(c, c.predictor.scores(self.held_out.x_TD).std().item(), device)
                 for c in candidates
             ]
 
     @torch.no_grad()
-    def _count(self, tally: Tally, batch: Batch, square: float) -> None:
+    def _count(self, tally: selection.Tally, batch: Batch, square: float) -> None:
         score_TF = tally.candidate.predictor.scores(batch.x_TD)
         tally.add(score_TF, batch.fires_TF, batch.given_TF, square)
 

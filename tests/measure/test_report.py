@@ -226,7 +226,7 @@ def test_the_map_shows_the_plan(folder):
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "hotsplit.report.plots.plot_of", lambda name, figure, **k: drawn.append(figure)
+            "hotsplit.report.svg.plot_of", lambda name, figure, **k: drawn.append(figure)
         )
         plot_map(split, profile)
     device_LR = device_of_ranks(split, profile)

@@ -12,15 +12,8 @@ import numpy as np
 from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
+from hotsplit.costs import part_bytes
 from hotsplit.costs.cache_bytes import CacheSize
-from hotsplit.costs.part_bytes import (
-    ITEMS,
-    Items,
-    is_predictor,
-    most_units,
-    placed_units,
-    plan_bytes,
-)
 from hotsplit.errors import HotsplitError, about
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.declared import (
@@ -47,7 +40,10 @@ _PREFIX = "hotsplit.split."
 UNKNOWN = "unknown"
 Bytes = Annotated[
     dict[str, Count],
-    Rule(lambda items: items.keys() == set(ITEMS), f"the bytes of {', '.join(ITEMS)}"),
+    Rule(
+        lambda items: items.keys() == set(part_bytes.ITEMS),
+        f"the bytes of {', '.join(part_bytes.ITEMS)}",
+    ),
 ]
 
 
@@ -257,10 +253,10 @@ class Split(SplitKeys):
         """How keys and values are stored under this plan, and which of them a token reads."""
         return replace(CacheTypes.of(model.kv_kind), selection=self.kv_offload)
 
-    def items_of_gpus(self, model: ModelFile) -> tuple[list[Items], Items]:
+    def items_of_gpus(self, model: ModelFile) -> tuple[list[part_bytes.Items], part_bytes.Items]:
         """Itemised bytes of each GPU, and of the CPU, recomputed from the model file; only the
         workspace is as the plan states it."""
-        return plan_bytes(
+        return part_bytes.plan_bytes(
             self.held(model),
             context_length=self.context_length,
             num_hot=[len(ids) for ids in self.hot],
@@ -303,7 +299,7 @@ class Split(SplitKeys):
             )
         layers = model.spec.layers
         if len(self.hot) != len(layers) or any(
-            (ids < 0).any() or (ids >= placed_units(model, layer)[0]).any()
+            (ids < 0).any() or (ids >= part_bytes.placed_units(model, layer)[0]).any()
             for layer, ids in enumerate(self.hot)
         ):
             raise HotsplitError(f"{path}: names layers, neurons or experts missing in {model.path}")
@@ -316,7 +312,7 @@ class Split(SplitKeys):
                 f"{path}: places {self.num_experts} experts of a layer, {model.path} has"
                 f" {num_experts}; run hotsplit solve on this model"
             )
-        number = most_units(model.spec)
+        number = part_bytes.most_units(model.spec)
         if self.cache is not None and self.cache.frequency_LF.shape[1] != number:
             raise HotsplitError(
                 f"{path}: its neuron cache has frequencies of {self.cache.frequency_LF.shape[1]}"
@@ -329,9 +325,9 @@ class Split(SplitKeys):
                     f"{path}: {sum(items.values()):,} bytes on GPU {number} for a budget of"
                     f" {limit:,}; run hotsplit solve on this file"
                 )
-        gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
+        gpu = {item: sum(items[item] for items in gpus) for item in part_bytes.ITEMS}
         sides = (("GPU", gpu, self.gpu_bytes), ("CPU", cpu, self.cpu_bytes))
-        for item, (side, found, said) in product(ITEMS, sides):
+        for item, (side, found, said) in product(part_bytes.ITEMS, sides):
             if found[item] != said[item]:
                 raise HotsplitError(
                     f"{path}: {item} of {model.path} takes {found[item]:,} bytes on the {side}, but"
@@ -346,6 +342,6 @@ def held_in(model: ModelFile, mode: Mode) -> ModelFile:
     kept = {
         name: entry
         for name, entry in model.tensors.items()
-        if not is_predictor(name.removeprefix("blk.").partition(".")[2])
+        if not part_bytes.is_predictor(name.removeprefix("blk.").partition(".")[2])
     }
     return replace(model, predictor=None, tensors=kept)

@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotsplit.commands.options import command_options as common
+from hotsplit.commands.options import preparation
 from hotsplit.commands.options.engine_options import cache_type_options, rope_options
-from hotsplit.commands.options.preparation import (
-    activation_option,
-    outtype_option,
-    tokenizer_option,
-    vram_option,
-)
 from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import DoesNotFitError, HotsplitError
 from hotsplit.system.sizes import format_bytes, size_words
@@ -32,7 +27,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 _options = common.joined(
-    vram_option("most of what is free on the first, or on --device"),
+    preparation.vram_option("most of what is free on the first, or on --device"),
     common.option_table(
         """
 --machine | file | Another machine than this one: a file of hotsplit calibrate, or a card by its
@@ -41,9 +36,9 @@ _options = common.joined(
     ),
     common.host_budget_option,
     common.context_option("Context length in tokens. [default: the model's, up to 4,096]"),
-    outtype_option,
-    tokenizer_option,
-    activation_option,
+    preparation.outtype_option,
+    preparation.tokenizer_option,
+    preparation.activation_option,
 )
 
 

@@ -14,13 +14,7 @@ from hotsplit.commands.options.engine_options import neuron_cache_option
 from hotsplit.commands.options.preparation import all_preparation_options
 from hotsplit.commands.options.sampling_options import decoding_options, take_sampling_options
 from hotsplit.commands.options.speculation_options import take_speculation_options
-from hotsplit.commands.terminal.prompt_sources import (
-    chat_options,
-    note_unread,
-    prompts_of,
-    system_message,
-    template_variables,
-)
+from hotsplit.commands.terminal import prompt_sources
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation_options import ENDLESS, GenerationOptions, SpeculationOptions
 
@@ -38,7 +32,7 @@ request_options = common.joined(
 """,
         stdin=click.Path(path_type=Path, allow_dash=True),
     ),
-    chat_options,
+    prompt_sources.chat_options,
     common.option_table(
         f"""
 -n --max-tokens --n-predict | max_tokens: int | Maximum tokens to generate; -1: as many as the
@@ -118,8 +112,8 @@ def take_request(
     system_text, system_file, template = take("system"), take("system_file"), take("template")
     if has_prompt and not is_answer and (system_text, system_file, template) != (None, None, None):
         raise click.UsageError("--system, --system-file and --chat-template are for --chat.")
-    system = system_message(system_text, system_file)
-    variables = template_variables(take("variables"))
+    system = prompt_sources.system_message(system_text, system_file)
+    variables = prompt_sources.template_variables(take("variables"))
     as_json, as_lines, prompt_cache = take("as_json"), take("json_lines"), take("prompt_cache")
     max_tokens, shifts, num_logprobs = take("max_tokens"), take("shifts"), take("num_logprobs")
     if max_tokens is None:
@@ -150,9 +144,9 @@ def take_request(
     if prompt_cache and not prompt_cache.absolute().parent.is_dir():
         raise HotsplitError(f"{prompt_cache}: its folder does not exist; create it first")
     if has_prompt:
-        note_unread(sources[0], sources[1])
+        prompt_sources.note_unread(sources[0], sources[1])
     return CommandRequest(
-        prompts=prompts_of(*sources) if has_prompt else [],
+        prompts=prompt_sources.prompts_of(*sources) if has_prompt else [],
         is_many=is_many,
         is_answer=is_answer,
         is_shown=take("is_shown"),

@@ -12,21 +12,12 @@ from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.inspection.file_summary import (
-    Row,
-    Summary,
-    columns_table,
-    facts_table,
-    formatted,
-    predictor_facts,
-    predictor_layers,
-    span,
-)
+from hotsplit.inspection import file_summary
 from hotsplit.system.sizes import format_bytes
 
 
 @dataclass(frozen=True)
-class ProfileSummary(Summary):
+class ProfileSummary(file_summary.Summary):
     profile: Profile
     kind = "profile"
 
@@ -50,7 +41,7 @@ class ProfileSummary(Summary):
         }
 
     @property
-    def facts(self) -> list[Row]:
+    def facts(self) -> list[file_summary.Row]:
         profile = self.profile
         corpora, count_LE = profile.corpora, profile.expert_count_LE
         return [
@@ -62,7 +53,7 @@ class ProfileSummary(Summary):
                 for c in corpora
             ),
             ("layers", len(profile.threshold_L)),
-            ("neurons a layer", span(profile.own_neurons_L.tolist(), ",")),
+            ("neurons a layer", file_summary.span(profile.own_neurons_L.tolist(), ",")),
             *(() if count_LE is None else [("experts a layer", f"{count_LE.shape[1]:,}")]),
             ("density", f"{profile.density_L.mean():.2%}"),
         ]
@@ -71,10 +62,12 @@ class ProfileSummary(Summary):
         profile = self.profile
         layers: dict[str, Iterable[object]] = {
             "layer": range(len(profile.threshold_L)),
-            "density": formatted(".2%", profile.density_L),
-            "firings of the hottest fifth": formatted(".1%", profile.hottest_fifth_L()),
-            "never fired": formatted(",", profile.never_fired_L()),
-            "threshold": formatted("g", profile.threshold_L),
+            "density": file_summary.formatted(".2%", profile.density_L),
+            "firings of the hottest fifth": file_summary.formatted(
+                ".1%", profile.hottest_fifth_L()
+            ),
+            "never fired": file_summary.formatted(",", profile.never_fired_L()),
+            "threshold": file_summary.formatted("g", profile.threshold_L),
         }
         found = [(layer, each) for layer, each in enumerate(self._experts()) if each["hottest"]]
         experts: dict[str, Iterable[object]] = {
@@ -84,8 +77,8 @@ class ProfileSummary(Summary):
             "choices of the hottest fifth": [f"{each['hottest_fifth']:.1%}" for _, each in found],
             "never chosen": [f"{each['never_chosen']:,}" for _, each in found],
         }
-        tables = [columns_table("layers", layers)]
-        return [*tables, columns_table("experts", experts)] if found else tables
+        tables = [file_summary.columns_table("layers", layers)]
+        return [*tables, file_summary.columns_table("experts", experts)] if found else tables
 
     def _experts(self) -> list[dict[str, float]]:
         """Shares of tokens and choices in each layer, 0 without experts; [] of a dense model."""
@@ -104,7 +97,7 @@ class ProfileSummary(Summary):
 
 
 @dataclass(frozen=True)
-class PredictorsSummary(Summary):
+class PredictorsSummary(file_summary.Summary):
     predictors: Predictors
     kind = "predictors"
 
@@ -124,7 +117,7 @@ class PredictorsSummary(Summary):
         }
 
     @property
-    def facts(self) -> list[Row]:
+    def facts(self) -> list[file_summary.Row]:
         content = self.content
         size, types = format_bytes(content["weight_bytes"]), ", ".join(sorted({*content["type_L"]}))
         return [
@@ -132,17 +125,17 @@ class PredictorsSummary(Summary):
             ("layers", content["num_layers"]),
             ("width", f"{content['width']:,}"),
             ("neurons a layer", f"{content['num_neurons']:,}"),
-            *predictor_facts(self.predictors.info),
+            *file_summary.predictor_facts(self.predictors.info),
             ("biases", "yes" if content["has_biases"] else "no"),
             ("weights", f"{size}, {types}"),
         ]
 
     def tables(self, *, all_tensors: bool) -> list[Table]:
-        return [predictor_layers(self.predictors.info)]
+        return [file_summary.predictor_layers(self.predictors.info)]
 
 
 @dataclass(frozen=True)
-class ImportancesSummary(Summary):
+class ImportancesSummary(file_summary.Summary):
     importances: Importances
     kind = "importance matrix"
 
@@ -167,7 +160,7 @@ class ImportancesSummary(Summary):
         }
 
     @property
-    def facts(self) -> list[Row]:
+    def facts(self) -> list[file_summary.Row]:
         content = self.content
         chunks, size = content["num_chunks"], content["chunk_tokens"]
         of = f" of {size:,} tokens" if size else ""
@@ -187,11 +180,11 @@ class ImportancesSummary(Summary):
             "mean square": [f"{each['mean']:.3g}" for each in tensors],
             "largest": [f"{each['largest']:.3g}" for each in tensors],
         }
-        return [columns_table("importances", columns)]
+        return [file_summary.columns_table("importances", columns)]
 
 
 @dataclass(frozen=True)
-class MachineSummary(Summary):
+class MachineSummary(file_summary.Summary):
     machine: Machine
     kind = "machine file"
 
@@ -200,7 +193,7 @@ class MachineSummary(Summary):
         return {"machine": self.machine}
 
     @property
-    def facts(self) -> list[Row]:
+    def facts(self) -> list[file_summary.Row]:
         machine, rates = self.machine, self.machine.cpu_bandwidth_gb_per_s
         memory = f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.free_bytes)} free"
         return [
@@ -215,7 +208,9 @@ class MachineSummary(Summary):
     def tables(self, *, all_tensors: bool) -> list[Table]:
         """Every figure of each GPU under its name in the file, with the unit in the name."""
         return [
-            facts_table(f"GPU {n}", [(name, _figure(value)) for name, value in vars(gpu).items()])
+            file_summary.facts_table(
+                f"GPU {n}", [(name, _figure(value)) for name, value in vars(gpu).items()]
+            )
             for n, gpu in enumerate(self.machine.gpus)
         ]
 

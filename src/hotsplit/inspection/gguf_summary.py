@@ -20,17 +20,8 @@ from hotsplit.costs.context_bytes import text_words
 from hotsplit.costs.default_mode import dense_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
+from hotsplit.inspection import file_summary
 from hotsplit.inspection.artifact_summaries import ImportancesSummary
-from hotsplit.inspection.file_summary import (
-    Row,
-    Summary,
-    columns_table,
-    facts_table,
-    formatted,
-    predictor_facts,
-    predictor_layers,
-    span,
-)
 from hotsplit.inspection.split_summary import SplitSummary
 from hotsplit.model.spec_facts import spec_facts
 from hotsplit.system.sizes import format_bytes
@@ -85,7 +76,7 @@ class TokenizerFacts:
 
 
 @dataclass(frozen=True)
-class GgufSummary(Summary):
+class GgufSummary(file_summary.Summary):
     """`model` is the runtime's view of the file; None if it would not run it, for the reason
     `refusal`. `keys` are those not covered by `model` (all without it)."""
 
@@ -178,8 +169,8 @@ class GgufSummary(Summary):
         )
 
     @property
-    def facts(self) -> list[Row]:
-        rows: list[Row] = [("architecture", self.architecture)]
+    def facts(self) -> list[file_summary.Row]:
+        rows: list[file_summary.Row] = [("architecture", self.architecture)]
         if self.refusal is not None:
             rows.append(("refused by the runtime", self.refusal))
         if self.model is not None:
@@ -190,18 +181,18 @@ class GgufSummary(Summary):
             rows += [
                 ("layout", m.layout),
                 ("activation", m.activation),
-                ("thresholds", span(m.threshold_L)),
+                ("thresholds", file_summary.span(m.threshold_L)),
                 *spec_facts(m.bare_spec),
                 *([("note", m.skipped_note)] if m.num_skipped else []),
                 *([("a text keeps", kept)] if (kept := text_words(m)) else []),
                 *([("a token reads", read)] if m.bare_spec.has_experts else []),
                 ("output head", head),
-                *predictor_facts(m.predictor),
+                *file_summary.predictor_facts(m.predictor),
                 ("model id", m.model_id),
             ]
         return [*rows, *self._tokenizer_rows()]
 
-    def _tokenizer_rows(self) -> list[Row]:
+    def _tokenizer_rows(self) -> list[file_summary.Row]:
         t = self.tokenizer
         if not t.is_whole and t.model is None:
             return [("tokenizer", "none")]
@@ -224,7 +215,7 @@ class GgufSummary(Summary):
             "part": [f.part for f in chosen],
             "bytes": [f"{f.num_bytes:,}" for f in chosen],
         }
-        tensors = columns_table("tensors", columns)
+        tensors = file_summary.columns_table("tensors", columns)
         if len(chosen) < len(every):
             tensors.caption = f"and {len(every) - len(chosen):,} of the other layers: --tensors"
         tables = [
@@ -236,9 +227,11 @@ class GgufSummary(Summary):
             len(set(values)) > 1
             for values in (predictor.rank_L, predictor.threshold_L, predictor.density_L)
         ):
-            tables.append(predictor_layers(predictor))
+            tables.append(file_summary.predictor_layers(predictor))
         if keys := self.shown_keys:
-            tables.append(facts_table("other keys" if self.model else "keys", keys.items()))
+            tables.append(
+                file_summary.facts_table("other keys" if self.model else "keys", keys.items())
+            )
         return [*tables, tensors]
 
 
@@ -282,11 +275,11 @@ def _amounts_table(title: str, amounts: dict[str, TensorAmount]) -> Table:
     columns = {
         "": amounts,
         "tensors": [amount.num_tensors for amount in amounts.values()],
-        "bytes": formatted(",", sizes),
+        "bytes": file_summary.formatted(",", sizes),
         "\0size": map(format_bytes, sizes),
         "share": [f"{size / (sum(sizes) or 1):.1%}" for size in sizes],
     }
-    return columns_table(title, columns)
+    return file_summary.columns_table(title, columns)
 
 
 def _short(value: Value) -> str | int | float | bool:
