@@ -13,21 +13,15 @@ def machine_section(found: Artifacts, names: Names) -> Section:
         "The figures that predictions rest on: the best of several rounds, and their middle half."
     )
     if machine is None:
-        return Section(name="machine", title="Machine", lead=lead, missing=(names.no_machine,))
+        return Section("machine", "Machine", lead, missing=(names.no_machine,))
     doubtful = sum(figure.is_doubtful for figure in machine.figures.values())
     doubt = Missing(
-        line=f"{doubtful} of {len(machine.figures)} figures varied by more than a quarter while"
+        f"{doubtful} of {len(machine.figures)} figures varied by more than a quarter while"
         " they were measured: calibrate again when the machine is idle.",
-        command=f"hotsplit calibrate -o {names.machine} --force",
+        f"hotsplit calibrate -o {names.machine} --force",
     )
     tables = (_cpu_table(machine), *_gpu_tables(machine), *_cost_tables(machine))
-    return Section(
-        name="machine",
-        title="Machine",
-        lead=lead,
-        tables=tables,
-        missing=(doubt,) if doubtful else (),
-    )
+    return Section("machine", "Machine", lead, tables=tables, missing=(doubt,) if doubtful else ())
 
 
 def _cpu_table(machine: Machine) -> Table:
@@ -43,7 +37,7 @@ def _cpu_table(machine: Machine) -> Table:
     if machine.cpu_sum_gb_per_s:
         best = max(figure.best for figure in machine.cpu_sum_gb_per_s.values())
         rows.append(("torch's sum", f"{best:.1f} GB/s at best"))
-    return Table(caption="CPU", head=(), rows=tuple(rows), num_texts=2)
+    return Table("CPU", (), tuple(rows), num_texts=2)
 
 
 def _gpu_tables(machine: Machine) -> list[Table]:
@@ -62,7 +56,7 @@ def _gpu_tables(machine: Machine) -> list[Table]:
             ("token", _time(gpu.token_s)),
             ("kernel at least", _time(gpu.kernel_s)),
         )
-        tables.append(Table(caption=f"GPU {number}", head=(), rows=rows, num_texts=2))
+        tables.append(Table(f"GPU {number}", (), rows, num_texts=2))
     return tables
 
 
@@ -82,13 +76,8 @@ def _cost_tables(machine: Machine) -> list[Table]:
     fixed = [("a token", _time(costs.token_s)), ("the cache", _rate(costs.kv_gb_per_s))]
     fixed += [(f"a layer, {mode}", _time(figure)) for mode, figure in costs.layer_s.items()]
     return [
-        Table(
-            caption="CPU rates by type",
-            head=("type", "all rows", "a tenth of them"),
-            rows=rows,
-            is_folded=True,
-        ),
-        Table(caption="Other CPU costs", head=(), rows=tuple(fixed), is_folded=True),
+        Table("CPU rates by type", ("type", "all rows", "a tenth of them"), rows, is_folded=True),
+        Table("Other CPU costs", (), tuple(fixed), is_folded=True),
     ]
 
 

@@ -89,9 +89,9 @@ def page_of(config: ReportConfig, found: Artifacts) -> Page:
             machine_section(found, names),
         ),
         files=Table(
-            caption="Files",
-            head=("what", "name", "bytes", "sha256"),
-            rows=tuple(
+            "Files",
+            ("what", "name", "bytes", "sha256"),
+            tuple(
                 (what, part.name, f"{part.stat().st_size:,}", sha256_of(part)[:16])
                 for what, path in found.paths
                 for part in part_paths(path)
@@ -130,7 +130,7 @@ def _runs(found: Artifacts, mode: Mode) -> Tile:
                 f"{format_bytes(used)} of {format_bytes(sum(split.budgets))} on {gpus},"
                 f" {format_bytes(held)} on the CPU"
             )
-    return Tile(label="Runs as", value=mode, unit="mode", note=note)
+    return Tile("Runs as", mode, note, "mode")
 
 
 def _speed(found: Artifacts, speeds: Speeds) -> Tile:
@@ -142,25 +142,25 @@ def _speed(found: Artifacts, speeds: Speeds) -> Tile:
     elif speeds.curve is not None:
         seconds, note = speeds.curve.cpu_only_s, "on the CPU alone; no plan given"
     else:
-        return Tile(label=label, value="unknown", note="needs a plan (--split)")
-    return Tile(label=label, value=rate(seconds), unit="tokens/s", note=note)
+        return Tile(label, "unknown", "needs a plan (--split)")
+    return Tile(label, rate(seconds), note, "tokens/s")
 
 
 def _cost(found: Artifacts, mode: Mode) -> Tile:
     label, cost = "Cost in perplexity", cost_of(found, mode)
     if mode == "dense":
-        return Tile(label=label, value="none", note="everything is computed")
+        return Tile(label, "none", "everything is computed")
     if cost is None and costs_nothing(mode):
-        return Tile(label=label, value="none", note="what is left out is zero")
+        return Tile(label, "none", "what is left out is zero")
     if cost is None:
-        return Tile(label=label, value="unknown", note=NEEDS_EVAL)
+        return Tile(label, "unknown", NEEDS_EVAL)
     note = f"same top token {cost.agreement_text('.1%')}; by {cost.source}"
     half = cost.quality.perplexity_half_width
     return Tile(
-        label=label,
-        value=f"{cost.quality.perplexity_increase:+.2%}",
-        unit="" if half is None else f"± {half:.2%}",
-        note=note,
+        label,
+        f"{cost.quality.perplexity_increase:+.2%}",
+        note,
+        "" if half is None else f"± {half:.2%}",
     )
 
 
@@ -169,13 +169,13 @@ def _reads(found: Artifacts, mode: Mode) -> Tile:
     if mode == "dense" and found.model.spec.has_experts:
         whole = sum(entry.num_bytes for entry in found.model.tensors.values())
         return Tile(
-            label=label,
-            value=f"{dense_bytes(found.model) / whole:.0%}",
-            note="of the weights' bytes: no experts that the router does not choose",
+            label,
+            f"{dense_bytes(found.model) / whole:.0%}",
+            "of the weights' bytes: no experts that the router does not choose",
         )
     if mode == "dense":
-        return Tile(label=label, value="100%", note="of the weights' bytes")
+        return Tile(label, "100%", "of the weights' bytes")
     if cost is None:
-        return Tile(label=label, value="unknown", note=NEEDS_EVAL)
+        return Tile(label, "unknown", NEEDS_EVAL)
     note = f"of the dense model's bytes, on {cost.quality.num_tokens:,} tokens"
-    return Tile(label=label, value=f"{cost.share_of_bytes:.1%}", note=note)
+    return Tile(label, f"{cost.share_of_bytes:.1%}", note)

@@ -31,15 +31,13 @@ class Names:
         compare = f"hotsplit eval {self.model}{plan} --corpus held-out.txt --json > eval.json"
         self.no_eval = _missing("comparison", "--eval-json", "makes", compare)
         self.no_predictors = Missing(
-            line="The predictors' recall is in the .report.json next to a profile (--profile); this"
+            "The predictors' recall is in the .report.json next to a profile (--profile); this"
             " writes both:",
-            command=f"{profile} --train-predictors predictors",
+            f"{profile} --train-predictors predictors",
         )
         if has_experts:
-            self.no_predictors = Missing(
-                line="A mixture of experts has routers instead of predictors."
-            )
+            self.no_predictors = Missing("A mixture of experts has routers instead of predictors.")
 
 
 def _missing(what: str, option: str, does: str, command: str) -> Missing:
-    return Missing(line=f"No {what} was given ({option}); this {does} one:", command=command)
+    return Missing(f"No {what} was given ({option}); this {does} one:", command)

@@ -15,17 +15,17 @@ MAX_ROWS = 256  # of a table
 NONE = "–"  # in a table, for a number that there is not
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Tile:
     """A headline number: its label, value and unit, and what to compare it with."""
 
     label: str
     value: str
-    unit: str = ""
     note: str
+    unit: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Table:
     """A table. The first `num_texts` columns are words, the others numbers; `head` is () for a
     table without a header. A folded table opens on a click and in print; a wide one takes the full
@@ -47,7 +47,7 @@ class Table:
         return max(0, len(self.rows) - MAX_ROWS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Missing:
     """A note on a missing or doubtful input, and the command that makes it ("": there is none)."""
 
@@ -55,7 +55,7 @@ class Missing:
     command: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Section:
     name: str  # its anchor in the page
     title: str

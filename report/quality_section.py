@@ -75,7 +75,7 @@ def quality_section(found: Artifacts, names: Names) -> Section:
     missing = () if found.evals else (names.no_eval,)
     lead = "What each mode loses against the same file run densely on the same held-out text."
     if not measured:
-        return Section(name="quality", title="Quality against dense", lead=lead, missing=missing)
+        return Section("quality", "Quality against dense", lead, missing=missing)
     rows = tuple(
         (
             one.mode,
@@ -89,7 +89,7 @@ def quality_section(found: Artifacts, names: Names) -> Section:
         for one in measured
     )
     head = ("mode", "by", "perplexity", "KL, nats", "same top token", "bytes read", "tokens")
-    tables = [Table(caption="Against dense", head=head, rows=rows, num_texts=2, is_wide=True)]
+    tables = [Table("Against dense", head, rows, num_texts=2, is_wide=True)]
     tables += [_own_table(found)] if found.evals else []
     drawn = plot_quality(
         [
@@ -102,12 +102,7 @@ def quality_section(found: Artifacts, names: Names) -> Section:
         ]
     )
     return Section(
-        name="quality",
-        title="Quality against dense",
-        lead=lead,
-        plots=(drawn,),
-        tables=tuple(tables),
-        missing=missing,
+        "quality", "Quality against dense", lead, (drawn,), tuple(tables), missing=missing
     )
 
 
@@ -139,9 +134,7 @@ def _own_table(found: Artifacts) -> Table:
         "KL, 99th percentile",
         "neurons computed",
     )
-    return Table(
-        caption="Comparisons in full", head=head, rows=tuple(rows), num_texts=2, is_folded=True
-    )
+    return Table("Comparisons in full", head, tuple(rows), num_texts=2, is_folded=True)
 
 
 def within(value: float, half_width: float | None, form: str, half_form: str) -> str:

@@ -37,7 +37,7 @@ def _by_layer(
     texts = [[form.format(value) for value in values] for form, values in columns.values()]
     numbers = range(len(texts[0])) if layers is None else layers
     rows = tuple((str(n), *row) for n, *row in zip(numbers, *texts, strict=True))
-    return Table(caption=caption, head=("layer", *columns), rows=rows, **options)
+    return Table(caption, ("layer", *columns), rows, **options)
 
 
 def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
@@ -47,7 +47,7 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
     if found.machine is None:
         missing.append(names.no_machine)
     if speeds.why_not is not None:
-        missing.append(Missing(line=speeds.why_not, command=names.new_machine))
+        missing.append(Missing(speeds.why_not, names.new_machine))
     if not missing and found.split is None:
         missing.append(names.no_split)
     tables: tuple[Table, ...] = ()
@@ -67,15 +67,13 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
         )
         what = "experts" if found.model.spec.has_experts else "neurons"
         head = ("GPU memory", "mode", "best plan, tokens/s", "whole layers", f"{what} on the GPU")
-        tables += (
-            Table(caption="Speed by budget", head=head, rows=rows, num_texts=2, is_folded=True),
-        )
+        tables += (Table("Speed by budget", head, rows, num_texts=2, is_folded=True),)
     return Section(
-        name="speed",
-        title="Budget and speed",
-        lead="Tokens per second that the solver predicts for one text, from the machine's figures.",
-        plots=() if curve is None else (plots.plot_curve(curve, found.split),),
-        tables=tables,
+        "speed",
+        "Budget and speed",
+        "Tokens per second that the solver predicts for one text, from the machine's figures.",
+        () if curve is None else (plots.plot_curve(curve, found.split),),
+        tables,
         missing=tuple(missing),
     )
 
@@ -94,7 +92,7 @@ def _speed_table(split: Split, speeds: Speeds) -> Table:
         for name, seconds, meaning in rows
     )
     head = ("", "", "tokens/s", "the plan over it")
-    return Table(caption="The plan and others", head=head, rows=told, num_texts=2)
+    return Table("The plan and others", head, told, num_texts=2)
 
 
 def placement_section(found: Artifacts, names: Names) -> Section:
@@ -108,11 +106,11 @@ def placement_section(found: Artifacts, names: Names) -> Section:
         drawn = (plots.plot_map(split, profile),)
         tables = (_device_table(split, profile), _layer_table(split, profile))
     return Section(
-        name="placement",
-        title="Placement",
-        lead=f"The {units} that GPUs hold: the hottest of each layer, as many as fit and pay off.",
-        plots=drawn,
-        tables=tables,
+        "placement",
+        "Placement",
+        f"The {units} that GPUs hold: the hottest of each layer, as many as fit and pay off.",
+        drawn,
+        tables,
         missing=tuple(missing),
     )
 
@@ -149,7 +147,7 @@ def _device_table(split: Split, profile: Profile) -> Table:
         )
     )
     head = ("device", units.name, units.events, "dense blocks", "output head")
-    return Table(caption="By device", head=head, rows=tuple(rows))
+    return Table("By device", head, tuple(rows))
 
 
 def _layer_table(split: Split, profile: Profile) -> Table:
@@ -168,9 +166,7 @@ def bytes_section(found: Artifacts, names: Names) -> Section:
     split = found.split
     lead = "Weights, cache and workspace of the plan: what each device holds."
     if split is None:
-        return Section(
-            name="bytes", title="Where each byte goes", lead=lead, missing=(names.no_split,)
-        )
+        return Section("bytes", "Where each byte goes", lead, missing=(names.no_split,))
     gpus, cpu = split.items_of_gpus(found.model)
     gpus += [dict.fromkeys(ITEMS, 0)] * (len(split.budgets) - len(gpus))
     rows = [
@@ -192,11 +188,11 @@ def bytes_section(found: Artifacts, names: Names) -> Section:
     texts = f"{split.num_sequences} texts of " if split.num_sequences > 1 else ""
     head = ("", *(f"GPU {number}" for number in range(len(gpus))), "CPU")
     return Section(
-        name="bytes",
-        title="Where each byte goes",
-        lead=f"{lead} The cache is for {texts}{split.context_length:,} tokens.",
-        plots=(plots.plot_bytes(gpus, cpu, split.units),),
-        tables=(Table(caption="Bytes by device", head=head, rows=tuple(rows)),),
+        "bytes",
+        "Where each byte goes",
+        f"{lead} The cache is for {texts}{split.context_length:,} tokens.",
+        (plots.plot_bytes(gpus, cpu, split.units),),
+        (Table("Bytes by device", head, tuple(rows)),),
     )
 
 
@@ -204,7 +200,7 @@ def firing_section(found: Artifacts, names: Names) -> Section:
     profile = found.profile
     lead = "How sparse the model is on the profiled text, and how unevenly its neurons fire."
     if profile is None:
-        return Section(name="firings", title="Firings", lead=lead, missing=(names.no_profile,))
+        return Section("firings", "Firings", lead, missing=(names.no_profile,))
     corpora = ", ".join(corpus.name for corpus in profile.corpora[:4])
     more = len(profile.corpora) - 4
     corpora += f" and {more} more" if more > 0 else ""
@@ -218,11 +214,11 @@ def firing_section(found: Artifacts, names: Names) -> Section:
         "threshold": ("{:.4g}", profile.threshold_L),
     }
     return Section(
-        name="firings",
-        title="Firings",
-        lead=f"{lead} {profile.num_tokens:,} tokens of {corpora}.",
-        plots=(plots.plot_firings(profile), plots.plot_density(profile)),
-        tables=(_by_layer("Firings by layer", columns, is_folded=True), *_expert_tables(profile)),
+        "firings",
+        "Firings",
+        f"{lead} {profile.num_tokens:,} tokens of {corpora}.",
+        (plots.plot_firings(profile), plots.plot_density(profile)),
+        (_by_layer("Firings by layer", columns, is_folded=True), *_expert_tables(profile)),
     )
 
 
@@ -246,17 +242,17 @@ def predictor_section(found: Artifacts, names: Names) -> Section:
     lead = "Small networks that predict which neurons of a layer are worth computing."
     if found.quality_L:
         return Section(
-            name="predictors",
-            title="Predictors",
-            lead=f"{lead} Measured on text that nothing was fitted to.",
-            plots=(plots.plot_predictors(found.quality_L),),
-            tables=(_predictor_summary(found), _predictor_table(found)),
+            "predictors",
+            "Predictors",
+            f"{lead} Measured on text that nothing was fitted to.",
+            (plots.plot_predictors(found.quality_L),),
+            (_predictor_summary(found), _predictor_table(found)),
         )
     stored = _stored_predictors(found)
     return Section(
-        name="predictors",
-        title="Predictors",
-        lead=lead,
+        "predictors",
+        "Predictors",
+        lead,
         tables=() if stored is None else (stored,),
         missing=(names.no_predictors,),
     )
@@ -284,7 +280,7 @@ def _predictor_summary(found: Artifacts) -> Table:
             *map(format_bytes, (sum(sizes) // len(sizes), min(sizes), max(sizes))),
         )
     )
-    return Table(caption="Over the layers", head=("", "mean", "least", "most"), rows=tuple(rows))
+    return Table("Over the layers", ("", "mean", "least", "most"), tuple(rows))
 
 
 def _predictor_table(found: Artifacts) -> Table:

@@ -225,9 +225,7 @@ def test_the_map_shows_the_plan(folder):
     split, profile = Split.load(folder / "plan.gguf"), Profile.load(folder / "p.safetensors")
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "hotsplit.report.svg.plot_of", lambda name, figure, **k: drawn.append(figure)
-        )
+        patch.setattr("hotsplit.report.svg.plot_of", lambda name, figure, **k: drawn.append(figure))
         plot_map(split, profile)
     device_LR = device_of_ranks(split, profile)
     patches = drawn[0].axes[1].patches
