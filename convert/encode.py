@@ -53,9 +53,7 @@ def encode(
 
 
 def not_finite(name: str) -> HotsplitError:
-    return HotsplitError(
-        f"{name} has NaN or infinite values; its file is damaged: download it again"
-    )
+    return HotsplitError(f"{name} has NaN or infinite values; download its damaged file again")
 
 
 def restore(

@@ -43,10 +43,7 @@ def mean_squares(
 
 
 def _names(name: str) -> list[str]:
-    return [
-        name,
-        *(pattern.sub(other, name) for pattern, other in TOGETHER if pattern.search(name)),
-    ]
+    return [name, *(each.sub(other, name) for each, other in TOGETHER if each.search(name))]
 
 
 def check_and_note(

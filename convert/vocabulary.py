@@ -41,9 +41,7 @@ def check_tokenizer(path: Path, tokenizer: Json) -> None:
     if not is_bpe:
         return
     if not isinstance(merges, list) or not all(len(pair_of(merge)) == 2 for merge in merges):
-        raise HotsplitError(
-            f"{path}: a merge that is not two tokens; download tokenizer.json again"
-        )
+        raise HotsplitError(f"{path}: a merge that is not two tokens; get tokenizer.json again")
 
 
 def num_tokens(tokenizer: Json) -> int:

@@ -64,9 +64,7 @@ def _read_safetensors(path: Path, name: str) -> Tensor:
 
 def _broken(path: Path, error: Exception) -> HotsplitError:
     reason = " ".join(str(error).split())[:200]
-    return HotsplitError(
-        f"{path}: not a whole safetensors file ({reason}); download or save it again"
-    )
+    return HotsplitError(f"{path}: not a whole safetensors file ({reason}); get or save it again")
 
 
 _DTYPES = {
@@ -154,6 +152,4 @@ def _kind(value: object) -> str:
 
 
 def _not_a_state_dict(path: Path, reason: str) -> HotsplitError:
-    return HotsplitError(
-        f"{path}: not a whole state dict ({reason}); download it again, or {RESAVE}"
-    )
+    return HotsplitError(f"{path}: not a whole state dict ({reason}); get it again, or {RESAVE}")

@@ -212,9 +212,7 @@ def windows_of(engine: Engine, config: ProfileConfig, ranks: Ranks) -> Windows:
 def settings_of(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ranks) -> Settings:
     """What a run's numbers depend on; a run resumes only if all of it is unchanged."""
     trains = config.train_predictors is not None
-    tensors = sorted(
-        (name, entry.kind, entry.shape) for name, entry in engine.model.tensors.items()
-    )
+    tensors = sorted((name, e.kind, e.shape) for name, e in engine.model.tensors.items())
     return {
         "model": engine.model.model_id,
         "types": hashlib.sha256(repr((engine.model.activation, tensors)).encode()).hexdigest(),

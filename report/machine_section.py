@@ -9,9 +9,7 @@ from hotsplit.system.sizes import format_bytes
 
 def machine_section(found: Artifacts, names: Names) -> Section:
     machine = found.machine
-    lead = (
-        "The figures that predictions rest on: the best of several rounds, and their middle half."
-    )
+    lead = "The figures that predictions rest on: the best of several rounds, and the middle half."
     if machine is None:
         return Section("machine", "Machine", lead, missing=(names.no_machine,))
     doubtful = sum(figure.is_doubtful for figure in machine.figures.values())

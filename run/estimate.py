@@ -66,7 +66,7 @@ class WorkEstimate:
         if not self.works:
             return "nothing to prepare before the first token"
         parts = ", ".join(
-            f"{work.label} {words(work.seconds, work.at_most)}" for work in self.works
+            f"{each.label} {words(each.seconds, each.at_most)}" for each in self.works
         )
         return (
             f"before the first token: {words(self.seconds)} and {format_bytes(self.num_bytes)} of"

@@ -201,9 +201,7 @@ def _placed_words(inputs: Inputs, found: Found) -> str:
         share = number_L[is_part].sum() / _neurons(inputs)[is_part].sum()
         parts.append(f"{share:.0%} of the neurons of {int(is_part.sum())} layers")
     parts += ["the output head"] * placement.head
-    beside = "; the CPU computes the other neurons of a layer at the same time" * bool(
-        is_part.any()
-    )
+    beside = "; the CPU computes a layer's other neurons at the same time" * bool(is_part.any())
     return f"on the GPU: {', '.join(parts)}{beside}"
 
 

@@ -32,9 +32,7 @@ class Metrics:
         )
         self._texts = self._counter("texts", "Texts that ended, by reason.", "reason")
         self._rows = self._counter("step_rows", "Tokens computed in the engine's steps.")
-        self._first = self._histogram(
-            "time_to_first_token", "From a text's arrival to its first token."
-        )
+        self._first = self._histogram("time_to_first_token", "From arrival to first token.")
         self._token = self._histogram("time_per_token", "A text's mean per token after the first.")
         self._step = self._histogram("step", "Duration of a step of the engine.")
 

@@ -166,9 +166,7 @@ def plan_is_feasible(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
         return False
     if sum(bytes_of_gpus(pipeline, plan)) < pipeline.need_bytes:
         return False
-    return all(
-        is_feasible(problem, plan.on_gpu(gpu)) for gpu, problem in enumerate(pipeline.problems)
-    )
+    return all(is_feasible(own, plan.on_gpu(gpu)) for gpu, own in enumerate(pipeline.problems))
 
 
 def plan_seconds(pipeline: Pipeline, plan: PipelinePlacement) -> float:

@@ -53,9 +53,7 @@ def calibrate(
     check_output(config.output, force=config.force, inputs=inputs)
     borrowed = None if config.gpu_from is None else load_machine(config.gpu_from)
     if borrowed is not None and not borrowed.gpus:
-        raise HotsplitError(
-            f"{config.gpu_from}: has no GPU; give the file of a machine that has one"
-        )
+        raise HotsplitError(f"{config.gpu_from}: has no GPU; give a file of a machine with one")
     (total, free), load = memory_bytes(), load_now()
     kernels, sums = measure_cpu(on_probe)
     num_gpus = torch.cuda.device_count()

@@ -84,7 +84,7 @@ def read_windows(
         drawn = draw(sources, seed)
         while left and (batch := list(islice(drawn, BATCH))):
             for (number, _), ids in zip(
-                batch, codec.encode_many([t for _, t in batch]), strict=True
+                batch, codec.encode_many([x for _, x in batch]), strict=True
             ):
                 _check_ids(ids, vocab_size, codec, sources[number])
                 for window in torch.tensor(ids, dtype=torch.int64).split(length):

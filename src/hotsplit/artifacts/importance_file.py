@@ -200,9 +200,7 @@ class _Dat:
         return self.offset == len(self.data)
 
     def wrong(self, what: str) -> HotsplitError:
-        return HotsplitError(
-            f"{self.path}: not a whole importance matrix ({what}); wanted an {WHAT}"
-        )
+        return HotsplitError(f"{self.path}: not a whole one ({what}); wanted an {WHAT}")
 
     def take(self, num_bytes: int, what: str) -> bytes:
         start, self.offset = self.offset, self.offset + num_bytes

@@ -23,9 +23,7 @@ QKV_BIASES = ATTN_BIASES[:3]
 GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 UNGATED_BIASES = GATED_BIASES[1:]
 # transformers' names, and a model file's.
-GATED: Mapping[str, Activation] = {
-    n: own for own, facts in ACTIVATIONS.items() for n in facts.names
-}
+GATED: Mapping[str, Activation] = {n: own for own, each in ACTIVATIONS.items() for n in each.names}
 UNGATED = {name: own for name, own in GATED.items() if not ACTIVATIONS[own].needs_gates}
 # Keys of a GGUF, and their names in the configs of Llama's relatives.
 FIELDS = {

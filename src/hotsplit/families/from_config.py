@@ -54,9 +54,7 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
     read.refuse("is_causal", True, why="bidirectional attention is not supported")
     if "quantization_config" not in family.read_keys:
-        read.refuse(
-            "quantization_config", why="its weights are packed; use the original checkpoint"
-        )
+        read.refuse("quantization_config", why="its weights are packed; use the original one")
     for key, (plain, why) in CONFIG_KEYS.items():
         if key not in family.read_keys:
             read.refuse(key, *plain, why=why)

@@ -100,9 +100,7 @@ def check_output_folder(
     check_outputs(outputs, force=force, inputs=inputs, output_folders=[path])
     with writing(path):
         if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_dir()):
-            raise HotsplitError(
-                f"{path}: cannot be replaced by a folder; give the name of a new one"
-            )
+            raise HotsplitError(f"{path}: cannot be replaced by a folder; give another name")
         found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     foreign = [name for name in found if not is_ours(name)]
     if foreign:

@@ -181,9 +181,7 @@ class ModelSpec:
     @cached_property
     def storing(self) -> tuple[int, ...]:
         """The layers that store keys and values."""
-        kept_L = (
-            layer.attention and layer.attention.kept(i) for i, layer in enumerate(self.layers)
-        )
+        kept_L = (each.attention and each.attention.kept(i) for i, each in enumerate(self.layers))
         return tuple(index for index, kept in enumerate(kept_L) if kept and kept.is_written)
 
     def together(self, *, keys_on_host: bool = False) -> tuple[Together, ...]:

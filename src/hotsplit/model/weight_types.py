@@ -272,5 +272,5 @@ def kinds_in(form: Form) -> dict[str, str]:
 def file_kind(kind: str) -> str:
     """The name of the type of a kind, without its layout."""
     return next(
-        (kind.removesuffix(f"_{form}") for form in FORMS if kind.endswith(f"_{form}")), kind
+        (kind.removesuffix(f"_{each}") for each in FORMS if kind.endswith(f"_{each}")), kind
     )
