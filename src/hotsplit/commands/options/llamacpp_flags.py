@@ -155,7 +155,7 @@ def _values(flag: Flag, rest: list[str]) -> list[str]:
 
 
 def _takes_value(option: click.Option | None, following: str) -> bool:
-    """As in click, an option whose value may be left out does not take another option."""
+    """An option whose value may be left out, as in click, does not take another option."""
     if option is None or option.is_flag or option.count:
         return False
     return not (option._flag_needs_value and following[:1] == "-" and len(following) > 1)
