@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from hotsplit.convert.hub import fetched, files_of, hub_errors
-from hotsplit.convert.hub_names import Named
+from hotsplit.convert.hub import Named, fetched, files_of, hub_errors
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import MAX_HEADER_BYTES, TensorInfo, header_reach, read_header
 from hotsplit.files.mapped_files import map_whole

@@ -9,8 +9,7 @@ from hotsplit.artifacts.predictor_file import FILE_NAME, Predictors
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
-from hotsplit.measure.evaluate.eval_file import load_eval
-from hotsplit.measure.evaluate.quality import EvalReport
+from hotsplit.measure.evaluate.quality import EvalReport, load_eval
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.report import load_predictor_report, report_path
 from hotsplit.report.report_config import ReportConfig

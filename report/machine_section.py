@@ -2,8 +2,7 @@
 
 from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.report.artifacts import Artifacts
-from hotsplit.report.names import Names
-from hotsplit.report.page import NONE, Missing, Section, Table
+from hotsplit.report.page import NONE, Missing, Names, Section, Table
 from hotsplit.system.sizes import format_bytes
 
 

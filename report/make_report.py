@@ -14,8 +14,7 @@ from hotsplit.model.spec_facts import spec_facts
 from hotsplit.profile.report import report_path
 from hotsplit.report.artifacts import Artifacts, load_artifacts
 from hotsplit.report.machine_section import machine_section
-from hotsplit.report.names import Names
-from hotsplit.report.page import Page, Table, Tile, render
+from hotsplit.report.page import Names, Page, Table, Tile, render
 from hotsplit.report.quality_section import cost_of, costs_nothing, quality_section
 from hotsplit.report.report_config import MAX_BYTES, ReportConfig, ReportSummary
 from hotsplit.report.sections import (

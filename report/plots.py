@@ -18,8 +18,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import ITEMS, Items
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.report import svg
-from hotsplit.solver.explain import meanings_of
-from hotsplit.solver.placed import device_of_ranks, firings_on_gpu, units_of
+from hotsplit.solver.explain import device_of_ranks, firings_on_gpu, meanings_of, units_of
 from hotsplit.solver.sweep import Sweep
 from hotsplit.system.sizes import format_bytes, unit_of
 

@@ -6,8 +6,7 @@ from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import ModeQuality
 from hotsplit.model.modes import Mode
 from hotsplit.report.artifacts import Artifacts
-from hotsplit.report.names import Names
-from hotsplit.report.page import Section, Table
+from hotsplit.report.page import Names, Section, Table
 from hotsplit.report.plots import plot_quality
 
 

@@ -14,8 +14,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.part_bytes import ITEMS, layer_bytes
 from hotsplit.report import plots
 from hotsplit.report.artifacts import Artifacts
-from hotsplit.report.names import Names
-from hotsplit.report.page import NONE, Missing, Section, Table
+from hotsplit.report.page import NONE, Missing, Names, Section, Table
 from hotsplit.report.speeds import Speeds
 from hotsplit.report.svg import Plot
 from hotsplit.system.sizes import format_bytes

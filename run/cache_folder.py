@@ -2,7 +2,7 @@
 
     CACHE/model-0123456789abcdef01234567/   entry.json, lock, and the artifact's files
     CACHE/rates.json                        see hotsplit.run.rates
-    CACHE/said.json                         see hotsplit.run.said
+    CACHE/said.json                         which choices were said before
     CACHE/prefetch-distance.json            see hotsplit.runtime.kernels.prefetch_distance
 
 An artifact exists once its entry.json does, which is written last; before that, its folder may hold
@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,3 +278,23 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except (OSError, ValueError):  # a name that no file can have
         return None
+
+
+FILE = "said.json"
+MOST = 1000
+
+
+def is_new(folder: Path, source: str, lines: Sequence[str]) -> bool:
+    """True if these lines were not said of this source before; from now on they were. A file that
+    cannot be read counts as empty, and one that cannot be written is left."""
+    name, found = digest([source, list(lines)]), list[str]()
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        found = (
+            [each for each in content if isinstance(each, str)] if isinstance(content, list) else []
+        )
+    if name in found:
+        return False
+    with suppress(OSError), partial_file(folder / FILE) as partial:
+        partial.write_text(json.dumps([*found, name][-MOST:]) + "\n", encoding="utf-8")
+    return True

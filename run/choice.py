@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from gguf import GGML_QUANT_SIZES
 
-from hotsplit.artifacts.changed_model import for_context, with_rope_scaling
-from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile, for_context, with_rope_scaling
 from hotsplit.convert.options import Outtype
 from hotsplit.costs import part_bytes
 from hotsplit.costs.bytes_read import neurons_read

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.artifacts.changed_model import with_rope_scaling
 from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import with_rope_scaling
+from hotsplit.convert.hub import named_on_hub
 from hotsplit.convert.hub_headers import headers_of
-from hotsplit.convert.hub_names import named_on_hub
 from hotsplit.costs.default_mode import sparse_modes
 from hotsplit.costs.part_bytes import Items
 from hotsplit.errors import DoesNotFitError, HotsplitError

@@ -12,9 +12,9 @@ from typing import Literal, get_args
 
 from hotsplit.errors import HotsplitError
 from hotsplit.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
+from hotsplit.run.cache_folder import FILE as SAID
 from hotsplit.run.keys import STAGES
 from hotsplit.run.rates import FILE as RATES
-from hotsplit.run.said import FILE as SAID
 from hotsplit.system.cache_place import PREFETCH_FILE
 
 State = Literal["ready", "unfinished", "stale"]

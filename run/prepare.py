@@ -13,7 +13,7 @@ from hotsplit.model.modes import Mode
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.profile_config import MIN_TRAINING_WINDOWS
 from hotsplit.run import stages
-from hotsplit.run.cache_folder import Entry, RunCache
+from hotsplit.run.cache_folder import Entry, RunCache, is_new
 from hotsplit.run.choice import Choice, Wishes, choose, worth
 from hotsplit.run.default_budgets import Room, room_here
 from hotsplit.run.estimate import (
@@ -27,7 +27,6 @@ from hotsplit.run.estimate import (
 )
 from hotsplit.run.keys import digest
 from hotsplit.run.rates import Rates, machine_key
-from hotsplit.run.said import is_new
 from hotsplit.run.source import RunSource
 from hotsplit.run.stages import RunJob
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hotsplit.artifacts.changed_model import for_context, with_rope_scaling
-from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile, for_context, with_rope_scaling
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import text_words
 from hotsplit.costs.part_bytes import placed_units, stored_neuron_bytes

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from hotsplit.artifacts.changed_model import with_rope_scaling
 from hotsplit.artifacts.data_sheets import has_assumed_memory, load_machine
 from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
-from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile, with_rope_scaling
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.cache_bytes import CacheSize
 from hotsplit.costs.default_mode import mode_meant

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hotsplit.artifacts.changed_model import for_context
-from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile, for_context
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs import part_bytes
 from hotsplit.costs.context_bytes import context_words

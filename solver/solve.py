@@ -11,17 +11,17 @@ from typing import Literal
 from hotsplit.artifacts.data_sheets import is_named, load_machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import UNKNOWN, Split
-from hotsplit.costs.part_bytes import Items, placed_units
+from hotsplit.costs.part_bytes import Items, layer_units, placed_units
 from hotsplit.files.atomic import sha256_of
 from hotsplit.files.outputs import check_output
 from hotsplit.model.modes import Mode
+from hotsplit.options.prompt_rates import PromptRates
 from hotsplit.solver.advice import Advice, advise, unused
 from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.expert_notes import more_line, placed_line, why_line
-from hotsplit.solver.inputs import Workspace, load_inputs
+from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
-from hotsplit.solver.prompts import prompt_rates
 from hotsplit.solver.solver_config import SolveConfig
 from hotsplit.solver.units import counted_layers
 from hotsplit.solver.verify import verify
@@ -189,3 +189,28 @@ def _unit_notes(found: Found, split: Split) -> list[str]:
             more_line(pipeline, found.answer, time_limit_s=COMPARED_S),
         ]
     return [line for line in lines if line is not None]
+
+
+def prompt_rates(inputs: Inputs) -> PromptRates | None:
+    """Means over the bytes of all experts, with the first GPU's link; None for a model without
+    experts, without a GPU, and if the machine file has no rate of a prompt's products."""
+    found = {"cpu_s": 0.0, "token_s": 0.0}
+    total = 0.0
+    for index, layer in enumerate(inputs.model.spec.layers):
+        if layer.route is None:
+            continue
+        for kind, size in layer_units(inputs.model, index, layer.neurons.num_experts).items():
+            seconds = inputs.machine.pass_seconds(kind)
+            if seconds is None:
+                return None
+            for name, value in zip(found, seconds, strict=True):
+                found[name] += value * size
+            total += size
+    if not total or not inputs.machine.gpus:
+        return None
+    gpu = inputs.machine.gpus[0]
+    return PromptRates(
+        **{name: value / total for name, value in found.items()},
+        link_s=1e-9 / gpu.host_to_device_gb_per_s.median,
+        staged_s=1e-9 / gpu.host_to_device_pageable_gb_per_s.median,
+    )

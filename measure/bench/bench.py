@@ -8,17 +8,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from hotsplit.artifacts.changed_model import with_rope_scaling
-from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile, with_rope_scaling
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth, gpu_bandwidth
 from hotsplit.measure.bench.bench_config import BenchConfig
-from hotsplit.measure.bench.result import BenchReport
+from hotsplit.measure.bench.result import BenchReport, setting_of
 from hotsplit.measure.bench.rival import check_rival, start_rival
-from hotsplit.measure.bench.rounds import Rounds
-from hotsplit.measure.bench.runner import RandomTokens, Runner, TextTokens, Tokens
-from hotsplit.measure.bench.setting import setting_of
+from hotsplit.measure.bench.runner import RandomTokens, Rounds, Runner, TextTokens, Tokens
 from hotsplit.measure.bench.summary import report_of
 from hotsplit.runtime.engine import load_engine
 from hotsplit.runtime.kernels.threads import threads_in_use, use_threads

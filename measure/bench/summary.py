@@ -5,10 +5,16 @@ import statistics
 from hotsplit.artifacts.split_file import Split
 from hotsplit.measure.bench.bench_config import BenchConfig
 from hotsplit.measure.bench.parts import ORDER, StepBytes, bytes_by_part, part_ns
-from hotsplit.measure.bench.result import BenchReport, Limit, PartTime, Result, RunTimes, Setting
-from hotsplit.measure.bench.rounds import Rounds, RunSamples
-from hotsplit.measure.bench.runner import Sample
-from hotsplit.measure.bench.setting import format_count
+from hotsplit.measure.bench.result import (
+    BenchReport,
+    Limit,
+    PartTime,
+    Result,
+    RunTimes,
+    Setting,
+    format_count,
+)
+from hotsplit.measure.bench.runner import Rounds, RunSamples, Sample
 from hotsplit.runtime.engine import Engine
 from hotsplit.system.sizes import format_bytes
 

@@ -28,8 +28,7 @@ from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.files.gguf_file import read_gguf, write_gguf
-from hotsplit.measure.evaluate.eval_file import eval_content
-from hotsplit.measure.evaluate.quality import EvalReport
+from hotsplit.measure.evaluate.quality import EvalReport, eval_content
 from hotsplit.profile.count.resume import Position, save_position
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.predictors.selection import Quality

@@ -43,7 +43,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
-from hotsplit.measure.evaluate.eval_file import load_eval
+from hotsplit.measure.evaluate.quality import load_eval
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.merge import MergeConfig, merge

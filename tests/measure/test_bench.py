@@ -19,8 +19,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
 from hotsplit.measure.bench.bench_config import BenchTest
-from hotsplit.measure.bench.bench_tables import lines_of
-from hotsplit.measure.bench.fields import to_json
+from hotsplit.measure.bench.bench_tables import lines_of, to_json
 from hotsplit.measure.bench.parts import (
     CACHE,
     COLD,

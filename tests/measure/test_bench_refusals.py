@@ -12,8 +12,7 @@ from bench_cases import config_of
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
-from hotsplit.measure.bench.bench_tables import lines_of
-from hotsplit.measure.bench.fields import to_json
+from hotsplit.measure.bench.bench_tables import lines_of, to_json
 from hotsplit.measure.bench.rival import located, program_of
 from hotsplit.system import processors
 

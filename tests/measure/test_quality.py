@@ -28,12 +28,13 @@ from hotsplit.measure.evaluate.comparison import (
     quantile_interval,
     student_t,
 )
-from hotsplit.measure.evaluate.eval_file import eval_content, load_eval
 from hotsplit.measure.evaluate.quality import (
     EvalConfig,
     ShareCounter,
     compare_all,
+    eval_content,
     evaluate,
+    load_eval,
     mean_bytes,
 )
 from hotsplit.options.engine_config import EngineConfig

@@ -20,7 +20,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
-from hotsplit.measure.evaluate.eval_file import load_eval
+from hotsplit.measure.evaluate.quality import load_eval
 from hotsplit.profile.report import load_predictor_report
 from hotsplit.report import svg
 from hotsplit.report.artifacts import Artifacts, load_artifacts
@@ -28,7 +28,7 @@ from hotsplit.report.make_report import report
 from hotsplit.report.plots import firing_curves, plot_map
 from hotsplit.report.report_config import MAX_BYTES, ReportConfig
 from hotsplit.report.speeds import Speeds, speeds_of
-from hotsplit.solver.placed import device_of_ranks
+from hotsplit.solver.explain import device_of_ranks
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import plan_seconds
 

@@ -17,8 +17,7 @@ from test_runtime import make_split
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from hotsplit import Engine
-from hotsplit.artifacts.changed_model import with_rope_scaling
-from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile, with_rope_scaling
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError

@@ -32,8 +32,7 @@ from hotsplit.runtime.neuron_cache.setup import first_residents
 from hotsplit.solver import replay
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import SolvedPlacement, is_feasible, placement_seconds
-from hotsplit.solver.prompts import prompt_rates
-from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.solver.solve import SolveConfig, prompt_rates, solve
 from hotsplit.solver.verify import plan_seconds, verify
 
 

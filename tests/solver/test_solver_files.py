@@ -27,11 +27,10 @@ from hotsplit.cli import main
 from hotsplit.commands.solve_command import parse_range
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.advice import helps_from
-from hotsplit.solver.explain import meanings_of
+from hotsplit.solver.explain import device_of_ranks, firings_on_gpu, meanings_of
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import layer_split
 from hotsplit.solver.optimise import find_plan
-from hotsplit.solver.placed import device_of_ranks, firings_on_gpu
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.system.sizes import format_bytes
 

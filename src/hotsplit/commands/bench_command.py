@@ -71,8 +71,7 @@ def bench(
             engine=engine, **options
         )  # refuses wrong options before the imports, which take seconds
         from hotsplit.measure.bench.bench import bench as run
-        from hotsplit.measure.bench.bench_tables import lines_of
-        from hotsplit.measure.bench.fields import to_json
+        from hotsplit.measure.bench.bench_tables import lines_of, to_json
         from hotsplit.system.progress import progress
 
         with progress("measuring", config.num_runs, "tests") as advance:

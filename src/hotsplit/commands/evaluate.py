@@ -43,7 +43,7 @@ def evaluate(threads: int | None, as_json: bool, **options: Any) -> None:
 
     # Refuses wrong options before the imports, which take seconds.
     config = EvalConfig(engine=common.take_engine_options(options), **options)
-    from hotsplit.measure.evaluate.eval_file import eval_content
+    from hotsplit.measure.evaluate.quality import eval_content
     from hotsplit.measure.evaluate.quality import evaluate as run
     from hotsplit.runtime.kernels.threads import use_threads
     from hotsplit.system.progress import progress

@@ -175,8 +175,7 @@ def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
     """Checks that the KV cache fits into free memory: torch fills it with zeros at once."""
     import torch
 
-    from hotsplit.artifacts.changed_model import with_rope_scaling
-    from hotsplit.artifacts.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile, with_rope_scaling
     from hotsplit.runtime.resolved_options import bytes_by_role_of, cache_types_of, context_of
     from hotsplit.system.system_memory import free_memory_bytes
 

@@ -53,8 +53,7 @@ neuron_cache_option = engine_option(
 
 def scaling_lines(model: Path, config: EngineConfig) -> list[str]:
     """The line that says how the model's positions are scaled with these options, if they are."""
-    from hotsplit.artifacts.changed_model import for_context, with_rope_scaling
-    from hotsplit.artifacts.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile, for_context, with_rope_scaling
     from hotsplit.runtime.resolved_options import context_of
 
     file = with_rope_scaling(ModelFile.load(model), *config.rope, config.context_length)

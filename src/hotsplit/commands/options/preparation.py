@@ -102,7 +102,7 @@ def texts_or_default(corpora: tuple[Path, ...]) -> Iterator[tuple[Path, ...]]:
 
 def needs_preparation(model: Path) -> bool:
     """True for all but a GGUF: a folder, or a name on the hub."""
-    from hotsplit.convert.hub_names import named_on_hub
+    from hotsplit.convert.hub import named_on_hub
 
     return named_on_hub(model) is not None or not (model.is_file() or model.suffix == ".gguf")
 
