@@ -32,8 +32,9 @@ from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.smallthinker import STOCK_WINDOW
 from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.model.delta_net import CONV, DECAY
 from hotsplit.model.route import Route
-from hotsplit.model.tensors import CONV, DECAY, Layout, is_down, is_router, is_vector
+from hotsplit.model.tensors import Layout, is_down, is_router, is_vector
 
 PIECE = 1536  # rows of random values, encoded once and repeated
 COMMON = 1.0  # of all embeddings, relative to their random part
