@@ -5,9 +5,7 @@ attend, and have the output norm under the name of one after the embedding."""
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
@@ -15,6 +13,7 @@ from hotsplit.families.blueprint import NameOf, Sources, suffixed
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys
 from hotsplit.families.family import Architecture, Family, Tensors
+from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.files.gguf_file import Value
@@ -22,9 +21,6 @@ from hotsplit.files.typed import shown
 from hotsplit.model.route import CHOICE_BIAS
 from hotsplit.model.short_conv import ShortConv
 from hotsplit.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hotsplit.families.key_reader import KeyReader
 
 KEY_HEADS, TAPS, MOST_TAPS = "attention.head_count_kv", "shortconv.l_cache", 16
 NORM, THEIR_NORM = "output_norm.weight", "token_embd_norm.weight"
@@ -86,7 +82,7 @@ def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
     return Sources(renamed=renamed)
 
 
-def of_keys(read: "KeyReader", *, has_experts: bool) -> ModelSpec:
+def of_keys(read: KeyReader, *, has_experts: bool) -> ModelSpec:
     read, has_keys_L = read.with_one(KEY_HEADS)
     sizes = read.sizes()
     attends_L = has_keys_L or [True] * sizes.num_layers
@@ -141,7 +137,6 @@ LFM2 = Family(
     classes=("Lfm2ForCausalLM",),
     title="LFM2",
     graph="lfm2",
-    names=gguf.MODEL_ARCH.LFM2,
     model_types=("lfm2",),
     fields={"attention.layer_norm_rms_epsilon": "norm_eps"},
     defaults={
@@ -164,7 +159,6 @@ FAMILIES = (
         classes=("Lfm2MoeForCausalLM",),
         title="LFM2-MoE",
         graph="lfm2moe",
-        names=gguf.MODEL_ARCH.LFM2MOE,
         model_types=("lfm2_moe",),
         read_keys=COUNTS,
         defaults={
@@ -186,7 +180,6 @@ GRAPHS = tuple(
         name=name,
         of_keys=partial(of_keys, has_experts=name == "lfm2moe"),
         known_keys=(TAPS, *KEYS) if name == "lfm2moe" else (TAPS,),
-        stock_activations=("silu",),
         not_in_stock=_not_in_stock,
         apart=partial(_under, NORM, THEIR_NORM),
         joined=partial(_under, THEIR_NORM, NORM),
