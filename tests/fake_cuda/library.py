@@ -1,7 +1,6 @@
 """The calls of the fake CUDA runtime (the *.cpp in this folder), which is built once per version of
 its sources. Every refusal raises CudaError with the runtime's message."""
 
-import ctypes
 import hashlib
 import os
 import shutil
@@ -13,7 +12,6 @@ from contextlib import suppress
 from ctypes import (
     CDLL,
     CFUNCTYPE,
-    POINTER,
     byref,
     c_char_p,
     c_int,
@@ -33,6 +31,60 @@ BUILD = FOLDER.parent.parent / "build" / "fake-cuda"
 NOT_READY = 600
 OUT_OF_MEMORY = 2
 _RUN, _FORGET = CFUNCTYPE(c_int, c_int64), CFUNCTYPE(None, c_int64)
+
+# What calls take. `out`: where a handle, an address or a number of bytes is written.
+TYPES = {
+    "address": c_void_p,
+    "out": c_void_p,
+    "bytes": c_size_t,
+    "int": c_int,
+    "long": c_int64,
+    "u32": c_uint32,
+    "u64": c_uint64,
+    "name": c_char_p,
+    "run": _RUN,
+    "forget": _FORGET,
+}
+# Ranges of memory: their number, starts, sizes, and whether they are written.
+_RANGES = "int address address address"
+SIGNATURES = {
+    "cudaMalloc": "out bytes",
+    "cudaFree": "address",
+    "cudaHostAlloc": "out bytes int",
+    "cudaFreeHost": "address",
+    "cudaHostRegister": "address bytes int",
+    "cudaHostUnregister": "address",
+    "cudaMemGetInfo": "out out",
+    "cudaStreamCreateWithFlags": "out int",
+    "cudaStreamDestroy": "address",
+    "cudaStreamSynchronize": "address",
+    "cudaStreamWaitEvent": "address address int",
+    "cudaEventCreateWithFlags": "out int",
+    "cudaEventDestroy": "address",
+    "cudaEventRecord": "address address",
+    "cudaEventQuery": "address",
+    "cudaEventSynchronize": "address",
+    "cudaLaunchHostFunc": "address address address",
+    "cudaMemcpyAsync": "address address bytes int address",
+    "cuStreamWriteValue32_v2": "address u64 u32 int",
+    "cuStreamWaitValue32_v2": "address u64 u32 int",
+    "cuStreamQuery": "address",
+    "cudaStreamBeginCapture": "address int",
+    "cudaStreamEndCapture": "address out",
+    "cudaGraphInstantiate": "out address long",
+    "cudaGraphLaunch": "address address",
+    "cudaGraphDestroy": "address",
+    "cudaGraphExecDestroy": "address",
+    "fakeReset": "int bytes long int",
+    "fakeSeed": "long",
+    "fakeDeclare": f"address {_RANGES}",
+    "fakeHandover": "u64 u64 address",
+    "fakeBlock": "address bytes int",
+    "fakeIsPinned": "address",
+    "fakeGraphText": "address",
+    "fakeGraphOmit": "address int",
+    "fakeLaunchKernel": f"name address run long forget {_RANGES}",
+}
 
 Range = tuple[int, int, bool]  # address, bytes, whether it is written
 
@@ -75,59 +127,8 @@ def load() -> CDLL:
     library = CDLL(str(_built("libcudart_fake.so", FOLDER / "runtime.cpp", ["-std=c++17", "-O1"])))
     for name in ("fakeText", "fakeGraphText", "cudaGetErrorString"):
         getattr(library, name).restype = c_char_p
-    pointers, sizes, flags = POINTER(c_void_p), POINTER(c_int64), POINTER(c_int)
-    arguments = {
-        "cudaMalloc": [pointers, c_size_t],
-        "cudaFree": [c_void_p],
-        "cudaHostAlloc": [pointers, c_size_t, c_int],
-        "cudaFreeHost": [c_void_p],
-        "cudaHostRegister": [c_void_p, c_size_t, c_int],
-        "cudaHostUnregister": [c_void_p],
-        "cudaMemGetInfo": [POINTER(c_size_t), POINTER(c_size_t)],
-        "cudaStreamCreateWithFlags": [pointers, c_int],
-        "cudaStreamDestroy": [c_void_p],
-        "cudaStreamSynchronize": [c_void_p],
-        "cudaStreamQuery": [c_void_p],
-        "cudaStreamWaitEvent": [c_void_p, c_void_p, c_int],
-        "cudaEventCreateWithFlags": [pointers, c_int],
-        "cudaEventDestroy": [c_void_p],
-        "cudaEventRecord": [c_void_p, c_void_p],
-        "cudaEventQuery": [c_void_p],
-        "cudaEventSynchronize": [c_void_p],
-        "cudaLaunchHostFunc": [c_void_p, c_void_p, c_void_p],
-        "cudaMemcpyAsync": [c_void_p, c_void_p, c_size_t, c_int, c_void_p],
-        "cuStreamWriteValue32_v2": [c_void_p, c_uint64, c_uint32, c_int],
-        "cuStreamWaitValue32_v2": [c_void_p, c_uint64, c_uint32, c_int],
-        "cuStreamQuery": [c_void_p],
-        "cudaStreamBeginCapture": [c_void_p, c_int],
-        "cudaStreamEndCapture": [c_void_p, pointers],
-        "cudaStreamIsCapturing": [c_void_p, POINTER(c_int)],
-        "cudaGraphInstantiate": [pointers, c_void_p, c_int64],
-        "cudaGraphLaunch": [c_void_p, c_void_p],
-        "cudaGraphDestroy": [c_void_p],
-        "cudaGraphExecDestroy": [c_void_p],
-        "fakeReset": [c_int, c_size_t, c_int64, c_int],
-        "fakeSeed": [c_int64],
-        "fakeDeclare": [c_void_p, c_int, pointers, sizes, flags],
-        "fakeHandover": [c_uint64, c_uint64, c_void_p],
-        "fakeBlock": [c_void_p, c_size_t, c_int],
-        "fakeIsPinned": [c_void_p],
-        "fakeGraphText": [c_void_p],
-        "fakeGraphOmit": [c_void_p, c_int],
-        "fakeLaunchKernel": [
-            c_char_p,
-            c_void_p,
-            _RUN,
-            c_int64,
-            _FORGET,
-            c_int,
-            pointers,
-            sizes,
-            flags,
-        ],
-    }
-    for name, types in arguments.items():
-        getattr(library, name).argtypes = types
+    for name, arguments in SIGNATURES.items():
+        getattr(library, name).argtypes = [TYPES[word] for word in arguments.split()]
     return library
 
 
@@ -221,8 +222,3 @@ def launch(name: str, stream: int, run: Callable[[], object], ranges: Iterable[R
 def graph_text(exec_handle: int) -> list[list[str]]:
     lines = load().fakeGraphText(exec_handle).decode().splitlines()
     return [line.split("\t") for line in lines]
-
-
-def address(function: object) -> int:
-    """The address of a C function made by ctypes."""
-    return ctypes.cast(function, c_void_p).value or 0

@@ -80,26 +80,11 @@ int refused_if_captured(const char* name, Stream& stream) {
   return kCaptureUnsupported;
 }
 
-static int new_stream(void** handle, bool is_blocking) {
-  auto stream = std::make_unique<Stream>();
-  stream->number = int(state().streams.size()) + 1;
-  stream->device = current_device;
-  stream->is_blocking = is_blocking;
-  *handle = stream.get();
-  state().streams[*handle] = std::move(stream);
-  return kSuccess;
-}
-
 }  // namespace fake
 
 using namespace fake;
 
 extern "C" {
-
-int cudaGetDeviceCount(int* count) {
-  *count = state().num_devices;
-  return kSuccess;
-}
 
 int cudaSetDevice(int device) {
   FAKE_CALL("cudaSetDevice");
@@ -109,19 +94,15 @@ int cudaSetDevice(int device) {
   return kSuccess;
 }
 
-int cudaGetDevice(int* device) {
-  *device = current_device;
-  return kSuccess;
-}
-
 int cudaStreamCreateWithFlags(void** handle, unsigned flags) {
   FAKE_CALL("cudaStreamCreateWithFlags");
-  return new_stream(handle, !(flags & 1));
-}
-
-int cudaStreamCreateWithPriority(void** handle, unsigned flags, int) {
-  FAKE_CALL("cudaStreamCreateWithPriority");
-  return new_stream(handle, !(flags & 1));
+  auto stream = std::make_unique<Stream>();
+  stream->number = int(state().streams.size()) + 1;
+  stream->device = current_device;
+  stream->is_blocking = !(flags & 1);
+  *handle = stream.get();
+  state().streams[*handle] = std::move(stream);
+  return kSuccess;
 }
 
 int cudaStreamDestroy(void* handle) {
@@ -140,14 +121,6 @@ int cudaStreamSynchronize(void* handle) {
   if (const int status = refused_if_captured("cudaStreamSynchronize", *stream)) return status;
   if (const int status = may_submit("cudaStreamSynchronize", *stream)) return status;
   return complete(stream->frontier);
-}
-
-int cudaStreamQuery(void* handle) {
-  FAKE_CALL("cudaStreamQuery");
-  Stream* stream = stream_of("cudaStreamQuery", handle);
-  if (!stream) return last_status;
-  if (const int status = refused_if_captured("cudaStreamQuery", *stream)) return status;
-  return is_done(stream->frontier) ? complete(stream->frontier) : int(kNotReady);
 }
 
 int cudaDeviceSynchronize() {

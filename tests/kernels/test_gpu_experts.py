@@ -24,7 +24,6 @@ from test_gpu_neurons import hidden_bound
 
 from hotsplit.model.spec import Route
 from hotsplit.runtime.kernels.gate import Gate
-from hotsplit.runtime.kernels.gpu import experts
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.weights.matrix import Matrix
@@ -281,36 +280,3 @@ def test_a_row_has_the_bits_of_a_row_alone(kernels, kind, is_by_output, num_rows
         hidden, parts = run(routed_T2K[row].clone(), x_TD[row].clone(), value_TKF[row].clone())
         assert torch.equal(hidden, hidden_TKF[row]) and torch.equal(parts, parts_KTD[:, row])
         assert hidden.any() and parts.any()
-
-
-def test_programs_of_the_same_rows_follow_each_other(kernels, monkeypatch):
-    """Pairs of a row and an expert are the fastest axis of the grid, so that rows of an expert are
-    still in the cache when another row of the step needs them."""
-    grids = {}
-
-    class Recorded:
-        def __init__(self, name):
-            self.name = name
-
-        def __getitem__(self, grid):
-            return lambda *_, **__: grids.setdefault(self.name, grid)
-
-    for name in ("_expert_gate_up", "_expert_down", "_expert_sum"):
-        monkeypatch.setattr(experts, name, Recorded(name))
-    matrix, rows = make_matrix("q8_0_planar", 4 * 64, 64), 8
-    routed, hidden = torch.zeros(rows, 2 * K), torch.zeros(rows, K, 64)
-    x_TD, parts_PTD = torch.zeros(rows, 64), torch.zeros(2 * K, rows, 64)
-    kernels.expert_gate_up(
-        matrix,
-        None,
-        matrix,
-        None,
-        None,
-        routed,
-        x_TD,
-        Gate(activation="silu", computes_all=True),
-        hidden,
-    )
-    kernels.expert_down(matrix, None, None, routed, hidden, parts_PTD[:K], is_by_output=True)
-    kernels.expert_down(matrix, None, None, routed, hidden, parts_PTD, is_by_output=False)
-    assert len(grids) == 3 and {grid[0] for grid in grids.values()} == {rows * K}

@@ -92,12 +92,6 @@ def test_dot_with_one_row_per_program(kernels, one_row, kind):
     assert_dot(kernels, make_matrix(kind, 3, 3 * block_width(kind)))
 
 
-def test_programs_take_more_rows_of_larger_matrices(one_row):
-    found = [launch.rows_of_program(count) for count in (1, 1023, 1024, 2047, 2048, 1 << 20)]
-    assert found == [1, 1, 2, 2, 4, 4]
-    assert launch.rows_of_program(1 << 20, 2) == 2
-
-
 def test_dot_writes_only_its_own_values(kernels):
     matrix, out = make_matrix("q8_0_planar", 5, 64), torch.full((9,), 7.0, device=device())
     kernels.dot(matrix, None, vector(64), out[2:7])

@@ -205,31 +205,6 @@ def an_event_of_another_capture(cuda):
         main.wait(side.record())
 
 
-@rejected("cudaStreamBeginCapture: the default stream")
-def the_default_stream_itself(cuda):
-    call("cudaStreamBeginCapture", 0, 0)
-
-
-@rejected("stream 1 is captured already")
-def beginning_twice(cuda):
-    main, _ = streams()
-    with raw_capture(main), raw_capture(main):
-        pass
-
-
-@rejected("the capture began on stream 1, not on 2")
-def ending_on_another_stream(cuda):
-    main, side = streams()
-    call("cudaStreamBeginCapture", main.stream.cuda_stream, 0)
-    side.wait(main.record())
-    library.made_after("cudaStreamEndCapture", side.stream.cuda_stream)
-
-
-@rejected("cudaStreamEndCapture: the stream is not captured")
-def ending_without_a_beginning(cuda):
-    library.made_after("cudaStreamEndCapture", streams()[0].stream.cuda_stream)
-
-
 @rejected("256 bytes of memory that is not pinned, while stream 1 is captured")
 def copying_unpinned_memory(cuda):
     x, host = zeros(), torch.zeros(COUNT)

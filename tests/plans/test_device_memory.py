@@ -26,7 +26,6 @@ from reference import logits_ref, rel_error
 from small_blocks import STORED_KINDS as KINDS
 from test_families import CASES, converted
 from test_runtime import IDS, PATTERNS, make_split
-from test_workspace import spanned_bytes
 from torch import Tensor
 
 from hotsplit import Engine
@@ -55,7 +54,7 @@ from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.pass_device import PassSetup
 from hotsplit.runtime.step.workspace import decode_bytes, gpu_bytes, pass_bytes, workspace_bytes
-from hotsplit.runtime.weights.matrix import Matrix, matrix_of
+from hotsplit.runtime.weights.matrix import matrix_of
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import Uploader
 
@@ -557,13 +556,6 @@ def tensors_in(value):
     else:
         within = list(value) if isinstance(value, tuple) else []
     return [tensor for each in within for tensor in tensors_in(each)]
-
-
-def test_spanned_bytes_counts_the_memory_taken():
-    """Checks spanned_bytes, which another file's tests rely on, on known memory."""
-    memory = DeviceMemory.of(CARD, 4096)
-    data = memory.take((4, 8), torch.float32, "a")
-    assert spanned_bytes([Matrix(data=data, kind="f32", width=8)]) == 128
 
 
 def test_all_neurons_on_the_cpu_are_streamed_for_prompts():

@@ -56,10 +56,6 @@ def test_a_misuse_is_rejected_with_its_message(cuda, misuse):
     assert re.search(MISUSES[misuse], lines[0]), lines
 
 
-def test_misuses_have_more_than_forty_different_messages():
-    assert len(set(MISUSES.values())) > 40
-
-
 def test_a_kernel_that_writes_beyond_its_declaration_is_rejected(cuda):
     with pytest.raises(Undeclared, match="add_norm writes 256 bytes that its launch does not"):
         a_kernel_beyond_its_declaration(cuda)

@@ -107,14 +107,6 @@ def test_a_section_without_time_is_left_for_the_next_call(tmp_path):
     assert sections.content["sections"] == {}
 
 
-def test_tables_of_the_same_columns_are_joined():
-    one, two = ({"title": "t", "columns": ["a"], "rows": [[x]], "note": x} for x in "xy")
-    other = one | {"columns": ["b"]}
-    joined = gpu_sections.joined([one, two, other])
-    assert [table["rows"] for table in joined] == [[["x"], ["y"]], [["x"]]]
-    assert joined[0]["note"] == "x; y" and one["rows"] == [["x"]]
-
-
 def test_a_part_that_fails_in_a_section_measures_the_others(tmp_path):
     program, trace = stub(tmp_path, "fail")
     day = day_of(tmp_path, part(tmp_path, "p", program))
@@ -384,21 +376,6 @@ def test_a_model_is_run_as_a_user_types_it(tmp_path, monkeypatch):
     nothing = gpu_trained.TrainedCase(model=tmp_path / "no.gguf", name="x", vram_bytes=0)
     with pytest.raises(gpu_trained.CommandError, match=r"no\.gguf: x: .*no such"):
         gpu_trained.run(nothing, "cpu", tmp_path / "cache", 4)
-
-
-def test_a_prediction_is_that_of_the_plan_for_the_budget(tmp_path, monkeypatch):
-    report = {
-        "decode_per_s": 100.0,
-        "prefill_s": 0.5,
-        "run": {"made": ["plan"]},
-        "memory": [{"peak_reserved": 3 << 20}],
-    }
-    calls = []
-    monkeypatch.setattr(gpu_trained, "run", lambda *given: calls.append(given) or report)
-    monkeypatch.setattr(gpu_trained, "predicted_s", lambda cache, vram: 0.004)
-    case = gpu_trained.TrainedCase(model=tmp_path / "m.gguf", name="a plan", vram_bytes=5 << 20)
-    (table,) = gpu_trained.measure(case, "cuda", tmp_path, 4)
-    assert table.rows[0][1:] == ["100.0", "10.00", "4.00", "500.0", "3 of 5"] and len(calls) == 2
 
 
 def test_missing_models_are_named_and_random_weights_stand_in(tmp_path, monkeypatch, capsys):

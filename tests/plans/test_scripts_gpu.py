@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -286,39 +285,6 @@ def test_the_table_says_what_failed_and_what_was_not_reached():
     ]
     lines = gpu_cases.table(rows).splitlines()
     assert "out of memory" in lines[1] and "out of time" in lines[2]
-
-
-@pytest.mark.parametrize("times", [None, 0.91, 123.45])
-def test_the_columns_of_the_table_stand_below_their_names(times):
-    row = {
-        "name": "7B 60%",
-        "mode": "predicted",
-        "decode_tokens_per_s": 9.5,
-        "memory": [],
-        "share_of_limit": 0.5,
-        "prefill_tokens_per_s": 90.0,
-        "budget_bytes": 1 << 30,
-        "times_rival": times,
-        "times_rival_prefill": times,
-    }
-    header, line, _ = gpu_cases.table([row]).split("\n", 2)
-    assert header.index("VRAM") == line.index("0.00 of")
-
-
-def test_a_rival_that_cannot_be_loaded_is_tried_once_a_budget(tmp_path, monkeypatch):
-    tried, said = [], []
-
-    def fail(rival, budget_bytes, log):
-        tried.append(budget_bytes)
-        raise ProcessError(f"no room in {budget_bytes}")
-
-    monkeypatch.setattr(gpu, "best_rival", fail)
-    cases = [SimpleNamespace(budget_bytes=n, rival=None, rival_error=None) for n in (1, 1, 2)]
-    run = SimpleNamespace(asked=SimpleNamespace(rival=tmp_path), folder=tmp_path, note=said.append)
-    scale = SimpleNamespace(sizes=TOY, context_length=8)
-    gpu.GpuBench._add_rivals(run, scale, tmp_path, make_model(sizes=TOY), cases)
-    assert tried == [1, 2] and len(said) == 2
-    assert [case.rival_error for case in cases] == ["no room in 1"] * 2 + ["no room in 2"]
 
 
 GOOD_AND_BAD = """

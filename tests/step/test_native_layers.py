@@ -6,15 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import (
-    FAMILIES,
-    family_model,
-    gemma3n_spec,
-    make_model,
-    make_sizes,
-    sizes_of,
-    sparse_model,
-)
+from models import FAMILIES, family_model, gemma3n_spec, make_model, make_sizes, sparse_model
 from reference import logits_ref, rel_error
 from test_by_output import stock_of
 from test_experts import ROUTES, mixture
@@ -285,16 +277,3 @@ def test_single_tokens_are_seen(tmp_path):
         got, want = (observed(engine, WITHIN, IDS[:count]) for count in (1, 2))
     for key, tensor in got.items():
         assert torch.equal(tensor[0].nan_to_num(), want[key][0].nan_to_num()), key
-
-
-def test_bytes_are_counted(tmp_path):
-    model = saved(tmp_path, kind="q8_0")
-    with Engine.load(model.path, mode="dense") as engine:
-        before = dataclasses.replace(engine.traffic)
-        observed(engine, WITHIN)
-        after = engine.traffic
-        shape = sizes_of(model.bare_spec)
-        matrix = shape.num_layers * shape.num_neurons * shape.hidden_size // 32 * 34
-        assert (
-            after.gate - before.gate == after.up - before.up == after.down - before.down == matrix
-        )

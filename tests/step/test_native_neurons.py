@@ -1,7 +1,6 @@
 """A block of neurons in one native call, compared with float64, with bits that name neurons and
 without."""
 
-import ctypes
 import dataclasses
 from itertools import product
 
@@ -13,8 +12,6 @@ from test_runtime import make_split, saved
 
 from hotsplit import Engine
 from hotsplit.runtime.device.bits import pack_bits
-from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.structs import NotNative
@@ -78,26 +75,6 @@ def test_the_sum_of_named_neurons_equals_float64(tmp_path, kind, activation, is_
         assert (
             int(named_F.sum()) * row <= bytes_read(neurons) - before <= 3 * int(named_F.sum()) * row
         )
-
-
-def test_biases_are_those_of_the_named_rows(tmp_path):
-    ffn = layer_of(tmp_path)
-    generator = torch.Generator().manual_seed(1)
-    gate_F, up_F = (torch.randn(F, generator=generator) for _ in range(2))
-    (block,) = ffn.blocks
-    gate = dataclasses.replace(block.gate, bias_N=gate_F)
-    up = dataclasses.replace(block.up, bias_N=up_F)
-    block = dataclasses.replace(block, gate=gate, up=up)
-    neurons = NativeNeurons.of(block, ffn.gate, F, is_named=True)
-    x_D, named_F = torch.randn(D, generator=generator), torch.arange(F) % 3 == 1
-    neurons.x_D.copy_(x_D)
-    neurons.named_W.copy_(pack_bits(named_F))
-    neurons.node.run()
-    rows = torch.arange(F)
-    gates = gate.weight.rows(rows).double() @ x_D.double() + gate_F
-    ups = up.weight.rows(rows).double() @ x_D.double() + up_F
-    want = (gates.clamp(min=0) * ups * named_F) @ block.down.rows(rows).double()
-    assert rel_error(neurons.y_D, want) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
@@ -176,31 +153,6 @@ def test_tokens_together_equal_each_alone(tmp_path, level, activation):
             torch.testing.assert_close(y_TD[t], alone.y_D, rtol=0, atol=0, equal_nan=True)
 
 
-def test_without_bits_every_neuron_is_a_candidate(tmp_path):
-    ffn = layer_of(tmp_path, mode="exact")
-    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, F)
-    neurons.x_D.copy_(torch.linspace(-1, 1, D))
-    neurons.node.run()
-    want = reference(ffn, neurons.x_D, torch.ones(F))
-    assert neurons.named_W is None and rel_error(neurons.y_D, want) < 1e-5
-
-
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_sums_of_many_chunks_by_several_threads(tmp_path, level, kind):
-    """There are 16 chunks of neurons, and the last unit of columns is incomplete."""
-    ffn = layer_of(tmp_path, kind, mode="exact", width=1056, num=1024)
-    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, 1024)
-    neurons.x_D.copy_(torch.linspace(-1, 1, 1056))
-    want, before = reference(ffn, neurons.x_D, torch.ones(1024)), library.num_threads()
-    try:
-        for count in (1, 2, 3, 5):
-            library.set_threads(count)
-            neurons.node.run()
-            assert rel_error(neurons.y_D, want) < BOUNDS[kind]
-    finally:
-        library.set_threads(before)
-
-
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)])
 def test_the_measure_rejects_wrong_results(tmp_path, wrong):
     ffn = layer_of(tmp_path)
@@ -256,15 +208,6 @@ def test_sizes_that_do_not_match_are_refused(tmp_path):
         NativeNeurons.of(
             dataclasses.replace(ffn.blocks[0], is_whole=False), ffn.gate, F - 1, is_named=True
         )
-
-
-def test_the_node_is_a_function_and_its_argument(tmp_path):
-    ffn = layer_of(tmp_path, mode="exact")
-    neurons = NativeNeurons.of(ffn.blocks[0], Gate(activation="relu", threshold=0.0), F)
-    neurons.x_D.fill_(0.5)
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(neurons.node.function)(neurons.node.argument)
-    want = reference(ffn, neurons.x_D, torch.ones(F))
-    assert rel_error(neurons.y_D, want) < 1e-5
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

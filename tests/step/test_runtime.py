@@ -15,7 +15,6 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.cache_bytes import CacheSize
 from hotsplit.costs.part_bytes import ITEMS, plan_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import array_entry
 from hotsplit.options.cache_types import CacheTypes
 
 IDS = [3, 17, 4, 49, 0, 8, 8, 21, 33, 2]
@@ -186,21 +185,6 @@ def test_a_long_prompt_equals_one_token_at_a_time(tmp_path):
         assert rel_error(decoded(engine, ids), engine.logits(ids)[-1]) < F32_BOUND
 
 
-def test_stock_layout_is_transposed_at_load(tmp_path):
-    model = saved(tmp_path, activation="silu")
-    tensors = dict(model.tensors)
-    for layer in range(2):
-        down = tensors.pop(f"blk.{layer}.ffn_down_t.weight").read()
-        tensors[f"blk.{layer}.ffn_down.weight"] = array_entry(down.T, "f32")
-    stock = dataclasses.replace(
-        model, layout="stock", tensors=tensors, path=tmp_path / "stock.gguf"
-    )
-    stock.save(stock.path)
-    with Engine.load(stock.path, mode="exact") as engine:
-        assert engine.model.layout == "stock"
-        assert rel_error(engine.logits(IDS), logits_ref(model, IDS)) < F32_BOUND
-
-
 def test_seeds_have_64_bits(codec_model):
     with Engine.load(codec_model) as engine:
         for seed in (-(1 << 63), (1 << 64) - 1):
@@ -342,23 +326,3 @@ def test_a_plan_of_another_model_is_refused(tmp_path):
     with pytest.raises(HotsplitError, match="neurons of .* takes .* bytes on the GPU"):
         Engine.load(model.path, split=other)
     assert set(wrong) == set(ITEMS)
-
-
-def test_loaded_bytes_are_those_of_the_plan(tmp_path):
-    """Neurons and KV cache are summed over the loaded tensors; the rest is the engine's report."""
-    model = saved(tmp_path, kind="q8_0", predictor_rank=8)
-    split = make_split(model, PATTERNS["random"])
-    split.save(tmp_path / "s.gguf")
-    with Engine.load(model.path, split=tmp_path / "s.gguf") as engine:
-        hot = sum(
-            matrix.num_bytes
-            for layer, ids in zip(engine.layers, split.hot, strict=True)
-            for block in layer.ffn.blocks
-            if block.id_N.tolist() == ids.tolist()
-            for matrix in (block.gate, block.up, block.down)
-        )
-        assert hot == split.gpu_bytes["neurons"]
-        caches = [layer.attention.cache for layer in engine.layers]
-        kv = sum(t.nbytes for cache in caches for t in (cache.key_CKW, cache.value_CKW))
-        assert kv == split.gpu_bytes["kv_cache"]
-        assert engine.bytes_by_role["gpu"] == split.gpu_bytes
