@@ -8,11 +8,10 @@ import random
 import pytest
 import torch
 from fake_cuda import library
-from hybrid_plans import PLANS
+from hybrid_plans import split_of
 from test_fake_step import checked_cuda, slow_unless
 from test_hybrid_rows import CONTEXT, ROOM, Alone, saved, schedule
 from test_plan_sequences import small_plan
-from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
@@ -27,16 +26,7 @@ MIB = 1 << 20
 
 
 def planned(tmp_path, model, plan, num_sequences):
-    hot, dense, head, home = PLANS[plan]
-    split = make_split(
-        model,
-        hot,
-        dense_on_gpu=dense,
-        head_on_gpu=head,
-        home=home,
-        context_length=CONTEXT,
-        num_sequences=num_sequences,
-    )
+    split = split_of(model, plan, context_length=CONTEXT, num_sequences=num_sequences)
     path = tmp_path / f"{num_sequences}.gguf"
     split.save(path)
     return path
@@ -113,25 +103,11 @@ def test_prompts_and_steps_of_several_texts(tmp_path):
 def test_generate_with_drafts_writes_the_same_text(tmp_path, capsys, num_sequences):
     """The command, with a plan on a device. How many guesses it makes depends on measured times."""
     path, plan = small_plan(tmp_path, num_sequences)
-    arguments = [
-        "generate",
-        path,
-        "--split",
-        plan,
-        "--device",
-        "cuda",
-        "--prompt",
-        "abcabcabcabc",
-        "-n",
-        24,
-        "--temp",
-        0,
-        "--json",
-    ]
+    words = f"generate {path} --split {plan} --device cuda --prompt abcabcabcabc -n 24 --temp 0"
     found = []
     for more in ((), ("--speculate", "ngram")):
         with checked_cuda(seed=num_sequences):
-            assert main([str(each) for each in (*arguments, *more)]) == 0
+            assert main([*words.split(), "--json", *more]) == 0
         found.append(json.loads(capsys.readouterr().out))
     plain, drafted = found
     assert drafted["text"] == plain["text"] and plain["text"]

@@ -117,8 +117,6 @@ def test_executed_ptx_host_functions_and_a_graph_give_the_cpus_logits(tmp_path):
     model = small(tmp_path)
     ids = [3, 17, 4]
     want, _ = on_the_cpu(model.path, "predicted", ids)
-    with fake_cuda():
-        on_the_device(model.path, tmp_path / "s.gguf", "predicted", ids[:1])  # checks the device
     ptx = StreamedPtx(80)
     with (
         checked_cuda(kernels=ptx.kernels) as cuda,
@@ -143,8 +141,6 @@ def test_executed_ptx_host_functions_and_a_graph_give_the_cpus_logits(tmp_path):
 def test_the_comparison_notices_a_kernel_that_does_nothing(tmp_path, wrong):
     model = small(tmp_path)
     want, _ = on_the_cpu(model.path, "predicted", [3, 17, 4])
-    with fake_cuda():  # its checks pass and are not repeated
-        on_the_device(model.path, tmp_path / "s.gguf", "predicted", [3, 17, 4])
     broken = reference_kernels().replaced(**{wrong: lambda *args, **options: None})
     with fake_cuda(kernels=launched(broken)):
         got, _ = on_the_device(model.path, tmp_path / "s.gguf", "predicted", [3, 17, 4])

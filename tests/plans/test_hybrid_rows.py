@@ -7,14 +7,16 @@ import random
 import pytest
 import torch
 from fake_streams import FakeDevice
-from hybrid_plans import PLANS, make
-from test_runtime import make_split
+from hybrid_plans import make, planned
+from models import make_sizes
+from reference import rel_error
 from test_sequences import ROOM, change_texts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotsplit import Engine
 from hotsplit.artifacts.split_file import Split
 from hotsplit.commands.serve import _say_loaded
+from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.speculation import check_rows
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
@@ -33,17 +35,7 @@ DIVIDED = ("every kind of layer", "two GPUs, layers on the CPU", "attention on t
 
 def loaded(tmp_path, model, plan, num_sequences, *, mode="predicted", backend=None, max_rows=32):
     """An engine with the plan, whose decode step is a hybrid one of up to `max_rows` rows."""
-    hot, dense, head, home = PLANS[plan]
-    split = make_split(
-        model,
-        hot,
-        dense_on_gpu=dense,
-        head_on_gpu=head,
-        home=home,
-        context_length=CONTEXT,
-        num_sequences=num_sequences,
-    )
-    split.save(tmp_path / "s.gguf")
+    split = planned(tmp_path, model, plan, context_length=CONTEXT, num_sequences=num_sequences)
     engine = Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode, device="cpu")
     cpu = torch.device("cpu")
     placement = Placement.of_split(split, (cpu,) * len(split.budgets))
@@ -120,8 +112,6 @@ class TorchOperations(TorchDispatchMode):
 
 def test_logits_are_handed_over_without_waking_torchs_threads(tmp_path):
     """Its threads would spin on the cores of the kernels' threads."""
-    from models import make_sizes
-
     sizes = make_sizes(num_layers=4, num_neurons=96, context_length=128, vocab_size=33000)
     model = saved(tmp_path, sizes=sizes)
     with loaded(tmp_path, model, "every kind of layer", 1) as engine:
@@ -138,8 +128,6 @@ def test_logits_are_handed_over_without_waking_torchs_threads(tmp_path):
 
 
 def saved(tmp_path, **options):
-    from models import make_sizes
-
     shape = make_sizes(num_layers=4, num_neurons=96, context_length=128)
     model = make(tmp_path, sizes=options.pop("sizes", shape), **options)
     model.save(model.path)
@@ -301,10 +289,6 @@ def test_more_rows_than_a_step_takes_are_several_steps(tmp_path, kind):
 def test_k_quants_on_a_gpu_refuse_drafts(tmp_path, kind):
     """Rows that are computed together are rounded differently from single ones, so drafts could
     change a text."""
-    from models import make_sizes
-
-    from hotsplit.errors import HotsplitError
-
     shape = make_sizes(num_layers=4, num_neurons=96, width=256, context_length=128)
     model = saved(tmp_path, kind=kind, sizes=shape)
     with loaded(tmp_path, model, "random", 1) as engine:
@@ -342,9 +326,6 @@ def test_a_fork_and_a_saved_state_continue_as_the_text(tmp_path):
 @pytest.mark.slow
 def test_triton_kernels_give_what_the_reference_gives(tmp_path):
     """In Triton's interpreter, for two rows of two sequences."""
-    from models import make_sizes
-    from reference import rel_error
-
     shape = make_sizes(num_layers=4, width=32, num_neurons=96, vocab_size=20, context_length=128)
     model = saved(tmp_path, kind="q4_0", sizes=shape)
     rows = [Row(token=t, position=0, sequence=n, has_logits=True) for n, t in enumerate((3, 5))]

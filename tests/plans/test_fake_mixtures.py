@@ -1,5 +1,6 @@
-"""Engines with plans of mixtures on fake CUDA devices (fake_cuda): captured steps, hand-overs by
-flags and prompts use the code for a real GPU, and give the CPU's logits."""
+"""Engines with plans of mixtures, also of gated delta nets, on fake CUDA devices (fake_cuda):
+captured steps, hand-overs by flags, prompts and rollbacks use the code for a real GPU, and give the
+CPU's logits."""
 
 import dataclasses
 
@@ -13,8 +14,10 @@ from hybrid_plans import stepped
 from models import changed, make_model, make_sizes, mixture_spec
 from reference import rel_error
 from test_expert_prompts import HOT, RATES, noted
-from test_experts import ROUTES, mixture
+from test_experts import IDS, ROUTES, mixture
 from test_fake_step import checked_cuda, prompted
+from test_hybrid_delta import PLANS as DELTA_PLANS
+from test_hybrid_delta import delta_mixture
 from test_hybrid_experts import PLANS, made_plan, stock
 
 from hotsplit import Engine
@@ -44,21 +47,31 @@ def on_the_device(model, split, ids=TOKENS, **options):
         return stepped(engine, ids), prompted(engine, ids)
 
 
-@pytest.mark.parametrize(
-    ("plan", "layout"), [("some", "stock"), ("beside the CPU's attention", "sparse")]
-)
+def of_experts(layout: str):
+    return mixture(route=ROUTES["groups"], layout=layout, kind="q8_0", num_neurons=32, **SHARED)
+
+
+PLANNED = {
+    "some experts": (lambda: of_experts("stock"), PLANS["some"]),
+    "experts by neurons": (lambda: of_experts("sparse"), PLANS["beside the CPU's attention"]),
+    **{f"delta nets: {name}": (delta_mixture, plan) for name, plan in DELTA_PLANS.items()},
+}
+
+
+@pytest.mark.parametrize("case", PLANNED)
 @lines_on_stderr()
-def test_plans_on_a_device_give_the_cpus_logits(plan, layout, capsys):
-    """Steps in a captured graph, whatever is routed, and prompts; no part takes its fallback."""
-    model = mixture(route=ROUTES["groups"], layout=layout, kind="q8_0", num_neurons=32, **SHARED)
-    split, want, found = made_plan(model, *PLANS[plan]), on_the_cpu(model), []
-    for seed, graph in ((0, True), (5, True), (9, False)):
+def test_plans_on_a_device_give_the_cpus_logits(case, capsys):
+    """Steps in a captured graph and submitted, whatever is routed, in any order, and prompts; no
+    part takes its fallback."""
+    model, plan = PLANNED[case][0](), PLANNED[case][1]
+    split, want, found = made_plan(model, *plan), on_the_cpu(model), []
+    for seed, graph in ((5, True), (9, False)):
         with checked_cuda(seed=seed) as cuda:
             found.append(on_the_device(model, split, graph=graph))
             assert bool(cuda.num_graphs) == graph
     assert "hotsplit doctor" not in capsys.readouterr().err
     for got in found:
-        assert torch.equal(got[0], found[0][0])  # in any order
+        assert torch.equal(got[0], found[0][0])
         for mine, right in zip(got, want, strict=True):
             assert rel_error(mine, right) < 1e-3
 
@@ -80,13 +93,27 @@ def test_sinks_on_a_device_give_the_cpus_logits():
         assert rel_error(mine, right) < 1e-3
 
 
-def test_executed_ptx_and_a_graph_give_the_cpus_logits():
-    """The kernels' PTX, the C++ of the experts on the CPU and a captured graph together."""
-    model = stock(kind="q4_0", width=32, num_neurons=32, **SHARED)
-    split = made_plan(model, *PLANS["some"])
+EXECUTED = {
+    "experts": (
+        lambda: stock(kind="q4_0", width=32, num_neurons=32, **SHARED),
+        PLANS["some"],
+        {"_choose_experts", "_expert_gate_up", "_expert_down"},
+    ),
+    "delta nets": (
+        lambda: delta_mixture(num_layers=2, width=32, period=2),
+        ([[1, 2], [5]], [1, 1]),
+        {"_convolve", "_delta_rule", "_gate_norm"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXECUTED)
+def test_executed_ptx_and_a_graph_give_the_cpus_logits(case):
+    """The kernels' PTX, the C++ of what is on the CPU and a captured graph together."""
+    made, plan, own = EXECUTED[case]
+    model = made()
+    split = made_plan(model, *plan)
     want, _ = on_the_cpu(model, TOKENS[:2])
-    with fake_cuda():
-        on_the_device(model, split, TOKENS[:1])  # checks the device
     ptx = StreamedPtx(80)
     with (
         checked_cuda(kernels=ptx.kernels) as cuda,
@@ -94,8 +121,34 @@ def test_executed_ptx_and_a_graph_give_the_cpus_logits():
     ):
         got = stepped(engine, TOKENS[:2])
         assert len(cuda.graphs) == 1
-    assert {"_choose_experts", "_expert_gate_up", "_expert_down"} <= ptx.launches.keys()
+    assert own <= ptx.launches.keys()
     assert rel_error(got, want) < 1e-3
+
+
+def test_texts_that_share_steps_are_rolled_back_and_forked():
+    """Prompts, steps of several rows in a graph, rejected drafts and forks: every row of a step has
+    the bits of its text alone, and those of the CPU up to rounding. The states of delta nets are
+    rolled back, too."""
+    model, ids = delta_mixture(num_layers=2, period=2), IDS
+    plan, options = ([[1, 2], [5]], [1, 1]), {"context_length": 64, "num_sequences": 3}
+    split, found = made_plan(model, *plan, **options), []
+    with checked_cuda() as cuda, Engine.of(model, split, device="cuda") as engine:
+        first, second = engine.sequence(), engine.sequence()
+        first.extend(ids[:6])
+        found.append(first.extend(ids[6:9], "all"))  # a draft, of which one token is accepted
+        first.rollback(7)
+        third = first.fork()
+        found.append(third.extend(ids[7:9], "all"))
+        second.extend([5])
+        assert torch.equal(found[0][1:], found[1])
+        first.extend([2, 3], "all")
+        first.rollback(7)
+        assert torch.equal(first.extend(ids[7:9], "all"), found[1])
+        assert cuda.num_graphs > 1
+    with Engine.of(model, mode="dense", device="cpu", context_length=64) as engine:
+        text = engine.sequence()
+        text.extend(ids[:6])
+        assert rel_error(found[0], text.extend(ids[6:9], "all")) < 1e-3
 
 
 def long_mixture(**options):
