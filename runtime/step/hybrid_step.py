@@ -8,7 +8,8 @@ the copies. More rows than `max_rows` are divided among several steps.
 Letters: T rows, R rows with logits, V vocabulary, C positions of a context, D model width, S
 sequences, N blocks of a sequence."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -141,14 +142,16 @@ class HybridStep:
             pieces.append((start, piece, num_rows))
             if num_rows not in passes.tails:  # before the pass, whose hidden states this overwrites
                 self._fill([rows[number] for number in piece], num_rows)
-                passes.tails[num_rows] = passes.prepare_tail(num_rows)
+                with self._watched(self.segments[1]):
+                    passes.tails[num_rows] = passes.prepare_tail(num_rows)
         with prepared(self.cache, self.states, rows) as slotted:
             self._fill(slotted, length)
             least = passes.least_streamed
             key = length, least is not None and len(rows) >= least
             if key not in passes.segments:
                 self._before(length)
-                passes.segments[key] = passes.prepare(*key)
+                with self._watched(self.segments[1]):
+                    passes.segments[key] = passes.prepare(*key)
             self._before(length)
             self._submitted(passes.segments[key])
             self.meter.read()
@@ -169,7 +172,8 @@ class HybridStep:
             if num_rows not in self.segments:
                 assert self.prepare is not None
                 self._fill(slotted, num_rows)
-                self.segments[num_rows] = self.prepare(num_rows)
+                with self._watched(self.segments[1]):
+                    self.segments[num_rows] = self.prepare(num_rows)
             self._run(slotted, num_rows)
 
     def _fill(self, rows: Sequence[Row], num_rows: int) -> None:
@@ -222,14 +226,21 @@ class HybridStep:
     def _submitted(self, segments: Sequence[Segment]) -> None:
         """Runs segments and waits for them. Raises DeviceLost if the last ones may still run, and
         HotsplitError if a change of the neuron cache was interrupted."""
+        with self._watched(segments):
+            if self.neuron_cache is not None:
+                self.neuron_cache.before_step()
+            if self.has_host_work:
+                library.set_spin_time(GPU_SPIN_TIME)
+            self._submit(segments)
+
+    @contextmanager
+    def _watched(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Waits for the segments' streams in the end. Raises DeviceLost for a GPU that is lost, and
+        from then on."""
         if self.lost:
             raise DeviceLost(self.lost)
-        if self.neuron_cache is not None:
-            self.neuron_cache.before_step()
-        if self.has_host_work:
-            library.set_spin_time(GPU_SPIN_TIME)
         try:
-            self._submit(segments)
+            yield
         except DeviceLost as lost:  # to wait for it could take for ever
             self.lost = f"{lost}; start again, or use the CPU alone (--device cpu)"
             raise DeviceLost(self.lost) from None

@@ -25,6 +25,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.prompt_rates import PromptRates
 from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.gpu_setup import cold_blocks
+from hotsplit.runtime.kernels.gpu.expert_pairs import Choices, most_tiles
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.prefill.cold_experts import ColdExperts
 from hotsplit.runtime.prefill.expert_stream import ExpertStream, streamed
@@ -151,7 +152,20 @@ def test_the_cpu_takes_experts_with_few_tokens(is_staged):
         step, stream = with_streams(engine, split, rates=RATES, is_staged=is_staged)
         _, chosen = noted(stream)
         assert rel_error(logits(step, IDS), want) < 1e-5
-    assert all(0 < len(own) < len(every) for every, own in chosen)
+        assert all(0 < len(own) < len(every) for every, own in chosen)
+        stream.rates = None  # leaves it none, and nothing of what it has computed
+        assert rel_error(logits(step, IDS), want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "count_E", [[1, 1, 1, 1], [33, 1, 33, 1], [64, 0, 31, 33], [0, 0, 0, 128], [0, 0, 3, 1]]
+)
+def test_pairs_of_streamed_experts_fit_into_their_memory(count_E):
+    id_T1 = np.repeat(np.arange(4), count_E)[:, None]
+    choices = Choices.of(id_T1, 4)
+    parts = choices.in_parts(np.flatnonzero(count_E), 40)
+    found = sum(len(choices.tables(part, len(id_T1), 1)[0]) for part in parts)
+    assert found <= 3 * (len(id_T1) + most_tiles(len(id_T1), 4))
 
 
 def test_what_is_streamed_does_not_depend_on_earlier_passes():

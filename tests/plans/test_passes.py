@@ -1,6 +1,7 @@
 """Passes of hybrid steps, with both roles on the CPU."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.runtime.device.cuda_runtime import DeviceLost
+from hotsplit.runtime.step import pass_device
 from hotsplit.runtime.step.batch import rows_of
 
 CONTEXT = 256
@@ -97,6 +100,40 @@ def test_every_graph_of_layers(tmp_path, case):
         split = random_plan(model, seed, context=context)
         assert compared(model, split, context) < 3e-3, seed
     assert_as_undivided(model, split, "exact", context_length=context)
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("plan", ["all on the GPU", "random"])
+def test_neurons_in_parts(tmp_path, monkeypatch, plan, mode):
+    """As many as keep their values small, with the names of their own."""
+    model = make(tmp_path, sizes=make_sizes(num_layers=L, num_neurons=F, context_length=CONTEXT))
+    split, rows = planned(tmp_path, model, plan, context_length=CONTEXT), rows_of(ids_of(40), 0)
+    found = []
+    for size in (F, 16):
+        monkeypatch.setattr(pass_device, "gpu_part_neurons", lambda num_rows, size=size: size)
+        with Engine.of(model, split, mode=mode, device="cpu") as engine:
+            step = passing(engine, split)
+            found.append(step.run_pass(rows).clone())
+    assert rel_error(*found) < 1e-3 and not torch.equal(*found)
+
+
+def test_a_gpu_that_is_lost_before_a_first_pass_is_not_used_again(tmp_path):
+    """The work of a length is made at its first use, which runs it. An interrupt ends all of it."""
+    model = make(tmp_path, sizes=make_sizes(num_layers=L, num_neurons=F, context_length=CONTEXT))
+    split, finished = planned(tmp_path, model, "random", context_length=CONTEXT), []
+    with Engine.of(model, split, mode="dense", device="cpu") as engine:
+        step = passing(engine, split)
+        rows = rows_of(ids_of(40), 0)
+        step._finish = finished.append
+        for error in (KeyboardInterrupt(), DeviceLost("gone")):
+            step.passes.prepare = Mock(side_effect=error)
+            with pytest.raises(type(error)):
+                step.run_pass(rows)
+        assert step.segments[1] in finished
+        for run in (lambda: step.run_pass(rows), lambda: step.run(3, 0)):
+            with pytest.raises(DeviceLost, match="gone; start again"):
+                run()
+        assert step.passes.prepare.call_count == 1
 
 
 @pytest.mark.parametrize("kind, bound", [("f16", 2e-3), ("bf16", 1.5e-2), ("q8_0", 2e-3)])
