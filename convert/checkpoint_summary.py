@@ -83,7 +83,6 @@ def summarise_checkpoint(folder: Path) -> CheckpointSummary:
 
 
 def _draft(folder: Path) -> tuple[Draft | None, str | None]:
-    """The draft of the model file that `convert` would make, or why it would make none."""
     with tempfile.TemporaryDirectory(prefix="hotsplit-") as empty:
         try:
             return draft_of(ConvertConfig(source=folder, output=Path(empty, "model.gguf"))), None

@@ -118,7 +118,6 @@ def _restored_experts(
     name: str,
     sources: list[ExpertSource],
 ) -> Iterator[Restored]:
-    """The experts of one tensor of the stock layout, each by itself."""
     target = tensors.in_layout(name, written.layout)
     importance_EM = types.importance(target, written.tensors[target].shape)
     for expert, source in enumerate(sources):

@@ -199,7 +199,6 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
 
 
 def _refuse_stock(source: Path, spec: ModelSpec) -> None:
-    """Raises HotsplitError for a model that llama.cpp would refuse, or run wrongly."""
     graph, activation = ARCHITECTURES[spec.architecture], spec.activation
     if not graph.stock_activations:
         raise HotsplitError(f"{source}: llama.cpp has no {graph.name} graph; use the sparse layout")
@@ -224,7 +223,6 @@ def _refuse_stock(source: Path, spec: ModelSpec) -> None:
 
 
 def _from_model_file(config: ConvertConfig) -> Draft:
-    """A draft from any GGUF: as it is, or in another layout or type."""
     model, types, notes = gguf_source.model_of_gguf(config)
     if config.layout == "stock":
         _refuse_stock(config.source, model.bare_spec)

@@ -112,7 +112,6 @@ def _add(
     wanted: Shapes,
     form: ExpertForm,
 ) -> None:
-    """Adds the experts of one tensor of the checkpoint."""
     count, num_rows = wanted[place.names[0]][:2]
     are_columns = form == "columns" and place.expert is None and not place.is_packed
     _check_shape(checkpoint, source, place, wanted, are_columns=are_columns)
@@ -142,7 +141,6 @@ def _add(
 def _check_shape(
     checkpoint: Checkpoint, source: str, place: ExpertPlace, wanted: Shapes, *, are_columns: bool
 ) -> None:
-    """Raises HotsplitError for a tensor of experts of another shape than the config says."""
     count, num_rows, *width = wanted[place.names[0]]
     one = (num_rows * len(place.names), *width)
     shape: tuple[int, ...] = (count, *(one[::-1] if are_columns else one))

@@ -104,7 +104,6 @@ def read_runnable(
 
 
 def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str, str]:
-    """The source's name of each tensor, by the new one. Raises HotsplitError for a double one."""
     names: dict[str, str] = {}
     for name in tensors:
         both = names.setdefault(in_layout(name, config.layout), name)
@@ -140,7 +139,6 @@ def restored(source: Path, types: TensorTypes, written: ModelFile) -> Iterator[R
 
 
 def _activation_keys(config: ConvertConfig, keys: dict[str, Value]) -> dict[str, Value]:
-    """Keys for the activation that the user gives because a stock file does not state it."""
     if config.activation is None:
         return {}
     if "hotsplit.ffn.activation" in keys:
@@ -181,7 +179,6 @@ def _entry(
 def _made(
     entry: TensorEntry, kind: str, label: str, is_transposed: bool, importance_M: np.ndarray | None
 ) -> TensorEntry:
-    """A matrix or vector in another type, or transposed."""
     shape = transposed_shape(entry.shape) if is_transposed else entry.shape
     if (entry.kind, kind) == ("q5_0", "q8_0") and not is_transposed:
         same = dataclasses.replace(entry, kind=kind, read_rows=partial(_q5_0_as_q8_0, entry))
@@ -224,7 +221,6 @@ def _is_finite(data: np.ndarray, kind: str) -> bool:
 
 
 def _unpacked_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
-    """f32 rows of a tensor of any type that gguf can unpack."""
     return values_of(entry.read_rows(start, stop), entry.kind)
 
 
@@ -269,7 +265,6 @@ def activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ...
 def _error_notes(
     tensors: dict[str, TensorEntry], entries: dict[str, TensorEntry], names: dict[str, str]
 ) -> tuple[str, ...]:
-    """A note for each pair of types that are repacked, with the error of 64 rows of the first."""
     first: dict[tuple[str, str], str] = {}
     for target, entry in entries.items():
         old = tensors[names[target]]

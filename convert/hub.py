@@ -232,7 +232,6 @@ def _gguf(given: Named, names: list[str]) -> list[str]:
 
 
 def _chosen(given: Named, stems: list[str], files: Mapping[str, list[str]]) -> list[str]:
-    """The stems that are named: by a file, by a folder, or by a type (default Q4_K_M)."""
     if given.file is not None:
         name, is_bare = given.file, "/" not in given.file
         exact = [stem for stem in stems if name in files[stem]]
@@ -259,7 +258,6 @@ def _refuse_pieces(given: Named, pieces: list[str]) -> NoReturn:
 def _refuse_choice(
     given: Named, by_stem: Mapping[str, list[str]], cut: list[str], count: int
 ) -> NoReturn:
-    """Says what a repository has, in names that can be given."""
     where = "" if given.folder is None else f" in {given.folder}"
     wanted = given.file or f"GGUF of type {(given.kind or 'Q4_K_M').upper()}"
     what = "several GGUFs" if count else f"no {wanted}" if by_stem else "no GGUF"

@@ -134,7 +134,6 @@ def _place(parts: _Parts, folder: Path, file: str) -> int:
 
 
 def _add_factors(parts: _Parts, path: Path, file: str) -> None:
-    """Adds the factors of rotary embeddings, which a model's description needs."""
     factors: list[TensorInfo] = []
     with path.open("rb") as stream, map_whole(stream) as whole, suppress(HotsplitError):
         _, _, tensors = read_header(path, "model file (GGUF)", whole)

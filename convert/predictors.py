@@ -189,7 +189,6 @@ def _dejavu_offset(
 
 
 def _read_dejavu(folder: Path, spec: ModelSpec, layer: int) -> LayerPredictor:
-    """f32 weights of one layer."""
     path = folder / f"model_{layer}.pt"
     state = read_state_dict(path)
     if not {"fc1.weight", "fc2.weight"} <= state.keys() <= PARTS.keys():
@@ -220,7 +219,6 @@ def _read_dejavu(folder: Path, spec: ModelSpec, layer: int) -> LayerPredictor:
 
 
 def _name(layer: int, part: str) -> str:
-    """The name in a model file of a part of a state dict."""
     matrix, _, kind = part.partition(".")
     return f"blk.{layer}{MARK}{'down' if matrix == 'fc1' else 'up'}.{kind}"
 
@@ -232,7 +230,6 @@ def _wrong_shape(
 
 
 def _check_layer(path: Path, layer: int, predictor: LayerPredictor, spec: ModelSpec) -> None:
-    """Raises HotsplitError unless the arrays are finite and fit the model."""
     if predictor.down is not None and not predictor.down.data.size:
         raise HotsplitError(f"{path}: the predictor has rank 0; download it again")
     number = spec.layers[layer].neurons.number

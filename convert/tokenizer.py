@@ -134,7 +134,6 @@ def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
 
 
 def _check_older(folder: Path) -> None:
-    """Raises HotsplitError for a vocab.json and merges.txt that are not BPE."""
     path = folder / "vocab.json"
     if not path.exists():
         return
@@ -196,7 +195,6 @@ def _special_keys(
 
 
 def _special_vocab(folder: Path, vocab_size: int, with_merges: bool) -> SpecialVocab:
-    """gguf's reading of tokenizer.json, tokenizer_config.json and config.json."""
     if (folder / "tokenizer_config.json").exists():
         path = folder / "tokenizer_config.json"
         values = read_object(path, path.name)

@@ -145,7 +145,6 @@ def tables_of(tokenizer: Json) -> tuple[dict[str, int], list[dict]]:
 
 
 def _tokens(tokenizer: Json, vocab_size: int) -> tuple[list[str], list[int]]:
-    """Texts and types of the tokens 0 .. vocab_size - 1."""
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [int(TokenType.UNUSED)] * vocab_size
     model = cast(Json, tokenizer["model"])

@@ -90,7 +90,6 @@ def _untrained(quality_L: Sequence[LayerQuality]) -> str:
 
 
 def _summary(qualities: Sequence[Quality]) -> str:
-    """Means over the layers."""
     return (
         f"predicted sparsity {1 - _mean([q.predicted_density for q in qualities]):.1%}"
         f" (true {1 - _mean([q.density for q in qualities]):.1%}),"

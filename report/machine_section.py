@@ -58,7 +58,6 @@ def _gpu_tables(machine: Machine) -> list[Table]:
 
 
 def _cost_tables(machine: Machine) -> list[Table]:
-    """Tables of the CPU's costs; none for a file that describes only a GPU."""
     costs = machine.cpu_costs
     if costs is None:
         return []

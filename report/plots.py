@@ -342,7 +342,6 @@ def _layers_below(axes: Axes) -> None:
 
 
 def _rows(axes: Axes, device_LR: np.ndarray, num_gpus: int) -> None:
-    """Draws runs of ranks on the same device as bars, with one path per device."""
     num_columns = device_LR.shape[1]
     for device in range(num_gpus + 1):
         boxes = []

@@ -106,7 +106,6 @@ def quality_section(found: Artifacts, names: Names) -> Section:
 
 
 def _own_table(found: Artifacts) -> Table:
-    """A table of the figures that only comparisons have."""
     rows = []
     for number, one in enumerate(found.evals, 1):
         p99 = f"{one.kl_p99:.4f}"

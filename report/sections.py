@@ -115,7 +115,6 @@ def placement_section(found: Artifacts, names: Names) -> Section:
 
 
 def _device_table(split: Split, profile: Profile) -> Table:
-    """Shares of neurons and firings, dense blocks and the head, by device."""
     home = np.array(split.home or (0,) * (len(split.hot) + 1))
     units = plots.units_of(split, profile)
     total, fired_LF = units.count_LF.size, units.count_LF
@@ -222,7 +221,6 @@ def firing_section(found: Artifacts, names: Names) -> Section:
 
 
 def _expert_tables(profile: Profile) -> tuple[Table, ...]:
-    """How often a mixture's router chose its experts; () of a model without any."""
     count_LE, fifth_L = profile.expert_count_LE, profile.hottest_fifth_of_experts_L()
     if count_LE is None or fifth_L is None:
         return ()
@@ -300,7 +298,6 @@ def _predictor_table(found: Artifacts) -> Table:
 
 
 def _stored_predictors(found: Artifacts) -> Table | None:
-    """The predictors' own facts, for a page without a report on their quality."""
     if found.predictors is not None:
         info = found.predictors.info
         sizes = [

@@ -54,7 +54,6 @@ def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
 
 
 def _inputs(config: ReportConfig, machine: Path, split: Split | None) -> Inputs:
-    """The inputs that the plan was solved for; without a plan, those for the first GPU."""
     solved = SolveConfig(
         model=config.model,
         profile=config.profile,

@@ -224,7 +224,6 @@ def _too_large(size: int, room: Room) -> str:
 
 
 def _own_type_line(source: RunSource, model: ModelFile, wishes: Wishes, room: Room) -> str:
-    """Says what becomes of quantised matrices, and their size."""
     size = run_bytes(model, context_of(model, wishes), num_sequences=wishes.engine.num_sequences)
     memory, is_own = room.main + sum(room.gpus), model.own_type == source.own_type
     why = "the file's own" if is_own else _other_type(source, model, size, room)
@@ -238,7 +237,6 @@ def _own_type_line(source: RunSource, model: ModelFile, wishes: Wishes, room: Ro
 
 
 def _other_type(source: RunSource, model: ModelFile, size: int, room: Room) -> str:
-    """Why a file's matrices get another type, and what that costs."""
     as_it_is = size - sum(e.num_bytes for e in model.tensors.values()) + num_bytes_of(source.path)
     limits = [(count, "VRAM") for count in room.gpus[:1]]
     limits.append((room.main + sum(room.gpus), "memory"))

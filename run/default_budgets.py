@@ -45,7 +45,6 @@ def room_of(machine: Machine, vram: tuple[int, ...] | None, device: str | None) 
 
 
 def _room(main: int, vram: tuple[int, ...] | None, free: Sequence[int]) -> Room:
-    """The room where so many bytes are free on the GPUs."""
     if vram is None:
         return Room(main=main, gpus=(_most_of(free[0]),))
     if not any(vram):

@@ -165,7 +165,6 @@ def _inputs(
 
 
 def _placed(source: RunSource, inputs: Inputs, choice: Choice, *, uses_gpu: bool) -> Found:
-    """Where everything is: by the best plan if one is made, else all on the GPU, or on the CPU."""
     if choice.budgets:
         return find(inputs, time_limit_s=0.0)  # the other methods' bound is shown
     pipeline = inputs.pipeline()
@@ -185,7 +184,6 @@ def _placed(source: RunSource, inputs: Inputs, choice: Choice, *, uses_gpu: bool
 
 
 def _placed_words(inputs: Inputs, found: Found) -> str:
-    """What is on the GPU, in words."""
     plan, problem = found.answer.plan, found.pipeline.model
     placement = plan.placement
     if not placement.uses_gpu:

@@ -135,7 +135,6 @@ class AnswerBody(ABC):
         return await self._service.prepared(build) if is_long else build()
 
     def _report(self) -> list[Report]:
-        """The reports of all texts, once they have ended. Gives them to the service, too."""
         reports = [self._reports[number] for number in sorted(self._reports)]
         self._service.report(self._request, reports)
         return reports

@@ -82,7 +82,6 @@ def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitab
 
 
 def _error_of(error: HTTPException, scope: Scope) -> ApiError:
-    """The error for an unknown path or an unsupported method."""
     shown = scope["path"][:80]
     if error.status_code == 405:
         found = ApiError(

@@ -331,7 +331,6 @@ def _message(item: ChatMessage, style: CallStyle, known: AnswerFormat) -> dict[s
 def _styled(
     content: str, calls: list[dict[str, Any]], style: CallStyle, known: AnswerFormat
 ) -> dict[str, object]:
-    """The content and calls of a message as its template wants them."""
     functions = [call["function"] for call in calls]
     if style.has_calls_as_content:
         named = [(function["name"], function["arguments"]) for function in functions]

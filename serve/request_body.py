@@ -129,7 +129,6 @@ def checked(kind: type[Parsed], values: Mapping[str, object]) -> Parsed:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """The first of the errors, with the path of its field: messages[0].role."""
     first = error.errors(include_url=False)[0]
     kind, location = first["type"], first["loc"]
     if isinstance(location[-1], int) and kind not in ("model_type", "dict_type"):

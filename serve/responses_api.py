@@ -72,7 +72,6 @@ class ResponsesAnswer(AnswerBody):
         yield self._event(f"response.{response['status']}", response=response)
 
     def _take(self, piece: Output) -> Iterator[bytes]:
-        """Adds a piece and yields its events."""
         for part in piece.parts:
             if part.kind == "reasoning":
                 yield from self._grow("reasoning", part.text)
@@ -105,7 +104,6 @@ class ResponsesAnswer(AnswerBody):
         yield self._item_event("done")
 
     def _response(self, report: Report) -> Body:
-        """The complete response, once its last item is closed."""
         body = self._body(_status(report))
         if body["status"] == "incomplete":  # OpenAI has this reason for a full context, too
             body["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -194,7 +192,6 @@ class ResponsesAnswer(AnswerBody):
         }
 
     def _item_event(self, what: Literal["added", "done"]) -> bytes:
-        """The event for the last item as a whole."""
         index = len(self._items) - 1
         return self._event(f"response.output_item.{what}", output_index=index, item=self._items[-1])
 

@@ -183,7 +183,6 @@ class Scheduler:
 
     @contextmanager
     def _failing(self, text: Text) -> Iterator[None]:
-        """Ends the text if the block raises."""
         try:
             yield
         except Exception as error:
@@ -191,7 +190,6 @@ class Scheduler:
             self._end(text, Failed(error), is_kept=False)
 
     def _rows_to_read(self, num_writing: int) -> int:
-        """Rows of a step beside those of the texts that are being written."""
         rows = STEP_ROWS - num_writing
         if num_writing and self._row_s:
             rows = min(rows, int(READ_S / self._row_s))

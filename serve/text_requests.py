@@ -310,7 +310,6 @@ def _are_ids(value: object) -> TypeGuard[list[int]]:
 
 
 def _max_tokens(body: TextBody, served: ServedModel, *, may_be_empty: bool) -> int:
-    """The request's limit, under any of its names, but at most the server's."""
     asked = None
     for name in ("max_completion_tokens", "max_tokens", "n_predict"):
         found = getattr(body, name)
@@ -324,7 +323,6 @@ def _max_tokens(body: TextBody, served: ServedModel, *, may_be_empty: bool) -> i
 
 
 def _grammar(body: TextBody, codec: TextCodec) -> Grammar | None:
-    """The grammar of response_format, json_schema or grammar; at most one of them."""
     schemas = {
         "json_schema": body.json_schema,
         "response_format": body.response_format and body.response_format.given_schema,

@@ -64,7 +64,6 @@ def explain(config: SolveConfig, workspace: Workspace) -> Explanation:
 
 
 def _held(items: Items, split: Split) -> str:
-    """The items in words, the largest first."""
     meanings = meanings_of(has_experts=split.units == "experts")
     there = sorted((item for item in items if items[item]), key=lambda item: -items[item])
     named = [f"{meanings[item]} ({format_bytes(items[item])})" for item in there]
@@ -76,7 +75,6 @@ def _held(items: Items, split: Split) -> str:
 
 
 def _layer_lines(config: SolveConfig, split: Split, model: ModelFile) -> Iterator[str]:
-    """A sentence for each run of layers that are placed alike."""
     profile = profile_for(model, config.profile, split.mode)
     share_L, units = firings_on_gpu(split, profile), units_of(split, profile)
     home, counts_L = split.home or (0,) * len(split.hot), [len(ids) for ids in split.hot]
@@ -109,7 +107,6 @@ def _layer_lines(config: SolveConfig, split: Split, model: ModelFile) -> Iterato
 
 
 def _link_lines(config: SolveConfig, split: Split, workspace: Workspace) -> list[str]:
-    """What a faster link would bring: the plan for it, solved as this one."""
     inputs = inputs_for(split, config, workspace)
     if not any(inputs.budgets):
         return []

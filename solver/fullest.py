@@ -119,7 +119,6 @@ def _most(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _classes(run: Problem, together: Groups) -> Iterator[_Class]:
-    """The items of a run, by size; items of zero bytes are left out."""
     if run.head_bytes:
         yield _Class(size=run.head_bytes, counts=[(0, 1)])
     alone = set(range(run.num_layers)).difference(*together)
@@ -168,7 +167,6 @@ def _counts_below(classes: list[_Class], limit: int) -> list[int]:
 
 
 def _with_class(sums: int, size: int, counts: Intervals, mask: int) -> int:
-    """The sums after adding items of `size`, in any number that `counts` allows."""
     found = 0
     for low, high in counts:
         part = (sums << low * size) & mask if low * size < mask.bit_length() else 0

@@ -256,7 +256,6 @@ def swapped_rows(options: CacheOptions, model: ModelFile) -> int:
 
 
 def _check_profile(inputs: Inputs) -> None:
-    """Raises HotsplitError if profile and model do not match, or nothing can be planned."""
     model, profile = inputs.model, inputs.profile
     model_path, profile_path, _ = inputs.paths
     if profile.model_id != model.model_id:

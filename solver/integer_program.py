@@ -103,7 +103,6 @@ class _Program:
 
 
 def _program(pipeline: multi_gpu.Pipeline) -> _Program:
-    """The program of the module's docstring."""
     lp = pulp.LpProblem("placement", pulp.LpMinimize)
     second = THOUSANDTHS / multi_gpu.plan_seconds(pipeline, multi_gpu.cpu_only_plan(pipeline))
     gpus = [k for k, problem in enumerate(pipeline.problems) if problem.room_bytes >= 0]
@@ -153,7 +152,6 @@ def _weighted(weights_N: np.ndarray, variables: list[pulp.LpVariable]) -> pulp.L
 def _add_layer(
     lp: pulp.LpProblem, pipeline: multi_gpu.Pipeline, gpus: list[int], index: int, second: float
 ) -> _Layer:
-    """Adds one layer's variables and its own constraints."""
     model = pipeline.model
     layer = _Layer(
         sides=[_side(lp, index, gpu, model.num_neurons) for gpu in gpus],
@@ -202,7 +200,6 @@ def _add_budgets(
     layers: list[_Layer],
     heads: list[pulp.LpVariable],
 ) -> None:
-    """The budgets of the GPUs and of the host, in units of the largest neuron."""
     model = pipeline.model
     unit = float(model.neuron_bytes_L.max())
     everything: list[tuple[pulp.LpVariable, float]] = []
@@ -223,7 +220,6 @@ def _add_budgets(
 def _add_homes(
     lp: pulp.LpProblem, gpus: list[int], layers: list[_Layer], heads: list[pulp.LpVariable]
 ) -> list[list[pulp.LpVariable]]:
-    """The homes of the layers and the head, which never decrease."""
     homes = [[_binary(lp, f"home_{i}_{k}") for k in gpus] for i in range(len(layers) + 1)]
     for item, home_K in enumerate(homes):
         lp += pulp.lpSum(home_K) == 1, f"one_home_{item}"
@@ -242,7 +238,6 @@ def _add_homes(
 def _add_uses(
     lp: pulp.LpProblem, gpus: list[int], layers: list[_Layer], heads: list[pulp.LpVariable]
 ) -> list[pulp.LpVariable]:
-    """Whether each GPU is used."""
     uses = [_binary(lp, f"uses_{gpu}") for gpu in gpus]
     for position, (gpu, head, is_used) in enumerate(zip(gpus, heads, uses, strict=True)):
         for index, layer in enumerate(layers):
@@ -328,7 +323,6 @@ class _StartedHiGHS(pulp.HiGHS):
 def _set_start(
     pipeline: multi_gpu.Pipeline, program: _Program, start: multi_gpu.PipelinePlacement
 ) -> None:
-    """Sets every variable to its value in the start."""
     model, placement = pipeline.model, start.placement
     num_hot_L, dense_L = placement.num_hot_L, placement.dense_L
     # A GPU without variables holds nothing, so its layers may be assigned to any other GPU.
@@ -364,7 +358,6 @@ def _set_start(
 
 
 def _read(pipeline: multi_gpu.Pipeline, program: _Program) -> multi_gpu.PipelinePlacement:
-    """The placement given by the variables."""
     model = pipeline.model
     hot_LF = np.zeros(model.touched_LF.shape, bool)
     dense_L = np.zeros(model.num_layers, bool)

@@ -247,7 +247,6 @@ def first_prices(problem: Problem) -> np.ndarray:
 
 
 def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
-    """The dense blocks on the GPU at the branch's value; bool [L]."""
     off_KL, on_KL = block_costs(problem, np.array([branch.price]))
     sums = [(off_Km[0], on_Km[0]) for off_Km, on_Km in _sums(off_KL, on_KL, problem.cpu_run_s)]
     dense_L = np.zeros(problem.num_layers, bool)

@@ -100,7 +100,6 @@ def on_gpu_seconds(inputs: Inputs) -> float:
 
 
 def _layer_seconds(inputs: Inputs, gpu: Gpu, layer: int) -> float:
-    """Seconds of a layer that is wholly on a GPU."""
     model = inputs.model
     kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
     read = sum(

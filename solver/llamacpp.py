@@ -69,7 +69,6 @@ def ways(inputs: Inputs) -> list[Told]:
 
 
 def _layers(inputs: Inputs) -> Told:
-    """The largest -ngl that fits."""
     model, num_layers = inputs.model, inputs.model.spec.num_layers
     room = max(inputs.budgets) - inputs.workspace - head_bytes(model)
     first = num_layers
@@ -95,7 +94,6 @@ class _Matrix:
 
 
 def _matrices(inputs: Inputs, layer: int) -> list[_Matrix]:
-    """The matrices of a layer's neurons or experts."""
     model, gpu_s = inputs.model, 1e-9 / inputs.gpus[0].bandwidth_gb_per_s.median
     found: dict[str, _Matrix] = {}
     for name, entry in model.layer_tensors[layer].items():
@@ -144,7 +142,6 @@ def _tensors(inputs: Inputs) -> Told | None:
 
 
 def _pattern(names: tuple[str, ...], layers: list[int]) -> str:
-    """The pattern of these matrices of these layers, with their biases, as -ot takes it."""
     numbers = "|".join(map(str, layers))
     return rf"blk\.({numbers})\.({'|'.join(names)})\.=CPU"
 
@@ -176,7 +173,6 @@ def _knapsack(
 def _options(
     matrices: list[_Matrix], hand_over_s: float
 ) -> list[tuple[frozenset[str], int, float]]:
-    """What of a layer may be on the GPU, its bytes, and the seconds that it saves."""
     found = []
     for count in range(len(matrices) + 1):
         for some in combinations(matrices, count):

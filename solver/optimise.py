@@ -89,7 +89,6 @@ def _answer(
     bound_s: float,
     notes: tuple[str, ...] = (),
 ) -> Answer:
-    """The answer with this plan and bound."""
     seconds = plan_seconds(pipeline, plan)
     assert bound_s <= seconds * (1 + 1e-9), (bound_s, seconds)
     answer = Answer(
@@ -147,7 +146,6 @@ def find_plan(
 def _find(
     pipeline: Pipeline, time_limit_s: float, known: Sequence[PipelinePlacement], beat_s: float
 ) -> Answer | None:
-    """`find_plan` without groups of layers."""
     nothing = cpu_only_plan(pipeline)
     if all(p.budget_bytes < p.minimum_bytes for p in pipeline.problems):
         if pipeline.need_bytes > 0:
@@ -198,7 +196,6 @@ def _polished(pipeline: Pipeline, plan: PipelinePlacement) -> PipelinePlacement:
 
 
 def _whole_plans(pipeline: Pipeline) -> list[PipelinePlacement]:
-    """For each GPU that holds everything, the plan that puts everything there."""
     return [
         with_one_home(on_one_device(problem, gpu=True), gpu)
         for gpu, problem in enumerate(pipeline.problems)
@@ -229,7 +226,6 @@ def _memory_notes(pipeline: Pipeline, plan: PipelinePlacement) -> tuple[str, ...
 
 
 def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
-    """Good plans, and a bound."""
     if pipeline.num_gpus == 1:
         problem = pipeline.model  # which knows its bounds once they were asked for
         if problem.need_bytes != pipeline.need_bytes:
@@ -266,7 +262,6 @@ def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
 
 
 def _start_run(problem: Problem) -> tuple[list[SolvedPlacement], float]:
-    """Good placements for one GPU, and a bound."""
     if problem.num_layers == 0:  # the head or nothing
         both = [on_one_device(problem, gpu=on) for on in (False, True)]
         fitting = both[: 1 + (0 < problem.head_bytes <= problem.room_bytes)]

@@ -81,7 +81,6 @@ def sweep(
 def _best(
     inputs_of_modes: Sequence[Inputs], budget: int, is_proven: bool
 ) -> tuple[Inputs, Pipeline, Answer] | None:
-    """The fastest plan in this budget; None if none is found."""
     best: tuple[Inputs, Pipeline, Answer] | None = None
     for inputs in inputs_of_modes:
         of_mode = replace(inputs, budgets=(budget,))

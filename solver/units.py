@@ -66,7 +66,6 @@ class ExpertUnits:
 
     @cached_property
     def _bytes_L(self) -> list[dict[str, float]]:
-        """Bytes of a unit, by type."""
         layers = range(self.model.spec.num_layers)
         return [layer_units(self.model, layer, self.number) for layer in layers]
 

@@ -72,7 +72,6 @@ def _speeds(report: BenchReport) -> list[Row]:
 
 
 def _sides(result: Result) -> list[str]:
-    """The bytes that each side of a plan reads per token."""
     if len(result.bytes_by_role) < 2:
         return []
     sides = (
@@ -83,7 +82,6 @@ def _sides(result: Result) -> list[str]:
 
 
 def _parts(result: Result) -> list[Row]:
-    """One test's parts, per token; a part that reads nothing has no bandwidth."""
     rows: list[Row] = [[result.test.name, "ms/token", "share", "MB/token", "GB/s"]]
     for part in result.parts:
         row = [MEANINGS[part.name]]

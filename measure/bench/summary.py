@@ -113,7 +113,6 @@ def _limit(
 def _notes(
     config: BenchConfig, setting: Setting, results: list[Result], rival_params: int | None
 ) -> list[str]:
-    """Caveats for readers of the numbers."""
     found = []
     if setting.load_before is not None and setting.load_before > BUSY:
         slower = "; this slows llama.cpp more, because its threads spin while they wait"

@@ -183,7 +183,6 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
 
 
 def _cache_probe() -> Probe:
-    """The time of steps at the end of a context, less that of steps at its beginning."""
     sizes = Sizes(
         num_layers=CACHE_LAYERS,
         hidden_size=64,
@@ -210,7 +209,6 @@ def _step_name(mode: str, width: int, num_layers: int, threads: int) -> str:
 
 
 def _step_probe(mode: str, engine: Engine, threads: int) -> Probe:
-    """One decode step of a small model, the engine's overhead included."""
     spec = engine.model.spec
 
     def seconds() -> float:

@@ -109,7 +109,6 @@ def chosen_rows(
 def _neurons(
     block: NeuronBlock, kernels: Kernels, named_W: Tensor, device: torch.device
 ) -> Callable[[], None]:
-    """The two kernels of a block's named neurons, all of which fire."""
     count, width = len(block.id_N), block.down.width
     x_D = torch.ones(width, device=device)
     hidden_N = torch.empty(count, device=device)
@@ -156,7 +155,6 @@ def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
 
 
 def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
-    """A graph of `count` runs in sequence."""
     _waited(run)  # loads the kernels' code, which may fail inside a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

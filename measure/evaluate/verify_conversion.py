@@ -174,7 +174,6 @@ def _is_rounded(written: Written, model: ModelFile) -> bool:
 
 
 def _in_f32(model: ModelFile) -> ModelFile:
-    """The same model with its matrices unpacked as by the runtime, each when it is loaded."""
     cpu = torch.device("cpu")
 
     def by_runtime(entry: TensorEntry) -> TensorEntry:
@@ -284,7 +283,6 @@ def _check_transformers(written: Written) -> None:
 def _transformers_logits(
     written: Written, ids: list[int], followed: Followed | None, *, has_source: bool
 ) -> References:
-    """Raises Skipped if transformers cannot run the checkpoint."""
     with _transformers_may_fail():
         model = _load(written.source)
 
@@ -324,7 +322,6 @@ def _renamed(name: str) -> str:
 
 
 def _put_back_expert(state: dict[str, Tensor], item: Restored, expert: int) -> None:
-    """Overwrites one expert's matrix in those of all experts, which transformers 5 joins."""
     for name in state:
         place = expert_place(name)
         if place is not None and item.tensor in place.names:
@@ -341,7 +338,6 @@ def _put_back_expert(state: dict[str, Tensor], item: Restored, expert: int) -> N
 
 
 def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
-    """Overwrites a model's weights with those of the file."""
     for item in restored:
         if item.expert is not None:
             _put_back_expert(state, item, item.expert)
@@ -359,7 +355,6 @@ def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
 
 
 def _check_source(written: Written) -> None:
-    """Raises Skipped if memory is too small for the source."""
     _, tensors = read_model_gguf(written.source)
     needed = sum(4 * math.prod(entry.shape) for entry in tensors.values())
     if needed > 0.8 * free_memory_bytes():
@@ -392,7 +387,6 @@ def _source_logits(
 
 
 def _logits(model: ModelFile, ids: list[int], followed: Followed | None = None) -> Tensor:
-    """The runtime's logits [T, V] in mode dense, which may follow choices of experts."""
     with _engine(model, ids) as engine:
         if followed is None:
             return engine.logits(ids)

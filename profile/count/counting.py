@@ -122,7 +122,6 @@ class Counter(Tensors):
         slots_SK[start : start + len(added_NK)] = added_NK + 1
 
     def _widen(self, num_used: int) -> None:
-        """Makes room for so many experts of a token."""
         recorded_LRK = self.tensors["recorded_LRK"]
         more = num_used - recorded_LRK.shape[2]
         if more > 0:

@@ -97,7 +97,6 @@ class InputSquares(Tensors):
                 self._add_pairs(each, self._norm_TD[:, None].expand(*id_TK.shape, -1), id_TK)
 
     def _add_pairs(self, each: Input, value_TKM: Tensor, id_TK: Tensor) -> None:
-        """Adds the squares of the inputs of each token's experts."""
         assert each.num_experts is not None
         id_P, square_PM = id_TK.flatten(), value_TKM.flatten(0, 1).double().square()
         sum_EM = square_PM.new_zeros(each.num_experts, each.width).index_add_(0, id_P, square_PM)
@@ -126,7 +125,6 @@ class InputSquares(Tensors):
 
 
 def _inputs(model: ModelFile) -> dict[str, Input]:
-    """The inputs of matrices, by the matrices' names in the stock layout."""
     inputs = {}
     for name, entry in model.tensors.items():
         stock = in_layout(name, "stock")

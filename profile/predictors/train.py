@@ -168,7 +168,6 @@ class TrainingState(RunPart):
 
 
 def _numbered(tensors_L: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of all, by names that begin with their numbers."""
     return {f"{n}/{name}": t for n, tensors in enumerate(tensors_L) for name, t in tensors.items()}
 
 

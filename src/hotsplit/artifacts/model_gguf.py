@@ -218,7 +218,6 @@ def _without_first_positions(tensors: dict[str, TensorEntry]) -> dict[str, Tenso
 
 
 def _predictor_keys(tensors: dict[str, TensorEntry], threshold: Value) -> dict[str, Value]:
-    """Keys for predictors in DejaVu's form: ReLU between two matrices, one threshold for logits."""
     ranks: list[int] = []
     while (entry := tensors.get(f"blk.{len(ranks)}.ffn_pred_down.weight")) is not None:
         ranks.append(entry.shape[0])

@@ -231,7 +231,6 @@ class Predictors(PredictorsHeader):
 
 
 def _take(arrays: dict[str, np.ndarray], layer: int, kind: str | None) -> LayerPredictor:
-    """Takes the arrays of a layer out of `arrays`."""
     stored, prefix = kind or "f32", f"blk.{layer}.ffn_pred_"
     down, up = arrays.pop(prefix + "down.weight", None), arrays.pop(prefix + "up.weight", None)
     if up is None:
@@ -245,7 +244,6 @@ def _take(arrays: dict[str, np.ndarray], layer: int, kind: str | None) -> LayerP
 
 
 def _check(layer: int, predictor: LayerPredictor) -> None:
-    """Raises HotsplitError unless a layer's shapes fit together and its biases are finite f32."""
     wanted = predictor.wanted_shapes(predictor.up.shape[0], predictor.width)
     for name, matrix in predictor.matrices(layer).items():
         shape = wanted[name.split(".", 2)[2]]

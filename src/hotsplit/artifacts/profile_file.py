@@ -220,7 +220,6 @@ def uneven(number_L: Sequence[int]) -> tuple[int, ...]:
 
 
 def _joined(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
-    """The recorded tokens of both; those of one if the other has none."""
     if one is None or other is None:
         return other if one is None else one
     return np.concatenate([one, other], axis=1)

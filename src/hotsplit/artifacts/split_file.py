@@ -210,7 +210,6 @@ class Split(SplitKeys):
             raise HotsplitError(f"bound {self.bound_s} above objective {self.objective_s}")
 
     def _validate_gpus(self) -> None:
-        """Raises HotsplitError unless homes never decrease and have budgets that add up."""
         if not self.home and not self.gpu_budget_bytes:
             return
         is_rising = list(self.home) == sorted(self.home)
@@ -227,7 +226,6 @@ class Split(SplitKeys):
             )
 
     def _validate_cache(self) -> None:
-        """Raises HotsplitError for a neuron cache that does not fit the plan or cannot be run."""
         if self.cache is None:
             return
         if self.mode == "dense" and not self.num_experts:

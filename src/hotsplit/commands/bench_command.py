@@ -13,7 +13,6 @@ from hotsplit.system.sizes import whole_number
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    """Numbers of tokens in llama-bench's form: 512, or 128,512."""
     try:
         return tuple(whole_number(number) for number in text.split(","))
     except ValueError as error:

@@ -163,7 +163,6 @@ def usage_line(error: "click.ClickException", arguments: Sequence[str]) -> str:
 
 
 def _end(error: BaseException, arguments: list[str]) -> int:
-    """Reports the error; returns the exit code."""
     from hotsplit.files.atomic import remove_unfinished
 
     remove_unfinished()
@@ -255,7 +254,6 @@ def _unused(flags: int) -> int:
 
 
 def _forget_stdout() -> None:
-    """Drops unwritten output, which cannot be written at exit either."""
     sys.stdout = None  # type: ignore[assignment]
 
 

@@ -261,7 +261,6 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
 
 
 def _machine_words(machine: "Machine", found: "Forecast") -> str:
-    """Whose figures these are."""
     from hotsplit.artifacts.data_sheets import SOURCE, has_assumed_memory
 
     gpus = [gpu.name for gpu in machine.gpus[: len(found.budgets)]]

@@ -79,7 +79,6 @@ def _serve_request(
 
 
 def _check_model(request: CommandRequest, job: "RunJob") -> None:
-    """Checks the chat template and the constraint before anything is made."""
     from hotsplit.runtime.text.chat_template import chat_template_of, has_template
     from hotsplit.runtime.text.codec import TextCodec
 

@@ -131,7 +131,6 @@ def _gpu_lines(report: SolveReport) -> list[str]:
 
 
 def _mode_lines(report: SolveReport) -> list[str]:
-    """The chosen mode, and the speeds of the others."""
     timed = sorted(
         (other.seconds, other.name, other.is_unproven)
         for other in report.alternatives

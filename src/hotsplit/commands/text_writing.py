@@ -135,7 +135,6 @@ def _answer(
     drafts: "Speculation | None",
     stack: ExitStack,
 ) -> "Iterator[Token]":
-    """The answer to the prompt, which is sent as a message."""
     from hotsplit.runtime.generate.chat import ChatOptions
 
     mask = _mask(engine, request)  # refuses wrong options

@@ -93,5 +93,4 @@ def _windows(model: ModelFile) -> Iterator[tuple[int, int]]:
 
 
 def _token_bytes(model: ModelFile, layers: list[int], types: CacheTypes | None = None) -> int:
-    """Bytes of the keys and values of a token in these layers."""
     return sum(kv_bytes(model, layer, 1, types) for layer in layers)

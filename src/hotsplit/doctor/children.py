@@ -101,7 +101,6 @@ def _read(out: bytes) -> tuple[Mapping[str, Any] | None, str]:
 
 
 def _how(code: int, err: bytes) -> str:
-    """How a process without a result ended."""
     if code < 0:
         try:
             return f"crashed by {signal.Signals(-code).name}"

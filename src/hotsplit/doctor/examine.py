@@ -44,7 +44,6 @@ def examine(say: Say = lambda line: None) -> Examination:
 
 
 def _results(names: Sequence[str], say: Say = lambda line: None) -> list[ProbeResult]:
-    """The results of these probes, run in parallel; an interrupt kills them."""
     children: list[Child] = []
     try:
         children += [Child(name) for name in names]
@@ -55,7 +54,6 @@ def _results(names: Sequence[str], say: Say = lambda line: None) -> list[ProbeRe
 
 
 def _trial(index: int, say: Say = lambda line: None) -> ProbeResult:
-    """The result of loading a small model on a GPU."""
     device = f"cuda:{index}"
     say(f"trying {device} with a small model: up to a minute, at most {TRIAL_S:g} s")
     child = Child("gpu", device, limit_s=TRIAL_S)

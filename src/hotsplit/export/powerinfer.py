@@ -81,7 +81,6 @@ def index_notes(split: Split, on_cpu: str, path: Path) -> list[str]:
 
 
 def _header(tensors: list[tuple[str, np.ndarray]], num_layers: int, capacity_bytes: int) -> bytes:
-    """Everything before the tensors' values, padded."""
     content = MAGIC + struct.pack("<IQQ", VERSION, len(tensors), 3)
     content += _text("general.architecture") + struct.pack("<I", TYPE_STRING) + _text(ARCHITECTURE)
     content += _text(ARCHITECTURE + ".block_count") + struct.pack("<II", TYPE_UINT32, num_layers)

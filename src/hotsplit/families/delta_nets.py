@@ -125,7 +125,6 @@ def _value_order(delta: DeltaNet, width: int) -> np.ndarray:
 
 
 def _tiled_rows(delta: DeltaNet) -> dict[str, Rows]:
-    """The rows of value heads, and of what they share a tensor with."""
     keys, one = np.arange(2 * delta.key_size), _value_order(delta, 1)
     values = _value_order(delta, delta.value_head_dim)
     channels = np.concatenate([keys, len(keys) + values])

@@ -125,7 +125,6 @@ def _tensors(family: Family, read: ConfigReader, num_layers: int) -> dict[str, T
 
 
 def _text_config(path: Path, config: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """The config of the text model, with what that of the whole says of it."""
     own = config.get(key)
     if not isinstance(own, dict):
         raise HotsplitError(f"{path}: {key} is {shown(own)}, wanted the text model's config")

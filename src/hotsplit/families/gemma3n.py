@@ -84,7 +84,6 @@ def derived(read: ConfigReader) -> dict[str, object]:
 
 
 def _widths(read: ConfigReader) -> list[int]:
-    """The neurons of each layer."""
     key, num_layers = "intermediate_size", read.count("num_hidden_layers")
     found = read.values.get(WIDTHS, read.values.get(key))
     if not isinstance(found, list):

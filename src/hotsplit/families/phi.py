@@ -28,7 +28,6 @@ def keys(read: ConfigReader) -> dict[str, Value]:
 
 
 def _windows(num_layers: int, window: int | None, length: int) -> Windows:
-    """The window of each layer, none if no text of the model is longer."""
     return [window if (window or length) < length else None] * num_layers
 
 

@@ -99,7 +99,6 @@ def _gate_and_up(layer: int) -> tuple[str, str]:
 
 
 def _stacked(first: TensorEntry, second: TensorEntry) -> TensorEntry:
-    """A matrix of the rows of two."""
     count = first.shape[0]
 
     def read_rows(start: int, stop: int) -> np.ndarray:

@@ -162,7 +162,6 @@ def remove_unfinished() -> None:
 
 
 def _put(partial: Path, path: Path, replace: Callable[[Path, Path], None]) -> None:
-    """Gives a finished file or folder its name."""
     if changed := changed_inputs():
         raise HotsplitError(
             f"{changed[0]}: was changed while it was read, so {path} was not written; run the"

@@ -110,7 +110,6 @@ def read_declared(kind: type[T], values: object, name: str = "") -> T:
 
 
 def _line_of(problem: Mapping[str, Any], place: str) -> str:
-    """One of pydantic's errors on one line: what is wrong where, and what is wanted."""
     if problem["type"] == "missing":
         return f"key {shown(place)} is missing"
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

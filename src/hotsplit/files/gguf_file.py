@@ -329,7 +329,6 @@ def write_gguf(
 def _write_header(
     path: Path, architecture: str, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
 ) -> None:
-    """Everything before the data of the tensors."""
     writer = GGUFWriter(path, architecture)
     try:
         for name, value in keys.items():

@@ -129,7 +129,6 @@ class SplitSummary(Summary):
         return [self._gpus_table(), self._bytes_table(), self._layers_table()]
 
     def _gpus_table(self) -> Table:
-        """Each GPU with the first and the last layer that has something on it."""
         own = [[layer for layer in gpu.layers if self._has_any(layer)] for gpu in self.gpus]
         columns = {
             "GPU": range(len(self.gpus)),

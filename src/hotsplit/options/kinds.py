@@ -182,7 +182,6 @@ def _is_tuple(value: object, parts: tuple[Any, ...]) -> bool:
 
 
 def _words(kind: Any, *, several: bool = False) -> str:
-    """A kind in words. None is not named: it is the default where it is allowed."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
         low, high = (f"{b:g}" if parts[0] is float else str(b) for b in _bounds(kind))

@@ -84,7 +84,6 @@ def _with_model(line: _Line) -> list[str]:
 
 
 def _add(line: _Line, name: str, flag: Flag, values: list[str]) -> None:
-    """Adds what an option of the table stands for. Raises UsageError for one that is refused."""
     if (values or [""])[0] in flag.usual:
         return
     if flag.does == "refuse":
@@ -148,7 +147,6 @@ def _gpu_layers(name: str, values: list[str], notes: list[str], command: str) ->
 
 
 def _values(flag: Flag, rest: list[str]) -> list[str]:
-    """Takes the flag's values out of the arguments that follow it."""
     if not rest or flag.values == "none" or (flag.values == "optional" and rest[0] not in WORDS):
         return []
     return [rest.pop(0)]

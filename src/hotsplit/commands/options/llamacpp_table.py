@@ -293,7 +293,6 @@ _ROWS = """
 
 
 def _rows() -> tuple[tuple[str, Flag], ...]:
-    """(names, meaning) of each row."""
     rows = []
     for row in _ROWS.replace("\n    ", " ").strip().splitlines():
         if row.startswith("#"):
