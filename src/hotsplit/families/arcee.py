@@ -18,7 +18,6 @@ FAMILIES = (
         classes=("ArceeForCausalLM",),
         title="Arcee",
         graph="arcee",
-        model_types=("arcee",),
         defaults={
             "tie_word_embeddings": False,
             "attention_bias": False,

@@ -107,7 +107,6 @@ FAMILIES = (
         classes=("Cohere2ForCausalLM",),
         title="Cohere 2",
         graph="cohere2",
-        model_types=("cohere2",),
         read_keys=("logit_scale",),
         defaults=DEFAULTS | {"sliding_window": 4096},
         fields={"attention.layer_norm_epsilon": "layer_norm_eps"},

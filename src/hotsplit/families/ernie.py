@@ -12,7 +12,6 @@ FAMILIES = (
         classes=("Ernie4_5ForCausalLM",),
         title="ERNIE 4.5",
         graph="ernie4_5",
-        model_types=("ernie4_5",),
         defaults={
             "tie_word_embeddings": True,
             "hidden_act": "silu",

@@ -69,7 +69,6 @@ FAMILIES = (
         classes=("Exaone4ForCausalLM",),
         title="EXAONE 4",
         graph="exaone4",
-        model_types=("exaone4",),
         defaults={
             "tie_word_embeddings": False,
             "hidden_act": "silu",

@@ -74,8 +74,8 @@ class Family:
     defaults: transformers' config class's for the keys that are read and that may be missing; a key
         that is null in the file stays null. A missing key that is not listed here is refused,
         unless transformers' default is null or the reader has its own (as for rope_theta).
-    model_types: what a config says it is; () for a class that transformers does not have, whose
-        configs say various things.
+    model_types: what a config says it is, if not the graph's name; () for a class that transformers
+        does not have, whose configs say various things.
     fields: the names of FIELDS that are others in its configs.
     plain: keys of the config that change the graph, with the only value that runs.
     flags: optional tensors of all layers, by the flag of the config that says they are there.
@@ -95,7 +95,7 @@ class Family:
     graph: str = ""
     names: gguf.MODEL_ARCH | NameOf | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
-    model_types: tuple[str, ...] = ()
+    model_types: tuple[str, ...] | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
     plain: Mapping[str, object] = field(default_factory=dict)
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -134,9 +134,10 @@ def _text_config(path: Path, config: Mapping[str, object], key: str) -> Mapping[
 
 def _type_notes(path: Path, said: object, family: Family, name: str) -> tuple[str, ...]:
     """A note on a `model_type` that is not the architecture's."""
-    if said is None or not family.model_types or said in family.model_types:
+    types = (family.graph,) if family.model_types is None else family.model_types
+    if said is None or not types or said in types:
         return ()
     return (
-        f"{path}: model_type is {shown(said)}, wanted {family.model_types[0]!r} beside {name}: the"
+        f"{path}: model_type is {shown(said)}, wanted {types[0]!r} beside {name}: the"
         f" model is converted as {name}, which is wrong if it computes anything else",
     )

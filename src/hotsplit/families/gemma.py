@@ -111,7 +111,6 @@ FAMILIES = (
         title="Gemma 2",
         graph="gemma2",
         names=gguf.MODEL_ARCH.GEMMA3,  # its map of Gemma 2 lacks a head that is not the embedding
-        model_types=("gemma2",),
         read_keys=(SCORE_CAP, LOGIT_CAP),
         defaults=GEMMA2_DEFAULTS,
         fields={"hotsplit.ffn.activation": "hidden_activation"},

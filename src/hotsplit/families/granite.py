@@ -148,7 +148,6 @@ GRANITE = Family(
     classes=("GraniteForCausalLM",),
     title="Granite",
     graph="granite",
-    model_types=("granite",),
     read_keys=FACTORS,
     defaults=DEFAULTS | {"mlp_bias": False},
     flags=BIASES,

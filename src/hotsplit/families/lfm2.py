@@ -137,7 +137,6 @@ LFM2 = Family(
     classes=("Lfm2ForCausalLM",),
     title="LFM2",
     graph="lfm2",
-    model_types=("lfm2",),
     fields={"attention.layer_norm_rms_epsilon": "norm_eps"},
     defaults={
         **_DEFAULTS,

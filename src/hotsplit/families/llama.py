@@ -52,7 +52,6 @@ LLAMA = Family(
     classes=("LlamaForCausalLM",),
     title="Llama",
     graph="llama",
-    model_types=("llama",),
     defaults={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
     flags=BIASES,
     keys=without_windows,

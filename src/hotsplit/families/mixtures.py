@@ -127,7 +127,6 @@ FAMILIES = (
         classes=("OlmoeForCausalLM",),
         title="OLMoE",
         graph="olmoe",
-        model_types=("olmoe",),
         read_keys=COUNTS,
         defaults=_DEFAULTS | {"num_experts_per_tok": 8, "num_experts": 64},
         flags={"attention_bias": ATTN_BIASES},

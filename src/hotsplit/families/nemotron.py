@@ -16,7 +16,6 @@ FAMILIES = (
         classes=("NemotronForCausalLM",),
         title="Nemotron",
         graph="nemotron",
-        model_types=("nemotron",),
         defaults={
             "tie_word_embeddings": False,
             "attention_bias": False,

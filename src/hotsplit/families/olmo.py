@@ -78,7 +78,6 @@ OLMO2 = Family(
     classes=("Olmo2ForCausalLM",),
     title="OLMo 2",
     graph="olmo2",
-    model_types=("olmo2",),
     defaults=DEFAULTS,
     flags={"attention_bias": ATTN_BIASES},
 )

@@ -95,7 +95,6 @@ FAMILIES = (
         title="OPT",
         graph="opt",
         names=_name_of,
-        model_types=("opt",),
         defaults={
             "tie_word_embeddings": True,
             "do_layer_norm_before": True,

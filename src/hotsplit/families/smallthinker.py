@@ -85,6 +85,7 @@ FAMILIES = (
         classes=("SmallThinkerForCausalLM",),
         title="SmallThinker",
         graph="smallthinker",
+        model_types=(),
         defaults={
             "tie_word_embeddings": False,
             "moe_primary_router_apply_softmax": False,

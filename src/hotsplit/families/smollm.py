@@ -37,7 +37,6 @@ FAMILIES = (
         classes=("SmolLM3ForCausalLM",),
         title="SmolLM3",
         graph="smollm3",
-        model_types=("smollm3",),
         defaults={
             "tie_word_embeddings": True,
             "num_key_value_heads": 4,

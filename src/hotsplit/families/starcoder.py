@@ -22,7 +22,6 @@ FAMILIES = (
         classes=("Starcoder2ForCausalLM",),
         title="StarCoder 2",
         graph="starcoder2",
-        model_types=("starcoder2",),
         defaults={
             "tie_word_embeddings": True,
             "num_key_value_heads": 2,
