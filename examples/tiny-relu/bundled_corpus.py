@@ -16,8 +16,8 @@ Part = Literal["train", "held-out"]
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 # Whole modules, so that no function of a held-out text was ever seen in training.
 HELD_OUT = frozenset(
-    "argparse code concurrent configparser csv dataclasses fractions heapq json mimetypes queue"  # noqa: SIM905  # words
-    " sched shelve shutil statistics string tarfile textwrap wsgiref zipfile".split()
+    """argparse code concurrent configparser csv dataclasses fractions heapq json mimetypes queue
+    sched shelve shutil statistics string tarfile textwrap wsgiref zipfile""".split()  # noqa: SIM905
 )
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 GENERATED = frozenset({"encodings", "pydoc_data"})

@@ -339,8 +339,8 @@ def test_a_rehearsal_of_the_gpu_measurements_without_one(monkeypatch):
     monkeypatch.setattr(calibrate_gpu, "triton_kernels", reference_kernels)
     # Both sides are on the CPU, so a bandwidth is not needed to fit the rest.
     small = Shape(num_layers=4, hidden_size=64, num_neurons=128, vocab_size=100, head_dim=32)
-    monkeypatch.setattr(calibrate_gpu, "NARROW", small)
-    monkeypatch.setattr(calibrate_gpu, "SMALLER", replace(small, hidden_size=128))
+    monkeypatch.setattr(calibrate_gpu.step_costs, "NARROW", small)
+    monkeypatch.setattr(calibrate_gpu.step_costs, "SMALLER", replace(small, hidden_size=128))
     timings: list[float] = []
     gpu = calibrate_gpu.measure_gpu(0, 0.1, make_machine().costs, 1 << 30, timings.append)
     assert (gpu.name, gpu.source) == ("fake GPU", "measured")

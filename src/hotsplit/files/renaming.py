@@ -18,7 +18,7 @@ def put_folder(partial: Path, path: Path) -> None:
     old = partial.with_suffix(OLD)
     for _ in range(ATTEMPTS):
         try:
-            if path.exists() and _renamed(partial, path, _EXCHANGE):
+            if path.exists() and _exchange(partial, path):
                 return None
             if path.exists():  # not atomic: for a moment nothing has the name
                 path.replace(old)
@@ -31,6 +31,10 @@ def put_folder(partial: Path, path: Path) -> None:
             if error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
                 raise
     raise HotsplitError(f"{path}: other runs keep replacing it; give another name")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    return _renamed(one, other, _EXCHANGE)
 
 
 def put_new(partial: Path, path: Path) -> None:
