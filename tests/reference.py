@@ -14,8 +14,10 @@ from gguf.quants import dequantize
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import type_of
 from hotsplit.model.delta_net import CONV, DECAY, DECAY_BIAS, DELTA_NORM, DeltaNet
-from hotsplit.model.operations import PositionWise
+from hotsplit.model.operations import PositionWise, Recurrent
 from hotsplit.model.rope import Rotary
+from hotsplit.model.short_conv import CONV as TAPS
+from hotsplit.model.short_conv import INPUT, OUTPUT, ShortConv
 from hotsplit.model.spec import Add, Attention, Neurons, Norm, Route
 from hotsplit.runtime.kernels.cpu import library
 
@@ -96,12 +98,13 @@ def logits_ref(
                 result = result * (w(f"{block.scale}.weight") if block.scale else 1.0)
             elif isinstance(block, Norm):
                 result = norm(value[block.reads], w, block)
-            elif isinstance(block, Attention | DeltaNet):
+            elif isinstance(block, Attention | Recurrent):
                 see("attn_norm", value[block.reads])
                 if isinstance(block, Attention):
                     result = _attention(value[block.reads], block, w, factors, see)
                 else:
-                    result = _delta(value[block.reads], block, w, see)
+                    mix = _delta if isinstance(block, DeltaNet) else _short_conv
+                    result = mix(value[block.reads], block, w, see)
                 see("attn_out", result)
             elif own is not None and isinstance(block, PositionWise):
                 result = own(block, value, w)
@@ -256,6 +259,16 @@ def _delta(x, block: DeltaNet, w, see):
     out = norm(out, w, own).reshape(len(x), -1) * z / (1 + np.exp(-z))
     see("attn_heads", out)
     return out @ w("ssm_out.weight").T
+
+
+def _short_conv(x, block: ShortConv, w, see):
+    """The formula of model/short_conv.py."""
+    b, c, u = np.split(x @ w(f"{INPUT}.weight").T, 3, axis=1)
+    inputs = np.pad(b * u, ((block.num_taps - 1, 0), (0, 0)))
+    taps = w(TAPS)
+    out = c * sum(inputs[j : j + len(x)] * taps[:, j] for j in range(block.num_taps))
+    see("attn_heads", out)
+    return out @ w(f"{OUTPUT}.weight").T
 
 
 def rotated(y, rotary: Rotary, count: int, factors=1.0):

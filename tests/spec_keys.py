@@ -11,7 +11,8 @@ from hotsplit.families.key_reader import NORM_EPSILON
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.rope import RopeScaling
-from hotsplit.model.spec import ModelSpec
+from hotsplit.model.short_conv import ShortConv
+from hotsplit.model.spec import Attention, ModelSpec
 
 
 def spec_keys(spec: ModelSpec) -> dict[str, Value]:
@@ -36,7 +37,7 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         rotated = _each(a.num_rotated for a in attentions if a.rotary is not None)
         keys |= {"rope.dimension_count": rotated, "rope.freq_base": np.float32(spec.rotary.theta)}
         keys |= _scaling_keys(spec.rotary.scaling)
-    keys |= _expert_keys(spec) | _delta_keys(spec)
+    keys |= _expert_keys(spec) | _delta_keys(spec) | _conv_keys(spec)
     windows = [a.window for a in attentions]
     if any(windows):
         keys["attention.sliding_window"] = np.uint32(next(filter(None, windows)))
@@ -76,6 +77,18 @@ def _delta_keys(spec: ModelSpec) -> dict[str, Value]:
         "ssm.group_count": np.uint32(delta.num_key_heads),
         "ssm.time_step_rank": np.uint32(delta.num_value_heads),
         "ssm.inner_size": np.uint32(delta.value_size),
+    }
+
+
+def _conv_keys(spec: ModelSpec) -> dict[str, Value]:
+    mixers = [layer.mixer for layer in spec.layers]
+    conv = next((block for block in mixers if isinstance(block, ShortConv)), None)
+    if conv is None:
+        return {}
+    heads = [block.num_kv_heads if isinstance(block, Attention) else 0 for block in mixers]
+    return {
+        "attention.head_count_kv": cast(Value, heads),
+        "shortconv.l_cache": np.uint32(conv.num_taps),
     }
 
 

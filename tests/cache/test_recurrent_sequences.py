@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from delta_models import FEW, delta_model
+from delta_models import FEW, RECURRENT, delta_model
 from folded import CONV, STATE, Failure, FoldedDecoder, alone
 from models import byte_level_keys, make_model, make_sizes
 from test_chat import alone as answer_alone
@@ -127,7 +127,7 @@ def test_a_thousand_random_schedules(path):
             schedule(engine, want, random.Random(f"slow {seed}"), 12, decoder.fail_after)
 
 
-# ---- gated delta nets ----------------------------------------------------------------------------
+# ---- models with states --------------------------------------------------------------------------
 
 
 class Faults:
@@ -151,10 +151,10 @@ class Faults:
 
 
 def real_schedules(
-    kind: str, experts: Experts | None, monkeypatch, seeds: range, name: str
+    kind: str, experts: Experts | None, monkeypatch, seeds: range, name: str, mixer: str
 ) -> None:
     shape = make_sizes(num_layers=4, vocab_size=50, context_length=CONTEXT)
-    model = delta_model(shape, kind=kind, experts=experts)
+    model = RECURRENT[mixer](shape, kind=kind, experts=experts)
     with Engine.of(model, num_sequences=ROOM) as engine, Engine.of(model) as single:
         texts = Alone(single)
         faults = Faults(monkeypatch)
@@ -174,23 +174,32 @@ def real_schedules(
 
 
 @pytest.mark.parametrize("experts", [None, FEW], ids=["dense", "experts"])
-@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0"])
-def test_every_row_has_the_bits_of_its_text_alone(monkeypatch, kind, experts):
-    real_schedules(kind, experts, monkeypatch, range(8), "fast")
+@pytest.mark.parametrize(
+    "kind, mixer",
+    [
+        ("f32", "delta nets"),
+        ("q8_0", "delta nets"),
+        ("q4_0", "delta nets"),
+        ("q8_0", "short convolutions"),
+    ],
+)
+def test_every_row_has_the_bits_of_its_text_alone(monkeypatch, kind, experts, mixer):
+    real_schedules(kind, experts, monkeypatch, range(8), "fast", mixer)
 
 
-@pytest.fixture(scope="module")
-def delta_path(tmp_path_factory):
+@pytest.fixture(scope="module", params=RECURRENT)
+def state_path(tmp_path_factory, request):
     keys, vocab_size = byte_level_keys()
     shape = make_sizes(num_layers=4, vocab_size=vocab_size, context_length=CONTEXT)
     path = tmp_path_factory.mktemp("delta") / "m.gguf"
-    delta_model(shape, kind="q8_0", experts=FEW, extra_keys=keys).save(path)
+    model = RECURRENT[request.param](shape, kind="q8_0", experts=FEW, extra_keys=keys)
+    model.save(path)
     return path
 
 
 @pytest.mark.parametrize("lie", ["wrong in the middle", "anything"])
-def test_drafts_change_no_text_of_delta_nets(delta_path, lie):
-    with Engine.load(delta_path, context_length=60) as engine:
+def test_drafts_change_no_text_of_states(state_path, lie):
+    with Engine.load(state_path, context_length=60) as engine:
         for sampling in (SAMPLINGS[0], SAMPLINGS[1]):
             want = text_of(engine, 40, sampling=sampling)
             drafts = Prophet(PROMPT + want, LIES[lie])
@@ -201,31 +210,31 @@ def test_drafts_change_no_text_of_delta_nets(delta_path, lie):
         assert text_of(engine, 90, drafts, shift_keep=3) == shifted
 
 
-def test_a_draft_model_of_delta_nets_changes_no_text(delta_path):
-    with Engine.load(delta_path) as engine, Engine.load(delta_path) as other:
+def test_a_draft_model_of_states_changes_no_text(state_path):
+    with Engine.load(state_path) as engine, Engine.load(state_path) as other:
         want = text_of(engine, 80)
         with other.sequence() as sequence:
             assert text_of(engine, 80, Eager(DraftModel(sequence, 0.0), 4)) == want
         assert engine.last_run.accepted > 40  # the same model
 
 
-def test_served_texts_of_delta_nets_equal_those_generated_alone(delta_path):
-    check_random_life(delta_path, 1, 25)
+def test_served_texts_of_states_equal_those_generated_alone(state_path):
+    check_random_life(state_path, 1, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 40))
-def test_many_served_texts_of_delta_nets_equal_those_generated_alone(delta_path, seed):
-    check_random_life(delta_path, seed, 80)
+def test_many_served_texts_of_states_equal_those_generated_alone(state_path, seed):
+    check_random_life(state_path, seed, 80)
 
 
-def test_keys_are_selected_where_layers_attend_and_states_stay(delta_path, caplog):
+def test_keys_are_selected_where_layers_attend_and_states_stay(state_path, caplog):
     """A short text is read entirely, with the bits of no selection; a long one is not."""
     ids = [n * 7 % 250 for n in range(200)]
-    with Engine.load(delta_path) as engine:
+    with Engine.load(state_path) as engine:
         want = engine.logits(ids)
     caplog.set_level("INFO")
-    with Engine.load(delta_path, kv_offload="window=32,top=32,sinks=32") as engine:
+    with Engine.load(state_path, kv_offload="window=32,top=32,sinks=32") as engine:
         got = engine.logits(ids)
         found = engine.logits(ids[:96])
     assert torch.equal(found, want[:96]) and not torch.equal(got, want)
@@ -233,17 +242,17 @@ def test_keys_are_selected_where_layers_attend_and_states_stay(delta_path, caplo
     assert "--kv-offload is for keys and values alone" in line and "in 3 layers" in line
 
 
-def test_a_prompts_file_of_delta_nets_is_exact_in_any_engine(delta_path, tmp_path):
+def test_a_prompts_file_of_states_is_exact_in_any_engine(state_path, tmp_path):
     file, ids = tmp_path / "p", [n * 7 % 250 for n in range(90)]
     for room, others in ((1, 3), (3, 1)):
-        with Engine.load(delta_path, num_sequences=room) as engine, engine.sequence() as text:
+        with Engine.load(state_path, num_sequences=room) as engine, engine.sequence() as text:
             text.mark(82)
             text.extend(ids)
             save_prompt(text, file, engine.prompt_key())
             want = text.extend([7, 8, 9], "all")
             text.rollback(82)
             begun = text.extend([1, 2], "all")
-        with Engine.load(delta_path, num_sequences=others) as engine, engine.sequence() as text:
+        with Engine.load(state_path, num_sequences=others) as engine, engine.sequence() as text:
             assert restore_prompt(text, file, engine.prompt_key()) == 90
             assert torch.equal(text.extend([7, 8, 9], "all"), want)
             assert text.reusable(89) == 82
@@ -254,8 +263,9 @@ def test_a_prompts_file_of_delta_nets_is_exact_in_any_engine(delta_path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [None, FEW], ids=["dense", "experts"])
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
-def test_every_row_of_a_thousand_schedules(monkeypatch, kind, experts):
-    real_schedules(kind, experts, monkeypatch, range(100), "slow")
+@pytest.mark.parametrize("mixer", RECURRENT)
+def test_every_row_of_a_thousand_schedules(monkeypatch, kind, experts, mixer):
+    real_schedules(kind, experts, monkeypatch, range(100), "slow", mixer)
 
 
 def test_the_comparison_finds_a_state_of_another_text():

@@ -1,4 +1,5 @@
-"""Small random models of which most layers are gated delta nets, as in Qwen3-Next, 3.5 and 3.6."""
+"""Small random models of which most layers have a state: gated delta nets, as in Qwen3-Next, 3.5
+and 3.6, or short convolutions, as in LFM2."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,9 @@ from hotsplit.families.plain_decoder import decoder_spec
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.delta_net import DECAY, DeltaNet
+from hotsplit.model.operations import Recurrent
 from hotsplit.model.rope import Rotary
+from hotsplit.model.short_conv import ShortConv
 from hotsplit.model.spec import Attention, ModelSpec, Route
 from hotsplit.model.tensors import is_router
 
@@ -54,13 +57,13 @@ def spec_of(
     )
 
 
-def with_delta_nets(spec: ModelSpec, delta: DeltaNet = TINY, period: int = PERIOD) -> ModelSpec:
-    """The model with delta nets instead of attention in all layers but every `period`-th, where
+def with_recurrent(spec: ModelSpec, mixer: Recurrent = TINY, period: int = PERIOD) -> ModelSpec:
+    """The model with this block instead of attention in all layers but every `period`-th, where
     heads have gates. No family has such a spec, so it cannot be in a file."""
     layers = []
     for index, layer in enumerate(changed(spec, Attention, is_gated=True).layers):
         if (index + 1) % period:
-            blocks = (delta if isinstance(block, Attention) else block for block in layer.blocks)
+            blocks = (mixer if isinstance(block, Attention) else block for block in layer.blocks)
             layer = replace(layer, blocks=tuple(blocks))
         layers.append(layer)
     return spec.with_layers(layers)
@@ -82,6 +85,36 @@ def delta_model(
         if name.endswith(DECAY)
     }
     return replace(model, tensors=model.tensors | decays)
+
+
+def conv_spec(
+    sizes: Sizes, *, experts: Experts | None = None, period: int = PERIOD, num_taps: int = 3
+) -> ModelSpec:
+    """An LFM2, or with experts its mixture."""
+    conv = ShortConv(size=sizes.hidden_size, num_taps=num_taps)
+    if experts is not None:
+        route = replace(experts.route, gating="sigmoid", has_choice_bias=True)
+        experts = replace(experts, route=route, num_shared=0, has_shared_gate=False, num_dense=1)
+    return decoder_spec(
+        sizes,
+        Rotary(theta=10000.0, pairing="halves"),
+        "silu",
+        architecture="lfm2" if experts is None else "lfm2moe",
+        mixers=[None if (i + 1) % period == 0 else conv for i in range(sizes.num_layers)],
+        experts=experts,
+        has_head_norms=True,
+    )
+
+
+def conv_model(
+    sizes: Sizes, *, experts: Experts | None = None, period: int = PERIOD, num_taps: int = 3, **more
+) -> ModelFile:
+    """A random model in memory; `more`: as for make_model."""
+    spec = conv_spec(sizes, experts=experts, period=period, num_taps=num_taps)
+    return make_model(spec=spec, **more)
+
+
+RECURRENT = {"delta nets": delta_model, "short convolutions": conv_model}
 
 
 def full_shape(kind: str = "q4_k") -> ModelFile:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
-from delta_models import FEW, delta_model
+from delta_models import FEW, conv_model, delta_model
 from hybrid_plans import random_plan
 from models import (
     differing_spec,
@@ -490,6 +490,8 @@ FORMS = {
     ),
     "delta nets": lambda: delta_model(SIZES),
     "delta nets and experts": lambda: delta_model(SIZES, experts=FEW),
+    "short convolutions": lambda: conv_model(SIZES),
+    "short convolutions and experts": lambda: conv_model(SIZES, experts=FEW),
     "Gemma 3n": lambda: make_model(spec=gemma3n_spec(SIZES)),
 }
 

@@ -1,6 +1,6 @@
-"""Hybrid steps of mixtures most of whose layers are gated delta nets, with both roles on the CPU:
-logits agree with those of the undivided model up to rounding, each row has the bits of a row alone,
-and what fails or is tried changes no state."""
+"""Hybrid steps of mixtures most of whose layers are gated delta nets or short convolutions, with
+both roles on the CPU: logits agree with those of the undivided model up to rounding, each row has
+the bits of a row alone, and what fails or is tried changes no state."""
 
 import dataclasses
 import random
@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from delta_models import delta_model, with_delta_nets
+from delta_models import RECURRENT, TINY, with_recurrent
 from hybrid_plans import random_plan, stepped
 from models import changed, make_model, make_sizes, mixture_spec
 from passes import logits, passing
@@ -25,6 +25,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.kernel_counts import dense_kernels
 from hotsplit.files.gguf_file import array_entry
+from hotsplit.model.short_conv import ShortConv
 from hotsplit.model.spec import Rotary, Route
 from hotsplit.model.tensors import is_router
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
@@ -42,11 +43,17 @@ PLANS = {
 }
 
 
+MIXERS = {
+    "delta nets": lambda width: TINY,
+    "short convolutions": lambda width: ShortConv(size=width, num_taps=3),
+}
+
+
 def delta_mixture(
-    kind: str = "f32", *, num_layers: int = 4, width: int = 64, **options
+    kind: str = "f32", *, num_layers: int = 4, width: int = 64, mixer: str = "delta nets", **options
 ) -> ModelFile:
-    """Three delta nets and one attention with gates and rotation of half a head, with a gated
-    shared expert; routers choose clearly."""
+    """Three layers with states and one attention with gates and rotation of half a head, with a
+    gated shared expert; routers choose clearly."""
     sizes = make_sizes(num_layers=num_layers, width=width, num_neurons=32, context_length=96)
     spec = mixture_spec(
         sizes,
@@ -55,7 +62,7 @@ def delta_mixture(
         num_shared=32,
         has_shared_gate=True,
     )
-    spec = with_delta_nets(changed(spec, Rotary, num_values=8), **options)
+    spec = with_recurrent(changed(spec, Rotary, num_values=8), MIXERS[mixer](width), **options)
     model, chance = make_model(spec=spec, kind=kind), np.random.default_rng(1)
     own = {}
     for name, entry in model.tensors.items():
@@ -70,9 +77,10 @@ def loaded(model: ModelFile, split, **options) -> Engine:
     return Engine.of(model, split, mode="dense", device="cpu", **options)
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
-def test_random_plans_give_the_logits_of_the_undivided_model(kind):
-    model = delta_mixture(kind)
+def test_random_plans_give_the_logits_of_the_undivided_model(kind, mixer):
+    model = delta_mixture(kind, mixer=mixer)
     with Engine.of(model, mode="dense", device="cpu", context_length=32) as whole:
         want = stepped(whole, IDS)
     for seed in range(4):
@@ -82,9 +90,10 @@ def test_random_plans_give_the_logits_of_the_undivided_model(kind):
         assert rel_error(got, want) < BOUND[kind], seed
 
 
-@pytest.mark.parametrize("wrong", ["convolve", "delta_rule", "gate_norm"])
+@pytest.mark.parametrize("wrong", ["convolve", "delta_rule", "gate_norm", "convolve_gated"])
 def test_the_comparison_notices_a_kernel_that_does_nothing(wrong):
-    model, right = delta_mixture(), reference_kernels()
+    mixer = "short convolutions" if wrong == "convolve_gated" else "delta nets"
+    model, right = delta_mixture(mixer=mixer), reference_kernels()
     spoilt = right.replaced(**{wrong: lambda *given, **options: None})
     with loaded(model, split := made_plan(model, *PLANS["some"])) as engine:
         want = stepped(engine, IDS)
@@ -92,25 +101,29 @@ def test_the_comparison_notices_a_kernel_that_does_nothing(wrong):
         assert rel_error(steps(hybrid(engine, split, plain_backend(spoilt)), IDS), want) > 1e-2
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_any_order_that_the_events_allow_gives_the_same_bits(plan):
-    model = delta_mixture()
+@pytest.mark.parametrize(
+    "plan, mixer", [*((plan, "delta nets") for plan in PLANS), ("some", "short convolutions")]
+)
+def test_any_order_that_the_events_allow_gives_the_same_bits(plan, mixer):
+    model = delta_mixture(mixer=mixer)
     with loaded(model, split := made_plan(model, *PLANS[plan])) as engine:
         assert_same_in_any_order(engine, split, IDS[:4])
 
 
-def test_kernels_are_those_that_plans_are_priced_with():
-    model = delta_mixture()
+@pytest.mark.parametrize("mixer, own", [("delta nets", 8), ("short convolutions", 3)])
+def test_kernels_are_those_that_plans_are_priced_with(mixer, own):
+    model = delta_mixture(mixer=mixer)
     log = log_of(model, made_plan(model, *PLANS["some"]), "dense")
     assert_priced(log, model, num_divided=4)
-    of_delta = 2 + 8 + 2 + 4  # norms, products, router, shared expert
-    assert dense_kernels(model, 0, has_predictor=False) == of_delta
+    of_layer = 2 + own + 2 + 4  # norms, the mixer, router, shared expert
+    assert dense_kernels(model, 0, has_predictor=False) == of_layer
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("plan", ["some", "layers of both sides"])
-def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan):
+def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan, mixer):
     """With forks and rollbacks."""
-    model = delta_mixture()
+    model = delta_mixture(mixer=mixer)
     one, many = (
         made_plan(model, *PLANS[plan], num_sequences=number, context_length=80)
         for number in (1, ROOM)
@@ -121,10 +134,11 @@ def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan):
     assert compared > 10
 
 
+@pytest.mark.parametrize("mixer", RECURRENT)
 @pytest.mark.parametrize("dense", [[1, 1, 1, 1], [1, 0, 0, 1]])
-def test_a_long_prompt_has_one_state(dense):
-    """Passes have as many rows as a call of the CPU takes, if delta nets are there."""
-    model = delta_model(make_sizes(num_layers=4, num_neurons=64, context_length=192))
+def test_a_long_prompt_has_one_state(dense, mixer):
+    """Passes have as many rows as a call of the CPU takes, if states are there."""
+    model = RECURRENT[mixer](make_sizes(num_layers=4, num_neurons=64, context_length=192))
     split = make_split(
         model,
         [range(0, 60 * on_gpu, 2) for on_gpu in dense],

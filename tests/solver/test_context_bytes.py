@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from delta_models import FEW, delta_model, full_shape, without_weights
+from delta_models import FEW, RECURRENT, delta_model, full_shape, without_weights
 from models import make_inputs, make_machine, make_model, make_sizes
 from test_solver_experts import profile_of, random_choices
 
@@ -51,9 +51,10 @@ def items(model, num_sequences=1, context_length=64, on_gpu=(), **more):
     )
 
 
+@pytest.mark.parametrize("mixer", RECURRENT)
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_the_bytes_of_states_are_those_of_their_tensors(num_sequences):
-    model = delta_model(make_sizes(num_layers=4))
+def test_the_bytes_of_states_are_those_of_their_tensors(num_sequences, mixer):
+    model = RECURRENT[mixer](make_sizes(num_layers=4))
     taken = []
 
     def zeros(shape, dtype):

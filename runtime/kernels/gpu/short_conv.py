@@ -38,9 +38,10 @@ def convolve_gated(
         for first, count, source in run_R3.tolist():
             if not count:
                 continue
-            b, c, u = rows_TX[first : first + count].double().chunk(3, dim=1)
+            b, c, u = rows_TX[first : first + count].chunk(3, dim=1)
             before = torch.zeros_like(state_SJD[0]) if source < 0 else state_SJD[source]
-            x = torch.cat([before.double(), b * u])
+            # Their products are f32: a row's bits do not depend on its pass.
+            x = torch.cat([before, b * u]).double()
             taps = [x[tap : tap + count] * conv_DJ[:, tap].double() for tap in range(num_taps)]
             out[first : first + count] = (c * torch.stack(taps).sum(dim=0)).to(out.dtype)
             for row, target in enumerate(writes_T[first : first + count].tolist(), start=1):
@@ -97,12 +98,12 @@ def _convolve_gated(
         run += 3 * tl.sum(tl.where(is_own_R, number_R, 0), axis=0)
         first, source = tl.load(run), tl.load(run + 2).to(tl.int64)
         target = tl.load(writes + row).to(tl.int64)
-        projected += row * 3 * WIDTH + column
+        own = projected + row * 3 * WIDTH + column
         total = tl.zeros([COLUMNS], tl.float32)
         for tap in tl.static_range(TAPS):
             old = row - first + tap  # the place in the slot of a row before the run
             is_here = old >= TAPS - 1
-            at = projected + (tap - TAPS + 1) * 3 * WIDTH
+            at = own + (tap - TAPS + 1) * 3 * WIDTH
             here = tl.load(at, mask=is_in & is_here, other=0.0)
             here *= tl.load(at + 2 * WIDTH, mask=is_in & is_here, other=0.0)
             before = tl.load(
@@ -118,5 +119,5 @@ def _convolve_gated(
                     value,
                     mask=is_in & (target >= 0),
                 )
-        gate = tl.load(projected + WIDTH, mask=is_in, other=0.0)
+        gate = tl.load(own + WIDTH, mask=is_in, other=0.0)
         tl.store(out + row * WIDTH + column, gate * total, mask=is_in)
