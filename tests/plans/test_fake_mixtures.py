@@ -1,4 +1,4 @@
-"""Engines with plans of mixtures, also of gated delta nets, on fake CUDA devices (fake_cuda):
+"""Engines with plans of mixtures, also of layers with states, on fake CUDA devices (fake_cuda):
 captured steps, hand-overs by flags, prompts and rollbacks use the code for a real GPU, and give the
 CPU's logits."""
 
@@ -16,8 +16,8 @@ from reference import rel_error
 from test_expert_prompts import HOT, RATES, noted
 from test_experts import IDS, ROUTES, mixture
 from test_fake_step import checked_cuda, prompted
+from test_hybrid_delta import MIXERS, delta_mixture
 from test_hybrid_delta import PLANS as DELTA_PLANS
-from test_hybrid_delta import delta_mixture
 from test_hybrid_experts import PLANS, made_plan, stock
 
 from hotsplit import Engine
@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux")
 ]
 TOKENS = [3, 41, 7, 7]
+CONV = "short convolutions"
 MIB, CONTEXT = 1 << 20, 4160
 SHARED = {"num_shared": 32, "has_shared_gate": True}
 
@@ -55,6 +56,7 @@ PLANNED = {
     "some experts": (lambda: of_experts("stock"), PLANS["some"]),
     "experts by neurons": (lambda: of_experts("sparse"), PLANS["beside the CPU's attention"]),
     **{f"delta nets: {name}": (delta_mixture, plan) for name, plan in DELTA_PLANS.items()},
+    "short convolutions": (lambda: delta_mixture(mixer=CONV), DELTA_PLANS["some"]),
 }
 
 
@@ -104,6 +106,11 @@ EXECUTED = {
         ([[1, 2], [5]], [1, 1]),
         {"_convolve", "_delta_rule", "_gate_norm"},
     ),
+    CONV: (
+        lambda: delta_mixture(num_layers=2, width=32, period=2, mixer=CONV),
+        ([[1, 2], [5]], [1, 1]),
+        {"_convolve_gated"},
+    ),
 }
 
 
@@ -125,11 +132,11 @@ def test_executed_ptx_and_a_graph_give_the_cpus_logits(case):
     assert rel_error(got, want) < 1e-3
 
 
-def test_texts_that_share_steps_are_rolled_back_and_forked():
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_texts_that_share_steps_are_rolled_back_and_forked(mixer):
     """Prompts, steps of several rows in a graph, rejected drafts and forks: every row of a step has
-    the bits of its text alone, and those of the CPU up to rounding. The states of delta nets are
-    rolled back, too."""
-    model, ids = delta_mixture(num_layers=2, period=2), IDS
+    the bits of its text alone, and those of the CPU up to rounding. States are rolled back, too."""
+    model, ids = delta_mixture(num_layers=2, period=2, mixer=mixer), IDS
     plan, options = ([[1, 2], [5]], [1, 1]), {"context_length": 64, "num_sequences": 3}
     split, found = made_plan(model, *plan, **options), []
     with checked_cuda() as cuda, Engine.of(model, split, device="cuda") as engine:
