@@ -76,6 +76,23 @@ def test_sums_of_rows(way, kind):
             assert is_right(got, want, bound(hidden_TN, sizes(matrix), power) + EPS)
 
 
+@pytest.mark.parametrize("kind", ["f32", "q4_0_planar"])
+@pytest.mark.parametrize("count", [2, 7, 64, 128, 129, 257])
+def test_any_number_of_tokens(kind, count):
+    """In one tile or several."""
+    matrix, kernels, bad = make_matrix(kind, 40, 64), triton_kernels(), torch.nan
+    x_TD, hidden_TN = tokens(count, 64, kind=kind), tokens(count, 40, kind=kind)
+    got, down = (torch.full((count + 1, size), bad, device=device()) for size in (40, 64))
+    want, want_down = torch.empty_like(got[1:]), torch.empty_like(down[1:])
+    kernels.multiply(matrix, None, x_TD, powers(count), got[:-1])
+    kernels.multiply_down(matrix, hidden_TN, powers(count), down[:-1], is_added=False)
+    REFERENCE.multiply(matrix, None, x_TD, powers(count), want)
+    REFERENCE.multiply_down(matrix, hidden_TN, powers(count), want_down, is_added=False)
+    assert is_right(got[:-1], want, bound(x_TD, sizes(matrix).T, powers(count)) + EPS)
+    assert is_right(down[:-1], want_down, bound(hidden_TN, sizes(matrix), powers(count)) + EPS)
+    assert got[-1].isnan().all() and down[-1].isnan().all()
+
+
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("width", [1, 15, 17, 40, 72])
 def test_rows_of_floats_may_have_any_width(kind, width):
