@@ -3,6 +3,7 @@ interpreter (on a device if there is one) and torch's.
 
 Letters: T tokens, D width, N rows."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -91,6 +92,16 @@ def test_any_number_of_tokens(kind, count):
     assert is_right(got[:-1], want, bound(x_TD, sizes(matrix).T, powers(count)) + EPS)
     assert is_right(down[:-1], want_down, bound(hidden_TN, sizes(matrix), powers(count)) + EPS)
     assert got[-1].isnan().all() and down[-1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+def test_weights_may_exceed_the_range_of_f16(kind):
+    matrix = make_matrix(kind, 40, 64)
+    matrix = replace(matrix, data=matrix.data * 2.0**24)
+    x_TD, (got, want) = tokens(3, 64, kind=kind), torch.empty(2, 3, 40, device=device())
+    triton_kernels().multiply(matrix, None, x_TD, None, got)
+    REFERENCE.multiply(matrix, None, x_TD, None, want)
+    assert is_right(got, want, bound(x_TD, sizes(matrix).T, None))
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
