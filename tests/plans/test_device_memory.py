@@ -37,7 +37,6 @@ from hotsplit.runtime import gpu_setup, resolved_options
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.device_memory import (
     ALIGNMENT,
-    BESIDE_BYTES,
     SEGMENT_BYTES,
     DeviceMemory,
     out_of_memory_as_error,
@@ -415,36 +414,6 @@ def test_without_a_gpu_there_is_nothing_to_set_up():
 
 
 # ---- what a pass takes --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        make_sizes(
-            num_layers=32,
-            width=4096,
-            num_neurons=11008,
-            num_heads=32,
-            num_kv_heads=32,
-            vocab_size=32000,
-        ),
-        make_sizes(
-            num_layers=8,
-            width=8192,
-            num_neurons=28672,
-            num_heads=64,
-            num_kv_heads=8,
-            vocab_size=32000,
-        ),
-    ],
-)
-@pytest.mark.parametrize("context", [512, 4096, 32768])
-def test_a_plan_reserves_a_pass_of_at_least_32_tokens(shape, context):
-    """And pieces of cold weights, beside a step's vectors, cuBLAS and the neurons' ids."""
-    model = shape_only(dataclasses.replace(shape, context_length=context), predictor_rank=512)
-    left = gpu_bytes(model, context) - decode_bytes(model, context, 8)
-    left -= BESIDE_BYTES + 4 * shape.num_neurons * shape.num_layers
-    assert pass_bytes(model, context, 32, piece_bytes=4 << 20) <= left
 
 
 def test_plans_of_large_models_reserve_longer_passes():

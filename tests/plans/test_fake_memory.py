@@ -13,7 +13,6 @@ from fake_cuda.torch_cuda import fake_cuda
 from models import make_model, make_sizes
 from paths import TESTS
 from reference import rel_error
-from small_blocks import STORED_KINDS as KINDS
 from test_fake_step import checked_cuda
 from test_runtime import make_split
 
@@ -138,19 +137,6 @@ def test_a_graph_of_layers_from_the_tests_for_real_devices(tmp_path, case):
     v."""
     with checked_cuda():
         test_step.test_every_graph_of_layers(tmp_path, "cuda", case, "q8_0")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [None, "mixed", "every kind of layer", "attention on the CPU"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_tests_for_real_devices_pass(tmp_path, kind, plan):
-    with checked_cuda():
-        if plan is None:
-            test_step.test_without_a_plan_all_is_on_the_device(tmp_path, "cuda", kind, True)
-        else:
-            test_step.test_every_division_gives_what_the_cpu_gives(
-                tmp_path, "cuda", kind, plan, "predicted"
-            )
 
 
 @pytest.mark.parametrize("hot", ["some", "all"])

@@ -27,15 +27,12 @@ from test_hybrid_step import (
 from test_native_step import BOUNDS
 from test_runtime import make_split
 from test_sequences import ROOM
-from test_smallthinker import checkpoint
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import array_entry
-from hotsplit.model.tensors import in_layout, is_neuron_major
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.backend import plain_backend
@@ -72,48 +69,8 @@ def stock(route: str = "groups", **options) -> ModelFile:
     return mixture(route=ROUTES[route], layout="stock", **options)
 
 
-def as_stock(model: ModelFile) -> ModelFile:
-    """The model in f32 with its down projections by outputs; llama.cpp would not run all of
-    these."""
-    tensors = {
-        in_layout(name, "stock"): array_entry(np.array(entry.read()).swapaxes(-1, -2), "f32")
-        if is_neuron_major(name)
-        else entry
-        for name, entry in model.tensors.items()
-    }
-    return dataclasses.replace(model, layout="stock", tensors=tensors)
-
-
 def loaded(model: ModelFile, split, **options) -> Engine:
     return Engine.of(model, split, **{"mode": "dense", "device": "cpu"} | options)
-
-
-# Families whose graphs differ in what a hybrid step does, with the numbers of their plans.
-FAMILIES = {
-    "qwen2moe": 5,
-    "qwen2moe-plain": 3,
-    "granitemoe": 5,
-    "granitemoe-shared": 3,
-    "glm4moe": 4,
-    "glm4moe-groups": 3,
-    "gpt-oss": 5,
-    "olmoe": 2,
-    "smallthinker": 5,
-    "gemma4moe": 5,
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_random_plans_give_the_logits_of_the_definition(tmp_path, family):
-    """Random checkpoints, whose logits other tests compare with transformers'. With those below, 40
-    plans."""
-    if family == "smallthinker":
-        folder = checkpoint(tmp_path / "hf", {})
-    else:
-        folder = random_model(tmp_path / "hf", CASES[family])
-    save_tokenizer(folder, 320)
-    model = as_stock(ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32")))
-    assert_plans_agree(model, range(FAMILIES[family]))
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact"])

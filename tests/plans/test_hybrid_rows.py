@@ -9,7 +9,6 @@ import torch
 from fake_streams import FakeDevice
 from hybrid_plans import make, planned
 from models import make_sizes
-from reference import rel_error
 from test_sequences import ROOM, change_texts
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +18,7 @@ from hotsplit.commands.serve import _say_loaded
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.speculation import check_rows
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step import hybrid_builder
@@ -191,13 +190,6 @@ def test_random_schedules(tmp_path, plan):
     assert schedules(tmp_path, plan, 4) > 60
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("plan", DIVIDED)
-def test_many_random_schedules(tmp_path, plan, kind):
-    assert schedules(tmp_path, plan, 25, kind=kind) > 500
-
-
 def test_the_comparison_finds_a_wrong_block(tmp_path):
     """A sequence reads another's block."""
     model = saved(tmp_path)
@@ -321,21 +313,3 @@ def test_a_fork_and_a_saved_state_continue_as_the_text(tmp_path):
         fork.rollback(3)
         fork.extend([4, 5], "all")
         assert torch.equal(fork.extend([7, 1], "all"), got[0])
-
-
-@pytest.mark.slow
-def test_triton_kernels_give_what_the_reference_gives(tmp_path):
-    """In Triton's interpreter, for two rows of two sequences."""
-    shape = make_sizes(num_layers=4, width=32, num_neurons=96, vocab_size=20, context_length=128)
-    model = saved(tmp_path, kind="q4_0", sizes=shape)
-    rows = [Row(token=t, position=0, sequence=n, has_logits=True) for n, t in enumerate((3, 5))]
-    found = []
-    for kernels in (reference_kernels(), triton_kernels()):
-        backend = plain_backend(kernels)
-        with loaded(tmp_path, model, "every kind of layer", 2, backend=backend) as engine:
-            for number in range(2):
-                engine._live.weights.cache.reserve(number, 0, 1)
-            found.append(engine._live.native.run_rows(rows))
-            singles = [engine._live.native.run(r.token, 0, r.sequence).clone() for r in rows]
-            assert torch.equal(found[-1], torch.stack(singles))
-    assert rel_error(found[1], found[0]) < 1e-4

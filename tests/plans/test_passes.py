@@ -14,9 +14,12 @@ from reference import logits_ref, rel_error
 from test_families import CASES, converted
 from test_hybrid_step import assert_as_undivided
 from test_runtime import make_split
+from test_smallthinker import checkpoint
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.files.gguf_file import array_entry
+from hotsplit.model.tensors import in_layout, is_neuron_major
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
 from hotsplit.runtime.step import pass_device
 from hotsplit.runtime.step.batch import rows_of
@@ -88,11 +91,27 @@ def compared(model, split, context, mode="dense"):
         return rel_error(torch.cat(got), want)
 
 
-@pytest.mark.parametrize("case", CASES)
+def as_stock(model: ModelFile) -> ModelFile:
+    """The model in f32 with its down projections by outputs; llama.cpp would not run all of
+    these."""
+    tensors = {
+        in_layout(name, "stock"): array_entry(np.array(entry.read()).swapaxes(-1, -2), "f32")
+        if is_neuron_major(name)
+        else entry
+        for name, entry in model.tensors.items()
+    }
+    return replace(model, layout="stock", tensors=tensors)
+
+
+@pytest.mark.parametrize("case", [*CASES, "smallthinker"])
 def test_every_graph_of_layers(tmp_path, case):
     """In passes and steps together, and in steps alone, whose bound is that of sums in f32. Other
     tests compare the undivided models with transformers."""
-    folder = random_model(tmp_path / "hf", CASES[case])
+    folder = tmp_path / "hf"
+    if case == "smallthinker":
+        checkpoint(folder, {})
+    else:
+        random_model(folder, CASES[case])
     save_tokenizer(folder, 320)
     model = ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32"))
     context = min(CONTEXT, model.spec.context_length)
@@ -100,6 +119,11 @@ def test_every_graph_of_layers(tmp_path, case):
         split = random_plan(model, seed, context=context)
         assert compared(model, split, context) < 3e-3, seed
     assert_as_undivided(model, split, "exact", context_length=context)
+    if any(layer.route for layer in model.spec.layers):
+        stock = as_stock(model)
+        for seed in range(2, 5):
+            split = random_plan(stock, seed, context=context)
+            assert_as_undivided(stock, split, "dense", context_length=context)
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])

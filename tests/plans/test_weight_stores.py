@@ -80,19 +80,6 @@ def test_every_store_has_the_rows_of_the_file(model, stores, kind, groups, num_w
     assert taken() == item[kind]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_store_has_the_vectors_and_the_cache(stores, kind):
-    store, _ = stores[kind]
-    bias_N = torch.arange(5.0)
-    assert torch.equal(store.vector(bias_N, "attention"), bias_N)
-    assert torch.equal(store.neuron_bias(bias_N), bias_N)
-    for ids, is_all in ((np.array([3, 4]), False), (np.arange(6), True)):
-        assert store.neuron_ids(ids, is_all=is_all).tolist() == ids.tolist()
-    cache = store.cache((2, 3, 4), torch.float16)
-    assert cache.shape == (2, 3, 4) and cache.dtype == torch.float16 and not cache.any()
-    assert store.is_mapped == (kind == "mapped")
-
-
 def test_biases_are_kept_only_for_gpus_to_copy():
     residence = Residence()
     alone = ResidentStore(residence=residence, is_streamed=False)
@@ -176,12 +163,6 @@ FASTEST = {
     "q6_k": {"tiled", "k"},
     "mxfp4": {"tiled", "mxfp4"},
 }
-
-
-def test_a_device_without_a_store_of_its_own_maps_the_file():
-    stores = Stores.of()
-    assert stores.on(torch.device("cpu", 3)) is stores.on_cpu
-    assert stores.on(torch.device("cuda", 1)) == MappedStore(torch.device("cuda", 1))
 
 
 def test_blocks_have_their_plans_roles(model):
