@@ -1,6 +1,6 @@
-"""Wrong uses of CUDA in captures and graphs, each with the line by which the fake runtime rejects
-it. They go through hotsplit's classes where these can be misused, else through the calls that
-these make. Every misuse gets the FakeCuda."""
+"""Wrong uses of CUDA, each with the line by which the fake runtime rejects it. They go through
+hotsplit's classes where these can be misused, else through the calls that these make. Every misuse
+gets the FakeCuda."""
 
 import ctypes
 import gc
@@ -22,14 +22,15 @@ COUNT = 64
 LEGACY = 1  # the handle cudaStreamLegacy
 
 
-MISUSES: dict[Callable[[FakeCuda], object], str] = {}
+# By name: the regular expression of the line that rejects it, and the misuse.
+MISUSES: dict[str, tuple[str, Callable[[FakeCuda], object]]] = {}
 
 
 def rejected(line: str) -> Callable[[Callable[[FakeCuda], None]], Callable[[FakeCuda], None]]:
-    """Registers a misuse with a regular expression of the line that rejects it."""
+    """Registers a misuse by its name."""
 
     def enter(misuse: Callable[[FakeCuda], None]) -> Callable[[FakeCuda], None]:
-        MISUSES[misuse] = line
+        MISUSES[misuse.__name__] = line, misuse
         return misuse
 
     return enter
@@ -96,19 +97,19 @@ def node(function, reads=(), writes=()):
 # ---- in a capture
 
 
-@rejected("cudaStreamSynchronize: stream 1 is captured")
-def synchronising_the_stream(cuda):
-    captured(lambda main, side: main.finish())
-
-
-@rejected("cudaDeviceSynchronize: stream 1 is captured")
-def synchronising_the_device(cuda):
-    captured(lambda main, side: torch.cuda.synchronize())
-
-
-@rejected("cudaEventSynchronize: the event was recorded in a capture")
-def synchronising_an_event_of_it(cuda):
-    captured(lambda main, side: main.record().synchronize())
+# What is submitted to two streams while the first is captured. torch's allocator relaxes the
+# capture's mode for its own calls of cudaMalloc; the fake allocator does not.
+IN_A_CAPTURE = {
+    "cudaStreamSynchronize: stream 1 is captured": lambda main, side: main.finish(),
+    "cudaDeviceSynchronize: stream 1 is captured": lambda main, side: torch.cuda.synchronize(),
+    "cudaEventSynchronize: the event was recorded": lambda main, side: main.record().synchronize(),
+    "cudaHostAlloc: not allowed while stream 1 is captured": lambda main, side: pinned(),
+    "cudaMalloc: not allowed while stream 1 is captured": lambda main, side: raw(),
+}
+MISUSES |= {
+    line.partition(":")[0]: (line, lambda cuda, submit=submit: captured(submit))
+    for line, submit in IN_A_CAPTURE.items()
+}
 
 
 @rejected("cudaStreamSynchronize: stream 1 is captured")
@@ -120,18 +121,6 @@ def reading_a_value(cuda):
             x[0].item()
 
     captured(submit)
-
-
-@rejected("cudaHostAlloc: not allowed while stream 1 is captured")
-def allocating_pinned_memory(cuda):
-    captured(lambda main, side: pinned())
-
-
-@rejected("cudaMalloc: not allowed while stream 1 is captured")
-def more_memory_from_the_driver(cuda):
-    """A plain cudaMalloc by the capturing thread. torch's allocator relaxes the capture's mode for
-    its own calls; the fake allocator does not."""
-    captured(lambda main, side: raw())
 
 
 @rejected("cudaHostRegister: not allowed while stream 1 is captured")
@@ -191,13 +180,6 @@ def an_event_of_it_afterwards(cuda):
     CudaStream(GPU).wait(found[0])
 
 
-@rejected("the event was recorded in a capture")
-def waiting_for_an_event_of_it_afterwards(cuda):
-    found = []
-    captured(lambda main, side: found.append(main.record()))
-    found[0].synchronize()
-
-
 @rejected("stream 1 waits for an event of another capture")
 def an_event_of_another_capture(cuda):
     main, side = streams()
@@ -247,14 +229,6 @@ def a_buffer_given_to_another_in_a_graph(cuda):
     replay()
 
 
-@rejected("a graph is launched after memory of its copy was freed")
-def freed_pinned_memory_in_a_graph(cuda):
-    kept = [zeros(), pinned()]
-    replay = captured(lambda main, side: main.copy(kept[0], kept[1]))
-    del kept[1]
-    replay()
-
-
 @rejected("a graph is launched after memory of its copy was freed or unpinned")
 def unpinned_memory_in_a_graph(cuda):
     mapping, memory = huge_pages.untouched(4096)
@@ -272,3 +246,121 @@ def a_graph_after_its_end(cuda):
     replay = captured(lambda main, side: main.copy(x, y))
     call("cudaGraphExecDestroy", cuda.graphs[-1].handle)
     replay()
+
+
+# ---- memory
+
+
+@rejected("some kernel: 256 bytes at .* are memory that was freed")
+def a_kernel_on_what_was_freed(cuda):
+    x = zeros()
+    address = x.data_ptr()
+    del x
+    library.launch("some kernel", 0, lambda: None, [(address, 4 * COUNT, False)])
+
+
+@rejected("copy: 256 bytes at .* are memory beyond an allocation's end")
+def copying_past_the_end(cuda):
+    first, second, stream = raw(), raw(), streams()[0]
+    copy(first + 4, second, stream)
+
+
+@rejected("some kernel: 32 bytes at .* are memory of the host that is not pinned")
+def a_kernel_on_the_host(cuda):
+    library.launch("some kernel", 0, lambda: None, [(torch.zeros(8).data_ptr(), 32, True)])
+
+
+@rejected("cudaHostUnregister: copy on stream 1 still uses")
+def unpinning_under_a_copy(cuda):
+    mapping, memory = huge_pages.untouched(4096)
+    mapping.pin(memory.data_ptr(), 4096)
+    x, stream = zeros(), streams()[0]
+    stream.copy(x, memory[: 4 * COUNT].view(torch.float32))
+    del mapping, memory
+
+
+@rejected("pinned memory is freed while copy on stream 1 still uses")
+def freeing_pinned_memory_under_a_copy(cuda):
+    x, host, stream = zeros(), pinned(), streams()[0]
+    stream.copy(x, host)
+    del host
+
+
+# ---- streams and events
+
+
+@rejected("stream 1 waits for an event that was never recorded")
+def an_event_that_was_never_recorded(cuda):
+    streams()[0].wait(torch.cuda.Event())
+
+
+@rejected("cudaStreamSynchronize: a stream that was destroyed")
+def a_destroyed_stream(cuda):
+    handle = made("cudaStreamCreateWithFlags", 1)
+    call("cudaStreamDestroy", handle)
+    call("cudaStreamSynchronize", handle)
+
+
+@rejected("on a stream of device 1, the current device is 0")
+def a_stream_of_another_device(cuda):
+    x, there = zeros(), CudaStream(OTHER)
+    start = x.data_ptr()
+    library.launch("some kernel", there.stream.cuda_stream, print, [(start, 4 * COUNT, True)])
+
+
+@rejected("is memory of device 1, the stream is of device 0")
+def memory_of_another_device(cuda):
+    x = zeros(OTHER)
+    library.launch("some kernel", 0, lambda: None, [(x.data_ptr(), 4 * COUNT, True)])
+
+
+@rejected("an event of device 0 on a stream of device 1")
+def an_event_of_another_device(cuda):
+    event = torch.cuda.Event()
+    event.record(streams()[0].stream)
+    event.record(streams(OTHER)[0].stream)
+
+
+@rejected("torch's add_ on stream 1 and torch's add_ on stream 2 use the")
+def two_streams_without_an_event(cuda):
+    x, (main, side) = zeros(), streams()
+    kernel(main, x)
+    kernel(side, x)
+
+
+@rejected("copy on stream 1 and host function on stream 2 use the")
+def a_host_function_that_nothing_orders(cuda):
+    x, host, (main, side) = zeros(), pinned(), streams()
+    main.copy(host, x)
+    side.host(node(lambda argument: None, reads=(host,)))
+
+
+@rejected("torch's add_ on stream 2 and torch's zeros on stream 0")
+def a_tensor_freed_under_another_stream(cuda):
+    """The next tensor gets its memory at once, since nothing tells the allocator of the use."""
+    x, side = zeros(), streams()[1]
+    kernel(side, x)
+    del x
+    zeros()
+
+
+@rejected("cudaStreamSynchronize: called from a host function")
+def a_host_function_that_calls_cuda(cuda):
+    found = []
+    it = node(lambda argument: found.append(library.load().cudaStreamSynchronize(0)))
+    main = streams()[0]
+    main.host(it)
+    main.finish()
+    assert found == [800]
+
+
+@rejected("some kernel failed as it ran on stream 0")
+def going_on_after_a_failure(cuda):
+    def fail():
+        raise ArithmeticError("a kernel's own error")
+
+    library.launch("some kernel", 0, fail, [])
+    try:
+        torch.cuda.synchronize()
+    except ArithmeticError:
+        torch.cuda.synchronize()
