@@ -1,7 +1,7 @@
 """Runs kernels under NVIDIA's compute-sanitizer, which finds out-of-bounds accesses and races in
 shared memory.
 
-Kernels are much slower under it, so only a few tests of SELECTION run. Where the tool is missing or
+Kernels are much slower under it, so only a few of their tests run. Where the tool is missing or
 does not work (it needs the driver's debugging interface), the test is skipped with the reason,
 which `run.py` repeats above its table."""
 
@@ -19,9 +19,19 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parent.parent.parent
-KERNEL_TESTS = sorted((ROOT / "tests").glob("test_gpu_*.py"))
-SELECTION = "q4_0 or q6_k or attend or add_norm"
-MOST_TESTS = 8
+TESTS = [
+    f"tests/kernels/test_gpu_{name}"
+    for name in (
+        "kernels.py::test_dot[q4_0_planar-1]",
+        "kernels.py::test_dot[q6_k_planar-3]",
+        "kernels.py::test_unpack[q6_k_planar]",
+        "neurons.py::test_gate_up[q4_0_planar-1]",
+        "neurons.py::test_down[q4_0_planar-True-True]",
+        "attention.py::test_add_norm[96-True]",
+        "attention.py::test_attend_within_a_window[128-65]",
+        "rows.py::test_attend_to_blocks[None-8-dtype0]",
+    )
+]
 SECONDS = 100
 ERROR = 86  # the exit code of a run in which the tool found something
 HAZARD = re.compile(
@@ -111,36 +121,9 @@ def working(tmp_path_factory):
         pytest.skip(f"compute-sanitizer misses an error made on purpose (exit code {code})")
 
 
-def selected():
-    """Names of a few tests of the kernels, spread over all of the selection."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-k", SELECTION, *KERNEL_TESTS],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    names = [line for line in listed.stdout.splitlines() if "::" in line]
-    return spread(names, MOST_TESTS)
-
-
-def spread(names, most):
-    """At most this many of the names, evenly spaced, the first and the last among them."""
-    count = min(most, len(names))
-    return [names[i * (len(names) - 1) // max(1, count - 1)] for i in range(count)]
-
-
-@pytest.mark.parametrize("num_names", [0, 1, 7, 8, 9, 15, 16, 40])
-def test_names_are_spread_over_all(num_names):
-    chosen = spread(range(num_names), MOST_TESTS)
-    assert len(set(chosen)) == len(chosen) == min(num_names, MOST_TESTS)
-    assert chosen[:1] == list(range(num_names))[:1] and chosen[-1:] == list(range(num_names))[-1:]
-
-
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_the_kernels_are_clean(cuda, working, tool):
-    names = selected()
-    assert names, f"no test of kernels matches {SELECTION!r}"
-    code, output = sanitized("-m", "pytest", "-q", "-p", "no:cacheprovider", *names, tool=tool)
+    code, output = sanitized("-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, tool=tool)
     if code is None:
         pytest.skip(output)
     if tool == "racecheck" and code == ERROR:

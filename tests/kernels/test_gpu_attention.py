@@ -100,63 +100,42 @@ def frequencies(width):
     return (10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)).to(device())
 
 
+def rotated(kernels, qkv, cache, at, spec, *, norms=(None, None), width=None):
+    """[(queries, keys and values; cache)] of the kernel and of the reference, on copies; the first
+    `width` values of each head rotate."""
+    found, position = [], torch.tensor(at, device=device())
+    for which in (kernels, REFERENCE):
+        own, caches = qkv.clone(), cache.clone()
+        frequency = frequencies(width or spec.head_dim)
+        which.rotate_append(own, frequency, *norms, position, caches[0], caches[1], spec)
+        found.append((own, caches))
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("is_adjacent", [False, True])
 @pytest.mark.parametrize("norms", ["none", "both", "key"])
 @pytest.mark.parametrize(("width", "position"), [(32, 0), (80, 1), (128, 99)])
 def test_rotate_append(kernels, dtype, is_adjacent, norms, width, position):
-    found = []
-    for which in (kernels, REFERENCE):
-        qkv = vector(8 * width)  # 4 queries, 2 keys, 2 values
-        cache = torch.full((100, 2, 2, width), 7.0, dtype=dtype, device=device())
-        if width == 32:  # head-major in memory, as in the runtime
-            cache = cache.transpose(0, 2).contiguous().transpose(0, 2)
-        which.rotate_append(
-            qkv,
-            frequencies(width),
-            vector(width, 2) if norms == "both" else None,
-            vector(width, 3) if norms != "none" else None,
-            torch.tensor([position], device=device()),
-            cache[:, 0],
-            cache[:, 1],
-            heads_of(width=width, is_adjacent=is_adjacent),
-        )
-        found.append((qkv, cache))
+    qkv = vector(8 * width)  # 4 queries, 2 keys, 2 values
+    cache = torch.full((2, 100, 2, width), 7.0, dtype=dtype, device=device())
+    if width == 32:  # head-major in memory, as in the runtime
+        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    weights = (
+        vector(width, 2) if norms == "both" else None,
+        vector(width, 3) if norms != "none" else None,
+    )
+    spec = heads_of(width=width, is_adjacent=is_adjacent)
+    found = rotated(kernels, qkv, cache, [position], spec, norms=weights)
     (got, got_cache), (want, want_cache) = found
     size = (want.abs().max() + want_cache.abs().max()).double()
     assert_close(got, want, (16 * EPS + 4 * rounding(width)) * size)
     eps = torch.finfo(dtype).eps + 16 * EPS + 4 * rounding(width)
     assert_close(got_cache, want_cache, eps * size)
     others = torch.arange(100) != position
-    assert (got_cache[others] == 7).all() and not (got_cache[position] == 7).any()
-    assert torch.equal(got[4 * width :], vector(8 * width)[4 * width :])
-    assert torch.equal(got_cache[position, 1].flatten(), got[6 * width :].to(dtype))
-
-
-@pytest.mark.parametrize("num_rows", [1, 2])
-def test_magnitude_of_a_rotation(kernels, num_rows):
-    """Queries and keys are multiplied by YaRN's magnitude, values are not."""
-    found = {}
-    for magnitude in (1.0, 1.25):
-        for which in (kernels, REFERENCE):
-            qkv = vector(num_rows * 8 * 64).view(num_rows, -1)
-            cache = torch.zeros(2, 9, 2, 64, device=device())
-            qkv = qkv[0] if num_rows == 1 else qkv
-            position = torch.arange(5, 5 + num_rows, device=device())
-            which.rotate_append(
-                qkv,
-                frequencies(64),
-                None,
-                None,
-                position,
-                *cache,
-                heads_of(width=64, is_adjacent=True, magnitude=magnitude),
-            )
-            found[which is REFERENCE, magnitude] = torch.cat([qkv.flatten(), cache.flatten()])
-    want = found[True, 1.25]
-    assert_close(found[False, 1.25], want, 32 * EPS * want.abs().max())
-    is_scaled = (want != found[True, 1.0]).sum()
-    assert is_scaled == num_rows * (4 + 2) * 64  # of 4 queries and 2 cached keys
+    assert (got_cache[:, others] == 7).all() and not (got_cache[:, position] == 7).any()
+    assert torch.equal(got[4 * width :], qkv[4 * width :])
+    assert torch.equal(got_cache[1, position].flatten(), got[6 * width :].to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -166,29 +145,20 @@ def test_magnitude_of_a_rotation(kernels, num_rows):
 def test_heads_with_norms_of_their_own_and_growing_queries(kernels, norm, growth, width=40):
     """Command R+'s layer norms with weights for each head, and Ministral 3's queries, which grow
     with the position."""
-    found, rows = [], 3
     steady = heads_of(width=width, is_adjacent=True, norm=norm, norms_by_head=True)
     factor, length = growth or (None, None)
     spec = replace(steady, growth=factor, growth_length=length)
-    for which in (kernels, REFERENCE):
-        qkv = vector(rows * 8 * width).view(rows, -1) + 0.5  # not of mean 0
-        cache, at = (
-            torch.zeros(2, 9, 2, width, device=device()),
-            torch.arange(4, 7, device=device()),
-        )
-        weights = vector(4 * width, 2).view(4, width), vector(2 * width, 3).view(2, width)
-        which.rotate_append(qkv, frequencies(width), *weights, at, *cache, spec)
-        found.append((qkv, cache))
-    (got, got_cache), (want, want_cache) = found
+    qkv = vector(3 * 8 * width).view(3, -1) + 0.5  # not of mean 0
+    cache, at = torch.zeros(2, 9, 2, width, device=device()), [4, 5, 6]
+    norms = vector(4 * width, 2).view(4, width), vector(2 * width, 3).view(2, width)
+    (got, got_cache), (want, want_cache) = rotated(kernels, qkv, cache, at, spec, norms=norms)
     assert_close(got, want, (32 * EPS + 4 * rounding(width)) * want.abs().max())
     assert_close(got_cache, want_cache, (32 * EPS + 4 * rounding(width)) * want_cache.abs().max())
     if growth:
-        plain = vector(rows * 8 * width).view(rows, -1) + 0.5
-        REFERENCE.rotate_append(plain, frequencies(width), *weights, at, *cache, steady)
-        factor_T = 1 + factor * torch.log(1 + at // length)
-        rest = plain.clone()
-        rest[:, : 4 * width] *= factor_T[:, None]
-        assert_close(want, rest, 8 * EPS * want.abs().max())
+        _, (plain, _) = rotated(kernels, qkv, cache, at, steady, norms=norms)
+        factor_T = 1 + factor * torch.log(1 + torch.tensor(at, device=device()) // length)
+        plain[:, : 4 * width] *= factor_T[:, None]
+        assert_close(want, plain, 8 * EPS * want.abs().max())
 
 
 @pytest.mark.parametrize("num_kv_projections", [2, 1, 0])
@@ -196,82 +166,43 @@ def test_heads_with_norms_of_their_own_and_growing_queries(kernels, norm, growth
 def test_values_with_a_norm(kernels, num_rows, num_kv_projections, width=40):
     """Gemma 4's: the norm of values has no weights, and values may be keys before their norm. A
     layer that reads those of another appends nothing."""
-    found, size = [], (2 + 2 * num_kv_projections) * width  # 2 queries, 2 keys, 2 values
-    spec = heads_of(
-        2,
-        2,
-        width,
-        norms_values=True,
-        num_kv_projections=num_kv_projections,
-        source=None if num_kv_projections else 0,
-    )
-    for which in (kernels, REFERENCE):
-        qkv = vector(num_rows * size).view(num_rows, -1)
-        qkv = qkv[0] if num_rows == 1 else qkv
-        cache, at = torch.zeros(2, 9, 2, width, device=device()), torch.arange(5, 5 + num_rows)
-        which.rotate_append(
-            qkv,
-            frequencies(width),
-            vector(width, 2),
-            vector(width, 3),
-            at.to(device()),
-            *cache,
-            spec,
-        )
-        found.append((qkv, cache))
-    (got, got_cache), (want, want_cache) = found
+    size = (2 + 2 * num_kv_projections) * width  # 2 queries, 2 keys, 2 values
+    sharing = {"num_kv_projections": num_kv_projections}
+    sharing |= {} if num_kv_projections else {"source": 0}
+    spec = heads_of(2, 2, width, norms_values=True, **sharing)
+    qkv, cache = vector(num_rows * size), torch.zeros(2, 9, 2, width, device=device())
+    qkv = qkv if num_rows == 1 else qkv.view(num_rows, -1)
+    norms, at = (vector(width, 2), vector(width, 3)), [5, 6][:num_rows]
+    (got, got_cache), (want, want_cache) = rotated(kernels, qkv, cache, at, spec, norms=norms)
     assert_close(got, want, 64 * EPS)
     if not num_kv_projections:
         assert not got_cache.any() and not want_cache.any()
         return
     assert_close(got_cache, want_cache, 64 * EPS)
-    raw = vector(num_rows * size).view(num_rows, -1, width)[:, -2:].double()
+    raw = qkv.view(num_rows, -1, width)[:, -2:].double()
     scale = (raw.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    assert_close(got_cache[1, 5 : 5 + num_rows], raw * scale, 64 * EPS)
+    assert_close(got_cache[1, at], raw * scale, 64 * EPS)
 
 
 @pytest.mark.parametrize("is_adjacent", [False, True])
-def test_heads_that_rotate_in_part_before_gates(kernels, is_adjacent, width=40, rotated=12):
+def test_heads_that_rotate_in_part_before_gates(kernels, is_adjacent, width=40, part=12):
     """Qwen3-Next's: a quarter of each head rotates, and behind each query is the gate of its head,
     which stays as it is. The part by itself is a rotation of narrower heads."""
-    found, turn = [], {"is_adjacent": is_adjacent, "magnitude": 1.25}
-    for which in (kernels, REFERENCE):
-        qkv, cache = vector(6 * width), torch.zeros(9, 2, 1, width, device=device())
-        which.rotate_append(
-            qkv,
-            frequencies(rotated),
-            vector(width, 2),
-            vector(width, 3),
-            torch.tensor([7], device=device()),
-            cache[:, 0],
-            cache[:, 1],
-            heads_of(2, 1, width, is_gated=True, **turn),
-        )
-        found.append((qkv.view(6, width), cache))
+    turn = {"is_adjacent": is_adjacent, "magnitude": 1.25}
+    qkv, cache = vector(6 * width), torch.zeros(2, 9, 1, width, device=device())
+    spec, norms = heads_of(2, 1, width, is_gated=True, **turn), (vector(width, 2), vector(width, 3))
+    found = rotated(kernels, qkv, cache, [7], spec, norms=norms, width=part)
     (got, got_cache), (want, want_cache) = found
     assert_close(got, want, 64 * EPS)
     assert_close(got_cache, want_cache, 64 * EPS)
-    before, plain = vector(6 * width).view(6, width), vector(2 * width)
+    got, before = got.view(6, width), qkv.view(6, width)
     assert torch.equal(got[1::2][:2], before[1::2][:2]) and torch.equal(got[4:], before[4:])
-    plain = torch.cat([before[0], before[4:].flatten()])  # one query, without its gate
-    none = torch.zeros(9, 2, 1, width, device=device())
-    at = torch.tensor([7], device=device())
-    norms = vector(width, 2), vector(width, 3)
-    kernels.rotate_append(plain, None, *norms, at, none[:, 0], none[:, 1], heads_of(1, 1, width))
-    narrow = torch.cat([plain[:rotated], torch.zeros(2 * rotated, device=device())])
-    none = torch.zeros(9, 2, 1, rotated, device=device())
-    kernels.rotate_append(
-        narrow,
-        frequencies(rotated),
-        None,
-        None,
-        at,
-        none[:, 0],
-        none[:, 1],
-        heads_of(1, 1, rotated, **turn),
-    )
-    assert_close(got[0, :rotated], narrow[:rotated], 8 * EPS)
-    assert_close(got[0, rotated:], plain[rotated:width], 8 * EPS)
+    query = before[0] * (before[0].square().mean() + 1e-5).rsqrt() * norms[0]
+    narrow = torch.cat([query[:part], torch.zeros(2 * part, device=device())])
+    none = torch.zeros(2, 9, 1, part, device=device())
+    (narrow, _), _ = rotated(kernels, narrow, none, [7], heads_of(1, 1, part, **turn))
+    assert_close(got[0, :part], narrow[:part], 8 * EPS)
+    assert_close(got[0, part:], query[part:], 8 * EPS)
 
 
 @pytest.mark.parametrize("position", [1, 1000, 131071])

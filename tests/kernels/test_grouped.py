@@ -11,7 +11,7 @@ from test_tiled import assert_holds_rows, assert_same_with_any_threads, copied_a
 from hotsplit import Engine
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.grouped import GROUP_ROWS, GROUPED_KIND, from_grouped, is_grouped
+from hotsplit.runtime.kernels.grouped import GROUPED_KIND, from_grouped, is_grouped
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.weights.matrix import Matrix
 from hotsplit.runtime.weights.resident import Residence
@@ -43,21 +43,6 @@ def test_groups_hold_the_rows_of_the_file(kind, width):
     back, found = from_grouped(groups, GROUPED_KIND[kind])
     assert found == kind and torch.equal(back, rows)
     assert_holds_rows(groups, GROUPED_KIND[kind], rows, kind, [127, 0, 64, 63, 17, 17])
-
-
-def test_the_bytes_of_a_small_group():
-    """Row r has two blocks, with scale bytes r and 64 + r; byte i of their quants is r + 3 * i."""
-    rows = torch.zeros(GROUP_ROWS, 2, 18, dtype=torch.uint8)
-    for r in range(GROUP_ROWS):
-        rows[r, :, 0] = torch.tensor([r, 64 + r])
-        rows[r, :, 2:] = r + 3 * torch.arange(16)
-    group = grouped(rows.flatten(1), "q4_0").flatten()
-    first, second = group[: 64 * 18], group[64 * 18 :]
-    assert first[:128:2].tolist() == list(range(64))
-    assert second[:128:2].tolist() == list(range(64, 128))
-    assert torch.equal(first[128:], second[128:])
-    assert first[128:136].tolist() == [0, 16, 32, 48, 3, 19, 35, 51]  # rows 0, 16, 32 and 48
-    assert first[192:196].tolist() == [1, 17, 33, 49]
 
 
 @pytest.mark.parametrize("kind", GROUPED_KIND)

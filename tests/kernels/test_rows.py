@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from itertools import product
 
 import numpy as np
@@ -194,37 +193,6 @@ def test_rows_out_of_the_model_are_refused(tmp_path):
         for ids, start in (([1, 90], 0), ([-1], 0), ([1, 2], CONTEXT - 1), ([1], -1)):
             with pytest.raises(IndexError, match="outside the model"):
                 native.run_rows(rows_of(ids, start, "all"))
-
-
-def test_the_same_seed_gives_the_same_text_a_hundred_times(tmp_path, restore_library):
-    """Beside a thread that multiplies matrices, with one, two and three threads."""
-    model = model_of(tmp_path, "q4_0")
-    is_over = threading.Event()
-
-    def burn() -> None:
-        x = torch.ones(300, 300)
-        while not is_over.is_set():
-            x @ x
-
-    busy = threading.Thread(target=burn)
-    busy.start()
-    try:
-        with Engine.load(model.path, mode="predicted") as engine:
-            found = set()
-            for run in range(100):
-                library.set_threads(1 + run % 3)
-                logits = engine._prefill(torch.tensor(IDS[:11]))
-                tokens = []
-                generator = torch.Generator().manual_seed(7)
-                for position in range(11, 25):
-                    share = logits.softmax(dim=-1)
-                    tokens.append(torch.multinomial(share, 1, generator=generator).item())
-                    logits = engine._step(tokens[-1], position)
-                found.add(tuple(tokens))
-        assert len(found) == 1
-    finally:
-        is_over.set()
-        busy.join()
 
 
 # Makes clock_gettime jump, for C++ and Python alike.

@@ -9,8 +9,7 @@ import pytest
 import torch
 from control_group_files import TWO_PROCESSORS, write_groups
 from forked import run_python
-from models import make_machine, make_model, make_sizes
-from test_runtime import make_split
+from models import make_machine
 
 from hotsplit.doctor import machine_findings as doctor
 from hotsplit.errors import HotsplitError
@@ -169,59 +168,6 @@ def test_a_processor_has_one_name(tmp_path, monkeypatch, content, name):
 def test_torch_uses_the_same_number(restore_library):
     for count in (1, 3):
         assert use_threads(count) == count == torch.get_num_threads() == library.num_threads()
-
-
-WAKING = """
-import os, sys, time, torch
-from pathlib import Path
-from hotsplit import Engine
-from hotsplit.artifacts.split_file import Split
-from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step import hybrid_builder
-from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.backend import plain_backend
-
-def switches():
-    # Of all threads but this one.
-    found = {}
-    for name in os.listdir("/proc/self/task"):
-        if int(name) != os.getpid():
-            lines = Path(f"/proc/self/task/{name}/status").read_text().splitlines()
-            found[name] = sum(int(each.split()[1]) for each in lines if "ctxt_switches" in each)
-    return found
-
-def woken(run):
-    run()
-    time.sleep(0.2)  # until they sleep
-    before = switches()
-    run()
-    time.sleep(0.2)
-    return sum(count != before.get(name) for name, count in switches().items())
-
-library.set_threads(1)
-torch.set_num_threads(4)
-engine = Engine.load(sys.argv[1], split=sys.argv[2], mode="dense")
-step = hybrid_builder.build(
-    engine._live.weights, Placement.of_split(Split.load(Path(sys.argv[2])), (torch.device("cpu"),)),
-    engine.traffic, plain_backend(reference_kernels()), max_rows=2,
-)
-logits = step.run_rows(rows_of([1, 2], 0, "all")).clone()
-print(woken(lambda: step.run_rows(rows_of([3, 4], 2, "all"))), woken(lambda: logits[0].clone()))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts context switches in /proc")
-def test_a_step_beside_a_gpu_wakes_no_thread_of_torch(tmp_path):
-    """Copies of logits by torch would: of more than 32,768 values each is a region of all threads,
-    which then spin on the cores of the kernels' threads. They sleep, so a switch is a wake-up."""
-    model = make_model(sizes=make_sizes(vocab_size=40_000))
-    model.save(tmp_path / "m.gguf")
-    split = make_split(model, [[], []], dense_on_gpu=False, head_on_gpu=False)
-    split.save(tmp_path / "s.gguf")
-    done = run_python(WAKING, tmp_path / "m.gguf", tmp_path / "s.gguf")
-    assert done.stdout.split() == ["0", "3"], (done.stdout, done.stderr)
 
 
 def test_a_core_is_left_to_the_gpu_unless_the_user_names_a_number(

@@ -13,7 +13,7 @@ from hotsplit import Engine
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import unpack
-from hotsplit.runtime.kernels.tiled import TILE_ROWS, TILED_KIND, from_tiled, is_tiled
+from hotsplit.runtime.kernels.tiled import TILED_KIND, from_tiled, is_tiled
 from hotsplit.runtime.weights.matrix import Matrix
 from hotsplit.runtime.weights.resident import Residence
 
@@ -79,47 +79,6 @@ def test_tiles_hold_the_rows_of_the_file(kind, width):
     back, found = from_tiled(tiles, TILED_KIND[kind])
     assert found == kind and torch.equal(back, rows)
     assert_holds_rows(tiles, TILED_KIND[kind], rows, kind, [47, 0, 16, 16, 15])
-
-
-def test_the_bytes_of_a_small_tile():
-    """Three blocks of row r: scales r, 16 + r and 32 + r; quants 64 r + the place in the block,
-    modulo 256."""
-    rows = torch.zeros(TILE_ROWS, 3, 34, dtype=torch.uint8)
-    for r in range(TILE_ROWS):
-        for b in range(3):
-            rows[r, b, 0] = 16 * b + r
-            rows[r, b, 2:] = torch.arange(32) + 64 * (r % 4)
-    tile = tiled(rows.flatten(1), "q8_0").flatten()
-    assert tile[:64:2].tolist() == list(range(32)) and not tile[1:64:2].any()
-    assert tile[64:80].tolist() == [i + 64 * r for r in range(4) for i in range(4)]
-    assert tile[128:132].tolist() == [4, 5, 6, 7]
-    assert torch.equal(tile[64:576], tile[576:1088])  # the quants of the second block
-    assert tile[1088:1120:2].tolist() == list(range(32, 48))
-    assert torch.equal(tile[1120:], tile[64:576])
-
-
-@pytest.mark.parametrize("num_blocks", [1, 2, 3])
-def test_the_bytes_of_a_small_tile_of_a_k_quant(num_blocks):
-    """A tile of q6_K rows. In block b of row r, the scales are 64 b + r, the f16 bits 1024 b + r,
-    the upper bits 100 + b and the nibbles 200 + b. A pair of blocks begins with its f16 numbers, a
-    single last block ends with them."""
-    rows = torch.zeros(TILE_ROWS, num_blocks, 210, dtype=torch.uint8)
-    for r in range(TILE_ROWS):
-        for b in range(num_blocks):
-            rows[r, b, :128], rows[r, b, 128:192] = 200 + b, 100 + b
-            rows[r, b, 192:208] = 64 * b + r
-            rows[r, b, 208], rows[r, b, 209] = r, 4 * b
-    got = tiled(rows.flatten(1), "q6_k").flatten().tolist()
-
-    def numbers(b):
-        return [byte for r in range(TILE_ROWS) for byte in (r, 4 * b)]
-
-    def rest(b):
-        return 16 * [64 * b + r for r in range(16)] + 1024 * [100 + b] + 2048 * [200 + b]
-
-    pair = [*numbers(0), *numbers(1), *rest(0), *rest(1)]
-    alone = [*rest(num_blocks - 1), *numbers(num_blocks - 1)]
-    assert got == {1: alone, 2: pair, 3: pair + alone}[num_blocks]
 
 
 @pytest.mark.parametrize("kind, width", WIDTHS)

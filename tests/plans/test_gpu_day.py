@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from models import make_sizes
 from paths import ROOT, SEARCH_PATH
 
@@ -99,12 +98,6 @@ def test_sections_with_a_result_are_not_repeated(tmp_path):
     assert counts == [1]
     page = gpu_sections.page_of(sections.content, ["a", "b"])
     assert "speed\n  what  ms\n  a      1" in page and "b: not measured: no time left" in page
-
-
-def test_a_section_without_time_is_left_for_the_next_call(tmp_path):
-    sections = Sections(tmp_path / "r.json", "x", 1)
-    sections.run("a", lambda: pytest.fail("no time"), least_s=5)
-    assert sections.content["sections"] == {}
 
 
 def test_a_part_that_fails_in_a_section_measures_the_others(tmp_path):
@@ -289,20 +282,6 @@ def test_a_hand_over_whose_flag_never_comes_is_reported(monkeypatch, small):
     monkeypatch.setattr(fake, "write", lambda address, value: None)
     assert known.added_us(exchange_forms.MEMOPS, 1, 0.0, 1) is None
     assert buffers.done[:: exchange_forms.LINE].tolist() == [1] * 3
-
-
-def test_the_pool_reads_all_and_the_job_is_done_once_a_layer(small):
-    fake = gpu_handover.FakeGpu()
-    buffers, host = exchange_forms.Buffers(fake), gpu_handover.Host()
-    bench = round_trips.HandoverBench(gpu=fake, host=host, buffers=buffers, cores=2, is_small=True)
-    with host.pool(2, 50, False, torch.ones(4096)) as pool:
-        known = bench.forms(round_trips.Job(buffers.x_host, buffers.y_host, pool, 4096))
-        for name in (exchange_forms.HOST_SIDE, exchange_forms.FLAGS):
-            buffers.x.fill_(2.0)
-            buffers.y_host.zero_()
-            assert known.added_us(name, 1, 0.0, 1) is not None
-            assert known.job.struct.count == 3
-            assert buffers.y_host[:16].tolist() == [3.0] * 16
 
 
 def test_the_kernels_of_the_handover_benchmark_compile():

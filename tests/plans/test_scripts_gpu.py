@@ -20,9 +20,10 @@ import gpu  # noqa: E402
 import gpu_cases  # noqa: E402
 import gpu_ready  # noqa: E402
 import gpu_rival  # noqa: E402
+import test_sanitizer  # noqa: E402
 import test_step  # noqa: E402
 import worker_process  # noqa: E402
-from gpu_model import Planted, write_dense, write_planted  # noqa: E402
+from gpu_model import Planted, write_planted  # noqa: E402
 from worker_process import Process, ProcessError  # noqa: E402
 
 import run as gpu_run  # noqa: E402
@@ -79,13 +80,6 @@ def test_planted_predictors_name_what_fires(planted):
     assert (dense.argmax(dim=1) == predicted.argmax(dim=1)).float().mean() > 0.95
     assert 0.1 < np.mean(model.predictor.density_L) < 0.3
     assert read < 0.5 * sum(e.num_bytes for n, e in model.tensors.items() if "ffn" in n) * len(ids)
-
-
-def test_the_rivals_file_has_the_stock_layout(tmp_path):
-    write_dense(Planted(sizes=TOY, rank=64, device=CPU), tmp_path / "stock.gguf", layout="stock")
-    with Engine.load(tmp_path / "stock.gguf", device="cpu") as engine:
-        assert engine.model.layout == "stock" and engine.model.activation == "silu"
-        assert torch.isfinite(engine.logits([5, 6, 7])).all()
 
 
 def test_the_limit_of_a_dense_step_counts_all_bytes_except_the_embedding():
@@ -338,14 +332,24 @@ sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", *sys.arg
 """
 
 
+def collected(*names) -> list[str]:
+    """The ids of the tests of these files, or with these ids; pytest fails if it misses one."""
+    done = forked.run_python(COLLECT, *names, cwd=ROOT, server="command")
+    assert done.returncode == 0, done.stdout[-2000:]
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_the_sanitizers_tests_exist():
+    assert len(collected(*test_sanitizer.TESTS)) == len(test_sanitizer.TESTS)
+
+
 def test_no_part_of_a_file_is_without_tests():
-    """pytest fails if it selects no test."""
     paths = {Path(job.arguments[-1]) for job in gpu_run.jobs_of("cuda")}
     paths = [path for path in sorted(paths) if path.stem in gpu_run.PARTS]
     assert len(paths) == len(gpu_run.PARTS)
-    done = forked.run_python(COLLECT, *paths, cwd=ROOT, server="command")
+    found = collected(*paths)
     for path in paths:
-        names = [n.split("::")[1] for n in done.stdout.splitlines() if f"{path.name}::" in n]
+        names = [name.split("::")[1] for name in found if f"{path.name}::" in name]
         parts = gpu_run.PARTS[path.stem]
         assert not empty_parts(names, parts), path.name
         assert empty_parts(names, (*parts, "no_such_test")) == ["no_such_test"]

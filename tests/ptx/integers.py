@@ -199,18 +199,10 @@ def _carrying(part, kind, operands, registers, *, adds_carry: bool, sets_carry: 
 
 # ---- comparisons and choices ---------------------------------------------------------------
 
-_ORDERS = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lo": np.less,
-    "ls": np.less_equal,
-    "hi": np.greater,
-    "hs": np.greater_equal,
-}
+_ORDERS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal}
+_ORDERS |= {"gt": np.greater, "ge": np.greater_equal}
+# Of unsigned numbers.
+_ORDERS |= {"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
 _JOINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 

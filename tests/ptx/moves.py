@@ -8,22 +8,8 @@ from ptx.text import BYTES
 
 _SPACES = ("global", "shared", "local", "param", "const")
 # Cache hints, memory orders and scopes. They change nothing here: an access takes effect at once.
-_HINTS = (
-    "nc",
-    "volatile",
-    "relaxed",
-    "weak",
-    "gpu",
-    "cta",
-    "sys",
-    "ca",
-    "cg",
-    "cs",
-    "lu",
-    "cv",
-    "wb",
-    "wt",
-)
+_HINTS = ("nc", "volatile", "relaxed", "weak", "gpu", "cta", "sys")
+_HINTS += ("ca", "cg", "cs", "lu", "cv", "wb", "wt")
 
 
 def move(name, modifiers, operands, registers):

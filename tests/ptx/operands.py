@@ -13,29 +13,24 @@ import numpy as np
 from ptx.faults import UnknownInstruction
 from ptx.text import BYTES
 
+# The numpy types of values; two values in a register, and bf16, are bits.
 DTYPE = {
-    "b8": np.uint8,
-    "u8": np.uint8,
-    "s8": np.int8,
-    "b16": np.uint16,
-    "u16": np.uint16,
-    "s16": np.int16,
-    "b32": np.uint32,
-    "u32": np.uint32,
-    "s32": np.int32,
-    "b64": np.uint64,
-    "u64": np.uint64,
-    "s64": np.int64,
-    "f16": np.float16,
-    "f32": np.float32,
-    "f64": np.float64,
-    "bf16": np.uint16,
-    "pred": np.bool_,
-    "f16x2": np.uint32,
-    "bf16x2": np.uint32,
-    "s16x2": np.uint32,
-    "u16x2": np.uint32,
-    "f32x2": np.uint64,
+    kind: np.dtype(name).type
+    for name, kinds in {
+        "u1": "b8 u8",
+        "i1": "s8",
+        "u2": "b16 u16 bf16",
+        "i2": "s16",
+        "u4": "b32 u32 f16x2 bf16x2 s16x2 u16x2",
+        "i4": "s32",
+        "u8": "b64 u64 f32x2",
+        "i8": "s64",
+        "f2": "f16",
+        "f4": "f32",
+        "f8": "f64",
+        "?": "pred",
+    }.items()
+    for kind in kinds.split()
 }
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SPECIAL = (

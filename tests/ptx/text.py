@@ -23,23 +23,14 @@ _GUARD = re.compile(r"@(!?)([\w$%]+)\s+")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+([\w$%]+)")
 _LINE = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 BYTES = {
-    "b8": 1,
-    "u8": 1,
-    "s8": 1,
-    "b16": 2,
-    "u16": 2,
-    "s16": 2,
-    "f16": 2,
-    "bf16": 2,
-    "b32": 4,
-    "u32": 4,
-    "s32": 4,
-    "f32": 4,
-    "b64": 8,
-    "u64": 8,
-    "s64": 8,
-    "f64": 8,
-    "pred": 1,
+    kind: size
+    for size, kinds in {
+        1: "b8 u8 s8 pred",
+        2: "b16 u16 s16 f16 bf16",
+        4: "b32 u32 s32 f32",
+        8: "b64 u64 s64 f64",
+    }.items()
+    for kind in kinds.split()
 }
 
 

@@ -1,7 +1,6 @@
 """A position-wise operation that no file of the product names, at several places of a layer: on a
 GPU it gives what torch gives, and memory is counted for it."""
 
-import json
 import sys
 from collections.abc import Mapping
 from ctypes import Structure, c_void_p
@@ -12,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from models import gemma3n_spec, make_model, make_sizes
+from models import make_model, make_sizes
 from reference import logits_ref, rel_error
 from test_hybrid_step import steps
 from test_runtime import make_split
@@ -22,7 +21,6 @@ from hotsplit.costs.bytes_read import bytes_read
 from hotsplit.costs.kernel_counts import dense_kernels
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
-from hotsplit.inspection.file_summary import to_json
 from hotsplit.model.operations import PositionWise
 from hotsplit.model.spec import Add, ModelSpec, Neurons
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
@@ -179,19 +177,3 @@ def test_plans_count_an_operation_in_layers_and_outside():
     assert workspace_bytes(model, 32, "exact", gpu_budget_bytes=1 << 26) > 0
     with pytest.raises(HotsplitError, match="the C.. library has no operation 'scaling_x'"):
         Engine.of(model, mode="exact")
-
-
-def test_operations_are_told_apart_in_json():
-    spec = gemma3n_spec(make_sizes(width=128, num_layers=1))
-    found = json.loads(to_json(spec))
-    blocks = [*found["first"], *found["layers"][0]["blocks"], *found["last"]]
-    assert [block["operation"] for block in blocks if "operation" in block] == [
-        "layer inputs",
-        "begin planes",
-        "predict planes",
-        "low rank",
-        "correct planes",
-        "per layer",
-        "add to planes",
-        "end planes",
-    ]

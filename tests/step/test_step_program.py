@@ -22,15 +22,7 @@ from hotsplit.model.spec import Predict
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.forms import host_form, placed_form
-from hotsplit.runtime.step.program import (
-    HOST,
-    LayerPlace,
-    StepForm,
-    edges,
-    gpu,
-    layer_ops,
-    step_program,
-)
+from hotsplit.runtime.step.program import HOST, LayerPlace, edges, gpu, layer_ops, step_program
 from hotsplit.runtime.step.program_summary import file_form, lines_of, summarise_program
 
 CPU = torch.device("cpu")
@@ -238,15 +230,6 @@ def test_many_equal_layers_are_one_run(tmp_path):
         assert counts["attention"] == 30 and counts["head"] == 1
 
 
-def test_layers_with_other_bytes_are_one_run_too(tmp_path):
-    model, _ = files(tmp_path, "llama", "host")
-    make_split(model, [SOME, SOME[:5], SOME[:9]]).save(tmp_path / "s.gguf")
-    lines = lines_of(summarise_program(model.path, tmp_path / "s.gguf"))
-    # The first layer is a run of its own, as its predictor takes that layer's input.
-    _, hot = (line for line in lines if line.operation == "neurons hot")
-    assert hot.least_bytes * 9 == hot.most_bytes * 5
-
-
 def test_inspect_shows_the_program(tmp_path, capsys):
     model, _ = files(tmp_path, "falcon, two norms", "two GPUs")
     command = ["inspect", str(model.path), "--graph", "--split", str(tmp_path / "s.gguf")]
@@ -316,14 +299,6 @@ def test_edges_keep_reads_after_writes_and_writes_after_reads():
     assert edges(reads_and_writes) == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
 
 
-def test_a_step_is_its_layers_between_embedding_and_head():
-    spec = family_spec("falcon", make_sizes(), options=("attn_norm_2.weight", "ffn_down.bias"))
-    ops = step_program(StepForm(spec=spec, places=(LayerPlace(),) * 2))
-    kinds = ["norm", "norm", "attention", "add", "neurons", "bias", "add"]
-    assert [op.kind for op in ops] == ["embed", *kinds, *kinds, "norm", "head"]
-    assert ops[-2].reads == ("x@host",) and not any(op.is_beside for op in ops)
-
-
 DIVIDED = LayerPlace(device="gpu0", home="gpu0", blocks=(("hot", "gpu0"), ("cold", HOST)))
 
 
@@ -347,15 +322,3 @@ def test_who_names_neurons_is_apart_from_how_they_are_computed():
         readers = [op for op in ops if op.kind == "neurons"]
         assert len(readers) == 2
         assert all(any("named@" in value for value in op.reads) == is_named for op in readers)
-
-
-@pytest.mark.parametrize("place", [LayerPlace(), DIVIDED])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_predictor_may_read_the_layer_before(family, place):
-    predict = Predict(kind="linear", rank=8, threshold=0.0, input_layer_offset=1)
-    spec = family_model(family).spec.layers[0].with_predict(predict)
-    reads = [
-        next(op.reads for op in layer_ops(index, spec, place) if op.kind == "predict")
-        for index in range(3)
-    ]
-    assert reads == [(f"ffn_in.{n}@{place.device}",) for n in (0, 0, 1)]
