@@ -229,7 +229,7 @@ def launch_the_rest() -> None:
 
 
 def launch_delta(key_heads: int = 16, value_heads: int = 32, width: int = 128) -> None:
-    """The kernels of a delta net of Qwen3.6-35B-A3B."""
+    """The kernels of a delta net of Qwen3.6-35B-A3B, and of a short convolution."""
     kernels, channels = triton_kernels(), (2 * key_heads + value_heads) * width
     projected = torch.empty(channels + value_heads * (width + 2))
     taps, gates = torch.empty(channels, 4), torch.empty(value_heads)
@@ -239,6 +239,8 @@ def launch_delta(key_heads: int = 16, value_heads: int = 32, width: int = 128) -
     kernels.convolve(projected, taps, gates, gates, conv, *slots, mixed, key_heads)
     kernels.delta_rule(mixed, state, *slots, out, key_heads, is_grouped=False)
     kernels.gate_norm(out, projected, out[0], 1e-6)
+    rows, of_lfm2 = torch.empty(1, 3 * WIDTH), torch.empty(4, 2, WIDTH)
+    kernels.convolve_gated(rows, torch.empty(WIDTH, 3), of_lfm2, *slots, rows[:, :WIDTH].clone())
 
 
 def facts(name: str, kernel) -> dict[str, str | int]:

@@ -10,6 +10,7 @@ import test_gpu_delta as delta
 import test_gpu_kernels as rows
 import test_gpu_neurons as neurons
 import test_gpu_planes as planes
+import test_gpu_short_conv as short
 import torch
 from ptx import TooEarly
 from ptx.kernels import STORES, PtxKernels
@@ -43,6 +44,7 @@ FORMS = {
     ),
     "convolve": ("_convolve", False, lambda k: delta.ONE.run(k)),
     "delta": ("_delta_rule", True, lambda k: delta.ONE.run(k)),
+    "short convolution": ("_convolve_gated", False, lambda k: short.run(k, short.WIDE, [1])),
     "gate norm": ("_gate_norm", False, lambda k: delta.ONE.run(k)),
     "down": ("_down", True, lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, False)),
     "predict planes": (
