@@ -19,6 +19,7 @@
 #include "../../runtime/kernels/cpu/low_rank.cpp"
 #include "../../runtime/kernels/cpu/per_layer.cpp"
 #include "../../runtime/kernels/cpu/planes.cpp"
+#include "../../runtime/kernels/cpu/short_conv.cpp"
 
 namespace {
 
@@ -493,8 +494,8 @@ bool mixtures(int32_t kind, bool is_by_output, bool computes_all) {
            is_refused(layer.route.router.num_rows, E - 1);
 }
 
-// True if a step of several rows gives each the bits of a step of its own, in a layer with a gated delta net and one
-// whose attention has gates, and if rows that would write a slot that is read, or two rows the same one, are refused.
+// True if a step of several rows gives each the bits of a step of its own, in a layer with a gated delta net and a
+// short convolution and one whose attention has gates, and if rows that would write a slot that is read, or two rows the same one, are refused.
 bool deltas(int32_t kind, int64_t M) {
     constexpr int64_t D = 256, R = 19, V = 33, G = 2, N = 24, HEADS = 4, H = 2, W = 32, SLOTS = 4,
                       J = 4;
@@ -508,6 +509,12 @@ bool deltas(int32_t kind, int64_t M) {
     delta.step_bias = floats(HEADS), delta.state = floats(SLOTS * HEADS * N * M);
     delta.inputs = floats(SLOTS * (J - 1) * C), delta.num_key_heads = G, delta.num_value_heads = HEADS;
     delta.key_width = N, delta.value_width = M, delta.num_taps = J, delta.num_slots = SLOTS;
+    const HsShortConv conv = {matrix(kind, 3 * D, D, false),
+                              matrix(kind, D, D, false),
+                              floats(J * D),
+                              floats(SLOTS * (J - 1) * D),
+                              J,
+                              SLOTS};
     HsAttention& attention = layer[1].attention;
     attention.input[0] = matrix(kind, 2 * H * W, D, true);
     for (int m : {1, 2}) attention.input[m] = matrix(kind, W, D, true);
@@ -528,6 +535,10 @@ bool deltas(int32_t kind, int64_t M) {
         {OP_NORM, 0, NORM_ATTN, VALUE_X, none, VALUE_ATTN_IN},
         {hs_operation_kind("delta"), 0, 0, VALUE_ATTN_IN, none, VALUE_ATTN_OUT, 1.0f, 1.0f, none, none,
          &delta},
+        {OP_ADD, 0, 0, VALUE_X, VALUE_ATTN_OUT, VALUE_X},
+        {OP_NORM, 0, NORM_ATTN, VALUE_X, none, VALUE_ATTN_IN},
+        {hs_operation_kind("short conv"), 0, 0, VALUE_ATTN_IN, none, VALUE_ATTN_OUT, 1.0f, 1.0f, none,
+         none, &conv},
         {OP_ADD, 0, 0, VALUE_X, VALUE_ATTN_OUT, VALUE_X},
         {OP_NORM, 1, NORM_ATTN, VALUE_X, none, VALUE_ATTN_IN},
         {OP_ATTENTION, 1, 0, VALUE_ATTN_IN, none, VALUE_ATTN_OUT},

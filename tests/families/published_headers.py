@@ -135,7 +135,8 @@ def tensors_of(header: Header) -> Iterator[Tensor]:
         yield "blk.0.attn_q.weight.lora_b", (width, 16), main
         return
     yield "token_embd.weight", (words, width), output if "tied" in header.marks else main
-    yield "output_norm.weight", (width,), "f32"
+    norm = "token_embd_norm" if "conv" in header.marks else "output_norm"
+    yield f"{norm}.weight", (width,), "f32"
     if "norm_bias" in header.marks:
         yield "output_norm.bias", (width,), "f32"
     if "tied" not in header.marks:
@@ -162,7 +163,9 @@ def tensors_of(header: Header) -> Iterator[Tensor]:
 
 
 def _is_small(name: str) -> bool:
-    return name.startswith(("ffn_gate_inp", "ssm_conv1d", "ssm_alpha", "ssm_beta"))
+    return name.startswith(
+        ("ffn_gate_inp", "ssm_conv1d", "ssm_alpha", "ssm_beta", "shortconv.conv")
+    )
 
 
 def _whole(kind: str, shape: Sequence[int]) -> str:
@@ -177,7 +180,15 @@ def _layer(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{norm}.weight", (width,)
         if "norm_bias" in marks:
             yield f"{norm}.bias", (width,)
-    yield from _delta(header) if "delta" in marks and layer % 4 < 3 else _attention(header, layer)
+    heads = header.keys.get("attention.head_count_kv")
+    if "delta" in marks and layer % 4 < 3:
+        yield from _delta(header)
+    elif "conv" in marks and isinstance(heads, list) and not heads[layer]:
+        yield "shortconv.in_proj.weight", (3 * width, width)
+        yield "shortconv.conv.weight", (width, 3)
+        yield "shortconv.out_proj.weight", (width, width)
+    else:
+        yield from _attention(header, layer)
     yield from _feed_forward(header, layer)
     if "inputs" in marks:
         yield "inp_gate.weight", (INPUTS, width)
@@ -418,7 +429,8 @@ starcoder2-7b-Q4_K_M                starcoder2     starcoder         32,4608,184
 SmolLM2-1.7B-Instruct-Q4_K_M        llama          smollm            24,2048,8192,32,32,64,49152
 SmolLM3-3B-Q4_K_M                   smollm3        smaug-bpe         36,2048,11008,16,4,128,128256
 ERNIE-4.5-21B-A3B-PT-Q4_K_M         ernie4_5-moe   llama             1,2560,12288,20,4,128,103424
-LFM2-1.2B-Q4_K_M                    lfm2           lfm2              1,2048,8192,32,8,64,65536
+LFM2-1.2B-Q4_K_M                    lfm2           lfm2              16,2048,8192,32,8,64,65536
+LFM2-8B-A1B-Q4_K_M                  lfm2moe        lfm2              24,2048,7168,32,8,64,65536
 bge-m3-Q8_0                         bert           llama             1,1024,4096,16,16,64,250002
 mmproj-gemma-3-12b-it-f16           clip           llama             1,1152,4304,16,16,72,1
 llama-3.1-8b-lora-F16               llama          llama             1,4096,14336,32,8,128,128256
@@ -450,6 +462,8 @@ _MARKS = {
     "starcoder2-7b-Q4_K_M": "biases no_gate norm_bias",
     "SmolLM2-1.7B-Instruct-Q4_K_M": "tied",
     "SmolLM3-3B-Q4_K_M": "tied",
+    "LFM2-1.2B-Q4_K_M": "tied head_norms conv",
+    "LFM2-8B-A1B-Q4_K_M": "tied head_norms conv choice_bias",
     "Qwen2.5-32B-Instruct-IQ2_XXS": "bias",
 }
 _EXPERTS = {
@@ -459,8 +473,22 @@ _EXPERTS = {
     "Mixtral-8x7B-Instruct-v0.1-Q4_K_M": (8, 2, 14336, 0, 0),
     "gpt-oss-20b-MXFP4": (32, 4, 2880, 0, 0),
     "GLM-4.5-Air-Q4_K_M": (128, 8, 1408, 1408, 1),
+    "LFM2-8B-A1B-Q4_K_M": (32, 4, 1792, 0, 2),
+}
+_LFM2 = {
+    "context_length": 128000,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "vocab_size": 65536,
+    "shortconv.l_cache": 3,
 }
 _KEYS: dict[str, dict[str, object]] = {
+    "LFM2-1.2B-Q4_K_M": _LFM2
+    | {"attention.head_count_kv": [8 * (n in (2, 5, 8, 10, 12, 14)) for n in range(16)]},
+    "LFM2-8B-A1B-Q4_K_M": _LFM2
+    | {
+        "attention.head_count_kv": [8 * (n in (2, 6, 10, 14, 18, 21)) for n in range(24)],
+        "expert_gating_func": 2,
+    },
     "Llama-3.1-8B-Instruct-Q4_K_M": _IMATRIX
     | {"context_length": 131072, "rope.freq_base": 5e5, "vocab_size": 128256},
     "Qwen3.6-35B-A3B-Q4_K_M": _DELTA
@@ -543,7 +571,6 @@ _WORDS = {
     "DeepSeek-V3-Q4_K_M": "MLA",
     "granite-4.0-h-small-Q4_K_M": "recurrent",
     "ERNIE-4.5-21B-A3B-PT-Q4_K_M": "mixture of experts is not supported",
-    "LFM2-1.2B-Q4_K_M": "recurrent layers",
     "bge-m3-Q8_0": "an encoder",
     "mmproj-gemma-3-12b-it-f16": "images",
     "llama-3.1-8b-lora-F16": "an adapter",

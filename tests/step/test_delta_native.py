@@ -7,11 +7,12 @@ head, J taps, C channels of the convolution, S slots."""
 
 from ctypes import addressof, c_int64, pointer
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from delta_models import delta_model
+from delta_models import RECURRENT, conv_model
 from models import make_sizes
 from reference import logits_ref, rel_error
 
@@ -323,16 +324,30 @@ def test_gates_stay_finite_where_their_functions_do_not(restore_library):
             assert rel_error(torch.from_numpy(got_TD), torch.from_numpy(want_TD)) < 3e-6
 
 
-@pytest.fixture
-def model_path(tmp_path):
-    """The path of a model of five layers, one of which attends with gates."""
+@pytest.fixture(params=RECURRENT)
+def model_path(tmp_path, request):
+    """The path of a model of five layers, one of which attends."""
     sizes = make_sizes(num_layers=5, context_length=400, num_heads=4, num_kv_heads=2)
-    model = replace(delta_model(sizes, period=3), path=tmp_path / "m.gguf")
+    model = replace(RECURRENT[request.param](sizes, period=3), path=tmp_path / "m.gguf")
     model.save(model.path)
     return model.path
 
 
 IDS = [(7 * i + i * i) % 50 for i in range(70)]
+
+
+@pytest.mark.parametrize("num_taps", [1, 2, 5])
+def test_passes_of_short_convolutions_have_equal_bits(num_taps, level):
+    """Of a prompt at once, in parts and token by token, in a hidden size of no whole vectors."""
+    sizes = make_sizes(num_layers=2, width=36, num_heads=2, num_kv_heads=1, context_length=300)
+    ids = [*IDS, *IDS, *IDS, *IDS][:257]
+    with Engine.of(conv_model(sizes, period=2, num_taps=num_taps), mode="dense") as engine:
+        want = engine.logits(ids)
+        assert rel_error(want, logits_ref(engine.model, ids)) < 1e-5
+        for ends in ((1, 3, 10, 74, 257), range(1, 12)):
+            with engine.sequence() as text:
+                for begin, end in pairwise((0, *ends)):
+                    assert torch.equal(text.extend(ids[begin:end], "all"), want[begin:end])
 
 
 def test_a_model_agrees_with_the_reference(model_path, level):
@@ -344,7 +359,7 @@ def test_a_model_agrees_with_the_reference(model_path, level):
         assert rel_error(got, logits_ref(engine.model, IDS)[-1]) < 1e-5
 
 
-def test_observers_see_delta_nets(model_path):
+def test_observers_see_layers_with_states(model_path):
     names, seen, want = ("layer_out", "ffn_hidden", "attn_norm", "attn_heads"), {}, {}
     with (
         Engine.load(model_path, mode="dense") as engine,
