@@ -8,10 +8,23 @@ from itertools import product
 
 import pytest
 import torch
-from gpu_matrices import CODED_KINDS, EPS, KINDS, REFERENCE, block_width, device, make_matrix, sizes
+from gpu_matrices import (
+    CODED_KINDS,
+    EPS,
+    KINDS,
+    REFERENCE,
+    block_width,
+    device,
+    make_matrix,
+    sizes,
+    vector,
+)
+from reference import rel_error
 
+from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.kernels.gpu.products import tokens_of_tile
-from hotsplit.runtime.ops.device import tile_dtype
+from hotsplit.runtime.ops.device import TileLauncher, tile_dtype
+from hotsplit.runtime.weights.matrix import Linear
 
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
@@ -20,6 +33,7 @@ from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kerne
 
 F16 = 2.0**-11  # the relative error of rounding a weight to f16
 ALL_KINDS = [*KINDS, "q4_0", "q8_0", "q6_k"]
+ROOMS = ("rounded_room", "power_T", "hidden_power_T")
 WAYS = {"triton": triton_kernels, "reference": reference_kernels}
 
 
@@ -92,6 +106,20 @@ def test_any_number_of_tokens(kind, count):
     assert is_right(got[:-1], want, bound(x_TD, sizes(matrix).T, powers(count)) + EPS)
     assert is_right(down[:-1], want_down, bound(hidden_TN, sizes(matrix), powers(count)) + EPS)
     assert got[-1].isnan().all() and down[-1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0_planar"])
+def test_rows_may_exceed_the_range_of_f16(kind):
+    """As a pass rounds them: f16 has them divided by powers of two."""
+    matrix, x_TD = make_matrix(kind, 40, 64), 2.0**24 * vector(3 * 64).view(3, 64)
+    rooms = (torch.empty(size, device=device()) for size in (3 * 64, 3, 3))
+    launcher = TileLauncher(
+        kernels=triton_kernels(), main=PlainStream(), **dict(zip(ROOMS, rooms, strict=True))
+    )
+    got, want = torch.empty(2, 3, 40, device=device())
+    launcher.dot(Linear(weight=matrix), x_TD, got)
+    REFERENCE.multiply(matrix, None, x_TD, None, want)
+    assert rel_error(got, want) < (2.0**-8 if kind == "bf16" else 2 * F16)
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])

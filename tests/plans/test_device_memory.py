@@ -491,6 +491,13 @@ def test_arenas_of_families(tmp_path, case):
 def check_arenas(model, split, weights, context=96):
     cards = tuple(torch.device("cpu", index) for index in range(len(split.budgets)))
     placement = Placement.of_split(split, cards)
+    linears = [
+        linear
+        for layer in weights.layers
+        for own in (layer.mixer, *layer.own.values())
+        for linear in ((*own.inputs, own.output) if own is layer.mixer else own.linears)
+    ]
+    widest = max(linear.weight.width for linear in linears)
     for number, card in enumerate(cards):
         cold = gpu_setup.cold_blocks(weights, placement, card)
         for num_rows, piece in ((32, 0), (128, 0), (256, 1 << 20), (512, 100)):
@@ -514,6 +521,7 @@ def check_arenas(model, split, weights, context=96):
             assert ends[-1] - memory.arena.data_ptr() == size == len(memory.arena)
             planned = pass_bytes(model, context, num_rows, split.num_sequences, piece)
             assert size <= planned, (num_rows, piece)
+            assert len(room.rounded) >= num_rows * widest
 
 
 def tensors_in(value):
