@@ -61,10 +61,13 @@ def run_suspended(driver, folder, source, milliseconds, processors):
 def test_jobs_are_whole_while_threads_are_suspended_at_random(driver, tmp_path):
     """With threads that spin, and with threads that outnumber the processors and sleep."""
     source = KERNELS / "thread_pool.cpp"
-    for done in run_suspended(driver, tmp_path, source, 80, processors=(64, 1)):
-        assert done.returncode == 0, done.stdout
-        jobs, _, suspensions, _ = done.stdout.split()
-        assert int(jobs) > 100 and int(suspensions) > 100, done.stdout
+    for milliseconds in (80, 1000, 10_000):  # a busy machine takes longer
+        found = run_suspended(driver, tmp_path, source, milliseconds, processors=(64, 1))
+        assert all(done.returncode == 0 for done in found), found
+        numbers = [int(done.stdout.split()[at]) for done in found for at in (0, 2)]
+        if min(numbers) > 100:
+            return
+    raise AssertionError(f"few jobs and suspensions: {numbers}")
 
 
 @needs_compiler
@@ -74,7 +77,10 @@ def test_a_fault_of_the_pool_is_noticed(driver, tmp_path, fault):
     text = (KERNELS / "thread_pool.cpp").read_text()
     assert text.count(right) == 1
     (tmp_path / "wrong.cpp").write_text(text.replace(right, wrong))
-    (done,) = run_suspended(driver, tmp_path, tmp_path / "wrong.cpp", 1000, processors=(64,))
+    for milliseconds in (1000, 10_000):
+        (done,) = run_suspended(driver, tmp_path, tmp_path / "wrong.cpp", milliseconds, (64,))
+        if done.returncode:
+            break
     assert done.returncode == 1 and "computed" in done.stdout, done
 
 

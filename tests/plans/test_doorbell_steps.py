@@ -114,7 +114,7 @@ def test_a_gpu_or_a_server_that_stops_ends_in_one_line_within_the_timeout(tmp_pa
             assert (
                 lost_line(engine) == f"cuda:0: hand-over 1 of 4 to the CPU: the GPU {why}{advice}"
             )
-            assert time.perf_counter() - began < 5
+            assert time.perf_counter() - began < 60
             torch.cuda.synchronize()
         engine.close()
 

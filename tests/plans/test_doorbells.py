@@ -172,7 +172,6 @@ class Chain:
 @pytest.fixture
 def cuda(monkeypatch):
     monkeypatch.setattr(backend, "POLL_S", 0.0)  # nothing runs meanwhile on the fake runtime
-    monkeypatch.setattr(backend, "TIMEOUT_S", 0.2)
     with fake_cuda() as found:
         yield found
 
@@ -282,6 +281,7 @@ def test_a_submission_in_the_wrong_order_is_a_race_and_gives_other_values(
 )
 def test_a_fault_of_the_server_is_found(cuda, monkeypatch, fault, message):
     monkeypatch.setattr(library, "serve", faulty_server(fault))
+    monkeypatch.setattr(backend, "TIMEOUT_S", 0.2)
     if fault == "one flag too few":  # without the release that would hide it from the stream
         monkeypatch.setattr(Handovers, "release", lambda handovers: None)
     assert message in failure(Chain())
