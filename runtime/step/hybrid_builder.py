@@ -50,6 +50,7 @@ from hotsplit.runtime.step.program import (
     Op,
     StepForm,
     device_of,
+    ffn_in,
     gpu,
     name_of,
     pass_programs,
@@ -111,20 +112,13 @@ class _Builder:
         if neuron_cache is not None:
             kind = HybridExpertCache if spec.has_experts else HybridNeuronCache
             self.cache = kind(weights, placement, self.backend, neuron_cache)
-        vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
-        has_cache = not placement.is_cache_on_host
         self.host = HostBuffers.of(
-            width,
-            spec.most_named,
-            vocab_size,
+            spec,
             is_pinned=backend.is_pinned,
             max_rows=max(max_rows, passes.num_rows),
             most_logits=max_rows,
-            tables=weights.cache.tables if has_cache else (),
-            attended=(0, 0) if has_cache else (spec.most_qkv_size, spec.most_query_size),
-            num_used=spec.most_used,
-            has_states=spec.has_states,
-            value_sizes=spec.value_sizes,
+            tables=() if placement.is_cache_on_host else weights.cache.tables,
+            attends=placement.is_cache_on_host,
         )
         self.own_rows_L = output_rows(spec)
         room = SharedWorkspace()
@@ -197,8 +191,8 @@ class _Builder:
     ) -> NativeNeurons:
         """The CPU's call for units of a layer, of which a GPU may have a part."""
         host, layer = self.host, self.weights.layers[index]
-        gate, x_D = layer.ffn.gate, host.ffn_in_2TD[index % 2]
-        y_D = host.cold_out_TD if is_part else host.ffn_out_TD
+        gate, x_D = layer.ffn.gate, host.values[ffn_in(index)]
+        y_D = host.values["cold_out" if is_part else "ffn_out"]
         if isinstance(cold, ExpertBlock):
             assert layer.router is not None
             num_used, routed = layer.router.spec.num_used, routed_R
@@ -207,7 +201,7 @@ class _Builder:
                 gate,
                 num_used,
                 x_D=x_D,
-                routed=host.routed_TR if routed is None else routed,
+                routed=host.values["routed"] if routed is None else routed,
                 y_D=y_D,
                 room=room,
             )
@@ -226,7 +220,7 @@ class _Builder:
         layer, is_on_gpu = self.weights.layers[index], self.placement.dense_on_gpu[index]
         hot, cold = by_role(layer.ffn.blocks)
         is_named, hot_id_N, native = layer.spec.predict is not None, None, None
-        named_W, bits_W, hot_bits, routed_R = self.host.named_TW, None, None, None
+        named_W, bits_W, hot_bits, routed_R = self.host.values["named"], None, None, None
         if cache is not None:
             bits_W, hot_bits = cache.cold_bits(index), cache.hot_bits(index)
             routed_R = cache.routed(index)
@@ -312,7 +306,7 @@ class _Builder:
         host = self.host.rows(num_rows)
         divided = self.divided
         if self.cache is None:
-            divided = [replace(d, named_W=host.named_TW) for d in divided]
+            divided = [replace(d, named_W=host["named"]) for d in divided]
         devices = _rows(self.devices, num_rows)
         return self._lowered(self.program, self.parts, devices, divided, host, self.form)
 
@@ -320,9 +314,9 @@ class _Builder:
         """The work of passes of so many rows, up to the last layer."""
         host, streamed = self.host.rows(num_rows), self.passes.streamed if is_streamed else ()
         divided = [
-            replace(d, named_W=host.named_TW)
+            replace(d, named_W=host["named"])
             if d.index not in streamed
-            else self._of_pass(replace(d, named_W=host.named_TW), is_streamed=True)
+            else self._of_pass(replace(d, named_W=host["named"]), is_streamed=True)
             for d in self.pass_divided
         ]
         return self._lowered(
@@ -356,11 +350,12 @@ class _Builder:
         )
         number_R = [*number_R, *[number_R[-1]] * (num_rows - len(number_R))]
         if place == HOST:
-            self.host.x_TD[:num_rows] = self.host.x_TD[number_R]
+            x_TD = self.host.values["x"]
+            x_TD[:num_rows] = x_TD[number_R]
             return
-        source_TD = self.pass_devices[place].buffers.rows(pass_length).x_D
+        source_TD = self.pass_devices[place].buffers.rows(pass_length)["x"]
         device = self.devices[place]
-        target_RD = device.buffers.rows(num_rows).x_D.view(num_rows, -1)
+        target_RD = device.buffers.rows(num_rows)["x"].view(num_rows, -1)
         device.main.follow()
         for target_D, number in zip(target_RD, number_R, strict=True):
             device.main.copy(target_D, source_TD[number])

@@ -5,7 +5,7 @@ calls the operations as the step program (program.py) requires them.
 
 A step of T rows uses the beginning of each buffer's memory (of all but `tables`). Vectors become
 [T, ...], `sum_PD` becomes [P, T, D] and `ffn_in_2D` [2, T, D]. For one row there is no T axis,
-except in `token_T`, `position_T` and `sequence_T`.
+except in inputs.
 
 The summands of a sum are adjacent rows of `sum_PD` (DividedLayer): row 0 is attention's output, and
 the rows after it are those of neurons. Values of position-wise operations are in rows while these
@@ -17,7 +17,7 @@ heads, K key-value heads, W head width, or words of F bits, S partial sums, P su
 vocabulary; in `tables`, S sequences and N blocks of each."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
 
@@ -39,7 +39,8 @@ from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.ops.predict import launch_predict
 from hotsplit.runtime.ops.route import launch_route
 from hotsplit.runtime.ops.structs import NotNative
-from hotsplit.runtime.step.native_parts import beginning, first
+from hotsplit.runtime.step.native_parts import StepBuffers, beginning, inputs_of
+from hotsplit.runtime.step.native_step import ALIASES
 from hotsplit.runtime.step.program import HOST, device_of, name_of
 from hotsplit.runtime.weights.expert_block import ExpertBlock, UnitBlock
 from hotsplit.runtime.weights.matrix import Matrix
@@ -191,47 +192,21 @@ def _last_read(blocks: Sequence[Block], name: str) -> int:
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
-# Names in the program -> fields of DeviceBuffers.
-_PLAIN = {
-    "token": "token_T",
-    "position": "position_T",
-    "x": "x_D",
-    "attn_in": "attn_input_D",
-    "head_in": "attn_input_D",
-    "route_in": "attn_input_D",
-    "logits": "logits_V",
-}
 _REAL = torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceBuffers:
-    """The buffers of a step on one GPU, f32 unless noted. They have memory for `max_rows` rows and
-    shapes for `num_rows`."""
+class DeviceBuffers(StepBuffers):
+    """The buffers of a step on one GPU, f32 unless noted. Besides values of the program: "inner" of
+    predictors and routers, and "shared_weight", 0 and the weight of shared experts. Values of
+    position-wise operations are here unless they are in rows of `sums`."""
 
-    max_rows: int
-    num_rows: int
-    token_T: Tensor  # int64
-    position_T: Tensor  # int64
-    sequence_T: Tensor  # int32
-    run_T3: Tensor  # int32, runs of rows (kernels.gpu.delta): at most as many, one in a pass
-    writes_T: Tensor  # int32, the slot that takes the state after a row
-    tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those of a cache in blocks on the GPU
-    x_D: Tensor  # the hidden state
-    own: Mapping[str, Tensor]  # values of position-wise operations that are in no row of sum_PD
-    attn_input_D: Tensor
-    ffn_in_2D: Tensor  # of this layer and the previous one, alternating
     room: Tensor  # flat, of one operation after the other
     attending: tuple[int, int, int]  # how attention divides it, see `of_attention`
-    inner: Tensor  # of predictors and routers, flat
-    routed: Tensor  # experts, as numbers, and their weights, flat
-    shared_2: Tensor  # 0 and the weight of shared experts
-    named_W: Tensor  # int32 [F / 32 rounded up]
     hidden: Tensor  # of hot neurons, or of the chosen experts, flat
-    # Attention's output; partial sums of hot neurons, or outputs of hot experts; bias, or sum of
-    # cold ones; output of shared experts. For position-wise operations see above.
-    sum_PD: Tensor
-    logits_V: Tensor
+    # [P, most rows, D]: attention's output; partial sums of hot neurons, or outputs of hot experts;
+    # bias, or sum of cold ones; output of shared experts. For position-wise operations see above.
+    sums: Tensor
 
     @classmethod
     def of(
@@ -263,59 +238,44 @@ class DeviceBuffers:
         elif has_cache:
             length = tables[0].context_length
             scratch = max(attend_scratch(length, a.num_heads, a.head_dim) for a in spec.attentions)
-        sizes = spec.most_qkv_size, spec.most_query_size, scratch
-        qkv, heads, rest = (padded(max_rows * size) for size in sizes)
+        qkv, heads, rest = (
+            padded(max_rows * size) for size in (spec.most_qkv_size, spec.most_query_size, scratch)
+        )
         own = [block.scratch(width) for layer in spec.layers for block in layer.operations]
         room = max(qkv + heads + rest, max_rows * max(own, default=0))
         last_rows = [row for rows in output_rows(spec) for row in rows.values()]
         num_sums = max([1 + most_parts + most_shared, *last_rows]) + 1
 
-        def take_rows(size: int, dtype: torch.dtype = _REAL) -> Tensor:
-            return take((max_rows, size), dtype)
-
+        sizes = {"x": spec.x_size, **own_sizes(spec), "attn_in": width}
+        sizes |= {"ffn_in.0": width, "ffn_in.1": width, "inner": inner}
+        sizes |= {
+            "routed": 2 * spec.most_used,
+            "shared_weight": 2 * any(block.has_output_gate for block in shared),
+            "logits": spec.vocab_size if has_head and not is_pass else 0,
+        }
+        values = {name: take((max_rows, size), _REAL) for name, size in sizes.items()}
+        values["named"] = take((max_rows, -(-spec.most_named // 32)), torch.int32)
         return cls(
-            max_rows=max_rows,
             num_rows=max_rows,
-            token_T=take((max_rows,), torch.int64),
-            position_T=take((max_rows,), torch.int64),
-            sequence_T=take((max_rows,), torch.int32),
-            run_T3=take((1 if is_pass else max_rows, 3 * spec.has_states), torch.int32),
-            writes_T=take((max_rows * spec.has_states,), torch.int32),
+            inputs=inputs_of(spec, max_rows, 1 if is_pass else max_rows, take),
             tables={
                 table: take(tuple(table.block_SN.shape), torch.int32)
                 for table in tables
                 if has_cache and not table.is_whole
             },
-            x_D=take_rows(spec.x_size),
-            own={name: take_rows(size) for name, size in own_sizes(spec).items()},
-            attn_input_D=take_rows(width),
-            ffn_in_2D=take((2, max_rows, width), _REAL),
+            values=values,
             room=take((room,), _REAL),
             attending=(qkv, heads, room - qkv - heads),
-            inner=take((max_rows * inner,), _REAL),
-            routed=take((max_rows * 2 * spec.most_used,), _REAL),
-            shared_2=take_rows(2 * any(block.has_output_gate for block in shared)),
-            named_W=take_rows(-(-spec.most_named // 32), torch.int32),
             hidden=take((hidden_values or max_rows * most_hidden,), _REAL),
-            sum_PD=take((num_sums, max_rows, width), _REAL),
-            logits_V=take_rows(spec.vocab_size if has_head and not is_pass else 0),
+            sums=take((num_sums, max_rows, width), _REAL),
         )
 
-    def rows(self, num_rows: int) -> "DeviceBuffers":
-        """The same memory with shapes for steps of `num_rows` rows."""
-        changes: dict[str, Any] = {name: getattr(self, name)[:num_rows] for name in _LISTS}
-        for name in _VECTORS:
-            values = getattr(self, name)
-            changes[name] = self.first(values, values.shape[-1], num_rows=num_rows)
-        changes["own"] = {
-            name: self.first(values, values.shape[-1], num_rows=num_rows)
-            for name, values in self.own.items()
-        }
-        parts, width = self.sum_PD.shape[0], self.sum_PD.shape[-1]
-        shape = (parts, width) if num_rows == 1 else (parts, num_rows, width)
-        changes["sum_PD"] = self.sum_PD.flatten()[: prod(shape)].view(shape)
-        changes["ffn_in_2D"] = first(self.ffn_in_2D, num_rows, axis=1)
-        return replace(self, **changes, num_rows=num_rows)
+    @property
+    def sum_PD(self) -> Tensor:
+        """The summands of a step's rows, [P, T, D], or [P, D] for one row."""
+        parts, _, width = self.sums.shape
+        shape = (parts, width) if self.num_rows == 1 else (parts, self.num_rows, width)
+        return self.sums.flatten()[: prod(shape)].view(shape)
 
     @property
     def of_attention(self) -> Sequence[Tensor]:
@@ -323,13 +283,9 @@ class DeviceBuffers:
         scratch."""
         return self.room.split(self.attending)
 
-    def first(self, values: Tensor, size: int, *, num_rows: int | None = None) -> Tensor:
-        """The beginning of a buffer's memory as [T, size], or [size] for one row."""
-        return beginning(values, self.num_rows if num_rows is None else num_rows, size)
-
-
-_LISTS = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
-_VECTORS = ("x_D", "attn_input_D", "named_W", "logits_V", "shared_2")
+    def carved(self, memory: Tensor, size: int) -> Tensor:
+        """The beginning of flat memory as [T, size], or [size] for one row."""
+        return beginning(memory, self.num_rows, size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,25 +298,16 @@ class DeviceKernels(Launcher):
     def value(self, name: str, divided: DividedLayer | None) -> Tensor:
         """The buffer of a value in the program; for the terms of a layer's sums, its place depends
         on the layer. Of several partial sums, the first."""
-        b = self.buffers
-        base, _, number = name.partition(".")
-        if base == "ffn_in":
-            return b.ffn_in_2D[int(number)]
-        if base in _PLAIN:
-            found: Tensor = getattr(b, _PLAIN[base])
-            return found
-        if base == "shared_in":  # attention's output is not read any more
-            return b.sum_PD[0]
-        if base in b.own and not (divided and divided.has_rows(base)):
-            return b.own[base]
-        assert divided is not None, name
-        if base == "named":
+        b, name = self.buffers, ALIASES.get(name, name)
+        if divided is not None and name == "named":
             return self.named(divided.layer.ffn)
-        if base == "routed":
+        if divided is not None and name == "routed":
             return self.routed(divided.layer)
-        if base in ("qkv", "heads"):
-            return self.attended(divided.layer)[base == "heads"]
-        return self.sums([name], divided)[0]
+        if divided is not None and divided.has_rows(name):
+            return self.sums([name], divided)[0]
+        if divided is not None and name in ("qkv", "heads"):
+            return self.attended(divided.layer)[name == "heads"]
+        return b[name]
 
     def sums(
         self, names: Sequence[str], divided: DividedLayer, summed: Sequence[str] = ()
@@ -380,23 +327,23 @@ class DeviceKernels(Launcher):
         qkv_size, heads_size = layer.attention.widths
         b = self.buffers
         qkv, heads, _ = b.of_attention
-        return b.first(qkv, qkv_size), b.first(heads, heads_size)
+        return b.carved(qkv, qkv_size), b.carved(heads, heads_size)
 
     def named(self, ffn: FeedForward) -> Tensor:
         """The bits of a layer's named neurons [T, F / 32 rounded up]."""
-        return self.buffers.first(self.buffers.named_W, -(-ffn.num_neurons // 32))
+        return self.buffers.first("named", -(-ffn.num_neurons // 32))
 
     def embed(self, embedding: Matrix, scale: float, *, has_positions: bool) -> None:
         b = self.buffers
-        launch_embed(self, embedding, b.token_T, b.x_D, scale=scale, has_positions=has_positions)
+        launch_embed(self, embedding, b["token"], b["x"], scale=scale, has_positions=has_positions)
 
     def attention(self, layer: Layer, x_D: Tensor | Rounded) -> None:
         """Writes attention's output to the first row of sum_PD."""
         b, (qkv, heads) = self.buffers, self.attended(layer)
         table_SN = b.tables.get(layer.attention.cache.table)
         at = Positions(
-            position_T=b.position_T,
-            sequence_T=None if table_SN is None else b.sequence_T,
+            position_T=b["position"],
+            sequence_T=None if table_SN is None else b["sequence"],
             table_SN=table_SN,
         )
         self.inputs(layer, x_D)
@@ -407,7 +354,7 @@ class DeviceKernels(Launcher):
 
     @property
     def slots(self) -> Slots:
-        return self.buffers.run_T3, self.buffers.writes_T
+        return self.buffers["runs"], self.buffers["writes"]
 
     def own(self, own: LoadedOp, read: Sequence[Any], written: Sequence[Tensor]) -> None:
         """Runs an operation of a layer that has a room of its own."""
@@ -426,21 +373,19 @@ class DeviceKernels(Launcher):
         """Writes the bits of the named neurons, and again to `copy_W` on the host."""
         predictor, b = ffn.predictor, self.buffers
         assert predictor is not None
-        inner = b.inner
-        if predictor.down:
-            inner = b.first(inner, predictor.down.weight.num_rows)
+        inner = b.first("inner", predictor.down.weight.num_rows if predictor.down else 0)
         launch_predict(self, predictor, x_D, inner, self.named(ffn), copy_W)
 
     def routed(self, layer: Layer) -> Tensor:
         """The router's result of a layer [T, 2 K]."""
         assert layer.router is not None
-        return self.buffers.first(self.buffers.routed, 2 * layer.router.spec.num_used)
+        return self.buffers.first("routed", 2 * layer.router.spec.num_used)
 
     def route(self, layer: Layer, x_D: Tensor, copy: Tensor | None) -> None:
         """Writes the chosen experts and their weights, and again to `copy` on the host."""
         router, b = layer.router, self.buffers
         assert router is not None
-        logit_E = b.first(b.inner, router.spec.num_experts)
+        logit_E = b.first("inner", router.spec.num_experts)
         launch_route(self, router, x_D, logit_E, self.routed(layer), copy)
 
     def experts(self, divided: DividedLayer, x_D: Tensor) -> None:
@@ -449,7 +394,9 @@ class DeviceKernels(Launcher):
         b, layer, hot = self.buffers, divided.layer, divided.hot
         assert isinstance(hot, ExpertBlock) and layer.router is not None
         num_used, num_neurons = layer.router.spec.num_used, len(hot.id_F)
-        hidden_KF = b.first(b.hidden, num_used * num_neurons).unflatten(-1, (num_used, num_neurons))
+        hidden_KF = b.carved(b.hidden, num_used * num_neurons).unflatten(
+            -1, (num_used, num_neurons)
+        )
         parts_PD = b.sum_PD[1 : 1 + divided.num_parts]
         of_neurons.launch_experts(
             self, hot, layer.ffn.gate, self.routed(layer), x_D, hidden_KF, parts_PD
@@ -460,14 +407,14 @@ class DeviceKernels(Launcher):
         b, shared = self.buffers, divided.layer.shared
         assert shared is not None
         rows = divided.rows("shared_out")
-        hidden_F = b.first(b.hidden, shared.block.num_units)
+        hidden_F = b.carved(b.hidden, shared.block.num_units)
         of_neurons.launch_shared(
             self,
             shared,
             x_D,
             hidden_F,
-            b.first(b.inner, 1),
-            b.shared_2,
+            b.first("inner", 1),
+            b["shared_weight"],
             b.sum_PD[rows.start : rows.stop],
         )
 
@@ -477,7 +424,7 @@ class DeviceKernels(Launcher):
         computed."""
         b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
         assert isinstance(hot, NeuronBlock)
-        hidden_N, parts_SD = b.first(b.hidden, len(hot.id_N)), b.sum_PD[1 : 1 + divided.num_parts]
+        hidden_N, parts_SD = b.carved(b.hidden, len(hot.id_N)), b.sum_PD[1 : 1 + divided.num_parts]
         rest = b.hidden[hidden_N.numel() :]
         of_neurons.launch_neurons(
             self,
@@ -488,7 +435,7 @@ class DeviceKernels(Launcher):
             x_D,
             hidden_N,
             parts_SD,
-            b.first(rest, len(hot.id_N)) if ffn.gate.needs_all else None,
+            b.carved(rest, len(hot.id_N)) if ffn.gate.needs_all else None,
         )
         if divided.hot_bits is not None:
             (slot_F, open_W), pack_open = divided.hot_bits, self.kernels.pack_open

@@ -91,7 +91,7 @@ class HybridStep:
 
     @property
     def max_rows(self) -> int:
-        return len(self.host.logits_TV)
+        return len(self.host.values["logits"])
 
     @out_of_memory_as_error()
     @torch.inference_mode()
@@ -100,7 +100,7 @@ class HybridStep:
         self._run_slotted(
             [Row(token=token, position=position, sequence=sequence, has_logits=True)], 1
         )
-        return self.host.logits_TV[0]
+        return self.host.values["logits"][0]
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
         """Logits f32 [R, V] of the rows that want them; appends all rows to the cache. No row may
@@ -109,7 +109,7 @@ class HybridStep:
         # By numpy: a copy by torch wakes OpenMP's threads for a large vocabulary, and they then
         # spin for milliseconds on the cores of the kernels' threads (2 to 3 times slower on two
         # cores).
-        target_RV, source_TV = logits_RV.numpy(), self.host.logits_TV.numpy()
+        target_RV, source_TV = logits_RV.numpy(), self.host.values["logits"].numpy()
         start = done = 0
         while start < len(rows):
             piece = rows[start : start + self.max_rows]
@@ -132,7 +132,7 @@ class HybridStep:
         all rows to the cache."""
         wanted = [number for number, row in enumerate(rows) if row.has_logits]
         logits_RV = self.logits.take(len(wanted))
-        target_RV, source_TV = logits_RV.numpy(), self.host.logits_TV.numpy()
+        target_RV, source_TV = logits_RV.numpy(), self.host.values["logits"].numpy()
         passes = self.passes
         length = next(each for each in passes.lengths if each >= len(rows))
         pieces = list[tuple[int, list[int], int]]()
@@ -185,10 +185,10 @@ class HybridStep:
             struct.token, struct.position, struct.sequence = row.token, row.position, row.sequence
             struct.has_logits, struct.source = True, -1
             struct.reads, struct.writes = row.reads, row.writes
-        filled = [*rows, *[rows[-1]] * (num_rows - len(rows))]
+        filled, inputs = [*rows, *[rows[-1]] * (num_rows - len(rows))], host.inputs
         for number, row in enumerate(filled):
-            host.token_T[number], host.position_T[number] = row.token, row.position
-            host.sequence_T[number] = row.sequence
+            inputs["token"][number], inputs["position"][number] = row.token, row.position
+            inputs["sequence"][number] = row.sequence
         if self.states is not None:
             self._fill_runs(rows)
         for table, blocks_SN in host.tables.items():
@@ -197,12 +197,11 @@ class HybridStep:
 
     def _fill_runs(self, rows: Sequence[Row]) -> None:
         """Writes the runs of rows and the slots of their states; repeated rows are in no run."""
-        host, first = self.host, 0
-        host.run_T3.zero_()
-        host.writes_T.fill_(NO_SLOT)
+        inputs, first = self.host.inputs, 0
+        run_T3, writes_T = inputs["runs"].zero_(), inputs["writes"].fill_(NO_SLOT)
         for number, run in enumerate(runs_of(rows)):
-            host.run_T3[number] = torch.tensor([first, len(run), run[0].reads])
-            host.writes_T[first : first + len(run)] = torch.tensor([row.writes for row in run])
+            run_T3[number] = torch.tensor([first, len(run), run[0].reads])
+            writes_T[first : first + len(run)] = torch.tensor([row.writes for row in run])
             first += len(run)
 
     def _run(self, rows: Sequence[Row], num_rows: int) -> None:
@@ -221,7 +220,7 @@ class HybridStep:
         if self.before:
             self.before.run()
         elif self.positions is not None:
-            host.x_TD[:num_rows] = self.positions[host.position_T[:num_rows]]
+            host.values["x"][:num_rows] = self.positions[host.inputs["position"][:num_rows]]
 
     def _submitted(self, segments: Sequence[Segment]) -> None:
         """Runs segments and waits for them. Raises DeviceLost if the last ones may still run, and

@@ -408,12 +408,12 @@ class Lowering:
         """Copies the rows' positions to a GPU, with a cache in blocks also the rows' sequences and
         the block tables, and with recurrent states the runs of rows and their slots."""
         b, host = device.buffers, self.host
-        device.main.copy(b.position_T, host.position_T)
-        if b.run_T3.numel():
-            device.main.copy(b.run_T3, host.run_T3[: len(b.run_T3)])
-            device.main.copy(b.writes_T, host.writes_T)
-        if b.tables:
-            device.main.copy(b.sequence_T, host.sequence_T)
+        names = ["position", *(["sequence"] if b.tables else [])]
+        if b["runs"].numel():
+            device.main.copy(b["runs"], host["runs"][: len(b["runs"])])
+            names.append("writes")
+        for name in names:
+            device.main.copy(b[name], host[name])
         for table, blocks_SN in b.tables.items():
             device.main.copy(blocks_SN, host.tables[table])
 
@@ -422,7 +422,7 @@ class Lowering:
         divided = None if layer is None else self.divided[layer]
         if device != HOST:
             return self.devices[device].value(name, divided)
-        found = self.host.value(name)
+        found = self.host.shared(name)
         if name == "named":
             assert divided is not None
             found = divided.named_W

@@ -4,18 +4,17 @@ layer in another.
 
 They share a few buffers (`HostBuffers`), whose reads and writes the step program orders.
 
-Letters: T rows of a step, D model width, F neurons of a layer, W words of F bits, V vocabulary, S
-sequences, N blocks of one, Q queries, keys and values of all heads, H queries' values alone, R
-values of a router's result."""
+Letters: T rows of a step, F neurons of a layer, W words of F bits, S sequences, N blocks of one."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import POINTER, Array, Structure, addressof, c_int64, c_void_p, pointer
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
@@ -40,143 +39,108 @@ class PartStruct(Structure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostBuffers:
-    """The step program's values on the host, pinned if there is a GPU. `rows(1)` has no T axis,
-    except for tokens, positions and sequences. `structs` and `count` pass the rows to the host
-    functions."""
+class StepBuffers:
+    """The buffers of a step on one device, by the names of the program's values. A step of T rows
+    uses the beginning of each: buffers["x"] is [T, size], or [size] for one row. `inputs` always
+    have the axis T: tokens and positions, int64, sequences, int32, and of recurrent states runs of
+    rows and the slots that take the states after a row, int32 (kernels.gpu.delta)."""
 
-    token_T: Tensor  # int64
-    position_T: Tensor  # int64
-    sequence_T: Tensor  # int32
-    run_T3: Tensor  # int32, runs of rows and the slots of their states: see DeviceBuffers
-    writes_T: Tensor  # int32
-    tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those that a GPU reads
-    x_TD: Tensor  # with as many values as the hidden state has
-    own: Mapping[str, Tensor]  # the values of position-wise operations, by name
-    ffn_in_2TD: Tensor
-    named_TW: Tensor  # int32
-    ffn_out_TD: Tensor
-    hot_out_TD: Tensor
-    cold_out_TD: Tensor
-    logits_TV: Tensor
-    # A layer with fewer values or neurons than another uses the beginning of these three and of
-    # `named_TW`, with rows of its own length. The last two are empty unless a GPU projects and the
-    # host attends.
-    routed_TR: Tensor  # numbers of experts, and their weights
-    qkv_TQ: Tensor
-    heads_TH: Tensor
-    structs: Array[RowStruct] = field(repr=False)
-    count: c_int64 = field(repr=False)
+    num_rows: int
+    inputs: Mapping[str, Tensor]  # "token", "position", "sequence", "runs", "writes"
+    tables: Mapping[BlockTable, Tensor]  # int32 [S, N], those of a cache in blocks on a GPU
+    values: Mapping[str, Tensor]  # [most rows, size], f32 but for "named", int32
 
-    @classmethod
-    def of(
-        cls,
-        width: int,
-        num_neurons: int,
-        vocab_size: int,
-        *,
-        is_pinned: bool,
-        max_rows: int = 1,
-        tables: Iterable[BlockTable] = (),
-        attended: tuple[int, int] = (0, 0),
-        num_used: int = 0,
-        has_states: bool = False,
-        value_sizes: Mapping[str, int] | None = None,
-        most_logits: int | None = None,
-    ) -> "HostBuffers":
-        """Allocates the buffers. `num_used`: the most experts of a token; `value_sizes`: those of
-        the model's spec. `tables`: the block tables of a cache on GPUs; `attended`: Q and H, if the
-        host attends for a GPU."""
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.inputs:
+            return self.inputs[name][: self.num_rows]
+        values = self.values[name]
+        if len(values) < self.num_rows:  # logits, of fewer rows than a pass has
+            return values
+        return self.first(name, values.shape[-1])
 
-        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(size, dtype=dtype, pin_memory=is_pinned)
+    def first(self, name: str, size: int) -> Tensor:
+        """A value with rows of this size, of a layer that has fewer values than others."""
+        return beginning(self.values[name], self.num_rows, size)
 
-        rows, sizes = max_rows, value_sizes or {}
-        structs = (RowStruct * rows)(
-            *[RowStruct(has_logits=True, source=-1, reads=-1, writes=-1) for _ in range(rows)]
-        )
-        return cls(
-            token_T=zeros(rows, dtype=torch.int64),
-            position_T=zeros(rows, dtype=torch.int64),
-            sequence_T=zeros(rows, dtype=torch.int32),
-            run_T3=zeros(rows, 3 * has_states, dtype=torch.int32),
-            writes_T=zeros(rows * has_states, dtype=torch.int32),
-            tables={
-                table: zeros(*table.block_SN.shape, dtype=torch.int32)
-                for table in tables
-                if not table.is_whole
-            },
-            x_TD=zeros(rows, sizes.get("x", width)),
-            own={name: zeros(rows, size) for name, size in sizes.items() if name != "x"},
-            ffn_in_2TD=zeros(2, rows, width),
-            named_TW=zeros(rows, -(-num_neurons // 32), dtype=torch.int32),
-            ffn_out_TD=zeros(rows, width),
-            hot_out_TD=zeros(rows, width),
-            cold_out_TD=zeros(rows, width),
-            logits_TV=zeros(min(rows, most_logits or rows), vocab_size),
-            routed_TR=zeros(rows, 2 * num_used),
-            qkv_TQ=zeros(rows, attended[0]),
-            heads_TH=zeros(rows, attended[1]),
-            structs=structs,
-            count=c_int64(1),
-        )
-
-    @property
-    def max_rows(self) -> int:
-        return len(self.structs)
-
-    def rows(self, num_rows: int) -> "HostBuffers":
-        """The same memory with shapes for steps of `num_rows` rows."""
-        changes: dict[str, Any] = {name: getattr(self, name)[:num_rows] for name in _OF_STEP}
-        changes |= {
-            name: first(getattr(self, name), num_rows)
-            for name in _OF_ROWS
-            if num_rows <= len(getattr(self, name))
-        }
-        changes["ffn_in_2TD"] = first(self.ffn_in_2TD, num_rows, axis=1)
-        changes["own"] = {name: first(values, num_rows) for name, values in self.own.items()}
-        return replace(self, **changes)
-
-    def value(self, name: str) -> Tensor | None:
-        """The buffer of a value in the program; None if no device shares it, or if its place
-        depends on the layer."""
-        base, _, number = name.partition(".")
-        if base == "ffn_in":
-            return self.ffn_in_2TD[int(number)]
-        if name in self.own:
-            return self.own[name]
-        found: Tensor | None = next(
-            (getattr(self, each) for each in _SHARED if each.rpartition("_")[0] == base), None
-        )
-        return found
-
-
-_OF_STEP = ("token_T", "position_T", "sequence_T", "run_T3", "writes_T")
-_OF_ROWS = (
-    "x_TD",
-    "named_TW",
-    "ffn_out_TD",
-    "hot_out_TD",
-    "cold_out_TD",
-    "logits_TV",
-    "routed_TR",
-    "qkv_TQ",
-    "heads_TH",
-)
-_SHARED = ("token_T", "position_T", *(name for name in _OF_ROWS if name != "named_TW"))
-
-
-def first(values: Tensor, num_rows: int, axis: int = 0) -> Tensor:
-    """The values of the first rows; for a single row, without the axis."""
-    if num_rows == 1:
-        return values.select(axis, 0)
-    return values.narrow(axis, 0, num_rows)
+    def rows(self, num_rows: int) -> Self:
+        """The same memory for steps of this many rows."""
+        return replace(self, num_rows=num_rows)
 
 
 def beginning(values: Tensor, num_rows: int, size: int) -> Tensor:
     """The beginning of a buffer's memory as [T, size], or [size] for a single row."""
     flat = values.flatten()[: num_rows * size]
     return flat if num_rows == 1 else flat.view(num_rows, size)
+
+
+def inputs_of(
+    spec: ModelSpec, num_rows: int, num_runs: int, take: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    return {
+        "token": take((num_rows,), torch.int64),
+        "position": take((num_rows,), torch.int64),
+        "sequence": take((num_rows,), torch.int32),
+        "runs": take((num_runs, 3 * spec.has_states), torch.int32),
+        "writes": take((num_rows * spec.has_states,), torch.int32),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostBuffers(StepBuffers):
+    """The step program's values on the host, pinned if there is a GPU. `structs` and `count` pass
+    the rows to the host functions. "routed" has the numbers of experts, and their weights; "qkv"
+    and "heads" are empty unless a GPU projects and the host attends."""
+
+    structs: Array[RowStruct] = field(repr=False)
+    count: c_int64 = field(repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        *,
+        is_pinned: bool,
+        max_rows: int = 1,
+        tables: Iterable[BlockTable] = (),
+        attends: bool = False,
+        most_logits: int | None = None,
+    ) -> "HostBuffers":
+        """Allocates the buffers. `tables`: the block tables of a cache on GPUs; `attends`: the host
+        does, for a GPU."""
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=is_pinned)
+
+        width = spec.hidden_size
+        alike = ("ffn_in.0", "ffn_in.1", "ffn_out", "hot_out", "cold_out")
+        sizes = {"x": width, **spec.value_sizes, **dict.fromkeys(alike, width)}
+        sizes |= {
+            "routed": 2 * spec.most_used,
+            "qkv": attends * spec.most_qkv_size,
+            "heads": attends * spec.most_query_size,
+        }
+        values = {name: zeros((max_rows, size)) for name, size in sizes.items()}
+        values["named"] = zeros((max_rows, -(-spec.most_named // 32)), torch.int32)
+        values["logits"] = zeros((min(max_rows, most_logits or max_rows), spec.vocab_size))
+        row = RowStruct(has_logits=True, source=-1, reads=-1, writes=-1)
+        return cls(
+            num_rows=max_rows,
+            inputs=inputs_of(spec, max_rows, max_rows, zeros),
+            tables={
+                table: zeros(tuple(table.block_SN.shape), torch.int32)
+                for table in tables
+                if not table.is_whole
+            },
+            values=values,
+            structs=(RowStruct * max_rows)(*[row] * max_rows),
+            count=c_int64(1),
+        )
+
+    def shared(self, name: str) -> Tensor | None:
+        """A value that devices exchange; None for others, and for one whose place depends on the
+        layer."""
+        is_there = name in self.inputs or (name in self.values and name != "named")
+        return self[name] if is_there else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +170,7 @@ class NativeParts:
             for index, layer in ((index, weights.layers[index]) for index in indices)
         ]
         step = builder.frame(weights, layers)
-        step.max_rows = min(MAX_ROWS, host.max_rows)
+        step.max_rows = min(MAX_ROWS, len(host.structs))
         kinds = {op.kind for op in ops}
         if "embed" in kinds:
             step.embedding = builder.matrix(weights.embedding)
@@ -214,7 +178,7 @@ class NativeParts:
             step.head = builder.linear(weights.head)
             step.output_norm = builder.output_norm(weights)
         for number, name in enumerate(builder.values.names):
-            shared = host.value(name)
+            shared = host.shared(name)
             step.vector[number] = None if shared is None else shared.data_ptr()
         structs: list[OpStruct] = []
         of_step = {index: weights.layers[index] for index in indices}
@@ -237,7 +201,7 @@ class NativeParts:
 
         def shared(values: Iterable[str]) -> tuple[Tensor, ...]:
             names = dict.fromkeys(map(name_of, values))
-            found = [named_TW if name == "named" else host.value(name) for name in names]
+            found = [named_TW if name == "named" else host.shared(name) for name in names]
             return tuple(tensor for tensor in found if tensor is not None)
 
         struct = PartStruct(
@@ -245,7 +209,7 @@ class NativeParts:
             row=addressof(host.structs),
             num_rows=addressof(host.count),
             named=None if named_TW is None else named_TW.data_ptr(),
-            logits=host.logits_TV.data_ptr(),
+            logits=host.values["logits"].data_ptr(),
             begin=self.ranges[ops[0]][0],
             end=self.ranges[ops[-1]][1],
         )

@@ -236,7 +236,7 @@ class PassKernels(TileLauncher, DeviceKernels):
             return
         # One expert of every row.
         pairs, weight_P = self.room.pairs.rows(len(x_D), 1, 1), self.room.pairs.weight_P
-        routed_T2, logit_T1 = b.shared_2, b.first(b.inner, 1).view(-1, 1)
+        routed_T2, logit_T1 = b["shared_weight"], b.first("inner", 1).view(-1, 1)
         self.dot(shared.gate, x_D, logit_T1)
         of_neurons.launch_shared_weight(self, logit_T1, routed_T2)
         of_neurons.launch_sort(self, None, 1, routed_T2, pairs, weight_P)

@@ -227,9 +227,8 @@ def test_the_first_step_of_a_number_of_rows_has_its_blocks(tmp_path):
         prepare = step.prepare
 
         def watched(num_rows):
-            rows = zip(
-                step.host.sequence_T[:num_rows], step.host.position_T[:num_rows], strict=True
-            )
+            of_rows = (step.host.inputs[name][:num_rows] for name in ("sequence", "position"))
+            rows = zip(*of_rows, strict=True)
             for sequence, position in rows:
                 for table, block_SN in step.host.tables.items():
                     seen.append(int(block_SN[sequence, int(position) // table.block_length]))

@@ -12,7 +12,7 @@ import torch
 from checkpoints import random_model, save_tokenizer
 from fake_streams import FakeDevice, Race
 from hybrid_plans import ALL, PLANS, SOME, F, L, model_of, split_of, stepped
-from models import make_sizes
+from models import make_model, make_sizes
 from reference import assert_rows_agree, rel_error
 from test_families import CASES, converted
 from test_native_step import BOUNDS
@@ -340,7 +340,7 @@ def test_after_an_interrupt_nothing_is_left_running():
     segments = [
         Segment(main=main, run=run, is_graph=True) for main, run in zip(streams, runs, strict=True)
     ]
-    host = HostBuffers.of(8, 8, 8, is_pinned=False)
+    host = HostBuffers.of(make_model().spec, is_pinned=False)
     step = HybridStep(
         host=host,
         cache=KVCache(layers=()),

@@ -50,13 +50,7 @@ class Replay:
     def of_host(cls, weights):
         """The operations of the native step, each in a separate call."""
         program = step_program(host_form(weights))
-        host = HostBuffers.of(
-            weights.embedding.width,
-            weights.spec.most_neurons,
-            weights.head.weight.num_rows,
-            is_pinned=False,
-            value_sizes=weights.spec.value_sizes,
-        )
+        host = HostBuffers.of(weights.spec, is_pinned=False)
         (parts,) = NativeParts.of(weights, [program], host)
         operations = [
             Operation(op.kind, op.reads, (*op.writes, *overwritten(op)), parts.node([op]).run)
@@ -97,7 +91,8 @@ class Replay:
             operations.append(Operation("head", ("x@host",), ("logits@host",), step.after.run))
         memory = written(builder.host)
         for device in step.kept[0].values():
-            memory += [t for t in vars(device.buffers).values() if isinstance(t, Tensor)]
+            b = device.buffers
+            memory += [*b.inputs.values(), *b.values.values(), b.room, b.hidden, b.sums]
         return cls(operations, builder.host, memory, step)
 
     def logits(self, order: Sequence[int]) -> Tensor:
@@ -108,7 +103,7 @@ class Replay:
                 tensor.fill_(1)
         for number in order:
             self.operations[number].run()
-        return self.host.logits_TV[0].clone()
+        return self.host.values["logits"][0].clone()
 
     def order(self, seed: int, among: Sequence[tuple[int, int]]) -> list[int]:
         """A random order in which the first operation of each pair comes before the second."""
@@ -158,21 +153,17 @@ class Replay:
 def take(host: HostBuffers, token: int, position: int) -> None:
     """Makes this token, at this position, the input of a step."""
     host.count.value = 1
-    host.structs[0].token = host.token_T[0] = token
-    host.structs[0].position = host.position_T[0] = position
+    host.structs[0].token = host.inputs["token"][0] = token
+    host.structs[0].position = host.inputs["position"][0] = position
 
 
 def embed_position(host: HostBuffers, positions: Tensor) -> None:
-    host.x_TD[0].copy_(positions[host.position_T[0]])
-
-
-INPUTS = ("token_T", "position_T", "sequence_T", "table_SN")
+    host.values["x"][0].copy_(positions[host.inputs["position"][0]])
 
 
 def written(host: HostBuffers) -> list[Tensor]:
     """The host's buffers, without the inputs of a step."""
-    own = [t for name, t in vars(host).items() if isinstance(t, Tensor) and name not in INPUTS]
-    return [*own, *host.own.values()]
+    return list(host.values.values())
 
 
 def holds(tensor: Tensor, address: int) -> bool:
