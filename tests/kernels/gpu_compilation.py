@@ -97,29 +97,18 @@ def launch_for_kind(kind: str) -> None:
     predictor = matrix(kind, NEURONS, RANK)
     kernels.predict(predictor, None, x[:RANK], 0.5, named)
     ids = torch.empty(NEURONS, dtype=torch.int32)
-    kernels.gate_up(
-        weights, None, weights, None, None, None, x, Gate(activation="silu", computes_all=True), out
-    )
-    kernels.gate_up(
-        weights, None, weights, None, ids, named, x, Gate(activation="fatrelu", threshold=0.1), out
-    )
-    kernels.gate_up(weights, out, None, None, None, named, x, Gate(activation="relu"), out)
+    every, named_alone = Gate(activation="silu", computes_all=True), Gate(activation="relu")
+    fatrelu = Gate(activation="fatrelu", threshold=0.1)
+    kernels.gate_up(weights, None, weights, None, None, None, x, every, out)
+    kernels.gate_up(weights, None, weights, None, ids, named, x, fatrelu, out)
+    kernels.gate_up(weights, out, None, None, None, named, x, named_alone, out)
     parts = torch.empty(down_parts(NEURONS, WIDTH), WIDTH)
     kernels.down(weights, out, parts, skips_zeros=True)
     kernels.down(weights, out, parts, skips_zeros=False)
     routed, hidden = torch.empty(16), torch.empty(8, NEURONS)
     places = torch.zeros(64, dtype=torch.int32)
-    kernels.expert_gate_up(
-        weights,
-        out,
-        weights,
-        out,
-        places,
-        routed,
-        x,
-        Gate(activation="swiglu_oai", computes_all=True),
-        hidden,
-    )
+    clamped = Gate(activation="swiglu_oai", computes_all=True)
+    kernels.expert_gate_up(weights, out, weights, out, places, routed, x, clamped, hidden)
     given = (weights, x, places, routed)
     kernels.expert_down(*given, hidden[:, :WIDTH].clone(), torch.empty(8, 512), is_by_output=True)
     sums = torch.empty(16, WIDTH)
@@ -171,25 +160,15 @@ def launch_the_rest() -> None:
                 capped = replace(spec, window=window, score_cap=window and 50.0)
                 kernels.attend(qkv, cache, cache, position, capped, scratch, out)
         for width in (HEAD_WIDTH, 256, 512):
-            query, keys = (
-                torch.empty(70, 8, width, dtype=dtype),
-                torch.empty(9, 2, 64, width, dtype=dtype),
-            )
+            query = torch.empty(70, 8, width, dtype=dtype)
+            keys = torch.empty(9, 2, 64, width, dtype=dtype)
             keys, table = keys.transpose(1, 2), torch.zeros(1, 9, dtype=torch.int32)
             cap = 50.0 if width == HEAD_WIDTH else None
             sinks = HeadVector("attn_sinks.weight")
             spec = heads_of(8, 2, width, window=512, score_cap=cap, head_sinks=sinks)
-            kernels.attend_tokens(
-                query,
-                keys,
-                keys,
-                torch.arange(70),
-                spec,
-                query.clone(),
-                table[0],
-                table,
-                vectors={"head_sinks": x[:8]},
-            )
+            at, of_heads = torch.arange(70), {"head_sinks": x[:8]}
+            given = (query, keys, keys, at, spec, query.clone(), table[0], table)
+            kernels.attend_tokens(*given, vectors=of_heads)
     launch_delta()
     routed = torch.empty(16)
     kernels.choose_experts(x[:128], None, Route(num_experts=128, num_used=8), routed)
@@ -198,15 +177,8 @@ def launch_the_rest() -> None:
     )
     kernels.choose_experts(x[:256], x[:256], groups, routed, routed)
     tiles, pairs = torch.zeros(90, 3, dtype=torch.int32), torch.zeros(3, 160, dtype=torch.int32)
-    kernels.sort_pairs(
-        torch.zeros(20, 16),
-        None,
-        tiles,
-        pairs,
-        torch.empty(160),
-        num_experts=64,
-        tile_size=SMALL_TILE,
-    )
+    given = (torch.zeros(20, 16), None, tiles, pairs, torch.empty(160))
+    kernels.sort_pairs(*given, num_experts=64, tile_size=SMALL_TILE)
     half = torch.empty(20, WIDTH, dtype=torch.float16)
     rows, power = torch.empty(20, WIDTH), torch.empty(20)
     kernels.round_tokens(rows, rows, x, x, 1e-5, half, power, rows)

@@ -8,7 +8,6 @@ runs some of these comparisons with the kernels executed as PTX."""
 import pytest
 import torch
 from gpu_matrices import (
-    EPS,
     KINDS,
     NAN,
     REFERENCE,
@@ -17,7 +16,6 @@ from gpu_matrices import (
     device,
     heads_of,
     make_matrix,
-    sizes,
     vector,
 )
 
@@ -139,14 +137,6 @@ def test_embed(kernels, is_added):
         kernels, "embed", matrix=matrix, index_1=index, out_D=out, is_added=is_added
     )
     assert not torch.equal(out[0], out[1])
-
-
-def test_embed_times_a_scale(kernels):
-    matrix, index = make_matrix("q8_0_planar", 9, 64), torch.tensor([3, 0], device=device())
-    found = [vectors(2, 64, 2) for _ in range(2)]
-    for out, kernel in zip(found, (kernels, REFERENCE), strict=True):
-        kernel.embed(matrix, index, out, is_added=True, scale=7.3)
-    assert_close(*found, 4 * EPS * (7.3 * sizes(matrix)[index] + vectors(2, 64, 2).abs()))
 
 
 @pytest.mark.parametrize(("kind", "num_rows"), KINDS_AND_ROWS)

@@ -28,17 +28,19 @@ def is_right(got, want, eps: float, largest_T) -> bool:
     return bool((error_T <= eps * largest_T.double()).all())
 
 
-def rounded(name: str, *arguments, shape, dtype, has_power: bool, **outputs):
-    """(out, powers or None) of Triton's kernel and of the reference."""
-    found = []
+def rounded(name: str, *arguments, dtype, **outputs):
+    """(out, powers or None) of Triton's kernel and of the reference; f16 has powers."""
+    found, shape = [], arguments[0].shape
     for kernels in (triton_kernels(), REFERENCE):
         out_TK = torch.full(shape, torch.nan, dtype=dtype, device=device())
-        power_T = torch.full(shape[:1], torch.nan, device=device()) if has_power else None
+        power_T = torch.full(shape[:1], torch.nan, device=device())
+        power_T = power_T if dtype == torch.float16 else None
         sums = [
             each.clone() if isinstance(each, torch.Tensor) else each for each in outputs.values()
         ]
         getattr(kernels, name)(*arguments, out_TK, power_T, *sums)
         found.append((out_TK, power_T, *sums))
+    assert power_T is None or torch.equal(found[0][1], found[1][1])
     return found
 
 
@@ -51,21 +53,8 @@ def test_sums_norms_and_rounding(dtype, width, form):
     for count, is_summed in ((1, False), (3, True)):
         x_TD = values(count, 3 * width)[:, width : 2 * width]  # rows apart
         added_TD = values(count, width, seed=5) if is_summed else None
-        has_power = dtype == torch.float16
-        got, want = rounded(
-            "round_tokens",
-            x_TD,
-            added_TD,
-            weight_D,
-            bias_D,
-            1e-5,
-            shape=(count, width),
-            dtype=dtype,
-            has_power=has_power,
-            x_out=torch.full((count, width), torch.nan, device=device()),
-        )
-        if has_power:
-            assert torch.equal(got[1], want[1])
+        given, x_out = (x_TD, added_TD, weight_D, bias_D, 1e-5), torch.full_like(x_TD, torch.nan)
+        got, want = rounded("round_tokens", *given, dtype=dtype, x_out=x_out)
         assert is_right(got[0], want[0], ERRORS[dtype] * 4, want[0].abs().amax(dim=1))
         assert is_right(got[2], want[2], 2 * EPS, want[2].abs().amax(dim=1))
 
@@ -87,19 +76,9 @@ def test_powers_of_tiny_huge_and_infinite_values():
     x_TD = values(6, 64)
     x_TD[0], x_TD[1], x_TD[2], x_TD[3] = 0.0, x_TD[1] * 1e-41, x_TD[2] * 1e36, x_TD[3] * 1e6
     x_TD[4, 7], x_TD[5, 3] = torch.inf, -torch.inf
-    got, want = rounded(
-        "round_tokens",
-        x_TD,
-        None,
-        None,
-        None,
-        0.0,
-        shape=(6, 64),
-        dtype=torch.float16,
-        has_power=True,
-        x_out=None,
-    )
-    assert torch.equal(got[1], want[1]) and torch.equal(got[0], want[0])
+    given = (x_TD, None, None, None, 0.0)
+    got, want = rounded("round_tokens", *given, dtype=torch.float16, x_out=None)
+    assert torch.equal(got[0], want[0])
     assert (got[0][:4].abs() < 2).all() and got[0][4, 7] == torch.inf
     x_TD[5, 9] = torch.nan
     triton_kernels().round_tokens(x_TD, None, None, None, 0.0, got[0], got[1], None)
@@ -111,20 +90,11 @@ def test_powers_of_tiny_huge_and_infinite_values():
 def test_hidden_values(activation, dtype):
     for count, number, is_named, is_dense in ((1, 7, False, True), (2, 2050, True, False)):
         gate_TN, up_TN = values(count, number), values(count, number, seed=1)
+        up_TN = None if is_dense else up_TN
         is_named_TN = values(count, number, seed=2) > 0
-        has_power = dtype == torch.float16
-        got, want = rounded(
-            "hidden_tokens",
-            gate_TN,
-            None if is_dense else up_TN,
-            pack_bits(is_named_TN) if is_named else None,
-            Gate(activation=activation, threshold=0.05, computes_all=is_dense),
-            shape=(count, number),
-            dtype=dtype,
-            has_power=has_power,
-        )
-        if has_power:
-            assert torch.equal(got[1], want[1])
+        named_TW = pack_bits(is_named_TN) if is_named else None
+        rule = Gate(activation=activation, threshold=0.05, computes_all=is_dense)
+        got, want = rounded("hidden_tokens", gate_TN, up_TN, named_TW, rule, dtype=dtype)
         assert is_right(got[0], want[0], ERRORS[dtype], want[0].abs().amax(dim=1))
         assert torch.equal(got[0] == 0, want[0] == 0)
         if is_named:

@@ -22,7 +22,7 @@ WAIT = r"griddepcontrol\.wait;"
 # before the wait.
 FORMS = {
     "dot": ("_dot", True, rows.test_dot_with_relu),
-    "embed": ("_unpack", False, lambda k: rows.test_embed(k, "f16", True)),
+    "embed": ("_unpack", False, lambda k: rows.test_embed(k, "f16", True, 1.0)),
     "norm": ("_add_norm", False, attention.test_norm_alone),
     "rotate": (
         "_rotate_append",

@@ -10,7 +10,6 @@ import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
 from hybrid_plans import random_plan, stepped
-from models import byte_level_keys, make_model, make_sizes, mixture_spec
 from passes import passing
 from reference import logits_ref, rel_error
 from test_experts import IDS, ROUTES, mixture
@@ -30,7 +29,6 @@ from test_sequences import ROOM
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.cli import main
 from hotsplit.costs.part_bytes import bytes_on_one_side
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
@@ -249,18 +247,3 @@ def test_the_program_of_a_file_is_that_of_loaded_weights(plan):
     assert found["gpu0"] == sum(split.gpu_bytes[item] for item in own)
 
 
-def test_generate_runs_a_plan(tmp_path, capsys):
-    """The text is that of the model without a plan."""
-    keys, vocab_size = byte_level_keys()
-    sizes = make_sizes(vocab_size=vocab_size, context_length=32)
-    spec = mixture_spec(sizes, route=ROUTES["softmax"], num_neurons=32)
-    model = make_model(spec=spec, extra_keys=keys, path=tmp_path / "m.gguf")
-    model.save(model.path)
-    split = made_plan(model, [[0, 3], 7], [1, 1])
-    split.save(tmp_path / "s.gguf")
-    command = ["generate", model.path, "-p", "abc", "-n", 6, "--temp", 0, "--device", "cpu"]
-    texts = []
-    for more in ([], ["--split", tmp_path / "s.gguf"]):
-        assert main([str(word) for word in (*command, *more)]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] and len(texts[0]) > 3
