@@ -6,7 +6,6 @@ Letters: T tokens, P planes, D hidden size, X = P D."""
 from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,12 +45,9 @@ class PlaneRouter:
     """Chooses shares of planes, for both operations of a layer."""
 
     norm: Norm
+    # Whose results are the matrix's inputs; made at load, which streams wait for.
+    input_norm: Norm
     matrix: Linear  # [P, D]
-
-    @cached_property
-    def input_norm(self) -> Norm:
-        """The norm whose results are the matrix's inputs."""
-        return self.norm.times(1 / len(self.norm.weight_D))
 
     def struct(self, structs: Structs) -> PlaneRouterStruct:
         norm = norm_struct(structs, self.norm, self.matrix.weight.width)
@@ -181,8 +177,10 @@ def load(
     for block in blocks:
         match block:
             case blocks_of.PredictPlanes():
+                norm = load.norm(block.norm, in_layer(layer, block.norm.name), device)
                 router = PlaneRouter(
-                    norm=load.norm(block.norm, in_layer(layer, block.norm.name), device),
+                    norm=norm,
+                    input_norm=norm.times(1 / len(norm.weight_D)),
                     matrix=load.linear(in_layer(layer, blocks_of.ROUTER), device),
                 )
                 yield PredictPlanesOp(block=block, router=router, mix_QP=vector(blocks_of.PREDICT))

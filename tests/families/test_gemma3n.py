@@ -196,12 +196,10 @@ def test_plans_are_priced_with_the_kernels_of_a_step(tmp_path, path):
     assert main.count("kernel") == sum(counted) + hot + HEAD_KERNELS
 
 
-@pytest.mark.slow  # fake devices take some seconds
 @pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
-@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize("seed", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_plans_on_fake_devices(tmp_path, path, seed, capsys):
-    """A captured step, and a prompt, which is computed in torch, within the budget of a plan; no
-    part takes its fallback."""
+    """A captured step, and a prompt, within the budget of a plan; no part takes its fallback."""
     model = ModelFile.load(path)
     split = random_plan(model, seed) if seed else whole_plan(model)
     workspace = workspace_bytes(model, split.context_length, "exact", gpu_budget_bytes=64 << 20)

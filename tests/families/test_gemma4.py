@@ -322,7 +322,7 @@ def test_what_is_not_computed_is_refused_with_its_key(tmp_path, words):
 @pytest.mark.slow  # fake devices take some seconds
 @pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
 def test_layers_share_keys_on_a_fake_device(tmp_path, shared):
-    """A captured step, and a prompt, which is computed in torch."""
+    """A captured step, and a prompt."""
     split = plan_of(tmp_path, shared, [False, True, False, True, True])
     workspace = workspace_bytes(shared, split.context_length, "dense", gpu_budget_bytes=64 << 20)
     gpu, cpu = ({**each, "workspace": workspace} for each in (split.gpu_bytes, split.cpu_bytes))
