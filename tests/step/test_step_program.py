@@ -55,25 +55,25 @@ ORDERS = {
 QUICK = ("llama with biases", "opt, norms after", "falcon, two norms", "sandwich with biases")
 
 
-def replayed(tmp_path, family, plan, offset=1):
-    """A replay of one token after three others, and its logits in the order of the program."""
+def files(tmp_path, family, plan, predictor_rank=8):
+    """(a saved model, its saved plan or None)."""
     shape = make_sizes(num_layers=3, num_neurons=len(ALL))
-    model = family_model(family, sizes=shape, predictor_rank=8, input_layer_offset=offset)
+    model = family_model(family, sizes=shape, predictor_rank=predictor_rank, input_layer_offset=1)
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
-    options = {}
-    if PLANS[plan] is not None:
-        hot, dense, head, home = PLANS[plan]
-        split = make_split(
-            model,
-            hot,
-            dense_on_gpu=dense,
-            head_on_gpu=head,
-            home=home,
-            kv_offload=SELECTED.get(plan),
-        )
-        split.save(tmp_path / "s.gguf")
-        options = {"split": tmp_path / "s.gguf"}
+    if PLANS[plan] is None:
+        return model, None
+    hot, dense, head, home = PLANS[plan]
+    options = {"home": home, "kv_offload": SELECTED.get(plan)}
+    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, **options)
+    split.save(tmp_path / "s.gguf")
+    return model, split
+
+
+def replayed(tmp_path, family, plan):
+    """A replay of one token after three others, and its logits in the order of the program."""
+    model, split = files(tmp_path, family, plan)
+    options = {} if split is None else {"split": tmp_path / "s.gguf"}
     with Engine.load(model.path, mode="predicted", **options) as engine:
         weights = engine._live.weights
         want = torch.stack([engine._step(token, i).clone() for i, token in enumerate(IDS[:4])])
@@ -134,21 +134,6 @@ def test_the_replay_sees_a_value_that_nothing_writes(loaded):
     for left_out in order[2:-2]:
         assert not torch.equal(replay.logits([n for n in order if n != left_out]), want)
     assert torch.equal(replay.logits(order), want)
-
-
-def files(tmp_path, family, plan, predictor_rank=8):
-    shape = make_sizes(num_layers=3, num_neurons=len(ALL))
-    model = family_model(family, sizes=shape, predictor_rank=predictor_rank, input_layer_offset=1)
-    model = dataclasses.replace(model, path=tmp_path / "m.gguf")
-    model.save(model.path)
-    if PLANS[plan] is None:
-        return model, None
-    hot, dense, head, home = PLANS[plan]
-    split = make_split(
-        model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home, kv_offload=SELECTED.get(plan)
-    )
-    split.save(tmp_path / "s.gguf")
-    return model, split
 
 
 @pytest.mark.parametrize("plan", PLANS)
