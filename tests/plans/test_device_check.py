@@ -140,7 +140,7 @@ def test_a_graph_that_does_nothing_is_found(load, monkeypatch):
         "hotsplit.runtime.step.backend._captured", lambda stream, submit: lambda: None
     )
     kind, (line,) = load()
-    assert kind is NativeStep and "the logits of a step are off by" in line
+    assert kind is NativeStep and "the logits of a prompt are off by" in line
 
 
 def test_host_functions_that_are_not_called_are_found(load, monkeypatch):
