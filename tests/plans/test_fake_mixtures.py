@@ -34,7 +34,7 @@ pytestmark = [
 ]
 TOKENS = [3, 41, 7, 7]
 CONV = "short convolutions"
-MIB, CONTEXT = 1 << 20, 4160
+MIB, CONTEXT = 1 << 20, 1600
 SHARED = {"num_shared": 32, "has_shared_gate": True}
 
 
@@ -166,10 +166,10 @@ def long_mixture(**options):
 
 @pytest.mark.parametrize(
     ("num_tokens", "rates", "is_resident"),
-    [(40, RATES, True), (60, None, False), (4096, None, True)],
+    [(40, RATES, True), (60, None, False), (1500, None, True)],
 )
 def test_prompts_on_a_device(num_tokens, rates, is_resident):
-    """Within the plan's memory, as the CPU computes them, 4,096 tokens in several passes."""
+    """Within the plan's memory, as the CPU computes them, 1,500 tokens in several passes."""
     model = long_mixture(kind="q8_0")
     split = made_plan(model, HOT, [1, 1], context_length=CONTEXT)
     budget = split.vram_budget_bytes + 48 * MIB

@@ -245,5 +245,3 @@ def test_the_program_of_a_file_is_that_of_loaded_weights(plan):
     }
     own = ("attention", "neurons", "head")
     assert found["gpu0"] == sum(split.gpu_bytes[item] for item in own)
-
-
