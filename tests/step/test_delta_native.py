@@ -338,7 +338,7 @@ IDS = [(7 * i + i * i) % 50 for i in range(70)]
 
 @pytest.mark.parametrize("num_taps", [1, 2, 5])
 def test_passes_of_short_convolutions_have_equal_bits(num_taps, level):
-    """Of a prompt at once, in parts and token by token, in a hidden size of no whole vectors."""
+    """A prompt at once, in parts and token by token, in a hidden size of no whole vectors."""
     sizes = make_sizes(num_layers=2, width=36, num_heads=2, num_kv_heads=1, context_length=300)
     ids = [*IDS, *IDS, *IDS, *IDS][:257]
     with Engine.of(conv_model(sizes, period=2, num_taps=num_taps), mode="dense") as engine:
