@@ -163,6 +163,8 @@ def _add_norm(
         total += term_D if factor is None else factor * term_D
     if sum_scale is not None:
         total *= sum_scale
+    if x_stride is not None:
+        tl.debug_barrier()  # in place: all threads must have loaded before any stores
     if x_out is not None:
         tl.store(x_out + column, total, mask=in_row)
     if out is not None:

@@ -172,6 +172,8 @@ def _round_tokens(
     value = tl.load(x + token * x_stride + column, mask=in_row, other=0.0)
     if added is not None:
         value += tl.load(added + token * added_stride + column, mask=in_row, other=0.0)
+    if out_stride is not None:
+        tl.debug_barrier()  # in place: all threads must have loaded before any stores
     if x_out is not None:
         tl.store(x_out + token * WIDTH + column, value, mask=in_row)
     if weight is not None:
