@@ -13,7 +13,7 @@ The buffers live from the first piece of a pass to its last; they count as works
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,6 @@ from hotsplit.runtime.weights.neuron_block import NeuronBlock
 # faster from about 24 tokens on. Next to an H100 (55 GB/s), 16 tokens through a 7 B model of which
 # 5 GB are cold take 0.25 s. It is a constant because a prompt's bits depend on it.
 LEAST_TOKENS = 32
-
-
-class Compute(Protocol):
-    """The part of a stream's interface that products need."""
-
-    def record(self) -> Any: ...
-
-    def wait(self, event: Any) -> None: ...
 
 
 @dataclass
@@ -54,7 +46,7 @@ class WeightStream:
 
     device: torch.device
     buffers: tuple[Tensor, Tensor]  # uint8, on the device
-    compute: Compute
+    compute: Stream  # whose kernels read the buffers
     copier: Stream
     staging: Staging | None  # None: all blocks are pinned
     least_tokens: int = LEAST_TOKENS  # fewest tokens of a pass that streams

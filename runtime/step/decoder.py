@@ -172,9 +172,15 @@ class NativeLayers:
         return self.values["routed"].flatten()[: T * size].view(T, size)
 
     def _route_in_torch(self, layer: Layer, x_TD: Tensor) -> None:
-        assert layer.router is not None
-        routed = layer.router.forward(x_TD)
-        self._routed(layer).copy_(torch.cat([routed.id_TK.float(), routed.weight_TK], dim=1))
+        # Triton, which its module imports, takes a second.
+        from hotsplit.runtime.kernels.gpu.routing import choose_experts
+
+        router = layer.router
+        assert router is not None
+        logit_TE, routed_T2K = router.linear.apply(x_TD), self._routed(layer)
+        choose_experts.reference(
+            logit_TE, router.choice_bias_E, router.spec, routed_T2K, None, router.scale_E
+        )
 
 
 def _seen_layer(

@@ -12,7 +12,7 @@ from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, power_of_2, step_rows
 
 
-@gpu_kernel(reads=("logit_E",), writes=("routed_2K", "copy_2K"))
+@gpu_kernel(reads=("logit_E",), writes=("routed_2K", "copy_2K"), takes_rows=True)
 def choose_experts(
     logit_E: Tensor,
     choice_bias_E: Tensor | None,
@@ -26,27 +26,28 @@ def choose_experts(
     `copy_2K`: the same again, for example in pinned memory of the host."""
 
     def reference() -> None:
-        score_E = logit_E.double()
+        score_TE = logit_E.double().view(-1, spec.num_experts)
         if spec.gating == "softmax":
-            score_E = score_E.softmax(dim=0)
+            score_TE = score_TE.softmax(dim=1)
         elif spec.gating == "sigmoid":
-            score_E = score_E.sigmoid()
-        choice_E = score_E if choice_bias_E is None else score_E + choice_bias_E
-        choice_E = choice_E.nan_to_num(nan=-torch.inf, posinf=torch.inf)
+            score_TE = score_TE.sigmoid()
+        choice_TE = score_TE if choice_bias_E is None else score_TE + choice_bias_E
+        choice_TE = choice_TE.nan_to_num(nan=-torch.inf, posinf=torch.inf)
         if spec.num_groups > 1:
-            choice_GE = choice_E.view(spec.num_groups, -1)
-            sum_G = choice_GE.topk(2, dim=1).values.sum(dim=1)
-            is_used_G = torch.zeros(spec.num_groups, dtype=torch.bool, device=sum_G.device)
-            is_used_G[_largest(sum_G, spec.num_used_groups)] = True
-            choice_E = choice_GE.masked_fill(~is_used_G[:, None], -torch.inf).flatten()
-        id_K = _largest(choice_E, spec.num_used)
-        weight_K = score_E[id_K]
+            choice_TGE = choice_TE.unflatten(1, (spec.num_groups, -1))
+            sum_TG = choice_TGE.topk(2, dim=2).values.sum(dim=2)
+            is_used_TG = torch.zeros_like(sum_TG, dtype=torch.bool)
+            is_used_TG.scatter_(1, _largest(sum_TG, spec.num_used_groups), True)
+            choice_TE = choice_TGE.masked_fill(~is_used_TG[:, :, None], -torch.inf).flatten(1)
+        id_TK = _largest(choice_TE, spec.num_used)
+        weight_TK = score_TE.gather(1, id_TK)
         if spec.gating == "softmax_of_chosen":
-            weight_K = weight_K.softmax(dim=0)
+            weight_TK = weight_TK.softmax(dim=1)
         if spec.renormalises:
-            weight_K = weight_K / (weight_K.sum() + 1e-20)
-        weight_K = weight_K * spec.scale * (1.0 if scale_E is None else scale_E[id_K])
-        routed_2K.copy_(torch.cat([id_K, weight_K]))
+            # As in transformers (modeling_glm4_moe.py), which counts where all are about zero.
+            weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + 1e-20)
+        weight_TK = weight_TK * spec.scale * (1.0 if scale_E is None else scale_E[id_TK])
+        routed_2K.copy_(torch.cat([id_TK, weight_TK], dim=1).view_as(routed_2K))
         if copy_2K is not None:
             copy_2K.copy_(routed_2K)
 
@@ -79,9 +80,9 @@ def choose_experts(
     return reference, launch
 
 
-def _largest(value_E: Tensor, count: int) -> Tensor:
-    """The indices of the largest values, the largest first; of equal ones the lower."""
-    return value_E.sort(descending=True, stable=True).indices[:count]
+def _largest(value_TE: Tensor, count: int) -> Tensor:
+    """The indices of the largest values of each row, the largest first; of equal ones the lower."""
+    return value_TE.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 @triton.jit
