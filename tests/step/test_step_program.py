@@ -107,7 +107,7 @@ def test_any_order_that_the_declared_edges_allow_gives_the_same_bits(loaded):
     orders = {tuple(replay.order(seed, replay.edges)) for seed in range(50)}
     for order in orders:
         assert torch.equal(replay.logits(order), want)
-    assert len(orders) > 30 or "copy" not in {op.name for op in replay.operations}
+    assert len(orders) > 15 or "copy" not in {op.name for op in replay.operations}
 
 
 @pytest.mark.parametrize("loaded", marked, indirect=True)
