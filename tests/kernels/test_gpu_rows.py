@@ -5,6 +5,8 @@ bits. Other tests compare the kernel for one row with float64.
 The kernels run on a CUDA device, or in Triton's interpreter if there is none. test_ptx_kernels.py
 runs some of these comparisons with the kernels executed as PTX."""
 
+import inspect
+
 import pytest
 import torch
 from gpu_matrices import (
@@ -61,7 +63,10 @@ def outputs(kernel: str, given: dict) -> list[str]:
 
 def assert_rows_as_alone(which, kernel: str, *, is_exact: bool = True, **given) -> dict:
     """Compares the kernel run once for all rows with one run per row; returns the arguments of the
-    former, outputs included. Unless `is_exact`, the last bits may differ."""
+    former, outputs included. Arguments that are not given are None. Unless `is_exact`, the last
+    bits may differ."""
+    parameters = inspect.signature(KERNELS[kernel].reference).parameters.values()
+    given = {p.name: None for p in parameters if p.default is p.empty} | given
     num_rows = KERNELS[kernel].num_rows(given)
     alone = [single(kernel, given, row) for row in range(num_rows)]
     getattr(which, kernel)(**given)
@@ -119,12 +124,7 @@ def test_dot(kernels, kind, num_rows):
 def test_dot_of_every_number_of_rows(kernels, kind, num_rows):
     matrix = make_matrix(kind, 1, block_width(kind))
     assert_rows_as_alone(
-        kernels,
-        "dot",
-        matrix=matrix,
-        bias_N=None,
-        x_D=vectors(num_rows, matrix.width),
-        out_N=empty(num_rows, 1),
+        kernels, "dot", matrix=matrix, x_D=vectors(num_rows, matrix.width), out_N=empty(num_rows, 1)
     )
 
 
@@ -172,10 +172,7 @@ def test_gate_up(kernels, kind, num_rows):
         "gate_up",
         is_exact=is_exact(kind),
         gate=gate,
-        gate_bias_N=None,
         up=up,
-        up_bias_N=None,
-        id_N=None,
         named_B=names(num_rows, 9),
         x_D=vectors(num_rows, width),
         rule=Gate(activation="fatrelu", threshold=0.2),

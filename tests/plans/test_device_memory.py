@@ -418,14 +418,9 @@ def test_without_a_gpu_there_is_nothing_to_set_up():
 
 def test_plans_of_large_models_reserve_longer_passes():
     """Those of others the shortest, rather than none."""
+    heads = {"num_heads": 32, "num_kv_heads": 32}
     large = make_sizes(
-        num_layers=32,
-        width=4096,
-        num_neurons=11008,
-        num_heads=32,
-        num_kv_heads=32,
-        vocab_size=32000,
-        context_length=1024,
+        width=4096, num_neurons=11008, vocab_size=32000, context_length=1024, **heads
     )
     found, wanted = {}, {}
     for num_layers in (32, 2):
