@@ -11,8 +11,8 @@ from hotsplit.artifacts.split_file import Split
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The device of each part. `hot`: for each layer, the neurons that are on its home, or the
-    experts; None: all.
+    """The device of each part. `hot`: for each layer, the units that are on its home; None:
+    all.
 
     All parts of a layer that are on a GPU are on the same one, the layer's home."""
 

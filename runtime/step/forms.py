@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hotsplit.model.spec import ModelSpec
+from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.step.program import HOST, Block, LayerPlace, StepForm, gpu
 
 if TYPE_CHECKING:  # torch takes a second to import, and `inspect --graph` needs none
@@ -26,7 +26,6 @@ class PlannedSides:
     is_tied: bool = False  # the head's matrix is the embedding too
     has_bits_L: Sequence[bool] = ()  # its GPU writes the bits of its hot neurons; (): none does
     streamed: Container[int] = ()  # layers whose cold neurons are streamed to their GPU
-    has_experts: bool = False
 
 
 def step_form(
@@ -38,7 +37,7 @@ def step_form(
 ) -> StepForm:
     """The form of a step of a model, without the predictors that are not run. `layer_bytes` and
     `outer_bytes`: the bytes of weights by part, of each layer and outside the layers."""
-    places = [_place(sides, index) for index in range(spec.num_layers)]
+    places = [_place(sides, layer, index) for index, layer in enumerate(spec.layers)]
     if layer_bytes:
         places = [
             replace(place, weight_bytes=parts)
@@ -58,7 +57,7 @@ def step_form(
     )
 
 
-def _place(sides: PlannedSides, index: int) -> LayerPlace:
+def _place(sides: PlannedSides, layer: LayerSpec, index: int) -> LayerPlace:
     """The place of a layer: attention, norms and predictor on one device, hot neurons on its GPU
     and cold ones on the host."""
     roles, home = sides.roles_L[index], HOST
@@ -72,7 +71,7 @@ def _place(sides: PlannedSides, index: int) -> LayerPlace:
         is_there = role == "hot" or is_streamed
         return role if len(roles) > 1 else "all", home if is_there else HOST
 
-    if is_streamed and sides.has_experts:  # one operation for those of both sides
+    if is_streamed and layer.route is not None:  # one operation for units of both sides
         roles = roles[:1]
     return LayerPlace(
         device=home if is_on_gpu else HOST,
@@ -128,6 +127,5 @@ def placed_form(
         is_tied=weights.embedding is weights.head.weight,
         has_bits_L=has_bits_L,
         streamed=streamed,
-        has_experts=weights.spec.has_experts,
     )
     return step_form(weights.spec, sides)

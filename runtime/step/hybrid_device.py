@@ -44,7 +44,6 @@ from hotsplit.runtime.step.native_step import ALIASES
 from hotsplit.runtime.step.program import HOST, device_of, name_of
 from hotsplit.runtime.weights.expert_block import ExpertBlock, UnitBlock
 from hotsplit.runtime.weights.matrix import Matrix
-from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 CORE = (
     "attn_out",
@@ -388,11 +387,11 @@ class DeviceKernels(Launcher):
         logit_E = b.first("inner", router.spec.num_experts)
         launch_route(self, router, x_D, logit_E, self.routed(layer), copy)
 
-    def experts(self, divided: DividedLayer, x_D: Tensor) -> None:
+    def experts(self, divided: DividedLayer, hot: ExpertBlock, x_D: Tensor) -> None:
         """Writes the partial sums of the weighted outputs of a layer's chosen experts to sum_PD; 0
         of those that are on the CPU."""
-        b, layer, hot = self.buffers, divided.layer, divided.hot
-        assert isinstance(hot, ExpertBlock) and layer.router is not None
+        b, layer = self.buffers, divided.layer
+        assert layer.router is not None
         num_used, num_neurons = layer.router.spec.num_used, len(hot.id_F)
         hidden_KF = b.carved(b.hidden, num_used * num_neurons).unflatten(
             -1, (num_used, num_neurons)
@@ -423,7 +422,10 @@ class DeviceKernels(Launcher):
         `hot_bits`, the bits of those that fired. `are_named`: only neurons in `named_W` are
         computed."""
         b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
-        assert isinstance(hot, NeuronBlock)
+        if isinstance(hot, ExpertBlock):
+            self.experts(divided, hot, x_D)
+            return
+        assert hot is not None
         hidden_N, parts_SD = b.carved(b.hidden, len(hot.id_N)), b.sum_PD[1 : 1 + divided.num_parts]
         rest = b.hidden[hidden_N.numel() :]
         of_neurons.launch_neurons(

@@ -25,8 +25,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.ops.neurons.native import ChosenStruct, NeuronsStruct
-from hotsplit.runtime.prefill.cold_stream import ColdStream
-from hotsplit.runtime.prefill.expert_stream import ExpertStream
+from hotsplit.runtime.prefill.cold_stream import WeightStream
 from hotsplit.runtime.step.batch import LogitsMemory, Row, prepared, runs_of
 from hotsplit.runtime.step.hybrid_neuron_cache import HybridCache
 from hotsplit.runtime.step.native_parts import HostBuffers
@@ -56,7 +55,7 @@ class Passes:
     length."""
 
     lengths: tuple[int, ...]
-    streams: Mapping[int, ColdStream | ExpertStream]  # by layer
+    streams: Mapping[int, WeightStream]  # by layer
     # The fewest tokens of a pass that streams cold weights; None: none does.
     least_streamed: int | None
     prepare: Callable[[int, bool], tuple[Segment, ...]]

@@ -26,7 +26,6 @@ from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, beginni
 from hotsplit.runtime.step.native_step import overwritten
 from hotsplit.runtime.step.pass_device import PassKernels
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, edges, is_added, is_read, name_of
-from hotsplit.runtime.weights.expert_block import ExpertBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,18 +373,16 @@ class Lowering:
             assert isinstance(device, PassKernels)
             are_named = any(name_of(value) == "named" for value in op.reads)
             return partial(device.streamed, divided, x_D, are_named=are_named)
-        if isinstance(divided.hot, ExpertBlock):
-            return partial(device.experts, divided, x_D)
         return partial(device.hot, divided, x_D, are_named=len(op.reads) > 1)
 
     def _is_streamed(self, op: Op) -> bool:
-        """True for a layer's neurons if they, or some of its experts, are streamed."""
+        """True for a layer's neurons if they are streamed, at least some of those of a router."""
         if op.kind != "neurons" or op.device == HOST or op.layer is None:
             return False
         if op.layer not in self.streamed:
             return False
         divided = self.divided[op.layer]
-        return op.part == "cold" or divided.hot is None or isinstance(divided.hot, ExpertBlock)
+        return op.part == "cold" or divided.hot is None or divided.layer.router is not None
 
     def _copy(self, op: Op) -> Callable[[], None]:
         ((source,), (target,)) = op.reads, op.writes

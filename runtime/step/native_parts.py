@@ -1,6 +1,6 @@
 """The host's parts of a hybrid decode step, each a C function that a stream or a CUDA graph calls:
-consecutive operations of the step program in one call, the cold neurons or experts of a divided
-layer in another.
+consecutive operations of the step program in one call, the cold units of a divided layer in
+another.
 
 They share a few buffers (`HostBuffers`), whose reads and writes the step program orders.
 
@@ -88,7 +88,7 @@ def inputs_of(
 @dataclass(frozen=True, kw_only=True)
 class HostBuffers(StepBuffers):
     """The step program's values on the host, pinned if there is a GPU. `structs` and `count` pass
-    the rows to the host functions. "routed" has the numbers of experts, and their weights; "qkv"
+    the rows to the host functions. "routed" has a router's result; "qkv"
     and "heads" are empty unless a GPU projects and the host attends."""
 
     structs: Array[RowStruct] = field(repr=False)

@@ -413,8 +413,7 @@ class StepBuilder(Structs):
         return step
 
     def layer(self, layer: Layer, *, has_neurons: bool = True) -> LayerStruct:
-        """The struct of a layer, with its blocks of neurons or experts unless others compute
-        them."""
+        """The struct of a layer, with its blocks of units unless others compute them."""
         ffn, sizes = layer.ffn, {name: norm.size for name, norm in layer.spec.norms.items()}
         norms = [norm_struct(self, norm, sizes[name]) for name, norm in layer.norms.items()]
         struct = LayerStruct(

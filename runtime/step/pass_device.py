@@ -246,7 +246,11 @@ class PassKernels(TileLauncher, DeviceKernels):
 
     def hot(self, divided: DividedLayer, x_D: Tensor | Rounded, *, are_named: bool) -> None:
         hot, ffn = divided.hot, divided.layer.ffn
-        assert isinstance(hot, NeuronBlock)
+        if isinstance(hot, ExpertBlock):
+            assert isinstance(x_D, Tensor)
+            self.experts(divided, hot, x_D)
+            return
+        assert hot is not None
         named_TW = self.named(ffn) if are_named else None
         out_TD = self.buffers.sum_PD[1]
         self._neurons(hot, ffn.gate, x_D, out_TD, named_TW, divided.hot_id_N)
@@ -304,9 +308,7 @@ class PassKernels(TileLauncher, DeviceKernels):
                 is_added=is_added or start > 0,
             )
 
-    def experts(self, divided: DividedLayer, x_D: Tensor) -> None:
-        hot = divided.hot
-        assert isinstance(hot, ExpertBlock)
+    def experts(self, divided: DividedLayer, hot: ExpertBlock, x_D: Tensor) -> None:
         if hot.place_E is not None:  # pairs of experts on the CPU have no output here
             parts_PD = self._parts_of_pairs(divided, x_D)
             self.clear(parts_PD)

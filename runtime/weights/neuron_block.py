@@ -80,7 +80,7 @@ class NeuronBlock:
 
 
 class HasRole(Protocol):
-    """A block of neurons or of experts."""
+    """A block of units."""
 
     @property
     def role(self) -> Role: ...
