@@ -110,7 +110,7 @@ def test_any_number_of_tokens(kind, count):
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0_planar"])
 def test_rows_may_exceed_the_range_of_f16(kind):
-    """As a pass rounds them: f16 has them divided by powers of two."""
+    """A pass rounds them: in f16, they are divided by powers of two."""
     matrix, x_TD = make_matrix(kind, 40, 64), 2.0**24 * vector(3 * 64).view(3, 64)
     rooms = (torch.empty(size, device=device()) for size in (3 * 64, 3, 3))
     launcher = TileLauncher(

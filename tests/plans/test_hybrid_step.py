@@ -279,7 +279,7 @@ def test_traffic_of_the_cpu_is_counted():
 
 @pytest.mark.parametrize("wrong", ["predict", "down", "cold"])
 def test_the_comparison_notices_a_missing_part(wrong):
-    """Of the names, of the hot neurons, or of the cold ones."""
+    """The names, the hot neurons or the cold ones are missing."""
     model, kernels = model_of(), reference_kernels()
     if wrong != "cold":
         kernels = kernels.replaced(**{wrong: lambda *arguments, **options: None})

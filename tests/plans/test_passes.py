@@ -129,7 +129,7 @@ def test_every_graph_of_layers(tmp_path, case):
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("plan", ["all on the GPU", "random"])
 def test_neurons_in_parts(tmp_path, monkeypatch, plan, mode):
-    """As many as keep their values small, with the names of their own."""
+    """A part has as many neurons as keep its values small, with their own names."""
     model = make(tmp_path, sizes=make_sizes(num_layers=L, num_neurons=F, context_length=CONTEXT))
     split, rows = planned(tmp_path, model, plan, context_length=CONTEXT), rows_of(ids_of(40), 0)
     found = []
