@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
 from hybrid_plans import PLANS, F, L, make, planned, random_plan
-from models import family_model, make_sizes
+from models import family_model, make_model, make_sizes
 from passes import passing
 from reference import logits_ref, rel_error
 from test_families import CASES, converted
@@ -21,7 +21,9 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.tensors import in_layout, is_neuron_major
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from hotsplit.runtime.step import pass_device
+from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
 
 CONTEXT = 256
@@ -173,3 +175,18 @@ def test_norms_are_rounded_as_products_take_them(family, kind, bound):
     with Engine.of(model, split, mode="dense", device="cpu") as engine:
         got = passing(engine, split).run_pass(rows_of(ids, 0, "all"))
     assert rel_error(got, logits_ref(model, ids)) < bound
+
+
+def test_triton_kernels_give_the_references_logits():
+    """In Triton's interpreter, with the weights in main memory: launches take what passes give."""
+    pytest.importorskip("triton")
+    import interpreter_loops  # noqa: F401
+
+    shape = make_sizes(num_layers=2, width=32, num_neurons=24, vocab_size=20, context_length=64)
+    model, rows = make_model(sizes=shape, kind="q4_0", predictor_rank=8), rows_of([3, 17, 4], 0)
+    split = make_split(model, [range(24), range(0, 24, 3)], context_length=64)
+    with Engine.of(model, split, mode="predicted", device="cpu", is_resident=False) as engine:
+        backends = map(plain_backend, (triton_kernels(), reference_kernels()))
+        steps = [passing(engine, split, backend=backend) for backend in backends]
+        got, want = (step.run_pass(rows) for step in steps)
+    assert rel_error(got, want) < 2e-3

@@ -50,7 +50,8 @@ def attend_tokens(
     """`attend` for the tokens of a prompt, of one sequence at ascending positions: `sequence_1`
     may have several values, which are equal. Queries are scaled and have the type of keys and
     values, to which shares are rounded, too; sums are f32. `gated_TQ`: `qkv` of rotate_append, if
-    it has gates. A token's result has the same bits in every pass."""
+    it has gates. A token's result has the same bits in every pass if values are finite: shares of
+    later ones are 0, and 0 times infinity is NaN."""
 
     def reference() -> None:
         count, num_kv, window = int(position_T[-1]) + 1, key_CKW.shape[-2], spec.window
