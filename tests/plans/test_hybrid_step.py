@@ -279,11 +279,7 @@ def test_traffic_of_the_cpu_is_counted():
 
 @pytest.mark.parametrize("wrong", ["predict", "down", "cold"])
 def test_the_comparison_notices_a_missing_part(wrong):
-<<<<<<< HEAD
     """The names, the hot neurons or the cold ones are missing."""
-=======
-    """The missing part is the names, the hot neurons or the cold ones."""
->>>>>>> 95116fc4 (A docstring is a sentence)
     model, kernels = model_of(), reference_kernels()
     if wrong != "cold":
         kernels = kernels.replaced(**{wrong: lambda *arguments, **options: None})
