@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 from test_families import CASES
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GraniteMoeHybridConfig, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    PretrainedConfig,
+)
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families import config_reader
@@ -26,7 +32,7 @@ def config_of(case: str) -> dict:
     by_layer = ("layer_types", "per_layer_config")
     # Without them, its layers are recurrent, or share keys with none before them.
     shared = getattr(config, "num_kv_shared_layers", 0)
-    if isinstance(config, GraniteMoeHybridConfig) or (
+    if isinstance(config, GraniteMoeHybridConfig | Lfm2Config | Lfm2MoeConfig) or (
         shared and config.model_type == "gemma4_text"
     ):
         by_layer = by_layer[1:]

@@ -29,7 +29,7 @@ NORM, THEIR_NORM = "output_norm.weight", "token_embd_norm.weight"
 def derived(read: ConfigReader) -> dict[str, object]:
     """Values under transformers' older names, and the neurons of a layer, which the config's number
     only bounds (transformers, modeling_lfm2.py)."""
-    values, found = read.values, dict[str, object]()
+    values, found = read.values, dict[str, object](hidden_act="silu")
     if "tie_embedding" in values:
         found["tie_word_embeddings"] = values["tie_embedding"]
     attending = values.get("full_attn_idxs")
@@ -127,7 +127,6 @@ def _under(mine: str, other: str, spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 _DEFAULTS: Mapping[str, object] = {
     "tie_word_embeddings": True,
-    "hidden_act": "silu",
     "norm_eps": 1e-5,
     "num_key_value_heads": 8,
     "conv_bias": False,
