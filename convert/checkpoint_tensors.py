@@ -36,7 +36,7 @@ def tensor_entries(
     down projections of the sparse layout are transposed. Raises HotsplitError for an unknown or
     missing tensor, a wrong shape, a tied head that differs from the embedding, and a type that does
     not fit."""
-    wanted = _wanted(plan)
+    wanted = _wanted(plan, checkpoint)
     experts = find_experts(checkpoint, wanted, plan.expert_form)
     sources = _sources(checkpoint, plan, wanted, experts)
     entries = {}
@@ -85,11 +85,15 @@ def tensor_entries(
 def restored(
     checkpoint: Checkpoint, plan: Blueprint, types: TensorTypes, written: ModelFile
 ) -> Iterator[Restored]:
-    """Every tensor of the checkpoint in use, a fused one in parts, with the values in `written`."""
-    wanted = _wanted(plan)
+    """Every tensor of the checkpoint in use, a fused one in parts, with the values in `written`;
+    those of a draft block, which transformers does not run, are only checked."""
+    block = f"blk.{plan.spec.num_layers}."
+    wanted = _wanted(plan, checkpoint)
     experts = find_experts(checkpoint, wanted, plan.expert_form)
     for name, each in experts.items():
-        yield from _restored_experts(checkpoint, types, written, name, each)
+        for made in _restored_experts(checkpoint, types, written, name, each):
+            if not name.startswith(block):
+                yield made
     sources = _sources(checkpoint, plan, wanted, experts)
     for name in wanted:
         rows = _rows(plan, name)
@@ -108,7 +112,8 @@ def restored(
         if order.columns is not None:
             values = values[:, np.argsort(order.columns)]
         values = values.T if is_transposed else values
-        yield Restored(source=source, rows=order.rows, values=values)
+        if not name.startswith(block):
+            yield Restored(source=source, rows=order.rows, values=values)
 
 
 def _restored_experts(
@@ -194,14 +199,16 @@ def _read_rows(
     return encode(tensor, kind, what, rows=rows, importance=importance_M)
 
 
-def _wanted(plan: Blueprint) -> tensors.Shapes:
+def _wanted(plan: Blueprint, checkpoint: Checkpoint) -> tensors.Shapes:
     """Shapes by name in the stock layout, with an output head even if it is tied."""
     spec = plan.spec
     wanted = tensors.outer_shapes(spec) | {"output.weight": (spec.vocab_size, spec.hidden_size)}
     for index, layer in enumerate(spec.layers):
         in_layer = tensors.layer_shapes(spec, layer, "stock")
         wanted |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
-    return wanted
+    of_draft, optional = tensors.draft_shapes(spec, "stock")
+    own = set(map(plan.name_of, checkpoint.tensors)) if optional else set()
+    return wanted | of_draft | {name: dims for name, dims in optional.items() if name in own}
 
 
 def _rows(plan: Blueprint, name: str) -> Rows | None:

@@ -18,6 +18,7 @@ from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import checkpoint_tensors, gguf_source
 from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.draft_tensors import with_draft_block
 from hotsplit.convert.hub import find_source
 from hotsplit.convert.importances import check_and_note
 from hotsplit.convert.options import ConvertConfig, ConvertReport, Outtype
@@ -136,7 +137,11 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
             " longer supported; remove the file to run it without them"
         )
     checkpoint = Checkpoint.open(folder)
-    plan = read_blueprint(folder / "config.json", checkpoint.config, checkpoint.max_rows)
+    sources, rows = checkpoint.tensors.keys(), checkpoint.max_rows
+    plan = read_blueprint(folder / "config.json", checkpoint.config, rows, sources)
+    model_id = checkpoint.model_id()
+    if plan.spec.draft is not None:
+        checkpoint = with_draft_block(checkpoint, plan.spec.num_layers)
     if config.activation is not None:
         raise HotsplitError(
             f"{config.source}: a checkpoint states its activation; --activation is for GGUF files"
@@ -175,7 +180,7 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
             **sampling_keys(checkpoint.folder),
             **tokenizer.keys,
         },
-        model_id=checkpoint.model_id(),  # last: it reads samples of all tensors
+        model_id=model_id,
     )
     notes = [*plan.notes, *pooling_notes]
     ignored = [n for n in checkpoint.tensors if n.startswith(plan.ignored_prefixes)]
@@ -184,6 +189,7 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
             f"{len(ignored)} tensors left out, on which the next token does not depend, such as"
             f" {ignored[0]}"
         )
+    notes += [model.draft_note] * bool(model.draft_note)
     notes += check_and_note(types.importances, model.tensors)
     if (fallen := types.fallen_note(model.tensors)) is not None:
         notes.append(fallen)

@@ -74,7 +74,7 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
         )
     notes = (
         *activation_notes(keys, model),
-        *([model.skipped_note] if model.num_skipped else []),
+        *([note] if (note := model.skipped_note or model.draft_note) else []),
         *([fallen] if fallen else []),
         *check_and_note(types.importances, entries),
         *_error_notes(tensors, entries, names),

@@ -144,13 +144,15 @@ def context_of(model: ModelFile, wishes: Wishes) -> int:
 def run_bytes(
     model: ModelFile, context_length: int, gpu_budget_bytes: int = 0, num_sequences: int = 1
 ) -> int:
-    """Bytes on one device (a GPU if it has a budget): weights, keys and values, temporaries."""
+    """Bytes on one device (a GPU if it has a budget): weights, keys and values, temporaries; on the
+    CPU with the draft block."""
     workspace = workspace_bytes(model, context_length, "dense", num_sequences, gpu_budget_bytes)
     items = part_bytes.bytes_on_one_side(model, context_length, workspace, num_sequences)
     if model.layout == "stock":  # run as it is
         layers = range(model.spec.num_layers)
         items["neurons"] = sum(part_bytes.stored_neuron_bytes(model, layer) for layer in layers)
-    return sum(items.values())
+    draft = {} if gpu_budget_bytes else part_bytes.draft_bytes(model, context_length, num_sequences)
+    return sum(items.values()) + sum(draft.values())
 
 
 # ---- the layout ---------------------------------------------------------------------------------

@@ -384,6 +384,8 @@ def flop_per_token(model: ModelFile) -> float:
         )
         if len(entry.shape) >= 2 and not is_looked_up:
             layer = name.split(".")[1] if name.startswith("blk.") else ""
+            if layer == str(model.spec.num_layers):  # the draft block
+                continue
             share = read_share(model, int(layer), name.split(".", 2)[2]) if layer else 1.0
             found += 2.0 * share * prod(entry.shape)
     return found

@@ -55,6 +55,7 @@ from hotsplit.runtime.resolved_options import (
 from hotsplit.runtime.step import hybrid_builder, native_step
 from hotsplit.runtime.step.backend import Backend, can_overlap, can_ring, cuda_backend
 from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.draft_step import DraftStep
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.workspace import step_rows
@@ -85,6 +86,8 @@ def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "LoadedM
     Raises HotsplitError if the C++ does not cover the model."""
     if model.num_skipped:
         log.info(f"{model.path}: {model.skipped_note}")
+    if config.draft_block and (note := model.draft_note):
+        log.info(f"{model.path}: {note}")
     device = device_of(config.device)
     if device.type == "cuda":
         try:
@@ -141,6 +144,10 @@ class LoadedModel:
 
             triton_kernels()  # raises if Triton is missing
         use_default_threads(beside_gpu=self.is_on_gpu)
+        self.has_draft = self.config.draft_block and self.model.draft is not None
+        if self.has_draft and self.is_on_gpu:
+            self.has_draft = False
+            self.notice("the draft block is not loaded, since it drafts for steps on the CPU alone")
 
     def _place(self) -> None:
         self.placement = placement_of(self.model, self.plan, self.gpus, self.config)
@@ -185,6 +192,7 @@ class LoadedModel:
             cpu_ffn=self.config.cpu_ffn,
             num_sequences=self.num_sequences,
             cache_types=self.cache_types,
+            has_draft=self.has_draft,
         )
         layers = range(self.model.spec.num_layers)
         reads_all_L = [self.model.spec.computes_all(layer, self.mode) for layer in layers]
@@ -262,8 +270,11 @@ class LoadedModel:
                 num_sequences=self.num_sequences,
                 cache_types=self.cache_types,
                 resident_LN=self.resident_LN,
+                has_draft=self.has_draft,
             )
         check_routers(self.model, self.weights.layers)  # once the uploads are done
+        if self.model.draft is not None and self.weights.draft is not None:
+            check_routers(self.model.draft, self.weights.draft.layers)
 
     def _set_up_passes(self) -> None:
         """Takes the memory of passes, and makes ready to stream cold weights."""
@@ -290,7 +301,7 @@ class LoadedModel:
         backend = self._backend()
         step: NativeStep | HybridStep
         if backend is None:
-            step = native_step.build(self.weights, self.traffic)
+            step = native_step.build(self.weights, self.traffic, ("x",) * self.has_draft)
         else:
             step = hybrid_builder.build(
                 self.weights,
@@ -301,7 +312,14 @@ class LoadedModel:
                 self.max_rows,
                 self.passes,
             )
-        self.decoder = Decoder(weights=self.weights, observers=Observers(), native=step)
+        self.decoder = Decoder(
+            weights=self.weights,
+            observers=Observers(),
+            native=step,
+            draft=DraftStep(self.weights, step)
+            if isinstance(step, NativeStep) and self.has_draft
+            else None,
+        )
 
     def _first_logits(self) -> dict[str, Tensor]:
         """Builds the decoder on a GPU, and computes the logits that are checked."""

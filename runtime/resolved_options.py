@@ -11,7 +11,7 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.default_mode import choose_mode, loss_line
-from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, ITEMS, Items, plan_bytes
+from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, ITEMS, Items, draft_bytes, plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes
@@ -151,8 +151,10 @@ def bytes_by_role_of(
     cpu_ffn: bool = False,
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
+    has_draft: bool = False,
 ) -> dict[str, Items]:
-    """Itemised bytes by role; without a plan, temporaries are those of `mode`. With neither a plan
+    """Itemised bytes by role, with the draft block if it is loaded (`has_draft`); without a plan,
+    temporaries are those of `mode`. With neither a plan
     nor `cpu_ffn`, everything has the device's role. With `cpu_ffn`, neurons are on the CPU, with
     everything else that a plan leaves there too (part_bytes.plan_bytes), and the rest is on the
     GPU."""
@@ -172,6 +174,9 @@ def bytes_by_role_of(
         num_sequences=num_sequences,
         cache_types=cache_types,
     )
+    if has_draft:
+        for item, size in draft_bytes(model, context_length, num_sequences, cache_types).items():
+            cpu_bytes[item] += size
     if cpu_ffn:
         return {"gpu": gpu_bytes, "cpu": cpu_bytes}
     return {"gpu" if device.type == "cuda" else "cpu": cpu_bytes}

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.prefix_cache import PrefixCache, common
 from hotsplit.serve.texts import (
@@ -50,7 +51,8 @@ class QueueFull(Exception):
 
 class Scheduler:
     """Runs the engine, with up to `parallel` texts in progress, and calls `post` once per step with
-    all of the step's events, if any. Requests are refused while `queue` texts or more wait.
+    all of the step's events, if any. Drafts are made while one text is in progress: rows of several
+    share the weights already. Requests are refused while `queue` texts or more wait.
     `submit`, `cancel` and `stop` may be called from any thread; `run` belongs to the thread that
     owns the engine."""
 
@@ -62,9 +64,11 @@ class Scheduler:
         *,
         parallel: int,
         queue: int,
+        new_drafts: Callable[[], Speculation | None] = lambda: None,
     ) -> None:
+        """`new_drafts` makes the drafts of a text."""
         self.engine, self.prefix_cache, self._post = engine, prefix_cache, post
-        self.parallel, self.queue = parallel, queue
+        self.parallel, self.queue, self._new_drafts = parallel, queue, new_drafts
         self._waiting: deque[Text] = deque()
         self._running: list[Text] = []
         self._undrawn: list[Text] = []  # of those running: texts with logits, but perhaps no mask
@@ -210,7 +214,7 @@ class Scheduler:
 
     def _part(self, text: Text, most: int) -> tuple[Text, Part] | None:
         with self._failing(text):
-            return text, text.part(most)
+            return text, text.part(most, is_alone=len(self._running) == 1)
         return None
 
     def _shares(self, rows: int) -> list[tuple[Text, int]]:
@@ -239,7 +243,7 @@ class Scheduler:
             return False
         with self._failing(text):
             text.sequence = self.prefix_cache.take(job.ids, reuses=job.reuses)
-            text.begin(text.sequence, self.engine.traffic)
+            text.begin(text.sequence, self.engine.traffic, self._new_drafts())
             return True
         return False
 
@@ -307,8 +311,10 @@ class Scheduler:
         for text in texts:
             if text.generation is None:  # it has been cancelled
                 continue
-            if text.generation.can_draw(max(0.0, deadline_s - time.perf_counter())):
+            while text.generation.can_draw(max(0.0, deadline_s - time.perf_counter())):
                 self._draw(text)
+                if text.generation is None or not text.generation.goes_on():
+                    break
             else:
                 self._undrawn.append(text)
 

@@ -14,6 +14,7 @@ from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.answer_mask import Mask
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions, Token
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
+from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted
 from hotsplit.runtime.step.sequences import Part
@@ -172,24 +173,27 @@ class Text:
         known = 0 if self.sequence is None else self.sequence.length
         return 0 if self.is_writing else len(self.job.ids) - known
 
-    def begin(self, sequence: TextSequence, traffic: Traffic) -> None:
+    def begin(
+        self, sequence: TextSequence, traffic: Traffic, drafts: Speculation | None = None
+    ) -> None:
         """Continues from the sequence's tokens, which are a prefix of the prompt."""
         job = self.job
         assert isinstance(job, TextJob)
         self.sequence, self.num_cached = sequence, sequence.length
         self._began_s = time.monotonic()
         self.generation = Generation(
-            sequence, job.ids, job.codec, job.draws, job.options, traffic, job.mask
+            sequence, job.ids, job.codec, job.draws, job.options, traffic, job.mask, drafts
         )
 
-    def part(self, most: int) -> Part:
-        """The next rows to compute: at most `most` tokens of its prompt, or its last token."""
+    def part(self, most: int, *, is_alone: bool) -> Part:
+        """The next rows to compute: at most `most` tokens of its prompt, or its last token, with a
+        draft if no other text is in the step."""
         assert self.sequence is not None and self.generation is not None
         wanted: Wanted = "all" if self.is_scored else "none"
         most = min(most, SCORED_ROWS) if self.is_scored else most
         if self.num_unread <= most:
-            part = self.generation.part()
-            assert part is not None, "there are no drafts"
+            part = self.generation.part(is_alone=is_alone)
+            assert part is not None, "drafts that are right are drawn in their own step"
             return replace(part, wanted="all") if self.is_scored else part
         start = self.sequence.length
         return Part(
@@ -233,8 +237,11 @@ class Text:
         return self.generation.draw()
 
     def release(self) -> None:
-        """Frees the resources of an ended text. Its last logits are a view of a whole step's, which
-        would otherwise live as long as any reference to the text."""
+        """Frees the resources of an ended text, and drops drafts that were not accepted. Its last
+        logits are a view of a whole step's, which would otherwise live as long as any reference to
+        the text."""
+        if self.generation is not None:
+            self.generation.close()
         self.generation = None
 
     def embed(self, engine: Engine, most: int) -> bool:

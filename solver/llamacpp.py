@@ -80,7 +80,8 @@ def _layers(inputs: Inputs) -> Told:
     seconds = split_seconds(inputs, first, homes, has_head)
     words = f"the head and {num_layers - first} of {num_layers} layers on the GPU"
     words = words if homes else "all on the CPU"
-    count = len(homes) + (model.num_skipped if homes else 0)
+    ahead = model.num_skipped + (model.spec.draft is not None)  # layers, to llama.cpp
+    count = len(homes) + (ahead if homes else 0)
     return Told(arguments=("-ngl", str(count)), words=words, seconds=seconds)
 
 

@@ -14,6 +14,7 @@ from gguf.quants import dequantize
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import type_of
 from hotsplit.model.delta_net import CONV, DECAY, DECAY_BIAS, DELTA_NORM, DeltaNet
+from hotsplit.model.draft_block import JOIN, OF_EMBEDDING, OF_HIDDEN
 from hotsplit.model.operations import PositionWise, Recurrent
 from hotsplit.model.rope import Rotary
 from hotsplit.model.short_conv import CONV as TAPS
@@ -70,16 +71,26 @@ def logits_ref(
     silent=None,
     seen=None,
     own=None,
+    hidden_TD=None,
 ) -> np.ndarray:
     """Logits [T, V] of a text, block by block. Neurons outside the mask `named_LTF` are left out,
     by default in mode "predicted" those that the predictors do not name; `silent(activated gates)`
     says which gates of a SiLU model count as closed. `seen` gets the values that observers see, by
-    name and layer; `own(block, values, weights)` computes a position-wise operation."""
+    name and layer; `own(block, values, weights)` computes a position-wise operation. `hidden_TD`:
+    the states that a draft block reads beside the embedding."""
     spec, seen = model.bare_spec, {} if seen is None else seen
     factors = weights(model, "rope_freqs.weight") if "rope_freqs.weight" in model.tensors else 1.0
     x = weights(model, "token_embd.weight")[ids] * spec.embedding_scale
     if spec.has_positions:
         x = x + weights(model, "position_embd.weight")[: len(ids)]
+    if hidden_TD is not None:
+        (join,) = spec.first
+        parts = ((OF_EMBEDDING, x), (OF_HIDDEN, hidden_TD))
+        joined = [
+            norm(each, lambda name: weights(model, name), replace(join.norm, name=name))
+            for name, each in parts
+        ]
+        x = np.concatenate(joined, axis=1) @ weights(model, f"{JOIN}.weight").T
     seen["embedding", None] = x
     for number, layer in enumerate(spec.layers):
 
@@ -134,6 +145,15 @@ def logits_ref(
         x = norm(x, lambda name: weights(model, name), spec.output_norm)
     logits_TV = (x * spec.logit_scale) @ weights(model, model.head_name).T
     return capped(logits_TV, spec.logit_cap)
+
+
+def draft_ref(model: ModelFile, ids: list[int]) -> np.ndarray:
+    """Logits [T - 1, V] of the draft block: its guesses after each token but the first."""
+    seen, spec = {}, model.bare_spec
+    logits_ref(model, ids, seen=seen)
+    x = seen["layer_out", spec.num_layers - 1]
+    hidden_TD = norm(x, lambda name: weights(model, name), spec.output_norm)
+    return logits_ref(model.draft, ids[1:], hidden_TD=hidden_TD[:-1])
 
 
 def capped(x, cap: float | None):

@@ -133,6 +133,8 @@ def _inputs(model: ModelFile) -> dict[str, Input]:
         if found is None:
             continue
         layer = int(found[1])
+        if layer == model.spec.num_layers:  # the draft block, which no text runs
+            continue
         seen_as = SEEN_AS.get(found[2]) or _seen_as(model, layer, found[2])
         if seen_as is None:
             continue

@@ -144,9 +144,11 @@ def _bits(kept: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """The cache of all layers. Those that keep the same positions share a block table."""
+    """The cache of all layers. Those that keep the same positions share a block table. `beside`:
+    that of a draft block, which shares one, too, and is not saved."""
 
     layers: tuple[LayerCache, ...]
+    beside: tuple[LayerCache, ...] = ()
 
     @cached_property
     def tables(self) -> tuple[BlockTable, ...]:
@@ -209,7 +211,7 @@ class KVCache:
         if table.is_whole:
             return
         changes = table.plan(sequence, start, stop)
-        for layer in self.layers if changes else ():
+        for layer in (*self.layers, *self.beside) if changes else ():
             if layer.table is table:
                 layer.copy(changes)
         table.commit(sequence, changes)

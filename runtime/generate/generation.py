@@ -107,9 +107,11 @@ class Generation:
         self._logits_RV: Tensor | None = None
         self._draft: Sequence[int] = ()
         self._right = 0
-        self._step_s = 0.0
+        self._step_s, self._is_alone = 0.0, True
         self._kept = 0  # length of the sequence before that step
         sequence.mark(len(self.ids) - TURN_TAIL)
+        if drafts:
+            drafts.follow(sequence)
         self._length = 0  # length it must have before the next step
 
     @property
@@ -131,16 +133,15 @@ class Generation:
         finally:  # also if the caller stops early
             self.close()
 
-    def part(self) -> Part | None:
-        """The rows to compute before the next draw: the prompt, or the last token and a draft after
-        it; None if the last token was an accepted draft, whose logits are known."""
+    def part(self, *, is_alone: bool = True) -> Part | None:
+        """The rows to compute before the next draw: the prompt, or the last token and, if they are
+        `is_alone` in their step, a draft after it; None if the last token was an accepted draft,
+        whose logits are known."""
         if self._logits_RV is None:
             return Part(sequence=self.sequence, tokens=self._new_of_prompt())
-        token_id = self.ids[-1]
-        if self._right < len(self._draft) and self._draft[self._right] == token_id:
-            self._right += 1
-            self.run.accepted += 1
+        if self.goes_on():
             return None
+        token_id = self.ids[-1]
         self.close()
         if self.sequence.length != self._length:
             raise HotsplitError("the sequence was used for something else during generation")
@@ -148,7 +149,8 @@ class Generation:
             self._shift()
         room = self.sequence.room - 1
         room = min(room, self._left - 1) if self.options.max_tokens != ENDLESS else room
-        if self._drafts and room > 0:
+        self._is_alone = is_alone
+        if self._drafts and is_alone and room > 0:
             began = time.perf_counter()
             self._draft = self._drafts.draft(self.ids, room)
             self.run.decode_s += time.perf_counter() - began
@@ -156,6 +158,14 @@ class Generation:
         self._length = self._kept + 1
         tokens = [token_id, *self._draft]
         return Part(sequence=self.sequence, tokens=tokens, wanted="all" if self._draft else "last")
+
+    def goes_on(self) -> bool:
+        """True if the last token was an accepted draft: `draw` then takes the logits after it."""
+        draft, right = self._draft, self._right
+        is_right = not self.is_over and right < len(draft) and draft[right] == self.ids[-1]
+        self._right += is_right
+        self.run.accepted += is_right
+        return is_right
 
     def take(self, logits_RV: Tensor, seconds: float) -> None:
         """Stores the logits of `part()`; `seconds` is the time that they took."""
@@ -195,7 +205,7 @@ class Generation:
         if self._draft and self.sequence.is_open:  # a failed step has added nothing
             self._length = min(self._kept + 1 + self._right, self.sequence.length)
             self.sequence.rollback(self._length)
-        if self._drafts and self._step_s:
+        if self._drafts and self._step_s and self._is_alone:
             self._drafts.learn(1 + len(self._draft), self._right, self._step_s)
         self._draft, self._right, self._step_s = (), 0, 0.0
 

@@ -33,6 +33,7 @@ from hotsplit.runtime.generate.draft_costs import Acceptance, Account, RowCosts
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
+from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
 _LATELY = 20.0  # steps that the rate of recent steps is about
 _TRIAL_EVERY, _TRIAL = 64, 3  # tokens between trials, and the length of a trial's draft
@@ -86,6 +87,14 @@ class Drafter(Protocol):
 
     def propose(self, ids: Sequence[int], most: int) -> Guess:
         """At most `most` tokens that may follow `ids`, the text last prepared."""
+
+
+@runtime_checkable
+class Follower(Drafter, Protocol):
+    """A drafter that reads what the model computes of a text."""
+
+    def follow(self, text: TextSequence) -> None:
+        """Drafts for this text from now on."""
 
 
 @dataclass
@@ -148,6 +157,11 @@ class Speculation:
         self._token_s = self._read_token_s = drafter.token_s
         self._num_read, self._gap_s = 0, 0.0
 
+    def follow(self, text: TextSequence) -> None:
+        """Drafts for this text from now on, if the drafter reads more than tokens."""
+        if isinstance(self._drafter, Follower):
+            self._drafter.follow(text)
+
     def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
         """At most `room` tokens that may follow `ids`; none if a draft does not pay."""
         began, self._read_s = time.perf_counter(), 0.0
@@ -199,13 +213,16 @@ class Speculation:
             )
         if self._drafter.is_free:
             return None
-        begin += " the draft model is loaded, but drafted nothing:"
+        what, other = "model", "the text is too long for it"
+        if isinstance(self._drafter, Follower):
+            what, other = "block", "it has not seen the beginning of the text"
+        begin += f" the draft {what} is loaded, but drafted nothing:"
         if single_s is None:
             return f"{begin} no step was made"
         if self._num_unsure:
             return (
                 f"{begin} no first guess had a probability of {self.options.min_probability:g}, or"
-                " the text is too long for it"
+                f" {other}"
             )
         return (
             f"{begin} a guess takes {1e3 * self._token_s:.3g} ms and a step of the model"

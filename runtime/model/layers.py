@@ -59,6 +59,7 @@ class Weights:
     )  # operations before the layers, by kind
     last: Mapping[str, LoadedOp] = field(default_factory=dict)  # and those after them, on the CPU
     states: StateSlots | None = None  # of the layers with a recurrent state, if there are any
+    draft: "Weights | None" = None  # of the draft block, a model of one layer
 
     @property
     def outer(self) -> Mapping[str, LoadedOp]:
@@ -79,4 +80,5 @@ class Weights:
     def cache(self) -> KVCache:
         """The cache of the layers that store keys and values."""
         found = (self.layers[index].attention for index in self.spec.storing)
-        return KVCache(layers=tuple(attention.cache for attention in found))
+        beside = () if self.draft is None else self.draft.cache.layers
+        return KVCache(layers=tuple(attention.cache for attention in found), beside=beside)

@@ -4,7 +4,7 @@ A device's store (`runtime.weights.store`) decides where its weights are kept;
 `runtime.model.neuron_loader` decides which neurons form a block."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -53,12 +53,13 @@ def load_weights(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
     resident_LN: Sequence[np.ndarray] | None = None,
+    has_draft: bool = False,
 ) -> Weights:
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
     projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device has
     an uploader, its weights go into the uploader's memory. `cache_types`: None for the model's own.
     `resident_LN`: the neurons or experts in the slots of a neuron cache, none in a layer without
-    slots."""
+    slots. `has_draft`: the draft block is loaded, too, on the CPU."""
     builder = Builder(
         model,
         placement,
@@ -70,6 +71,8 @@ def load_weights(
         resident_LN=resident_LN,
     )
     weights = builder.weights()
+    if has_draft:
+        weights = replace(weights, draft=builder.draft(weights))
     builder.neurons.report_transposed(notice)
     return weights
 
@@ -94,6 +97,7 @@ class Builder:
     cache_types: CacheTypes | None = None
     resident_LN: Sequence[np.ndarray] | None = None
     zeros: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)  # shared biases
+    own_tables: dict[int | None, BlockTable] | None = None  # those of the model, for a draft block
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -110,6 +114,8 @@ class Builder:
     @cached_property
     def tables(self) -> dict[int | None, BlockTable]:
         """The block tables of the layers' caches, by window."""
+        if self.own_tables is not None:
+            return self.own_tables
         windows = [attention.window for attention in self.spec.attentions]
         return block_tables(windows, self.num_sequences, self.context_length)
 
@@ -146,6 +152,38 @@ class Builder:
             first=load_all(self, self.spec.first, None, CPU),
             last=load_all(self, self.spec.last, None, CPU),
             states=StateSlots(self.num_sequences) if self.spec.has_states else None,
+        )
+
+    def draft(self, weights: Weights) -> Weights:
+        """The draft block, which shares the model's block table and, unless it has its own, the
+        embedding and the head."""
+        file = self.model.draft
+        assert file is not None
+        own = Builder(
+            file,
+            Placement.on_one_device(1, CPU),
+            self.mode,
+            self.context_length,
+            stores=self.stores,
+            num_sequences=self.num_sequences,
+            cache_types=self.cache_types,
+            own_tables=self.tables,
+        )
+        embedding, head = weights.embedding, weights.head
+        tensors = self.model.tensors
+        if file.tensors["token_embd.weight"] is not tensors["token_embd.weight"]:
+            embedding = matrix_of(file.tensors["token_embd.weight"], CPU)
+        if file.tensors.get("output.weight") is not tensors.get("output.weight"):
+            head = Linear(weight=own.matrix(file.tensors["output.weight"], CPU, "head"))
+        return Weights(
+            spec=own.spec,
+            embedding=embedding,
+            positions=None,
+            layers=own.layers(),
+            output_norm=own.output_norm(CPU, "head"),
+            head=head,
+            head_device=CPU,
+            first=load_all(own, own.spec.first, None, CPU),
         )
 
     def positions(self) -> Matrix | None:

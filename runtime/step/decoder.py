@@ -21,6 +21,7 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.ops.observers import NAMES, Observers
 from hotsplit.runtime.step.batch import Row, is_decoded, prepared, runs_of
+from hotsplit.runtime.step.draft_step import DraftStep
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_parts import PartStruct
 from hotsplit.runtime.step.native_step import (
@@ -222,6 +223,7 @@ class Decoder:
     weights: Weights
     observers: Observers
     native: NativeStep | HybridStep
+    draft: DraftStep | None = None
 
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token."""
@@ -261,7 +263,10 @@ class Decoder:
         them. Raises HotsplitError for observers of a model on a GPU."""
         if isinstance(self.native, NativeStep) and not self.observers.active:
             with prepared(self.weights.cache, self.weights.states, rows) as slotted:
-                return self.native.run_rows(slotted)
+                logits_RV = self.native.run_rows(slotted)
+            if self.draft is not None:
+                self.draft.saw(rows)
+            return logits_RV
         return self._run_in_passes(rows)
 
     @out_of_memory_as_error()

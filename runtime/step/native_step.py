@@ -271,6 +271,7 @@ class NativeStep:
     placed: Sequence[tuple[Op, tuple[int, int]]]  # the program, with the native operations of each
     logits: LogitsMemory
     traffic: Traffic
+    shared: Mapping[str, Tensor]  # f32 [max_rows, D], values that others read or write
     kept: tuple[Any, ...]  # keeps alive what the structs point to
 
     @property
@@ -308,10 +309,14 @@ def row_struct(row: Row) -> RowStruct:
     )
 
 
-def build(weights: Weights, traffic: Traffic) -> NativeStep:
-    """The native step of this model. Raises NotNative for one that the kernels do not cover."""
+def build(weights: Weights, traffic: Traffic, shared: Sequence[str] = ()) -> NativeStep:
+    """The native step of this model, with memory of their own for `shared` values, which have the
+    hidden size. Raises NotNative for a model that the kernels do not cover."""
     builder = StepBuilder(weights.spec.value_sizes)
     step, placed = builder.without_workspace(weights)
+    values = {name: torch.zeros(step.max_rows, weights.spec.hidden_size) for name in shared}
+    for name, value in values.items():
+        step.vector[builder.values.number(name)] = value.data_ptr()
     step.workspace = builder.workspace(library.step_bytes(step))
     return NativeStep(
         step=step,
@@ -319,6 +324,7 @@ def build(weights: Weights, traffic: Traffic) -> NativeStep:
         placed=placed,
         logits=LogitsMemory(vocab_size=weights.head.weight.num_rows),
         traffic=traffic,
+        shared=values,
         kept=tuple(builder.kept),
     )
 

@@ -107,6 +107,8 @@ class Sequences:
             self.cache.release(number)
             if self.states is not None:
                 self.states.release(number)
+            if self.decoder.draft is not None:
+                self.decoder.draft.forget(number)
 
     @property
     def keeps_all(self) -> bool:
@@ -326,6 +328,8 @@ class Sequence:
         self._live.cache.share(self.number, other.number, self.length)
         if self._live.states is not None:
             self._live.states.share(self.number, other.number)
+        if (draft := self._live.live.draft) is not None:
+            draft.share(self.number, other.number)
         other.ids = list(self.ids)
         return other
 

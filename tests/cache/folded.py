@@ -60,6 +60,7 @@ class FoldedDecoder:
         )
         self.vocab_size, self.most_tokens = engine.model.spec.vocab_size, rows_of_pass
         self.native, self.has_hybrid_steps = engine._live.native, False
+        self.draft = None
         self.fails_after: int | None = None  # rows that are computed before one pass fails
         self.num_computed = 0
         engine._sequences.decoder = self  # type: ignore[assignment]

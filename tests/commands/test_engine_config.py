@@ -84,7 +84,7 @@ def test_the_command_line_has_the_same_defaults(name):
 
 def test_commands_that_load_an_engine_offer_its_options():
     names = {param.name for param in COMMANDS["generate"].params} & set(DEFAULTS)
-    assert names == set(DEFAULTS) - {"is_resident", "graph", "num_sequences", "limits"}
+    assert names == set(DEFAULTS) - {"is_resident", "graph", "num_sequences", "draft_block"}
     for name in ("chat", "serve", "eval", "bench", "run"):
         assert {"mode", "device"} <= {param.name for param in COMMANDS[name].params}
 

@@ -16,6 +16,7 @@
 #include "../../runtime/kernels/cpu/step.h"
 // Operations whose weights the driver makes.
 #include "../../runtime/kernels/cpu/delta.cpp"
+#include "../../runtime/kernels/cpu/draft_input.cpp"
 #include "../../runtime/kernels/cpu/low_rank.cpp"
 #include "../../runtime/kernels/cpu/per_layer.cpp"
 #include "../../runtime/kernels/cpu/planes.cpp"
@@ -584,6 +585,7 @@ struct OwnOperations {
     HsAddToPlanes add = {P};
     HsLowRank low_rank;
     HsPerLayer per_layer;
+    HsDraftInput draft;
     HsLayer layer = {};
     HsStep step = {};
     int32_t one_block[1] = {0};
@@ -601,6 +603,7 @@ struct OwnOperations {
         low_rank = {matrix(kind, RANK, D, false), matrix(kind, D, RANK, false)};
         per_layer = {
             matrix(kind, SIZE, D, false), matrix(kind, D, SIZE, false), {ACTIVATION_SILU, 1, 0.0f}, 1};
+        draft = {matrix(kind, D, 2 * D, false), norm(D, false), norm(D, false)};
         layer.attention.num_heads = layer.attention.num_kv_heads = layer.attention.head_dim = 32;
         layer.attention.key = layer.attention.value = bytes(1), layer.attention.rotary = -1;
         step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
@@ -617,6 +620,8 @@ struct OwnOperations {
             {OP_ADD, 0, 0, ACTIVE, OUT, ACTIVE},
             own("correct planes", 0, {ACTIVE, X}, {ACTIVE, X}, &correct),
             own("per layer", 0, {ACTIVE, INPUTS}, {OUT, NONE}, &per_layer),
+            own("add to planes", 0, {X, OUT}, {X, NONE}, &add),
+            own("draft input", 0, {ACTIVE, OUT}, {OUT, NONE}, &draft),
             own("add to planes", 0, {X, OUT}, {X, NONE}, &add),
             own("end planes", 1, {X, NONE}, {ACTIVE, NONE}, &end),
             {OP_HEAD_NORM, 1, 0, ACTIVE, NONE, VALUE_ATTN_IN},
@@ -661,10 +666,10 @@ bool own_operations(int32_t kind) {
     if (std::memcmp(together, logits, O::R * O::V * sizeof(float))) return false;
     own.inputs.table.num_rows = 3;
     if (hs_step(&own.step, rows, O::R, together) != STATUS_INDEX_OUT_OF_RANGE) return false;
-    for (int64_t* place :
-         {&own.step.x_size, &own.step.own_size[0], &own.step.own_size[1],
-          &own.predict.router.matrix.num_rows, &own.begin.num_planes, &own.end.num_planes,
-          &own.add.num_planes, &own.low_rank.left.num_rows, &own.inputs.size})
+    for (int64_t* place : {&own.step.x_size, &own.step.own_size[0], &own.step.own_size[1],
+                           &own.predict.router.matrix.num_rows, &own.begin.num_planes,
+                           &own.end.num_planes, &own.add.num_planes, &own.low_rank.left.num_rows,
+                           &own.inputs.size, &own.draft.join.num_columns})
         for (int64_t wrong : {int64_t{-1}, *place + 1})
             if (!own.refuses(*place, wrong)) return false;
     for (HsOp& op : own.ops) {

@@ -22,6 +22,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Neurons
 from hotsplit.options.generation_options import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.constraints import Constraint
+from hotsplit.runtime.generate.ngrams import NgramDrafter
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.generate.stops import StopFilter
@@ -289,7 +290,7 @@ class Drafting(Speculation):
     """Drafts repetitions of the last token."""
 
     def __init__(self):
-        pass
+        self._drafter = NgramDrafter()
 
     def draft(self, ids, room):
         return [ids[-1]] * min(room, 5)

@@ -100,7 +100,7 @@ def test_no_method_takes_a_value_of_another_kind(kind, name, argument):
         ),
         (
             lambda: SpeculationOptions(type="n-gram"),
-            "type is 'n-gram', wanted 'none', 'ngram', 'ngram-mod' or 'draft'",
+            "type is 'n-gram', wanted 'none', 'auto', 'ngram', 'ngram-mod', 'draft' or 'mtp'",
         ),
         (lambda: ChatOptions(variables=[1]), "variables is [1], wanted a dict"),
         (

@@ -67,7 +67,7 @@ class Eager(Speculation):
     """Drafts all that a drafter proposes, whatever it costs."""
 
     def __init__(self, drafter, most: int = 16) -> None:
-        self.drafter, self.most = drafter, most
+        self.drafter, self.most, self._drafter = drafter, most, drafter
         self.heard: list[tuple[int, int]] = []
 
     def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
@@ -83,6 +83,7 @@ class Prophet(Speculation):
 
     def __init__(self, text: list[int], lie, seed: int = 0) -> None:
         self.text, self.lie, self.chance = text, lie, random.Random(seed)
+        self._drafter = NgramDrafter()
 
     def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
         at = len(ids)
@@ -339,6 +340,9 @@ def p_of_two_tokens(kind: type[Generation], count: int) -> float:
     plain = SamplingOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
     class Any:
+        def follow(self, text):
+            pass
+
         def draft(self, ids, room):
             return [chance.randrange(WORDS) for _ in range(min(room, 2))]
 
@@ -396,13 +400,15 @@ def test_speculation_is_refused_where_rows_may_differ_from_single_steps(tmp_path
 @click.pass_context
 def command(context: click.Context, **arguments) -> None:
     context.obj.append((take_speculation_options(arguments), arguments.pop("model_draft")))
-    assert not arguments
+    is_loaded = arguments.pop("draft_block")
+    assert is_loaded == (context.obj[0][0].type in ("auto", "mtp")) and not arguments
 
 
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
-        ("", (SpeculationOptions(type="ngram", is_optional=True), None)),
+        ("", (SpeculationOptions(type="auto", is_optional=True), None)),
+        ("--speculate mtp", (SpeculationOptions(type="mtp"), None)),
         ("--speculate none", (SpeculationOptions(), None)),
         ("--spec-type ngram --draft 7", (SpeculationOptions(type="ngram", most=7), None)),
         ("--speculate ngram-mod --draft-n 9", (SpeculationOptions(type="ngram-mod", most=9), None)),
@@ -425,6 +431,7 @@ def test_the_options_of_a_command_are_parsed(line, wanted):
         ("--speculate draft", "needs a draft model: -md SOURCE"),
         ("--speculate ngram -md d.gguf", "-md is for --speculate draft, not for ngram"),
         ("--speculate other", "is not one of"),
+        ("--speculate mtp --no-draft-block", "needs the draft block"),
     ],
 )
 def test_conflicting_options_are_refused(line, match):

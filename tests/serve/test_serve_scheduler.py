@@ -34,8 +34,9 @@ class Bench:
     """An engine under a scheduler that most tests step by hand, and a second engine with a single
     sequence, which computes each text alone."""
 
-    def __init__(self, model, *, parallel=PARALLEL, kept=KEPT, queue=64):
-        self.engine = Engine.load(model, context_length=CONTEXT, num_sequences=parallel + kept)
+    def __init__(self, model, *, parallel=PARALLEL, kept=KEPT, queue=64, **options):
+        places = parallel + kept
+        self.engine = Engine.load(model, context_length=CONTEXT, num_sequences=places, **options)
         self.single = Engine.load(model, context_length=CONTEXT)
         self.prefix_cache = PrefixCache(self.engine, parallel + kept)
         self.batches = []

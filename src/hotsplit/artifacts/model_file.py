@@ -24,6 +24,7 @@ from hotsplit.files.declared import Count, NotNaN, Share, read_declared
 from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, write_gguf
 from hotsplit.files.typed import shown
 from hotsplit.model.blocks import Predict, PredictorKind
+from hotsplit.model.draft_block import OWN
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.rope import asked_scaling
@@ -32,19 +33,21 @@ from hotsplit.model.tensors import (
     Layout,
     Shapes,
     divisor_shapes,
+    draft_shapes,
     layer_shapes,
     layout_of,
     optional_layer_shapes,
     optional_outer_shapes,
     outer_shapes,
 )
-from hotsplit.model.weight_types import NAMES, files_instead
+from hotsplit.model.weight_types import BY_NAME, NAMES, files_instead
 
 TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAME
 TEMPLATES_KEY = "tokenizer.chat_templates"  # the names of the named ones
 END_KEY = "tokenizer.end_token_ids"
 _GENERAL = ("general.architecture", "general.alignment")
+_SHARED = ("token_embd", "output", "rope_freqs", "rope_factors_long", "rope_factors_short")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,7 @@ class ModelFile:
             tensors=tensors,
             extra_keys={k: v for k, v in keys.items() if not k.startswith(own)},
             quality=read.quality(),
-            num_skipped=read.num_skipped,
+            num_skipped=0 if spec.draft else read.num_skipped,
         )
         model.validate()
         return model
@@ -184,8 +187,9 @@ class ModelFile:
     def expected_shapes(self) -> tuple[Shapes, Shapes]:
         """The tensors that must be present, and those that may be."""
         spec = self.spec
-        required = outer_shapes(spec) | divisor_shapes(spec)
-        optional = optional_outer_shapes(spec)
+        of_draft, optional_of_draft = draft_shapes(spec, self.layout)
+        required = outer_shapes(spec) | divisor_shapes(spec) | of_draft
+        optional = optional_outer_shapes(spec) | optional_of_draft
         for index, layer in enumerate(spec.layers):
             in_layer = layer_shapes(spec, layer, self.layout)
             required |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
@@ -256,6 +260,38 @@ class ModelFile:
                 f" nothing to predict; {instead}"
             )
 
+    @cached_property
+    def draft(self) -> "ModelFile | None":
+        """The draft block as the file of a model of one layer, with this model's embedding and head
+        in place of those that it lacks; it cannot be saved."""
+        if self.bare_spec.draft is None:
+            return None
+        prefix = f"blk.{self.bare_spec.num_layers}."
+        own = {n.removeprefix(prefix): e for n, e in self.tensors.items() if n.startswith(prefix)}
+        tensors = {n: e for n, e in self.tensors.items() if n.partition(".")[0] in _SHARED}
+        tensors |= {OWN[name]: own.pop(name) for name in OWN.keys() & own.keys()}
+        for name, entry in own.items():
+            tensors[name if name.startswith("nextn.") else f"blk.0.{name}"] = entry
+        return replace(
+            self,
+            bare_spec=self.bare_spec.draft,
+            keys={},
+            threshold_L=(0.0,),
+            predictor=None,
+            tensors=tensors,
+        )
+
+    @property
+    def draft_note(self) -> str:
+        """A clause on a draft block in types of less than 8 bits; "" otherwise."""
+        own = {} if self.draft is None else self.draft.tensors
+        kinds = {e.kind for n, e in own.items() if n.startswith(("blk.", "nextn."))}
+        if not (low := sorted(kind for kind in kinds if BY_NAME[kind].bytes_per_value < 1)):
+            return ""
+        return (
+            f"the draft block is in {', '.join(low)}: below 8 bits, fewer of its guesses are right"
+        )
+
     @property
     def skipped_note(self) -> str:
         """A clause on the layers of the file that nothing runs; "" without any."""
@@ -291,7 +327,8 @@ class ModelFile:
         for name, entry in self.tensors.items():
             if name.startswith("blk."):
                 _, layer, rest = name.split(".", 2)
-                found[int(layer)][rest] = entry
+                if int(layer) < len(found):  # others are the draft block's
+                    found[int(layer)][rest] = entry
         return found
 
     def entry(self, layer: int, name: str) -> TensorEntry:

@@ -214,6 +214,7 @@ def _this_machine(job: "RunJob") -> tuple["Machine", Path]:
 
 def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
     """The forecast in words: what is where in MiB, and the speeds of this plan and others."""
+    from hotsplit.costs.context_bytes import draft_words
     from hotsplit.solver.explain import meanings_of
 
     meanings = meanings_of(has_experts=job.choice.model.spec.has_experts)
@@ -249,12 +250,17 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
         count, seconds = found.cpu_moe
         name = f"llama.cpp's --n-cpu-moe {count}"
         speeds.append((name, seconds, f"the experts of {count} {of} on the CPU"))
+    draft = []
+    if words := draft_words(job.choice.model):
+        where = "is not loaded beside a GPU" if found.budgets else "in main memory beside"
+        draft = [f"the draft block: {words}, {where}"]
     whole = sum(found.cpu_bytes[item] for item in ("attention", "neurons", "head")) == 0
     fits = f"everything would fit into {format_bytes(found.fits_from_bytes)} of GPU memory"
     return [
         *(f"note: {line}" for line in found.assumed),
         f"note: {_machine_words(machine, found)}",
         *places,
+        *draft,
         *common.speed_lines(speeds),
         *([] if not found.budgets or whole else [f"{found.placed}; {fits}"]),
     ]

@@ -57,6 +57,8 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 --allow-host | hosts: text* NAME | Without a key: also accept requests to this host name; may be
     repeated.
 -a --alias | text NAME | The model's name in the API. [default: its file's]
+--no-draft-block | no_draft_block: flag | Leave the model's draft block in the file, and draft
+    nothing.
 """
 )
 @common.context_option(
@@ -83,6 +85,7 @@ def serve(
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
     options["variables"] = template_variables(options["variables"])
+    options["draft_block"] = not options.pop("no_draft_block")
     sampling, asked = take_sampling_options(options), common.take_engine_options(options)
     placing = {name: options.pop(name) for name in ("vram", "tokenizer", "yes")} | {
         "model": model,
@@ -184,7 +187,13 @@ def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
     types = cache_types_of(file, asked, has_plan=False, device=device)
     context_length = context_of(file, None, asked.context_length)
     items = bytes_by_role_of(
-        file, None, context_length, device, num_sequences=num_places, cache_types=types
+        file,
+        None,
+        context_length,
+        device,
+        num_sequences=num_places,
+        cache_types=types,
+        has_draft=asked.draft_block,
     )
     wanted, free = items["cpu"]["kv_cache"], free_memory_bytes()
     if wanted > free:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.cache_layout import BLOCK_LENGTH, cache_layout, ring_blocks
-from hotsplit.costs.part_bytes import cache_bytes, kv_bytes, placed_units
+from hotsplit.costs.part_bytes import cache_bytes, draft_bytes, kv_bytes, placed_units
 from hotsplit.costs.state_bytes import num_slots, slots_bytes, state_bytes
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.system.sizes import format_bytes
@@ -32,6 +32,16 @@ def text_words(model: ModelFile) -> str | None:
             f" {ring_blocks(window) * BLOCK_LENGTH:,} tokens at most in {len(inner)}"
         )
     return ", and ".join(parts)
+
+
+def draft_words(model: ModelFile) -> str:
+    """What the draft block takes; "" without one."""
+    sizes = draft_bytes(model, 1)
+    if not sizes:
+        return ""
+    token = sizes.pop("kv_cache")
+    weights = format_bytes(sum(sizes.values()))
+    return f"{weights} of weights and {format_bytes(token)} of keys and values a token"
 
 
 def context_words(

@@ -271,6 +271,25 @@ def outside_kind(model: ModelFile) -> str:
     return next((entry.kind for entry in entries if len(entry.shape) > 1), "f32")
 
 
+def draft_bytes(
+    model: ModelFile, context_length: int, num_sequences: int = 1, types: CacheTypes | None = None
+) -> Items:
+    """Itemised bytes of the draft block, without the embedding and the head that it shares; none
+    without a block."""
+    block = model.draft
+    if block is None:
+        return {}
+    number, unit_bytes = placed_units(block, 0)
+    outside = {n: e.num_bytes for n, e in block.tensors.items() if n.startswith("nextn.")}
+    head, own = block.tensors[block.head_name], model.tensors[model.head_name]
+    return {
+        "attention": layer_bytes(block, 0).attention + sum(outside.values()),
+        "kv_cache": cache_bytes(block, 0, context_length, num_sequences, types),
+        "head": 0 if head is own else head.num_bytes,
+        "neurons": number * unit_bytes,
+    }
+
+
 def most_units(spec: ModelSpec) -> int:
     """The most experts of a layer of a mixture or, without experts, neurons of a layer."""
     if not spec.has_experts:

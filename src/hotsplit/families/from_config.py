@@ -1,7 +1,7 @@
 """Makes a blueprint from a checkpoint's config: the table of its family turns the config into the
 keys of a GGUF, and these become the spec, as those of any GGUF do."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +11,15 @@ import numpy as np
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import Blueprint, gguf_names
 from hotsplit.families.config_reader import ConfigReader
+from hotsplit.families.draft_names import has_draft_block, with_draft_names
 from hotsplit.families.family import FIELDS, Family
-from hotsplit.families.key_reader import KeyReader, prefixed
+from hotsplit.families.key_reader import DRAFT_LAYERS, KeyReader, prefixed
 from hotsplit.families.rope_scalings import rope_keys
-from hotsplit.families.table import FAMILIES, titles
+from hotsplit.families.table import ARCHITECTURES, FAMILIES, titles
 from hotsplit.families.text_models import text_model
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import shown
+from hotsplit.model.draft_block import JOIN
 from hotsplit.model.unsupported import CONFIG_KEYS, elsewhere_as_gguf, why_not_run
 
 COUNTED = ("block_count", "context_length", "embedding_length", "feed_forward_length")
@@ -29,8 +31,11 @@ _NONE = TensorEntry(shape=(), kind="f32", read_rows=lambda start, stop: np.zeros
 _ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
-def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> Blueprint:
-    """The blueprint that the config's family derives from it. Raises HotsplitError, naming the key,
+def read_blueprint(
+    path: Path, config: Mapping[str, object], max_rows: int, names: Collection[str] = ()
+) -> Blueprint:
+    """The blueprint that the config's family derives from it. `names`: those of the checkpoint's
+    tensors, which alone say whether there is a draft block. Raises HotsplitError, naming the key,
     for a model that would be computed wrongly, or whose sizes are above the largest dimension of
     the checkpoint's tensors (`max_rows`). Only the config is read: Python code in a checkpoint is
     never run."""
@@ -60,11 +65,13 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
             read.refuse(key, *plain, why=why)
     for key, value in family.plain.items():
         read.refuse(key, value)
-    found = _blueprint(family, read.with_values(family.derived(read)), notes)
+    found = _blueprint(family, read.with_values(family.derived(read)), notes, names)
     return text_model(found) if is_beside else found
 
 
-def _blueprint(family: Family, read: ConfigReader, notes: tuple[str, ...]) -> Blueprint:
+def _blueprint(
+    family: Family, read: ConfigReader, notes: tuple[str, ...], sources: Collection[str]
+) -> Blueprint:
     field = {**FIELDS, **family.fields}
     heads, kv_heads, head_dim = read.heads(
         field["attention.head_count"], field["attention.head_count_kv"]
@@ -94,18 +101,26 @@ def _blueprint(family: Family, read: ConfigReader, notes: tuple[str, ...]) -> Bl
     keys |= family.keys(read)
     activation = read.activation(field[ACTIVATION], family.activations)
     graph = str(keys.pop("general.architecture", family.graph))
-    given = _tensors(family, read, counts["block_count"]) | dict.fromkeys(divisors, _NONE)
+    num_layers = counts["block_count"]
+    given = _tensors(family, read, num_layers) | dict.fromkeys(divisors, _NONE)
+    can_draft = DRAFT_LAYERS in ARCHITECTURES[graph].known_keys
+    if can_draft and has_draft_block(sources, num_layers):
+        given[f"blk.{num_layers}.{JOIN}.weight"] = _NONE
+        keys |= {"block_count": np.uint32(num_layers + 1), DRAFT_LAYERS: np.uint32(1)}
+        if isinstance(recurrent_L := keys.get("attention.recurrent_layers"), list):
+            keys["attention.recurrent_layers"] = [*recurrent_L, False]
     named = {"general.architecture": graph, **prefixed(graph, keys | {ACTIVATION: activation})}
     spec, _ = KeyReader(read.path, named, given).model()
     own = family.sources(spec, read)
     names = family.names or _ARCHES[family.graph]
     if isinstance(names, gguf.MODEL_ARCH):
-        names = gguf_names(names, spec.num_layers)
+        names = gguf_names(names, num_layers + (spec.draft is not None))
+    name_of = own.renamed(names)
     return Blueprint(
         **vars(own),
         spec=spec,
         keys=keys,
-        name_of=own.renamed(names),
+        name_of=name_of if spec.draft is None else with_draft_names(name_of, num_layers),
         threshold=read.threshold(activation),
         is_tied=read.is_tied(),
         rope_factors=divisors,

@@ -41,12 +41,12 @@ def keys(read: ConfigReader) -> dict[str, Value]:
 
 
 def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
-    """Layers beyond the last, which only predict tokens further ahead, are left out."""
+    """A layer beyond the last is left out unless it is a draft block."""
     return Sources(
         renamed=suffixed(
             {".mlp.gate.e_score_correction_bias": ".mlp.gate.e_score_correction.bias"}
         ),
-        ignored_prefixes=(f"model.layers.{spec.num_layers}.",),
+        ignored_prefixes=() if spec.draft else (f"model.layers.{spec.num_layers}.",),
     )
 
 

@@ -16,6 +16,7 @@ from hotsplit.families.row_order import projections_apart
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.blocks import NormKind
+from hotsplit.model.draft_block import JOIN, with_draft_block
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import FREQUENCIES, Pairing
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
@@ -39,6 +40,7 @@ OWN_KEYS = {
     )
 }
 LIMITS = {"block_count": MAX_LAYERS}
+DRAFT_LAYERS = "nextn_predict_layers"  # layers at the end that predict tokens further ahead
 LEAST_F32, MOST_F32 = (
     float(np.finfo(np.float32).smallest_subnormal),
     float(np.finfo(np.float32).max),
@@ -206,7 +208,7 @@ class KeyReader:
     @property
     def num_skipped(self) -> int:
         """The layers at the end that only predict tokens further ahead."""
-        key = "nextn_predict_layers"
+        key = DRAFT_LAYERS
         count = self.whole(key, 0) if key in self.graph.known_keys else 0
         if count >= self.count("block_count"):
             raise HotsplitError(
@@ -214,18 +216,24 @@ class KeyReader:
             )
         return count
 
+    @property
+    def has_draft_block(self) -> bool:
+        """True if the file has the tensors of one such layer, which then are the draft block."""
+        block = self.count("block_count") - 1
+        return self.num_skipped == 1 and f"blk.{block}.{JOIN}.weight" in self.tensors
+
     def own_keys(self, spec: ModelSpec) -> dict[str, Value]:
         """The keys of the architecture, without its prefix and without layers that are skipped."""
         prefix, count = f"{self.graph.name}.", self.count("block_count")
         own = {k.removeprefix(prefix): v for k, v in self.keys.items() if k.startswith(prefix)}
         own |= {key: self.keys[key] for key in self.graph.known_keys if key in self.keys}
-        if self.num_skipped:
+        if self.num_skipped and spec.draft is None:
             own = {
                 key: cast(Value, value[: spec.num_layers])
                 if isinstance(value, list) and len(value) == count
                 else value
                 for key, value in own.items()
-                if key != "nextn_predict_layers"
+                if key != DRAFT_LAYERS
             } | {"block_count": np.uint32(spec.num_layers)}
         return self.graph.usual_keys(spec, own)
 
@@ -234,6 +242,8 @@ class KeyReader:
         HotsplitError for a spec that cannot be, or cannot be run."""
         pooling = pooling_of(self.whole("pooling_type", 0), f"{self.path}: {self.graph.name}")
         spec = replace(self.graph.of_keys(self), pooling=pooling)
+        if self.has_draft_block:
+            spec = with_draft_block(spec)
         # The tensors without those of layers that are skipped.
         last = self.count("block_count") if self.num_skipped else 0
         skipped = tuple(f"blk.{layer}." for layer in range(last - self.num_skipped, last))
@@ -243,7 +253,7 @@ class KeyReader:
                 f"{self.path}: has only the layers that predict tokens further ahead (multi-token"
                 " prediction), which are not supported; give the file of the model itself"
             )
-        return spec, self.graph.apart(spec, used)
+        return spec, self.graph.apart(spec, dict(self.tensors) if spec.draft else used)
 
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number, at least 0."""

@@ -16,7 +16,7 @@ from hotsplit.artifacts import importance_file
 from hotsplit.artifacts.model_file import TEMPLATE_KEY, TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.context_bytes import text_words
+from hotsplit.costs.context_bytes import draft_words, text_words
 from hotsplit.costs.default_mode import dense_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
@@ -24,6 +24,7 @@ from hotsplit.inspection import file_summary
 from hotsplit.inspection.artifact_summaries import ImportancesSummary
 from hotsplit.inspection.split_summary import SplitSummary
 from hotsplit.model.spec_facts import spec_facts
+from hotsplit.model.tensors import draft_shapes
 from hotsplit.system.sizes import format_bytes
 from hotsplit.tokens.ggml_tokenizer import check_text_keys
 
@@ -111,6 +112,8 @@ class GgufSummary(file_summary.Summary):
         spec, found = self.model.bare_spec, dict[str, str]()
         for block in (*spec.first, *spec.last):
             found |= dict.fromkeys(block.shapes(spec.hidden_size), "embedding")
+        required, optional = draft_shapes(spec, self.model.layout)
+        found |= dict.fromkeys((*required, *optional), "draft block")
         for index, layer in enumerate(spec.layers):
             for own in layer.operations:
                 names = (f"blk.{index}.{name}" for name in own.shapes(spec.hidden_size))
@@ -183,7 +186,8 @@ class GgufSummary(file_summary.Summary):
                 ("activation", m.activation),
                 ("thresholds", file_summary.span(m.threshold_L)),
                 *spec_facts(m.bare_spec),
-                *([("note", m.skipped_note)] if m.num_skipped else []),
+                *([("note", note)] if (note := m.skipped_note or m.draft_note) else []),
+                *([("draft block takes", words)] if (words := draft_words(m)) else []),
                 *([("a text keeps", kept)] if (kept := text_words(m)) else []),
                 *([("a token reads", read)] if m.bare_spec.has_experts else []),
                 ("output head", head),

@@ -127,7 +127,8 @@ class ModelSpec:
     `logit_cap` c, a logit l counts as c tanh(l / c) (Gemma 2); `has_positions`: learned positions
     are added to the embedding; `first` and `last`: operations between the embedding and the layers,
     and between these and the output norm, on the host, which then embeds. `pooling`: how a text's
-    vector comes of its hidden states; None: the model does not say."""
+    vector comes of its hidden states; None: the model does not say. `draft`: its draft block, if it
+    has one (model/draft_block.py)."""
 
     architecture: str
     hidden_size: int
@@ -142,6 +143,7 @@ class ModelSpec:
     first: tuple[PositionWise, ...] = ()
     last: tuple[PositionWise, ...] = ()
     pooling: Pooling | None = None
+    draft: "ModelSpec | None" = None
 
     @property
     def num_layers(self) -> int:
@@ -305,4 +307,5 @@ class ModelSpec:
                 return layer
             return layer.with_attention(rotary=replace(attention.rotary, scaling=scaling))
 
-        return self.with_layers([scaled(layer) for layer in self.layers])
+        draft = self.draft and self.draft.with_scaling(scaling)
+        return replace(self, layers=tuple(map(scaled, self.layers)), draft=draft)

@@ -37,6 +37,7 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ("keys and values", stored),
         *(fact for block in (*spec.first, *spec.last) for fact in block.facts.items()),
         *_of_recurrent(layers),
+        ("draft block", "one layer, which guesses the token after the next" if spec.draft else ""),
         ("vocabulary", f"{spec.vocab_size:,}"),
         ("context", f"{spec.context_length:,}"),
         ("window", _each(f"{w:,} tokens in {windows.count(w)} layers" for w in windows)),

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from hotsplit.model.blocks import Shapes
+from hotsplit.model.draft_block import OWN
 from hotsplit.model.operations import BlockOp
 from hotsplit.model.route import ROUTER, Route
 from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict
@@ -59,6 +60,20 @@ def outer_shapes(spec: ModelSpec) -> Shapes:
 def optional_outer_shapes(spec: ModelSpec) -> Shapes:
     """The shape of an output matrix, without which the head is the embedding."""
     return {"output.weight": (spec.vocab_size, spec.hidden_size)}
+
+
+def draft_shapes(spec: ModelSpec, layout: Layout) -> tuple[Shapes, Shapes]:
+    """The shapes of the tensors that the draft block must have, and of those that it may have, by
+    name in the model; none without a block."""
+    block = spec.draft
+    if block is None:
+        return {}, {}
+    outer = outer_shapes(block)
+    embedding = outer.pop("token_embd.weight")
+    required = outer | layer_shapes(block, block.layers[0], layout)
+    both = required, dict.fromkeys(OWN, embedding)
+    first, second = ({f"blk.{spec.num_layers}.{n}": s for n, s in x.items()} for x in both)
+    return first, second
 
 
 def divisor_shapes(spec: ModelSpec) -> Shapes:

@@ -42,6 +42,7 @@ class EngineOptions(TypedDict, total=False):
     rope_scaling: str | None
     rope_scale: float | None
     neuron_cache: CacheOptions | Off | None
+    draft_block: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,9 @@ class EngineConfig:
 
     neuron_cache: an online cache that swaps the neurons in GPU memory to follow the text, starting
     with the plan's hot neurons; the plan must have room for it. None uses it if the plan has room
-    and runs in its own mode; "off" never does."""
+    and runs in its own mode; "off" never does.
+
+    draft_block: whether the draft block of a file that has one is loaded, on the CPU alone."""
 
     mode: Mode | None = None
     device: str | None = None
@@ -106,6 +109,7 @@ class EngineConfig:
     rope_scaling: str | None = None
     rope_scale: float | None = None
     neuron_cache: CacheOptions | Off | None = None
+    draft_block: bool = False
 
     @property
     def rope(self) -> tuple[str | None, float | None]:

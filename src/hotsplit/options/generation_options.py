@@ -16,7 +16,7 @@ from hotsplit.files.typed import shown
 from hotsplit.options.kinds import Finite, Share, check_fields
 
 ENDLESS = -1  # max_tokens: until the text or the context ends
-SpecType = Literal["none", "ngram", "ngram-mod", "draft"]
+SpecType = Literal["none", "auto", "ngram", "ngram-mod", "draft", "mtp"]
 LONGEST = 127  # of a draft: with the token before it, the most rows of a step
 MOST_DRAFTED = 16  # a step of 17 rows takes 3 to 8 times as long as a single row on measured CPUs
 # Names of samplers in llama.cpp's order, and its letters for them.
@@ -67,9 +67,10 @@ class GenerationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """Options of drafts. `type`: the source of drafts. A draft has `least` to `most` tokens; a
-    draft model stops before a token less probable than `min_probability`. `is_optional`: if drafts
-    could change the text, they are switched off instead of refused."""
+    """Options of drafts. `type`: the source of drafts; "auto" is the model's draft block, or the
+    text itself without one. A draft has `least` to `most` tokens; a draft model or block stops
+    before a token less probable than `min_probability`. `is_optional`: if drafts could change the
+    text, they are switched off instead of refused."""
 
     type: SpecType = "none"
     is_optional: bool = False

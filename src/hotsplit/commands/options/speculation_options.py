@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from hotsplit.commands.options.command_options import option_table
-from hotsplit.errors import about
+from hotsplit.errors import HotsplitError, about
 from hotsplit.options.generation_options import SpecType, SpeculationOptions
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ _UNLESS_TOLD: SpecType = "ngram"
 speculation_options = option_table(
     f"""
 --speculate --spec-type | spec_type: kind | Draft tokens and verify several in one step; the text
-    stays the same. ngram drafts from the text, ngram-mod from a table of all texts so far, draft
-    with a smaller model (-md). [default: {_UNLESS_TOLD} where the text stays the same; draft with
-    -md]
+    stays the same. mtp drafts with the model's own draft block, ngram from the text, ngram-mod from
+    a table of all texts so far, draft with a smaller model (-md). [default: auto, where the text
+    stays the same: mtp if the model has a block, else {_UNLESS_TOLD}; draft with -md]
+--no-draft-block | no_draft_block: flag | Leave the model's draft block in the file.
 -md --model-draft | model_draft: file SOURCE | A smaller model with the same vocabulary, which makes
     the drafts: a file, a checkpoint folder or a name on the hub.
 --draft-max --draft --draft-n | draft_max: int = {_DEFAULTS.most} | Maximum tokens per draft; fewer
@@ -36,17 +37,22 @@ speculation_options = option_table(
 
 
 def take_speculation_options(options: dict[str, Any]) -> SpeculationOptions:
-    """Takes the options out of a command's, all but the draft model ("model_draft"). Raises
-    HotsplitError for invalid values, click's UsageError for impossible combinations."""
+    """Takes the options out of a command's, all but the draft model ("model_draft"), and leaves
+    whether the draft block is loaded ("draft_block", of EngineConfig). Raises HotsplitError for
+    invalid values, click's UsageError for impossible combinations."""
     model_draft: Path | None = options["model_draft"]
     spec_type: SpecType | None = options.pop("spec_type")
-    is_optional = spec_type is None and model_draft is None
-    if spec_type is None:
-        spec_type = _UNLESS_TOLD if model_draft is None else "draft"
+    is_optional = spec_type in (None, "auto") and model_draft is None
+    if spec_type in (None, "auto"):
+        spec_type = "auto" if model_draft is None else "draft"
     if spec_type == "draft" and model_draft is None:
         raise click.UsageError("--speculate draft needs a draft model: -md SOURCE.")
     if spec_type != "draft" and model_draft is not None:
         raise click.UsageError(f"-md is for --speculate draft, not for {spec_type}.")
+    is_left = options.pop("no_draft_block")
+    if spec_type == "mtp" and is_left:
+        raise click.UsageError("--speculate mtp needs the draft block: leave --no-draft-block out.")
+    options["draft_block"] = spec_type in ("auto", "mtp") and not is_left
     return SpeculationOptions(
         type=spec_type, is_optional=is_optional, most=options.pop("draft_max")
     )
@@ -68,7 +74,15 @@ def speculating(
         yield None
         return
     check_rows(engine._live)
-    if options.type == "ngram":
+    if options.type in ("auto", "mtp") and (engine.has_draft_block or options.type == "mtp"):
+        if not engine.has_draft_block:
+            raise HotsplitError(
+                f"{engine.model.path}: has no draft block (--speculate mtp), or none that drafts"
+                " here; leave --speculate out"
+            )
+        with engine.block_drafts(options) as new_drafts:
+            yield new_drafts()
+    elif options.type in ("auto", "ngram"):
         yield Speculation(NgramDrafter(), options)
     elif options.type == "ngram-mod":
         yield Speculation(NgramPool(), options)

@@ -1,0 +1,127 @@
+"""Steps of a draft block, which guesses tokens from the hidden states of the model's steps.
+
+The block's keys and values at position p are made from the model's hidden state at p and the token
+at p + 1, in the blocks of the model's own table (`BlockTable`). They are computed when they are
+needed, for all tokens that have come since, in a pass whose last row is the first guess. Those of
+further guesses are made from the block's own hidden states, and are written over by that pass.
+
+What the block computes decides which tokens are guessed, never which are drawn.
+
+Letters: T tokens, D hidden size, V vocabulary."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hotsplit.runtime.cache.kv_cache import KVCache
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.step import native_step
+from hotsplit.runtime.step.batch import Row, Wanted, rows_of, runs_of
+from hotsplit.runtime.step.native_step import NativeStep
+
+_MOST_WAITING = 128  # tokens of a text that wait for their keys and values
+
+
+@dataclass
+class _Text:
+    """The block's side of a text: it has keys and values for the first `num_entries` positions, and
+    tokens and hidden states [D] of the `waiting` ones after those. `is_whole`: the model's steps
+    have shown the text from its beginning."""
+
+    num_entries: int = 0
+    waiting: list[tuple[int, Tensor]] = field(default_factory=list)
+    is_whole: bool = True
+
+
+class DraftStep:
+    """The draft block of a native step. It follows texts only while `is_on`."""
+
+    def __init__(self, weights: Weights, native: NativeStep) -> None:
+        """`weights`, `native`: the model's; the step shares its hidden states ("x")."""
+        assert weights.draft is not None and weights.output_norm is not None
+        self._norm, self._x_TD = weights.output_norm, native.shared["x"]
+        self._cache: KVCache = weights.cache
+        self._step = native_step.build(weights.draft, Traffic(), ("hidden", "head_in"))
+        self._texts = [_Text() for _ in range(self._cache.num_sequences)]
+        self.is_on = False
+
+    def saw(self, rows: Sequence[Row]) -> None:
+        """Notes the tokens and hidden states of the model's latest step."""
+        if not self.is_on:
+            return
+        computed = [row for row in rows if row.source is None]
+        hidden_TD = self._norm.apply(self._x_TD[: len(computed)])
+        pairs = iter(zip(computed, hidden_TD, strict=True))
+        for run in runs_of(computed):
+            text, start = self._texts[run[0].sequence], run[0].position
+            end = text.num_entries + len(text.waiting)
+            if not text.num_entries <= start <= end:
+                is_whole = start == 0 or (text.is_whole and start < end)
+                text = self._texts[run[0].sequence] = _Text(start, is_whole=is_whole)
+            del text.waiting[start - text.num_entries :]
+            text.waiting += [
+                (row.token, hidden_D) for _, (row, hidden_D) in zip(run, pairs, strict=False)
+            ]
+            if len(text.waiting) > _MOST_WAITING:
+                self._catch_up(run[0].sequence, [token for token, _ in text.waiting[1:]], "none")
+
+    def forget(self, sequence: int) -> None:
+        self._texts[sequence] = _Text()
+
+    def share(self, source: int, target: int) -> None:
+        """Makes what is known of a text known of its fork."""
+        own = self._texts[source]
+        self._texts[target] = _Text(own.num_entries, list(own.waiting), own.is_whole)
+
+    def first(self, sequence: int, length: int, token: int) -> Tensor | None:
+        """The logits [V] of the guess after `token`, which follows the first `length` tokens of a
+        text, those of the model's steps that are left of it; None for a text whose beginning the
+        block has not seen, and if they were asked for before."""
+        text = self._texts[sequence]
+        del text.waiting[max(0, length - text.num_entries) :]
+        if not text.is_whole or not text.waiting:
+            return None
+        return self._catch_up(sequence, [*(t for t, _ in text.waiting[1:]), token], "last")[0]
+
+    def next(self, sequence: int, token: int, num_guessed: int) -> Tensor:
+        """The logits [V] after one guessed token more, the last of `num_guessed`."""
+        hidden_1D = self._step.shared["head_in"][:1].clone()
+        start = self._texts[sequence].num_entries + num_guessed - 1
+        return self._run(sequence, start, [token], hidden_1D)[0]
+
+    def step_seconds(self, sequence: int) -> float:
+        """Seconds of the fastest of a few steps, in an empty text."""
+        found = []
+        for _ in range(4):
+            began = time.perf_counter()
+            self._run(sequence, 0, [0], torch.zeros(1, self._x_TD.shape[1]))
+            found.append(time.perf_counter() - began)
+        return min(found)
+
+    def _catch_up(self, sequence: int, following: Sequence[int], wanted: Wanted) -> Tensor:
+        """Computes keys and values of waiting tokens, from the tokens `following` each; returns the
+        logits after the last one, if they are wanted."""
+        text, most = self._texts[sequence], self._step.max_rows
+        for first in range(0, len(following), most):
+            tokens = following[first : first + most]
+            hidden_TD = torch.stack([hidden_D for _, hidden_D in text.waiting[: len(tokens)]])
+            logits_RV = self._run(sequence, text.num_entries, tokens, hidden_TD, wanted)
+            del text.waiting[: len(tokens)]
+            text.num_entries += len(tokens)
+        return logits_RV
+
+    def _run(
+        self,
+        sequence: int,
+        start: int,
+        tokens: Sequence[int],
+        hidden_TD: Tensor,
+        wanted: Wanted = "last",
+    ) -> Tensor:
+        self._cache.reserve(sequence, start, start + len(tokens))
+        self._step.shared["hidden"][: len(tokens)] = hidden_TD
+        return self._step.run_rows(rows_of(tokens, start, wanted, sequence))

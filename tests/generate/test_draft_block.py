@@ -1,0 +1,247 @@
+"""Drafts by a model's own draft block change no text, greedy or seeded."""
+
+import random
+from contextlib import contextmanager
+from types import MethodType
+
+import pytest
+import torch
+from checkpoints import save_tokenizer
+from draft_blocks import CASES, random_with_block
+from test_serve_scheduler import SAMPLINGS, Bench
+from test_speculation import LIES, Eager, text_of
+
+from hotsplit import Engine
+from hotsplit.commands.options.speculation_options import speculating
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.options.generation_options import (
+    GenerationOptions,
+    SamplingOptions,
+    SpeculationOptions,
+)
+from hotsplit.runtime.generate.constraints import regex_constraint
+from hotsplit.runtime.generate.generation import Generation, together
+from hotsplit.runtime.generate.speculation import Guess
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.step.draft_step import DraftStep
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+GREEDY, SEEDED = SamplingOptions(temperature=0.0), SamplingOptions(temperature=0.7, seed=5)
+ALL, ANY = SpeculationOptions(type="mtp", most=4, min_probability=0.0), LIES["anything"]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Model files with a block, by case; made on first use."""
+    made = {}
+
+    def get(case):
+        if case not in made:
+            folder = random_with_block(tmp_path_factory.mktemp(case) / "hf", CASES[case])
+            save_tokenizer(folder, CASES[case].vocab_size)
+            made[case] = folder.parent / "m.gguf"
+            convert(ConvertConfig(source=folder, output=made[case], outtype="q8_0"))
+        return made[case]
+
+    return get
+
+
+class Forced:
+    """What a test makes of the text in place of the block's guesses, which are still computed."""
+
+    name, is_free, token_s = "mtp", False, 1e-3
+
+    def __init__(self, drafter, text, lie):
+        self.drafter, self.text, self.lie, self.chance = drafter, text, lie, random.Random(0)
+        self.follow, self.prepare = drafter.follow, drafter.prepare
+
+    def propose(self, ids, most):
+        own = self.drafter.propose(ids, most).tokens
+        forced = self.lie(self.text[len(ids) : len(ids) + most], self.chance)
+        assert len(own) == most
+        return Guess(forced or own)
+
+
+@contextmanager
+def forcing(engine, lie):
+    """A function that makes the drafts of a text whose tokens are known."""
+    with engine.block_drafts(ALL) as new_drafts:
+        yield lambda text: Eager(Forced(new_drafts()._drafter, text, lie), ALL.most)
+
+
+@pytest.mark.parametrize(
+    "lie, case",
+    [
+        *((lie, "qwen3next") for lie in LIES),
+        *(("anything", case) for case in ("glm4moe", "qwen35", "qwen35moe")),
+    ],
+)
+def test_forced_acceptance_changes_no_text(paths, lie, case):
+    with Engine.load(paths(case), draft_block=True, context_length=80) as engine:
+        for sampling in (GREEDY, SEEDED):
+            want = text_of(engine, 60, sampling=sampling)
+            shifted = text_of(engine, 90, sampling=sampling, shift_keep=3)
+            with forcing(engine, LIES[lie]) as drafts_of:
+                drafts = drafts_of(PROMPT + want)
+                assert text_of(engine, 60, drafts, sampling=sampling) == want
+                run = engine.last_run
+                assert run.drafted > 20 and (run.accepted > 20) == (lie != "always wrong")
+                drafts = drafts_of(PROMPT + shifted)
+                got = text_of(engine, 90, drafts, sampling=sampling, shift_keep=3)
+                assert got == shifted and engine.last_run.shifts
+
+
+def first_guesses(engine, **faults):
+    """What the block, perhaps with faults, guesses after each token of a text that is drafted
+    wildly, and what it guesses in a text that comes to it at once: equal, unless entries or hidden
+    states are wrong."""
+    want, kept = text_of(engine, 40, sampling=SEEDED), {}
+    with forcing(engine, ANY) as drafts_of:
+        drafts = drafts_of(PROMPT + want)
+        block = engine._live.draft
+        first = block.first
+
+        def keeping(sequence, length, token):
+            kept[length + 1] = first(sequence, length, token)
+            return kept[length + 1]
+
+        for name, fault in faults.items():
+            setattr(block, name, MethodType(fault, block))
+        block.first = keeping
+        assert text_of(engine, 40, drafts, sampling=SEEDED) == want
+        for name in ("first", *faults):
+            delattr(block, name)
+        ids, again = PROMPT + want, {}
+        for length in kept:
+            with engine.sequence() as text:
+                text.extend(ids[: length - 1])
+                again[length] = block.first(text.number, length - 1, ids[length - 1])
+    assert len(kept) > 8
+    return [torch.equal(kept[length], again[length]) for length in kept]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_leave_the_block_as_a_text_that_comes_at_once(paths, case):
+    with Engine.load(paths(case), draft_block=True, context_length=80) as engine:
+        assert all(first_guesses(engine))
+
+
+def test_the_comparison_finds_entries_of_drafts_and_states_of_other_rows(paths):
+    """Planted: drafts' own keys are kept; the hidden states are those of the rows before."""
+    catch_up, run = DraftStep._catch_up, DraftStep._run
+
+    def keeping(self, sequence, following, wanted):
+        text = self._texts[sequence]
+        del text.waiting[:-1]
+        text.num_entries += len(following) - 1
+        return catch_up(self, sequence, following[-1:], wanted)
+
+    def shifted(self, sequence, start, tokens, hidden_TD, wanted="last"):
+        return run(self, sequence, start, tokens, hidden_TD.roll(1, 0), wanted)
+
+    with Engine.load(paths("glm4moe"), draft_block=True, context_length=80) as engine:
+        assert not all(first_guesses(engine, _catch_up=keeping))
+        assert not all(first_guesses(engine, _run=shifted))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_several_texts_and_forks_draft_in_shared_steps(paths, case):
+    prompts = [PROMPT, PROMPT[:5], [7] * 20, PROMPT]
+    endings = GenerationOptions(max_tokens=30, ignores_end=True)
+    with Engine.load(paths(case), draft_block=True, context_length=80, num_sequences=6) as engine:
+        chain = engine._chain
+        wants = [text_of(engine, 30, prompt=ids, sampling=SEEDED) for ids in prompts]
+        with forcing(engine, ANY) as drafts_of:
+            texts = [engine.sequence() for _ in prompts[:3]]
+            texts[0].extend(PROMPT[:6], "none")
+            texts.append(texts[0].fork())
+            made = [
+                Generation(
+                    text,
+                    ids,
+                    engine.codec,
+                    chain(SEEDED),
+                    endings,
+                    Traffic(),
+                    drafts=drafts_of(ids + want),
+                )
+                for text, ids, want in zip(texts, prompts, wants, strict=True)
+            ]
+            got = [[] for _ in prompts]
+            for number, token in together(made, engine.run):
+                got[number].append(token.id)
+            assert got == wants
+            assert all(generation.run.accepted > 5 for generation in made)
+            assert [text.ids for text in texts] == [
+                ids + want[:-1] for ids, want in zip(prompts, wants, strict=True)
+            ]
+
+
+def test_stops_grammars_and_cancels_change_nothing(paths):
+    with Engine.load(paths("qwen35moe"), draft_block=True, context_length=80) as engine:
+        codec = engine.codec
+        for given in ({"stops": ("a", "the")}, {"num_logprobs": 3}, {}):
+            options = GenerationOptions(max_tokens=40, **given)
+
+            def written(drafts=None, options=options, given=given):
+                mask = None if given else regex_constraint("[a-z ]{60,}", codec)
+                tokens = engine.generate(
+                    PROMPT, sampling=SEEDED, options=options, constraint=mask, drafts=drafts
+                )
+                return list(tokens)
+
+            want = written()
+            ids = PROMPT + [token.id for token in want if token.id is not None]
+            with forcing(engine, ANY) as drafts_of:
+                assert written(drafts_of(ids)) == want and engine.last_run.drafted
+                with engine.sequence() as text:  # cancelled anywhere, it can be continued
+                    for count in (3, 8, 17):
+                        tokens = engine.generate(
+                            PROMPT, sampling=SEEDED, drafts=drafts_of(ids), sequence=text
+                        )
+                        said = [next(tokens) for _ in range(count)]
+                        tokens.close()
+                        assert len(text.ids) <= len(PROMPT) + len(said)
+
+
+@pytest.mark.parametrize("case", ["qwen35", "glm4moe"])
+def test_served_texts_equal_those_generated_alone(paths, case, monkeypatch):
+    monkeypatch.setattr("test_serve_scheduler.CONTEXT", 100)
+    bench = Bench(paths(case), parallel=3, kept=2, draft_block=True)
+    prompts = [PROMPT, [*PROMPT, 7, 8], [9] * 30, PROMPT]
+    wants = [bench.alone(ids, SAMPLINGS[n]) for n, ids in enumerate(prompts)]
+    with forcing(bench.engine, ANY) as drafts_of:
+        bench.scheduler._new_drafts = lambda: drafts_of(PROMPT + wants[0])
+        bench.submit(0, prompts[0], SAMPLINGS[0])
+        bench.finish()
+        assert bench.tokens[0] == wants[0]
+        for key in (1, 2, 3):
+            bench.submit(key, prompts[key], SAMPLINGS[key])
+        cancelled = bench.submit("cancelled", prompts[0], SAMPLINGS[0])
+        for _ in range(4):
+            bench.scheduler.step()
+        bench.scheduler.cancel([cancelled])
+        bench.finish()
+        assert [bench.tokens[key] for key in (1, 2, 3)] == wants[1:]
+        bench.submit("again", prompts[0], SAMPLINGS[0])
+        bench.finish()
+        assert bench.tokens["again"] == wants[0]
+    bench.close()
+
+
+def test_the_controller_drafts_by_the_block_where_a_file_has_one(paths):
+    with Engine.load(paths("qwen35"), draft_block=True, context_length=80) as engine:
+        want = text_of(engine, 50)
+        for options in (ALL, SpeculationOptions(type="auto", is_optional=True)):
+            with speculating(engine, options) as drafts:
+                assert text_of(engine, 50, drafts) == want
+                assert drafts.line().startswith("speculation (mtp): ")
+                assert engine._live.draft.is_on
+            assert not engine._live.draft.is_on
+    with Engine.load(paths("qwen35"), context_length=80) as engine:
+        with speculating(engine, SpeculationOptions(type="auto", is_optional=True)) as drafts:
+            assert drafts._drafter.name == "ngram"
+        with pytest.raises(HotsplitError, match="has no draft block"), speculating(engine, ALL):
+            pass
