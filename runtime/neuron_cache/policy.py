@@ -1,6 +1,6 @@
 """Decides which neurons are in the slots of the fast memory, based on the neurons that steps read.
 
-The policy is written in C++ (native/policy.cpp); tests/cache/cache_reference.py defines it.
+The policy is written in C++ (native/policy.cpp); tests/cache/test_cache_policy.py defines it.
 
 Letters: R tokens of a step, L layers, F neurons of a layer, N slots of a layer, W words of F
 bits."""

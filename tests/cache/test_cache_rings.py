@@ -221,23 +221,18 @@ def test_a_server_reuses_a_prefix_whose_window_is_saved(monkeypatch, model):
 
 
 LONG = {"max_position_embeddings": CONTEXT, "sliding_window": 8}
+GEMMA3 = Gemma3TextConfig(
+    **GATED | LONG | {"num_hidden_layers": 4, "head_dim": 32, "query_pre_attn_scalar": 48},
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+WINDOWS = CASES["windows"] | {"max_position_embeddings": CONTEXT, "sliding_window_size": 8}
 FAMILIES = {
-    "gemma3": lambda folder: random_model(
-        folder,
-        Gemma3TextConfig(
-            **GATED | LONG | {"num_hidden_layers": 4},
-            head_dim=32,
-            query_pre_attn_scalar=48,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-        ),
-    ),
+    "gemma3": lambda folder: random_model(folder, GEMMA3),
     "gpt-oss": lambda folder: random_model(
-        folder,
-        GptOssConfig(**OSS | LONG, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        folder, GptOssConfig(**OSS | LONG, rope_parameters=ROPE)
     ),
-    "smallthinker": lambda folder: checkpoint(
-        folder, CASES["windows"] | {"max_position_embeddings": CONTEXT, "sliding_window_size": 8}
-    ),
+    "smallthinker": lambda folder: checkpoint(folder, WINDOWS),
 }
 
 

@@ -18,6 +18,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.options.cache_types import NAMES, CacheType, CacheTypes
 from hotsplit.runtime.cache.stored_rows import decode, dtype_of, turn_by_hadamard
+from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.step.sequences import Part
 
 IDS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -115,14 +116,9 @@ def test_a_row_does_not_depend_on_the_others(path, types):
         assert torch.equal(text.extend(IDS, "all"), alone)
     with load(path, types, num_sequences=3) as engine:
         one, other = engine.sequence(), engine.sequence()
-        owner = one.owner
-        half = owner.run(
-            [
-                Part(sequence=one, tokens=IDS[:20], wanted="all"),
-                Part(sequence=other, tokens=IDS[5:15], wanted="all"),
-            ]
-        )[0]
-        assert torch.equal(half, alone[:20])
+        both = ((one, IDS[:20]), (other, IDS[5:15]))
+        parts = [Part(sequence=text, tokens=ids, wanted="all") for text, ids in both]
+        assert torch.equal(one.owner.run(parts)[0], alone[:20])
         branch = one.fork()
         assert torch.equal(branch.extend(IDS[20:], "all"), alone[20:])
         one.rollback(11)
@@ -131,15 +127,16 @@ def test_a_row_does_not_depend_on_the_others(path, types):
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)
 def test_a_restored_state_continues_bit_for_bit(path, tmp_path, types):
-    from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
-
-    with load(path, types) as engine:
-        with engine.sequence() as text:
+    """Also in an engine of another number of sequences than that which saved it."""
+    for num_sequences in (1, 3):
+        with load(path, types, num_sequences=num_sequences) as engine, engine.sequence() as text:
             text.extend(IDS[:30])
             save_prompt(text, tmp_path / "state", engine.prompt_key())
             wanted = text.extend(IDS[30:], "all")
-        with engine.sequence() as text:
+    for num_sequences in (3, 1):
+        with load(path, types, num_sequences=num_sequences) as engine, engine.sequence() as text:
             assert restore_prompt(text, tmp_path / "state", engine.prompt_key()) == 30
+            assert text.ids == IDS[:30]
             assert torch.equal(text.extend(IDS[30:], "all"), wanted)
     other = ("f32", "f32") if types[0] != "f32" else ("f16", "f16")
     with (
@@ -184,15 +181,15 @@ def test_fewer_bits_lose_more_and_turning_loses_less(tmp_path):
     assert all(lost[name] < 2 / 3 * lost[f"{name}-plain"] for name in ("q8_0", "q4_0")), lost
 
 
+NARROW = "needs heads whose width is a multiple of 32, this model's have 16"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"cache_type_k": "q5_0"}, "cache type 'q5_0' is unknown; known: f32, f16, bf16, q8_0"),
         ({"cache_type_v": ""}, "cache type '' is unknown; known"),
-        (
-            {"cache_type_k": "q8_0"},
-            "needs heads whose width is a multiple of 32, this model's have 16",
-        ),
+        ({"cache_type_k": "q8_0"}, NARROW),
     ],
 )
 def test_unsupported_cache_types_are_refused(tmp_path, options, words):

@@ -46,14 +46,10 @@ def test_residency_stays_a_bijection_under_any_swaps():
 def test_impossible_swaps_change_nothing():
     residency = Residency([np.arange(4), np.arange(0)], 9)
     before = residency.slot_LF.copy()
-    for wrong in (
-        [(0, 4, 5, 0)],  # no such slot
-        [(1, 0, 5, 0)],  # a layer without slots
-        [(0, 1, 5, 0)],  # the leaving neuron is elsewhere
-        [(0, 1, 2, 1)],  # the incoming neuron is there already
-        [(0, 1, 5, 1), (0, 1, 6, 1)],  # a slot twice
-        [(0, 1, 5, 1), (0, 2, 5, 2)],  # a neuron twice
-    ):
+    of_slots = ([(0, 4, 5, 0)], [(1, 0, 5, 0)])  # that do not exist, in a layer with slots or none
+    of_units = ([(0, 1, 5, 0)], [(0, 1, 2, 1)])  # one that is elsewhere leaves, or is there already
+    twice = ([(0, 1, 5, 1), (0, 1, 6, 1)], [(0, 1, 5, 1), (0, 2, 5, 2)])
+    for wrong in (*of_slots, *of_units, *twice):
         with pytest.raises(AssertionError):
             residency.swap(np.array([(*swap, 0.0) for swap in wrong], SWAP))
         assert (residency.slot_LF == before).all()
@@ -72,16 +68,10 @@ def with_cache(tmp_path):
     model = make_model(sizes=shape, kind="q8_0", extra_keys=keys)
     model = dataclasses.replace(model, threshold_L=(0.0,) * L, path=tmp_path / "m.gguf")
     model.save(model.path)
-    zeros = np.zeros(L)
-    times = {
-        "hot_s_L": zeros,
-        "hot_row_s_L": zeros + 1e-9,
-        "cold_s_L": zeros,
-        "cold_row_s_L": zeros + 1e-6,
-        "copy_row_s_L": zeros + 1e-7,
-        "gather_row_s_L": zeros + 1e-8,
-    }
-    given = CacheCosts(**times | {"rest_s": 1e-5, "copy_s": 1e-7})
+    names = ("hot_s", "hot_row_s", "cold_s", "cold_row_s", "copy_row_s", "gather_row_s")
+    times = dict(zip(names, (0.0, 1e-9, 0.0, 1e-6, 1e-7, 1e-8), strict=True))
+    each = {f"{name}_L": np.full(L, time) for name, time in times.items()}
+    given = CacheCosts(**each, rest_s=1e-5, copy_s=1e-7)
     frequency = tuple(np.full(F, 0.5, np.float32) for _ in range(L))
     cache = CachePlan(most_rows=16, costs=given, frequency=frequency)
     ids = np.random.default_rng(3).permutation(F)

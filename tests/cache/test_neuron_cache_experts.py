@@ -128,24 +128,6 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(plan):
         cached.cache.slots.check()
 
 
-def test_copies_run_beside_a_step():
-    """No operation of the step waits for the copies that run meanwhile, and the copies wait for no
-    operation of the step."""
-    device = FakeDevice()
-    cached = CachedExperts.of(backend=device.backend(reference_kernels()))
-    cached.step.run(IDS[0], 0)
-    due, parts = cached.cache._num_pending, 3
-    device.log.clear()
-    cached.step.run(IDS[1], 1)
-    copier = 1
-    copies = [o for o in device.log if o.stream == copier]
-    assert due and [o.name for o in copies] == ["copy"] * (parts * due)
-    step = [o for o in device.log if o.name in ("kernel", "host") and o.stream != copier]
-    assert len(step) > 10
-    for o in step:
-        assert not any(o.is_before(other) or other.is_before(o) for other in copies)
-
-
 def test_bytes_are_those_of_the_plan():
     """Staging on the GPU; in main memory a copy of each expert in a slot, and tables."""
     cached = CachedExperts.of("beside the CPU's attention", kind="q8_0", num_neurons=32)

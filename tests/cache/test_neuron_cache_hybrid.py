@@ -109,15 +109,9 @@ def restore(weights, kept):
 
 def weights_of(model, split, mode, resident):
     placement = Placement.of_split(split, (CPU,) * len(split.budgets))
-    return load_weights(
-        model,
-        placement,
-        mode,
-        model.spec.context_length,
-        notice=print,
-        residence=Residence(),
-        resident_LN=resident,
-    )
+    options = {"residence": Residence(), "resident_LN": resident}
+    length = model.spec.context_length
+    return load_weights(model, placement, mode, length, notice=print, **options)
 
 
 def ran(cached, ids, start=0):

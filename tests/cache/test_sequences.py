@@ -10,7 +10,7 @@ from test_rows import model_of
 from test_runtime import saved
 
 from hotsplit import Engine
-from hotsplit.costs.cache_layout import BLOCK_LENGTH, kv_positions
+from hotsplit.costs.cache_layout import BLOCK_LENGTH
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.block_table import NO_BLOCK, BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -43,11 +43,8 @@ def random_paths(chance: random.Random, depth: int, most: int) -> list[list[int]
     for _ in range(chance.randint(1, most) - 1):
         stem = chance.choice(paths)
         shared = stem[: chance.randrange(len(stem))]
-        following = {
-            path[len(shared)]
-            for path in paths
-            if path[: len(shared)] == shared and len(path) > len(shared)
-        }
+        others = [path for path in paths if path[: len(shared)] == shared]
+        following = {path[len(shared)] for path in others if len(path) > len(shared)}
         rest = [chance.randrange(50) for _ in range(chance.randint(1, depth - len(shared)))]
         if rest[0] not in following:
             paths.append(shared + rest)
@@ -69,13 +66,8 @@ def draft_tree(engine: Engine, alone: Alone, chance: random.Random, root: Sequen
         for depth, token in enumerate(path):
             node = tuple(path[: depth + 1])
             source = number_of.get(node)
-            row = Row(
-                token=token,
-                position=start + depth,
-                sequence=text.number,
-                source=source,
-                has_logits=source is None,
-            )
+            own = {"position": start + depth, "sequence": text.number}
+            row = Row(token=token, source=source, has_logits=source is None, **own)
             if source is None:
                 number_of[node] = len(rows)
                 wanted.append(list(node))
@@ -151,22 +143,6 @@ def test_random_schedules(tmp_path, kind, mode):
         assert (table.block_SN == NO_BLOCK).all() and len(table._free) == table.num_blocks
 
 
-@pytest.mark.slow
-def test_a_thousand_random_schedules(tmp_path):
-    for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"):
-        model = model_of(tmp_path, kind)
-        for mode in ("dense", "exact", "predicted"):
-            with (
-                Engine.load(model.path, mode=mode, context_length=CONTEXT) as single,
-                Engine.load(
-                    model.path, mode=mode, context_length=CONTEXT, num_sequences=ROOM
-                ) as engine,
-            ):
-                alone = Alone(single)
-                for seed in range(42):
-                    schedule(engine, alone, random.Random(f"{kind} {mode} slow {seed}"), 12)
-
-
 def test_the_comparison_finds_a_wrong_block(tmp_path):
     """A sequence that reads another's block gets other logits."""
     model = model_of(tmp_path, "q8_0")
@@ -179,39 +155,6 @@ def test_the_comparison_finds_a_wrong_block(tmp_path):
         table = engine.layers[0].attention.cache.table
         table.block_SN[0, 0] = table.block_SN[1, 0]
         assert not torch.equal(first.extend([3]), want)
-
-
-def test_a_tree_of_drafts(tmp_path):
-    """Branches copy their stem's keys and values instead of computing them again."""
-    model = model_of(tmp_path, "q8_0")
-    stem, branches = [5, 6, 7], ([8, 9], [10, 11, 12], [13])
-    with (
-        Engine.load(model.path, mode="exact", context_length=CONTEXT) as single,
-        Engine.load(model.path, mode="exact", context_length=CONTEXT, num_sequences=4) as engine,
-    ):
-        for prompt in ([1] * 63, [1] * 64, [1] * 20):
-            root = engine.sequence()
-            root.extend(prompt)
-            forks = [root.fork() for _ in branches]
-            cache = engine._live.weights.cache
-            rows = rows_of(stem, len(prompt), "all", root.number)
-            cache.reserve(root.number, len(prompt), len(prompt) + len(stem))
-            for fork, branch in zip(forks, branches, strict=True):
-                start = len(prompt) + len(stem)
-                cache.reserve(fork.number, len(prompt), start + len(branch))
-                rows += [
-                    Row(token=token, position=len(prompt) + i, sequence=fork.number, source=i)
-                    for i, token in enumerate(stem)
-                ]
-                rows += rows_of(branch, start, "all", fork.number)
-            for run in (engine._live.run, engine._live.native.run_rows):
-                with torch.inference_mode():
-                    got = run(rows)
-                want = [single.logits(prompt + stem)[-len(stem) :]]
-                want += [single.logits(prompt + stem + b)[-len(b) :] for b in branches]
-                assert torch.equal(got, torch.cat(want))
-            for text in (root, *forks):
-                text.close()
 
 
 def test_watched_and_python_passes_keep_sequences_apart(tmp_path):
@@ -231,19 +174,6 @@ def test_watched_and_python_passes_keep_sequences_apart(tmp_path):
             for ids, logits in zip([*tokens, tokens[2] + [7]], got + branch, strict=True):
                 want = single.logits(ids)[-len(logits) :]
                 assert torch.allclose(logits, want, atol=1e-5, rtol=1e-5)
-
-
-def test_the_reported_cache_bytes_are_those_allocated_for_every_count(tmp_path):
-    model = saved(tmp_path, sizes=make_sizes(context_length=200))
-    for count in (1, 3, 8):
-        with Engine.load(
-            model.path, device="cpu", num_sequences=count, context_length=150
-        ) as engine:
-            caches = [layer.attention.cache for layer in engine.layers]
-            held = sum(c.key_BKPX.nbytes + c.value_BKPX.nbytes for c in caches)
-            assert held == engine.bytes_by_role["cpu"]["kv_cache"]
-    assert kv_positions(150, 1) == 150
-    assert kv_positions(150, 3) == 3 * 3 * BLOCK_LENGTH
 
 
 def test_a_single_step_is_one_of_its_sequence(tmp_path):

@@ -94,15 +94,8 @@ def test_commands(monkeypatch, capsys, model, tmp_path):
     )
     code, out, err = piped(monkeypatch, capsys, model, text, "-sys", "Shout.")
     assert code == 0 and out.count("\n") == 2
-    for line in (
-        "system message: Shout.",
-        "2 messages, ",
-        "taken back: 'Hello'",
-        "2 messages read",
-        "forgotten",
-        "system message: Be\u00e9 brief.",
-        "/regen",
-    ):
+    said = ("system message: Shout.", "2 messages, ", "taken back: 'Hello'", "2 messages read")
+    for line in (*said, "forgotten", "system message: Be\u00e9 brief.", "/regen"):
         assert line in err, line
     first, second = out.splitlines()
     direct = piped(monkeypatch, capsys, model, "Hello\n", "-sys", "Be\u00e9 brief.")
@@ -145,25 +138,6 @@ def test_options(monkeypatch, capsys, model, tmp_path):
     assert shifted[0] == 0 and "messages are left out" in shifted[2]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--chat-template", "nothing"], "neither a file nor the name"),
-        (["--chat-template-kwargs", "x"], "not JSON"),
-        (["--chat-template-kwargs", "[]"], "wanted an object"),
-        (["--system-file", "none.txt"], "no such file"),
-        (["-n", "0"], "max_tokens (-n) is 0"),
-        (["--regex", "("], "regex"),
-        (["--top-p", "7"], "top_p is 7.0"),
-    ],
-)
-def test_impossible_options_are_refused(monkeypatch, capsys, model, options, message):
-    code, out, err = piped(monkeypatch, capsys, model, "Hello\n", *options)
-    assert code == 1 and not out and message in err and err.count("hotsplit: ") == 1
-    both = ["-sys", "a", "--system-file", "b"]
-    assert piped(monkeypatch, capsys, model, "Hello\n", *both)[0] == 2
-
-
 def test_control_characters_of_the_model_do_not_reach_a_terminal(monkeypatch, capsys):
     for is_terminal in (True, False):
         monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
@@ -175,17 +149,15 @@ def test_control_characters_of_the_model_do_not_reach_a_terminal(monkeypatch, ca
         assert shown.endswith("c\n\t\U0001f98a\u72d0\n")
 
 
+MARKED = "[reasoning]\nd\n[/reasoning]\n"
+
+
 @pytest.mark.parametrize(
     ("is_terminal", "variables", "out", "err"),
     [
         (True, {}, "\x1b[2mab\x1b[0m\n\nc\n\x1b[2md\x1b[0m\n", ""),
-        (
-            True,
-            {"NO_COLOR": "1"},
-            "[reasoning]\nab\n[/reasoning]\n\nc\n[reasoning]\nd\n[/reasoning]\n",
-            "",
-        ),
-        (False, {}, "c\n", "[reasoning]\nab\n[/reasoning]\n[reasoning]\nd\n[/reasoning]\n"),
+        (True, {"NO_COLOR": "1"}, f"[reasoning]\nab\n[/reasoning]\n\nc\n{MARKED}", ""),
+        (False, {}, "c\n", f"[reasoning]\nab\n[/reasoning]\n{MARKED}"),
     ],
 )
 def test_reasoning_is_told_from_the_answer(monkeypatch, capsys, is_terminal, variables, out, err):
@@ -246,20 +218,14 @@ class Terminal:
 
     def __init__(self, model: Path, state: Path, *options: str) -> None:
         self._ours, theirs = pty.openpty()
-        environment = os.environ | {
-            "XDG_STATE_HOME": str(state),
-            "TERM": "xterm",
-            "PROMPT_TOOLKIT_NO_CPR": "1",
-            "OMP_NUM_THREADS": "1",
-        }
+        own = {"XDG_STATE_HOME": str(state), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        files = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hotsplit", "chat", str(model), *options],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=environment,
+            env=os.environ | own | {"OMP_NUM_THREADS": "1"},
             start_new_session=True,
             preexec_fn=_take_terminal,
+            **files,
         )
         os.close(theirs)
         self.shown = ""

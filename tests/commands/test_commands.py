@@ -8,6 +8,7 @@ import time
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 import click
 import pytest
@@ -26,10 +27,10 @@ from hotsplit.system.sizes import format_bytes
 PROGRAM = "import sys; from hotsplit.cli import main; sys.exit(main())"
 
 
-def run(code: str, *arguments: object, **options) -> subprocess.CompletedProcess:
+def run(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess:
     """Runs code in a separate Python process."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, check=False, timeout=60, **options)
+    return subprocess.run(command, capture_output=True, check=False, timeout=600, **options)
 
 
 def lines_of(capsys) -> list[str]:
@@ -114,18 +115,14 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("megabytes", [100, 150, 230, 240, 400, 600, 700, 767, 1000, 6000])
+@pytest.mark.parametrize("megabytes", [100, 230, 400, 700, 6000])
 def test_a_limit_on_address_space_is_named(tmp_path, megabytes):
     """Libraries that cannot be mapped, and a model of 1 GiB (of holes) that cannot be."""
     path = tmp_path / "m.gguf"
     make_model().save(path)
     os.truncate(path, 1 << 30)
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(megabytes), path],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = run(LIMITED, megabytes, path, env=env, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "bug" not in line
     what = f"raise the limit on address space (ulimit -v), now {format_bytes(megabytes << 20)}"
@@ -139,7 +136,7 @@ OTHER_USER += ["--ambient-caps", CAPABILITIES]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or which("setpriv") is None, reason="needs another user")
-@pytest.mark.parametrize("processes", [1, 3, 5, 7])
+@pytest.mark.parametrize("processes", [1, 5])
 def test_a_limit_on_processes_is_named(tmp_path, processes):
     path = tmp_path / "m.gguf"
     make_model().save(path)
@@ -158,7 +155,7 @@ def test_free_memory_is_within_the_limit_on_address_space():
         "free, most = m.free_memory_bytes(), m.memory_limit_bytes();"
         "assert most <= 8 << 30 and 0 < free < most, (free, most)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -188,14 +185,13 @@ generate x -p a -t NINES
 """
 
 
-@pytest.mark.parametrize("line", LONG_ARGUMENTS.strip().splitlines())
-def test_no_line_is_longer_than_a_screen(capsys, line):
-    for name, text in (("LONG", LONG), ("FOLDERS", "b/" * 2000), ("NINES", "9" * 4000)):
-        line = line.replace(name, text)
-    assert main(line.split()) in (1, 2)
-    (line,) = lines_of(capsys)
-    assert len(line) < 1600, len(line)
-    assert line.startswith("hotsplit")
+def test_no_line_is_longer_than_a_screen(capsys):
+    for line in LONG_ARGUMENTS.strip().splitlines():
+        for name, text in (("LONG", LONG), ("FOLDERS", "b/" * 2000), ("NINES", "9" * 4000)):
+            line = line.replace(name, text)
+        assert main(line.split()) in (1, 2)
+        (shown,) = lines_of(capsys)
+        assert shown.startswith("hotsplit") and len(shown) < 1600, len(shown)
 
 
 def test_the_middle_of_a_long_line_is_left_out():
@@ -205,21 +201,22 @@ def test_the_middle_of_a_long_line_is_left_out():
     assert "[... 98,619 characters ...]" in line
 
 
-@pytest.mark.parametrize(
-    "name, shown",
-    [
-        ("a\n\r\x1b[31mb", r"a\n\r\x1b[31mb"),
-        ("a\u202eb\u2028", r"a\u202eb\u2028"),
-        ("ü 模型\u3000", "ü 模型\u3000"),
-    ],
-)
+ODD_NAMES = {"a\n\r\x1b[31mb": r"a\n\r\x1b[31mb", "a\u202eb\u2028": r"a\u202eb\u2028"}
+ODD_NAMES["ü 模型\u3000"] = "ü 模型\u3000"
+
+
+def two_profiles(folder: Path) -> list[str]:
+    """Paths of two profiles of one model."""
+    for number, name in enumerate("ab"):
+        make_profile(make_model(), num_tokens=1000 + number).save(folder / name)
+    return [str(folder / name) for name in "ab"]
+
+
+@pytest.mark.parametrize("name, shown", ODD_NAMES.items())
 def test_control_characters_of_a_name_are_escaped(tmp_path, capsys, name, shown):
     assert main(["inspect", name]) == 1
     assert capsys.readouterr().err.startswith(f"hotsplit: {shown}: no such file")
-    profiles = [tmp_path / "a", tmp_path / "b"]
-    for number, path in enumerate(profiles):
-        make_profile(make_model(), num_tokens=1000 + number).save(path)
-    words = ["profile", "--force", "--merge", *map(str, profiles), "-o", str(tmp_path / name)]
+    words = ["profile", "--force", "--merge", *two_profiles(tmp_path), "-o", str(tmp_path / name)]
     assert main(words) == 0
     notes = capsys.readouterr().err  # newlines stay, as a note may be a table of several lines
     assert shown.replace(r"\n", "\n") in notes and "\x1b" not in notes
@@ -239,13 +236,17 @@ def test_an_error_in_a_thread_prints_one_line():
     assert line.startswith("hotsplit inspect: unexpected ZeroDivisionError")
 
 
+NO_SPACE = (">/dev/full", "No space left on device")
+CLOSED = (">&-", "Bad file descriptor")
+
+
 @pytest.mark.parametrize(
-    "stdout, reason", [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
+    "arguments, stdout, reason",
+    [("inspect {} --json", *NO_SPACE), ("inspect {}", *CLOSED), ("--help", *NO_SPACE)],
 )
-@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{}"], ["inspect", "{}", "--json"]])
 def test_a_full_or_closed_stdout_gives_one_line(tmp_path, arguments, stdout, reason):
     make_profile(make_model()).save(tmp_path / "p")
-    command = [sys.executable, "-c", PROGRAM, *(a.format(tmp_path / "p") for a in arguments)]
+    command = [sys.executable, "-c", PROGRAM, *arguments.format(tmp_path / "p").split()]
     result = subprocess.run(
         ["sh", "-c", f'exec "$@" {stdout}', "sh", *command], stderr=subprocess.PIPE, check=False
     )
@@ -256,8 +257,7 @@ def test_a_full_or_closed_stdout_gives_one_line(tmp_path, arguments, stdout, rea
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_do_not_stop_a_command_that_writes_files(tmp_path, closed):
-    for number, name in enumerate("ab"):
-        make_profile(make_model(), num_tokens=1000 + number).save(tmp_path / name)
+    two_profiles(tmp_path)
     merge = ["profile", "--merge", "a", "b", "--force", "-o"]
     for output, how in (("c", closed), ("d", "")):
         command = [sys.executable, "-c", PROGRAM, *merge, output]
@@ -424,20 +424,13 @@ def test_a_library_that_aborts_ends_the_command_in_one_line(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_abort_from_outside_still_kills_the_process():
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGBUS])
+def test_signals_that_no_mapped_file_causes_still_kill_the_process(number):
     code = (
-        "import os, subprocess, sys, time, hotsplit.files.mapped_files as m\n"
-        "assert m.guard(); subprocess.run(['kill', '-ABRT', str(os.getpid())]); time.sleep(9)"
+        "import os, subprocess, time, hotsplit.files.mapped_files as m; assert m.guard()\n"
+        f"subprocess.run(['kill', '-{int(number)}', str(os.getpid())]); time.sleep(9)"
     )
-    assert run(code).returncode == -signal.SIGABRT
-
-
-def test_a_bus_error_outside_mapped_files_still_kills_the_process():
-    code = (
-        "import mmap, os, signal, hotsplit.files.mapped_files as m\n"
-        "assert m.guard(); os.kill(os.getpid(), signal.SIGBUS)"
-    )
-    assert run(code).returncode == -signal.SIGBUS
+    assert run(code).returncode == -number
 
 
 # ---- outputs that are inputs --------------------------------------------------------------------
@@ -454,17 +447,9 @@ def paths(kind: type | None) -> set[tuple[str, str]]:
     }
 
 
-OUTPUTS = {
-    ("convert", "output"),
-    ("calibrate", "output"),
-    ("profile", "output"),
-    ("solve", "output"),
-    ("solve", "heat_map"),
-    ("export", "output"),
-    *((name, "prompt_cache") for name in ("run", "generate", "chat")),
-    ("report", "output"),
-    ("profile", "importances"),
-}
+OUTPUTS = {(name, "output") for name in ("convert", "calibrate", "profile", "solve", "export")}
+OUTPUTS |= {(name, "prompt_cache") for name in ("run", "generate", "chat")}
+OUTPUTS |= {("report", "output"), ("solve", "heat_map"), ("profile", "importances")}
 FOLDERS = {("profile", "train_predictors")}
 MANY = ("corpora", "files", "sources")
 
@@ -501,20 +486,17 @@ def arguments_of(name: str, folder: Path, **given: Path) -> list[str]:
         else:
             value = "1GiB" if param.type is SIZE else param.type.choices[0]
         words += [value] if isinstance(param, click.Argument) else [param.opts[-1], value]
-    return [
-        *words,
-        *(["--force"] if "force" in {p.name for p in cli.commands[name].params} else []),
-    ]
+    return words + ["--force"] * ("force" in {p.name for p in cli.commands[name].params})
 
 
-@pytest.mark.parametrize("name, output, other", PAIRS)
-@pytest.mark.parametrize("how", ["name", "relative", "hard link", "symlink"])
-def test_no_output_is_an_input_or_another_output(
-    tmp_path, monkeypatch, capsys, name, output, other, how
-):
+@pytest.mark.parametrize("number, pair", list(enumerate(PAIRS)))
+def test_no_output_is_an_input_or_another_output(tmp_path, monkeypatch, capsys, number, pair):
+    """By the same name, as a relative path, or by a link, in turns."""
     monkeypatch.chdir(tmp_path)
+    name, output, other = pair
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text("precious")
+    how = ("name", "relative", "hard link", "symlink")[number % 4]
     if how == "name":
         two = one
     elif how == "relative":
@@ -535,10 +517,7 @@ ODD = os.fsdecode(b"\xff\xfe")
 @pytest.mark.parametrize("name", [ODD, "n" * 251, "ü" * 125])
 def test_every_file_name_that_the_system_accepts_works(tmp_path, monkeypatch, name):
     monkeypatch.setattr(sys, "stderr", TextIOWrapper(BytesIO(), errors="backslashreplace"))
-    profiles = [tmp_path / "a", tmp_path / "b"]
-    for number, path in enumerate(profiles):
-        make_profile(make_model(), num_tokens=1000 + number).save(path)
-    merge = ["profile", "--merge", *map(str, profiles), "--force", "-o"]
+    merge = ["profile", "--merge", *two_profiles(tmp_path), "--force", "-o"]
     assert main([*merge, str(tmp_path / name)]) == 0
     assert main([*merge, str(tmp_path / name)]) == 0
     activations = ["export", str(tmp_path / name), "--format", "powerinfer-activations", "-o"]

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+from case_tables import rows_of
 from checkpoints import edit_config, random_llama
 from models import changed, make_model, make_profile, make_sizes
 from paths import ROOT, TESTS
@@ -44,10 +45,8 @@ from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.model.spec import Neurons
 from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.corpus.sources import find_sources
-from hotsplit.serve.serve_config import ServeConfig
 from hotsplit.system.log_lines import lines_on_stderr
 
-SOURCE = ROOT / "src"
 OPTIONS = TESTS / "llamacpp" / "options.txt"  # of llama.cpp's programs
 
 
@@ -89,11 +88,6 @@ plan m -hx => no such option '-hx'; see hotsplit plan --help
 run m -yes => no such option '-yes', did you mean --yes?; see hotsplit run --help
 generate m -n b => 'b' is not a valid integer; see hotsplit generate --help
 """
-
-
-def rows_of(table: str) -> list[list[str]]:
-    """The cells of a table with a row on each line."""
-    return [[cell.strip() for cell in row.split("=>")] for row in table.strip().splitlines()]
 
 
 @pytest.mark.parametrize("arguments, line", rows_of(WRONG))
@@ -205,9 +199,14 @@ def test_options_of_others_without_an_equivalent_are_answered(given, told):
 def llamacpps(letters: str) -> list[tuple[str, bool]]:
     """(name, whether a value follows) of the options of llama-server (s), llama-cli (c) or
     llama-completion (p)."""
-    rows = [line.split() for line in OPTIONS.read_text().splitlines() if line[0] != "#"]
-    kept = [row for row in rows if set(row[0]) & set(letters)]
-    return [(name, kind != "-") for _, kind, *names in kept for name in names]
+    found, head = [], ("", "")
+    for line in OPTIONS.read_text().splitlines():
+        if not line.startswith(("#", "  ")):
+            head = line.split()
+        elif line[0] == " " and set(head[0]) & set(letters):
+            names = [name for option in line.split() for name in option.split("/")]
+            found += [(name, head[1] != "-") for name in names]
+    return found
 
 
 DIFFERENT = {"--kv-offload", "--spec-type", "--device"}  # other values, under the same name
@@ -220,15 +219,10 @@ DIFFERENT = {"--kv-offload", "--spec-type", "--device"}  # other values, under t
 def test_every_option_of_llamacpp_is_taken_or_answered(command, letters, count):
     """Each stands with its value before the model: what is taken is ours, and neither the model nor
     the value is lost or taken for another argument."""
-    context = click.Context(
-        cli.commands[command], info_name=command, help_option_names=["-h", "--help"]
-    )
-    own = {
-        n: p
-        for p in cli.commands[command].get_params(context)
-        if isinstance(p, click.Option)
-        for n in (*p.opts, *p.secondary_opts)
-    }
+    known, names = cli.commands[command], ["-h", "--help"]
+    context = click.Context(known, info_name=command, help_option_names=names)
+    params = [p for p in known.get_params(context) if isinstance(p, click.Option)]
+    own = {name: p for p in params for name in (*p.opts, *p.secondary_opts)}
     options = llamacpps(letters)
     assert len(options) >= count
     for name, has_value in options:
@@ -236,12 +230,7 @@ def test_every_option_of_llamacpp_is_taken_or_answered(command, letters, count):
         try:
             taken, notes = translate(context, given)
         except click.UsageError as error:
-            assert not isinstance(error, click.NoSuchOption), name
-            begin = (
-                f"{name} is llama.cpp's: ",
-                f"{name} 0 is llama.cpp's: ",
-                f"{name} is for a text, ",
-            )
+            begin = (f"{name} is llama.cpp's: ", f"{name} 0 is llama.cpp's: ", f"{name} is for a ")
             assert error.message.startswith(begin), name
             assert len(error.message) > len(name) + 25, name
             continue
@@ -284,13 +273,7 @@ def test_the_walk_over_the_options_finds_a_wrong_row(monkeypatch, option, change
 
 @pytest.mark.parametrize(
     "written, read",
-    [
-        ("a b\n", "a b"),
-        ("a b\r\n", "a b"),
-        ("a b\n\n", "a b\n"),
-        ("a b", "a b"),
-        ("a\nb ", "a\nb "),
-    ],
+    [("a b\n", "a b"), ("a b\r\n", "a b"), ("a b\n\n", "a b\n"), ("a b", "a b"), ("a\nb ",) * 2],
 )
 def test_the_newline_that_ends_a_file_is_not_part_of_the_prompt(
     tmp_path, monkeypatch, written, read
@@ -304,15 +287,11 @@ def test_the_newline_that_ends_a_file_is_not_part_of_the_prompt(
     assert prompts_of(written, None, None) == [written]
 
 
-def test_a_context_of_zero_is_the_models_own_and_less_is_refused(tmp_path):
+def test_a_context_of_zero_is_the_models_own(tmp_path):
     """Users of llama.cpp write -c 0."""
     make_model(sizes=make_sizes(context_length=16)).save(tmp_path / "m.gguf")
     with hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=0) as engine:
         assert engine.context_length == 16
-    with pytest.raises(
-        HotsplitError, match="context_length .-c. is -1, wanted 1 or more, or 0 for the model's"
-    ):
-        hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=-1)
 
 
 def test_a_pipe_is_read_as_a_prompt_and_a_device_is_named(tmp_path):
@@ -326,13 +305,7 @@ def test_a_pipe_is_read_as_a_prompt_and_a_device_is_named(tmp_path):
         prompts_of(None, Path("/dev/null"), None)
 
 
-OTHER_DIGITS = {
-    "arabic": str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩"),
-    "full width": str.maketrans("0123456789", "０１２３４５６７８９"),
-}
-
-
-@pytest.mark.parametrize("digits", OTHER_DIGITS.values(), ids=OTHER_DIGITS)
+@pytest.mark.parametrize("digits", ["٠١٢٣٤٥٦٧٨٩", "０１２３４５６７８９"])
 @pytest.mark.parametrize(
     "line",
     """
@@ -353,7 +326,7 @@ profile m --corpus t -o o --tokens 25
 def test_numbers_in_other_digits_are_refused(capsys, tmp_path, monkeypatch, line, digits):
     """Python's int and float accept the digits of all scripts."""
     *arguments, value = line.split()
-    value = value.translate(digits)
+    value = value.translate(str.maketrans("0123456789", digits))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").write_bytes(b"")
     assert main([*arguments, value]) in (1, 2)
@@ -372,49 +345,37 @@ STUBS = {  # of make setup: a Python that stops where a virtual environment woul
 }
 
 
-@pytest.mark.parametrize(
-    "compilers, variables, words",
-    [
-        ({"c++": "c++"}, [], "python3 -m venv .venv"),
-        ({"clang++": "c++"}, [], "python3 -m venv .venv"),
-        ({}, [], "set-up: no C++17 compiler among c++, g++, clang++: install one"),
-        (
-            {"c++": "broken", "g++": "broken"},
-            [],
-            "set-up: no C++17 compiler among c++, g++, clang++",
-        ),
-        ({"c++": "c++"}, ["CXX=broken"], "set-up: no C++17 compiler among broken: install one"),
-        ({"c++": "c++"}, ["PYTHON=old"], "set-up: old has to be Python 3.11 or later with venv"),
-    ],
-)
+# Compilers that there are => variables => the line that says what happens.
+SET_UPS = """
+c++:c++ => => python3 -m venv .venv
+clang++:c++ => => python3 -m venv .venv
+=> => set-up: no C++17 compiler among c++, g++, clang++: install one
+c++:broken g++:broken => => set-up: no C++17 compiler among c++, g++, clang++
+c++:c++ => CXX=broken => set-up: no C++17 compiler among broken: install one
+c++:c++ => PYTHON=old => set-up: old has to be Python 3.11 or later with venv
+"""
+
+
+@pytest.mark.parametrize("compilers, variables, words", rows_of(SET_UPS))
 def test_set_up_looks_for_a_compiler_before_it_downloads(tmp_path, compilers, variables, words):
-    make, shell = shutil.which("make"), shutil.which("sh")
-    (tmp_path / "Makefile").write_text((SOURCE.parent / "Makefile").read_text())
     for name in ("pyproject.toml", "constraints.txt", "CMakeLists.txt"):
         (tmp_path / name).touch()
-    (tmp_path / "bin").mkdir()
-    scripts = {name: STUBS[name] for name in ("python3", "old", "broken")}
-    for name, text in (scripts | {name: STUBS[kind] for name, kind in compilers.items()}).items():
-        (tmp_path / "bin" / name).write_text(text)
+    for name in "bin src convert profile measure solver runtime serve report run".split():  # noqa: SIM905
+        (tmp_path / name).mkdir()
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    kinds = {name: name for name in ("python3", "old", "broken")}
+    for name, kind in (kinds | dict(each.split(":") for each in compilers.split())).items():
+        (tmp_path / "bin" / name).write_text(STUBS[kind])
         (tmp_path / "bin" / name).chmod(0o755)
-    for name in ("find", "cat", "uname", "mkdir", "touch"):
+    for name in ("find", "cat", "uname", "mkdir", "touch", "sh"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
-    for each in [
-        "src",
-        "convert",
-        "profile",
-        "measure",
-        "solver",
-        "runtime",
-        "serve",
-        "report",
-        "run",
-    ]:
-        (tmp_path / each).mkdir()
-    (tmp_path / "bin" / "sh").symlink_to(shell)
-    environment = {"PATH": str(tmp_path / "bin")} | dict(each.split("=") for each in variables)
+    given = variables.split()
     done = subprocess.run(
-        [make, "setup", *variables], cwd=tmp_path, env=environment, text=True, capture_output=True
+        [shutil.which("make"), "setup", *given],
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path / "bin")} | dict(each.split("=") for each in given),
+        text=True,
+        capture_output=True,
     )
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "find:" not in line]
     assert done.returncode and any(line.startswith(words) for line in lines), lines
@@ -464,20 +425,20 @@ def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys)
             assert "of 3 layers" in told[0] and "hotsplit convert" in told[0]
 
 
-@pytest.mark.parametrize(
-    "name, changes, why",
-    [
-        ("DbrxForCausalLM", {}, "this mixture of experts is not supported"),
-        ("SomeForCausalLM", {"num_experts": 8}, "experts are not supported"),
-        ("MambaForCausalLM", {}, "recurrent layers"),
-        ("BertModel", {}, "an encoder"),
-        ("Qwen2VLForConditionalGeneration", {}, "models for images"),
-        ("UnheardOf", {}, "is unknown"),
-    ],
-)
+REFUSED = """
+DbrxForCausalLM => {} => this mixture of experts is not supported
+SomeForCausalLM => {"num_experts": 8} => experts are not supported
+MambaForCausalLM => {} => recurrent layers
+BertModel => {} => an encoder
+Qwen2VLForConditionalGeneration => {} => models for images
+UnheardOf => {} => is unknown
+"""
+
+
+@pytest.mark.parametrize("name, changes, why", rows_of(REFUSED))
 def test_the_refusal_of_a_checkpoint_says_why(name, changes, why):
     with pytest.raises(HotsplitError) as error:
-        read_blueprint(Path("config.json"), {"architectures": [name], **changes}, 1)
+        read_blueprint(Path("config.json"), {"architectures": [name], **json.loads(changes)}, 1)
     line = str(error.value)
     assert f"architecture {name!r}: {why}" in line and "supported: Llama, ProSparse, Arcee" in line
     assert ("; llama.cpp may run a GGUF of it; supp" in line) == (name in OF_LLAMACPP)
@@ -499,14 +460,11 @@ def test_a_refusal_names_llamacpp_if_it_runs_the_architecture(tmp_path, architec
     assert ("; llama.cpp runs it; known: " in str(error.value)) == (architecture in THEIRS)
 
 
-@pytest.mark.parametrize(
-    "key, why",
-    [
-        ("ssm.state_size", "recurrent layers"),
-        ("attn_logit_softcapping", "scores with a soft cap are not supported"),
-        ("something.else", "the key is unknown"),
-    ],
-)
+UNKNOWN = (("ssm.state_size", "recurrent layers"), ("something.else", "the key is unknown"))
+CAPPED = ("attn_logit_softcapping", "scores with a soft cap are not supported")
+
+
+@pytest.mark.parametrize("key, why", [*UNKNOWN, CAPPED])
 def test_the_refusal_of_a_gguf_says_why(tmp_path, key, why):
     model = make_model()
     keys = {**model._own_keys(), **model.extra_keys, f"llama.{key}": np.uint32(8)}
@@ -562,46 +520,35 @@ def test_completion_scripts_ask_the_program(capsys, shell):
 
 
 def test_a_command_name_is_completed():
-    environment = dict(
-        os.environ, COMP_WORDS="hotsplit gen", COMP_CWORD="1", _HOTSPLIT_COMPLETE="bash_complete"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "hotsplit"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = {"COMP_WORDS": "hotsplit gen", "COMP_CWORD": "1"}
+    env = os.environ | words | {"_HOTSPLIT_COMPLETE": "bash_complete"}
+    command = [sys.executable, "-m", "hotsplit"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "plain,generate\n"
 
 
 def test_nothing_else_is_imported_before_ctrl_c_is_handled():
-    code = (
-        "import sys; before = {*sys.modules}; import hotsplit.cli; print({*sys.modules} - before)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        capture_output=True,
-        text=True,
-        env=dict(os.environ, PYTHONPATH=str(SOURCE)),
-        check=True,
-    )
+    code = "import sys; was = {*sys.modules}; import hotsplit.cli; print({*sys.modules} - was)"
+    command, env = [sys.executable, "-S", "-c", code], {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env, check=True)
     assert set(eval(done.stdout)) == {"hotsplit", "hotsplit.cli"}
+
+
+SCRIPT = Path(sys.executable).parent / "hotsplit"
+
+
+@pytest.mark.skipif(not SCRIPT.exists(), reason="the command is not installed next to Python")
+def test_the_script_imports_nothing_before_it_can_answer():
+    """Its imports are in a `try`: an interrupt during them prints one line and exits with 130."""
+    lines = [line.strip() for line in SCRIPT.read_text().splitlines()]
+    code = [line for line in lines if line and line[0] != "#"]
+    assert code[:2] == ["try:", "from hotsplit.cli import main"]
 
 
 # ---- types, sizes, values -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "given, taken",
-    [
-        ("Q4_0", "q4_0"),
-        ("q4_k_m", "q4_k_m"),
-        ("Q4_K_S", "q4_k_s"),
-        ("FP16", "f16"),
-        ("q6_K", "q6_k"),
-    ],
-)
+@pytest.mark.parametrize("given, taken", [("Q4_K_S", "q4_k_s"), ("FP16", "f16"), ("q6_K", "q6_k")])
 def test_types_in_the_spellings_of_other_programs(capsys, given, taken):
     assert OUTTYPE.convert(given, None, None) == taken
     assert not capsys.readouterr().err
@@ -621,39 +568,15 @@ def test_the_written_file_type_matches_the_tensors(tmp_path):
     for said, outtype, want in ((3, None, 0), (3, "q8_0", 7), (15, None, 0)):
         keys = {"general.file_type": np.uint32(said)}
         make_model(sizes=make_sizes(width=32, num_neurons=64), extra_keys=keys).save(tmp_path / "a")
-        config = ConvertConfig(
-            source=tmp_path / "a",
-            output=tmp_path / "b",
-            outtype=outtype,
-            force=True,
-            tensor_types=("ffn_up=f16",) * (outtype is None),
-        )
+        types = {"outtype": outtype, "tensor_types": ("ffn_up=f16",) * (outtype is None)}
         (tmp_path / "a").rename(tmp_path / "a.gguf")
-        convert(dataclasses.replace(config, source=tmp_path / "a.gguf"))
+        output = tmp_path / "b"
+        convert(ConvertConfig(source=tmp_path / "a.gguf", output=output, force=True, **types))
         number = int(ModelFile.load(tmp_path / "b").extra_keys["general.file_type"])
         assert number == (1 if outtype is None else want)
 
 
 # ---- the API ------------------------------------------------------------------------------------
-
-
-def test_values_of_other_types_are_refused_by_the_api(tmp_path):
-    make_model().save(tmp_path / "m.gguf")
-    with hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu") as engine:
-        for wrong in ("abc", ["a"], [1.5], None, 5, [[1]], [True]):
-            with pytest.raises(HotsplitError, match="wanted a list of integers|wanted integers"):
-                engine.logits(wrong)
-            with engine.sequence() as text, pytest.raises(HotsplitError, match="wanted a list of"):
-                text.extend(wrong)
-        with engine.sequence() as text:
-            text.extend(np.array([1, 2, 3]))
-            for wrong in (4, -1, "1", True, None):
-                with pytest.raises(HotsplitError, match="rollback to .* of 3 tokens"):
-                    text.rollback(wrong)
-            with pytest.raises(HotsplitError, match="wanted='some'"):
-                text.extend([1], wanted="some")
-            text.rollback(1)
-            assert text.ids == [1]
 
 
 # ---- files in the wrong place -------------------------------------------------------------------
@@ -672,33 +595,24 @@ def test_the_refusal_of_a_file_of_another_kind_names_the_kind(tmp_path, capsys):
         find_sources([tmp_path / "zeros.txt"], "text")
 
 
-@pytest.mark.parametrize(
-    "command, wrong, wanted",
-    [
-        ("convert x -o", "a.safetensors", ".gguf"),
-        ("profile x --corpus y -o", "a.gguf", ".safetensors"),
-        ("calibrate -o", "a.gguf", ".json"),
-        ("solve x --profile y --machine z -vb 1G -o", "a.safetensors", ".gguf or .json"),
-    ],
-)
+OUTPUTS = """
+convert x -o => a.safetensors => .gguf
+profile x --corpus y -o => a.gguf => .safetensors
+calibrate -o => a.gguf => .json
+solve x --profile y --machine z -vb 1G -o => a.safetensors => .gguf or .json
+"""
+
+
+@pytest.mark.parametrize("command, wrong, wanted", rows_of(OUTPUTS))
 def test_an_output_is_not_named_as_another_kind_of_file(capsys, command, wrong, wanted):
     line = line_of(capsys, [*command.split(), wrong], 2)
-    assert (
-        f"{wrong} is named like another kind of file; wanted a name that ends in {wanted}" in line
-    )
+    said = f"{wrong} is named like another kind of file; wanted a name that ends in {wanted}"
+    assert said in line
 
 
 def test_merging_refuses_options_that_it_has_no_use_for(capsys):
     arguments = ["profile", "--merge", "a", "b", "-o", "c.safetensors", "--seed", "1"]
     assert "--seed has no effect with --merge" in line_of(capsys, arguments, 2)
-
-
-@pytest.mark.parametrize("origin", ["nonsense", "http://a/b", "localhost:3000", "*.a.org", ""])
-def test_origins_that_no_page_has_are_refused(origin):
-    with pytest.raises(HotsplitError, match="wanted a page's origin"):
-        ServeConfig(model=Path("m"), origins=(origin,))
-    for fine in ("*", "null", "http://localhost:3000", "https://a.example", "http://[::1]:80"):
-        ServeConfig(model=Path("m"), origins=(fine,))
 
 
 def test_tables_in_a_pipe_have_no_spaces_at_the_ends_of_lines(tmp_path, capsys):
@@ -712,13 +626,9 @@ def test_predictors_may_be_given_as_a_file(tmp_path):
     model = make_model(predictor_rank=4)
     model.save(tmp_path / "with.gguf")
     make_model().save(tmp_path / "base.gguf")
-    layers = tuple(
-        LayerPredictor.of(
-            down_RD=np.zeros((4, model.spec.hidden_size), np.float32),
-            up_FR=np.zeros((model.spec.most_neurons, 4), np.float32),
-        )
-        for _ in range(model.spec.num_layers)
-    )
+    sizes = (model.spec.most_neurons, model.spec.hidden_size)
+    up_FR, down_RD = np.zeros((sizes[0], 4), np.float32), np.zeros((4, sizes[1]), np.float32)
+    layers = (LayerPredictor.of(down_RD=down_RD, up_FR=up_FR),) * model.spec.num_layers
     info = dataclasses.replace(model.predictor, rank_L=(4,) * len(layers))
     file = tmp_path / "predictors.safetensors"
     Predictors(model_id=None, info=info, layers=layers).save(file)
@@ -731,10 +641,8 @@ def test_predictors_may_be_given_as_a_file(tmp_path):
 
 
 def test_predictors_are_as_large_as_their_file(tmp_path, capsys):
-    layers = tuple(
-        LayerPredictor.of(down_RD=None, up_FR=np.ones((64, 64), np.float32), kind="q4_0")
-        for _ in range(2)
-    )
+    weights = np.ones((64, 64), np.float32)
+    layers = (LayerPredictor.of(down_RD=None, up_FR=weights, kind="q4_0"),) * 2
     info = PredictorInfo(kind="linear", rank_L=(0, 0), threshold_L=(0.0, 0.0))
     Predictors(model_id=None, info=info, layers=layers).save(tmp_path / "predictors.safetensors")
     assert main(["inspect", str(tmp_path / "predictors.safetensors"), "--json"]) == 0

@@ -153,15 +153,9 @@ def test_a_conversation_is_saved_and_loaded(engine, tmp_path):
         chat.load(path)
         assert chat.system == "Be brief. \u00e9" and roles(chat) == "ua"
         assert text_of(chat.say("And?")) == want
-        for wrong in (
-            "{}",
-            "[]",
-            "x",
-            '{"format": "hotsplit-chat", "version": 2, "messages": []}',
-            json.dumps({"format": "hotsplit-chat", "version": 1, "messages": ["x"]}),
-            json.dumps({"format": "hotsplit-chat", "version": 1, "messages": [], "more": 1}),
-            json.dumps({"format": "hotsplit-chat", "version": 1, "messages": [], "system": 3}),
-        ):
+        known = {"format": "hotsplit-chat", "version": 1, "messages": []}
+        changed = ({"version": 2}, {"messages": ["x"]}, {"more": 1}, {"system": 3})
+        for wrong in ("{}", "[]", "x", *(json.dumps(known | change) for change in changed)):
             other = tmp_path / "other.json"
             other.write_text(wrong)
             with pytest.raises(HotsplitError):
@@ -343,55 +337,30 @@ COHERE = """\
     + '<|END_RESPONSE|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
-COHERE_MARKS = (
-    "<|START_THINKING|>",
-    "<|END_THINKING|>",
-    "<|START_RESPONSE|>",
-    "<|END_RESPONSE|>",
-    "<|CHATBOT_TOKEN|>",
-)
+COHERE_MARKS = ("<|START_THINKING|>", "<|END_THINKING|>", "<|CHATBOT_TOKEN|>")
+COHERE_MARKS += ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 CHANNEL = ("<|channel>", "<channel|>", "<|turn>", "<turn|>")
 TAGS = ("<think>", "</think>")
 OPENS = CHATML + "{{ '<think>\\n' }}"
 # Template, special tokens, what the model writes, and (reasoning, content).
+FINAL = "<|channel|>final<|message|>Paris"
+EASY = "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant"
+CUT = "<|channel|>analysis<|message|>Let me see"
+THOUGHT = "<think>\nEasy.\n</think>\n\nParis"
+COMMAND = "<|START_THINKING|>Easy.<|END_THINKING|><|START_RESPONSE|>Paris<|END_RESPONSE|>"
+BRACKETS = ("[THINK]", "[/THINK]")
+BOTH = ("Easy.", "Paris")
 ANSWERS = {
-    "final": (GPT_OSS, HARMONY, "<|channel|>final<|message|>Paris", ("", "Paris")),
-    "two channels": (
-        GPT_OSS,
-        HARMONY,
-        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Paris",
-        ("Easy.", "Paris"),
-    ),
-    "cut in the analysis": (
-        GPT_OSS,
-        HARMONY,
-        "<|channel|>analysis<|message|>Let me see",
-        ("Let me see", ""),
-    ),
-    "tags as special tokens": (
-        CHATML,
-        TAGS,
-        "<think>\nEasy.\n</think>\n\nParis",
-        ("Easy.", "Paris"),
-    ),
-    "tags as text": (CHATML, (), "<think>\nEasy.\n</think>\n\nParis", ("Easy.", "Paris")),
-    "opened by the prompt": (OPENS, TAGS, "Easy.\n</think>\n\nParis", ("Easy.", "Paris")),
-    "empty": (CHATML, TAGS, "<think>\n\n</think>\n\nParis", ("", "Paris")),
-    "later tags are text": (
-        CHATML,
-        (),
-        "<think>a</think>b<think>c</think>",
-        ("a", "b<think>c</think>"),
-    ),
-    "Gemma 4": (GEMMA4, CHANNEL, "<|channel>thought\nEasy.<channel|>Paris", ("Easy.", "Paris")),
+    "final": (GPT_OSS, HARMONY, FINAL, ("", "Paris")),
+    "two channels": (GPT_OSS, HARMONY, EASY + FINAL, BOTH),
+    "cut in the analysis": (GPT_OSS, HARMONY, CUT, ("Let me see", "")),
+    "tags as special tokens": (CHATML, TAGS, THOUGHT, BOTH),
+    "tags as text": (CHATML, (), THOUGHT, BOTH),
+    "opened by the prompt": (OPENS, TAGS, THOUGHT.removeprefix("<think>\n"), BOTH),
+    "Gemma 4": (GEMMA4, CHANNEL, "<|channel>thought\nEasy.<channel|>Paris", BOTH),
     "Gemma 4, empty": (GEMMA4, CHANNEL, "<|channel>thought\n<channel|>Paris", ("", "Paris")),
-    "brackets": (CHATML, ("[THINK]", "[/THINK]"), "[THINK]Easy.[/THINK]Paris", ("Easy.", "Paris")),
-    "Cohere 2": (
-        COHERE,
-        COHERE_MARKS,
-        "<|START_THINKING|>Easy.<|END_THINKING|><|START_RESPONSE|>Paris<|END_RESPONSE|>",
-        ("Easy.", "Paris"),
-    ),
+    "brackets": (CHATML, BRACKETS, "[THINK]Easy.[/THINK]Paris", BOTH),
+    "Cohere 2": (COHERE, COHERE_MARKS, COMMAND, BOTH),
     "none": (CHATML, TAGS, "Paris <thin", ("", "Paris <thin")),
 }
 
@@ -438,14 +407,9 @@ def marked(tmp_path_factory):
 def scripted(engine, template, *answers, **more) -> Conversation:
     template = replace(chat_template_of(engine.model, engine.codec), text=template)
     options = ChatOptions(generation=GenerationOptions(max_tokens=400))
+    draws = Script(engine.codec, *answers)
     return Conversation(
-        engine.sequence(),
-        engine.codec,
-        template,
-        engine.traffic,
-        Script(engine.codec, *answers),
-        options=options,
-        **more,
+        engine.sequence(), engine.codec, template, engine.traffic, draws, options=options, **more
     )
 
 
@@ -495,12 +459,8 @@ def test_an_answer_that_is_stopped_keeps_what_was_said(marked, name):
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        (
-            "two channels",
-            "<|channel|>analysis<|message|>y or n?<|end|>"
-            "<|start|>assistant<|channel|>final<|message|>yes",
-        ),
-        ("final", "<|channel|>final<|message|>yes"),
+        ("two channels", EASY + FINAL.replace("Paris", "yes")),
+        ("final", FINAL.replace("Paris", "yes")),
         ("tags as special tokens", "<think>y or n?</think>yes"),
         ("tags as special tokens", "yes"),
         ("opened by the prompt", "y or n?</think>yes"),

@@ -1,12 +1,20 @@
-"""Drafts from the text: the longest match, compared with a slow and obvious search; the pool."""
+"""Drafts: the longest match in the text, compared with a slow and obvious search, and the pool; the
+controller with known costs and drafters, which chooses nearly the best length, stops where drafts
+do not pay, resumes, and loses little by trying."""
 
 import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
+from hotsplit.errors import HotsplitError
+from hotsplit.options.generation_options import SpeculationOptions
 from hotsplit.runtime.generate import ngrams
-from hotsplit.runtime.generate.generation import num_common
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
+from hotsplit.runtime.generate.speculation import Guess, Speculation
 
 
 def longest_match(ids: list[int]) -> tuple[int, set[int]]:
@@ -106,13 +114,241 @@ def test_the_index_of_an_endless_text_is_bounded(monkeypatch):
         assert sum(len(ends) for ends in drafter._ends.values()) <= 4 * 100
 
 
-def test_the_length_of_a_common_beginning():
-    for first, second, want in (
-        ([], [1], 0),
-        ([1, 2], [1, 2, 3], 2),
-        ([1, 2, 4], [1, 2, 3], 2),
-        ([0], [1], 0),
-        ([1, 2], (1, 2, 3), 2),
-        ((1, 2), [1, 3], 1),
-    ):
-        assert num_common(first, second) == num_common(second, first) == want
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Time passes only where a test says so: on a busy machine any call may take long."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now_s)
+    return clock
+
+
+class Chance:
+    """A drafter whose i-th guess is right with probability right(i), for a text of ones."""
+
+    name, token_s = "chance", 0.0
+
+    def __init__(self, right, is_free: bool = True) -> None:
+        self.right, self.is_free, self.chance = right, is_free, random.Random(0)
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        pass
+
+    def propose(self, ids: Sequence[int], most: int) -> Guess:
+        return Guess([1 if self.chance.random() < self.right(i) else 2 for i in range(most)])
+
+
+def live(speculation: Speculation, cost, count: int) -> tuple[float, Counter]:
+    """Generates `count` tokens or a few more, all of them 1, in steps that take cost(rows) seconds:
+    (seconds, number of drafts of each length)."""
+    ids, seconds, lengths = [1], 0.0, Counter()
+    while len(ids) <= count:
+        draft = speculation.draft(ids, 16)
+        accepted = next((i for i, token in enumerate(draft) if token != 1), len(draft))
+        seconds += cost(1 + len(draft))
+        lengths[len(draft)] += 1
+        speculation.learn(1 + len(draft), accepted, cost(1 + len(draft)))
+        ids.extend([1] * (1 + accepted))
+    return seconds, lengths
+
+
+def rate(length: int, right, cost) -> float:
+    reached, expected = 1.0, 1.0
+    for place in range(length):
+        reached *= right(place)
+        expected += reached
+    return expected / cost(length + 1)
+
+
+COSTS = {
+    "memory-bound": lambda rows: 0.1 * (1 + 0.05 * (rows - 1)),
+    "a jump, then a line": lambda rows: 0.1 * (1 if rows == 1 else 1.4 + 0.22 * (rows - 1)),
+    "compute-bound": lambda rows: 0.1 * rows,
+    "tiles of eight": lambda rows: 0.1 * (1 + 0.9 * ((rows - 1) // 8) + 0.04 * rows),
+}
+RIGHTS = {
+    "often": lambda place: 0.95,
+    "half": lambda place: 0.5,
+    "falling": lambda place: 0.95 * 0.8**place,
+    "never": lambda place: 0.0,
+}
+
+
+@pytest.mark.parametrize("right", RIGHTS)
+@pytest.mark.parametrize("cost", COSTS)
+def test_the_length_is_nearly_the_best_of_all(cost, right):
+    speculation = Speculation(Chance(RIGHTS[right]), SpeculationOptions())
+    rates = [rate(length, RIGHTS[right], COSTS[cost]) for length in range(17)]
+    live(speculation, COSTS[cost], 3000)
+    seconds, lengths = live(speculation, COSTS[cost], 3000)
+    assert 3000 / seconds > 0.94 * max(rates), (rates, lengths)
+    assert 3000 / seconds > 0.985 * rates[0]
+    if rates[0] > 1.1 * max(rates[1:]):
+        assert lengths[0] > 0.95 * lengths.total()
+    with_best = rates[max(lengths, key=lengths.get)]
+    assert with_best > 0.95 * max(rates), (rates, lengths)
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_the_estimated_speedup_counts_every_step(count):
+    """The first step never has a draft, so that the time of a single row is known from it on."""
+    speculation = Speculation(Chance(RIGHTS["often"]), SpeculationOptions())
+    cost = COSTS["tiles of eight"]
+    seconds, lengths = live(speculation, cost, count)
+    totals = speculation.totals
+    assert totals.steps == lengths.total() and totals.step_s == pytest.approx(seconds)
+    assert totals.baseline_s == pytest.approx(totals.tokens * cost(1))
+    assert totals.gain == pytest.approx(totals.baseline_s / (seconds + totals.draft_s))
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_drafting_turns_off_and_on_again(is_free):
+    drafter = Chance(RIGHTS["often"], is_free)
+    speculation = Speculation(drafter, SpeculationOptions())
+    cost = COSTS["a jump, then a line"]
+    live(speculation, cost, 1000)
+    assert (speculation.totals.num_off, speculation.totals.num_on) == (0, 0)
+    assert speculation.totals.gain > 1.5
+    drafter.right = RIGHTS["never"]
+    live(speculation, cost, 1000)
+    assert speculation.totals.num_off >= 1
+    _, lengths = live(speculation, cost, 2000)
+    assert lengths[0] > 0.95 * lengths.total()
+    drafter.right = RIGHTS["often"]
+    live(speculation, cost, 1000)
+    seconds, _ = live(speculation, cost, 2000)
+    assert speculation.totals.num_on >= 1 and 2000 * cost(1) / seconds > 1.5
+    line = speculation.line()
+    assert line.startswith("speculation (chance): ") and "x the speed of the text; on at" in line
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+@pytest.mark.parametrize("cost", COSTS)
+def test_trying_costs_little_from_the_first_token_on(cost, is_free):
+    """Wherever the text is cut off, the loss is at most 0.8 % and two single steps (the account's
+    share and opening balance, with a margin), and three more for the first try of a draft model:
+    for a drafter that is always wrong and for one that is right three times in ten."""
+    for right in (lambda place: 0.0, lambda place: 0.3):
+        speculation = Speculation(Chance(right, is_free), SpeculationOptions())
+        took = count = 0
+        for _ in range(60):
+            seconds, lengths = live(speculation, COSTS[cost], 20)
+            took += seconds
+            count = speculation.totals.tokens
+            assert took < COSTS[cost](1) * (1.008 * count + (2 if is_free else 5)), (
+                took,
+                count,
+                lengths,
+            )
+
+
+def test_a_slow_drafter_is_hardly_called(clock):
+    class Slow(Chance):
+        calls = 0
+
+        def propose(self, ids, most):
+            self.calls += 1
+            clock.now_s += 0.005
+            return super().propose(ids, most)
+
+    drafter = Slow(RIGHTS["often"], is_free=False)
+    speculation = Speculation(drafter, SpeculationOptions())
+    live(speculation, lambda rows: 1e-4 * rows, 2000)
+    assert 1 <= drafter.calls < 5
+
+
+@pytest.mark.parametrize(
+    "token_s, guesses, reason",
+    [
+        (0.08, True, "a guess takes 80 ms and a step of the model 100 ms, so that no draft was"),
+        (5.0, True, "a guess takes 5e+03 ms and a step of the model 100 ms"),
+        (0.001, False, "no first guess had a probability of 0.5"),
+        (0.001, True, None),
+    ],
+)
+def test_a_loaded_model_that_drafts_nothing_says_why(token_s, guesses, reason):
+    class Model(Chance):
+        def propose(self, ids, most):
+            return super().propose(ids, most if guesses else 0)
+
+    drafter = Model(RIGHTS["often"], is_free=False)
+    drafter.token_s = token_s
+    speculation = Speculation(drafter, SpeculationOptions(min_probability=0.5))
+    assert speculation.line().endswith(
+        "the draft model is loaded, but drafted nothing: no step was made"
+    )
+    live(speculation, COSTS["compute-bound" if token_s > 0.01 else "memory-bound"], 40)
+    line = speculation.line()
+    assert (speculation.totals.drafted == 0) == (reason is not None)
+    assert ("drafted nothing: " + reason in line) if reason else (" drafted tokens " in line)
+    free = Speculation(Chance(RIGHTS["often"]), SpeculationOptions())
+    assert free.line() is None
+
+
+REFUTED = "2 checks of 4.0 rows, 0% of 6 drafted tokens accepted: 1.0"
+
+
+@pytest.mark.parametrize(
+    ("right", "cost", "line"),
+    [
+        ("often", "a jump, then a line", " drafted tokens accepted: "),
+        ("never", "a jump, then a line", REFUTED),
+        ("often", "compute-bound", " drafted tokens accepted: "),
+    ],
+)
+def test_a_draft_model_is_tried_and_then_decided_by_what_was_measured(clock, right, cost, line):
+    """A guess takes two tenths of a step; half a step a row, which is assumed before the first try,
+    would forbid every draft."""
+
+    class Timed(Chance):
+        token_s = 0.02
+
+        def propose(self, ids, most):
+            clock.now_s += most * self.token_s
+            return super().propose(ids, most)
+
+    speculation = Speculation(Timed(RIGHTS[right], is_free=False), SpeculationOptions())
+    live(speculation, COSTS[cost], 60)
+    pays = right == "often" and cost != "compute-bound"
+    assert speculation.totals.drafts >= 1
+    assert (speculation.totals.drafts > 4) == pays == (speculation.totals.gain > 1.2), (
+        speculation.line()
+    )
+    assert ("; on at the end" if pays else "; off at the end") in speculation.line()
+    assert line in speculation.line()
+
+
+def test_a_draft_beyond_the_room_is_cut():
+    class Endless(Chance):
+        def propose(self, ids, most):
+            return Guess([1] * 1000, trust=4)
+
+    for is_free in (True, False):
+        speculation = Speculation(Endless(None, is_free), SpeculationOptions(most=8))
+        live(speculation, COSTS["memory-bound"], 200)
+        ids = [1] * 5
+        assert len(speculation.draft(ids, 100)) == 8
+        for room in (0, 1, 2, 7):
+            assert len(speculation.draft(ids, room)) == room
+
+
+def test_drafts_have_the_requested_length():
+    for options in (SpeculationOptions(most=3), SpeculationOptions(most=12, least=6)):
+        speculation = Speculation(Chance(RIGHTS["often"]), options)
+        _, lengths = live(speculation, COSTS["memory-bound"], 200)
+        drafted = [length for length in lengths if length]
+        assert drafted and options.least <= min(drafted) and max(drafted) <= options.most
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"most": 0}, "most is 0, wanted a whole number from 1 to 127"),
+        ({"most": 4, "least": 5}, "at least 5 tokens, wanted 0 to 4"),
+        ({"least": -1}, "least is -1, wanted a whole number from 0"),
+        ({"min_probability": 1.5}, "min_probability is 1.5, wanted a number from 0 to 1"),
+        ({"min_probability": float("nan")}, "min_probability is nan"),
+    ],
+)
+def test_wrong_options_of_drafts_are_refused(values, match):
+    with pytest.raises(HotsplitError, match=match):
+        SpeculationOptions(**values)

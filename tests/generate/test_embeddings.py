@@ -75,16 +75,15 @@ def test_the_file_says_how(model):
     assert ModelFile.load(again).bare_spec.pooling == "last"
 
 
+MEAN = {"pooling_mode_mean_tokens": True}
+
+
 @pytest.mark.parametrize(
     "values, pooling, words",
     [
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean", ()),
+        (MEAN | {"pooling_mode_cls_token": False}, "mean", ()),
         ({"pooling_mode": "cls"}, "cls", ()),
-        (
-            {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
-            None,
-            ("max_tokens",),
-        ),
+        (MEAN | {"pooling_mode_max_tokens": True}, None, ("max_tokens",)),
         ({"pooling_mode": "weightedmean"}, None, ("weightedmean",)),
     ],
 )
@@ -157,15 +156,10 @@ def test_openais_client(model):
         )
         raw = base64.b64decode(answer["data"][0]["embedding"])
         assert status == 200 and len(np.frombuffer(raw, "<f4")) == 64
-        for body, param in (
-            ({"input": []}, "input"),
-            ({"input": [[]]}, "input"),
-            ({}, "input"),
-            ({"input": [320]}, "input"),
-            ({"input": "a " * 200}, "input"),
-            ({"input": "a", "dimensions": 65}, "dimensions"),
-            ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ):
-            status, answer = served.ask("/v1/embeddings", body)
+        wrong = ({"input": x} for x in ([], [[]], [320], "a " * 200))
+        for body in (*wrong, {}, {"dimensions": 65}, {"encoding_format": "int8"}):
+            param = next(iter(body), "input")
+            given = {"input": "a"} | body if body else {}
+            status, answer = served.ask("/v1/embeddings", given)
             assert status == 400 and answer["error"]["param"] == param, body
         assert not any("does not say" in line for line in served.log)

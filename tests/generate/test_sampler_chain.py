@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from sampler_formulas import (
+from test_samplers import (
     adaptive_ref,
     by_logit,
     check,
@@ -56,19 +56,11 @@ def test_samplers_run_in_the_order_of_the_options():
     check(only.distribution(logits_V, []), list(enumerate(logits_V.tolist())))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"xtc_probability": 0.5},
-        {"mirostat": 1},
-        {"mirostat": 2},
-        {"top_p": 0.7},
-        {"repeat_penalty": 1.3},
-        {"dry_multiplier": 0.8, "dry_sequence_breakers": ()},
-    ],
-    ids=str,
-)
+DRAWN = [{}, {"xtc_probability": 0.5}, {"mirostat": 1}, {"mirostat": 2}, {"top_p": 0.7}]
+DRAWN += [{"repeat_penalty": 1.3}, {"dry_multiplier": 0.8, "dry_sequence_breakers": ()}]
+
+
+@pytest.mark.parametrize("more", DRAWN, ids=str)
 def test_draws_follow_the_seed(more):
     draw = np.random.default_rng(2)
     rows = torch.from_numpy(draw.normal(size=(60, 500)).astype(np.float32) * 2)
@@ -151,14 +143,8 @@ def test_mirostat_follows_the_surprise_of_drawn_tokens(version):
 
 def test_adaptive_p_is_its_formula_token_by_token():
     draw, drawn = np.random.default_rng(8), []
-    chain = chain_of(
-        90,
-        top_k=40,
-        adaptive_target=0.3,
-        adaptive_decay=0.8,
-        seed=1,
-        samplers=("adaptive_p", "top_k"),
-    )
+    adaptive = {"adaptive_target": 0.3, "adaptive_decay": 0.8}
+    chain = chain_of(90, top_k=40, seed=1, samplers=("adaptive_p", "top_k"), **adaptive)
     for _ in range(40):
         logits_V = torch.from_numpy((2 * draw.normal(size=90)).astype(np.float32))
         kept = top_k_ref(list(enumerate(logits_V.tolist())), 40)
@@ -166,16 +152,9 @@ def test_adaptive_p_is_its_formula_token_by_token():
         drawn.append(softmax(kept)[chain.sample(logits_V, [])])
 
 
-GREEDY = [
-    {"top_k": 40, "top_p": 0.9, "min_p": 0.1},
-    {"typ_p": 0.6},
-    {"repeat_penalty": 1.5},
-    {"xtc_probability": 1.0},
-    {"logit_bias": ((2, 4.0),)},
-    {"mirostat": 2},
-    {"temperature": -3.0},
-    {"samplers": DEFAULT_SAMPLERS[::-1]},
-]
+GREEDY = [{"top_k": 40, "top_p": 0.9, "min_p": 0.1}, {"typ_p": 0.6}, {"repeat_penalty": 1.5}]
+GREEDY += [{"xtc_probability": 1.0}, {"logit_bias": ((2, 4.0),)}, {"mirostat": 2}]
+GREEDY += [{"temperature": -3.0}, {"samplers": DEFAULT_SAMPLERS[::-1]}]
 
 
 @pytest.mark.parametrize("more", GREEDY, ids=str)
@@ -207,23 +186,11 @@ def test_of_equal_logits_greedy_takes_the_lowest_id():
 # ---- infinities, masks and refusals -------------------------------------------------------
 
 INF = math.inf
-EVERYTHING = [
-    {},
-    {"temperature": 0.0},
-    {"top_k": 2},
-    {"top_p": 0.9},
-    {"min_p": 0.1},
-    {"typ_p": 0.5},
-    {"top_n_sigma": 1.0},
-    {"xtc_probability": 1.0},
-    {"dynatemp_range": 0.5},
-    {"mirostat": 1},
-    {"mirostat": 2},
-    {"samplers": ("adaptive_p",), "adaptive_target": 0.3},
-    {"repeat_penalty": 1.2},
-    {"logit_bias": ((0, 1.0),)},
-    {"temperature": 1e-300},
-]
+EVERYTHING = [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}]
+EVERYTHING += [{"typ_p": 0.5}]
+EVERYTHING += [{"top_n_sigma": 1.0}, {"xtc_probability": 1.0}, {"dynatemp_range": 0.5}]
+EVERYTHING += [{"mirostat": 1}, {"mirostat": 2}, {"repeat_penalty": 1.2}, {"temperature": 1e-300}]
+EVERYTHING += [{"samplers": ("adaptive_p",), "adaptive_target": 0.3}, {"logit_bias": ((0, 1.0),)}]
 
 
 @pytest.mark.parametrize("more", EVERYTHING, ids=str)

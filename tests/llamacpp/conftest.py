@@ -18,13 +18,9 @@ def llama_cpp() -> Callable[..., dict]:
     assert PYTHON.exists(), "llama.cpp is not built; run make test-llamacpp"
 
     def ask(action: str, **request: object) -> dict:
-        done = subprocess.run(
-            [PYTHON, Path(__file__).parent / "oracle.py"],
-            input=json.dumps({"do": action, **request}, default=str),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        command, given = [PYTHON, Path(__file__).parent / "oracle.py"], {"do": action, **request}
+        options = {"input": json.dumps(given, default=str), "text": True, "timeout": 300}
+        done = subprocess.run(command, capture_output=True, **options)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout)
 

@@ -19,16 +19,8 @@ STOCK = ROOT / "build/smollm2/q8_0-stock.gguf"
 
 
 def config_of(**options) -> BenchConfig:
-    given = {
-        "model": MODEL,
-        "mode": "dense",
-        "device": "cpu",
-        "prompt_lengths": (8,),
-        "gen_lengths": (3,),
-        "depths": (0, 4),
-        "repetitions": 2,
-        "compare": PYTHON,
-    }
+    given = {"model": MODEL, "mode": "dense", "device": "cpu", "compare": PYTHON}
+    given |= {"prompt_lengths": (8,), "gen_lengths": (3,), "depths": (0, 4), "repetitions": 2}
     given |= options
     return BenchConfig(engine=take_engine_options(given), **given)
 

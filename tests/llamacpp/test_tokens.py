@@ -130,13 +130,8 @@ def test_all_three_give_the_same_tokens(llama_cpp, tmp_path, name):
     assert len(lines) > 240
 
     def theirs(*, add_special: bool, parse_special: bool) -> list[list[int]]:
-        return llama_cpp(
-            "tokenize",
-            model=path,
-            lines=lines,
-            add_special=add_special,
-            parse_special=parse_special,
-        )["ids"]
+        given = {"add_special": add_special, "parse_special": parse_special}
+        return llama_cpp("tokenize", model=path, lines=lines, **given)["ids"]
 
     for codec in (ours, rebuilt):
         with_ends = [list(codec.tokenizer.encode(line).ids) for line in lines]

@@ -15,21 +15,11 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE_S = 60.0  # for an answer of the browser, which starts slowly on a busy machine
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-extensions",
-    "--disable-sync",
-    "--mute-audio",
-    "--hide-scrollbars",
-    "--force-color-profile=srgb",
-    "--remote-debugging-pipe",
-)
+FLAGS = """
+--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run
+--disable-background-networking --disable-component-update --disable-extensions --disable-sync
+--mute-audio --hide-scrollbars --force-color-profile=srgb --remote-debugging-pipe
+""".split()  # noqa: SIM905  # words
 KEYS = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "Tab": 9}
 
 
@@ -127,12 +117,8 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        about = {
-            "key": key,
-            "code": key,
-            "modifiers": 8 if shift else 0,
-            "windowsVirtualKeyCode": KEYS[key],
-        }
+        about = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
+        about["modifiers"] = 8 if shift else 0
         text = {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **about, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **about)
@@ -153,13 +139,8 @@ class Browser:
     def resize(
         self, width: int, height: int, *, scale: float = 1.0, is_phone: bool = False
     ) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=scale,
-            mobile=is_phone,
-        )
+        given = {"deviceScaleFactor": scale, "mobile": is_phone}
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, **given)
 
     def prefer(self, **features: str) -> None:
         """Sets media features, for example `prefers_color_scheme="dark"`."""

@@ -80,24 +80,16 @@ def test_the_client_of_lm_eval_finds_the_scores_of_transformers(tmp_path, monkey
     (tmp_path / "own").mkdir()
     for name, text in zip(TASKS, (CHOICE, ROLLING, GENERATION), strict=True):
         (tmp_path / "own" / f"{name}.yaml").write_text(text.format(data=tmp_path / "data.jsonl"))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"),
-        bos_token=END,
-        eos_token=END,
-        pad_token=END,
-    )
+    ends = {"bos_token": END, "eos_token": END, "pad_token": END}
+    file = str(tmp_path / "hf" / "tokenizer.json")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, **ends)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     manager = TaskManager(include_path=str(tmp_path / "own"), include_defaults=False)
 
     def scores(model, **options):
-        return lm_eval.simple_evaluate(
-            model=model,
-            tasks=list(TASKS),
-            task_manager=manager,
-            log_samples=True,
-            bootstrap_iters=0,
-            **options,
-        )["samples"]
+        given = {"tasks": list(TASKS), "task_manager": manager, "log_samples": True}
+        found = lm_eval.simple_evaluate(model=model, **given, bootstrap_iters=0, **options)
+        return found["samples"]
 
     # Its cache is off: it confuses a continuation of two tokens with one of a single token if
     # context and continuation together are the same.
@@ -108,13 +100,9 @@ def test_the_client_of_lm_eval_finds_the_scores_of_transformers(tmp_path, monkey
         )
     )
     with Served(tmp_path / "m.gguf", "--parallel", "4") as served:
-        given = {
-            "model": "m",
-            "base_url": f"{served.url}/v1/completions",
-            "max_length": 128,
-            "tokenizer": str(tmp_path / "tokenizer"),
-            "batch_size": 4,
-        }
+        given = {"model": "m", "max_length": 128, "batch_size": 4}
+        given["base_url"] = f"{served.url}/v1/completions"
+        given["tokenizer"] = str(tmp_path / "tokenizer")
         got = scores("local-completions", model_args=given)
     assert len(want["choice"]) == 14
     for mine, other in zip(got["choice"], want["choice"], strict=True):

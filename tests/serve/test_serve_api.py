@@ -64,11 +64,6 @@ def test_the_penalty_has_the_name_that_other_servers_give_it(served):
     assert found[0] == found[1] != served.ask("/v1/completions", body)[1]["choices"][0]["text"]
 
 
-def test_what_is_reported_at_the_start(served):
-    assert served.start["model"] == "tiny" and served.start["context"] == CONTEXT
-    assert any("for 7 texts of 256 tokens (4 at a time, 3 kept)" in line for line in served.log)
-
-
 def test_a_chat_equals_the_engines_text(served, engine):
     answer = served.chat(max_tokens=20, temperature=0)
     assert text_of(answer) == alone(engine, PROMPT, temperature=0.0)
@@ -120,38 +115,28 @@ def test_choices_have_consecutive_seeds(served, engine):
     assert found == texts
 
 
-@pytest.mark.parametrize(
-    "fields, sampling",
-    [
-        ({"min_p": 0.2, "top_k": 0, "top_p": 1}, {"min_p": 0.2, "top_k": 0, "top_p": 1.0}),
-        ({"typical_p": 0.4}, {"typ_p": 0.4}),
-        (
-            {"mirostat": 2, "mirostat_tau": 3, "mirostat_eta": 0.2},
-            {"mirostat": 2, "mirostat_ent": 3.0, "mirostat_lr": 0.2},
-        ),
-        (
-            {"repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 0.3},
-            {"repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 0.3},
-        ),
-        (
-            {"samplers": ["temperature", "top_k"], "top_k": 5},
-            {"samplers": ("temperature", "top_k"), "top_k": 5},
-        ),
-        ({"samplers": "kt", "top_k": 5}, {"samplers": ("top_k", "temperature"), "top_k": 5}),
-        ({"logit_bias": {"17": -100, "99": 5}}, {"logit_bias": ((17, -100.0), (99, 5.0))}),
-        (
-            {"xtc_probability": 0.5, "xtc_threshold": 0.01, "top_n_sigma": 1.5},
-            {"xtc_probability": 0.5, "xtc_threshold": 0.01, "top_n_sigma": 1.5},
-        ),
-        (
-            {"dynatemp_range": 0.5, "dynatemp_exponent": 2},
-            {"dynatemp_range": 0.5, "dynatemp_exponent": 2.0},
-        ),
-    ],
-)
+# Fields of a request, and of the engine's options where they have other names.
+SAMPLERS = [
+    ({"min_p": 0.2, "top_k": 0, "top_p": 1.0}, {}),
+    ({"typical_p": 0.4}, {"typ_p": 0.4}),
+    (
+        {"mirostat": 2, "mirostat_tau": 3, "mirostat_eta": 0.2},
+        {"mirostat": 2, "mirostat_ent": 3.0, "mirostat_lr": 0.2},
+    ),
+    ({"repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 0.3}, {}),
+    ({"samplers": ["temperature", "top_k"], "top_k": 5}, {}),
+    ({"samplers": "kt", "top_k": 5}, {"samplers": ("top_k", "temperature"), "top_k": 5}),
+    ({"logit_bias": {"17": -100, "99": 5}}, {"logit_bias": ((17, -100.0), (99, 5.0))}),
+    ({"xtc_probability": 0.5, "xtc_threshold": 0.01, "top_n_sigma": 1.5}, {}),
+    ({"dynatemp_range": 0.5, "dynatemp_exponent": 2}, {}),
+]
+
+
+@pytest.mark.parametrize("fields, sampling", SAMPLERS)
 def test_samplers_by_llama_servers_names(served, engine, fields, sampling):
     answer = served.chat(max_tokens=15, seed=1, temperature=1.5, **fields)
-    expected = alone(engine, PROMPT, 15, **{"seed": 1, "temperature": 1.5, **sampling})
+    given = {"seed": 1, "temperature": 1.5, **(sampling or fields)}
+    expected = alone(engine, PROMPT, 15, **given)
     plain = alone(engine, PROMPT, 15, seed=1, temperature=1.5)
     assert text_of(answer) == expected != plain
 
@@ -192,31 +177,25 @@ def test_logprobs(served):
     assert streamed == content
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+SCHEMA = json.loads("""
+{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+"required": ["a", "b"], "additionalProperties": false}
+""")
+NAMED = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 
 
 @pytest.mark.parametrize(
     "field",
     [
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "s", "schema": SCHEMA},
-            }
-        },
+        {"response_format": NAMED},
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"json_schema": SCHEMA},
     ],
 )
 def test_json_schemas(served, field):
     num_whole = 0
-    for seed in range(3):
-        answer = served.chat(max_tokens=120, seed=seed, temperature=1.0, n=2, **field)
+    for seed in range(2):
+        answer = served.chat(max_tokens=120, seed=seed, temperature=1.0, n=3, **field)
         for choice in answer["choices"]:
             if choice["finish_reason"] == "stop":
                 jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
@@ -231,15 +210,10 @@ def test_calls_are_text_if_no_tool_may_be_called(served):
 
 
 def test_an_answer_to_a_tool_call_is_rendered(served):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
     messages = [
         *SAID,
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
-            ],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "42"}]},
     ]
     status, answer = served.ask("/apply-template", {"messages": messages})
@@ -316,18 +290,14 @@ def scored(engine, ids):
     return own_T, logprob_TV
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 4])
-@pytest.mark.parametrize("length", [1, 2, 31, 33, 70])
+@pytest.mark.parametrize(
+    "length, num_tokens", [(1, 0), (1, 4), (2, 1), (31, 0), (33, 1), (70, 0), (70, 4)]
+)
 def test_an_echo_has_the_log_probabilities_of_the_prompt(served, engine, length, num_tokens):
     """OpenAI's older form, which evaluation programs read; prompts of several steps, too."""
     ids = [(7 * n + n * n) % 200 + 20 for n in range(length)]
-    body = {
-        "prompt": [ids, ids],
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "echo": True,
-        "logprobs": 3,
-    }
+    body = {"prompt": [ids, ids], "max_tokens": num_tokens, "temperature": 0}
+    body |= {"echo": True, "logprobs": 3}
     status, answer = served.ask("/v1/completions", body)
     assert status == 200, answer
     assert answer["choices"][0] == {**answer["choices"][1], "index": 0}
@@ -352,13 +322,8 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(served, engine, length,
 
 
 def test_an_echo_is_the_prompts_text_and_is_streamed(served):
-    body = {
-        "prompt": "Once upon a time",
-        "max_tokens": 5,
-        "temperature": 0,
-        "echo": True,
-        "logprobs": 1,
-    }
+    body = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0}
+    body |= {"echo": True, "logprobs": 1}
     _, answer = served.ask("/v1/completions", body)
     choice = answer["choices"][0]
     assert choice["text"].startswith("Once upon a time")
@@ -382,16 +347,9 @@ def test_responses_by_openais_client(client, engine):
     assert answer.status == "incomplete" and answer.usage.output_tokens == 8
     assert answer.incomplete_details.reason == "max_output_tokens"
     assert [item.status for item in answer.output] == ["incomplete"]
-    events = list(
-        client.responses.create(
-            model="any",
-            input=[{"role": "user", "content": "Hello"}],
-            instructions="Be brief",
-            max_output_tokens=8,
-            temperature=0,
-            stream=True,
-        )
-    )
+    given = {"instructions": "Be brief", "max_output_tokens": 8, "temperature": 0, "stream": True}
+    asked = [{"role": "user", "content": "Hello"}]
+    events = list(client.responses.create(model="any", input=asked, **given))
     kinds = [event.type for event in events]
     begun = ["created", "in_progress", "output_item.added", "content_part.added"]
     ended = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
@@ -404,17 +362,9 @@ def test_responses_by_openais_client(client, engine):
 
 
 def test_openais_client(client):
-    answer = client.chat.completions.create(
-        model="gpt-4o",
-        messages=SAID,
-        max_completion_tokens=5,
-        user="me",
-        store=False,
-        metadata={"a": "b"},
-        service_tier="auto",
-        logprobs=True,
-        seed=1,
-    )
+    ignored = {"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
+    given = {"messages": SAID, "max_completion_tokens": 5, "logprobs": True, "seed": 1}
+    answer = client.chat.completions.create(model="gpt-4o", **given, **ignored)
     assert answer.usage.completion_tokens == 5 and len(answer.choices[0].logprobs.content) == 5
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
@@ -449,6 +399,8 @@ def test_tokens_and_templates(served, engine):
 
 
 def test_properties_and_health(served):
+    assert served.start["model"] == "tiny" and served.start["context"] == CONTEXT
+    assert any("for 7 texts of 256 tokens (4 at a time, 3 kept)" in line for line in served.log)
     assert served.ask("/health") == (200, {"status": "ok"})
     _, props = served.ask("/props")
     assert props["total_slots"] == 4 and props["chat_template"] == TEMPLATE

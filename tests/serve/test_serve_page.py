@@ -1,8 +1,7 @@
 """The page of `hotsplit serve`, in a headless Chromium, as a person uses it.
 
 Answers are scripted (tests/serve/scripted_server.py), except in the last test, which uses a real
-server. test_serve_page_text tests how texts are rendered, test_serve_page_looks how the page
-looks."""
+server. test_serve_page_text tests how texts are rendered and how the page looks."""
 
 import json
 import re
@@ -10,7 +9,7 @@ import threading
 import time
 
 import pytest
-from page_actions import act, answer, say, settled, stats
+from page_fixtures import act, answer, say, settled, stats
 from scripted_server import PAGE, Script, page_policy
 from serve_client import ServerProcess
 from test_chat import chat_model
@@ -43,14 +42,11 @@ def test_an_answer_arrives_word_by_word_and_survives_a_reload(browser, serve):
     assert browser.run("document.querySelector('#talks a[aria-current]').innerText") == "Hello"
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "console.error(Error('planted'))",
-        "console.assert(false, 'planted')",
-        "setTimeout(() => { throw Error('planted') })",
-    ],
-)
+ERRORS = ("console.error(Error('planted'))", "console.assert(false, 'planted')")
+THROWN = "setTimeout(() => { throw Error('planted') })"
+
+
+@pytest.mark.parametrize("script", [*ERRORS, THROWN])
 def test_an_error_of_the_page_is_recorded(browser, serve, script):
     serve()
     browser.run("void console.log('planted')")
@@ -223,14 +219,8 @@ def test_an_api_key_is_requested_and_sent(browser, serve):
 def test_settings_are_sent_and_kept(browser, serve):
     server = serve(Hello=Script(pieces=["Hi."]))
     browser.click("#open-settings")
-    typed = {
-        "temperature": "0.5",
-        "top_k": "20",
-        "top_p": "0.9",
-        "min_p": "0.1",
-        "max_tokens": "64",
-        "seed": "7",
-    }
+    typed = {"temperature": "0.5", "top_k": "20", "top_p": "0.9", "min_p": "0.1"}
+    typed |= {"max_tokens": "64", "seed": "7"}
     for name, value in {"system": "Be brief.", **typed}.items():
         browser.click(f"#{name}")
         browser.type(value)

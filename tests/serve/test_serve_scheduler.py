@@ -15,7 +15,7 @@ from hotsplit.options.generation_options import GenerationOptions, SamplingOptio
 from hotsplit.runtime.generate.dry import cached_breakers
 from hotsplit.runtime.generate.sampler_chain import chain_of
 from hotsplit.serve import scheduler as scheduler_module
-from hotsplit.serve.prefix_cache import PrefixCache, common
+from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.texts import Ended, Failed, Late, Said, Stopping, TextJob
 
@@ -449,17 +449,6 @@ def test_the_thread_sleeps_when_there_is_nothing_to_do_and_wakes(bench):
     bench.scheduler.stop()
     thread.join(60)
     assert not thread.is_alive()
-
-
-def test_the_length_of_random_common_prefixes():
-    chance = random.Random(0)
-    for _ in range(300):
-        a = [chance.randrange(2) for _ in range(chance.randrange(40))]
-        b = a[: chance.randrange(len(a) + 1)] + [chance.randrange(2) for _ in range(5)]
-        expected = 0
-        while expected < min(len(a), len(b)) and a[expected] == b[expected]:
-            expected += 1
-        assert common(a, b) == expected
 
 
 def test_a_step_takes_no_more_rows_than_the_native_one(bench, monkeypatch):

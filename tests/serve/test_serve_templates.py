@@ -21,19 +21,15 @@ def test_a_file_without_a_template_is_served_in_chatml(tmp_path):
         assert (said["message"]["content"], said["finish_reason"]) == ("a", "stop")
 
 
+RAG = {"tokenizer.chat_templates": ["rag"], "tokenizer.chat_template.rag": "r"}
+
+
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
         ({"template": "{% for %}"}, "is not a valid Jinja template"),
         ({"template": "{{ 1 + 'a' }}"}, "fails with these messages"),
-        (
-            {
-                "template": None,
-                "tokenizer.chat_templates": ["rag"],
-                "tokenizer.chat_template.rag": "r",
-            },
-            "its own are named rag",
-        ),
+        ({"template": None, **RAG}, "its own are named rag"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_said_at_the_start(keys, reason, tmp_path):
@@ -75,14 +71,11 @@ def test_calls_and_results_where_roles_alternate(gemma):
 def test_messages_in_succession_without_tools(gemma):
     asked = {"role": "user", "content": "And now?"}
     assert turns_of(gemma, *SAID, asked) == ["user\nHello\n\nAnd now?"]
-    status, answer = gemma.ask(
-        "/v1/responses",
-        {"input": [{"role": "user", "content": "Hello"}, asked], "max_output_tokens": 2},
-    )
+    asked = {"input": [*SAID, asked], "max_output_tokens": 2}
+    status, answer = gemma.ask("/v1/responses", asked)
     assert status == 200, answer
-    status, answer = gemma.ask(
-        "/apply-template", {"messages": [{"role": "assistant", "content": "Hm"}, *SAID]}
-    )
+    wrong = {"messages": [{"role": "assistant", "content": "Hm"}, *SAID]}
+    status, answer = gemma.ask("/apply-template", wrong)
     assert status == 400 and "must alternate" in answer["error"]["message"]
 
 

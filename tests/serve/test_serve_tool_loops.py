@@ -6,8 +6,8 @@ import json
 import jsonschema
 import openai
 import pytest
+from call_writers import WRITERS
 from serving import SAID, TOOL, Served, save_model
-from test_serve_tools import WRITERS
 from tool_templates import CALL_TEMPLATES
 
 FIRST = {"name": "f", "arguments": {"city": "K\u00f6ln", "n": 2}}
@@ -150,46 +150,12 @@ def test_items_of_a_response_are_in_the_models_order(client, name, is_stream):
     assert json.loads(response.output[3].arguments) == SECOND["arguments"]
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_reasoning_between_the_templates_marks_is_apart(served, client, name, is_stream):
-    if name != "gemma":
-        pytest.skip("reasoning has other marks")
-    text = "<|channel>thought\nIt is easy.<channel|>Paris"
-    chat = {"messages": SAID, "grammar": grammar_of(text)}
-    if is_stream:
-        deltas = [
-            chunk["choices"][0]["delta"] for chunk in served.stream("/v1/chat/completions", chat)
-        ]
-        said, thought = (
-            "".join(delta.get(key) or "" for delta in deltas)
-            for key in ("content", "reasoning_content")
-        )
-    else:
-        message = served.chat(**chat)["choices"][0]["message"]
-        said, thought = message["content"], message["reasoning_content"]
-    assert (said, thought) == ("Paris", "It is easy.")
-    response = client.responses.create(
-        model="any", input="Hello", extra_body={"grammar": grammar_of(text)}, stream=is_stream
-    )
-    if is_stream:
-        *_, last = response
-        response = last.response
-    reasoning, message = response.output
-    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "It is easy.")
-    assert (message.type, message.content[0].text) == ("message", "Paris")
-    asked = {"role": "assistant", "content": said, "reasoning_content": thought}
-    _, rendered = served.ask("/apply-template", {"messages": [*SAID, asked, *SAID]})
-    assert "It is easy" not in rendered["prompt"] and "Paris" in rendered["prompt"]
-
-
 # ---- required calls ------------------------------------------------------------------------------
 
-CHOICE = {
-    "type": "object",
-    "properties": {"a": {"enum": ["x", "</tool_call>"]}, "b": {"type": "boolean"}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+CHOICE = json.loads("""
+{"type": "object", "properties": {"a": {"enum": ["x", "</tool_call>"]}, "b": {"type": "boolean"}},
+"required": ["a", "b"], "additionalProperties": false}
+""")
 
 
 def tool_of(name, parameters, **more):
@@ -200,23 +166,14 @@ NAMED = {"type": "function", "function": {"name": "g"}}
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_required_call_is_made(client, name, choice, seed):
+def test_a_required_call_is_made(client, name, choice):
     """The model is random, would never make one, and would not end: one call is all that is allowed
     where calls are not parallel, or a function is named."""
     tools = [tool_of("f", CHOICE), tool_of("g", CHOICE)]
     single = {"parallel_tool_calls": False} if choice == "required" else {}
-    (answer,) = client.chat.completions.create(
-        model="any",
-        messages=SAID,
-        tools=tools,
-        tool_choice=choice,
-        seed=seed,
-        temperature=2,
-        max_tokens=500,
-        logit_bias={"0": -100},
-        **single,
-    ).choices
+    given = {"messages": SAID, "tools": tools, "tool_choice": choice, **single}
+    drawn = {"seed": 1, "temperature": 2, "max_tokens": 500, "logit_bias": {"0": -100}}
+    (answer,) = client.chat.completions.create(model="any", **given, **drawn).choices
     assert answer.finish_reason == "tool_calls" and not answer.message.content
     (call,) = answer.message.tool_calls
     assert call.function.name in ("f", "g") and (choice == "required" or call.function.name == "g")
@@ -234,13 +191,9 @@ def test_one_of_the_allowed_tools_is_called(served, client):
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "g"
     flat = [{"type": "function", "name": n, "parameters": CHOICE} for n in "fg"]
-    response = client.responses.create(
-        model="any",
-        input="Hello",
-        tools=flat,
-        tool_choice={"type": "function", "name": "g"},
-        parallel_tool_calls=False,
-    )
+    choice = {"type": "function", "name": "g"}
+    given = {"tools": flat, "tool_choice": choice, "parallel_tool_calls": False}
+    response = client.responses.create(model="any", input="Hello", **given)
     assert [item.name for item in response.output] == ["g"]
 
 

@@ -2,6 +2,9 @@
 the published ones: each has the marks by which the published template is known, and its prompt."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from case_tables import rows_of
 
 BEGIN, CALL = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>"
 
@@ -38,10 +41,6 @@ class Published:
         )
 
 
-THINK = ("<think>\n", "\n</think>\n\n")
-BRACKETS = ("[THINK]", "[/THINK]")
-CHANNEL = ("<|channel>thought\n", "<channel|>")
-THINKING = ("<|START_THINKING|>", "<|END_THINKING|>")
 HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 CODER = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 LLAMA = '{"name": function name, "parameters": dictionary}<|start_header_id|>'
@@ -51,130 +50,73 @@ GLM = "<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_valu
 GLM_47 = GLM.replace("\n", "")
 GEMMA = "<|tool>declaration:f{}<tool|><|tool_call>call:f{}<tool_call|>"
 ACTION = '<|CHATBOT_TOKEN|><|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>'
-CHATBOT = "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
-MODEL = "<|turn>model\n"
-PUBLISHED = {
-    "Llama 2": Published(form="described", header="[/INST]"),
-    "Llama 3.1": Published(
-        form="Llama 3", says=LLAMA, header="<|start_header_id|>assistant<|end_header_id|>\n\n"
-    ),
-    "DeepSeek-R1-Distill-Llama": Published(
-        form="DeepSeek",
-        says=f"{BEGIN}{CALL}```json",
-        header="<\uff5cAssistant\uff5c>",
-        on="<think>\n",
-        think=THINK,
-    ),
-    "Mistral 7B v0.3": Published(form="Mistral", says="[TOOL_CALLS] [{}]", header="[/INST]"),
-    "Mistral Small 3.2": Published(form="Mistral, newer", says=NEWER, header="[/INST]"),
-    "Magistral": Published(form="Mistral, newer", says=NEWER, header="[/INST]", think=BRACKETS),
-    "Ministral 3 Reasoning": Published(
-        form="Mistral, newer", says=f"[THINK]...[/THINK]{NEWER}", header="[/INST]", think=BRACKETS
-    ),
-    "Mixtral": Published(form="described", header=" [/INST]"),
-    "Qwen 2": Published(form="described"),
-    "Qwen 2.5": Published(form="Hermes", says=HERMES),
-    "Qwen 3": Published(form="Hermes", says=HERMES, off="<think>\n\n</think>\n\n", think=THINK),
-    "Qwen 3 Thinking": Published(form="Hermes", says=HERMES, on="<think>\n", think=THINK),
-    "QwQ": Published(form="Hermes", says=HERMES, on="<think>\n", think=THINK),
-    "Qwen3-Next Thinking": Published(form="Hermes", says=HERMES, on="<think>\n", think=THINK),
-    "Qwen3-Coder": Published(form="Qwen-Coder", says=CODER),
-    "Qwen 3.5": Published(
-        form="Qwen-Coder", says=CODER, on="<think>\n", off="<think>\n\n</think>\n\n", think=THINK
-    ),
-    "Gemma 2": Published(form="described", header="<start_of_turn>model\n"),
-    "Gemma 3": Published(form="described", header="<start_of_turn>model\n"),
-    "Gemma 4": Published(
-        form="Gemma 4", says=GEMMA, header=MODEL, off="<|channel>thought\n<channel|>", think=CHANNEL
-    ),
-    "Gemma 4, a block that the prompt opens": Published(
-        form="Gemma 4", says=GEMMA, header=MODEL, on="<|channel>thought\n", think=CHANNEL
-    ),
-    "SmolLM3": Published(form="Hermes", says=HERMES, off="<think>\n\n</think>\n", think=THINK),
-    "OLMo 2": Published(form="described", header="<|assistant|>\n"),
-    "OLMo 3": Published(form="OLMo 3", says="<function_calls>\nf(a=1)\n</function_calls>"),
-    "OLMo 3 Think": Published(form="described", on="<think>", think=("<think>", "</think>\n")),
-    "EXAONE 4": Published(
-        form="Hermes",
-        says=HERMES,
-        header="[|assistant|]\n",
-        on="<think>\n",
-        think=THINK,
-        off="<think>\n\n</think>\n\n",
-    ),
-    "ERNIE 4.5 Thinking": Published(
-        form="ERNIE 4.5",
-        says=f"<response>{HERMES}",
-        on="<think>\n",
-        think=THINK,
-        answer=("<response>\n", "\n</response>\n"),
-    ),
-    "GLM-4": Published(form="described", header="<|assistant|>\n"),
-    "GLM-Z1": Published(form="described", header="<|assistant|>\n", on="<think>\n", think=THINK),
-    "GLM-4.5": Published(
-        form="GLM-4.5",
-        says=GLM,
-        header="<|assistant|>",
-        off="\n<think></think>",
-        think=("\n<think>", "</think>\n"),
-    ),
-    "GLM-4.7": Published(
-        form="GLM-4.7",
-        says=GLM_47,
-        header="<|assistant|>",
-        on="<think>",
-        off="</think>",
-        think=("<think>", "</think>"),
-    ),
-    "Granite 3.1": Published(form="Granite", says=LISTED),
-    "Granite 3.2": Published(
-        form="Granite 3.2",
-        says=f"Here is my thought process: Here is my response: {LISTED}",
-        think=("Here is my thought process:\n", "\nHere is my response:\n"),
-        calls="Granite",
-    ),
-    "Granite 3.3": Published(
-        form="Granite",
-        says=LISTED,
-        think=("<think>", "</think>\n"),
-        answer=("<response>", "</response>"),
-    ),
-    "Granite 4": Published(form="Hermes", says=HERMES),
-    "Falcon 3": Published(form="described", header="<|assistant|>\n"),
-    "Phi-3.5": Published(form="described", header="<|assistant|>\n"),
-    "Phi-4-mini": Published(form="Granite", says="<|tool_call|>", header="<|assistant|>"),
-    "Phi-4-mini Reasoning": Published(form="described", header="<|assistant|>", think=THINK),
-    "StarCoder 2": Published(form="described", header="### Response\n"),
-    "Command R": Published(form="described", header=CHATBOT),
-    "Command R7B": Published(
-        form="Cohere 2",
-        says=ACTION,
-        header=CHATBOT,
-        think=THINKING,
-        off="<|START_THINKING|><|END_THINKING|>",
-        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-    ),
-    "Command A Reasoning": Published(
-        form="Cohere 2",
-        says=ACTION,
-        header=CHATBOT,
-        on="<|START_THINKING|>",
-        off="<|START_THINKING|><|END_THINKING|>",
-        think=THINKING,
-        answer=("<|START_TEXT|>", "<|END_TEXT|>"),
-    ),
-    "gpt-oss": Published(
-        form="gpt-oss",
-        says="<|channel|>commentary<|message|>",
-        header="<|start|>assistant",
-        think=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
-        answer=("<|channel|>final<|message|>", "<|return|>"),
-    ),
-    "Nemotron Mini": Published(form="described", header="<extra_id_1>Assistant\n"),
-    "Nemotron 3 Nano": Published(
-        form="Qwen-Coder", says=CODER, on="<think>\n", off="<think></think>", think=THINK
-    ),
-    "SmallThinker": Published(form="Hermes", says=HERMES, think=THINK),
-    "Arcee AFM": Published(form="Hermes", says=HERMES),
-    "TurboSparse": Published(form="described"),
-}
+SAID = {"HERMES": HERMES, "CODER": CODER, "LLAMA": LLAMA, "LISTED": LISTED, "NEWER": NEWER}
+SAID |= {"GLM": GLM, "GLM_47": GLM_47, "GEMMA": GEMMA, "ACTION": ACTION, "": ""}
+SAID |= {"DEEPSEEK": f"{BEGIN}{CALL}```json", "MISTRAL": "[TOOL_CALLS] [{}]"}
+SAID |= {"THINKS": f"[THINK]...[/THINK]{NEWER}", "ERNIE": f"<response>{HERMES}"}
+SAID |= {"OLMO": "<function_calls>\nf(a=1)\n</function_calls>", "PHI": "<|tool_call|>"}
+SAID |= {"CHANNELS": "<|channel|>commentary<|message|>"}
+SAID["GRANITE"] = f"Here is my thought process: Here is my response: {LISTED}"
+# One of each kind, as other families answer as one of these: name, form, what it says of calls, and
+# the other fields. \\n is a line end.
+TABLE = r"""
+Llama 2 => described =>  => header=[/INST]
+Llama 3.1 => Llama 3 => LLAMA => header=<|start_header_id|>assistant<|end_header_id|>\n\n
+DeepSeek-R1-Distill-Llama => DeepSeek => DEEPSEEK => header=<｜Assistant｜> ; on=<think>\n ;
+  think=<think>\n , \n</think>\n\n
+Mistral 7B v0.3 => Mistral => MISTRAL => header=[/INST]
+Mistral Small 3.2 => Mistral, newer => NEWER => header=[/INST]
+Ministral 3 Reasoning => Mistral, newer => THINKS => header=[/INST] ; think=[THINK] , [/THINK]
+Qwen 2.5 => Hermes => HERMES =>
+Qwen 3 => Hermes => HERMES => off=<think>\n\n</think>\n\n ; think=<think>\n , \n</think>\n\n
+Qwen 3 Thinking => Hermes => HERMES => on=<think>\n ; think=<think>\n , \n</think>\n\n
+Qwen3-Coder => Qwen-Coder => CODER =>
+Qwen 3.5 => Qwen-Coder => CODER => on=<think>\n ; off=<think>\n\n</think>\n\n ;
+  think=<think>\n , \n</think>\n\n
+Gemma 4 => Gemma 4 => GEMMA => header=<|turn>model\n ; off=<|channel>thought\n<channel|> ;
+  think=<|channel>thought\n , <channel|>
+Gemma 4, a block that the prompt opens => Gemma 4 => GEMMA => header=<|turn>model\n ;
+  on=<|channel>thought\n ; think=<|channel>thought\n , <channel|>
+SmolLM3 => Hermes => HERMES => off=<think>\n\n</think>\n ; think=<think>\n , \n</think>\n\n
+OLMo 3 => OLMo 3 => OLMO =>
+OLMo 3 Think => described =>  => on=<think> ; think=<think> , </think>\n
+EXAONE 4 => Hermes => HERMES => header=[|assistant|]\n ; on=<think>\n ;
+  off=<think>\n\n</think>\n\n ; think=<think>\n , \n</think>\n\n
+ERNIE 4.5 Thinking => ERNIE 4.5 => ERNIE => on=<think>\n ; think=<think>\n , \n</think>\n\n ;
+  answer=<response>\n , \n</response>\n
+GLM-Z1 => described =>  => header=<|assistant|>\n ; on=<think>\n ;
+  think=<think>\n , \n</think>\n\n
+GLM-4.5 => GLM-4.5 => GLM => header=<|assistant|> ; off=\n<think></think> ;
+  think=\n<think> , </think>\n
+GLM-4.7 => GLM-4.7 => GLM_47 => header=<|assistant|> ; on=<think> ; off=</think> ;
+  think=<think> , </think>
+Granite 3.1 => Granite => LISTED =>
+Granite 3.2 => Granite 3.2 => GRANITE => calls=Granite ;
+  think=Here is my thought process:\n , \nHere is my response:\n
+Granite 3.3 => Granite => LISTED => think=<think> , </think>\n ; answer=<response> , </response>
+Phi-4-mini => Granite => PHI => header=<|assistant|>
+Command R7B => Cohere 2 => ACTION => header=<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|> ;
+  off=<|START_THINKING|><|END_THINKING|> ; think=<|START_THINKING|> , <|END_THINKING|> ;
+  answer=<|START_RESPONSE|> , <|END_RESPONSE|>
+Command A Reasoning => Cohere 2 => ACTION => header=<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|> ;
+  on=<|START_THINKING|> ; off=<|START_THINKING|><|END_THINKING|> ;
+  think=<|START_THINKING|> , <|END_THINKING|> ; answer=<|START_TEXT|> , <|END_TEXT|>
+gpt-oss => gpt-oss => CHANNELS => header=<|start|>assistant ;
+  think=<|channel|>analysis<|message|> , <|end|><|start|>assistant ;
+  answer=<|channel|>final<|message|> , <|return|>
+Nemotron 3 Nano => Qwen-Coder => CODER => on=<think>\n ; off=<think></think> ;
+  think=<think>\n , \n</think>\n\n
+SmallThinker => Hermes => HERMES => think=<think>\n , \n</think>\n\n
+"""
+
+
+def published(form: str, says: str, fields: str) -> Published:
+    """A row of the table."""
+    given: dict[str, Any] = {}
+    for name, value in (field.split("=", 1) for field in fields.split(" ; ") if field):
+        texts = [text.replace(r"\n", "\n") for text in value.split(" , ")]
+        given[name] = tuple(texts) if name in ("think", "answer") else texts[0]
+    return Published(form=form, says=SAID[says], **given)
+
+
+PUBLISHED = {name: published(*row) for name, *row in rows_of(TABLE)}

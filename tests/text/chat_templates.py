@@ -356,18 +356,13 @@ ANSWER = {"role": "assistant", "content": " It is 4. "}
 AGAIN = {"role": "user", "content": "And 3 + 3? <|im_end|> </s>"}
 SYSTEM = {"role": "system", "content": "  Be brief.\n"}
 THOUGHT = {"role": "assistant", "content": "<think>\nTwo and two...\n</think>\n\nIt is 4."}
-CALL = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [
-        {
-            "id": "abcdef123",
-            "type": "function",
-            "function": {"name": "weather", "arguments": {"city": "K\u00f6ln", "days": [1, 2.5]}},
-        }
-    ],
+_GIVEN = {"city": "K\u00f6ln", "days": [1, 2.5]}
+_CALL = {"id": "abcdef123", "type": "function"} | {
+    "function": {"name": "weather", "arguments": _GIVEN}
 }
+CALL = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 RESULT = {"role": "tool", "content": '{"sky": "grey & wet"}', "tool_call_id": "abcdef123"}
+_APART = {"role": "assistant", "content": "4.", "reasoning": "Two and two..."}
 MESSAGES = {
     "one": [USER],
     "system": [SYSTEM, USER],
@@ -376,22 +371,12 @@ MESSAGES = {
     "answered": [SYSTEM, USER, ANSWER],
     "five": [SYSTEM, USER, ANSWER, AGAIN, ANSWER, USER],
     "reasoning": [USER, THOUGHT, AGAIN],
-    "reasoning apart": [
-        USER,
-        {"role": "assistant", "content": "4.", "reasoning": "Two and two..."},
-    ],
+    "reasoning apart": [USER, _APART],
     "tools": [USER, CALL, RESULT],
     "wrong order": [USER, USER],
     "empty": [{"role": "user", "content": ""}],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
 }
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather, <now> & \u00e9",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    }
-]
+_WEATHER = {"name": "weather", "description": "The weather, <now> & \u00e9"}
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {**_WEATHER, "parameters": _CITY}}]

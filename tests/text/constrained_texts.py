@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.text.codec import TextCodec
 
-SMOLLM2 = ROOT / "build" / "smollm2" / "q8_0.gguf"
 SIGN, CLOSING, QUOTE, END = 8.0, 10.0, 30.0, 60.0  # added to logits once a text is long
 
 JSON_GBNF = r"""
@@ -157,32 +156,25 @@ def follows(constraint, text):
 def random_schema(rng: random.Random, depth: int = 0) -> dict:
     kinds = ["integer", "number", "string", "text", "enum", "boolean", "format"]
     kinds += ["object", "array", "anyOf", "ref", "prefix", "allOf"] * (depth < 3)
-    return {
-        "integer": random_integer,
-        "number": random_number,
-        "string": random_string,
-        "text": random_pattern,
-        "enum": random_enum,
-        "boolean": lambda rng, depth: {"type": ["boolean", "null"]},
-        "format": lambda rng, depth: {
-            "type": "string",
-            "format": rng.choice(["date", "uuid", "ipv4", "ipv6", "email"]),
-        },
-        "object": random_object,
-        "array": random_array,
-        "anyOf": lambda rng, depth: {
-            "anyOf": [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]
-        },
-        "ref": lambda rng, depth: {"$ref": f"#/$defs/{rng.choice('abc')}"},
-        "prefix": lambda rng, depth: {
-            "type": "array",
-            "prefixItems": [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 2))],
-            "items": rng.choice([False, random_schema(rng, depth + 1)]),
-        },
-        "allOf": lambda rng, depth: {
-            "allOf": [random_object(rng, depth + 1), random_object(rng, depth + 1)]
-        },
-    }[rng.choice(kinds)](rng, depth)
+    kind = rng.choice(kinds)
+    if kind == "boolean":
+        return {"type": ["boolean", "null"]}
+    if kind == "format":
+        formats = ["date", "uuid", "ipv4", "ipv6", "email"]
+        return {"type": "string", "format": rng.choice(formats)}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+    if kind == "ref":
+        return {"$ref": f"#/$defs/{rng.choice('abc')}"}
+    if kind == "prefix":
+        first = [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 2))]
+        rest = rng.choice([False, random_schema(rng, depth + 1)])
+        return {"type": "array", "prefixItems": first, "items": rest}
+    if kind == "allOf":
+        return {"allOf": [random_object(rng, depth + 1), random_object(rng, depth + 1)]}
+    others = {"integer": random_integer, "number": random_number, "string": random_string}
+    others |= {"text": random_pattern, "enum": random_enum}
+    return (others | {"object": random_object, "array": random_array})[kind](rng, depth)
 
 
 def random_integer(rng, depth):
@@ -213,23 +205,9 @@ def random_string(rng, depth):
 
 
 def random_pattern(rng, depth):
-    pattern = rng.choice(
-        [
-            "^[a-z]{2,8}$",
-            "^(red|green|blue)$",
-            "[0-9]",
-            "^a|b$",
-            r"^\d{3}-\d{4}$",
-            "^[^a]*$",
-            "x.y",
-            r"^\w+@\w+\.(com|org)$",
-            "^(ab?)+c$",
-            "(^a|b)c",
-            "^.{3}$",
-            r"\\",
-            '"',
-        ]
-    )
+    patterns = ["^[a-z]{2,8}$", "^(red|green|blue)$", "[0-9]", "^a|b$", r"^\d{3}-\d{4}$", "^[^a]*$"]
+    patterns += ["x.y", r"^\w+@\w+\.(com|org)$", "^(ab?)+c$", "(^a|b)c", "^.{3}$", r"\\", '"']
+    pattern = rng.choice(patterns)
     return {"type": "string", "pattern": pattern, "maxLength": 16}
 
 
@@ -270,15 +248,10 @@ def random_array(rng, depth):
 
 def schema_number(seed: int) -> dict:
     rng = random.Random(seed)
-    node = {
-        "type": "object",
-        "properties": {
-            "value": random_schema(rng, 2),
-            "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]},
-        },
-        "required": ["value"],
-        "additionalProperties": False,
-    }
+    after = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]}
+    inner = {"value": random_schema(rng, 2), "next": after}
+    node = {"type": "object", "properties": inner, "required": ["value"]}
+    node["additionalProperties"] = False
     rest = {"b": random_integer(rng, 3), "c": random_string(rng, 3)}
     return random_schema(rng) | {"$defs": {"a": node} | rest}
 

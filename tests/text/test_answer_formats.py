@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from answer_templates import PUBLISHED
-from serving import TOKENIZER
-from test_serve_tools import BY_NAME, ONE, TOOLS, TWO, WRITERS
+from call_writers import BY_NAME, ONE, RULES, TWO, WRITERS, calls_of, marked_codec, read
+from case_tables import rows_of
 from tokenizers import Tokenizer
 from tool_templates import CALL_TEMPLATES
 
@@ -20,11 +20,10 @@ from hotsplit.runtime.answers.call_style import (
     with_descriptions,
     with_responses,
 )
-from hotsplit.runtime.answers.formats import FORMATS, format_of
+from hotsplit.runtime.answers.formats import format_of
 from hotsplit.runtime.generate.generation import Token
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.runtime.text.template_process import TemplateProcess
 from hotsplit.serve.answers import Voice, finish_reason
 from hotsplit.serve.responses_requests import ResponsesBody, chat_fields
 from hotsplit.serve.text_requests import Syntax
@@ -32,35 +31,23 @@ from hotsplit.serve.texts import Report
 
 THOUGHT = 'Is 2 < 3?\n\nYes: {"a": [1]} </thin <|ch [/T'
 ANSWER = "It is.\n\n- <b>2</b> < 3\n- `f(x)` \u4f60\u597d"
-RULES = CallRules(tools=TOOLS)
+pytest_plugins = ("text_fixtures",)
 KINDS = ("tools", "reasoning", "both", "off")
 
 
 @pytest.fixture(scope="module")
-def process():
-    process = TemplateProcess()
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="module")
 def codec():
-    """A codec that has all marks as special tokens."""
-    tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    tokenizer.add_special_tokens(sorted({mark for known in FORMATS for mark in known.marks}))
-    return TextCodec(tokenizer, None, frozenset({0}))
+    return marked_codec()
 
 
-def read(reader, pieces, is_cut=False):
-    """(content, reasoning, calls, all text of the parts)."""
-    parts = [part for piece in pieces for part in reader.push(piece)]
-    parts += reader.flush(is_cut=is_cut)
-    content, reasoning = (
-        "".join(part.text for part in parts if part.kind == kind)
-        for kind in ("content", "reasoning")
-    )
-    calls = [(call.name, json.loads(call.arguments)) for part in parts for call in part.calls]
-    return content, reasoning, calls, "".join(part.text for part in parts)
+def read_in(known, text, opened=None, rules=RULES):
+    """(content, reasoning, calls) of an answer, letter by letter or at once; every character is in
+    one of its parts."""
+    found = [
+        read(AnswerReader(known, rules=rules, opened=opened), pieces) for pieces in (text, [text])
+    ]
+    assert found[0] == found[1] and found[0][3] == text
+    return found[0][:3]
 
 
 def case_of(name, kind, process):
@@ -81,7 +68,7 @@ def case_of(name, kind, process):
     if kind in ("tools", "both"):
         write = WRITERS.get(published.calls or published.form, WRITERS["Hermes"])
         said = write(*calls)
-        wanted = "", [(call["name"], call["arguments"]) for call in calls]
+        wanted = "", calls_of(*calls)
     else:
         before, behind = published.answer
         is_wrapped = thinks or before.startswith("<|")
@@ -131,65 +118,50 @@ def test_a_wrong_description_is_noticed(fault, process):
 # ---- reasoning -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 1000])
-@pytest.mark.parametrize(
-    "name, prompt, text, content, reasoning",
-    [
-        ("Gemma 4", "", "<|channel>thought\nIt is easy.<channel|>Paris", "Paris", "It is easy."),
-        ("Gemma 4", "", "<|channel>thought\n<channel|>Paris", "Paris", ""),
-        ("Gemma 4", "", "<|channel>thought<channel|>Paris", "Paris", ""),
-        ("Gemma 4", "", "<|channel><|channel>thought\n<channel|>Paris", "Paris", ""),
-        ("Gemma 4", "<tool_response|><|channel>thought\n", "So.<channel|>Paris", "Paris", "So."),
-        ("Gemma 4", "<tool_response|><|channel>", "thought\nSo.\n<channel|>\nA", "A", "So."),
-        ("Gemma 4", "", "<channel|>Paris", "Paris", ""),
-        ("Gemma 4", "", "Well. <|channel>thought\nhm<channel|>Paris", "Well. Paris", "hm"),
-        ("Gemma 4", "", "<|channel>thought\nnever ends", "", "never ends"),
-        ("Mistral, newer", "", "[THINK]hm[/THINK]Paris", "Paris", "hm"),
-        (
-            "Mistral, newer",
-            "",
-            "[THINK]a [TOOL_CALLS]f[ARGS]{}[/THINK]b",
-            "b",
-            "a [TOOL_CALLS]f[ARGS]{}",
-        ),
-        ("Mistral", "", "<think>hm</think>Paris", "Paris", "hm"),
-        ("Mistral", "[/INST][THINK]", "hm[/THINK]\n\nParis", "Paris", "hm"),
-        (
-            "Cohere 2",
-            "",
-            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Paris<|END_RESPONSE|>",
-            "Paris",
-            "hm",
-        ),
-        ("Cohere 2", "", "<|START_RESPONSE|>Paris<|END_RESPONSE|>", "Paris", ""),
-        ("Cohere 2", "<|START_THINKING|>", "hm<|END_THINKING|><|START_TEXT|>Paris", "Paris", "hm"),
-        ("Cohere 2", "<|START_RESPONSE|>Par", "is<|END_RESPONSE|>", "is", ""),
-        ("Granite", "", "<think>hm</think>\n<response>Paris</response>", "Paris", "hm"),
-        ("Granite", "", "A <response>tag</response>", "A <response>tag</response>", ""),
-        ("Hermes", "", "<think>a</think><response>b</response>", "<response>b</response>", "a"),
-        ("Hermes", "<think>\n\n</think>\n\n", "</think>\n\nParis", "Paris", ""),
-        ("Hermes", "", "<think>\nhm\n\n</think>\n\n  Paris", "Paris", "hm\n"),
-        ("Granite 3.2", "", "Here is my thought process: hm Here is my response: b", "b", " hm "),
-        ("described", "A: ", "<think>\na\n\n</think>\n", "", "a\n"),
-        ("described", "A: <think>", "a</think>b", "b", "a"),
-        ("described", "A: ", "\n<think>never ends", "", "never ends"),
-        ("described", "A: ", "<thin", "<thin", ""),
-        ("described", "A: ", "no <think>tag</think>", "no <think>tag</think>", ""),
-        ("described", "A: ", "<think></think>", "", ""),
-        (
-            "described",
-            "",
-            "<|channel>thought\nhm<channel|>Paris",
-            "<|channel>thought\nhm<channel|>Paris",
-            "",
-        ),
-    ],
-)
-def test_reasoning_between_a_familys_marks(name, prompt, text, content, reasoning, size):
+# The format => the end of the prompt => the answer => its content => its reasoning. \n: a line end.
+REASONING = r"""
+Gemma 4 => => <|channel>thought\nIt is easy.<channel|>Paris => Paris => It is easy.
+Gemma 4 => => <|channel>thought\n<channel|>Paris => Paris =>
+Gemma 4 => => <|channel>thought<channel|>Paris => Paris =>
+Gemma 4 => => <|channel><|channel>thought\n<channel|>Paris => Paris =>
+Gemma 4 => <tool_response|><|channel>thought\n => So.<channel|>Paris => Paris => So.
+Gemma 4 => <tool_response|><|channel> => thought\nSo.\n<channel|>\nA => A => So.
+Gemma 4 => => <channel|>Paris => Paris =>
+Gemma 4 => => Well. <|channel>thought\nhm<channel|>Paris => Well. Paris => hm
+Gemma 4 => => <|channel>thought\nnever ends => => never ends
+Mistral, newer => => [THINK]hm[/THINK]Paris => Paris => hm
+Mistral, newer => => [THINK]a [TOOL_CALLS]f[ARGS]{}[/THINK]b => b => a [TOOL_CALLS]f[ARGS]{}
+Mistral => => <think>hm</think>Paris => Paris => hm
+Mistral => [/INST][THINK] => hm[/THINK]\n\nParis => Paris => hm
+Cohere 2 => => <|START_RESPONSE|>Paris<|END_RESPONSE|> => Paris =>
+Cohere 2 => <|START_THINKING|> => hm<|END_THINKING|><|START_TEXT|>Paris => Paris => hm
+Cohere 2 => <|START_RESPONSE|>Par => is<|END_RESPONSE|> => is =>
+Granite => => <think>hm</think>\n<response>Paris</response> => Paris => hm
+Granite => => A <response>tag</response> => A <response>tag</response> =>
+Hermes => => <think>a</think><response>b</response> => <response>b</response> => a
+Hermes => <think>\n\n</think>\n\n => </think>\n\nParis => Paris =>
+Hermes => => <think>\nhm\n\n</think>\n\n  Paris => Paris => hm\n
+described => A: => <think>\na\n\n</think>\n => => a\n
+described => A: <think> => a</think>b => b => a
+described => A: => \n<think>never ends => => never ends
+described => A: => <thin => <thin =>
+described => A: => no <think>tag</think> => no <think>tag</think> =>
+described => A: => <think></think> => =>
+described => => <|channel>a<channel|>Paris => <|channel>a<channel|>Paris =>
+"""
+
+
+@pytest.mark.parametrize("name, prompt, text, content, reasoning", rows_of(REASONING))
+def test_reasoning_between_a_familys_marks(name, prompt, text, content, reasoning):
     known = BY_NAME[name]
-    reader = AnswerReader(known, rules=RULES, opened=known.opens_reasoning(prompt))
-    pieces = [text[n : n + size] for n in range(0, len(text), size)]
-    assert read(reader, pieces) == (content, reasoning, [], text)
+    prompt, text, reasoning = (x.replace(r"\n", "\n") for x in (prompt, text, reasoning))
+    found = read_in(known, text, opened=known.opens_reasoning(prompt))
+    assert found == (content, reasoning, [])
+
+
+def test_spaces_around_the_words_that_granite_thinks_between():
+    text = "Here is my thought process: hm Here is my response: b"
+    assert read_in(BY_NAME["Granite 3.2"], text) == ("b", " hm ", [])
 
 
 def test_marks_that_only_the_vocabulary_has():
@@ -207,15 +179,13 @@ def test_a_continued_message_opens_reasoning_only_by_its_own_mark():
         assert known.opens_reasoning(f"<|turn>model\n{closed}", closed) is None
 
 
+HARMONY = "<|channel|> analysis <|message|> h m <|end|> <|start|> assistant "
+
+
 @pytest.mark.parametrize(
     "name, tokens, num_reasoning",
     [
-        (
-            "gpt-oss",
-            "<|channel|> analysis <|message|> h m <|end|> <|start|> assistant <|channel|> final"
-            " <|message|> Paris",
-            6,
-        ),
+        ("gpt-oss", HARMONY + "<|channel|> final <|message|> Paris", 6),
         ("gpt-oss", "<|channel|> final <|message|> Paris", 0),
         ("Gemma 4", "<|channel> thought \n hm <channel|> Pa ris", 5),
         ("Hermes", "< think > hm </ think > \n Paris", 7),
@@ -247,67 +217,49 @@ START = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>Paris"
 
 
-@pytest.mark.parametrize("size", [1, 1000])
-@pytest.mark.parametrize(
-    "text, content, reasoning, calls",
-    [
-        # Headers that end at a mark which no header has.
-        (f"<|channel|>??<|end|>{START}{ANALYSIS}{START}{FINAL}", "Paris", "hm", []),
-        (f"<|channel|>{START}{ANALYSIS}{START}{FINAL}", "Paris", "hm", []),
-        (f"<|channel|>commentary<|end|>{START}{FINAL}<|return|>", "Paris", "", []),
-        (f"{START}<|end|>{START}{FINAL}", "Paris", "", []),
-        # The last channel counts.
-        (
-            "<|channel|>final<|channel|>analysis<|message|>hm<|end|>" + START + FINAL,
-            "Paris",
-            "hm",
-            [],
-        ),
-        (f"<|channel|>analysis{FINAL}", "Paris", "", []),
-        (
-            f"<|channel|>analysis <|constrain|>json<|message|>hm<|end|>{START}{FINAL}",
-            "Paris",
-            "hm",
-            [],
-        ),
-        # Recipients that are no functions.
-        (f" to=user{FINAL}", "Paris", "", []),
-        ("<|channel|>commentary to=assistant<|message|>Paris", "Paris", "", []),
-        (f"<|channel|>analysis to=assistant<|message|>hm<|end|>{START}{FINAL}", "Paris", "hm", []),
-        (
-            f"<|channel|>commentary to=user<|message|>Wait.<|end|>{START}{FINAL}",
-            "Wait.Paris",
-            "",
-            [],
-        ),
-        # Those that are.
-        ('<|channel|>commentary to=f<|message|>{"a": 1}', "", "", [("f", {"a": 1})]),
-        (
-            '<|channel|>analysis to=functions.h code<|message|>{"a": 1}<|call|>',
-            "",
-            "",
-            [("h", {"a": 1})],
-        ),
-        # No <|message|>.
-        ("<|channel|>final Paris", "Paris", "", []),
-        (f"<|channel|>final Paris is it.<|end|>{START}{FINAL}", "Paris is it.Paris", "", []),
-        (f"<|channel|>final{' ' * 600}Paris", "Paris", "", []),
-        ("<|channel|>anal", "", "", []),
-        # Nothing or a type before it.
-        ("<|message|>Paris", "Paris", "", []),
-        ("<|constrain|>json<|message|>Paris", "Paris", "", []),
-        (f"{ANALYSIS}{START}<|message|>Paris", "Paris", "hm", []),
-        # A function in the final channel, which is the user's.
-        (f"<|channel|>commentary to=h{FINAL}", "Paris", "", []),
-        (f"{ANALYSIS}{START}", "", "hm", []),
-    ],
-)
-def test_headers_that_are_malformed(text, content, reasoning, calls, size):
-    known = BY_NAME["gpt-oss"]
-    pieces = [text[n : n + size] for n in range(0, len(text), size)]
-    *found, whole = read(AnswerReader(known, rules=RULES), pieces)
-    assert whole == text and "<|" not in found[0]
+# Headers => the content => the reasoning => a call; START, FINAL and ANALYSIS as above.
+HEADERS = r"""
+<|channel|>??<|end|>START ANALYSIS START FINAL => Paris => hm =>
+<|channel|>START ANALYSIS START FINAL => Paris => hm =>
+<|channel|>commentary<|end|>START FINAL<|return|> => Paris => =>
+START<|end|>START FINAL => Paris => =>
+<|channel|>final<|channel|>analysis<|message|>hm<|end|>START FINAL => Paris => hm =>
+<|channel|>analysisFINAL => Paris => =>
+<|channel|>analysis <|constrain|>json<|message|>hm<|end|>START FINAL => Paris => hm =>
+ to=userFINAL => Paris => =>
+<|channel|>commentary to=assistant<|message|>Paris => Paris => =>
+<|channel|>analysis to=assistant<|message|>hm<|end|>START FINAL => Paris => hm =>
+<|channel|>commentary to=user<|message|>Wait.<|end|>START FINAL => Wait.Paris => =>
+<|channel|>commentary to=f<|message|>{"a": 1} => => => f
+<|channel|>analysis to=functions.h code<|message|>{"a": 1}<|call|> => => => h
+<|channel|>final Paris => Paris => =>
+<|channel|>final Paris is it.<|end|>START FINAL => Paris is it.Paris => =>
+<|channel|>anal => => =>
+<|message|>Paris => Paris => =>
+<|constrain|>json<|message|>Paris => Paris => =>
+ANALYSIS START<|message|>Paris => Paris => hm =>
+<|channel|>commentary to=hFINAL => Paris => =>
+ANALYSIS START => => hm =>
+"""
+
+
+@pytest.mark.parametrize("text, content, reasoning, name", rows_of(HEADERS))
+def test_headers_that_are_malformed(text, content, reasoning, name):
+    """Those that end at a mark which no header has; several channels, of which the last counts;
+    recipients that are functions and others; no message, or nothing before it."""
+    for word, marks in (("START", START), ("FINAL", FINAL), ("ANALYSIS", ANALYSIS)):
+        text = text.replace(f" {word}", marks).replace(word, marks)
+    calls = [(name, {"a": 1})] if name else []
+    found = read_in(BY_NAME["gpt-oss"], text)
+    assert "<|" not in found[0]
     assert (found[0].strip(), *found[1:]) == (content, reasoning, calls)
+
+
+def test_a_header_as_long_as_a_text_is_one():
+    text = f"<|channel|>final{' ' * 600}Paris"
+    for pieces in (text, [text]):
+        content, *_, whole = read(AnswerReader(BY_NAME["gpt-oss"]), pieces)
+        assert content.strip() == "Paris" and whole == text
 
 
 def test_where_the_answer_proper_begins():
@@ -333,127 +285,98 @@ def test_where_the_answer_proper_begins():
 
 # ---- calls ---------------------------------------------------------------------------------------
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "string"},
-        "b": {"type": "integer"},
-        "c": {"type": "array"},
-        "d": {"type": ["object", "null"]},
-        "e": {"type": "boolean"},
-        "input": {"type": "string"},
-    },
-}
+SCHEMA = json.loads("""
+{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"},
+"c": {"type": "array"}, "d": {"type": ["object", "null"]}, "e": {"type": "boolean"},
+"input": {"type": "string"}}}
+""")
 TYPED = CallRules(tools={"f": SCHEMA, "now": {}})
+# What follows <function=f> => the arguments. \n is a line end, and ENDS the closing tags.
+PARAMETERS = r"""
+<parameter=a>\nx\n<parameter=b>\n2\n</parameter>\nENDS => {"a": "x", "b": 2}
+<parameter=a>\nx\n</parameter>\n<parameter=b>\n2\nENDS => {"a": "x", "b": 2}
+<parameter=a>\nx\n<parameter=b>\n2 => {"a": "x", "b": 2}
+<parameter=a>\nx\n</parameter>\n</tool_call> => {"a": "x"}
+<parameter=a>\nx\n</parameter> => {"a": "x"}
+<parameter=a>\nx\n</tool_call> => {"a": "x"}
+<parameter=a>x<parameter=b>2<parameter=e>true</function> => {"a": "x", "b": 2, "e": true}
+<parameter=a>\n<parameter=z>\n</function> and </tool_call> </parameter>!\n</parameter>\nENDS =>
+  {"a": "<parameter=z>\n</function> and </tool_call> </parameter>!"}
+<parameter=a>\nx <parameter=a>\n</parameter></function> => {"a": "x <parameter=a>"}
+<parameter=b>\nnull\n</parameter>\n<parameter=c>\n\n</parameter>\nENDS => {"b": null, "c": null}
+<parameter=d>\nNone\n</parameter>\n<parameter=e></parameter></function> => {"d": null, "e": null}
+<parameter=a>\nnull\n</parameter></function> => {"a": "null"}
+<parameter=a></parameter></function> => {"a": ""}
+</tool_call> => {}
+"""
 
 
-@pytest.mark.parametrize("size", [1, 1000])
-@pytest.mark.parametrize(
-    "body, arguments",
-    [
-        # No closing tag before the next parameter, at the end, and none of the function.
-        (
-            "<parameter=a>\nx\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
-            {"a": "x", "b": 2},
-        ),
-        (
-            "<parameter=a>\nx\n</parameter>\n<parameter=b>\n2\n</function>\n</tool_call>",
-            {"a": "x", "b": 2},
-        ),
-        ("<parameter=a>\nx\n<parameter=b>\n2", {"a": "x", "b": 2}),
-        ("<parameter=a>\nx\n</parameter>\n</tool_call>", {"a": "x"}),
-        ("<parameter=a>\nx\n</parameter>", {"a": "x"}),
-        ("<parameter=a>\nx\n</tool_call>", {"a": "x"}),
-        ("<parameter=a>x<parameter=b>2<parameter=e>true</function>", {"a": "x", "b": 2, "e": True}),
-        # Tags inside a value.
-        (
-            "<parameter=a>\n<parameter=zz>\n</function> and </tool_call>"
-            " </parameter>!\n</parameter>\n</function>\n</tool_call>",
-            {"a": "<parameter=zz>\n</function> and </tool_call> </parameter>!"},
-        ),
-        ("<parameter=a>\nx <parameter=a>\n</parameter></function>", {"a": "x <parameter=a>"}),
-        # Null and nothing.
-        (
-            "<parameter=b>\nnull\n</parameter>\n<parameter=c>\n\n</parameter>\n<parameter=d>\nNone\n"
-            "</parameter>\n<parameter=e></parameter></function>",
-            {"b": None, "c": None, "d": None, "e": None},
-        ),
-        ("<parameter=a>\nnull\n</parameter></function>", {"a": "null"}),
-        ("<parameter=a></parameter></function>", {"a": ""}),
-        ("</tool_call>", {}),
-    ],
-)
-def test_parameters_end_as_in_qwens_parser(body, arguments, size):
-    text = f"<tool_call>\n<function=f>\n{body}"
-    pieces = [text[n : n + size] for n in range(0, len(text), size)]
-    found = read(AnswerReader(BY_NAME["Qwen-Coder"], rules=TYPED), pieces)
-    assert found == ("", "", [("f", arguments)], text)
+@pytest.mark.parametrize("body, arguments", rows_of(PARAMETERS))
+def test_parameters_end_as_in_qwens_parser(body, arguments):
+    body = body.replace("ENDS", r"</function>\n</tool_call>").replace(r"\n", "\n")
+    found = read_in(BY_NAME["Qwen-Coder"], f"<tool_call>\n<function=f>\n{body}", rules=TYPED)
+    assert found == ("", "", [("f", json.loads(arguments))])
 
 
 def test_a_call_behind_reasoning_without_an_end():
     known = BY_NAME["Qwen-Coder"]
-    text = (
-        "hm\n<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
-    )
-    reader = AnswerReader(known, rules=TYPED, opened=known.opens_reasoning("<think>\n"))
-    assert read(reader, list(text))[:3] == ("", "hm\n", [("f", {"a": "x"})])
-    reader = AnswerReader(known, rules=TYPED, opened=known.opens_reasoning("<think>\n"))
-    assert read(reader, ["I write <tool_call> then.</think>So."])[:3] == (
-        "So.",
-        "I write <tool_call> then.",
-        [],
-    )
+    opened = known.opens_reasoning("<think>\n")
+    call = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+    found = read_in(known, f"hm\n{call}", opened, rules=TYPED)
+    assert found == ("", "hm\n", [("f", {"a": "x"})])
+    found = read_in(known, "I write <tool_call> then.</think>So.", opened, rules=TYPED)
+    assert found == ("So.", "I write <tool_call> then.", [])
 
 
-@pytest.mark.parametrize("name", ["Hermes", "Llama 3", "Mistral", "Granite", "Cohere 2"])
-@pytest.mark.parametrize(
-    "call, arguments",
-    [
-        ({"name": "f", "args": {"a": "x"}}, {"a": "x"}),
-        ({"name": "f", "input": {"a": "x"}}, {"a": "x"}),
-        ({"name": "f", "Arguments": {"a": "x"}}, {"a": "x"}),
-        ({"name": "f", "a": "x", "b": 2}, {"a": "x", "b": 2}),
-        ({"name": "f", "arguments": {}, "parameters": {"a": "x"}}, {"a": "x"}),
-        ({"name": "f", "arguments": "", "parameters": {"a": "x"}}, {"a": "x"}),
-        ({"name": "f", "arguments": {}, "a": "x"}, {"a": "x"}),
-        ({"name": "f", "params": '{"a": "x"}'}, {"a": "x"}),
-        ({"name": "f", "input": "x"}, {"input": "x"}),  # a parameter of this name
-        ({"name": "f", "arguments": {"a": "x"}, "id": "1", "type": "function"}, {"a": "x"}),
-        ({"tool_name": "f", "parameters": {"a": "x"}}, {"a": "x"}),
-        ({"name": "f", "arguments": {"a": "x"}, "b": 2}, {"a": "x", "b": 2}),
-        ({"name": "f", "arguments": {"a": "x"}, "why": "?"}, {"a": "x"}),
-        ({"name": "now"}, {}),
-        # What would be lost makes it a text.
-        ({"name": "f", "z": 1}, None),
-        ({"name": "f", "arguments": {"a": "x"}, "parameters": {"a": "y"}}, None),
-        ({"name": "f", "arguments": {"a": "x"}, "a": "y"}, None),
-        ({"name": "f", "arguments": ["x"]}, None),
-        ({"name": "now", "city": "Paris"}, None),
-    ],
-)
-def test_arguments_under_other_names(name, call, arguments):
-    before, behind = {
-        "Hermes": ("<tool_call>", "</tool_call>"),
-        "Llama 3": ("", ""),
-        "Mistral": ("[TOOL_CALLS] [", "]"),
-        "Granite": ("<|tool_call|>[", "]"),
-        "Cohere 2": ("<|START_ACTION|>[", "]<|END_ACTION|>"),
-    }[name]
-    text = f"{before}{json.dumps(call)}{behind}"
-    *found, whole = read(AnswerReader(BY_NAME[name], rules=TYPED), list(text))
-    assert whole == text
-    if arguments is None:
-        assert found == [text, "", []]
-    else:
-        assert found == ["", "", [(call.get("name", "f"), arguments)]]
+# The call => its arguments, or none where something would be lost: then it is a text.
+RENAMED = r"""
+{"name": "f", "args": {"a": "x"}} => {"a": "x"}
+{"name": "f", "input": {"a": "x"}} => {"a": "x"}
+{"name": "f", "Arguments": {"a": "x"}} => {"a": "x"}
+{"name": "f", "a": "x", "b": 2} => {"a": "x", "b": 2}
+{"name": "f", "arguments": {}, "parameters": {"a": "x"}} => {"a": "x"}
+{"name": "f", "arguments": "", "parameters": {"a": "x"}} => {"a": "x"}
+{"name": "f", "arguments": {}, "a": "x"} => {"a": "x"}
+{"name": "f", "params": "{\"a\": \"x\"}"} => {"a": "x"}
+{"name": "f", "input": "x"} => {"input": "x"}
+{"name": "f", "arguments": {"a": "x"}, "id": "1", "type": "function"} => {"a": "x"}
+{"tool_name": "f", "parameters": {"a": "x"}} => {"a": "x"}
+{"name": "f", "arguments": {"a": "x"}, "b": 2} => {"a": "x", "b": 2}
+{"name": "f", "arguments": {"a": "x"}, "why": "?"} => {"a": "x"}
+{"name": "now"} => {}
+{"name": "f", "z": 1} => null
+{"name": "f", "arguments": {"a": "x"}, "parameters": {"a": "y"}} => null
+{"name": "f", "arguments": {"a": "x"}, "a": "y"} => null
+{"name": "f", "arguments": ["x"]} => null
+{"name": "now", "city": "Paris"} => null
+"""
+AROUND = {
+    "Hermes": ("<tool_call>", "</tool_call>"),
+    "Llama 3": ("", ""),
+    "Mistral": ("[TOOL_CALLS] [", "]"),
+    "Granite": ("<|tool_call|>[", "]"),
+    "Cohere 2": ("<|START_ACTION|>[", "]<|END_ACTION|>"),
+}
 
 
-@pytest.mark.parametrize("more", ["}", "}}", "]", "} }", "}]\n}"])
-def test_brackets_too_many_are_no_content(more):
-    text = f'<tool_call>\n{{"name": "now", "arguments": {{}}}}{more}\n</tool_call>ok'
-    assert read(AnswerReader(BY_NAME["Hermes"], rules=TYPED), list(text))[0] == "ok"
+@pytest.mark.parametrize("name", AROUND)
+def test_arguments_under_other_names(name):
+    before, behind = AROUND[name]
+    for call, arguments in rows_of(RENAMED):
+        text, arguments = f"{before}{call}{behind}", json.loads(arguments)
+        found = read_in(BY_NAME[name], text, rules=TYPED)
+        if arguments is None:
+            assert found == (text, "", [])
+        else:
+            assert found == ("", "", [(json.loads(call).get("name", "f"), arguments)])
+
+
+def test_brackets_too_many_are_no_content():
+    for more in ("}", "}}", "]", "} }", "}]\n}"):
+        text = f'<tool_call>\n{{"name": "now", "arguments": {{}}}}{more}\n</tool_call>ok'
+        assert read_in(BY_NAME["Hermes"], text, rules=TYPED)[0] == "ok"
     text = '<tool_call>{"name": "now", "arguments": {}} } and so'
-    assert read(AnswerReader(BY_NAME["Hermes"], rules=TYPED), list(text))[0] == " } and so"
+    assert read_in(BY_NAME["Hermes"], text, rules=TYPED)[0] == " } and so"
 
 
 # ---- answers that a limit ends -------------------------------------------------------------------
@@ -464,7 +387,7 @@ def test_a_limit_ends_an_answer_anywhere(name):
     """Calls that were complete remain, nothing else becomes one, and no half of a closing mark is
     content."""
     text = WRITERS[name](ONE) if name == "gpt-oss" else WRITERS[name](ONE, TWO)
-    wanted = [(call["name"], call["arguments"]) for call in (ONE, TWO)]
+    wanted = calls_of(ONE, TWO)
     for end in range(1, len(text)):
         voice = Voice(Syntax(format=BY_NAME[name], rules=RULES, splits_reasoning=True))
         output = voice.say([Token(5, text[:end])])
@@ -478,15 +401,8 @@ def test_a_limit_ends_an_answer_anywhere(name):
 
 
 def report(stopped_by):
-    return Report(
-        stopped_by=stopped_by,
-        prompt_tokens=1,
-        cached_tokens=0,
-        generated_tokens=1,
-        queued_s=0,
-        prompt_s=0,
-        generated_s=0,
-    )
+    counts = {"prompt_tokens": 1, "cached_tokens": 0, "generated_tokens": 1}
+    return Report(stopped_by=stopped_by, **counts, queued_s=0, prompt_s=0, generated_s=0)
 
 
 def test_an_answer_that_the_model_ends_has_calls_as_its_reason():
@@ -562,11 +478,8 @@ def test_reasoning_in_a_block_of_the_content(message, rendered, process):
 
 
 def test_the_thoughts_of_a_response_go_to_what_follows_them():
-    thought = {
-        "type": "reasoning",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": "hm"}],
-    }
+    text = {"type": "reasoning_text", "text": "hm"}
+    thought = {"type": "reasoning", "summary": [], "content": [text]}
     hidden = {"type": "reasoning", "content": None, "encrypted_content": "gA"}
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "1", "output": "2"}
@@ -574,13 +487,6 @@ def test_the_thoughts_of_a_response_go_to_what_follows_them():
     answer = {"type": "message", "role": "assistant", "content": "Yes."}
     items = [user, thought, call, output, thought, answer, user, thought, user, hidden, answer]
     found = chat_fields(ResponsesBody(**{"input": items}))[0]["messages"]
-    assert [message.get("reasoning_content") for message in found] == [
-        None,
-        "hm",
-        None,
-        "hm",
-        None,
-        None,
-        None,
-    ]
+    thoughts = [message.get("reasoning_content") for message in found]
+    assert thoughts == [None, "hm", None, "hm", None, None, None]
     assert found[1]["tool_calls"] and found[3]["content"] == "Yes."

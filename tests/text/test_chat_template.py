@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from case_tables import rows_of
 from chat_templates import (
     ANSWER,
     CHATML,
@@ -44,16 +45,10 @@ from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.text.template_process import TemplateProcess
 from hotsplit.runtime.text.turns import in_turns
 
+pytest_plugins = ("text_fixtures",)
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # What transformers raises for a template that rejects the messages.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-
-
-@pytest.fixture(scope="module")
-def process():
-    process = TemplateProcess()
-    yield process
-    process.close()
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +145,8 @@ def test_what_joined_messages_keep():
 def test_variables_reach_the_template(process, oracle):
     text = TEMPLATES["qwen-reasoning"]
     for value in (True, False):
-        want = oracle.apply_chat_template(
-            [USER],
-            chat_template=text,
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=value,
-        )
+        given = {"chat_template": text, "tokenize": False, "add_generation_prompt": True}
+        want = oracle.apply_chat_template([USER], **given, enable_thinking=value)
         ours = template(text, process)
         assert ours.render([USER], variables={"enable_thinking": value}) == want
         assert ("</think>" in want) is not value
@@ -359,37 +349,34 @@ def test_4096_messages_of_which_each_looks_at_all_others(process):
     assert text[4094] == "tool behind assistant before 4095"
 
 
-LOOPS = {
-    "flag": "{% for i in range(5) %}{% if not ns.a %}{{ i }}{% set ns.a = i == 3 %}{% endif %}{%"
-    " endfor %}",
-    "empty branch": "{% for i in range(5) %}{% if ns.a %}{% elif i > 2 %}{% set ns.a = 1 %}{% endif"
-    " %}"
-    "{% endfor %}{{ ns.a }}",
-    "its own variable": "{% for i in range(5) %}{% if i != 2 %}{{ i }}{% endif %}{% endfor %}",
-    "its own variable first": "{% for i in range(5) %}{% if i == 0 %}{% elif ns.b %}{% else %}{{ i"
-    " }}"
-    "{% endif %}{% endfor %}",
-    "an attribute of it": "{% for m in messages[::-1] %}{% if m.role != 'user' %}{{ m.content }}{%"
-    " endif %}"
-    "{% endfor %}",
-    "the loop": "{% for i in range(5) %}{% if not loop.first %}{{ i }}{% endif %}{% endfor %}",
-    "pairs": "{% for a, b in [[1, 0], [0, 1]][:] %}{% if a %}{{ b }}{% endif %}{% endfor %}",
-    "text around": "{% for i in range(5) %}-{% if not ns.a %}{{ i }}{% set ns.a = 1 %}{% endif %}{%"
-    " endfor %}",
-    "else": "{% for i in range(5) %}{% if ns.a %}{{ i }}{% else %}{% set ns.a = i > 2 %}{% endif"
-    " %}{% endfor %}",
-    "a call": "{% set x = [1, 2] %}{% macro f() %}{% set ns.b = ns.b + 1 %}{% endmacro %}"
-    "{% for i in range(5) %}{% if f() %}{% endif %}{% endfor %}{{ ns.b }}",
-    "a generator": "{% set x = messages | map(attribute='role') %}{% for i in x %}{% if ns.a %}{%"
-    " endif %}"
-    "{% endfor %}{{ x | list }}",
-    "no item": "{% for i in range(0) %}{% if not ns.a %}{% endif %}{% else %}none{% endfor %}",
-}
+# Loops whose rest may be skipped, or may not.
+LOOPS = """
+flag => {% for i in range(5) %}{% if not ns.a %}{{ i }}{% set ns.a = i == 3 %}{% endif %}
+  {% endfor %}
+empty branch => {% for i in range(5) %}{% if ns.a %}{% elif i > 2 %}{% set ns.a = 1 %}{% endif %}
+  {% endfor %}{{ ns.a }}
+its own variable => {% for i in range(5) %}{% if i != 2 %}{{ i }}{% endif %}{% endfor %}
+its own variable first => {% for i in range(5) %}{% if i == 0 %}{% elif ns.b %}{% else %}{{ i }}
+  {% endif %}{% endfor %}
+an attribute of it => {% for m in messages[::-1] %}{% if m.role != 'user' %}{{ m.content }}
+  {% endif %}{% endfor %}
+the loop => {% for i in range(5) %}{% if not loop.first %}{{ i }}{% endif %}{% endfor %}
+pairs => {% for a, b in [[1, 0], [0, 1]][:] %}{% if a %}{{ b }}{% endif %}{% endfor %}
+text around => {% for i in range(5) %}-{% if not ns.a %}{{ i }}{% set ns.a = 1 %}{% endif %}
+  {% endfor %}
+else => {% for i in range(5) %}{% if ns.a %}{{ i }}{% else %}{% set ns.a = i > 2 %}{% endif %}
+  {% endfor %}
+a call => {% macro f() %}{% set ns.b = ns.b + 1 %}{% endmacro %}
+  {% for i in range(5) %}{% if f() %}{% endif %}{% endfor %}{{ ns.b }}
+a generator => {% set x = messages | map(attribute='role') %}
+  {% for i in x %}{% if ns.a %}{% endif %}{% endfor %}{{ x | list }}
+no item => {% for i in range(0) %}{% if not ns.a %}{% endif %}{% else %}none{% endfor %}
+"""
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_that_end_early_write_the_same(name, process, oracle):
-    text = "{% set ns = namespace(a=false, b=0) %}" + LOOPS[name]
+@pytest.mark.parametrize("name, loop", rows_of(LOOPS))
+def test_loops_that_end_early_write_the_same(name, loop, process, oracle):
+    text = "{% set ns = namespace(a=false, b=0) %}" + loop
     messages = MESSAGES["three"]
     want = oracle.apply_chat_template(messages, chat_template=text, tokenize=False)
     assert template(text, process).render(messages, add_generation_prompt=False) == want
@@ -415,18 +402,11 @@ def test_the_process_inherits_no_files_and_no_environment(monkeypatch):
     process.close()
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        ["text"],
-        [{"content": "x"}],
-        [{"role": 1, "content": "x"}],
-        [None],
-        [{"role": "user", "content": object()}],
-        [{"role": "user", "content": b"x"}],
-    ],
-)
+INVALID = ([], ["text"], [None], [{"content": "x"}], [{"role": 1, "content": "x"}])
+INVALID += tuple([{"role": "user", "content": wrong}] for wrong in (object(), b"x"))
+
+
+@pytest.mark.parametrize("messages", INVALID)
 def test_invalid_messages_are_refused(messages, process):
     with pytest.raises(HotsplitError) as refusal:
         template(CHATML, process).render(messages)

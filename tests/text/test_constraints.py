@@ -10,11 +10,8 @@ import jsonschema
 import pytest
 import regex as regexes
 import torch
+from case_tables import rows_of
 from constrained_texts import (
-    ARITHMETIC_GBNF,
-    CHESS_GBNF,
-    JSON_GBNF,
-    SMOLLM2,
     check,
     follows,
     is_finished,
@@ -23,19 +20,13 @@ from constrained_texts import (
     takes,
     tiny_codec,
     token_bytes,
-    write,
     written,
 )
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate import constraints
-from hotsplit.runtime.generate.constraints import (
-    gbnf_constraint,
-    json_schema_constraint,
-    regex_constraint,
-)
+from hotsplit.runtime.generate.constraints import json_schema_constraint, regex_constraint
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.tokens.ggml_tokenizer import BYTE_TOKENS
 
@@ -166,51 +157,43 @@ def test_a_tokenizer_is_read_once(monkeypatch):
     assert len(made) == 1
 
 
-def tagged(kind, *, is_required=True, **properties):
-    return {
-        "type": "object",
-        "title": kind,
-        "required": ["kind"] * is_required + list(properties),
-        "properties": {"kind": {"const": kind, "default": kind, "type": "string"}, **properties},
-    }
+# A name | a schema of alternatives that exclude each other, with Cat and Dog as definitions.
+UNIONS = r"""
+pydantic | {"type": "object", "required": ["pet"], "properties": {"pet": {"discriminator":
+  {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}},
+  "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]}}}
+no discriminator | {"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]}
+defaults | {"discriminator": {"propertyName": "kind"},
+  "oneOf": [{"$ref": "#/$defs/Bird"}, {"$ref": "#/$defs/Fish"}]}
+types | {"oneOf": [{"$ref": "#/$defs/S"}, {"type": ["null", "boolean"]}, {"enum": [7]}]}
+enums | {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["c", null]}]}
+annotations | {"type": "boolean", "example": true, "xml": {"name": "x"},
+  "externalDocs": {"url": "http://localhost"}}
+"""
 
 
-CAT, DOG = tagged("cat", meows={"type": "integer"}), tagged("dog", barks={"type": "boolean"})
-REFERENCES = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
-DISCRIMINATOR = {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}}
-UNIONS = {
-    "pydantic": {
-        "$defs": {"Cat": CAT, "Dog": DOG},
-        "type": "object",
-        "required": ["pet"],
-        "properties": {"pet": {"discriminator": DISCRIMINATOR, "oneOf": REFERENCES}},
-    },
-    "no discriminator": {"$defs": {"Cat": CAT, "Dog": DOG}, "oneOf": REFERENCES},
-    "defaults": {
-        "$defs": {"Cat": tagged("cat", is_required=False), "Dog": tagged("dog", is_required=False)},
-        "discriminator": DISCRIMINATOR,
-        "oneOf": REFERENCES,
-    },
-    "types": {
-        "$defs": {"S": {"type": "string", "maxLength": 3}},
-        "oneOf": [{"$ref": "#/$defs/S"}, {"type": ["null", "boolean"]}, {"enum": [7]}],
-    },
-    "enums": {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["c", None]}]},
-    "annotations": {
-        "type": "boolean",
-        "example": True,
-        "xml": {"name": "x"},
-        "externalDocs": {"url": "http://localhost"},
-    },
+def tagged(kind, *required, **properties):
+    own = {"const": kind, "default": kind, "type": "string"}
+    required = [*required, *properties]
+    return {"type": "object", "required": required, "properties": {"kind": own, **properties}}
+
+
+DEFINED = {
+    "Cat": tagged("cat", "kind", meows={"type": "integer"}),
+    "Dog": tagged("dog", "kind", barks={"type": "boolean"}),
+    "Bird": tagged("bird"),
+    "Fish": tagged("fish"),
+    "S": {"type": "string", "maxLength": 3},
 }
 
 
-@pytest.mark.parametrize("name", UNIONS)
-def test_unions_whose_alternatives_exclude_each_other(name):
-    constraint = json_schema_constraint(UNIONS[name], tiny_codec())
+@pytest.mark.parametrize(("name", "union"), rows_of(UNIONS, " | "))
+def test_unions_whose_alternatives_exclude_each_other(name, union):
+    schema = {"$defs": DEFINED, **json.loads(union)}
+    constraint = json_schema_constraint(schema, tiny_codec())
     documents = {written(constraint, seed) for seed in range(8)}
     for document in documents:
-        jsonschema.validate(json.loads(document), UNIONS[name])
+        jsonschema.validate(json.loads(document), schema)
     assert len(documents) > 1
 
 
@@ -254,10 +237,9 @@ bounds of uint64 | {"type": "integer", "exclusiveMinimum": -1, "maximum": 184467
 bounds of f64 | {"type": "number", "minimum": -1.7976931348623157e+308, "maximum":
   1.7976931348623157e+308} | -1.5 | "a"
 """
-ROWS = [row.split(" | ") for row in ANNOTATED.strip().replace("\n  ", " ").split("\n")]
 
 
-@pytest.mark.parametrize(("name", "schema", "right", "wrong"), ROWS)
+@pytest.mark.parametrize(("name", "schema", "right", "wrong"), rows_of(ANNOTATED, " | "))
 def test_annotations_are_ignored(name, schema, right, wrong):
     schema = json.loads(schema)
     constraint = json_schema_constraint(schema, tiny_codec())
@@ -346,14 +328,8 @@ def test_keys_that_are_not_named_cannot_pass_for_named_ones():
     for right in ('{"a":null}', '{"b":1}', '{"a":null,"\\n":null,"b":1}', "{}", '{ "a": null }'):
         assert takes(constraint, right), right
     for wrong in (
-        '{"a":1}',
-        r'{"\u0061":1}',
-        r'{"\u000a":1}',
-        r'{"\n":1}',
-        '{"a":null,"a":1}',
-        '{"a":null}}',
-        ' {"a":null}',
-        '{"a"  :null}',
+        *('{"a":1}', r'{"\u0061":1}', r'{"\u000a":1}', r'{"\n":1}', '{"a":null,"a":1}'),
+        *('{"a":null}}', ' {"a":null}', '{"a"  :null}'),
     ):
         assert not takes(constraint, wrong), wrong
 
@@ -372,27 +348,15 @@ def test_a_sentencepiece_tokenizer_writes_its_spaces_and_bytes():
     """With byte fallback, the text that the codec's stream makes of the tokens matches the
     regex."""
     keys = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, "▁", "a", "▁a", "b", "ab", "▁b"]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {key: i for i, key in enumerate(keys)},
-            [("▁", "a"), ("a", "b"), ("▁", "b")],
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    merges, ids = [("▁", "a"), ("a", "b"), ("▁", "b")], {key: i for i, key in enumerate(keys)}
+    options = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(models.BPE(ids, merges, **options))
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     codec = TextCodec(tokenizer, 1, frozenset({2}))
     for seed in range(10):
         constraint = regex_constraint("( ?(a|b|é|\\n|😀)){1,6}", codec)
@@ -406,48 +370,3 @@ def test_a_sentencepiece_tokenizer_writes_its_spaces_and_bytes():
             constraint.accept(token_id)
             text += "" if token_id == 2 else stream.text(token_id)
         assert regexes.fullmatch("( ?(a|b|é|\n|😀)){1,6}", text), repr(text)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    if not SMOLLM2.exists():
-        pytest.skip(f"{SMOLLM2} is not there: run make smollm2 first")
-    with Engine.load(SMOLLM2, context_length=2048) as engine:
-        yield engine
-
-
-def ask(engine, constraint, prompt, seed, most=900):
-    prompt_ids = engine.codec.encode(
-        f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-    def logits_of(ids, generator):
-        if not ids:
-            return engine._prefill(torch.tensor(prompt_ids))
-        return engine._step(ids[-1], len(prompt_ids) + len(ids) - 1)
-
-    ids, has_ended = write(constraint, engine.codec, logits_of, seed, patience=60, most=most)
-    assert has_ended
-    return engine.codec.tokenizer.decode(ids)
-
-
-@pytest.mark.slow
-def test_a_real_model_writes_valid_documents(engine):
-    num_documents = 0
-    for seed in range(40):
-        schema = schema_number(seed)
-        try:
-            constraint = json_schema_constraint(schema, engine.codec)
-        except HotsplitError:
-            continue
-        check(schema, ask(engine, constraint, "Write an example of JSON.", seed))
-        num_documents += 1
-    assert num_documents >= 30
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grammar", [JSON_GBNF, ARITHMETIC_GBNF, CHESS_GBNF])
-def test_a_real_model_follows_gbnf(engine, grammar):
-    constraint = gbnf_constraint(grammar, engine.codec)
-    text = ask(engine, constraint, "Write an example.", 0)
-    assert takes(gbnf_constraint(grammar, tiny_codec()), text)

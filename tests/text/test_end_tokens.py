@@ -236,18 +236,14 @@ def test_the_end_of_a_message_of_gpt_oss_does_not_end_its_answer():
 # -----------------------------------------------------------------
 
 
+TWICE = [(True, "<|im_end|>" * count + text) for count, text in ((1, "a"), (1, ""), (2, "a"))]
+ONCE = [(True, text) for text in ("a<|im_end|>", "a", "")]
+ONCE += [(False, "<|im_end|>" * count + "a") for count in (1, 2)]
+
+
 @pytest.mark.parametrize(
     "adds, text, is_warned",
-    [
-        (True, "<|im_end|>a", True),
-        (True, "<|im_end|>", True),
-        (True, "<|im_end|><|im_end|>a", True),
-        (True, "a<|im_end|>", False),
-        (True, "a", False),
-        (True, "", False),
-        (False, "<|im_end|>a", False),
-        (False, "<|im_end|><|im_end|>a", False),
-    ],
+    [*((*case, True) for case in TWICE), *((*case, False) for case in ONCE)],
 )
 @pytest.mark.parametrize("own", [False, True])
 def test_a_text_that_repeats_the_beginning_is_warned_of_once(own, adds, text, is_warned, caplog):

@@ -113,15 +113,9 @@ def test_wrong_ids_and_empty_texts_of_added_tokens_change_no_text(silu):
     empty ones out, so neither is refused."""
     text = "def f(x):\n    return x + 1\n"
     values = json.loads((silu / "tokenizer.json").read_text())
-    token = {
-        "id": 99_999_999,
-        "content": next(iter(values["model"]["vocab"])),
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    token = {"id": 99_999_999, "content": next(iter(values["model"]["vocab"])), "special": True}
+    token |= plain
     ids = read_tokenizer("there", json.dumps(values)).encode(text).ids
     for added in (token, token | {"content": ""}):
         found = read_tokenizer("there", json.dumps(values | {"added_tokens": [added]}))
@@ -186,13 +180,8 @@ def test_a_refusal_quotes_what_can_be_read(silu, tmp_path, name, value, words):
 def test_a_value_is_shown_short_and_in_one_line():
     assert shown("a\nb") == r"'a\nb'" and shown(np.uint32(7)) == "7" and shown(None) == "None"
     assert shown("x" * MAX_SHOWN) == repr("x" * MAX_SHOWN)
-    for long in (
-        "x" * (MAX_SHOWN + 1),
-        "x" * 10**6,
-        ["x" * 10**6],
-        {"x" * 10**6: 1},
-        list(range(99)),
-    ):
+    many = (["x" * 10**6], {"x" * 10**6: 1}, list(range(99)))
+    for long in ("x" * (MAX_SHOWN + 1), "x" * 10**6, *many):
         assert len(shown(long)) == MAX_SHOWN and shown(long).endswith("...")
     assert shown(10**61) == "a number of more than 60 digits"
     deep: list = []

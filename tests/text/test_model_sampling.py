@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from case_tables import rows_of
 from checkpoints import random_llama
 from gguf import Keys
 from serving import Served, save_model
@@ -112,24 +113,21 @@ def test_the_line_names_what_comes_from_the_file():
 # ---- from a checkpoint ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        (
-            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
-            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-        ),
-        (
-            {"temperature": 0.7, "repetition_penalty": 1.05, "min_p": 0.0},
-            {"temperature": 0.7, "repeat_penalty": 1.05, "min_p": 0.0},
-        ),
-        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
-        ({"do_sample": True, "top_p": None, "top_k": 0, "eos_token_id": 2}, {"top_k": 0}),
-        ({"do_sample": True}, {}),
-    ],
-)
+SETTINGS = """
+{"do_sample": true, "temperature": 0.6, "top_k": 20} => {"temperature": 0.6, "top_k": 20}
+{"temperature": 0.7, "repetition_penalty": 1.05, "min_p": 0.0} =>
+  {"temperature": 0.7, "repeat_penalty": 1.05, "min_p": 0.0}
+{"do_sample": false, "temperature": 0.7} => {"temperature": 0.0}
+{"do_sample": true, "top_p": null, "top_k": 0, "eos_token_id": 2} => {"top_k": 0}
+{"do_sample": true, "top_p": 0.95} => {"top_p": 0.95}
+{"do_sample": true} => {}
+"""
+
+
+@pytest.mark.parametrize(("config", "wanted"), rows_of(SETTINGS))
 def test_a_checkpoints_settings(config, wanted, tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(config)
+    config, wanted = json.loads(config), json.loads(wanted)
     theirs = GenerationConfig.from_pretrained(tmp_path)
     keys = sampling_keys(tmp_path)
     assert settings_of(PATH, keys) == wanted

@@ -17,19 +17,13 @@ from hotsplit.runtime.generate.answer_mask import answer_mask
 from hotsplit.runtime.generate.constraints import gbnf_constraint, json_schema_constraint
 from hotsplit.runtime.text.codec import TextCodec
 
+SCHEMA = {"name": "x", "schema": {"enum": ["yes"]}}
 ANSWERS = {
     "json_object": {"response_format": {"type": "json_object"}},
-    "json_schema": {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": {"enum": ["yes"]}},
-        }
-    },
-    "schema": {"json_schema": {"enum": ["yes"]}},
+    "json_schema": {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+    "schema": {"json_schema": SCHEMA["schema"]},
     "grammar": {"grammar": "root ::= [x-z]{3}"},
 }
-
-
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 GPT_OSS = format_of("<|channel|><|message|>")
 TAGS = format_of("")
@@ -162,28 +156,22 @@ def test_no_token_closes_the_reasoning_and_goes_on():
     ) > 2
 
 
-# Template, tokens, whether they are special, and the one that ends a thought.
+# What the prompt ends with, tokens, whether they are special, and the one that ends a thought.
 FAMILIES = {
-    "tags": (
-        TEMPLATE.replace("'assistant: '", "'assistant: <think>\\n'"),
-        ["</think>"],
-        False,
-        "</think>",
-    ),
+    "tags": (("'assistant: <think>\\n'",), ["</think>"], False, "</think>"),
     "Gemma 4": (
-        TEMPLATE.replace("'assistant: '", "'<|turn>model\\n<|channel>thought\\n'"),
-        ["<|channel>", "<channel|>"],
-        True,
-        "<channel|>",
+        ("'<|turn>model\\n<|channel>thought\\n'",),
+        *(["<|channel>", "<channel|>"], True, "<channel|>"),
     ),
-    "gpt-oss": (GPT_OSS_TEMPLATE, HARMONY, True, "<|end|>"),
+    "gpt-oss": ((), HARMONY, True, "<|end|>"),
 }
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     """(name, model file, id of the token that ends a thought)."""
-    template, marks, is_special, end = FAMILIES[request.param]
+    begin, marks, is_special, end = FAMILIES[request.param]
+    template = TEMPLATE.replace("'assistant: '", *begin) if begin else GPT_OSS_TEMPLATE
     codec = codec_with(*marks, special=is_special)
     model = save_model(
         tmp_path_factory.mktemp("serve"),
@@ -203,22 +191,11 @@ def served(family):
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_answer_after_the_reasoning_follows_the_constraint(served, name, count):
-    asked = {
-        **ANSWERS[name],
-        "logit_bias": {str(served.end_id): 100},
-        "max_tokens": 180,
-        "n": count,
-        "temperature": 1.0,
-        "seed": 1,
-        "logprobs": True,
-    }
-    for choice in served.chat(**asked)["choices"]:
-        tokens = [token["token"] for token in choice["logprobs"]["content"]]
-        assert (
-            "<|channel|>" if served.family == "gpt-oss" else FAMILIES[served.family][3]
-        ) in tokens
+def test_the_answer_after_the_reasoning_follows_the_constraint(served, name):
+    asked = {"logit_bias": {str(served.end_id): 100}, "max_tokens": 180, "n": 3, "logprobs": True}
+    mark = "<|channel|>" if served.family == "gpt-oss" else FAMILIES[served.family][3]
+    for choice in served.chat(**ANSWERS[name], **asked, temperature=1.0, seed=1)["choices"]:
+        assert mark in [token["token"] for token in choice["logprobs"]["content"]]
         content = choice["message"]["content"]
         if name == "grammar":
             assert len(content) == 3 and set(content) <= set("xyz")

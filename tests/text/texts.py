@@ -6,6 +6,7 @@ import random
 from functools import cache
 from pathlib import Path
 
+from case_tables import cells
 from tokenizers import (
     AddedToken,
     Regex,
@@ -73,170 +74,56 @@ PUBLISHED = {
     ],
 }
 COMBINING = ["e\u0301te\u0301", "a\u0308 o\u0308u\u0308", "n\u0303 c\u0327a", "\u1100\u1161\u11a8"]
-PLAIN = [
-    "",
-    " ",
-    "  ",
-    "   ",
-    "\t",
-    "\n",
-    "\r\n",
-    "\n\n\n",
-    " \n",
-    "\n ",
-    " \r\n \t\r\n",
-    "a",
-    " a",
-    "a ",
-    " a ",
-    "  a  b   c    d     e",
-    "\ta\t\tb",
-    "a\nb\r\nc\rd",
-    "a \n b",
-    "a\n\n\n  b\n",
-    "    return x",
-    "\tfor (int i = 0; i < n; ++i) {",
-    "x = [1, 22, 333, 4444, 55555, 666666]",
-    "0",
-    "12",
-    "123",
-    "1234",
-    "12345678901234567890",
-    "3.14159e-10",
-    "1,000,000.00",
-    "v1.2.3-rc4",
-    "it's they're we've I'm you'll he'd IT'S THEY'RE WE'VE I'M YOU'LL HE'D don't o'clock 's 're",
-    "''' \"\"\" ``` --- *** ### !!! ??? ... ;;; ::: ///",
-    "a.b,c;d:e!f?g",
-    "(a)[b]{c}<d>",
-    "->=>==",
-    "def add(a, b):\n    return a + b\n",
-    "if (a && b || !c) { d ^= e >> 3; } // no",
-    "#!/bin/sh",
-    "https://example.org/a?b=c&d=%20#e",
-    "user@example.org",
-    "C:\\Windows\\System32",
-    "\\n\\t\\u00e9",
-    "Z\u00fcrich na\u00efve caf\u00e9 \u00c5ngstr\u00f6m \u0152uvre stra\u00dfe \u0130stanbul",
-    "\u4f60\u597d\uff0c\u4e16\u754c\u3002",
-    "\u4f60\u597dhello\u4e16\u754c123\u3002",
-    "\u3053\u3093\u306b\u3061\u306f \u30ab\u30bf\u30ab\u30ca",
-    "\uc548\ub155\ud558\uc138\uc694",
-    "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440!",
-    "\u03b1\u03b2\u03b3 \u2260 \u03c9",
-    "\u0645\u0631\u062d\u0628\u0627 \u0628\u0643",
-    "\u05e9\u05dc\u05d5\u05dd",
-    "\u0928\u092e\u0938\u094d\u0924\u0947",
-    "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35",
-    "\U0001f600",
-    "\U0001f600\U0001f601 \U0001f602",
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467",
-    "\U0001f1e8\U0001f1ed",
-    "\U0001f44d\U0001f3fd ok",
-    "\u2764\ufe0f",
-    "a\u00a0b\u2003c\u2009d\u200be\u3000f",
-    "\u2028\u2029",
-    "\x85",
-    "\x00",
-    "a\x00b",
-    "\x01\x02\x1b[0m\x7f",
-    "\ufeffbom",
-    "\u00ad soft",
-    "\u202eright",
-    "\ufffd",
-    "\U000f0000 private",
-    "\U0010ffff",
-    "\u00b2\u00b3\u00bd\u2460\u2167\u0661\u0662",
-    "x\u00b2+y\u00b2=1",
-    "\U0001d7d8\U0001d7d9",
-    "\u216f\u3007",
-    "\u01c5\u02b0\u00aa\u00ba",
-    "\u2200x\u2208\u211d: x\u00b2 \u2265 0",
-    "\u20ac5 \u00a310 \u00a5100",
-    "\u00a9\u00ae\u2122",
-    "<|endoftext|>",
-    "a<|endoftext|>b",
-    " <|endoftext|> ",
-    "<|endoftext|><|endoftext|>",
-    "<s>",
-    "a</s> b",
-    "<unk>",
-    "<0x0A>",
-    "<tool>",
-    "a <tool> b",
-    "<tool><tool>",
-    "[PAD300]",
-    SPACE,
-    f"a{SPACE}b {SPACE} c",
-    "quick brown  fox\tjumps  over\r\nthe lazy   dog",
-    "thethethe quickquick foxfox",
-    "lazylazy dogdog",
-]
-_PARTS = [
-    "the",
-    "quick",
-    "def",
-    "return",
-    "add(a, b)",
-    " ",
-    "  ",
-    "   ",
-    "\t",
-    "\n",
-    "\r\n",
-    "1",
-    "42",
-    "1234567",
-    "'s",
-    "'LL",
-    ".",
-    ",",
-    "!?",
-    "_",
-    "\u4f60\u597d",
-    "\u4e16",
-    "\U0001f600",
-    "\u00e9",
-    "\u00fc",
-    "\u0416\u0437",
-    "\u00a0",
-    "\x00",
-    "\x1b",
-    "(",
-    ")",
-    "{}",
-    "==",
-    "->",
-    "\u00b2",
-    "<tool>",
-    "<|endoftext|>",
-]
+PLAIN = cells(
+    " |   |    |     | \t | \n | \r\n | \n\n\n |  \n | \n  |  \r\n \t\r\n | a |  a | a  |  a  | "
+    "  a  b   c    d     e | \ta\t\tb | a\nb\r\nc\rd | a \n b | a\n\n\n  b\n |     return x | "
+    "\tfor (int i = 0; i < n; ++i) { | x = [1, 22, 333, 4444, 55555, 666666] | 0 | 12 | 123 | "
+    "1234 | 12345678901234567890 | 3.14159e-10 | 1,000,000.00 | v1.2.3-rc4 | "
+    "it's they're we've I'm you'll he'd IT'S THEY'RE WE'VE I'M YOU'LL HE'D don't o'clock 's 're | "
+    "''' \"\"\" ``` --- *** ### !!! ??? ... ;;; ::: /// | a.b,c;d:e!f?g | (a)[b]{c}<d> | "
+    "->=>== | def add(a, b):\n    return a + b\n | if (a && b || !c) { d ^= e >> 3; } // no | "
+    "#!/bin/sh | https://example.org/a?b=c&d=%20#e | user@example.org | C:\\Windows\\System32 | "
+    "\\n\\t\\u00e9 | "
+    "Z\xfcrich na\xefve caf\xe9 \xc5ngstr\xf6m \u0152uvre stra\xdfe \u0130stanbul | "
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002 | \u4f60\u597dhello\u4e16\u754c123\u3002 | "
+    "\u3053\u3093\u306b\u3061\u306f \u30ab\u30bf\u30ab\u30ca | \uc548\ub155\ud558\uc138\uc694 | "
+    "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440! | "
+    "\u03b1\u03b2\u03b3 \u2260 \u03c9 | \u0645\u0631\u062d\u0628\u0627 \u0628\u0643 | "
+    "\u05e9\u05dc\u05d5\u05dd | \u0928\u092e\u0938\u094d\u0924\u0947 | "
+    "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 | \U0001f600 | \U0001f600\U0001f601 \U0001f602 | "
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 | \U0001f1e8\U0001f1ed | "
+    "\U0001f44d\U0001f3fd ok | \u2764\ufe0f | a\xa0b\u2003c\u2009d\u200be\u3000f | "
+    "\u2028\u2029 | \x85 | \x00 | a\x00b | \x01\x02\x1b[0m\x7f | \ufeffbom | \xad soft | "
+    "\u202eright | \ufffd | \U000f0000 private | \U0010ffff | "
+    "\xb2\xb3\xbd\u2460\u2167\u0661\u0662 | x\xb2+y\xb2=1 | \U0001d7d8\U0001d7d9 | "
+    "\u216f\u3007 | \u01c5\u02b0\xaa\xba | \u2200x\u2208\u211d: x\xb2 \u2265 0 | "
+    "\u20ac5 \xa310 \xa5100 | \xa9\xae\u2122 | <|endoftext|> | a<|endoftext|>b | "
+    " <|endoftext|>  | <|endoftext|><|endoftext|> | <s> | a</s> b | <unk> | <0x0A> | <tool> | "
+    "a <tool> b | <tool><tool> | [PAD300] | \u2581 | a\u2581b \u2581 c | "
+    "quick brown  fox\tjumps  over\r\nthe lazy   dog | thethethe quickquick foxfox | "
+    "lazylazy dogdog"
+)
+_PARTS = cells(
+    "the | quick | def | return | add(a, b) |   |    |     | \t | \n | \r\n | 1 | 42 | 1234567 | "
+    "'s | 'LL | . | , | !? | _ | \u4f60\u597d | \u4e16 | \U0001f600 | \xe9 | \xfc | "
+    "\u0416\u0437 | \xa0 | \x00 | \x1b | ( | ) | {} | == | -> | \xb2 | <tool> | <|endoftext|>"
+)
 
 
 # On which expressions differ, or engines that read them.
-HARD = [
-    "\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e",
-    "\u0e44\u0e17\u0e22\u0e19\u0e49\u0e33 \u0e20\u0e32\u0e29\u0e32",
-    "HelloWORLD helloWorld",
-    "\u00c9cole\u00c9COLE \u00e9Cole \u041f\u0440\u0438\u0432\u0435\u0442\u041c\u0438\u0440",
-    "\u03b1\u0391 \u03a9\u03c9 \u01c5ungla",
-    "iPhone's DON'T McDonald'S",
-    "abc1234567 12 1234 a  1234  5",
-    "a \n\n 123\n\n\n  b",
-    "x/y//z/\n\n/",
-    "\uc870\uc120\ub9d0\u314b\u314b",
-    "\u6570\u5b66123\u6f22\u5b57\u304b\u306a\u30ab\u30ca",
-    "\uff41\uff21\uff11\uff12\uff13",
-    "tab\t\tx  \n",
-    "<sentinel:12> IMGIMGABZ x",
-    "a" * 30 + " " * 600 + "b",
-    " \u3000x\u3000\u3000y",
-    "1234567890123",
-    "\u0967\u0968\u0969\u096a\u096b \u0663\u0664\u0665\u0666",
-    "\r\n\r\nx\r\ry",
-    "\u2018q\u2019 \u201ct\u201d \u2014d\u2026",
-    "\u3105\u3106\u3107",
-]
+HARD = cells(
+    "\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e | "
+    "\u0e44\u0e17\u0e22\u0e19\u0e49\u0e33 \u0e20\u0e32\u0e29\u0e32 | HelloWORLD helloWorld | "
+    "\xc9cole\xc9COLE \xe9Cole \u041f\u0440\u0438\u0432\u0435\u0442\u041c\u0438\u0440 | "
+    "\u03b1\u0391 \u03a9\u03c9 \u01c5ungla | iPhone's DON'T McDonald'S | "
+    "abc1234567 12 1234 a  1234  5 | a \n\n 123\n\n\n  b | x/y//z/\n\n/ | "
+    "\uc870\uc120\ub9d0\u314b\u314b | \u6570\u5b66123\u6f22\u5b57\u304b\u306a\u30ab\u30ca | "
+    "\uff41\uff21\uff11\uff12\uff13 | tab\t\tx  \n | <sentinel:12> IMGIMGABZ x | "
+    " \u3000x\u3000\u3000y | 1234567890123 | "
+    "\u0967\u0968\u0969\u096a\u096b \u0663\u0664\u0665\u0666 | \r\n\r\nx\r\ry | "
+    "\u2018q\u2019 \u201ct\u201d \u2014d\u2026 | \u3105\u3106\u3107"
+)
+HARD.append("a" * 30 + " " * 600 + "b")
 
 
 def mixed_lines() -> list[str]:

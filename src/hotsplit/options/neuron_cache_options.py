@@ -7,7 +7,7 @@ that the steps read and by times measured beforehand, never by a clock, so that 
 the same swaps every time.
 
 The policy is in runtime/neuron_cache/native/policy.cpp; its slow reference implementation is
-tests/cache/cache_reference.py.
+tests/cache/test_cache_policy.py.
 
 Letters: L layers."""
 
