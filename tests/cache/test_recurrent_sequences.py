@@ -319,19 +319,19 @@ def test_a_prompts_file_holds_the_states(path, tmp_path):
                         assert torch.equal(text.extend([token]), want), (length, back)
 
 
-# What replaces the arrays of a file's first layer.
+# What replaces a file's arrays; KIND.0 is one of its first layer.
 WRONG = {
-    "another shape": lambda found: {"state.0": found["state.0"][..., :-1]},
-    "another type": lambda found: {"conv.0": found["conv.0"].astype(np.float64)},
-    "too few": lambda found: {"state.0": found["state.0"][:1]},
-    "another layer": lambda found: {f"{n}.9": found[f"{n}.0"] for n in ("state", "conv")},
+    "another shape": lambda found: {"KIND.0": found["KIND.0"][..., :-1]},
+    "another type": lambda found: {"KIND.0": found["KIND.0"].astype(np.float64)},
+    "too few": lambda found: {"KIND.0": found["KIND.0"][:1]},
+    "another layer": lambda found: {"KIND.9": found["KIND.0"]},
     "after the end": lambda found: {"positions": np.array([60, 71])},
     "twice": lambda found: {"positions": np.array([60, 60])},
     "before the beginning": lambda found: {"positions": np.array([0, 70])},
     "no positions": lambda found: {"positions": None},
-    "no state": lambda found: {"state.0": None},
+    "no state": lambda found: {"KIND.0": None},
     "no states": lambda found: {
-        name: None for name in found if name.partition(".")[0] in ("state", "conv", "positions")
+        name: None for name in found if name.partition(".")[0] in ("KIND", "state", "positions")
     },
 }
 
@@ -344,7 +344,9 @@ def test_states_of_another_model_are_refused_in_one_line(path, tmp_path, wrong):
             text.extend(range(70), "none")
             save_prompt(text, tmp_path / "p", engine.prompt_key())
         metadata, arrays = load_arrays(tmp_path / "p", FORMAT, VERSION)
-        given = {**arrays, **WRONG[wrong](arrays)}
+        kind = next(kind for kind in ("conv", "state") if f"{kind}.0" in arrays)
+        own = {name.replace(kind, "KIND"): array for name, array in arrays.items()}
+        given = {name.replace("KIND", kind): a for name, a in (own | WRONG[wrong](own)).items()}
         given = {name: np.ascontiguousarray(a) for name, a in given.items() if a is not None}
         metadata["sha256"] = prompt_cache._digest(given)
         save_arrays(tmp_path / "p", FORMAT, VERSION, metadata, given)

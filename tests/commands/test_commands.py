@@ -491,7 +491,7 @@ def arguments_of(name: str, folder: Path, **given: Path) -> list[str]:
 
 @pytest.mark.parametrize("number, pair", list(enumerate(PAIRS)))
 def test_no_output_is_an_input_or_another_output(tmp_path, monkeypatch, capsys, number, pair):
-    """By the same name, as a relative path, or by a link, in turns."""
+    """The pairs have, in turns, one name, a relative path, a hard link and a symbolic one."""
     monkeypatch.chdir(tmp_path)
     name, output, other = pair
     one, two = tmp_path / "one", tmp_path / "two"

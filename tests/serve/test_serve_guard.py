@@ -224,7 +224,7 @@ def test_a_length_that_is_no_number_or_endless_is_refused(length):
 
 
 def test_a_slow_body_is_refused():
-    """As too long if its length is known, although its rest is awaited beyond the deadline."""
+    """Its length is known to be too large, although its rest is awaited beyond the deadline."""
     service = service_of(read_s=0.1, max_body_bytes=2000)
     for first, status, code in (
         (b"{", 408, "request_timeout"),
