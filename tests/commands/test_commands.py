@@ -115,7 +115,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("megabytes", [100, 230, 400, 700, 6000])
+@pytest.mark.parametrize("megabytes", [100, 230, 400, 700, 1000, 6000])
 def test_a_limit_on_address_space_is_named(tmp_path, megabytes):
     """Libraries that cannot be mapped, and a model of 1 GiB (of holes) that cannot be."""
     path = tmp_path / "m.gguf"

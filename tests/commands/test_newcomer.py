@@ -287,6 +287,12 @@ def test_the_newline_that_ends_a_file_is_not_part_of_the_prompt(
     assert prompts_of(written, None, None) == [written]
 
 
+def test_a_prompt_from_a_closed_stdin_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(HotsplitError, match="stdin is closed; give the prompt with -p or -f FILE"):
+        prompts_of("-", None, None)
+
+
 def test_a_context_of_zero_is_the_models_own(tmp_path):
     """Users of llama.cpp write -c 0."""
     make_model(sizes=make_sizes(context_length=16)).save(tmp_path / "m.gguf")

@@ -224,6 +224,10 @@ def test_reasoning_is_separated_from_the_answer(served):
     grammar = {"grammar": 'root ::= "<think>hm</think>ok"', "max_tokens": 50}
     message = served.chat(**grammar)["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "ok")
+    streamed = served.stream(CHAT, {"messages": SAID, **grammar})
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+    thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert (thoughts, text_of_chunks(streamed)) == ("hm", "ok")
     plain = served.chat(**grammar, reasoning_format="none")["choices"][0]["message"]
     assert plain["content"] == "<think>hm</think>ok" and "reasoning_content" not in plain
 
