@@ -109,7 +109,7 @@ def test_a_stock_file_is_run_in_place_unless_something_else_is_asked_for(
         assert "model" in made(other), asked
 
 
-def test_what_was_chosen_is_said_once_and_again_if_it_changes(capsys, cache, silu, tmp_path):
+def test_what_was_chosen_is_said_once_and_again_if_it_changes(capsys, cache, silu, card, tmp_path):
     stock_of(silu, tmp_path / "s.gguf")
 
     def said(*words: object) -> list[str]:

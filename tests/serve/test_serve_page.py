@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from page_fixtures import act, answer, say, settled, stats
+from page_actions import act, answer, say, settled, stats
 from scripted_server import PAGE, Script, page_policy
 from serve_client import ServerProcess
 from test_chat import chat_model

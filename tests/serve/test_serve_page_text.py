@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from chromium import Browser
-from page_fixtures import MARKDOWN, answer, say, settled
+from page_actions import MARKDOWN, answer, say, settled
 from scripted_server import PAGE, Script, ScriptedServer
 
 pytest_plugins = ("page_fixtures",)
