@@ -1035,7 +1035,7 @@ REFUSED = {
     "a convolution of 17 taps": ("lfm2", {"conv_L_cache": 17}),
     r"conv.weight' is \[64, 1, 5\], wanted \[64, 3\]": ("lfm2", {"conv_L_cache": 3}),
     "wanted 5 of full_attention or conv": ("lfm2", {"layer_types": ["sliding_attention"] * 5}),
-    "of which some are above 0": ("lfm2", {"layer_types": ["conv"] * 5}),
+    r"\[0, 0, 0, 0, 0\], wanted a number": ("lfm2", {"layer_types": ["conv"] * 5}),
     "layer_types is missing, wanted each layer's": ("lfm2moe", {"layer_types": None}),
     "none of 5 layers has attention": ("qwen35", {"layer_types": ["linear_attention"] * 5}),
     "hidden_act 'relu' is unknown": ("qwen35", {"hidden_act": "relu"}),

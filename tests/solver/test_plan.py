@@ -31,7 +31,8 @@ from hotsplit.system.sizes import format_bytes, parse_bytes, size_words
 
 CARD = "rtx-4060-8gb"
 SPEED = re.compile(r"  this plan +([\d,]+\.\d) tokens/s")
-FEW_LAYERS = {"qwen35moe": 4, "gemma4": 12}  # with each kind of layer that they have
+# With each kind of layer that they have, or as many as a key lists.
+FEW_LAYERS = {"qwen35moe": 4, "gemma4": 12, "lfm2": 16, "lfm2moe": 24}
 
 
 @pytest.fixture(autouse=True)

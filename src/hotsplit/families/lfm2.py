@@ -86,10 +86,10 @@ def of_keys(read: KeyReader, *, has_experts: bool) -> ModelSpec:
     read, has_keys_L = read.with_one(KEY_HEADS)
     sizes = read.sizes()
     attends_L = has_keys_L or [True] * sizes.num_layers
-    if len(attends_L) != sizes.num_layers or not any(attends_L):
+    if len(attends_L) != sizes.num_layers:
         raise HotsplitError(
             f"{read.path}: {read.graph.name}.{KEY_HEADS} is {shown(has_keys_L)}, wanted"
-            f" {sizes.num_layers} numbers, of which some are above 0: this model is not supported"
+            f" {sizes.num_layers} numbers: this model is not supported"
         )
     taps = read.count(TAPS)
     if taps > MOST_TAPS:
