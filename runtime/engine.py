@@ -392,9 +392,7 @@ class Engine:
             token_s = block.step_seconds(text.number)
         block.is_on = True
         try:
-            yield lambda: Speculation(
-                BlockDrafter(block, options.min_probability, token_s), options
-            )
+            yield lambda: Speculation(BlockDrafter(block, token_s), options)
         finally:
             block.is_on = False
 

@@ -1,15 +1,24 @@
 """Statistics for the draft controller (speculation.py): seconds per step, the acceptance rate of
 guesses, and the time that drafts may lose."""
 
+import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 NUM_TRUSTS = 5
+NUM_FIRST = 3  # guesses that a draft model is expected to make in a round, before any was made
 _PRIOR_RIGHT = (0.2, 0.3, 0.45, 0.75, 0.85)  # prior acceptance rate of a guess, by trust
 _PRIOR_WEIGHT = 4.0  # guesses that this prior counts for
+_PRIOR_TOLD = 8.0  # guesses that a probability counts for which a draft model tells
+
 _FORGET = 0.98  # decay of the weight of past guesses
+_PRIOR_MEAN = 0.75  # the same of a draft model, until it tells its own probabilities
+# Rounds of a draft model that the expected first ones count for, and the decay of the weight of
+# past ones, and of those before a trial.
+_PRIOR_ROUNDS, _FORGET_ROUND, _FORGET_LONG_AGO = 2.0, 0.95, 0.5
 _PRIOR_SLOPE = 0.5  # cost of another row in single steps, before any was measured
 _NUM_KEPT = 9  # measurements kept per number of rows; their median is used
 _SHARE = 0.005  # the part of the estimated time without drafts that the account receives
@@ -83,6 +92,72 @@ class Acceptance:
             reached *= probability
             found.append(found[-1] + reached)
         return found
+
+
+class Confidence:
+    """The recent share of right guesses among those to which a draft model gave about the same
+    probability, which it is taken to be near."""
+
+    _NUM_PARTS = 8
+
+    def __init__(self) -> None:
+        self._right, self._seen = [0.0] * self._NUM_PARTS, [0.0] * self._NUM_PARTS
+        self._told = 0.0  # the sum of the probabilities
+
+    def learn(self, probability: float, is_right: bool) -> None:
+        part = self._part(probability)
+        self._right[part] = self._right[part] * _FORGET + is_right
+        self._seen[part] = self._seen[part] * _FORGET + 1
+        self._told = self._told * _FORGET + probability
+
+    def of(self, probability: float) -> float:
+        """The chance that a guess of this probability is right."""
+        part = self._part(probability)
+        ratio = (sum(self._right) + _PRIOR_TOLD) / (self._told + _PRIOR_TOLD)
+        right = self._right[part] + _PRIOR_TOLD * min(1.0, ratio * probability)
+        return right / (self._seen[part] + _PRIOR_TOLD)
+
+    def pays(self, reached: float, costs: Sequence[float]) -> bool:
+        """Whether 1, 2, ... more guesses bring more tokens than costs[0], costs[1], ...; `reached`:
+        the chance that all guesses so far are right."""
+        right = sum(self._right) + _PRIOR_TOLD * _PRIOR_MEAN
+        mean, tokens = right / (sum(self._seen) + _PRIOR_TOLD), 0.0
+        for cost in costs:
+            reached *= mean
+            tokens += reached
+            if tokens > cost:
+                return True
+        return False
+
+    def _part(self, probability: float) -> int:
+        """Each has half the chance of an error of the one before."""
+        return min(int(-math.log2(max(1 - probability, 1e-9))), self._NUM_PARTS - 1)
+
+
+# Tokens from a step with the first draft of a draft model.
+EXPECTED_FIRST = sum(_PRIOR_MEAN**place for place in range(NUM_FIRST + 1))
+
+
+class Rounds:
+    """The recent rate, in tokens a second, of rounds: steps for which a draft model read the text,
+    whether or not it made a guess."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self.num = 0
+
+    def learn(self, tokens: int, expected: float, seconds: float, *, is_trial: bool) -> None:
+        """`expected`: tokens, whose number varies less than that of those that came; half of each
+        is taken. `is_trial`: the rounds before were long ago."""
+        self.num += 1
+        forget = _FORGET_LONG_AGO if is_trial else _FORGET_ROUND
+        self._tokens = self._tokens * forget + (tokens + expected) / 2
+        self._seconds = self._seconds * forget + seconds
+
+    def rate(self, seconds: float) -> float:
+        """`seconds`: what the expected first rounds would take, which count as rounds that were."""
+        tokens = self._tokens + _PRIOR_ROUNDS * EXPECTED_FIRST
+        return tokens / (self._seconds + _PRIOR_ROUNDS * seconds)
 
 
 @dataclass

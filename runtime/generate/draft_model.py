@@ -1,14 +1,18 @@
 """Drafts by a second, smaller model with the same tokens.
 
 It keeps a sequence of its own in sync with the text: the common prefix stays, the rest is rolled
-back, and missing tokens are computed. A draft consists of the model's most probable token at each
-step, up to but not including the first whose probability is too low (llama.cpp's --draft-p-min).
+back, and missing tokens are computed. A guess is the model's most probable token.
+
+The product with the head is a third of a small model's work. Vocabularies list frequent tokens
+first, so a guess is taken from the first ids alone (frequency-ranked drafts: Zhao et al. 2025,
+FR-Spec), unless the text shows that its own tokens are others.
 
 Models of one family may pad their logits to different sizes: Qwen2.5-0.5B has 151,936 for the same
 tokens for which the 7B has 152,064. Ids that only one of them has are neither drafted nor read."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -16,8 +20,10 @@ from torch import Tensor
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.runtime.generate.generation import num_common
-from hotsplit.runtime.generate.speculation import Guess
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
+
+_FIRST_IDS = 32_768  # that guesses are taken from
+_RECENT, _LEAST_SHARE = 256, 0.75  # the share of a text's last tokens that must be among these
 
 
 class DraftModel:
@@ -25,24 +31,29 @@ class DraftModel:
     closes it."""
 
     name = "draft"
-    is_free = False
 
     def __init__(
-        self, sequence: TextSequence, min_probability: float, num_ids: int | None = None
+        self,
+        sequence: TextSequence,
+        num_ids: int | None = None,
+        limit: Callable[[int | None], None] | None = None,
     ) -> None:
         """Runs a few steps to measure the seconds per token. `num_ids`: the number of ids that both
-        models have; None: all of the draft model's."""
-        self._sequence, self._min_probability = sequence, min_probability
-        self._num_ids = num_ids
+        models have; None: all of the draft model's. limit(n): from then on the draft model computes
+        the logits of the first n ids alone, or of all with None; None: it can't."""
+        self._sequence, self._num_ids, self._limit = sequence, num_ids, limit
+        self._is_limited = False
+        self._limit_for(())
         self.token_s = _step_s(sequence)
         self._logits_V: Tensor | None = None  # after the last of the sequence's tokens
 
     def prepare(self, ids: Sequence[int]) -> None:
         """Brings the sequence up to date with the text. If the text does not fit into the draft
-        model's context, or has an id that the draft model lacks, propose() returns no tokens."""
+        model's context, or has an id that the draft model lacks, there are no guesses."""
         sequence = self._sequence
         if self._logits_V is not None and sequence.ids == ids:
             return
+        self._limit_for(ids[-_RECENT:])
         common = sequence.reusable(min(num_common(sequence.ids, ids), len(ids) - 1))
         sequence.rollback(common)
         sequence.mark(len(ids))  # a draft is usually wrong somewhere, and dropped from there
@@ -52,19 +63,27 @@ class DraftModel:
         )
         self._logits_V = sequence.extend(missing)[0] if fits else None
 
-    def propose(self, ids: Sequence[int], most: int) -> Guess:
+    def guesses(self, ids: Sequence[int]) -> Iterator[tuple[int, float]]:
         self.prepare(ids)
-        sequence, logits_V, tokens = self._sequence, self._logits_V, list[int]()
-        while logits_V is not None and len(tokens) < most:
+        sequence, logits_V = self._sequence, self._logits_V
+        while logits_V is not None:
             own_V = logits_V[: self._num_ids]
             token = int(own_V.argmax())
-            if float(own_V.softmax(0)[token]) < self._min_probability:  # false for NaN
-                break
-            tokens.append(token)
-            if len(tokens) == most or not sequence.room:
-                break
+            probability = float(own_V.softmax(0)[token])
+            if math.isnan(probability):
+                return
+            yield token, probability
+            if not sequence.room:
+                return
             logits_V = self._logits_V = sequence.extend([token])[0]
-        return Guess(tokens)
+
+    def _limit_for(self, ids: Sequence[int]) -> None:
+        if self._limit is None or self._num_ids is None or self._num_ids < 2 * _FIRST_IDS:
+            return
+        is_limited = sum(token < _FIRST_IDS for token in ids) >= _LEAST_SHARE * len(ids)
+        if is_limited != self._is_limited:
+            self._limit(_FIRST_IDS if is_limited else None)
+            self._is_limited = is_limited
 
 
 def _step_s(sequence: TextSequence) -> float:

@@ -25,8 +25,6 @@ class NgramDrafter:
     changes, drafts resume after the change."""
 
     name = "ngram"
-    is_free = True
-    token_s = 0.0
 
     def __init__(self) -> None:
         self._ids: Sequence[int] = ()  # the indexed text
@@ -98,8 +96,6 @@ class NgramPool:
     n-grams may share an entry, which only makes some drafts wrong."""
 
     name = "ngram-mod"
-    is_free = True
-    token_s = 0.0
 
     def __init__(self, size: int = 8, num_entries: int = 1 << 20) -> None:
         assert size >= 1 and num_entries >= 1, (size, num_entries)

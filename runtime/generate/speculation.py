@@ -10,26 +10,40 @@ and the n that maximises E(n) - rate * c(n + 1) maximises the long-run rate, whe
 rate of recent steps, or that of single-row steps if it is higher (Dinkelbach 1967, for ratios).
 Here n = 0 is a step without a draft, and c(n + 1) contains the time for guessing if that is not
 free. The time of a step is the median of the latest steps of as many rows, interpolated where there
-is none. a is counted separately for each confidence (`trust`) of the drafter; where guesses are
-free, unused guesses count too. Losses against single-row steps, and time spent on guessing except
-for reading a new text, are paid from an account that receives draft_costs' _SHARE of the time, so a
-text for which drafts do not pay takes longer by about that share and the account's opening balance.
-The account also pays for occasional trials, and for a draft model's first ones, without which the
-cost of further rows is only assumed: they are made if the draft would pay were those rows free.
+is none. a is counted separately for each confidence (`trust`) of the drafter, and unused guesses
+count too.
+
+A draft model's guesses are not free, but it tells their probabilities, one after another. So it
+makes another guess while some number of them is expected to be worth their time and that of their
+rows, and of the guesses as many are checked as maximise E(n) - rate * c(n + 1), with these
+probabilities. Whether the model is asked at all depends on the rate of its recent rounds.
+
+Losses against single-row steps, and time spent on guessing except for reading a new text, are paid
+from an account that receives draft_costs' _SHARE of the time, so a text for which drafts do not pay
+takes longer by about that share and the account's opening balance. The account also pays for
+occasional trials, and for a draft model's first ones, without which the cost of further rows is
+only assumed: they are made if the draft would pay were those rows free.
 
 Costs, and therefore choices, depend on the machine. The text does not, because each row of a step
 is bit-identical to a single step; where it is not, `check_rows` refuses."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import add
 from typing import Protocol, runtime_checkable
 
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation_options import SpeculationOptions
 from hotsplit.options.kinds import kinds_checked
-from hotsplit.runtime.generate.draft_costs import Acceptance, Account, RowCosts
+from hotsplit.runtime.generate.draft_costs import (
+    EXPECTED_FIRST,
+    NUM_FIRST,
+    Acceptance,
+    Account,
+    Confidence,
+    Rounds,
+    RowCosts,
+)
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
@@ -37,11 +51,13 @@ from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
 _LATELY = 20.0  # steps that the rate of recent steps is about
 _TRIAL_EVERY, _TRIAL = 64, 3  # tokens between trials, and the length of a trial's draft
-_FIRST_TRIALS = 4  # of a draft model, made at once
+_FIRST_TRIALS = 6  # rounds of a draft model, made at once
+_PRIOR_READ = 0.2  # a draft model's time for one more token of a pass, in guesses
+_SMOOTH = 0.2  # the weight of the latest of a draft model's times in their mean
 _VARY_EVERY = 16  # one draft in this many gets a nearby length whose cost is unknown, if any
 _SINGLE_EVERY = 128  # after this many drafts in a row, one step has none, to measure a single row
 _MARGIN = 0.05  # expected gain in tokens below which a draft is not worth it
-_COSTLY_TRUST = 3  # trust in the guesses of a drafter that is not free
+_ROUND_MARGIN = 1.02  # expected gain of a draft model's rounds below which it is not asked
 _OFF_AFTER = 8  # successive decisions against a draft, then counted as one switch-off
 
 
@@ -78,9 +94,9 @@ class Guess:
 
 @runtime_checkable
 class Drafter(Protocol):
+    """Drafts in negligible time, whatever their length."""
+
     name: str
-    is_free: bool  # the time of a guess is negligible, whatever its length
-    token_s: float  # otherwise an estimate of the seconds per token
 
     def prepare(self, ids: Sequence[int]) -> None:
         """Reads the text, which usually has grown since the last call."""
@@ -90,7 +106,22 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Follower(Drafter, Protocol):
+class CostlyDrafter(Protocol):
+    """Drafts in time that counts, and tells the probability of each guess."""
+
+    name: str
+    token_s: float  # an estimate of a guess's seconds
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """Reads the text, which usually has grown since the last call."""
+
+    def guesses(self, ids: Sequence[int]) -> Iterable[tuple[int, float]]:
+        """Tokens that may follow `ids`, the text last prepared, and their probabilities given those
+        before. Each is computed when it is asked for, and the first in prepare()."""
+
+
+@runtime_checkable
+class Follower(CostlyDrafter, Protocol):
     """A drafter that reads what the model computes of a text."""
 
     def follow(self, text: TextSequence) -> None:
@@ -99,10 +130,12 @@ class Follower(Drafter, Protocol):
 
 @dataclass
 class _Pending:
-    """A guess for the tokens from `start` on, of which the first `checked` were right so far."""
+    """A draft for the tokens from `start` on, of which the first `checked` were right so far, and
+    its trust, or its tokens' probabilities."""
 
     start: int
-    guess: Guess
+    tokens: Sequence[int]
+    trust: int | Sequence[float]
     checked: int = 0
 
 
@@ -134,13 +167,17 @@ class Speculation:
     """The drafts of one Generation, or of several in succession: see the module's docstring."""
 
     @kinds_checked
-    def __init__(self, drafter: Drafter, options: SpeculationOptions) -> None:
+    def __init__(self, drafter: Drafter | CostlyDrafter, options: SpeculationOptions) -> None:
         self.options, self._drafter = options, drafter
         self.totals, self.costs = Totals(), RowCosts()
-        self._acceptance = Acceptance(options.most)
-        # The opening balance of a draft model, which was loaded on purpose, covers a trial.
-        least = options.least if drafter.is_free else max(options.least, min(_TRIAL, options.most))
-        self._account = Account(least)
+        self._acceptance, self._confidence = Acceptance(options.most), Confidence()
+        least = options.least
+        if isinstance(drafter, CostlyDrafter):
+            # The opening balance of a draft model, which was loaded on purpose, covers a trial.
+            least = max(least, min(NUM_FIRST, options.most))
+            self._guess_s = drafter.token_s
+            self._read_token_s = _PRIOR_READ * drafter.token_s  # of each beyond a pass's first
+        self._account, self._rounds = Account(least), Rounds()
         self._ids: Sequence[int] = ()  # the text of the last call
         self._length = 0  # its length in that call
         self._pending: list[_Pending] = []
@@ -152,10 +189,10 @@ class Speculation:
         self._since_trial = self._since_single = self._since_varied = 0
         self._num_declined = self._num_unsure = 0
         self._is_on = True
-        # For a drafter that is not free: seconds per guessed and per read token, number of tokens
-        # read, and seconds of reading before the next guess.
-        self._token_s = self._read_token_s = drafter.token_s
-        self._num_read, self._gap_s = 0, 0.0
+        # Of a draft model: the tokens that it has read, whether it is asked for the coming step,
+        # the expected seconds of that and the tokens expected from the step.
+        self._num_read, self._is_asked = 0, False
+        self._round_s, self._expected = 0.0, 1.0
 
     def follow(self, text: TextSequence) -> None:
         """Drafts for this text from now on, if the drafter reads more than tokens."""
@@ -164,7 +201,7 @@ class Speculation:
 
     def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
         """At most `room` tokens that may follow `ids`; none if a draft does not pay."""
-        began, self._read_s = time.perf_counter(), 0.0
+        began, self._read_s, self._is_asked = time.perf_counter(), 0.0, False
         self._check(ids)
         tokens = self._draft(ids, min(room, self.options.most))
         self._draft_s = time.perf_counter() - began
@@ -185,8 +222,11 @@ class Speculation:
             totals.drafted += rows - 1
             totals.accepted += accepted
             totals.check_s += seconds
-            # The drafter has computed its own guesses, but the last one.
+            # A draft model has computed its own guesses, but the last one.
             self._num_read += min(accepted, rows - 2)
+        if self._is_asked:
+            took = self._round_s + self.costs.seconds(rows)
+            self._rounds.learn(tokens, self._expected, took, is_trial=not self._is_on)
         self._since_single = self._since_single + 1 if rows > 1 else 0
         self._since_trial += tokens
         assert single_s is not None, "the first step has one row: see _draft"
@@ -211,7 +251,7 @@ class Speculation:
                 f" {took:.1f} steps, an estimated {totals.gain:.2f}x the speed of the text;"
                 f" {'on' if self._is_on else 'off'} at the end, switched off {totals.num_off}x"
             )
-        if self._drafter.is_free:
+        if not isinstance(self._drafter, CostlyDrafter):
             return None
         what, other = "model", "the text is too long for it"
         if isinstance(self._drafter, Follower):
@@ -220,12 +260,9 @@ class Speculation:
         if single_s is None:
             return f"{begin} no step was made"
         if self._num_unsure:
-            return (
-                f"{begin} no first guess had a probability of {self.options.min_probability:g}, or"
-                f" {other}"
-            )
+            return f"{begin} no first guess was probable enough, or {other}"
         return (
-            f"{begin} a guess takes {1e3 * self._token_s:.3g} ms and a step of the model"
+            f"{begin} a guess takes {1e3 * self._guess_s:.3g} ms and a step of the model"
             f" {1e3 * single_s:.3g} ms, so that no draft was expected to pay"
         )
 
@@ -238,11 +275,15 @@ class Speculation:
         self._pending = [pending for pending in self._pending if self._follow(pending, ids)]
 
     def _follow(self, pending: _Pending, ids: Sequence[int]) -> bool:
-        """Compares a guess with the text; true if it is right so far and not yet complete."""
-        tokens, trust = pending.guess.tokens, pending.guess.trust
+        """Compares a draft with the text; true if it is right so far and not yet complete."""
+        tokens, trust = pending.tokens, pending.trust
         while pending.checked < len(tokens) and pending.start + pending.checked < len(ids):
-            is_right = tokens[pending.checked] == ids[pending.start + pending.checked]
-            self._acceptance.learn(trust, pending.checked, is_right)
+            place = pending.checked
+            is_right = tokens[place] == ids[pending.start + place]
+            if isinstance(trust, int):
+                self._acceptance.learn(trust, place, is_right)
+            else:
+                self._confidence.learn(trust[place], is_right)
             if not is_right:
                 return False
             pending.checked += 1
@@ -251,15 +292,10 @@ class Speculation:
     def _draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
         if self.costs.single_s is None or self._since_single >= _SINGLE_EVERY or most < 1:
             return ()
-        if self._drafter.is_free:
-            return self._free_guess(ids, most)
-        gap = len(ids) - self._num_read if self._is_read else 0  # reading a new text is not charged
-        self._gap_s = gap * self._read_token_s
-        length = self._length_for(_COSTLY_TRUST, most)
-        return self._costly_guess(ids, length) if length else ()
-
-    def _free_guess(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """The tokens worth computing; the text is later compared with the whole guess."""
+        if isinstance(self._drafter, CostlyDrafter):
+            draft = self._guesses(self._drafter, ids, most) if self._asks(ids, most) else ()
+            self._switch(len(draft) > 0)
+            return draft
         if not self._account.can_pay(0.0):
             return ()
         self._prepare(ids)
@@ -267,22 +303,66 @@ class Speculation:
         tokens = guess.tokens[:most]
         if not tokens:
             return ()
-        self._pending.append(_Pending(len(ids), Guess(tokens, guess.trust)))
+        self._pending.append(_Pending(len(ids), tokens, guess.trust))
         return tokens[: self._length_for(guess.trust, len(tokens))]
 
-    def _costly_guess(self, ids: Sequence[int], length: int) -> Sequence[int]:
+    def _asks(self, ids: Sequence[int], most: int) -> bool:
+        """Whether a draft model reads the text and guesses: because its rounds pay, or for a trial
+        that is due. The account must afford a round whose guesses are all wrong."""
+        single_s, length = self.costs.seconds(1), max(self.options.least, min(NUM_FIRST, most))
+        if length > most:
+            return False
+        guess_s, check_s = self._guess_s, self.costs.seconds(length + 1)
+        rate = self._rounds.rate(length * guess_s + check_s)
+        is_worth_it = rate * single_s > _ROUND_MARGIN
+        if not is_worth_it and self._rounds.num < _FIRST_TRIALS:
+            is_worth_it = EXPECTED_FIRST * single_s > length * guess_s + single_s
+        gap = len(ids) - self._num_read if self._is_read else 1  # a new text is not charged
+        read_s = guess_s + max(0, gap - 1) * self._read_token_s
+        wrong_s = read_s + (length - 1) * guess_s + check_s - single_s  # if every guess is wrong
+        is_due = is_worth_it or (self._since_trial >= _TRIAL_EVERY and self._is_read)
+        if not (is_due and self._account.can_pay(wrong_s)):
+            return False
+        self._is_asked, self._round_s, self._since_trial = True, read_s, 0
+        return True
+
+    def _guesses(self, drafter: CostlyDrafter, ids: Sequence[int], most: int) -> Sequence[int]:
+        """The draft for a round: see the module's docstring."""
         self._prepare(ids)
+        least = self.options.least
+        if self._rounds.num < _FIRST_TRIALS:
+            most = min(most, max(NUM_FIRST, least))
+        step_s, guess_s = self.costs.curve(max(most, NUM_FIRST) + 2), self._guess_s
+        rate = max(1 / step_s[1], self._rounds.rate(NUM_FIRST * guess_s + step_s[NUM_FIRST + 1]))
+        guesses, reached, expected = list[tuple[int, float]](), 1.0, [1.0]
         began = time.perf_counter()
-        tokens = self._drafter.propose(ids, length).tokens[:length]
-        token_s = (time.perf_counter() - began) / max(1, len(tokens))
-        self._token_s += 0.1 * (token_s - self._token_s)
-        if not tokens:
+        for num, guess in enumerate(drafter.guesses(ids), 1):
+            guesses.append(guess)
+            reached *= self._confidence.of(guess[1])
+            expected.append(expected[-1] + reached)
+            wrong_s = self._round_s + num * guess_s + step_s[num + 2] - step_s[1]
+            more_s = [
+                n * guess_s + step_s[num + 1 + n] - step_s[num + 1]
+                for n in range(1, 1 + most - num)
+            ]
+            pays = self._confidence.pays(reached, [rate * seconds for seconds in more_s])
+            if num >= least and not (pays and self._account.can_pay(wrong_s)):
+                break
+            if num == most:
+                break
+        lengths = range(least, len(expected)) or [0]
+        num = max(lengths, key=lambda n: expected[n] - rate * step_s[n + 1])
+        self._expected = expected[num]
+        if len(guesses) > 1:  # the first comes out of the text's own pass
+            took = (time.perf_counter() - began) / (len(guesses) - 1)
+            self._guess_s += _SMOOTH * (took - self._guess_s)
+            self._round_s += (len(guesses) - 1) * guess_s
+        if not num:
             self._num_unsure += 1
-            self._acceptance.learn(_COSTLY_TRUST, 0, False)  # no guess counts as a wrong one
-        if len(tokens) < max(1, self.options.least):
-            return ()
-        self._pending.append(_Pending(len(ids), Guess(tokens, _COSTLY_TRUST)))
-        return tokens
+        # Those that are not worth their rows are compared with the text all the same.
+        tokens = [token for token, _ in guesses]
+        self._pending.append(_Pending(len(ids), tokens, [told for _, told in guesses]))
+        return tokens[:num]
 
     def _prepare(self, ids: Sequence[int]) -> None:
         """Lets the drafter read the text. For a new text this is not charged, like a prefill."""
@@ -291,9 +371,9 @@ class Speculation:
         took = time.perf_counter() - began
         if not self._is_read:
             self._is_read, self._read_s = True, took
-        elif len(ids) > self._num_read:
-            token_s = took / (len(ids) - self._num_read)
-            self._read_token_s += 0.1 * (token_s - self._read_token_s)
+        elif len(ids) > self._num_read + 1 and isinstance(self._drafter, CostlyDrafter):
+            token_s = max(0.0, took - self._guess_s) / (len(ids) - self._num_read - 1)
+            self._read_token_s += _SMOOTH * (token_s - self._read_token_s)
         self._num_read = len(ids)
 
     def _length_for(self, trust: int, most: int) -> int:
@@ -306,7 +386,7 @@ class Speculation:
     def best_length(self, trust: int, most: int) -> int:
         """The length of the best draft that the account can afford; 0 is none."""
         expected = self._acceptance.expected(trust, most)
-        cost_s = self._draft_costs(most)
+        cost_s = self.costs.curve(most + 1)[1:]
         single_s = cost_s[0]
         assert self._lately is not None, "a single step was measured"
         tokens, seconds = self._lately
@@ -317,12 +397,6 @@ class Speculation:
             if value > best_value and self._can_pay(length, cost_s):
                 best, best_value = length, value
         return best
-
-    def _draft_costs(self, most: int) -> list[float]:
-        """Seconds of drafting 0, 1, ... `most` tokens and of the step that checks them."""
-        single_s, *checks = self.costs.curve(most + 1)[1:]
-        guesses = (self._gap_s + length * self._token_s for length in range(1, most + 1))
-        return [single_s, *map(add, guesses, checks)]
 
     def _can_pay(self, length: int, cost_s: Sequence[float]) -> bool:
         """True if the account can afford a draft that is entirely wrong. Until a step of several
@@ -343,21 +417,12 @@ class Speculation:
 
     def _trial_length(self, trust: int, most: int) -> int:
         """The length of a trial, a draft that is not expected to pay, if one is due and affordable,
-        because conditions may have changed, or a draft model has hardly been tried; else 0.
-        Restarts the interval to the next trial."""
+        because conditions may have changed; else 0. Restarts the interval to the next trial."""
         length = max(min(_TRIAL, most), self.options.least)
-        if length > most:
+        if length > most or self._since_trial < _TRIAL_EVERY:
             return 0
-        cost_s, expected = self._draft_costs(length), self._acceptance.expected(trust, length)
-        is_due = self._since_trial >= _TRIAL_EVERY
-        if self._drafter.is_free:
-            is_due = is_due and expected[1] > 1.5
-        else:
-            with_free_rows_s = cost_s[0] + self._gap_s + length * self._token_s
-            can_pay = expected[length] * cost_s[0] > with_free_rows_s
-            is_first = self.totals.drafts < _FIRST_TRIALS and can_pay
-            is_due = is_first or (is_due and self._is_read)
-        if is_due and self._can_pay(length, cost_s):
+        expected = self._acceptance.expected(trust, length)
+        if expected[1] > 1.5 and self._can_pay(length, self.costs.curve(length + 1)[1:]):
             self._since_trial = 0
             return length
         return 0

@@ -119,13 +119,18 @@ _MOST_ROWS = 32  # of a kept buffer; more are usually the rows of a whole text, 
 _UNUSED = 3  # references to an unused buffer: the list, a variable and an argument
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class LogitsMemory:
     """Memory for logits, reused once no tensor refers to it: fresh memory would cost a step a page
     fault for every 4 KiB."""
 
     vocab_size: int
     _kept: list[np.ndarray] = field(default_factory=list, repr=False)
+
+    def limit(self, vocab_size: int) -> None:
+        """From now on the logits are those of that many ids."""
+        self.vocab_size = vocab_size
+        self._kept.clear()
 
     def take(self, num_rows: int) -> Tensor:
         """Uninitialised f32 [R, V], not handed out again while a tensor refers to it."""

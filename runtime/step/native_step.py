@@ -269,6 +269,7 @@ class NativeStep:
     step: StepStruct
     values: StepValues
     placed: Sequence[tuple[Op, tuple[int, int]]]  # the program, with the native operations of each
+    num_ids: int
     logits: LogitsMemory
     traffic: Traffic
     shared: Mapping[str, Tensor]  # f32 [max_rows, D], values that others read or write
@@ -277,6 +278,12 @@ class NativeStep:
     @property
     def max_rows(self) -> int:
         return self.step.max_rows
+
+    def limit_ids(self, num_ids: int | None) -> None:
+        """From now on steps compute the logits of the first `num_ids` ids alone, a multiple of 16,
+        with the same bits; None: of all."""
+        self.step.head.num_rows = self.num_ids if num_ids is None else num_ids
+        self.logits.limit(self.step.head.num_rows)
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
         """Logits f32 [rows with logits, V]; appends the rows to the cache and counts traffic. If
@@ -322,7 +329,8 @@ def build(weights: Weights, traffic: Traffic, shared: Sequence[str] = ()) -> Nat
         step=step,
         values=builder.values,
         placed=placed,
-        logits=LogitsMemory(vocab_size=weights.head.weight.num_rows),
+        num_ids=step.head.num_rows,
+        logits=LogitsMemory(vocab_size=step.head.num_rows),
         traffic=traffic,
         shared=values,
         kept=tuple(builder.kept),

@@ -225,7 +225,7 @@ def test_adversarial_drafts_change_nothing(path, lie):
 def test_a_draft_model_with_states_of_its_own_changes_nothing(path):
     with Engine.load(path) as engine, Engine.load(path) as other, other.sequence() as sequence:
         want = text_of(engine, 80)
-        assert text_of(engine, 80, Eager(DraftModel(sequence, 0.0), 4)) == want
+        assert text_of(engine, 80, Eager(DraftModel(sequence), 4)) == want
         assert engine.last_run.accepted > 40  # the same model
 
 

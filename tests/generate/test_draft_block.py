@@ -23,13 +23,12 @@ from hotsplit.options.generation_options import (
 )
 from hotsplit.runtime.generate.constraints import regex_constraint
 from hotsplit.runtime.generate.generation import Generation, together
-from hotsplit.runtime.generate.speculation import Guess
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.draft_step import DraftStep
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 GREEDY, SEEDED = SamplingOptions(temperature=0.0), SamplingOptions(temperature=0.7, seed=5)
-ALL, ANY = SpeculationOptions(type="mtp", most=4, min_probability=0.0), LIES["anything"]
+ALL, ANY = SpeculationOptions(type="mtp", most=4), LIES["anything"]
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +50,18 @@ def paths(tmp_path_factory):
 class Forced:
     """What a test makes of the text in place of the block's guesses, which are still computed."""
 
-    name, is_free, token_s = "mtp", False, 1e-3
+    name, token_s = "mtp", 1e-3
 
     def __init__(self, drafter, text, lie):
         self.drafter, self.text, self.lie, self.chance = drafter, text, lie, random.Random(0)
         self.follow, self.prepare = drafter.follow, drafter.prepare
 
-    def propose(self, ids, most):
-        own = self.drafter.propose(ids, most).tokens
-        forced = self.lie(self.text[len(ids) : len(ids) + most], self.chance)
-        assert len(own) == most
-        return Guess(forced or own)
+    def guesses(self, ids):
+        forced = self.lie(self.text[len(ids) : len(ids) + ALL.most], self.chance)
+        for place, guess in enumerate(self.drafter.guesses(ids)):
+            if forced and place == len(forced):
+                return
+            yield (forced[place], 1.0) if forced else guess
 
 
 @contextmanager

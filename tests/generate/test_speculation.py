@@ -27,11 +27,12 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.options.generation_options import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.cache.block_table import NO_BLOCK
+from hotsplit.runtime.generate import draft_model
 from hotsplit.runtime.generate.draft_model import DraftModel
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
-from hotsplit.runtime.generate.speculation import Speculation, check_rows
+from hotsplit.runtime.generate.speculation import CostlyDrafter, Speculation, check_rows
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted
 from hotsplit.runtime.step.sequences import Sequences
@@ -60,6 +61,12 @@ def text_of(engine: Engine, count: int, drafts=None, prompt=PROMPT, **options) -
     return [token.id for token in tokens if token.id is not None]
 
 
+def proposed(drafter, ids: Sequence[int], most: int) -> Sequence[int]:
+    if isinstance(drafter, CostlyDrafter):
+        return [token for token, _ in itertools.islice(drafter.guesses(ids), most)]
+    return drafter.propose(ids, most).tokens
+
+
 class Eager(Speculation):
     """Drafts all that a drafter proposes, whatever it costs."""
 
@@ -68,7 +75,7 @@ class Eager(Speculation):
         self.heard: list[tuple[int, int]] = []
 
     def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
-        return self.drafter.propose(ids, min(room, self.most)).tokens
+        return proposed(self.drafter, ids, min(room, self.most))
 
     def learn(self, rows: int, accepted: int, seconds: float) -> None:
         assert seconds > 0
@@ -115,7 +122,7 @@ def test_no_drafter_changes_greedy_or_seeded_texts(tmp_path, kind, mode):
             want = text_of(engine, 150, sampling=sampling)
             assert engine.last_run.drafted == 0
             with other.sequence() as sequence:
-                for drafter in (NgramDrafter(), NgramPool(3), DraftModel(sequence, 0.0)):
+                for drafter in (NgramDrafter(), NgramPool(3), DraftModel(sequence)):
                     drafts = Eager(drafter)
                     assert text_of(engine, 150, drafts, sampling=sampling) == want, drafter.name
                     run = engine.last_run
@@ -244,7 +251,7 @@ def test_the_draft_models_sequence_is_the_text(tmp_path):
     path, small = model_path(tmp_path, "q8_0"), model_path(tmp_path, "q4_0", "draft")
     with Engine.load(path, mode="dense") as engine, Engine.load(small, mode="dense") as other:
         with other.sequence() as sequence:
-            drafter, calls = DraftModel(sequence, 0.0), []
+            drafter, calls = DraftModel(sequence), []
 
             class Watched(Eager):
                 def draft(self, ids, room):
@@ -262,18 +269,34 @@ def test_the_draft_models_sequence_is_the_text(tmp_path):
             assert text_of(engine, 100, Watched(drafter), prompt=other_prompt) == want
             assert len(calls) > 20
             # Its guesses are its own greedy text.
-            guess = drafter.propose(PROMPT, 12).tokens
+            guess = proposed(drafter, PROMPT, 12)
         assert guess == text_of(other, 12)
 
 
-def test_a_draft_model_proposes_nothing_when_unsure_or_full(tmp_path):
+def test_a_draft_model_proposes_nothing_when_full(tmp_path):
     path = model_path(tmp_path, "q8_0")
     with Engine.load(path, mode="dense", context_length=32) as engine, engine.sequence() as text:
-        assert DraftModel(text, 1.0).propose(PROMPT, 8).tokens == []
-        assert len(DraftModel(text, 0.0).propose(PROMPT, 8).tokens) == 8
-        # The context's last two positions, and the token after.
-        assert len(DraftModel(text, 0.0).propose([1] * 30, 8).tokens) == 3
-        assert DraftModel(text, 0.0).propose([1] * 33, 8).tokens == []
+        drafter = DraftModel(text)
+        assert len(proposed(drafter, PROMPT, 8)) == 8
+        # The context's last two positions, and the token after them.
+        assert len(proposed(drafter, [1] * 30, 8)) == 3
+        assert proposed(drafter, [1] * 33, 8) == []
+
+
+def test_guesses_are_taken_from_the_first_ids_while_the_text_has_them(tmp_path, monkeypatch):
+    """The limited head has the bits of the whole one; a text of later ids takes it whole."""
+    monkeypatch.setattr(draft_model, "_FIRST_IDS", 32)
+    path = model_path(tmp_path, "q8_0")
+    with Engine.load(path, mode="dense") as engine, engine.sequence() as text:
+        limit, size = engine._live.native.limit_ids, engine.model.spec.vocab_size
+        for ids, num_logits in ((PROMPT, 32), ([*PROMPT, 100, 101], 32), ([100, 3, 1], size)):
+            drafter = DraftModel(text, size, limit)
+            tokens = proposed(drafter, ids, 4)
+            found_V = drafter._logits_V
+            limit(None)
+            text.rollback(0)
+            want_V = text.extend([*ids, *tokens[:3]])[0]
+            assert len(found_V) == num_logits and torch.equal(found_V, want_V[:num_logits])
 
 
 # ---- the distribution of drawn tokens -----------------------------------------------------------
@@ -433,7 +456,7 @@ def test_every_type_of_drafter_can_be_chosen(tmp_path):
         with speculating(engine, SpeculationOptions()) as drafts:
             assert drafts is None
         for kind in ("ngram", "ngram-mod", "draft"):
-            options = SpeculationOptions(type=kind, min_probability=0.0)
+            options = SpeculationOptions(type=kind)
             with speculating(engine, options, small) as drafts:
                 assert text_of(engine, 100, drafts) == want
                 line = drafts.line()
@@ -455,17 +478,17 @@ def test_a_draft_model_may_have_another_number_of_padded_logits(tmp_path, target
         tensors = model.tensors | {"output.weight": array_entry(head, "f32")}
         paths.append(tmp_path / f"{name}.gguf")
         dataclasses.replace(model, tensors=tensors, path=paths[-1]).save(paths[-1])
-    options = SpeculationOptions(type="draft", min_probability=0.0)
+    options = SpeculationOptions(type="draft")
     with Engine.load(paths[0], mode="dense") as engine:
         want = text_of(engine, 100)
         with speculating(engine, options, paths[1]) as drafts:
             assert text_of(engine, 100, Eager(drafts._drafter)) == want
             drafter = drafts._drafter
             for last in range(vocab_size):
-                assert max(drafter.propose([*PROMPT, last], 8).tokens) < vocab_size
+                assert max(proposed(drafter, [*PROMPT, last], 8)) < vocab_size
             if target_pad:
-                assert drafter.propose([*PROMPT, vocab_size], 8).tokens == []
-                assert len(drafter.propose([*PROMPT, 1], 8).tokens) == 8
+                assert proposed(drafter, [*PROMPT, vocab_size], 8) == []
+                assert len(proposed(drafter, [*PROMPT, 1], 8)) == 8
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):

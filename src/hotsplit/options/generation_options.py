@@ -68,15 +68,13 @@ class GenerationOptions:
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
     """Options of drafts. `type`: the source of drafts; "auto" is the model's draft block, or the
-    text itself without one. A draft has `least` to `most` tokens; a draft model or block stops
-    before a token less probable than `min_probability`. `is_optional`: if drafts could change the
-    text, they are switched off instead of refused."""
+    text itself without one. A draft has `least` to `most` tokens. `is_optional`: if drafts could
+    change the text, they are switched off instead of refused."""
 
     type: SpecType = "none"
     is_optional: bool = False
     most: Annotated[int, Interval(ge=1, le=LONGEST)] = MOST_DRAFTED
     least: Annotated[int, Ge(0)] = 0
-    min_probability: Share = 0.75
 
     def __post_init__(self) -> None:
         check_fields(self)

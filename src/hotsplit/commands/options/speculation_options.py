@@ -69,6 +69,7 @@ def speculating(
     from hotsplit.runtime.generate.draft_model import DraftModel
     from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
     from hotsplit.runtime.generate.speculation import Speculation, check_rows, has_equal_steps
+    from hotsplit.runtime.step.native_step import NativeStep
 
     if options.type == "none" or (options.is_optional and not has_equal_steps(engine._live)):
         yield None
@@ -89,8 +90,10 @@ def speculating(
     else:
         assert model_draft is not None
         with _draft_engine(engine, model_draft) as draft, draft.sequence() as sequence:
+            native = draft._live.native
+            limit = native.limit_ids if isinstance(native, NativeStep) else None
             num_ids = min(e.model.spec.vocab_size for e in (engine, draft))
-            yield Speculation(DraftModel(sequence, options.min_probability, num_ids), options)
+            yield Speculation(DraftModel(sequence, num_ids, limit), options)
 
 
 def _draft_engine(engine: "Engine", path: Path) -> "Engine":
