@@ -128,7 +128,7 @@ class LogitsMemory:
     _kept: list[np.ndarray] = field(default_factory=list, repr=False)
 
     def limit(self, vocab_size: int) -> None:
-        """From now on the logits are those of that many ids."""
+        """Later logits are those of that many ids."""
         self.vocab_size = vocab_size
         self._kept.clear()
 

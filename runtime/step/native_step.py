@@ -280,8 +280,8 @@ class NativeStep:
         return self.step.max_rows
 
     def limit_ids(self, num_ids: int | None) -> None:
-        """From now on steps compute the logits of the first `num_ids` ids alone, a multiple of 16,
-        with the same bits; None: of all."""
+        """Later steps compute the logits of the first `num_ids` ids alone, a multiple of 16, with
+        the same bits; None: of all."""
         self.step.head.num_rows = self.num_ids if num_ids is None else num_ids
         self.logits.limit(self.step.head.num_rows)
 
