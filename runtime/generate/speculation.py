@@ -8,10 +8,9 @@ yields
 
 and the n that maximises E(n) - rate * c(n + 1) maximises the long-run rate, where `rate` is the
 rate of recent steps, or that of single-row steps if it is higher (Dinkelbach 1967, for ratios).
-Here n = 0 is a step without a draft, and c(n + 1) contains the time for guessing if that is not
-free. The time of a step is the median of the latest steps of as many rows, interpolated where there
-is none. a is counted separately for each confidence (`trust`) of the drafter, and unused guesses
-count too.
+Here n = 0 is a step without a draft. The time of a step is the median of the latest steps of as
+many rows, interpolated where there is none. a is counted separately for each confidence (`trust`)
+of the drafter, and unused guesses count too.
 
 A draft model's guesses are not free, but it tells their probabilities, one after another. So it
 makes another guess while some number of them is expected to be worth their time and that of their

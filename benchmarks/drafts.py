@@ -1,0 +1,156 @@
+"""Benchmarks drafts on a real pair of models: tokens a second of the same greedy answers without
+drafts, with drafts from the text itself and by a smaller model.
+
+    python benchmarks/drafts.py MODEL DRAFT [--rounds N] [--tokens N] [--texts N] [--threads N]
+
+MODEL and DRAFT are those of `make qwen-coder qwen2.5`. Every answer begins with a new controller,
+as in a new program. The kinds take turns; seconds are those of the wall, the draft model's among
+them and the prompt's not, and the best of the rounds counts. Answers must be the same, token for
+token. HOTSPLIT_CPU_LEVEL forces a lower instruction level."""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+from machine import result_of, write_result
+
+from hotsplit import Engine
+from hotsplit.commands.options.speculation_options import speculating
+from hotsplit.measure.timing.interleave import take_turns
+from hotsplit.options.generation_options import (
+    GenerationOptions,
+    SamplingOptions,
+    SpeculationOptions,
+)
+from hotsplit.runtime.generate.chat import ChatOptions
+from hotsplit.runtime.kernels.cpu import library
+
+KINDS = ("none", "ngram", "draft")
+CODE = """def square(x):
+    return x * x
+
+def cube(x):
+    return x * square(x)
+
+def total(xs):
+    s = 0
+    for x in xs:
+        s += x
+    return s
+"""
+TEXTS = {
+    "code": (
+        "Write a Python class LRUCache with get and put methods, and tests for it with pytest.",
+        "Write a C function that reverses a linked list, with a main function that shows it.",
+        "Write a Python script that counts the words of a file and prints the ten most frequent.",
+        "Implement quicksort and binary search in JavaScript.",
+        "Write a SQL schema for a library with books, members and loans, and three queries on it.",
+    ),
+    "prose": (
+        "Write a short story about a lighthouse keeper who finds a letter.",
+        "Explain how a heat pump works to somebody who has never seen one.",
+        "What were the causes of the French Revolution?",
+        "Give me advice for a first visit to Japan.",
+        "Describe a walk through an old forest in autumn.",
+    ),
+    "German": (
+        "Erkläre auf Deutsch, wie eine Wärmepumpe funktioniert und wann sie sich lohnt.",
+        "Schreibe eine kurze Geschichte über einen Bäcker in Hamburg.",
+        "Was sind die Unterschiede zwischen Demokratie und Monarchie?",
+        "Schreibe ein Rezept für Kartoffelsuppe.",
+        "Beschreibe auf Deutsch den Wasserkreislauf.",
+    ),
+    "rewritten": tuple(
+        f"{task}:\n```python\n{CODE}```"
+        for task in (
+            "Rewrite this file, renaming `x` to `value`",
+            "Add type annotations to this file",
+            "Add a docstring to each function of this file",
+            "Translate this file to JavaScript",
+            "Rewrite this file so that every function checks that its argument is not None",
+        )
+    ),
+}
+
+
+def main() -> None:
+    arguments = _arguments()
+    library.set_threads(arguments.threads)
+    with Engine.load(arguments.model, device="cpu", context_length=2048) as engine:
+        texts = {
+            f"{about} {number}": _measured(engine, text, arguments)
+            for about, group in TEXTS.items()
+            for number, text in enumerate(group[: arguments.texts], 1)
+        }
+    gains = {
+        f"{about}, {kind}": statistics.median(
+            text[kind]["tokens_per_s"] / text["none"]["tokens_per_s"]
+            for name, text in texts.items()
+            if name.startswith(about)
+        )
+        for about in TEXTS
+        for kind in KINDS[1:]
+    }
+    print(*(f"{name}: {gain:.2f}x" for name, gain in gains.items()), sep="\n")
+    result = result_of(
+        "drafts",
+        model=arguments.model.stem,
+        draft=arguments.draft.stem,
+        level=library.level(),
+        threads=arguments.threads,
+        rounds=arguments.rounds,
+        tokens=arguments.tokens,
+        gains=gains,
+        texts=texts,
+    )
+    name = f"drafts-{library.level()}"
+    print(f"wrote {write_result(result, name, arguments.output)}")
+
+
+def _measured(engine: Engine, text: str, arguments: argparse.Namespace) -> dict[str, dict]:
+    """By kind: tokens a second, tokens drafted and accepted."""
+    answers = set()
+
+    def answer(kind: str) -> tuple[float, int, int]:
+        options = SpeculationOptions(type=kind)
+        draft = arguments.draft if kind == "draft" else None
+        with speculating(engine, options, draft) as drafts:
+            chat = engine.chat(
+                sampling=SamplingOptions(temperature=0.0),
+                options=ChatOptions(generation=GenerationOptions(max_tokens=arguments.tokens)),
+                drafts=drafts,
+            )
+            with chat:
+                began = time.perf_counter()
+                ids = tuple(token.id for token in chat.say(text))
+                took = time.perf_counter() - began
+        run = engine.last_run
+        answers.add(ids)
+        return (len(ids) - 1) / (took - run.prefill_s), run.drafted, run.accepted
+
+    turns = {kind: lambda _, kind=kind: answer(kind) for kind in KINDS}
+    samples = take_turns(turns, arguments.rounds)
+    assert len(answers) == 1, "drafts changed the text"
+    found = {
+        kind: dict(zip(("tokens_per_s", "drafted", "accepted"), max(rounds), strict=True))
+        for kind, rounds in samples.items()
+    }
+    print(text.splitlines()[0], *(f"{found[kind]['tokens_per_s']:.1f}" for kind in KINDS))
+    return found
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("draft", type=Path)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--texts", type=int, default=5, help="of each subject")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
