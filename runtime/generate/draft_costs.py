@@ -32,10 +32,12 @@ class RowCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
         self._median: dict[int, float] = {}
+        self.num_single = 0  # times of a single row
 
     def learn(self, rows: int, seconds: float) -> None:
         kept = self._seconds.setdefault(rows, deque(maxlen=_NUM_KEPT))
         kept.append(seconds)
+        self.num_single += rows == 1
         self._median[rows] = statistics.median(kept)
 
     @property

@@ -54,7 +54,7 @@ _FIRST_TRIALS = 6  # rounds of a draft model, made at once
 _PRIOR_READ = 0.2  # a draft model's time for one more token of a pass, in guesses
 _SMOOTH = 0.2  # the weight of the latest of a draft model's times in their mean
 _VARY_EVERY = 16  # one draft in this many gets a nearby length whose cost is unknown, if any
-_SINGLE_EVERY = 128  # after this many drafts in a row, one step has none, to measure a single row
+_SINGLE_EVERY = 128  # after this many drafts in a row, at the latest, a single row is measured
 _MARGIN = 0.05  # expected gain in tokens below which a draft is not worth it
 _ROUND_MARGIN = 1.02  # expected gain of a draft model's rounds below which it is not asked
 _OFF_AFTER = 8  # successive decisions against a draft, then counted as one switch-off
@@ -289,7 +289,7 @@ class Speculation:
         return pending.checked < len(tokens)
 
     def _draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        if self.costs.single_s is None or self._since_single >= _SINGLE_EVERY or most < 1:
+        if self.costs.single_s is None or self._is_single_due() or most < 1:
             return ()
         if isinstance(self._drafter, CostlyDrafter):
             draft = self._guesses(self._drafter, ids, most) if self._asks(ids, most) else ()
@@ -304,6 +304,14 @@ class Speculation:
             return ()
         self._pending.append(_Pending(len(ids), tokens, guess.trust))
         return tokens[: self._length_for(guess.trust, len(tokens))]
+
+    def _is_single_due(self) -> bool:
+        """A draft model, which seldom gains much, seems to pay by a few slow single rows, so that
+        others soon follow."""
+        every = _SINGLE_EVERY
+        if isinstance(self._drafter, CostlyDrafter):
+            every = min(every, 2 * self.costs.num_single)
+        return self._since_single >= every
 
     def _asks(self, ids: Sequence[int], most: int) -> bool:
         """Whether a draft model reads the text and guesses: because its rounds pay, or for a trial
