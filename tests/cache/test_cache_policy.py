@@ -1,215 +1,16 @@
-"""The neuron cache's policy: the C++ code decides like its definition in numpy, and within
-its limits.
+"""The neuron cache's policy keeps to its limits and follows what a text reads.
 
-The definition goes neuron by neuron. With `dtype` float32, both round alike and decide alike; with
-float64, the scores show the effect of rounding. Letters: R tokens of a step, L layers, F neurons of
-a layer, N slots of a layer."""
+Letters: R tokens of a step, L layers, F neurons of a layer, N slots of a layer."""
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from case_tables import rows_of
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions, Units
+from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
-
-RECENT, ROOM = 0.95, 0.9
-PRICE_UP, PRICE_DOWN, LEAST_PRICE = 1.1, 0.97, 1e-3
-FIRST_STEPS, LEAST_LOSS = 16, 0.002
-
-
-@dataclass(frozen=True)
-class Swap:
-    layer: int
-    slot: int
-    into: int
-    out: int
-    gain_s: float
-
-
-class ReferencePolicy:
-    def __init__(
-        self,
-        resident_LN: Sequence[np.ndarray],
-        frequency_LF: np.ndarray,
-        costs: CacheCosts,
-        options: CacheOptions,
-        dtype: type = np.float32,
-        units: Units = "neurons",
-    ) -> None:
-        self.costs, self.options, self.dtype = costs, options.of(units), dtype
-        self.are_experts = units == "experts"
-        self.score_LF: np.ndarray = frequency_LF.astype(np.float32).astype(dtype)
-        self.burst_LF = self.score_LF.copy()
-        self.slots = [list(map(int, resident_N)) for resident_N in resident_LN]
-        self.planned = [frozenset(slots) for slots in self.slots]
-        self.cold_share_L = np.ones(len(self.slots))
-        self.swaps: list[Swap] = []
-        self.num_rows = self.num_steps = self.next_layer = 0
-        self.price = self.step_s = self.free_s = self.gain_s = self.saved_s = 0.0
-        self.is_on = self.is_returning = False
-        self.cached_s = self.planned_s = 0.0
-        self.hits = self.planned_hits = self.read = self.num_swaps = self.num_starts = 0
-
-    def step(self, is_read_RLF: np.ndarray) -> list[Swap]:
-        """Ends a step; see policy.CachePolicy.step."""
-        is_read_LF: np.ndarray = np.any(is_read_RLF, axis=0)
-        saved_s = self._measure(is_read_LF)
-        self.saved_s = 0.99 * self.saved_s + 0.01 * saved_s
-        self.num_steps += 1
-        for swap in self.swaps:
-            self.slots[swap.layer][swap.slot] = swap.into
-        self.num_swaps += len(self.swaps)
-        self.learn(is_read_RLF)
-        self._switch()
-        self.swaps = self._decide()
-        return self.swaps
-
-    def learn(self, is_read_RLF: np.ndarray) -> None:
-        real, options = self.dtype, self.options
-        for is_read_LF in is_read_RLF:
-            first = real(1.0) / (real(options.prior_tokens) + real(self.num_rows + 1))
-            rate = max(real(1.0) - real(np.float32(options.decay)), first)
-            self.num_rows += 1
-            burst_rate = real(1.0) - real(np.float32(options.burst_decay))
-            for layer, slots in enumerate(self.slots):
-                if not slots:
-                    continue
-                values_F = is_read_LF[layer].astype(real)
-                self.score_LF[layer] += rate * (values_F - self.score_LF[layer])
-                if options.burst_weight > 0:
-                    self.burst_LF[layer] += burst_rate * (values_F - self.burst_LF[layer])
-
-    def _measure(self, is_read_LF: np.ndarray) -> float:
-        costs = self.costs
-        step = planned = costs.rest_s
-        busy = 0.0
-        recent = RECENT if self.num_steps else 0.0
-        for layer, slots in enumerate(self.slots):
-            ids = set(np.flatnonzero(is_read_LF[layer]).tolist())
-            hits, planned_hits = len(ids & set(slots)), len(ids & self.planned[layer])
-            if 0 < len(slots) < len(is_read_LF[layer]):  # other layers have no swaps
-                self.read, self.hits = self.read + len(ids), self.hits + hits
-                self.planned_hits += planned_hits
-            hot = costs.hot_s_L[layer] + hits * costs.hot_row_s_L[layer]
-            cold = costs.cold_s_L[layer] + (len(ids) - hits) * costs.cold_row_s_L[layer]
-            share = self.cold_share_L[layer]
-            self.cold_share_L[layer] = recent * share + (1.0 - recent) * float(cold > hot)
-            step += max(hot, cold)
-            planned += max(
-                costs.hot_s_L[layer] + planned_hits * costs.hot_row_s_L[layer],
-                costs.cold_s_L[layer] + (len(ids) - planned_hits) * costs.cold_row_s_L[layer],
-            )
-            busy += cold
-        gather = sum(costs.gather_row_s_L[swap.layer] for swap in self.swaps)
-        copy = sum(costs.copy_row_s_L[swap.layer] for swap in self.swaps)
-        free, computed = 0.0 if self.are_experts else max(0.0, step - busy), step
-        step += max(0.0, gather - free)
-        if self.swaps:
-            step = max(step, costs.copy_s + copy)
-        self.cached_s, self.planned_s = self.cached_s + step, self.planned_s + planned
-        self.step_s = recent * self.step_s + (1.0 - recent) * computed
-        self.free_s = recent * self.free_s + (1.0 - recent) * free
-        return planned - step
-
-    def _switch(self) -> None:
-        options = self.options
-        if options.is_always_on:
-            self.is_on = True
-        elif (
-            not self.is_on
-            and self.num_steps >= FIRST_STEPS
-            and self.gain_s > options.start_gain * self.step_s
-        ):
-            self.is_on, self.is_returning = True, False
-            self.num_starts += 1
-            self.saved_s = options.start_gain * self.step_s
-        elif self.is_on and self.saved_s < -LEAST_LOSS * self.step_s:
-            self.is_on, self.is_returning = False, True
-
-    def _decide(self) -> list[Swap]:
-        num_layers = len(self.slots)
-        assert self.options.visited is not None
-        num_visited = max(1, round(self.options.visited * num_layers))
-        found: list[Swap] = []
-        gain_s = 0.0
-        for number in range(num_visited):
-            layer = (self.next_layer + number) % num_layers
-            swaps, gained_s = self._pairs(layer, to_plan=False)
-            gain_s += gained_s
-            if not self.is_on:
-                swaps = self._pairs(layer, to_plan=True)[0] if self.is_returning else []
-            found += swaps
-        self.next_layer = (self.next_layer + num_visited) % num_layers
-        self.gain_s = 0.8 * self.gain_s + 0.2 * (gain_s * num_layers / num_visited)
-        taken = self._fitting(found)
-        if len(taken) < len(found):
-            self.price = max(LEAST_PRICE, self.price * PRICE_UP)
-        else:
-            self.price *= PRICE_DOWN
-        if self.price < LEAST_PRICE:
-            self.price = 0.0
-        return taken
-
-    def _pairs(self, layer: int, *, to_plan: bool) -> tuple[list[Swap], float]:
-        costs, options, slots = self.costs, self.options, self.slots[layer]
-        share = self.cold_share_L[layer]
-        row_s = share * costs.cold_row_s_L[layer] - (1.0 - share) * costs.hot_row_s_L[layer]
-        if not slots or not row_s > 0.0:
-            return [], 0.0
-        cost = costs.gather_row_s_L[layer] + self.price * costs.copy_row_s_L[layer]
-        most_rows = options.most_rows
-        stay = options.stay
-        assert options.margin is not None and most_rows is not None and stay is not None
-        margin = float(np.float32(options.margin))
-        least = self.dtype(np.float32(margin + cost / (row_s * stay)))
-        weight = self.dtype(np.float32(options.burst_weight))
-        score_F, burst_F = self.score_LF[layer], self.burst_LF[layer]
-        worth_F = score_F + weight * (burst_F - score_F)
-        resident = set(slots)
-        cold = [j for j in range(len(worth_F)) if j not in resident]
-        hot = list(slots)
-        if to_plan:
-            cold = [j for j in cold if j in self.planned[layer]]
-            hot = [j for j in hot if j not in self.planned[layer]]
-        cold.sort(key=lambda j: (-worth_F[j], j))
-        hot.sort(key=lambda j: (worth_F[j], j))
-        swaps: list[Swap] = []
-        gain_s = 0.0
-        for into, out in zip(cold, hot, strict=False):
-            more = worth_F[into] - worth_F[out]
-            if not to_plan and not more > least:
-                break
-            gained_s = (float(more) - float(least)) * row_s
-            gain_s += 0.0 if to_plan else gained_s
-            if len(swaps) < most_rows:
-                swaps.append(Swap(layer, slots.index(out), into, out, gained_s * stay))
-        return swaps, gain_s
-
-    def _fitting(self, found: list[Swap]) -> list[Swap]:
-        costs = self.costs
-
-        def order(swap: Swap) -> tuple[float, float, int, int]:
-            copy_s = costs.copy_row_s_L[swap.layer]
-            per_second = swap.gain_s / copy_s if copy_s else np.inf
-            return -per_second, -swap.gain_s, swap.layer, swap.into
-
-        kept: list[Swap] = []
-        copy, gather = costs.copy_s, 0.0
-        for swap in sorted(found, key=order):
-            copy += costs.copy_row_s_L[swap.layer]
-            gather += costs.gather_row_s_L[swap.layer]
-            if len(kept) == self.options.most_rows:
-                break
-            room_s = self.step_s if self.are_experts else self.free_s
-            if copy > ROOM * self.step_s or gather > ROOM * room_s:
-                break
-            kept.append(swap)
-        return kept
 
 
 def make_costs(num_layers, *, random=None, **changes):
@@ -254,53 +55,6 @@ def make_steps(random, num_layers, num_neurons, num_steps):
         yield random.random((int(random.integers(1, 4)), num_layers, num_neurons)) < base_LF
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_decisions_equal_those_of_the_definition(seed):
-    random, slots, frequency_LF, costs, options = make_case(seed)
-    plan, units = (slots, frequency_LF, costs, options), "neurons" if seed % 3 else "experts"
-    policy = CachePolicy(*plan, units=units)
-    reference = ReferencePolicy(*plan, units=units)
-    exact = ReferencePolicy(*plan, dtype=np.float64)
-    for is_read_RLF in make_steps(random, *frequency_LF.shape, 100):
-        swaps = policy.step(packed(is_read_RLF))
-        want = reference.step(is_read_RLF)
-        exact.learn(is_read_RLF)
-        assert [tuple(map(int, (s["layer"], s["slot"], s["in"], s["out"]))) for s in swaps] == [
-            (s.layer, s.slot, s.into, s.out) for s in want
-        ]
-    report = policy.report()
-    assert report.seconds == pytest.approx(reference.cached_s)
-    assert report.planned_seconds == pytest.approx(reference.planned_s)
-    assert (report.num_starts, report.num_swaps) == (reference.num_starts, reference.num_swaps)
-    assert report.hit_rate == pytest.approx(reference.hits / max(1, reference.read))
-    np.testing.assert_allclose(reference.score_LF, exact.score_LF, atol=2e-6)
-    for layer, ids in enumerate(reference.slots):
-        assert policy.resident(layer).tolist() == ids
-
-
-@pytest.mark.parametrize("copy_s", [(2, 0), (0, 2), (0, 0)])
-def test_swaps_back_to_the_plan_that_lose_are_ordered_alike_where_a_copy_takes_no_time(copy_s):
-    """Swapping in layer 0 does not pay, and layer 1 reads no neurons of the plan, so its swaps back
-    have negative gains."""
-    costs = make_costs(2, copy_row_s_L=np.array(copy_s), cold_row_s_L=np.array([1, 0.15]))
-    options = CacheOptions(
-        decay=0.5, prior_tokens=1, margin=0, stay=1e9, start_gain=1e-9, visited=1
-    )
-    plan = [np.arange(16)] * 2, np.zeros((2, 64)), costs, options
-    policy, reference = CachePolicy(*plan), ReferencePolicy(*plan)
-    losses = 0
-    for number in range(120):
-        is_read_RLF = np.zeros((1, 2, 64), bool)
-        first = (16, 32, 48, 16, 32, 48, 0, 0, 0, 0, 0, 0)[number % 12]
-        is_read_RLF[0, 0, first : first + 16] = is_read_RLF[0, 1, 16:32] = True
-        swaps, want = policy.step(packed(is_read_RLF)), reference.step(is_read_RLF)
-        assert [tuple(map(int, (s["layer"], s["slot"], s["in"], s["out"]))) for s in swaps] == [
-            (s.layer, s.slot, s.into, s.out) for s in want
-        ]
-        losses += sum(s.gain_s < 0 for s in want)
-    assert losses
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_swaps_fit_into_a_step_and_exchange_residents_for_others(seed):
     random, slots, frequency_LF, costs, options = make_case(seed)
@@ -312,13 +66,20 @@ def test_swaps_fit_into_a_step_and_exchange_residents_for_others(seed):
             costs.hot_s_L, costs.hot_row_s_L, costs.cold_s_L, costs.cold_row_s_L, strict=True
         )
     )
+    in_slots, num_read, num_hits = resident, 0, 0
     for is_read_RLF in make_steps(random, *frequency_LF.shape, 80):
+        for ids, is_read_F in zip(in_slots, is_read_RLF.any(axis=0), strict=True):
+            if 0 < len(ids) < len(is_read_F):  # others have no swaps
+                num_read += is_read_F.sum()
+                num_hits += is_read_F[[*ids]].sum()
+        in_slots = [set(ids) for ids in resident]  # those of the last decision
         swaps = policy.step(packed(is_read_RLF)).copy()
         assert len(swaps) <= options.most_rows
         assert costs.copy_row_s_L[swaps["layer"]].sum() <= longest_s
         for layer, into, out in zip(swaps["layer"], swaps["in"], swaps["out"], strict=True):
             assert out in resident[layer] and into not in resident[layer]
             resident[layer] = resident[layer] - {out} | {int(into)}
+    assert policy.report().hit_rate == pytest.approx(num_hits / max(1, num_read))
     policy.step(packed(is_read_RLF))  # takes the last swaps as done
     for layer, ids in enumerate(resident):
         in_slots = policy.resident(layer)
@@ -387,9 +148,22 @@ def test_swapping_stops_and_the_plan_returns_where_it_does_not_pay():
             steps += list(steady(1, num_neurons, block, steps=1, random=random, high=1, low=0))
         steps += list(steady(1, num_neurons, range(16), steps=6, random=random, high=1, low=0))
     report = run(policy, steps)
-    assert report.num_starts >= 1 and report.steps_on < report.num_steps
+    # Once for each time around; without a way back to the plan twice, and without a stop just once.
+    assert 30 < report.num_starts < 60 and report.steps_on < report.num_steps
     run(policy, steady(1, num_neurons, range(16), steps=300, random=random, high=1, low=0))
     assert set(policy.resident(0).tolist()) == set(range(16))
+
+
+def test_the_most_read_come_first_and_the_least_read_go():
+    """Neuron j of 8 is read in every (j + 1)th step; 4 to 7 are in the slots."""
+    options = CacheOptions(is_always_on=True, most_rows=1, margin=0, stay=1e6)
+    policy = CachePolicy([np.arange(4, 8)], np.zeros((1, 8)), make_costs(1), options)
+    found = []
+    for number in range(200):
+        is_read_RLF = (number % np.arange(1, 9) == 0)[None, None]
+        found += [(int(s["in"]), int(s["out"])) for s in policy.step(packed(is_read_RLF))]
+    assert found[:4] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert found[4:6] == [(4, 2), (2, 3)]  # 2, which is read more than 5, comes back first
 
 
 WRONG = """

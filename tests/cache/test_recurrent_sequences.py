@@ -136,14 +136,6 @@ def test_every_row_has_the_bits_of_its_text_alone(steps, kind, experts, mixer):
     check_schedules(kind, experts, mixer, steps, range(8), "fast")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", [None, FEW], ids=["dense", "experts"])
-@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("mixer", RECURRENT)
-def test_every_row_of_a_thousand_schedules(steps, kind, experts, mixer):
-    check_schedules(kind, experts, mixer, steps, range(100), "slow")
-
-
 def test_the_comparison_finds_a_state_of_another_text():
     shape = make_sizes(num_layers=4, vocab_size=50, context_length=CONTEXT)
     with Engine.of(delta_model(shape, kind="q8_0"), num_sequences=3) as engine:

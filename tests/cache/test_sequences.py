@@ -157,36 +157,6 @@ def test_the_comparison_finds_a_wrong_block(tmp_path):
         assert not torch.equal(first.extend([3]), want)
 
 
-def test_watched_and_python_passes_keep_sequences_apart(tmp_path):
-    """With an observer, the sequences of a step run one after another."""
-    model = saved(tmp_path, sizes=make_sizes(context_length=128))
-    with Engine.load(model.path, num_sequences=3) as engine:
-        texts = [engine.sequence() for _ in range(3)]
-        tokens = [[1, 2, 3], [4, 5], [6] * 70]
-        with engine.observe(lambda *_: None):
-            parts = [
-                Part(sequence=text, tokens=ids, wanted="all")
-                for text, ids in zip(texts, tokens, strict=True)
-            ]
-            got = engine.run(parts)
-            branch = [(texts[0].close(), texts[2].fork())[1].extend([7])]
-        with Engine.load(model.path) as single, single.observe(lambda *_: None):
-            for ids, logits in zip([*tokens, tokens[2] + [7]], got + branch, strict=True):
-                want = single.logits(ids)[-len(logits) :]
-                assert torch.allclose(logits, want, atol=1e-5, rtol=1e-5)
-
-
-def test_a_single_step_is_one_of_its_sequence(tmp_path):
-    model = model_of(tmp_path, "q8_0")
-    with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
-        first, second = engine.sequence(), engine.sequence()
-        first.extend([1, 2, 3])
-        second.extend([4, 5, 6])
-        got = engine._live.step(7, 3, second.number).clone()
-        assert torch.equal(got, second.extend([7])[0])
-        assert not torch.equal(got, first.extend([7])[0])
-
-
 def test_an_engine_loaded_in_inference_mode_runs_outside_it(tmp_path):
     model = model_of(tmp_path, "q8_0")
     with torch.inference_mode():

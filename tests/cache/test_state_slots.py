@@ -138,12 +138,6 @@ def test_random_schedules():
         schedule(seed, 40)
 
 
-@pytest.mark.slow
-def test_a_thousand_random_schedules():
-    for seed in range(1000):
-        schedule(f"slow {seed}", 60)
-
-
 def test_the_check_finds_a_state_of_other_tokens():
     texts = Folded(2, texts={0: []})
     texts.run({0: [1, 2]}, random.Random(0), fails=False)
@@ -151,16 +145,6 @@ def test_the_check_finds_a_state_of_other_tokens():
     texts.texts[0][1] = 3
     with pytest.raises(AssertionError):
         texts.check()
-
-
-def test_a_failed_pass_changes_nothing():
-    texts = Folded(1, texts={0: []})
-    texts.run({0: [1, 2]}, random.Random(0), fails=False)
-    before = texts.slots.states(0)
-    with pytest.raises(Cancelled), with_slots(texts.slots, rows_of([3, 4], 2)) as rows:
-        texts.compute(list(rows))
-        raise Cancelled
-    assert texts.slots.states(0) == before
 
 
 def rows_that_save(tokens: list[int], start: int, **saves: str) -> list[Row]:
