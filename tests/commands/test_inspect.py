@@ -21,6 +21,7 @@ from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
 from hotsplit.inspection.file_summary import to_json
 from hotsplit.inspection.gguf_summary import part_of
+from hotsplit.system.sizes import format_bytes
 
 KINDS = ["model file", "profile", "machine file", "split file", "predictors"]  # of one_of_each
 
@@ -150,7 +151,9 @@ def test_a_profile(tmp_path, capsys):
     assert found["hottest_fifth_L"] == pytest.approx([0.9, 0.2])
     assert found["never_fired_L"] == [7, 0]
     out = shown(tmp_path / "p", capsys)
-    assert "20.00%" in out and "90.0%" in out and "synthetic: 100 tokens" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["density", "0.35"] in rows and ["0", "synthetic", "0" * 64, "100"] in rows
+    assert ["0", "0.2", "0.9", "7"] in rows  # the layer, its density, hottest fifth, never fired
 
 
 def test_predictors_with_a_threshold_that_names_all(tmp_path, capsys):
@@ -159,7 +162,7 @@ def test_predictors_with_a_threshold_that_names_all(tmp_path, capsys):
     assert found["predictor"]["threshold_L"] == [0.5, "-inf"]
     assert (found["width"], found["num_neurons"], found["has_biases"]) == (8, 10, True)
     assert found["weight_bytes"] == 2 * 4 * (3 * 8 + 10 * 3 + 10)
-    assert "-inf to 0.5" in shown(tmp_path / "p", capsys)
+    assert "-inf" in shown(tmp_path / "p", capsys)
 
 
 def test_a_split(tmp_path, capsys):
@@ -174,8 +177,10 @@ def test_a_split(tmp_path, capsys):
     assert (found["num_hot_L"], found["dense_on_gpu"]) == ([3, 0], [False, False])
     assert (found["gap"], found["context_length"], found["status"]) == (0.5, 32, "by hand")
     out = shown(tmp_path / "s", capsys)
-    assert "gap 50.00%" in out and "0 of 2" in out and f"{cpu['neurons']:,}" in out
-    assert found["tokens_per_s"] == 500 and "500.0 tokens/s" in out and "not limited" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["gap", "0.5"] in rows and ["tokens_per_s", "500"] in rows
+    assert ["neurons", *format_bytes(cpu["neurons"]).split()] in rows
+    assert found["tokens_per_s"] == 500
     (gpu,) = found["gpus"]
     assert (gpu["budget_bytes"], gpu["layers"]) == (split.vram_budget_bytes, [0, 1])
     assert (gpu["num_dense"], gpu["num_hot"], gpu["has_head"]) == (0, 3, True)
@@ -199,7 +204,7 @@ def test_a_split_over_two_gpus_shows_all_that_it_holds(tmp_path, capsys):
     wanted = {field.name for field in dataclasses.fields(split)} - {"hot", "gpu_budget_bytes"}
     assert wanted <= found.keys()
     assert (found["host_budget_bytes"], found["home"]) == (7 << 30, [0, 1, 1])
-    for words in ("a" * 64, "b" * 64, "7.00 GiB", "GPU 1", "1.25 s", "0 to 0", "workspace"):
+    for words in ("a" * 64, "b" * 64, "7.00 GiB", "gpus", "1.25", "workspace"):
         assert words in out, words
 
 
@@ -212,7 +217,7 @@ def test_a_machine_shows_everything(tmp_path, capsys):
     assert found == want
     out = shown(tmp_path / "m", capsys)
     assert all(name in out for name in want["gpus"][0])
-    assert "GPU 1" in out and "synthetic CPU" in out and "40 (not measured) GB/s" in out
+    assert "gpus 1" in out and "synthetic CPU" in out and "40 (not measured)" in out
 
 
 # ---- what the runtime refuses --------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_commands_know_experts(made, capsys):
     # The experts' matrices are 6 x 3 x 1 MiB, of which a token reads a quarter.
     assert "4 of 16 a token" in said and "13.11 MiB of 26.61 MiB" in said
     assert main(["inspect", counted]) == 0
-    assert "tokens of the hottest expert" in capsys.readouterr().out
+    assert "hottest_fifth" in capsys.readouterr().out
     page = made / "page.html"
     assert main(["report", model, "--profile", counted, "-o", str(page)]) == 0
     text = page.read_text()

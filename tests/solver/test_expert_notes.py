@@ -163,9 +163,6 @@ def test_solve_and_inspect_say_experts_and_what_more_would_bring(files, capsys, 
     divided = [share for share, ids in zip(shares, split.hot, strict=True) if 0 < len(ids) < 8]
     assert len(divided) == 2 and f"from which {np.mean(divided):.0%} of the choices come" in shown
     capsys.readouterr()
-    assert main(["inspect", str(folder / "s.gguf")]) == 0
-    shown = capsys.readouterr().out
-    assert "experts on GPUs" in shown and "hot neurons" not in shown
     assert main(["inspect", str(folder / "s.gguf"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_hot_L"] == [len(ids) for ids in split.hot]
 

@@ -137,8 +137,6 @@ def test_the_command_and_inspect_report_the_number_of_sequences(files, tmp_path,
     assert main(command(files, tmp_path, options)) == 0
     assert json.loads(capsys.readouterr().out)["num_sequences"] == 4
     assert inspect_file(tmp_path / "plan").content["num_sequences"] == 4
-    assert main(["inspect", str(tmp_path / "plan")]) == 0
-    assert "4 texts of 100 tokens" in capsys.readouterr().out
 
 
 def test_more_sequences_than_the_plan_has_are_refused_with_advice(tmp_path):

@@ -182,9 +182,6 @@ def test_a_plan_is_explained_inspected_and_checked(files, tmp_path, capsys, monk
     report = json.loads(capsys.readouterr().out)
     (items,) = report["explanation"]["items_of_gpus"]
     assert items["neuron_cache"] == report["gpu_bytes"]["neuron_cache"] > 0
-    assert main(["inspect", str(tmp_path / "plan")]) == 0
-    said = capsys.readouterr().out
-    assert "up to 3 swaps a token" in said and "in main memory" in said
     assert main(["inspect", str(tmp_path / "plan"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["cache"]
     cache = Split.load(tmp_path / "plan").cache

@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hotsplit.artifacts.model_file import PredictorInfo
+from hotsplit.artifacts.machine_file import Figure
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.files.typed import printable
 from hotsplit.model.operations import BlockOp
 from hotsplit.system.sizes import format_bytes
 
+MOST_COLUMNS = 8  # of a table of objects; of larger objects, each has a table
 WIDTH_OF_A_PIPE = 120  # columns if stdout is not a terminal
 Row = Sequence[object]
 
@@ -38,27 +40,23 @@ class Summary(ABC):
         """The facts of the JSON object, besides the kind, the path and the size of the file."""
 
     @property
-    @abstractmethod
-    def facts(self) -> list[Row]:
-        """Names and values for people, besides the same."""
+    def file(self) -> dict[str, Any]:
+        return {"path": self.path, "file_bytes": num_bytes_of(self.path)}
 
-    @abstractmethod
     def tables(self, *, all_tensors: bool) -> list[Table]:
-        """Further tables. `all_tensors`: of a GGUF, lists all tensors, otherwise those outside the
-        layers and those of the first layer."""
+        """The same for people. `all_tensors`: of a GGUF, lists all tensors, otherwise those outside
+        the layers and those of the first layer."""
+        return value_tables(self.kind, self.file | self.content)
 
     def print(self, *, all_tensors: bool) -> None:
-        size = format_bytes(num_bytes_of(self.path))
-        head = facts_table(self.kind, [("file", self.path), ("size", size), *self.facts])
-        print_tables([head, *self.tables(all_tensors=all_tensors)])
+        print_tables(self.tables(all_tensors=all_tensors))
 
 
 def to_json(summary: Any) -> str:
     """A Summary or a dataclass as strict JSON; non-finite numbers, such as the -inf of a threshold
     that selects all neurons, become "-inf", "inf" or "nan"."""
     if isinstance(summary, Summary):
-        file = {"path": summary.path, "file_bytes": num_bytes_of(summary.path)}
-        summary = {"kind": summary.kind, **file, **summary.content}
+        summary = {"kind": summary.kind} | summary.file | summary.content
     return json.dumps(_plain(summary), allow_nan=False)
 
 
@@ -124,9 +122,64 @@ def columns_table(title: str, columns: Mapping[str, Iterable[object]]) -> Table:
     return table
 
 
-def formatted(form: str, values: Iterable[object]) -> list[str]:
-    """Each of the values in a format, e.g. ".1%"."""
-    return [format(value, form) for value in values]
+def value_tables(title: str, values: Mapping[Any, Any]) -> list[Table]:
+    """An object's values as tables, each under its name in the file: the single ones, those by
+    layer, and those that are objects or lists of objects."""
+    rows: list[Row] = []
+    by_layer: dict[str, Iterable[object]] = {}
+    further: list[Table] = []
+    num_layers = max((len(v) for key, v in values.items() if str(key).endswith("_L")), default=0)
+    for key, value in values.items():
+        name = str(key)
+        items = value if isinstance(value, list | tuple) else ()
+        objects = [item for each in items if (item := _values_of(each))]
+        texts = [_text(name, item) for item in items]
+        if (own := _values_of(value)) is not None:
+            further += value_tables(name, own)
+        elif objects and len(objects[0]) > MOST_COLUMNS:
+            for number, item in enumerate(objects):
+                further += value_tables(f"{name} {number}", item)
+        elif objects:
+            columns = {k: [_text(k, o[k]) for o in objects] for k in objects[0]}
+            further.append(columns_table(name, {"": range(len(objects)), **columns}))
+        elif items and len(items) == num_layers and len(set(texts)) > 1:
+            by_layer[name] = texts
+        else:
+            same = f"{texts[0]} in all layers" if len(texts) == num_layers > 0 else None
+            rows.append((name, same or _text(f"{title} {name}", value)))
+    if title.endswith("bytes"):
+        rows.append(("all", format_bytes(sum(values.values()))))
+    if by_layer:
+        further.insert(0, columns_table("by layer", {"layer": range(num_layers), **by_layer}))
+    return [facts_table(title, rows), *further] if rows else further
+
+
+def _values_of(value: Any) -> dict[str, Any] | None:
+    is_one = is_dataclass(value) and not isinstance(value, Figure)
+    return dict(vars(value)) if is_one else value if isinstance(value, dict) else None
+
+
+def _text(name: str, value: Any) -> str:
+    """Of a figure the best one, and the range of the middle half of the rounds."""
+    if isinstance(value, Figure):
+        if value.quartiles is None:
+            return f"{value.best:g} (not measured)"
+        low, _, high = value.quartiles
+        return f"{value.best:.4g} (half of {value.rounds} rounds {low:.4g} to {high:.4g})"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return format_bytes(value) if "bytes" in name else f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        is_run = all(isinstance(b, int) and b == a + 1 for a, b in pairwise(value))
+        value = (
+            f"{value[0]} to {value[-1]}"
+            if is_run and len(value) > 1
+            else ", ".join(map(str, value))
+        )
+    return "none" if value is None else str(value) or "none"
 
 
 def _printable(value: object) -> str:
@@ -141,27 +194,3 @@ def span(values: Sequence[float], form: str = "g") -> str:
         return "unknown"
     low, high = format(min(values), form), format(max(values), form)
     return f"{low} in all layers" if low == high else f"{low} to {high}"
-
-
-def predictor_facts(predictor: PredictorInfo | None) -> list[Row]:
-    if predictor is None:
-        return [("predictors", "none")]
-    offset = predictor.input_layer_offset
-    return [
-        ("predictors", predictor.kind),
-        ("predictor ranks", span(predictor.rank_L)),
-        ("predictor input", f"the FFN input of {'the layer before' if offset else 'its layer'}"),
-        ("predictor thresholds", span(predictor.threshold_L)),
-        ("predicted density", span(predictor.density_L, ".1%")),
-    ]
-
-
-def predictor_layers(predictor: PredictorInfo) -> Table:
-    count = len(predictor.rank_L)
-    columns = {
-        "layer": range(count),
-        "rank": predictor.rank_L,
-        "threshold": formatted("g", predictor.threshold_L),
-        "predicted density": formatted(".2%", predictor.density_L) or ["unknown"] * count,
-    }
-    return columns_table("predictors by layer", columns)

@@ -20,6 +20,7 @@ from hotsplit.costs.context_bytes import draft_words, text_words
 from hotsplit.costs.default_mode import dense_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
+from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.inspection import file_summary
 from hotsplit.inspection.artifact_summaries import ImportancesSummary
 from hotsplit.inspection.split_summary import SplitSummary
@@ -191,7 +192,7 @@ class GgufSummary(file_summary.Summary):
                 *([("a text keeps", kept)] if (kept := text_words(m)) else []),
                 *([("a token reads", read)] if m.bare_spec.has_experts else []),
                 ("output head", head),
-                *file_summary.predictor_facts(m.predictor),
+                *([] if m.predictor else [("predictors", "none")]),
                 ("model id", m.model_id),
             ]
         return [*rows, *self._tokenizer_rows()]
@@ -210,6 +211,8 @@ class GgufSummary(file_summary.Summary):
         ]
 
     def tables(self, *, all_tensors: bool) -> list[Table]:
+        size = format_bytes(num_bytes_of(self.path))
+        head = [("file", self.path), ("size", size), *self.facts]
         every = self.tensors
         chosen = [f for f in every if all_tensors or not re.match(r"blk\.(?!0\.)", f.name)]
         columns = {
@@ -223,15 +226,12 @@ class GgufSummary(file_summary.Summary):
         if len(chosen) < len(every):
             tensors.caption = f"and {len(every) - len(chosen):,} of the other layers: --tensors"
         tables = [
+            file_summary.facts_table(self.kind, head),
             _amounts_table("by type", _amounts(every, lambda fact: fact.kind)),
             _amounts_table("by part", _amounts(every, lambda fact: fact.part)),
         ]
-        predictor = self.model and self.model.predictor
-        if predictor and any(
-            len(set(values)) > 1
-            for values in (predictor.rank_L, predictor.threshold_L, predictor.density_L)
-        ):
-            tables.append(file_summary.predictor_layers(predictor))
+        if self.model and self.model.predictor:
+            tables += file_summary.value_tables("predictors", vars(self.model.predictor))
         if keys := self.shown_keys:
             tables.append(
                 file_summary.facts_table("other keys" if self.model else "keys", keys.items())
@@ -279,7 +279,7 @@ def _amounts_table(title: str, amounts: dict[str, TensorAmount]) -> Table:
     columns = {
         "": amounts,
         "tensors": [amount.num_tensors for amount in amounts.values()],
-        "bytes": file_summary.formatted(",", sizes),
+        "bytes": [f"{size:,}" for size in sizes],
         "\0size": map(format_bytes, sizes),
         "share": [f"{size / (sum(sizes) or 1):.1%}" for size in sizes],
     }

@@ -10,6 +10,7 @@ digits that were added in between are symbols to llama.cpp.) docs/tokenizers.md 
 one."""
 
 from dataclasses import dataclass
+from typing import Any
 
 _ENDS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CONTRACTIONS = _ENDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -70,174 +71,130 @@ class ByteLevelKind:
     in_llama_cpp: tuple[str, ...] = ()  # kinds of text that llama.cpp splits otherwise
 
 
+def _kind(names: str, *patterns: str, **rest: Any) -> ByteLevelKind:
+    name, _, other_names = names.partition(" ")
+    return ByteLevelKind(name, other_names, patterns, **rest)
+
+
 # The other names are those that llama.cpp gives the same pattern, whether or not there is a graph
 # here for the models that are published with them.
 BYTE_LEVEL_KINDS = (
-    ByteLevelKind(
-        "gpt-2",
-        other_names=(
-            "phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum "
-            "modern-bert mpt olmo jais trillion granite-docling exaone4 jina-v1-en "
-            "jina-v2-code roberta-bpe"
-        ),
+    _kind(
+        "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert"
+        " mpt olmo jais trillion granite-docling exaone4 jina-v1-en jina-v2-code roberta-bpe"
     ),
-    ByteLevelKind(
-        "smollm",
-        other_names="starcoder refact command-r codeshell exaone minerva-7b mellum2",
-        splits_digits=True,
+    _kind(
+        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", splits_digits=True
     ),
-    ByteLevelKind(
-        "llama-bpe",
-        other_names="llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-        patterns=(_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,),
+    _kind(
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+        _CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,
         whole_words_first=True,
         adds_begin=True,
     ),
-    ByteLevelKind(
-        "smaug-bpe",
-        other_names="dbrx chatglm-bpe glm4",
-        patterns=(_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,),
-    ),
-    ByteLevelKind(
-        "qwen2",
-        other_names="deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-        patterns=(_CONTRACTIONS + r"\p{N}" + _SPACES,),
+    _kind("smaug-bpe dbrx chatglm-bpe glm4", _CONTRACTIONS + r"\p{N}{1,3}" + _SPACES),
+    _kind(
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+        _CONTRACTIONS + r"\p{N}" + _SPACES,
         is_published_with_nfc=True,
     ),
     # Qwen 3.5 and 3.6: marks, as in Thai and Hindi, belong to words.
-    ByteLevelKind("qwen35", patterns=(_QWEN35,), is_published_with_nfc=True),
-    ByteLevelKind("falcon", patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    ByteLevelKind(
-        "default", patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
-    ),
-    ByteLevelKind(
+    _kind("qwen35", _QWEN35, is_published_with_nfc=True),
+    _kind("falcon", r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    _kind("default", r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    _kind(
         "tekken",
-        patterns=(_words(_UPPER, _LOWER) + r"\p{N}" + _SLASHES,),
+        _words(_UPPER, _LOWER) + r"\p{N}" + _SLASHES,
         whole_words_first=True,
         adds_begin=True,
         in_llama_cpp=(_MARKS, _CASES),
     ),
-    ByteLevelKind(
-        "gpt-4o",
-        other_names="llama4 kanana2 talkie minimax-m2",
-        patterns=(_GPT4O,),
-        in_llama_cpp=(_MARKS, _CASES),
-    ),
-    ByteLevelKind(
-        "granite-embed-multi-97m",
-        patterns=(_GPT4O,),
-        whole_words_first=True,
-        in_llama_cpp=(_CASES,),
-    ),
-    ByteLevelKind(
-        "tiny_aya",
-        other_names="cohere2moe",
-        patterns=(r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
+    _kind("gpt-4o llama4 kanana2 talkie minimax-m2", _GPT4O, in_llama_cpp=(_MARKS, _CASES)),
+    _kind("granite-embed-multi-97m", _GPT4O, whole_words_first=True, in_llama_cpp=(_CASES,)),
+    _kind(
+        "tiny_aya cohere2moe",
+        r"\d{1,3}(?=(?:\d{3})*\b)",
+        _GPT4O,
         in_llama_cpp=(_ANY_CASES, _CASES, _NUMBERS),
     ),
-    ByteLevelKind(
+    _kind(
         "kimi-k2",
-        patterns=(
-            r"[\p{Han}]+|"
-            + _words(_UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN, _ENDS + "?")
-            + r"\p{N}{1,3}"
-            + _SPACES,
-        ),
+        r"[\p{Han}]+|"
+        + _words(_UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN, _ENDS + "?")
+        + r"\p{N}{1,3}"
+        + _SPACES,
         in_llama_cpp=(_MARKS, _ANY_CASES, _CASES),
     ),
-    ByteLevelKind(
+    _kind(
         "youtu",
-        patterns=(
-            "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c"
-            "\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|" + _CHINESE_AND_JAPANESE,
-            _words(_UPPER, _LOWER, _ENDS + "?") + r"\p{N}" + _SLASHES,
-        ),
+        "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c"
+        "\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|" + _CHINESE_AND_JAPANESE,
+        _words(_UPPER, _LOWER, _ENDS + "?") + r"\p{N}" + _SLASHES,
         whole_words_first=True,
         in_llama_cpp=(_ANY_CASES, _CASES),
     ),
-    ByteLevelKind(
+    _kind(
         "deepseek-llm",
-        patterns=(
-            r"[\r\n]",
-            rf"\s?[{_CASED_LETTERS}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+$",
-            _CHINESE,
-            r"\p{N}+",
-        ),
+        r"[\r\n]",
+        rf"\s?[{_CASED_LETTERS}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _CHINESE,
+        r"\p{N}+",
         in_llama_cpp=(_SPACES_BEYOND,),
     ),
-    ByteLevelKind(
+    _kind(
         "deepseek-coder",
-        patterns=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}"),
+        r"[\r\n]",
+        r"\s?\p{L}+",
+        r"\s?\p{P}+",
+        _CHINESE,
+        r"\p{N}",
         in_llama_cpp=(_SPACES_BEYOND,),
     ),
-    ByteLevelKind(
-        "deepseek-v3",
-        other_names="hunyuan-dense joyai-llm",
-        patterns=(r"\p{N}{1,3}", _CHINESE_AND_JAPANESE, _DEEPSEEK),
-    ),
-    ByteLevelKind(
+    _kind("deepseek-v3 hunyuan-dense joyai-llm", r"\p{N}{1,3}", _CHINESE_AND_JAPANESE, _DEEPSEEK),
+    _kind(
         "afmoe",
-        patterns=(
-            r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
-            "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
-            "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af"
-            "\u1100-\u11ff]+",
-            _DEEPSEEK,
-        ),
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+        "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
+        "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af"
+        "\u1100-\u11ff]+",
+        _DEEPSEEK,
         in_llama_cpp=(_NUMBERS,),
     ),
-    ByteLevelKind(
-        "seed-coder", patterns=(_CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _LINES,)
-    ),
-    ByteLevelKind(
-        "minicpm5",
-        patterns=(r"\p{N}{1,3}", _CONTRACTIONS + r"\p{N}+" + _SPACES),
-        whole_words_first=True,
-    ),
-    ByteLevelKind(
+    _kind("seed-coder", _CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _LINES),
+    _kind("minicpm5", r"\p{N}{1,3}", _CONTRACTIONS + r"\p{N}+" + _SPACES, whole_words_first=True),
+    _kind(
         "jais-2",
-        patterns=(
-            _CONTRACTIONS
-            + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-            + "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
-            + r"|\s{1,2}(?!\S)|\s{1}",
-        ),
+        _CONTRACTIONS
+        + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        + "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
+        + r"|\s{1,2}(?!\S)|\s{1}",
     ),
-    ByteLevelKind(
+    _kind(
         "exaone-moe",
-        patterns=(
-            _ENDS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
-            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-        ),
+        _ENDS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
-    ByteLevelKind(
-        "bailingmoe",
-        other_names="bailingmoe2 llada-moe",
-        patterns=(
-            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
-            r"|\s*[\r\n]|\s+(?!\S)|\s+",
-        ),
+    _kind(
+        "bailingmoe bailingmoe2 llada-moe",
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+        r"|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
-    ByteLevelKind(
-        "superbpe", patterns=(r"\p{N}+", r"(?=(\d{3})+(?!\d))"), in_llama_cpp=(_DIGITS_BEYOND,)
-    ),
-    ByteLevelKind("laguna", patterns=(r"[^\n]+|[\n]+", _CONTRACTIONS + r"\p{N}" + _SPACES)),
-    ByteLevelKind(
+    _kind("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))", in_llama_cpp=(_DIGITS_BEYOND,)),
+    _kind("laguna", r"[^\n]+|[\n]+", _CONTRACTIONS + r"\p{N}" + _SPACES),
+    _kind(
         "chameleon",
-        patterns=(
-            "<sentinel:[0-9]+>",
-            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-            r"([\t\n]|    |  )",
-            r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]",
-            _GPT2,
-        ),
+        "<sentinel:[0-9]+>",
+        "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+        r"([\t\n]|    |  )",
+        r"\p{N}",
+        r"[\p{P}!-/:-@\[-`{-~]",
+        _GPT2,
         adds_begin=True,
     ),
-    ByteLevelKind("poro-chat", other_names="bloom gpt3-finnish", patterns=(_BLOOM,)),
-    ByteLevelKind("viking", patterns=(_BLOOM, r"\p{N}")),
+    _kind("poro-chat bloom gpt3-finnish", _BLOOM),
+    _kind("viking", _BLOOM, r"\p{N}"),
 )
 
 
