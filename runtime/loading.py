@@ -333,8 +333,8 @@ class LoadedModel:
         rings = can_ring(self.device)
         if not rings:
             self.notice(
-                "this driver has no stream memory operations: it calls the CPU for its part of each"
-                " layer, which takes longer"
+                "this driver has no stream memory operations: kernels beside the CPU's part of a"
+                " layer are launched one by one, which takes longer"
             )
         # A neuron cache writes weights while kernels run.
         overlaps = self.setup is None and self.config.graph and all(map(can_overlap, self.gpus))

@@ -49,7 +49,8 @@ class Stream(Protocol):
         """Runs a function on the host, in stream order."""
 
     def start(self, node: HostNode) -> Any:
-        """Hands a function over to the CPU. Functions run one after the other, in this order."""
+        """Hands a function over to the CPU, and returns what `join` takes. Functions run one after
+        the other, in this order."""
 
     def join(self, handed: Any) -> None:
         """Makes later submissions wait until a function that `start` has handed over has run."""
@@ -105,14 +106,15 @@ class CudaStream:
     """A stream of a CUDA device; its calls may be captured into a graph.
 
     Copies and host functions call the CUDA runtime directly: torch's copies track the use of pinned
-    memory, which a captured graph would not update. The driver calls what is handed over to the
-    CPU, on a second stream; runtime.step.backend has a faster way."""
+    memory, which a captured graph would not update. What is handed over to the CPU runs in `join`,
+    which waits on the host and so cannot be captured; runtime.step.backend has a faster way."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self._end = torch.cuda.Event(blocking=True)
         self._runtime = cuda_runtime.load()
-        self._side: CudaStream | None = None
+        self._handed: list[tuple[torch.cuda.Event, HostNode]] = []
+        self._num_run = 0  # of those
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -133,14 +135,14 @@ class CudaStream:
             self._runtime.host_function(self.stream.cuda_stream, node.function, node.argument)
 
     def start(self, node: HostNode) -> Any:
-        if self._side is None:
-            self._side = CudaStream(self.stream.device)
-        self._side.wait(self.record())
-        self._side.host(node)
-        return self._side.record()
+        self._handed.append((self.record(), node))
+        return len(self._handed) - 1
 
     def join(self, handed: Any) -> None:
-        self.wait(handed)
+        for event, node in self._handed[self._num_run : handed + 1]:
+            event.synchronize()
+            node.run()
+            self._num_run += 1
 
     @contextmanager
     def collected(self) -> Iterator[Callable[[Callable[[], None]], None]]:
@@ -160,8 +162,10 @@ class CudaStream:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def finish(self, *, sleeps: bool = False) -> None:
-        if not sleeps:
+        if sleeps:
+            self._end.record(self.stream)
+            self._end.synchronize()
+        else:
             self.stream.synchronize()
-            return
-        self._end.record(self.stream)
-        self._end.synchronize()
+        self._handed.clear()
+        self._num_run = 0

@@ -139,7 +139,7 @@ class NeuronRows:
     def stage(self, swaps_S: np.ndarray, copier: Stream) -> int:
         copies_C4, gathered, used = self._prepared(swaps_S)
         self._node = HostNode(
-            function=library.copy_rows_function(),
+            function=library.address_of("hs_copy_rows"),
             argument=addressof(gathered.struct),
             reads=self._source.kept,
             writes=(self._host_B,),

@@ -72,26 +72,12 @@ class DeltaOp(RecurrentOp):
         self, on: Launcher, projected: Tensor, heads: Tensor, mixed: Tensor, slots: Slots
     ) -> None:
         block, kernels, (state, conv) = self.block, on.kernels, self.state.tensors
-        weights = self.conv_CJ, self.decay_bias_V, self.decay_V
+        weights, key_heads = (self.conv_CJ, self.decay_bias_V, self.decay_V), block.num_key_heads
         out_TVM = heads.unflatten(-1, (block.num_value_heads, block.value_head_dim))
-        weight_M, epsilon = self.norm.weight_D, self.norm.epsilon
-        on.launch(
-            lambda: kernels.convolve(projected, *weights, conv, *slots, mixed, block.num_key_heads),
-            [projected, *weights, conv, *slots],
-            [mixed, conv],
-        )
-        on.launch(
-            lambda: kernels.delta_rule(
-                mixed, state, *slots, out_TVM, block.num_key_heads, is_grouped=block.is_grouped
-            ),
-            [mixed, state, *slots],
-            [heads, state],
-        )
-        on.launch(
-            lambda: kernels.gate_norm(out_TVM, projected, weight_M, epsilon),
-            [heads, projected, weight_M],
-            [heads],
-        )
+        delta = mixed, state, *slots, out_TVM, key_heads
+        on.run(kernels.convolve, projected, *weights, conv, *slots, mixed, key_heads)
+        on.run(kernels.delta_rule, *delta, is_grouped=block.is_grouped)
+        on.run(kernels.gate_norm, out_TVM, projected, self.norm.weight_D, self.norm.epsilon)
 
 
 def load(

@@ -8,18 +8,22 @@ Letters: T rows, D columns, N rows of a matrix."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 from torch import Tensor
 
 from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.device.streams import Stream
+from hotsplit.runtime.kernels.gpu.expert_pairs import Pairs
 from hotsplit.runtime.kernels.stored import StoredMatrix
 from hotsplit.runtime.weights.matrix import Linear
 
 if TYPE_CHECKING:
+    from hotsplit.runtime.kernels.gpu.gpu_kernel import OneVersion
     from hotsplit.runtime.kernels.gpu.kernels import Kernels
+
+Parameters = ParamSpec("Parameters")
 
 
 def tile_dtype(kind: str) -> torch.dtype:
@@ -40,7 +44,7 @@ class Rounded:
     power_T: Tensor | None
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor | None]:
         return self.values_TD, self.power_T
 
     def __len__(self) -> int:
@@ -54,18 +58,21 @@ class Launcher:
     kernels: "Kernels"
     main: Stream
 
-    def launch(
+    def run(
         self,
-        run: Callable[[], None],
-        reads: Sequence[Tensor | None],
-        writes: Sequence[Tensor | None],
+        kernel: "OneVersion[Parameters]",
+        *arguments: Parameters.args,
+        **options: Parameters.kwargs,
     ) -> None:
-        """Submits a kernel; None: an operand that it does not have."""
-        self.main.launch(
-            run,
-            reads=[t for t in reads if t is not None],
-            writes=[t for t in writes if t is not None],
-        )
+        """Submits a kernel, of which its declaration says what it reads and writes."""
+        reads, writes = kernel.uses(*arguments, **options)
+        self.launch(lambda: kernel(*arguments, **options), reads, writes)
+
+    def launch(
+        self, run: Callable[[], None], reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> None:
+        """Submits what torch computes on the GPU, or a kernel of no record."""
+        self.main.launch(run, reads=reads, writes=writes)
 
     def project(self, linears: Sequence[Linear], x_D: Tensor | Rounded, out: Tensor) -> None:
         """The products of several matrices with the same vector, side by side."""
@@ -88,11 +95,7 @@ class Launcher:
         """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that; see
         kernels.gpu.rows.dot."""
         weight, bias_N = linear.weight, linear.bias_N
-        self.launch(
-            lambda: self.kernels.dot(weight, bias_N, x_D, out_N, has_relu=has_relu, cap=cap),
-            [weight.data, bias_N, x_D],
-            [out_N],
-        )
+        self.run(self.kernels.dot, weight, bias_N, x_D, out_N, has_relu=has_relu, cap=cap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,32 +138,24 @@ class TileLauncher(Launcher):
         sum_TD: Tensor | None,
     ) -> None:
         """sum = x + added; target = the norm of that, if it has weights, rounded."""
-        self.launch(
-            lambda: self.kernels.round_tokens(
-                x_TD, added_TD, weight_D, bias_D, epsilon, target.values_TD, target.power_T, sum_TD
-            ),
-            [x_TD, added_TD, weight_D, bias_D],
-            [*target.tensors, sum_TD],
-        )
+        weights, round_tokens = (weight_D, bias_D, epsilon), self.kernels.round_tokens
+        self.run(round_tokens, x_TD, added_TD, *weights, *target.tensors, sum_TD)
 
-    def multiply(self, linear: Linear, x: Rounded, out_TN: Tensor) -> None:
-        weight, bias_N = linear.weight, linear.bias_N
-        self.launch(
-            lambda: self.kernels.multiply(weight, bias_N, x.values_TD, x.power_T, out_TN),
-            [weight.data, bias_N, *x.tensors],
-            [out_TN],
-        )
+    def multiply(
+        self, linear: Linear, x: Rounded, out_TN: Tensor, pairs: Pairs | None = None
+    ) -> None:
+        given, multiply = (linear.weight, linear.bias_N, *x.tensors, out_TN), self.kernels.multiply
+        if pairs is None:
+            self.run(multiply, *given)
+        else:
+            tile_G3, row_2P, size = pairs.tile_G3, pairs.in_2P, pairs.tile_size
+            self.run(multiply, *given, tile_G3=tile_G3, row_2P=row_2P, tile_size=size)
 
     def multiply_down(
         self, matrix: StoredMatrix, hidden: Rounded, out_TD: Tensor, *, is_added: bool
     ) -> None:
-        self.launch(
-            lambda: self.kernels.multiply_down(
-                matrix, hidden.values_TD, hidden.power_T, out_TD, is_added=is_added
-            ),
-            [matrix.data, *hidden.tensors, out_TD if is_added else None],
-            [out_TD],
-        )
+        multiply_down = self.kernels.multiply_down
+        self.run(multiply_down, matrix, *hidden.tensors, out_TD, is_added=is_added)
 
     def project(self, linears: Sequence[Linear], x_D: Tensor | Rounded, out: Tensor) -> None:
         start, rounded = 0, dict[torch.dtype, Rounded]()

@@ -20,8 +20,4 @@ def launch_embed(
 ) -> None:
     """Writes the embedding, times `scale`, to the hidden state, or adds it to the learned positions
     there."""
-    on.launch(
-        lambda: on.kernels.embed(embedding, token_T, x_D, is_added=has_positions, scale=scale),
-        [token_T, x_D, embedding.data],
-        [x_D],
-    )
+    on.run(on.kernels.embed, embedding, token_T, x_D, is_added=has_positions, scale=scale)

@@ -72,10 +72,5 @@ def launch_add_norm(
     memory."""
     weight_D, bias_D = (norm.weight_D, norm.bias_D) if norm else (None, None)
     epsilon = norm.epsilon if norm else 0.0
-    on.launch(
-        lambda: on.kernels.add_norm(
-            x_D, sum_PD, weight_D, bias_D, epsilon, out_D, x_out_D, term_D, copy_D, factors
-        ),
-        [x_D, sum_PD, weight_D, bias_D, term_D],
-        [out_D, x_out_D, copy_D],
-    )
+    weights, outputs = (weight_D, bias_D, epsilon), (out_D, x_out_D)
+    on.run(on.kernels.add_norm, x_D, sum_PD, *weights, *outputs, term_D, copy_D, factors)

@@ -67,10 +67,6 @@ class PerLayerOp(LoadedOp):
     def linears(self) -> tuple[Linear, ...]:
         return self.gate, self.output
 
-    def _own(self, per_layer_TI: Tensor) -> Tensor:
-        """The layer's own inputs [T, P], a view."""
-        return per_layer_TI.unflatten(1, (-1, self.block.size))[:, self.index]
-
     def struct(self, structs: Structs) -> PerLayerStruct:
         return PerLayerStruct(
             gate=structs.linear(self.gate),
@@ -82,16 +78,12 @@ class PerLayerOp(LoadedOp):
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
     ) -> None:
-        ((x_D, per_layer), (y_D,)), rule = (read, written), self.rule
+        (x_D, per_layer), (y_D,) = read, written
         inner_P = carved(scratch, x_D, self.block.size)
         inner_TP = inner_P.view(-1, self.block.size)
-        own_TP = self._own(per_layer.view(len(inner_TP), -1))
+        own_TP = per_layer.view(len(inner_TP), -1, self.block.size)[:, self.index]
         on.dot(self.gate, x_D, inner_P)
-        on.launch(
-            lambda: on.kernels.hidden_tokens(inner_TP, own_TP, None, rule, inner_TP, None),
-            [inner_P, per_layer],
-            [inner_P],
-        )
+        on.run(on.kernels.hidden_tokens, inner_TP, own_TP, None, self.rule, inner_TP, None)
         on.dot(self.output, inner_P, y_D)
 
 

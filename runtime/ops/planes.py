@@ -86,11 +86,7 @@ class PredictPlanesOp(PlanesOp):
     ) -> None:
         active_D, x_X = written
         choice_P = self.router.launch(on, x_X[..., : active_D.shape[-1]], scratch)
-        on.launch(
-            lambda: on.kernels.predict_planes(choice_P, self.mix_QP, x_X, active_D),
-            [choice_P, self.mix_QP, x_X],
-            [x_X, active_D],
-        )
+        on.run(on.kernels.predict_planes, choice_P, self.mix_QP, x_X, active_D)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +111,8 @@ class CorrectPlanesOp(PlanesOp):
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
     ) -> None:
         active_D, x_X = written
-        choice_P, mix, scale_D = (
-            self.router.launch(on, active_D, scratch),
-            self.mix_PP,
-            self.scale_D,
-        )
-        on.launch(
-            lambda: on.kernels.correct_planes(choice_P, mix, scale_D, x_X, active_D),
-            [choice_P, mix, scale_D, x_X, active_D],
-            [x_X, active_D],
-        )
+        choice_P = self.router.launch(on, active_D, scratch)
+        on.run(on.kernels.correct_planes, choice_P, self.mix_PP, self.scale_D, x_X, active_D)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +123,7 @@ class AddToPlanesOp(PlanesOp):
     def launch(
         self, on: Launcher, read: Sequence[Tensor], written: Sequence[Tensor], scratch: Tensor
     ) -> None:
-        x_X, more_D = read
-        on.launch(lambda: on.kernels.add_to_planes(x_X, more_D), [x_X, more_D], [x_X])
+        on.run(on.kernels.add_to_planes, *read)
 
 
 @dataclass(frozen=True, kw_only=True)

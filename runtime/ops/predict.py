@@ -69,8 +69,5 @@ def launch_predict(
     if predictor.down:
         on.dot(predictor.down, x_D, inner_R, has_relu=predictor.kind == "relu")
         x_D = inner_R
-    on.launch(
-        lambda: on.kernels.predict(up.weight, up.bias_N, x_D, predictor.threshold, named_W, copy_W),
-        [up.weight.data, up.bias_N, x_D],
-        [named_W, copy_W],
-    )
+    predict, threshold = on.kernels.predict, predictor.threshold
+    on.run(predict, up.weight, up.bias_N, x_D, threshold, named_W, copy_W)

@@ -45,13 +45,9 @@ def launch_route(
 ) -> None:
     """Writes the experts of each row and their weights, f32 [2 K], and again to `copy` in pinned
     memory. `logit_E`: memory for the logits."""
-    bias_E, scale_E = router.choice_bias_E, router.scale_E
+    choose, bias_E = on.kernels.choose_experts, router.choice_bias_E
     on.dot(router.linear, x_D, logit_E)
-    on.launch(
-        lambda: on.kernels.choose_experts(logit_E, bias_E, router.spec, routed, copy, scale_E),
-        [logit_E, bias_E, scale_E],
-        [routed, copy],
-    )
+    on.run(choose, logit_E, bias_E, router.spec, routed, copy, router.scale_E)
 
 
 class RouteStruct(Structure):

@@ -46,12 +46,8 @@ class ShortConvOp(RecurrentOp):
     def mix(
         self, on: Launcher, projected: Tensor, heads: Tensor, mixed: Tensor, slots: Slots
     ) -> None:
-        kernels, conv, (state,) = on.kernels, self.conv_DJ, self.state.tensors
-        on.launch(
-            lambda: kernels.convolve_gated(projected, conv, state, *slots, heads),
-            [projected, conv, state, *slots],
-            [heads, state],
-        )
+        (state,) = self.state.tensors
+        on.run(on.kernels.convolve_gated, projected, self.conv_DJ, state, *slots, heads)
 
 
 def load(

@@ -3,11 +3,12 @@ CPU, where kernels run as they are submitted: for tests without a GPU, and as th
 captured steps. The CUDA form has a stream per GPU, captures a GPU's segments as graphs, and hands
 the CPU's parts of a step over by flags (doorbells).
 
-A callback costs an interrupt and the wake-up of the driver's thread, on an H100 60 to 110
+A callback of the driver costs an interrupt and the wake-up of its thread, on an H100 60 to 110
 microseconds of the 95 to 150 that a divided layer's hand-over took. Here the stream itself writes
 and awaits 32-bit values in pinned memory (cuStreamWriteValue32, cuStreamWaitValue32), and the
 thread that waits for the step serves it: it looks at the flags in order and runs the functions, as
-the first of the kernels' threads (step_server.h). The same is done in FreeToken.
+the first of the kernels' threads (step_server.h). The same is done in FreeToken. Where the driver
+has no such operations, kernels beside the CPU's work are launched one by one.
 
 Each captured graph has a list of hand-overs and flags of its own. The CPU resets the flags before
 every replay, when nothing of the last one is left, so all of a graph's values can be 1. The GPU
@@ -51,6 +52,7 @@ class Backend:
     take: Callable[[torch.device], Take]  # zeroed memory for buffers
     prepare: Prepare
     is_pinned: bool
+    captures_handovers: bool = True  # `prepare` takes work in which the CPU has a part
 
 
 def plain_backend(kernels: "Kernels") -> Backend:
@@ -87,9 +89,9 @@ def cuda_backend(
     overlaps: bool = False,
 ) -> Backend:
     """Builds the backend. `take` allocates on a device; None is torch's allocator. Without a graph,
-    every step launches its kernels one by one: slower, with the same results. `has_doorbells`: the
-    CPU's parts are handed over by flags instead of callbacks. `overlaps`: a kernel
-    begins before the last one has ended.
+    every step launches its kernels one by one: slower, with the same results; so does work beside
+    the CPU's unless that is handed over by flags (`has_doorbells`). `overlaps`: a kernel begins
+    before the last one has ended.
 
     Raises ImportError if Triton is not installed."""
     from hotsplit.runtime.kernels.gpu.kernels import overlapped, triton_kernels
@@ -101,6 +103,7 @@ def cuda_backend(
         take=take or allocated,
         prepare=_captured if has_graph else submitted,
         is_pinned=True,
+        captures_handovers=has_doorbells,
     )
 
 

@@ -432,14 +432,15 @@ class _Builder:
         """Each GPU's consecutive work. Whether a graph may copy between GPUs depends on how they
         are connected, so copies between GPUs are segments of their own."""
 
-        needed = joins(submissions)
-        found = []
+        needed, found = joins(submissions), []
         numbered = groupby(
             enumerate(submissions), key=lambda pair: (pair[1].home, pair[1].is_graph)
         )
         for (home, is_graph), group in numbered:
-            main = devices[home].main
-            run = partial(_submit, main, dict(group), needed)
+            main, own = devices[home].main, dict(group)
+            if not self.backend.captures_handovers:
+                is_graph &= not any(isinstance(each.work, HostNode) for each in own.values())
+            run = partial(_submit, main, own, needed)
             found.append(Segment(main=main, run=run, is_graph=is_graph))
         return found
 

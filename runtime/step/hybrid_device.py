@@ -29,7 +29,7 @@ from hotsplit.model.spec import Block, LayerSpec, ModelSpec, Neurons, read_by, w
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts, expert_parts
 from hotsplit.runtime.model.layers import Layer
-from hotsplit.runtime.ops.attention.gpu import Positions, launch_attend
+from hotsplit.runtime.ops.attention.gpu import launch_attend
 from hotsplit.runtime.ops.device import Launcher, Rounded
 from hotsplit.runtime.ops.embed import launch_embed
 from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp, Slots
@@ -340,16 +340,10 @@ class DeviceKernels(Launcher):
         """Writes attention's output to the first row of sum_PD."""
         b, (qkv, heads) = self.buffers, self.attended(layer)
         table_SN = b.tables.get(layer.attention.cache.table)
-        at = Positions(
-            position_T=b["position"],
-            sequence_T=None if table_SN is None else b["sequence"],
-            table_SN=table_SN,
-        )
+        paging = None if table_SN is None else b["sequence"], table_SN
         self.inputs(layer, x_D)
-        is_pass, attention = self.is_pass, layer.attention
-        room = b.of_attention[2]
-        heads = launch_attend(self, attention, qkv, at, room, heads, is_pass=is_pass)
-        self.output(layer, heads)
+        given = layer.attention, qkv, b["position"], *paging, b.of_attention[2], heads
+        self.output(layer, launch_attend(self, *given, is_pass=self.is_pass))
 
     @property
     def slots(self) -> Slots:
@@ -440,5 +434,4 @@ class DeviceKernels(Launcher):
             b.carved(rest, len(hot.id_N)) if ffn.gate.needs_all else None,
         )
         if divided.hot_bits is not None:
-            (slot_F, open_W), pack_open = divided.hot_bits, self.kernels.pack_open
-            self.launch(lambda: pack_open(hidden_N, slot_F, open_W), [hidden_N, slot_F], [open_W])
+            self.run(self.kernels.pack_open, hidden_N, *divided.hot_bits)

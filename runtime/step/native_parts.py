@@ -214,7 +214,7 @@ class NativeParts:
             end=self.ranges[ops[-1]][1],
         )
         return HostNode(
-            function=library.part_function(),
+            function=library.address_of("hs_part"),
             argument=addressof(struct),
             reads=shared(value for op in ops for value in op.reads),
             writes=shared(value for op in ops for value in (*op.writes, *overwritten(op))),

@@ -235,14 +235,11 @@ class PassKernels(TileLauncher, DeviceKernels):
             self._neurons(shared.block, shared.rule, x_D, out_TD)
             return
         # One expert of every row.
-        pairs, weight_P = self.room.pairs.rows(len(x_D), 1, 1), self.room.pairs.weight_P
+        pairs, rooms = self.room.pairs.rows(len(x_D), 1, 1), (b.hidden, self.room.hidden)
         routed_T2, logit_T1 = b["shared_weight"], b.first("inner", 1).view(-1, 1)
-        self.dot(shared.gate, x_D, logit_T1)
-        of_neurons.launch_shared_weight(self, logit_T1, routed_T2)
-        of_neurons.launch_sort(self, None, 1, routed_T2, pairs, weight_P)
-        of_neurons.launch_shared_tiles(
-            self, shared, pairs, weight_P, x_D, (b.hidden, self.room.hidden), out_TD
-        )
+        of_neurons.launch_shared_weight(self, shared.gate, x_D, logit_T1, routed_T2)
+        of_neurons.launch_sort(self, None, 1, routed_T2, pairs)
+        of_neurons.launch_shared_tiles(self, shared, pairs, x_D, rooms, out_TD)
 
     def hot(self, divided: DividedLayer, x_D: Tensor | Rounded, *, are_named: bool) -> None:
         hot, ffn = divided.hot, divided.layer.ffn
@@ -310,33 +307,21 @@ class PassKernels(TileLauncher, DeviceKernels):
 
     def experts(self, divided: DividedLayer, hot: ExpertBlock, x_D: Tensor) -> None:
         if hot.place_E is not None:  # pairs of experts on the CPU have no output here
-            parts_PD = self._parts_of_pairs(divided, x_D)
-            self.clear(parts_PD)
+            self.clear(self._parts_of_pairs(divided, x_D))
         self._stored_experts(divided, hot, x_D)
 
     def _stored_experts(self, divided: DividedLayer, hot: ExpertBlock, x_TD: Tensor) -> None:
         """Writes the outputs of the pairs of experts that the GPU stores."""
         layer = divided.layer
         assert layer.router is not None
-        num_used = layer.router.spec.num_used
-        pairs = self.room.pairs.rows(len(x_TD), num_used, hot.num_experts)
-        weight_P = self.room.pairs.weight_P
-        of_neurons.launch_sort(
-            self, hot.place_E, hot.num_experts, self.routed(layer), pairs, weight_P
-        )
+        pairs = self.room.pairs.rows(len(x_TD), layer.router.spec.num_used, hot.num_experts)
+        of_neurons.launch_sort(self, hot.place_E, hot.num_experts, self.routed(layer), pairs)
         self._pairs(divided, hot, pairs, x_TD)
 
     def _pairs(self, divided: DividedLayer, block: ExpertBlock, pairs: Pairs, x_TD: Tensor) -> None:
-        of_neurons.launch_expert_tiles(
-            self,
-            block,
-            divided.layer.ffn.gate,
-            pairs,
-            self.room.pairs.weight_P,
-            x_TD,
-            (self.buffers.hidden, self.room.hidden),
-            self._parts_of_pairs(divided, x_TD),
-        )
+        gate, rooms = divided.layer.ffn.gate, (self.buffers.hidden, self.room.hidden)
+        parts_PD = self._parts_of_pairs(divided, x_TD)
+        of_neurons.launch_expert_tiles(self, block, gate, pairs, x_TD, rooms, parts_PD)
 
     def _parts_of_pairs(self, divided: DividedLayer, x_TD: Tensor) -> Tensor:
         """The outputs of all pairs [P, D], that of a row's k-th expert in row k T + t."""
@@ -412,7 +397,12 @@ class PassKernels(TileLauncher, DeviceKernels):
         ):
             tile, row = own[: 3 * num_tiles], own[3 * num_tiles :]
             found.append(
-                Pairs(tile_G3=tile.view(-1, 3), row_3P=row.view(3, -1), tile_size=SMALL_TILE)
+                Pairs(
+                    tile_G3=tile.view(-1, 3),
+                    row_3P=row.view(3, -1),
+                    weight_P=self.room.pairs.weight_P,
+                    tile_size=SMALL_TILE,
+                )
             )
             assert len(values) == len(own)
         return found

@@ -58,8 +58,9 @@ def node_of(
     return HostNode(function=address, argument=0, reads=reads, writes=writes, kept=(made,))
 
 
-@pytest.mark.parametrize("has_doorbells", [True, False])
-@pytest.mark.parametrize("has_graph", [False, True])
+@pytest.mark.parametrize(
+    ("has_graph", "has_doorbells"), [(False, False), (False, True), (True, True)]
+)
 def test_values_go_to_the_cpu_and_back(cuda, has_graph, has_doorbells):
     assert_echo(cuda_backend(has_graph=has_graph, has_doorbells=has_doorbells), GPU)
 

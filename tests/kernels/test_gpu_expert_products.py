@@ -48,7 +48,8 @@ def pairs(parts=PARTS) -> list[Pairs]:
         row_3P = np.stack([own_P // NUM_USED, np.arange(len(own_P)), own_P])
         tensors = (torch.tensor(np.array(x), dtype=torch.int32) for x in (tiles, row_3P))
         tile_G3, row_3P = (each.to(device()) for each in tensors)
-        found.append(Pairs(tile_G3=tile_G3, row_3P=row_3P, tile_size=size))
+        weight_P = torch.zeros(0)
+        found.append(Pairs(tile_G3=tile_G3, row_3P=row_3P, weight_P=weight_P, tile_size=size))
         first += len(own_P)
     return found
 

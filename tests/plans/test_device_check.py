@@ -18,8 +18,8 @@ from torch import Tensor
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime import device_check, loading
-from hotsplit.runtime.device.cuda_runtime import CudaRuntime
 from hotsplit.runtime.device.device_memory import DeviceMemory
+from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.device_check import BOUND, DeviceFails, check_logits, within_time
 from hotsplit.runtime.kernels.gpu import kernels as gpu_kernels
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
@@ -145,7 +145,7 @@ def test_a_graph_that_does_nothing_is_found(load, monkeypatch):
 
 def test_host_functions_that_are_not_called_are_found(load, monkeypatch):
     monkeypatch.setattr(loading, "can_ring", lambda device: False)
-    monkeypatch.setattr(CudaRuntime, "host_function", lambda *arguments: None)
+    monkeypatch.setattr(HostNode, "run", lambda node: None)
     kind, (line,) = load()
     assert kind is NativeStep and "the logits of a prompt are off by" in line
 

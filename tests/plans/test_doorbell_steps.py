@@ -1,5 +1,5 @@
-"""Whole steps that are handed over by flags on the fake CUDA runtime: the bits of host functions,
-and one line where a GPU or the server stops."""
+"""Whole steps that are handed over by flags on the fake CUDA runtime: the bits of steps that are
+launched kernel by kernel, and one line where a GPU or the server stops."""
 
 import time
 from ctypes import CFUNCTYPE, c_int, c_void_p, cast
@@ -46,7 +46,7 @@ def logits_of(step, num_rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("plan", slow_unless(PLANS, QUICK))
-def test_doorbells_give_the_bits_of_host_functions(tmp_path, monkeypatch, plan):
+def test_doorbells_give_the_bits_of_plain_launches(tmp_path, monkeypatch, plan):
     monkeypatch.setattr(backend, "POLL_S", 0.0)
     case = small(tmp_path, plan)
     with (
@@ -119,14 +119,17 @@ def test_a_gpu_or_a_server_that_stops_ends_in_one_line_within_the_timeout(tmp_pa
         engine.close()
 
 
-def test_without_stream_memory_operations_the_driver_calls_the_cpu(tmp_path, monkeypatch, caplog):
+def test_without_stream_memory_operations_kernels_are_launched_plainly(
+    tmp_path, monkeypatch, caplog
+):
     caplog.set_level("INFO")
     case = small(tmp_path, "one neuron")
-    with fake_cuda():
+    with fake_cuda() as cuda:
         monkeypatch.setattr(cuda_runtime, "_DRIVER", "libc.so.6")  # which lacks them
         with Engine.load(case.path, split=case.split, mode="predicted", device="cuda") as engine:
             logits_of(engine._live.native)
-        assert not {"write flag", "wait for flag"} & set(fake.text("log"))
+            assert not cuda.graphs
+        assert not {"write flag", "wait for flag", "host function"} & set(fake.text("log"))
         assert not fake.text("violations")
     lines = [each.getMessage() for each in caplog.records]
     assert sum("this driver has no stream memory operations" in line for line in lines) == 1

@@ -20,7 +20,7 @@ Shapes: F rows of the matrix, D values in a row, A chosen rows."""
 import ctypes
 import logging
 import os
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -61,16 +61,8 @@ def _layouts() -> dict[str, _Layout]:
 
 _LAYOUTS = _layouts()
 
-# enum Status in kernels.h
-(
-    _OK,
-    _BAD_ARGUMENT,
-    _INDEX_OUT_OF_RANGE,
-    _UNKNOWN_LEVEL,
-    _UNUSABLE_LEVEL,
-    _NO_THREADS,
-    _NO_MEMORY,
-) = range(7)
+# Of enum Status in kernels.h.
+_OK, _BAD_ARGUMENT, _INDEX_OUT_OF_RANGE, _NO_THREADS, _NO_MEMORY = 0, 1, 2, 5, 6
 
 
 def _load() -> ctypes.CDLL:
@@ -181,8 +173,8 @@ def _use_level_from_environment() -> None:
 _use_level_from_environment()
 
 
-def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int]:
-    """(code of `kind`, row stride in bytes, F, D), after checking that `weight` is such a
+def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int, int]:
+    """(code of `kind`, address, row stride in bytes, F, D), after checking that `weight` is such a
     matrix."""
     layout = _LAYOUTS.get(kind)
     if layout is None:
@@ -204,18 +196,13 @@ def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int]:
     if num_rows % together or (together > 1 and not weight.is_contiguous()):
         what = "tiles" if is_tiled(kind) else "groups"
         _refuse(f"{kind} weight", f"contiguous {what} of {together} rows", weight)
-    return code, stride, num_rows, num_elements // unit_elements * unit_values
+    columns = num_elements // unit_elements * unit_values
+    return code, weight.data_ptr(), stride, num_rows, columns
 
 
 def _check_vector(name: str, t: Tensor, dtype: torch.dtype, length: int) -> int:
     """The address of t, after checking that it has `length` values of this type."""
-    if (
-        t.dtype != dtype
-        or t.dim() != 1
-        or not t.is_contiguous()
-        or not t.is_cpu
-        or t.shape[0] != length
-    ):
+    if t.dtype != dtype or t.shape != (length,) or not t.is_contiguous() or not t.is_cpu:
         _refuse(name, f"contiguous {dtype} of {length} values", t)
     return t.data_ptr()
 
@@ -274,32 +261,15 @@ def run_part(part: ctypes.Structure) -> None:
     _lib.hs_part(ctypes.addressof(part))
 
 
-def part_function() -> int:
-    """The address of a function void (*)(void*) that runs a part of a step, a struct of
-    native_parts.py; step_bytes must have checked the step."""
-    return _address("hs_part")
-
-
 def neurons_bytes(neurons: ctypes.Structure) -> int:
     """Workspace bytes of a block of neurons described by ops/neurons/native.py; -1 if
     inconsistent."""
     return int(_lib.hs_neurons_bytes(ctypes.addressof(neurons)))
 
 
-def neurons_function() -> int:
-    """The address of a function that runs gate, up and down of one block for its tokens:
-    void (*)(void*). `neurons_bytes` must have checked the block."""
-    return _address("hs_neurons")
-
-
 def chosen_bytes(chosen: ctypes.Structure) -> int:
     """Workspace bytes of experts described by ops/neurons/native.py; -1 if inconsistent."""
     return int(_lib.hs_chosen_bytes(ctypes.addressof(chosen)))
-
-
-def chosen_function() -> int:
-    """The address of the function that runs the experts: void (*)(void*)."""
-    return _address("hs_chosen")
 
 
 def serve(
@@ -319,12 +289,13 @@ def serve(
     return int(served), status.value
 
 
-def copy_rows_function() -> int:
-    """The address of the function that makes the copies of neuron_cache/neuron_rows.py."""
-    return _address("hs_copy_rows")
+HostFunction = Literal["hs_part", "hs_neurons", "hs_chosen", "hs_copy_rows"]
 
 
-def _address(function: str) -> int:
+def address_of(function: HostFunction) -> int:
+    """The address of a function void (*)(void*): of those that run a part of a step, the neurons of
+    a block or the chosen experts (`step_bytes`, `neurons_bytes` or `chosen_bytes` must have checked
+    their structs), and of the one that makes the copies of neuron_cache/neuron_rows.py."""
     found = ctypes.cast(getattr(_lib, function), ctypes.c_void_p).value
     assert found is not None
     return found
@@ -344,29 +315,17 @@ def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None
 
     weight: the matrix W_FD as `kind` stores it. x: f32 [D] or [T, D], contiguous; a vector's result
     is bit-identical whatever the others are."""
-    code, stride, num_rows, num_columns = _layout(weight, kind)
+    *_, num_rows, num_columns = matrix = _layout(weight, kind)
     if is_grouped(kind):
-        raise ValueError(
-            f"rows of {kind} are not multiplied; they are for matrices that are summed"
-        )
+        raise ValueError(f"rows of {kind} are not multiplied; they are for sums of rows")
     num_vectors = x.shape[0] if x.dim() == 2 else 1
     is_whole = x.dim() in (1, 2) and x.shape[-1] == num_columns and num_vectors > 0
     if x.dtype != torch.float32 or not is_whole or not x.is_contiguous() or not x.is_cpu:
         _refuse("x", f"contiguous {torch.float32} of {num_columns} values a vector", x)
     num_active, index = _check_list(index_A, num_rows)
     y = torch.empty(*x.shape[:-1], num_active, dtype=torch.float32, device="cpu")
-    status = _lib.hs_dot_rows(
-        code,
-        weight.data_ptr(),
-        stride,
-        num_rows,
-        num_columns,
-        x.data_ptr(),
-        num_vectors,
-        index,
-        num_active,
-        y.data_ptr(),
-    )
+    vectors = x.data_ptr(), num_vectors
+    status = _lib.hs_dot_rows(*matrix, *vectors, index, num_active, y.data_ptr())
     _check_status(status, index_A, num_rows)
     return y
 
@@ -379,27 +338,15 @@ def accumulate_rows(
     If W is the transposed down matrix, this is the down projection of the active neurons.
     coefficient_A: f32 [A]. Rows are added in the order of index_A. Raises ValueError for tiles, and
     for a list of grouped rows."""
-    code, stride, num_rows, num_columns = _layout(weight, kind)
+    *_, num_rows, num_columns = matrix = _layout(weight, kind)
     if is_tiled(kind):
-        raise ValueError(
-            f"rows of {kind} are not summed; they are for matrices that are multiplied"
-        )
+        raise ValueError(f"rows of {kind} are not summed; they are for products")
     if is_grouped(kind) and index_A is not None:
         raise ValueError(f"rows of {kind} are summed all at once, got a list")
     num_active, index = _check_list(index_A, num_rows)
     coefficient = _check_vector("coefficient_A", coefficient_A, torch.float32, num_active)
     y_D = torch.empty(num_columns, dtype=torch.float32, device="cpu")
-    status = _lib.hs_accumulate_rows(
-        code,
-        weight.data_ptr(),
-        stride,
-        num_rows,
-        num_columns,
-        coefficient,
-        index,
-        num_active,
-        y_D.data_ptr(),
-    )
+    status = _lib.hs_accumulate_rows(*matrix, coefficient, index, num_active, y_D.data_ptr())
     _check_status(status, index_A, num_rows)
     return y_D
 
@@ -415,7 +362,7 @@ def pack_rows(
 
     out: uint8, with contiguous rows; only planar and unchanged rows may be strided. Uses all
     threads. Raises ValueError for tiles and groups."""
-    code, stride, num_rows, num_columns = _layout(weight, kind)
+    code, data, stride, num_rows, num_columns = _layout(weight, kind)
     if rows_together(kind) > 1:
         raise ValueError(f"rows of {kind} are not packed again")
     row_bytes = weight.shape[1] * weight.element_size()
@@ -431,29 +378,18 @@ def pack_rows(
         packed_kind = kind
     if rows_together(packed_kind) > 1 and not out.is_contiguous():
         _refuse("out", f"contiguous rows for the {form} form", out)
-    status = _lib.hs_pack_rows(
-        code,
-        kind_code(packed_kind),
-        weight.data_ptr(),
-        num_rows,
-        num_columns,
-        index,
-        num_active,
-        out.data_ptr(),
-        out.stride(0),
-    )
+    matrix, target = (data, num_rows, num_columns), (out.data_ptr(), out.stride(0))
+    status = _lib.hs_pack_rows(code, kind_code(packed_kind), *matrix, index, num_active, *target)
     _check_status(status, index_A, num_rows)
     return packed_kind
 
 
 def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | None = None) -> None:
     """Writes out_AD[a] = W_FD[index_A[a]]; out_AD: f32 [A, D], contiguous."""
-    code, stride, num_rows, num_columns = _layout(weight, kind)
+    *_, num_rows, num_columns = matrix = _layout(weight, kind)
     num_active, index = _check_list(index_A, num_rows)
     is_right = out_AD.dtype == torch.float32 and out_AD.is_contiguous()
     if not is_right or not out_AD.is_cpu or out_AD.shape != (num_active, num_columns):
         _refuse("out_AD", f"contiguous f32 of {num_active} rows of {num_columns}", out_AD)
-    status = _lib.hs_unpack_rows(
-        code, weight.data_ptr(), stride, num_rows, num_columns, index, num_active, out_AD.data_ptr()
-    )
+    status = _lib.hs_unpack_rows(*matrix, index, num_active, out_AD.data_ptr())
     _check_status(status, index_A, num_rows)

@@ -25,8 +25,8 @@ from hotsplit.runtime.kernels.stored import NO_VECTORS, Vectors
 
 @gpu_kernel(
     reads=("qkv", "key_CKW", "value_CKW", "position_1", "sequence_1", "table_SN"),
-    writes=("out_HW",),
-    shared=("key_CKW", "value_CKW", "table_SN"),
+    writes=("out_HW", "scratch"),
+    shared=("key_CKW", "value_CKW", "table_SN", "scratch"),
 )
 def attend(
     qkv: Tensor,

@@ -22,6 +22,7 @@ Letters: T rows, R runs of rows, S slots, C channels (queries, keys and values),
 a row's projections, X of its inputs of the recurrence, G key heads, V value heads, N width of a key
 head, M of a value head."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -98,23 +99,18 @@ def convolve(
     def reference() -> None:
         s = DeltaSizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
         rows_TW, out_TX = projected_TW.view(-1, s.projected), mixed_TX.view(-1, s.mixed)
-        num_taps, keys = taps_CJ.shape[1], s.key_heads * s.key_width
-        for first, count, source in run_R3.tolist():
-            if not count:
-                continue
-            row_TW = rows_TW[first : first + count].double()
-            before_JC = torch.zeros_like(conv_SJC[0]) if source < 0 else conv_SJC[source]
+        keys, gates = s.key_heads * s.key_width, s.value_heads * s.value_width
+        for rows, before_JC in runs_ref(run_R3, conv_SJC):
+            row_TW = rows_TW[rows].double()
             x_TC = torch.cat([before_JC.double(), row_TW[:, : s.channels]])
-            taps = [x_TC[tap : tap + count] * taps_CJ[:, tap].double() for tap in range(num_taps)]
-            u_TC = torch.nn.functional.silu(torch.stack(taps).sum(dim=0))
+            sum_TC = sum_of_taps_ref(x_TC, taps_CJ, conv_SJC, writes_T[rows])
+            u_TC = torch.nn.functional.silu(sum_TC)
             query, key, value = u_TC.split([keys, keys, s.channels - 2 * keys], dim=1)
             query, key = (each.unflatten(1, (-1, s.key_width)) for each in (query, key))
             query, key = (
                 x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key)
             )
-            strength_TV, step_TV = row_TW[:, s.channels + s.value_heads * s.value_width :].chunk(
-                2, 1
-            )
+            strength_TV, step_TV = row_TW[:, s.channels + gates :].chunk(2, 1)
             step_TV = (step_TV + step_bias_V).exp().log1p()
             parts = [
                 query.flatten(1) / s.key_width**0.5,
@@ -123,10 +119,7 @@ def convolve(
                 strength_TV.sigmoid(),
                 (rate_V * step_TV).exp(),
             ]
-            out_TX[first : first + count] = torch.cat(parts, dim=1).to(out_TX.dtype)
-            for row, target in enumerate(writes_T[first : first + count].tolist(), start=1):
-                if target >= 0:
-                    conv_SJC[target] = x_TC[row : row + num_taps - 1].to(conv_SJC.dtype)
+            out_TX[rows] = torch.cat(parts, dim=1).to(out_TX.dtype)
 
     def launch() -> None:
         sizes = DeltaSizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
@@ -186,12 +179,9 @@ def delta_rule(
         result_TVM = out_TVM.view(-1, value_heads, value_width)
         head_V = torch.arange(value_heads, device=mixed_TX.device)
         head_V = head_V // (value_heads // num_key_heads) if is_grouped else head_V % num_key_heads
-        for first, count, source in run_R3.tolist():
-            if not count:
-                continue
-            before = torch.zeros_like(state_SVNM[0]) if source < 0 else state_SVNM[source]
-            state_VNM = before.double()
-            for row in range(first, first + count):
+        for rows, before_VNM in runs_ref(run_R3, state_SVNM):
+            state_VNM = before_VNM.double()
+            for row in range(rows.start, rows.stop):
                 query, key, value, strength_V, decay_V = (
                     row_TX[row].double().split([keys, keys, values, value_heads, value_heads])
                 )
@@ -263,6 +253,64 @@ def gate_norm(out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: 
     return reference, launch
 
 
+def runs_ref(run_R3: Tensor, state_SX: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of each run, and the state before them."""
+    for first, count, source in run_R3.tolist():
+        if count:
+            before = torch.zeros_like(state_SX[0]) if source < 0 else state_SX[source]
+            yield slice(first, first + count), before
+
+
+def sum_of_taps_ref(x_TC: Tensor, taps_CJ: Tensor, state_SJC: Tensor, writes_T: Tensor) -> Tensor:
+    """The convolution of a run, of which `x_TC` has the rows before it as well; writes the states
+    after its rows."""
+    num_taps = taps_CJ.shape[1]
+    for row, target in enumerate(writes_T.tolist(), start=1):
+        if target >= 0:
+            state_SJC[target] = x_TC[row : row + num_taps - 1].to(state_SJC.dtype)
+    taps = [x_TC[tap:][: len(writes_T)] * taps_CJ[:, tap].double() for tap in range(num_taps)]
+    return torch.stack(taps).sum(dim=0)
+
+
+@triton.jit
+def run_with(run, row, RUNS: tl.constexpr):
+    """(whether a run has the row, that run's first row, its slot)."""
+    number_R = tl.arange(0, RUNS)
+    first_R, count_R = tl.load(run + 3 * number_R), tl.load(run + 3 * number_R + 1)
+    is_own_R = (first_R <= row) & (row < first_R + count_R)
+    run += 3 * tl.sum(tl.where(is_own_R, number_R, 0), axis=0)
+    is_there = tl.sum(is_own_R.to(tl.int32), axis=0) > 0
+    return is_there, tl.load(run), tl.load(run + 2).to(tl.int64)
+
+
+@triton.jit
+def value_at_tap(
+    here,
+    is_here,
+    old,
+    state,
+    source,
+    target,
+    channel,
+    is_in,
+    tap: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """What a tap multiplies: `here`, a row of the run, or the row before it at `old` in its slot.
+    Writes it to the slot that takes the state."""
+    before = tl.load(
+        state + (source * (TAPS - 1) + old) * CHANNELS + channel,
+        mask=is_in & (is_here == 0) & (source >= 0),
+        other=0.0,
+    )
+    value = tl.where(is_here, here, before)
+    if tap > 0:
+        place = state + (target * (TAPS - 1) + tap - 1) * CHANNELS + channel
+        tl.store(place, value, mask=is_in & (target >= 0))
+    return value
+
+
 @triton.jit
 def _softplus(x):
     """log(1 + e^x). The series of 2 atanh(e / (2 + e)) keeps small results precise, where an
@@ -304,12 +352,8 @@ def _convolve(
     admit_next(OVERLAPS)
     await_last(OVERLAPS)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    number_R = tl.arange(0, RUNS)
-    first_R, count_R = tl.load(run + 3 * number_R), tl.load(run + 3 * number_R + 1)
-    is_own_R = (first_R <= row) & (row < first_R + count_R)
-    if tl.sum(is_own_R.to(tl.int32), axis=0) > 0:  # else the row repeats another
-        run += 3 * tl.sum(tl.where(is_own_R, number_R, 0), axis=0)
-        first, source = tl.load(run), tl.load(run + 2).to(tl.int64)
+    is_there, first, source = run_with(run, row, RUNS)
+    if is_there:  # else the row repeats another
         target = tl.load(writes + row).to(tl.int64)
         value_head = head - 2 * KEY_HEADS
         is_key = value_head < 0
@@ -328,19 +372,10 @@ def _convolve(
                 mask=in_head & is_here,
                 other=0.0,
             )
-            before = tl.load(
-                conv + (source * (TAPS - 1) + old) * CHANNELS + channel,
-                mask=in_head & (is_here == 0) & (source >= 0),
-                other=0.0,
+            value = value_at_tap(
+                here, is_here, old, conv, source, target, channel, in_head, tap, TAPS, CHANNELS
             )
-            value = tl.where(is_here, here, before)
             total += value * tl.load(taps + channel * TAPS + tap, mask=in_head, other=0.0)
-            if tap > 0:
-                tl.store(
-                    conv + (target * (TAPS - 1) + tap - 1) * CHANNELS + channel,
-                    value,
-                    mask=in_head & (target >= 0),
-                )
         total = total / (1.0 + tl.exp(-total))
         if is_key:
             total *= tl.rsqrt(tl.sum(total * total, axis=0) + 1e-6)

@@ -23,10 +23,12 @@ class Pairs:
 
     `tile_G3`, int32: (place of the expert, first pair in `row_3P`, pairs), an expert's tiles one
     after another. `row_3P`, int32: the pair's row t, its number among these, and k T + t, the row
-    of its output; it may have other pairs as well."""
+    of its output; it may have other pairs as well. `weight_P`: the weight of each pair of the
+    layer, at the row of its output."""
 
     tile_G3: Tensor
     row_3P: Tensor
+    weight_P: Tensor
     tile_size: int
 
     @property
@@ -39,15 +41,10 @@ class Pairs:
         """For products with hidden values: rows of the input and the output."""
         return self.row_3P[1:]
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.tile_G3, self.row_3P
-
 
 @dataclass(frozen=True, kw_only=True)
 class PairBuffers:
-    """Memory for the pairs of experts that a GPU stores. `weight_P`: the weight of each pair, at
-    the row of its output, for all experts."""
+    """Memory for the pairs of experts that a GPU stores."""
 
     tile_G3: Tensor  # int32
     row_3P: Tensor  # int32
@@ -71,6 +68,7 @@ class PairBuffers:
         return Pairs(
             tile_G3=self.tile_G3[: num_pairs // size + num_experts],
             row_3P=self.row_3P.flatten()[: 3 * num_pairs].view(3, num_pairs),
+            weight_P=self.weight_P,
             tile_size=size,
         )
 

@@ -5,13 +5,15 @@ the launch of Triton's kernel, which follows.
 Letters: T rows of a step."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Generic, ParamSpec, overload
 
 import torch
 from torch import Tensor
+
+from hotsplit.runtime.kernels.stored import StoredMatrix
 
 Parameters = ParamSpec("Parameters")
 Versions = tuple[Callable[[], None], Callable[[], None]]  # the reference, and Triton's
@@ -22,9 +24,9 @@ _LISTS = ("index_1", "position_1", "sequence_1")
 @dataclass(kw_only=True, eq=False)
 class GpuKernel(Generic[Parameters]):
     """`reference` computes it in float64, on any device; `triton` launches Triton's kernel.
-    `reads`, `writes`: the arguments whose values differ from step to step. All others are weights
-    and scratch. `axes`: the axis of a step's rows, of each argument that has one if there are
-    several rows."""
+    `reads`, `writes`: the arguments whose values differ from step to step, and scratch, which is
+    written. All others are weights. `axes`: the axis of a step's rows, of each argument that has
+    one if there are several rows."""
 
     reference: Callable[Parameters, None]
     reads: tuple[str, ...]
@@ -36,17 +38,53 @@ class GpuKernel(Generic[Parameters]):
     def name(self) -> str:
         return self.reference.__name__
 
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.reference).parameters)
+
     @overload
     def __get__(self, record: None, owner: object) -> "GpuKernel[Parameters]": ...
     @overload
-    def __get__(self, record: "KernelVersion", owner: object) -> Callable[Parameters, None]: ...
+    def __get__(self, record: "KernelVersion", owner: object) -> "OneVersion[Parameters]": ...
     def __get__(self, record: "KernelVersion | None", owner: object) -> Any:
-        return self if record is None else record.of(self)
+        return self if record is None else OneVersion(self, record.of(self))
 
     def num_rows(self, given: Mapping[str, Any]) -> int | None:
         """T of a step with these arguments; None if they have no axis of rows."""
         first = next((given[name] for name in self.axes if name not in _LISTS), None)
         return None if first is None or first.dim() == 1 else len(first)
+
+
+@dataclass(frozen=True)
+class OneVersion(Generic[Parameters]):
+    """One version of a kernel."""
+
+    kernel: GpuKernel[Parameters]
+    run: Callable[Parameters, None]
+
+    def __call__(self, *arguments: Parameters.args, **options: Parameters.kwargs) -> None:
+        self.run(*arguments, **options)
+
+    def uses(
+        self, *arguments: Parameters.args, **options: Parameters.kwargs
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """(what it reads, what it writes) of these arguments, by its declaration."""
+        reads, writes = list[Tensor](), list[Tensor]()
+        given = dict(zip(self.kernel.parameters, arguments, strict=False)) | options
+        for name, value in given.items():
+            tensors = list(_tensors_of(value))
+            writes += tensors if name in self.kernel.writes else ()
+            reads += tensors if name in self.kernel.reads or name not in self.kernel.writes else ()
+        return reads, writes
+
+
+def _tensors_of(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, StoredMatrix):
+        yield value.data
+    elif isinstance(value, Mapping):  # vectors by their names
+        yield from value.values()
 
 
 class KernelVersion:

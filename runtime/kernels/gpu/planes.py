@@ -3,6 +3,8 @@ column's planes before they write them.
 
 Letters: D width, P planes, T rows of a step."""
 
+from typing import Any
+
 from torch import Tensor
 
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
@@ -28,20 +30,8 @@ def predict_planes(choice_P: Tensor, mix_QP: Tensor, x_X: Tensor, active_D: Tens
         active_D.copy_(found_PD[0])
 
     def launch() -> None:
-        _check(choice_P, mix_QP, x_X, active_D)
-        num_planes, width = choice_P.shape[-1], active_D.shape[-1]
-        _predict_planes[_grid(active_D)](
-            choice_P,
-            mix_QP,
-            x_X,
-            active_D,
-            WIDTH=width,
-            NUM_PLANES=num_planes,
-            BLOCK=power_of_2(num_planes),
-            COLUMNS=_COLUMNS,
-            **overlap_options(),
-            num_warps=NUM_WARPS,
-        )
+        num_planes = choice_P.shape[-1]
+        _launch(_predict_planes, num_planes, choice_P, mix_QP, x_X, active_D)
 
     return reference, launch
 
@@ -60,21 +50,8 @@ def correct_planes(
         active_D.copy_(found_PD[0] * scale_D)
 
     def launch() -> None:
-        _check(choice_P, mix_PP, scale_D, x_X, active_D)
-        num_planes, width = choice_P.shape[-1], active_D.shape[-1]
-        _correct_planes[_grid(active_D)](
-            choice_P,
-            mix_PP,
-            scale_D,
-            x_X,
-            active_D,
-            WIDTH=width,
-            NUM_PLANES=num_planes,
-            BLOCK=power_of_2(num_planes),
-            COLUMNS=_COLUMNS,
-            **overlap_options(),
-            num_warps=NUM_WARPS,
-        )
+        num_planes = choice_P.shape[-1]
+        _launch(_correct_planes, num_planes, choice_P, mix_PP, scale_D, x_X, active_D)
 
     return reference, launch
 
@@ -89,19 +66,25 @@ def add_to_planes(x_X: Tensor, more_D: Tensor) -> Versions:
         x_X.copy_(x_PD.flatten())
 
     def launch() -> None:
-        _check(x_X, more_D)
-        width = more_D.shape[-1]
-        _add_to_planes[_grid(more_D)](
-            x_X,
-            more_D,
-            WIDTH=width,
-            NUM_PLANES=x_X.shape[-1] // width,
-            COLUMNS=_COLUMNS,
-            **overlap_options(),
-            num_warps=NUM_WARPS,
-        )
+        _launch(_add_to_planes, x_X.shape[-1] // more_D.shape[-1], x_X, more_D)
 
     return reference, launch
+
+
+def _launch(kernel: Any, num_planes: int, *tensors: Tensor) -> None:
+    """The last of the tensors is as wide as a plane."""
+    for each in tensors:
+        assert each.is_contiguous(), each.stride()
+    width = tensors[-1].shape[-1]
+    kernel[-(-width // _COLUMNS), step_rows(tensors[-1])](
+        *tensors,
+        WIDTH=width,
+        NUM_PLANES=num_planes,
+        BLOCK=power_of_2(num_planes),
+        COLUMNS=_COLUMNS,
+        **overlap_options(),
+        num_warps=NUM_WARPS,
+    )
 
 
 @triton.jit
@@ -187,6 +170,7 @@ def _add_to_planes(
     more,
     WIDTH: tl.constexpr,
     NUM_PLANES: tl.constexpr,
+    BLOCK: tl.constexpr,  # as the others'
     COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -198,12 +182,3 @@ def _add_to_planes(
     for plane in tl.static_range(1, NUM_PLANES):
         value_D = tl.load(x + plane * WIDTH, mask=in_row_D, other=0.0) + more_D
         tl.store(x + plane * WIDTH, value_D, mask=in_row_D)
-
-
-def _check(*tensors: Tensor) -> None:
-    for each in tensors:
-        assert each.is_contiguous(), each.stride()
-
-
-def _grid(x_D: Tensor) -> tuple[int, int]:
-    return -(-x_D.shape[-1] // _COLUMNS), step_rows(x_D)

@@ -67,7 +67,7 @@ def dot(
     return reference, launch
 
 
-@gpu_kernel(reads=("index_1",), writes=("out_D",))
+@gpu_kernel(reads=("index_1", "out_D"), writes=("out_D",))
 def embed(
     matrix: StoredMatrix,
     index_1: Tensor,

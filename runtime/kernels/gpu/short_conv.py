@@ -6,6 +6,7 @@ Letters: T rows, R runs of rows, S slots, D hidden size, J taps."""
 import torch
 from torch import Tensor
 
+from hotsplit.runtime.kernels.gpu.delta import run_with, runs_ref, sum_of_taps_ref, value_at_tap
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options
@@ -35,18 +36,11 @@ def convolve_gated(
 
     def reference() -> None:
         rows_TX, out = projected_TX.view(-1, 3 * width), out_TD.view(-1, width)
-        for first, count, source in run_R3.tolist():
-            if not count:
-                continue
-            b, c, u = rows_TX[first : first + count].chunk(3, dim=1)
-            before = torch.zeros_like(state_SJD[0]) if source < 0 else state_SJD[source]
+        for rows, before in runs_ref(run_R3, state_SJD):
+            b, c, u = rows_TX[rows].chunk(3, dim=1)
             # Their products are f32: a row's bits do not depend on its pass.
             x = torch.cat([before, b * u]).double()
-            taps = [x[tap : tap + count] * conv_DJ[:, tap].double() for tap in range(num_taps)]
-            out[first : first + count] = (c * torch.stack(taps).sum(dim=0)).to(out.dtype)
-            for row, target in enumerate(writes_T[first : first + count].tolist(), start=1):
-                if target >= 0:
-                    state_SJD[target] = x[row : row + num_taps - 1].to(state_SJD.dtype)
+            out[rows] = (c * sum_of_taps_ref(x, conv_DJ, state_SJD, writes_T[rows])).to(out.dtype)
 
     def launch() -> None:
         for each in (projected_TX, conv_DJ, state_SJD, run_R3, out_TD):
@@ -91,12 +85,8 @@ def _convolve_gated(
     await_last(OVERLAPS)
     column, row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1).to(tl.int64)
     is_in = column < WIDTH
-    number_R = tl.arange(0, RUNS)
-    first_R, count_R = tl.load(run + 3 * number_R), tl.load(run + 3 * number_R + 1)
-    is_own_R = (first_R <= row) & (row < first_R + count_R)
-    if tl.sum(is_own_R.to(tl.int32), axis=0) > 0:  # else the row repeats another
-        run += 3 * tl.sum(tl.where(is_own_R, number_R, 0), axis=0)
-        first, source = tl.load(run), tl.load(run + 2).to(tl.int64)
+    is_there, first, source = run_with(run, row, RUNS)
+    if is_there:  # else the row repeats another
         target = tl.load(writes + row).to(tl.int64)
         own = projected + row * 3 * WIDTH + column
         total = tl.zeros([COLUMNS], tl.float32)
@@ -106,18 +96,9 @@ def _convolve_gated(
             at = own + (tap - TAPS + 1) * 3 * WIDTH
             here = tl.load(at, mask=is_in & is_here, other=0.0)
             here *= tl.load(at + 2 * WIDTH, mask=is_in & is_here, other=0.0)
-            before = tl.load(
-                state + (source * (TAPS - 1) + old) * WIDTH + column,
-                mask=is_in & (is_here == 0) & (source >= 0),
-                other=0.0,
+            value = value_at_tap(
+                here, is_here, old, state, source, target, column, is_in, tap, TAPS, WIDTH
             )
-            value = tl.where(is_here, here, before)
             total += value * tl.load(conv + column * TAPS + tap, mask=is_in, other=0.0)
-            if tap > 0:
-                tl.store(
-                    state + (target * (TAPS - 1) + tap - 1) * WIDTH + column,
-                    value,
-                    mask=is_in & (target >= 0),
-                )
         gate = tl.load(own + WIDTH, mask=is_in, other=0.0)
         tl.store(out + row * WIDTH + column, gate * total, mask=is_in)

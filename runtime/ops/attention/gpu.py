@@ -3,7 +3,6 @@
 Letters: T rows, D model width, H heads, K key-value heads, W head width, S sequences, N blocks of
 each. For one row there is no T axis, except in `position_T` and `sequence_T`."""
 
-from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
@@ -13,33 +12,22 @@ from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.norm import Norm, launch_add_norm
 
 
-@dataclass(frozen=True, kw_only=True)
-class Positions:
-    """Where the rows of a step are in the cache; `sequence_T` and `table_SN` only with several
-    sequences."""
-
-    position_T: Tensor
-    sequence_T: Tensor | None
-    table_SN: Tensor | None
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.position_T, self.sequence_T, self.table_SN
-
-
 def launch_attend(
     on: Launcher,
     attention: Attention,
     qkv: Tensor,
-    at: Positions,
+    position_T: Tensor,
+    sequence_T: Tensor | None,
+    table_SN: Tensor | None,
     scratch: Tensor,
     heads: Tensor,
     *,
     is_pass: bool = False,
 ) -> Tensor:
     """Norms and rotates queries and keys, appends to the cache, and attends; returns the heads'
-    output [T, H W]. In a pass, it has the type of the cache, at the beginning of `heads`, and
-    queries are in `scratch`; else queries are rotated in place."""
+    output [T, H W]. `sequence_T` and `table_SN` only with several sequences. In a pass, the output
+    has the type of the cache, at the beginning of `heads`, and queries are in `scratch`; else
+    queries are rotated in place."""
     for norm, of_heads in norms_of_all(attention, qkv):
         launch_add_norm(on, of_heads, None, norm, of_heads, None)
     keys, values = attention.cache.for_kernels
@@ -49,48 +37,15 @@ def launch_attend(
         query, heads = (
             room.flatten().view(keys.dtype)[: prod(shape)].view(shape) for room in (scratch, heads)
         )
-    on.launch(
-        lambda: on.kernels.rotate_append(
-            qkv, *weights, at.position_T, keys, values, spec, at.sequence_T, at.table_SN, query
-        ),
-        [qkv, *weights, *at.tensors],
-        [qkv, query, keys, values],
-    )
-    read = [qkv, keys, values, *attention.vectors.values(), *at.tensors]
+    paging, vectors = (sequence_T, table_SN), attention.vectors
+    appended = qkv, *weights, position_T, keys, values, spec
+    on.run(on.kernels.rotate_append, *appended, *paging, query)
+    seen, gated_TQ = (keys, values, position_T, spec), qkv if spec.is_gated else None
     if query is None:
-        on.launch(
-            lambda: on.kernels.attend(
-                qkv,
-                keys,
-                values,
-                at.position_T,
-                spec,
-                scratch,
-                heads,
-                at.sequence_T,
-                at.table_SN,
-                vectors=attention.vectors,
-            ),
-            read,
-            [scratch, heads],
-        )
+        on.run(on.kernels.attend, qkv, *seen, scratch, heads, *paging, vectors=vectors)
         return heads
-    on.launch(
-        lambda: on.kernels.attend_tokens(
-            query,
-            keys,
-            values,
-            at.position_T,
-            spec,
-            heads,
-            at.sequence_T,
-            at.table_SN,
-            vectors=attention.vectors,
-            gated_TQ=qkv if spec.is_gated else None,
-        ),
-        [query, *read],
-        [heads],
-    )
+    attend_tokens = on.kernels.attend_tokens
+    on.run(attend_tokens, query, *seen, heads, *paging, vectors=vectors, gated_TQ=gated_TQ)
     return heads.flatten(1)
 
 

@@ -195,7 +195,7 @@ class NativeNeurons:
         else:
             room.add(struct)
         node = HostNode(
-            function=library.neurons_function(),
+            function=library.address_of("hs_neurons"),
             argument=addressof(struct),
             reads=(x_D,) if named_W is None else (x_D, named_W),
             writes=(y_D,) if fired_W is None else (y_D, fired_W),
@@ -226,7 +226,7 @@ class NativeNeurons:
         )
         room.add(struct, library.chosen_bytes)
         node = HostNode(
-            function=library.chosen_function(),
+            function=library.address_of("hs_chosen"),
             argument=addressof(struct),
             reads=(x_D, routed),
             writes=(y_D,),
