@@ -2,16 +2,25 @@
 drafts, with drafts from the text itself and by a smaller model.
 
     python benchmarks/drafts.py MODEL DRAFT [--rounds N] [--tokens N] [--texts N] [--threads N]
+        [--rival path/to/llama-server]
 
 MODEL and DRAFT are those of `make qwen-coder qwen2.5`. Every answer begins with a new controller,
 as in a new program. The kinds take turns; seconds are those of the wall, the draft model's among
 them and the prompt's not, and the best of the rounds counts. Answers must be the same, token for
-token. HOTSPLIT_CPU_LEVEL forces a lower instruction level."""
+token. HOTSPLIT_CPU_LEVEL forces a lower instruction level. Two llama-servers with the same files,
+one of them with `-md` and its own defaults, take turns with these; their own seconds count. How it
+is built is said in serve_throughput.py."""
 
 import argparse
+import json
 import statistics
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 from machine import result_of, write_result
 
@@ -27,6 +36,11 @@ from hotsplit.runtime.generate.chat import ChatOptions
 from hotsplit.runtime.kernels.cpu import library
 
 KINDS = ("none", "ngram", "draft")
+RIVALS = ("llama.cpp", "llama.cpp, draft")
+PORT = 18340
+
+# Tokens a second, tokens drafted and accepted.
+Sample = tuple[float, int, int]
 CODE = """def square(x):
     return x * x
 
@@ -77,20 +91,36 @@ TEXTS = {
 def main() -> None:
     arguments = _arguments()
     library.set_threads(arguments.threads)
-    with Engine.load(arguments.model, device="cpu", context_length=2048) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(
+            Engine.load(arguments.model, device="cpu", context_length=2048)
+        )
+        rivals: dict[str, Callable[[str], Sample]] = {}
+        if arguments.rival is not None:
+            for port, (name, options) in enumerate(
+                zip(
+                    RIVALS,
+                    ((), ("-md", arguments.draft, "--spec-type", "draft-simple")),
+                    strict=True,
+                ),
+                PORT,
+            ):
+                rivals[name] = stack.enter_context(_rival(arguments, port, options))
         texts = {
-            f"{about} {number}": _measured(engine, text, arguments)
+            f"{about} {number}": _measured(engine, rivals, text, arguments)
             for about, group in TEXTS.items()
             for number, text in enumerate(group[: arguments.texts], 1)
         }
+    pairs = [(kind, "none") for kind in KINDS[1:]]
+    pairs += [(RIVALS[1], RIVALS[0]), ("none", RIVALS[0]), ("draft", RIVALS[1])] if rivals else []
     gains = {
-        f"{about}, {kind}": statistics.median(
-            text[kind]["tokens_per_s"] / text["none"]["tokens_per_s"]
+        f"{about}, {kind} over {base}": statistics.median(
+            text[kind]["tokens_per_s"] / text[base]["tokens_per_s"]
             for name, text in texts.items()
             if name.startswith(about)
         )
         for about in TEXTS
-        for kind in KINDS[1:]
+        for kind, base in pairs
     }
     print(*(f"{name}: {gain:.2f}x" for name, gain in gains.items()), sep="\n")
     result = result_of(
@@ -108,11 +138,54 @@ def main() -> None:
     print(f"wrote {write_result(result, name, arguments.output)}")
 
 
-def _measured(engine: Engine, text: str, arguments: argparse.Namespace) -> dict[str, dict]:
+@contextmanager
+def _rival(
+    arguments: argparse.Namespace, port: int, options: tuple
+) -> Iterator[Callable[[str], Sample]]:
+    """A llama-server, as a function of a text."""
+    command = [arguments.rival, "-m", arguments.model, "-t", arguments.threads, "-c", 2048]
+    command += ["-np", 1, "--port", port, *options]
+    address = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(
+        [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            while True:
+                assert process.poll() is None, f"{command} ended with {process.returncode}"
+                try:
+                    urlopen(f"{address}/health").close()
+                    break
+                except URLError:
+                    time.sleep(0.5)
+
+            def answer(text: str) -> Sample:
+                body = {
+                    "messages": [{"role": "user", "content": text}],
+                    "temperature": 0,
+                    "max_tokens": arguments.tokens,
+                    "cache_prompt": False,
+                }
+                request = Request(f"{address}/v1/chat/completions", json.dumps(body).encode())
+                with urlopen(request) as reply:
+                    timings = json.load(reply)["timings"]
+                drafts = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+                return timings["predicted_per_second"], *drafts
+
+            yield answer
+        finally:
+            process.kill()
+
+
+def _measured(
+    engine: Engine,
+    rivals: dict[str, Callable[[str], Sample]],
+    text: str,
+    arguments: argparse.Namespace,
+) -> dict[str, dict]:
     """By kind: tokens a second, tokens drafted and accepted."""
     answers = set()
 
-    def answer(kind: str) -> tuple[float, int, int]:
+    def answer(kind: str) -> Sample:
         options = SpeculationOptions(type=kind)
         draft = arguments.draft if kind == "draft" else None
         with speculating(engine, options, draft) as drafts:
@@ -130,13 +203,14 @@ def _measured(engine: Engine, text: str, arguments: argparse.Namespace) -> dict[
         return (len(ids) - 1) / (took - run.prefill_s), run.drafted, run.accepted
 
     turns = {kind: lambda _, kind=kind: answer(kind) for kind in KINDS}
+    turns |= {name: lambda _, rival=rival: rival(text) for name, rival in rivals.items()}
     samples = take_turns(turns, arguments.rounds)
     assert len(answers) == 1, "drafts changed the text"
     found = {
         kind: dict(zip(("tokens_per_s", "drafted", "accepted"), max(rounds), strict=True))
         for kind, rounds in samples.items()
     }
-    print(text.splitlines()[0], *(f"{found[kind]['tokens_per_s']:.1f}" for kind in KINDS))
+    print(text.splitlines()[0], *(f"{of_kind['tokens_per_s']:.1f}" for of_kind in found.values()))
     return found
 
 
@@ -148,6 +222,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--texts", type=int, default=5, help="of each subject")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rival", type=Path, help="llama-server")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
