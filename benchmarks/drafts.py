@@ -198,7 +198,7 @@ def _measured(
                 began = time.perf_counter()
                 ids = tuple(token.id for token in chat.say(text))
                 took = time.perf_counter() - began
-        run = engine.last_run
+        run = chat.run
         answers.add(ids)
         return (len(ids) - 1) / (took - run.prefill_s), run.drafted, run.accepted
 

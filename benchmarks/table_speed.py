@@ -1,5 +1,6 @@
 """The tables of speeds: a chat model, several texts, the server, planted sparsity."""
 
+import statistics
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -293,6 +294,32 @@ def speculation() -> str:
     return markdown(["`--speculate ngram`, times the speed without", *kinds], rows)
 
 
+def drafts() -> str:
+    header = ["level, text", "from the text itself", "lowest of the texts", "`-md`", "lowest"]
+    header += ["guesses accepted", "`llama-server -md`", "ours over llama-server, both `-md`"]
+    rows = []
+    for level in ("avx512bf16", "avx2"):
+        texts = result(f"drafts-{level}-{ZEN_5}")["texts"]
+        for about in ("code", "prose", "German", "rewritten"):
+            of_kind = [text for name, text in texts.items() if name.startswith(about)]
+
+            def gains(kind: str, base: str, of_kind: list = of_kind) -> list[float]:
+                return [t[kind]["tokens_per_s"] / t[base]["tokens_per_s"] for t in of_kind]
+
+            cells = []
+            for kind in ("ngram", "draft"):
+                found = gains(kind, "none")
+                cells += [times(statistics.median(found)), times(min(found))]
+            drafted, accepted = (
+                sum(text["draft"][key] for text in of_kind) for key in ("drafted", "accepted")
+            )
+            cells.append(percent(accepted / drafted) if drafted else "none drafted")
+            for kind, base in (("llama.cpp, draft", "llama.cpp"), ("draft", "llama.cpp, draft")):
+                cells.append(times(statistics.median(gains(kind, base))))
+            rows.append([f"{level}, {about}", *cells])
+    return markdown(header, rows)
+
+
 # ---- the server ---------------------------------------------------------------------------------
 
 
@@ -421,6 +448,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "silent-neurons": silent_neurons,
     "expert-plans": expert_plans,
     "expert-routings": expert_routings,
+    "drafts": drafts,
     "speculation": speculation,
     "serve-throughput": serve_throughput,
     "serve-first-token": serve_first_token,
