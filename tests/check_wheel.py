@@ -26,9 +26,8 @@ from paths import ROOT
 
 MODEL = ROOT / "examples" / "tiny-relu"
 CARD = "rtx-4060-8gb"  # by its data sheet
-INSTALLED = re.compile(
-    r"install\(TARGETS (\w+) LIBRARY DESTINATION ([\w/]+)\)"
-)  # in CMakeLists.txt
+# In CMakeLists.txt.
+INSTALLED = re.compile(r"install\(TARGETS (\w+) LIBRARY DESTINATION ([\w/]+)\)")
 SCRIPT = re.compile(r"[^/]+\.data/scripts/")  # in a wheel; pip puts its files into bin
 LIMIT_S = 900.0  # per step, which takes seconds on an idle machine
 PROMPT = ("-p", "def parse_args(argv=None):", "-n", "8", "--temp", "0")
@@ -142,23 +141,10 @@ def install(python: str, wheel: Path, folder: Path) -> Path:
     """The Python of a new virtual environment that has the wheel with its extras."""
     subprocess.run([python, "-m", "venv", folder], check=True)
     made = folder / "bin" / "python"
-    subprocess.run(
-        [
-            made,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-cache-dir",
-            "--only-binary=:all:",
-            "-c",
-            ROOT / "constraints.txt",
-            f"{wheel}[grammar,parquet,serve]",
-        ],
-        check=True,
-        env=os.environ | {"TMPDIR": str(folder)},
-    )
+    quiet = "--quiet --disable-pip-version-check --no-cache-dir --only-binary=:all:"
+    command = [made, "-m", "pip", "install", *quiet.split(), "-c", ROOT / "constraints.txt"]
+    environment = os.environ | {"TMPDIR": str(folder)}
+    subprocess.run([*command, f"{wheel}[grammar,parquet,serve]"], check=True, env=environment)
     return made
 
 
@@ -181,16 +167,8 @@ def check_package(environment: Environment, wheel: Path) -> None:
 def check_types(environment: Environment) -> None:
     """Checks that the mypy of this Python finds the package's types without settings."""
     (environment.folder / "user.py").write_text(TYPED)
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--python-executable",
-        environment.python,
-        "--follow-imports=silent",
-        "--cache-dir=mypy",
-        "user.py",
-    ]
+    asked = ["--python-executable", environment.python, "--follow-imports=silent"]
+    command = [sys.executable, "-m", "mypy", *asked, "--cache-dir=mypy", "user.py"]
     ended = subprocess.run(
         command, cwd=environment.folder, capture_output=True, text=True, check=False
     )
@@ -204,18 +182,8 @@ def pipeline(environment: Environment, corpus: Path) -> dict[str, str]:
     run("convert", MODEL, "-o", "base.gguf")
     run("profile", "base.gguf", "--corpus", corpus, "-o", "counts", "--tokens", "1024")
     run("calibrate", "-o", "machine.json", "--gpu-from", CARD)
-    run(
-        "solve",
-        "base.gguf",
-        "--profile",
-        "counts",
-        "--machine",
-        "machine.json",
-        "-vb",
-        "8MiB",
-        "-o",
-        "plan.gguf",
-    )
+    budget = ("-vb", "8MiB", "-o", "plan.gguf")
+    run("solve", "base.gguf", "--profile", "counts", "--machine", "machine.json", *budget)
     planned = run("generate", "base.gguf", "--split", "plan.gguf", *PROMPT)
     run("report", "base.gguf", "--profile", "counts", "-o", "page.html")
     return {

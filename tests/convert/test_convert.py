@@ -29,7 +29,6 @@ from tokenizers import models as token_models
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hotsplit.artifacts import predictor_file
 from hotsplit.artifacts.model_file import Layout, ModelFile, PredictorInfo
 from hotsplit.artifacts.model_gguf import compute_model_id
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
@@ -254,14 +253,6 @@ def test_unknown_options_are_refused(tmp_path, field):
         ConvertConfig(source=tmp_path, output=tmp_path / "x", **{field: "q9"})
 
 
-@pytest.mark.parametrize("act, threshold", [("fatrelu", 0.25), ("drelu", 0.0), ("relu", 0.0)])
-def test_activation_and_threshold(tmp_path, act, threshold):
-    param = {"hidden_act_param": threshold} if act == "fatrelu" else {}
-    folder = random_llama(tmp_path / "c", hidden_act=act, **param)
-    model = run(folder, tmp_path / "m.gguf")
-    assert (model.activation, model.threshold_L) == (act, (threshold,) * 3)
-
-
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -422,20 +413,6 @@ def test_rotary_buffers_and_large_bf16_weights_are_accepted(copy, tmp_path):
 
 
 @pytest.mark.parametrize("kind", OUTTYPES)
-def test_bytes_equal_those_of_gguf_at_any_magnitude(kind):
-    """Random bit patterns: denormals, ties and both signs, below the type's limit."""
-    bits = np.random.default_rng(2).integers(0, 2**32, (64, 96), dtype=np.uint32)
-    bits[:, ::3] &= np.uint32(0xFFFFF000)  # halfway cases
-    values = np.nan_to_num(bits.view(np.float32), posinf=1.0, neginf=-1.0)
-    values[np.abs(values) >= min(BY_NAME[kind].overflows_at, 1e30)] = 0.5
-    with np.errstate(all="ignore"):
-        want = quantize(values, type_of(kind))
-    got = encode(values, kind, "x")
-    assert got.tobytes() == want.tobytes() and len(got) == 64
-    assert encode(-values, kind, "x").tobytes() != want.tobytes()
-
-
-@pytest.mark.parametrize("kind", OUTTYPES)
 def test_the_largest_magnitude_of_every_type(kind):
     """The last value below the limit stays finite; the limit overflows (f32 has no limit)."""
     limit = np.float32(min(BY_NAME[kind].overflows_at, np.finfo(np.float32).max))
@@ -548,9 +525,6 @@ def truncate(path: Path) -> None:
         (lambda p: [f.unlink() for f in p.glob("*.pt")], "has neither"),
         (lambda p: (p / FILE_NAME).touch(), "has both"),
         (lambda p: truncate(p / "model_1.pt"), "not a whole state dict"),
-        (lambda p: (p / "model_1.pt").write_text("hello"), "not a whole state dict"),
-        (lambda p: (p / "model_1.pt").write_bytes(b""), "not a whole state dict"),
-        (lambda p: torch.save(Path, p / "model_1.pt"), "not a whole state dict"),
         (lambda p: torch.save([1, 2], p / "model_1.pt"), "holds a value of type list"),
         (lambda p: change(p, 1, lambda s: {**s, "fc3": torch.ones(1)}), "fc3"),
         (lambda p: change(p, 1, lambda s: {**s, "fc2.weight": 3}), "'fc2.weight' is a value"),
@@ -589,7 +563,6 @@ def our_predictors(model: ModelFile, folder: Path, **changes) -> Path:
     info = PredictorInfo(
         kind="linear", rank_L=(8,) * 3, threshold_L=(0.1, 0.2, 0.3), density_L=(0.25, 0.5, 0.75)
     )
-    info = dataclasses.replace(info, **changes.pop("info", {}))
     folder.mkdir()
     values = {"model_id": model.model_id, "info": info, "layers": tuple(layers), **changes}
     Predictors(**values).save(folder / FILE_NAME)
@@ -612,37 +585,14 @@ def test_adding_predictors_later_changes_nothing_else(relu, tmp_path, outtype):
     assert later.tensors["blk.2.ffn_pred_up.bias"].kind == "f32"
 
 
-def test_predictors_that_do_not_fit_are_refused(relu, tmp_path, monkeypatch):
+def test_predictors_that_do_not_fit_are_refused(relu, tmp_path):
+    """The fuzz tests have more that is wrong in them."""
     model = run(relu, tmp_path / "m.gguf")
-    wrong = {
-        "made for model": {"model_id": "0" * 64},
-        "2 layers": {
-            "info": {"rank_L": (8, 8), "threshold_L": (0.0, 0.0), "density_L": ()},
-            "layers": None,
-        },
-        "info.kind is 'cubic', wanted 'linear' or 'relu'": {"info": {"kind": "cubic"}},
-        "input_layer_offset is 3, wanted": {"info": {"input_layer_offset": 3}},
-        "densities for 1 of 3 layers": {"info": {"density_L": (0.5,)}},
-        "threshold_L[1] is nan, wanted": {"info": {"threshold_L": (0.0, np.nan, 0.0)}},
-    }
-    for number, (words, changes) in enumerate(wrong.items()):
-        if changes.get("layers", 0) is None:
-            zeros = LayerPredictor.of(
-                down_RD=np.zeros((8, 64), np.float32), up_FR=np.zeros((160, 8), np.float32)
-            )
-            changes = {**changes, "layers": (zeros, zeros)}
-        with monkeypatch.context() as patch:  # save would refuse wrong contents
-            patch.setattr(Predictors, "validate", lambda self: None)
-            patch.setattr(predictor_file, "read_declared", lambda kind, values: None)
-            folder = our_predictors(model, tmp_path / str(number), **changes)
-        refuse(model.path, tmp_path, words, predictors=folder)
+    other = our_predictors(model, tmp_path / "other", model_id="0" * 64)
+    refuse(model.path, tmp_path, "made for model", predictors=other)
     wide = random_llama(tmp_path / "wide", intermediate_size=192)
-    refuse(
-        wide,
-        tmp_path,
-        "is [160, 24], wanted [192, 24]",
-        predictors=random_dejavu(tmp_path / "dejavu"),
-    )
+    narrow = random_dejavu(tmp_path / "dejavu")
+    refuse(wide, tmp_path, "is [160, 24], wanted [192, 24]", predictors=narrow)
 
 
 # ------------------------------------------------------------------ tokenizer

@@ -14,12 +14,10 @@ import torch
 from checkpoints import edit_config, random_dejavu, random_llama, random_model
 from gguf.quants import dequantize, quantize
 from k_quants import random_rows
-from models import changed as changed_spec
 from models import sizes_of
 from reference import rel_error
 from small_blocks import CODED
 from small_blocks import random_rows as random_small_rows
-from spec_keys import spec_keys
 from test_families import CASES, IDS, transformers_logits
 
 from hotsplit import Engine
@@ -34,7 +32,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify_conversion import verify
-from hotsplit.model.spec import Neurons, Rotary
 from hotsplit.model.weight_types import BY_NAME, NAMES
 from hotsplit.profile.predictors.check import check_predictors
 
@@ -457,27 +454,6 @@ def check(written: Written) -> list[str]:
     return [verify(written).line]
 
 
-@pytest.mark.parametrize("outtype", ["f32", "f16", "bf16", "q8_0", "q4_0"])
-def test_verification_accepts_correct_files(silu, tmp_path, outtype):
-    config = ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype)
-    report = convert(config, verify=check)
-    assert report.verified.startswith("verified: logits equal transformers' to ")
-    config = ConvertConfig(
-        source=tmp_path / "m",
-        output=tmp_path / "n",
-        outtype="q8_0",
-        tensor_types=("token_embd=f16",),
-    )
-    assert convert(config, verify=check).verified.startswith("verified: logits equal the source's")
-
-
-@pytest.mark.parametrize("case", ["opt", "phi3", "falcon-40b", "qwen3", "llama-mqa-tied"])
-def test_every_family_is_verified(tmp_path, case):
-    folder = random_model(tmp_path / "hf", CASES[case])
-    config = ConvertConfig(source=folder, output=tmp_path / "m", outtype="q4_0")
-    assert convert(config, verify=check).verified.startswith("verified: logits equal transformers'")
-
-
 WRONG = {
     "gate and up": lambda t: swap(t, "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"),
     "two layers": lambda t: swap(t, "blk.0.attn_q.weight", "blk.1.attn_q.weight"),
@@ -496,7 +472,7 @@ def flipped(entry):
     return dataclasses.replace(entry, read_rows=lambda a, b: data[a:b])
 
 
-@pytest.mark.parametrize("outtype", ["f32", "q8_0", "q4_0"])
+@pytest.mark.parametrize("outtype", ["f32", "q4_0"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_verification_refuses_wrong_values(silu, tmp_path, monkeypatch, outtype, wrong):
     """The written file differs from the source in the way `wrong` names."""
@@ -508,39 +484,6 @@ def test_verification_refuses_wrong_values(silu, tmp_path, monkeypatch, outtype,
     with pytest.raises(HotsplitError, match="does not read back as it was") as caught:
         convert(config, verify=check)
     assert not list(tmp_path.iterdir()) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("outtype", ["f32", "q4_0"])
-@pytest.mark.parametrize("wrong", ["order", "names", "activation", "constant"])
-def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype, wrong):
-    """A family that misreads its checkpoint: the values still match, the logits do not."""
-    from hotsplit.convert import convert as module
-
-    def changed(*arguments):
-        plan = right(*arguments)
-        if wrong == "order":
-            return dataclasses.replace(plan, rows={})
-        if wrong == "activation":
-            return dataclasses.replace(
-                plan, spec=changed_spec(plan.spec, Neurons, activation="relu")
-            )
-        if wrong == "constant":
-            spec = changed_spec(plan.spec, Rotary, theta=1e6)
-            return dataclasses.replace(plan, spec=spec, keys=spec_keys(spec))
-        other = {"ffn_gate": "ffn_up", "ffn_up": "ffn_gate"}
-
-        def name_of(source):
-            parts = plan.name_of(source).split(".")
-            return ".".join(other.get(part, part) for part in parts)
-
-        return dataclasses.replace(plan, name_of=name_of)
-
-    right = module.read_blueprint
-    monkeypatch.setattr(module, "read_blueprint", changed)
-    config = ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype)
-    with pytest.raises(HotsplitError, match="its logits differ from transformers'"):
-        convert(config, verify=check)
-    assert not list(tmp_path.iterdir())
 
 
 def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):

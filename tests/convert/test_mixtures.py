@@ -54,23 +54,6 @@ THEIRS = {
             "attn_v ffn_down: 2*q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k 4*q6_k"
         ),
     },
-    "llama tied": {
-        "q3_k_s": "token_embd: q6_k",
-        "q3_k_m": (
-            "token_embd: q6_k; attn_v: 2*q5_k 15*q4_k; attn_output: 17*q4_k; ffn_down: q5_k 16*q4_k"
-        ),
-        "q3_k_l": "token_embd: q6_k; attn_v attn_output ffn_down: 17*q5_k",
-        "q4_k_s": "token_embd: q6_k; attn_v: 4*q5_k 13*q4_k; ffn_down: 2*q5_k 15*q4_k",
-        "q4_k_m": (
-            "token_embd: q6_k; "
-            "attn_v ffn_down: 2*q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k 4*q6_k"
-        ),
-        "q5_k_s": "token_embd: q6_k",
-        "q5_k_m": (
-            "token_embd: q6_k; "
-            "attn_v ffn_down: 2*q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k 4*q6_k"
-        ),
-    },
     "llama 576": {
         "q3_k_s": "token_embd: q8_0; attn_q attn_k attn_v attn_output ffn_gate ffn_up: 9*q4_0",
         "q3_k_m": (
@@ -173,6 +156,11 @@ THEIRS = {
 }
 
 
+# A tied embedding has the output's type.
+THEIRS["llama tied"] = {
+    mixture: f"token_embd{kinds.removeprefix('output')}"
+    for mixture, kinds in THEIRS["llama"].items()
+}
 # In all of NAMED_AS_TYPES.
 HEADS = {
     "llama": "output: q6_k",

@@ -15,19 +15,8 @@ from checkpoints import random_model, save_tokenizer
 from models import make_model, make_sizes, mixture_spec
 from reference import rel_error
 from safetensors.torch import load_file, save_file
+from test_families import CASES, MIXTURES
 from test_verify_conversion import MARGIN, verification
-from transformers import (
-    Gemma4TextConfig,
-    Glm4MoeConfig,
-    GptOssConfig,
-    GraniteMoeConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    PretrainedConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import convert as convert_module
@@ -43,53 +32,8 @@ from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.expert_choices import Followed
 from hotsplit.runtime.step import native_step
 
-BASE = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-    "intermediate_size": 32,
-}
-SHARED = {"shared_expert_intermediate_size": 32}
-FACTORS = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.2,
-    "logits_scaling": 2.5,
-}
-DELTA = {
-    "head_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "num_hidden_layers": 4,
-}
-GEMMA4 = {
-    "sliding_window": 5,
-    "hidden_size_per_layer_input": 0,
-    "enable_moe_block": True,
-    "head_dim": 24,
-    "global_head_dim": 32,
-    "attention_k_eq_v": True,
-    "num_global_key_value_heads": 1,
-}
-FAMILIES = (
-    "qwen3moe",
-    "mixtral",
-    "olmoe",
-    "qwen2moe",
-    "granite",
-    "glm",
-    "glm in groups",
-    "gpt-oss",
-    "gemma4",
-    "qwen3next",
-)
+# Mixtures of test_families of which a token chooses an odd number of experts: more than a pair.
+ODD_CHOICES = {"gpt-oss": {"num_experts_per_tok": 3}, "mixtral": {"num_experts_per_tok": 3}}
 ROUTERS = (
     "gate.weight",
     "router.weight",
@@ -100,52 +44,12 @@ ROUTERS = (
 )
 
 
-def config_of(family: str, layers: int, experts: int, used: int, spread: float) -> PretrainedConfig:
-    base = BASE | {
-        "num_hidden_layers": layers,
-        "initializer_range": spread,
-        "num_experts_per_tok": used,
-    }
-    own = base | {"num_experts": experts, "moe_intermediate_size": 32}
-    local, routed = base | {"num_local_experts": experts}, dict(own) | {"n_routed_experts": experts}
-    del routed["num_experts"]
-    glm = routed | {"routed_scaling_factor": 1.8, "head_dim": 32, "first_k_dense_replace": 1}
-    of_gemma4 = {"num_experts": experts, "top_k_experts": used, "moe_intermediate_size": 32}
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    make = {
-        "qwen3moe": partial(Qwen3MoeConfig, **own, head_dim=32),
-        "mixtral": partial(MixtralConfig, **local),
-        "olmoe": partial(OlmoeConfig, **own | {"num_key_value_heads": 4}),
-        "qwen2moe": partial(Qwen2MoeConfig, **own, **SHARED),
-        "granite": partial(GraniteMoeConfig, **local, **FACTORS),
-        "glm": partial(Glm4MoeConfig, **glm),
-        "glm in groups": partial(Glm4MoeConfig, **glm, n_group=4, topk_group=2),
-        "gpt-oss": partial(
-            GptOssConfig, **local, head_dim=24, sliding_window=5, rope_parameters=rope
-        ),
-        "gemma4": partial(Gemma4TextConfig, **base, **GEMMA4, **of_gemma4),
-        "qwen3next": partial(Qwen3NextConfig, **own | DELTA, **SHARED),
-    }
-    return make[family]()
-
-
-def random_mixture(folder: Path, seed: int, family: str | None = None) -> Path:
-    chance = np.random.default_rng(seed)
-
-    def one_of(*values):
-        return values[int(chance.integers(len(values)))]
-
-    experts = one_of(8, 16, 32, 64)
-    config = config_of(
-        family or FAMILIES[seed % len(FAMILIES)],
-        one_of(2, 3, 4),
-        experts,
-        min(one_of(1, 3, 5, 8), experts // 2),
-        one_of(0.02, 0.05, 0.1),
-    )
-    random_model(folder, config, seed=seed)
+def mixture(folder: Path, case: str, *, has_twins: bool = False, seed: int = 0) -> Path:
+    """A random checkpoint of a case of test_families."""
+    config = CASES[case].to_dict() | ODD_CHOICES.get(case, {})
+    random_model(folder, type(CASES[case])(**config), seed=seed)
     save_tokenizer(folder, 320)
-    return folder
+    return with_twins(folder) if has_twins else folder
 
 
 def with_twins(folder: Path) -> Path:
@@ -154,8 +58,9 @@ def with_twins(folder: Path) -> Path:
     routers = [n for n in weights if n.endswith(ROUTERS) and "shared" not in n]
     for name in routers:
         values = weights[name].clone()
-        noise = 2e-7 * torch.randn(values[::2].shape, generator=chance)
-        values[1::2] = values[::2] * (1 + noise * (values.dim() == 2))
+        firsts = values[::2][: len(values) // 2]
+        noise = 2e-7 * torch.randn(firsts.shape, generator=chance)
+        values[1::2] = firsts * (1 + noise * (values.dim() == 2))
         weights[name] = values
     assert routers
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -169,12 +74,11 @@ def at_level():
     library.set_level(before)
 
 
-@pytest.mark.parametrize("family", ["qwen3moe", "glm in groups", "gpt-oss", "granite", "gemma4"])
-def test_a_file_whose_routers_have_ties_is_kept(tmp_path, at_level, family):
-    folder = tmp_path / "hf"
-    random_model(folder, config_of(family, 2, 16, 3, 0.1))
-    save_tokenizer(folder, 320)
-    with_twins(folder)
+@pytest.mark.parametrize(
+    "case", ["qwen3moe", "glm4moe-groups", "gpt-oss", "granitemoe", "gemma4moe"]
+)
+def test_a_file_whose_routers_have_ties_is_kept(tmp_path, at_level, case):
+    folder = mixture(tmp_path / "hf", case, has_twins=True)
     for level in {library.usable_levels()[0], "generic"}:
         at_level(level)
         found = verification(folder, tmp_path / "m.gguf", "q8_0")
@@ -185,10 +89,7 @@ def test_a_file_whose_routers_have_ties_is_kept(tmp_path, at_level, family):
 def test_so_is_a_file_that_is_made_from_one(tmp_path):
     """The source's graph follows, too: in the stock layout down projections are summed in another
     order."""
-    folder = tmp_path / "hf"
-    random_model(folder, config_of("mixtral", 4, 16, 3, 0.1))
-    save_tokenizer(folder, 320)
-    with_twins(folder)
+    folder = mixture(tmp_path / "hf", "mixtral", has_twins=True)
     source = tmp_path / "stock.gguf"
     convert(ConvertConfig(source=folder, output=source, layout="stock", outtype="f16"))
     found = verification(source, tmp_path / "m.gguf", "q8_0")
@@ -197,16 +98,16 @@ def test_so_is_a_file_that_is_made_from_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200))
-def test_no_random_mixture_is_refused_at_any_level(tmp_path, at_level, seed):
-    folder = random_mixture(tmp_path / "hf", seed)
-    if seed // len(FAMILIES) % 2:
-        with_twins(folder)
-    for level in library.usable_levels():
-        at_level(level)
-        outtype = ("f16", "bf16", "q8_0", "f32")[seed % 4]
-        found = verification(folder, tmp_path / "m.gguf", outtype)
-        assert found.relative_error is not None and found.relative_error < BOUND / 4, level
+@pytest.mark.parametrize("has_twins", [False, True], ids=["plain", "with ties"])
+@pytest.mark.parametrize("case", MIXTURES)
+def test_no_mixture_is_refused_at_any_level(tmp_path, at_level, case, has_twins):
+    for seed in range(4):
+        folder = mixture(tmp_path / f"hf{seed}", case, has_twins=has_twins, seed=seed)
+        for level in library.usable_levels():
+            at_level(level)
+            outtype = ("f16", "bf16", "q8_0", "f32")[seed]
+            found = verification(folder, tmp_path / "m.gguf", outtype)
+            assert found.relative_error is not None and found.relative_error < BOUND / 4, level
 
 
 # ---- wrong routers --------------------------------------------------------------------------
@@ -224,15 +125,19 @@ def graph(**keys):
 
 ONE = np.uint32(1)
 WRONG = {
-    "sum": ("qwen3moe", graph(weights_norm=True), "its logits differ"),
-    "order of softmax": ("qwen3moe", graph(gating_func=np.uint32(3)), "its logits differ"),
+    "sum": ("qwen3moe-first-dense", graph(weights_norm=True), "its logits differ"),
+    "order of softmax": (
+        "qwen3moe-first-dense",
+        graph(gating_func=np.uint32(3)),
+        "its logits differ",
+    ),
     "sigmoid": ("qwen3moe", graph(gating_func=np.uint32(2)), "its logits differ"),
-    "softmax": ("glm", graph(gating_func=ONE), "the router of layer 1 chooses experts"),
-    "scale": ("glm", graph(weights_scale=np.float32(1.81)), "its logits differ"),
+    "softmax": ("glm4moe", graph(gating_func=ONE), "the router of layer 1 chooses experts"),
+    "scale": ("glm4moe", graph(weights_scale=np.float32(1.81)), "its logits differ"),
     "groups": (
-        "glm in groups",
+        "glm4moe-groups",
         graph(group_count=ONE, group_used_count=ONE),
-        "the router of layer 1",
+        "the router of layer 0",
     ),
     "number": ("mixtral", graph(used_count=np.uint32(2)), "its logits differ"),
 }
@@ -241,12 +146,8 @@ WRONG = {
 @pytest.mark.parametrize("has_twins", [False, True], ids=["plain", "with ties"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_router_is_found(tmp_path, monkeypatch, wrong, has_twins):
-    family, mutate, words = WRONG[wrong]
-    folder = tmp_path / "hf"
-    random_model(folder, config_of(family, 2, 16, 5, 0.1))
-    if has_twins:
-        with_twins(folder)
-    save_tokenizer(folder, 320)
+    case, mutate, words = WRONG[wrong]
+    folder = mixture(tmp_path / "hf", case, has_twins=has_twins)
     right = convert_module.read_blueprint
     monkeypatch.setattr(convert_module, "read_blueprint", lambda *args: mutate(right(*args)))
     with pytest.raises(HotsplitError, match=words):
@@ -273,11 +174,7 @@ def with_other_rows(right, structs, router):
 @pytest.mark.parametrize("has_twins", [False, True], ids=["plain", "with ties"])
 @pytest.mark.parametrize("wrong", [without_bias, with_other_rows])
 def test_a_runtime_that_routes_otherwise_is_found(tmp_path, monkeypatch, wrong, has_twins):
-    folder = tmp_path / "hf"
-    random_model(folder, config_of("glm", 3, 16, 3, 0.1))
-    save_tokenizer(folder, 320)
-    if has_twins:
-        with_twins(folder)
+    folder = mixture(tmp_path / "hf", "glm4moe", has_twins=has_twins)
     monkeypatch.setattr(native_step, "route_struct", partial(wrong, native_step.route_struct))
     words = (
         r"m: .*: the router of layer 1 chooses experts .* for token \d+, not .*the file is not kept"
@@ -286,17 +183,15 @@ def test_a_runtime_that_routes_otherwise_is_found(tmp_path, monkeypatch, wrong, 
         verification(folder, tmp_path / "m", "f16")
 
 
-@pytest.mark.parametrize("family", ["glm", "glm in groups", "mixtral"])
+@pytest.mark.parametrize("case", ["glm4moe", "glm4moe-groups", "mixtral"])
 @pytest.mark.parametrize("scale, bias", [(1e-4, 0.0), (1.0, 1e5)])
 def test_scores_that_are_all_but_equal_are_no_ties_for_that(
-    tmp_path, monkeypatch, family, scale, bias
+    tmp_path, monkeypatch, case, scale, bias
 ):
     """Where the largest score says nothing of how far scores are apart, as with small weights
     behind a sigmoid or a bias that all experts share, another choice is still found, and the right
     one kept."""
-    folder = tmp_path / "hf"
-    random_model(folder, config_of(family, 3, 16, 3, 0.1))
-    save_tokenizer(folder, 320)
+    folder = mixture(tmp_path / "hf", case)
     weights = load_file(folder / "model.safetensors")
     for name in weights:
         if name.endswith("e_score_correction_bias"):

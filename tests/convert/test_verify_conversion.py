@@ -89,9 +89,20 @@ def changed(**changes):
     return lambda plan: dataclasses.replace(plan, **changes)
 
 
+def names_exchanged(plan):
+    """Gates are taken for ups, and ups for gates."""
+    other = {"ffn_gate": "ffn_up", "ffn_up": "ffn_gate"}
+
+    def name_of(source):
+        return ".".join(other.get(part, part) for part in plan.name_of(source).split("."))
+
+    return dataclasses.replace(plan, name_of=name_of)
+
+
 # For each mistake: a checkpoint's config, and a function that makes the mistake in what was read.
 MUTATIONS = {
     "rows not permuted": (LlamaConfig(**SMALL), changed(rows={})),
+    "names": (LlamaConfig(**SMALL), names_exchanged),
     "linear factor": (
         LlamaConfig(**SMALL, rope_parameters=LINEAR),
         spec(Rotary, scaling=NO_SCALING),

@@ -4,14 +4,13 @@ outcomes.
     import fuzz; fuzz.main() with arguments INPUTS WORK LIMIT_S KIND:START:STOP ...
 
 A case is a kind and a number. The number is the seed of its damage, so a case is the same every
-time. Kinds are those of fuzz_readers and fuzz_odd, whose files
-must be refused or read as valid ones; those of fuzz_meaning, which must be refused; those of
-fuzz_pairs, which must be refused if anything shows that the two files do not belong together; and
-`found`, the files of fuzz_corpus. INPUTS holds valid files (see fuzz_inputs). The first line on
-stdout is `ready`. Each case has a line with its kind, number and outcome. `refused` (a
-HotsplitError of one line, nothing left behind) and `done` are right, everything else is wrong. A
-case that takes over LIMIT_S seconds or kills the process has no line, and ends the output; one that
-takes over 1 GiB of memory ends in MemoryError, or kills the process."""
+time. Kinds are those of fuzz_readers, whose files must be refused or read as valid ones; those
+of fuzz_meaning, which must be refused; and `found`, the files of fuzz_corpus. INPUTS holds
+valid files (see fuzz_inputs). The first line on stdout is `ready`. Each case has a line with
+its kind, number and outcome. `refused` (a HotsplitError of one line, nothing left behind) and
+`done` are right, everything else is wrong. A case that takes over LIMIT_S seconds or kills the
+process has no line, and ends the output; one that takes over 1 GiB of memory ends in
+MemoryError, or kills the process."""
 
 import contextlib
 import ctypes
@@ -30,8 +29,6 @@ from pathlib import Path
 import forked
 from fuzz_damage import another_value, mutated, spots_of
 from fuzz_meaning import MEANINGS, misread
-from fuzz_odd import ODDS, read_odd
-from fuzz_pairs import PAIRS, put_together
 from fuzz_readers import KINDS, FuzzCase
 
 from hotsplit.errors import HotsplitError
@@ -148,7 +145,7 @@ def outcome_of(case: Callable[[], str], work: Path) -> str:
 
 
 def all_kinds() -> list[str]:
-    return [*KINDS, *ODDS, *MEANINGS, *PAIRS]
+    return [*KINDS, *MEANINGS]
 
 
 def runner_of(kind: str) -> Callable[[Path, str, int, Path], str]:
@@ -156,20 +153,14 @@ def runner_of(kind: str) -> Callable[[Path, str, int, Path], str]:
         return read_damaged
     if kind in MEANINGS:
         return misread
-    if kind in ODDS:
-        return read_odd
-    if kind == "found":
-        return replay
-    return put_together if kind in PAIRS else misbehave
+    return replay if kind == "found" else misbehave
 
 
 def warm_up(inputs: Path, kinds: list[str], work: Path) -> None:
     """Reads the undamaged inputs, so that a reader's imports do not count as a case's memory."""
     found = {path.parent.name for path in FOUND} if "found" in kinds else set[str]()
     for kind in {*kinds, *found}:
-        if kind in PAIRS:
-            put_together(inputs, kind, 0, work)
-        of = MEANINGS[kind].kind if kind in MEANINGS else ODDS.get(kind, kind)
+        of = MEANINGS[kind].kind if kind in MEANINGS else kind
         if of in KINDS:
             target = KINDS[of].target
             read_file(inputs, of, target, (inputs / of / target).read_bytes(), work)

@@ -2,7 +2,7 @@
 reader must refuse it.
 
 A case's number selects a change from a table, and seeds its places and values. fuzz_damage has
-damaged bytes, fuzz_pairs files that do not fit each other."""
+damaged bytes."""
 
 import hashlib
 import json
@@ -15,8 +15,7 @@ from pathlib import Path
 import fuzz_wrong as wrong
 import fuzz_wrong_families as families
 import numpy as np
-from fuzz_kind import QUALITY
-from fuzz_readers import KINDS, FuzzCase
+from fuzz_readers import KINDS, QUALITY, FuzzCase
 from fuzz_wrong import Change
 from safetensors.numpy import load_file
 from safetensors.numpy import save as packed
@@ -132,10 +131,7 @@ MEANINGS = {
         "opt": Meaning(kind="opt", changes=families.OPT),
         "phi": Meaning(kind="phi", changes=families.PHI),
         "qwen": Meaning(kind="qwen", changes=families.QWEN),
-        "falcon-gguf": Meaning(kind="falcon-gguf", changes=families.FALCON_GGUF),
-        "opt-gguf": Meaning(kind="opt-gguf", changes=families.OPT_GGUF),
         "scores": Meaning(kind="scores", changes=families.SCORES),
-        "qwen-gguf": Meaning(kind="qwen-gguf", changes=families.QWEN_GGUF),
     }.items()
 }
 

@@ -6,13 +6,12 @@ is damaged):
     config.json                         config, values, yarn, llama3 (RoPE scalings)
     config.json of other families       falcon, opt, phi, qwen, gemma
     checkpoints by inspect              folder
-    weights                             safetensors, index, bin (our own readers of zip and pickle),
-                                        bin-index, falcon-weights, opt-weights, phi-weights
+    weights                             safetensors, index, bin, bin-index
     files of tokenizers                 tokenizer, tokens, unigram, vocab, merges, sentencepiece
     names and numbers of special tokens special, generation
     chat templates, rendered; by name   template; templates
     GGUF of ours                        gguf, run (predictors and tokenizer; it is run),
-                                        falcon-gguf, opt-gguf, qwen-gguf, gemma-gguf, yarn-gguf
+                                        falcon-gguf, gemma-gguf, yarn-gguf
     GGUF of others, their tokenizers    stock, theirs (merges), scores, powerinfer
     shown by inspect                    shown, shown-theirs, shown-predictors, gpuidx, model-split
     predictors                          ours, pt (DejaVu's)
@@ -20,42 +19,208 @@ is damaged):
     plan; run by it, exported           plan; export (with a damaged profile)
     machine; solved with it             machine, figures
     importance matrices                 imatrix, imatrix-dat
-    what eval prints, profile's report  comparison, told
     what a run saved                    resume (of profile), prompt, conversation
-    the cache of run                    entry, rates
     grammars                            gbnf, rules (regular parts), schema, regex, lark
     corpora, as messages; prompts       text, jsonl, parquet, messages; prompts
 
 Requests to the server are in test_serve_guard and its neighbours."""
 
 import contextlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-import fuzz_further as further
 from constrained_texts import is_finished
-from fuzz_further import PROMPT
-from fuzz_kind import FuzzCase, Kind, codec_of
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.commands.terminal.prompt_sources import prompts_of
+from hotsplit.convert.checkpoint_summary import summarise_checkpoint
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
+from hotsplit.export.export import ExportConfig, export
 from hotsplit.files.json_file import read_text
-from hotsplit.measure.evaluate.quality import load_eval
-from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.inspection.file_summary import print_facts, to_json
+from hotsplit.inspection.inspect_file import inspect_file
+from hotsplit.model.mode_quality import ModeQuality
+from hotsplit.profile.corpus.corpus import read_chat_windows, read_windows
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.merge import MergeConfig, merge
 from hotsplit.profile.count.resume import load_position
-from hotsplit.profile.report import load_predictor_report
-from hotsplit.report.plots import plot_predictors, plot_quality
 from hotsplit.runtime.generate import constraints as made
 from hotsplit.runtime.generate.prompt_cache import restore_prompt
+from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.text.chat_template import chat_template_of
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve
+
+QUALITY = ModeQuality(
+    perplexity_increase=0.001,
+    perplexity_half_width=0.01,
+    kl_mean=0.001,
+    top1_agreement=0.99,
+    num_tokens=100,
+    bytes_per_token=1000,
+    dense_bytes_per_token=2000,
+    corpus_sha256="0" * 64,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuzzCase:
+    """`path` is the damaged file, `inputs` the folder of all valid inputs, `output` a path in a new
+    folder."""
+
+    number: int
+    path: Path
+    inputs: Path
+    output: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """`target` is the file that is damaged; `is_values`: in its JSON values, not its bytes."""
+
+    target: str
+    read: Callable[[FuzzCase], object]
+    is_values: bool = False
+
+
+@cache
+def codec_of(inputs: Path) -> TextCodec:
+    return TextCodec.of(ModelFile.load(inputs / "silu.gguf"))
+
+
+PROMPT = "the fox, 12 times"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+@contextlib.contextmanager
+def stdout_of_a_pipe() -> Iterator[None]:
+    """Redirects stdout into a UTF-8 buffer; raises for text that cannot be encoded."""
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")) as written:
+        yield
+        written.flush()
+
+
+# ------------------------------------------------------------------ models
+
+
+def compute(case: FuzzCase) -> None:
+    """Loads a model and computes with it, in one of the modes."""
+    mode = (None, "dense", "exact")[case.number % 3]
+    with Engine.load(case.path, mode=mode, device="cpu") as engine:
+        engine.logits([1, 2, 3, 5])
+
+
+def stretch(case: FuzzCase) -> None:
+    """Loads a model with the RoPE scaling of its file, none, linear or YaRN, and computes
+    logits."""
+    kind = (None, "none", "linear", "yarn")[case.number % 4]
+    factor = None if kind in (None, "none") else 2.0
+    with Engine.load(case.path, device="cpu", rope_scaling=kind, rope_scale=factor) as engine:
+        engine.logits([1, 2, 3, 5])
+
+
+def find_template(case: FuzzCase) -> None:
+    """Finds the default template and the one named `tool_use`; a few cases also render with
+    them."""
+    model = ModelFile.load(case.path)
+    codec = TextCodec.of(model)
+    for name in (None, "tool_use"):
+        with contextlib.closing(chat_template_of(model, codec, name)) as template:
+            if case.number % 50 == 1:  # rendering starts a process
+                codec.encode_rendered(template.render([{"role": "user", "content": "a"}]))
+
+
+# ------------------------------------------------------------------ shown and exported
+
+
+def inspect(case: FuzzCase) -> None:
+    """Shows what a file holds, as tables and as JSON."""
+    with stdout_of_a_pipe():
+        summary = inspect_file(case.path)
+        summary.print(all_tensors=True)
+        json.loads(to_json(summary), parse_constant=_refuse_constant)
+
+
+def inspect_model(case: FuzzCase) -> None:
+    """Shows what a model file holds, and the operations of its step."""
+    inspect(case)
+    with stdout_of_a_pipe():
+        summary = summarise_program(case.path, None)
+        print_facts(summary.kind, facts_of(summary))
+        assert lines_of(summary)
+        json.loads(to_json(summary), parse_constant=_refuse_constant)
+
+
+def inspect_folder(case: FuzzCase) -> None:
+    with stdout_of_a_pipe():
+        summary = summarise_checkpoint(case.folder)
+        print_facts(summary.kind, summary.facts)
+        json.loads(to_json(summary), parse_constant=_refuse_constant)
+
+
+def inspect_and_export(case: FuzzCase) -> None:
+    """Shows a file; exports a profile or a plan in the format that PowerInfer reads."""
+    inspect(case)
+    if case.path.suffix == ".safetensors":
+        export(ExportConfig(source=case.path, output=case.output, format="powerinfer-activations"))
+    if case.path.suffix == ".gguf":
+        profile = case.folder / "model.profile.safetensors"
+        export(ExportConfig(source=case.path, output=case.output, profile=profile, format="gpuidx"))
+
+
+def export_split(case: FuzzCase) -> None:
+    """Exports a plan with a damaged profile, as SparkInfer's model-split or as PowerInfer's
+    index."""
+    plan = case.folder / "model.split.gguf"
+    is_index = case.number % 4 == 0
+    format, name = ("gpuidx", "out.gpuidx") if is_index else ("sparkinfer-split", "out-4.gguf")
+    export(
+        ExportConfig(
+            source=plan,
+            output=case.output.with_name(name),
+            profile=case.folder / "model.profile.safetensors",
+            format=format,
+        )  # type: ignore[arg-type]  # both are formats
+    )
+
+
+# ------------------------------------------------------------------ texts
+
+
+def read_prompts(case: FuzzCase) -> None:
+    for prompt in prompts_of(None, None, case.path):
+        codec_of(case.inputs).encode(prompt)
+
+
+def read_messages(case: FuzzCase) -> None:
+    """Reads a corpus as chat messages, in the built-in template chatml."""
+    read_chat_windows(
+        [case.path],
+        ModelFile.load(case.inputs / "silu.gguf"),
+        codec_of(case.inputs),
+        template="chatml",
+        context_length=64,
+        max_tokens=200,
+        seed=case.number,
+    )
+
 
 SETTINGS = {"model": "m", "seed": 1, "target": None, "is_trained": False, "share": 0.5}
 
@@ -114,7 +279,7 @@ def add_predictors(case: FuzzCase) -> None:
 
 def search_by(case: FuzzCase) -> None:
     """Shows an importance matrix, and converts by it."""
-    further.inspect(case)
+    inspect(case)
     source = case.inputs / "silu.gguf"
     options = ConvertConfig(
         source=source, importances=case.path, outtype="q4_0", output=case.output
@@ -126,7 +291,7 @@ def search_by(case: FuzzCase) -> None:
 def inspect_and_run_plan(case: FuzzCase) -> None:
     with Engine.load(case.inputs / "plain.gguf", split=case.path, device="cpu") as engine:
         engine.hidden([5, 6, 7])
-    further.inspect_and_export(case)
+    inspect_and_export(case)
 
 
 def merge_profiles(case: FuzzCase) -> None:
@@ -190,16 +355,6 @@ def read_corpus(case: FuzzCase) -> None:
     read_windows([case.path], codec, context_length=64, max_tokens=200, seed=case.number)
 
 
-def load_comparison(case: FuzzCase) -> None:
-    found = load_eval(case.path)
-    plot_quality([(found.mode, found.perplexity_increase, found.perplexity_half_width)])
-
-
-def load_told(case: FuzzCase) -> None:
-    if quality_L := load_predictor_report(case.path, "0" * 64):
-        plot_predictors(quality_L)
-
-
 PROFILE = "model.profile.safetensors"
 KINDS = {
     "safetensors": Kind(target="model.safetensors", read=convert_folder),
@@ -224,13 +379,11 @@ KINDS = {
     "ours": Kind(target="predictors.safetensors", read=add_predictors),
     "imatrix": Kind(target="i.gguf", read=search_by),
     "imatrix-dat": Kind(target="i.dat", read=search_by),
-    "profile": Kind(target=PROFILE, read=further.inspect_and_export),
+    "profile": Kind(target=PROFILE, read=inspect_and_export),
     "merge": Kind(target=PROFILE, read=merge_profiles),
     "plan": Kind(target="model.split.gguf", read=inspect_and_run_plan),
-    "machine": Kind(target="machine.json", read=further.inspect_and_export),
+    "machine": Kind(target="machine.json", read=inspect_and_export),
     "figures": Kind(target="machine.json", read=plan_with, is_values=True),
-    "comparison": Kind(target="eval.json", read=load_comparison, is_values=True),
-    "told": Kind(target="p.report.json", read=load_told, is_values=True),
     "prompt": Kind(target="prompt.safetensors", read=restore),
     "resume": Kind(target="out.resume", read=resume),
     "conversation": Kind(target="chat.json", read=go_on_with, is_values=True),
@@ -241,38 +394,31 @@ KINDS = {
     "text": Kind(target="corpus.txt", read=read_corpus),
     "jsonl": Kind(target="corpus.jsonl", read=read_corpus),
     "parquet": Kind(target="corpus.parquet", read=read_corpus),
-    "messages": Kind(target="corpus.txt", read=further.read_messages),
-    "prompts": Kind(target="prompts.jsonl", read=further.read_prompts),
+    "messages": Kind(target="corpus.txt", read=read_messages),
+    "prompts": Kind(target="prompts.jsonl", read=read_prompts),
     # Other families, RoPE scalings and tokenizers, sharded checkpoints, models to train.
     "falcon": Kind(target="config.json", read=convert_folder, is_values=True),
     "opt": Kind(target="config.json", read=convert_folder, is_values=True),
     "phi": Kind(target="config.json", read=convert_folder, is_values=True),
     "qwen": Kind(target="config.json", read=convert_folder, is_values=True),
     "gemma": Kind(target="config.json", read=convert_folder, is_values=True),
-    "falcon-weights": Kind(target="model.safetensors", read=convert_folder),
-    "opt-weights": Kind(target="model.safetensors", read=convert_folder),
-    "phi-weights": Kind(target="model.safetensors", read=convert_folder),
-    "falcon-gguf": Kind(target="model.gguf", read=further.compute),
-    "opt-gguf": Kind(target="model.gguf", read=further.compute),
-    "qwen-gguf": Kind(target="model.gguf", read=further.compute),
-    "gemma-gguf": Kind(target="model.gguf", read=further.compute),
+    "falcon-gguf": Kind(target="model.gguf", read=compute),
+    "gemma-gguf": Kind(target="model.gguf", read=compute),
     "bin-index": Kind(target="pytorch_model.bin.index.json", read=convert_folder),
     "yarn": Kind(target="config.json", read=convert_folder, is_values=True),
     "llama3": Kind(target="config.json", read=convert_folder, is_values=True),
-    "yarn-gguf": Kind(target="model.gguf", read=further.stretch),
+    "yarn-gguf": Kind(target="model.gguf", read=stretch),
     "scores": Kind(target="model.gguf", read=tokenise),
     "unigram": Kind(target="tokenizer.json", read=convert_tokenizer, is_values=True),
-    "templates": Kind(target="model.gguf", read=further.find_template),
-    # Shown, exported, kept.
-    "folder": Kind(target="config.json", read=further.inspect_folder, is_values=True),
-    "shown": Kind(target="model.gguf", read=further.inspect_model),
-    "shown-theirs": Kind(target="model.gguf", read=further.inspect),
-    "shown-predictors": Kind(target="predictors.safetensors", read=further.inspect),
-    "gpuidx": Kind(target="model.generated.gpuidx", read=further.inspect),
-    "model-split": Kind(target="model-4.gguf", read=further.inspect),
-    "export": Kind(target=PROFILE, read=further.export_split),
-    "entry": Kind(target="entry.json", read=further.list_entry, is_values=True),
-    "rates": Kind(target="rates.json", read=further.remember_rates),
+    "templates": Kind(target="model.gguf", read=find_template),
+    # Shown and exported.
+    "folder": Kind(target="config.json", read=inspect_folder, is_values=True),
+    "shown": Kind(target="model.gguf", read=inspect_model),
+    "shown-theirs": Kind(target="model.gguf", read=inspect),
+    "shown-predictors": Kind(target="predictors.safetensors", read=inspect),
+    "gpuidx": Kind(target="model.generated.gpuidx", read=inspect),
+    "model-split": Kind(target="model-4.gguf", read=inspect),
+    "export": Kind(target=PROFILE, read=export_split),
     "rules": Kind(target="grammar.gbnf", read=follow_grammar),
 }
 TARGETS = {name: kind.target for name, kind in KINDS.items()}

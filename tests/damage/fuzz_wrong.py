@@ -274,24 +274,6 @@ PLAN = {
     "budgets without homes": one_of(S + "gpu_budget_bytes", ["1"], [1]),
     "another version": one_of(S + "version", np.uint32(99), np.uint32(0), "3", np.float32(3)),
     "one rate of prompts": one_of(S + "prompt.token_s", *map(np.float64, (0, 1e-10, -1, NAN)), "x"),
-    "no rows of a cache": one_of(
-        S + "cache.most_rows", *map(np.int64, (0, -1, 65537, 1 << 40)), "4", np.float32(4), True
-    ),
-    "no time of a cache's copy": one_of(
-        S + "cache.copy_s", *map(np.float64, (-1, NAN, INF, 1e31)), "x", [0.5]
-    ),
-    "no rest of a cache's step": one_of(
-        S + "cache.rest_s", *map(np.float64, (-1, NAN, INF, 1e31)), True
-    ),
-    "no time of a cache's row": element("cold_row_s", -1.0, NAN, INF, 1e31),
-    "times of more layers": array("hot_s", lambda a: np.concatenate([a, a])),
-    "times as f32": array("copy_row_s", lambda a: a.astype(np.float32)),
-    "times in two rows": array("gather_row_s", lambda a: a[None]),
-    "no times": lacking("cold_s"),
-    "invalid frequency": element("ffn_frequency", -0.5, 1.5, NAN, INF),
-    "frequencies of fewer neurons": array("ffn_frequency", lambda a: a[:-1]),
-    "frequencies as f64": array("ffn_frequency", lambda a: a.astype(np.float64)),
-    "no frequencies": lacking("ffn_frequency"),
     "half of a cache": without(S + "cache.rest_s"),
     "a cache's other memory": one_of(S + "gpu_bytes.neuron_cache", np.uint64(1), np.int64(-1), "x"),
     "another architecture": one_of("general.architecture", "llama", "hotsplit"),

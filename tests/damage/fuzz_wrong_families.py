@@ -87,36 +87,6 @@ QWEN: dict[str, Change] = {
 }
 
 
-def _gguf(name: str) -> dict[str, Change]:
-    """Changes to keys that model files of all families have."""
-    return {
-        "other heads": one_of(f"{name}.attention.head_count", np.uint32(0), np.uint32(3), "4"),
-        "other layers": one_of(f"{name}.block_count", np.uint32(0), np.uint32(2), np.float32(0.5)),
-        "another width": one_of(f"{name}.embedding_length", np.uint32(0), np.uint32(64), "32"),
-        "other neurons": one_of(f"{name}.feed_forward_length", np.uint32(0), np.uint32(31)),
-        "no context": one_of(f"{name}.context_length", np.uint32(0), np.float32(1.5), np.int32(-1)),
-        "looks ahead": one_of(f"{name}.attention.causal", False, np.uint32(1), "x"),
-        "an unknown key": one_of(f"{name}.other", np.uint32(1), True, "x"),
-        "another graph": one_of("general.architecture", "llama", "bert", "x"),
-        "unknown activation": one_of("hotsplit.ffn.activation", "tanh", np.uint32(1)),
-    }
-
-
-FALCON_GGUF = _gguf("falcon") | {
-    "no epsilon": one_of(
-        "falcon.attention.layer_norm_epsilon", *map(np.float32, (0, -1, NAN, INF))
-    ),
-    "key heads in no groups": one_of("falcon.attention.head_count_kv", np.uint32(0), np.uint32(3)),
-}
-OPT_GGUF = _gguf("opt") | {
-    "norms after, of which there is one more": one_of("hotsplit.is_post_norm", True, "x")
-}
-QWEN_GGUF = _gguf("qwen3") | {
-    "no epsilon": one_of("qwen3.attention.layer_norm_rms_epsilon", *map(np.float32, (0, -1, NAN))),
-    "keys of another width": one_of("qwen3.attention.key_length", np.uint32(8), np.uint32(0), "x"),
-}
-
-
 def with_missing_part(rng: random.Random, values: dict, arrays: dict) -> None:
     """Replaces a normal token with a text that no two tokens make up; control and user-defined
     tokens need no parts."""

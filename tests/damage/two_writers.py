@@ -33,12 +33,6 @@ SIZE = 3000  # values of an artifact
 REFUSALS = ("exists already", "holds files already", "was written by another run meanwhile")
 
 
-def _safetensors(path: Path, value: int) -> None:
-    from hotsplit.files.safetensors_file import save_arrays
-
-    save_arrays(path, "test", 1, {"value": value}, {"a": np.full(SIZE, value, np.int64)})
-
-
 def _gguf(path: Path, value: int) -> None:
     from hotsplit.files.gguf_file import array_entry, write_gguf
 
@@ -51,17 +45,6 @@ def _json(path: Path, value: int) -> None:
     make_machine(gpu_gb_per_s=100.0 + value).save(path)
 
 
-def _picture(path: Path, value: int) -> None:
-    from matplotlib.figure import Figure
-
-    from hotsplit.files.atomic import partial_file
-
-    figure = Figure(figsize=(1 + value, 1))
-    figure.subplots().plot([0, value])
-    with partial_file(path) as partial:
-        figure.savefig(partial, format="png")
-
-
 def _folder(path: Path, value: int) -> None:
     from models import make_model, make_profile
 
@@ -70,13 +53,7 @@ def _folder(path: Path, value: int) -> None:
     write_activations(make_profile(make_model(), num_tokens=1000 * value), path)
 
 
-KINDS: dict[str, Callable[[Path, int], None]] = {
-    "safetensors": _safetensors,
-    "gguf": _gguf,
-    "json": _json,
-    "picture": _picture,
-    "folder": _folder,
-}
+KINDS: dict[str, Callable[[Path, int], None]] = {"gguf": _gguf, "json": _json, "folder": _folder}
 
 
 def content_of(path: Path) -> object:

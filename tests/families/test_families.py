@@ -12,63 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from checkpoints import edit_config, random_model, save_tokenizer
 from gguf import MODEL_ARCH, GGMLQuantizationType
 from gguf.quants import dequantize
 from reference import rel_error
 from safetensors.torch import load_file, save_file
-from transformers import (
-    ArceeConfig,
-    AutoModelForCausalLM,
-    Cohere2Config,
-    CohereConfig,
-    Ernie4_5Config,
-    Exaone4Config,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3nTextConfig,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    Glm4Config,
-    Glm4MoeConfig,
-    GlmConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    GraniteMoeHybridConfig,
-    GraniteMoeSharedConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    LlamaConfig,
-    Ministral3Config,
-    MinistralConfig,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    MistralConfig,
-    MixtralConfig,
-    NemotronConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoeConfig,
-    OPTConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
+from transformers import AutoModelForCausalLM, Mistral3ForConditionalGeneration
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.costs.part_bytes import plan_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import gguf_names
 from hotsplit.files.gguf_file import array_entry, write_gguf
@@ -148,6 +104,7 @@ WHOLE = LONGROPE | {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 9.0, 11.0],
 }
 del WHOLE["partial_rotary_factor"]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -157,10 +114,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+WHOLE_HEADS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 # Queries grow at the 4th token, and a second time at the 8th.
-GROWING = {
-    "rope_type": "yarn",
-    "factor": 4.0,
+GROWING = YARN | {
     "original_max_position_embeddings": 4,
     "rope_theta": 1e4,
     "mscale": 1.0,
@@ -182,290 +138,225 @@ GEMMA3N = {
     "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": 310,
 }
-GEMMA4_MOE = {
-    "enable_moe_block": True,
-    "num_experts": 7,
-    "top_k_experts": 3,
-    "moe_intermediate_size": 37,
-}
+GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3}
+GEMMA4_MOE |= {"moe_intermediate_size": 37}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+def linear(factor: float, theta: float = 1e4) -> dict:
+    return {"rope_type": "linear", "factor": factor, "rope_theta": theta}
+
+
+def layers(kinds: str) -> dict:
+    """The layers' attention: full, sliding windows, or linear."""
+    names = {"f": "full_attention", "s": "sliding_attention", "l": "linear_attention"}
+    return {"num_hidden_layers": len(kinds), "layer_types": [names[kind] for kind in kinds]}
+
+
+def by_attention(full: dict, sliding_theta: float = 5e3) -> dict:
+    """Rotary embeddings of layers with full attention, and ordinary ones of those with windows."""
+    plain = {"rope_type": "default", "rope_theta": sliding_theta}
+    return {"full_attention": full, "sliding_attention": plain}
+
 
 CASES = {
-    "llama": LlamaConfig(**GATED | ODD, hidden_act="relu"),
-    "llama-mqa-tied": LlamaConfig(**GATED | MQA | TIED, hidden_act="silu"),
-    "llama-biases": LlamaConfig(**GATED, hidden_act="relu", attention_bias=True, mlp_bias=True),
-    "llama-gelu": LlamaConfig(**GATED, hidden_act="gelu_pytorch_tanh", head_dim=32),
-    "mistral": MistralConfig(**GATED | ODD, sliding_window=None, head_dim=16),
-    "mistral-window": MistralConfig(**GATED, sliding_window=5, head_dim=32),
-    "ministral": MinistralConfig(
-        **GATED | ODD,
-        head_dim=16,
-        sliding_window=3,
-        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    "llama": hf.LlamaConfig(**GATED | ODD, hidden_act="relu"),
+    "llama-mqa-tied": hf.LlamaConfig(**GATED | MQA | TIED, hidden_act="silu"),
+    "llama-biases": hf.LlamaConfig(**GATED | BIASES, hidden_act="relu"),
+    "llama-gelu": hf.LlamaConfig(**GATED, hidden_act="gelu_pytorch_tanh", head_dim=32),
+    "mistral": hf.MistralConfig(**GATED | ODD, sliding_window=None, head_dim=16),
+    "mistral-window": hf.MistralConfig(**GATED, sliding_window=5, head_dim=32),
+    "ministral": hf.MinistralConfig(**GATED | ODD | layers("fss"), head_dim=16, sliding_window=3),
+    "ministral3": hf.Ministral3Config(**GATED | ODD, head_dim=24, rope_parameters=GROWING),
+    "nemotron": hf.NemotronConfig(**GATED | ODD),
+    "nemotron-biases-tied": hf.NemotronConfig(
+        **GATED | MQA | TIED | BIASES, head_dim=32, rope_parameters=HALF | linear(2.0)
     ),
-    "ministral3": Ministral3Config(**GATED | ODD, head_dim=24, rope_parameters=GROWING),
-    "nemotron": NemotronConfig(**GATED | ODD),
-    "nemotron-biases-tied": NemotronConfig(
-        **GATED | MQA | TIED,
-        attention_bias=True,
-        mlp_bias=True,
-        head_dim=32,
-        rope_parameters=HALF | {"rope_type": "linear", "factor": 2.0},
-    ),
-    "arcee": ArceeConfig(**GATED | ODD),
+    "arcee": hf.ArceeConfig(**GATED | ODD),
     # YaRN as in AFM's config, where one scale alone changes nothing.
-    "arcee-biases": ArceeConfig(
-        **GATED | MQA | TIED,
-        attention_bias=True,
-        mlp_bias=True,
-        rope_parameters={
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "rope_theta": 1e4,
-            "mscale": 1.3,
-        },
+    "arcee-biases": hf.ArceeConfig(
+        **GATED | MQA | TIED | BIASES, rope_parameters=YARN | {"rope_theta": 1e4, "mscale": 1.3}
     ),
-    "starcoder2": Starcoder2Config(**GATED | ODD, sliding_window=5),
-    "starcoder2-stock": Starcoder2Config(**GATED | UNTIED),
-    "command-r": CohereConfig(**GATED | ODD, logit_scale=0.3),
-    "command-r-plus": CohereConfig(**GATED | MQA, use_qk_norm=True, attention_bias=True),
-    "cohere2": Cohere2Config(**GATED | ODD | {"num_hidden_layers": 5}, sliding_window=5),
-    "cohere2-others": Cohere2Config(
-        **GATED | MQA,
-        sliding_window=3,
-        attention_bias=True,
-        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    "starcoder2": hf.Starcoder2Config(**GATED | ODD, sliding_window=5),
+    "starcoder2-stock": hf.Starcoder2Config(**GATED | UNTIED),
+    "command-r": hf.CohereConfig(**GATED | ODD, logit_scale=0.3),
+    "command-r-plus": hf.CohereConfig(**GATED | MQA, use_qk_norm=True, attention_bias=True),
+    "cohere2": hf.Cohere2Config(**GATED | ODD | {"num_hidden_layers": 5}, sliding_window=5),
+    "cohere2-others": hf.Cohere2Config(
+        **GATED | MQA | layers("fsf"), sliding_window=3, attention_bias=True
     ),
-    "qwen2": Qwen2Config(**GATED | ODD),
-    "qwen2-mqa-tied-relu": Qwen2Config(**GATED | MQA | TIED, hidden_act="relu"),
-    "qwen2-window": Qwen2Config(
+    "qwen2": hf.Qwen2Config(**GATED | ODD),
+    "qwen2-mqa-tied-relu": hf.Qwen2Config(**GATED | MQA | TIED, hidden_act="relu"),
+    "qwen2-window": hf.Qwen2Config(
         **GATED, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
-    "qwen3": Qwen3Config(**GATED | ODD, head_dim=32),
-    "qwen3-biases-tied": Qwen3Config(**GATED | TIED, head_dim=16, attention_bias=True),
-    "opt": OPTConfig(**OPT | ODD),
-    "opt-norm-after": OPTConfig(**OPT, do_layer_norm_before=False),
-    "opt-untied-plain": OPTConfig(
+    "qwen3": hf.Qwen3Config(**GATED | ODD, head_dim=32),
+    "qwen3-biases-tied": hf.Qwen3Config(**GATED | TIED, head_dim=16, attention_bias=True),
+    "opt": hf.OPTConfig(**OPT | ODD),
+    "opt-norm-after": hf.OPTConfig(**OPT, do_layer_norm_before=False),
+    "opt-untied-plain": hf.OPTConfig(
         **OPT | UNTIED, enable_bias=False, layer_norm_elementwise_affine=False
     ),
-    "opt-gelu": OPTConfig(**OPT, activation_function="gelu"),
-    "falcon-7b": FalconConfig(**FALCON | ODD, activation="relu"),
-    "falcon-40b": FalconConfig(
+    "opt-gelu": hf.OPTConfig(**OPT, activation_function="gelu"),
+    "falcon-7b": hf.FalconConfig(**FALCON | ODD, activation="relu"),
+    "falcon-40b": hf.FalconConfig(
         **FALCON, new_decoder_architecture=True, num_kv_heads=2, activation="relu"
     ),
-    "falcon-11b": FalconConfig(
+    "falcon-11b": hf.FalconConfig(
         **FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
     ),
-    "falcon-one-after-the-other": FalconConfig(**FALCON | UNTIED, parallel_attn=False, bias=True),
-    "falcon-many-keys": FalconConfig(**FALCON, multi_query=False, bias=True, activation="relu"),
-    "phi3": Phi3Config(
+    "falcon-one-after-the-other": hf.FalconConfig(
+        **FALCON | UNTIED, parallel_attn=False, bias=True
+    ),
+    "falcon-many-keys": hf.FalconConfig(**FALCON, multi_query=False, bias=True, activation="relu"),
+    "phi3": hf.Phi3Config(
         **GATED | ODD,
         sliding_window=None,
         original_max_position_embeddings=10,
         rope_parameters=WHOLE,
     ),
-    "phi4-mini": Phi3Config(
+    "phi4-mini": hf.Phi3Config(
         **GATED | ODD | TIED,
         sliding_window=7,
         original_max_position_embeddings=10,
         rope_parameters=LONGROPE,
     ),
     # Contexts beyond the window, which is no multiple of a block.
-    "gemma3": Gemma3TextConfig(
-        **GATED | ODD,
-        head_dim=32,
-        sliding_window=5,
-        query_pre_attn_scalar=48,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    "gemma3": hf.Gemma3TextConfig(
+        **GATED | ODD | layers("sfs"), head_dim=32, sliding_window=5, query_pre_attn_scalar=48
     ),
-    "gemma3-biases-untied": Gemma3TextConfig(
-        **GATED | MQA | UNTIED | {"num_hidden_layers": 7},
-        head_dim=16,
-        sliding_window=3,
+    "gemma3-biases-untied": hf.Gemma3TextConfig(
+        **GATED | MQA | UNTIED | {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 3},
         attention_bias=True,
         query_pre_attn_scalar=16,
         hidden_activation="silu",
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
-        },
+        rope_parameters=by_attention(linear(8.0, 1e5)),
     ),
-    "gemma3-stock": Gemma3TextConfig(
-        **GATED | {"num_hidden_layers": 7},
-        head_dim=16,
-        sliding_window=5,
+    "gemma3-stock": hf.Gemma3TextConfig(
+        **GATED | {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 5},
         query_pre_attn_scalar=16,
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
-        },
+        rope_parameters=by_attention(linear(8.0, 1e5)),
     ),
     # Caps that scores and logits come near to.
-    "gemma2": Gemma2Config(
-        **GATED | ODD,
-        head_dim=24,
-        sliding_window=5,
+    "gemma2": hf.Gemma2Config(
+        **GATED | ODD | {"head_dim": 24, "sliding_window": 5},
         query_pre_attn_scalar=10,
         attn_logit_softcapping=1.5,
         final_logit_softcapping=2.5,
     ),
-    "gemma2-plain": Gemma2Config(
-        **GATED | MQA | UNTIED | {"num_hidden_layers": 4},
-        head_dim=16,
-        sliding_window=3,
+    "gemma2-plain": hf.Gemma2Config(
+        **GATED | MQA | UNTIED | layers("fffs") | {"head_dim": 16, "sliding_window": 3},
         attention_bias=True,
         hidden_activation="relu",
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
-        layer_types=["full_attention"] * 3 + ["sliding_attention"],
-        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+        rope_parameters=linear(4.0, 1e5),
     ),
-    "gemma2-stock": Gemma2Config(
+    "gemma2-stock": hf.Gemma2Config(
         **GATED, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, attn_logit_softcapping=0.8
     ),
-    "olmo2": Olmo2Config(**GATED | ODD),
-    "olmo2-mqa-tied": Olmo2Config(**GATED | MQA | TIED, attention_bias=True, hidden_act="relu"),
-    "olmo3": Olmo3Config(
+    "olmo2": hf.Olmo2Config(**GATED | ODD),
+    "olmo2-mqa-tied": hf.Olmo2Config(**GATED | MQA | TIED, attention_bias=True, hidden_act="relu"),
+    "olmo3": hf.Olmo3Config(
         **GATED | ODD | {"num_hidden_layers": 6},
         sliding_window=5,
-        rope_parameters={
-            "full_attention": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "rope_theta": 3e3,
-                "attention_factor": 1.2,
-                "beta_fast": 8.0,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
-        },
+        rope_parameters=by_attention(
+            YARN | {"rope_theta": 3e3, "attention_factor": 1.2, "beta_fast": 8.0}
+        ),
     ),
-    "olmo3-stock": Olmo3Config(
-        **GATED,
+    "olmo3-stock": hf.Olmo3Config(
+        **GATED | layers("sff"),
         sliding_window=3,
-        layer_types=["sliding_attention"] + 2 * ["full_attention"],
-        rope_parameters={
-            "full_attention": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "attention_factor": 1.3,
-            }
-        },
+        rope_parameters={"full_attention": YARN | {"attention_factor": 1.3}},
     ),
-    "exaone4": Exaone4Config(
-        **GATED | ODD | {"num_hidden_layers": 2},
-        head_dim=24,
-        sliding_window=5,
+    "exaone4": hf.Exaone4Config(
+        **GATED | ODD | {"num_hidden_layers": 2, "head_dim": 24, "sliding_window": 5},
         sliding_window_pattern=2,
         rope_parameters=LLAMA3,
     ),
-    "exaone4-stock": Exaone4Config(
-        **GATED | TIED | {"num_hidden_layers": 2},
-        sliding_window=None,
-        layer_types=["full_attention"] * 2,
-        rope_parameters=LLAMA3,
+    "exaone4-stock": hf.Exaone4Config(
+        **GATED | TIED | layers("ff"), sliding_window=None, rope_parameters=LLAMA3
     ),
-    "ernie": Ernie4_5Config(**GATED | ODD | {"num_hidden_layers": 2}, head_dim=24),
-    "ernie-biases": Ernie4_5Config(
+    "ernie": hf.Ernie4_5Config(**GATED | ODD | {"num_hidden_layers": 2}, head_dim=24),
+    "ernie-biases": hf.Ernie4_5Config(
         **GATED | MQA | UNTIED | {"num_hidden_layers": 2},
         head_dim=16,
         use_bias=True,
-        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        rope_parameters=linear(2.0),
     ),
-    "glm4": Glm4Config(**GATED | ODD, head_dim=24),
-    "glm4-plain-tied": Glm4Config(
+    "glm4": hf.Glm4Config(**GATED | ODD, head_dim=24),
+    "glm4-plain-tied": hf.Glm4Config(
         **GATED | TIED | MQA,
         head_dim=16,
         attention_bias=False,
         hidden_act="relu",
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
+        rope_parameters=WHOLE_HEADS | {"rope_theta": 1e5},
     ),
-    "glm": GlmConfig(**GATED | ODD, head_dim=16),
-    "granite": GraniteConfig(**GATED | ODD | FACTORS, mlp_bias=True),
-    "granite-mqa-tied": GraniteConfig(
+    "glm": hf.GlmConfig(**GATED | ODD, head_dim=16),
+    "granite": hf.GraniteConfig(**GATED | ODD | FACTORS, mlp_bias=True),
+    "granite-mqa-tied": hf.GraniteConfig(
         **GATED | TIED | MQA | FACTORS, attention_bias=True, hidden_act="relu"
     ),
-    "granite4": GraniteMoeHybridConfig(
-        **GATED | ODD | FACTORS,
+    "granite4": hf.GraniteMoeHybridConfig(
+        **GATED | ODD | FACTORS | layers("fff"),
         num_local_experts=0,
         num_experts_per_tok=0,
-        layer_types=["full_attention"] * 3,
         shared_intermediate_size=96,
         position_embedding_type="rope",
         mamba_n_heads=4,
     ),
     # Uneven heads; full layers whose values are their keys, and their first pairs rotate; inputs of
     # layers.
-    "gemma4": Gemma4TextConfig(
-        **GATED | ODD | GEMMA4 | OWN_INPUTS,
+    "gemma4": hf.Gemma4TextConfig(
+        **GATED | ODD | GEMMA4 | OWN_INPUTS | layers("sff"),
         head_dim=24,
         global_head_dim=40,
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
         final_logit_softcapping=2.5,
-        layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
-    "gemma3n": Gemma3nTextConfig(
-        **GATED | ODD | GEMMA3N,
-        head_dim=24,
-        final_logit_softcapping=2.5,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+    "gemma3n": hf.Gemma3nTextConfig(
+        **GATED | ODD | GEMMA3N | layers("sfsf"), head_dim=24, final_logit_softcapping=2.5
     ),
     # As its E-models: three layers that read the keys and values of the first two, with wider
     # neurons.
-    "gemma4-stock": Gemma4TextConfig(
-        **GATED
-        | {"num_hidden_layers": 5}
-        | GEMMA4
-        | OWN_INPUTS
-        | {"vocab_size_per_layer_input": 320},
+    "gemma4-stock": hf.Gemma4TextConfig(
+        **GATED | GEMMA4 | OWN_INPUTS | layers("sfsff") | {"vocab_size_per_layer_input": 320},
         head_dim=16,
         global_head_dim=32,
         num_kv_shared_layers=3,
         use_double_wide_mlp=True,
-        layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
-        rope_parameters={
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": 0.4,
-                "rope_theta": 1e5,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
-        },
+        rope_parameters=by_attention(
+            {"rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 1e5}
+        ),
     ),
-    "gemma4moe": Gemma4TextConfig(
-        **GATED | ODD,
-        **GEMMA4,
-        **GEMMA4_MOE,
+    "gemma4moe": hf.Gemma4TextConfig(
+        **GATED | ODD | GEMMA4 | GEMMA4_MOE | layers("ssf"),
         head_dim=24,
         global_head_dim=32,
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
-    "smollm3": SmolLM3Config(**GATED | ODD | {"num_hidden_layers": 5}),
-    "smollm3-biases-untied": SmolLM3Config(
-        **GATED | UNTIED | {"num_hidden_layers": 4},
-        attention_bias=True,
-        mlp_bias=True,
+    "smollm3": hf.SmolLM3Config(**GATED | ODD | {"num_hidden_layers": 5}),
+    "smollm3-biases-untied": hf.SmolLM3Config(
+        **GATED | UNTIED | BIASES | {"num_hidden_layers": 4},
         use_sliding_window=True,
         sliding_window=3,
     ),
-    "mixtral": MixtralConfig(**GATED | ODD | {"intermediate_size": 53}, num_local_experts=5),
-    "mixtral-window": MixtralConfig(
+    "mixtral": hf.MixtralConfig(**GATED | ODD | {"intermediate_size": 53}, num_local_experts=5),
+    "mixtral-window": hf.MixtralConfig(
         **GATED | MQA | {"intermediate_size": 32}, num_local_experts=3, sliding_window=4
     ),
-    "olmoe": OlmoeConfig(**MOE | ODD | {"intermediate_size": 53, "num_key_value_heads": 4}),
-    "olmoe-grouped": OlmoeConfig(**MOE | {"intermediate_size": 53}),
-    "olmoe-renormalised": OlmoeConfig(
+    "olmoe": hf.OlmoeConfig(**MOE | ODD | {"intermediate_size": 53, "num_key_value_heads": 4}),
+    "olmoe-grouped": hf.OlmoeConfig(**MOE | {"intermediate_size": 53}),
+    "olmoe-renormalised": hf.OlmoeConfig(
         **MOE | {"intermediate_size": 64, "num_key_value_heads": 4},
         attention_bias=True,
         norm_topk_prob=True,
     ),
-    "qwen2moe": Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=43),
-    "qwen2moe-plain": Qwen2MoeConfig(
+    "qwen2moe": hf.Qwen2MoeConfig(**MOE | SHARED),
+    "qwen2moe-plain": hf.Qwen2MoeConfig(
         **MOE | MQA | TIED,
         shared_expert_intermediate_size=32,
         qkv_bias=False,
@@ -475,72 +366,61 @@ CASES = {
         use_sliding_window=True,
         sliding_window=4,
     ),
-    "qwen3moe": Qwen3MoeConfig(**MOE | ODD, head_dim=32, norm_topk_prob=True),
-    "granitemoe": GraniteMoeConfig(**GRANITE | ODD),
-    "granitemoe-shared": GraniteMoeSharedConfig(
+    "qwen3moe": hf.Qwen3MoeConfig(**MOE | ODD, head_dim=32, norm_topk_prob=True),
+    "granitemoe": hf.GraniteMoeConfig(**GRANITE | ODD),
+    "granitemoe-shared": hf.GraniteMoeSharedConfig(
         **GRANITE | TIED | MQA, shared_intermediate_size=45, attention_bias=True
     ),
-    "glm4moe": Glm4MoeConfig(**GLM | ODD, head_dim=32, first_k_dense_replace=1),
-    "glm4moe-groups": Glm4MoeConfig(
-        **GLM | {"n_routed_experts": 12},
-        n_group=4,
-        topk_group=2,
+    "glm4moe": hf.Glm4MoeConfig(**GLM | ODD, head_dim=32, first_k_dense_replace=1),
+    "glm4moe-groups": hf.Glm4MoeConfig(
+        **GLM | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
         use_qk_norm=True,
         attention_bias=True,
         first_k_dense_replace=0,
-        n_shared_experts=2,
         head_dim=16,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        rope_parameters=WHOLE_HEADS,
     ),
-    "gpt-oss": GptOssConfig(
+    "gpt-oss": hf.GptOssConfig(
         **OSS | ODD,
-        rope_parameters={
-            "rope_type": "yarn",
+        rope_parameters=YARN
+        | {
             "factor": 8.0,
             "original_max_position_embeddings": 8,
             "rope_theta": 150000.0,
             "truncate": False,
         },
     ),
-    "gpt-oss-plain": GptOssConfig(
-        **OSS | TIED,
+    "gpt-oss-plain": hf.GptOssConfig(
+        **OSS | TIED | layers("ffs"),
         attention_bias=False,
-        layer_types=["full_attention"] * 2 + ["sliding_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
-    "qwen3nextmoe": Qwen3NextConfig(
+    "qwen3nextmoe": hf.Qwen3NextConfig(
         **MOE | ODD | DELTA | SHARED | TIED,
         norm_topk_prob=False,
         mlp_only_layers=[0],
         linear_conv_kernel_dim=3,
     ),
-    "qwen3nextmoe-stock": Qwen3NextConfig(**MOE | EQUAL | SHARED),
-    "qwen35": Qwen3_5TextConfig(**GATED | ODD | DELTA | TIED, linear_conv_kernel_dim=3),
-    "qwen35-stock": Qwen3_5TextConfig(
-        **GATED | MQA | EQUAL | {"linear_num_value_heads": 2},
-        layer_types=["full_attention", *["linear_attention"] * 2, "full_attention"],
-        rope_parameters={
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-        },
+    "qwen3nextmoe-stock": hf.Qwen3NextConfig(**MOE | EQUAL | SHARED),
+    "qwen35": hf.Qwen3_5TextConfig(**GATED | ODD | DELTA | TIED, linear_conv_kernel_dim=3),
+    "qwen35-stock": hf.Qwen3_5TextConfig(
+        **GATED | MQA | EQUAL | layers("fllf") | {"linear_num_value_heads": 2},
+        rope_parameters=YARN | HALF,
     ),
-    "qwen35moe": Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED),
-    "lfm2": Lfm2Config(**GATED | ODD | LFM2, block_multiple_of=24, conv_L_cache=5),
-    "lfm2-ends-in-conv": Lfm2Config(
+    "qwen35moe": hf.Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED),
+    "lfm2": hf.Lfm2Config(**GATED | ODD | LFM2, block_multiple_of=24, conv_L_cache=5),
+    "lfm2-ends-in-conv": hf.Lfm2Config(
         **GATED | MQA | UNTIED | LFM2 | {"num_hidden_layers": 3, "layer_types": None},
         full_attn_idxs=[0],
         block_auto_adjust_ff_dim=False,
         conv_L_cache=2,
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ),
-    "lfm2-one-tap": Lfm2Config(
+    "lfm2-one-tap": hf.Lfm2Config(
         **GATED | LFM2, block_multiple_of=10, block_ffn_dim_multiplier=0.77, conv_L_cache=1
     ),
-    "lfm2moe": Lfm2MoeConfig(**MOE | ODD | LFM2, num_dense_layers=1),
-    "lfm2moe-plain": Lfm2MoeConfig(
+    "lfm2moe": hf.Lfm2MoeConfig(**MOE | ODD | LFM2, num_dense_layers=1),
+    "lfm2moe-plain": hf.Lfm2MoeConfig(
         **MOE | MQA | UNTIED | LFM2,
         num_dense_layers=0,
         use_expert_bias=False,
@@ -548,7 +428,7 @@ CASES = {
         routed_scaling_factor=1.7,
         conv_L_cache=4,
     ),
-    "qwen3moe-first-dense": Qwen3MoeConfig(
+    "qwen3moe-first-dense": hf.Qwen3MoeConfig(
         **MOE | TIED,
         head_dim=16,
         mlp_only_layers=[0, 1],
@@ -640,45 +520,13 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
             assert torch.equal(engine._step(token, position), got[position])
 
 
-STOCK = [
-    "llama-mqa-tied",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "falcon-11b",
-    "gemma3-stock",
-    "gemma4",
-    "gemma4-stock",
-    "gemma4moe",
-    "smollm3",
-    "ministral3",
-    "nemotron",
-    "arcee",
-    "starcoder2-stock",
-    "command-r",
-    "cohere2",
-    "gemma2-stock",
-    "olmo2",
-    "olmo3-stock",
-    "exaone4-stock",
-    "ernie",
-    "glm4",
-    "glm",
-    "granite",
-    "mixtral",
-    "olmoe",
-    "qwen2moe",
-    "qwen3moe",
-    "granitemoe",
-    "glm4moe",
-    "gpt-oss",
-    "qwen3nextmoe-stock",
-    "qwen35-stock",
-    "qwen35moe",
-    "lfm2",
-    "lfm2moe",
-]
+_STOCK = """
+    llama-mqa-tied mistral qwen2 qwen3 phi3 falcon-11b gemma3-stock gemma4 gemma4-stock gemma4moe
+    smollm3 ministral3 nemotron arcee starcoder2-stock command-r cohere2 gemma2-stock olmo2
+    olmo3-stock exaone4-stock ernie glm4 glm granite mixtral olmoe qwen2moe qwen3moe granitemoe
+    glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
+"""
+STOCK = _STOCK.split()
 
 
 @pytest.mark.parametrize("case", STOCK)
@@ -719,8 +567,8 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("olmoe-grouped", "has norms of 64 keys, this model of 32"),
         ("qwen2moe-plain", "computes SiLU, this model is relu"),
         ("qwen3moe-first-dense", "has experts in every layer"),
-        ("lfm2moe-plain", "divides the weights of experts by their sum and does not scale them"),
         ("qwen35", "has values of 12 in delta nets, as wide as keys, this model of 20"),
+        ("lfm2moe-plain", "divides the weights of experts by their sum and does not scale them"),
     ],
 )
 def test_the_stock_layout_refuses_what_llama_cpp_would_run_wrongly(
@@ -729,23 +577,6 @@ def test_the_stock_layout_refuses_what_llama_cpp_would_run_wrongly(
     with pytest.raises(HotsplitError, match=words):
         converted(checkpoints(case), tmp_path / "m.gguf", layout="stock")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_of_a_first_glm_with_fused_matrices(checkpoints, tmp_path):
-    """Gates and ups in one matrix, and queries, keys and values, as llama.cpp's converter leaves
-    them."""
-    path = converted(checkpoints("glm"), tmp_path / "m.gguf", outtype="f32", layout="stock")
-    keys, tensors = read_model_gguf(path)
-    assert "blk.0.ffn_gate.weight" not in tensors
-    for at in (f"blk.{layer}.attn_" for layer in range(3)):
-        for part in ("weight", "bias"):
-            joined = [tensors.pop(f"{at}{name}.{part}").read() for name in "qkv"]
-            tensors[f"{at}qkv.{part}"] = array_entry(np.concatenate(joined), "f32")
-    with Engine.of(ModelFile.of(path, keys, tensors), mode="dense") as engine:
-        assert rel_error(engine.logits(IDS), transformers_logits(checkpoints("glm"))) < 1e-5
-    half = dataclasses.replace(tensors["blk.1.ffn_up.weight"], shape=(159, 64))
-    with pytest.raises(HotsplitError, match=r"no tensor 'blk.1.ffn_gate.weight'"):
-        ModelFile.of(path, keys, tensors | {"blk.1.ffn_up.weight": half})
 
 
 def test_gates_and_ups_of_two_types_are_not_joined(checkpoints, tmp_path):
@@ -781,7 +612,7 @@ def test_longrope_takes_the_factors_of_the_context(tmp_path, case):
 
     rope = WHOLE | {"attention_factor": 1.3} if case == "phi3" else LONGROPE
     folder = random_model(
-        tmp_path / "hf", Phi3Config(**CASES[case].to_dict() | {"rope_parameters": rope})
+        tmp_path / "hf", hf.Phi3Config(**CASES[case].to_dict() | {"rope_parameters": rope})
     )
     save_tokenizer(folder, 320)
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
@@ -849,7 +680,7 @@ def as_phi3(folder: Path, path: Path) -> Path:
 @pytest.mark.parametrize("case", ["phi3", "phi4-mini", "plain"])
 def test_a_phi3_of_llama_cpp_is_a_llama(tmp_path, case):
     """It runs as it is, and in another layout and type."""
-    plain = Phi3Config(**GATED, sliding_window=5)
+    plain = hf.Phi3Config(**GATED, sliding_window=5)
     folder = random_model(tmp_path / "hf", CASES.get(case, plain))
     path, want = as_phi3(folder, tmp_path / "phi3.gguf"), transformers_logits(folder)
     assert ModelFile.load(path).architecture == "llama"
@@ -871,7 +702,9 @@ def test_a_phi3_of_llama_cpp_is_a_llama(tmp_path, case):
 
 
 def test_bamboo_is_a_mistral_with_relu_on_both_projections(tmp_path):
-    folder = random_model(tmp_path / "hf", MistralConfig(**GATED, sliding_window=None, head_dim=16))
+    folder = random_model(
+        tmp_path / "hf", hf.MistralConfig(**GATED, sliding_window=None, head_dim=16)
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for layer in model.model.layers:
         mlp = layer.mlp
@@ -913,7 +746,7 @@ def test_the_text_model_of_mistral_3_beside_one_for_images(tmp_path, kind, own):
         "image_size": 28,
         "patch_size": 14,
     }
-    config = Mistral3Config(text_config=text, vision_config=images, tie_word_embeddings=False)
+    config = hf.Mistral3Config(text_config=text, vision_config=images, tie_word_embeddings=False)
     Mistral3ForConditionalGeneration(config).save_pretrained(tmp_path / "hf")
     save_tokenizer(tmp_path / "hf", 320)
     equals_transformers_with_its_weights(tmp_path / "hf", tmp_path / "m.gguf", "f32")
@@ -927,79 +760,93 @@ def test_the_text_model_of_mistral_3_beside_one_for_images(tmp_path, kind, own):
 
 
 def test_prosparse_is_a_llama_with_its_threshold(tmp_path):
-    folder = random_model(tmp_path / "hf", LlamaConfig(**GATED, hidden_act="relu"))
+    folder = random_model(tmp_path / "hf", hf.LlamaConfig(**GATED, hidden_act="relu"))
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for layer in oracle.model.layers:
+        layer.mlp.act_fn = torch.nn.Threshold(0.01, 0.0)
     edit_config(
         folder,
         lambda c: c.update(
             architectures=["SparseLlamaForCausalLM"], hidden_act="fatrelu", hidden_act_param=0.01
         ),
     )
-    model = ModelFile.load(converted(folder, tmp_path / "m.gguf"))
+    path = converted(folder, tmp_path / "m.gguf", outtype="f32")
+    model = ModelFile.load(path)
     assert (model.activation, set(model.threshold_L)) == ("fatrelu", {float(np.float32(0.01))})
+    with torch.no_grad():
+        want = oracle(torch.tensor([IDS])).logits[0]
+    for mode in ("dense", "exact"):
+        with Engine.load(path, mode=mode) as engine:
+            assert rel_error(engine.logits(IDS), want) < 1e-5
     edit_config(folder, lambda c: c.update(hidden_act="silu"))
     with pytest.raises(HotsplitError, match="hidden_act 'silu' is unknown; known: fatrelu"):
         converted(folder, tmp_path / "n.gguf")
 
 
+def rope(parameters: dict, **changes: object) -> dict:
+    return {"rope_parameters": parameters | changes}
+
+
+def of_class(name: str, **changes: object) -> dict:
+    return {"architectures": [f"{name}ForCausalLM"]} | changes
+
+
 REFUSED = {
     "word_embed_proj_dim is 32": ("opt", {"word_embed_proj_dim": 32}),
     "_remove_final_layer_norm": ("opt", {"_remove_final_layer_norm": True}),
+    "max_position_embeddings is 1000000002": ("opt", {"max_position_embeddings": 10**9}),
+    "do_layer_norm_before is None": ("opt", {"do_layer_norm_before": None}),
     "ALiBi": ("falcon-7b", {"alibi": True}),
     "num_ln_in_parallel_attn is 2": ("falcon-7b", {"num_ln_in_parallel_attn": 2}),
     "parallel_attn false": ("falcon-40b", {"parallel_attn": False}),
     "known: relu, relu2, fatrelu, silu, gelu, gelu_new": ("falcon-7b", {"activation": "drelu"}),
+    "no tensor for 'blk.0.ffn_norm": ("falcon-7b", {"parallel_attn": None}),
     "long_factor is .*, wanted 6 positive numbers": (
         "phi4-mini",
-        {"rope_parameters": LONGROPE | {"long_factor": [1.0] * 8}},
+        rope(LONGROPE, long_factor=[1.0] * 8),
     ),
     "long_factor is .*1e.39.*, wanted 6 positive numbers": (
         "phi4-mini",
-        {"rope_parameters": LONGROPE | {"long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 1e39]}},
+        rope(LONGROPE, long_factor=[1.5, 2.0, 3.0, 5.0, 7.0, 1e39]),
     ),
     "short_factor is .*, wanted 6 positive numbers": (
         "phi4-mini",
-        {"rope_parameters": LONGROPE | {"short_factor": [1e-60, 2.0, 3.0, 5.0, 7.0, 9.0]}},
+        rope(LONGROPE, short_factor=[1e-60, 2.0, 3.0, 5.0, 7.0, 9.0]),
     ),
     "rope_parameters.factor is 1e.39, wanted a positive number": (
         "phi4-mini",
-        {"rope_parameters": LONGROPE | {"factor": 1e39}},
+        rope(LONGROPE, factor=1e39),
     ),
-    "short_factor is .*, wanted 8 positive": ("phi3", {"rope_parameters": {"type": "su"}}),
+    "short_factor is .*, wanted 8 positive": ("phi3", rope({"type": "su"})),
     "original_max_position_embeddings is 1, wanted at least 2": (
         "phi3",
         {"original_max_position_embeddings": 1},
     ),
     "longrope', which is not supported; supported for this family: ordinary": (
         "llama",
-        {"rope_parameters": WHOLE},
+        rope(WHOLE),
     ),
     "partial_rotary_factor is 0.7: 11 of 16 values": (
         "phi3",
-        {"rope_parameters": WHOLE | {"partial_rotary_factor": 0.7}},
+        rope(WHOLE, partial_rotary_factor=0.7),
     ),
-    "no tensor for 'blk.0.attn_k.bias'": ("llama", {"architectures": ["Qwen2ForCausalLM"]}),
-    "no tensor for 'blk.0.attn_k_norm.weight'": ("llama", {"architectures": ["Qwen3ForCausalLM"]}),
-    "max_position_embeddings is 1000000002": ("opt", {"max_position_embeddings": 10**9}),
-    "do_layer_norm_before is None": ("opt", {"do_layer_norm_before": None}),
-    "no tensor for 'blk.0.ffn_norm": ("falcon-7b", {"parallel_attn": None}),
     "type 'linear', which is not supported": (
         "phi3",
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
     ),
+    "no tensor for 'blk.0.attn_k.bias'": ("llama", of_class("Qwen2")),
+    "no tensor for 'blk.0.attn_k_norm.weight'": ("llama", of_class("Qwen3")),
     "has 'full_attention', wanted sliding_attention: transformers' Mistral ignores": (
         "mistral-window",
-        {"layer_types": ["full_attention"] * 3},
+        layers("fff"),
     ),
     "wanted 3 of full_attention or sliding_attention": ("ministral", {"layer_types": ["x"] * 3}),
     "rope_parameters.llama_4_scaling_beta is missing": (
         "ministral3",
-        {"rope_parameters": {k: v for k, v in GROWING.items() if not k.startswith("llama")}},
+        rope({k: v for k, v in GROWING.items() if not k.startswith("llama")}),
     ),
     "hidden_act 'drelu' is unknown; known: relu, relu2": ("nemotron", {"hidden_act": "drelu"}),
-    "partial_rotary_factor is 0.2": (
-        "nemotron",
-        {"rope_parameters": HALF | {"partial_rotary_factor": 0.2}},
-    ),
+    "partial_rotary_factor is 0.2": ("nemotron", rope(HALF, partial_rotary_factor=0.2)),
     r"no tensor for 'blk.0.attn_k.bias' \(12": ("arcee", {"attention_bias": True}),
     "tie_word_embeddings is False": ("command-r", {"tie_word_embeddings": False}),
     "logit_scale is 0": ("command-r", {"logit_scale": 0}),
@@ -1011,11 +858,8 @@ REFUSED = {
     "sliding_window is None": ("cohere2", {"sliding_window": None}),
     "use_bias is None": ("starcoder2", {"use_bias": None}),
     "attention_bias is True": ("mistral", {"attention_bias": True}),
-    "has 'sliding_attention', wanted full_attention:": (
-        "qwen2",
-        {"layer_types": ["sliding_attention"] * 3},
-    ),
-    "no rule for tensor": ("qwen2", {"architectures": ["LlamaForCausalLM"]}),
+    "has 'sliding_attention', wanted full_attention:": ("qwen2", layers("sss")),
+    "no rule for tensor": ("qwen2", of_class("Llama")),
     "num_local_experts is 0, wanted a number of experts": ("mixtral", {"num_local_experts": 0}),
     "num_experts is 65536, wanted a number of experts": ("qwen3moe", {"num_experts": 65536}),
     "12 experts do not divide into 5 groups": ("glm4moe-groups", {"n_group": 5}),
@@ -1031,14 +875,14 @@ REFUSED = {
         {"linear_conv_kernel_dim": 4},
     ),
     "channels of the delta nets is 6024": ("qwen35", {"linear_value_head_dim": 996}),
+    "none of 5 layers has attention": ("qwen35", layers("lllll")),
+    "hidden_act 'relu' is unknown": ("qwen35", {"hidden_act": "relu"}),
     "conv_bias is True": ("lfm2", {"conv_bias": True}),
     "a convolution of 17 taps": ("lfm2", {"conv_L_cache": 17}),
     r"conv.weight' is \[64, 1, 5\], wanted \[64, 3\]": ("lfm2", {"conv_L_cache": 3}),
     "wanted 5 of full_attention or conv": ("lfm2", {"layer_types": ["sliding_attention"] * 5}),
     r"\[0, 0, 0, 0, 0\], wanted a number": ("lfm2", {"layer_types": ["conv"] * 5}),
     "layer_types is missing, wanted each layer's": ("lfm2moe", {"layer_types": None}),
-    "none of 5 layers has attention": ("qwen35", {"layer_types": ["linear_attention"] * 5}),
-    "hidden_act 'relu' is unknown": ("qwen35", {"hidden_act": "relu"}),
     "use_bidirectional_attention is True": ("gemma2", {"use_bidirectional_attention": True}),
     "attn_logit_softcapping is -1.0": ("gemma2", {"attn_logit_softcapping": -1.0}),
     "attn_logit_softcapping is 20.0, wanted none: scores with a soft cap": (
@@ -1048,33 +892,18 @@ REFUSED = {
     "sliding_window_pattern is 4, wanted 2": ("gemma2", {"sliding_window_pattern": 4}),
     "rope_parameters.partial_rotary_factor is None": (
         "glm4",
-        {"rope_parameters": HALF | {"partial_rotary_factor": None}},
+        rope(HALF, partial_rotary_factor=None),
     ),
-    "rope_parameters.rope_theta is None": (
-        "glm4",
-        {"rope_parameters": HALF | {"rope_theta": None}},
-    ),
+    "rope_parameters.rope_theta is None": ("glm4", rope(HALF, rope_theta=None)),
     "partial_rotary_factor is 0.3: 7 of 24 values": (
         "glm4",
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.3}},
+        rope({"rope_type": "default", "partial_rotary_factor": 0.3}),
     ),
-    "no tensor for 'blk.0.post_attention_norm.weight'": (
-        "glm",
-        {"architectures": ["Glm4ForCausalLM"]},
-    ),
-    "of type 'longrope'": (
-        "olmo3",
-        {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
-    ),
-    "sliding_window is 5, but no layer has it": (
-        "exaone4",
-        {"layer_types": ["full_attention"] * 2},
-    ),
+    "no tensor for 'blk.0.post_attention_norm.weight'": ("glm", of_class("Glm4")),
+    "of type 'longrope'": ("olmo3", rope({"full_attention": {"rope_type": "longrope"}})),
+    "sliding_window is 5, but no layer has it": ("exaone4", layers("ff")),
     "logits_scaling is 0": ("granite", {"logits_scaling": 0.0}),
-    "embedding_multiplier is 2.0": (
-        "granite",
-        {"architectures": ["LlamaForCausalLM"], "embedding_multiplier": 2.0},
-    ),
+    "embedding_multiplier is 2.0": ("granite", of_class("Llama", embedding_multiplier=2.0)),
 }
 
 
@@ -1131,43 +960,6 @@ def test_old_falcon_keys_and_short_names(checkpoints, tmp_path):
         assert rel_error(engine.logits(IDS), transformers_logits(checkpoints("falcon-40b"))) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "case", ["llama-biases", "opt", "falcon-40b", "qwen3-biases-tied", "olmo2"]
-)
-@pytest.mark.parametrize("outtype", ["f32", "q8_0"])
-def test_a_plan_gives_the_logits_of_the_whole_model(checkpoints, tmp_path, case, outtype):
-    """Half of the neurons hot, biases divided with them, and the bytes as the plan says."""
-    from test_runtime import make_split
-
-    path = converted(checkpoints(case), tmp_path / "m.gguf", outtype=outtype)
-    model = ModelFile.load(path)
-    num = model.spec.most_neurons
-    hot = [np.random.default_rng(i).permutation(num)[: num // 2] for i in range(3)]
-    split = make_split(model, hot, dense_on_gpu=True)
-    split.save(tmp_path / "s.gguf")
-    length = split.context_length
-    with Engine.load(path, mode="exact", context_length=length) as engine:
-        want, want_last = engine.logits(IDS), decoded(engine, IDS)
-    with Engine.load(path, split=tmp_path / "s.gguf", mode="exact") as engine:
-        bound = 1e-5 if outtype == "f32" else torch.finfo(torch.float16).eps
-        assert rel_error(engine.logits(IDS), want) < bound
-        assert rel_error(decoded(engine, IDS), want_last) < bound
-        parts = [
-            part
-            for layer, ids in zip(engine.layers, split.hot, strict=True)
-            for block in layer.ffn.blocks
-            if block.id_N.tolist() == ids.tolist()
-            for part in (block.gate, block.up, block.down)
-            if part is not None
-        ]
-        assert sum(part.num_bytes for part in parts) == split.gpu_bytes["neurons"]
-    (whole,), _ = plan_bytes(
-        model, context_length=length, num_hot=[num] * 3, dense_on_gpu=[True] * 3, head_on_gpu=True
-    )
-    in_layers = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("blk."))
-    assert whole["attention"] + whole["neurons"] == in_layers
-
-
 def test_a_file_that_lacks_some_biases_is_refused(checkpoints, tmp_path):
     model = ModelFile.load(converted(checkpoints("opt"), tmp_path / "m.gguf"))
     tensors = {name: e for name, e in model.tensors.items() if name != "blk.1.ffn_up.bias"}
@@ -1184,7 +976,7 @@ def test_experts_in_mxfp4_stay_in_it_or_are_unpacked(tmp_path):
     from safetensors.torch import load_file, save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    config = GptOssConfig(**OSS | {"intermediate_size": 64, "num_hidden_layers": 1})
+    config = hf.GptOssConfig(**OSS | {"intermediate_size": 64, "num_hidden_layers": 1})
     folder = random_model(tmp_path / "hf", config)
     save_tokenizer(folder, 320)
     weights, packed = load_file(folder / "model.safetensors"), {}
@@ -1218,25 +1010,24 @@ def test_experts_in_mxfp4_stay_in_it_or_are_unpacked(tmp_path):
         converted(folder, tmp_path / "refused.gguf")
 
 
-FULL, LOCAL = ["full_attention"], ["sliding_attention"]
 ONE_SIZE = GATED | ODD | GEMMA4 | {"head_dim": 32, "global_head_dim": 32}  # per_layer_config: {}
 ALIKE = {
-    "gemma4 of one size": Gemma4TextConfig(**ONE_SIZE, layer_types=[*LOCAL, *FULL, *FULL]),
-    "gemma4 without windows": Gemma4TextConfig(**ONE_SIZE, layer_types=FULL * 3),
-    "gemma4 without windows, values are keys": Gemma4TextConfig(
-        **ONE_SIZE, layer_types=FULL * 3, attention_k_eq_v=True
+    "gemma4 of one size": hf.Gemma4TextConfig(**ONE_SIZE | layers("sff")),
+    "gemma4 without windows": hf.Gemma4TextConfig(**ONE_SIZE | layers("fff")),
+    "gemma4 without windows, values are keys": hf.Gemma4TextConfig(
+        **ONE_SIZE | layers("fff"), attention_k_eq_v=True
     ),
-    "gemma4moe of one size": Gemma4TextConfig(**ONE_SIZE, **GEMMA4_MOE, layer_types=FULL * 3),
-    "cohere2 without windows": Cohere2Config(**GATED | ODD, sliding_window=5, layer_types=FULL * 3),
-    "qwen35 without states": Qwen3_5TextConfig(**GATED | ODD | DELTA, layer_types=FULL * 5),
-    "qwen35moe without states": Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED, layer_types=FULL * 4),
-    "qwen3next without states": Qwen3NextConfig(**MOE | EQUAL | SHARED, layer_types=FULL * 4),
-    "gpt-oss, experts of one neuron": GptOssConfig(**OSS | {"intermediate_size": 1}),
-    "mixtral, experts of one neuron": MixtralConfig(
+    "gemma4moe of one size": hf.Gemma4TextConfig(**ONE_SIZE | GEMMA4_MOE | layers("fff")),
+    "cohere2 without windows": hf.Cohere2Config(**GATED | ODD | layers("fff"), sliding_window=5),
+    "qwen35 without states": hf.Qwen3_5TextConfig(**GATED | ODD | DELTA | layers("fffff")),
+    "qwen35moe without states": hf.Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED | layers("ffff")),
+    "qwen3next without states": hf.Qwen3NextConfig(**MOE | EQUAL | SHARED | layers("ffff")),
+    "gpt-oss, experts of one neuron": hf.GptOssConfig(**OSS | {"intermediate_size": 1}),
+    "mixtral, experts of one neuron": hf.MixtralConfig(
         **GATED | {"intermediate_size": 1}, num_local_experts=5
     ),
-    "qwen2moe, one shared neuron": Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=1),
-    "llama of one neuron": LlamaConfig(**GATED | {"intermediate_size": 1}),
+    "qwen2moe, one shared neuron": hf.Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=1),
+    "llama of one neuron": hf.LlamaConfig(**GATED | {"intermediate_size": 1}),
 }
 
 

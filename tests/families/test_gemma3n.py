@@ -33,11 +33,7 @@ from hotsplit.model.planes import BEGIN, END, PREDICT
 from hotsplit.options.neuron_cache_options import CacheOptions
 from hotsplit.profile.collect import profile
 from hotsplit.profile.profile_config import ProfileConfig
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.head import logits_of
-from hotsplit.runtime.step import hybrid_builder
-from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.assumed import by_activation
@@ -173,12 +169,8 @@ def test_random_plans_give_the_logits_of_the_undivided_model(tmp_path, path, see
         want = engine.logits(IDS)
     with Engine.load(path, split=tmp_path / "s.gguf", mode="exact", device="cpu") as engine:
         assert rel_error(engine.logits(IDS), want) < BOUND
-        backend = plain_backend(reference_kernels())
-        assert rel_error(steps(hybrid(engine, split, backend), IDS), want) < BOUND
-        placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
-        rows = hybrid_builder.build(
-            engine._live.weights, placement, engine.traffic, backend, max_rows=4
-        )
+        assert rel_error(steps(hybrid(engine, split), IDS), want) < BOUND
+        rows = hybrid(engine, split, max_rows=4)
         assert rel_error(rows.run_rows(rows_of(IDS[:4], 0, "all")), want[:4]) < BOUND
         if seed == 5:
             assert_same_in_any_order(engine, split, IDS[:3])

@@ -28,10 +28,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.model.spec import Add
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
-from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step import hybrid_builder
-from hotsplit.runtime.step.backend import plain_backend
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.fullest import fullest_plan
@@ -80,16 +76,8 @@ def want(model):
 def test_random_plans_give_the_logits_of_the_undivided_model(tmp_path, model, want, seed):
     split = planned(tmp_path, model, seed)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="dense") as engine:
-        step = hybrid(engine, split, plain_backend(reference_kernels()))
-        assert rel_error(steps(step, IDS), want) < BOUND
-        placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
-        rows = hybrid_builder.build(
-            engine._live.weights,
-            placement,
-            engine.traffic,
-            plain_backend(reference_kernels()),
-            max_rows=4,
-        )
+        assert rel_error(steps(hybrid(engine, split), IDS), want) < BOUND
+        rows = hybrid(engine, split, max_rows=4)
         assert rel_error(rows.run_rows(rows_of(IDS[:4], 0, "all")), want[:4]) < BOUND
         if seed == 0:
             assert_same_in_any_order(engine, split, IDS[:3])
@@ -124,7 +112,7 @@ def test_the_cpu_attends_with_keys_as_values(tmp_path):
     with Engine.load(model.path, mode="dense") as engine:
         want = stepped(engine, IDS)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="dense", device="cpu") as engine:
-        got = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS)
+        got = steps(hybrid(engine, split), IDS)
     assert rel_error(got, want) < BOUND
 
 
@@ -203,7 +191,7 @@ def test_layers_share_keys_on_either_device(tmp_path, shared):
         assert sizes[dense_on_gpu[0]] == kv_bytes(shared, 0, split.context_length)
         assert sizes[dense_on_gpu[1]] == kv_bytes(shared, 1, split.context_length)
         with Engine.load(shared.path, split=tmp_path / "s.gguf", mode="dense") as engine:
-            step = hybrid(engine, split, plain_backend(reference_kernels()))
+            step = hybrid(engine, split)
             assert rel_error(steps(step, IDS), want) < BOUND
             if dense_on_gpu[0]:
                 assert_same_in_any_order(engine, split, IDS[:3])
@@ -311,11 +299,10 @@ def test_indices_of_layers_may_have_zeros_before_them():
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_is_not_computed_is_refused_with_its_key(tmp_path, words):
-    folder = random_model(tmp_path / "hf", CASES["gemma4"])
-    edit_config(folder, lambda config: config.update(REFUSED[words]))
+def test_what_is_not_computed_is_refused_with_its_key(words):
+    config = CASES["gemma4"].to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
     with pytest.raises(HotsplitError, match=words) as caught:
-        converted(folder, tmp_path / "m.gguf")
+        read_blueprint(Path("config.json"), config | REFUSED[words], 331)
     assert "\n" not in str(caught.value)
 
 

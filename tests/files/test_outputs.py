@@ -6,14 +6,12 @@ import fcntl
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from checkpoints import random_dejavu, random_llama
 from models import make_machine, make_model, make_profile, make_sizes
 
-from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
@@ -164,26 +162,6 @@ def test_a_refused_conversion_leaves_no_folders(silu, tmp_path):
     assert not list(tmp_path.iterdir())
     convert(ConvertConfig(source=silu, output=output))
     assert output.is_file()
-
-
-def test_two_conversions_to_one_output_both_succeed(silu, tmp_path):
-    def run(outtype):
-        try:
-            config = ConvertConfig(
-                source=silu, output=tmp_path / "m.gguf", outtype=outtype, force=True
-            )
-            convert(config)
-        except Exception as error:  # noqa: BLE001  # reported to the test
-            errors.append(error)
-
-    errors: list[Exception] = []
-    threads = [threading.Thread(target=run, args=(t,)) for t in ("f32", "f16", "q8_0")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
-    ModelFile.load(tmp_path / "m.gguf")
 
 
 # ---- folders --------------------------------------------------------------------------------

@@ -35,13 +35,13 @@ from hotsplit.runtime.step.hybrid_step import HybridStep, Meter, Segment
 from hotsplit.runtime.step.native_parts import HostBuffers
 
 
-def hybrid(engine, split, backend=None):
+def hybrid(engine, split, backend=None, **options):
     """The step of a loaded engine with a plan, both roles on the CPU; by default by the kernels'
     reference, without streams."""
     cpu = torch.device("cpu")
     placement = Placement.of_split(split, (cpu,) * len(split.budgets))
     backend = backend or plain_backend(reference_kernels())
-    return hybrid_builder.build(engine._live.weights, placement, engine.traffic, backend)
+    return hybrid_builder.build(engine._live.weights, placement, engine.traffic, backend, **options)
 
 
 def steps(step, ids=IDS):

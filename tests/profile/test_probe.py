@@ -25,6 +25,27 @@ static void weigh_alike(const AttendPart& part) {
             part.score[q * padded_part(part.n) + i] = part.total[q] / part.count[q];
 }
 
+// Ends the process that tries it.
+static void faults(const Rows&, const Input&, float*, int64_t, int64_t, int64_t) {
+    __builtin_trap();
+}
+
+// Right only for the first vector.
+static void errs(
+        const Rows& rows, const Input& x, float* y, int64_t stride, int64_t a0, int64_t a1) {
+    kernels_generic.dot_rows[KIND_F32](rows, x.part(0, 1), y, stride, a0, a1);
+    for (int64_t t = 1; t < x.count; ++t)
+        for (int64_t a = a0; a < a1; ++a) y[t * stride + a] = 0.0f;
+}
+
+static void try_products() {
+    Kernels tried = kernels_generic;
+    tried.dot_rows[KIND_F32] = faults;
+    if (runs_here(tried, kernels_generic)) std::printf("products that fault\\n");
+    tried.dot_rows[KIND_F32] = errs;
+    if (runs_here(tried, kernels_generic)) std::printf("products of the first vector alone\\n");
+}
+
 template <int KIND>
 static void try_weighing() {
     Kernels tried = kernels_generic;
@@ -50,6 +71,7 @@ int main() {
         num_tried += i < NUM_SLOTS;
         if (accepted != (i == NUM_SLOTS)) std::printf("slot %zu of %zu\\n", i, NUM_SLOTS);
     }
+    try_products();
     try_weighing<0>(), try_weighing<1>(), try_weighing<2>(), try_weighing<3>(), try_weighing<4>();
     static_assert(NUM_CACHE_KINDS == 5);
     std::printf("tried %d\\n", num_tried);

@@ -52,6 +52,17 @@ def planned(capsys, *words: object) -> dict:
 # ---- published headers --------------------------------------------------------------------------
 
 
+def published(tmp_path, monkeypatch, name: str, num_layers: int | None = None) -> Path:
+    """A file that has the published header whose name begins so, or that of a model of few layers;
+    there are no weights to sample."""
+    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
+    header = next(each for each in HEADERS if each.name.startswith(name))
+    sizes = (num_layers or header.sizes[0], *header.sizes[1:])
+    header = dataclasses.replace(header, sizes=sizes)
+    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
+    return tmp_path / "h.gguf"
+
+
 def outcome(path, capsys, header: Header, *words: str) -> str:
     """The last line of `plan`, or its speed; `inspect` says of the same files that they are
     refused."""
@@ -93,11 +104,7 @@ def test_gpt_oss_has_the_published_types_and_size(tmp_path):
 
 
 def test_a_file_that_grows_says_first_where_it_would_have_fitted(tmp_path, monkeypatch):
-    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
-    header = next(each for each in HEADERS if each.kind == "iq3_xxs")
-    short = dataclasses.replace(header, sizes=(2, *header.sizes[1:]))
-    path = tmp_path / "h.gguf"
-    write(path, keys_of(short), list(tensors_of(short)))
+    path = published(tmp_path, monkeypatch, "Mistral-Small-24B-IQ3_XXS", num_layers=2)
     source = look_at(path, None, tmp_path / "none.gguf")
     grown = run_bytes(source.draft(None), 4096)
     for room, place in (
@@ -252,10 +259,8 @@ ASSUMED = "(assumed; --host-budget gives another size)"
 def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
     tmp_path, capsys, monkeypatch, name, more, ends
 ):
-    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
-    header = next(each for each in HEADERS if each.name.startswith(name))
-    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
-    code = main(["plan", str(tmp_path / "h.gguf"), "--machine", CARD, *more])
+    path = published(tmp_path, monkeypatch, name)
+    code = main(["plan", str(path), "--machine", CARD, *more])
     lines = capsys.readouterr().err.splitlines()
     told = [line for line in lines if "of main memory" in line]
     assert len(told) == len(ends) and all(end in line for end, line in zip(ends, told, strict=True))
@@ -282,10 +287,8 @@ def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
 def test_what_no_memory_would_change_is_refused_once(
     tmp_path, capsys, monkeypatch, name, more, words
 ):
-    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
-    header = next(each for each in HEADERS if each.name.startswith(name))
-    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
-    assert main(["plan", str(tmp_path / "h.gguf"), "--machine", CARD, *more]) == 1
+    path = published(tmp_path, monkeypatch, name)
+    assert main(["plan", str(path), "--machine", CARD, *more]) == 1
     assert capsys.readouterr().err.count(words) == 1
 
 
@@ -294,11 +297,9 @@ def test_the_cpu_alone_has_a_condition_where_main_memory_does_not_hold_the_model
     tmp_path, capsys, monkeypatch, memory, is_said
 ):
     """17.7 GiB."""
-    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
-    header = next(each for each in HEADERS if each.name.startswith("Qwen3-30B"))
-    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
+    path = published(tmp_path, monkeypatch, "Qwen3-30B")
     words = ("--machine", "rtx-3060-12gb", "--host-budget", memory)
-    assert main(["plan", str(tmp_path / "h.gguf"), *words]) == 0
+    assert main(["plan", str(path), *words]) == 0
     shown = capsys.readouterr().err
     (line,) = (line for line in shown.splitlines() if "the CPU alone" in line)
     assert line.endswith("(if main memory held the model)") == is_said
@@ -342,11 +343,8 @@ def test_a_model_that_fits_the_card_or_nearly_is_llamacpps(tmp_path, size_bytes,
     ],
 )
 def test_only_a_smaller_type_is_advised(tmp_path, monkeypatch, name, advised):
-    monkeypatch.setattr("hotsplit.artifacts.model_gguf.sample_bytes", lambda raw: b"")
-    header = next(each for each in HEADERS if each.name.startswith(name))
-    short = dataclasses.replace(header, sizes=(2, *header.sizes[1:]))
-    write(tmp_path / "h.gguf", keys_of(short), list(tensors_of(short)))
-    source = look_at(tmp_path / "h.gguf", None, tmp_path / "none.gguf")
+    path = published(tmp_path, monkeypatch, name, num_layers=2)
+    source = look_at(path, None, tmp_path / "none.gguf")
     for room, end in (
         (Room(main=1 << 20), "token by token, slowly"),
         (Room(main=1, gpus=(9,)), "take"),

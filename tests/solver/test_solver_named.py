@@ -41,7 +41,7 @@ class Command:
         sizes = rng.choice([0, 1, 20_000, 300_000, 700_000, 1_500_000], self.num_gpus)
         self.budgets = [typed(int(size), unit) for size in sizes]
         self.host = typed(int(rng.choice([1, 30_000, 200_000, 500_000, 900_000])), unit)
-        self.mode = str(rng.choice(["dense", "exact", "predicted"]))
+        self.mode = str(rng.choice(["dense", "exact", "predicted", "fastest"]))
         self.context = str(int(rng.choice([1, 16, 33, 64])))
         self.more = ["--sequences", str(int(rng.integers(1, 4)))]
         if self.mode != "dense" and rng.random() < 0.3 and self.num_gpus == 1:
@@ -53,10 +53,11 @@ class Command:
         """Runs the command with some options changed; returns its refusal. None if there is a plan,
         or if the best plan leaves a neuron cache nothing to swap: more memory would not help."""
         now = vars(self) | other
+        mode = "" if self.mode == "fastest" else f"--mode {self.mode}"
         here, budgets = self.folder, " ".join(f"-vb {size}" for size in now["budgets"])
         words = (
             f"solve {here}/m.gguf --profile {here}/p --machine {here}/c{self.num_gpus}"
-            f" -o {here}/plan --force --host-budget {now['host']} --mode {self.mode}"
+            f" -o {here}/plan --force --host-budget {now['host']} {mode}"
             f" -c {now['context']} {' '.join(self.more)} {budgets}"
         )
         capsys.readouterr()

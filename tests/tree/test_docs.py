@@ -25,7 +25,7 @@ from hotsplit.solver.solve import SolveReport
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import tables  # noqa: E402
 from machine import slug  # noqa: E402
-from table_contents import ZEN_4, ZEN_4_EARLIER, ZEN_5, path_of  # noqa: E402
+from table_contents import ZEN_4, ZEN_5, path_of  # noqa: E402
 
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
@@ -149,15 +149,6 @@ def test_results_have_the_name_that_benchmarks_give_them():
     assert [slug(f"AMD EPYC (family {family})") for family in (25, 26)] == [ZEN_4, ZEN_5]
     for name in (ZEN_4, ZEN_5):
         assert path_of(f"chat-model-{name}").exists()
-
-
-def test_a_new_result_replaces_one_of_before_its_name_had_the_family(tmp_path):
-    assert path_of("a", tmp_path) == tmp_path / "a.json"
-    assert path_of(f"a-{ZEN_4}", tmp_path) == tmp_path / f"a-{ZEN_4_EARLIER}.json"
-    (tmp_path / f"a-{ZEN_4_EARLIER}.json").touch()
-    (tmp_path / f"a-{ZEN_4}.json").touch()
-    assert path_of(f"a-{ZEN_4}", tmp_path) == tmp_path / f"a-{ZEN_4}.json"
-    assert path_of(f"a-{ZEN_5}", tmp_path) == tmp_path / f"a-{ZEN_5}.json"
 
 
 def test_the_check_of_tables_is_a_command():

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 
 import check_wheel
@@ -13,22 +14,12 @@ import pytest
 from dependencies import EXTRAS, ROOT, closure, constraint_lines, pins, table_lines, version_of
 
 # Another licence is a decision, not an update.
-ALLOWED = {
-    "0BSD",
-    "Apache-2.0",
-    "Apache-2.0 WITH LLVM-exception",
-    "BSD-2-Clause",
-    "BSD-3-Clause",
-    "BSL-1.0",
-    "CC0-1.0",
-    "CNRI-Python",
-    "ISC",
-    "MIT",
-    "MIT-CMU",
-    "MPL-2.0",
-    "PSF-2.0",
-    "Zlib",
-}
+_ALLOWED = (
+    "0BSD, Apache-2.0, Apache-2.0 WITH LLVM-exception, BSD-2-Clause, BSD-3-Clause, BSL-1.0,"
+    " CC0-1.0, CNRI-Python, ISC, MIT, MIT-CMU, MPL-2.0, PSF-2.0, Zlib"
+)
+ALLOWED = set(_ALLOWED.split(", "))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_every_package_is_pinned_at_the_version_that_is_installed():
@@ -62,17 +53,7 @@ def test_imported_packages_are_required():
     modules = {"yaml": "pyyaml", "google": "protobuf", "prometheus_client": "prometheus-client"}
     required = {name.split(">")[0].split("[")[0].replace("_", "-") for name in requirements()}
     ours = {"hotsplit"}
-    for folder in (
-        "src",
-        "convert",
-        "profile",
-        "solver",
-        "runtime",
-        "serve",
-        "bench",
-        "report",
-        "run",
-    ):
+    for folder in PROJECT["tool"]["scikit-build"]["wheel"]["packages"].values():
         for path in (ROOT / folder).rglob("*.py"):
             for name in imported(path) - set(sys.stdlib_module_names) - ours - {"_typeshed"}:
                 package = modules.get(name, name).replace("_", "-")
@@ -82,9 +63,7 @@ def test_imported_packages_are_required():
 
 
 def requirements() -> list[str]:
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PROJECT["project"]
     extras = project["optional-dependencies"]
     own = ("grammar", "serve", "parquet")
     return [*project["dependencies"], *(name for extra in own for name in extras[extra])]
@@ -102,15 +81,8 @@ def imported(path: Path) -> set[str]:
 
 def test_a_wheel_has_to_hold_the_packages_files():
     wanted = check_wheel.expected_names()
-    for name in (
-        "py.typed",
-        "cli.py",
-        "serve/page.html",
-        "report/page.html",
-        "runtime/engine.py",
-        "run/default_corpus/default.txt.xz",
-        "runtime/_cpu.so",
-    ):
+    names = "py.typed cli.py serve/page.html report/page.html runtime/engine.py runtime/_cpu.so"
+    for name in (*names.split(), "run/default_corpus/default.txt.xz"):
         assert f"hotsplit/{name}" in wanted, name
     assert not [n for n in wanted if n.endswith((".cpp", ".h", ".partial", ".pyc", ".gguf"))]
 
@@ -151,51 +123,27 @@ def test_the_check_of_a_wheel_rejects_a_warning_a_failure_and_another_text(tmp_p
 def test_the_archives_hold_what_they_should(tmp_path):
     """The wheel has the package's files alone, and `--version` runs in a virtual environment that
     has it; the sdist has the sources, and no build folder, .venv or .git."""
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--no-build-isolation",
-            "-w",
-            tmp_path,
-            ROOT,
-        ],
-        check=True,
-    )
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "-w", tmp_path, ROOT], check=True)
     (wheel,) = tmp_path.glob("hotsplit-*.whl")
     check_wheel.check_content(wheel)
     script = (
         "import sys; from scikit_build_core.build import build_sdist;"
         " print(build_sdist(sys.argv[1]))"
     )
-    made = subprocess.run(
-        [sys.executable, "-c", script, tmp_path],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", script, tmp_path]
+    made = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     with tarfile.open(tmp_path / made.stdout.split()[-1]) as archive:
         inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"pyproject.toml", "LICENSE", "CMakeLists.txt", "runtime/engine.py"} <= inside
     assert not [n for n in inside if n.split("/")[0] in ("build", ".venv", ".git")]
     environment = tmp_path / "environment"
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--system-site-packages", environment], check=True
-    )
+    create = [sys.executable, "-m", "venv", "--system-site-packages", environment]
+    subprocess.run(create, check=True)
     python = environment / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
-    said = subprocess.run(
-        [python, "-m", "hotsplit", "--version"],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    command = [python, "-m", "hotsplit", "--version"]
+    said = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
     assert "0.1.0" in said.stdout
 
 
