@@ -10,7 +10,7 @@ runtime.loading loads it, runtime.step computes the forward pass."""
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,11 +25,10 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
-from hotsplit.options.generation_options import SamplingOptions, SpeculationOptions
+from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.options.kinds import check_kind, kinds_checked
 from hotsplit.options.model_sampling import sampling_of
 from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
-from hotsplit.runtime.generate.block_drafter import BlockDrafter
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.constraints import Constraint
 from hotsplit.runtime.generate.dry import BreakersOf, cached_breakers
@@ -316,21 +315,24 @@ class Engine:
         sampling: SamplingOptions | None = None,
         options: GenerationOptions | None = None,
         constraints: Sequence[Constraint] = (),
+        drafts: Sequence[Speculation] = (),
     ) -> Iterator[tuple[int, Token]]:
         """Generates several texts in shared steps and yields (index of the prompt, token). Each
         text is the one that `generate` would yield if the engine `has_equal_rows`; otherwise
-        rounding in shared steps may change it. `last_runs` has one entry per prompt.
+        rounding in shared steps may change it. `drafts`: of each text, if any (runtime.drafting).
+        `last_runs` has one entry per prompt.
 
         Raises HotsplitError for more prompts than free sequences."""
-        held = list(constraints)
+        held, drafting = list(constraints), list(drafts)
         check_kind("constraints", held, list[Constraint])
+        check_kind("drafts", drafting, list[Speculation])
         makers = [
             self._generation_of(
                 prompt,
                 sampling or self.sampling,
                 options or GenerationOptions(),
                 held[n] if held else None,
-                None,
+                drafting[n] if drafting else None,
             )
             for n, prompt in enumerate(prompts)
         ]
@@ -376,25 +378,6 @@ class Engine:
     def has_draft_block(self) -> bool:
         """True if the model's draft block is loaded."""
         return self._live.draft is not None
-
-    @contextmanager
-    @kinds_checked
-    def block_drafts(
-        self, options: SpeculationOptions
-    ) -> Iterator[Callable[[], Speculation | None]]:
-        """Yields what makes the drafts of texts by the draft block, for one text at a time each, or
-        None without a block. Meanwhile the block follows all texts."""
-        block = self._live.draft
-        if block is None:
-            yield lambda: None
-            return
-        with self.sequence() as text:
-            token_s = block.step_seconds(text.number)
-        block.is_on = True
-        try:
-            yield lambda: Speculation(BlockDrafter(block, token_s), options)
-        finally:
-            block.is_on = False
 
     def prompt_key(self) -> PromptKey:
         """What the state of a text depends on: see runtime.generate.prompt_cache."""

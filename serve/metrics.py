@@ -30,6 +30,8 @@ class Metrics:
         self._generated = self._counter(
             "generated_tokens", "Tokens of answers, end tokens included."
         )
+        self._drafted = self._counter("drafted_tokens", "Tokens that were guessed and checked.")
+        self._accepted = self._counter("accepted_tokens", "Guesses that were right.")
         self._texts = self._counter("texts", "Texts that ended, by reason.", "reason")
         self._rows = self._counter("step_rows", "Tokens computed in the engine's steps.")
         self._first = self._histogram("time_to_first_token", "From arrival to first token.")
@@ -66,6 +68,8 @@ class Metrics:
         self._prompt.inc(report.prompt_tokens)
         self._cached.inc(report.cached_tokens)
         self._generated.inc(report.generated_tokens)
+        self._drafted.inc(report.drafted_tokens)
+        self._accepted.inc(report.accepted_tokens)
         self._texts.labels(report.stopped_by).inc()
         self._first.observe(report.queued_s + report.prompt_s)
         if report.generated_tokens > 1:

@@ -20,6 +20,8 @@ class RequestLine:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     seconds: float = 0.0
     queued_s: float = 0.0
     error: str = ""
@@ -31,6 +33,8 @@ class RequestLine:
                 f"{self.prompt_tokens} tokens ({self.cached_tokens} cached),"
                 f" {self.generated_tokens} generated"
             )
+            if self.drafted_tokens:
+                parts[-1] += f", {self.accepted_tokens} of {self.drafted_tokens} drafted right"
         parts.append(f"{self.seconds:.3f} s")
         if self.error:
             parts.append(json.dumps(self.error, ensure_ascii=False)[:300])

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from hotsplit.runtime.drafting import Drafting
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.generate.speculation import Speculation
+from hotsplit.runtime.generate.speculation import Beside
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.prefix_cache import PrefixCache, common
 from hotsplit.serve.texts import (
@@ -51,8 +52,8 @@ class QueueFull(Exception):
 
 class Scheduler:
     """Runs the engine, with up to `parallel` texts in progress, and calls `post` once per step with
-    all of the step's events, if any. Drafts are made while one text is in progress: rows of several
-    share the weights already. Requests are refused while `queue` texts or more wait.
+    all of the step's events, if any. Texts draft in steps that read no prompt, whose rows would
+    cost as much as theirs. Requests are refused while `queue` texts or more wait.
     `submit`, `cancel` and `stop` may be called from any thread; `run` belongs to the thread that
     owns the engine."""
 
@@ -64,11 +65,11 @@ class Scheduler:
         *,
         parallel: int,
         queue: int,
-        new_drafts: Callable[[], Speculation | None] = lambda: None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`new_drafts` makes the drafts of a text."""
+        """`drafting` makes the drafts of texts, if any."""
         self.engine, self.prefix_cache, self._post = engine, prefix_cache, post
-        self.parallel, self.queue, self._new_drafts = parallel, queue, new_drafts
+        self.parallel, self.queue, self._drafting = parallel, queue, drafting
         self._waiting: deque[Text] = deque()
         self._running: list[Text] = []
         self._undrawn: list[Text] = []  # of those running: texts with logits, but perhaps no mask
@@ -140,9 +141,16 @@ class Scheduler:
         self._admit()
         # The parts of a step: one row of every generating text, then pieces of prompts.
         writing = [text for text in self._running if text.is_writing and text not in self._undrawn]
-        parts = [found for text in writing if (found := self._part(text, 1))]
-        for text, share in self._shares(self._rows_to_read(len(writing))):
-            if found := self._part(text, share):
+        shares = self._shares(self._rows_to_read(len(writing)))
+        beside = None if shares else Beside.of(len(writing) - 1)
+        parts = list[tuple[Text, Part]]()
+        for text in writing:
+            if found := self._part(text, 1, beside):
+                parts.append(found)
+                if beside is not None and text.generation is not None:
+                    beside = text.generation.with_draft(beside)
+        for text, share in shares:
+            if found := self._part(text, share, None):
                 parts.append(found)
         began = time.perf_counter()
         if parts:
@@ -177,7 +185,11 @@ class Scheduler:
             elif text in self._waiting:
                 self._waiting.remove(text)
         sequence, text.sequence = text.sequence, None
+        generation = text.generation
         text.release()
+        if generation is not None and generation.drafts is not None:
+            assert self._drafting is not None
+            self._drafting.end(generation.drafts)
         if sequence is not None and is_kept:
             self.prefix_cache.keep(sequence)
         elif sequence is not None:
@@ -212,9 +224,9 @@ class Scheduler:
                 assert text.pool is not None
                 self._end(text, Ended(text.report(), text.pool.vector_D), is_kept=False)
 
-    def _part(self, text: Text, most: int) -> tuple[Text, Part] | None:
+    def _part(self, text: Text, most: int, beside: Beside | None) -> tuple[Text, Part] | None:
         with self._failing(text):
-            return text, text.part(most, is_alone=len(self._running) == 1)
+            return text, text.part(most, beside)
         return None
 
     def _shares(self, rows: int) -> list[tuple[Text, int]]:
@@ -243,7 +255,8 @@ class Scheduler:
             return False
         with self._failing(text):
             text.sequence = self.prefix_cache.take(job.ids, reuses=job.reuses)
-            text.begin(text.sequence, self.engine.traffic, self._new_drafts())
+            drafts = None if self._drafting is None else self._drafting.begin()
+            text.begin(text.sequence, self.engine.traffic, drafts)
             return True
         return False
 
@@ -271,6 +284,10 @@ class Scheduler:
             return
         seconds = time.perf_counter() - began
         self._learn(parts, seconds)
+        texts = [text for text, _ in parts]
+        drafts = texts[0].generation.drafts if texts[0].generation is not None else None
+        if drafts is not None and all(text.is_writing for text in texts):
+            drafts.learn_shared(len(texts), sum(len(part.tokens) for _, part in parts), seconds)
         for (text, part), logits_RV in zip(parts, found, strict=True):
             self._take(text, part, logits_RV, seconds)
 

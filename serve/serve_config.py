@@ -10,6 +10,7 @@ from annotated_types import Ge, Interval
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.options.generation_options import SpeculationOptions
 from hotsplit.options.kinds import check_fields
 
 MAX_PARALLEL = 256
@@ -27,7 +28,8 @@ class ServeConfig:
     context does); a request may ask for fewer. Limits in seconds: `timeout_s` for a request's
     texts, counted from its arrival; `drain_s` for running answers at shutdown; `read_s` for a
     client to send a request's headers, to send its body, and to accept each piece of the answer.
-    `sampling`: the fields of SamplingOptions that replace the model's own."""
+    `sampling`: the fields of SamplingOptions that replace the model's own. `drafts`: how tokens are
+    guessed, with `model_draft` if that is a file."""
 
     model: Path
     host: str = "127.0.0.1"
@@ -49,6 +51,8 @@ class ServeConfig:
     # Of templates; requests add theirs.
     variables: Mapping[str, object] = field(default_factory=dict)
     sampling: Mapping[str, object] = field(default_factory=dict)
+    drafts: SpeculationOptions = SpeculationOptions()
+    model_draft: Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

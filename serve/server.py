@@ -25,8 +25,8 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.files.typed import shown
-from hotsplit.options.generation_options import SpeculationOptions
 from hotsplit.runtime.answers.call_style import CallStyle, call_style
+from hotsplit.runtime.drafting import drafting
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.constraints import json_schema_constraint
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of, has_template
@@ -45,7 +45,6 @@ log = logging.getLogger("hotsplit.serve")
 LAST_S = 2.0  # time to send the last answers
 _REQUESTS_BYTES = 128 << 20  # of address space: stacks of threads, bodies, answers
 M_ARENA_MAX = -8  # mallopt(3)
-_DRAFTS = SpeculationOptions(type="mtp")
 FALLBACK = "chatml"  # the template of files without one
 
 OpenEngine = Callable[[], AbstractContextManager[Engine]]
@@ -102,7 +101,11 @@ class Server:
     def _run_engine(self, url: str) -> None:
         """The body of the engine's thread: loads the model and runs the scheduler."""
         try:
-            with self._open_engine() as engine, engine.block_drafts(_DRAFTS) as new_drafts:
+            config = self.config
+            with (
+                self._open_engine() as engine,
+                drafting(engine, config.drafts, config.model_draft, config.parallel) as drafts,
+            ):
                 served = served_of(self.config, engine)
                 check_address_space(_REQUESTS_BYTES, "of requests")
                 prefix_cache = PrefixCache(engine, self._num_places)
@@ -112,7 +115,7 @@ class Server:
                     self._post,
                     parallel=self.config.parallel,
                     queue=self.config.queue,
-                    new_drafts=new_drafts,
+                    drafting=drafts,
                 )
                 self._scheduler = scheduler
                 if self.service.is_stopping:  # signalled while the model was loading

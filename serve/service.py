@@ -155,6 +155,8 @@ class Service:
             line.prompt_tokens += report.prompt_tokens
             line.cached_tokens += report.cached_tokens
             line.generated_tokens += report.generated_tokens
+            line.drafted_tokens += report.drafted_tokens
+            line.accepted_tokens += report.accepted_tokens
             line.queued_s = max(line.queued_s, report.queued_s)
             self._text_s += 0.1 * (report.prompt_s + report.generated_s - self._text_s)
 

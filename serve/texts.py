@@ -14,7 +14,7 @@ from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.answer_mask import Mask
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions, Token
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
-from hotsplit.runtime.generate.speculation import Speculation
+from hotsplit.runtime.generate.speculation import Beside, Speculation
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted
 from hotsplit.runtime.step.sequences import Part
@@ -80,6 +80,8 @@ class Report:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int  # the end token included
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of the drafted ones
     queued_s: float
     prompt_s: float
     generated_s: float
@@ -185,14 +187,14 @@ class Text:
             sequence, job.ids, job.codec, job.draws, job.options, traffic, job.mask, drafts
         )
 
-    def part(self, most: int, *, is_alone: bool) -> Part:
-        """The next rows to compute: at most `most` tokens of its prompt, or its last token, with a
-        draft if no other text is in the step."""
+    def part(self, most: int, beside: Beside | None = None) -> Part:
+        """The next rows to compute: at most `most` tokens of its prompt, or its last token, perhaps
+        with a draft. `beside`: see Generation.part."""
         assert self.sequence is not None and self.generation is not None
         wanted: Wanted = "all" if self.is_scored else "none"
         most = min(most, SCORED_ROWS) if self.is_scored else most
         if self.num_unread <= most:
-            part = self.generation.part(is_alone=is_alone)
+            part = self.generation.part(beside)
             assert part is not None, "drafts that are right are drawn in their own step"
             return replace(part, wanted="all") if self.is_scored else part
         start = self.sequence.length
@@ -262,6 +264,8 @@ class Text:
             prompt_tokens=len(self.job.ids),
             cached_tokens=self.num_cached,
             generated_tokens=self.num_drawn,
+            drafted_tokens=self.generation.run.drafted if self.generation else 0,
+            accepted_tokens=self.generation.run.accepted if self.generation else 0,
             queued_s=self._began_s - self._submitted_s,
             prompt_s=read_s - self._began_s,
             generated_s=self.last_s - self._first_s,

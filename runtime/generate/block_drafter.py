@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.step.draft_step import DraftStep
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
@@ -16,9 +17,9 @@ class BlockDrafter:
 
     name = "mtp"
 
-    def __init__(self, block: DraftStep, token_s: float) -> None:
+    def __init__(self, block: DraftStep, token_s: float, frequent: FrequentIds) -> None:
         """`token_s`: of a step of the block (DraftStep.step_seconds)."""
-        self._block, self.token_s = block, token_s
+        self._block, self.token_s, self._frequent = block, token_s, frequent
         self._text: TextSequence | None = None
         self._logits_V: Tensor | None = None  # of the first guess
         self._length = 0  # of the text that they follow
@@ -36,6 +37,7 @@ class BlockDrafter:
             return
         self._length, self._logits_V = len(ids), None
         if text is not None and text.is_open and text.ids[-1:] == list(ids[-2:-1]):
+            self._frequent.use_for(ids)
             self._logits_V = self._block.first(text.number, text.length, ids[-1])
 
     def guesses(self, ids: Sequence[int]) -> Iterator[tuple[int, float]]:

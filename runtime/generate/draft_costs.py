@@ -3,7 +3,7 @@ guesses, and the time that drafts may lose."""
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,24 +21,34 @@ _PRIOR_MEAN = 0.75  # the same of a draft model, until it tells its own probabil
 _PRIOR_ROUNDS, _FORGET_ROUND, _FORGET_LONG_AGO = 2.0, 0.95, 0.5
 _PRIOR_SLOPE = 0.5  # cost of another row in single steps, before any was measured
 _NUM_KEPT = 9  # measurements kept per number of rows; their median is used
+_PLAIN_EVERY = 128  # after this many steps with drafts, at the latest, one without is measured
 _SHARE = 0.005  # the part of the estimated time without drafts that the account receives
 # Opening balance of the account (besides Account.least) and its largest, in single steps.
 _START, _MOST_SAVED = 1.25, 20.0
 
 
 class RowCosts:
-    """Seconds of a step by its number of rows: medians, linearly interpolated in between."""
+    """Seconds of a step by its number of rows: medians, linearly interpolated in between. Texts
+    that share steps share them."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
         self._median: dict[int, float] = {}
-        self.num_single = 0  # times of a single row
+        # By number of texts: steps without drafts, and those with drafts since the last of these.
+        self._num_plain, self._since_plain = Counter[int](), Counter[int]()
 
-    def learn(self, rows: int, seconds: float) -> None:
+    def learn(self, rows: int, seconds: float, texts: int = 1) -> None:
         kept = self._seconds.setdefault(rows, deque(maxlen=_NUM_KEPT))
         kept.append(seconds)
-        self.num_single += rows == 1
         self._median[rows] = statistics.median(kept)
+        self._num_plain[texts] += rows == texts
+        self._since_plain[texts] = 0 if rows == texts else self._since_plain[texts] + 1
+
+    def is_plain_due(self, texts: int, *, is_soon: bool) -> bool:
+        """True if the next step of so many texts should have no drafts, to measure one. `is_soon`:
+        a few slow ones at the beginning, after which drafts seem to pay, are soon followed."""
+        every = min(_PLAIN_EVERY, 2 * self._num_plain[texts]) if is_soon else _PLAIN_EVERY
+        return self._since_plain[texts] >= every
 
     @property
     def single_s(self) -> float | None:
@@ -48,11 +58,14 @@ class RowCosts:
         return rows in self._median
 
     def curve(self, most: int) -> list[float]:
-        """Seconds of 0, 1, ... `most` rows; a single row must have been measured. Beyond the
-        largest measured count, extrapolates the line from a single row to that count, or with
-        _PRIOR_SLOPE if only single rows were measured."""
-        single = self._median[1]
+        """Seconds of 0, 1, ... `most` rows; some must have been measured. Beyond the largest
+        measured count, extrapolates the line from a single row to that count, or with _PRIOR_SLOPE
+        if only single rows were measured. Fewer than the smallest count are taken to cost as
+        much."""
         knots = sorted(self._median.items())
+        single = knots[0][1]
+        if knots[0][0] > 1:
+            knots.insert(0, (1, single))
         found = [0.0, single]
         for (left, left_s), (right, right_s) in pairwise(knots):
             slope = (right_s - left_s) / (right - left)
@@ -141,25 +154,27 @@ EXPECTED_FIRST = sum(_PRIOR_MEAN**place for place in range(NUM_FIRST + 1))
 
 
 class Rounds:
-    """The recent rate, in tokens a second, of rounds: steps for which a draft model read the text,
-    whether or not it made a guess."""
+    """The recent gain of rounds, steps for which a draft model read the text, whether or not it
+    made a guess: tokens, in the time that one takes without drafts. Tokens of other texts in the
+    step count."""
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
+        self._tokens = self._time = 0.0
         self.num = 0
 
-    def learn(self, tokens: int, expected: float, seconds: float, *, is_trial: bool) -> None:
+    def learn(self, tokens: float, expected: float, time: float, *, is_trial: bool) -> None:
         """`expected`: tokens, whose number varies less than that of those that came; half of each
         is taken. `is_trial`: the rounds before were long ago."""
         self.num += 1
         forget = _FORGET_LONG_AGO if is_trial else _FORGET_ROUND
         self._tokens = self._tokens * forget + (tokens + expected) / 2
-        self._seconds = self._seconds * forget + seconds
+        self._time = self._time * forget + time
 
-    def rate(self, seconds: float) -> float:
-        """`seconds`: what the expected first rounds would take, which count as rounds that were."""
-        tokens = self._tokens + _PRIOR_ROUNDS * EXPECTED_FIRST
-        return tokens / (self._seconds + _PRIOR_ROUNDS * seconds)
+    def gain(self, time: float, others: float) -> float:
+        """`time`: what the expected first rounds would take, which count as rounds that were;
+        `others`: their tokens of other texts."""
+        tokens = self._tokens + _PRIOR_ROUNDS * (EXPECTED_FIRST + others)
+        return tokens / (self._time + _PRIOR_ROUNDS * time)
 
 
 @dataclass
@@ -170,7 +185,7 @@ class Account:
     saved_s: float | None = None  # None until a single step is measured
     owed_s: float = field(default=0.0)  # spent before the first single step
 
-    def settle(self, single_s: float, tokens: int, gain_s: float) -> None:
+    def settle(self, single_s: float, tokens: float, gain_s: float) -> None:
         if self.saved_s is None:
             self.saved_s = (_START + self.least) * single_s - self.owed_s
         more = self.saved_s + _SHARE * tokens * single_s + gain_s

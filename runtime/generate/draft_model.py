@@ -3,27 +3,21 @@
 It keeps a sequence of its own in sync with the text: the common prefix stays, the rest is rolled
 back, and missing tokens are computed. A guess is the model's most probable token.
 
-The product with the head is a third of a small model's work. Vocabularies list frequent tokens
-first, so a guess is taken from the first ids alone (frequency-ranked drafts: Zhao et al. 2025,
-FR-Spec), unless the text shows that its own tokens are others.
-
 Models of one family may pad their logits to different sizes: Qwen2.5-0.5B has 151,936 for the same
 tokens for which the 7B has 152,064. Ids that only one of them has are neither drafted nor read."""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
+from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.generate.generation import num_common
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
-
-_FIRST_IDS = 32_768  # that guesses are taken from
-_RECENT, _LEAST_SHARE = 256, 0.75  # the share of a text's last tokens that must be among these
 
 
 class DraftModel:
@@ -32,17 +26,11 @@ class DraftModel:
 
     name = "draft"
 
-    def __init__(
-        self,
-        sequence: TextSequence,
-        num_ids: int | None = None,
-        limit: Callable[[int | None], None] | None = None,
-    ) -> None:
-        """Runs a few steps to measure the seconds per token. `num_ids`: the number of ids that both
-        models have; None: all of the draft model's. limit(n): from then on the draft model computes
-        the logits of the first n ids alone, or of all with None; None: it can't."""
-        self._sequence, self._num_ids, self._limit = sequence, num_ids, limit
-        self._is_limited = False
+    def __init__(self, sequence: TextSequence, frequent: FrequentIds | None = None) -> None:
+        """Runs a few steps to measure the seconds per token. `frequent`: among the ids that both
+        models have; None: all of the draft model's."""
+        self._sequence, self._frequent = sequence, frequent
+        self._num_ids = None if frequent is None else frequent.num_ids
         self._limit_for(())
         self.token_s = _step_s(sequence)
         self._logits_V: Tensor | None = None  # after the last of the sequence's tokens
@@ -53,7 +41,7 @@ class DraftModel:
         sequence = self._sequence
         if self._logits_V is not None and sequence.ids == ids:
             return
-        self._limit_for(ids[-_RECENT:])
+        self._limit_for(ids)
         common = sequence.reusable(min(num_common(sequence.ids, ids), len(ids) - 1))
         sequence.rollback(common)
         sequence.mark(len(ids))  # a draft is usually wrong somewhere, and dropped from there
@@ -78,12 +66,8 @@ class DraftModel:
             logits_V = self._logits_V = sequence.extend([token])[0]
 
     def _limit_for(self, ids: Sequence[int]) -> None:
-        if self._limit is None or self._num_ids is None or self._num_ids < 2 * _FIRST_IDS:
-            return
-        is_limited = sum(token < _FIRST_IDS for token in ids) >= _LEAST_SHARE * len(ids)
-        if is_limited != self._is_limited:
-            self._limit(_FIRST_IDS if is_limited else None)
-            self._is_limited = is_limited
+        if self._frequent is not None:
+            self._frequent.use_for(ids)
 
 
 def _step_s(sequence: TextSequence) -> float:

@@ -10,7 +10,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.generation_options import ENDLESS, GenerationOptions
 from hotsplit.runtime.generate.answer_mask import Mask
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
-from hotsplit.runtime.generate.speculation import Speculation
+from hotsplit.runtime.generate.speculation import ALONE, Beside, Speculation
 from hotsplit.runtime.generate.stops import StopFilter
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Part
@@ -94,7 +94,7 @@ class Generation:
         self.sequence, self.options = sequence, options
         self.ids = list(ids)  # the prompt, and the tokens drawn since
         self.run = Run(prefill_tokens=len(self.ids))
-        self._chain, self._mask, self._drafts, self._traffic = chain, mask, drafts, traffic
+        self._chain, self._mask, self.drafts, self._traffic = chain, mask, drafts, traffic
         self._end_ids = frozenset[int]() if options.ignores_end else codec.end_ids
         marks = dict(options.marks)
         self._stream = codec.stream(self.ids, marks)
@@ -107,7 +107,7 @@ class Generation:
         self._logits_RV: Tensor | None = None
         self._draft: Sequence[int] = ()
         self._right = 0
-        self._step_s, self._is_alone = 0.0, True
+        self._step_s, self._may_draft = 0.0, True
         self._kept = 0  # length of the sequence before that step
         sequence.mark(len(self.ids) - TURN_TAIL)
         if drafts:
@@ -133,10 +133,10 @@ class Generation:
         finally:  # also if the caller stops early
             self.close()
 
-    def part(self, *, is_alone: bool = True) -> Part | None:
-        """The rows to compute before the next draw: the prompt, or the last token and, if they are
-        `is_alone` in their step, a draft after it; None if the last token was an accepted draft,
-        whose logits are known."""
+    def part(self, beside: Beside | None = ALONE) -> Part | None:
+        """The rows to compute before the next draw: the prompt, or the last token and perhaps a
+        draft after it; None if the last token was an accepted draft, whose logits are known.
+        `beside`: what else is in the step; None: no draft is wanted."""
         if self._logits_RV is None:
             return Part(sequence=self.sequence, tokens=self._new_of_prompt())
         if self.goes_on():
@@ -149,15 +149,21 @@ class Generation:
             self._shift()
         room = self.sequence.room - 1
         room = min(room, self._left - 1) if self.options.max_tokens != ENDLESS else room
-        self._is_alone = is_alone
-        if self._drafts and is_alone and room > 0:
+        self._may_draft = beside is not None
+        if self.drafts and beside is not None and room > 0:
             began = time.perf_counter()
-            self._draft = self._drafts.draft(self.ids, room)
+            self._draft = self.drafts.draft(self.ids, room, beside)
             self.run.decode_s += time.perf_counter() - began
         self._kept = self.sequence.length
         self._length = self._kept + 1
         tokens = [token_id, *self._draft]
         return Part(sequence=self.sequence, tokens=tokens, wanted="all" if self._draft else "last")
+
+    def with_draft(self, beside: Beside) -> Beside:
+        """What is beside other texts of the step, with the draft of this text's part."""
+        if not self._draft or self.drafts is None:
+            return beside
+        return beside.with_draft(len(self._draft), self.drafts.expected - 1)
 
     def goes_on(self) -> bool:
         """True if the last token was an accepted draft: `draw` then takes the logits after it."""
@@ -205,8 +211,8 @@ class Generation:
         if self._draft and self.sequence.is_open:  # a failed step has added nothing
             self._length = min(self._kept + 1 + self._right, self.sequence.length)
             self.sequence.rollback(self._length)
-        if self._drafts and self._step_s and self._is_alone:
-            self._drafts.learn(1 + len(self._draft), self._right, self._step_s)
+        if self.drafts and self._step_s and self._may_draft:
+            self.drafts.learn(1 + len(self._draft), self._right, self._step_s)
         self._draft, self._right, self._step_s = (), 0, 0.0
 
     def _new_of_prompt(self) -> list[int]:
@@ -285,17 +291,31 @@ def together(
     generations: Sequence[Generation], run: Callable[[Sequence[Part]], Sequence[Tensor]]
 ) -> Iterator[tuple[int, Token]]:
     """Yields (index of the text, token) for several texts, which `run` computes in shared steps."""
+    is_writing = False
     try:
         while living := [n for n, g in enumerate(generations) if not g.is_over]:
-            parts = {n: part for n in living if (part := generations[n].part()) is not None}
-            began = time.perf_counter()
-            found = run(list(parts.values())) if parts else ()
-            seconds = time.perf_counter() - began
-            for n, logits_RV in zip(parts, found, strict=True):
-                generations[n].take(logits_RV, seconds)
+            parts, beside = list[Part](), Beside.of(len(living) - 1)
             for n in living:
-                for token in generations[n].draw():
-                    yield n, token
+                part = generations[n].part(beside)
+                assert part is not None, "drafts that are right are drawn in their own step"
+                parts.append(part)
+                beside = generations[n].with_draft(beside)
+            began = time.perf_counter()
+            found = run(parts)
+            seconds = time.perf_counter() - began
+            drafts = generations[living[0]].drafts
+            if drafts is not None and is_writing:
+                rows = sum(len(part.tokens) for part in parts)
+                drafts.learn_shared(len(parts), rows, seconds)
+            is_writing = True
+            for n, logits_RV in zip(living, found, strict=True):
+                generation = generations[n]
+                generation.take(logits_RV, seconds)
+                is_right = True
+                while is_right:
+                    for token in generation.draw():
+                        yield n, token
+                    is_right = generation.goes_on()
     finally:
         for generation in generations:
             generation.close()

@@ -9,13 +9,15 @@ yields
 and the n that maximises E(n) - rate * c(n + 1) maximises the long-run rate, where `rate` is the
 rate of recent steps, or that of single-row steps if it is higher (Dinkelbach 1967, for ratios).
 Here n = 0 is a step without a draft. The time of a step is the median of the latest steps of as
-many rows, interpolated where there is none. a is counted separately for each confidence (`trust`)
-of the drafter, and unused guesses count too.
+many rows, interpolated where there is none. Where texts share a step, n + 1 and E include the rows
+and tokens of the others (`Beside`). a is counted separately for each confidence (`trust`) of the
+drafter, and unused guesses count too.
 
 A draft model's guesses are not free, but it tells their probabilities, one after another. So it
 makes another guess while some number of them is expected to be worth their time and that of their
 rows, and of the guesses as many are checked as maximise E(n) - rate * c(n + 1), with these
-probabilities. Whether the model is asked at all depends on the rate of its recent rounds.
+probabilities. Whether the model is asked at all depends on the rate of its recent rounds. A drafter
+in negligible time may stand beside it: its draft is taken where it beats that rate.
 
 Losses against single-row steps, and time spent on guessing except for reading a new text, are paid
 from an account that receives draft_costs' _SHARE of the time, so a text for which drafts do not pay
@@ -26,13 +28,14 @@ only assumed: they are made if the draft would pay were those rows free.
 Costs, and therefore choices, depend on the machine. The text does not, because each row of a step
 is bit-identical to a single step; where it is not, `check_rows` refuses."""
 
+import copy
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from hotsplit.errors import HotsplitError
-from hotsplit.options.generation_options import SpeculationOptions
+from hotsplit.options.generation_options import LONGEST, SpeculationOptions
 from hotsplit.options.kinds import kinds_checked
 from hotsplit.runtime.generate.draft_costs import (
     EXPECTED_FIRST,
@@ -54,7 +57,6 @@ _FIRST_TRIALS = 6  # rounds of a draft model, made at once
 _PRIOR_READ = 0.2  # a draft model's time for one more token of a pass, in guesses
 _SMOOTH = 0.2  # the weight of the latest of a draft model's times in their mean
 _VARY_EVERY = 16  # one draft in this many gets a nearby length whose cost is unknown, if any
-_SINGLE_EVERY = 128  # after this many drafts in a row, at the latest, a single row is measured
 _MARGIN = 0.05  # expected gain in tokens below which a draft is not worth it
 _ROUND_MARGIN = 1.02  # expected gain of a draft model's rounds below which it is not asked
 _OFF_AFTER = 8  # successive decisions against a draft, then counted as one switch-off
@@ -89,6 +91,28 @@ class Guess:
 
     tokens: Sequence[int]
     trust: int = 2
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a step computes beside a text: the number of other texts, their rows, with the drafts
+    that are known already, and the tokens expected from them."""
+
+    texts: int = 0
+    rows: int = 0
+    tokens: float = 0.0
+
+    @classmethod
+    def of(cls, texts: int) -> "Beside":
+        """So many texts without drafts."""
+        return cls(texts, texts, float(texts))
+
+    def with_draft(self, rows: int, tokens: float) -> "Beside":
+        """`rows`, `tokens`: how many more come by the draft of one of them."""
+        return Beside(self.texts, self.rows + rows, self.tokens + tokens)
+
+
+ALONE = Beside()
 
 
 @runtime_checkable
@@ -140,12 +164,13 @@ class _Pending:
 
 @dataclass
 class Totals:
-    """Totals so far; times in seconds. `baseline_s` estimates the time without drafts: single-row
-    steps at their own time, each token of other steps at the median of single-row steps."""
+    """Totals so far; times in seconds. `baseline_s` estimates the time without drafts: steps
+    without them at their own time, each token of others at the median of such steps."""
 
     tokens: int = 0
     steps: int = 0
     drafts: int = 0
+    drafts_of_text: int = 0  # of these, by the free drafter beside another
     drafted: int = 0
     accepted: int = 0
     step_s: float = 0.0
@@ -162,114 +187,175 @@ class Totals:
         return self.baseline_s / took if took and self.baseline_s else 1.0
 
 
+@dataclass(frozen=True)
+class Learnt:
+    """What the drafts of a text have learnt: the costs, and what may be lost, which all texts of
+    the engine share; how often guesses are right, and what a draft model gains; the seconds of a
+    draft model's guess, and of a token that it reads."""
+
+    costs: RowCosts
+    account: Account
+    rates: tuple[Acceptance, Confidence, Rounds]
+    drafter_s: tuple[float, float]
+
+
 class Speculation:
     """The drafts of one Generation, or of several in succession: see the module's docstring."""
 
+    expected = 1.0  # tokens of the text from the coming step
+
     @kinds_checked
-    def __init__(self, drafter: Drafter | CostlyDrafter, options: SpeculationOptions) -> None:
+    def __init__(
+        self,
+        drafter: Drafter | CostlyDrafter,
+        options: SpeculationOptions,
+        text_drafter: Drafter | None = None,
+    ) -> None:
+        """`text_drafter`: a free one beside a costly `drafter`."""
         self.options, self._drafter = options, drafter
+        self.costly = drafter if isinstance(drafter, CostlyDrafter) else None
+        self._free = text_drafter if isinstance(drafter, CostlyDrafter) else drafter
         self.totals, self.costs = Totals(), RowCosts()
         self._acceptance, self._confidence = Acceptance(options.most), Confidence()
         least = options.least
-        if isinstance(drafter, CostlyDrafter):
+        self._guess_s = self._read_token_s = 0.0
+        if self.costly is not None:
             # The opening balance of a draft model, which was loaded on purpose, covers a trial.
             least = max(least, min(NUM_FIRST, options.most))
-            self._guess_s = drafter.token_s
-            self._read_token_s = _PRIOR_READ * drafter.token_s  # of each beyond a pass's first
+            self._guess_s = self.costly.token_s
+            self._read_token_s = _PRIOR_READ * self._guess_s  # of each beyond a pass's first
         self._account, self._rounds = Account(least), Rounds()
         self._ids: Sequence[int] = ()  # the text of the last call
         self._length = 0  # its length in that call
         self._pending: list[_Pending] = []
-        # Decaying sums of recent tokens and their seconds, for the rate. They begin as those of
-        # single steps, since the rate of a lucky first draft alone would forbid the next one.
+        # Decaying sums of the time that recent tokens would have taken without drafts, and that
+        # they took. They begin as those of single steps, since a lucky first draft alone would
+        # forbid the next one.
         self._lately: tuple[float, float] | None = None
         self._draft_s = 0.0  # for the coming step
-        self._is_read, self._read_s = False, 0.0  # has the drafter read the text; seconds of that
-        self._since_trial = self._since_single = self._since_varied = 0
-        self._num_declined = self._num_unsure = 0
+        # The drafters that have read the text, and the seconds that this took for the coming step.
+        self._has_read, self._read_s = set[str](), 0.0
+        self._since_trial = self._since_varied = 0
+        self._num_declined = self._num_unsure = self._num_guesses = 0
         self._is_on = True
         # Of a draft model: the tokens that it has read, whether it is asked for the coming step,
-        # the expected seconds of that and the tokens expected from the step.
-        self._num_read, self._is_asked = 0, False
-        self._round_s, self._expected = 0.0, 1.0
+        # and the expected seconds of that.
+        self._num_read, self._is_asked, self._round_s = 0, False, 0.0
+        self._beside = ALONE  # of the coming step
+
+    @property
+    def learnt(self) -> Learnt:
+        return Learnt(
+            self.costs,
+            self._account,
+            copy.deepcopy((self._acceptance, self._confidence, self._rounds)),
+            (self._guess_s, self._read_token_s),
+        )
+
+    def begin_with(self, learnt: Learnt) -> None:
+        """Begins with what another text of the engine has learnt."""
+        self.costs, self._account = learnt.costs, learnt.account
+        self._acceptance, self._confidence, self._rounds = copy.deepcopy(learnt.rates)
+        self._guess_s, self._read_token_s = learnt.drafter_s
 
     def follow(self, text: TextSequence) -> None:
         """Drafts for this text from now on, if the drafter reads more than tokens."""
         if isinstance(self._drafter, Follower):
             self._drafter.follow(text)
 
-    def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
+    def draft(self, ids: Sequence[int], room: int, beside: Beside = ALONE) -> Sequence[int]:
         """At most `room` tokens that may follow `ids`; none if a draft does not pay."""
         began, self._read_s, self._is_asked = time.perf_counter(), 0.0, False
+        self._beside, self.expected = beside, 1.0
         self._check(ids)
-        tokens = self._draft(ids, min(room, self.options.most))
+        tokens = self._draft(ids, min(room, self.options.most, LONGEST - beside.rows))
         self._draft_s = time.perf_counter() - began
         self._account.spend(self._draft_s - self._read_s)
         self.totals.draft_s += self._draft_s
         return tokens
 
     def learn(self, rows: int, accepted: int, seconds: float) -> None:
-        """Records a step of `rows` rows: its seconds, and the number of accepted draft tokens."""
-        self.costs.learn(rows, seconds)
-        totals, tokens = self.totals, 1 + accepted
+        """Records a step with `rows` rows of this text: its seconds, and the number of accepted
+        draft tokens. `learn_shared` records the costs of steps of several texts."""
+        beside = self._beside
+        if not beside.texts:
+            self.costs.learn(rows, seconds)
+        totals, tokens, num_texts = self.totals, 1 + accepted, 1 + beside.texts
+        plain_s = self.costs.seconds(num_texts)  # of a step without drafts
         totals.steps += 1
         totals.tokens += tokens
         totals.step_s += seconds
-        single_s = self.costs.single_s
         if rows > 1:
             totals.drafts += 1
             totals.drafted += rows - 1
             totals.accepted += accepted
             totals.check_s += seconds
-            # A draft model has computed its own guesses, but the last one.
-            self._num_read += min(accepted, rows - 2)
+            if self._is_asked:  # a draft model has computed its own guesses, but the last one
+                self._num_read += min(accepted, rows - 2)
+            totals.drafts_of_text += self.costly is not None and not self._is_asked
+        check_s = self.costs.seconds(beside.rows + rows)
+        num_tokens = beside.tokens + tokens  # of all texts
         if self._is_asked:
-            took = self._round_s + self.costs.seconds(rows)
-            self._rounds.learn(tokens, self._expected, took, is_trial=not self._is_on)
-        self._since_single = self._since_single + 1 if rows > 1 else 0
+            took = (self._round_s + check_s) / plain_s * num_texts
+            expected = beside.tokens + self.expected
+            self._rounds.learn(num_tokens, expected, took, is_trial=not self._is_on)
         self._since_trial += tokens
-        assert single_s is not None, "the first step has one row: see _draft"
-        totals.baseline_s += tokens * single_s if rows > 1 else seconds
-        gain_s = tokens * single_s - seconds if rows > 1 else 0.0
-        self._account.settle(single_s, tokens, gain_s)
-        num, seconds = self._lately or (_LATELY, _LATELY * single_s)
-        lately_s = self.costs.seconds(rows) + self._draft_s - self._read_s
-        self._lately = num + (tokens - num / _LATELY), seconds + (lately_s - seconds / _LATELY)
+        totals.baseline_s += tokens * plain_s if rows > 1 else seconds
+        more_s = seconds - plain_s if num_texts == 1 else check_s - self._step_s(1)[1]
+        gain_s = accepted * plain_s / num_texts - more_s if rows > 1 else 0.0
+        self._account.settle(plain_s, tokens / num_texts, gain_s)
+        plain, lately_s = self._lately or (_LATELY * plain_s, _LATELY * plain_s)
+        took = check_s + self._draft_s - self._read_s
+        plain += num_tokens * plain_s / num_texts - plain / _LATELY
+        self._lately = plain, lately_s + (took - lately_s / _LATELY)
 
-    def line(self) -> str | None:
-        """What was decided and why, in a line for the user; None if there were no drafts, unless a
-        model was loaded to make them."""
-        totals, single_s = self.totals, self.costs.single_s
+    def learn_shared(self, texts: int, rows: int, seconds: float) -> None:
+        """Records what a step of so many generating texts, and no others, took."""
+        if texts > 1:
+            self.costs.learn(rows, seconds, texts)
+
+    def line(self) -> str:
+        """What was decided and why, in a line for the user."""
+        totals = self.totals
         begin = f"speculation ({self._drafter.name}):"
-        if totals.drafts and single_s is not None:
-            took = (totals.check_s + totals.draft_s) / totals.drafts / single_s
+        if totals.drafts:
+            took = (totals.check_s + totals.draft_s) / totals.drafts
+            took /= totals.baseline_s / totals.tokens
+            of_text = f" ({totals.drafts_of_text} from the text)" if totals.drafts_of_text else ""
             return (
-                f"{begin} {totals.drafts} checks of {1 + totals.drafted / totals.drafts:.1f} rows,"
+                f"{begin} {totals.drafts} checks{of_text} of"
+                f" {1 + totals.drafted / totals.drafts:.1f} rows,"
                 f" {totals.accepted / totals.drafted:.0%} of {totals.drafted} drafted tokens"
                 f" accepted: {1 + totals.accepted / totals.drafts:.1f} tokens in the time of"
                 f" {took:.1f} steps, an estimated {totals.gain:.2f}x the speed of the text;"
                 f" {'on' if self._is_on else 'off'} at the end, switched off {totals.num_off}x"
             )
-        if not isinstance(self._drafter, CostlyDrafter):
-            return None
+        if self.costly is None:
+            begin += " drafted nothing:"
+            if not totals.steps:
+                return f"{begin} no step was made"
+            if not self._num_guesses:
+                return f"{begin} the text repeated nothing"
+            return f"{begin} no draft was expected to pay"
         what, other = "model", "the text is too long for it"
         if isinstance(self._drafter, Follower):
             what, other = "block", "it has not seen the beginning of the text"
         begin += f" the draft {what} is loaded, but drafted nothing:"
-        if single_s is None:
+        if not totals.steps:
             return f"{begin} no step was made"
         if self._num_unsure:
             return f"{begin} no first guess was probable enough, or {other}"
         return (
             f"{begin} a guess takes {1e3 * self._guess_s:.3g} ms and a step of the model"
-            f" {1e3 * single_s:.3g} ms, so that no draft was expected to pay"
+            f" {1e3 * totals.baseline_s / totals.tokens:.3g} ms, so that no draft was expected to"
+            " pay"
         )
 
     def _check(self, ids: Sequence[int]) -> None:
         """Compares earlier guesses with the tokens that followed."""
         if ids is not self._ids or len(ids) < self._length:
             self._pending.clear()
-            self._is_read = False
+            self._has_read.clear()
         self._ids, self._length = ids, len(ids)
         self._pending = [pending for pending in self._pending if self._follow(pending, ids)]
 
@@ -289,45 +375,69 @@ class Speculation:
         return pending.checked < len(tokens)
 
     def _draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        if self.costs.single_s is None or self._is_single_due() or most < 1:
+        num_texts = 1 + self._beside.texts
+        is_due = self.costs.is_plain_due(num_texts, is_soon=self.costly is not None)
+        if not self.costs.is_measured(num_texts) or is_due or most < 1:
             return ()
-        if isinstance(self._drafter, CostlyDrafter):
-            draft = self._guesses(self._drafter, ids, most) if self._asks(ids, most) else ()
+        draft: Sequence[int] = ()
+        if self._free is not None:
+            draft = self._draft_of_text(self._free, ids, most)
+        if self.costly is not None:
+            if not draft and self._asks(ids, most):
+                draft = self._guesses(self.costly, ids, most)
             self._switch(len(draft) > 0)
-            return draft
+        return draft
+
+    def _draft_of_text(self, drafter: Drafter, ids: Sequence[int], most: int) -> Sequence[int]:
         if not self._account.can_pay(0.0):
             return ()
-        self._prepare(ids)
-        guess = self._drafter.propose(ids, most)
+        self._prepare(drafter, ids)
+        guess = drafter.propose(ids, most)
         tokens = guess.tokens[:most]
         if not tokens:
             return ()
+        self._num_guesses += 1
         self._pending.append(_Pending(len(ids), tokens, guess.trust))
-        return tokens[: self._length_for(guess.trust, len(tokens))]
+        length = self._length_for(guess.trust, len(tokens))
+        self.expected = self._acceptance.expected(guess.trust, length)[-1]
+        return tokens[:length]
 
-    def _is_single_due(self) -> bool:
-        """A draft model, which seldom gains much, seems to pay by a few slow single rows, so that
-        others soon follow."""
-        every = _SINGLE_EVERY
-        if isinstance(self._drafter, CostlyDrafter):
-            every = min(every, 2 * self.costs.num_single)
-        return self._since_single >= every
+    def _step_s(self, most: int) -> list[float]:
+        """Seconds of the coming step with 0, 1, ... `most` rows of this text."""
+        rows = self._beside.rows
+        return self.costs.curve(rows + most)[rows:]
+
+    @property
+    def _token_s(self) -> float:
+        """Seconds of a token without drafts."""
+        num_texts = 1 + self._beside.texts
+        return self.costs.seconds(num_texts) / num_texts
+
+    def _round_gain(self, most: int) -> float:
+        """The gain of rounds of a draft model; 0 if they do not pay, and it is not to be tried."""
+        length = max(self.options.least, min(NUM_FIRST, most))
+        step_s, token_s, others = self._step_s(length + 1), self._token_s, self._beside.tokens
+        round_s = length * self._guess_s + step_s[-1]
+        gain = self._rounds.gain(round_s / token_s, others)
+        is_worth_it = gain > _ROUND_MARGIN
+        if not is_worth_it and self._rounds.num < _FIRST_TRIALS:
+            best_s = length * self._guess_s + step_s[1]  # if further rows are free
+            is_worth_it = (EXPECTED_FIRST + others) * token_s > best_s
+        return gain if is_worth_it else 0.0
 
     def _asks(self, ids: Sequence[int], most: int) -> bool:
         """Whether a draft model reads the text and guesses: because its rounds pay, or for a trial
         that is due. The account must afford a round whose guesses are all wrong."""
-        single_s, length = self.costs.seconds(1), max(self.options.least, min(NUM_FIRST, most))
+        length = max(self.options.least, min(NUM_FIRST, most))
         if length > most:
             return False
-        guess_s, check_s = self._guess_s, self.costs.seconds(length + 1)
-        rate = self._rounds.rate(length * guess_s + check_s)
-        is_worth_it = rate * single_s > _ROUND_MARGIN
-        if not is_worth_it and self._rounds.num < _FIRST_TRIALS:
-            is_worth_it = EXPECTED_FIRST * single_s > length * guess_s + single_s
-        gap = len(ids) - self._num_read if self._is_read else 1  # a new text is not charged
+        step_s, guess_s = self._step_s(length + 1), self._guess_s
+        has_read = self._drafter.name in self._has_read
+        gap = len(ids) - self._num_read if has_read else 1  # a new text is not charged
         read_s = guess_s + max(0, gap - 1) * self._read_token_s
-        wrong_s = read_s + (length - 1) * guess_s + check_s - single_s  # if every guess is wrong
-        is_due = is_worth_it or (self._since_trial >= _TRIAL_EVERY and self._is_read)
+        wrong_s = read_s + (length - 1) * guess_s + step_s[-1] - step_s[1]  # if all are wrong
+        is_worth_it = self._round_gain(most) > 0
+        is_due = is_worth_it or (self._since_trial >= _TRIAL_EVERY and has_read)
         if not (is_due and self._account.can_pay(wrong_s)):
             return False
         self._is_asked, self._round_s, self._since_trial = True, read_s, 0
@@ -335,12 +445,13 @@ class Speculation:
 
     def _guesses(self, drafter: CostlyDrafter, ids: Sequence[int], most: int) -> Sequence[int]:
         """The draft for a round: see the module's docstring."""
-        self._prepare(ids)
+        self._prepare(drafter, ids)
         least = self.options.least
         if self._rounds.num < _FIRST_TRIALS:
             most = min(most, max(NUM_FIRST, least))
-        step_s, guess_s = self.costs.curve(max(most, NUM_FIRST) + 2), self._guess_s
-        rate = max(1 / step_s[1], self._rounds.rate(NUM_FIRST * guess_s + step_s[NUM_FIRST + 1]))
+        step_s, guess_s = self._step_s(max(most, NUM_FIRST) + 2), self._guess_s
+        round_s, token_s = NUM_FIRST * guess_s + step_s[NUM_FIRST + 1], self._token_s
+        rate = max(1.0, self._rounds.gain(round_s / token_s, self._beside.tokens)) / token_s
         guesses, reached, expected = list[tuple[int, float]](), 1.0, [1.0]
         began = time.perf_counter()
         for num, guess in enumerate(drafter.guesses(ids), 1):
@@ -359,7 +470,7 @@ class Speculation:
                 break
         lengths = range(least, len(expected)) or [0]
         num = max(lengths, key=lambda n: expected[n] - rate * step_s[n + 1])
-        self._expected = expected[num]
+        self.expected = expected[num]
         if len(guesses) > 1:  # the first comes out of the text's own pass
             took = (time.perf_counter() - began) / (len(guesses) - 1)
             self._guess_s += _SMOOTH * (took - self._guess_s)
@@ -371,34 +482,42 @@ class Speculation:
         self._pending.append(_Pending(len(ids), tokens, [told for _, told in guesses]))
         return tokens[:num]
 
-    def _prepare(self, ids: Sequence[int]) -> None:
+    def _prepare(self, drafter: Drafter | CostlyDrafter, ids: Sequence[int]) -> None:
         """Lets the drafter read the text. For a new text this is not charged, like a prefill."""
-        began = time.perf_counter()
-        self._drafter.prepare(ids)
+        began, num_new = time.perf_counter(), len(ids) - self._num_read
+        drafter.prepare(ids)
         took = time.perf_counter() - began
-        if not self._is_read:
-            self._is_read, self._read_s = True, took
-        elif len(ids) > self._num_read + 1 and isinstance(self._drafter, CostlyDrafter):
-            token_s = max(0.0, took - self._guess_s) / (len(ids) - self._num_read - 1)
+        if drafter.name not in self._has_read:
+            self._has_read.add(drafter.name)
+            self._read_s += took
+        elif drafter is self.costly and num_new > 1:
+            token_s = max(0.0, took - self._guess_s) / (num_new - 1)
             self._read_token_s += _SMOOTH * (token_s - self._read_token_s)
-        self._num_read = len(ids)
+        if drafter is self.costly:
+            self._num_read = len(ids)
 
     def _length_for(self, trust: int, most: int) -> int:
         """The number of tokens to draft for the next step, at most `most`."""
         length = self.best_length(trust, most)
-        length = self._varied(length, most) if length else self._trial_length(trust, most)
-        self._switch(length > 0)
+        if length:
+            length = self._varied(length, most)
+        elif self.costly is None:
+            length = self._trial_length(trust, most)
+        if self.costly is None:
+            self._switch(length > 0)
         return length
 
     def best_length(self, trust: int, most: int) -> int:
         """The length of the best draft that the account can afford; 0 is none."""
         expected = self._acceptance.expected(trust, most)
-        cost_s = self.costs.curve(most + 1)[1:]
-        single_s = cost_s[0]
-        assert self._lately is not None, "a single step was measured"
-        tokens, seconds = self._lately
-        rate = max(1 / single_s, tokens / seconds)
-        best, best_value = 0, 1.0 + _MARGIN - rate * single_s
+        cost_s = self._step_s(most + 1)[1:]
+        plain, lately_s = self._lately or (1.0, 1.0)
+        round_gain = 0.0 if self.costly is None else self._round_gain(most)
+        rate = max(1.0, plain / lately_s, round_gain) / self._token_s
+        best, best_value = 0, 1.0 - rate * cost_s[0]
+        if round_gain:  # the draft must also be better than a draft model's
+            best_value = max(best_value, -self._beside.tokens)
+        best_value += _MARGIN
         for length in range(max(1, self.options.least), most + 1):
             value = expected[length] - rate * cost_s[length]
             if value > best_value and self._can_pay(length, cost_s):
@@ -429,7 +548,7 @@ class Speculation:
         if length > most or self._since_trial < _TRIAL_EVERY:
             return 0
         expected = self._acceptance.expected(trust, length)
-        if expected[1] > 1.5 and self._can_pay(length, self.costs.curve(length + 1)[1:]):
+        if expected[1] > 1.5 and self._can_pay(length, self._step_s(length + 1)[1:]):
             self._since_trial = 0
             return length
         return 0

@@ -47,6 +47,7 @@ class DraftStep:
         self._cache: KVCache = weights.cache
         self._step = native_step.build(weights.draft, Traffic(), ("hidden", "head_in"))
         self._texts = [_Text() for _ in range(self._cache.num_sequences)]
+        self.limit_ids = self._step.limit_ids
         self.is_on = False
 
     def saw(self, rows: Sequence[Row]) -> None:

@@ -282,8 +282,10 @@ class NativeStep:
     def limit_ids(self, num_ids: int | None) -> None:
         """Later steps compute the logits of the first `num_ids` ids alone, a multiple of 16, with
         the same bits; None: of all."""
-        self.step.head.num_rows = self.num_ids if num_ids is None else num_ids
-        self.logits.limit(self.step.head.num_rows)
+        num_rows = self.num_ids if num_ids is None else num_ids
+        if num_rows != self.step.head.num_rows:
+            self.step.head.num_rows = num_rows
+            self.logits.limit(num_rows)
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
         """Logits f32 [rows with logits, V]; appends the rows to the cache and counts traffic. If

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         SamplingOptions,
         SpeculationOptions,
     )
+    from hotsplit.runtime.drafting import drafting
     from hotsplit.runtime.engine import Engine
     from hotsplit.runtime.generate.chat import ChatOptions
     from hotsplit.runtime.generate.ngrams import NgramDrafter
@@ -30,6 +31,7 @@ __all__ = [
     "Speculation",
     "SpeculationOptions",
     "__version__",
+    "drafting",
 ]
 _MODULES = {
     "ChatOptions": "runtime.generate.chat",
@@ -41,6 +43,7 @@ _MODULES = {
     "HotsplitError": "errors",
     "Speculation": "runtime.generate.speculation",
     "SpeculationOptions": "options.generation_options",
+    "drafting": "runtime.drafting",
 }
 
 

@@ -129,6 +129,7 @@ serve a --reasoning-format deepseek --cache-reuse 0 --fit on => a =>
 serve a --cache-reuse 256 --fit off --swa-full -v => a => --cache-reuse 256 --fit off --swa-full -v
 serve a --cors-origins=http://x:1,https://y => a --cors http://x:1 --cors https://y =>
 run a --spec-draft-model b --spec-draft-n-max 3 => a -md b --draft-max 3 =>
+serve a --spec-draft-model b --draft-n 3 => a -md b --draft-n 3 =>
 serve -hf o/n:Q4_K_M -hff a.gguf -c 512 => o/n:a.gguf -c 512 =>
 serve -hff d/a.gguf -hf o/n => o/n:d/a.gguf =>
 generate --kv-offload -hf o/n -p x => o/n --kv-offload -p x =>
@@ -180,7 +181,6 @@ serve a --reasoning 0 => --reasoning 0 is llama.cpp's
 serve a --reasoning-format none => "reasoning_format": "none"
 serve a -mm b => no model runs with images
 serve a --override-kv x=int:1 => the file's keys are used as they are
-serve a -md b => hotsplit run and chat take -md
 serve a -hff b.gguf -hf => there are two models
 serve a.gguf -hf o/n => there are two models, a.gguf and o/n: leave one out
 run a.gguf -m b.gguf => there are two models, a.gguf and b.gguf: leave one out
@@ -690,7 +690,8 @@ def test_an_interrupted_generation_still_ends_with_its_summary(codec_model, caps
         raise KeyboardInterrupt
 
     monkeypatch.setattr(hotsplit.Engine, "generate", interrupted)
-    line = lines_of(capsys, ["generate", codec_model, "-p", "ab", "-n", 30], 130)[-1]
+    line, drafts = lines_of(capsys, ["generate", codec_model, "-p", "ab", "-n", 30], 130)[-2:]
+    assert drafts.startswith("[speculation (ngram): drafted nothing")
     assert "decode 2 tokens" in line and line.endswith("stopped by Ctrl-C or a signal]")
 
 

@@ -2,7 +2,7 @@
 
 import random
 from contextlib import contextmanager
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from hotsplit.options.generation_options import (
     SamplingOptions,
     SpeculationOptions,
 )
+from hotsplit.runtime.drafting import drafting
 from hotsplit.runtime.generate.constraints import regex_constraint
 from hotsplit.runtime.generate.generation import Generation, together
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -67,8 +68,8 @@ class Forced:
 @contextmanager
 def forcing(engine, lie):
     """A function that makes the drafts of a text whose tokens are known."""
-    with engine.block_drafts(ALL) as new_drafts:
-        yield lambda text: Eager(Forced(new_drafts()._drafter, text, lie), ALL.most)
+    with drafting(engine, ALL) as made:
+        yield lambda text: Eager(Forced(made.begin()._drafter, text, lie), ALL.most)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,9 @@ def test_served_texts_equal_those_generated_alone(paths, case, monkeypatch):
     prompts = [PROMPT, [*PROMPT, 7, 8], [9] * 30, PROMPT]
     wants = [bench.alone(ids, SAMPLINGS[n]) for n, ids in enumerate(prompts)]
     with forcing(bench.engine, ANY) as drafts_of:
-        bench.scheduler._new_drafts = lambda: drafts_of(PROMPT + wants[0])
+        bench.scheduler._drafting = SimpleNamespace(
+            begin=lambda: drafts_of(PROMPT + wants[0]), end=lambda drafts: None
+        )
         bench.submit(0, prompts[0], SAMPLINGS[0])
         bench.finish()
         assert bench.tokens[0] == wants[0]

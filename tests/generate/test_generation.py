@@ -274,7 +274,7 @@ class Drafting(Speculation):
     def __init__(self):
         self._drafter = NgramDrafter()
 
-    def draft(self, ids, room):
+    def draft(self, ids, room, beside=None):
         return [ids[-1]] * min(room, 5)
 
     def learn(self, rows, accepted, seconds):

@@ -27,7 +27,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.options.generation_options import SamplingOptions, SpeculationOptions
 from hotsplit.runtime.cache.block_table import NO_BLOCK
-from hotsplit.runtime.generate import draft_model
+from hotsplit.runtime.generate import frequent_ids
 from hotsplit.runtime.generate.draft_model import DraftModel
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
@@ -74,12 +74,15 @@ class Eager(Speculation):
         self.drafter, self.most, self._drafter = drafter, most, drafter
         self.heard: list[tuple[int, int]] = []
 
-    def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
+    def draft(self, ids: Sequence[int], room: int, beside=None) -> Sequence[int]:
         return proposed(self.drafter, ids, min(room, self.most))
 
     def learn(self, rows: int, accepted: int, seconds: float) -> None:
         assert seconds > 0
         self.heard.append((rows, accepted))
+
+    def learn_shared(self, texts: int, rows: int, seconds: float) -> None:
+        assert rows >= texts >= 1 and seconds > 0
 
 
 class Prophet(Speculation):
@@ -89,7 +92,7 @@ class Prophet(Speculation):
         self.text, self.lie, self.chance = text, lie, random.Random(seed)
         self._drafter = NgramDrafter()
 
-    def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
+    def draft(self, ids: Sequence[int], room: int, beside=None) -> Sequence[int]:
         at = len(ids)
         return self.lie(self.text[at : at + min(room, 40)], self.chance)
 
@@ -254,7 +257,7 @@ def test_the_draft_models_sequence_is_the_text(tmp_path):
             drafter, calls = DraftModel(sequence), []
 
             class Watched(Eager):
-                def draft(self, ids, room):
+                def draft(self, ids, room, beside=None):
                     tokens = super().draft(ids, room)
                     calls.append(len(tokens))
                     kept = sequence.ids
@@ -285,12 +288,12 @@ def test_a_draft_model_proposes_nothing_when_full(tmp_path):
 
 def test_guesses_are_taken_from_the_first_ids_while_the_text_has_them(tmp_path, monkeypatch):
     """The limited head has the bits of the whole one; a text of later ids takes it whole."""
-    monkeypatch.setattr(draft_model, "_FIRST_IDS", 32)
+    monkeypatch.setattr(frequent_ids, "_FIRST_IDS", 32)
     path = model_path(tmp_path, "q8_0")
     with Engine.load(path, mode="dense") as engine, engine.sequence() as text:
         limit, size = engine._live.native.limit_ids, engine.model.spec.vocab_size
         for ids, num_logits in ((PROMPT, 32), ([*PROMPT, 100, 101], 32), ([100, 3, 1], size)):
-            drafter = DraftModel(text, size, limit)
+            drafter = DraftModel(text, frequent_ids.FrequentIds(size, limit))
             tokens = proposed(drafter, ids, 4)
             found_V = drafter._logits_V
             limit(None)
@@ -357,7 +360,7 @@ def p_of_two_tokens(kind: type[Generation], count: int) -> float:
         def follow(self, text):
             pass
 
-        def draft(self, ids, room):
+        def draft(self, ids, room, beside=None):
             return [chance.randrange(WORDS) for _ in range(min(room, 2))]
 
         def learn(self, rows, accepted, seconds):
@@ -411,21 +414,23 @@ def test_speculation_is_refused_where_rows_may_differ_from_single_steps(tmp_path
 def command(context: click.Context, **arguments) -> None:
     context.obj.append((take_speculation_options(arguments), arguments.pop("model_draft")))
     is_loaded = arguments.pop("draft_block")
-    assert is_loaded == (context.obj[0][0].type in ("auto", "mtp")) and not arguments
+    assert is_loaded == (context.obj[0] in USE_BLOCK) and not arguments
 
 
 DRAFT, OTHER = SpeculationOptions(type="draft"), Path("d.gguf")
+AUTO, MTP = SpeculationOptions(type="auto", is_optional=True), SpeculationOptions(type="mtp")
+USE_BLOCK = ((AUTO, None), (MTP, None))
 
 
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
-        ("", (SpeculationOptions(type="auto", is_optional=True), None)),
-        ("--speculate mtp", (SpeculationOptions(type="mtp"), None)),
+        ("", (AUTO, None)),
+        ("--speculate mtp", (MTP, None)),
         ("--speculate none", (SpeculationOptions(), None)),
         ("--spec-type ngram --draft 7", (SpeculationOptions(type="ngram", most=7), None)),
         ("--speculate ngram-mod --draft-n 9", (SpeculationOptions(type="ngram-mod", most=9), None)),
-        ("-md d.gguf --draft-max 4", (SpeculationOptions(type="draft", most=4), OTHER)),
+        ("-md d.gguf --draft-max 4", (SpeculationOptions(type="auto", most=4), OTHER)),
         ("--model-draft d.gguf --speculate draft", (DRAFT, OTHER)),
     ],
 )
@@ -459,9 +464,7 @@ def test_every_type_of_drafter_can_be_chosen(tmp_path):
             options = SpeculationOptions(type=kind)
             with speculating(engine, options, small) as drafts:
                 assert text_of(engine, 100, drafts) == want
-                line = drafts.line()
-                assert (line is None) == (kind != "draft" and not drafts.totals.drafted)
-                assert line is None or line.startswith(f"speculation ({kind}): ")
+                assert drafts.line().startswith(f"speculation ({kind}): ")
                 assert drafts.totals.tokens == 99
 
 

@@ -20,11 +20,11 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Trial
 from hotsplit.cli import main
-from hotsplit.commands.options import speculation_options as speculation
 from hotsplit.errors import Interrupted
 from hotsplit.run import estimate, housekeeping, prepare, stages
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.trial import PlanTimes
+from hotsplit.runtime import drafting
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -228,9 +228,9 @@ def test_a_draft_model_is_prepared_as_the_model_is(capsys, silu, cache, monkeypa
     asked = (model, "-p", "the", "-n", "6", "--temp", "0", "-t", "1")
     assert main(["generate", *asked]) == 0
     alone = capsys.readouterr().out
-    opened, drafts = speculation._draft_engine, []
+    opened, drafts = drafting._model_drafters, []
     monkeypatch.setattr(
-        speculation, "_draft_engine", lambda *given: drafts.append(given[1]) or opened(*given)
+        drafting, "_model_drafters", lambda *given: drafts.append(given[1]) or opened(*given)
     )
     for command in ("generate", "run"):
         assert main([command, *asked, "-md", str(silu)]) == 0

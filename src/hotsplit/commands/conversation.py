@@ -83,8 +83,8 @@ def converse(
         lines = TypedLines() if is_typed else PipedLines()
         talk = Talk(conversation, lines, is_typed, is_greedy=sampling.temperature <= 0)
         talk.run()
-        if drafts is not None and (line := drafts.line()) is not None:
-            note(f"[{line}]")
+        if drafts is not None:
+            note(f"[{drafts.line()}]")
     if engine.neuron_cache is not None:
         note(f"[{engine.neuron_cache.line}]")
     if talk.num_errors and not is_typed:

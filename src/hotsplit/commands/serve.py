@@ -19,6 +19,10 @@ from hotsplit.commands.options.sampling_options import (
     take_sampling_options,
 )
 from hotsplit.commands.options.slow_plans import warn_of_slow_plan
+from hotsplit.commands.options.speculation_options import (
+    speculation_options,
+    take_speculation_options,
+)
 from hotsplit.commands.terminal.prompt_sources import template_options, template_variables
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
@@ -57,8 +61,6 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 --allow-host | hosts: text* NAME | Without a key: also accept requests to this host name; may be
     repeated.
 -a --alias | text NAME | The model's name in the API. [default: its file's]
---no-draft-block | no_draft_block: flag | Leave the model's draft block in the file, and draft
-    nothing.
 """
 )
 @common.context_option(
@@ -66,6 +68,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 )
 @template_options
 @sampling_options
+@speculation_options
 @long_text_options
 @common.running_options
 @common.json_option
@@ -85,15 +88,16 @@ def serve(
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
     options["variables"] = template_variables(options["variables"])
-    options["draft_block"] = not options.pop("no_draft_block")
+    drafts = take_speculation_options(options)
     sampling, asked = take_sampling_options(options), common.take_engine_options(options)
-    placing = {name: options.pop(name) for name in ("vram", "tokenizer", "yes")} | {
+    names = ("vram", "tokenizer", "yes", "model_draft")
+    placing = {name: options.pop(name) for name in names} | {
         "model": model,
         "split": split,
         "threads": threads,
         **{field.name: getattr(asked, field.name) for field in fields(EngineConfig)},
     }
-    config = ServeConfig(model=model, sampling=sampling, **options)
+    config = ServeConfig(model=model, sampling=sampling, drafts=drafts, **options)
     for name in PACKAGES:
         try:
             import_module(name)
@@ -119,9 +123,10 @@ def _serve(config: "ServeConfig", placing: dict[str, Any], *, as_json: bool) -> 
     from hotsplit.serve.request_log import start_log
     from hotsplit.serve.server import Server
 
-    model, split, threads = (placing.pop(name) for name in ("model", "split", "threads"))
+    names = ("model", "split", "threads", "model_draft")
+    model, split, threads, model_draft = (placing.pop(name) for name in names)
     asked, plan_places = EngineConfig(**placing), None
-    config = replace(config, model=model)
+    config = replace(config, model=model, model_draft=model_draft)
     if split is not None:
         plan_places = Split.load(split).num_sequences
         parallel, kept = _places_of(split, plan_places, config.parallel, config.kept)

@@ -44,25 +44,30 @@ def write(
     preparing: Mapping[str, Any] | None,
 ) -> None:
     """Writes the texts and the report, which has what was done to prepare the model."""
-    drawn, drafts_line = None, None
+    drawn, drafts_lines = None, list[str]()
     if sampling.seed is None and sampling.temperature > 0 and not request.is_many:
         drawn = secrets.randbelow(1 << 32)  # the report names it, so the text can be repeated
         sampling = replace(sampling, seed=drawn)
     writings = [Writing() for _ in request.prompts]
     if request.is_many:
         masks = [mask for _ in request.prompts if (mask := _mask(engine, request)) is not None]
-        tokens = engine.generate_many(request.prompts, sampling, request.endings, masks)
-        code = _take(tokens, writings, request)
+        num_texts = len(request.prompts)
+        from hotsplit.runtime.drafting import drafting
+
+        with drafting(engine, request.speculation, draft_model, num_texts) as made:
+            each = [] if made is None else [made.begin() for _ in request.prompts]
+            tokens = engine.generate_many(request.prompts, sampling, request.endings, masks, each)
+            code = _take(tokens, writings, request)
+            drafts_lines = [drafts.line() for drafts in each]
         if request.output == "text":
             for prompt, writing in zip(request.prompts, writings, strict=True):
                 click.echo((prompt if request.is_shown else "") + writing.text)
     else:
         with speculating(engine, request.speculation, draft_model) as drafts:
             code = _write_one(engine, request, sampling, writings, drafts)
-            drafts_line = drafts.line() if drafts else None
+            drafts_lines = [] if drafts is None else [drafts.line()]
     report, lines = _report(engine, request, writings, drawn)
-    if drafts_line:
-        lines.append(f"[{drafts_line}]")
+    lines += [f"[{line}]" for line in drafts_lines]
     if preparing is not None:
         report["run"] = preparing
     if request.output == "lines":

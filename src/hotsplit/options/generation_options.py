@@ -67,9 +67,10 @@ class GenerationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """Options of drafts. `type`: the source of drafts; "auto" is the model's draft block, or the
-    text itself without one. A draft has `least` to `most` tokens. `is_optional`: if drafts could
-    change the text, they are switched off instead of refused."""
+    """Options of drafts. `type`: the source of drafts; "auto" is the text itself and, if there is
+    one, a draft model or else the model's draft block, whichever pays more. A draft has `least` to
+    `most` tokens. `is_optional`: if drafts could change the text, they are switched off instead of
+    refused."""
 
     type: SpecType = "none"
     is_optional: bool = False

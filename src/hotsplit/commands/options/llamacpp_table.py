@@ -64,7 +64,6 @@ _TEXT = {
     "$LOG": "messages go to stderr, the text to stdout",
     "$THREADS": "thread placement is left to the system",
     "$DRAFT": "the draft model runs on the CPU, with the threads of -t",
-    "$NO_DRAFTS": "the server drafts nothing",
     "$NO_TOOLS": "the server runs no tools and opens no files; clients run the tools that it calls",
     "$ONE_MODEL": "a server has one model: start one for each, with its own --port",
     "$FIELD": "it is a field of each request",
@@ -169,18 +168,15 @@ _ROWS = """
 -o --output | refuse bench | the report's form is a table or --json
 -pg | refuse bench | a prompt and the tokens after it are two tests: -p N -n M -d N
 # ---- drafts
--md --model-draft --spec-draft-model --spec-draft-hf -hfd -hfrd --hf-repo-draft N | refuse serve |
-    the server drafts nothing; hotsplit run and chat take -md
---spec-default | note serve | $NO_DRAFTS
---spec-type --spec-draft-n-max --spec-draft-n-min --spec-draft-p-min --draft-p-min --draft
-    --draft-n --draft-max --draft-min --draft-n-min -lcs --lookup-cache-static -lcd
-    --lookup-cache-dynamic --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits N | note
-    serve | $NO_DRAFTS
---spec-draft-model --spec-draft-hf -hfd -hfrd --hf-repo-draft N | rename texts | -md
---spec-draft-n-max N | rename texts | --draft-max
+-lcs --lookup-cache-static -lcd --lookup-cache-dynamic N | note serve | n-grams come from the text
+    itself, or with --speculate ngram-mod from all texts so far
+--spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits N | note serve | n-grams of drafts
+    have the lengths that were found best
+--spec-draft-model --spec-draft-hf -hfd -hfrd --hf-repo-draft N | rename writers | -md
+--spec-draft-n-max N | rename writers | --draft-max
 --spec-draft-n-min --draft-min --draft-n-min --spec-draft-p-min --draft-p-min N | note | a draft
     ends where another token would cost more than it saves
---spec-default | same texts
+--spec-default | same writers
 --spec-draft-threads -td --threads-draft --spec-draft-threads-batch -tbd --threads-batch-draft
     --spec-draft-cpu-mask -Cd --cpu-mask-draft --spec-draft-cpu-range -Crd --cpu-range-draft
     --spec-draft-cpu-strict --cpu-strict-draft --spec-draft-prio --prio-draft --spec-draft-poll
