@@ -123,7 +123,14 @@ class LoadedModel:
         self._set_up_neuron_cache()
         self._take_memory()
         self._load_weights()
-        self._set_up_passes()
+        self.passes = pass_setup(
+            self.weights,
+            self.memories,
+            self.placement,
+            min(self.chunk, self.context_length),
+            self.warn,
+            None if plan is None else plan.prompt_rates,
+        )
         self._make_neuron_cache()
         if self.is_on_gpu:
             got = within_time(self._first_logits, LIMIT_S)
@@ -206,10 +213,8 @@ class LoadedModel:
 
     def _set_up_neuron_cache(self) -> None:
         """Chooses the units that are in slots at the start."""
-        self.setup, self.resident_LN = (
-            setup_of(self.config.neuron_cache, self.plan, self.mode),
-            None,
-        )
+        self.setup = setup_of(self.config.neuron_cache, self.plan, self.mode)
+        self.resident_LN = None
         if self.setup is not None and not self.is_on_gpu:
             self.notice(
                 "the neuron cache swaps what a GPU's memory holds, so it is off without one"
@@ -276,17 +281,6 @@ class LoadedModel:
         if self.model.draft is not None and self.weights.draft is not None:
             check_routers(self.model.draft, self.weights.draft.layers)
 
-    def _set_up_passes(self) -> None:
-        """Takes the memory of passes, and makes ready to stream cold weights."""
-        self.passes = pass_setup(
-            self.weights,
-            self.memories,
-            self.placement,
-            min(self.chunk, self.context_length),
-            self.warn,
-            None if self.plan is None else self.plan.prompt_rates,
-        )
-
     def _make_neuron_cache(self) -> None:
         self.neuron_cache: NeuronCache | None = None
         if self.setup is None or self.resident_LN is None:
@@ -303,22 +297,13 @@ class LoadedModel:
         if backend is None:
             step = native_step.build(self.weights, self.traffic, ("x",) * self.has_draft)
         else:
-            step = hybrid_builder.build(
-                self.weights,
-                self.placement,
-                self.traffic,
-                backend,
-                self.neuron_cache,
-                self.max_rows,
-                self.passes,
-            )
+            given = self.weights, self.placement, self.traffic, backend, self.neuron_cache
+            step = hybrid_builder.build(*given, self.max_rows, self.passes)
+        draft = None
+        if isinstance(step, NativeStep) and self.has_draft:
+            draft = DraftStep(self.weights, step)
         self.decoder = Decoder(
-            weights=self.weights,
-            observers=Observers(),
-            native=step,
-            draft=DraftStep(self.weights, step)
-            if isinstance(step, NativeStep) and self.has_draft
-            else None,
+            weights=self.weights, observers=Observers(), native=step, draft=draft
         )
 
     def _first_logits(self) -> dict[str, Tensor]:
@@ -338,9 +323,5 @@ class LoadedModel:
             )
         # A neuron cache writes weights while kernels run.
         overlaps = self.setup is None and self.config.graph and all(map(can_overlap, self.gpus))
-        return cuda_backend(
-            step_takes(self.memories),
-            has_graph=self.config.graph,
-            has_doorbells=rings,
-            overlaps=overlaps,
-        )
+        takes, has_graph = step_takes(self.memories), self.config.graph
+        return cuda_backend(takes, has_graph=has_graph, has_doorbells=rings, overlaps=overlaps)

@@ -21,6 +21,7 @@ from hotsplit.runtime.kernels.grouped import GROUP_ROWS
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.model.layers import Layer
+from hotsplit.runtime.model.neuron_loader import bias_of
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import SharedNeurons
 from hotsplit.runtime.ops.route import Router
@@ -39,9 +40,7 @@ class ExpertLoader:
     placement: Placement
     stores: Stores
     computes_all: bool
-    resident_N: np.ndarray | None = (
-        None  # the experts in the slots of a neuron cache, if it has any
-    )
+    resident_N: np.ndarray | None = None  # the experts in slots of a neuron cache, if it has any
 
     @property
     def device(self) -> torch.device:
@@ -56,9 +55,11 @@ class ExpertLoader:
         entry, is_on_cpu = self._entry(f"{ROUTER}.weight"), self.device == CPU
         on_device = self.stores.on(self.device)
         weight = matrix_of(entry, CPU) if is_on_cpu else on_device.matrix(entry, "attention")
+        bias = f"{ROUTER}.bias"
+        has_bias = f"blk.{self.layer}.{bias}" in self.model.tensors
         return Router(
             spec=spec,
-            linear=Linear(weight=weight, bias_N=self._vector(f"{ROUTER}.bias")),
+            linear=Linear(weight=weight, bias_N=self._own_vector(bias) if has_bias else None),
             vectors={name: self._own_vector(name) for name in spec.vectors},
         )
 
@@ -113,7 +114,7 @@ class ExpertLoader:
         neurons = self.model.spec.layers[self.layer].neurons
         stems = (*neurons.matrices, neurons.down_name)
         gate, *up, down = (
-            replace(matrix, bias_PN=self._expert_bias(stem, store, stored))
+            replace(matrix, bias_PN=bias_of(self.model, f"blk.{self.layer}.{stem}", store, stored))
             for matrix, stem in zip(matrices, stems, strict=True)
         )
         return ExpertBlock(
@@ -132,7 +133,11 @@ class ExpertLoader:
         width = self.model.spec.hidden_size if self._is_by_output else neurons.of_expert
         flat = self._neurons(store, entries, neurons.of_expert, width, ids)
         count = neurons.num_experts if ids is None else len(ids)
-        return [_apart(matrix, count) for matrix in flat]
+        apart = [matrix.data.unflatten(0, (count, -1)) for matrix in flat]
+        return [
+            ExpertMatrices(data=data, kind=matrix.kind, width=matrix.width)
+            for data, matrix in zip(apart, flat, strict=True)
+        ]
 
     def _names(self, neurons: Neurons) -> list[str]:
         """The tensors of gate, up (if there is one) and down."""
@@ -168,15 +173,6 @@ class ExpertLoader:
         rest = [entry for (entry,) in (*rows[1:], down)]
         return store.neurons([rows[0], rest], own, min(1, num_whole))
 
-    def _expert_bias(
-        self, stem: str, store: WeightStore, ids: np.ndarray | None
-    ) -> torch.Tensor | None:
-        entry = self.model.tensors.get(f"blk.{self.layer}.{stem}.bias")
-        if entry is None:
-            return None
-        bias_EN = vector_of(entry, CPU)
-        return store.neuron_bias(bias_EN if ids is None else bias_EN[torch.from_numpy(ids)])
-
     def shared(self, rule: Gate) -> SharedNeurons | None:
         """The shared experts, if there are any. On a GPU they are a part of what every token reads,
         in its bytes, too."""
@@ -202,17 +198,12 @@ class ExpertLoader:
         output_gate = None
         if neurons.has_output_gate:
             values_D = self._own_vector(OUTPUT_GATE)
-            output_gate = Linear(
-                weight=Matrix(data=values_D[None], kind="f32", width=len(values_D))
-            )
+            gate_1D = Matrix(data=values_D[None], kind="f32", width=len(values_D))
+            output_gate = Linear(weight=gate_1D)
         return SharedNeurons(block=block, rule=rule, gate=output_gate)
 
     def _entry(self, name: str) -> TensorEntry:
         return self.model.entry(self.layer, name)
-
-    def _vector(self, name: str) -> torch.Tensor | None:
-        is_there = f"blk.{self.layer}.{name}" in self.model.tensors
-        return self._own_vector(name) if is_there else None
 
     def _own_vector(self, name: str) -> torch.Tensor:
         entry = self.model.tensors[f"blk.{self.layer}.{name}"]
@@ -243,11 +234,6 @@ def _flat(entry: TensorEntry) -> TensorEntry:
         release(entry)
     shape = len(rows), entry.shape[-1]
     return TensorEntry(shape=shape, kind=entry.kind, read_rows=lambda a, b: rows[a:b])
-
-
-def _apart(matrix: Matrix, num_experts: int) -> ExpertMatrices:
-    data = matrix.data.unflatten(0, (num_experts, -1))
-    return ExpertMatrices(data=data, kind=matrix.kind, width=matrix.width)
 
 
 def check_routers(model: ModelFile, layers: Sequence[Layer]) -> None:

@@ -28,9 +28,8 @@ class Layer:
     ffn: FeedForward
     router: Router | None = None  # with one, the layer has experts
     shared: SharedNeurons | None = None
-    own: Mapping[str, LoadedOp] = field(
-        default_factory=dict
-    )  # those of the spec's operations, by kind
+    # Those of the spec's operations, by kind.
+    own: Mapping[str, LoadedOp] = field(default_factory=dict)
 
     @property
     def attention(self) -> Attention:
@@ -54,10 +53,9 @@ class Weights:
     output_norm: Norm | None
     head: Linear
     head_device: torch.device
-    first: Mapping[str, LoadedOp] = field(
-        default_factory=dict
-    )  # operations before the layers, by kind
-    last: Mapping[str, LoadedOp] = field(default_factory=dict)  # and those after them, on the CPU
+    # Operations before the layers, and those after them, on the CPU, by kind.
+    first: Mapping[str, LoadedOp] = field(default_factory=dict)
+    last: Mapping[str, LoadedOp] = field(default_factory=dict)
     states: StateSlots | None = None  # of the layers with a recurrent state, if there are any
     draft: "Weights | None" = None  # of the draft block, a model of one layer
 
@@ -65,10 +63,6 @@ class Weights:
     def outer(self) -> Mapping[str, LoadedOp]:
         """Operations outside the layers, by kind."""
         return {**self.first, **self.last}
-
-    @property
-    def embedding_scale(self) -> float:
-        return self.spec.embedding_scale
 
     @cached_property
     def layer_states(self) -> tuple[LayerState, ...]:

@@ -134,7 +134,7 @@ class Builder:
         """The whole model. An embedding that is not also the head, or that operations on the CPU
         read, stays in the file on the CPU: a token reads only one row of it."""
         model, head_device = self.model, self.placement.head_device
-        entry, positions = model.tensors["token_embd.weight"], self.positions()
+        entry, learned = model.tensors["token_embd.weight"], "position_embd.weight"
         if model.is_tied and (not self.spec.first or head_device == CPU):
             embedding = head = self.matrix(entry, head_device, "head")
             layers = self.layers()
@@ -144,7 +144,7 @@ class Builder:
         return Weights(
             spec=self.spec,
             embedding=embedding,
-            positions=positions,
+            positions=matrix_of(model.tensors[learned], CPU) if learned in model.tensors else None,
             layers=layers,
             output_norm=self.output_norm(head_device, "head"),
             head=Linear(weight=head),
@@ -159,15 +159,9 @@ class Builder:
         embedding and the head."""
         file = self.model.draft
         assert file is not None
-        own = Builder(
-            file,
-            Placement.on_one_device(1, CPU),
-            self.mode,
-            self.context_length,
-            stores=self.stores,
-            num_sequences=self.num_sequences,
-            cache_types=self.cache_types,
-            own_tables=self.tables,
+        placement = Placement.on_one_device(1, CPU)
+        own = replace(
+            self, model=file, placement=placement, resident_LN=None, own_tables=self.tables
         )
         embedding, head = weights.embedding, weights.head
         tensors = self.model.tensors
@@ -185,10 +179,6 @@ class Builder:
             head_device=CPU,
             first=load_all(own, own.spec.first, None, CPU),
         )
-
-    def positions(self) -> Matrix | None:
-        entry = self.model.tensors.get("position_embd.weight")
-        return None if entry is None else matrix_of(entry, CPU)
 
     def layers(self) -> tuple[Layer, ...]:
         return tuple(self.layer(index) for index in range(self.model.spec.num_layers))
@@ -337,13 +327,10 @@ class Builder:
         """The keys and values of a layer, which others may read."""
         name = block.kept(index).name
         if name not in self.caches:
-            self.caches[name] = LayerCache.of(
-                self.tables[block.window],
-                block.num_kv_heads,
-                block.head_dim,
-                self.cache_types or CacheTypes.of(self.model.kv_kind),
-                self.stores.on(self.placement.cache_device(index)).cache,
-            )
+            types = self.cache_types or CacheTypes.of(self.model.kv_kind)
+            zeros = self.stores.on(self.placement.cache_device(index)).cache
+            heads = block.num_kv_heads, block.head_dim
+            self.caches[name] = LayerCache.of(self.tables[block.window], *heads, types, zeros)
         return self.caches[name]
 
     def attention_inputs(
@@ -367,11 +354,12 @@ class Builder:
     def predictor(self, index: int, device: torch.device) -> Predictor:
         info = self.model.predictor
         assert info is not None
+        down = None
+        if info.rank_L[index]:
+            down = self.linear(f"blk.{index}.ffn_pred_down", device, "predictor")
         return Predictor(
             kind=info.kind,
-            down=self.linear(f"blk.{index}.ffn_pred_down", device, "predictor")
-            if info.rank_L[index]
-            else None,
+            down=down,
             up=self.linear(f"blk.{index}.ffn_pred_up", device, "predictor"),
             threshold=info.threshold_L[index],
         )

@@ -48,10 +48,11 @@ class NeuronLoader:
         """The blocks of a layer without experts, the hot one first. Each has matrices of its own,
         except a cold block whose matrices stay in the file or whose layer has slots: it refers to
         the whole matrices."""
-        if runs_by_output(self.model, self.placement, reads_all=self._reads_all(index)):
-            return (self._block_by_output(index),)
-        down = self._down(index)
         every = np.arange(self.model.spec.layers[index].neurons.number)
+        if runs_by_output(self.model, self.placement, reads_all=self._reads_all(index)):
+            stock = self.model.tensors[f"blk.{index}.ffn_down.weight"]
+            return (self._block(index, stock, "hot", every, "all", is_by_output=True),)
+        down = self._down(index)
         if self.placement.hot is None:
             return (self._block(index, down, "hot", every, "all"),)
         hot = self.placement.hot[index].astype(np.int64)
@@ -68,43 +69,28 @@ class NeuronLoader:
             blocks.append(self._block(index, down, "cold", cold, some if len(hot) else "all"))
         return tuple(blocks)
 
-    def _block_by_output(self, index: int) -> NeuronBlock:
-        """All neurons of a layer, from the matrices of a stock file as they are."""
-        names = list(self.model.spec.layers[index].neurons.matrices)
-        entries = [self.model.tensors[f"blk.{index}.{n}.weight"] for n in (*names, "ffn_down")]
-        store = self.stores.on(CPU)
-        *linears, down = store.neurons([[e] for e in entries], None, len(entries))
-        gate, *up = (
-            Linear(weight=weight, bias_N=self._bias(f"blk.{index}.{name}.bias", store, None))
-            for name, weight in zip(names, linears, strict=True)
-        )
-        ids = np.arange(self.model.spec.layers[index].neurons.number)
-        return NeuronBlock(
-            role="hot",
-            gate=gate,
-            up=up[0] if up else None,
-            down=down,
-            id_N=store.neuron_ids(ids, is_all=True),
-            row_N=None,
-            is_whole=True,
-            is_by_output=True,
-        )
-
     def _block(
-        self, index: int, down: TensorEntry, role: Role, ids: np.ndarray, rows: Rows
+        self,
+        index: int,
+        down: TensorEntry,
+        role: Role,
+        ids: np.ndarray,
+        rows: Rows,
+        *,
+        is_by_output: bool = False,
     ) -> NeuronBlock:
         chosen = ids if rows == "own" else None
         names = list(self.model.spec.layers[index].neurons.matrices)
         store = self.stores.on(self.placement.homes[index] if role == "hot" else CPU)
         entries = [self.model.tensors[f"blk.{index}.{name}.weight"] for name in names]
         groups = self._read_together(index, [*entries, down])
-        num_whole = self._num_whole(index, entries)
-        adds_all = self._reads_all(index) and num_whole > 0
+        num_whole = self._num_whole(index, entries) + is_by_output
+        adds_all = self._reads_all(index) and num_whole > 0 and not is_by_output
         *linears, down_matrix = store.neurons(groups, chosen, num_whole, adds_all)
         if rows == "own":  # ids and biases of neurons that were appended
             chosen = ids = np.pad(ids, (0, down_matrix.num_rows - len(ids)), mode="edge")
         gate, *up = (
-            Linear(weight=weight, bias_N=self._bias(f"blk.{index}.{name}.bias", store, chosen))
+            Linear(weight=weight, bias_N=bias_of(self.model, f"blk.{index}.{name}", store, chosen))
             for name, weight in zip(names, linears, strict=True)
         )
         id_N = store.neuron_ids(ids, is_all=rows == "all")
@@ -116,6 +102,7 @@ class NeuronLoader:
             id_N=id_N,
             row_N=id_N if rows == "shared" else None,
             is_whole=rows == "all",
+            is_by_output=is_by_output,
         )
 
     def _is_named(self, index: int) -> bool:
@@ -141,13 +128,6 @@ class NeuronLoader:
             return 0
         return len(entries) if self.spec.computes_all(index, self.mode) else 1
 
-    def _bias(self, name: str, store: WeightStore, chosen: np.ndarray | None) -> Tensor | None:
-        entry = self.model.tensors.get(name)
-        if entry is None:
-            return None
-        bias_N = vector_of(entry, CPU)
-        return store.neuron_bias(bias_N if chosen is None else bias_N[torch.from_numpy(chosen)])
-
     def _down(self, index: int) -> TensorEntry:
         """The neuron-major down projection; a stock file's is transposed here."""
         found = self.model.tensors.get(f"blk.{index}.ffn_down_t.weight")
@@ -172,6 +152,17 @@ class NeuronLoader:
             f" error up to {most:.1e}; hotsplit convert {self.model.path} -o model.gguf does so"
             " once and for all"
         )
+
+
+def bias_of(
+    model: ModelFile, name: str, store: WeightStore, chosen: np.ndarray | None
+) -> Tensor | None:
+    """The biases of a block's neurons, or experts (None: all), if a matrix has them."""
+    entry = model.tensors.get(f"{name}.bias")
+    if entry is None:
+        return None
+    bias_N = vector_of(entry, CPU)
+    return store.neuron_bias(bias_N if chosen is None else bias_N[torch.from_numpy(chosen)])
 
 
 def runs_by_output(model: ModelFile, placement: Placement, *, reads_all: bool) -> bool:

@@ -63,9 +63,7 @@ class NativeLayers:
     step: StepStruct
     layers: Sequence[SeenLayer]
     values: Mapping[str, Tensor]  # f32 [max_rows, size], by the step program's name
-    seen: Mapping[
-        str, Tensor
-    ]  # flat, with room for max_rows rows of the widest layer, by observers' name
+    seen: Mapping[str, Tensor]  # flat: max_rows rows of the widest layer, by observers' name
     native: NativeStep
     rows: Array[RowStruct] = field(default_factory=lambda: (RowStruct * 0)(), repr=False)
 
@@ -152,7 +150,14 @@ class NativeLayers:
                     first, *others = map(self._value, own.values[name][1])
                     found[name] = sum(others, first)
             if route is not None and stop == route[0]:
-                self._route_in_torch(layer, self._value(route[1]))
+                # Triton, which its module imports, takes a second.
+                from hotsplit.runtime.kernels.gpu.routing import choose_experts
+
+                router = layer.router
+                assert router is not None
+                logit_TE = router.linear.apply(self._value(route[1]))
+                given = router.spec, self._routed(layer), None, router.scale_E
+                choose_experts.reference(logit_TE, router.choice_bias_E, *given)
                 begin += 1
         take_traffic(self.step, self.native.traffic)
         T = len(self.rows)
@@ -171,17 +176,6 @@ class NativeLayers:
         assert layer.router is not None
         T, size = len(self.rows), 2 * layer.router.spec.num_used
         return self.values["routed"].flatten()[: T * size].view(T, size)
-
-    def _route_in_torch(self, layer: Layer, x_TD: Tensor) -> None:
-        # Triton, which its module imports, takes a second.
-        from hotsplit.runtime.kernels.gpu.routing import choose_experts
-
-        router = layer.router
-        assert router is not None
-        logit_TE, routed_T2K = router.linear.apply(x_TD), self._routed(layer)
-        choose_experts.reference(
-            logit_TE, router.choice_bias_E, router.spec, routed_T2K, None, router.scale_E
-        )
 
 
 def _seen_layer(
@@ -291,10 +285,13 @@ class Decoder:
 
     def _pass(self, rows: Sequence[Row], run: Sequence[Row]) -> Tensor:
         """Computes consecutive rows of one sequence; see `run`."""
+        cache = self.weights.cache
         for row in run:
-            if row.source is not None:
-                self.weights.cache.reserve(row.sequence, row.position, row.position + 1)
-                self._copy(rows[row.source], row)
+            if row.source is not None:  # its keys and values are those of another sequence
+                source, at = rows[row.source], (row.position, row.position + 1)
+                cache.reserve(row.sequence, *at)
+                for layer in cache.layers:
+                    layer.write(row.sequence, row.position, *layer.read(source.sequence, *at))
         computed = [row for row in run if row.source is None]
         most = self.most_tokens
         pieces = (computed[start : start + most] for start in range(0, len(computed), most))
@@ -305,9 +302,3 @@ class Decoder:
             return self.native.run_pass(rows)
         with prepared(self.weights.cache, self.weights.states, rows) as slotted:
             return self._native_layers.logits(slotted, self.observers)
-
-    def _copy(self, source: Row, target: Row) -> None:
-        """Copies a row's keys and values to the same position of another sequence."""
-        start = source.position
-        for layer in self.weights.cache.layers:
-            layer.write(target.sequence, start, *layer.read(source.sequence, start, start + 1))

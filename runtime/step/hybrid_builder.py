@@ -74,16 +74,8 @@ def build(
 
     Raises NotNative for what the kernels of the CPU or GPU do not cover. A "GPU" of `placement` may
     be the CPU, with a backend that runs there."""
-    builder = _Builder(
-        weights,
-        placement,
-        traffic,
-        backend,
-        neuron_cache,
-        max_rows=1 if neuron_cache is not None else max_rows,
-        passes=passes or PassSetup(),
-    )
-    return builder.step()
+    given = weights, placement, traffic, backend, neuron_cache
+    return _Builder(*given, max_rows if neuron_cache is None else 1, passes or PassSetup()).step()
 
 
 class _Builder:
@@ -94,7 +86,6 @@ class _Builder:
         traffic: Traffic,
         backend: Backend,
         neuron_cache: NeuronCache | None,
-        *,
         max_rows: int,
         passes: PassSetup,
     ) -> None:
@@ -195,25 +186,12 @@ class _Builder:
         y_D = host.values["cold_out" if is_part else "ffn_out"]
         if isinstance(cold, ExpertBlock):
             assert layer.router is not None
-            num_used, routed = layer.router.spec.num_used, routed_R
-            return NativeNeurons.of_experts(
-                cold,
-                gate,
-                num_used,
-                x_D=x_D,
-                routed=host.values["routed"] if routed is None else routed,
-                y_D=y_D,
-                room=room,
-            )
+            routed = host.values["routed"] if routed_R is None else routed_R
+            num_used = layer.router.spec.num_used
+            return NativeNeurons.of_experts(cold, gate, num_used, x_D, routed, y_D, room)
+        count = layer.ffn.num_neurons
         return NativeNeurons.of(
-            cold,
-            gate,
-            layer.ffn.num_neurons,
-            x_D=x_D,
-            named_W=named_W,
-            y_D=y_D,
-            room=room,
-            fired_W=fired_W,
+            cold, gate, count, x_D=x_D, named_W=named_W, y_D=y_D, room=room, fired_W=fired_W
         )
 
     def _divide(self, index: int, room: SharedWorkspace, cache: HybridCache | None) -> DividedLayer:
@@ -228,15 +206,13 @@ class _Builder:
         if isinstance(hot, NeuronBlock) and not hot.is_whole:
             hot_id_N = hot.id_N.to(torch.int32)
         if cold is not None and (hot is not None or is_on_gpu):
-            native = self._native(
-                index,
-                cold,
-                room,
-                is_part=hot is not None,
-                named_W=named_W if is_named else None,
-                fired_W=None if is_named else bits_W,
-                routed_R=routed_R,
-            )
+            bits = {"named_W": named_W} if is_named else {"fired_W": bits_W}
+            is_part = hot is not None
+            native = self._native(index, cold, room, is_part=is_part, routed_R=routed_R, **bits)
+        num_shared, width = 0, self.weights.spec.hidden_size
+        if layer.shared is not None and is_on_gpu:
+            is_by_output = layer.shared.block.is_by_output
+            num_shared = shared_parts(layer.spec, width, is_by_output=is_by_output)
         return DividedLayer(
             index=index,
             layer=layer,
@@ -244,7 +220,7 @@ class _Builder:
             hot_id_N=hot_id_N,
             cold=native,
             num_parts=self._hot_sizes(layer, hot)[1],
-            num_shared=self._num_shared(layer) if is_on_gpu else 0,
+            num_shared=num_shared,
             named_W=named_W,
             hot_bits=hot_bits,
             routed_R=routed_R,
@@ -256,23 +232,21 @@ class _Builder:
         self.devices = {gpu(n): self._device(n) for n in numbers}
         self.pass_devices = {gpu(n): self._pass_device(n) for n in numbers if self.passes.num_rows}
         if self.cache is not None:
-            numbers = sorted(set(self.placement.numbers))
             self.cache.connect({number: self.devices[gpu(number)].main for number in numbers})
         with _spared(self.weights):
             single = self._more(1)
         streams = {n: s for d in self.pass_devices.values() for n, s in d.streams.items()}
         of_passes = [d.cold.struct for d in self.pass_divided if d.cold and self.cache]
         of_passes += [each.native.struct for each in self.on_cpu.values()]
-        meter = Meter(
-            traffic=self.traffic,
-            structs=[d.cold.struct for d in self.divided if d.cold] + of_passes + [self.parts.step],
-        )
-        meter.reset()
-        positions = self.weights.positions if self.form.embedding != HOST else None
-        before, after = (
-            self._outside(kinds)
-            for kinds in (("embed", *self.weights.first), (*self.weights.last, "norm", "head"))
-        )
+        structs = [*(d.cold.struct for d in self.divided if d.cold), *of_passes, self.parts.step]
+        for struct in structs:  # of the trial step
+            struct.gate_bytes = struct.up_bytes = struct.down_bytes = 0
+        positions = None
+        if self.weights.positions is not None and self.form.embedding != HOST:
+            positions = self.weights.positions.rows(torch.arange(self.weights.positions.num_rows))
+        weights = self.weights
+        before = self._outside(("embed", *weights.first))
+        after = self._outside((*weights.last, "norm", "head"))
         return HybridStep(
             host=self.host,
             cache=self.weights.cache,
@@ -292,10 +266,8 @@ class _Builder:
             has_host_work=self._has_host_work(),
             before=before,
             after=after,
-            positions=None
-            if positions is None
-            else positions.rows(torch.arange(positions.num_rows)),
-            meter=meter,
+            positions=positions,
+            meter=Meter(traffic=self.traffic, structs=structs),
             kept=(self.devices, self.divided, self.submissions),
             neuron_cache=self.cache,
         )
@@ -339,15 +311,8 @@ class _Builder:
     def _gather(self, number_R: Sequence[int], num_rows: int, pass_length: int) -> None:
         """Copies the hidden states of rows of a pass to where the work after the last layer reads
         them; the last one again for each further row up to `num_rows`."""
-        place = next(
-            (
-                device_of(v)
-                for op in reversed(self.pass_programs[False][0])
-                for v in op.writes
-                if name_of(v) == "x"
-            ),
-            HOST,
-        )
+        written = (v for op in reversed(self.pass_programs[False][0]) for v in op.writes)
+        place = next((device_of(v) for v in written if name_of(v) == "x"), HOST)
         number_R = [*number_R, *[number_R[-1]] * (num_rows - len(number_R))]
         if place == HOST:
             x_TD = self.host.values["x"]
@@ -465,11 +430,8 @@ class _Builder:
 
     def _pass_device(self, number: int) -> PassKernels:
         """The kernels of passes on a GPU, on the stream of its steps."""
-        device, setup, main = (
-            self.placement.gpu(number),
-            self.passes,
-            self.devices[gpu(number)].main,
-        )
+        device, setup = self.placement.gpu(number), self.passes
+        main = self.devices[gpu(number)].main
         room = setup.room(self.weights, self.placement, number, is_pinned=self.backend.is_pinned)
         return PassKernels(
             kernels=self.backend.kernels,
@@ -488,12 +450,6 @@ class _Builder:
             return 0, 0
         width = self.weights.spec.hidden_size
         return hot_sizes(layer.spec, hot.num_units, width, is_by_output=hot.is_by_output)
-
-    def _num_shared(self, layer: Layer) -> int:
-        if layer.shared is None:
-            return 0
-        width = self.weights.spec.hidden_size
-        return shared_parts(layer.spec, width, is_by_output=layer.shared.block.is_by_output)
 
 
 def _submit(main: Stream, submissions: Mapping[int, Submission], needed: Mapping[int, int]) -> None:

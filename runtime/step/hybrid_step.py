@@ -11,6 +11,7 @@ sequences, N blocks of a sequence."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from hotsplit.runtime.step.native_step import StepStruct
 # Microseconds that the CPU's idle threads wait for their part of the next layer, about as long as
 # the GPU's part may take: to wake them takes as long as their work. Engine.close() undoes it.
 GPU_SPIN_TIME = 1000
+Each = TypeVar("Each")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,22 +106,27 @@ class HybridStep:
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
         """Logits f32 [R, V] of the rows that want them; appends all rows to the cache. No row may
         be a copy of another."""
-        logits_RV = self.logits.take(sum(row.has_logits for row in rows))
-        # By numpy: a copy by torch wakes OpenMP's threads for a large vocabulary, and they then
-        # spin for milliseconds on the cores of the kernels' threads (2 to 3 times slower on two
-        # cores).
-        target_RV, source_TV = logits_RV.numpy(), self.host.values["logits"].numpy()
-        start = done = 0
-        while start < len(rows):
-            piece = rows[start : start + self.max_rows]
-            num_rows = next(count for count in ROWS if count >= len(piece))
+        logits_RV, done = self.logits.take(sum(row.has_logits for row in rows)), 0
+        for piece, num_rows in self._pieces(rows):
             self._run_slotted(piece, num_rows)
-            for number, row in enumerate(piece):
-                if row.has_logits:
-                    np.copyto(target_RV[done], source_TV[number])
-                    done += 1
-            start += len(piece)
+            wanted = [number for number, row in enumerate(piece) if row.has_logits]
+            self._copy_logits(logits_RV[done : done + len(wanted)], wanted)
+            done += len(wanted)
         return logits_RV
+
+    def _pieces(self, rows: Sequence[Each]) -> Iterator[tuple[Sequence[Each], int]]:
+        """The rows in steps of at most `max_rows`, each with the number of rows that it has."""
+        for start in range(0, len(rows), self.max_rows):
+            piece = rows[start : start + self.max_rows]
+            yield piece, next(count for count in ROWS if count >= len(piece))
+
+    def _copy_logits(self, target_RV: Tensor, numbers: Sequence[int]) -> None:
+        """Copies the logits of some rows of a step. By numpy: a copy by torch wakes OpenMP's
+        threads for a large vocabulary, and they then spin for milliseconds on the cores of the
+        kernels' threads (2 to 3 times slower on two cores)."""
+        source_TV = self.host.values["logits"].numpy()
+        for target_V, number in zip(target_RV.numpy(), numbers, strict=True):
+            np.copyto(target_V, source_TV[number])
 
     @property
     def most_tokens(self) -> int:
@@ -130,15 +137,9 @@ class HybridStep:
         """Logits f32 [R, V] of the rows that want them, consecutive tokens of one sequence; appends
         all rows to the cache."""
         wanted = [number for number, row in enumerate(rows) if row.has_logits]
-        logits_RV = self.logits.take(len(wanted))
-        target_RV, source_TV = logits_RV.numpy(), self.host.values["logits"].numpy()
-        passes = self.passes
+        logits_RV, passes, done = self.logits.take(len(wanted)), self.passes, 0
         length = next(each for each in passes.lengths if each >= len(rows))
-        pieces = list[tuple[int, list[int], int]]()
-        for start in range(0, len(wanted), self.max_rows):
-            piece = wanted[start : start + self.max_rows]
-            num_rows = next(count for count in ROWS if count >= len(piece))
-            pieces.append((start, piece, num_rows))
+        for piece, num_rows in self._pieces(wanted):
             if num_rows not in passes.tails:  # before the pass, whose hidden states this overwrites
                 self._fill([rows[number] for number in piece], num_rows)
                 with self._watched(self.segments[1]):
@@ -154,26 +155,33 @@ class HybridStep:
             self._before(length)
             self._submitted(passes.segments[key])
             self.meter.read()
-        for start, piece, num_rows in pieces:
+        for piece, num_rows in self._pieces(wanted):
             passes.gather(piece, num_rows, length)
             self._fill([rows[number] for number in piece], num_rows)
             self._submitted(passes.tails[num_rows])
             if self.after:
                 self.after.run()
-            for number in range(len(piece)):
-                np.copyto(target_RV[start + number], source_TV[number])
+            self._copy_logits(logits_RV[done : done + len(piece)], range(len(piece)))
+            done += len(piece)
         return logits_RV
 
     def _run_slotted(self, rows: Sequence[Row], num_rows: int) -> None:
         """Runs a step. The first one of its number of rows runs twice, into the same blocks and
         slots of states: it is captured behind a run that stores what it computes."""
         with prepared(self.cache, self.states, rows) as slotted:
+            self._fill(slotted, num_rows)
             if num_rows not in self.segments:
                 assert self.prepare is not None
-                self._fill(slotted, num_rows)
                 with self._watched(self.segments[1]):
                     self.segments[num_rows] = self.prepare(num_rows)
-            self._run(slotted, num_rows)
+                self._fill(slotted, num_rows)
+            self._before(num_rows)
+            self._submitted(self.segments[num_rows])
+            if self.after:
+                self.after.run()
+            if self.neuron_cache is not None:
+                self.neuron_cache.after_step()
+            self.meter.read()
 
     def _fill(self, rows: Sequence[Row], num_rows: int) -> None:
         """Writes the rows to the host's buffers for a step of `num_rows` rows; the last is repeated
@@ -189,29 +197,15 @@ class HybridStep:
             inputs["token"][number], inputs["position"][number] = row.token, row.position
             inputs["sequence"][number] = row.sequence
         if self.states is not None:
-            self._fill_runs(rows)
+            run_T3, writes_T = inputs["runs"].zero_(), inputs["writes"].fill_(NO_SLOT)
+            first = 0
+            for number, run in enumerate(runs_of(rows)):  # repeated rows are in no run
+                run_T3[number] = torch.tensor([first, len(run), run[0].reads])
+                writes_T[first : first + len(run)] = torch.tensor([row.writes for row in run])
+                first += len(run)
         for table, blocks_SN in host.tables.items():
             blocks_SN.copy_(table.block_SN)
         self.meter.set_rows(len(rows))
-
-    def _fill_runs(self, rows: Sequence[Row]) -> None:
-        """Writes the runs of rows and the slots of their states; repeated rows are in no run."""
-        inputs, first = self.host.inputs, 0
-        run_T3, writes_T = inputs["runs"].zero_(), inputs["writes"].fill_(NO_SLOT)
-        for number, run in enumerate(runs_of(rows)):
-            run_T3[number] = torch.tensor([first, len(run), run[0].reads])
-            writes_T[first : first + len(run)] = torch.tensor([row.writes for row in run])
-            first += len(run)
-
-    def _run(self, rows: Sequence[Row], num_rows: int) -> None:
-        self._fill(rows, num_rows)
-        self._before(num_rows)
-        self._submitted(self.segments[num_rows])
-        if self.after:
-            self.after.run()
-        if self.neuron_cache is not None:
-            self.neuron_cache.after_step()
-        self.meter.read()
 
     def _before(self, num_rows: int) -> None:
         """Computes the host's operations before those of all GPUs."""
@@ -229,7 +223,13 @@ class HybridStep:
                 self.neuron_cache.before_step()
             if self.has_host_work:
                 library.set_spin_time(GPU_SPIN_TIME)
-            self._submit(segments)
+            event = None
+            for segment in segments:
+                segment.main.follow()  # wait for a prompt's keys and values
+                if event is not None:
+                    segment.main.wait(event)
+                segment.run()
+                event = segment.main.record()
 
     @contextmanager
     def _watched(self, segments: Sequence[Segment]) -> Iterator[None]:
@@ -251,15 +251,6 @@ class HybridStep:
         for segment in segments:
             segment.main.finish(sleeps=self.has_host_work)
 
-    def _submit(self, segments: Sequence[Segment]) -> None:
-        event = None
-        for segment in segments:
-            segment.main.follow()  # wait for a prompt's keys and values
-            if event is not None:
-                segment.main.wait(event)
-            segment.run()
-            event = segment.main.record()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Meter:
@@ -280,8 +271,4 @@ class Meter:
             self.traffic.gate += struct.gate_bytes
             self.traffic.up += struct.up_bytes
             self.traffic.down += struct.down_bytes
-        self.reset()
-
-    def reset(self) -> None:
-        for struct in self.structs:
             struct.gate_bytes = struct.up_bytes = struct.down_bytes = 0

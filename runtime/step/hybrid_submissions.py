@@ -28,17 +28,17 @@ from hotsplit.runtime.step.pass_device import PassKernels
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, edges, is_added, is_read, name_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Submission:
     """Work for the stream of GPU `home`, in the order of the program: a function that submits it,
     or a function for the CPU."""
 
     name: str
     home: str
-    is_graph: bool = True
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     work: Callable[[], None] | HostNode
+    is_graph: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,6 @@ class _Sum:
     @property
     def reads(self) -> tuple[str, ...]:
         return (self.base, *self.terms)
-
-    def is_touched_by(self, op: Op) -> bool:
-        return self.target in op.reads or not {self.target, *self.reads}.isdisjoint(op.writes)
 
 
 @dataclass(kw_only=True)
@@ -115,16 +112,9 @@ class Lowering:
 
     def _submit(self, op: Op, work: Callable[[], None] | HostNode) -> None:
         self.summed -= set(op.writes)
-        self.found.append(
-            Submission(
-                name="host" if isinstance(work, HostNode) else op.kind,
-                home=op.home,
-                is_graph=not (op.is_between_gpus or self._is_streamed(op)),
-                reads=op.reads,
-                writes=op.writes,
-                work=work,
-            )
-        )
+        name = "host" if isinstance(work, HostNode) else op.kind
+        is_graph = not (op.is_between_gpus or self._is_streamed(op))
+        self.found.append(Submission(name, op.home, op.reads, op.writes, work, is_graph))
 
     def _host(self, ops: Sequence[Op]) -> None:
         layer, named_W = ops[0].layer, None
@@ -134,9 +124,7 @@ class Lowering:
         node = self.parts.node(ops, named_W)
         reads = tuple(dict.fromkeys(value for op in ops for value in op.reads))
         writes = tuple(dict.fromkeys(v for op in ops for v in (*op.writes, *overwritten(op))))
-        self.found.append(
-            Submission(name="host", home=ops[0].home, reads=reads, writes=writes, work=node)
-        )
+        self.found.append(Submission("host", ops[0].home, reads, writes, node))
 
     def _add(self, op: Op) -> None:
         """Defers a sum until it is read. A sum that adds to a deferred one is merged with it."""
@@ -152,12 +140,15 @@ class Lowering:
         )
 
     def _settle_before(self, op: Op) -> None:
-        """Submits the deferred sums that an operation needs but is not fused with."""
+        """Submits the deferred sums that an operation needs but is not fused with, and those whose
+        rows it writes as other values."""
+        written = set() if op.layer is None else self.divided[op.layer].rows_of(op.writes)
         for pending in list(self.pending.values()):
             takes_it = op.kind in ("add", "norm") and op.reads[0] == pending.target
-            if takes_it or not (pending.is_touched_by(op) or self._overwrites_rows(op, pending)):
-                continue
-            self._settle(pending)
+            touched, rows = {pending.target, *pending.reads}, self.divided[pending.layer].rows_of
+            is_touched = pending.target in op.reads or not touched.isdisjoint(op.writes)
+            if not takes_it and (is_touched or not written.isdisjoint(rows(pending.reads))):
+                self._settle(pending)
 
     def _settle(self, pending: _Sum) -> None:
         """Submits a deferred sum."""
@@ -166,25 +157,9 @@ class Lowering:
         x_D, sum_PD, term_D = self._summands(pending.reads, pending.layer)
         target_D = self._tensor(target, pending.layer)
         self.summed.add(target)
-        self.found.append(
-            Submission(
-                name="add",
-                home=device,
-                reads=pending.reads,
-                writes=(target,),
-                work=partial(
-                    launch_add_norm,
-                    self.devices[device],
-                    x_D,
-                    sum_PD,
-                    None,
-                    None,
-                    target_D,
-                    term_D,
-                    factors=self._factors(pending),
-                ),
-            )
-        )
+        given = self.devices[device], x_D, sum_PD, None, None, target_D, term_D
+        work = partial(launch_add_norm, *given, factors=self._factors(pending))
+        self.found.append(Submission("add", device, pending.reads, (target,), work))
 
     def _are_one(self, pending: _Sum, op: Op, terms: Sequence[str]) -> bool:
         """True if a deferred sum can take the terms of one that adds to it."""
@@ -196,13 +171,6 @@ class Lowering:
         summed = self.summed.intersection(values)
         divided = self.divided[pending.layer]
         return divided.summands(map(name_of, values), map(name_of, summed)) is not None
-
-    def _overwrites_rows(self, op: Op, pending: _Sum) -> bool:
-        """True if an operation writes rows that a sum reads, as other values."""
-        if op.layer is None:
-            return False
-        written = self.divided[op.layer].rows_of(op.writes)
-        return not written.isdisjoint(self.divided[pending.layer].rows_of(pending.reads))
 
     def _factors(self, pending: _Sum) -> SumFactors:
         """The factors of the first of `_summands` and of the others."""
@@ -243,21 +211,9 @@ class Lowering:
             weights = norm.weight_D, norm.bias_D, norm.epsilon
             work = partial(device.round, x_D, added_TD, *weights, target, kept_D)
         else:
-            work = partial(
-                launch_add_norm,
-                device,
-                x_D,
-                sum_PD,
-                norm,
-                out_D,
-                kept_D,
-                term_D,
-                copy_D,
-                factors=factors,
-            )
-        self.found.append(
-            Submission(name="norm", home=op.home, reads=reads, writes=(*writes, *copies), work=work)
-        )
+            given = device, x_D, sum_PD, norm, out_D, kept_D, term_D, copy_D
+            work = partial(launch_add_norm, *given, factors=factors)
+        self.found.append(Submission("norm", op.home, reads, (*writes, *copies), work))
 
     def _type_read(self, value: str, later: Sequence[Op]) -> torch.dtype | None:
         """The type of 16 bits in which the next operation of a pass takes a value in tiles; None if
@@ -330,7 +286,7 @@ class Lowering:
         if op.kind == "copy":
             return self._copy(op)
         if op.kind == "embed":
-            scale, has_positions = weights.embedding_scale, len(op.reads) > 1
+            scale, has_positions = weights.spec.embedding_scale, len(op.reads) > 1
             return partial(device.embed, weights.embedding, scale, has_positions=has_positions)
         if op.kind == "head":
             x_D, logits_V = (self._tensor(value, None) for value in (*op.reads, *op.writes))

@@ -421,7 +421,7 @@ class StepBuilder(Structs):
             value_kind=library.kind_code(types.value.kind),
             is_key_rotated=types.key.is_rotated,
             is_value_rotated=types.value.is_rotated,
-            embedding_scale=weights.embedding_scale,
+            embedding_scale=weights.spec.embedding_scale,
             logit_cap=weights.spec.logit_cap or 0.0,
         )
         if weights.positions is not None:

@@ -8,7 +8,7 @@ depend on the form of the model and its plan alone, so a plan reserves what a pa
 Letters: T rows, D model width, N neurons, K experts of a row, P = T K pairs of a row and one of its
 experts, G tiles of pairs, A some experts."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -46,7 +46,7 @@ from hotsplit.runtime.weights.neuron_block import NeuronBlock, by_role
 PASS_ROWS = (32, 64, 128, 256, 384, 512)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerPart:
     """What a GPU has of a layer in passes: hot and streamed neurons, or experts."""
 
@@ -112,20 +112,23 @@ class PassRoom:
         num_used = max((route.num_used for route in routes), default=0)
         num_experts = max((route.num_experts for route in routes), default=0)
         num_pairs, real = num_rows * num_used, torch.float32
-        widest = max(spec.hidden_size, spec.most_query_size, *_columns(spec))
+        own = [block for layer in spec.layers for block in layer.operations]
+        columns = [shape[-1] for block in own for shape in block.shapes(spec.hidden_size).values()]
+        widest = max(spec.hidden_size, spec.most_query_size, *columns)
         num_streamed = 3 * (num_pairs + most_tiles(num_pairs, num_experts)) if piece_bytes else 0
+        buffers = DeviceBuffers.of(
+            spec,
+            [(0, part.num_parts + part.is_streamed) for part in parts],
+            tables,
+            take,
+            has_head=False,
+            has_cache=has_cache,
+            max_rows=num_rows,
+            most_shared=int(any(part.layer.shared is not None for part in parts)),
+            hidden_values=2 * values,
+        )
         return cls(
-            buffers=DeviceBuffers.of(
-                spec,
-                [(0, part.num_parts + part.is_streamed) for part in parts],
-                tables,
-                take,
-                has_head=False,
-                has_cache=has_cache,
-                max_rows=num_rows,
-                most_shared=max((int(part.layer.shared is not None) for part in parts), default=0),
-                hidden_values=2 * values,
-            ),
+            buffers=buffers,
             rounded=take((num_rows * widest,), real),
             power_T=take((num_rows,), real),
             hidden=take((values,), real),
@@ -172,26 +175,14 @@ class PassSetup:
 
 
 def _part_of(layer: Layer, is_streamed: bool) -> LayerPart:
-    blocks = layer.ffn.blocks
+    blocks, shared = layer.ffn.blocks, layer.shared
     hot, _ = by_role(blocks)
-    return LayerPart(
-        layer=layer.spec,
-        num_hot=0 if hot is None else hot.num_units,
-        is_streamed=is_streamed,
-        is_by_output=blocks[0].is_by_output
-        or bool(layer.shared and layer.shared.block.is_by_output),
-    )
+    is_by_output = blocks[0].is_by_output or bool(shared and shared.block.is_by_output)
+    return LayerPart(layer.spec, 0 if hot is None else hot.num_units, is_streamed, is_by_output)
 
 
 def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _columns(spec: ModelSpec) -> Iterable[int]:
-    """The columns of matrices of operations with rooms of their own in layers."""
-    for layer in spec.layers:
-        for block in layer.operations:
-            yield from (shape[-1] for shape in block.shapes(spec.hidden_size).values())
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from hotsplit.costs.pass_length import LOGITS_CHUNK, PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode
 from hotsplit.model.operations import TOKEN
-from hotsplit.model.spec import LayerSpec, ModelSpec
+from hotsplit.model.spec import ModelSpec
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.device.device_memory import (
     ALIGNMENT,
@@ -137,17 +137,16 @@ def seen_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:
     spec, rows = model.spec.in_mode(mode), min(SHORT_CHUNK, context_length)
     outputs = 4 * spec.x_size + 12 * spec.hidden_size + 2 * sum(spec.value_sizes.values())
     heads = max(layer.mixer.query_size for layer in spec.layers)
-    neurons = max(_seen_neurons(layer) for layer in spec.layers)
+    neurons = 0
+    for layer in spec.layers:
+        route, own = layer.route, layer.neurons
+        number = own.number
+        if route is not None:
+            number = route.num_used * own.of_expert + 4 * route.num_experts
+        shared = 0 if layer.shared is None else layer.shared.number
+        neurons = max(neurons, (2 + (layer.predict is not None)) * number + shared)
     logits = 2 * min(rows, LOGITS_CHUNK) * spec.vocab_size
     return FLOAT_BYTES * (rows * (outputs + heads + neurons) + logits)
-
-
-def _seen_neurons(layer: LayerSpec) -> int:
-    """Values of a token that observers see within the neurons of a layer."""
-    route, own = layer.route, layer.neurons
-    number = own.number if route is None else route.num_used * own.of_expert + 4 * route.num_experts
-    shared = 0 if layer.shared is None else layer.shared.number
-    return (2 + (layer.predict is not None)) * number + shared
 
 
 def _outside_values(spec: ModelSpec) -> int:
@@ -180,9 +179,8 @@ def gpu_bytes(model: ModelFile, context_length: int, num_sequences: int = 1) -> 
     (largest, least), found = streamed_bytes(model), 0
     for tokens in PLANNED_TOKENS:
         piece = least_piece_bytes(tokens, largest, least)
-        found = beside + arena_bytes(
-            pass_bytes(model, context_length, tokens, num_sequences, piece)
-        )
+        size_of_pass = pass_bytes(model, context_length, tokens, num_sequences, piece)
+        found = beside + arena_bytes(size_of_pass)
         if found <= PLANNED_SHARE * size:
             break
     return found
@@ -207,26 +205,10 @@ def pass_bytes(
     piece_bytes: int = 0,
 ) -> int:
     """Bytes of the memory of passes of up to so many rows on a GPU, whatever a plan puts there."""
-    counted, is_stock = Counted(), model.layout == "stock"
-    parts = [
-        LayerPart(
-            layer=layer,
-            num_hot=layer.neurons.num_units,
-            is_streamed=bool(piece_bytes),
-            is_by_output=is_stock,
-        )
-        for layer in model.spec.layers
-    ]
-    tables = _tables(model, context_length, num_sequences)
-    PassRoom.of(
-        model.spec,
-        parts,
-        tables,
-        counted.take,
-        num_rows=num_rows,
-        has_cache=True,
-        piece_bytes=piece_bytes,
-    )
+    counted, is_stock, is_streamed = Counted(), model.layout == "stock", bool(piece_bytes)
+    parts = [LayerPart(x, x.neurons.num_units, is_streamed, is_stock) for x in model.spec.layers]
+    given = model.spec, parts, _tables(model, context_length, num_sequences), counted.take
+    PassRoom.of(*given, num_rows=num_rows, has_cache=True, piece_bytes=piece_bytes)
     return counted.num_bytes
 
 
@@ -241,13 +223,10 @@ def streamed_bytes(model: ModelFile) -> tuple[int, int]:
     """Bytes of the neurons or experts of the largest layer as streamed, and of the largest expert,
     at most; 0 without experts."""
     units = [placed_units(model, index) for index in range(model.spec.num_layers)]
-    experts = [
-        size
-        for layer, (_, size) in zip(model.spec.layers, units, strict=True)
-        if layer.neurons.are_experts
-    ]
     largest = SEGMENT_BYTES + max(number * size for number, size in units)
-    return largest, max(experts) + EXPERT_GAPS if experts else 0
+    layers = zip(model.spec.layers, units, strict=True)
+    expert = max((size for x, (_, size) in layers if x.neurons.are_experts), default=-EXPERT_GAPS)
+    return largest, expert + EXPERT_GAPS
 
 
 def slab_extras(model: ModelFile, num_ids: int) -> int:
@@ -267,14 +246,12 @@ def planned_rows(num_sequences: int) -> int:
 def step_rows(model: ModelFile, context_length: int, workspace: int, num_sequences: int = 1) -> int:
     """Most rows of a decode step that plans have room for, and whose buffers fit into ROWS_SHARE of
     the workspace; at least 1."""
-    planned = planned_rows(num_sequences)
-    taken = {rows: decode_bytes(model, context_length, rows, num_sequences) for rows in ROWS}
-    fitting = [
-        rows
-        for rows in ROWS
-        if taken[rows] <= ROWS_SHARE * workspace and (rows <= planned or taken[rows] <= STEP_BYTES)
-    ]
-    return max(fitting, default=1)
+    planned, most = planned_rows(num_sequences), 1
+    for rows in ROWS:
+        taken = decode_bytes(model, context_length, rows, num_sequences)
+        if taken <= ROWS_SHARE * workspace and (rows <= planned or taken <= STEP_BYTES):
+            most = rows
+    return most
 
 
 def decode_bytes(

@@ -117,7 +117,7 @@ def test_logits_are_handed_over_without_waking_torchs_threads(tmp_path):
         step = engine._live.native
         rows = rows_of([3, 4], 0, "all")
         want = step.run_rows(rows).clone()
-        step._run = lambda rows, num_rows: None  # the logits are in the host's buffer
+        step._run_slotted = lambda rows, num_rows: None  # the logits are in the host's buffer
         with TorchOperations() as operations:
             got = step.run_rows(rows)
         assert torch.equal(got, want) and not operations.large

@@ -36,6 +36,7 @@ STORES = {
         if each.name not in ("embed", "attend")  # launches of other kernels
     },
     "_unpack_tiles": {"out"},
+    "_rotate_append": {"qkv", "query", "cache.0", "cache.1"},  # keys and values
     "_attend_part": {"sums", "peaks", "weights"},
     "_attend_join": {"out"},
     "_expert_sum": {"parts"},

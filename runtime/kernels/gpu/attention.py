@@ -82,9 +82,7 @@ def attend(
         rows = () if num_rows == 1 else (num_rows,)
         _attend_part[(num_kv, num_parts, *rows)](
             qkv,
-            key_CKW,
-            value_CKW,
-            *cache.strides,
+            cache.arguments,
             position_1,
             sums,
             peaks,
@@ -92,7 +90,6 @@ def attend(
             scores,
             spec.window,
             num_heads,
-            *cache.paging,
             WIDTH=width,
             QUERY_STRIDE=width * (1 + spec.is_gated),
             ROW_STRIDE=qkv.shape[-1],
@@ -133,12 +130,7 @@ def attend(
 @triton.jit
 def _attend_part(
     qkv,
-    key,
-    value,
-    key_stride,
-    value_stride,
-    key_head_stride,
-    value_head_stride,
+    cache,
     position,
     sums,
     peaks,
@@ -146,11 +138,6 @@ def _attend_part(
     scores,
     window,
     num_heads,
-    key_block_stride,
-    value_block_stride,
-    sequence,
-    table,
-    table_stride,
     WIDTH: tl.constexpr,
     QUERY_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
@@ -176,9 +163,9 @@ def _attend_part(
         qkv += row * ROW_STRIDE
         position += row
         to = row * tl.num_programs(1) + part
-    if table is not None:
-        own = tl.load(sequence + (row if NUM_ROWS > 1 else 0)).to(tl.int64)
-        table += own * table_stride
+    if cache.table is not None:
+        own = tl.load(cache.sequence + (row if NUM_ROWS > 1 else 0)).to(tl.int64)
+        table = cache.table + own * cache.table_stride
     last = tl.load(position)
     begin = part * SPLIT
     end = tl.minimum(begin + SPLIT, last + 1)
@@ -192,8 +179,8 @@ def _attend_part(
         peak_G = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
         weight_G = tl.zeros([GROUP_BLOCK], tl.float32)
         sum_GW = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
-        head_key = key + kv_head.to(tl.int64) * key_head_stride
-        head_value = value + kv_head.to(tl.int64) * value_head_stride
+        head_key = cache.key + kv_head.to(tl.int64) * cache.key_head_stride
+        head_value = cache.value + kv_head.to(tl.int64) * cache.value_head_stride
         first = begin
         while first < end:
             at_P = first + tl.arange(0, TILE)
@@ -203,17 +190,16 @@ def _attend_part(
             is_live = is_read_P[:, None] & in_head_W[None, :]
             row_P = at_P.to(tl.int64)[:, None]
             column = column_W[None, :]
-            if table is not None:  # a tile is within a block
+            own_key, own_value = head_key, head_value
+            if cache.table is not None:  # a tile is within a block
                 block = tl.load(table + first // BLOCK_LENGTH).to(tl.int64)
                 row_P = (first % BLOCK_LENGTH + tl.arange(0, TILE)).to(tl.int64)[:, None]
-                head_key = key + kv_head.to(tl.int64) * key_head_stride + block * key_block_stride
-                head_value = (
-                    value + kv_head.to(tl.int64) * value_head_stride + block * value_block_stride
-                )
-            key_PW = tl.load(head_key + (row_P * key_stride + column), mask=is_live, other=0.0)
-            value_PW = tl.load(
-                head_value + (row_P * value_stride + column), mask=is_live, other=0.0
-            )
+                own_key += block * cache.key_block_stride
+                own_value += block * cache.value_block_stride
+            own_key += row_P * cache.key_stride + column
+            own_value += row_P * cache.value_stride + column
+            key_PW = tl.load(own_key, mask=is_live, other=0.0)
+            value_PW = tl.load(own_value, mask=is_live, other=0.0)
             key_PW, value_PW = key_PW.to(tl.float32), value_PW.to(tl.float32)
             # One query at a time against the tile in registers: a product with all queries would
             # take GROUP times the registers, and tensor cores would round the queries.

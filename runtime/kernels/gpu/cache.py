@@ -4,6 +4,7 @@ Letters: C positions of the cache, B its blocks, P positions of a tile or block,
 W head width, S sequences, N blocks of a sequence."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -48,14 +49,28 @@ class Cache:
         return self.table_SN.shape[1] * self.block_length
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        """The strides of positions (keys, values) and of heads (keys, values)."""
-        return tuple(cache.stride(axis) for axis in (-3, -2) for cache in (self.key, self.value))
+    def arguments(self) -> "CacheArguments":
+        key, value, table_SN = self.key, self.value, self.table_SN
+        strides = key.stride(-3), value.stride(-3), key.stride(-2), value.stride(-2)
+        if table_SN is None:
+            return CacheArguments(key, value, *strides)
+        blocks = key.stride(0), value.stride(0)
+        return CacheArguments(
+            key, value, *strides, *blocks, self.sequence_1, table_SN, table_SN.stride(0)
+        )
 
-    @property
-    def paging(self) -> tuple[int | Tensor | None, ...]:
-        """The strides of blocks, the rows' sequences, the table and its stride."""
-        if self.table_SN is None:
-            return (None,) * 5
-        strides = self.key.stride(0), self.value.stride(0)
-        return (*strides, self.sequence_1, self.table_SN, self.table_SN.stride(0))
+
+class CacheArguments(NamedTuple):
+    """A cache as an argument of a kernel, which is compiled without what is None."""
+
+    key: Tensor
+    value: Tensor
+    key_stride: int  # of positions
+    value_stride: int
+    key_head_stride: int
+    value_head_stride: int
+    key_block_stride: int | None = None
+    value_block_stride: int | None = None
+    sequence: Tensor | None = None  # of each row
+    table: Tensor | None = None
+    table_stride: int | None = None

@@ -95,10 +95,7 @@ def rotate_append(
             key_weight_W,
             norm.epsilon if norm else 0.0,
             position_1,
-            key_CKW,
-            value_CKW,
-            *cache.strides,
-            *cache.paging,
+            cache.arguments,
             query_THW,
             spec.score_scale,
             NUM_HEADS=num_heads,
@@ -149,17 +146,7 @@ def _rotate_append(
     key_weight,
     epsilon,
     position,
-    key,
-    value,
-    key_stride,
-    value_stride,
-    key_head_stride,
-    value_head_stride,
-    key_block_stride,
-    value_block_stride,
-    sequence,
-    table,
-    table_stride,
+    cache,
     query,
     query_scale,
     NUM_HEADS: tl.constexpr,
@@ -199,16 +186,18 @@ def _rotate_append(
     is_kept = in_head
     if HAS_ROWS:
         is_new = (row == 0) | (tl.load(position - 1, mask=row > 0, other=-1) != at)
-        if table is not None:
-            before = tl.load(sequence + row - 1, mask=row > 0, other=-1)
-            is_new = is_new | (before != tl.load(sequence + row))
+        if cache.table is not None:
+            before = tl.load(cache.sequence + row - 1, mask=row > 0, other=-1)
+            is_new = is_new | (before != tl.load(cache.sequence + row))
         is_kept = in_head & is_new
-    if table is not None:
-        own = tl.load(sequence + (row if HAS_ROWS else 0)).to(tl.int64)
-        block = tl.load(table + own * table_stride + at // BLOCK_LENGTH).to(tl.int64)
-        key += block * key_block_stride
-        value += block * value_block_stride
-    place = at if table is None else at % BLOCK_LENGTH
+    key, value, place = cache.key, cache.value, at
+    if cache.table is not None:
+        own = tl.load(cache.sequence + (row if HAS_ROWS else 0)).to(tl.int64)
+        entry = cache.table + own * cache.table_stride + at // BLOCK_LENGTH
+        block = tl.load(entry).to(tl.int64)
+        key += block * cache.key_block_stride
+        value += block * cache.value_block_stride
+        place = at % BLOCK_LENGTH
     if IS_ADJACENT:
         first_at, second_at = 2 * pair, 2 * pair + 1
     else:
@@ -229,35 +218,21 @@ def _rotate_append(
             first, second = _head_norm(
                 first, second, None, first_at, second_at, in_head, epsilon, WIDTH, False
             )
-        target = value + place * value_stride + kv_head * value_head_stride
+        target = value + place * cache.value_stride + kv_head * cache.value_head_stride
         tl.store(target + first_at, first.to(value.dtype.element_ty), mask=is_kept)
         tl.store(target + second_at, second.to(value.dtype.element_ty), mask=is_kept)
     else:
         if head < NUM_HEADS:
             if query_weight is not None:
+                weight = query_weight + head * NORM_STRIDE
                 first, second = _head_norm(
-                    first,
-                    second,
-                    query_weight + head * NORM_STRIDE,
-                    first_at,
-                    second_at,
-                    in_head,
-                    epsilon,
-                    WIDTH,
-                    CENTRES,
+                    first, second, weight, first_at, second_at, in_head, epsilon, WIDTH, CENTRES
                 )
         else:
             if key_weight is not None:
+                weight = key_weight + kv_head * NORM_STRIDE
                 first, second = _head_norm(
-                    first,
-                    second,
-                    key_weight + kv_head * NORM_STRIDE,
-                    first_at,
-                    second_at,
-                    in_head,
-                    epsilon,
-                    WIDTH,
-                    CENTRES,
+                    first, second, weight, first_at, second_at, in_head, epsilon, WIDTH, CENTRES
                 )
         if frequency is not None:
             first, second = _turn(first, second, frequency, pair, at, ROTATED, MAGNITUDE)
@@ -275,7 +250,7 @@ def _rotate_append(
                 tl.store(qkv + first_at, first, mask=in_head)
                 tl.store(qkv + second_at, second, mask=in_head)
         else:
-            target = key + place * key_stride + kv_head * key_head_stride
+            target = key + place * cache.key_stride + kv_head * cache.key_head_stride
             tl.store(target + first_at, first.to(key.dtype.element_ty), mask=is_kept)
             tl.store(target + second_at, second.to(key.dtype.element_ty), mask=is_kept)
 

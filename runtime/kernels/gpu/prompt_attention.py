@@ -90,9 +90,7 @@ def attend_tokens(
         tokens, tile, warps, stages = _tile_of(query_THW, block)
         _attend_tokens[(ceil_div(num_tokens, tokens), num_heads)](
             query_THW,
-            key_CKW,
-            value_CKW,
-            *cache.strides,
+            cache.arguments,
             position_T,
             out_THW,
             gated_TQ,
@@ -100,7 +98,6 @@ def attend_tokens(
             scores_of(spec, vectors),
             spec.window,
             num_tokens,
-            *cache.paging,
             NUM_HEADS=num_heads,
             GROUP=num_heads // spec.num_kv_heads,
             WIDTH=width,
@@ -118,12 +115,7 @@ def attend_tokens(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _attend_tokens(
     query,
-    key,
-    value,
-    key_stride,
-    value_stride,
-    key_head_stride,
-    value_head_stride,
+    cache,
     position,
     out,
     gate,
@@ -131,11 +123,6 @@ def _attend_tokens(
     scores,
     window,
     num_tokens,
-    key_block_stride,
-    value_block_stride,
-    sequence,
-    table,
-    table_stride,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -154,34 +141,34 @@ def _attend_tokens(
     if window is not None:  # the tile of the first token's first key
         least_T = tl.maximum(tl.where(live_T, at_T, end) + 1 - window, 0)
         begin = tl.min(least_T // TILE * TILE, axis=0)
-    if table is not None:
-        table += tl.load(sequence).to(tl.int64) * table_stride
+    if cache.table is not None:
+        table = cache.table + tl.load(cache.sequence).to(tl.int64) * cache.table_stride
     column_W = tl.arange(0, BLOCK)
     in_head_W = column_W < WIDTH
     place_TW = (token_T.to(tl.int64) * NUM_HEADS + head)[:, None] * WIDTH + column_W[None, :]
     is_live_TW = live_T[:, None] & in_head_W[None, :]
     query_TW = tl.load(query + place_TW, mask=is_live_TW, other=0.0)
-    key += (head // GROUP).to(tl.int64) * key_head_stride
-    value += (head // GROUP).to(tl.int64) * value_head_stride
+    key = cache.key + (head // GROUP).to(tl.int64) * cache.key_head_stride
+    value = cache.value + (head // GROUP).to(tl.int64) * cache.value_head_stride
     peak_T = tl.full([TOKENS], float("-inf"), tl.float32)
     weight_T = tl.zeros([TOKENS], tl.float32)
     sum_TW = tl.zeros([TOKENS, BLOCK], tl.float32)
     for first in tl.range(begin, end, TILE):
         at_P = first + tl.arange(0, TILE)
         row_P, own_key, own_value = at_P.to(tl.int64), key, value
-        if table is not None:  # a tile is within a block
+        if cache.table is not None:  # a tile is within a block
             block = tl.load(table + first // BLOCK_LENGTH).to(tl.int64)
             row_P = (first % BLOCK_LENGTH + tl.arange(0, TILE)).to(tl.int64)
-            own_key += block * key_block_stride
-            own_value += block * value_block_stride
+            own_key += block * cache.key_block_stride
+            own_value += block * cache.value_block_stride
         is_read_P = at_P < end
         key_WP = tl.load(
-            own_key + row_P[None, :] * key_stride + column_W[:, None],
+            own_key + row_P[None, :] * cache.key_stride + column_W[:, None],
             mask=is_read_P[None, :] & in_head_W[:, None],
             other=0.0,
         )
         value_PW = tl.load(
-            own_value + row_P[:, None] * value_stride + column_W[None, :],
+            own_value + row_P[:, None] * cache.value_stride + column_W[None, :],
             mask=is_read_P[:, None] & in_head_W[None, :],
             other=0.0,
         )

@@ -209,7 +209,6 @@ class NativeNeurons:
         block: ExpertBlock,
         gate: Gate,
         num_used: int,
-        *,
         x_D: Tensor,
         routed: Tensor,
         y_D: Tensor,
