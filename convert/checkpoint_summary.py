@@ -63,7 +63,13 @@ def summarise_checkpoint(folder: Path) -> CheckpointSummary:
     """The summary of a folder. Raises HotsplitError if it is not a complete checkpoint."""
     checkpoint = Checkpoint.open(folder)
     own = [tensor for tensor in checkpoint.tensors.values() if tensor.same_as is None]
-    draft, refusal = _draft(folder)
+    draft: Draft | None = None
+    refusal = None
+    with tempfile.TemporaryDirectory(prefix="hotsplit-") as empty:
+        try:
+            draft = draft_of(ConvertConfig(source=folder, output=Path(empty, "model.gguf")))
+        except HotsplitError as error:
+            refusal = str(error).removeprefix(f"{folder}: ")
     model = None if draft is None else draft.model
     names = checkpoint.config.get("architectures")
     return CheckpointSummary(
@@ -80,11 +86,3 @@ def summarise_checkpoint(folder: Path) -> CheckpointSummary:
         f16_bytes=None if model is None else sum(e.num_bytes for e in model.tensors.values()),
         notes=() if draft is None else draft.notes,
     )
-
-
-def _draft(folder: Path) -> tuple[Draft | None, str | None]:
-    with tempfile.TemporaryDirectory(prefix="hotsplit-") as empty:
-        try:
-            return draft_of(ConvertConfig(source=folder, output=Path(empty, "model.gguf"))), None
-        except HotsplitError as error:
-            return None, str(error).removeprefix(f"{folder}: ")

@@ -184,8 +184,11 @@ def _made(
         same = dataclasses.replace(entry, kind=kind, read_rows=partial(_q5_0_as_q8_0, entry))
         return _checked(same, label)
     if SAME_VALUES.get(entry.kind) == kind and not is_transposed:
-        read = partial(_same_rows, entry, label)
-        return _checked(dataclasses.replace(entry, kind=kind, read_rows=read), label)
+        read = entry.read_rows
+        same = dataclasses.replace(
+            entry, kind=kind, read_rows=lambda a, b: with_same_values(read(a, b), entry.kind, label)
+        )
+        return _checked(same, label)
     read = partial(_transposed_rows if is_transposed else _unpacked_rows, entry)
 
     def read_rows(start: int, stop: int) -> np.ndarray:
@@ -222,10 +225,6 @@ def _is_finite(data: np.ndarray, kind: str) -> bool:
 
 def _unpacked_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
     return values_of(entry.read_rows(start, stop), entry.kind)
-
-
-def _same_rows(entry: TensorEntry, label: str, start: int, stop: int) -> np.ndarray:
-    return with_same_values(entry.read_rows(start, stop), entry.kind, label)
 
 
 def _q5_0_as_q8_0(entry: TensorEntry, start: int, stop: int) -> np.ndarray:

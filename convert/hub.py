@@ -221,7 +221,14 @@ def _gguf(given: Named, names: list[str]) -> list[str]:
             cut.setdefault(RAW_PIECE.sub("", each), []).append(each)
     chosen = _chosen(given, [*by_stem], by_stem)
     if not chosen and (pieces := _chosen(given, [*cut], cut)):
-        _refuse_pieces(given, cut[pieces[0]])
+        files = cut[pieces[0]]
+        joined = RAW_PIECE.sub(".gguf", Path(files[0]).name)
+        shown = ", ".join(Path(piece).name for piece in files)[:300]
+        raise HotsplitError(
+            f"{given.name}: on the hub this file is cut into {len(files)} pieces ({shown});"
+            f" download them, join them in this order (cat PIECES > {joined}), and give the path of"
+            f" {joined}"
+        )
     is_alone = given.kind is None and given.file is None and len(by_stem) == 1 and not cut
     chosen = [*by_stem] if is_alone and not chosen else chosen
     if len(chosen) != 1:
@@ -244,15 +251,6 @@ def _chosen(given: Named, stems: list[str], files: Mapping[str, list[str]]) -> l
     chosen = [stem for stem in stems if re.search(rf"(^|[-._/]){wanted}$", stem.upper())]
     plain = [stem for stem in chosen if not re.search(rf"UD-{wanted}$", stem.upper())]
     return plain if len(plain) == 1 else chosen  # unsloth's mixtures have names of their own
-
-
-def _refuse_pieces(given: Named, pieces: list[str]) -> NoReturn:
-    whole = RAW_PIECE.sub(".gguf", Path(pieces[0]).name)
-    shown = ", ".join(Path(piece).name for piece in pieces)[:300]
-    raise HotsplitError(
-        f"{given.name}: on the hub this file is cut into {len(pieces)} pieces ({shown}); download"
-        f" them, join them in this order (cat PIECES > {whole}), and give the path of {whole}"
-    )
 
 
 def _refuse_choice(

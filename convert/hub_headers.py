@@ -123,7 +123,10 @@ def _place(parts: _Parts, folder: Path, file: str) -> int:
         with path.open("wb") as written:
             written.write(data)
             written.truncate(total)
-        wanted = _gguf_end(path) if is_gguf else 8 + int.from_bytes(data[:8], "little")
+        wanted = 8 + int.from_bytes(data[:8], "little")
+        if is_gguf:
+            with path.open("rb") as stream, map_whole(stream) as whole:
+                wanted = header_reach(whole)
         if len(data) >= min(wanted, most):
             break
         more = min(most, 2 * len(data)) if is_gguf else min(most, wanted)
@@ -143,8 +146,3 @@ def _add_factors(parts: _Parts, path: Path, file: str) -> None:
             if info.num_bytes <= MOST_FACTOR_BYTES:
                 written.seek(info.start)
                 written.write(parts.fetch(file, info.start, info.start + info.num_bytes)[0])
-
-
-def _gguf_end(path: Path) -> int:
-    with path.open("rb") as stream, map_whole(stream) as file:
-        return header_reach(file)

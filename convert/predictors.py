@@ -7,7 +7,6 @@ a config.json with `sparse_threshold`, the threshold of logits, and our `input_l
 Letters: L layers, D model width, F neurons of a layer, R predictor rank."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -135,7 +134,8 @@ def _open_dejavu(folder: Path, spec: ModelSpec, stated: int | None) -> Predictor
     found = {path.name for path in folder.glob("*.pt")}
     wanted = [f"model_{layer}.pt" for layer in range(spec.num_layers)]
     if found != set(wanted):
-        name = min(found ^ set(wanted), key=_layer_number)
+        name = next((name for name in wanted if name not in found), None)
+        name = name or min(found - set(wanted))
         what = "is missing" if name in wanted else "is not expected"
         raise HotsplitError(
             f"{folder}: {name} {what}; wanted {wanted[0]} to {wanted[-1]} for"
@@ -158,11 +158,6 @@ def _open_dejavu(folder: Path, spec: ModelSpec, stated: int | None) -> Predictor
         input_layer_offset=offset,
     )
     return PredictorSource(path=folder, info=info, read=read, notes=notes)
-
-
-def _layer_number(name: str) -> tuple[float, str]:
-    match = LAYER_FILE.fullmatch(name)
-    return (int(match[1]) if match else math.inf), name
 
 
 def _dejavu_offset(

@@ -117,7 +117,10 @@ def read_state_dict(path: Path) -> dict[str, SourceTensor]:
     missing = Counter(each.nbytes() for each in storages.values() if each.nbytes()) - sizes
     if missing:
         raise _not_a_state_dict(path, f"no storage in it has {next(iter(missing)):,} bytes")
-    places = {name: _place(tensor) for name, tensor in sorted(state.items())}
+    places = {  # what names of the same values have in common
+        name: (t.data_ptr(), t.dtype, tuple(t.shape), t.stride())
+        for name, t in sorted(state.items())
+    }
     last_name = {place: name for name, place in places.items()}
     return {
         name: SourceTensor(
@@ -140,11 +143,6 @@ def _loaded(path: Path) -> Any:
         if called := _CALLED.search(str(error)):
             reason = f"its pickle calls {called[1]!r}, which no state dict needs"
         raise _not_a_state_dict(path, reason) from error
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """What names of the same values have in common."""
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _kind(value: object) -> str:

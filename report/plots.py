@@ -5,6 +5,7 @@ Letters: L layers, F neurons, R columns of ranks, N plotted shares of the neuron
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -45,32 +46,16 @@ def plot_firings(profile: Profile) -> svg.Plot:
     mean_N = curve_LN.mean(axis=0)
     with svg.new_figure(240) as figure:
         axes = figure.add_subplot()
-        axes.fill_between(
-            share_N,
-            curve_LN.min(axis=0),
-            curve_LN.max(axis=0),
-            color=svg.PALE,
-            linewidth=0,
-            label="all layers",
-        )
+        low_N, high_N = curve_LN.min(axis=0), curve_LN.max(axis=0)
+        axes.fill_between(share_N, low_N, high_N, color=svg.PALE, linewidth=0, label="all layers")
         if len(curve_LN) <= MAX_THIN:
             for curve_N in curve_LN:
                 axes.plot(share_N, curve_N, color=svg.BLUE, linewidth=0.5, alpha=0.6)
         axes.plot(share_N, mean_N, color=svg.BLUE, label="mean of the layers")
-        axes.plot(
-            [0, 100],
-            [0, 100],
-            color=svg.SOFT,
-            linewidth=0.8,
-            linestyle=(0, (2, 3)),
-            label="if all fired equally often",
-        )
-        axes.set(
-            xlabel="neurons of a layer, hottest first (%)",
-            ylabel="of its firings (%)",
-            xlim=(0, 100),
-            ylim=(0, 101),
-        )
+        equal, dotted = "if all fired equally often", (0, (2, 3))
+        axes.plot([0, 100], [0, 100], color=svg.SOFT, linewidth=0.8, linestyle=dotted, label=equal)
+        axes.set(xlabel="neurons of a layer, hottest first (%)", ylabel="of its firings (%)")
+        axes.set(xlim=(0, 100), ylim=(0, 101))
         svg.gridded(axes, "both")
         axes.legend(loc="lower right")
         fifth = curve_LN[:, NUM_SHARES // 5]
@@ -90,13 +75,8 @@ def plot_density(profile: Profile) -> svg.Plot:
     with svg.new_figure(240) as figure:
         axes = figure.add_subplot()
         axes.bar(np.arange(len(density_L)), density_L, color=svg.BLUE, width=0.75)
-        axes.axhline(
-            mean,
-            color=svg.INK,
-            linewidth=1,
-            linestyle=(0, (4, 2)),
-            label=f"mean of the layers, {mean:.1f}%",
-        )
+        label = f"mean of the layers, {mean:.1f}%"
+        axes.axhline(mean, color=svg.INK, linewidth=1, linestyle=(0, (4, 2)), label=label)
         figure.legend(loc="outside upper right")
         _layers_below(axes)
         axes.set(ylabel="neurons that fire for a token (%)", ylim=(0, None))
@@ -130,31 +110,18 @@ def plot_curve(curve: Sweep, split: Split | None) -> svg.Plot:
         ):
             speed = [1 / getattr(point, field) for point in curve.points]
             axes.plot(budget, speed, line, color=colour, label=text)
+        cpu_per_s, dotted = 1 / curve.cpu_only_s, (0, (1, 2))
         axes.axhline(
-            1 / curve.cpu_only_s,
-            color=svg.SOFT,
-            linewidth=1,
-            linestyle=(0, (1, 2)),
-            label="the CPU alone",
+            cpu_per_s, color=svg.SOFT, linewidth=1, linestyle=dotted, label="the CPU alone"
         )
         if split is not None and len(split.budgets) == 1:
             at = split.budgets[0] / unit
-            axes.plot(
-                [at],
-                [1 / split.objective_s],
-                "o",
-                color=svg.BLUE,
-                markersize=9,
-                markeredgecolor=svg.INK,
-                label="this plan",
-            )
-            reached = f"{1 / split.objective_s:,.0f}"
-            alt += f" The plan, at {format_bytes(split.budgets[0])}, reaches {reached}."
-        axes.set(
-            xlabel=f"GPU memory granted ({label})",
-            ylabel="tokens a second, predicted",
-            xlim=(0, None),
-        )
+            per_s = 1 / split.objective_s
+            (dot,) = axes.plot([at], [per_s], "o", color=svg.BLUE, markersize=9, label="this plan")
+            dot.set_markeredgecolor(svg.INK)
+            alt += f" The plan, at {format_bytes(split.budgets[0])}, reaches {per_s:,.0f}."
+        axes.set(xlabel=f"GPU memory granted ({label})", ylabel="tokens a second, predicted")
+        axes.set_xlim(0, None)
         if last > MAX_LINEAR * first:
             axes.set_yscale("log")
             axes.yaxis.set_minor_locator(NullLocator())
@@ -176,6 +143,8 @@ def plot_map(split: Split, profile: Profile) -> svg.Plot:
     fired_LF = units.count_LF
     hot = sum(map(len, units.hot)) / fired_LF.size
     hot_fired = (share_L * fired_LF.sum(axis=1)).sum() / max(1, fired_LF.sum())
+    in_main = split.kv_offload is not None
+    cache = "; the KV cache is in main memory" if in_main else ", with its KV cache"
     with svg.new_figure(_map_height(split)) as figure:
         _draw_map(figure, split, profile)
         return svg.plot_of(
@@ -184,12 +153,7 @@ def plot_map(split: Split, profile: Profile) -> svg.Plot:
             alt=f"{hot:.1%} of the {units.name}, with {hot_fired:.1%} of the {units.events}, are on"
             f" a GPU; so are the dense blocks of {sum(split.dense_on_gpu)} of {len(split.hot)}"
             " layers.",
-            caption="A dense block is the attention, norms and predictor of a layer"
-            + (
-                ", with its KV cache."
-                if split.kv_offload is None
-                else "; the KV cache is in main memory."
-            ),
+            caption=f"A dense block is the attention, norms and predictor of a layer{cache}.",
         )
 
 
@@ -245,14 +209,8 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items, units: str) -> svg.Plot:
         sides = [(f"GPU {k}", gpu, svg.GPUS[k % len(svg.GPUS)]) for k, gpu in enumerate(gpus)]
         for text, side, colour in [*sides, ("CPU", cpu, svg.CPU)]:
             size = np.array([side[item] / unit for item in items])
-            axes.barh(
-                [name_of(item, units) for item in items],
-                size,
-                left=left,
-                color=colour,
-                height=0.7,
-                label=text,
-            )
+            names = [name_of(item, units) for item in items]
+            axes.barh(names, size, left=left, color=colour, height=0.7, label=text)
             left += size
         axes.set(xlabel=label)
         axes.tick_params(axis="y", labelcolor=svg.INK)
@@ -305,24 +263,13 @@ def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> svg.Plot:
     """Plots measurements, each a (name, increase of the perplexity, half of its interval)."""
     with svg.new_figure(76 + 26 * len(rows)) as figure:
         axes = figure.add_subplot()
+        dot: dict[str, Any] = {"fmt": "o", "color": svg.BLUE, "markersize": 6}
+        dot |= {"capsize": 4, "linewidth": 1.4}
         for number, (_, increase, half_width) in enumerate(rows):
-            axes.errorbar(
-                [100 * increase],
-                [number],
-                xerr=100 * (half_width or 0.0),
-                fmt="o",
-                color=svg.BLUE,
-                capsize=4,
-                markersize=6,
-                linewidth=1.4,
-            )
+            axes.errorbar([100 * increase], [number], xerr=100 * (half_width or 0.0), **dot)
         axes.axvline(0, color=svg.INK, linewidth=0.8)
-        axes.set(
-            xlabel="perplexity above dense (%), 95% interval",
-            ylim=(len(rows) - 0.5, -0.5),
-            yticks=range(len(rows)),
-            yticklabels=[name for name, _, _ in rows],
-        )
+        axes.set(xlabel="perplexity above dense (%), 95% interval", ylim=(len(rows) - 0.5, -0.5))
+        axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
         axes.tick_params(axis="y", labelcolor=svg.INK)
         axes.margins(x=0.15)
         svg.gridded(axes, "x")
@@ -347,14 +294,10 @@ def _rows(axes: Axes, device_LR: np.ndarray, num_gpus: int) -> None:
         boxes = []
         for layer, device_R in enumerate(device_LR):
             edges = np.flatnonzero(np.diff(np.concatenate([[0], device_R == device, [0]])))
+            low, high = layer - 0.43, layer + 0.43
             for start, stop in edges.reshape(-1, 2) * 100 / num_columns:
-                low, high = layer - 0.43, layer + 0.43
-                boxes.append(
-                    Outline(
-                        [(start, low), (stop, low), (stop, high), (start, high), (start, low)],
-                        closed=True,
-                    )
-                )
+                corners = [(start, low), (stop, low), (stop, high), (start, high), (start, low)]
+                boxes.append(Outline(corners, closed=True))
         if boxes:
             colour = svg.CPU if device == 0 else svg.GPUS[(device - 1) % len(svg.GPUS)]
             outline = Outline.make_compound_path(*boxes)

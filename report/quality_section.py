@@ -10,7 +10,7 @@ from hotsplit.report.page import Names, Section, Table
 from hotsplit.report.plots import plot_quality
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MeasuredMode:
     """A measurement of a mode, from one source. A record lacks two half-widths."""
 
@@ -25,9 +25,13 @@ class MeasuredMode:
         return self.quality.bytes_per_token / self.quality.dense_bytes_per_token
 
     @property
+    def rise(self) -> tuple[float, float | None]:
+        """Of the perplexity, and half of its interval."""
+        return self.quality.perplexity_increase, self.quality.perplexity_half_width
+
+    @property
     def perplexity_text(self) -> str:
-        quality = self.quality
-        return within(quality.perplexity_increase, quality.perplexity_half_width, "+.2%", ".2%")
+        return within(*self.rise, "+.2%", ".2%")
 
     def agreement_text(self, form: str) -> str:
         return within(self.quality.top1_agreement, self.agreement_half_width, form, form)
@@ -38,24 +42,15 @@ def measured_of(found: Artifacts) -> list[MeasuredMode]:
     measured = []
     for number, report in enumerate(found.evals, 1):
         name = "eval" if len(found.evals) == 1 else f"eval {number}"
-        measured.append(
-            MeasuredMode(
-                mode=report.mode,
-                source=name,
-                quality=report,
-                kl_half_width=report.kl_half_width,
-                agreement_half_width=report.top1_half_width,
-            )
-        )
+        widths = report.kl_half_width, report.top1_half_width
+        measured.append(MeasuredMode(report.mode, name, report, *widths))
     seen: list[ModeQuality] = []
     holders = (("model", found.model), ("predictors", found.predictors), ("profile", found.profile))
     for source, holder in holders:
         for mode, quality in sorted(holder.quality.items()) if holder is not None else ():
             if quality not in seen:
                 seen.append(quality)
-                measured.append(
-                    MeasuredMode(mode=mode, source=f"the {source}'s record", quality=quality)
-                )
+                measured.append(MeasuredMode(mode, f"the {source}'s record", quality))
     return measured
 
 
@@ -91,14 +86,7 @@ def quality_section(found: Artifacts, names: Names) -> Section:
     tables = [Table("Against dense", head, rows, num_texts=2, is_wide=True)]
     tables += [_own_table(found)] if found.evals else []
     drawn = plot_quality(
-        [
-            (
-                f"{one.mode}, {one.source.removeprefix('the ')}",
-                one.quality.perplexity_increase,
-                one.quality.perplexity_half_width,
-            )
-            for one in measured
-        ]
+        [(f"{x.mode}, {x.source.removeprefix('the ')}", *x.rise) for x in measured]
     )
     return Section(
         "quality", "Quality against dense", lead, (drawn,), tuple(tables), missing=missing
@@ -114,24 +102,10 @@ def _own_table(found: Artifacts) -> Table:
         own = within(one.perplexity, one.perplexity_own_half_width, ".3f", ".2f")
         dense = within(one.dense_perplexity, one.dense_perplexity_half_width, ".3f", ".2f")
         computed = sum(one.hidden_share_L) / max(1, len(one.hidden_share_L))
-        rows.append(
-            (
-                f"eval {number}",
-                one.mode,
-                own,
-                dense,
-                p99,
-                within(computed, one.hidden_half_width, ".1%", ".1%"),
-            )
-        )
-    head = (
-        "",
-        "mode",
-        "its perplexity",
-        "dense perplexity",
-        "KL, 99th percentile",
-        "neurons computed",
-    )
+        share = within(computed, one.hidden_half_width, ".1%", ".1%")
+        rows.append((f"eval {number}", one.mode, own, dense, p99, share))
+    perplexities = "its perplexity", "dense perplexity"
+    head = ("", "mode", *perplexities, "KL, 99th percentile", "neurons computed")
     return Table("Comparisons in full", head, tuple(rows), num_texts=2, is_folded=True)
 
 

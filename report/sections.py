@@ -54,19 +54,13 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
         tables = (_speed_table(found.split, speeds),)
     curve = speeds.curve
     if curve is not None:
-        rows = tuple(
-            (
-                format_bytes(p.budget_bytes),
-                p.mode,
-                rate(p.objective_s),
-                rate(p.layer_split_s),
-                f"{p.num_hot:,}",
-            )
-            for p in curve.points
-        )
+        rows = []
+        for p in curve.points:
+            per_s = rate(p.objective_s), rate(p.layer_split_s)
+            rows.append((format_bytes(p.budget_bytes), p.mode, *per_s, f"{p.num_hot:,}"))
         what = "experts" if found.model.spec.has_experts else "neurons"
         head = ("GPU memory", "mode", "best plan, tokens/s", "whole layers", f"{what} on the GPU")
-        tables += (Table("Speed by budget", head, rows, num_texts=2, is_folded=True),)
+        tables += (Table("Speed by budget", head, tuple(rows), num_texts=2, is_folded=True),)
     return Section(
         "speed",
         "Budget and speed",
@@ -126,26 +120,14 @@ def _device_table(split: Split, profile: Profile) -> Table:
         fired = int(sum(fired_LF[layer][units.hot[layer]].sum() for layer in layers))
         left, left_fired = left - hot, left_fired - fired
         has_head = split.head_on_gpu and home[-1] == gpu
-        rows.append(
-            (
-                f"GPU {gpu}",
-                f"{hot / total:.1%}",
-                f"{fired / all_fired:.1%}",
-                str(int(dense_L[layers].sum())),
-                "yes" if has_head else "no",
-            )
-        )
-    rows.append(
-        (
-            "CPU",
-            f"{left / total:.1%}",
-            f"{left_fired / all_fired:.1%}",
-            str(int((~dense_L).sum())),
-            "no" if split.head_on_gpu else "yes",
-        )
-    )
+        rows.append((f"GPU {gpu}", hot, fired, dense_L[layers].sum(), has_head))
+    rows.append(("CPU", left, left_fired, (~dense_L).sum(), not split.head_on_gpu))
+    told = []
+    for device, hot, fired, num_dense, has_head in rows:
+        shares = f"{hot / total:.1%}", f"{fired / all_fired:.1%}"
+        told.append((device, *shares, str(num_dense), "yes" if has_head else "no"))
     head = ("device", units.name, units.events, "dense blocks", "output head")
-    return Table("By device", head, tuple(rows))
+    return Table("By device", head, tuple(told))
 
 
 def _layer_table(split: Split, profile: Profile) -> Table:
@@ -167,22 +149,15 @@ def bytes_section(found: Artifacts, names: Names) -> Section:
         return Section("bytes", "Where each byte goes", lead, missing=(names.no_split,))
     gpus, cpu = split.items_of_gpus(found.model)
     gpus += [dict.fromkeys(ITEMS, 0)] * (len(split.budgets) - len(gpus))
+    sides = (*gpus, cpu)
     rows = [
-        (
-            plots.name_of(item, split.units),
-            *(format_bytes(side[item]) if side[item] else NONE for side in (*gpus, cpu)),
-        )
-        for item in ITEMS
-        if any(side[item] for side in (*gpus, cpu))
+        (plots.name_of(x, split.units), *(format_bytes(s[x]) if s[x] else NONE for s in sides))
+        for x in ITEMS
+        if any(side[x] for side in sides)
     ]
     rows.append(("in all", *(format_bytes(sum(side.values())) for side in (*gpus, cpu))))
-    rows.append(
-        (
-            "granted",
-            *map(format_bytes, split.budgets),
-            format_bytes(split.host_budget_bytes) if split.host_budget_bytes else NONE,
-        )
-    )
+    host = format_bytes(split.host_budget_bytes) if split.host_budget_bytes else NONE
+    rows.append(("granted", *map(format_bytes, split.budgets), host))
     texts = f"{split.num_sequences} texts of " if split.num_sequences > 1 else ""
     head = ("", *(f"GPU {number}" for number in range(len(gpus))), "CPU")
     return Section(
@@ -271,12 +246,8 @@ def _predictor_summary(found: Artifacts) -> Table:
         told = (sum(values) / len(values), min(values), max(values))
         rows.append((name, *(f"{value:.{digits}%}" for value in told)))
     sizes = [quality.num_bytes for quality in chosen]
-    rows.append(
-        (
-            "size of a layer's",
-            *map(format_bytes, (sum(sizes) // len(sizes), min(sizes), max(sizes))),
-        )
-    )
+    least_and_most = (sum(sizes) // len(sizes), min(sizes), max(sizes))
+    rows.append(("size of a layer's", *map(format_bytes, least_and_most)))
     return Table("Over the layers", ("", "mean", "least", "most"), tuple(rows))
 
 

@@ -77,8 +77,11 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             _check_framing(headers)
-            if self._is_preflight(scope, headers):
-                await _preflight(send)
+            is_preflight = scope["method"] == "OPTIONS" and self._origin(headers) is not None
+            if is_preflight and "access-control-request-method" in headers:
+                allowed = [(name.encode(), value.encode()) for name, value in _ALLOWED.items()]
+                await send({"type": "http.response.start", "status": 204, "headers": allowed})
+                await send({"type": "http.response.body", "body": b""})
                 return
             self._check(scope, headers)
         except ApiError as error:
@@ -133,13 +136,6 @@ class Guard:
         name = None if found is None else found["address"] or host_of(found["name"])
         return name is not None and (name in ("localhost", *self._config.hosts) or is_address(name))
 
-    def _is_preflight(self, scope: Scope, headers: Headers) -> bool:
-        return (
-            scope["method"] == "OPTIONS"
-            and "access-control-request-method" in headers
-            and self._origin(headers) is not None
-        )
-
     def _origin(self, headers: Headers) -> str | None:
         """Access-Control-Allow-Origin for this request; None without an allowed origin."""
         origin, known = headers.get("origin"), self._config.origins
@@ -178,12 +174,6 @@ def _check_framing(headers: Headers) -> None:
             "wrong_framing",
             headers={"Connection": "close"},
         )
-
-
-async def _preflight(send: Send) -> None:
-    headers = [(name.encode(), value.encode()) for name, value in _ALLOWED.items()]
-    await send({"type": "http.response.start", "status": 204, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
 
 
 def _given_key(headers: Headers) -> bytes | None:

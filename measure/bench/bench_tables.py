@@ -123,7 +123,12 @@ def to_json(report: BenchReport) -> dict[str, Any]:
         "last_cache_bytes": setting.last_cache_bytes,
         "bandwidth_gb_per_s": {k: list(v) for k, v in report.bandwidth_gb_per_s.items()},
         "tests": [{**_shared(report), **_result(result)} for result in report.results],
-        "compare": None if report.rival is None else _rival(report),
+        "compare": report.rival
+        and {
+            "path": str(config.compare),
+            "model_filename": str(config.compare_model or config.model),
+            **asdict(report.rival),
+        },
         "parts_missing": report.parts_missing,
         "limit_missing": report.limit_missing,
         "notes": list(report.notes),
@@ -181,13 +186,3 @@ def _result(result: Result) -> dict[str, Any]:
 def _times(times: RunTimes) -> dict[str, Any]:
     names = ("avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts", "median_ts")
     return {name: getattr(times, name) for name in names}
-
-
-def _rival(report: BenchReport) -> dict[str, Any]:
-    config = report.config
-    assert report.rival is not None
-    return {
-        "path": str(config.compare),
-        "model_filename": str(config.compare_model or config.model),
-        **asdict(report.rival),
-    }

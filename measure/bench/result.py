@@ -155,9 +155,13 @@ def setting_of(
     model, types = engine.model, engine.cache_types
     is_gpu = engine.device.type == "cuda"
     on_gpu = len(engine.layers) if plan is None else sum(plan.dense_on_gpu)
+    sizes: Counter[str] = Counter()
+    for entry in model.tensors.values():
+        sizes[entry.kind] += entry.num_bytes
+    main_kind = sizes.most_common(1)[0][0]
     return Setting(
-        model_type=f"{model.architecture} {format_count(num_params(model))} {main_kind(model)}",
-        model_size=sum(entry.num_bytes for entry in model.tensors.values()),
+        model_type=f"{model.architecture} {format_count(num_params(model))} {main_kind}",
+        model_size=sizes.total(),
         model_n_params=num_params(model),
         mode=engine.mode,
         device=str(engine.device),
@@ -183,14 +187,6 @@ def num_params(model: ModelFile) -> int:
         if not is_predictor(of_layer):
             count += torch.Size(entry.shape).numel()
     return count
-
-
-def main_kind(model: ModelFile) -> str:
-    """The tensor type with the most bytes."""
-    sizes: Counter[str] = Counter()
-    for entry in model.tensors.values():
-        sizes[entry.kind] += entry.num_bytes
-    return sizes.most_common(1)[0][0]
 
 
 def format_count(count: int) -> str:

@@ -140,21 +140,18 @@ class Rounds:
             if self.rival is not None:
                 self.rival.go_to(ids)
             for test in tests:
-                self._warm_up(test)
+                length = test.length if test.kind == "pp" else min(test.length, WARM_UP)
+                short = BenchTest(kind=test.kind, length=length, depth=test.depth)
+                warm_up_ids = self.tokens.take(length)
+                self.runner.run(short, warm_up_ids)
+                if self.rival is not None:
+                    self.rival.run(short, warm_up_ids)
+                self.on_test(1)
             for number in range(self.config.repetitions):
                 bandwidth = {name: measure() for name, measure in self.probes.items()}
                 self.bandwidths.append(bandwidth)
                 for test in tests:
                     self._measure(test, number, bandwidth)
-
-    def _warm_up(self, test: BenchTest) -> None:
-        length = test.length if test.kind == "pp" else min(test.length, WARM_UP)
-        short = BenchTest(kind=test.kind, length=length, depth=test.depth)
-        ids = self.tokens.take(length)
-        self.runner.run(short, ids)
-        if self.rival is not None:
-            self.rival.run(short, ids)
-        self.on_test(1)
 
     def _measure(self, test: BenchTest, number: int, bandwidth: dict[str, float]) -> None:
         measured, ids = self.measured[test], self.tokens.take(test.length)

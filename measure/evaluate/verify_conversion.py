@@ -51,9 +51,8 @@ TEXT = (
     " rusted, so that it had to be replaced after sixty years. The new one is made of concrete and"
     " carries a railway line as well"
     ' as the road.\n"How long have you lived here?" she asked. "All my life," he said. "My father'
-    " was"
-    " the last ferryman. When I was a boy, he let me take the rudder on Sundays, and I thought that"
-    ' nothing would ever change." He laughed and poured her another cup of tea.\n'
+    " was the last ferryman. When I was a boy, he let me take the rudder on Sundays, and I thought"
+    ' that nothing would ever change." He laughed and poured her another cup of tea.\n'
     "Water boils at 100 degrees Celsius at sea level. At higher altitudes the pressure of the air"
     " is lower, and so is the boiling point: on a mountain of 3,000 metres it is about 90 degrees."
     " That is why potatoes take longer to cook there.\n"

@@ -86,7 +86,13 @@ def read_windows(
             for (number, _), ids in zip(
                 batch, codec.encode_many([x for _, x in batch]), strict=True
             ):
-                _check_ids(ids, vocab_size, codec, sources[number])
+                if vocab_size is not None and ids and max(ids) >= vocab_size:
+                    raise HotsplitError(
+                        f"{sources[number].path}: token {max(ids)} of the tokenizer"
+                        f" ({codec.tokenizer.get_vocab_size()} tokens) is not in the model's"
+                        f" vocabulary of {vocab_size}; convert the checkpoint again with the"
+                        " tokenizer it was trained with"
+                    )
                 for window in torch.tensor(ids, dtype=torch.int64).split(length):
                     if left == 1 and chosen:
                         left = 0  # a window of one token has no next token to compare
@@ -153,15 +159,6 @@ def stretches(texts: Sequence[str], turn: int, shift: int) -> Iterator[str]:
 
 def _num_stretches(text: str) -> int:
     return max(1, round(len(text) / STRETCH))
-
-
-def _check_ids(ids: list[int], vocab_size: int | None, codec: TextCodec, source: Source) -> None:
-    if vocab_size is not None and ids and max(ids) >= vocab_size:
-        raise HotsplitError(
-            f"{source.path}: token {max(ids)} of the tokenizer"
-            f" ({codec.tokenizer.get_vocab_size()} tokens) is not in the model's vocabulary of"
-            f" {vocab_size}; convert the checkpoint again with the tokenizer it was trained with"
-        )
 
 
 def _check_enough(

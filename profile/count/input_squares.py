@@ -21,20 +21,11 @@ from hotsplit.profile.count.run import Tensors
 # The observed tensor that a matrix is multiplied by (see runtime.ops.observers), by the matrix's
 # name; recurrent blocks say which is their last.
 SEEN_AS = {
-    "attn_q": "attn_norm",
-    "attn_k": "attn_norm",
-    "attn_v": "attn_norm",
-    "attn_qkv": "attn_norm",
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "attn_norm"),
     "attn_output": "attn_heads",
-    "ffn_gate": "ffn_norm",
-    "ffn_up": "ffn_norm",
-    "ffn_down": "ffn_hidden",
-    "ffn_gate_shexp": "ffn_norm",
-    "ffn_up_shexp": "ffn_norm",
+    **{f"ffn_{part}{of}": "ffn_norm" for part in ("gate", "up") for of in ("", "_shexp", "_exps")},
+    **dict.fromkeys(("ffn_down", "ffn_down_exps"), "ffn_hidden"),
     "ffn_down_shexp": "ffn_shared_hidden",
-    "ffn_gate_exps": "ffn_norm",
-    "ffn_up_exps": "ffn_norm",
-    "ffn_down_exps": "ffn_hidden",
 }
 
 
@@ -78,7 +69,12 @@ class InputSquares(Tensors):
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
         if name == "ffn_experts":
-            self._see_choice(layer, tensor)
+            self._id_TK = tensor
+            for each in self._wanted["ffn_norm", layer]:
+                if each.num_experts is not None:
+                    assert self._norm_TD is not None
+                    norm_TKD = self._norm_TD[:, None].expand(*tensor.shape, -1)
+                    self._add_pairs(each, norm_TKD, tensor)
             return
         for each in self._wanted[name, layer]:
             if each.num_experts is None:
@@ -88,13 +84,6 @@ class InputSquares(Tensors):
             else:
                 assert self._id_TK is not None
                 self._add_pairs(each, tensor.unflatten(1, (self._id_TK.shape[1], -1)), self._id_TK)
-
-    def _see_choice(self, layer: int, id_TK: Tensor) -> None:
-        self._id_TK = id_TK
-        for each in self._wanted["ffn_norm", layer]:
-            if each.num_experts is not None:
-                assert self._norm_TD is not None
-                self._add_pairs(each, self._norm_TD[:, None].expand(*id_TK.shape, -1), id_TK)
 
     def _add_pairs(self, each: Input, value_TKM: Tensor, id_TK: Tensor) -> None:
         assert each.num_experts is not None

@@ -98,7 +98,13 @@ def _load(path: Path, settings: Settings, force: bool) -> Position | None:
         metadata, arrays = load_arrays(path, FORMAT, VERSION)
         with about(path):
             header = read_declared(_ResumeHeader, metadata)
-        _compare(path, header.settings, settings)
+        if header.settings.keys() != settings.keys():
+            raise HotsplitError(f"{path}: was written by another version of this program")
+        for key, value in settings.items():
+            if (begun := header.settings[key]) != value:
+                raise HotsplitError(
+                    f"{path}: was begun with {key} {_short(begun)}, this run has {_short(value)}"
+                )
         position = Position(phase=header.phase, done=header.done, arrays=arrays)
         if position.digest() != header.digest:
             raise HotsplitError(f"{path}: is damaged (its contents are not what was saved)")
@@ -107,16 +113,6 @@ def _load(path: Path, settings: Settings, force: bool) -> Position | None:
             return None
         raise HotsplitError(f"{error}; delete it, or start over with --force") from error
     return position
-
-
-def _compare(path: Path, found: dict[str, Any], wanted: Settings) -> None:
-    if found.keys() != wanted.keys():
-        raise HotsplitError(f"{path}: was written by another version of this program")
-    for key, value in wanted.items():
-        if found[key] != value:
-            raise HotsplitError(
-                f"{path}: was begun with {key} {_short(found[key])}, this run has {_short(value)}"
-            )
 
 
 def _short(value: object) -> str:

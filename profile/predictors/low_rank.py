@@ -102,7 +102,13 @@ class LowRankNetwork:
         self.schedule.step()
         self.steps += 1
         if self.steps % max(1, self.num_steps // CHECKS) == 0 or self.steps == self.num_steps:
-            self._check()
+            loss = self._held_out_loss()
+            if loss < self.best_loss:
+                self.best_loss, self.num_worse, self.is_trained = loss, 0, True
+                self.best = tuple(p.detach().clone() for p in self._parameters())
+            else:
+                self.num_worse += 1
+                self.is_done = self.num_worse >= PATIENCE
 
     def end(self) -> None:
         """Restores the weights with the least held-out loss."""
@@ -165,15 +171,6 @@ class LowRankNetwork:
 
     def _parameters(self) -> tuple[nn.Parameter, ...]:
         return (self.right_RD, self.up_FR, self.bias_F)
-
-    def _check(self) -> None:
-        loss = self._held_out_loss()
-        if loss < self.best_loss:
-            self.best_loss, self.num_worse, self.is_trained = loss, 0, True
-            self.best = tuple(p.detach().clone() for p in self._parameters())
-        else:
-            self.num_worse += 1
-            self.is_done = self.num_worse >= PATIENCE
 
     def _held_out_loss(self) -> float:
         with torch.no_grad():

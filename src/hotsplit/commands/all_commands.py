@@ -57,21 +57,9 @@ def cli() -> None:
     options."""
 
 
-for _command in (
-    help_command,
-    completion,
-    plan,
-    profile,
-    doctor,
-    run_command,
-    cache,
-    generate,
-    chat,
-    serve,
-    bench,
-    evaluate,
-    report,
-):
+for _command in (help_command, completion, plan, profile, doctor, run_command, cache):
+    cli.add_command(_command)
+for _command in (generate, chat, serve, bench, evaluate, report):
     cli.add_command(_command)
 
 
@@ -274,15 +262,16 @@ def inspect_command(
         return
     if split is not None:
         raise click.UsageError("--split places the operations that --graph shows; add --graph")
-    if (file / "config.json").is_file():
-        _inspect_checkpoint(file, as_json)
-        return
-    from hotsplit.inspection.file_summary import to_json
+    from hotsplit.convert.checkpoint_summary import CheckpointSummary, summarise_checkpoint
+    from hotsplit.inspection.file_summary import print_facts, to_json
     from hotsplit.inspection.inspect_file import inspect_file
 
-    summary = inspect_file(file)
+    is_checkpoint = (file / "config.json").is_file()
+    summary = summarise_checkpoint(file) if is_checkpoint else inspect_file(file)
     if as_json:
         click.echo(to_json(summary))
+    elif isinstance(summary, CheckpointSummary):
+        print_facts(summary.kind, summary.facts)
     else:
         summary.print(all_tensors=all_tensors)
 
@@ -308,17 +297,6 @@ def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
             columns_table("weights", sizes),
         ]
     )
-
-
-def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
-    from hotsplit.convert.checkpoint_summary import summarise_checkpoint
-    from hotsplit.inspection.file_summary import print_facts, to_json
-
-    summary = summarise_checkpoint(folder)
-    if as_json:
-        click.echo(to_json(summary))
-    else:
-        print_facts(summary.kind, summary.facts)
 
 
 @cli.command(

@@ -3,7 +3,7 @@
 Answers go to stdout, everything else to stderr."""
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -107,18 +107,6 @@ class Talk:
         self._num_said = 0  # tokens of the last answer
         self._screen = Screen()
         self._is_over = False
-        self._commands: dict[str, Callable[[str], None]] = {
-            "help": lambda rest: say(HELP),
-            "system": self._system,
-            "reset": lambda rest: self._reset(),
-            "regen": lambda rest: self._regenerate(),
-            "undo": lambda rest: note(f"[taken back: {self.chat.undo()[:60]!r}]"),
-            "save": lambda rest: self._save(_path_of("save", rest)),
-            "load": lambda rest: self._load(_path_of("load", rest)),
-            "stats": lambda rest: self._stats(),
-            "quit": lambda rest: self._quit(),
-            "exit": lambda rest: self._quit(),
-        }
 
     def run(self) -> None:
         while not self._is_over:
@@ -148,12 +136,8 @@ class Talk:
             self._show(self.chat.say(line))
         elif line.startswith("//"):
             self._show(self.chat.say(line[1:]))
-        elif name in self._commands:
-            self._commands[name](rest)
         else:
-            raise HotsplitError(
-                f"/{name[:40]}: no such command; /help lists them, and // begins a message with /"
-            )
+            self._command(name, rest)
 
     def _show(self, tokens: "Generator[Token, None, None]", hint: str = "") -> None:
         count = 0
@@ -169,10 +153,6 @@ class Talk:
         # The end token counts, though it has no text: as in llama.cpp.
         self._num_said = count + (self.chat.run.stopped_by == "end of text")
         note(self._line(self._num_said, hint))
-
-    def _regenerate(self) -> None:
-        hint = "temperature 0 always gives the same answer" if self.is_greedy else ""
-        self._show(self.chat.regenerate(), hint)
 
     def _line(self, count: int, hint: str) -> str:
         from hotsplit.runtime.generate.generation import NOT_STOPPED
@@ -202,36 +182,46 @@ class Talk:
         parts += [hint] if hint else []
         return f"[{'; '.join(parts)}]"
 
-    def _system(self, text: str) -> None:
-        if text:
-            self.chat.system = text
-        system = self.chat.system
-        say("no system message set" if system is None else f"system message: {system}")
-
-    def _reset(self) -> None:
-        self.chat.reset()
-        note("[forgotten]")
-
-    def _save(self, path: Path) -> None:
-        self.chat.save(path)
-        note(f"[{len(self.chat.messages)} messages written to {path}]")
-
-    def _load(self, path: Path) -> None:
-        self.chat.load(path)
-        note(f"[{len(self.chat.messages)} messages read from {path}]")
-
-    def _stats(self) -> None:
+    def _command(self, name: str, rest: str) -> None:
         chat = self.chat
-        say(f"{len(chat.messages)} messages, {chat.num_tokens} of {chat.context_length} tokens")
-        if chat.run.prefill_tokens:
-            say(
-                f"last answer: {self._num_said} tokens, {chat.run.decode_per_s:.1f}/s;"
-                f" prompt {chat.run.prefill_tokens} tokens, {chat.run.cached_tokens} kept, the rest"
-                f" in {chat.run.prefill_s:.2f} s"
-            )
-
-    def _quit(self) -> None:
-        self._is_over = True
+        match name:
+            case "help":
+                say(HELP)
+            case "system":
+                if rest:
+                    chat.system = rest
+                is_set = chat.system is not None
+                say(f"system message: {chat.system}" if is_set else "no system message set")
+            case "reset":
+                chat.reset()
+                note("[forgotten]")
+            case "regen":
+                hint = "temperature 0 always gives the same answer" if self.is_greedy else ""
+                self._show(chat.regenerate(), hint)
+            case "undo":
+                note(f"[taken back: {chat.undo()[:60]!r}]")
+            case "save":
+                path = _path_of(name, rest)
+                chat.save(path)
+                note(f"[{len(chat.messages)} messages written to {path}]")
+            case "load":
+                path = _path_of(name, rest)
+                chat.load(path)
+                note(f"[{len(chat.messages)} messages read from {path}]")
+            case "stats":
+                used = f"{chat.num_tokens} of {chat.context_length} tokens"
+                say(f"{len(chat.messages)} messages, {used}")
+                if chat.run.prefill_tokens:
+                    say(
+                        f"last answer: {self._num_said} tokens, {chat.run.decode_per_s:.1f}/s;"
+                        f" prompt {chat.run.prefill_tokens} tokens, {chat.run.cached_tokens} kept,"
+                        f" the rest in {chat.run.prefill_s:.2f} s"
+                    )
+            case "quit" | "exit":
+                self._is_over = True
+            case _:
+                line = "no such command; /help lists them, and // begins a message with /"
+                raise HotsplitError(f"/{name[:40]}: {line}")
 
 
 def _path_of(command: str, text: str) -> Path:

@@ -51,7 +51,13 @@ def read_blueprint(
     notes = _type_notes(path, config.get("model_type"), family, str(name))
     is_beside = bool(family.text_key)
     if is_beside:
-        config = _text_config(path, config, family.text_key)
+        own = config.get(family.text_key)
+        if not isinstance(own, dict):
+            raise HotsplitError(
+                f"{path}: {family.text_key} is {shown(own)}, wanted the text model's config"
+            )
+        of_all = ("tie_word_embeddings", "quantization_config")
+        config = own | {name: config[name] for name in of_all if name in config}
     if family.by_type:
         kind = str(config.get("model_type", next(iter(family.by_type))))
         ConfigReader(path, {"model_type": kind}).refuse("model_type", *family.by_type)
@@ -102,7 +108,14 @@ def _blueprint(
     activation = read.activation(field[ACTIVATION], family.activations)
     graph = str(keys.pop("general.architecture", family.graph))
     num_layers = counts["block_count"]
-    given = _tensors(family, read, num_layers) | dict.fromkeys(divisors, _NONE)
+    # Tensors that say what keys do not: optional ones (names and some shapes), and one a layer.
+    flagged = (name for flag, names in family.flags.items() if read.flag(flag) for name in names)
+    optional = {"ffn_down.weight": (), **dict.fromkeys(flagged, ()), **family.tensors(read)}
+    given = dict.fromkeys(divisors, _NONE) | {
+        name if name.startswith("blk.") else f"blk.{layer}.{name}": replace(_NONE, shape=shape)
+        for name, shape in optional.items()
+        for layer in range(num_layers)
+    }
     can_draft = DRAFT_LAYERS in ARCHITECTURES[graph].known_keys
     if can_draft and has_draft_block(sources, num_layers):
         given[f"blk.{num_layers}.{JOIN}.weight"] = _NONE
@@ -126,25 +139,6 @@ def _blueprint(
         rope_factors=divisors,
         notes=notes,
     )
-
-
-def _tensors(family: Family, read: ConfigReader, num_layers: int) -> dict[str, TensorEntry]:
-    """Tensors that say what keys do not: optional ones (names and some shapes), and one a layer."""
-    flagged = (name for flag, names in family.flags.items() if read.flag(flag) for name in names)
-    given = {"ffn_down.weight": (), **dict.fromkeys(flagged, ()), **family.tensors(read)}
-    return {
-        name if name.startswith("blk.") else f"blk.{layer}.{name}": replace(_NONE, shape=shape)
-        for name, shape in given.items()
-        for layer in range(num_layers)
-    }
-
-
-def _text_config(path: Path, config: Mapping[str, object], key: str) -> Mapping[str, object]:
-    own = config.get(key)
-    if not isinstance(own, dict):
-        raise HotsplitError(f"{path}: {key} is {shown(own)}, wanted the text model's config")
-    of_all = ("tie_word_embeddings", "quantization_config")
-    return {**own, **{name: config[name] for name in of_all if name in config}}
 
 
 def _type_notes(path: Path, said: object, family: Family, name: str) -> tuple[str, ...]:

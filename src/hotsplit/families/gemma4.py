@@ -156,13 +156,6 @@ def given_tensors(read: ConfigReader) -> Mapping[str, tuple[int, ...]]:
     return dict.fromkeys((f"{SCALE}.weight", *(f"blk.{i}.attn_v.weight" for i in values)), ())
 
 
-def given_sources(spec: ModelSpec, read: ConfigReader) -> Sources:
-    return Sources(
-        renamed=partial(_names, has_experts=spec.has_experts),
-        ignored=(*IGNORED, *unused_sources(spec)),
-    )
-
-
 def _names(name_of: NameOf, has_experts: bool) -> NameOf:
     """The names, with those of scales, which have no suffix, and of neurons beside experts."""
 
@@ -254,7 +247,10 @@ GEMMA4 = Family(
     derived=derived,
     keys=keys,
     tensors=given_tensors,
-    sources=given_sources,
+    sources=lambda spec, read: Sources(
+        renamed=partial(_names, has_experts=spec.has_experts),
+        ignored=(*IGNORED, *unused_sources(spec)),
+    ),
     defaults={
         "tie_word_embeddings": True,
         "num_key_value_heads": 4,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import NameOf, Sources
+from hotsplit.families.blueprint import Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys
 from hotsplit.families.family import ATTN_BIASES, Architecture, Family
@@ -54,13 +54,6 @@ def of_keys(read: KeyReader) -> ModelSpec:
     )
 
 
-def sinks_as_weights(name_of: NameOf) -> NameOf:
-    """The names, with that of the sinks, which has no suffix in a checkpoint."""
-    return lambda source: (
-        f"{name_of(source)}.weight" if source.endswith(".sinks") else name_of(source)
-    )
-
-
 def not_in_stock(spec: ModelSpec) -> str | None:
     has_window_L = [attention.window is not None for attention in spec.attentions]
     if has_window_L != [(layer + 1) % PERIOD != 0 for layer in range(spec.num_layers)]:
@@ -94,7 +87,15 @@ FAMILIES = (
         rope=Rope(kinds=("default", "yarn"), theta=150000.0, rounds_borders=False),
         keys=keys,
         tensors=lambda read: dict.fromkeys((*EXPERT_BIASES, f"{ROUTER}.bias"), ()),
-        sources=lambda spec, read: Sources(renamed=sinks_as_weights, expert_form="columns"),
+        # A checkpoint's sinks have no suffix.
+        sources=lambda spec, read: Sources(
+            renamed=lambda name_of: (
+                lambda source: (
+                    f"{name_of(source)}.weight" if source.endswith(".sinks") else name_of(source)
+                )
+            ),
+            expert_form="columns",
+        ),
     ),
 )
 GRAPHS = (

@@ -32,17 +32,6 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import ModelSpec
 
 
-def keys_of_mixtral(read: ConfigReader) -> dict[str, Value]:
-    """`intermediate_size` neurons are an expert's."""
-    return expert_keys(read, neurons="intermediate_size") | window_keys(in_all_layers(read))
-
-
-def keys_of_olmoe(read: ConfigReader) -> dict[str, Value]:
-    renormalises = read.flag("norm_topk_prob")
-    experts = expert_keys(read, neurons="intermediate_size", renormalises=renormalises)
-    return without_windows(read) | experts
-
-
 def derived(read: ConfigReader) -> dict[str, object]:
     """If all layers have experts, the neurons of a layer are an expert's."""
     return {} if dense_layers(read) else {"intermediate_size": read.count("moe_intermediate_size")}
@@ -56,11 +45,6 @@ def keys_of_qwen2(read: ConfigReader) -> dict[str, Value]:
     windows = windows_of_config(read, is_used=is_used, has_window_L=has_window_L)
     shared = read.count("shared_expert_intermediate_size")
     return _qwen_keys(read, shared=shared) | window_keys(windows)
-
-
-def keys_of_qwen3(read: ConfigReader) -> dict[str, Value]:
-    windows = in_all_layers(read, is_used=read.flag("use_sliding_window"))
-    return _qwen_keys(read) | window_keys(windows)
 
 
 def _qwen_keys(read: ConfigReader, shared: int = 0) -> dict[str, Value]:
@@ -120,7 +104,9 @@ FAMILIES = (
             "num_local_experts": 8,
         },
         rope=Rope(theta=1e6),
-        keys=keys_of_mixtral,
+        keys=lambda read: (
+            expert_keys(read, neurons="intermediate_size") | window_keys(in_all_layers(read))
+        ),
         sources=adjacent,
     ),
     Family(
@@ -130,7 +116,12 @@ FAMILIES = (
         read_keys=COUNTS,
         defaults=_DEFAULTS | {"num_experts_per_tok": 8, "num_experts": 64},
         flags={"attention_bias": ATTN_BIASES},
-        keys=keys_of_olmoe,
+        keys=lambda read: (
+            without_windows(read)
+            | expert_keys(
+                read, neurons="intermediate_size", renormalises=read.flag("norm_topk_prob")
+            )
+        ),
     ),
     Family(
         classes=("Qwen2MoeForCausalLM",),
@@ -160,7 +151,10 @@ FAMILIES = (
         defaults=_QWEN | {"num_experts_per_tok": 8, "num_experts": 128, "num_key_value_heads": 4},
         flags={"attention_bias": ATTN_BIASES},
         derived=derived,
-        keys=keys_of_qwen3,
+        keys=lambda read: (
+            _qwen_keys(read)
+            | window_keys(in_all_layers(read, is_used=read.flag("use_sliding_window")))
+        ),
         sources=with_dense,
     ),
 )

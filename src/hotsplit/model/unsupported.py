@@ -10,72 +10,34 @@ from pathlib import Path
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import ModelSpec
 
-# Parts of a name, case-insensitive -> why; the first match counts.
+# Parts of a name, case-insensitive, and why it is not supported; the first match counts.
 _MIXTURES = "Qwen 3's and 3.6's mixtures and gpt-oss run"
 _SMALL = "a Qwen 3 or SmolLM of its size runs"
-_BY_NAME = (
-    (
-        ("deepseek", "kimi", "minicpm3"),
-        f"attention over latent keys and values (MLA) is not supported; {_MIXTURES}",
-    ),
-    (
-        ("llama4",),
-        f"attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}",
-    ),
-    (
-        ("dbrx", "grok", "arctic", "minimax", "jetmoe"),
-        f"this mixture of experts is not supported; {_MIXTURES}",
-    ),
-    (
-        (
-            "mamba",
-            "rwkv",
-            "jamba",
-            "recurrentgemma",
-            "plamo2",
-            "bamba",
-            "nemotron_h",
-            "nemotronh",
-            "granitemoehybrid",
-            "granitehybrid",
-        ),
-        "recurrent layers (Mamba, RWKV and the like) are not supported; Qwen 3.5's delta nets are",
-    ),
-    (("t5", "bart", "marian", "whisper", "pegasus"), "encoder-decoder models are not supported"),
-    (("bert", "electra", "nomic"), "an encoder, which generates no text"),
-    (
-        ("vl", "vision", "llava", "forconditionalgeneration", "audio", "clip"),
-        "models for images and audio are not supported; the text model alone may be",
-    ),
-    (("gemma",), "this Gemma's graph is not supported"),
-    (
-        ("bloom", "mpt", "baichuan13"),
-        f"attention biased by distance (ALiBi) is not computed; {_SMALL}",
-    ),
-    (
-        ("gpt2", "gptneo", "gpt_neo", "gptj", "codegen", "starcoderfor", "gptbigcode"),
-        f"the layers of GPT-2, GPT-J and GPT-NeoX are not supported; {_SMALL}",
-    ),
-    (
-        ("phi2", "phiforcausallm", "stablelm"),
-        f"rotary embeddings of a part of each head with layer norms are not supported; {_SMALL}",
-    ),
-    (
-        ("internlm", "baichuan"),
-        "queries, keys and values fused in one matrix by groups are not supported; a copy that was"
-        " converted to Llama's layout runs",
-    ),
-    (
-        ("minicpm",),
-        "a scale of the residual sums by depth is not supported; a copy that was converted to"
-        " Llama's layout runs",
-    ),
-    (("moe",), f"this mixture of experts is not supported; {_MIXTURES}"),
-    (
-        ("olmo", "cohere", "granite", "glm", "exaone", "nemotron", "ernie", "hunyuan", "plamo"),
-        f"this one of the family has another graph than those that run; {_SMALL}",
-    ),
-)
+_CONVERTED = "a copy that was converted to Llama's layout runs"
+_RECURRENT = "recurrent layers (Mamba, RWKV and the like) are not supported"
+_BY_NAME = f"""
+deepseek kimi minicpm3: attention over latent keys and values (MLA) is not supported; {_MIXTURES}
+llama4: attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}
+dbrx grok arctic minimax jetmoe: this mixture of experts is not supported; {_MIXTURES}
+mamba rwkv jamba recurrentgemma plamo2 bamba nemotron_h nemotronh granitemoehybrid granitehybrid:\
+ {_RECURRENT}; Qwen 3.5's delta nets are
+t5 bart marian whisper pegasus: encoder-decoder models are not supported
+bert electra nomic: an encoder, which generates no text
+vl vision llava forconditionalgeneration audio clip:\
+ models for images and audio are not supported; the text model alone may be
+gemma: this Gemma's graph is not supported
+bloom mpt baichuan13: attention biased by distance (ALiBi) is not computed; {_SMALL}
+gpt2 gptneo gpt_neo gptj codegen starcoderfor gptbigcode:\
+ the layers of GPT-2, GPT-J and GPT-NeoX are not supported; {_SMALL}
+phi2 phiforcausallm stablelm:\
+ rotary embeddings of a part of each head with layer norms are not supported; {_SMALL}
+internlm baichuan:\
+ queries, keys and values fused in one matrix by groups are not supported; {_CONVERTED}
+minicpm: a scale of the residual sums by depth is not supported; {_CONVERTED}
+moe: this mixture of experts is not supported; {_MIXTURES}
+olmo cohere granite glm exaone nemotron ernie hunyuan plamo:\
+ this one of the family has another graph than those that run; {_SMALL}
+"""
 _EXPERTS = "experts are not supported in this architecture"
 _CAPPED_SCORES = "scores with a soft cap are not supported in this architecture"
 _CAPPED = "logits with a soft cap are not supported in this architecture"
@@ -114,7 +76,7 @@ _BY_KEY = {
     "attn_logit_softcapping": _CAPPED_SCORES,
     "final_logit_softcapping": _CAPPED,
     "rope.scaling.yarn_log_multiplier": "DeepSeek's form of YaRN is not supported",
-    "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
+    "ssm.state_size": _RECURRENT,
 }
 # general.type of a GGUF that is no model -> what it is.
 _TYPES = {
@@ -161,8 +123,9 @@ def why_not_run(name: object, values: Mapping[str, object]) -> str | None:
     """Why an unknown architecture is not supported; None if neither its keys nor its name tell.
     `values` are the keys of the config or of the GGUF header."""
     plain = name.lower() if isinstance(name, str) else ""
-    for parts, why in _BY_NAME:
-        if any(part in plain for part in parts):
+    for line in _BY_NAME.strip().splitlines():
+        parts, _, why = line.partition(": ")
+        if any(part in plain for part in parts.split()):
             return why
     for key, value in values.items():
         is_count = key.rpartition(".")[2] in _EXPERT_KEYS and isinstance(value, Integral)
