@@ -4,6 +4,7 @@ states of the model's steps: the most probable token at each place."""
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from hotsplit.runtime.generate.frequent_ids import FrequentIds
@@ -44,8 +45,9 @@ class BlockDrafter:
         self.prepare(ids)
         text, logits_V, num = self._text, self._logits_V, 0
         while logits_V is not None and text is not None:
-            token = int(logits_V.argmax())
-            probability = float(logits_V.softmax(0)[token])
+            array_V = logits_V.numpy()
+            token = int(array_V.argmax())
+            probability = 1 / float(np.exp(array_V - array_V[token]).sum())
             if math.isnan(probability):
                 return
             yield token, probability

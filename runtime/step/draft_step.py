@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from hotsplit.runtime.cache.kv_cache import KVCache
@@ -29,11 +29,12 @@ _MOST_WAITING = 128  # tokens of a text that wait for their keys and values
 @dataclass
 class _Text:
     """The block's side of a text: it has keys and values for the first `num_entries` positions, and
-    tokens and hidden states [D] of the `waiting` ones after those. `is_whole`: the model's steps
-    have shown the text from its beginning."""
+    the tokens of the `waiting` ones after those, whose hidden states before the output norm begin
+    `hidden_TD`. `is_whole`: the model's steps have shown the text from its beginning."""
 
+    hidden_TD: np.ndarray
     num_entries: int = 0
-    waiting: list[tuple[int, Tensor]] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
     is_whole: bool = True
 
 
@@ -42,12 +43,17 @@ class DraftStep:
 
     def __init__(self, weights: Weights, native: NativeStep) -> None:
         """`weights`, `native`: the model's; the step shares its hidden states ("x")."""
-        assert weights.draft is not None and weights.output_norm is not None
-        self._norm, self._x_TD = weights.output_norm, native.shared["x"]
+        norm = weights.output_norm
+        assert weights.draft is not None and norm is not None and norm.bias_D is None
+        self._weight_D, self._epsilon = norm.weight_D.numpy(), norm.epsilon
+        self._x_TD = native.shared["x"].numpy()
         self._cache: KVCache = weights.cache
         self._step = native_step.build(weights.draft, Traffic(), ("hidden", "head_in"))
-        self._texts = [_Text() for _ in range(self._cache.num_sequences)]
         self.limit_ids = self._step.limit_ids
+        self._hidden_TD, self._own_TD = (
+            self._step.shared[name].numpy() for name in ("hidden", "head_in")
+        )
+        self._texts = [self._new_text() for _ in range(self._cache.num_sequences)]
         self.is_on = False
 
     def saw(self, rows: Sequence[Row]) -> None:
@@ -55,28 +61,34 @@ class DraftStep:
         if not self.is_on:
             return
         computed = [row for row in rows if row.source is None]
-        hidden_TD = self._norm.apply(self._x_TD[: len(computed)])
-        pairs = iter(zip(computed, hidden_TD, strict=True))
+        seen = 0
         for run in runs_of(computed):
             text, start = self._texts[run[0].sequence], run[0].position
             end = text.num_entries + len(text.waiting)
             if not text.num_entries <= start <= end:
                 is_whole = start == 0 or (text.is_whole and start < end)
-                text = self._texts[run[0].sequence] = _Text(start, is_whole=is_whole)
-            del text.waiting[start - text.num_entries :]
-            text.waiting += [
-                (row.token, hidden_D) for _, (row, hidden_D) in zip(run, pairs, strict=False)
-            ]
+                text = self._texts[run[0].sequence] = self._new_text(start, is_whole=is_whole)
+            num = start - text.num_entries
+            text.waiting[num:] = [row.token for row in run]
+            text.hidden_TD[num : num + len(run)] = self._x_TD[seen : seen + len(run)]
+            seen += len(run)
             if len(text.waiting) > _MOST_WAITING:
-                self._catch_up(run[0].sequence, [token for token, _ in text.waiting[1:]], "none")
+                self._catch_up(run[0].sequence, text.waiting[1:], "none")
+
+    def _new_text(self, num_entries: int = 0, *, is_whole: bool = True) -> _Text:
+        rows, size = self._x_TD.shape  # memory that is not written to is not taken
+        hidden_TD = np.empty((_MOST_WAITING + rows, size), np.float32)
+        return _Text(hidden_TD, num_entries, is_whole=is_whole)
 
     def forget(self, sequence: int) -> None:
-        self._texts[sequence] = _Text()
+        self._texts[sequence] = self._new_text()
 
     def share(self, source: int, target: int) -> None:
         """Makes what is known of a text known of its fork."""
         own = self._texts[source]
-        self._texts[target] = _Text(own.num_entries, list(own.waiting), own.is_whole)
+        other = self._texts[target] = self._new_text(own.num_entries, is_whole=own.is_whole)
+        other.waiting += own.waiting
+        other.hidden_TD[: len(own.waiting)] = own.hidden_TD[: len(own.waiting)]
 
     def first(self, sequence: int, length: int, token: int) -> Tensor | None:
         """The logits [V] of the guess after `token`, which follows the first `length` tokens of a
@@ -86,20 +98,19 @@ class DraftStep:
         del text.waiting[max(0, length - text.num_entries) :]
         if not text.is_whole or not text.waiting:
             return None
-        return self._catch_up(sequence, [*(t for t, _ in text.waiting[1:]), token], "last")[0]
+        return self._catch_up(sequence, [*text.waiting[1:], token], "last")[0]
 
     def next(self, sequence: int, token: int, num_guessed: int) -> Tensor:
         """The logits [V] after one guessed token more, the last of `num_guessed`."""
-        hidden_1D = self._step.shared["head_in"][:1].clone()
         start = self._texts[sequence].num_entries + num_guessed - 1
-        return self._run(sequence, start, [token], hidden_1D)[0]
+        return self._run(sequence, start, [token], self._own_TD[:1])[0]
 
     def step_seconds(self, sequence: int) -> float:
         """Seconds of the fastest of a few steps, in an empty text."""
         found = []
         for _ in range(4):
             began = time.perf_counter()
-            self._run(sequence, 0, [0], torch.zeros(1, self._x_TD.shape[1]))
+            self._run(sequence, 0, [0], np.zeros((1, self._x_TD.shape[1]), np.float32))
             found.append(time.perf_counter() - began)
         return min(found)
 
@@ -109,8 +120,12 @@ class DraftStep:
         text, most = self._texts[sequence], self._step.max_rows
         for first in range(0, len(following), most):
             tokens = following[first : first + most]
-            hidden_TD = torch.stack([hidden_D for _, hidden_D in text.waiting[: len(tokens)]])
+            hidden_TD = text.hidden_TD[: len(tokens)]
+            mean_T1 = np.square(hidden_TD).mean(axis=1, keepdims=True)
+            hidden_TD = hidden_TD / np.sqrt(mean_T1 + self._epsilon) * self._weight_D
             logits_RV = self._run(sequence, text.num_entries, tokens, hidden_TD, wanted)
+            left = text.hidden_TD[len(tokens) : len(text.waiting)]
+            text.hidden_TD[: len(left)] = left
             del text.waiting[: len(tokens)]
             text.num_entries += len(tokens)
         return logits_RV
@@ -120,9 +135,9 @@ class DraftStep:
         sequence: int,
         start: int,
         tokens: Sequence[int],
-        hidden_TD: Tensor,
+        hidden_TD: np.ndarray,
         wanted: Wanted = "last",
     ) -> Tensor:
         self._cache.reserve(sequence, start, start + len(tokens))
-        self._step.shared["hidden"][: len(tokens)] = hidden_TD
+        self._hidden_TD[: len(tokens)] = hidden_TD
         return self._step.run_rows(rows_of(tokens, start, wanted, sequence))

@@ -4,6 +4,7 @@ import random
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import save_tokenizer
@@ -140,7 +141,7 @@ def test_the_comparison_finds_entries_of_drafts_and_states_of_other_rows(paths):
         return catch_up(self, sequence, following[-1:], wanted)
 
     def shifted(self, sequence, start, tokens, hidden_TD, wanted="last"):
-        return run(self, sequence, start, tokens, hidden_TD.roll(1, 0), wanted)
+        return run(self, sequence, start, tokens, np.roll(hidden_TD, 1, axis=0), wanted)
 
     with Engine.load(paths("glm4moe"), draft_block=True, context_length=80) as engine:
         assert not all(first_guesses(engine, _catch_up=keeping))
