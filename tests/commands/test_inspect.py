@@ -288,15 +288,6 @@ def test_a_powerinfer_file_is_inspected(tmp_path, capsys):
 # ---- refusals ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", range(5))
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
-def test_a_truncated_file_gives_one_line(tmp_path, capsys, index, share):
-    path, _ = one_of_each(tmp_path)[index]
-    content = path.read_bytes()
-    path.write_bytes(content[: min(int(share * len(content)), len(content) - 40)])
-    refused(path, capsys)
-
-
 SAFETENSORS = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 
 

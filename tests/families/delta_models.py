@@ -117,28 +117,6 @@ def conv_model(
 RECURRENT = {"delta nets": delta_model, "short convolutions": conv_model}
 
 
-def full_shape(kind: str = "q4_k") -> ModelFile:
-    """Qwen3.6-35B-A3B without its weights: every matrix in this type."""
-    experts = replace(
-        FEW, route=Route(num_experts=256, num_used=8), num_neurons=512, num_shared=512
-    )
-    sizes = Sizes(
-        num_layers=40,
-        hidden_size=2048,
-        num_neurons=512,
-        num_heads=16,
-        num_kv_heads=2,
-        head_dim=256,
-        vocab_size=248320,
-        context_length=262144,
-        epsilon=1e-6,
-    )
-    delta = DeltaNet(
-        num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, epsilon=1e-6
-    )
-    return without_weights(spec_of(sizes, delta, experts=experts, theta=1e7), kind)
-
-
 def without_weights(spec: ModelSpec, kind: str = "q4_k") -> ModelFile:
     """A model of this shape that cannot be read, every matrix in this type."""
 

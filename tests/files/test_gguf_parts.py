@@ -161,17 +161,38 @@ def test_missing_parts_are_named(parts):
     assert "39 of its 40 parts are missing" in refusal(many) and "and 34 more" in refusal(many)
 
 
-@pytest.mark.parametrize("one, other", [(0, 1), (1, 2)])
-def test_swapped_parts_are_named(parts, one, other):
+def swap(parts, one, other):
     spare = parts[0].with_name("spare")
     parts[one].rename(spare)
     parts[other].rename(parts[one])
     spare.rename(parts[other])
-    line = refusal(parts[0])
-    assert (
-        f"{parts[one]}: is named as part {one + 1} of 3, but says that it is part {other + 1}"
-        in line
-    )
+
+
+def repeat(parts):
+    shutil.copy(parts[1], parts[2])
+    set_key(parts[2], NUMBER, 2)
+
+
+@pytest.mark.parametrize(
+    "change, named, line",
+    [
+        (lambda parts: swap(parts, 0, 1), 0, "named as part 1 of 3, but says that it is part 2"),
+        (lambda parts: swap(parts, 1, 2), 1, "named as part 2 of 3, but says that it is part 3"),
+        (lambda parts: set_key(parts[0], NUMBER, 3), 0, "says that it is part 4 of 3"),
+        (lambda parts: set_key(parts[0], NUMBER, 65535), 0, "says that it is part 65536 of 3"),
+        (lambda parts: os.truncate(parts[2], 4096), 2, "not a whole GGUF file"),
+        (
+            lambda parts: [set_key(part, TOTAL, 31) for part in parts],
+            0,
+            "its 3 parts have 30 tensors together, wanted 31",
+        ),
+        (repeat, 2, "which {parts[1]} holds too"),
+    ],
+)
+def test_parts_that_are_no_model_are_named(parts, change, named, line):
+    change(parts)
+    said = refusal(parts[0])
+    assert said.startswith(f"{parts[named]}: ") and line.format(parts=parts) in said
 
 
 @pytest.mark.parametrize(
@@ -203,33 +224,9 @@ def test_a_whole_file_and_a_part_of_another_division_are_named(whole, parts, tmp
     )
 
 
-def test_a_tensor_in_two_parts_and_one_too_few_are_refused(parts):
-    shutil.copy(parts[1], parts[2])
-    set_key(parts[2], NUMBER, 2)
-    line = refusal(parts[0])
-    assert line.startswith(f"{parts[2]}: holds ") and f"which {parts[1]} holds too" in line
-
-
-def test_a_sum_of_tensors_that_differs_is_refused(parts):
-    for part in parts:
-        set_key(part, TOTAL, 31)
-    assert "its 3 parts have 30 tensors together, wanted 31" in refusal(parts[0])
-
-
-def test_a_truncated_part_is_named(parts):
-    os.truncate(parts[2], parts[2].stat().st_size - 64)
-    assert refusal(parts[0]).startswith(f"{parts[2]}: not a whole GGUF file")
-
-
 def test_a_part_under_another_name_is_refused(parts):
     parts[0].rename(odd := parts[0].with_name("model.gguf"))
     assert "must end in -00001-of-00003.gguf; give the files their names again" in refusal(odd)
-
-
-@pytest.mark.parametrize("number", [3, 65535])
-def test_an_impossible_number_is_refused(parts, number):
-    set_key(parts[0], NUMBER, number)
-    assert f"says that it is part {number + 1} of 3" in refusal(parts[0])
 
 
 def test_links_find_their_neighbours(parts, tmp_path):

@@ -26,11 +26,6 @@ POINTERS = {
 }
 
 
-@pytest.fixture(params=POINTERS)
-def pointer(request) -> tuple[str, str, str]:
-    return POINTERS[request.param]
-
-
 def refusal(capsys, *words: object) -> str:
     assert main([str(word) for word in words]) == 1
     out, err = capsys.readouterr()
@@ -43,8 +38,8 @@ def checkpoint(tmp_path_factory) -> Path:
     return random_llama(tmp_path_factory.mktemp("pointers") / "hf")
 
 
-def test_a_model_file_that_is_a_pointer(pointer, tmp_path, capsys):
-    text, what, command = pointer
+@pytest.mark.parametrize("text, what, command", POINTERS.values(), ids=POINTERS)
+def test_a_model_file_that_is_a_pointer(text, what, command, tmp_path, capsys):
     path = tmp_path / "m.gguf"
     path.write_text(text)
     for words in (
@@ -70,8 +65,8 @@ def test_a_model_file_that_is_a_pointer(pointer, tmp_path, capsys):
         "tokenizer_config.json",
     ],
 )
-def test_a_file_of_a_checkpoint_that_is_a_pointer(checkpoint, pointer, tmp_path, capsys, name):
-    text, what, command = pointer
+def test_a_file_of_a_checkpoint_that_is_a_pointer(checkpoint, tmp_path, capsys, name):
+    text, what, command = POINTERS["lfs"]
     folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
     if name == "pytorch_model.bin":
         (folder / "model.safetensors").unlink()
@@ -85,8 +80,8 @@ def test_a_file_of_a_checkpoint_that_is_a_pointer(checkpoint, pointer, tmp_path,
 
 @pytest.mark.parametrize("name", ["text.txt", "text.jsonl", "text.parquet"])
 @pytest.mark.parametrize("is_in_folder", [False, True])
-def test_a_corpus_that_is_a_pointer(checkpoint, pointer, tmp_path, capsys, name, is_in_folder):
-    text, what, command = pointer
+def test_a_corpus_that_is_a_pointer(checkpoint, tmp_path, capsys, name, is_in_folder):
+    text, what, command = POINTERS["annex"]
     main(["convert", str(checkpoint), "-o", str(tmp_path / "m.gguf")])
     capsys.readouterr()
     corpus = tmp_path / "texts" / name

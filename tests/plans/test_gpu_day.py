@@ -2,7 +2,6 @@
 that end, fail, crash, hang or are interrupted, and each real one at toy scale."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from models import make_sizes
-from paths import ROOT, SEARCH_PATH
+from paths import ROOT
 
 BENCHMARKS, GPU_TESTS = str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")
 sys.path[:0] = [BENCHMARKS, GPU_TESTS]
@@ -101,29 +100,23 @@ def test_sections_with_a_result_are_not_repeated(tmp_path):
     assert "speed\n  what  ms\n  a      1" in page and "b: not measured: no time left" in page
 
 
-def test_a_part_that_fails_in_a_section_measures_the_others(tmp_path):
-    program, trace = stub(tmp_path, "fail")
-    day = day_of(tmp_path, part(tmp_path, "p", program))
-    assert trace.read_text().split() == ["first", "last"]
-    assert "bad: FAILED: ValueError: no" in day.page() and "last   1" in day.page()
-
-
-def test_a_part_that_crashes_goes_on_behind_the_crash(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "bad, tries, words",
+    [
+        ("fail", 0, "ValueError: no"),
+        ("crash", gpu_sections.MOST_TRIES, f"began {gpu_sections.MOST_TRIES} times"),
+        ("lambda: time.sleep(60), most_s=0.3", 0, "no end after 0 s"),
+    ],
+    ids=["fails", "crashes", "hangs"],
+)
+def test_the_others_are_measured_where_a_section(tmp_path, monkeypatch, bad, tries, words):
     monkeypatch.setattr(gpu_day, "LEAST_SECONDS", 1.0)
-    program, trace = stub(tmp_path, "crash")
+    program, trace = stub(tmp_path, bad)
     day = day_of(tmp_path, part(tmp_path, "p", program))
-    assert trace.read_text().split() == ["first", *["crash"] * gpu_sections.MOST_TRIES, "last"]
+    assert trace.read_text().split() == ["first", *["crash"] * tries, "last"]
     found = json.loads((tmp_path / "day" / "gpu-day.json").read_text())["parts"]["p"]
-    assert found["state"] == "ok" and "tables" in found["result"]["sections"]["last"]
-    assert f"bad: FAILED: began {gpu_sections.MOST_TRIES} times" in day.page()
-
-
-def test_a_section_that_hangs_ends_and_the_others_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_day, "LEAST_SECONDS", 1.0)
-    program, trace = stub(tmp_path, "lambda: time.sleep(60), most_s=0.3")
-    day = day_of(tmp_path, part(tmp_path, "p", program))
-    assert trace.read_text().split() == ["first", "last"]
-    assert "bad: FAILED: no end after 0 s" in day.page()
+    assert "tables" in found["result"]["sections"]["last"]
+    assert f"bad: FAILED: {words}" in day.page() and "last   1" in day.page()
 
 
 # ---- parts ---------------------------------------------------------------------------------
@@ -294,49 +287,6 @@ def test_a_hand_over_whose_flag_never_comes_is_reported(monkeypatch, small):
     assert buffers.done[:: exchange_forms.LINE].tolist() == [1] * 3
 
 
-def test_the_kernels_of_the_handover_benchmark_compile():
-    """In a process of its own, because this one may run Triton's interpreter."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE.format(paths=[*SEARCH_PATH.split(os.pathsep), BENCHMARKS])],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    names = ["busy", "put", "add"] * 2 + ["answer", "empty", "norm", "product"] * 2
-    assert done.stdout.split() == names
-
-
-COMPILE = """
-import sys
-sys.path[:0] = {paths!r}
-import torch
-from gpu_compilation import AbsentDevice, compile_instead_of_launching
-from triton.runtime.driver import driver
-from handover import triton_kernels as kernels
-from handover.fake import FakeGpu
-from handover.handover_gpu import HandoverGpu
-
-driver.set_active(AbsentDevice(90))
-found = []
-compile_instead_of_launching(found)
-gpu, x = FakeGpu(), torch.zeros(4096)
-gpu.launch = lambda name, grid, *given, **options: getattr(kernels, name)[grid](*given, **options)
-for flag in (x.data_ptr(), 0):
-    HandoverGpu.busy(gpu, 1, flag)
-    HandoverGpu.put(gpu, x, x.data_ptr(), flag)
-    HandoverGpu.add(gpu, x, x.data_ptr(), flag)
-square = torch.zeros(576, 576, dtype=torch.float16)
-for options in (dict(PDL=False), dict(PDL=True, launch_pdl=True)):
-    gpu.launch("answer", (1,), x.data_ptr(), x.data_ptr(), x.data_ptr(), 50, num_warps=1)
-    gpu.launch("empty", (1,), x, num_warps=1)
-    gpu.launch("norm", (1,), x, x, x, D=576, BLOCK=1024, num_warps=4, **options)
-    gpu.launch("product", (144,), square, x, x, ROWS=4, D=576, BLOCK=1024, num_warps=4, **options)
-print(*(name for name, _ in found))
-"""
-
-
 def test_prompts_are_timed_by_type(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_prompts, "KINDS", ("q4_k",))
     path = tmp_path / "r.json"
@@ -365,15 +315,3 @@ def test_a_model_is_run_as_a_user_types_it(tmp_path, monkeypatch):
     nothing = gpu_trained.TrainedCase(model=tmp_path / "no.gguf", name="x", vram_bytes=0)
     with pytest.raises(gpu_trained.CommandError, match=r"no\.gguf: x: .*no such"):
         gpu_trained.run(nothing, "cpu", tmp_path / "cache", 4)
-
-
-def test_missing_models_are_named_and_random_weights_stand_in(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_trained, "measure", lambda case, *rest: [TABLE])
-    monkeypatch.setattr(gpu_trained, "SMOLLM2", TOY)
-    monkeypatch.setattr(gpu_trained.stand_in, "__defaults__", (TOY,))
-    output = tmp_path / "out" / "r.json"
-    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path / "no.gguf"), "--output", str(output)])
-    assert gpu_trained.main() == 0
-    assert "no.gguf: missing" in capsys.readouterr().out
-    names = list(json.loads(output.read_text())["sections"])
-    assert len(names) == 5 and all("random-weights/" in name for name in names)

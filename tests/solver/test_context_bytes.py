@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from delta_models import FEW, RECURRENT, delta_model, full_shape, without_weights
+from delta_models import FEW, RECURRENT, delta_model, without_weights
 from models import make_inputs, make_machine, make_model, make_sizes
 from test_solver_experts import profile_of, random_choices
 
@@ -28,8 +28,6 @@ from hotsplit.solver.mode_choice import find
 from hotsplit.solver.notes import notes_of
 from hotsplit.solver.solve import split_of
 from hotsplit.solver.verify import verify
-
-GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -133,33 +131,6 @@ def test_inspect_says_what_a_text_keeps(tmp_path):
     )
     make_model().save(tmp_path / "m.gguf")
     assert "a text keeps" not in dict(inspect_file(tmp_path / "m.gguf").facts)
-
-
-@pytest.mark.slow
-def test_a_plan_of_the_full_shape_with_short_and_long_contexts():
-    """Qwen3.6-35B-A3B in 8 GiB: a context of 4,096 tokens takes a twentieth of it, and 31 times as
-    many take 1,469 experts, a quarter of what they would take if all layers attended."""
-    model, chance = full_shape(), np.random.default_rng(0)
-    id_LTK = random_choices(chance, 40, 256, model.spec.layers[0].route, 1.0)
-    machine = make_machine(cpu_gb_per_s=50.0, memory_bytes=8 * GIB)
-    found = [
-        planned(model, 8 * GIB, n, machine, id_LTK, workspace=300 << 20) for n in (4096, 131072)
-    ]
-    (short, (short_note,)), (long, (long_note,)) = found
-    assert short_note == (
-        "the context of 4,096 tokens takes 331.25 MiB: 251.25 MiB of recurrent states (4 of 62.81"
-        " MiB a text), which do not grow with it, and 80.00 MiB of keys and values, 20.00 MiB for"
-        " each further 1,024 tokens, as much as 12 experts; the budget leaves 6.30 GiB to experts,"
-        " 3,820 of 10,240"
-    )
-    assert long_note.startswith(
-        "the context of 131,072 tokens takes 2.75 GiB: 251.25 MiB of recurrent"
-    )
-    assert long_note.endswith("the budget leaves 3.87 GiB to experts, 2,351 of 10,240")
-    for split in (short, long):
-        assert all(split.dense_on_gpu) and sum(split.gpu_bytes.values()) <= 8 * GIB
-    grown = long.gpu_bytes["kv_cache"] - short.gpu_bytes["kv_cache"]
-    assert grown == 20480 * (131072 - 4096)
 
 
 def gemma3_12b() -> ModelFile:

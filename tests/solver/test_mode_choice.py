@@ -199,24 +199,6 @@ def test_records_that_no_measurement_gives_are_refused(tmp_path, name, value):
     assert not is_recordable(wrong) and is_recordable(model.quality["exact"])
     with pytest.raises(HotsplitError, match=name):
         dataclasses.replace(model, quality={"exact": wrong}).save(tmp_path / "m.gguf")
-    model.save(tmp_path / "m.gguf")
-    key = f"hotsplit.quality.exact.{name}"
-    from hotsplit.artifacts.model_gguf import read_model_gguf
-
-    keys, tensors = read_model_gguf(tmp_path / "m.gguf")
-    for found in (
-        type(keys[key])(value) if value == value and value >= 0 else np.float64(value),
-        "text",
-    ):
-        with pytest.raises(HotsplitError, match=name):
-            ModelFile.of(tmp_path / "m.gguf", keys | {key: found}, tensors)
-    del keys[key]
-    with pytest.raises(HotsplitError, match="is missing"):
-        ModelFile.of(tmp_path / "m.gguf", keys, tensors)
-    model.save(tmp_path / "m.gguf")
-    keys, tensors = read_model_gguf(tmp_path / "m.gguf")
-    with pytest.raises(HotsplitError, match="wanted 'exact' or 'predicted'"):
-        ModelFile.of(tmp_path / "m.gguf", keys | {"hotsplit.quality.dense.x": 1.0}, tensors)
 
 
 def predictors_of(model: ModelFile) -> Predictors:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from models import byte_level_keys, make_model, make_sizes, save_solver_files, solver_files
 from test_runtime import make_split
 
@@ -20,8 +19,6 @@ from hotsplit.costs.cache_layout import kv_positions
 from hotsplit.costs.part_bytes import kv_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import read_gguf, write_gguf
-from hotsplit.inspection.inspect_file import inspect_file
-from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.serve_config import ServeConfig
 from hotsplit.solver.solve import SolveConfig, check, solve
 
@@ -97,15 +94,6 @@ def test_the_budget_includes_the_cache_of_all_sequences_to_the_byte(files, tmp_p
         assert caches[0].table.num_sequences == count
 
 
-def test_only_plans_for_several_sequences_record_their_number(files, tmp_path):
-    solved(files, tmp_path / "plan")
-    keys, _ = read_gguf(tmp_path / "plan", "plan")
-    assert "hotsplit.split.num_sequences" not in keys
-    solved(files, tmp_path / "plan", num_sequences=3)
-    keys, _ = read_gguf(tmp_path / "plan", "plan")
-    assert keys["hotsplit.split.num_sequences"] == 3
-
-
 @pytest.mark.parametrize("wrong", [0, -1])
 def test_an_impossible_number_of_sequences_is_refused(files, tmp_path, wrong):
     solved(files, tmp_path / "plan", num_sequences=3)
@@ -132,13 +120,6 @@ def test_the_command_checks_the_number_of_sequences(files, tmp_path, capsys, cou
     assert "wanted 1 to 1024" in capsys.readouterr().err
 
 
-def test_the_command_and_inspect_report_the_number_of_sequences(files, tmp_path, capsys):
-    options = f"-vb 2MiB --sequences 4 -c {CONTEXT} --mode exact --json"
-    assert main(command(files, tmp_path, options)) == 0
-    assert json.loads(capsys.readouterr().out)["num_sequences"] == 4
-    assert inspect_file(tmp_path / "plan").content["num_sequences"] == 4
-
-
 def test_more_sequences_than_the_plan_has_are_refused_with_advice(tmp_path):
     path, plan = small_plan(tmp_path, 2)
     with pytest.raises(
@@ -150,20 +131,6 @@ def test_more_sequences_than_the_plan_has_are_refused_with_advice(tmp_path):
         with pytest.raises(HotsplitError, match="all 2 sequences"):
             engine.sequence()
         assert texts[0].length == 0
-
-
-def test_sequences_of_a_plan_have_the_same_bits_as_alone(tmp_path):
-    path, plan = small_plan(tmp_path, 3)
-    ids = [[5, 9, 2], [7] * 70, [1, 2, 3, 4]]
-    with Engine.load(path, plan, device="cpu") as engine:
-        texts = [engine.sequence() for _ in ids]
-        parts = [Part(sequence=t, tokens=each) for t, each in zip(texts, ids, strict=True)]
-        together = engine.run(parts)
-    (tmp_path / "one").mkdir()
-    path, plan = small_plan(tmp_path / "one", 1)
-    with Engine.load(path, plan, device="cpu") as engine:
-        for each, got in zip(ids, together, strict=True):
-            assert torch.equal(got[-1], engine.logits(each)[-1])
 
 
 @pytest.mark.parametrize(

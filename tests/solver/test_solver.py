@@ -26,7 +26,6 @@ from models import (
 )
 
 from hotsplit.artifacts.machine_file import Machine
-from hotsplit.costs.kernel_counts import dense_kernels
 from hotsplit.solver import integer_program
 from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.integer_program import Solved, solve_program
@@ -194,15 +193,6 @@ def test_hand_solved(changes, seconds, hot, dense, head):
     assert answer.bound_s <= answer.objective_s
     # The integer program finds the same when it starts with everything on the CPU.
     assert solve_alone(problem, time_limit_s=5)[1] == pytest.approx(seconds, rel=CLOSE)
-
-
-def test_the_number_of_kernels_of_a_dense_block():
-    # Llama: q, k, v, o; two norms; rotation, attention over parts of the cache, their combination.
-    # Falcon: one norm, and one product for q, k and v. A predictor has two products.
-    for architecture, count in (("llama", 9), ("falcon", 2 + 1 + 3), ("opt", 9)):
-        model = shape_only(make_sizes(), predictor_rank=8, architecture=architecture)
-        assert dense_kernels(model, 1, has_predictor=False) == count
-        assert dense_kernels(model, 1, has_predictor=True) == count + 2
 
 
 def test_what_fits_is_divided_where_that_is_faster():

@@ -254,13 +254,6 @@ def test_the_lines_that_the_command_prints(folder, capsys):
     assert "no GPU: the plan is for the CPU alone" in none and "helps" not in none
 
 
-def test_a_layer_in_which_nothing_fires_has_a_plan():
-    model = make_model(predictor_rank=8)
-    profile = make_profile(model, np.zeros((2, 96)))
-    problem = make_problem(model, profile, make_machine(), 1 << 30, mode="predicted")
-    assert np.isfinite(problem.cpu_s_per_byte_L).all() and (problem.min_hot_L == 96).all()
-
-
 def inputs_of(budget: int) -> Inputs:
     model = shape_only(make_sizes(num_layers=4, width=256, num_neurons=1024, vocab_size=512))
     profile = make_profile(model, power_law_frequencies(4, 1024))
