@@ -21,7 +21,6 @@ from hotsplit.options.generation_options import (
     samplers_of_names,
 )
 from hotsplit.runtime.generate.dry import dry_breakers, repeats, tokens_since_breaker
-from hotsplit.runtime.generate.sampler_chain import active_samplers
 from hotsplit.runtime.text.codec import TextCodec
 
 NAN, INF = float("nan"), float("inf")
@@ -119,30 +118,6 @@ def test_biases_are_read_as_llama_cpp_does():
     for text in ("", "15043", "+1", "-5+1", "x+1", "5+", "5+x", "5+nan"):
         with pytest.raises(HotsplitError, match="logit.bias"):
             bias_of(text)
-
-
-@pytest.mark.parametrize(
-    "values, steps",
-    [
-        ({}, "top_k top_p min_p temperature"),
-        ({"top_k": 0, "temperature": 1.0}, "top_p min_p"),
-        ({"top_k": 5000}, "top_p min_p temperature"),
-        ({"repeat_penalty": 1.1}, "penalties top_k top_p min_p temperature"),
-        ({"repeat_penalty": 1.1, "repeat_last_n": 0}, "top_k top_p min_p temperature"),
-        ({"dry_multiplier": 0.8, "temperature": 0.0}, "dry temperature"),
-        ({"temperature": 0.0, "samplers": ("top_k", "typ_p", "temperature", "xtc")}, "temperature"),
-        ({"temperature": 0.0, "typ_p": 0.5}, "top_k typ_p temperature"),
-        ({"temperature": 0.0, "dynatemp_range": 0.5}, "top_k top_p min_p temperature"),
-        ({"temperature": 0.0, "samplers": ("top_k",)}, "top_k"),
-        ({"samplers": ("adaptive_p", "top_k")}, "top_k"),
-        ({"samplers": ("adaptive_p", "top_k"), "adaptive_target": 0.3}, "top_k adaptive_p"),
-        ({"mirostat": 1, "repeat_penalty": 1.1}, "temperature mirostat_1"),
-        ({"mirostat": 2, "temperature": 0.0, "dynatemp_range": 0.5}, "temperature"),
-    ],
-    ids=str,
-)
-def test_only_samplers_with_an_effect_run(values, steps):
-    assert active_samplers(SamplingOptions(**values), 5000) == tuple(steps.split())
 
 
 # ---- the command line ---------------------------------------------------------------------

@@ -8,7 +8,6 @@ Shapes: F rows of the matrix, D values in a row, A chosen rows.
 import os
 import subprocess
 import threading
-import time
 from functools import cache
 from typing import NamedTuple
 
@@ -420,32 +419,6 @@ def test_edge_blocks_are_unpacked_to_the_bit(level, kind):
     assert torch.equal(out_FD.view(torch.int32), want_FD.view(torch.int32))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_results_do_not_depend_on_the_thread_count(level, kind, restore_library):
-    # An odd number of blocks for two threads; planar rows end within a chunk of 16 blocks.
-    F, D = 300, 2304 if kind in BLOCK_BYTES else 1056
-    W, x_D, c_F = matrix(kind, F, D), vector(D), vector(F)
-    index_A = torch.arange(F - 1, -1, -2, dtype=torch.int32)
-    seen = []
-    for n in (1, 2, 3):
-        library.set_threads(n)
-        assert library.num_threads() == n
-        seen.append(
-            [
-                library.dot_rows(W.weight, kind, x_D),
-                library.dot_rows(W.weight, kind, x_D, index_A),
-                library.accumulate_rows(W.weight, kind, c_F),
-                library.accumulate_rows(W.weight, kind, c_F[: len(index_A)], index_A),
-                unpacked(W),
-                unpacked(W, index_A),
-            ]
-        )
-    for other in seen[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
-    assert is_right(seen[0][0], *dot_terms(W, x_D))
-    assert is_right(seen[0][2], *accumulate_terms(W, c_F))
-
-
 @pytest.mark.parametrize("kind", FLOAT_DTYPES)
 @pytest.mark.parametrize("num_vectors", [1, 2, 7])
 def test_products_of_rows_without_columns_are_zero(level, kind, num_vectors):
@@ -670,12 +643,3 @@ def test_callers_in_several_threads_do_not_mix_their_results(restore_library):
     for caller in callers:
         caller.join()
     assert not wrong
-
-
-def test_idle_threads_sleep(restore_library):
-    library.set_threads(3)
-    library.dot_rows(torch.ones(300, 2048), "f32", torch.ones(2048))
-    time.sleep(0.01)
-    before = time.process_time()  # of all threads together
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.03

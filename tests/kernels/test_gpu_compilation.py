@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_compilation import FILE_KINDS, TILE_KINDS
-from gpu_matrices import KINDS
 from paths import SEARCH_PATH
 
 from hotsplit.runtime.kernels.gpu.kernels import KERNELS
@@ -85,20 +83,6 @@ def test_kernels_compile_for_a_kind_with_blocks_and_one_without():
     assert set().union(*found.values()) == EVERY
     assert_good(records)
     assert_wide_loads([r for r in records if r["kind"] in ("f16", "q4_k")])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [HOPPER, ADA])
-def test_every_kernel_compiles_for_every_kind(arch):
-    records = compiled(arch, "none", *KINDS, *FILE_KINDS, *TILE_KINDS)
-    found = by_kind(records)
-    assert all(found[kind] == FOR_MATRICES for kind in KINDS)
-    assert all(found[kind] == {"_unpack"} for kind in FILE_KINDS)
-    for kind in TILE_KINDS:
-        product = "_multiply_down" if kind.endswith("_grouped") else "_multiply"
-        assert found[kind] == {"_unpack_tiles", product}
-    assert_good(records)
-    assert_wide_loads([r for r in records if r["kind"] in KINDS])
 
 
 @pytest.mark.parametrize(

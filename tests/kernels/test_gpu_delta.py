@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Sequence
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from gpu_matrices import EPS, NAN, REFERENCE, device
@@ -119,46 +118,6 @@ def test_rows_without_a_run_are_left_alone():
     assert is_right(found, case)
     assert found["mixed"][1:6].isnan().all() and found["raw"][1:6].isnan().all()
     assert torch.equal(found["state"][3], case.values(SLOTS, 2, 8, 12, seed=7)[3])
-
-
-def test_the_reference_is_the_equations():
-    """Written out once more with numpy, number by number."""
-    case = CASES["after other rows"]
-    (_, count, source, _), (heads, (width, of_value)) = (
-        case.passes[0][0],
-        (case.heads[1], case.widths),
-    )
-    found, keys = case.run(REFERENCE), width
-    channels = 2 * keys + heads * of_value
-    given = {
-        "x": case.values(ROWS, channels + heads * (of_value + 2), seed=1),
-        "taps": case.values(channels, 4, seed=2),
-        "weight": case.values(of_value, seed=3),
-        "bias": 4 * case.values(heads, seed=4),
-        "rate": -case.values(heads, seed=5).exp(),
-        "conv": case.values(SLOTS, 3, channels, seed=6)[source],
-        "state": case.values(SLOTS, heads, width, of_value, seed=7)[source],
-    }
-    x, taps, weight, bias, rate, conv, state = (v.double().cpu().numpy() for v in given.values())
-    inputs = [*conv, *x[:, :channels]]
-    for row in range(count):
-        total = sum(taps[:, tap] * inputs[row + tap] for tap in range(4))
-        u = total / (1 + np.exp(-total))
-        query, key = u[:keys], u[keys : 2 * keys]
-        query = query / np.sqrt((query**2).sum() + 1e-6) / np.sqrt(width)
-        key = key / np.sqrt((key**2).sum() + 1e-6)
-        for head in range(heads):
-            value = u[2 * keys + head * of_value :][:of_value]
-            gates = x[row, channels + head * of_value :][:of_value]
-            strength, step = x[row, channels + heads * of_value + head :: heads][:2]
-            decay = np.exp(rate[head] * np.log(1 + np.exp(step + bias[head])))
-            old = decay * state[head]
-            state[head] = old + np.outer(key, (value - key @ old) / (1 + np.exp(-strength)))
-            out = query @ state[head]
-            normed = out / np.sqrt((out**2).mean() + 1e-6) * weight * gates / (1 + np.exp(-gates))
-            assert np.allclose(found["raw"][row, head].cpu(), out, rtol=2e-6, atol=1e-7)
-            assert np.allclose(found["out"][row, head].cpu(), normed, rtol=2e-6, atol=1e-6)
-    assert np.allclose(found["state"][0].cpu(), state, rtol=1e-6, atol=1e-7)
 
 
 def assert_same_bits(kernels: Kernels) -> None:

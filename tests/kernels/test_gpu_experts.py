@@ -225,10 +225,10 @@ def test_experts_that_no_row_has_chosen_are_not_read(kernels):
 
 
 @pytest.mark.parametrize("is_by_output", [False, True])
-@pytest.mark.parametrize("kind", SOME)
-def test_a_row_has_the_bits_of_a_row_alone(kernels, kind, is_by_output, num_rows=4):
-    """Whichever experts the others choose, of every kind."""
-    width, experts = block_width(kind), [4, 3, 1, 1, 2, 4, 0, 3, 2, 2, 1, 4]
+@pytest.mark.parametrize("kind", ["f16", "q4_k"])
+def test_a_row_has_the_bits_of_a_row_alone(kernels, kind, is_by_output, num_rows=2):
+    """Whichever experts the other chooses."""
+    width, experts = block_width(kind), [4, 3, 1, 1, 2, 4]
     count, outputs = (width, 7) if is_by_output else (9, width)
     gate = make_matrix(kind, 3 * 9, width)
     down = make_matrix(kind, 3 * (outputs if is_by_output else count), width, seed=5)

@@ -160,13 +160,13 @@ def test_the_bound_rejects_wrong_products(wrong):
 def test_a_token_has_the_same_bits_in_every_pass():
     kernels = triton_kernels()
     for kind in ("q8_0_planar", "q4_k"):
-        matrix, x_TD = make_matrix(kind, 70, 512), tokens(40, 512)
-        whole, down = (torch.empty(40, size, device=device()) for size in (70, 512))
+        matrix, x_TD = make_matrix(kind, 40, 256), tokens(40, 256)
+        whole, down = (torch.empty(40, size, device=device()) for size in (40, 256))
         kernels.multiply(matrix, None, x_TD, None, whole)
-        kernels.multiply_down(matrix, x_TD[:, :70], None, down, is_added=False)
+        kernels.multiply_down(matrix, x_TD[:, :40], None, down, is_added=False)
         for start, stop in ((0, 1), (7, 39)):
             assert tokens_of_tile(stop - start) != tokens_of_tile(40)
-            own, own_down = (torch.empty(stop - start, size, device=device()) for size in (70, 512))
+            own, own_down = (torch.empty(stop - start, size, device=device()) for size in (40, 256))
             kernels.multiply(matrix, None, x_TD[start:stop], None, own)
-            kernels.multiply_down(matrix, x_TD[start:stop, :70], None, own_down, is_added=False)
+            kernels.multiply_down(matrix, x_TD[start:stop, :40], None, own_down, is_added=False)
             assert torch.equal(own, whole[start:stop]) and torch.equal(own_down, down[start:stop])

@@ -35,6 +35,9 @@ KINDS_AND_ROWS = [
     ("q8_0_planar", 8),
 ]
 
+# Rows of all kinds are unpacked as in `dot`.
+SOME_KINDS = [("f16", 8), ("q4_0_planar", 4), ("q4_k", 2)]
+
 pytestmark = pytest.mark.usefixtures("several_rows")
 
 
@@ -139,7 +142,7 @@ def test_embed(kernels, is_added):
     assert not torch.equal(out[0], out[1])
 
 
-@pytest.mark.parametrize(("kind", "num_rows"), KINDS_AND_ROWS)
+@pytest.mark.parametrize(("kind", "num_rows"), SOME_KINDS)
 def test_predict(kernels, kind, num_rows):
     matrix = make_matrix(kind, 37, block_width(kind))
     found = assert_rows_as_alone(
@@ -162,7 +165,7 @@ def names(num_rows, num_neurons, seed=4, share=0.3):
     return pack_bits((is_named < share).to(device()))
 
 
-@pytest.mark.parametrize(("kind", "num_rows"), KINDS_AND_ROWS)
+@pytest.mark.parametrize(("kind", "num_rows"), SOME_KINDS)
 def test_gate_up(kernels, kind, num_rows):
     """Each row names other neurons: one that a row reads is 0 for another row."""
     width = block_width(kind)
@@ -183,7 +186,7 @@ def test_gate_up(kernels, kind, num_rows):
 
 
 @pytest.mark.parametrize("is_dense", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "drelu", "silu"])
+@pytest.mark.parametrize("activation", ["drelu", "silu"])
 def test_gate_up_with_ids_biases_and_types(kernels, activation, is_dense):
     gate, up = make_matrix("f16", 13, 64), make_matrix("q8_0_planar", 13, 64, seed=5)
     ids = torch.randperm(40, generator=torch.Generator().manual_seed(3))[:13].int().to(device())
@@ -203,7 +206,7 @@ def test_gate_up_with_ids_biases_and_types(kernels, activation, is_dense):
 
 
 @pytest.mark.parametrize("skips_zeros", [False, True])
-@pytest.mark.parametrize(("kind", "num_rows"), KINDS_AND_ROWS)
+@pytest.mark.parametrize(("kind", "num_rows"), SOME_KINDS)
 def test_down(kernels, kind, num_rows, skips_zeros):
     """Each row has its zeros in other places."""
     matrix = make_matrix(kind, 70, block_width(kind), lies_apart=True)
@@ -260,7 +263,7 @@ def test_add_norm(kernels, has_bias, num_rows):
 
 POSITIONS = (5, 64, 63, 130, 0, 127, 128, 199)
 SEQUENCES = (0, 2, 1, 1, 3, 0, 2, 3)
-WINDOWS = (None, 1, 2, 64, 129)
+WINDOWS = (None, 2, 129)
 
 
 def paged(dtype, num_kv=2, width=32, seed=2):

@@ -5,7 +5,6 @@ Letters: T rows, S slots, D hidden size, J taps."""
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from gpu_matrices import EPS, NAN, REFERENCE, device
@@ -86,26 +85,6 @@ def several(kernels: Kernels) -> Found:
 def test_several_texts_and_a_row_of_none():
     got = several(triton_kernels())
     assert is_right(got, several(REFERENCE), WIDE[1]) and got[0][6].isnan().all()
-
-
-def test_the_reference_is_the_formula():
-    """Written out with numpy, number by number."""
-    width, taps = ODD
-    out, state = run(REFERENCE, ODD, [7], first=2)
-    x, conv, before = (
-        each.double().cpu().numpy()
-        for each in (
-            values(7, 3 * width, seed=1),
-            values(width, taps, seed=2),
-            values(SLOTS, taps - 1, width, seed=3)[2],
-        )
-    )
-    inputs = np.concatenate([before, x[:, :width] * x[:, 2 * width :]])
-    for row in range(7):
-        total = sum(conv[:, tap] * inputs[row + tap] for tap in range(taps))
-        want = x[row, width : 2 * width] * total
-        assert np.abs(out[row].cpu().numpy() - want).max() < 1e-5
-    assert np.abs(state[0].cpu().numpy() - inputs[7:]).max() < 1e-6
 
 
 @pytest.mark.parametrize("wrong", [0, 1])

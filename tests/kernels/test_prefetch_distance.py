@@ -145,12 +145,6 @@ def test_damaged_files_are_rewritten(unknown, tmp_path, text):
     assert len(unknown) == 2 and json.loads(path.read_text()) == {processor: 2304}
 
 
-def test_without_a_cache_folder_each_process_measures(unknown, monkeypatch, tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    again(), again()
-    assert len(unknown) == 2 and library.prefetch_distance() == 2304
-
-
 def test_known_processors_are_not_measured(unknown, monkeypatch):
     monkeypatch.setattr(library, "knows_prefetch_distance", lambda: True)
     library.set_prefetch_distance(1024)
@@ -170,8 +164,3 @@ def test_the_distance_does_not_change_a_bit(kind):
         found.append(library.dot_rows(data, kind, x_D))
     assert all(torch.equal(found[0], other) for other in found)
     assert found[0].isfinite().all() and found[0].any()
-
-
-def test_a_negative_distance_is_refused():
-    with pytest.raises(ValueError, match="negative"):
-        library.set_prefetch_distance(-1)

@@ -172,8 +172,9 @@ on_ptx = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the d
 
 
 @on_ptx
-@pytest.mark.parametrize("arch", [ADA, BLACKWELL])
-@pytest.mark.parametrize("number", [5, 8, 11, 13, -1])
+@pytest.mark.parametrize(
+    "number, arch", [(5, ADA), (8, BLACKWELL), (11, ADA), (13, BLACKWELL), (-1, ADA)]
+)
 def test_ptx(number, arch):
     assert is_right(CASES[number].run(PtxKernels(arch).kernels), CASES[number])
 

@@ -14,8 +14,7 @@ import torch
 from forked import run_python
 from models import make_model, make_sizes, sparse_model
 from paths import ROOT
-from reference import logits_ref, rel_error
-from test_runtime import make_split, saved
+from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.runtime.kernels.cpu import library
@@ -25,8 +24,6 @@ from hotsplit.runtime.step.batch import Row, rows_of
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 LEVELS = library.usable_levels()
 MODES = ("dense", "exact", "predicted")
-# Bounds against float64. All but f32 have a KV cache in f16; q8_0 and q4_0 also round x to 16 bits.
-BOUNDS = {"f32": 1e-5, "f16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
 CONTEXT = 300
 # Not multiples of a group of neurons, a tile of rows, or four blocks.
 SHAPE = make_sizes(width=96, num_neurons=200, num_heads=6, vocab_size=90, context_length=CONTEXT)
@@ -164,35 +161,6 @@ def test_only_wanted_rows_have_logits(tmp_path):
         got = engine._live.native.run_rows(rows)
         assert torch.equal(got, want[[1, 4, 8]])
         assert torch.equal(engine._prefill(torch.tensor(IDS[:9])), want[-1])
-
-
-@pytest.mark.parametrize("kind", BOUNDS)
-@pytest.mark.parametrize("mode", ["dense", "exact"])
-def test_a_prompt_against_float64(tmp_path, kind, mode):
-    model = model_of(tmp_path, kind)
-    model = dataclasses.replace(model, threshold_L=(0.0,) * 2)
-    model.save(model.path)
-    with Engine.load(model.path, mode=mode) as engine:
-        assert rel_error(engine.logits(IDS[:40]), logits_ref(model, IDS[:40])) < BOUNDS[kind]
-
-
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_exact_equals_dense_where_neurons_that_do_not_fire_add_nothing(tmp_path, kind):
-    model = model_of(tmp_path, kind)
-    found = []
-    for mode in ("dense", "exact"):
-        with Engine.load(model.path, mode=mode) as engine:
-            found.append(engine.logits(IDS[:40]))
-    assert torch.equal(*found)
-
-
-def test_rows_out_of_the_model_are_refused(tmp_path):
-    model = saved(tmp_path, sizes=SHAPE)
-    with Engine.load(model.path) as engine:
-        native = engine._live.native
-        for ids, start in (([1, 90], 0), ([-1], 0), ([1, 2], CONTEXT - 1), ([1], -1)):
-            with pytest.raises(IndexError, match="outside the model"):
-                native.run_rows(rows_of(ids, start, "all"))
 
 
 # Makes clock_gettime jump, for C++ and Python alike.

@@ -165,11 +165,6 @@ def test_a_processor_has_one_name(tmp_path, monkeypatch, content, name):
     assert processor_name() == name
 
 
-def test_torch_uses_the_same_number(restore_library):
-    for count in (1, 3):
-        assert use_threads(count) == count == torch.get_num_threads() == library.num_threads()
-
-
 def test_a_core_is_left_to_the_gpu_unless_the_user_names_a_number(
     many_cores, monkeypatch, restore_library
 ):

@@ -169,13 +169,3 @@ def test_a_model_uses_tiles_where_all_rows_are_multiplied(preferred, tmp_path, k
             assert not is_tiled(block.down.kind)
         assert torch.equal(decoded(copied, IDS), decoded(mapped, IDS))
         assert torch.equal(copied.logits(IDS), mapped.logits(IDS))
-
-
-@pytest.mark.parametrize("kind", TILED_KIND)
-def test_only_the_generic_level_keeps_planar_rows(level, tmp_path, kind):
-    shape = make_sizes(width=256 if kind in k_quants.BLOCK_BYTES else 64, num_neurons=96)
-    make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
-    with copied_and_mapped(tmp_path / "m.gguf", "dense") as (copied, mapped):
-        weight = copied.layers[0].ffn.blocks[0].gate.weight
-        assert is_tiled(weight.kind) == (level != "generic")
-        assert torch.equal(decoded(copied, IDS), decoded(mapped, IDS))

@@ -77,17 +77,6 @@ def test_the_bound_rejects_wrong_products(wrong):
     assert not is_right(wrong(W.product(x_TD)), x_TD, exact_ND.T, D * EPS)
 
 
-@pytest.mark.usefixtures("three_tiles")
-def test_products_of_strided_rows():
-    W, _ = random_matrix("q8_0")
-    wide = torch.cat([W.data, W.data], dim=1)[:, : W.data.shape[1]]
-    x_TD = torch.randn(T, D)
-    apart = Matrix(data=wide, kind="q8_0", width=D)
-    assert torch.equal(apart.product(x_TD), W.product(x_TD))
-    index_A = torch.tensor([5, 699, 5])
-    assert torch.equal(apart.product(x_TD, index_A), W.product(x_TD, index_A))
-
-
 @pytest.fixture(scope="module", params=["f16", "q8_0"])
 def model_path(request, tmp_path_factory):
     shape = make_sizes(num_layers=2, width=64, num_neurons=3000, vocab_size=50, context_length=600)

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import errno
-import http.client
 import json
 import logging
 import socket
@@ -24,12 +23,11 @@ from hotsplit.errors import HotsplitError
 from hotsplit.serve import connections
 from hotsplit.serve.app import ROUTES, app_of
 from hotsplit.serve.connections import connection_class
-from hotsplit.serve.exchange import Gone, drop_body, error_of
+from hotsplit.serve.exchange import Gone, drop_body
 from hotsplit.serve.guard import Guard
 from hotsplit.serve.request_log import RequestLine, _Format
 from hotsplit.serve.serve_config import ServeConfig
 from hotsplit.serve.service import Service
-from hotsplit.serve.texts import Late
 
 KEY = "correct horse"
 PATHS = [(method, path.replace("{name:path}", "tiny")) for method, path, _ in ROUTES]
@@ -436,20 +434,6 @@ def test_a_client_that_sends_more_than_is_read_sees_the_answer(patient, request_
         assert found.startswith(b"HTTP/1.1 " + wanted)
 
 
-def test_http_client_sees_the_answer_to_what_is_too_long(patient):
-    body = bytes(40 << 20)
-    for headers, content, wanted in (
-        ({"A": "b" * (8 << 20)}, None, 431),
-        ({**JSON, "Connection": "close"}, body, 413),
-        (JSON, body, 413),
-    ):
-        connection = http.client.HTTPConnection("127.0.0.1", patient, timeout=20)
-        connection.request("POST", "/v1/completions", content, headers)
-        answer = connection.getresponse()
-        assert answer.status == wanted and answer.read()
-        connection.close()
-
-
 def test_a_client_that_never_stops_sending_is_closed(patient, monkeypatch):
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
     began = time.monotonic()
@@ -515,13 +499,6 @@ def test_without_the_packages_the_command_says_which():
     )
     done = run_python(probe)
     assert done.returncode == 1 and "needs the package starlette: pip install " in done.stderr
-
-
-def test_a_late_answer_names_what_set_its_deadline():
-    found = error_of(Late("--timeout"))
-    assert (found.status, found.param) == (504, None)
-    assert found.message == "the answer took longer than the server's --timeout allows"
-    assert error_of(Late("timeout")).param == "timeout"
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,12 @@
 """What the page of `hotsplit serve` shows: a model's text as markdown, never as HTML; colours, a
-phone's width, screenshots.
-
-`PYTHONPATH=tests python tests/serve/test_serve_page_text.py docs/images ADDRESS` takes the
-screenshots for the docs, from a server at ADDRESS."""
+phone's width."""
 
 import json
 import re
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
-from chromium import Browser
 from page_actions import MARKDOWN, answer, say, settled
-from scripted_server import PAGE, Script, ScriptedServer
+from scripted_server import PAGE, Script
 
 pytest_plugins = ("page_fixtures",)
 
@@ -185,58 +178,3 @@ def test_the_page_loads_nothing_from_elsewhere():
     assert not re.search(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=[\"']?(?:https?:)?//", page)
     assert not re.search(r"@import|url\(|innerHTML|insertAdjacentHTML|document\.write|eval\(", page)
     assert not re.search(r"\son\w+=|\sstyle=", page.split("<body")[1])
-
-
-QUESTIONS = (
-    "Write a short Python function that checks whether a number is prime.",
-    "What is a language model?",
-    "Give me three tips for learning to cook, as a list.",
-)
-
-
-SCRIPTED = (
-    "**Two** things:\n\n1. one\n2. two\n\n```python\nprint(1)\n```\n\n| a | b |\n|---|---|\n"
-    "| 1 | 2 |\n"
-)
-
-
-def take_pictures(folder: Path, browser: Browser, address: str) -> list[Path]:
-    """Takes screenshots of the page with a conversation: light, dark and on a phone."""
-    browser.open(address)
-    browser.prefer(prefers_color_scheme="light")
-    browser.resize(1200, 800)
-    browser.until("server.model")
-    browser.run("settings = {temperature: 0.5, seed: 2, max_tokens: 220}")
-    for text in QUESTIONS:
-        browser.click("#new")
-        say(browser, text)
-        browser.until("!running.size && talk.messages.length", seconds=300)
-    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=640, y=5)
-    paths = []
-    for name, colours, size in (
-        ("light", "light", (1200, 800, 1.0, False)),
-        ("dark", "dark", (1200, 800, 1.0, False)),
-        ("phone", "light", (390, 844, 1.5, True)),
-    ):
-        browser.prefer(prefers_color_scheme=colours)
-        width, height, scale, is_phone = size
-        browser.resize(width, height, scale=scale, is_phone=is_phone)
-        browser.run("document.getElementById('scroller').scrollTop = 0")
-        browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        paths.append(folder / f"serve-{name}.png")
-        paths[-1].write_bytes(browser.screenshot())
-    return paths
-
-
-def test_screenshots_are_taken(browser, tmp_path):
-    pieces = re.findall(r"\S+\s*", SCRIPTED)
-    with ScriptedServer({text: Script(pieces=pieces) for text in QUESTIONS}) as server:
-        paths = take_pictures(tmp_path, browser, server.address)
-    assert [path.name for path in paths] == ["serve-light.png", "serve-dark.png", "serve-phone.png"]
-    assert all(20_000 < path.stat().st_size < 200_000 for path in paths)
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as chromium:
-        for path in take_pictures(Path(sys.argv[1]), chromium, sys.argv[2]):
-            print(path, path.stat().st_size)

@@ -1,7 +1,6 @@
-"""The server's process: how it starts and stops, what it refuses, what waiting clients get; and
-answers under load, which equal those of single requests."""
+"""The server's process: how it starts and stops, what it refuses, and what waiting
+clients get."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -12,10 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from paths import ROOT
-from serve_client import Answer, ServerProcess
 from serving import Served, leave
-from test_chat import chat_model
 
 from hotsplit.cli import main
 from hotsplit.runtime.engine import Engine
@@ -101,15 +97,6 @@ def test_a_stop_that_times_out_ends_the_process_and_every_answer(model):
     served.until(lambda: served.log[-1].endswith(": stopped\n"))
 
 
-@pytest.mark.slow
-def test_a_signal_while_the_model_is_loaded_ends_the_process(model):
-    arguments = [sys.executable, "-m", "hotsplit", "serve", str(model), "--port", "0"]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-    assert "loading" in process.stderr.readline()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 0
-
-
 def test_a_model_loaded_only_after_the_port_is_closed_ends_quietly(model, caplog):
     """A signal while the model is being loaded closes the port before the model is ready."""
     with socket.socket() as free:
@@ -191,31 +178,3 @@ def test_a_start_line_that_cannot_be_written_ends_the_server(codec_model):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last == "hotsplit: the output cannot be written: No space left on device"
-
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import serve_load  # noqa: E402
-
-
-def test_answers_under_load_equal_those_of_single_requests(tmp_path):
-    model = chat_model(tmp_path / "tiny.gguf", context_length=1024)
-    options = ("--max-tokens", "16", "--threads", "1", "--parallel", "4", "--queue", "8")
-    given = "--clients 24 --minutes 0.035 --parallel 4 --queue 8 --pool 12 --max-tokens 16"
-    arguments = serve_load.arguments_of([str(model), *given.split()])
-    with ServerProcess(model, tmp_path / "server.log", *options) as server:
-        result = asyncio.run(serve_load.measure(server, arguments))
-        assert "Traceback" not in server.log.read_text()
-    assert result["failures"] == []
-    assert result["finished"] >= 16 and result["cancelled"] >= 8 and result["refused"] >= 1
-    assert 1 <= result["most_running"] <= 4 and result["most_waiting"] <= 4 + 8
-    assert result["first_token_ms"]["p99"] >= result["first_token_ms"]["p50"] > 0
-
-
-def test_the_checks_under_load_reject_wrong_answers_and_growth():
-    said = Answer(text="a", finish="stop", usage={"completion_tokens": 1}, times_s=[1.0])
-    for wanted, num_failures in ((("a", "stop"), 0), (("b", "stop"), 1), (("a", "length"), 1)):
-        tally = serve_load.LoadTally()
-        serve_load._judge(0, said, wanted, tally)
-        assert len(tally.failures) == num_failures and tally.finished == 1
-    flat = [100 + n % 2 for n in range(50)]
-    assert abs(serve_load.growth(flat)) < 0.02 < serve_load.growth([100 + n for n in range(50)])

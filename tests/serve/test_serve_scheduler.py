@@ -127,18 +127,11 @@ def test_texts_equal_those_generated_alone(model, seed):
     check_random_life(model, seed, 25)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10, 40))
-def test_many_texts_equal_those_generated_alone(model, seed):
-    check_random_life(model, seed, 80)
-
-
-def check_random_life(model, seed, count, prepare=lambda bench: None):
+def check_random_life(model, seed, count):
     """Texts come at random; some are cancelled, some have a deadline in the past, some fail. All
-    others equal those generated alone. `prepare` may change the engines before."""
+    others equal those generated alone."""
     chance = random.Random(seed)
     bench = Bench(model, parallel=chance.choice((1, 2, 4)), kept=chance.choice((0, 1, 3)))
-    prepare(bench)
     wanted, texts = {}, {}
     for key, ids in enumerate(prompts_of(chance, count)):
         sampling = chance.choice(SAMPLINGS)

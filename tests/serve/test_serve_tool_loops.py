@@ -12,7 +12,7 @@ from tool_templates import CALL_TEMPLATES
 
 FIRST = {"name": "f", "arguments": {"city": "K\u00f6ln", "n": 2}}
 SECOND = {"name": "f", "arguments": {"city": "Paris"}}
-NAMES = ("qwen", "mistral, nine", "deepseek", "qwen-coder", "no calls", "llama", "gemma")
+NAMES = ("qwen", "mistral, nine", "no calls", "llama", "gemma")
 
 
 @pytest.fixture(scope="module")

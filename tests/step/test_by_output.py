@@ -14,7 +14,6 @@ from test_runtime import IDS, decoded
 from hotsplit import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.program_summary import summarise_program
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q6_k")
 
@@ -47,7 +46,7 @@ def test_logits_equal_the_reference(tmp_path, kind):
         assert rel_error(got.flip(1), want) > 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["f32", "q4_0", "q4_k"])
 def test_rows_at_once_equal_single_steps_on_any_number_of_threads(tmp_path, kind, level):
     model = stock_of(tmp_path, kind)
     ids, seen = [(7 * i + 3) % 90 for i in range(150)], []
@@ -77,18 +76,6 @@ def test_bytes_are_those_of_the_file(tmp_path, is_resident):
         assert engine.traffic.total - before == size
 
 
-def test_the_graph_shows_the_same_bytes(tmp_path):
-    model = stock_of(tmp_path, "q6_k")
-    found = summarise_program(model.path, None)
-    (of_neurons,) = {op.weight_bytes for op in found.operations if op.operation == "neurons"}
-    size = sum(
-        e.num_bytes
-        for n, e in model.tensors.items()
-        if n.startswith("blk.0.ffn_") and len(e.shape) == 2
-    )
-    assert found.mode == "dense" and of_neurons == size
-
-
 def test_other_modes_transpose(tmp_path):
     model = stock_of(tmp_path, "q8_0")
     with Engine.load(model.path, mode="exact", device="cpu") as engine:
@@ -97,11 +84,3 @@ def test_other_modes_transpose(tmp_path):
         exact = engine.logits(IDS)
     with Engine.load(model.path, mode="dense", device="cpu") as engine:
         assert rel_error(engine.logits(IDS), exact) < 3 * BOUNDS["q8_0"]
-
-
-def test_a_part_of_such_a_block_is_refused(tmp_path):
-    model = stock_of(tmp_path, "f16")
-    with Engine.load(model.path, mode="dense", device="cpu") as engine:
-        (block,) = engine.layers[0].ffn.blocks
-        with pytest.raises(AssertionError):
-            block.part(0, 64)

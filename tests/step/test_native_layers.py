@@ -15,7 +15,6 @@ from test_runtime import PATTERNS, make_split, saved
 
 from hotsplit import Engine
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of
-from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.observers import NAMES
 from hotsplit.runtime.step.decoder import NativeLayers
 
@@ -136,17 +135,6 @@ def test_any_number_of_tokens_and_neurons(tmp_path, num_neurons, count, activati
             compare(observed(engine, WITHIN, IDS[:count]), want, BOUNDS["f32"])
 
 
-def test_bits_do_not_depend_on_threads(tmp_path):
-    model = saved(tmp_path, sizes=make_sizes(num_neurons=1056), kind="q8_0")
-    found = []
-    with Engine.load(model.path, mode="exact") as engine:
-        for threads in (1, 2, 3):
-            library.set_threads(threads)
-            found.append(observed(engine, WITHIN))
-    for other in found[1:]:
-        assert all(torch.equal(tensor, other[key]) for key, tensor in found[0].items())
-
-
 @pytest.mark.parametrize(
     "layout, mode, kind",
     [
@@ -228,15 +216,6 @@ def test_observers_see_what_they_want_alone(tmp_path, calls):
     assert calls == [0, 1] * len(WITHIN - OF_SOME)
 
 
-def test_a_pass_that_is_seen_leaves_the_same_keys_and_values(tmp_path, calls):
-    model = saved(tmp_path, kind="f32")
-    with Engine.load(model.path) as engine:
-        observed(engine, {"layer_out"}, IDS[:20])
-        logits = engine._step(IDS[20], 20)
-    assert calls == [0, 1]
-    assert rel_error(logits, logits_ref(model, IDS[:21])[-1]) < BOUNDS["f32"]
-
-
 @pytest.mark.parametrize(
     "names", [set(), {"logits", "output_norm"}, {"layer_out"}, {*WITHIN, "embedding"}]
 )
@@ -269,11 +248,3 @@ def test_the_comparison_of_bits_notices_another_head():
         assert not torch.equal(engine.logits(IDS), want)
         with engine.observe(lambda *a: None, lambda *a: False):
             assert torch.equal(engine.logits(IDS), want)
-
-
-def test_single_tokens_are_seen(tmp_path):
-    model = saved(tmp_path)
-    with Engine.load(model.path, mode="exact") as engine:
-        got, want = (observed(engine, WITHIN, IDS[:count]) for count in (1, 2))
-    for key, tensor in got.items():
-        assert torch.equal(tensor[0].nan_to_num(), want[key][0].nan_to_num()), key

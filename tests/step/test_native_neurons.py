@@ -14,7 +14,6 @@ from hotsplit import Engine
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
-from hotsplit.runtime.ops.structs import NotNative
 
 ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 BOUNDS = {"f32": 1e-5, "q8_0": 1e-3, "q4_0": 1e-3}
@@ -168,46 +167,6 @@ def test_bits_are_packed_by_number():
         assert words.dtype == torch.int32 and len(words) == -(-length // 32)
         got = [(int(words[j // 32]) >> (j % 32)) & 1 for j in range(length)]
         assert got == named_F.int().tolist()
-
-
-def test_other_bits_of_the_layer_do_not_matter(tmp_path):
-    """A block that holds every third neuron looks at those bits only."""
-    ffn = layer_of(tmp_path)
-    (block,) = ffn.blocks
-    ids = torch.arange(0, F, 3)
-    part = dataclasses.replace(block, id_N=ids, row_N=ids, is_whole=False)
-    neurons = NativeNeurons.of(part, ffn.gate, F, is_named=True)
-    x_D = torch.linspace(-1, 1, D)
-    neurons.x_D.copy_(x_D)
-    neurons.named_W.copy_(pack_bits(torch.ones(F, dtype=torch.bool)))
-    neurons.node.run()
-    is_in = torch.zeros(F).index_fill_(0, ids, 1.0)
-    assert rel_error(neurons.y_D, reference(ffn, x_D, is_in)) < 1e-5
-
-
-def test_bits_after_the_last_neuron_do_not_matter(tmp_path):
-    """19 bits of the last word belong to no neuron."""
-    neurons = NativeNeurons.of((ffn := layer_of(tmp_path)).blocks[0], ffn.gate, F, is_named=True)
-    neurons.x_D.copy_(torch.linspace(-1, 1, D))
-    found, read = [], [0]
-    for words_W in (pack_bits(torch.ones(F, dtype=torch.bool)), torch.full((3,), -1)):
-        neurons.named_W.copy_(words_W)
-        neurons.node.run()
-        found.append(neurons.y_D.clone())
-        read.append(bytes_read(neurons))
-    assert torch.equal(found[0], found[1]) and read[2] - read[1] == read[1] > 0
-
-
-def test_sizes_that_do_not_match_are_refused(tmp_path):
-    ffn = layer_of(tmp_path)
-    down = dataclasses.replace(ffn.blocks[0].down, width=32)
-    block = dataclasses.replace(ffn.blocks[0], down=down)
-    with pytest.raises(NotNative, match="rejects the model's sizes"):
-        NativeNeurons.of(block, ffn.gate, F, is_named=True)
-    with pytest.raises(NotNative, match="rejects the model's sizes"):  # ids beyond the layer
-        NativeNeurons.of(
-            dataclasses.replace(ffn.blocks[0], is_whole=False), ffn.gate, F - 1, is_named=True
-        )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

@@ -228,9 +228,7 @@ def test_streams_and_items_of_responses_follow_it_too(served):
     assert json.loads(text) == "yes"
 
 
-@pytest.mark.parametrize(
-    "command", [["generate", "--chat"], ["run", "--chat"], ["chat"]], ids=" ".join
-)
+@pytest.mark.parametrize("command", [["generate", "--chat"], ["chat"]], ids=" ".join)
 def test_the_commands_follow_it(family, command, capsys, monkeypatch, tmp_path):
     _, model, end_id = family
     monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path))
