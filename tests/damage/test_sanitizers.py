@@ -22,7 +22,7 @@ from hotsplit.runtime.kernels.cpu import library
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null", "-pthread", "-fPIC"]
 SANITIZE += ["-fsanitize-undefined-trap-on-error"]
 OPTIONS = re.compile(r'(rows_\w+)\.cpp PROPERTIES COMPILE_OPTIONS\s+"([^"]+)"')
-# dispatch.cpp never calls levels that the processor lacks; test_amx.py and test_avxvnni.py run two
+# dispatch.cpp never calls levels that the processor lacks; test_amx.py runs one
 # of them on emulated instructions.
 LACKING = '#include "kernels.h"\nconst Kernels kernels_{} = {{}};\n'
 SHIFTED = 'extern "C" int shifted(int count) { return 1 << count; }\n'
