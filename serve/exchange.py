@@ -17,11 +17,11 @@ from hotsplit.runtime.generate.constraints import ConstraintError
 from hotsplit.serve.api_error import ApiError, busy, unavailable, wrong
 from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.texts import (
+    DeadlinePassed,
     EmbeddingJob,
     Ended,
     Event,
     Failed,
-    Late,
     Said,
     Stopping,
     Text,
@@ -99,7 +99,7 @@ class Exchange:
 
 def error_of(error: Exception) -> ApiError:
     """The error sent to a client for a text that failed."""
-    if isinstance(error, Late):
+    if isinstance(error, DeadlinePassed):
         is_field = error.by == "timeout"
         limit = "the request's timeout" if is_field else "the server's --timeout"
         return ApiError(

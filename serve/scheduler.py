@@ -21,11 +21,11 @@ from hotsplit.runtime.generate.speculation import Beside
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.prefix_cache import PrefixCache, common
 from hotsplit.serve.texts import (
+    DeadlinePassed,
     EmbeddingJob,
     Ended,
     Event,
     Failed,
-    Late,
     Listen,
     Said,
     Stopping,
@@ -125,7 +125,12 @@ class Scheduler:
                 if self._is_stopped:
                     break
             self.step()
-        self._fail_all(Stopping())
+        with self._change:
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for text in (*self._running, *waiting):
+            self._end(text, Failed(Stopping()), is_kept=False)
+        self._flush()
 
     def step(self) -> None:
         """Runs one step of the engine."""
@@ -137,8 +142,12 @@ class Scheduler:
             if text.is_cancelled:
                 self._end(text, None, is_kept=text.job.reuses)
             elif now > text.job.deadline:
-                self._end(text, Failed(Late(text.job.deadline_by)), is_kept=text.job.reuses)
-        self._admit()
+                self._end(
+                    text, Failed(DeadlinePassed(text.job.deadline_by)), is_kept=text.job.reuses
+                )
+        with self._change:
+            while self._waiting and len(self._running) < self.parallel:
+                self._running.append(self._waiting.popleft())
         # The parts of a step: one row of every generating text, then pieces of prompts.
         writing = [text for text in self._running if text.is_writing and text not in self._undrawn]
         shares = self._shares(self._rows_to_read(len(writing)))
@@ -160,23 +169,10 @@ class Scheduler:
         self._embed()
         self._flush()
 
-    def _fail_all(self, error: Exception) -> None:
-        with self._change:
-            waiting = list(self._waiting)
-            self._waiting.clear()
-        for text in (*self._running, *waiting):
-            self._end(text, Failed(error), is_kept=False)
-        self._flush()
-
     def _flush(self) -> None:
         batch, self._batch = self._batch, []
         if batch:
             self._post(batch)
-
-    def _admit(self) -> None:
-        with self._change:
-            while self._waiting and len(self._running) < self.parallel:
-                self._running.append(self._waiting.popleft())
 
     def _end(self, text: Text, event: Event | None, *, is_kept: bool) -> None:
         with self._change:
@@ -280,31 +276,24 @@ class Scheduler:
             found = self.engine.run([part for _, part in parts])
         except Exception as error:
             log.warning("a step failed (%s); its texts are computed one by one", error)
-            self._compute_alone(parts)
+            for text, part in parts:  # only texts that also fail alone are ended
+                began = time.perf_counter()
+                with self._failing(text):
+                    (logits_RV,) = self.engine.run([part])
+                    self._take(text, part, logits_RV, time.perf_counter() - began)
             return
         seconds = time.perf_counter() - began
-        self._learn(parts, seconds)
-        texts = [text for text, _ in parts]
-        drafts = texts[0].generation.drafts if texts[0].generation is not None else None
-        if drafts is not None and all(text.is_writing for text in texts):
-            drafts.learn_shared(len(texts), sum(len(part.tokens) for _, part in parts), seconds)
-        for (text, part), logits_RV in zip(parts, found, strict=True):
-            self._take(text, part, logits_RV, seconds)
-
-    def _compute_alone(self, parts: list[tuple[Text, Part]]) -> None:
-        """Computes the parts one by one: only texts that also fail alone are ended."""
-        for text, part in parts:
-            began = time.perf_counter()
-            with self._failing(text):
-                (logits_RV,) = self.engine.run([part])
-                self._take(text, part, logits_RV, time.perf_counter() - began)
-
-    def _learn(self, parts: list[tuple[Text, Part]], seconds: float) -> None:
         rows = sum(len(part.tokens) for _, part in parts)
         self.on_step(seconds, rows)
         if rows >= LEAST_ROWS + self.parallel:
             row_s = seconds / rows
             self._row_s = row_s if not self._row_s else 0.7 * self._row_s + 0.3 * row_s
+        texts = [text for text, _ in parts]
+        drafts = texts[0].generation.drafts if texts[0].generation is not None else None
+        if drafts is not None and all(text.is_writing for text in texts):
+            drafts.learn_shared(len(texts), rows, seconds)
+        for (text, part), logits_RV in zip(parts, found, strict=True):
+            self._take(text, part, logits_RV, seconds)
 
     def _take(self, text: Text, part: Part, logits_RV: Tensor, seconds: float) -> None:
         if part.wanted == "none":

@@ -19,7 +19,7 @@ from hotsplit.serve.scheduler import QueueFull, Scheduler
 from hotsplit.serve.serve_config import ServeConfig
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import Grammar, TextRequest
-from hotsplit.serve.texts import Arrival, EmbeddingJob, Late, Report, TextJob
+from hotsplit.serve.texts import Arrival, DeadlinePassed, EmbeddingJob, Report, TextJob
 
 log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
@@ -131,7 +131,7 @@ class Service:
             async with asyncio.timeout(late_s):
                 return await self._grammars.run(lambda: asked.with_masks(grammar), grammar.size)
         except TimeoutError:
-            raise error_of(Late(asked.jobs[0].deadline_by)) from None
+            raise error_of(DeadlinePassed(asked.jobs[0].deadline_by)) from None
         except QueueFull:
             waiting = self._grammars.num_waiting
             raise busy(

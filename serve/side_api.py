@@ -4,7 +4,7 @@ import base64
 import hashlib
 import re
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -174,12 +174,12 @@ async def apply_template(service: Service, request: Request) -> Response:
 def token_list(served: ServedModel, ids: list[int], *, has_pieces: bool) -> bytes:
     """The body of an answer of /tokenize."""
     parts = (ids[at : at + NUM_AT_ONCE] for at in range(0, len(ids), NUM_AT_ONCE))
-    items = map(partial(_with_pieces, served), parts) if has_pieces else parts
-    return dumps_with({}, "tokens", (dumps(part)[1:-1] for part in items))
 
+    def written(part: list[int]) -> bytes:
+        pieces = [{"id": i, "piece": _piece(served.token_bytes(i))} for i in part]
+        return dumps(pieces if has_pieces else part)[1:-1]
 
-def _with_pieces(served: ServedModel, ids: list[int]) -> list[dict[str, object]]:
-    return [{"id": i, "piece": _piece(served.token_bytes(i))} for i in ids]
+    return dumps_with({}, "tokens", map(written, parts))
 
 
 def _piece(found: bytes) -> str | list[int]:

@@ -96,7 +96,7 @@ class Stopping(Exception):
     """The server stops, so that a text is refused or ends early."""
 
 
-class Late(Exception):
+class DeadlinePassed(Exception):
     """The text's deadline has passed; `by` is what set it."""
 
     def __init__(self, by: DeadlineBy) -> None:

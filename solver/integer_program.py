@@ -154,7 +154,16 @@ def _add_layer(
 ) -> _Layer:
     model = pipeline.model
     layer = _Layer(
-        sides=[_side(lp, index, gpu, model.num_neurons) for gpu in gpus],
+        sides=[
+            _Side(
+                gpu=gpu,
+                hot_F=[_binary(lp, f"hot_{index}_{n}_{gpu}") for n in range(model.num_neurons)],
+                has_hot=_binary(lp, f"has_hot_{index}_{gpu}"),
+                dense=_binary(lp, f"dense_{index}_{gpu}"),
+                split=_binary(lp, f"split_{index}_{gpu}"),
+            )
+            for gpu in gpus
+        ],
         seconds=lp.add_variable(f"seconds_{index}", lowBound=0),
     )
     touched_F = model.touched_LF[index]
@@ -181,16 +190,6 @@ def _add_layer(
         least = int(problem.min_hot_L[index])
         lp += pulp.lpSum(side.hot_F) >= least * side.has_hot, f"least_hot_{name}"
     return layer
-
-
-def _side(lp: pulp.LpProblem, index: int, gpu: int, num_neurons: int) -> _Side:
-    return _Side(
-        gpu=gpu,
-        hot_F=[_binary(lp, f"hot_{index}_{neuron}_{gpu}") for neuron in range(num_neurons)],
-        has_hot=_binary(lp, f"has_hot_{index}_{gpu}"),
-        dense=_binary(lp, f"dense_{index}_{gpu}"),
-        split=_binary(lp, f"split_{index}_{gpu}"),
-    )
 
 
 def _add_budgets(

@@ -132,7 +132,10 @@ def _tensors(inputs: Inputs) -> Told | None:
     for layer, matrices in enumerate(cold):
         if matrices:
             of_names.setdefault(tuple(m.name for m in matrices), []).append(layer)
-    patterns = [_pattern(names, layers) for names, layers in of_names.items()]
+    patterns = [
+        rf"blk\.({'|'.join(map(str, layers))})\.({'|'.join(names)})\.=CPU"
+        for names, layers in of_names.items()
+    ]
     number = sum(map(len, cold))
     return Told(
         # Joined by commas: of several -ot only the last may count.
@@ -140,11 +143,6 @@ def _tensors(inputs: Inputs) -> Told | None:
         words=f"all but {number} matrices of {sum(map(bool, cold))} layers on the GPU",
         seconds=seconds,
     )
-
-
-def _pattern(names: tuple[str, ...], layers: list[int]) -> str:
-    numbers = "|".join(map(str, layers))
-    return rf"blk\.({numbers})\.({'|'.join(names)})\.=CPU"
 
 
 def _knapsack(

@@ -53,18 +53,12 @@ class Sides:
         return np.maximum(gpu_HT, cpu_HT)
 
 
-def prefix_counts(sides: Sides) -> np.ndarray:
-    """h_t with the n most frequent experts on the GPU, int64 [N, T]."""
-    num_tokens, num_experts = len(sides.rank_TK), sides.num_experts
-    has_NT = np.zeros((num_experts + 1, num_tokens), np.int64)
-    np.add.at(has_NT, (sides.rank_TK.T + 1, np.arange(num_tokens)), 1)
-    return np.cumsum(has_NT, axis=0)
-
-
 def prefix_seconds(sides: Sides, dense: bool) -> np.ndarray:
     """M with the n most frequent experts on the GPU, n = 0..E; f64 [N]."""
-    counts_N = np.arange(sides.num_experts + 1)
-    return sides.seconds(prefix_counts(sides), counts_N, dense).mean(axis=1)
+    counts_N, num_tokens = np.arange(sides.num_experts + 1), len(sides.rank_TK)
+    has_NT = np.zeros((len(counts_N), num_tokens), np.int64)
+    np.add.at(has_NT, (sides.rank_TK.T + 1, np.arange(num_tokens)), 1)
+    return sides.seconds(np.cumsum(has_NT, axis=0), counts_N, dense).mean(axis=1)
 
 
 def sets_seconds(sides: Sides, hot_HE: np.ndarray, dense: bool) -> np.ndarray:

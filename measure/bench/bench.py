@@ -15,7 +15,7 @@ from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth, gpu_bandw
 from hotsplit.measure.bench.bench_config import BenchConfig
 from hotsplit.measure.bench.result import BenchReport, setting_of
 from hotsplit.measure.bench.rival import check_rival, start_rival
-from hotsplit.measure.bench.runner import RandomTokens, Rounds, Runner, TextTokens, Tokens
+from hotsplit.measure.bench.runner import BenchRounds, BenchRunner, RandomTokens, TextTokens, Tokens
 from hotsplit.measure.bench.summary import report_of
 from hotsplit.runtime.engine import load_engine
 from hotsplit.runtime.kernels.threads import threads_in_use, use_threads
@@ -47,7 +47,7 @@ def bench(
     with ExitStack() as stack:
         asked = replace(config.engine, context_length=None if plan else config.num_tokens)
         engine = stack.enter_context(load_engine(config.model, config.split, asked))
-        runner = Runner(engine)
+        runner = BenchRunner(engine)
         stack.callback(runner.close)
         tokens: Tokens = RandomTokens(config.seed, engine.model.spec.vocab_size)
         if config.text is not None:
@@ -62,7 +62,7 @@ def bench(
             probes["gpu"] = gpu_bandwidth(engine.device)
         if engine.device.type == "cpu" or plan is not None:
             probes["cpu"] = cpu_bandwidth()
-        rounds = Rounds(config, runner, tokens, rival, probes, on_test)
+        rounds = BenchRounds(config, runner, tokens, rival, probes, on_test)
         rounds.run()
         setting = setting_of(engine, plan, threads, load_before)
         return report_of(config, engine, plan, setting, rounds)

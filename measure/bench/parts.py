@@ -72,7 +72,7 @@ def part_ns(counts_LP2: Tensor, plan: Split | None, wall_ns: int) -> dict[str, i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class CountedSteps:
     """The number, first position and counters of consecutive decode steps."""
 
     num_steps: int
@@ -128,7 +128,7 @@ class StepSides:
         return cls(layers=layers, head=head, embedding=head if is_with_head else "cpu")
 
 
-def bytes_by_part(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
+def bytes_by_part(engine: Engine, plan: Split | None, steps: CountedSteps) -> StepBytes:
     """Average bytes per token of these steps."""
     model, count, traffic = engine.model, steps.num_steps, steps.traffic
     is_by_layer = steps.counts_LP2 is None and engine.device.type == "cpu"
@@ -171,7 +171,7 @@ def bytes_by_part(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes
     return StepBytes(dict(found), unknown)
 
 
-def _add_cache(found: Bytes, engine: Engine, sides: StepSides, steps: Steps) -> str | None:
+def _add_cache(found: Bytes, engine: Engine, sides: StepSides, steps: CountedSteps) -> str | None:
     """Adds the keys and values that tokens attend to; returns the reason if they are unknown."""
     types = engine.cache_types
     last = steps.start + steps.num_steps
@@ -188,7 +188,9 @@ def _add_cache(found: Bytes, engine: Engine, sides: StepSides, steps: Steps) -> 
     return None
 
 
-def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps) -> str | None:
+def _add_neurons(
+    found: Bytes, engine: Engine, plan: Split | None, steps: CountedSteps
+) -> str | None:
     """Adds neurons; returns the reason if the bytes of those on the GPU are unknown."""
     model, num_neurons = engine.model, engine.model.spec.most_neurons
     num_hot = [num_neurons] * len(engine.layers) if plan is None else list(map(len, plan.hot))

@@ -72,7 +72,7 @@ def check_is_python(path: Path) -> None:
         raise HotsplitError(f"{path}: is not a Python; {wanted}")
 
 
-class Rival:
+class LlamaCpp:
     """A llama-cpp-python, one process for all tests."""
 
     def __init__(self, path: Path, asked: dict[str, object]) -> None:
@@ -158,7 +158,7 @@ def check_rival(config: BenchConfig, file: ModelFile) -> None:
         raise HotsplitError(f"{config.compare_model}: no such file; wanted a GGUF for llama.cpp")
 
 
-def start_rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
+def start_rival(config: BenchConfig, engine: Engine, threads: int) -> LlamaCpp | None:
     """Starts the llama.cpp that the options ask for, on the CPU if the engine is there."""
     if config.compare is None:
         return None
@@ -172,7 +172,7 @@ def start_rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | No
         "threads": threads,
         "gpu_layers": 0 if layers is None and engine.device.type == "cpu" else layers,
     }
-    rival = Rival(located(config.compare), asked)
+    rival = LlamaCpp(located(config.compare), asked)
     if rival.about.vocab_size not in (0, engine.model.spec.vocab_size):
         rival.close()
         raise HotsplitError(

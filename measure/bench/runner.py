@@ -12,8 +12,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_text
 from hotsplit.measure.bench.bandwidth import Bandwidth
 from hotsplit.measure.bench.bench_config import BenchConfig, BenchTest
-from hotsplit.measure.bench.parts import Steps
-from hotsplit.measure.bench.rival import Rival
+from hotsplit.measure.bench.parts import CountedSteps
+from hotsplit.measure.bench.rival import LlamaCpp
 from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -29,7 +29,7 @@ class Sample:
     """One run of a test."""
 
     ns: int
-    steps: Steps  # for a prompt, every token counts as a step
+    steps: CountedSteps  # for a prompt, every token counts as a step
 
 
 class RandomTokens:
@@ -65,7 +65,7 @@ class TextTokens:
 Tokens = RandomTokens | TextTokens  # the same for both sides of a comparison
 
 
-class Runner:
+class BenchRunner:
     """Our side of a comparison."""
 
     def __init__(self, engine: Engine) -> None:
@@ -97,7 +97,9 @@ class Runner:
         text.rollback(test.depth)
         now = asdict(self.engine.traffic)
         read = Traffic(**{part: count - before[part] for part, count in now.items()})
-        steps = Steps(num_steps=len(ids), start=test.depth, counts_LP2=counts_LP2, traffic=read)
+        steps = CountedSteps(
+            num_steps=len(ids), start=test.depth, counts_LP2=counts_LP2, traffic=read
+        )
         return Sample(ns=ns, steps=steps)
 
     def close(self) -> None:
@@ -115,15 +117,15 @@ class RunSamples:
     bandwidths: list[dict[str, float]] = field(default_factory=list)  # by device
 
 
-class Rounds:
+class BenchRounds:
     """The rounds of a benchmark; each runs every test of a depth once on both sides."""
 
     def __init__(
         self,
         config: BenchConfig,
-        runner: Runner,
+        runner: BenchRunner,
         tokens: Tokens,
-        rival: Rival | None,
+        rival: LlamaCpp | None,
         probes: dict[str, Bandwidth],
         on_test: Callable[[float], None],
     ) -> None:

@@ -14,7 +14,7 @@ from hotsplit.measure.bench.result import (
     Setting,
     format_count,
 )
-from hotsplit.measure.bench.runner import Rounds, RunSamples, Sample
+from hotsplit.measure.bench.runner import BenchRounds, RunSamples, Sample
 from hotsplit.runtime.engine import Engine
 from hotsplit.system.sizes import format_bytes
 
@@ -24,7 +24,7 @@ BUSY = 0.5  # load average before the start above which the machine was busy
 
 
 def report_of(
-    config: BenchConfig, engine: Engine, plan: Split | None, setting: Setting, rounds: Rounds
+    config: BenchConfig, engine: Engine, plan: Split | None, setting: Setting, rounds: BenchRounds
 ) -> BenchReport:
     results, unknown = [], None
     for test, measured in rounds.measured.items():

@@ -26,7 +26,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.corpus.processes import Ranks
-from hotsplit.profile.corpus.sources import Source, find_sources, sha256_of_text, stdin_as_file
+from hotsplit.profile.corpus.sources import CorpusFile, find_sources, sha256_of_text, stdin_as_file
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
 from hotsplit.runtime.text.codec import TextCodec
 
@@ -119,7 +119,7 @@ def spread_windows(windows: Windows | None, ranks: Ranks) -> Windows:
     return Windows(ids=tuple(split), corpora=windows.corpora if windows else ())
 
 
-def draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
+def draw(sources: Sequence[CorpusFile], seed: int) -> Iterator[tuple[int, str]]:
     """(index of the source, stretch of text) until all text is drawn."""
     first = np.cumsum([0, *(source.num_blocks for source in sources)])
     total = int(first[-1])

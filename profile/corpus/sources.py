@@ -29,7 +29,7 @@ STRINGS = ("string", "large_string", "string_view")  # types of a text column
 
 
 @dataclass(frozen=True)
-class Source:
+class CorpusFile:
     """A file of `size` bytes as blocks of texts."""
 
     name: str
@@ -47,7 +47,7 @@ class Source:
         raise NotImplementedError
 
 
-class TextSource(Source):
+class TextSource(CorpusFile):
     """Block k reaches from the first line start at or after byte k * BLOCK_BYTES to the first one
     at or after byte (k + 1) * BLOCK_BYTES. Where no line starts within BLOCK_BYTES after such a
     byte, the line is cut there, between two characters."""
@@ -75,7 +75,7 @@ class TextSource(Source):
 
 
 @dataclass(frozen=True)
-class JsonLinesSource(Source):
+class JsonLinesSource(CorpusFile):
     """Block k has the whole lines that begin in its BLOCK_BYTES bytes, from k * BLOCK_BYTES."""
 
     text_key: str
@@ -125,7 +125,7 @@ class JsonLinesSource(Source):
 
 
 @dataclass(frozen=True)
-class ParquetSource(Source):
+class ParquetSource(CorpusFile):
     """Up to BLOCK_ROWS rows of one row group, whose earlier rows are decoded and skipped."""
 
     text_key: str
@@ -176,13 +176,13 @@ def _parquet(path: Path) -> Iterator[Any]:
         raise HotsplitError(f"{path}: not a parquet file ({reason})") from error
 
 
-def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
+def find_sources(paths: Sequence[Path], text_key: str) -> tuple[CorpusFile, ...]:
     """The files given and, sorted, all files of known kinds in the folders given. A file given by
     name may have any suffix: unless it is JSON lines or parquet, it is read as text. In a folder,
     empty files and names that begin with a dot are skipped. Raises HotsplitError for a missing
     path, for a folder that is unreadable or without a corpus, for a parquet file without the column
     `text_key`, and for a file given by name that is refused by `_refuse_blank`."""
-    sources: list[Source] = []
+    sources: list[CorpusFile] = []
     for path in paths:
         if path.is_dir():
             found = _in_folder(path)
@@ -216,7 +216,7 @@ def _in_folder(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(folder).parts)
 
 
-def _source(name: str, path: Path, text_key: str) -> Source:
+def _source(name: str, path: Path, text_key: str) -> CorpusFile:
     require_file(path, "text, .jsonl or .parquet file, or a folder of them")
     size = path.stat().st_size
     if path.suffix.lower() in PARQUET:
@@ -226,7 +226,7 @@ def _source(name: str, path: Path, text_key: str) -> Source:
     return TextSource(name, path, size)
 
 
-def _refuse_blank(source: Source) -> None:
+def _refuse_blank(source: CorpusFile) -> None:
     """Raises HotsplitError for a short file without text, and for NUL bytes in the first block."""
     if isinstance(source, TextSource) and "\0" in "".join(_first(source)[:1])[:BLOCK_BYTES]:
         raise HotsplitError(
@@ -236,7 +236,7 @@ def _refuse_blank(source: Source) -> None:
         raise HotsplitError(f"{source.path}: an empty corpus; give a file with text in it")
 
 
-def _first(source: Source) -> list[str]:
+def _first(source: CorpusFile) -> list[str]:
     return source.texts(0) if source.num_blocks else []
 
 
@@ -253,7 +253,7 @@ def stdin_as_file(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
         yield tuple(spooled if path == STDIN else path for path in paths)
 
 
-def sha256_of_text(source: Source) -> str:
+def sha256_of_text(source: CorpusFile) -> str:
     """Hex digest of the file's content, read piece by piece. Raises HotsplitError if a text file
     has bytes that are not UTF-8."""
     digest, total = hashlib.sha256(), 0

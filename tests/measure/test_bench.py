@@ -31,7 +31,7 @@ from hotsplit.measure.bench.parts import (
     part_ns,
 )
 from hotsplit.measure.bench.result import RunTimes
-from hotsplit.measure.bench.runner import Runner, Sample
+from hotsplit.measure.bench.runner import BenchRunner, Sample
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("threads_put_back")
 
 
 def sample_of(engine: Engine, test: BenchTest) -> Sample:
-    runner = Runner(engine)
+    runner = BenchRunner(engine)
     runner.go_to(list(range(3, 3 + test.depth)))
     sample = runner.run(test, list(range(7, 7 + test.length)))
     runner.close()

@@ -17,7 +17,7 @@ from hotsplit.runtime.generate.sampler_chain import chain_of
 from hotsplit.serve import scheduler as scheduler_module
 from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import QueueFull, Scheduler
-from hotsplit.serve.texts import Ended, Failed, Late, Said, Stopping, TextJob
+from hotsplit.serve.texts import DeadlinePassed, Ended, Failed, Said, Stopping, TextJob
 
 CONTEXT = 300
 PARALLEL, KEPT = 4, 3
@@ -160,7 +160,7 @@ def check_random_life(model, seed, count):
         ended = bench.ended[key]
         has_end = ended.stopped_by == "end of text"
         assert ended.generated_tokens == len(bench.tokens[key]) + has_end
-    assert {type(error) for error in bench.failed.values()} == {Late, ZeroDivisionError}
+    assert {type(error) for error in bench.failed.values()} == {DeadlinePassed, ZeroDivisionError}
     bench.close()
 
 

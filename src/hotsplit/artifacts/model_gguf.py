@@ -188,19 +188,15 @@ def _adopted(
     }
     threshold = own.pop("powerinfer.sparse_threshold", np.float32(0.0))
     own |= {"general.architecture": name, "hotsplit.ffn.activation": ACTIVATIONS[found]}
-    renamed = {_rename(name): entry for name, entry in tensors.items()}
+    renamed = {}
+    for source, entry in tensors.items():
+        old = next((old for old in RENAMED if source.endswith("." + old)), "")
+        renamed[source.removesuffix(old) + RENAMED.get(old, "")] = entry
     if name == "opt":
         renamed = _without_first_positions(renamed)
         own["opt.attention.layer_norm_epsilon"] = np.float32(OPT_NORM_EPSILON)
         own["opt.context_length"] = np.uint32(renamed["position_embd.weight"].shape[0])
     return own | _predictor_keys(renamed, threshold), renamed
-
-
-def _rename(name: str) -> str:
-    for old, new in RENAMED.items():
-        if name.endswith("." + old):
-            return name.removesuffix(old) + new
-    return name
 
 
 def _without_first_positions(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

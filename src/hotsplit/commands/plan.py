@@ -1,9 +1,9 @@
 """`hotsplit plan`: what a model will be like on a machine, before it is downloaded or prepared."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -83,20 +83,21 @@ def plan(
         engine=engine,
     )
     others = _machines(machine, host_budget_bytes, len(vram))
-    with RunCache.open(_once()) as cache, TemporaryDirectory() as scratch:
+    # Each line is said once, since what is chosen for a second machine is mostly the same.
+    with RunCache.open(cache(common.say)) as run_cache, TemporaryDirectory() as scratch:
         if machine is None:
             _check_gpu(wishes)
         read, num_bytes = source_of(source, activation, tokenizer, Path(scratch))
         for number, other in enumerate(others, 1):
             try:
                 job, figures, found = _priced(
-                    read, wishes, cache, other, machine, host_budget_bytes
+                    read, wishes, run_cache, other, machine, host_budget_bytes
                 )
                 break
             except DoesNotFitError as error:
                 if number == len(others):
                     raise
-                cache.say(f"note: {error}")
+                run_cache.say(f"note: {error}")
         report: dict[str, Any] = {"source": str(source), "machine": str(machine or "this one")}
         lines = lines_of(job, figures, found)
         if machine is None:
@@ -122,18 +123,6 @@ def plan(
         "context_length": job.choice.context_length,
     }
     common.finish(report, as_json, [*lines, f"next: {command}{download}"])
-
-
-def _once() -> Callable[[str], None]:
-    """Says each line once, since what is chosen for a second machine is mostly the same."""
-    said = set[str]()
-
-    def say_new(line: str) -> None:
-        if line not in said:
-            said.add(line)
-            common.say(line)
-
-    return say_new
 
 
 def _machines(

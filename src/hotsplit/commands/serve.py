@@ -209,18 +209,15 @@ def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
         )
 
 
-def _cache_bytes(engine: "Engine") -> int:
-    return sum(items.get("kv_cache", 0) for items in engine.bytes_by_role.values())
-
-
 def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None) -> None:
     """Says what memory the server holds, and why requests may be slow or differ in last bits."""
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
+    cache = sum(items.get("kv_cache", 0) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
     common.say(
         f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
-        f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))} are KV cache"
-        f" for {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
+        f" {format_bytes(total)} in all, of which {format_bytes(cache)} are KV cache for"
+        f" {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
         f" {config.num_kept} kept)"
     )
     if plan_places == 1:
@@ -237,6 +234,6 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None
     if not engine.has_equal_rows:
         common.say(
             "note: on this device, reusing the KV cache of earlier requests and reading several"
-            " prompts"
-            ' together may change the last bits of results; "cache_prompt": false turns reuse off'
+            ' prompts together may change the last bits of results; "cache_prompt": false turns'
+            " reuse off"
         )

@@ -34,7 +34,8 @@ def cache_layout(context_length: int, num_sequences: int, window: int | None = N
     """The blocks of layers with this window, if any: a ring if it is below the context."""
     blocks = -(-context_length // BLOCK_LENGTH)
     if window is not None:
-        held, saved = ring_blocks(window), saved_blocks(window)
+        # Saved: one window of each sequence that is kept to be continued from its end.
+        held, saved = ring_blocks(window), -(-window // BLOCK_LENGTH) + 1
         if held + saved < blocks:
             return CacheLayout(
                 block_length=BLOCK_LENGTH,
@@ -57,11 +58,6 @@ def cache_layout(context_length: int, num_sequences: int, window: int | None = N
 def ring_blocks(window: int) -> int:
     """The most blocks that the tokens of a pass see and write; they may begin within a block."""
     return -(-(window + PREFILL_CHUNK) // BLOCK_LENGTH) + 1
-
-
-def saved_blocks(window: int) -> int:
-    """Blocks for one window of each sequence that is kept to be continued from its end."""
-    return -(-window // BLOCK_LENGTH) + 1
 
 
 def kv_positions(context_length: int, num_sequences: int, window: int | None = None) -> int:

@@ -314,18 +314,8 @@ FAMILIES = (
     QWEN3_5,
     QWEN3_5_MOE,
     # The text models of checkpoints with images.
-    replace(
-        QWEN3_5,
-        classes=("Qwen3_5ForConditionalGeneration",),
-        model_types=("qwen3_5",),
-        text_key="text_config",
-    ),
-    replace(
-        QWEN3_5_MOE,
-        classes=("Qwen3_5MoeForConditionalGeneration",),
-        model_types=("qwen3_5_moe",),
-        text_key="text_config",
-    ),
+    QWEN3_5.with_images("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    QWEN3_5_MOE.with_images("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
 )
 _KEYS = (
     "full_attention_interval",

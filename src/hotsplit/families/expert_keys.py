@@ -231,15 +231,9 @@ def other_in_stock(spec: ModelSpec, *, renormalises: bool) -> str | None:
 
 # Names of an expert's matrices, or of all experts' together, and ours.
 _MATRICES = {
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-    "w1": "ffn_gate",
-    "w3": "ffn_up",
-    "w2": "ffn_down",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
+    **dict.fromkeys(("gate_proj", "w1", "gate"), "ffn_gate"),
+    **dict.fromkeys(("up_proj", "w3", "up"), "ffn_up"),
+    **dict.fromkeys(("down_proj", "w2", "down"), "ffn_down"),
 }
 _LAYER = r"model\.(?:language_model\.)?layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?"
 _ONE = re.compile(_LAYER + r"experts\.(\d+)\.(\w+)\.weight")

@@ -2,7 +2,7 @@
 whose keys a model's spec is read from. A GGUF enters by its keys."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import gguf
@@ -108,3 +108,8 @@ class Family:
     keys: Callable[["ConfigReader"], Mapping[str, Value]] = lambda read: {}
     tensors: Callable[["ConfigReader"], Mapping[str, tuple[int, ...]]] = lambda read: {}
     sources: Callable[[ModelSpec, "ConfigReader"], Sources] = lambda spec, read: Sources()
+
+    def with_images(self, name: str, model_type: str) -> "Family":
+        """The family of checkpoints of class `name`, whose text model this is."""
+        types = (model_type,)
+        return replace(self, classes=(name,), model_types=types, text_key="text_config")

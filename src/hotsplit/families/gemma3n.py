@@ -268,15 +268,7 @@ GEMMA3N = Family(
         "laurel_rank": 64,
     },
 )
-FAMILIES = (
-    GEMMA3N,
-    replace(
-        GEMMA3N,
-        classes=("Gemma3nForConditionalGeneration",),
-        model_types=("gemma3n",),
-        text_key="text_config",
-    ),
-)
+FAMILIES = (GEMMA3N, GEMMA3N.with_images("Gemma3nForConditionalGeneration", "gemma3n"))
 GRAPHS = (
     Architecture(
         name="gemma3n",

@@ -268,15 +268,7 @@ GEMMA4 = Family(
         "num_experts": None,
     },
 )
-FAMILIES = (
-    GEMMA4,
-    replace(
-        GEMMA4,
-        classes=("Gemma4ForConditionalGeneration",),
-        model_types=("gemma4",),
-        text_key="text_config",
-    ),
-)
+FAMILIES = (GEMMA4, GEMMA4.with_images("Gemma4ForConditionalGeneration", "gemma4"))
 GRAPHS = (
     Architecture(
         name="gemma4",

@@ -25,26 +25,12 @@ from hotsplit.model.unsupported import check_is_model, elsewhere, why_key, why_n
 VERSION = 1
 QUALITY = "hotsplit.quality."
 OWN = "hotsplit."
-OWN_KEYS = {
-    f"{OWN}{name}"
-    for name in (
-        "version",
-        "model_id",
-        "ffn.activation",
-        "ffn.threshold",
-        "predictor.kind",
-        "predictor.rank",
-        "predictor.threshold",
-        "predictor.input_layer_offset",
-        "predictor.density",
-    )
-}
-LIMITS = {"block_count": MAX_LAYERS}
+_OF_PREDICTOR = ("kind", "rank", "threshold", "input_layer_offset", "density")
+OWN_KEYS = {f"{OWN}{name}" for name in ("version", "model_id", "ffn.activation", "ffn.threshold")}
+OWN_KEYS |= {f"{OWN}predictor.{name}" for name in _OF_PREDICTOR}
 DRAFT_LAYERS = "nextn_predict_layers"  # layers at the end that predict tokens further ahead
-LEAST_F32, MOST_F32 = (
-    float(np.finfo(np.float32).smallest_subnormal),
-    float(np.finfo(np.float32).max),
-)
+LEAST_F32 = float(np.finfo(np.float32).smallest_subnormal)
+MOST_F32 = float(np.finfo(np.float32).max)
 NORM_EPSILON = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
@@ -52,23 +38,11 @@ NORM_EPSILON = {
 }
 # Keys of an architecture that are accepted with any value, since they change nothing here.
 SILENT_KEYS = {"tensor_data_layout", "use_parallel_residual", "rope.scaling.finetuned"}
-KNOWN_KEYS = SILENT_KEYS | {
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.causal",
-    *NORM_EPSILON.values(),
-    "rope.dimension_count",
-    "rope.freq_base",
-    *SCALING_KEYS,
-    "vocab_size",
-    "pooling_type",
-}
+_OF_ATTENTION = ("head_count", "head_count_kv", "key_length", "value_length", "causal")
+KNOWN_KEYS = SILENT_KEYS | {f"attention.{name}" for name in _OF_ATTENTION}
+KNOWN_KEYS |= {"block_count", "context_length", "embedding_length", "feed_forward_length"}
+KNOWN_KEYS |= {"vocab_size", "pooling_type", "rope.dimension_count", "rope.freq_base"}
+KNOWN_KEYS |= {*NORM_EPSILON.values(), *SCALING_KEYS}
 
 
 class KeyReader:
@@ -199,7 +173,8 @@ class KeyReader:
             raise HotsplitError(f"{self.path}: {error}; profile and convert again") from error
 
     def count(self, key: str, default: float | None = None) -> int:
-        most, key = LIMITS.get(key, MAX_COUNT), f"{self.graph.name}.{key}"
+        most = MAX_LAYERS if key == "block_count" else MAX_COUNT
+        key = f"{self.graph.name}.{key}"
         value = self.number(key, default)
         if not 1 <= value <= most or value != int(value):
             raise HotsplitError(f"{self.path}: {key} is {value}, wanted a count")

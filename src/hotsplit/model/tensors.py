@@ -31,7 +31,9 @@ def layer_shapes(spec: ModelSpec, layer: LayerSpec, layout: Layout) -> Shapes:
             case Neurons():
                 shapes |= _neurons(block, spec.hidden_size, layout)
             case Predict():
-                shapes |= _predict(block, spec.hidden_size, layer.neurons.number)
+                rank, number = block.rank, layer.neurons.number
+                down = {"ffn_pred_down.weight": (rank, spec.hidden_size)} if rank else {}
+                shapes |= down | {"ffn_pred_up.weight": (number, rank or spec.hidden_size)}
             case Route() | Add() | BlockOp():
                 shapes |= block.shapes(spec.hidden_size)
     return dict(sorted(shapes.items(), key=lambda item: item[0].endswith(".bias")))
@@ -154,12 +156,3 @@ def _neurons(block: Neurons, hidden_size: int, layout: Layout) -> Shapes:
         shapes[OUTPUT_GATE] = (hidden_size,)
     biases = {f"{n}.bias": (*first, size) for n, size in sizes.items() if n in block.biases}
     return shapes | biases
-
-
-def _predict(block: Predict, hidden_size: int, num_neurons: int) -> Shapes:
-    if block.rank == 0:
-        return {"ffn_pred_up.weight": (num_neurons, hidden_size)}
-    return {
-        "ffn_pred_down.weight": (block.rank, hidden_size),
-        "ffn_pred_up.weight": (num_neurons, block.rank),
-    }

@@ -7,6 +7,7 @@ tokenizer.json, which takes precedence over these keys."""
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,9 @@ class _Vocabulary:
     @classmethod
     def read(cls, path: Path, keys: Mapping[str, Value]) -> "_Vocabulary":
         tokens = _strings(path, keys, Keys.Tokenizer.LIST)
-        other = next((i for i, token in enumerate(tokens) if not _is_text(token)), None)
+        # Surrogates stand for bytes that are not UTF-8.
+        has_surrogates = re.compile("[\ud800-\udfff]").search
+        other = next((i for i, token in enumerate(tokens) if has_surrogates(token)), None)
         if other is not None:
             raise HotsplitError(
                 f"{path}: token {other} has bytes that are not UTF-8, which the tokenizers library"
@@ -155,11 +158,6 @@ class _Vocabulary:
                 " every text; download the file again"
             )
         return self.tokens[int(value)]
-
-
-def _is_text(token: str) -> bool:
-    """True if the token has no surrogates, which stand for bytes that are not UTF-8."""
-    return token.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in token)
 
 
 def _byte_level_kind(path: Path, name: Value | None) -> ByteLevelKind:
