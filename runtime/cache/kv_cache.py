@@ -145,7 +145,7 @@ def _bits(kept: Tensor) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
     """The cache of all layers. Those that keep the same positions share a block table. `beside`:
-    that of a draft block, which shares one, too, and is not saved."""
+    that of a draft block, which shares one, too (DraftStep saves it)."""
 
     layers: tuple[LayerCache, ...]
     beside: tuple[LayerCache, ...] = ()

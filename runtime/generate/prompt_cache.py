@@ -1,6 +1,6 @@
 """Saves the state of a text to a file: its tokens, the keys and values of every layer that attends,
-and the recurrent states of every other layer, after the last token and at positions that were
-saved.
+the recurrent states of every other layer, after the last token and at positions that were saved,
+and what a draft block keeps that has seen the text.
 
 A text with the same prefix then need not compute it again. The state depends on the model, the
 mode, the arithmetic of the processor and the plan; a file made under other conditions is refused,
@@ -18,6 +18,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError, about
 from hotsplit.files.declared import read_declared
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
+from hotsplit.runtime.step.draft_step import DraftState
 from hotsplit.runtime.step.sequences import Sequence, TextState
 
 FORMAT, VERSION = "hotsplit.prompt", 1
@@ -25,6 +26,7 @@ MAX_HEADER_BYTES = 1 << 20  # of a file, searched for the format's name
 # Names of the tensors of a layer, with the number of the layer among those of its kind; a state may
 # have fewer.
 _ATTENDS, _RECURS = ("key", "value"), ("state", "conv")
+_DRAFT = {"draft_key": "key_TKX", "draft_value": "value_TKX", "draft_hidden": "hidden_WD"}
 _POSITIONS = "positions"  # numbers of tokens after which the recurrent states are
 SHOWN_DIGITS, MAX_SHOWN = 12, 120  # characters of digests and of other values in errors
 
@@ -86,6 +88,8 @@ def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
         for number, layer in enumerate(layers):
             for name, tensor in zip(names, layer, strict=False):
                 arrays[f"{name}.{number}"] = tensor.cpu().numpy()
+    if state.draft is not None:
+        arrays |= {name: getattr(state.draft, field).numpy() for name, field in _DRAFT.items()}
     if state.recurrent:
         arrays[_POSITIONS] = np.asarray(state.positions, dtype=np.int64)
     metadata = {**asdict(key), "sha256": _digest(arrays)}
@@ -118,7 +122,11 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
     stored, recurrent = _tensors(arrays, _ATTENDS), _tensors(arrays, _RECURS)
     lists = ["ids", *([_POSITIONS] if recurrent else [])]
     keys_values = [(layer[0], layer[1]) for layer in stored if len(layer) == 2]
-    num_tensors = 2 * len(keys_values) + sum(map(len, recurrent))
+    own = {
+        field: torch.from_numpy(arrays[name]) for name, field in _DRAFT.items() if name in arrays
+    }
+    draft = DraftState(**own) if len(own) == len(_DRAFT) else None
+    num_tensors = 2 * len(keys_values) + sum(map(len, recurrent)) + len(_DRAFT) * bool(draft)
     if len(arrays) != len(lists) + num_tensors or not all(
         name in arrays and arrays[name].dtype == np.int64 and arrays[name].ndim == 1
         for name in lists
@@ -128,7 +136,9 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
     if not all(0 <= token < key.vocab_size for token in ids):
         raise HotsplitError(f"{path}: has tokens that the model does not have; make it again")
     positions = arrays[_POSITIONS].tolist() if recurrent else []
-    state = TextState(keys_values=keys_values, positions=positions, recurrent=recurrent)
+    state = TextState(
+        keys_values=keys_values, positions=positions, recurrent=recurrent, draft=draft
+    )
     try:
         sequence.write_state(ids, state)
     except HotsplitError as error:

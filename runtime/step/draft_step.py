@@ -7,7 +7,8 @@ further guesses are made from the block's own hidden states, and are written ove
 
 What the block computes decides which tokens are guessed, never which are drawn.
 
-Letters: T tokens, D hidden size, V vocabulary."""
+Letters: T tokens, W of them without keys and values, D hidden size, V vocabulary, K key-value
+heads, X width of a row as stored."""
 
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -38,6 +40,15 @@ class _Text:
     is_whole: bool = True
 
 
+@dataclass(frozen=True)
+class DraftState:
+    """Keys and values of a text's first tokens, and the hidden states of those after them."""
+
+    key_TKX: Tensor
+    value_TKX: Tensor
+    hidden_WD: Tensor
+
+
 class DraftStep:
     """The draft block of a native step. It follows texts only while `is_on`."""
 
@@ -48,6 +59,7 @@ class DraftStep:
         self._weight_D, self._epsilon = norm.weight_D.numpy(), norm.epsilon
         self._x_TD = native.shared["x"].numpy()
         self._cache: KVCache = weights.cache
+        (self._layer,) = weights.draft.cache.layers
         self._step = native_step.build(weights.draft, Traffic(), ("hidden", "head_in"))
         self.limit_ids = self._step.limit_ids
         self._hidden_TD, self._own_TD = (
@@ -89,6 +101,33 @@ class DraftStep:
         other = self._texts[target] = self._new_text(own.num_entries, is_whole=own.is_whole)
         other.waiting += own.waiting
         other.hidden_TD[: len(own.waiting)] = own.hidden_TD[: len(own.waiting)]
+
+    def read_state(self, sequence: int, ids: Sequence[int]) -> DraftState | None:
+        """What is known of a text's tokens `ids`; None if not all of them were seen."""
+        text, length = self._texts[sequence], len(ids)
+        del text.waiting[max(0, length - text.num_entries) :]
+        if not text.is_whole or text.num_entries + len(text.waiting) < length:
+            return None
+        if len(text.waiting) > 1:
+            self._catch_up(sequence, ids[text.num_entries + 1 :], "none")
+        hidden = [hidden_D for _, hidden_D in text.waiting]
+        keys, values = self._layer.read(sequence, 0, min(text.num_entries, length))
+        no_hidden = torch.zeros(0, self._x_TD.shape[1])
+        return DraftState(keys, values, torch.stack(hidden) if hidden else no_hidden)
+
+    def write_state(self, sequence: int, ids: Sequence[int], state: DraftState) -> None:
+        """Fills an empty text, whose positions are reserved, with what `read_state` returned.
+        Raises HotsplitError for a state of other shapes or types."""
+        num_waiting, count = len(state.hidden_WD), len(state.key_TKX)
+        fits = self._layer.takes(count, state.key_TKX, state.value_TKX) and count + num_waiting == (
+            len(ids)
+        )
+        shape, kind = (num_waiting, self._x_TD.shape[1]), torch.float32
+        if not fits or state.hidden_WD.shape != shape or state.hidden_WD.dtype != kind:
+            raise HotsplitError("the draft block's state is not of this model's shape and type")
+        self._layer.write(sequence, 0, state.key_TKX, state.value_TKX)
+        waiting = list(zip(ids[count:], state.hidden_WD, strict=True))
+        self._texts[sequence] = _Text(count, waiting)
 
     def first(self, sequence: int, length: int, token: int) -> Tensor | None:
         """The logits [V] of the guess after `token`, which follows the first `length` tokens of a

@@ -29,6 +29,7 @@ from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.step.batch import WANTED_NAMES, Row, Wanted, is_decoded, rows_of
 from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.draft_step import DraftState
 
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
@@ -46,11 +47,12 @@ class Part:
 class TextState:
     """What an engine keeps of a text: the keys and values [T, K, X] of each layer that has them, as
     stored, from rings the last ones, and of each layer with recurrent states their tensors [P, ...]
-    after the first `positions` tokens."""
+    after the first `positions` tokens; `draft`: what its draft block keeps, if that has seen it."""
 
     keys_values: list[tuple[Tensor, Tensor]]
     positions: list[int] = field(default_factory=list)
     recurrent: list[tuple[Tensor, ...]] = field(default_factory=list)
+    draft: DraftState | None = None
 
 
 class Sequences:
@@ -338,7 +340,7 @@ class Sequence:
         live = self._live
         live.complete(self)
         found = [] if live.states is None else live.states.lasting(self.number)
-        slots = [state.slot for state in found]
+        slots, block = [state.slot for state in found], live.live.draft
         return TextState(
             keys_values=[
                 layer.read(self.number, layer.table.held_from(self.number), self.length)
@@ -346,6 +348,7 @@ class Sequence:
             ],
             positions=[state.position for state in found],
             recurrent=[layer.read(slots) for layer in live.layer_states],
+            draft=None if block is None else block.read_state(self.number, self.ids),
         )
 
     def write_state(self, ids: Several[int], state: TextState) -> None:
@@ -369,6 +372,8 @@ class Sequence:
             slots = live.states.take(self.number, state.positions)
             for own, given in zip(live.layer_states, state.recurrent, strict=True):
                 own.write(slots, given)
+        if (block := live.live.draft) is not None and state.draft is not None:
+            block.write_state(self.number, ids, state.draft)
         self.ids = list(ids)
 
     @kinds_checked
