@@ -270,7 +270,8 @@ class Speculation:
         self._check(ids)
         tokens = self._draft(ids, min(room, self.options.most, LONGEST - beside.rows))
         self._draft_s = time.perf_counter() - began
-        self._account.spend(self._draft_s - self._read_s)
+        if self._is_asked or self._free is not None:
+            self._account.spend(self._draft_s - self._read_s)
         self.totals.draft_s += self._draft_s
         return tokens
 
@@ -429,7 +430,7 @@ class Speculation:
         """Whether a draft model reads the text and guesses: because its rounds pay, or for a trial
         that is due. The account must afford a round whose guesses are all wrong."""
         length = max(self.options.least, min(NUM_FIRST, most))
-        if length > most:
+        if length > most or not self._account.can_pay(0.0):
             return False
         step_s, guess_s = self._step_s(length + 1), self._guess_s
         has_read = self._drafter.name in self._has_read

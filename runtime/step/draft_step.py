@@ -23,7 +23,7 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import native_step
 from hotsplit.runtime.step.batch import Row, Wanted, rows_of, runs_of
-from hotsplit.runtime.step.native_step import NativeStep
+from hotsplit.runtime.step.native_step import NativeStep, RowStruct, row_struct
 
 _MOST_WAITING = 128  # tokens of a text that wait for their keys and values
 
@@ -62,6 +62,7 @@ class DraftStep:
         (self._layer,) = weights.draft.cache.layers
         self._step = native_step.build(weights.draft, Traffic(), ("hidden", "head_in"))
         self.limit_ids = self._step.limit_ids
+        self._row = (RowStruct * 1)(row_struct(*rows_of([0], 0)))  # of further guesses
         self._hidden_TD, self._own_TD = (
             self._step.shared[name].numpy() for name in ("hidden", "head_in")
         )
@@ -142,7 +143,10 @@ class DraftStep:
     def next(self, sequence: int, token: int, num_guessed: int) -> Tensor:
         """The logits [V] after one guessed token more, the last of `num_guessed`."""
         start = self._texts[sequence].num_entries + num_guessed - 1
-        return self._run(sequence, start, [token], self._own_TD[:1])[0]
+        self._cache.reserve(sequence, start, start + 1)
+        self._hidden_TD[0] = self._own_TD[0]
+        self._row[0].token, self._row[0].position, self._row[0].sequence = token, start, sequence
+        return self._step.run_structs(self._row, 1)[0]
 
     def step_seconds(self, sequence: int) -> float:
         """Seconds of the fastest of a few steps, in an empty text."""

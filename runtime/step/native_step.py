@@ -6,7 +6,7 @@ Letters: L layers, P parts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -294,7 +294,11 @@ class NativeStep:
         Raises IndexError for a token or position out of range, or a position without a block in the
         cache."""
         structs = (RowStruct * len(rows))(*map(row_struct, rows))
-        logits_RV = self.logits.take(sum(row.has_logits for row in rows))
+        return self.run_structs(structs, sum(row.has_logits for row in rows))
+
+    def run_structs(self, structs: Array[RowStruct], num_logits: int) -> Tensor:
+        """The same of rows as structs, so many of which want logits."""
+        logits_RV = self.logits.take(num_logits)
         library.run_step(self.step, structs, logits_RV)
         take_traffic(self.step, self.traffic)
         return logits_RV
