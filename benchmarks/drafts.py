@@ -1,10 +1,12 @@
-"""Benchmarks drafts on a real pair of models: tokens a second of the same greedy answers without
-drafts, with drafts from the text itself and by a smaller model.
+"""Benchmarks drafts: tokens a second of the same greedy texts without drafts, with drafts from the
+text itself, and by a smaller model or the model's own draft block.
 
-    python benchmarks/drafts.py MODEL DRAFT [--rounds N] [--tokens N] [--texts N] [--threads N]
+    python benchmarks/drafts.py MODEL [DRAFT] [--rounds N] [--tokens N] [--texts N] [--threads N]
         [--rival path/to/llama-server]
 
-MODEL and DRAFT are those of `make qwen-coder qwen2.5`. Every answer begins with a new controller,
+MODEL and DRAFT are those of `make qwen-coder qwen2.5`. Without DRAFT, MODEL is one with a block; of
+the bundled tiny-moe, which knows no chat and was trained on Python's library, the texts of code
+begin as modules of that library do which it has not seen. Every text begins with a new controller,
 as in a new program. The kinds take turns; seconds are those of the wall, the draft model's among
 them and the prompt's not, and the best of the rounds counts. Answers must be the same, token for
 token. HOTSPLIT_CPU_LEVEL forces a lower instruction level. Two llama-servers with the same files,
@@ -15,6 +17,7 @@ import argparse
 import json
 import statistics
 import subprocess
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,14 +36,15 @@ from hotsplit.options.generation_options import (
     SpeculationOptions,
 )
 from hotsplit.runtime.generate.chat import ChatOptions
+from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.kernels.cpu import library
 
-KINDS = ("none", "ngram", "draft")
 RIVALS = ("llama.cpp", "llama.cpp, draft")
 PORT = 18340
 
-# Tokens a second, tokens drafted and accepted.
-Sample = tuple[float, int, int]
+# Tokens a second, tokens drafted and accepted; and by the place in a draft, how many of its tokens
+# followed right ones, and how many of these were right.
+Sample = tuple[float, int, int, list[int], list[int]]
 CODE = """def square(x):
     return x * x
 
@@ -91,9 +95,13 @@ TEXTS = {
 def main() -> None:
     arguments = _arguments()
     library.set_threads(arguments.threads)
+    own = ("mtp", "auto") if arguments.draft is None else ("draft",)
+    length = 1024 if arguments.draft is None else 2048
+    texts_of = TEXTS if arguments.draft is not None else TEXTS | {"code": _modules()}
     with ExitStack() as stack:
+        has_block = arguments.draft is None
         engine = stack.enter_context(
-            Engine.load(arguments.model, device="cpu", context_length=2048)
+            Engine.load(arguments.model, device="cpu", draft_block=has_block, context_length=length)
         )
         rivals: dict[str, Callable[[str], Sample]] = {}
         if arguments.rival is not None:
@@ -108,10 +116,10 @@ def main() -> None:
                 rivals[name] = stack.enter_context(_rival(arguments, port, options))
         texts = {
             f"{about} {number}": _measured(engine, rivals, text, arguments)
-            for about, group in TEXTS.items()
+            for about, group in texts_of.items()
             for number, text in enumerate(group[: arguments.texts], 1)
         }
-    pairs = [(kind, "none") for kind in KINDS[1:]]
+    pairs = [(kind, "none") for kind in ("ngram", *own)]
     pairs += [(RIVALS[1], RIVALS[0]), ("none", RIVALS[0]), ("draft", RIVALS[1])] if rivals else []
     gains = {
         f"{about}, {kind} over {base}": statistics.median(
@@ -126,7 +134,7 @@ def main() -> None:
     result = result_of(
         "drafts",
         model=arguments.model.stem,
-        draft=arguments.draft.stem,
+        draft="its block" if arguments.draft is None else arguments.draft.stem,
         level=library.level(),
         threads=arguments.threads,
         rounds=arguments.rounds,
@@ -135,6 +143,8 @@ def main() -> None:
         texts=texts,
     )
     name = f"drafts-{library.level()}"
+    if arguments.draft is None:
+        name = f"drafts-{arguments.model.stem}-{library.level()}"
     print(f"wrote {write_result(result, name, arguments.output)}")
 
 
@@ -169,7 +179,7 @@ def _rival(
                 with urlopen(request) as reply:
                     timings = json.load(reply)["timings"]
                 drafts = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
-                return timings["predicted_per_second"], *drafts
+                return timings["predicted_per_second"], *drafts, [], []
 
             yield answer
         finally:
@@ -188,36 +198,68 @@ def _measured(
     def answer(kind: str) -> Sample:
         options = SpeculationOptions(type=kind)
         draft = arguments.draft if kind == "draft" else None
+        greedy = SamplingOptions(temperature=0.0)
+        generation = GenerationOptions(max_tokens=arguments.tokens)
         with speculating(engine, options, draft) as drafts:
-            chat = engine.chat(
-                sampling=SamplingOptions(temperature=0.0),
-                options=ChatOptions(generation=GenerationOptions(max_tokens=arguments.tokens)),
-                drafts=drafts,
-            )
-            with chat:
+            places = _watched(drafts)
+            if arguments.draft is None:
                 began = time.perf_counter()
-                ids = tuple(token.id for token in chat.say(text))
-                took = time.perf_counter() - began
-        run = chat.run
+                tokens = engine.generate(text, sampling=greedy, options=generation, drafts=drafts)
+                ids = tuple(token.id for token in tokens)
+                took, run = time.perf_counter() - began, engine.last_run
+            else:
+                chat_options = ChatOptions(generation=generation)
+                chat = engine.chat(sampling=greedy, options=chat_options, drafts=drafts)
+                with chat:
+                    began = time.perf_counter()
+                    ids = tuple(token.id for token in chat.say(text))
+                    took, run = time.perf_counter() - began, chat.run
         answers.add(ids)
-        return (len(ids) - 1) / (took - run.prefill_s), run.drafted, run.accepted
+        return (len(ids) - 1) / (took - run.prefill_s), run.drafted, run.accepted, *places
 
-    turns = {kind: lambda _, kind=kind: answer(kind) for kind in KINDS}
+    own = ("mtp", "auto") if arguments.draft is None else ("draft",)
+    kinds = ("none", "ngram", *own)
+    turns = {kind: lambda _, kind=kind: answer(kind) for kind in kinds}
     turns |= {name: lambda _, rival=rival: rival(text) for name, rival in rivals.items()}
     samples = take_turns(turns, arguments.rounds)
     assert len(answers) == 1, "drafts changed the text"
-    found = {
-        kind: dict(zip(("tokens_per_s", "drafted", "accepted"), max(rounds), strict=True))
-        for kind, rounds in samples.items()
-    }
+    names = ("tokens_per_s", "drafted", "accepted", "reached", "right")
+    found = {kind: dict(zip(names, max(rounds), strict=True)) for kind, rounds in samples.items()}
     print(text.splitlines()[0], *(f"{of_kind['tokens_per_s']:.1f}" for of_kind in found.values()))
     return found
+
+
+def _watched(drafts: Speculation | None) -> tuple[list[int], list[int]]:
+    """Counts of drafts' places, see Sample, which grow with each check."""
+    reached, right = [], []
+    if drafts is None:
+        return reached, right
+    learn = drafts.learn
+
+    def watched(rows: int, accepted: int, seconds: float) -> None:
+        for place in range(min(rows - 1, accepted + 1)):
+            if place == len(reached):
+                reached.append(0)
+                right.append(0)
+            reached[place] += 1
+            right[place] += accepted > place
+        learn(rows, accepted, seconds)
+
+    drafts.learn = watched  # type: ignore[method-assign]
+    return reached, right
+
+
+def _modules() -> tuple[str, ...]:
+    """Beginnings of modules of Python's library."""
+    names = ("argparse", "csv", "heapq", "shutil", "textwrap")
+    folder = Path(sysconfig.get_path("stdlib"))
+    return tuple((folder / f"{name}.py").read_text()[:1000] for name in names)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("draft", type=Path)
+    parser.add_argument("draft", type=Path, nargs="?")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--texts", type=int, default=5, help="of each subject")
