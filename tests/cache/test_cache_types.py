@@ -207,15 +207,6 @@ def test_the_commands_take_llamacpps_names(path, capsys, command):
     assert "'--cache-type-v'" in said and "'q5_1' is not one of" in said
 
 
-def test_the_help_names_the_types_that_an_error_names(capsys):
-    assert main(["generate", "m.gguf", "-p", "a", "-ctk", "q5_1"]) == 2
-    error = capsys.readouterr().err
-    assert main(["generate", "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert all(f"'{name}'" in error for name in NAMES)
-    assert ", ".join(NAMES) in said
-
-
 def eval_losses(tmp_path, capsys, option, *values) -> list[float]:
     """What eval reports of a small model, m.gguf, for each value of an option."""
     from checkpoints import random_llama

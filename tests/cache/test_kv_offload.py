@@ -12,13 +12,7 @@ from fake_cuda.torch_cuda import fake_cuda
 from hybrid_plans import PLANS, SOME, F, make, planned, stepped
 from models import make_sizes
 from reference import rel_error
-from test_hybrid_step import (
-    assert_every_event_is_needed,
-    assert_same_in_any_order,
-    hybrid,
-    logged,
-    steps,
-)
+from test_hybrid_step import assert_every_event_is_needed, assert_same_in_any_order, hybrid, steps
 from test_native_step import BOUNDS
 
 from hotsplit import Engine
@@ -93,17 +87,6 @@ def test_every_event_is_needed(tmp_path):
     model, split = offloaded(tmp_path, "random")
     with Engine.load(model.path, split=tmp_path / "s.gguf", **ON_THE_CPU) as engine:
         assert_every_event_is_needed(engine, split)
-
-
-def test_a_layer_takes_one_round_trip_for_its_attention(tmp_path):
-    model, split = offloaded(tmp_path, "all on the GPU")
-    with Engine.load(model.path, split=tmp_path / "s.gguf", **ON_THE_CPU) as engine:
-        log = logged(engine, split)
-        names = [operation.name for operation in log]
-        assert names.count("host") == 4 and names.count("copy") == 2 * 4 + 2  # embedding, logits
-
-
-# ---- prompts -------------------------------------------------------------------------------------
 
 
 # ---- engines on a fake device --------------------------------------------------------------------

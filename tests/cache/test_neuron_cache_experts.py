@@ -17,7 +17,6 @@ from test_native_step import BOUNDS
 from test_neuron_cache_hybrid import Cached, ran, weights_of
 from test_runtime import IDS as TOKENS
 
-from hotsplit.costs.cache_bytes import CacheSize
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.device.streams import PlainStream
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
@@ -126,26 +125,6 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(plan):
         with torch.inference_mode():
             cached.cache.complete()
         cached.cache.slots.check()
-
-
-def test_bytes_are_those_of_the_plan():
-    """Staging on the GPU; in main memory a copy of each expert in a slot, and tables."""
-    cached = CachedExperts.of("beside the CPU's attention", kind="q8_0", num_neurons=32)
-    size, num_hot = CacheSize(most_rows=3, packs_bits=True), [2, 3]
-    slots, step, policy = cached.cache.slots.carrier, cached.step.neuron_cache, size.host_bytes
-    expert = 2 * 32 * 68 + 64 * 34
-    tables_of_layouts = 4 * 16 * (68 + 34)  # of tiles of gate and up, and of down
-    assert slots._staging_B.nbytes == 3 * expert
-    assert size.gpu_bytes(cached.model, num_hot) == 3 * expert + tables_of_layouts
-    copies = sum(matrix.data.nbytes for own in slots.layers.values() for matrix in own.hot.matrices)
-    assert copies == 3 * expert  # of the second layer alone
-    shared = (step._routed_LR, step._bits_1LW, slots._place_LE)
-    tables = sum(each.nbytes for each in shared) + step._is_read_1LE.nbytes
-    residency = cached.cache.residency
-    tables += residency.slot_LF.nbytes + 2 * residency.id.nbytes  # of the runtime and the policy
-    scores, words = 2 * 4 * 32 * 2, 4 * 2
-    tables += scores + residency.slot_LF.nbytes + (2 + 32) * words + 24 * 2 * 3
-    assert policy(cached.model, num_hot, [False, True]) == copies + tables
 
 
 @pytest.mark.parametrize("layout", ["stock", "sparse"])

@@ -9,8 +9,6 @@ import torch
 from fake_streams import FakeDevice, Race
 from models import make_model, make_sizes
 from random_policy import random_setup
-from reference import rel_error
-from test_native_step import BOUNDS
 from test_runtime import IDS as TOKENS
 from test_runtime import make_split
 
@@ -152,15 +150,6 @@ def test_every_type_of_rows(tmp_path, kind, mode):
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
-def test_a_step_agrees_with_the_undivided_model(tmp_path, mode):
-    cached = Cached.of(tmp_path, mode=mode)
-    cached.model.save(cached.model.path)
-    with Engine.load(cached.model.path, mode=mode) as whole:
-        want = torch.stack([whole._step(token, i).clone() for i, token in enumerate(IDS)])
-    assert rel_error(torch.stack(ran(cached, IDS)), want) < BOUNDS["f32"]
-
-
-@pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("plan", ["random", "every kind of layer"])
 def test_the_policy_sees_the_neurons_that_are_read(tmp_path, plan, mode):
     cached = Cached.of(tmp_path, plan, mode)
@@ -217,44 +206,6 @@ def test_every_event_is_needed(tmp_path, mode):
         cached.step.run(IDS[0], 0)
         with pytest.raises(Race):
             cached.step.run(IDS[1], 1)
-
-
-def test_copies_run_beside_a_step(tmp_path):
-    """No operation of the step waits for the copies that run meanwhile, and the copies wait for no
-    operation of the step."""
-    device = FakeDevice()
-    cached = Cached.of(tmp_path, backend=device.backend(reference_kernels()))
-    cached.step.run(IDS[0], 0)
-    device.log.clear()
-    cached.step.run(IDS[1], 1)
-    gathered = [o for o in device.log if o.stream == 1]
-    *step, scatter = [o for o in device.log if o.stream != 1]
-    assert [o.name for o in gathered] == ["host", "copy"] and scatter.name == "kernel"
-    assert all(o.is_before(scatter) for o in gathered)
-    assert sum(o.name == "host" for o in step) == L  # the cold neurons
-    for o in step:
-        assert not any(o.is_before(other) or other.is_before(o) for other in gathered)
-
-
-def test_a_step_reads_the_old_neurons_while_others_arrive(tmp_path):
-    """The swaps decided after step t are made after step t + 1, none earlier and none later."""
-    device = FakeDevice()
-    cached = Cached.of(tmp_path, backend=device.backend(reference_kernels()))
-    residency, policy = cached.cache.residency, cached.cache.policy
-    first = residency.id.copy()
-    for position, token in enumerate(IDS):
-        before = residency.id.copy()
-        cached.cache.before_step()
-        assert (residency.id == before).all()
-        due = policy.pending.copy()
-        cached.step.run(token, position)
-        residency.check()
-        cached.cache.slots.check()
-        after = residency.id.copy()
-        place = residency.first_L[due["layer"]] + due["slot"]
-        before[place] = due["in"]
-        assert (after == before).all() and (position or not len(due))
-    assert (residency.id != first).any()
 
 
 def test_an_interrupted_step_leaves_its_swaps_to_the_next(tmp_path):

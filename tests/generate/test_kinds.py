@@ -147,17 +147,6 @@ def test_texts_of_a_wrong_kind_are_refused(codec_model):
             engine.generate()
 
 
-def test_a_conversation_is_saved_under_a_string_or_a_path(tmp_path):
-    chat = Conversation.__new__(Conversation)
-    chat.system, chat.messages, chat.num_dropped = None, [{"role": "user", "content": "a"}], 0
-    chat.save(str(tmp_path / "a.json"))
-    chat.save(tmp_path / "b.json")
-    chat.messages = []
-    chat.load(str(tmp_path / "b.json"))
-    assert chat.messages == [{"role": "user", "content": "a"}]
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-
-
 WRONG = [None, True, -1, 5, 1 << 70, 1.5, float("nan"), "", "a", "\ud800", b"a", [], [None], [1.5]]
 WRONG += [[[1]], {}, {"a": 1}, {1}, object(), iter(()), Path("none"), len, int]
 WRONG += [torch.zeros(2), torch.zeros(2, 2)]

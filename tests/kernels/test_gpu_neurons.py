@@ -140,13 +140,6 @@ def test_rows_that_are_not_needed_are_not_read(kernels):
     assert torch.equal(got != 0, is_named & fires) and (is_named & fires).any()
 
 
-def test_without_named_neurons_the_result_is_zero(kernels):
-    gate, got = make_matrix("q4_0_planar", 40, 32), torch.full((40,), NAN, device=device())
-    named = torch.zeros(2, dtype=torch.int32, device=device())
-    kernels.gate_up(gate, None, gate, None, None, named, vector(32), Gate(activation="silu"), got)
-    assert (got == 0).all()
-
-
 # ---- down ----------------------------------------------------------------------------------
 
 
@@ -197,14 +190,6 @@ def test_down_of_rows_of_any_width(kernels, kind, width, skips_zeros):
     assert_down(kernels, make_matrix(kind, 37, width), hidden_with_zeros(37, 1.0), skips_zeros)
 
 
-def test_empty_parts_are_zeros(kernels):
-    matrix = make_matrix("f16", 4, 32)
-    for skips_zeros in (False, True):
-        parts = torch.full((7, 32), NAN, device=device())
-        kernels.down(matrix, vector(4), parts, skips_zeros=skips_zeros)
-        assert (parts[4:] == 0).all() and parts[:4].abs().sum(dim=1).ne(0).all()
-
-
 def test_rows_of_zeros_are_not_read(kernels):
     """Rows whose hidden value is 0 hold NaN here. A hidden value of NaN is not 0, so its row is
     read."""
@@ -220,12 +205,6 @@ def test_rows_of_zeros_are_not_read(kernels):
     assert got.isnan().all()
     kernels.down(matrix, torch.zeros_like(hidden), got, skips_zeros=True)
     assert (got == 0).all()
-
-
-@pytest.mark.parametrize(("num_neurons", "width"), [(1, 32), (11008, 4096), (28672, 8192)])
-def test_one_program_can_add_up_the_parts(num_neurons, width):
-    assert 1 <= down_parts(num_neurons, width) <= 32
-    assert down_parts(num_neurons, width) * width <= 1 << 17
 
 
 # ---- the measure rejects wrong results ------------------------------------------------------

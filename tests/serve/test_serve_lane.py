@@ -125,11 +125,6 @@ def test_the_most_calls_of_messages_are_checked_at_once():
         checked(ChatBody, body)
 
 
-def test_the_most_keys_are_read_at_once():
-    body = json.dumps({str(number): 1 for number in range(MAX_MARKS // 2)}).encode()
-    assert longest_pause(lambda: parsed(body)) < MOST_S
-
-
 @pytest.mark.parametrize("text", ["[,{:.", '\\",[', "\\", "\\\\", '\\\\\\"', "a\n\u20ac,"])
 def test_marks_in_strings_do_not_count(text):
     body = json.dumps({text: [text, {"a": text}, 1.5]}, separators=(",", ":")).encode()

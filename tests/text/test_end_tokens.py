@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, processors
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY, ModelFile
-from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.vocabulary import vocabulary_keys
@@ -220,18 +219,6 @@ def test_a_checkpoint_with_a_wrong_id_is_refused(wrong, checkpoint, tmp_path):
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_the_end_of_a_message_of_gpt_oss_does_not_end_its_answer():
-    marks = ["<|end|>", "<|return|>", "<|call|>"]
-    for count in (1, 2, 3):
-        tokenizer = byte_level_tokenizer("smollm", SIZE - 10)
-        tokenizer.add_special_tokens(marks[:count])
-        known = keys_of(tokenizer)
-        known[key("eot")] = np.uint32(tokenizer.token_to_id("<|end|>"))
-        codec = TextCodec.of(make_model(sizes=make_sizes(vocab_size=SIZE), extra_keys=known))
-        names = {codec.tokenizer.id_to_token(i) for i in codec.end_ids}
-        assert names & {*marks} == ({*marks[1:]} if count == 3 else {*marks[:count]})
-
-
 # ---- the token that begins a text
 # -----------------------------------------------------------------
 
@@ -261,12 +248,3 @@ def test_a_text_that_repeats_the_beginning_is_warned_of_once(own, adds, text, is
     assert len(caplog.messages) == is_warned
     for line in caplog.messages:
         assert "begins with <|im_end|>, which the tokenizer adds as well" in line
-
-
-def test_a_command_warns_of_two_beginnings_in_one_line(tmp_path, capsys):
-    codec_module._warn_of_two.cache_clear()
-    begin = TextCodec.of(model_of(False)).tokenizer.token_to_id("<|eot_id|>")
-    added = {key("bos"): np.uint32(begin), "tokenizer.ggml.add_bos_token": True}
-    model_of(False, **added).save(tmp_path / "m.gguf")
-    assert main(["generate", str(tmp_path / "m.gguf"), "-p", "<|eot_id|>ab", "-n", "2"]) == 0
-    assert capsys.readouterr().err.count("twice; leave it out of the text") == 1

@@ -135,14 +135,6 @@ def test_the_document_lists_the_table():
     assert "compares -->\n" + "\n".join(lines) + "\n<!-- end -->" in page
 
 
-def test_marks_belong_to_words_of_qwen_35_and_not_of_qwen_2(tmp_path):
-    text, found = "\u0e19\u0e49\u0e33 \u0915\u093f", {}
-    for pre in ("qwen2", "qwen35"):
-        keys = keys_of(folder_of("gpt-2", tmp_path / pre), pre=pre, add_bos_token=False)
-        found[pre] = len(ggml_tokenizer(WHERE, keys).pre_tokenizer.pre_tokenize_str(text))
-    assert found["qwen35"] == 2 and found["qwen2"] > 2
-
-
 @pytest.fixture(scope="module")
 def plain_keys(tmp_path_factory) -> dict:
     return keys_of(folder_of("gpt-2", tmp_path_factory.mktemp("plain") / "c"), add_bos_token=False)

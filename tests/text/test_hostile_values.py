@@ -122,17 +122,6 @@ def test_wrong_ids_and_empty_texts_of_added_tokens_change_no_text(silu):
         assert found.encode(text).ids == ids and found.decode(ids) == text
 
 
-def test_an_interrupt_while_reading_is_not_a_refusal(monkeypatch):
-    def stop(text: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(
-        "hotsplit.tokens.tokenizer_text.Tokenizer", type("T", (), {"from_str": stop})
-    )
-    with pytest.raises(KeyboardInterrupt):
-        read_tokenizer("there", "{}")
-
-
 # ------------------------------------------------------------------ ids of special tokens
 
 
