@@ -176,16 +176,18 @@ def test_a_text_that_ends_in_a_step_leaves_others_as_they_are(tmp_path):
             other.extend(IDS[:70], "none")
             want = text.extend([IDS[80]])
             text.rollback(80)
-            submit = step._submit
+            watched = step._watched
 
+            @contextmanager
             def interrupted(segments):
-                submit(segments)
-                raise KeyboardInterrupt
+                with watched(segments):
+                    yield
+                    raise KeyboardInterrupt
 
-            object.__setattr__(step, "_submit", interrupted)
+            object.__setattr__(step, "_watched", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 other.extend([5])
-            object.__setattr__(step, "_submit", submit)
+            object.__setattr__(step, "_watched", watched)
             other.close()
             assert torch.equal(text.extend([IDS[80]]), want)
     check_the_runtime()

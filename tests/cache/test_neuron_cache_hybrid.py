@@ -212,12 +212,12 @@ def test_an_interrupted_step_leaves_its_swaps_to_the_next(tmp_path):
     cached = Cached.of(tmp_path)
     ran(cached, IDS[:3])
     due, count = cached.cache._num_pending, cached.cache.num_swaps
-    submit = cached.step._submit
-    cached.step._submit = interrupted
+    submitted = cached.step._submitted
+    cached.step._submitted = interrupted
     with pytest.raises(KeyboardInterrupt):
         cached.step.run(IDS[3], 3)
     assert due and cached.cache._num_pending == due and cached.cache.num_swaps == count
-    cached.step._submit = submit
+    cached.step._submitted = submitted
     for position, token in enumerate(TOKENS[3:6], 3):
         assert are_static(cached, [token], position) == [True]
         cached.cache.slots.check()
