@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
@@ -42,7 +43,8 @@ class _Text:
 
 @dataclass(frozen=True)
 class DraftState:
-    """Keys and values of a text's first tokens, and the hidden states of those after them."""
+    """Keys and values of a text's first tokens, and the hidden states, before the output norm, of
+    those after them: one at most."""
 
     key_TKX: Tensor
     value_TKX: Tensor
@@ -111,24 +113,26 @@ class DraftStep:
             return None
         if len(text.waiting) > 1:
             self._catch_up(sequence, ids[text.num_entries + 1 :], "none")
-        hidden = [hidden_D for _, hidden_D in text.waiting]
-        keys, values = self._layer.read(sequence, 0, min(text.num_entries, length))
-        no_hidden = torch.zeros(0, self._x_TD.shape[1])
-        return DraftState(keys, values, torch.stack(hidden) if hidden else no_hidden)
+        hidden_WD = torch.from_numpy(text.hidden_TD[: len(text.waiting)].copy())
+        keys_values = self._layer.read(sequence, 0, min(text.num_entries, length))
+        return DraftState(*keys_values, hidden_WD)
 
     def write_state(self, sequence: int, ids: Sequence[int], state: DraftState) -> None:
         """Fills an empty text, whose positions are reserved, with what `read_state` returned.
         Raises HotsplitError for a state of other shapes or types."""
-        num_waiting, count = len(state.hidden_WD), len(state.key_TKX)
-        fits = self._layer.takes(count, state.key_TKX, state.value_TKX) and count + num_waiting == (
-            len(ids)
-        )
-        shape, kind = (num_waiting, self._x_TD.shape[1]), torch.float32
-        if not fits or state.hidden_WD.shape != shape or state.hidden_WD.dtype != kind:
+        hidden_WD, count = state.hidden_WD, len(state.key_TKX)
+        shape = (len(ids) - count, self._x_TD.shape[1])
+        is_known = hidden_WD.shape == shape and hidden_WD.dtype == torch.float32
+        if (
+            not is_known
+            or shape[0] > 1
+            or not self._layer.takes(count, state.key_TKX, state.value_TKX)
+        ):
             raise HotsplitError("the draft block's state is not of this model's shape and type")
         self._layer.write(sequence, 0, state.key_TKX, state.value_TKX)
-        waiting = list(zip(ids[count:], state.hidden_WD, strict=True))
-        self._texts[sequence] = _Text(count, waiting)
+        text = self._texts[sequence] = self._new_text(count)
+        text.waiting += ids[count:]
+        text.hidden_TD[: shape[0]] = hidden_WD.numpy()
 
     def first(self, sequence: int, length: int, token: int) -> Tensor | None:
         """The logits [V] of the guess after `token`, which follows the first `length` tokens of a

@@ -476,8 +476,14 @@ def test_the_refusal_of_a_gguf_says_why(tmp_path, key, why):
     keys = {**model._own_keys(), **model.extra_keys, f"llama.{key}": np.uint32(8)}
     with pytest.raises(HotsplitError, match=why):
         ModelFile.of(tmp_path, keys | {"general.architecture": "llama"}, model.tensors)
-    with pytest.raises(HotsplitError, match="'deepseek2': attention over latent keys"):
-        ModelFile.of(tmp_path, {"general.architecture": "deepseek2"}, {})
+    for name, reason in (
+        ("deepseek2", "attention over latent keys"),
+        ("gemma4-assistant", "Gemma 4's assistant, a draft model that reads the main model's keys"),
+        ("eagle3", "an EAGLE draft model, which reads hidden states"),
+        ("dflash", "a DFlash draft model, which guesses a block of tokens"),
+    ):
+        with pytest.raises(HotsplitError, match=f"'{name}': {reason}"):
+            ModelFile.of(tmp_path, {"general.architecture": name}, {})
 
 
 # ---- help, version, completion ------------------------------------------------------------------

@@ -124,6 +124,21 @@ def test_a_head_and_an_embedding_of_the_blocks_own_are_used(checkpoints, tmp_pat
     assert (
         draft_bytes(ModelFile.load(changed), 64)["head"] == model.tensors["output.weight"].num_bytes
     )
+    copies = {
+        "blk.3.nextn.embed_tokens.weight": model.tensors["token_embd.weight"],
+        "blk.3.nextn.shared_head_head.weight": model.tensors["output.weight"],
+    }
+    copied = rewritten(path, tmp_path / "copied.gguf", {}, copies)  # they are kept once
+    got_TV, _ = guesses(copied)
+    assert rel_error(got_TV, draft_ref(model, IDS)) < 1e-5
+    with (
+        Engine.load(path, draft_block=True) as alone,
+        Engine.load(copied, draft_block=True) as both,
+    ):
+        assert both.bytes_by_role == alone.bytes_by_role
+        block = both._live.weights.draft
+        assert block.head is both._live.weights.head
+        assert block.embedding is both._live.weights.embedding
 
 
 def test_blocks_that_do_not_run_are_left_out_or_refused(checkpoints, tmp_path):

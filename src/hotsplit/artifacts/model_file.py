@@ -21,7 +21,7 @@ from hotsplit.families.family import Architecture
 from hotsplit.families.key_reader import QUALITY, VERSION, KeyReader, prefixed
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.declared import Count, NotNaN, Share, read_declared
-from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, write_gguf
+from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, is_equal, write_gguf
 from hotsplit.files.typed import shown
 from hotsplit.model.blocks import Predict, PredictorKind
 from hotsplit.model.draft_block import OWN
@@ -263,13 +263,16 @@ class ModelFile:
     @cached_property
     def draft(self) -> "ModelFile | None":
         """The draft block as the file of a model of one layer, with this model's embedding and head
-        in place of those that it lacks; it cannot be saved."""
+        in place of those that it lacks, or has copies of; it cannot be saved."""
         if self.bare_spec.draft is None:
             return None
         prefix = f"blk.{self.bare_spec.num_layers}."
         own = {n.removeprefix(prefix): e for n, e in self.tensors.items() if n.startswith(prefix)}
         tensors = {n: e for n, e in self.tensors.items() if n.partition(".")[0] in _SHARED}
-        tensors |= {OWN[name]: own.pop(name) for name in OWN.keys() & own.keys()}
+        for name, shared in OWN.items():  # the embedding first
+            entry, same = own.pop(name, None), tensors.get(shared, tensors["token_embd.weight"])
+            if entry is not None and not is_equal(entry, same):
+                tensors[shared] = entry
         for name, entry in own.items():
             tensors[name if name.startswith("nextn.") else f"blk.0.{name}"] = entry
         return replace(

@@ -14,8 +14,16 @@ from hotsplit.model.spec import ModelSpec
 _MIXTURES = "Qwen 3's and 3.6's mixtures and gpt-oss run"
 _SMALL = "a Qwen 3 or SmolLM of its size runs"
 _CONVERTED = "a copy that was converted to Llama's layout runs"
+_DRAFTS = "without -md, drafts come from the text or from the model's own draft block"
 _RECURRENT = "recurrent layers (Mamba, RWKV and the like) are not supported"
 _BY_NAME = f"""
+gemma4-assistant gemma4assistant gemma4_assistant gemma4unifiedassistant gemma4_unified_assistant:\
+ Gemma 4's assistant, a draft model that reads the main model's keys and values, is not supported;\
+ {_DRAFTS}
+eagle: an EAGLE draft model, which reads hidden states of the main model's layers,\
+ is not supported; {_DRAFTS}
+dflash glimmerassistant glimmer_assistant: a DFlash draft model, which guesses a block of tokens\
+ from hidden states of the main model's layers, is not supported; {_DRAFTS}
 deepseek kimi minicpm3: attention over latent keys and values (MLA) is not supported; {_MIXTURES}
 llama4: attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}
 dbrx grok arctic minimax jetmoe: this mixture of experts is not supported; {_MIXTURES}
