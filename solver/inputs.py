@@ -12,7 +12,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.cache_bytes import CacheSize
 from hotsplit.costs.default_mode import mode_meant
 from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, cache_bytes, embedding_bytes, layer_bytes
-from hotsplit.costs.state_bytes import slots_bytes
+from hotsplit.costs.state_bytes import kept_bytes, slots_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.options.cache_types import CacheTypes
@@ -134,8 +134,11 @@ class Inputs:
     @property
     def always_on_host(self) -> int:
         """Bytes of main memory that any plan takes: the embedding, the workspace and, with key
-        selection, all keys, values and tables, and the norms of heads."""
-        return embedding_bytes(self.model) + self.workspace + self.offloaded_bytes
+        selection, all keys, values and tables, and the norms of heads; and the most that layers
+        keep of checked drafts."""
+        layers = range(self.model.spec.num_layers)
+        kept = sum(kept_bytes(self.model, layer, self.num_sequences) for layer in layers)
+        return embedding_bytes(self.model) + self.workspace + self.offloaded_bytes + kept
 
     @property
     def offloaded_bytes(self) -> int:

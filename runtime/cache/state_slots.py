@@ -6,27 +6,35 @@ with the slot of each sequence's current state and stores the new ones in free s
 fails, is cancelled or is repeated, nothing has changed. A fork shares slots; nothing is ever
 copied.
 
+A check of drafts on the CPU stores no state. It keeps what its recurrences have read of its rows,
+which takes much less memory: 33 KB a row and layer of Qwen3.6-35B, where a state has 2.1 MB. The
+next pass begins with the same slot and repeats the accepted ones of these rows, in the recurrences
+alone, while the state is in the caches. So a rollback within a check costs nothing. A fork does not
+share kept rows, and computes their tokens again.
+
 Besides its current state a sequence has up to SAVED_STATES earlier ones, to which it can be rolled
 back: "lasting" ones at positions that its users mark (near the end of a prompt, where texts part),
-and a "brief" one before each pass of several rows, for rejected drafts. Of too many, brief ones go
-first, then those that no other sequence has, then the oldest. A rollback to any other position goes
-to the nearest state before it, perhaps to the beginning; the tokens after that are computed again,
-which gives the same bits because a row's bits do not depend on how a text is divided into passes.
+and a "brief" one before each other pass of several rows, for rejected drafts. Of too many, brief
+ones go first, then those that no other sequence has, then the oldest. A rollback to any other
+position goes to the nearest state before it, perhaps to the beginning; the tokens after that are
+computed again, which gives the same bits because a row's bits do not depend on how a text is
+divided into passes.
 
 Which positions are worth a state: Pan et al. 2024, Marconi (arXiv 2411.19379).
 
-Letter: S slots."""
+Letters: S slots, R kept rows, X width of one."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hotsplit.costs.state_bytes import SAVED_STATES, num_slots
+from hotsplit.costs.state_bytes import MOST_KEPT, SAVED_STATES, num_kept, num_slots
 from hotsplit.errors import HotsplitError
+from hotsplit.model.operations import Recurrent
 
 Saves = Literal["briefly", "lasting"]
 NO_SLOT = -1  # zeros: the state before the first token
@@ -34,12 +42,23 @@ NO_SLOT = -1  # zeros: the state before the first token
 
 @dataclass(frozen=True)
 class State:
-    """The state after the first `position` tokens of a sequence. The current one is brief, too,
-    unless its position was marked or another text begins with it."""
+    """The state after the first `position` tokens of a sequence: that in the slot, and after it the
+    kept rows `again`. The current one is brief, too, unless its position was marked or another text
+    begins with it."""
 
     position: int
     slot: int
     is_brief: bool = False
+    again: range = range(0)
+
+    @property
+    def stored_at(self) -> int:
+        """The number of tokens after which the slot has the state."""
+        return self.position - len(self.again)
+
+    def at(self, position: int) -> "State":
+        """The state after fewer tokens, `stored_at` or more."""
+        return replace(self, position=position, again=self.again[: position - self.stored_at])
 
 
 BEGINNING = State(0, NO_SLOT)
@@ -48,29 +67,50 @@ BEGINNING = State(0, NO_SLOT)
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
     """Consecutive tokens start .. stop-1 of a sequence in a pass. `saves`: positions among them, in
-    ascending order, whose states are to be saved, and for how long."""
+    ascending order, whose states are to be saved, and for how long. `is_check`: all of them may be
+    rejected drafts, and their rows can be kept."""
 
     sequence: int
     start: int
     stop: int
     saves: Mapping[int, Saves] = field(default_factory=dict)
+    is_check: bool = False
 
     @property
     def inner(self) -> dict[int, Saves]:
         """The last ones of `saves` that the pass itself stores."""
         return dict([item for item in self.saves.items() if item[0] > self.start][-SAVED_STATES:])
 
+    @property
+    def keeps_rows(self) -> bool:
+        """True if rows are kept instead of states."""
+        is_short = self.stop - self.start <= MOST_KEPT
+        return self.is_check and is_short and self.saves == {self.start: "briefly"}
+
 
 @dataclass(frozen=True)
 class StateRun:
-    """Slots of the rows of a stretch: the one that they begin with, and for each row the one that
-    stores the state after it; NO_SLOT: zeros, and none."""
+    """Slots of the rows of a stretch: the one that they begin with, after which the kept rows
+    `again` are repeated, the one that stores that state, and for each row the one that stores the
+    state after it; NO_SLOT: zeros, and none. `keeps`: the first kept row of theirs."""
 
     reads: int
     writes: tuple[int, ...]
+    again: range = range(0)
+    begins: int = NO_SLOT
+    keeps: int = NO_SLOT
     _placed: dict[torch.device, tuple[Tensor, Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
+
+    def of_row(self, number: int) -> dict[str, Any]:
+        """The fields of row `number` (runtime.step.batch.Row)."""
+        fields = {"writes": self.writes[number], "keeps": self.keeps}
+        if self.keeps != NO_SLOT:
+            fields["keeps"] += number
+        if number == 0:
+            fields |= {"reads": self.reads, "again": self.again, "begins": self.begins}
+        return fields
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """For a GPU's kernels, made once for each GPU: the run, int32 [1, 3] (first row, number of
@@ -85,20 +125,26 @@ class StateRun:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerState:
-    """The slots of one layer."""
+    """The slots of one layer, and its kept rows, none on a GPU."""
 
     tensors: tuple[Tensor, ...]  # f32 [S, ...]
+    kept_RX: Tensor  # f32
 
     @classmethod
     def of(
         cls,
         num_sequences: int,
-        shapes: Iterable[tuple[int, ...]],
+        block: Recurrent,
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        *,
+        keeps_rows: bool,
     ) -> "LayerState":
-        """`shapes`: of one state's tensors; `zeros` allocates, on a GPU from reserved memory."""
-        slots = num_slots(num_sequences)
-        return cls(tensors=tuple(zeros((slots, *shape), torch.float32) for shape in shapes))
+        """`zeros` allocates, on a GPU from reserved memory."""
+        slots, rows = num_slots(num_sequences), num_kept(num_sequences) if keeps_rows else 0
+        return cls(
+            tensors=tuple(zeros((slots, *shape), torch.float32) for shape in block.state_shapes),
+            kept_RX=zeros((rows, block.kept_size), torch.float32) if rows else torch.empty(0, 0),
+        )
 
     def read(self, slots: Sequence[int]) -> tuple[Tensor, ...]:
         """Copies of the tensors of these slots."""
@@ -136,8 +182,8 @@ class StateSlots:
         return self._states[sequence]
 
     def lasting(self, sequence: int) -> tuple[State, ...]:
-        """The states worth keeping for longer, the current one included."""
-        *saved, current = self._states[sequence]
+        """The stored states worth keeping for longer, the current one included."""
+        *saved, current = _stored(self._states[sequence])
         states = (*(state for state in saved if not state.is_brief), current)
         return tuple(state for state in states if state.position)
 
@@ -151,8 +197,8 @@ class StateSlots:
         return self._states[sequence][-1].position
 
     def share(self, source: int, target: int) -> None:
-        """Gives `target` the states of `source`."""
-        self._set(target, self._states[source])
+        """Gives `target` the stored states of `source`."""
+        self._set(target, _stored(self._states[source]))
 
     def release(self, sequence: int) -> None:
         self._set(sequence, (BEGINNING,))
@@ -177,7 +223,7 @@ class StateSlots:
         Raises HotsplitError if a sequence has no state where its stretch begins."""
         for stretch in stretches:
             self._begin(stretch)
-        self._make_room(sum(1 + len(stretch.inner) for stretch in stretches))
+        self._make_room(sum(map(self._num_new, stretches)))
         free = reversed(self._free)
         planned = [self._planned(stretch, free) for stretch in stretches]
         yield [run for run, _ in planned]
@@ -197,17 +243,39 @@ class StateSlots:
             )
         self.rollback(stretch.sequence, found)
 
+    def _stores_start(self, stretch: Stretch) -> bool:
+        """Whether a pass stores the state that it begins with: if that is wanted and, because of
+        repeated rows, in no slot. States at the stretch's end are worth more."""
+        current = self._states[stretch.sequence][-1]
+        is_wanted = stretch.start in stretch.saves or not current.is_brief
+        return bool(current.again) and is_wanted and len(stretch.inner) < SAVED_STATES
+
+    def _num_new(self, stretch: Stretch) -> int:
+        """The number of states that a pass stores."""
+        after = 0 if stretch.keeps_rows else 1 + len(stretch.inner)
+        return after + self._stores_start(stretch)
+
     def _planned(self, stretch: Stretch, free: Iterator[int]) -> tuple[StateRun, tuple[State, ...]]:
         """(slots of its rows, the sequence's states after them)."""
         *saved, current = self._states[stretch.sequence]
+        run = StateRun(current.slot, (), current.again)
+        if self._stores_start(stretch):
+            run = replace(run, begins=next(free))
+            current = State(current.position, run.begins, current.is_brief)
         first = stretch.saves.get(stretch.start)
-        if current.position and (first or not current.is_brief):
+        is_saved = not current.is_brief or (first and not stretch.keeps_rows)
+        if current.position and is_saved and not current.again:
             saved.append(replace(current, is_brief=current.is_brief and first == "briefly"))
         writes = [NO_SLOT] * (stretch.stop - stretch.start)
+        if stretch.keeps_rows:
+            begin = (2 * stretch.sequence + _half_beside(run.again)) * MOST_KEPT
+            again = range(begin, begin + len(writes))
+            saved.append(State(stretch.stop, current.slot, True, again))
+            return replace(run, writes=tuple(writes), keeps=begin), tuple(saved)
         for position, how in (*stretch.inner.items(), (stretch.stop, "briefly")):
             writes[position - stretch.start - 1] = slot = next(free)
             saved.append(State(position, slot, how == "briefly"))
-        return StateRun(current.slot, tuple(writes)), tuple(saved)
+        return replace(run, writes=tuple(writes)), tuple(saved)
 
     @contextmanager
     def restoring(self, sequences: Sequence[int]) -> Iterator[None]:
@@ -235,7 +303,7 @@ class StateSlots:
                 for state in states[:-1]
                 if state.slot != NO_SLOT
             ]
-            if not saved:  # two slots a sequence suffice without any
+            if not saved:  # three slots a sequence suffice without any
                 self._use([self._held.popitem()[1]], -1)
                 continue
             (_, _, position), number = min(saved)
@@ -262,6 +330,22 @@ class StateSlots:
                 self._free.remove(state.slot)
 
 
+def _half_beside(again: range) -> int:
+    """Which half of a sequence's kept rows these are not in."""
+    return 1 - again.start // MOST_KEPT % 2 if again else 0
+
+
 def _until(states: tuple[State, ...], length: int) -> tuple[State, ...]:
     """The states of the first `length` tokens, at least that of the beginning."""
-    return tuple(state for state in states if state.position <= length) or (BEGINNING,)
+    found = [state for state in states if state.stored_at <= length] or [BEGINNING]
+    if found[-1].again:
+        last = found.pop()
+        last = last.at(min(length, last.position))
+        if last.again or not found or found[-1].position < last.position:
+            found.append(last if last.position else BEGINNING)
+    return tuple(found)
+
+
+def _stored(states: tuple[State, ...]) -> tuple[State, ...]:
+    """The states that are in slots."""
+    return _until(states, states[-1].stored_at)

@@ -294,8 +294,8 @@ class Builder:
 
     def state(self, block: Recurrent, device: torch.device) -> LayerState:
         """The slots of a layer's states."""
-        zeros = self.stores.on(device).cache
-        return LayerState.of(self.num_sequences, block.state_shapes, zeros)
+        zeros, keeps_rows = self.stores.on(device).cache, device.type == "cpu"
+        return LayerState.of(self.num_sequences, block, zeros, keeps_rows=keeps_rows)
 
     def attention(self, index: int, block: AttentionSpec, device: torch.device) -> Attention:
         attends_on = self.placement.cache_device(index)

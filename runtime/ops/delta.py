@@ -29,9 +29,9 @@ class DeltaStruct(Structure):
         ("input", MatrixStruct * 4),
         ("output", MatrixStruct),
         ("norm", NormStruct),
-        *members(c_void_p, "conv decay step_bias state inputs"),
+        *members(c_void_p, "conv decay step_bias state inputs kept"),
         *members(c_int64, "num_key_heads num_value_heads key_width value_width num_taps"),
-        ("num_slots", c_int64),
+        *members(c_int64, "num_slots num_kept"),
         *members(c_int32, "is_grouped unused"),
     ]
 
@@ -59,12 +59,14 @@ class DeltaOp(RecurrentOp):
             step_bias=structs.vector(self.decay_bias_V, block.num_value_heads),
             state=structs.pointer(state, torch.float32),
             inputs=structs.pointer(inputs, torch.float32),
+            kept=structs.pointer(self.state.kept_RX, torch.float32),
             num_key_heads=block.num_key_heads,
             num_value_heads=block.num_value_heads,
             key_width=block.key_head_dim,
             value_width=block.value_head_dim,
             num_taps=block.num_taps,
             num_slots=len(state),
+            num_kept=len(self.state.kept_RX),
             is_grouped=block.is_grouped,
         )
 

@@ -21,8 +21,8 @@ from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
 class ShortConvStruct(Structure):
     _fields_ = [
         *members(MatrixStruct, "input output"),
-        *members(c_void_p, "conv state"),
-        *members(c_int64, "num_taps num_slots"),
+        *members(c_void_p, "conv state kept"),
+        *members(c_int64, "num_taps num_slots num_kept"),
     ]
 
 
@@ -39,8 +39,10 @@ class ShortConvOp(RecurrentOp):
             output=structs.linear(self.output),
             conv=structs.vector(self.conv_DJ.t().contiguous(), block.num_taps, block.size),
             state=structs.pointer(state, torch.float32),
+            kept=structs.pointer(self.state.kept_RX, torch.float32),
             num_taps=block.num_taps,
             num_slots=len(state),
+            num_kept=len(self.state.kept_RX),
         )
 
     def mix(

@@ -27,8 +27,9 @@ class Row:
     a `source` is not computed: it copies the keys and values of the row with that index.
 
     With recurrent states: the first row of a sequence begins with the state in slot `reads`, -1 for
-    zeros; the state after a row is stored in its slot `writes`, unless that is -1. `saves`: whether
-    the state before the row is saved, see cache.state_slots, and the window, see
+    zeros, after the kept rows `again`, and stores that state in slot `begins`; the state after a
+    row is stored in its slot `writes`, and its inputs are kept in row `keeps`; -1: nowhere.
+    `saves`: whether the state before the row is saved, see cache.state_slots, and the window, see
     cache.block_table."""
 
     token: int
@@ -39,6 +40,9 @@ class Row:
     saves: Saves | None = None
     reads: int = -1
     writes: int = -1
+    again: range = range(0)
+    begins: int = -1
+    keeps: int = -1
 
 
 def rows_of(
@@ -73,14 +77,15 @@ def is_decoded(run: Sequence[Row]) -> bool:
 
 @contextmanager
 def prepared(
-    cache: KVCache, states: StateSlots | None, rows: Sequence[Row]
+    cache: KVCache, states: StateSlots | None, rows: Sequence[Row], *, keeps_rows: bool = False
 ) -> Iterator[Sequence[Row]]:
     """Yields the rows of a pass with the slots of their states; their positions in the cache are
     reserved. If the block does not raise, what the pass has stored is that of its sequences from
-    then on, and windows are saved where rows ask for it."""
+    then on, and windows are saved where rows ask for it. `keeps_rows`: the inputs of checked rows
+    can be kept."""
     for run in runs_of(rows):
         cache.reserve(run[0].sequence, run[0].position, run[-1].position + 1)
-    with with_slots(states, rows) as slotted:
+    with with_slots(states, rows, keeps_rows=keeps_rows) as slotted:
         yield slotted
     for row in rows if cache.has_rings else ():
         if row.saves == "lasting":
@@ -88,7 +93,9 @@ def prepared(
 
 
 @contextmanager
-def with_slots(states: StateSlots | None, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+def with_slots(
+    states: StateSlots | None, rows: Sequence[Row], *, keeps_rows: bool = False
+) -> Iterator[Sequence[Row]]:
     """Yields the rows of a pass with the slots of their states; if the block does not raise, the
     states that the pass has stored are those of its sequences from then on. Without recurrent
     states, yields the rows themselves."""
@@ -96,21 +103,23 @@ def with_slots(states: StateSlots | None, rows: Sequence[Row]) -> Iterator[Seque
         yield rows
         return
     runs = runs_of(rows)
-    with states.passing([_stretch_of(run) for run in runs]) as slots:
+    stretches = [_stretch_of(run, keeps_rows=keeps_rows) for run in runs]
+    with states.passing(stretches) as slots:
         yield [
-            replace(row, reads=own.reads if number == 0 else row.reads, writes=own.writes[number])
+            replace(row, **own.of_row(number))
             for run, own in zip(runs, slots, strict=True)
             for number, row in enumerate(run)
         ]
 
 
-def _stretch_of(run: Sequence[Row]) -> Stretch:
+def _stretch_of(run: Sequence[Row], *, keeps_rows: bool) -> Stretch:
     assert all(row.source is None for row in run), "a row with a state cannot be a copy"
     return Stretch(
         sequence=run[0].sequence,
         start=run[0].position,
         stop=run[-1].position + 1,
         saves={row.position: row.saves for row in run if row.saves is not None},
+        is_check=keeps_rows and all(row.has_logits for row in run),
     )
 
 

@@ -256,7 +256,8 @@ class Decoder:
         Computed rows beyond `most_tokens` are divided among passes, unless the native step has
         them. Raises HotsplitError for observers of a model on a GPU."""
         if isinstance(self.native, NativeStep) and not self.observers.active:
-            with prepared(self.weights.cache, self.weights.states, rows) as slotted:
+            weights = self.weights
+            with prepared(weights.cache, weights.states, rows, keeps_rows=True) as slotted:
                 logits_RV = self.native.run_rows(slotted)
             if self.draft is not None:
                 self.draft.saw(rows)

@@ -122,7 +122,8 @@ class HostBuffers(StepBuffers):
         values = {name: zeros((max_rows, size)) for name, size in sizes.items()}
         values["named"] = zeros((max_rows, -(-spec.most_named // 32)), torch.int32)
         values["logits"] = zeros((min(max_rows, most_logits or max_rows), spec.vocab_size))
-        row = RowStruct(has_logits=True, source=-1, reads=-1, writes=-1)
+        none = dict.fromkeys(("source", "reads", "writes", "begins", "keeps"), -1)
+        row = RowStruct(has_logits=True, **none)
         return cls(
             num_rows=max_rows,
             inputs=inputs_of(spec, max_rows, max_rows, zeros),

@@ -258,7 +258,7 @@ class StepStruct(Structure):
 class RowStruct(Structure):
     _fields_ = [
         *members(c_int64, "token position"),
-        *members(c_int32, "sequence has_logits source reads writes unused"),
+        *members(c_int32, "sequence has_logits source reads writes again num_again begins keeps"),
     ]
 
 
@@ -318,7 +318,8 @@ def take_traffic(step: StepStruct, traffic: Traffic) -> None:
 def row_struct(row: Row) -> RowStruct:
     source = -1 if row.source is None else row.source
     return RowStruct(
-        row.token, row.position, row.sequence, row.has_logits, source, row.reads, row.writes
+        *(row.token, row.position, row.sequence, row.has_logits, source, row.reads, row.writes),
+        *(row.again.start, len(row.again), row.begins, row.keeps),
     )
 
 

@@ -156,6 +156,20 @@ def with_steps(engine: Engine, split: Split) -> Engine:
     return engine
 
 
+def test_a_rollback_within_a_draft_never_repeats_tokens():
+    """Wherever in its blocks a ring is."""
+    table, length = BlockTable(2, CONTEXT, WINDOW), 0
+    chance = random.Random(0)
+    while length + 64 <= CONTEXT:
+        count = chance.choice((1, 2, 17, 64))
+        table.commit(0, table.plan(0, length, length + count))
+        accepted = length + chance.choice((1, count))
+        assert all(table.nearest(0, n) == n for n in range(length, length + count + 1))
+        table.rollback(0, accepted)
+        length = accepted
+    assert table.held_from(0) > 0 and table.nearest(0, length - 128) < length - 128
+
+
 def test_hybrid_steps_read_rings(monkeypatch, model):
     split, options = planned(model, num_sequences=3), {"num_sequences": 3}
     with without_rings(monkeypatch, model, **options) as one, with_rings(model, **options) as other:

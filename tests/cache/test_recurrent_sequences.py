@@ -2,6 +2,8 @@
 failing passes and other texts do, a text gets the bits that it gets alone."""
 
 import random
+from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from test_serve_scheduler import SAMPLINGS, Bench, check_random_life
 from test_speculation import LIES, PROMPT, Eager, Prophet, text_of
 
 from hotsplit import Engine
-from hotsplit.costs.state_bytes import num_slots
+from hotsplit.costs.state_bytes import MOST_KEPT, num_kept, num_slots
 from hotsplit.errors import HotsplitError
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.runtime.generate import prompt_cache
@@ -24,6 +26,7 @@ from hotsplit.runtime.generate.draft_model import DraftModel
 from hotsplit.runtime.generate.generation import TURN_TAIL
 from hotsplit.runtime.generate.prompt_cache import FORMAT, VERSION, restore_prompt, save_prompt
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.sequences import Part
 
 CONTEXT, ROOM = 300, 5
@@ -44,6 +47,15 @@ def path(tmp_path_factory, request):
 @pytest.fixture(scope="module")
 def chat_path(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("chat"), *chat_keys(), context_length=512)
+
+
+# How many rows of a check are accepted, by its turn and its number of rows.
+PATTERNS = {
+    "all": lambda turn, count: count,
+    "none": lambda turn, count: 1,
+    "alternating": lambda turn, count: count if turn % 2 else 1,
+    "a part": lambda turn, count: 1 + turn % count,
+}
 
 
 class Failure(Exception):
@@ -192,13 +204,100 @@ def test_a_rollback_repeats_the_tokens_after_the_nearest_state(path, steps):
             assert torch.equal(got, single.logits([*range(length), *more])[length:])
 
 
-def test_rejected_drafts_never_repeat_more_than_the_last_ones(path, steps):
-    """A draft after a rejected one begins at a state that the same pass has stored."""
-    with Engine.load(path) as engine, engine.sequence() as text:
-        text.extend(range(60), "none")
-        for _ in range(20):
-            assert steps.of(lambda: text.extend([1, 2, 3, 4], "all")) <= 6
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_checks_compute_their_rows_alone(path, steps, pattern):
+    """Of several texts in a step, each row once, whatever is accepted, and with the bits of the
+    text alone; a long check, whose rows are not all kept, repeats no more than its own."""
+    chance = random.Random(pattern)
+    with Engine.load(path, num_sequences=3) as engine, Engine.load(path) as single:
+        alone = Alone(single)
+        texts = [engine.sequence() for _ in range(3)]
+        for number, text in enumerate(texts):
+            text.extend([number, *range(20, 60)], "none")
+        for turn in range(12):
+            parts, some = [], chance.sample(texts, chance.randint(1, 3))
+            for text in some:
+                count = chance.choice((1, 2, 5, MOST_KEPT))
+                tokens = [chance.randrange(250) for _ in range(count)]
+                parts.append(Part(sequence=text, tokens=tokens, wanted="all"))
+            found = []
+            count = sum(len(part.tokens) for part in parts)
+            assert (
+                steps.of(lambda parts=parts, found=found: found.extend(engine.run(parts))) == count
+            )
+            for text, part, logits_RV in zip(some, parts, found, strict=True):
+                want = alone.logits(text.ids)[-len(part.tokens) :]
+                assert torch.equal(logits_RV, want), (turn, text.number)
+                accepted = PATTERNS[pattern](turn, len(part.tokens))
+                text.rollback(text.length - len(part.tokens) + accepted)
+        text = texts[0]
+        for _ in range(3):
+            tokens = [chance.randrange(250) for _ in range(MOST_KEPT + 1)]
+            assert steps.of(lambda tokens=tokens: text.extend(tokens, "all")) <= 2 * len(tokens)
             text.rollback(text.length - 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ({"reads": 8},),
+        ({"writes": 8},),
+        ({"keeps": num_kept(2)},),
+        ({"reads": 3, "writes": 3},),
+        ({"reads": 3}, {"writes": 3}),
+        ({"writes": 3}, {"writes": 3}),
+        ({"again": range(num_kept(2) - 1, num_kept(2) + 1)},),
+        ({"again": range(-1, 1)},),
+        ({"begins": 3},),  # although no rows are repeated
+        ({"again": range(2), "begins": 8},),
+        ({"again": range(2), "begins": 3, "reads": 3},),
+        ({"again": range(2), "begins": 3}, {"writes": 3}),
+        ({"again": range(2), "begins": 3}, {"again": range(3, 5), "begins": 3}),
+        ({"again": range(2), "keeps": 1},),
+        ({"again": range(2)}, {"keeps": 0}),
+        ({"keeps": 4}, {"keeps": 4}),
+    ],
+)
+def test_rows_that_would_change_what_is_read_are_refused(path, wrong):
+    """Two texts in a step."""
+    with Engine.load(path, num_sequences=2) as engine:
+        right = rows_of([1], 0, "last", 0) + rows_of([2], 0, "last", 1)
+        for row in right:
+            engine._live.weights.cache.reserve(row.sequence, 0, 1)
+        engine._live.native.run_rows(right)
+        rows = [replace(row, **one) for row, one in zip_longest(right, wrong, fillvalue={})]
+        with pytest.raises(AssertionError):  # the status of a bad argument
+            engine._live.native.run_rows(rows)
+
+
+def test_a_fork_of_a_checked_text_repeats_its_rows(path, steps):
+    with Engine.load(path, num_sequences=2) as engine, Engine.load(path) as single:
+        text = engine.sequence()
+        text.extend(range(30), "none")
+        text.extend([1, 2, 3, 4], "all")
+        text.rollback(32)
+        fork, want = text.fork(), single.logits([*range(30), 1, 2, 9])[-1:]
+        assert [t.reusable(32) for t in (text, fork)] == [32, 30]
+        for each, count in ((fork, 3), (text, 1)):
+            found = []
+            assert steps.of(lambda each=each, found=found: found.append(each.extend([9]))) == count
+            assert torch.equal(found[0], want)
+
+
+def test_the_comparison_finds_kept_rows_of_another_text(path):
+    with Engine.load(path) as engine, engine.sequence() as text:
+        logits = []
+        for is_wrong in (False, True):
+            text.rollback(0)
+            text.extend(range(30), "none")
+            text.extend([1, 2, 3, 4], "all")
+            text.rollback(33)
+            if is_wrong:
+                rows = engine._sequences.states.states(0)[-1].again
+                for layer in engine._live.weights.layer_states[:1]:
+                    layer.kept_RX[rows[-1]] += 1
+            logits.append(text.extend([9]))
+        assert not torch.equal(*logits)
 
 
 @pytest.mark.parametrize("lie", LIES)

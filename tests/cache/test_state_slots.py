@@ -5,14 +5,16 @@ tokens."""
 import random
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import pytest
 import torch
 
-from hotsplit.costs.state_bytes import SAVED_STATES, num_slots
+from hotsplit.costs.state_bytes import SAVED_STATES, num_kept, num_slots
 from hotsplit.errors import HotsplitError
+from hotsplit.model.delta_net import DeltaNet
+from hotsplit.runtime.cache import state_slots
 from hotsplit.runtime.cache.state_slots import NO_SLOT, LayerState, StateSlots, Stretch
 from hotsplit.runtime.step.batch import Row, rows_of, runs_of, with_slots
 
@@ -34,6 +36,7 @@ class Folded:
     num_sequences: int
     slots: StateSlots = field(init=False)
     content: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)  # tokens of kept rows
     texts: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -46,15 +49,25 @@ class Folded:
             runs.setdefault(row.sequence, []).append(row)
         read = {run[0].reads for run in runs.values()}
         written = [row.writes for row in rows if row.writes != NO_SLOT]
+        written += [run[0].begins for run in runs.values() if run[0].begins != NO_SLOT]
         assert len(set(written)) == len(written) and not read & set(written), (read, written)
-        new = {}
+        keeps = [row.keeps for row in rows if row.keeps != NO_SLOT]
+        again = {number for run in runs.values() for number in run[0].again}
+        assert len(set(keeps)) == len(keeps) and not again & set(keeps), (again, keeps)
+        new, kept = {}, {}
         for run in runs.values():
             state = 0 if run[0].reads == NO_SLOT else self.content[run[0].reads]
+            state = fold([self.kept[number] for number in run[0].again], state)
+            if run[0].begins != NO_SLOT:
+                new[run[0].begins] = state
             for row in run:
                 state = fold([row.token], state)
                 if row.writes != NO_SLOT:
                     new[row.writes] = state
+                if row.keeps != NO_SLOT:
+                    kept[row.keeps] = row.token
         self.content |= new
+        self.kept |= kept
 
     def run(self, tokens: dict[int, list[int]], chance: random.Random, *, fails: bool) -> None:
         """Appends tokens to sequences in one pass or two, after those that a rollback left
@@ -63,15 +76,20 @@ class Folded:
         for number, more in tokens.items():
             text = self.texts[number]
             start = self.slots.rollback(number, len(text))
-            for row in rows_of([*text[start:], *more], start, "last", number):
+            is_check = chance.random() < 0.5
+            wanted = "all" if is_check else "last"
+            for row in rows_of([*text[start:], *more], start, wanted, number):
                 how = chance.choice((None, None, None, "briefly", "lasting"))
-                rows.append(Row(token=row.token, position=row.position, sequence=number, saves=how))
+                if is_check:
+                    how = "briefly" if row.position == len(text) else None
+                rows.append(replace(row, saves=how))
         before = [self.slots.states(number)[-1] for number in tokens]
         runs = runs_of(rows)
         half = chance.randrange(len(runs))
         with suppress(Cancelled), self.slots.restoring(list(tokens)):
             for part in (runs[:half], runs[half:]):
-                with with_slots(self.slots, list(chain.from_iterable(part))) as planned:
+                rows = list(chain.from_iterable(part))
+                with with_slots(self.slots, rows, keeps_rows=True) as planned:
                     self.compute(list(planned))
                     if fails and part[-1:] == runs[-1:]:
                         raise Cancelled
@@ -88,9 +106,13 @@ class Folded:
             assert [s.position for s in states] == sorted({s.position for s in states})
             for state in states:
                 ids = self.texts.get(number, [])[: state.position]
-                assert (state.slot == NO_SLOT) == (state.position == 0)
+                assert (state.slot == NO_SLOT) == (state.stored_at == 0)
+                assert not state.again or state is states[-1]
                 if state.position:
-                    assert len(ids) == state.position and self.content[state.slot] == fold(ids)
+                    content = 0 if state.slot == NO_SLOT else self.content[state.slot]
+                    found = fold([self.kept[row] for row in state.again], content)
+                    assert len(ids) == state.position and found == fold(ids)
+                if state.slot != NO_SLOT:
                     users[state.slot] += 1
         assert [users[n] for n in range(len(self.slots._num_users))] == self.slots._num_users
         assert sorted([*users, *self.slots._free]) == list(range(num_slots(self.num_sequences)))
@@ -136,6 +158,31 @@ def schedule(seed: object, steps: int) -> None:
 def test_random_schedules():
     for seed in range(40):
         schedule(seed, 40)
+
+
+def test_the_check_finds_rows_kept_over_those_that_are_repeated(monkeypatch):
+    """If a check keeps its rows where those of the check before are."""
+    monkeypatch.setattr(state_slots, "_half_beside", lambda again: 0)
+    with pytest.raises(AssertionError):
+        for seed in range(40):
+            schedule(seed, 40)
+
+
+def test_a_rollback_within_a_check_needs_no_other_state():
+    slots = StateSlots(1)
+    with with_slots(slots, rows_of([7] * 10, 0)):
+        pass
+    length = 10
+    for accepted in (1, 5, 3, 2, 4):
+        check = rows_that_save([7] * 5, length, **{f"at_{length}": "briefly"})
+        check = [replace(row, has_logits=True) for row in check]
+        with with_slots(slots, check, keeps_rows=True) as rows:
+            assert all(row.writes == NO_SLOT for row in rows)
+        length += accepted
+        assert slots.rollback(0, length) == length
+        assert slots.num_free >= 2
+    slots.share(0, 0)
+    assert slots.nearest(0, length) == length - 4
 
 
 def test_the_check_finds_a_state_of_other_tokens():
@@ -236,10 +283,12 @@ def test_a_wish_for_more_states_than_slots_keeps_the_last():
 
 
 def test_tensors_of_slots_are_read_and_written():
-    state = LayerState.of(2, [(2, 3, 4), (3, 5)], lambda size, kind: torch.zeros(size, dtype=kind))
+    net = DeltaNet(num_key_heads=1, num_value_heads=2, key_head_dim=3, value_head_dim=4, epsilon=0)
+    state = LayerState.of(2, net, lambda size, kind: torch.zeros(size, dtype=kind), keeps_rows=True)
     shapes = [tuple(tensor.shape) for tensor in state.tensors]
-    assert shapes == [(num_slots(2), 2, 3, 4), (num_slots(2), 3, 5)]
-    new = torch.randn(2, 2, 3, 4), torch.randn(2, 3, 5)
+    assert shapes == [(num_slots(2), 2, 3, 4), (num_slots(2), 3, 14)]
+    assert state.kept_RX.shape == (num_kept(2), 14 + 2 * 2)
+    new = torch.randn(2, 2, 3, 4), torch.randn(2, 3, 14)
     assert state.takes(2, new) and not state.takes(1, new)
     assert not state.takes(2, (new[0].double(), new[1])) and not state.takes(2, new[::-1])
     state.write([5, 1], new)

@@ -6,16 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from delta_models import FEW, RECURRENT, delta_model, without_weights
+from delta_models import FEW, RECURRENT, delta_model, spec_of, without_weights
 from models import make_inputs, make_machine, make_model, make_sizes
 from test_solver_experts import profile_of, random_choices
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.context_bytes import context_words, text_words
-from hotsplit.costs.part_bytes import kv_bytes, plan_bytes
-from hotsplit.costs.state_bytes import num_slots, slots_bytes, state_bytes
+from hotsplit.costs.part_bytes import embedding_bytes, kv_bytes, plan_bytes
+from hotsplit.costs.state_bytes import kept_bytes, num_slots, slots_bytes, state_bytes
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.inspection.inspect_file import inspect_file
+from hotsplit.model.delta_net import DeltaNet
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.cache.state_slots import LayerState
@@ -61,7 +62,8 @@ def test_the_bytes_of_states_are_those_of_their_tensors(num_sequences, mixer):
     for layer, spec in enumerate(model.spec.layers):
         taken.clear()
         if spec.recurrent is not None:
-            LayerState.of(num_sequences, spec.recurrent.state_shapes, zeros)
+            LayerState.of(num_sequences, spec.recurrent, zeros, keeps_rows=True)
+        assert kept_bytes(model, layer, num_sequences) == (taken.pop() if taken else 0)
         assert slots_bytes(model, layer, num_sequences) == sum(taken)
         assert (kv_bytes(model, layer, 10) > 0) == (spec.recurrent is None)
     every = sum(slots_bytes(model, layer, num_sequences) for layer in range(4))
@@ -76,7 +78,8 @@ def test_states_are_where_their_layer_is_wherever_keys_are():
     types = make_inputs(model, None, None, 0, kv_offload=KeySelection.parse("on")).cache_types
     (gpu,), cpu = items(model, on_gpu=(1, 3), cache_types=types)
     assert gpu["kv_cache"] == slots_bytes(model, 1, 1)
-    assert cpu["kv_cache"] == slots_bytes(model, 0, 1) * 2 + kv_bytes(model, 3, 64, types)
+    states = slots_bytes(model, 0, 1) + kept_bytes(model, 0, 1)
+    assert cpu["kv_cache"] == states * 2 + kv_bytes(model, 3, 64, types)
 
 
 def planned(model, budget, context_length, machine, id_LTK, **more):
@@ -131,6 +134,21 @@ def test_inspect_says_what_a_text_keeps(tmp_path):
     )
     make_model().save(tmp_path / "m.gguf")
     assert "a text keeps" not in dict(inspect_file(tmp_path / "m.gguf").facts)
+
+
+def test_checks_of_the_full_shape_keep_little_beside_its_states():
+    """The delta nets of Qwen3.6-35B-A3B, for drafts of up to 16 tokens; a state after each row of a
+    draft of four would take 251 MiB."""
+    delta = DeltaNet(
+        num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, epsilon=1e-6
+    )
+    model = without_weights(spec_of(make_sizes(num_layers=40), delta))
+    _, on_cpu = items(model)
+    (on_gpu,), _ = items(model, on_gpu=range(40))
+    beyond = on_cpu["kv_cache"] - on_gpu["kv_cache"]
+    assert beyond == 30 * 4 * 34 * (8192 + 64) <= 40 << 20
+    inputs = make_inputs(model, None, None, 0)
+    assert inputs.always_on_host == beyond + inputs.workspace + embedding_bytes(model)
 
 
 def gemma3_12b() -> ModelFile:

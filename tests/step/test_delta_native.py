@@ -51,6 +51,16 @@ def test_passes_of_any_length_have_equal_bits(make, numbers, level, restore_libr
             with engine.sequence() as text:
                 for begin, end in pairwise((0, *ends)):
                     assert torch.equal(text.extend(ids[begin:end], "all"), want[begin:end])
+                for start in (0, 40):  # checks, of which a part is accepted
+                    text.rollback(0)
+                    if start:
+                        text.extend(ids[:start], "none")
+                    for turn, count in enumerate((2, 5, 17, 17, 3, 1, 17, 6)):
+                        at = text.length
+                        got = text.extend(ids[at : at + count], "all")
+                        assert torch.equal(got, want[at : at + count])
+                        text.rollback(at + 1 + 5 * turn % count)
+                        assert text.reusable(text.length) == text.length
 
 
 @pytest.mark.parametrize("bias", [-200.0, -20.0, 20.0, 200.0])

@@ -14,8 +14,9 @@ struct HsDelta {
     const float *conv, *decay, *step_bias;  // [J, C], oldest first; [V]; [V]
     float* state;                           // [num_slots, V, N, M]
     float* inputs;                          // [num_slots, J - 1, C], of the last tokens, oldest first
+    float* kept;                            // [num_kept, C + 2 V], what the recurrence reads of rows
     int64_t num_key_heads, num_value_heads;
-    int64_t key_width, value_width, num_taps, num_slots;
+    int64_t key_width, value_width, num_taps, num_slots, num_kept;
     int32_t is_grouped;  // value head h reads key head h / (V / G), else h % G
     int32_t unused;
 };
@@ -43,13 +44,15 @@ struct DeltaRoom {
 // From the rows' projections to their heads' outputs.
 void run_delta(const HsDelta& l, const DeltaRoom& room, const OperationCall& call) {
     const int64_t T = call.num_rows, V = l.num_value_heads, N = l.key_width, M = l.value_width;
-    const int64_t of_state = V * N * M, of_inputs = (l.num_taps - 1) * delta_channels(l);
+    const int64_t of_state = V * N * M, of_inputs = (l.num_taps - 1) * delta_channels(l),
+                  of_kept = delta_channels(l) + 2 * V;
     const float* x = room.projected;
     const Operand& out = room.heads;
     const HsRow* row = call.row;
     std::array<int64_t, MAX_ROWS + 1> begin;
     const int64_t num_runs = call.runs(begin);
-    // Runs one head of rows t0 .. t1-1, the first of which begin with what is in slot `reads`.
+    // Runs one head of rows t0 .. t1-1, the first of which begin with what is in slot `reads`, and with the rows to be
+    // repeated after it.
     auto run_head = [&](int64_t h, int64_t t0, int64_t t1) {
         static thread_local std::vector<float> scratch;
         if (scratch.size() < static_cast<size_t>(delta_scratch(N, M) + 16))
@@ -63,14 +66,21 @@ void run_delta(const HsDelta& l, const DeltaRoom& room, const OperationCall& cal
         head.conv = l.conv, head.decay = l.decay, head.step_bias = l.step_bias;
         head.norm = l.norm.weight, head.epsilon = l.norm.epsilon;
         head.scratch = scratch.data() + (16 - reinterpret_cast<uintptr_t>(scratch.data()) / 4 % 16);
-        const int32_t read = row[t0].reads;
-        if (read >= 0) head.inputs = l.inputs + read * of_inputs;
-        if (read >= 0) head.state = l.state + read * of_state + h * N * M;
-        for (int64_t t = t0; t < t1; t += head.T) {  // up to a row after which the state is kept
+        const HsRow& first = row[t0];
+        if (first.reads >= 0) head.inputs = l.inputs + first.reads * of_inputs;
+        if (first.reads >= 0) head.state = l.state + first.reads * of_state + h * N * M;
+        head.num_again = first.num_again, head.again = l.kept + first.again * of_kept;
+        head.x = x + t0 * head.x_stride, head.y = out.row(t0) + h * M;
+        // The slot that stores the state after a row.
+        auto slot_after = [&](int64_t t) {
+            if (t + 1 == head.num_again && first.begins >= 0) return first.begins;
+            return t < head.num_again ? -1 : row[t0 + t - head.num_again].writes;
+        };
+        const int64_t end = head.num_again + t1 - t0;
+        for (; head.begin < end; head.begin += head.T) {  // up to a row after which the state is kept
             head.T = 1;
-            while (t + head.T < t1 && row[t + head.T - 1].writes < 0) ++head.T;
-            const int32_t write = row[t + head.T - 1].writes;
-            head.earlier = t - t0, head.x = x + t * head.x_stride, head.y = out.row(t) + h * M;
+            while (head.begin + head.T < end && slot_after(head.begin + head.T - 1) < 0) ++head.T;
+            const int32_t write = slot_after(head.begin + head.T - 1);
             head.next_inputs = write < 0 ? nullptr : l.inputs + write * of_inputs;
             head.next_state = write < 0 ? nullptr : l.state + write * of_state + h * N * M;
             kernels().delta_head(head);
@@ -80,6 +90,13 @@ void run_delta(const HsDelta& l, const DeltaRoom& room, const OperationCall& cal
     const int64_t bytes = (num_runs + T) * of_state * static_cast<int64_t>(sizeof(float));
     split(bytes, num_runs * V, 1, 8, [&](int64_t i0, int64_t i1) {
         for (int64_t i = i0; i < i1; ++i) run_head(i % V, begin[i / V], begin[i / V + 1]);
+    });
+    call.rows(of_kept, [&](int64_t t) {
+        if (row[t].keeps < 0) return;
+        const float* inputs = x + t * delta_inputs(l);
+        float* to = l.kept + row[t].keeps * of_kept;
+        to = std::copy_n(inputs, delta_channels(l), to);
+        std::copy_n(inputs + delta_channels(l) + V * M, 2 * V, to);
     });
 }
 
@@ -98,7 +115,8 @@ class DeltaNet final : public OperationOf<HsDelta, DeltaRoom> {
         for (int m = 0; m < 4; ++m)
             if (!::fits(l.input[m], outputs[m], v.read_size[0])) return false;
         return ::fits(l.output, v.written_size[0], delta_outputs(l)) && l.norm.weight && !l.norm.bias &&
-               l.conv && l.decay && l.step_bias && l.state && (l.inputs || l.num_taps == 1);
+               l.conv && l.decay && l.step_bias && l.state && (l.inputs || l.num_taps == 1) &&
+               fits_kept(l.kept, l.num_kept);
     }
 
     uint32_t forms_of(const HsDelta& l, int) const override {
@@ -107,7 +125,7 @@ class DeltaNet final : public OperationOf<HsDelta, DeltaRoom> {
         return forms;
     }
 
-    int64_t slots_of(const HsDelta& l) const override { return l.num_slots; }
+    StateRooms rooms_of(const HsDelta& l) const override { return {l.num_slots, l.num_kept}; }
 
     void compute(const HsDelta& l, DeltaRoom& room, const OperationCall& call) const override {
         call.multiply(l.input, 4, *call.read[0], room.projected, delta_inputs(l));

@@ -218,7 +218,7 @@ inline void store_block(const float* block, const DeltaChunk& c, int64_t m, floa
 inline void run_columns(const DeltaHead& d, const DeltaChunk& c, float* blocks, bool is_first,
                         bool is_last) {
     const int64_t vectors = (c.M + LANES - 1) / LANES;
-    if (d.T == 1 && c.M % LANES == 0) {
+    if (d.T == 1 && !d.is_again(d.begin) && c.M % LANES == 0) {
         alignas(64) static constexpr float nothing[DELTA_VECTORS_OF_ROW * LANES] = {};
         const float* state = d.state ? d.state : nothing;
         const float* then = d.state && d.value_head + 1 < d.V ? d.state + c.N * c.M : nullptr;
@@ -235,10 +235,10 @@ inline void run_columns(const DeltaHead& d, const DeltaChunk& c, float* blocks, 
     });
 }
 
-// The inputs of the convolution for row t, which may be before these; null: before the text.
+// The inputs of the convolution for row t, which may be before row 0; null: before the text.
 inline const float* delta_inputs(const DeltaHead& d, int64_t t) {
-    if (t >= -d.earlier) return d.x + t * d.x_stride;
-    return d.inputs ? d.inputs + (d.J - 1 + t + d.earlier) * d.channels() : nullptr;
+    if (t >= 0) return d.row(t);
+    return d.inputs ? d.inputs + (d.J - 1 + t) * d.channels() : nullptr;
 }
 
 // y[i] = silu(the sum over j of conv[j] * inputs of row t - J + 1 + j), in channels from `first` on, for i < n,
@@ -269,7 +269,7 @@ inline void norm_to(float factor, int64_t n, float* x) {
 inline void keep_inputs(const DeltaHead& d) {
     const int64_t g = d.key_head, values = 2 * d.G * d.N + d.value_head * d.M;
     for (int64_t j = 0; d.next_inputs && j < d.J - 1; ++j) {
-        const float* inputs = delta_inputs(d, d.T - d.J + 1 + j);
+        const float* inputs = delta_inputs(d, d.begin + d.T - d.J + 1 + j);
         float* to = d.next_inputs + j * d.channels();
         auto keep = [=](int64_t first, int64_t n) {
             if (inputs)
@@ -293,15 +293,15 @@ inline void norm_and_gate(const DeltaHead& d, const float* z, float* y) {
 }
 
 void delta_head(const DeltaHead& d) {
-    const int64_t padded = padded_delta(d.M), h = d.value_head, g = d.key_head;
-    const int64_t channels = d.channels(), gates = channels + d.V * d.M;
+    const int64_t padded = padded_delta(d.M), h = d.value_head, g = d.key_head, end = d.begin + d.T;
     float *q = d.scratch, *k = q + DELTA_ROWS * d.N, *v = k + DELTA_ROWS * d.N,
-          *blocks = v + DELTA_ROWS * padded;
+          *blocks = v + DELTA_ROWS * padded, *no_output = blocks + d.N * padded;
     const float root = 1.0f / __builtin_sqrtf(static_cast<float>(d.N));
     alignas(64) float decay[DELTA_ROWS], beta[DELTA_ROWS], both[DELTA_ROWS];
-    for (int64_t t0 = 0; t0 < d.T; t0 += DELTA_ROWS) {
-        const int64_t rows = d.T - t0 < DELTA_ROWS ? d.T - t0 : DELTA_ROWS;
-        const float* x = d.x + t0 * d.x_stride;
+    for (int64_t t0 = d.begin, rows; t0 < end; t0 += rows) {
+        const bool is_again = d.is_again(t0);
+        rows = (is_again && d.num_again < end ? d.num_again : end) - t0;
+        if (rows > DELTA_ROWS) rows = DELTA_ROWS;
         for (int64_t r = 0; r < rows; ++r) {
             float *q_N = q + r * d.N, *k_N = k + r * d.N;
             convolve(d, t0 + r, g * d.N, d.N, false, q_N);
@@ -310,16 +310,17 @@ void delta_head(const DeltaHead& d) {
             norm_to(root, d.N, q_N);
             norm_to(1.0f, d.N, k_N);
             both[r] = sum_of(d.N, [=](int64_t i) { return q_N[i] * k_N[i]; });
-            beta[r] = x[r * d.x_stride + gates + h];
-            decay[r] = x[r * d.x_stride + gates + d.V + h] + d.step_bias[h];
+            beta[r] = d.gates(t0 + r)[h];
+            decay[r] = d.gates(t0 + r)[d.V + h] + d.step_bias[h];
         }
         map(beta, rows, [](Floats b) { return sigmoid_of(b); });
         map(decay, rows, [&](Floats a) { return exp_of(broadcast(d.decay[h]) * softplus_of(a)); });
-        float* y = d.y + t0 * d.y_stride;
-        run_columns(d, {q, k, v, decay, beta, both, rows, d.N, d.M, y, d.y_stride}, blocks, t0 == 0,
-                    t0 + rows == d.T);
-        for (int64_t r = 0; r < rows; ++r)
-            norm_and_gate(d, x + r * d.x_stride + channels + h * d.M, y + r * d.y_stride);
+        float* y = is_again ? no_output : d.y + (t0 - d.num_again) * d.y_stride;
+        const int64_t y_stride = is_again ? 0 : d.y_stride;
+        run_columns(d, {q, k, v, decay, beta, both, rows, d.N, d.M, y, y_stride}, blocks, t0 == d.begin,
+                    t0 + rows == end);
+        for (int64_t r = 0; r < rows && !is_again; ++r)
+            norm_and_gate(d, d.row(t0 + r) + d.channels() + h * d.M, y + r * y_stride);
     }
     keep_inputs(d);
 #if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)

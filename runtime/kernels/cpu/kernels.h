@@ -290,34 +290,44 @@ struct SelectScores {
     float* score;
 };
 
-// A value head of a gated delta net, over T consecutive rows of a sequence (delta_template.h). Letters: G key heads,
-// V value heads, N and M values of a key and of a value head, J taps, C channels: q [G, N], k [G, N], v [V, M].
+// A value head of a gated delta net, over T consecutive rows of a sequence (delta_template.h). Rows are numbered from
+// the `num_again` ones on that the sequence begins with: rows of an earlier pass, which change the state again but have
+// no outputs. Letters: G key heads, V value heads, N and M values of a key and of a value head, J taps, C channels:
+// q [G, N], k [G, N], v [V, M].
 struct DeltaHead {
     int64_t value_head, key_head;
     bool stores_key;  // the key head's inputs too; one value head of a key head does
-    int64_t G, V, N, M, J, T;
-    int64_t earlier;  // rows of the same pass before row 0
-    // Row t begins at x + t * x_stride: C inputs of the convolution, z [V, M], beta [V] and alpha [V] before their
-    // functions.
+    int64_t G, V, N, M, J;
+    int64_t begin, T;  // rows begin .. begin+T-1
+    int64_t num_again;
+    // Rows 0 .. num_again-1: C inputs of the convolution, beta [V] and alpha [V] before their functions.
+    const float* again;  // [num_again, C + 2 V]
+    // Row num_again + t begins at x + t * x_stride: C inputs of the convolution, z [V, M], beta and alpha.
     const float* x;
     int64_t x_stride;
     const float *conv, *decay, *step_bias;  // [J, C], oldest first; [V], which is -exp(A); [V]
     const float* norm;                      // [M], of the output
     float epsilon;
     const float *inputs,
-        *state;  // before the `earlier` rows, [J - 1, C], and before row 0, [N, M]; or null: zeros
-    float *next_inputs, *next_state;  // the same after the last row; other memory; or null
-    float* y;                         // [M] of row t begins at y + t * y_stride
+        *state;  // before row 0, [J - 1, C], and before row `begin`, [N, M]; or null: zeros
+    float *next_inputs, *next_state;  // both after the last row; other memory; or null
+    float* y;                         // [M] of row num_again + t begins at y + t * y_stride
     int64_t y_stride;
     float* scratch;  // delta_scratch(N, M), 64-aligned
 
     int64_t channels() const { return 2 * G * N + V * M; }
+    bool is_again(int64_t t) const { return t < num_again; }
+    // The inputs of row t's recurrence, and beta [V] and alpha [V] among them.
+    const float* row(int64_t t) const {
+        return is_again(t) ? again + t * (channels() + 2 * V) : x + (t - num_again) * x_stride;
+    }
+    const float* gates(int64_t t) const { return row(t) + channels() + (is_again(t) ? 0 : V * M); }
 };
 constexpr int64_t DELTA_ROWS = 16;  // rows taken at a time
 constexpr int64_t MAX_TAPS = 16;
 inline int64_t padded_delta(int64_t M) { return (M + 15) / 16 * 16; }
 inline int64_t delta_scratch(int64_t N, int64_t M) {
-    return DELTA_ROWS * (2 * N + padded_delta(M)) + N * padded_delta(M);
+    return DELTA_ROWS * (2 * N + padded_delta(M)) + (N + 1) * padded_delta(M);
 }
 
 struct Kernels {

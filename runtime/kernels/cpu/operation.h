@@ -78,6 +78,14 @@ struct OperationCall {
     }
 };
 
+// Slots of recurrent states, and rows whose inputs can be kept.
+struct StateRooms {
+    int64_t slots, kept;
+};
+inline bool fits_kept(const float* kept, int64_t count) {
+    return count >= 0 && count <= INT32_MAX && (kept || !count);
+}
+
 // An operation. `weights` is what HsOp has of it, checked by `accepts`.
 class Operation {
   public:
@@ -87,8 +95,8 @@ class Operation {
     virtual int64_t scratch_bytes(const void* weights, int64_t max_rows) const = 0;
     // Tokens that its tables have a row of.
     virtual int64_t num_tokens(const void* weights) const = 0;
-    // Slots of its states; 0 if it has none.
-    virtual int64_t num_slots(const void* weights) const = 0;
+    // Room of its states; nothing if it has none.
+    virtual StateRooms rooms(const void* weights) const = 0;
     virtual void run(const void* weights, OperationCall& call) const = 0;
 
     const char* const kind;
@@ -115,7 +123,7 @@ class OperationOf : public Operation {
     virtual bool fits(const Weights& weights, const OperationValues& values) const = 0;
     virtual uint32_t forms_of(const Weights&, int) const { return 0; }
     virtual int64_t tokens_of(const Weights&) const { return INT64_MAX; }
-    virtual int64_t slots_of(const Weights&) const { return 0; }
+    virtual StateRooms rooms_of(const Weights&) const { return {0, 0}; }
     virtual void compute(const Weights& weights, Room& room, const OperationCall& call) const = 0;
 
     bool accepts(const void* weights, const OperationValues& values) const final {
@@ -128,7 +136,7 @@ class OperationOf : public Operation {
         return arena.used();
     }
     int64_t num_tokens(const void* weights) const final { return tokens_of(of(weights)); }
-    int64_t num_slots(const void* weights) const final { return slots_of(of(weights)); }
+    StateRooms rooms(const void* weights) const final { return rooms_of(of(weights)); }
     void run(const void* weights, OperationCall& call) const final {
         Room room(of(weights), call.scratch, call.max_rows);
         compute(of(weights), room, call);

@@ -6,7 +6,9 @@ struct HsShortConv {
     HsMatrix input, output;       // [3 D, D], [D, D]
     const float* conv;            // [J, D], oldest first
     float* state;                 // [num_slots, J - 1, D], the inputs of the last tokens, oldest first
+    float* kept;                  // [num_kept, D], inputs of rows
     int64_t num_taps, num_slots;  // J
+    int64_t num_kept;
 };
 
 namespace {
@@ -28,12 +30,13 @@ class ShortConv final : public OperationOf<HsShortConv, ShortConvRoom> {
         const int64_t D = l.output.num_columns;
         return D > 0 && D <= INT32_MAX && l.num_taps > 0 && l.num_taps <= MAX_TAPS && l.num_slots > 0 &&
                l.num_slots <= INT32_MAX && ::fits(l.input, 3 * D, v.read_size[0]) &&
-               ::fits(l.output, v.written_size[0], D) && l.conv && (l.state || l.num_taps == 1);
+               ::fits(l.output, v.written_size[0], D) && l.conv && (l.state || l.num_taps == 1) &&
+               fits_kept(l.kept, l.num_kept);
     }
 
     uint32_t forms_of(const HsShortConv& l, int) const override { return form_bit(l.input); }
 
-    int64_t slots_of(const HsShortConv& l) const override { return l.num_slots; }
+    StateRooms rooms_of(const HsShortConv& l) const override { return {l.num_slots, l.num_kept}; }
 
     void compute(const HsShortConv& l, ShortConvRoom& room, const OperationCall& call) const override {
         const int64_t D = l.output.num_columns, J = l.num_taps;
@@ -50,12 +53,24 @@ class ShortConv final : public OperationOf<HsShortConv, ShortConvRoom> {
         for (int64_t run = 0; run < num_runs; ++run)
             std::fill(first.begin() + begin[run], first.begin() + begin[run + 1], begin[run]);
         call.rows((J + 2) * D, [&](int64_t t) {
+            const HsRow &own = call.row[t], &begin = call.row[first[t]];
             // The inputs of the row that is `before` rows before t; null: zeros.
             auto inputs = [&](int64_t before) -> const float* {
                 if (t - before >= first[t]) return room.projected + (t - before) * 3 * D;
-                const int32_t slot = call.row[first[t]].reads;
-                return slot < 0 ? nullptr
-                                : l.state + (slot * (J - 1) + J - 1 + t - before - first[t]) * D;
+                const int64_t again = begin.num_again + t - before - first[t];
+                if (again >= 0) return l.kept + (begin.again + again) * D;
+                return begin.reads < 0 ? nullptr
+                                       : l.state + (begin.reads * (J - 1) + J - 1 + again) * D;
+            };
+            auto store = [&](int32_t slot, int64_t before) {
+                for (int64_t j = 0; slot >= 0 && j < J - 1; ++j) {
+                    const float* x = inputs(before + J - 2 - j);
+                    float* to = l.state + (slot * (J - 1) + j) * D;
+                    if (x)
+                        std::copy_n(x, D, to);
+                    else
+                        std::fill_n(to, D, 0.0f);
+                }
             };
             float* y = room.mixed.row(t);
             std::fill_n(y, D, 0.0f);
@@ -65,15 +80,9 @@ class ShortConv final : public OperationOf<HsShortConv, ShortConvRoom> {
             }
             const float* c = room.projected + t * 3 * D + D;
             for (int64_t d = 0; d < D; ++d) y[d] *= c[d];
-            const int32_t slot = call.row[t].writes;
-            for (int64_t j = 0; slot >= 0 && j < J - 1; ++j) {
-                const float* x = inputs(J - 2 - j);
-                float* to = l.state + (slot * (J - 1) + j) * D;
-                if (x)
-                    std::copy_n(x, D, to);
-                else
-                    std::fill_n(to, D, 0.0f);
-            }
+            store(own.writes, 0);
+            if (t == first[t]) store(own.begins, 1);
+            if (own.keeps >= 0) std::copy_n(inputs(0), D, l.kept + own.keeps * D);
         });
         call.ended(TIMED_ATTEND);
         call.show_heads(room.mixed);

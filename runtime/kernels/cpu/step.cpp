@@ -724,26 +724,45 @@ EXPORT void hs_part(void* data) {
 
 namespace {
 
-// Slots of the layers' states; 0 without any.
-int64_t num_slots(const HsStep& s) {
-    int64_t found = 0;
+// Room of the layers' states; nothing without any.
+StateRooms state_rooms(const HsStep& s) {
+    StateRooms found = {0, 0};
     for (const HsOp* op = s.op; op < s.op + s.num_ops; ++op) {
         const Operation* own = operation(op->kind);
-        const int64_t slots = own ? own->num_slots(op->weights) : 0;
-        if (slots) found = found ? std::min(found, slots) : slots;
+        const StateRooms rooms = own ? own->rooms(op->weights) : StateRooms{0, 0};
+        if (!rooms.slots) continue;
+        const bool is_first = !found.slots;
+        found.slots = is_first ? rooms.slots : std::min(found.slots, rooms.slots);
+        found.kept = is_first ? rooms.kept : std::min(found.kept, rooms.kept);
     }
     return found;
 }
 
 // True if rows are all computed, and what they write is read by none of them and written once.
-bool slots_fit(const HsRow* row, int64_t count, int64_t slots) {
+bool states_fit(const HsRow* row, int64_t count, const StateRooms& rooms) {
     auto begins = [=](int64_t i) { return i == 0 || row[i - 1].sequence != row[i].sequence; };
     for (int64_t i = 0; i < count; ++i) {
         const HsRow& r = row[i];
-        if (r.source >= 0 || r.writes >= slots || (begins(i) && r.reads >= slots)) return false;
-        for (int64_t j = 0; j < count && r.writes >= 0; ++j)
-            if ((begins(j) && row[j].reads == r.writes) || (j != i && row[j].writes == r.writes))
+        if (r.source >= 0 || r.writes >= rooms.slots || r.keeps >= rooms.kept) return false;
+        if (begins(i)) {
+            if (r.reads >= rooms.slots || r.begins >= rooms.slots) return false;
+            if (r.begins >= 0 && (r.begins == r.writes || !r.num_again)) return false;
+            if (r.num_again < 0 || (r.num_again && (r.again < 0 || r.again > rooms.kept - r.num_again)))
                 return false;
+        }
+        for (int64_t j = 0; j < count; ++j) {
+            const HsRow& other = row[j];
+            const int32_t begun = begins(j) ? other.begins : -1;
+            for (int32_t slot : {r.writes, begins(i) ? r.begins : -1}) {
+                if (slot < 0) continue;
+                if (begins(j) && other.reads == slot) return false;
+                if (j != i && (other.writes == slot || begun == slot)) return false;
+            }
+            if (r.keeps < 0) continue;
+            const int64_t again = r.keeps - other.again;
+            if (begins(j) && again >= 0 && again < other.num_again) return false;
+            if (j != i && other.keeps == r.keeps) return false;
+        }
     }
     return true;
 }
@@ -763,8 +782,8 @@ bool has_blocks(const HsTable& t, const HsRow& r, bool is_next) {
 // each sequence are consecutive.
 int32_t check_rows(const HsStep& s, const HsRow* row, int64_t count) {
     if (count < 1 || count > MAX_STEP_ROWS) return STATUS_BAD_ARGUMENT;
-    const int64_t slots = num_slots(s);
-    if (slots && !slots_fit(row, count, slots)) return STATUS_BAD_ARGUMENT;
+    const StateRooms rooms = state_rooms(s);
+    if (rooms.slots && !states_fit(row, count, rooms)) return STATUS_BAD_ARGUMENT;
     int64_t num_tokens = s.embedding.num_rows, num_computed = 0;
     for (const HsOp* op = s.op; op < s.op + s.num_ops; ++op)
         if (const Operation* own = op->layer == s.num_layers ? operation(op->kind) : nullptr)

@@ -212,7 +212,10 @@ struct HsRow {
     // Slots of the recurrent states, below 0: none. The first row of a sequence begins with
     // the state in slot `reads`, or with zeros; the state after a row is stored in its slot `writes`.
     int32_t reads, writes;
-    int32_t unused;
+    // Rows of an earlier pass whose inputs have been kept, which the first row of a sequence repeats after what is in
+    // `reads`: num_again of them from `again` on. The state after those is stored in slot `begins`.
+    int32_t again, num_again, begins;
+    int32_t keeps;  // where this row's inputs are kept; below 0: nowhere
 };
 
 // Consecutive operations of a step that a hybrid step runs on the host in one call, for all rows. Values

@@ -10,7 +10,7 @@ from gguf import GGML_QUANT_SIZES
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.cache_layout import kv_positions
-from hotsplit.costs.state_bytes import slots_bytes, state_bytes
+from hotsplit.costs.state_bytes import kept_bytes, slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.model.operations import PositionWise
 from hotsplit.model.spec import ModelSpec
@@ -345,6 +345,8 @@ def plan_bytes(
             model, layer, context_length, num_sequences, cache_types
         )
         side["kv_cache"] += slots_bytes(model, layer, num_sequences)
+        if side is cpu:
+            cpu["kv_cache"] += kept_bytes(model, layer, num_sequences)
         number, unit_bytes = placed_units(model, layer)
         gpu["neurons"] += hot * unit_bytes
         cpu["neurons"] += (number - hot) * unit_bytes

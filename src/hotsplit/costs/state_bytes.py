@@ -2,8 +2,10 @@
 (hotsplit.runtime.cache.state_slots)."""
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.options.generation_options import MOST_DRAFTED
 
 SAVED_STATES = 2  # recurrent states that a sequence has at most besides its current one
+MOST_KEPT = 1 + MOST_DRAFTED  # rows of a check whose inputs are kept
 
 
 def state_bytes(model: ModelFile, layer: int) -> int:
@@ -15,6 +17,18 @@ def state_bytes(model: ModelFile, layer: int) -> int:
 def slots_bytes(model: ModelFile, layer: int, num_sequences: int) -> int:
     """Bytes of all slots of a layer."""
     return num_slots(num_sequences) * state_bytes(model, layer)
+
+
+def kept_bytes(model: ModelFile, layer: int, num_sequences: int) -> int:
+    """Bytes of the inputs that a layer on the CPU keeps of rows; 0 in a layer without a state."""
+    recurrent = model.spec.layers[layer].recurrent
+    return 0 if recurrent is None else 4 * num_kept(num_sequences) * recurrent.kept_size
+
+
+def num_kept(num_sequences: int) -> int:
+    """Rows of a layer whose inputs are kept: of each sequence those of a pass, while those of the
+    one before are read."""
+    return num_sequences * 2 * MOST_KEPT
 
 
 def num_slots(num_sequences: int) -> int:

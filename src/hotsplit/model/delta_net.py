@@ -69,13 +69,18 @@ class DeltaNet(Recurrent):
     @property
     def mixed_size(self) -> int:
         """A token's values that the recurrence reads: channels, beta and decay of value heads."""
-        return self.num_channels + 2 * self.num_value_heads
+        return self.kept_size
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The state, and the inputs of the convolution that later tokens read."""
         state = self.num_value_heads, self.key_head_dim, self.value_head_dim
         return state, (self.num_taps - 1, self.num_channels)
+
+    @property
+    def kept_size(self) -> int:
+        """The convolution's inputs, beta and alpha."""
+        return self.num_channels + 2 * self.num_value_heads
 
     def shapes(self, hidden_size: int) -> Shapes:
         count = self.num_value_heads

@@ -99,6 +99,11 @@ class Recurrent(BlockOp):
 
     @property
     @abstractmethod
+    def kept_size(self) -> int:
+        """Values of a token that its state after the token is made from, besides that before."""
+
+    @property
+    @abstractmethod
     def query_size(self) -> int:
         """Values of a token that the last product reads, as the heads' outputs in attention."""
 

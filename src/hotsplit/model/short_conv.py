@@ -43,6 +43,10 @@ class ShortConv(Recurrent):
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.num_taps - 1, self.size),)
 
+    @property
+    def kept_size(self) -> int:
+        return self.size
+
     def shapes(self, hidden_size: int) -> Shapes:
         return {
             f"{INPUT}.weight": (3 * self.size, hidden_size),
