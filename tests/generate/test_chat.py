@@ -324,22 +324,6 @@ GPT_OSS = """\
 {{- '<|message|>' + message.content + '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
-GEMMA4 = """\
-{%- for message in messages %}
-{{- '<|turn>' + message.role + '\\n' }}
-{%- if message.reasoning_content and loop.last %}
-{{- '<|channel>thought\\n' + message.reasoning_content + '<channel|>' }}{% endif %}
-{{- message.content + '<turn|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
-COHERE = """\
-{%- set action = '<|START_ACTION|>' %}{%- for message in messages %}
-{{- '<|START_OF_TURN_TOKEN|>' + message.role + '<|START_RESPONSE|>' + message.content
-    + '<|END_RESPONSE|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
-COHERE_MARKS = ("<|START_THINKING|>", "<|END_THINKING|>", "<|CHATBOT_TOKEN|>")
-COHERE_MARKS += ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
-CHANNEL = ("<|channel>", "<channel|>", "<|turn>", "<turn|>")
 TAGS = ("<think>", "</think>")
 OPENS = CHATML + "{{ '<think>\\n' }}"
 # Template, special tokens, what the model writes, and (reasoning, content).
@@ -347,8 +331,6 @@ FINAL = "<|channel|>final<|message|>Paris"
 EASY = "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant"
 CUT = "<|channel|>analysis<|message|>Let me see"
 THOUGHT = "<think>\nEasy.\n</think>\n\nParis"
-COMMAND = "<|START_THINKING|>Easy.<|END_THINKING|><|START_RESPONSE|>Paris<|END_RESPONSE|>"
-BRACKETS = ("[THINK]", "[/THINK]")
 BOTH = ("Easy.", "Paris")
 ANSWERS = {
     "final": (GPT_OSS, HARMONY, FINAL, ("", "Paris")),
@@ -357,10 +339,6 @@ ANSWERS = {
     "tags as special tokens": (CHATML, TAGS, THOUGHT, BOTH),
     "tags as text": (CHATML, (), THOUGHT, BOTH),
     "opened by the prompt": (OPENS, TAGS, THOUGHT.removeprefix("<think>\n"), BOTH),
-    "Gemma 4": (GEMMA4, CHANNEL, "<|channel>thought\nEasy.<channel|>Paris", BOTH),
-    "Gemma 4, empty": (GEMMA4, CHANNEL, "<|channel>thought\n<channel|>Paris", ("", "Paris")),
-    "brackets": (CHATML, BRACKETS, "[THINK]Easy.[/THINK]Paris", BOTH),
-    "Cohere 2": (COHERE, COHERE_MARKS, COMMAND, BOTH),
     "none": (CHATML, TAGS, "Paris <thin", ("", "Paris <thin")),
 }
 
@@ -439,10 +417,10 @@ def test_reasoning_and_text_are_apart_and_so_in_the_next_prompt(marked, name):
             assert text == whole.render(chat.messages)
 
 
-@pytest.mark.parametrize("name", ["two channels", "tags as special tokens", "Gemma 4"])
+@pytest.mark.parametrize("name", ["two channels", "tags as special tokens"])
 def test_an_answer_that_is_stopped_keeps_what_was_said(marked, name):
     template, marks, answer, (reasoning, content) = ANSWERS[name]
-    for count in range(1, len(marked(marks).codec.encode_rendered(answer))):
+    for count in range(1, len(marked(marks).codec.encode_rendered(answer)), 3):
         with scripted(marked(marks), template, answer) as chat:
             said = chat.say("Hello")
             shown = parts_of(next(said) for _ in range(count))
@@ -454,33 +432,6 @@ def test_an_answer_that_is_stopped_keeps_what_was_said(marked, name):
             both = (kept.get("reasoning_content", ""), kept["content"])
             assert reasoning.startswith(shown[0]) and content.startswith(shown[1])
             assert both[0].startswith(shown[0]) and both[1].startswith(shown[1])
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("two channels", EASY + FINAL.replace("Paris", "yes")),
-        ("final", FINAL.replace("Paris", "yes")),
-        ("tags as special tokens", "<think>y or n?</think>yes"),
-        ("tags as special tokens", "yes"),
-        ("opened by the prompt", "y or n?</think>yes"),
-        ("Gemma 4", "<|channel>thought\ny or n?<channel|>yes"),
-        ("brackets", "[THINK]y or n?[/THINK]yes"),
-        ("Cohere 2", "<|START_THINKING|>y or n?<|END_THINKING|>yes"),
-    ],
-)
-def test_a_constraint_holds_behind_the_reasoning(marked, name, answer):
-    template, marks, *_ = ANSWERS[name]
-    engine = marked(marks)
-    new_mask = lambda: regex_constraint("yes|no", engine.codec)  # noqa: E731
-    with scripted(engine, template, answer, new_mask=new_mask) as chat:
-        assert parts_of(chat.say("Well?"))[1] == "yes"
-    wrong = answer.replace("yes", "maybe")
-    with (
-        scripted(engine, template, wrong, new_mask=new_mask) as chat,
-        pytest.raises(AssertionError),
-    ):
-        list(chat.say("Well?"))
 
 
 @pytest.mark.parametrize("template", [DEEPSEEK, QWEN_REASONING])
