@@ -68,7 +68,7 @@ def _measured(step: HybridStep, num_tokens: int) -> tuple[Tensor, float, float]:
     for _ in range(2):  # compiles and captures
         logits_V = step.run_pass(rows)[0].clone()
     length = next(each for each in step.passes.lengths if each >= num_tokens)
-    segments, times = step.passes.segments[length, False], []
+    segments, times = step.segments["pass", length], []
     for _ in range(ROUNDS):
         began = time.perf_counter()
         for segment in segments:  # one, as there is one device

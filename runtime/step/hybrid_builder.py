@@ -6,7 +6,7 @@ neighbouring layers that are wholly on the CPU are one call. GPUs run in sequenc
 for each copy between them. Steps of several rows have segments of their own, made at first use; the
 backend may capture a GPU's segment as a graph."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -41,13 +41,12 @@ from hotsplit.runtime.step.hybrid_neuron_cache import (
     HybridExpertCache,
     HybridNeuronCache,
 )
-from hotsplit.runtime.step.hybrid_step import HybridStep, Meter, Passes, Segment
+from hotsplit.runtime.step.hybrid_step import HybridStep, Meter, Passes, Segment, Work
 from hotsplit.runtime.step.hybrid_submissions import Lowering, Submission, is_in_line, joins
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
 from hotsplit.runtime.step.pass_device import PassKernels, PassSetup, SomeExperts
 from hotsplit.runtime.step.program import (
     HOST,
-    Op,
     StepForm,
     device_of,
     ffn_in,
@@ -122,19 +121,17 @@ class _Builder:
         self.on_cpu = self._some_experts(room)
         room.allocate()
         has_bits_L = [divided.hot_bits is not None for divided in self.divided]
-        self.form = placed_form(weights, placement, has_bits_L)
-        self.program = step_program(self.form)
-        streamed = passes.streamed
-        self.pass_forms = {
-            is_streamed: placed_form(weights, placement, streamed=streamed if is_streamed else ())
-            for is_streamed in ((False, True) if streamed else (False,))
-        }
-        self.pass_programs = {key: pass_programs(form) for key, form in self.pass_forms.items()}
-        programs = [self.program, self.pass_programs[False][1]]
-        programs += [layers for layers, _ in self.pass_programs.values()]
-        in_line = [[op for op in program if is_in_line(op)] for program in programs]
-        self.parts, self.tail_parts, *of_passes = NativeParts.of(weights, in_line, self.host)
-        self.pass_parts = dict(zip(self.pass_programs, of_passes, strict=True))
+        self.forms: dict[Work, StepForm] = {"pass": placed_form(weights, placement)}
+        if passes.streamed:
+            streamed = placed_form(weights, placement, streamed=passes.streamed)
+            self.forms["streamed pass"] = streamed
+        self.programs = {work: pass_programs(form)[0] for work, form in self.forms.items()}
+        self.programs["tail"] = pass_programs(self.forms["pass"])[1]
+        self.forms["step"] = self.forms["tail"] = placed_form(weights, placement, has_bits_L)
+        self.programs["step"] = step_program(self.forms["step"])
+        in_line = [[op for op in ops if is_in_line(op)] for ops in self.programs.values()]
+        parts = NativeParts.of(weights, in_line, self.host)
+        self.parts = dict(zip(self.programs, parts, strict=True))
 
     def _of_pass(self, divided: DividedLayer, *, is_streamed: bool = False) -> DividedLayer:
         """A layer in passes: products leave one sum, those with experts one for each expert of a
@@ -234,84 +231,46 @@ class _Builder:
         if self.cache is not None:
             self.cache.connect({number: self.devices[gpu(number)].main for number in numbers})
         with _spared(self.weights):
-            single = self._more(1)
+            single = self._prepared("step", 1)
         streams = {n: s for d in self.pass_devices.values() for n, s in d.streams.items()}
         of_passes = [d.cold.struct for d in self.pass_divided if d.cold and self.cache]
         of_passes += [each.native.struct for each in self.on_cpu.values()]
-        structs = [*(d.cold.struct for d in self.divided if d.cold), *of_passes, self.parts.step]
+        of_steps = [d.cold.struct for d in self.divided if d.cold]
+        structs = [*of_steps, *of_passes, self.parts["step"].step]
         for struct in structs:  # of the trial step
             struct.gate_bytes = struct.up_bytes = struct.down_bytes = 0
         positions = None
-        if self.weights.positions is not None and self.form.embedding != HOST:
+        if self.weights.positions is not None and self.forms["step"].embedding != HOST:
             positions = self.weights.positions.rows(torch.arange(self.weights.positions.num_rows))
-        weights = self.weights
-        before = self._outside(("embed", *weights.first))
-        after = self._outside((*weights.last, "norm", "head"))
+        has_cuda = any(home.type == "cuda" for home in self.placement.homes)
+        in_layers = [op for op in self.programs["step"] if op.layer is not None]
         return HybridStep(
             host=self.host,
             cache=self.weights.cache,
             logits=LogitsMemory(vocab_size=self.weights.head.weight.num_rows),
-            segments={1: single},
-            prepare=self._more,
+            segments={("step", 1): single},
+            prepare=self._prepared,
             passes=Passes(
                 lengths=self.passes.lengths,
                 streams=streams,
                 least_streamed=min((s.least_tokens for s in streams.values()), default=None),
-                prepare=self._prepared_pass,
-                prepare_tail=self._prepared_tail,
                 gather=self._gather,
             ),
             states=self.weights.states,
             has_equal_rows=self._has_equal_rows(),
-            has_host_work=self._has_host_work(),
-            before=before,
-            after=after,
+            has_host_work=has_cuda and any(op.device == HOST for op in in_layers),
+            before=self._outside(("embed", *self.weights.first)),
+            after=self._outside((*self.weights.last, "norm", "head")),
             positions=positions,
             meter=Meter(traffic=self.traffic, structs=structs),
             kept=(self.devices, self.divided, self.submissions),
             neuron_cache=self.cache,
         )
 
-    def _more(self, num_rows: int) -> tuple[Segment, ...]:
-        """Prepares the work of steps of this many rows; the run before capture computes the rows
-        that are already filled in."""
-        host = self.host.rows(num_rows)
-        divided = self.divided
-        if self.cache is None:
-            divided = [replace(d, named_W=host["named"]) for d in divided]
-        devices = _rows(self.devices, num_rows)
-        return self._lowered(self.program, self.parts, devices, divided, host, self.form)
-
-    def _prepared_pass(self, num_rows: int, is_streamed: bool) -> tuple[Segment, ...]:
-        """The work of passes of so many rows, up to the last layer."""
-        host, streamed = self.host.rows(num_rows), self.passes.streamed if is_streamed else ()
-        divided = [
-            replace(d, named_W=host["named"])
-            if d.index not in streamed
-            else self._of_pass(replace(d, named_W=host["named"]), is_streamed=True)
-            for d in self.pass_divided
-        ]
-        return self._lowered(
-            self.pass_programs[is_streamed][0],
-            self.pass_parts[is_streamed],
-            _rows(self.pass_devices, num_rows),
-            divided,
-            host,
-            self.pass_forms[is_streamed],
-            streamed,
-        )
-
-    def _prepared_tail(self, num_rows: int) -> tuple[Segment, ...]:
-        """The work after the last layer for so many rows, whose hidden states are those of a
-        step."""
-        host, devices = self.host.rows(num_rows), _rows(self.devices, num_rows)
-        tail = self.pass_programs[False][1]
-        return self._lowered(tail, self.tail_parts, devices, self.divided, host, self.form)
-
     def _gather(self, number_R: Sequence[int], num_rows: int, pass_length: int) -> None:
         """Copies the hidden states of rows of a pass to where the work after the last layer reads
         them; the last one again for each further row up to `num_rows`."""
-        written = (v for op in reversed(self.pass_programs[False][0]) for v in op.writes)
+        written = (value for op in reversed(self.programs["pass"]) for value in op.writes)
         place = next((device_of(v) for v in written if name_of(v) == "x"), HOST)
         number_R = [*number_R, *[number_R[-1]] * (num_rows - len(number_R))]
         if place == HOST:
@@ -325,25 +284,27 @@ class _Builder:
         for target_D, number in zip(target_RD, number_R, strict=True):
             device.main.copy(target_D, source_TD[number])
 
-    def _lowered(
-        self,
-        program: Sequence[Op],
-        parts: NativeParts,
-        devices: Mapping[str, DeviceKernels],
-        divided: Sequence[DividedLayer],
-        host: HostBuffers,
-        form: StepForm,
-        streamed: Container[int] = (),
-    ) -> tuple[Segment, ...]:
+    def _prepared(self, work: Work, num_rows: int) -> tuple[Segment, ...]:
+        """The segments of some work for so many rows; the run before capture computes the rows that
+        are already filled in."""
+        host, is_pass = self.host.rows(num_rows), work in ("pass", "streamed pass")
+        devices = _rows(self.pass_devices if is_pass else self.devices, num_rows)
+        streamed = self.passes.streamed if work == "streamed pass" else ()
+        divided = [
+            self._of_pass(each, is_streamed=True) if each.index in streamed else each
+            for each in (self.pass_divided if is_pass else self.divided)
+        ]
+        if is_pass or (work == "step" and self.cache is None):
+            divided = [replace(each, named_W=host["named"]) for each in divided]
         submissions = Lowering(
-            program=program,
+            program=self.programs[work],
             weights=self.weights,
             devices=devices,
             divided=divided,
             host=host,
-            parts=parts,
+            parts=self.parts[work],
             bits_of_gpu=lambda layer: self.cache.bits_of_gpu(layer) if self.cache else None,
-            is_whole_L=[place.is_whole_on_host for place in form.places],
+            is_whole_L=[place.is_whole_on_host for place in self.forms[work].places],
             streamed=streamed,
         ).submissions()
         self.submissions.append(submissions)  # a captured graph does not keep its memory alive
@@ -381,15 +342,10 @@ class _Builder:
                 kinds |= {matrix.kind for matrix in divided.hot.matrices}
         return kinds.isdisjoint(INEXACT_ROWS)
 
-    def _has_host_work(self) -> bool:
-        """True if the CPU computes a part of the layers next to a CUDA device."""
-        has_cuda = any(home.type == "cuda" for home in self.placement.homes)
-        return has_cuda and any(op.device == HOST and op.layer is not None for op in self.program)
-
     def _outside(self, kinds: Sequence[str]) -> HostNode | None:
         """The host's function before or after the work of all GPUs; None if there is none."""
-        ops = [op for op in self.parts.ranges if op.home == HOST and op.kind in kinds]
-        return self.parts.node(ops) if ops else None
+        ops = [op for op in self.parts["step"].ranges if op.home == HOST and op.kind in kinds]
+        return self.parts["step"].node(ops) if ops else None
 
     def _segments(
         self, devices: Mapping[str, DeviceKernels], submissions: Sequence[Submission]
@@ -421,7 +377,7 @@ class _Builder:
                 [self._hot_sizes(d.layer, d.hot) for d in mine],
                 self.weights.cache.tables,
                 take,
-                has_head=self.form.head == gpu(number),
+                has_head=self.forms["step"].head == gpu(number),
                 has_cache=not self.placement.is_cache_on_host,
                 max_rows=self.max_rows,
                 most_shared=max([d.num_shared for d in mine], default=0),

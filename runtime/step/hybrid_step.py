@@ -10,8 +10,8 @@ sequences, N blocks of a sequence."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -47,24 +47,22 @@ class Segment:
     is_graph: bool
 
 
+# A whole step; a pass up to the last layer, without or with streamed weights; what comes after the
+# last layer of a pass, for as many rows with logits at a time as a step has.
+Work = Literal["step", "pass", "streamed pass", "tail"]
+
+
 @dataclass(kw_only=True)
 class Passes:
-    """Steps of many rows of one sequence: passes over a prompt. Only rows with logits go on after
-    the last layer, as many at a time as a step has.
-
-    `prepare`, `prepare_tail`: make the work up to the last layer, and after it, for a number of
-    rows. `gather(numbers, num_rows, length)`: copies the hidden states of rows of a pass of that
-    length."""
+    """Steps of many rows of one sequence: passes over a prompt. `gather(numbers, num_rows,
+    length)`: copies the hidden states of rows of a pass of that length to where a tail reads
+    them."""
 
     lengths: tuple[int, ...]
     streams: Mapping[int, WeightStream]  # by layer
     # The fewest tokens of a pass that streams cold weights; None: none does.
     least_streamed: int | None
-    prepare: Callable[[int, bool], tuple[Segment, ...]]
-    prepare_tail: Callable[[int], tuple[Segment, ...]]
     gather: Callable[[Sequence[int], int, int], None]
-    segments: dict[tuple[int, bool], tuple[Segment, ...]] = field(default_factory=dict)
-    tails: dict[int, tuple[Segment, ...]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -74,7 +72,7 @@ class HybridStep:
     host: HostBuffers
     cache: KVCache
     logits: LogitsMemory
-    segments: dict[int, tuple[Segment, ...]]  # by number of rows
+    segments: dict[tuple[Work, int], tuple[Segment, ...]]  # by number of rows, too
     before: HostNode | None  # the embedding, if it is on the host
     after: HostNode | None  # the head, if it is on the host
     positions: Tensor | None  # learned ones, f32 [C, D] on the host, if the embedding is on a GPU
@@ -83,8 +81,8 @@ class HybridStep:
     kept: tuple[object, ...]  # keeps alive what graphs refer to by address
     neuron_cache: HybridCache | None = None
     states: StateSlots | None = None  # of recurrent states, if the model has any
-    # Makes the segments for a number of rows; the rows of the first step are in `host`.
-    prepare: Callable[[int], tuple[Segment, ...]] | None = None
+    # Makes the segments for a number of rows, the first of which are in `host`.
+    prepare: Callable[[Work, int], tuple[Segment, ...]] | None = None
     # The CPU computes during the segments, with all cores: the waiting thread must not take one.
     has_host_work: bool = False
     has_equal_rows: bool = True  # a row's result is bit-identical to that of a single row
@@ -98,9 +96,7 @@ class HybridStep:
     @torch.inference_mode()
     def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, valid until the next step; appends to the cache."""
-        self._run_slotted(
-            [Row(token=token, position=position, sequence=sequence, has_logits=True)], 1
-        )
+        self._step([Row(token=token, position=position, sequence=sequence, has_logits=True)], 1)
         return self.host.values["logits"][0]
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
@@ -108,7 +104,7 @@ class HybridStep:
         be a copy of another."""
         logits_RV, done = self.logits.take(sum(row.has_logits for row in rows)), 0
         for piece, num_rows in self._pieces(rows):
-            self._run_slotted(piece, num_rows)
+            self._step(piece, num_rows)
             wanted = [number for number, row in enumerate(piece) if row.has_logits]
             self._copy_logits(logits_RV[done : done + len(wanted)], wanted)
             done += len(wanted)
@@ -140,48 +136,50 @@ class HybridStep:
         logits_RV, passes, done = self.logits.take(len(wanted)), self.passes, 0
         length = next(each for each in passes.lengths if each >= len(rows))
         for piece, num_rows in self._pieces(wanted):
-            if num_rows not in passes.tails:  # before the pass, whose hidden states this overwrites
-                self._fill([rows[number] for number in piece], num_rows)
-                with self._watched(self.segments[1]):
-                    passes.tails[num_rows] = passes.prepare_tail(num_rows)
+            # Before the pass, whose hidden states this overwrites.
+            self._make_ready("tail", [rows[number] for number in piece], num_rows)
         with prepared(self.cache, self.states, rows) as slotted:
-            self._fill(slotted, length)
             least = passes.least_streamed
-            key = length, least is not None and len(rows) >= least
-            if key not in passes.segments:
-                self._before(length)
-                with self._watched(self.segments[1]):
-                    passes.segments[key] = passes.prepare(*key)
-            self._before(length)
-            self._submitted(passes.segments[key])
+            is_streamed = least is not None and len(rows) >= least
+            self._compute("streamed pass" if is_streamed else "pass", slotted, length)
             self.meter.read()
         for piece, num_rows in self._pieces(wanted):
             passes.gather(piece, num_rows, length)
-            self._fill([rows[number] for number in piece], num_rows)
-            self._submitted(passes.tails[num_rows])
+            self._compute("tail", [rows[number] for number in piece], num_rows)
             if self.after:
                 self.after.run()
             self._copy_logits(logits_RV[done : done + len(piece)], range(len(piece)))
             done += len(piece)
         return logits_RV
 
-    def _run_slotted(self, rows: Sequence[Row], num_rows: int) -> None:
-        """Runs a step. The first one of its number of rows runs twice, into the same blocks and
-        slots of states: it is captured behind a run that stores what it computes."""
+    def _step(self, rows: Sequence[Row], num_rows: int) -> None:
         with prepared(self.cache, self.states, rows) as slotted:
-            self._fill(slotted, num_rows)
-            if num_rows not in self.segments:
-                assert self.prepare is not None
-                with self._watched(self.segments[1]):
-                    self.segments[num_rows] = self.prepare(num_rows)
-                self._fill(slotted, num_rows)
-            self._before(num_rows)
-            self._submitted(self.segments[num_rows])
+            self._compute("step", slotted, num_rows)
             if self.after:
                 self.after.run()
             if self.neuron_cache is not None:
                 self.neuron_cache.after_step()
             self.meter.read()
+
+    def _compute(self, work: Work, rows: Sequence[Row], num_rows: int) -> None:
+        """Runs the work of the GPUs for these rows, and what the host computes before it."""
+        self._make_ready(work, rows, num_rows)
+        self._fill(rows, num_rows)
+        if work != "tail":
+            self._before(num_rows)
+        self._submitted(self.segments[work, num_rows])
+
+    def _make_ready(self, work: Work, rows: Sequence[Row], num_rows: int) -> None:
+        """Prepares the work for a number of rows at its first use. It is captured behind a run into
+        the same blocks and slots of states, which stores what it computes."""
+        if (work, num_rows) in self.segments:
+            return
+        assert self.prepare is not None
+        self._fill(rows, num_rows)
+        if work != "tail":
+            self._before(num_rows)
+        with self._watched(self.segments["step", 1]):
+            self.segments[work, num_rows] = self.prepare(work, num_rows)
 
     def _fill(self, rows: Sequence[Row], num_rows: int) -> None:
         """Writes the rows to the host's buffers for a step of `num_rows` rows; the last is repeated
@@ -223,13 +221,16 @@ class HybridStep:
                 self.neuron_cache.before_step()
             if self.has_host_work:
                 library.set_spin_time(GPU_SPIN_TIME)
-            event = None
-            for segment in segments:
-                segment.main.follow()  # wait for a prompt's keys and values
-                if event is not None:
-                    segment.main.wait(event)
-                segment.run()
-                event = segment.main.record()
+            self._submit(segments)
+
+    def _submit(self, segments: Sequence[Segment]) -> None:
+        event = None
+        for segment in segments:
+            segment.main.follow()  # wait for a prompt's keys and values
+            if event is not None:
+                segment.main.wait(event)
+            segment.run()
+            event = segment.main.record()
 
     @contextmanager
     def _watched(self, segments: Sequence[Segment]) -> Iterator[None]:

@@ -117,7 +117,7 @@ def test_logits_are_handed_over_without_waking_torchs_threads(tmp_path):
         step = engine._live.native
         rows = rows_of([3, 4], 0, "all")
         want = step.run_rows(rows).clone()
-        step._run_slotted = lambda rows, num_rows: None  # the logits are in the host's buffer
+        step._step = lambda rows, num_rows: None  # the logits are in the host's buffer
         with TorchOperations() as operations:
             got = step.run_rows(rows)
         assert torch.equal(got, want) and not operations.large
@@ -131,6 +131,11 @@ def saved(tmp_path, **options):
     model = make(tmp_path, sizes=options.pop("sizes", shape), **options)
     model.save(model.path)
     return model
+
+
+def rows_of_steps(step) -> set[int]:
+    """The numbers of rows for which steps have been prepared."""
+    return {num_rows for work, num_rows in step.segments if work == "step"}
 
 
 class Alone:
@@ -181,7 +186,7 @@ def schedules(tmp_path, plan, count, **options):
             compared += schedule(engine, alone, random.Random(f"{plan} {seed}"), 8)
         table = engine.layers[0].attention.cache.table
         assert (table.block_SN == NO_BLOCK).all() and len(table._free) == table.num_blocks
-        assert {1, 2, 4, 8} <= set(engine._live.native.segments) <= set(ROWS)
+        assert {1, 2, 4, 8} <= rows_of_steps(engine._live.native) <= set(ROWS)
     return compared
 
 
@@ -226,13 +231,13 @@ def test_the_first_step_of_a_number_of_rows_has_its_blocks(tmp_path):
         step = engine._live.native
         prepare = step.prepare
 
-        def watched(num_rows):
+        def watched(work, num_rows):
             of_rows = (step.host.inputs[name][:num_rows] for name in ("sequence", "position"))
             rows = zip(*of_rows, strict=True)
             for sequence, position in rows:
                 for table, block_SN in step.host.tables.items():
                     seen.append(int(block_SN[sequence, int(position) // table.block_length]))
-            return prepare(num_rows)
+            return prepare(work, num_rows)
 
         step.prepare = watched
         texts = [engine.sequence() for _ in range(2)]
@@ -271,7 +276,7 @@ def test_more_rows_than_a_step_takes_are_several_steps(tmp_path, kind):
             [native.run(token, at).clone() for at, token in enumerate([1, 2, 3, 4, 5])]
         )
         rows = rows_of([1, 2, 3, 4, 5], 0, "all")
-        assert torch.equal(native.run_rows(rows), alone) and set(native.segments) == {1, 2}
+        assert torch.equal(native.run_rows(rows), alone) and rows_of_steps(native) == {1, 2}
         assert native.has_equal_rows
         check_rows(engine._live)
 
@@ -294,7 +299,7 @@ def test_a_step_with_room_for_one_row_takes_one_at_a_time(tmp_path):
         texts = [engine.sequence() for _ in range(3)]
         parts = [Part(sequence=t, tokens=[n, 2], wanted="all") for n, t in enumerate(texts)]
         got = engine.run(parts)
-        assert set(engine._live.native.segments) == {1}
+        assert rows_of_steps(engine._live.native) == {1}
         for part, each in zip(parts, got, strict=True):
             assert torch.equal(each[-1], engine._live.native.run(2, 1, part.sequence.number))
 

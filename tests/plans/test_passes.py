@@ -152,14 +152,14 @@ def test_a_gpu_that_is_lost_before_a_first_pass_is_not_used_again(tmp_path):
         rows = rows_of(ids_of(40), 0)
         step._finish = finished.append
         for error in (KeyboardInterrupt(), DeviceLost("gone")):
-            step.passes.prepare = Mock(side_effect=error)
+            step.prepare = Mock(side_effect=error)
             with pytest.raises(type(error)):
                 step.run_pass(rows)
-        assert step.segments[1] in finished
+        assert step.segments["step", 1] in finished
         for run in (lambda: step.run_pass(rows), lambda: step.run(3, 0)):
             with pytest.raises(DeviceLost, match="gone; start again"):
                 run()
-        assert step.passes.prepare.call_count == 1
+        assert step.prepare.call_count == 1
 
 
 @pytest.mark.parametrize("kind, bound", [("f16", 2e-3), ("bf16", 1.5e-2), ("q8_0", 2e-3)])

@@ -309,13 +309,14 @@ def test_an_error_says_what_the_process_held_before():
 def test_a_pass_that_takes_memory_is_noticed():
     """Checks the fixture `passes`."""
     with loaded(wide()) as engine:
-        prepare = engine._live.native.passes.prepare
+        step = engine._live.native
+        prepare = step.prepare
 
         def prepare_with_memory(*given):
             torch.empty(1, device="cuda")  # is free at once
             return prepare(*given)
 
-        engine._live.native.passes.prepare = prepare_with_memory
+        step.prepare = prepare_with_memory
         with pytest.raises(AssertionError, match="=="):
             engine.sequence().extend(list(range(40)))
 

@@ -79,7 +79,7 @@ class Replay:
             Operation(s.name, s.reads, s.writes, getattr(s.work, "run", s.work))
             for s in builder.submissions[0]
         ]
-        outside = [op for op in builder.program if op.home == HOST]
+        outside = [op for op in builder.programs["step"] if op.home == HOST]
         for op in outside:
             if op.part == "positions":
                 run = partial(embed_position, builder.host, step.positions)
