@@ -23,7 +23,7 @@ from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.neurons.native import NativeNeurons, SharedWorkspace
+from hotsplit.runtime.ops.neurons.native import NativeNeurons, NeuronsStruct, SharedWorkspace
 from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.step.backend import Backend
 from hotsplit.runtime.step.batch import LogitsMemory
@@ -44,6 +44,7 @@ from hotsplit.runtime.step.hybrid_neuron_cache import (
 from hotsplit.runtime.step.hybrid_step import HybridStep, Meter, Passes, Segment, Work
 from hotsplit.runtime.step.hybrid_submissions import Lowering, Submission, is_in_line, joins
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
+from hotsplit.runtime.step.native_step import StepStruct
 from hotsplit.runtime.step.pass_device import PassKernels, PassSetup, SomeExperts
 from hotsplit.runtime.step.program import (
     HOST,
@@ -181,14 +182,20 @@ class _Builder:
         host, layer = self.host, self.weights.layers[index]
         gate, x_D = layer.ffn.gate, host.values[ffn_in(index)]
         y_D = host.values["cold_out" if is_part else "ffn_out"]
-        if isinstance(cold, ExpertBlock):
-            assert layer.router is not None
-            routed = host.values["routed"] if routed_R is None else routed_R
-            num_used = layer.router.spec.num_used
-            return NativeNeurons.of_experts(cold, gate, num_used, x_D, routed, y_D, room)
         count = layer.ffn.num_neurons
+        if layer.router is not None:
+            count = layer.router.spec.num_used
+            routed_R = host.values["routed"] if routed_R is None else routed_R
         return NativeNeurons.of(
-            cold, gate, count, x_D=x_D, named_W=named_W, y_D=y_D, room=room, fired_W=fired_W
+            cold,
+            gate,
+            count,
+            x_D=x_D,
+            named_W=named_W,
+            routed=routed_R,
+            y_D=y_D,
+            room=room,
+            fired_W=fired_W,
         )
 
     def _divide(self, index: int, room: SharedWorkspace, cache: HybridCache | None) -> DividedLayer:
@@ -236,7 +243,8 @@ class _Builder:
         of_passes = [d.cold.struct for d in self.pass_divided if d.cold and self.cache]
         of_passes += [each.native.struct for each in self.on_cpu.values()]
         of_steps = [d.cold.struct for d in self.divided if d.cold]
-        structs = [*of_steps, *of_passes, self.parts["step"].step]
+        structs: list[NeuronsStruct | StepStruct] = [*of_steps, *of_passes]
+        structs.append(self.parts["step"].step)
         for struct in structs:  # of the trial step
             struct.gate_bytes = struct.up_bytes = struct.down_bytes = 0
         positions = None

@@ -25,7 +25,7 @@ from hotsplit.runtime.device.streams import HostNode, Stream
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
-from hotsplit.runtime.ops.neurons.native import ChosenStruct, NeuronsStruct
+from hotsplit.runtime.ops.neurons.native import NeuronsStruct
 from hotsplit.runtime.prefill.cold_stream import WeightStream
 from hotsplit.runtime.step.batch import LogitsMemory, Row, prepared, runs_of
 from hotsplit.runtime.step.hybrid_neuron_cache import HybridCache
@@ -259,12 +259,12 @@ class Meter:
     counted."""
 
     traffic: Traffic
-    structs: Sequence[NeuronsStruct | ChosenStruct | StepStruct]
+    structs: Sequence[NeuronsStruct | StepStruct]
 
     def set_rows(self, num_rows: int) -> None:
         """Sets the number of rows for which cold neurons are computed."""
         for struct in self.structs:
-            if isinstance(struct, NeuronsStruct | ChosenStruct):
+            if isinstance(struct, NeuronsStruct):
                 struct.num_tokens = num_rows
 
     def read(self) -> None:

@@ -345,7 +345,7 @@ def test_after_an_interrupt_nothing_is_left_running():
         host=host,
         cache=KVCache(layers=()),
         logits=LogitsMemory(vocab_size=8),
-        segments={1: tuple(segments)},
+        segments={("step", 1): tuple(segments)},
         before=None,
         after=None,
         positions=None,

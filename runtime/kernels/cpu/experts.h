@@ -19,7 +19,9 @@ struct ExpertSizes {
             for (int64_t b = 0; b < l->feed_forward.num_blocks && l->feed_forward.experts; ++b)
                 add(l->feed_forward.experts[b], l->route.num_used);
     }
-    ExpertSizes(const HsExperts& experts, int64_t num_used) { add(experts, num_used); }
+    ExpertSizes(const HsExperts* experts, int64_t num_used) {
+        if (experts) add(*experts, num_used);
+    }
 
   private:
     void add(const HsExperts& e, int64_t num_used) {

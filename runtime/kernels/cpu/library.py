@@ -262,14 +262,9 @@ def run_part(part: ctypes.Structure) -> None:
 
 
 def neurons_bytes(neurons: ctypes.Structure) -> int:
-    """Workspace bytes of a block of neurons described by ops/neurons/native.py; -1 if
+    """Workspace bytes of neurons or experts described by ops/neurons/native.py; -1 if they are
     inconsistent."""
     return int(_lib.hs_neurons_bytes(ctypes.addressof(neurons)))
-
-
-def chosen_bytes(chosen: ctypes.Structure) -> int:
-    """Workspace bytes of experts described by ops/neurons/native.py; -1 if inconsistent."""
-    return int(_lib.hs_chosen_bytes(ctypes.addressof(chosen)))
 
 
 def serve(
@@ -289,13 +284,13 @@ def serve(
     return int(served), status.value
 
 
-HostFunction = Literal["hs_part", "hs_neurons", "hs_chosen", "hs_copy_rows"]
+HostFunction = Literal["hs_part", "hs_neurons", "hs_copy_rows"]
 
 
 def address_of(function: HostFunction) -> int:
-    """The address of a function void (*)(void*): of those that run a part of a step, the neurons of
-    a block or the chosen experts (`step_bytes`, `neurons_bytes` or `chosen_bytes` must have checked
-    their structs), and of the one that makes the copies of neuron_cache/neuron_rows.py."""
+    """The address of a function void (*)(void*): of those that run a part of a step, or neurons or
+    experts (`step_bytes` or `neurons_bytes` must have checked their structs), and of the one that
+    makes the copies of neuron_cache/neuron_rows.py."""
     found = ctypes.cast(getattr(_lib, function), ctypes.c_void_p).value
     assert found is not None
     return found

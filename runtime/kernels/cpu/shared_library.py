@@ -39,8 +39,6 @@ SIGNATURES: Signatures = {
     "hs_part": (None, (POINTER,)),
     "hs_neurons_bytes": (SIZE, (POINTER,)),
     "hs_neurons": (None, (POINTER,)),
-    "hs_chosen_bytes": (SIZE, (POINTER,)),
-    "hs_chosen": (None, (POINTER,)),
     # row_copies.h
     "hs_copy_rows": (None, (POINTER,)),
     # step_server.h

@@ -229,30 +229,18 @@ struct HsPart {
     int64_t begin, end;
 };
 
-// A block of neurons of one layer, for T tokens.
+// The neurons or experts of one layer that are stored here, for T tokens: the CPU's part of a divided layer.
 struct HsNeurons {
     HsBlock block;
-    const float* x;              // [T, D]
-    const uint32_t* named;       // [T, F / 32 rounded up] one bit per neuron of the layer, or null: all
-    float* y;                    // [T, D], written
-    uint32_t* fired;             // bits like `named`, written: those whose `down` row is used; or null
-    uint8_t* workspace;          // hs_neurons_bytes(), 64-aligned
-    int64_t width, num_neurons;  // D, F
-    int64_t num_tokens, max_tokens;  // T, 1 .. max_tokens; the workspace is for max_tokens
-    // of rows that all calls so far needed, see NeuronBytes
-    int64_t gate_bytes, up_bytes, down_bytes;
-    HsGate gate;
-};
-
-// The experts of a layer that are stored here, for T tokens: the CPU's part of a divided layer.
-struct HsChosen {
-    HsExperts experts;
-    const float* x;                  // [T, D]
-    const float* routed;             // [T, 2 K] the chosen experts, as numbers, and their weights
-    float* y;                        // [T, D], written
-    uint8_t* workspace;              // hs_chosen_bytes(), 64-aligned
-    int64_t width, num_used;         // D, K
-    int64_t num_tokens, max_tokens;  // T, 1 .. max_tokens; the workspace is for max_tokens
+    const HsExperts* experts;  // in place of `block`, or null
+    const float* x;            // [T, D]
+    const uint32_t* named;     // [T, F / 32 rounded up] one bit per neuron of the layer, or null: all
+    const float* routed;       // of experts: [T, 2 K] the chosen ones, as numbers, and their weights
+    float* y;                  // [T, D], written
+    uint32_t* fired;           // bits like `named`, written: those whose `down` row is used; or null
+    uint8_t* workspace;        // hs_neurons_bytes(), 64-aligned
+    int64_t width, num_neurons, num_used;  // D, F, K
+    int64_t num_tokens, max_tokens;        // T, 1 .. max_tokens; the workspace is for max_tokens
     // of rows that all calls so far needed, see NeuronBytes
     int64_t gate_bytes, up_bytes, down_bytes;
     HsGate gate;
@@ -273,14 +261,10 @@ int32_t hs_step(HsStep* step, const HsRow* row, int64_t count, float* logits);
 // Runs a part; `data` is a HsPart*, as in the signature of a CUDA graph's host function. Does not
 // check the rows.
 void hs_part(void* data);
-// The workspace bytes of a block, or -1 if sizes, kinds or pointers are inconsistent.
+// The workspace bytes of neurons or experts, or -1 if sizes, kinds or pointers are inconsistent.
 int64_t hs_neurons_bytes(const HsNeurons* neurons);
-// y = the output of the predicted neurons (all, if `named` is null). `data` is a HsNeurons*, as in the
-// signature of a CUDA graph's host function. Does not check its arguments.
+// y = the output of the predicted neurons (all, if `named` is null), or the weighted sum of those of the chosen
+// experts that are stored. `data` is a HsNeurons*, as in the signature of a CUDA graph's host function. Does not
+// check its arguments.
 void hs_neurons(void* data);
-// The workspace bytes of experts, or -1 if sizes, kinds or pointers are inconsistent.
-int64_t hs_chosen_bytes(const HsChosen* chosen);
-// y = the weighted sum of the outputs of the chosen experts that are stored. `data` is a HsChosen*, as in
-// the signature of a CUDA graph's host function. Does not check its arguments.
-void hs_chosen(void* data);
 }

@@ -9,10 +9,9 @@ is feed_forward.py.
 Letters: T tokens, D model width, F neurons of the layer, N of the block, W words of F bits, K
 experts of a token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, addressof, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,18 +101,8 @@ def feed_forward_struct(
 class NeuronsStruct(Structure):
     _fields_ = [
         ("block", BlockStruct),
-        *members(c_void_p, "x named y fired workspace"),
-        *members(c_int64, "width num_neurons num_tokens max_tokens"),
-        *members(c_int64, "gate_bytes up_bytes down_bytes"),
-        ("gate", GateStruct),
-    ]
-
-
-class ChosenStruct(Structure):
-    _fields_ = [
-        ("experts", ExpertsStruct),
-        *members(c_void_p, "x routed y workspace"),
-        *members(c_int64, "width num_used num_tokens max_tokens"),
+        *members(c_void_p, "experts x named routed y fired workspace"),
+        *members(c_int64, "width num_neurons num_used num_tokens max_tokens"),
         *members(c_int64, "gate_bytes up_bytes down_bytes"),
         ("gate", GateStruct),
     ]
@@ -123,23 +112,20 @@ class SharedWorkspace:
     """Scratch memory shared by blocks that never run concurrently."""
 
     def __init__(self) -> None:
-        self._structs: list[tuple[Structure, Callable[[Any], int]]] = []
+        self._structs: list[NeuronsStruct] = []
         self._kept = Structs()
 
-    def add(
-        self, struct: Structure, num_bytes: Callable[[Any], int] = library.neurons_bytes
-    ) -> None:
-        """Adds a struct with a `workspace`; `num_bytes` gives the bytes that it needs."""
-        self._structs.append((struct, num_bytes))
+    def add(self, struct: NeuronsStruct) -> None:
+        self._structs.append(struct)
 
     def allocate(self) -> None:
         """Allocates the memory; call it after the last `add`. Raises NotNative if a block is
         inconsistent."""
-        sizes = [num_bytes(struct) for struct, num_bytes in self._structs]
+        sizes = [library.neurons_bytes(struct) for struct in self._structs]
         if not sizes:
             return
         start = self._kept.workspace(max(sizes) if min(sizes) >= 0 else -1)
-        for struct, _ in self._structs:
+        for struct in self._structs:
             struct.workspace = start
 
 
@@ -150,7 +136,7 @@ class NativeNeurons:
     the number of their rows in use. `struct` also counts the bytes of the rows needed in all calls
     so far; a row counts once per call."""
 
-    struct: NeuronsStruct | ChosenStruct
+    struct: NeuronsStruct
     node: HostNode
     x_D: Tensor
     y_D: Tensor
@@ -159,22 +145,23 @@ class NativeNeurons:
     @classmethod
     def of(
         cls,
-        block: NeuronBlock,
+        block: UnitBlock,
         gate: Gate,
-        num_neurons: int,
+        count: int,
         *,
         x_D: Tensor | None = None,
         named_W: Tensor | None = None,
         is_named: bool = False,
+        routed: Tensor | None = None,
         y_D: Tensor | None = None,
         room: SharedWorkspace | None = None,
         fired_W: Tensor | None = None,
     ) -> "NativeNeurons":
-        """Prepares a call. `num_neurons` is the layer's F. `named_W`: the bits of the neurons that
-        are computed; None: all, or, if the neurons are named, bits that are allocated, as are `x_D`
-        and `y_D` if not given. `fired_W`: int32, takes the bits of the neurons whose row of `down`
-        is used. Raises NotNative if the kernels do not support the block, and ImportError if they
-        are not built.
+        """Prepares a call. `count` is the layer's F, or of experts K. `named_W`: the bits of the
+        neurons that are computed; None: all, or, if the neurons are named, bits that are allocated,
+        as are `x_D` and `y_D` if not given. `routed`, of experts: begins with the rows [2 K] of the
+        layer. `fired_W`: int32, takes the bits of the neurons whose row of `down` is used. Raises
+        NotNative if the kernels do not support the block, and ImportError if they are not built.
 
         With a `room`, the call can run only after `room.allocate()`, which then checks the block's
         sizes and that the kernels are built."""
@@ -182,14 +169,23 @@ class NativeNeurons:
         x_D = torch.zeros(block.width) if x_D is None else x_D
         y_D = torch.zeros(block.width) if y_D is None else y_D
         if is_named and named_W is None:
-            named_W = torch.zeros(-(-num_neurons // 32), dtype=torch.int32)
+            named_W = torch.zeros(-(-count // 32), dtype=torch.int32)
         struct = NeuronsStruct(
-            block=block_struct(structs, block),
+            x=x_D.data_ptr(),
             named=None if named_W is None else named_W.data_ptr(),
+            routed=None if routed is None else routed.data_ptr(),
+            y=y_D.data_ptr(),
             fired=None if fired_W is None else fired_W.data_ptr(),
-            num_neurons=num_neurons,
-            **_common(block, gate, x_D, y_D),
+            width=block.width,
+            num_tokens=1,
+            max_tokens=1 if x_D.dim() == 1 else min(MAX_ROWS, len(x_D)),
+            gate=gate.struct,
         )
+        if isinstance(block, ExpertBlock):
+            struct.experts = structs.address(_experts_struct(structs, block))
+            struct.num_used = count
+        else:
+            struct.block, struct.num_neurons = block_struct(structs, block), count
         if room is None:
             struct.workspace = structs.workspace(library.neurons_bytes(struct))
         else:
@@ -197,49 +193,8 @@ class NativeNeurons:
         node = HostNode(
             function=library.address_of("hs_neurons"),
             argument=addressof(struct),
-            reads=(x_D,) if named_W is None else (x_D, named_W),
+            reads=tuple(each for each in (x_D, named_W, routed) if each is not None),
             writes=(y_D,) if fired_W is None else (y_D, fired_W),
             kept=(struct, *structs.kept, room),
         )
         return cls(struct=struct, node=node, x_D=x_D, y_D=y_D, named_W=named_W)
-
-    @classmethod
-    def of_experts(
-        cls,
-        block: ExpertBlock,
-        gate: Gate,
-        num_used: int,
-        x_D: Tensor,
-        routed: Tensor,
-        y_D: Tensor,
-        room: SharedWorkspace,
-    ) -> "NativeNeurons":
-        """Prepares a call for the chosen experts. `routed` begins with the rows [2 K] of the layer;
-        otherwise as `of`."""
-        structs = Structs()
-        struct = ChosenStruct(
-            experts=_experts_struct(structs, block),
-            routed=routed.data_ptr(),
-            num_used=num_used,
-            **_common(block, gate, x_D, y_D),
-        )
-        room.add(struct, library.chosen_bytes)
-        node = HostNode(
-            function=library.address_of("hs_chosen"),
-            argument=addressof(struct),
-            reads=(x_D, routed),
-            writes=(y_D,),
-            kept=(struct, *structs.kept, room),
-        )
-        return cls(struct=struct, node=node, x_D=x_D, y_D=y_D)
-
-
-def _common(block: UnitBlock, gate: Gate, x_D: Tensor, y_D: Tensor) -> dict[str, Any]:
-    return {
-        "x": x_D.data_ptr(),
-        "y": y_D.data_ptr(),
-        "width": block.width,
-        "num_tokens": 1,
-        "max_tokens": 1 if x_D.dim() == 1 else min(MAX_ROWS, len(x_D)),
-        "gate": gate.struct,
-    }
