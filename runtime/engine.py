@@ -264,14 +264,9 @@ class Engine:
         numbers = {"temperature": temperature, "seed": seed}
         given = {name: value for name, value in numbers.items() if value is not None}
         sampling = replace(sampling, **given) if sampling else self.sampling_with(given)  # type: ignore[arg-type]
-        generation_of = self._generation_of(
-            prompt,
-            sampling,
-            options or GenerationOptions(max_tokens=max_tokens),
-            constraint,
-            drafts,
-        )
-        return self._generate(generation_of, sequence)
+        options = options or GenerationOptions(max_tokens=max_tokens)
+        made = self._generation_of(prompt, sampling, options, constraint, drafts)
+        return self._generate(made, sequence)
 
     def _generation_of(
         self,

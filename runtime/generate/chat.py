@@ -123,16 +123,8 @@ class Conversation:
         mask: Mask | None = None
         if self._new_mask is not None:
             mask = answer_mask(self._new_mask(), self._format, self._codec, rendered)
-        generation = Generation(
-            self._sequence,
-            ids,
-            self._codec,
-            self._chain,
-            self._generation,
-            self._traffic,
-            mask,
-            self._drafts,
-        )
+        given = self._codec, self._chain, self._generation, self._traffic, mask, self._drafts
+        generation = Generation(self._sequence, ids, *given)
         self.run = generation.run
         reader = AnswerReader(self._format, opened=self._format.opens_reasoning(rendered))
         said: list[AnswerPart] = []

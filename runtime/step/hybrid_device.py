@@ -45,14 +45,8 @@ from hotsplit.runtime.step.program import HOST, device_of, name_of
 from hotsplit.runtime.weights.expert_block import ExpertBlock, UnitBlock
 from hotsplit.runtime.weights.matrix import Matrix
 
-CORE = (
-    "attn_out",
-    "hot_out",
-    "cold_out",
-    "ffn_out",
-    "bias",
-    "shared_out",
-)  # the rows of all other operations
+# The rows of all operations but position-wise ones.
+CORE = ("attn_out", "hot_out", "cold_out", "ffn_out", "bias", "shared_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +163,8 @@ def _rows(layer: LayerSpec, hidden_size: int, outer: frozenset[str]) -> Mapping[
     for block in layer.position_wise:
         at, sizes = blocks.index(block), block.values(hidden_size)
         for name in block.outputs:
-            is_alone = name not in ("x", *outer) and _first_use(blocks, name) == at
+            is_used = any(name in (*read_by(b), *written_by(b)) for b in blocks[:at])
+            is_alone = name not in ("x", *outer) and not is_used
             if not is_alone or sizes[name] != hidden_size or name in block.inputs:
                 continue
             if max(at, _last_read(blocks, name)) < begin:
@@ -177,11 +172,6 @@ def _rows(layer: LayerSpec, hidden_size: int, outer: frozenset[str]) -> Mapping[
             elif at > end:
                 after.append(name)
     return {name: row for row, name in (*enumerate(before, start=1), *enumerate(after))}
-
-
-def _first_use(blocks: Sequence[Block], name: str) -> int:
-    found = (i for i, b in enumerate(blocks) if name in (*read_by(b), *written_by(b)))
-    return next(found, len(blocks))
 
 
 def _last_read(blocks: Sequence[Block], name: str) -> int:
@@ -387,29 +377,19 @@ class DeviceKernels(Launcher):
         b, layer = self.buffers, divided.layer
         assert layer.router is not None
         num_used, num_neurons = layer.router.spec.num_used, len(hot.id_F)
-        hidden_KF = b.carved(b.hidden, num_used * num_neurons).unflatten(
-            -1, (num_used, num_neurons)
-        )
-        parts_PD = b.sum_PD[1 : 1 + divided.num_parts]
-        of_neurons.launch_experts(
-            self, hot, layer.ffn.gate, self.routed(layer), x_D, hidden_KF, parts_PD
-        )
+        hidden_KF = b.carved(b.hidden, num_used * num_neurons)
+        hidden_KF = hidden_KF.unflatten(-1, (num_used, num_neurons))
+        parts_PD, gate = b.sum_PD[1 : 1 + divided.num_parts], layer.ffn.gate
+        of_neurons.launch_experts(self, hot, gate, self.routed(layer), x_D, hidden_KF, parts_PD)
 
     def shared(self, divided: DividedLayer, x_D: Tensor) -> None:
         """Writes the partial sums of a layer's shared experts to sum_PD."""
         b, shared = self.buffers, divided.layer.shared
         assert shared is not None
-        rows = divided.rows("shared_out")
+        rows, gate_room = divided.rows("shared_out"), (b.first("inner", 1), b["shared_weight"])
         hidden_F = b.carved(b.hidden, shared.block.num_units)
-        of_neurons.launch_shared(
-            self,
-            shared,
-            x_D,
-            hidden_F,
-            b.first("inner", 1),
-            b["shared_weight"],
-            b.sum_PD[rows.start : rows.stop],
-        )
+        parts_SD = b.sum_PD[rows.start : rows.stop]
+        of_neurons.launch_shared(self, shared, x_D, hidden_F, *gate_room, parts_SD)
 
     def hot(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:
         """Writes the partial sums of a layer's hot neurons to sum_PD and, if `divided` has
@@ -421,17 +401,10 @@ class DeviceKernels(Launcher):
             return
         assert hot is not None
         hidden_N, parts_SD = b.carved(b.hidden, len(hot.id_N)), b.sum_PD[1 : 1 + divided.num_parts]
-        rest = b.hidden[hidden_N.numel() :]
-        of_neurons.launch_neurons(
-            self,
-            hot,
-            ffn.gate,
-            divided.hot_id_N,
-            self.named(ffn) if are_named else None,
-            x_D,
-            hidden_N,
-            parts_SD,
-            b.carved(rest, len(hot.id_N)) if ffn.gate.needs_all else None,
-        )
+        gate_N, named_W = None, self.named(ffn) if are_named else None
+        if ffn.gate.needs_all:
+            gate_N = b.carved(b.hidden[hidden_N.numel() :], len(hot.id_N))
+        given = divided.hot_id_N, named_W, x_D, hidden_N, parts_SD, gate_N
+        of_neurons.launch_neurons(self, hot, ffn.gate, *given)
         if divided.hot_bits is not None:
             self.run(self.kernels.pack_open, hidden_N, *divided.hot_bits)

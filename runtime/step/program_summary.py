@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split, held_in
@@ -23,9 +24,12 @@ from hotsplit.costs.part_bytes import (
     placed_units,
     stored_neuron_bytes,
 )
-from hotsplit.runtime.step.forms import PlannedSides, step_form
+from hotsplit.runtime.step.forms import step_form
 from hotsplit.runtime.step.program import HOST, Op, StepForm, at, device_of, name_of, step_program
 from hotsplit.system.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.weights.neuron_block import Role
 
 
 def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] = ()) -> StepForm:
@@ -42,39 +46,39 @@ def file_form(model: ModelFile, split: Split | None, by_output: Collection[int] 
     parts_L = [_part_bytes(model, index, hot) for index, hot in enumerate(num_hot)]
     for index in by_output:
         parts_L[index]["all"] = stored_neuron_bytes(model, index)
-    return step_form(
-        model.spec,
-        _sides(model, split, num_hot),
-        layer_bytes=parts_L,
-        outer_bytes={
-            "embedding": sum(entry.row_bytes for entry in rows),
-            "head": head,
-            "output_norm": head_bytes(model) - head,
-            **{block.part(): block_read(model, block) for block in outside_of(model)},
-        },
-    )
-
-
-def _sides(model: ModelFile, split: Split | None, num_hot: list[int]) -> PlannedSides:
-    layers = model.spec.layers
-    divided = [is_cached(hot, x.neurons.num_units) for hot, x in zip(num_hot, layers, strict=True)]
-    if split is None:
-        return PlannedSides(roles_L=[("cold",)] * len(layers), is_tied=model.is_tied)
-    packs_bits = split.cache is not None
-    return PlannedSides(
-        roles_L=[
+    layers, planned = model.spec.layers, dict[str, Any]()
+    roles_L: list[tuple[Role, ...]] = [("cold",)] * len(layers)
+    if split is not None:
+        units = [x.neurons.num_units for x in layers]
+        divided = [is_cached(*pair) for pair in zip(num_hot, units, strict=True)]
+        roles_L = [
             ("hot", "cold") if is_divided else ("hot",) if hot else ("cold",)
             for hot, is_divided in zip(num_hot, divided, strict=True)
-        ],
-        homes=split.home or (0,) * (len(layers) + 1),
-        dense_on_gpu=split.dense_on_gpu,
-        head_on_gpu=split.head_on_gpu,
-        is_cache_on_host=split.kv_offload is not None,
+        ]
+        packs_bits = split.cache is not None
+        planned = {
+            "homes": split.home or (0,) * (len(layers) + 1),
+            "dense_on_gpu": split.dense_on_gpu,
+            "head_on_gpu": split.head_on_gpu,
+            "is_cache_on_host": split.kv_offload is not None,
+            "has_bits_L": [
+                packs_bits and is_divided and layer.predict is None
+                for layer, is_divided in zip(layers, divided, strict=True)
+            ],
+        }
+    outer = {block.part(): block_read(model, block) for block in outside_of(model)}
+    outer |= {
+        "embedding": sum(entry.row_bytes for entry in rows),
+        "head": head,
+        "output_norm": head_bytes(model) - head,
+    }
+    return step_form(
+        model.spec,
+        roles_L,
         is_tied=model.is_tied,
-        has_bits_L=[
-            packs_bits and is_divided and layer.predict is None
-            for layer, is_divided in zip(layers, divided, strict=True)
-        ],
+        layer_bytes=parts_L,
+        outer_bytes=outer,
+        **planned,
     )
 
 
