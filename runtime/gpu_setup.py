@@ -91,18 +91,13 @@ def memories_of(
         size = slab_bytes(
             model,
             items[number],
-            _attended(placement, context_length),
+            1 if placement.is_cache_on_host else context_length,  # which the GPU attends to
             _num_ids(model, plan, device, placement),
             max_rows,
             num_sequences,
         )
         found[device] = DeviceMemory.of(device, size, budget)
     return found
-
-
-def _attended(placement: Placement, context_length: int) -> int:
-    """The positions that a GPU's attention has buffers for; 1 if the cache is in main memory."""
-    return 1 if placement.is_cache_on_host else context_length
 
 
 def _num_ids(
@@ -204,18 +199,15 @@ def pass_setup(
         setup = _fitting(setup, weights, placement, device, rooms[device], cold[device])
     if setup.streamed and not all(setup.piece_bytes.get(device) for device in cold if cold[device]):
         notice(
-            f"a pass of {setup.num_rows} tokens leaves too little of {_bytes_of(rooms)} to stream"
-            " cold weights; the CPU computes them for prompts, too"
+            f"a pass of {setup.num_rows} tokens leaves too little of"
+            f" {format_bytes(min(rooms.values()))} to stream cold weights; the CPU computes them"
+            " for prompts, too"
         )
         setup = replace(setup, piece_bytes={}, streamed=frozenset())
     for device, memory in memories.items():
         size = room_bytes(setup, weights, placement, device)
         memory.take_arena(size)
     return replace(setup, take=lambda device: memories[device].take_for_pass())
-
-
-def _bytes_of(rooms: Mapping[torch.device, int]) -> str:
-    return format_bytes(min(rooms.values()))
 
 
 def _fitting(

@@ -108,9 +108,8 @@ class LayerCache:
         """Copies of the keys and values [T, K, X] at positions start .. end-1, as stored; bf16 as
         int16, because numpy lacks bf16."""
         block_T, place_T = self._places(sequence, start, end)
-        return _bits(self.key_BKPX)[block_T, :, place_T], _bits(self.value_BKPX)[
-            block_T, :, place_T
-        ]
+        keys, values = (_bits(kept)[block_T, :, place_T] for kept, _ in self._kept)
+        return keys, values
 
     def write(self, sequence: int, start: int, key_TKX: Tensor, value_TKX: Tensor) -> None:
         """Stores keys and values that `read` returned."""

@@ -107,9 +107,6 @@ class DeviceMemory:
         self.taken[item] = self.taken.get(item, 0) + num_bytes
         return self.slab[start : start + num_bytes].view(dtype).view(shape)
 
-    def take_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, item: str) -> Tensor:
-        return self.take(shape, dtype, item).zero_()
-
     @property
     def room_bytes(self) -> int:
         """Bytes available beside what is allocated and SMALL_BYTES; without a budget, the
@@ -148,27 +145,22 @@ class DeviceMemory:
         return take
 
     def report(self) -> MemoryReport:
-        if self.device.type != "cuda":
-            size = len(self.slab)
-            return MemoryReport(
-                device=str(self.device),
-                budget=self.budget_bytes,
-                slab=size,
-                reserved=size,
-                peak_reserved=size,
-                peak_allocated=size,
-                outside=0,
-            )
-        free, total = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device)
+        reserved = most_reserved = most_allocated = len(self.slab)
+        outside = 0
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            reserved = torch.cuda.memory_reserved(self.device)
+            most_reserved = torch.cuda.max_memory_reserved(self.device)
+            most_allocated = torch.cuda.max_memory_allocated(self.device)
+            outside = total - free - reserved
         return MemoryReport(
             device=str(self.device),
             budget=self.budget_bytes,
             slab=len(self.slab),
             reserved=reserved,
-            peak_reserved=torch.cuda.max_memory_reserved(self.device),
-            peak_allocated=torch.cuda.max_memory_allocated(self.device),
-            outside=total - free - reserved,
+            peak_reserved=most_reserved,
+            peak_allocated=most_allocated,
+            outside=outside,
         )
 
     def close(self) -> None:

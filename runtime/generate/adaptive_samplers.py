@@ -20,12 +20,6 @@ _NUM_ESTIMATED = 100  # llama.cpp's m: tokens from which mirostat_1 estimates th
 _PEAK_LOGIT, _SHARPNESS, _WIDTH = 5.0, 10.0, 0.3
 
 
-def next_mu(mu: float, probability: float, *, target: float, rate: float) -> float:
-    """mu after a token of this probability among its candidates: mu - rate * (surprise -
-    target)."""
-    return mu - rate * (-math.log2(probability) - target)
-
-
 def mirostat_1(candidates: Candidates, mu: float, vocab_size: int) -> Candidates:
     """The k most probable tokens, for k such that a Zipf distribution with the estimated exponent s
     would have surprise mu: k = (e * 2 ** mu / (1 - V ** -e)) ** (1 / s), e = s - 1."""

@@ -38,7 +38,9 @@ def translated(kind: Kind, text: str) -> tuple[Literal["lark", "regex"], str]:
         rules = [_json_rule(name, json.dumps(part)) for name, part in parts["schemas"].items()]
         return "lark", "".join([parts["grammar"], *rules])
     if kind == "GBNF grammar":
-        return _of_gbnf(text)
+        grammar = gbnf_parser.parse(text)
+        regex = gbnf.as_regex(grammar)
+        return ("lark", gbnf.as_lark(grammar)) if regex is None else ("regex", regex)
     if kind == "Lark grammar" and "%json" in text:  # its keywords would not be checked
         raise HotsplitError("Lark grammar: %json is not supported; give --json-schema instead")
     return ("regex" if kind == "regex" else "lark"), text
@@ -54,12 +56,6 @@ def _json_rule(name: str, text: str) -> str:
         "json_allowed_escapes": _ESCAPES,
     }
     return f"{name}: %json {json.dumps(schema | {'x-guidance': options})}\n"
-
-
-def _of_gbnf(text: str) -> tuple[Literal["lark", "regex"], str]:
-    rules = gbnf_parser.parse(text)
-    regex = gbnf.as_regex(rules)
-    return ("lark", gbnf.as_lark(rules)) if regex is None else ("regex", regex)
 
 
 def unenforced(kind: Kind, text: str, warnings: Sequence[str]) -> str | None:

@@ -6,6 +6,7 @@ remaining candidates. Drawing and accepting a token change state, `distribution`
 updates Mirostat's mu and adaptive-p's mean, and draws the random number that decides whether XTC
 applies to the next token."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -98,12 +99,8 @@ class SamplerChain:
         if "xtc" in self.steps:
             self._coin = self._random.random()
         if self.options.mirostat:
-            self._mu = adaptive_samplers.next_mu(
-                self._mu,
-                candidates.probability_of(token_id),
-                target=self.options.mirostat_ent,
-                rate=self.options.mirostat_lr,
-            )
+            surprise = -math.log2(candidates.probability_of(token_id))
+            self._mu -= self.options.mirostat_lr * (surprise - self.options.mirostat_ent)
         if candidates.origin is not None:
             self._drawn = self._drawn.after(candidates.origin.probability_of(token_id))
 

@@ -61,10 +61,6 @@ class Observers:
     def __init__(self) -> None:
         self.active: list[Observation] = []
 
-    @property
-    def has_torch_routers(self) -> bool:
-        return any(observation.routes_in_torch for observation in self.active)
-
     def add(
         self, observe: Observe, wants: Wants | None, *, routes_in_torch: bool = False
     ) -> Observation:

@@ -140,7 +140,7 @@ class NativeLayers:
             is_wanted = name in wanted and name in own.widths
             setattr(self.step, place, self.seen[name].data_ptr() if is_wanted else None)
         stops = {own.values[name][0] for name in wanted if name in own.values} | {own.end}
-        route = own.route if observers.has_torch_routers else None
+        route = own.route if any(each.routes_in_torch for each in observers.active) else None
         begin = own.begin
         for stop in sorted(stops if route is None else stops | {route[0]}):
             self._run(begin, stop)

@@ -10,7 +10,6 @@ experts, G tiles of pairs, A some experts."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -35,6 +34,7 @@ from hotsplit.runtime.ops.neurons import gpu as of_neurons
 from hotsplit.runtime.ops.neurons.native import NativeNeurons
 from hotsplit.runtime.prefill.cold_stream import ColdStream
 from hotsplit.runtime.prefill.expert_stream import ExpertStream
+from hotsplit.runtime.step.backend import allocated
 from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer, Take
 from hotsplit.runtime.step.program import Op
 from hotsplit.runtime.weights.expert_block import ExpertBlock
@@ -147,7 +147,7 @@ class PassSetup:
     which copy to two buffers; `take`: allocates a GPU's memory."""
 
     num_rows: int = 0
-    take: Callable[[torch.device], Take] = lambda device: partial(_zeros, device)
+    take: Callable[[torch.device], Take] = allocated
     piece_bytes: Mapping[torch.device, int] = field(default_factory=dict)
     streamed: Collection[int] = ()
     streams: Callable[..., Mapping[int, ColdStream | ExpertStream]] = lambda *_: {}
@@ -179,10 +179,6 @@ def _part_of(layer: Layer, is_streamed: bool) -> LayerPart:
     hot, _ = by_role(blocks)
     is_by_output = blocks[0].is_by_output or bool(shared and shared.block.is_by_output)
     return LayerPart(layer.spec, 0 if hot is None else hot.num_units, is_streamed, is_by_output)
-
-
-def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,10 @@ class _LayerWriter:
     def block(self, block: SpecBlock) -> Iterator[Op]:
         match block:
             case Norm():
-                yield from self._summed(block.reads)
                 read, written = self._value(block.reads), self._value(block.writes)
+                terms = self.terms.pop(block.reads, ())
+                if len(terms) > 1:  # values that neurons have left, read as one
+                    yield self._op("add", terms, [read])
                 yield self._op("norm", [read], [written], block.name)
             case Attention():
                 yield from self._attention(block)
@@ -154,8 +156,9 @@ class _LayerWriter:
             case Neurons():
                 yield from self._neurons(block)
             case Add():
-                terms = [part for term in block.terms for part in self._terms_of(term)]
-                op = self._op("add", terms, [self._value(block.writes)])
+                left = (self.terms.get(term) or (self._value(term),) for term in block.terms)
+                parts = [part for term in left for part in term]
+                op = self._op("add", parts, [self._value(block.writes)])
                 yield replace(op, factors=block.factors)
             case BlockOp():
                 names = block.inputs, block.outputs
@@ -168,15 +171,6 @@ class _LayerWriter:
     def _value(self, name: str) -> str:
         """The value of this layer that the spec calls by this name."""
         return ffn_in(self.index) if name == "ffn_in" else name
-
-    def _terms_of(self, name: str) -> tuple[str, ...]:
-        return self.terms.get(name) or (self._value(name),)
-
-    def _summed(self, name: str) -> Iterator[Op]:
-        """The sum of the values that neurons have left, if a block reads it as one value."""
-        terms = self.terms.pop(name, ())
-        if len(terms) > 1:
-            yield self._op("add", terms, [self._value(name)])
 
     def _op(
         self,
@@ -363,18 +357,13 @@ class _StepWriter:
         if source == target:
             return
         carried = [self.x]
-        if layer and self._needs_input_of_previous(target, layer):
-            carried.append(ffn_in(layer - 1))
+        predict = self.form.spec.layers[layer].predict if layer else None
+        if layer and predict is not None and predict.input_layer_offset:
+            sides = {device for _, device in self.form.places[layer - 1].blocks}
+            # For neurons of that layer on `target`, it is there already.
+            carried += [ffn_in(layer - 1)] * (target not in sides)
         for name in carried:
             self._copy(name, source, target, source if target == HOST else target, None)
-
-    def _needs_input_of_previous(self, target: str, layer: int) -> bool:
-        """True if a predictor on `target` reads the previous layer's feed-forward input, and no
-        neurons of that layer are on `target`, for which the input would be there already."""
-        predict = self.form.spec.layers[layer].predict
-        if predict is None or not predict.input_layer_offset:
-            return False
-        return all(device != target for _, device in self.form.places[layer - 1].blocks)
 
     def _copy(self, name: str, source: str, target: str, home: str, layer: int | None) -> None:
         reads, writes = (at(name, source),), (at(name, target),)

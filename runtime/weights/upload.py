@@ -85,7 +85,7 @@ class Uploader:
         return id_N
 
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.memory.take_zeros(shape, dtype, "kv_cache")
+        return self.memory.take(shape, dtype, "kv_cache").zero_()
 
     def finish(self) -> None:
         """Waits until all copies are done, and frees the buffers."""
