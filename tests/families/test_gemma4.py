@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_config, random_model, save_tokenizer
-from fake_cuda import library as fake_library
-from hybrid_plans import random_plan, stepped
+from hybrid_plans import stepped
 from models import make_machine
 from reference import rel_error
-from test_fake_step import checked_cuda, on_the_cpu, on_the_device
 from test_families import CASES, GATED, GEMMA4, IDS, MQA, converted, transformers_logits
 from test_hybrid_step import assert_same_in_any_order, hybrid, logged, steps
 from test_runtime import make_split
@@ -28,8 +26,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.model.spec import Add
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.runtime.step.batch import rows_of
-from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.inputs import Inputs, load_inputs
 from hotsplit.solver.mode_choice import find, obvious_plans
@@ -55,12 +51,6 @@ def made(tmp_path, config=CASES["gemma4"], **options) -> ModelFile:
     return ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32", **options))
 
 
-def planned(tmp_path, model, seed, **options):
-    split = random_plan(model, seed, **options)
-    split.save(tmp_path / "s.gguf")
-    return split
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return made(tmp_path_factory.mktemp("gemma4"))
@@ -70,17 +60,6 @@ def model(tmp_path_factory):
 def want(model):
     with Engine.load(model.path, mode="dense") as engine:
         return engine.logits(IDS)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_plans_give_the_logits_of_the_undivided_model(tmp_path, model, want, seed):
-    split = planned(tmp_path, model, seed)
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="dense") as engine:
-        assert rel_error(steps(hybrid(engine, split), IDS), want) < BOUND
-        rows = hybrid(engine, split, max_rows=4)
-        assert rel_error(rows.run_rows(rows_of(IDS[:4], 0, "all")), want[:4]) < BOUND
-        if seed == 0:
-            assert_same_in_any_order(engine, split, IDS[:3])
 
 
 def on_the_gpu(tmp_path, model, **options):
@@ -304,21 +283,3 @@ def test_what_is_not_computed_is_refused_with_its_key(words):
     with pytest.raises(HotsplitError, match=words) as caught:
         read_blueprint(Path("config.json"), config | REFUSED[words], 331)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow  # fake devices take some seconds
-@pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
-def test_layers_share_keys_on_a_fake_device(tmp_path, shared):
-    """A captured step, and a prompt."""
-    split = plan_of(tmp_path, shared, [False, True, False, True, True])
-    workspace = workspace_bytes(shared, split.context_length, "dense", gpu_budget_bytes=64 << 20)
-    gpu, cpu = ({**each, "workspace": workspace} for each in (split.gpu_bytes, split.cpu_bytes))
-    budget = sum(gpu.values())
-    split = dataclasses.replace(split, gpu_bytes=gpu, cpu_bytes=cpu, vram_budget_bytes=budget)
-    split.save(tmp_path / "s.gguf")
-    want = on_the_cpu(shared.path, "dense")
-    with checked_cuda(num_devices=1) as cuda:
-        got = on_the_device(shared.path, tmp_path / "s.gguf", "dense")
-        assert cuda.num_graphs >= 1
-    for mine, right in zip(got, want, strict=True):
-        assert rel_error(mine, right) < BOUND

@@ -9,8 +9,6 @@ import pytest
 import torch
 from models import changed, differing_spec, family_spec, make_model, make_sizes
 from reference import logits_ref, rel_error
-from test_hybrid_step import hybrid
-from test_runtime import make_split
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
@@ -163,32 +161,6 @@ def test_sequences_and_drafts_in_blocks(model, want):
 
 
 # ---- hybrid steps ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_layers_that_differ_in_a_hybrid_step(mode, num_rows):
-    """Some layers are divided, some are on the "GPU", which computes in float64, some on the
-    CPU."""
-    sizes = make_sizes(num_layers=6, num_neurons=96, context_length=64)
-    model = make_model(spec=differing_spec(sizes, window=9), predictor_rank=8)
-    model = replace(model, threshold_L=(0.02,) * 6)
-    hot = [
-        np.arange(3, 40),
-        np.arange(64),
-        np.arange(0),
-        np.arange(5, 60),
-        np.arange(9),
-        np.arange(0),
-    ]
-    split = make_split(model, hot, dense_on_gpu=[1, 1, 1, 1, 0, 0], context_length=64)
-    with Engine.of(model, split, mode=mode) as engine:
-        step = hybrid(engine, split, max_rows=num_rows)
-        got = []
-        for start in range(0, 40, num_rows):
-            rows = rows_of(IDS[start : start + num_rows], start, "all")
-            got.append(step.run_rows(rows).clone())
-        assert rel_error(torch.cat(got), stepped(engine, IDS[:40])) < 2e-3  # the cache is in f16
 
 
 # ---- what is refused -------------------------------------------------------------------------

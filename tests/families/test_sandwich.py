@@ -6,18 +6,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hybrid_plans import PLANS, SOME, F, L, split_of
+from hybrid_plans import SOME, F, L, split_of
 from models import family_model, make_sizes
 from reference import logits_ref, rel_error
-from test_hybrid_step import (
-    assert_as_undivided,
-    assert_priced,
-    assert_same_in_any_order,
-    hybrid,
-    loaded,
-    log_of,
-    steps,
-)
+from test_hybrid_step import assert_priced, assert_same_in_any_order, hybrid, loaded, log_of, steps
 from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
@@ -63,13 +55,6 @@ def test_the_comparison_rejects_other_models(mutant):
         assert rel_error(engine.logits(IDS), logits_ref(model, IDS)) > 0.05
 
 
-@pytest.mark.parametrize("family", FAMILY)
-@pytest.mark.parametrize("plan", PLANS)
-def test_hybrid_steps_agree_with_the_undivided_model(family, plan):
-    model = made(family, offset=1)
-    assert_as_undivided(model, split_of(model, plan))
-
-
 @pytest.mark.parametrize("plan", ["mixed", "every kind of layer", "attention on the CPU"])
 @pytest.mark.parametrize("family", FAMILY)
 def test_steps_of_several_rows(plan, family):
@@ -77,11 +62,6 @@ def test_steps_of_several_rows(plan, family):
     with loaded(model, split := split_of(model, plan), "exact") as engine:
         got = hybrid(engine, split, max_rows=4).run_rows(rows_of(IDS, 0, "all"))
     assert rel_error(got, logits_ref(model, IDS)) < BOUNDS["f32"]
-
-
-def test_the_tied_embedding_is_scaled_on_the_gpu():
-    model = made("sandwich with biases", is_tied=True)
-    assert_as_undivided(model, split_of(model, "all on the GPU"), "exact")
 
 
 def test_a_hybrid_step_of_tritons_kernels(several_rows):

@@ -295,12 +295,6 @@ def card(monkeypatch):
 GPU = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("budget", [(8 << 30) + 12345, 1234567891, (24 << 30) - 1, 24 << 30])
-def test_the_allocator_may_reserve_the_budget_and_not_a_byte_more(card, budget):
-    device_memory.limit(GPU, budget)
-    assert budget - 1 <= card.limit <= budget
-
-
 def living(budget):
     memory = DeviceMemory(GPU, torch.empty(0, dtype=torch.uint8), budget)
     device_memory._living.add(memory)
@@ -404,13 +398,6 @@ def test_a_slab_that_does_not_fit_leaves_no_limit_behind(card, monkeypatch):
     with pytest.raises(HotsplitError, match="cuda:0: 8.00 GiB wanted, 20.00 GiB of 24.00 GiB free"):
         DeviceMemory.of(GPU, 8 << 30, 9 << 30)
     assert card.limit == card.total and not device_memory._living
-
-
-def test_without_a_gpu_there_is_nothing_to_set_up():
-    model = make_model()
-    placement = Placement.on_one_device(2, CPU)
-    assert gpu_setup.memories_of(model, None, placement, {}, 32, print) == {}
-    assert gpu_setup.step_takes({}) is None
 
 
 # ---- what a pass takes --------------------------------------------------------------------------
