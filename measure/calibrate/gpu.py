@@ -96,11 +96,11 @@ def chosen_rows(
         for run in runs:
             run()
 
-    graph = _captured(run_all, 1)
+    replay = _captured(run_all, 1)
     starts_s = 2 * len(runs) * card.launch_s
 
     def seconds() -> float:
-        taken = event_seconds(graph.replay)
+        taken = event_seconds(replay)
         return max(taken - starts_s, taken / 2)
 
     return run_rounds([Probe(name="chosen", seconds=seconds, num_bytes=num_bytes)], 1.0)["chosen"]
@@ -149,19 +149,22 @@ def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
             seconds=lambda: seconds_of(lambda: _waited(lambda: into.copy_(pageable))),
             num_bytes=into.nbytes,
         ),
-        Probe(name="copy", seconds=lambda: event_seconds(copies.replay) / NUM_NODES),
-        Probe(name="launch", seconds=lambda: event_seconds(launches.replay) / NUM_NODES),
+        Probe(name="copy", seconds=lambda: event_seconds(copies) / NUM_NODES),
+        Probe(name="launch", seconds=lambda: event_seconds(launches) / NUM_NODES),
     ]
 
 
-def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
+def _captured(run: Callable[[], object], count: int) -> Callable[[], None]:
+    """A function that replays a graph of so many runs. It keeps `run`, and with it the memory that
+    the graph refers to."""
     _waited(run)  # loads the kernels' code, which may fail inside a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
             run()
     _waited(graph.replay)  # the first launch uploads the graph
-    return graph
+    kept = graph, run
+    return lambda: kept[0].replay()
 
 
 def event_seconds(run: Callable[[], object]) -> float:

@@ -2,6 +2,7 @@
 they call the fake runtime as those call CUDA."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_size_t
@@ -239,6 +240,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._owner.current_stream()
+        self._recorded_s = time.perf_counter()
         with self._owner.on_device(stream.device.index):
             if self._handle is None:
                 self._handle = library.made("cudaEventCreateWithFlags", 2)
@@ -254,6 +256,11 @@ class Event:
     def query(self) -> bool:
         status = library.load().cudaEventQuery(self._made())
         return status != library.NOT_READY
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds between the calls that recorded them: work has no times here."""
+        assert self.query() and end.query()
+        return 1e3 * (end._recorded_s - self._recorded_s)
 
     def _made(self) -> int:
         """The handle. torch returns at once from waiting for an event that was never recorded; here

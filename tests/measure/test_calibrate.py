@@ -1,15 +1,13 @@
 """What calibrate measures, its warnings, and the file it writes."""
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_cuda import library as fake_library
+from fake_cuda.torch_cuda import fake_cuda
 from models import make_machine
 
 from hotsplit.artifacts.data_sheets import load_machine
@@ -24,7 +22,6 @@ from hotsplit.measure.calibrate.step_costs import Shape
 from hotsplit.measure.timing.interleave import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds, take_turns
 from hotsplit.model.weight_types import NAMES
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.tiled import TILED_KIND
 from hotsplit.runtime.weights.matrix import Matrix
 
@@ -270,64 +267,17 @@ def test_the_figures_of_a_gpu_are_plausible():
     assert gpu.chosen_rows_gb_per_s.median < gpu.bandwidth_gb_per_s.best
 
 
-class FakeCuda:
-    """torch.cuda's names on the CPU: captured work runs once, at capture, and replay only checks
-    that there was one capture; events read the clock."""
-
-    def __init__(self) -> None:
-        self.device_count = lambda: 1
-        self.get_device_properties = lambda device: SimpleNamespace(name="fake GPU")
-        self.mem_get_info = lambda device: (64 << 20, 128 << 20)
-        self.synchronize = lambda: None
-        self.empty_cache = lambda: None
-        self.Event, self.CUDAGraph = FakeEvent, FakeGraph
-
-    @contextmanager
-    def device(self, device) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def graph(self, graph) -> Iterator[None]:
-        graph.num_captures += 1
-        yield
-
-
-class FakeEvent:
-    def __init__(self, enable_timing=False) -> None:
-        self.enable_timing = enable_timing
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def query(self) -> bool:
-        return self.at > 0
-
-    def elapsed_time(self, end: "FakeEvent") -> float:
-        assert self.enable_timing and end.enable_timing
-        return 1e3 * (end.at - self.at)
-
-
-class FakeGraph:
-    num_captures = 0
-
-    def replay(self) -> None:
-        assert self.num_captures == 1, "replayed before it was captured, or captured twice"
-
-
+@pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
 def test_a_rehearsal_of_the_gpu_measurements_without_one(monkeypatch):
     """Runs the whole measurement; its figures are meaningless."""
-    fake, device = FakeCuda(), torch.device
-    monkeypatch.setattr(calibrate_gpu.torch, "cuda", fake)
-    monkeypatch.setattr(calibrate_gpu.torch, "device", lambda *a: device("cpu"))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(calibrate_gpu, "triton_kernels", reference_kernels)
     # Both sides are on the CPU, so a bandwidth is not needed to fit the rest.
     small = Shape(num_layers=4, hidden_size=64, num_neurons=128, vocab_size=100, head_dim=32)
     monkeypatch.setattr(calibrate_gpu.step_costs, "NARROW", small)
     monkeypatch.setattr(calibrate_gpu.step_costs, "SMALLER", replace(small, hidden_size=128))
     timings: list[float] = []
-    gpu = calibrate_gpu.measure_gpu(0, 0.1, make_machine().costs, 1 << 30, timings.append)
-    assert (gpu.name, gpu.source) == ("fake GPU", "measured")
+    with fake_cuda():
+        gpu = calibrate_gpu.measure_gpu(0, 0.1, make_machine().costs, 1 << 30, timings.append)
+    assert gpu.source == "measured"
     assert len(gpu.figures) == 10
     assert all(figure.rounds >= MIN_ROUNDS for figure in gpu.figures.values())
     assert len(timings) >= (5 + 2 * 6) * (MIN_ROUNDS + 1)
