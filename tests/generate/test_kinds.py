@@ -83,10 +83,6 @@ LINES = [
     (ChatOptions, {"variables": [1]}, "variables is [1], wanted a dict"),
     (Engine.load, {"model": 7}, "model is 7, wanted a string or a Path"),
     (
-        *(GenerationOptions, {"num_logprobs": "3"}),
-        "num_logprobs is '3', wanted a whole number from 0 to 1000",
-    ),
-    (
         *(EngineConfig, {"neuron_cache": "on"}),
         "neuron_cache is 'on', wanted an object of class CacheOptions or 'off'",
     ),
@@ -97,10 +93,6 @@ LINES = [
     (
         *(Speculation, {"drafter": NgramDrafter(), "options": {}}),
         "options is {}, wanted an object of class SpeculationOptions",
-    ),
-    (
-        *(Engine.load, {"model": "m.gguf", "context_length": "4096"}),
-        "context_length is '4096', wanted a whole number",
     ),
     (
         *(EngineConfig, {"mode": f"{'x' * 99}\n"}),

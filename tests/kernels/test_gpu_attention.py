@@ -319,8 +319,8 @@ def test_attend(kernels, position, options):
     assert_attention(kernels, position, **options)
 
 
-@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 127, 128, 129, 199, 200, 1000])
-@pytest.mark.parametrize("position", [0, 1, 63, 64, 128, 199])
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 129, 199, 1000])
+@pytest.mark.parametrize("position", [0, 64, 128, 199])
 def test_attend_within_a_window(kernels, position, window):
     assert_attention(kernels, position, window=window)
 

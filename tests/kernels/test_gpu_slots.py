@@ -7,7 +7,7 @@ import torch
 from gpu_matrices import CODED_KINDS, KINDS, REFERENCE, block_width, device, make_matrix
 
 from hotsplit.runtime.device.bits import unpack_bits
-from hotsplit.runtime.kernels.planar import FILE_KIND, FORMS, PLANAR_KIND, form_of, from_planar
+from hotsplit.runtime.kernels.planar import FILE_KIND, FORMS, form_of, from_planar
 
 
 def scattered(kernels, rows, slots, target, form):
@@ -78,12 +78,6 @@ def test_bits_of_open_neurons(kernels, num_neurons):
         open_W = torch.full((-(-num_neurons // 32),), -1, dtype=torch.int32, device=place)
         which.pack_open(hidden_N.to(place), slot_F.to(place), open_W)
         assert torch.equal(unpack_bits(open_W.cpu()), want)
-
-
-def test_the_kernel_supports_only_these_forms():
-    assert ("", *PLANAR_KIND) == FORMS
-    with pytest.raises(ValueError):  # no form turns K-quants into floats
-        form_of("q4_k", "f16")
 
 
 @pytest.mark.parametrize("wrong", ["form", "slot"])

@@ -2,7 +2,6 @@
 
 A message is a JSON object and a zero byte; pipes need neither a port nor a websocket library."""
 
-import base64
 import fcntl
 import json
 import os
@@ -146,9 +145,6 @@ class Browser:
         """Sets media features, for example `prefers_color_scheme="dark"`."""
         pairs = [{"name": k.replace("_", "-"), "value": v} for k, v in features.items()]
         self.call("Emulation.setEmulatedMedia", features=pairs)
-
-    def screenshot(self) -> bytes:
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._last_id += 1

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import Served, leave
+from serving import Served
 
 from hotsplit.cli import main
 from hotsplit.runtime.engine import Engine
@@ -120,25 +120,6 @@ def test_a_model_loaded_only_after_the_port_is_closed_ends_quietly(model, caplog
     config = ServeConfig(model=model, port=port, parallel=1, kept=1)
     Server(config, 2, open_engine, lambda *_: is_ready.append(True)).run()
     assert not is_ready and not [each for each in caplog.records if each.name == "asyncio"]
-
-
-@pytest.mark.slow
-def test_a_thousand_requests_leak_neither_files_nor_memory(model):
-    with Served(model, "-np", "4") as served:
-        pid = served.process.pid
-        for number in range(1000):
-            body = {"prompt": [number % 4000 + 1], "max_tokens": 3}
-            if number % 5 == 0:
-                leave(served, {**body, "max_tokens": 100, "stream": True})
-            else:
-                assert served.ask("/v1/completions", body)[0] == 200
-            if number in (300, 999):
-                served.until(lambda: served.metric("hotsplit_running") == 0)
-                files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-                memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-                if number == 300:
-                    before = files, memory
-        assert files <= before[0] + 3 and memory < before[1] + (32 << 20)
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(capsys):

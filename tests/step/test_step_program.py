@@ -52,7 +52,7 @@ ORDERS = {
     "falcon, two norms": "attn_norm attn_norm_2 attention add predict neurons add",
     "falcon, one after the other": PRE_NORM,
 }
-QUICK = ("llama with biases", "opt, norms after", "falcon, two norms", "sandwich with biases")
+REORDERED = ("llama with biases", "opt, norms after", "falcon, two norms", "sandwich with biases")
 
 
 def files(tmp_path, family, plan, predictor_rank=8):
@@ -95,13 +95,10 @@ def loaded(tmp_path, request):
     yield from replayed(tmp_path, *request.param)
 
 
-CASES = [(family, plan) for family in FAMILIES for plan in PLANS]
-marked = [
-    case if case[0] in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES
-]
+CASES = [(family, plan) for family in REORDERED for plan in PLANS]
 
 
-@pytest.mark.parametrize("loaded", marked, indirect=True)
+@pytest.mark.parametrize("loaded", CASES, indirect=True)
 def test_any_order_that_the_declared_edges_allow_gives_the_same_bits(loaded):
     replay, want = loaded
     orders = {tuple(replay.order(seed, replay.edges)) for seed in range(50)}
@@ -110,7 +107,7 @@ def test_any_order_that_the_declared_edges_allow_gives_the_same_bits(loaded):
     assert len(orders) > 15 or "copy" not in {op.name for op in replay.operations}
 
 
-@pytest.mark.parametrize("loaded", marked, indirect=True)
+@pytest.mark.parametrize("loaded", CASES, indirect=True)
 def test_a_read_or_write_that_is_not_declared_is_found(loaded):
     """Each is left out in turn. One whose order follows from the other declarations cannot be
     found."""

@@ -165,14 +165,3 @@ def test_random_grammars_accept_the_texts_that_brute_force_finds():
             assert takes(constraint, text) == want, (grammar, text)
             num_texts += want
     assert num_with_lexemes >= 20 and num_texts >= 60, (num_with_lexemes, num_texts)
-
-
-def test_differences_of_character_ranges_by_brute_force():
-    draw = random.Random(5)
-    for _ in range(300):
-        taken = [(a, a + draw.randrange(4)) for a in draw.choices(range(40), k=draw.randrange(8))]
-        ranges = ((2, 9), (11, 11), (14, 35))
-        want = {i for a, b in ranges for i in range(a, b + 1)}
-        want -= {i for a, b in taken for i in range(a, b + 1)}
-        found = gbnf_parser.without(ranges, taken)
-        assert [i for a, b in found for i in range(a, b + 1)] == sorted(want)
