@@ -105,7 +105,7 @@ class StateRun:
 
     def of_row(self, number: int) -> dict[str, Any]:
         """The fields of row `number` (runtime.step.batch.Row)."""
-        fields = {"writes": self.writes[number], "keeps": self.keeps}
+        fields: dict[str, Any] = {"writes": self.writes[number], "keeps": self.keeps}
         if self.keeps != NO_SLOT:
             fields["keeps"] += number
         if number == 0:
