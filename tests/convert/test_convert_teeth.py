@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_config, random_dejavu, random_llama, random_model
-from gguf.quants import dequantize, quantize
 from reference import rel_error
 from safetensors.torch import load_file, save_file
 from test_families import GATED, IDS, converted, transformers_logits
@@ -20,11 +19,9 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import predictors
 from hotsplit.convert.convert import convert
-from hotsplit.convert.gguf_source import _transposed_rows
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.files import gguf_file
-from hotsplit.files.gguf_file import TensorEntry, type_of
 
 
 def test_a_window_that_is_not_used_is_none(tmp_path):
@@ -102,16 +99,6 @@ def test_files_outside_the_folder_of_an_index_are_refused(tmp_path, name):
     assert target.is_file()
     with pytest.raises(HotsplitError, match="there is no such file"):
         convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
-
-
-@pytest.mark.parametrize("kind", ["f16", "q8_0", "q5_1"])
-def test_transposed_columns_may_begin_within_a_block(kind):
-    values = np.random.default_rng(0).standard_normal((64, 160)).astype(np.float32)
-    packed = quantize(values, type_of(kind))
-    want = dequantize(packed, type_of(kind)).T
-    entry = TensorEntry(shape=(64, 160), kind=kind, read_rows=lambda a, b: packed[a:b])
-    for start, stop in ((0, 160), (0, 51), (51, 102), (102, 153), (153, 160), (33, 34), (32, 64)):
-        assert (_transposed_rows(entry, start, stop) == want[start:stop]).all(), (start, stop)
 
 
 @pytest.mark.parametrize("piece", [7 * 64, 51 * 64])

@@ -102,8 +102,10 @@ EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 256, 257, 600, 1000)
 POSITIONS = (0, 1, 15, 16, 63, 64, 255, 256, 257, 511, 512, 599)
 
 
-@pytest.mark.parametrize("window", EDGES)
-@pytest.mark.parametrize("heads, head_width", [((4, 2), None), ((5, 1), 24)])
+@pytest.mark.parametrize(
+    "window, heads, head_width",
+    [*((n, (4, 2), None) for n in EDGES), *((n, (5, 1), 24) for n in (1, 17, 65, 257))],
+)
 def test_windows_at_every_edge(window, heads, head_width):
     """Edges of tiles, blocks and parts of the cache, for rows alone and together."""
     ids, want = LONG, right_logits(window, heads, head_width)

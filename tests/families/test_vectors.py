@@ -97,7 +97,7 @@ def source(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", ["llama-biases", "gemma4moe", "gpt-oss", "qwen35"])
 def test_a_vector_has_the_values_of_its_type(source, tmp_path, case):
     keys, tensors, vectors = source(case)
     for kind in (*SMALL, *NUMBERS):

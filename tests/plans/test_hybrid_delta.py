@@ -17,7 +17,6 @@ from test_experts import IDS
 from test_hybrid_experts import made_plan, with_hybrid
 from test_hybrid_rows import Alone, schedule
 from test_hybrid_step import assert_priced, assert_same_in_any_order, hybrid, log_of, steps
-from test_native_step import BOUNDS
 from test_runtime import make_split
 from test_sequences import ROOM
 
@@ -31,9 +30,6 @@ from hotsplit.model.tensors import is_router
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.step.backend import plain_backend
 
-# The CPU rounds inputs of products with q8_0 to 8 bits, and the norms of queries, keys and outputs
-# make errors of small values larger.
-BOUND = {"f32": BOUNDS["f32"], "q8_0": 2e-2}
 # Hot experts of four layers, the last of which attends, and whether attention or delta nets are on
 # the GPU.
 PLANS = {
@@ -78,16 +74,17 @@ def loaded(model: ModelFile, split, **options) -> Engine:
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("kind", ["f32", "q8_0"])
-def test_random_plans_give_the_logits_of_the_undivided_model(kind, mixer):
-    model = delta_mixture(kind, mixer=mixer)
+def test_random_plans_give_the_logits_of_the_undivided_model(mixer):
+    """In q8_0; test_passes has them in f32. The CPU rounds inputs of products to 8 bits, and the
+    norms of queries, keys and outputs make errors of small values larger."""
+    model = delta_mixture("q8_0", mixer=mixer)
     with Engine.of(model, mode="dense", device="cpu", context_length=32) as whole:
         want = stepped(whole, IDS)
     for seed in range(4):
         split = random_plan(model, seed)
         with loaded(model, split) as engine:
             got = steps(hybrid(engine, split), IDS)
-        assert rel_error(got, want) < BOUND[kind], seed
+        assert rel_error(got, want) < 2e-2, seed
 
 
 @pytest.mark.parametrize("wrong", ["convolve", "delta_rule", "gate_norm", "convolve_gated"])
