@@ -1,5 +1,5 @@
 """A prompt's products with several experts in one launch, against float64: Triton's kernels in its
-interpreter (on a device if there is one), torch's, and as executed PTX.
+interpreter (on a device if there is one), and as executed PTX.
 
 Letters: T tokens, K experts of a token, P pairs, D width, N rows of an expert."""
 
@@ -22,7 +22,6 @@ import interpreter_loops  # noqa: E402, F401
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels  # noqa: E402
 
 NUM_USED = 2
-WAYS = {"triton": triton_kernels, "reference": reference_kernels}
 # Experts' places and numbers of pairs: a whole tile, one more, one, several tiles; two parts.
 PARTS = [{2: 32, 0: 33}, {1: 1}]
 LONG = [{1: 129, 0: 90}]
@@ -148,11 +147,6 @@ def test_outputs_of_experts(kind):
 )
 def test_sums_of_experts(kind):
     assert_sums(triton_kernels(), kind)
-
-
-def test_the_references_products():
-    assert_outputs(reference_kernels(), "q4_0_planar")
-    assert_sums(reference_kernels(), "q5_k")
 
 
 def test_experts_with_many_tokens_take_longer_tiles():

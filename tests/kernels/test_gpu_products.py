@@ -1,10 +1,9 @@
-"""The products of a prompt, against float64: Triton's kernels in its
-interpreter (on a device if there is one) and torch's.
+"""The products of a prompt, against float64: Triton's kernels in its interpreter (on a device if
+there is one).
 
 Letters: T tokens, D width, N rows."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -29,12 +28,11 @@ from hotsplit.runtime.weights.matrix import Linear
 triton = pytest.importorskip("triton")
 import interpreter_loops  # noqa: E402, F401
 
-from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels  # noqa: E402
+from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
 
 F16 = 2.0**-11  # the relative error of rounding a weight to f16
 ALL_KINDS = [*KINDS, "q4_0", "q8_0", "q6_k"]
 ROOMS = ("rounded_room", "power_T", "hidden_power_T")
-WAYS = {"triton": triton_kernels, "reference": reference_kernels}
 
 
 def tokens(num_tokens: int, width: int, seed: int = 1, kind: str = "q8_0") -> torch.Tensor:
@@ -58,10 +56,8 @@ def is_right(got, want, allowed) -> bool:
     return bool(((got.double() - want.double()).abs() <= allowed).all())
 
 
-@pytest.mark.parametrize(
-    "way, kind", [*product(WAYS, ALL_KINDS), *(("triton", kind) for kind in CODED_KINDS)]
-)
-def test_rows_times_tokens(way, kind):
+@pytest.mark.parametrize("kind", [*ALL_KINDS, *CODED_KINDS])
+def test_rows_times_tokens(kind):
     unit = block_width(kind)
     # Fewer and more rows, units and tokens than a tile has.
     for num_rows, width, count in ((1, unit, 1), (65, 3 * unit, 33), (63, unit, 32)):
@@ -70,15 +66,14 @@ def test_rows_times_tokens(way, kind):
         for bias, power in ((None, None), (bias_N, powers(count))):
             out = torch.full((count, num_rows + 3), torch.nan, device=device())
             got, want = out[:, :num_rows], torch.empty_like(out[:, :num_rows])
-            WAYS[way]().multiply(matrix, bias, x_TD, power, got)
+            triton_kernels().multiply(matrix, bias, x_TD, power, got)
             REFERENCE.multiply(matrix, bias, x_TD, power, want)
             assert is_right(got, want, bound(x_TD, sizes(matrix).T, power) + EPS)
             assert out[:, num_rows:].isnan().all()
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_sums_of_rows(way, kind):
+def test_sums_of_rows(kind):
     unit = block_width(kind)
     for num_rows, width, count in ((1, unit, 1), (65, 3 * unit, 33), (32, unit, 32)):
         matrix = make_matrix(kind, num_rows, width, lies_apart=count == 33)
@@ -86,7 +81,7 @@ def test_sums_of_rows(way, kind):
         for power, is_added in ((None, False), (powers(count), True)):
             got = torch.full((count, width), 0.5 if is_added else torch.nan, device=device())
             want = got.clone()
-            WAYS[way]().multiply_down(matrix, hidden_TN, power, got, is_added=is_added)
+            triton_kernels().multiply_down(matrix, hidden_TN, power, got, is_added=is_added)
             REFERENCE.multiply_down(matrix, hidden_TN, power, want, is_added=is_added)
             assert is_right(got, want, bound(hidden_TN, sizes(matrix), power) + EPS)
 

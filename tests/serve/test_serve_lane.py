@@ -196,7 +196,6 @@ MANY = {"n": 16, "max_tokens": 200, "ignore_eos": True}
     "path, body",
     [
         ("chat/completions", {**MANY, "messages": SAID, "logprobs": True, "top_logprobs": 20}),
-        ("completions", {**MANY, "prompt": "a", "logprobs": 20}),
         ("completions", {"prompt": [[]] * 2_000_000}),
     ],
 )
