@@ -35,7 +35,7 @@ LOADED_BYTES_PER_S = 1e9  # of a model in the page cache, copied and tiled by tw
 SPARE_BYTES = 256 << 20  # kept free on the disk
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Work:
     """A stage to run. With `at_most`, its seconds are an upper bound, not an estimate."""
 
@@ -99,7 +99,7 @@ def estimate(job: stages.RunJob, tokens: int | None) -> WorkEstimate:
     works = [] if tokens is None else _of_profile(job, tokens)
     if job.choice.needs_look(job.wishes) and not job.cache.find("look", stages.look_key(job)):
         seconds = stages.look_tokens(job) / count_per_s(job)
-        works.insert(0, Work(kind="look", label="look", seconds=seconds, num_bytes=_counts(job)))
+        works.insert(0, Work("look", "look", seconds, _counts(job)))
     is_base_run = tokens is None  # the converted model itself will be run
     if is_base_run or works:
         works = [*_of_model(job), *works]
@@ -170,7 +170,7 @@ def _of_model(job: stages.RunJob) -> list[Work]:
         return [Work(kind="model", label="convert", seconds=size / rate, num_bytes=size)]
     seconds = size / encode_bytes_per_s(choice.model) + size / rates.write_bytes_per_s()
     seconds += verify_seconds(job) if job.is_verified else 0.0
-    return [Work(kind="model", label="convert", seconds=seconds, num_bytes=size)]
+    return [Work("model", "convert", seconds, size)]
 
 
 def verify_seconds(job: stages.RunJob) -> float:
@@ -212,10 +212,10 @@ def _of_profile(job: stages.RunJob, tokens: int) -> list[Work]:
         )
         seconds = tokens * stages.flop_per_token(model) / rate
         size = predictors + 2 * _counts(job)
-        works.append(Work(kind="profile", label="profile", seconds=seconds, num_bytes=size))
+        works.append(Work("profile", "profile", seconds, size))
     size = predictors + sum(entry.num_bytes for entry in model.tensors.values())
     seconds = 2 * size / job.rates.write_bytes_per_s()
-    return [*works, Work(kind="full", label="add predictors", seconds=seconds, num_bytes=size)]
+    return [*works, Work("full", "add predictors", seconds, size)]
 
 
 def _of_plan(job: stages.RunJob, tokens: int | None) -> list[Work]:
@@ -224,7 +224,7 @@ def _of_plan(job: stages.RunJob, tokens: int | None) -> list[Work]:
     size = sum(entry.num_bytes for entry in job.choice.model.tensors.values())
     loads = 4 if job.choice.model.spec.has_experts else 2
     seconds = TRIAL_S + loads * size / LOADED_BYTES_PER_S
-    trial = Work(kind="trial", label="try the plan", seconds=seconds, num_bytes=0)
+    trial = Work("trial", "try the plan", seconds, 0)
     key = stages.plan_key(job, tokens)
     trials = [] if job.cache.find("trial", {"plan": key}) else [trial]
     if job.cache.find("plan", key):
@@ -232,11 +232,9 @@ def _of_plan(job: stages.RunJob, tokens: int | None) -> list[Work]:
     works = []
     if not job.cache.find("machine", machine_key()):
         seconds = cpu_bandwidth.CPU_LIMIT_S + calibrate.COSTS_LIMIT_S + calibrate.GPU_LIMIT_S
-        works.append(
-            Work(kind="machine", label="calibrate", seconds=seconds, num_bytes=0, at_most=True)
-        )
+        works.append(Work("machine", "calibrate", seconds, 0, at_most=True))
     size = 4 * job.choice.model.spec.num_layers * job.choice.model.spec.most_neurons
-    plan = Work(kind="plan", label="solve", seconds=SOLVE_LIMIT_S, num_bytes=size, at_most=True)
+    plan = Work("plan", "solve", SOLVE_LIMIT_S, size, at_most=True)
     return [*works, plan, *trials]
 
 
