@@ -11,16 +11,10 @@ from hotsplit.options.generation_options import SpeculationOptions
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.block_drafter import BlockDrafter
 from hotsplit.runtime.generate.draft_model import DraftModel, check_vocabulary
+from hotsplit.runtime.generate.drafters import CostlyDrafter, Drafter
 from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
-from hotsplit.runtime.generate.speculation import (
-    CostlyDrafter,
-    Drafter,
-    Learnt,
-    Speculation,
-    check_rows,
-    has_equal_steps,
-)
+from hotsplit.runtime.generate.speculation import Learnt, Speculation, check_rows, has_equal_steps
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.text.codec import TextCodec
 

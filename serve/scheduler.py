@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hotsplit.runtime.drafting import Drafting
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.generate.speculation import Beside
+from hotsplit.runtime.generate.drafters import Beside
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.prefix_cache import PrefixCache, common
 from hotsplit.serve.texts import (

@@ -12,9 +12,10 @@ from torch import Tensor
 from hotsplit.model.spec import Pooling
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.answer_mask import Mask
+from hotsplit.runtime.generate.drafters import Beside
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions, Token
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
-from hotsplit.runtime.generate.speculation import Beside, Speculation
+from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted
 from hotsplit.runtime.step.sequences import Part

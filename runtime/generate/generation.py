@@ -9,8 +9,9 @@ from torch import Tensor
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation_options import ENDLESS, GenerationOptions
 from hotsplit.runtime.generate.answer_mask import Mask
+from hotsplit.runtime.generate.drafters import ALONE, Beside
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
-from hotsplit.runtime.generate.speculation import ALONE, Beside, Speculation
+from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.generate.stops import StopFilter
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Part

@@ -9,7 +9,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from hotsplit.runtime.generate.speculation import Guess
+from hotsplit.runtime.generate.drafters import Guess
 
 _SIZES = (12, 6, 3, 2)  # lengths of the n-grams in the index, looked up longest first
 _LONGEST_MATCH = 32  # tokens compared; longer matches carry no more information

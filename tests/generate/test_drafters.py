@@ -15,8 +15,9 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.generation_options import SpeculationOptions
 from hotsplit.runtime.generate import ngrams
 from hotsplit.runtime.generate.draft_costs import Acceptance, RowCosts
+from hotsplit.runtime.generate.drafters import Guess
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
-from hotsplit.runtime.generate.speculation import Guess, Speculation
+from hotsplit.runtime.generate.speculation import Speculation
 
 
 def longest_match(ids: list[int]) -> tuple[int, set[int]]:

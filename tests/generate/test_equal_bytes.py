@@ -23,8 +23,9 @@ from hotsplit.runtime.drafting import drafting
 from hotsplit.runtime.generate import speculation
 from hotsplit.runtime.generate.constraints import Constraint, regex_constraint
 from hotsplit.runtime.generate.draft_costs import Account
+from hotsplit.runtime.generate.drafters import ALONE
 from hotsplit.runtime.generate.generation import Generation
-from hotsplit.runtime.generate.speculation import ALONE, Speculation, Totals
+from hotsplit.runtime.generate.speculation import Speculation, Totals
 from hotsplit.runtime.step import native_step
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.sequences import Sequences
@@ -157,6 +158,8 @@ def life(bench, jobs, wants, new_drafting, seed):
             fields |= {"mask": mask and mask(), "listen": hear}
             text = bench.submit(number, ids, sampling, **fields)
             for _ in range(chance.randrange(4)):
+                bench.scheduler.step()
+            while bench.scheduler.num_waiting > 8:
                 bench.scheduler.step()
             if chance.random() < 0.2:
                 bench.scheduler.cancel([text])

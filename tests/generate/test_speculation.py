@@ -29,10 +29,11 @@ from hotsplit.options.generation_options import SamplingOptions, SpeculationOpti
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate import frequent_ids
 from hotsplit.runtime.generate.draft_model import DraftModel
+from hotsplit.runtime.generate.drafters import CostlyDrafter
 from hotsplit.runtime.generate.generation import Generation, GenerationOptions
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
-from hotsplit.runtime.generate.speculation import CostlyDrafter, Speculation, check_rows
+from hotsplit.runtime.generate.speculation import Speculation, check_rows
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.batch import Wanted
 from hotsplit.runtime.step.sequences import Sequences
