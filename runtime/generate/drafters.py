@@ -1,4 +1,4 @@
-"""What the draft controller (speculation.py) knows of drafters, and of the other texts of a step."""
+"""What the draft controller (speculation.py) knows of drafters and of a step's other texts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
