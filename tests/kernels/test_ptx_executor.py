@@ -2,6 +2,7 @@
 lines of PTX that break it."""
 
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from ptx import (
     Program,
     Uninitialised,
     UnknownInstruction,
+    arithmetic,
     machine,
 )
 
@@ -50,6 +52,43 @@ def run(body: str, *, source=None, shared=256, blocks=1):
 
 
 # ---- numbers -------------------------------------------------------------------------------
+
+
+def nearest(exact: Fraction, dtype) -> np.floating:
+    """The value of a type that is nearest to a fraction; ties go to even."""
+    guess = dtype(float(exact))
+    around = [np.nextafter(guess, dtype(-np.inf)), guess, np.nextafter(guess, dtype(np.inf))]
+    off = [abs(Fraction(float(x)) - exact) for x in around]
+    ties = [x for x, d in zip(around, off, strict=True) if d == min(off)]
+    bits = "u4" if dtype is np.float32 else "u8"
+    return min(ties, key=lambda x: int(x.view(bits)) & 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fma"), [(np.float32, arithmetic.fma32), (np.float64, arithmetic.fma64)]
+)
+def test_fma_rounds_once(dtype, fma):
+    """Random numbers, sums that cancel, and sums at or close to halfway between two numbers."""
+    random = np.random.default_rng(0)
+    a, b, c = (random.standard_normal(600).astype(dtype) for _ in range(3))
+    c[:200] = -(a * b)[:200]
+    digits = 24 if dtype is np.float32 else 53
+    a[200:400] = 1 + random.integers(0, 99, 200) * dtype(2.0 ** (1 - digits))
+    b[200:400] = 1
+    c[200:400] = dtype(2.0**-digits) * random.choice([-1, 1, 1 + 2.0**-20, 1 - 2.0**-20], 200)
+    got = fma(a, b, c)
+    for x, y, z, found in zip(a, b, c, got, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        assert found == nearest(exact, dtype), (x, y, z)
+    assert ((a * b + c) != got).any()  # two roundings would show
+
+
+def test_bf16_rounds_as_in_torch():
+    bits = np.random.default_rng(1).integers(0, 1 << 32, 4000, dtype=np.uint32)
+    bits[:2000] = bits[:2000] & 0xFFFF0000 | 0x8000  # ties
+    x = torch.from_numpy(bits.view(np.float32).copy())
+    got = arithmetic.of_bf16(arithmetic.bf16_bits(x.numpy()))
+    assert np.array_equal(got, x.bfloat16().float().numpy(), equal_nan=True)
 
 
 @pytest.mark.parametrize(
