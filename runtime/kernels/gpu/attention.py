@@ -70,9 +70,8 @@ def attend(
         width, context = spec.head_dim, cache.context_length
         assert qkv.is_contiguous() and out_HW.is_contiguous(), (qkv.stride(), out_HW.stride())
         num_parts, split = attend_parts(context), attend_split(context)
-        assert scratch.numel() >= num_rows * attend_scratch(context, num_heads, width), (
-            scratch.shape
-        )
+        least = num_rows * attend_scratch(context, num_heads, width)
+        assert scratch.numel() >= least, scratch.shape
         group, scores = num_heads // num_kv, scores_of(spec, vectors)
         all_parts = num_rows * num_parts
         num_sums = all_parts * num_heads * width
@@ -279,11 +278,8 @@ def _attend_join(
     peak = finished_peak(tl.max(peak_S, axis=0), scores, head)
     share_S = tl.exp(peak_S - peak)
     weight_S = tl.load(weights + at_S, mask=is_live_S, other=0.0)
-    sum_SW = tl.load(
-        sums + at_S[:, None] * WIDTH + column_W[None, :],
-        mask=is_live_S[:, None] & in_head_W[None, :],
-        other=0.0,
-    )
+    is_live_SW = is_live_S[:, None] & in_head_W[None, :]
+    sum_SW = tl.load(sums + at_S[:, None] * WIDTH + column_W[None, :], mask=is_live_SW, other=0.0)
     sum_W = tl.sum(sum_SW * share_S[:, None], axis=0)
     weight = finished_weight(tl.sum(weight_S * share_S, axis=0), peak, scores, head)
     sum_W = sum_W / weight

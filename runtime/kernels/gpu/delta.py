@@ -299,11 +299,8 @@ def value_at_tap(
 ):
     """What a tap multiplies: `here`, a row of the run, or the row before it at `old` in its slot.
     Writes it to the slot that takes the state."""
-    before = tl.load(
-        state + (source * (TAPS - 1) + old) * CHANNELS + channel,
-        mask=is_in & (is_here == 0) & (source >= 0),
-        other=0.0,
-    )
+    place = state + (source * (TAPS - 1) + old) * CHANNELS + channel
+    before = tl.load(place, mask=is_in & (is_here == 0) & (source >= 0), other=0.0)
     value = tl.where(is_here, here, before)
     if tap > 0:
         place = state + (target * (TAPS - 1) + tap - 1) * CHANNELS + channel
@@ -367,11 +364,8 @@ def _convolve(
         for tap in tl.static_range(TAPS):
             old = row - first + tap  # the place in the slot of a row before the run
             is_here = old >= TAPS - 1
-            here = tl.load(
-                projected + (tap - TAPS + 1) * (GATES + 2 * VALUE_HEADS) + channel,
-                mask=in_head & is_here,
-                other=0.0,
-            )
+            at = projected + (tap - TAPS + 1) * (GATES + 2 * VALUE_HEADS) + channel
+            here = tl.load(at, mask=in_head & is_here, other=0.0)
             value = value_at_tap(
                 here, is_here, old, conv, source, target, channel, in_head, tap, TAPS, CHANNELS
             )

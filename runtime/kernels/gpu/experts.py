@@ -65,21 +65,12 @@ def expert_gate_up(
         hidden_KF.zero_()
         count = hidden_KF.shape[1]
         for number, place in _stored(place_E, routed_2K):
-            biases = (
-                None if b is None else b[place * count :][:count] for b in (gate_bias_N, up_bias_N)
-            )
-            gate_bias_F, up_bias_F = biases
-            neurons.gate_up.reference(
-                _of_expert(gate, place, count),
-                gate_bias_F,
-                None if up is None else _of_expert(up, place, count),
-                up_bias_F,
-                None,
-                None,
-                x_D,
-                rule,
-                hidden_KF[number],
-            )
+            own = slice(place * count, (place + 1) * count)
+            own_gate = _of_expert(gate, place, count)
+            own_up = None if up is None else _of_expert(up, place, count)
+            biases = [None if each is None else each[own] for each in (gate_bias_N, up_bias_N)]
+            weights = own_gate, biases[0], own_up, biases[1]
+            neurons.gate_up.reference(*weights, None, None, x_D, rule, hidden_KF[number])
 
     def launch() -> None:
         assert not rule.needs_all
@@ -252,9 +243,8 @@ def _expert_gate_up(
             open_R = live_R & fires_R
         if up is not None:
             row = rows_at(up, at_R, up_stride, UP_ALIGN)
-            up_R = dot_rows(row, open_R, own_x, UP_KIND, WIDTH, UP_PARTS, ROWS, UP_UNITS, 1, False)[
-                0
-            ]
+            ups = dot_rows(row, open_R, own_x, UP_KIND, WIDTH, UP_PARTS, ROWS, UP_UNITS, 1, False)
+            up_R = ups[0]
             if up_bias is not None:
                 up_R += tl.load(up_bias + at_R, mask=open_R, other=0.0)
             value_R = gated(value_R, up_R, ACTIVATION)

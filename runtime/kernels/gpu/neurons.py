@@ -329,17 +329,10 @@ def _down(
                     number_R = first + tl.arange(0, ROWS)
                     is_before = open_up_to_C[None, :] <= number_R[:, None]
                     neuron_R = start + tl.sum(is_before.to(tl.int32), axis=1)
-                    weight_R = tl.load(own + neuron_R, mask=number_R < num_open, other=0.0)
+                    live_R = number_R < num_open
+                    weight_R = tl.load(own + neuron_R, mask=live_R, other=0.0)
                     value_low, value_high = rows_of_neurons(
-                        data,
-                        stride,
-                        neuron_R,
-                        number_R < num_open,
-                        unit_U,
-                        KIND,
-                        WIDTH,
-                        PARTS,
-                        ALIGN,
+                        data, stride, neuron_R, live_R, unit_U, KIND, WIDTH, PARTS, ALIGN
                     )
                     low += value_low * weight_R[:, None, None]
                     if PARTS == 2:

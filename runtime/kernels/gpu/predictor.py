@@ -42,14 +42,9 @@ def predict(
     def launch() -> None:
         layout = Layout.of(up)
         assert named_B.shape[-1] == ceil_div(up.num_rows, 32), (named_B.shape, up.num_rows)
-        assert inner_R.is_contiguous() and named_B.dim() == inner_R.dim(), (
-            inner_R.stride(),
-            named_B,
-        )
-        assert copy_B is None or (copy_B.shape, copy_B.stride()) == (
-            named_B.shape,
-            named_B.stride(),
-        )
+        assert inner_R.is_contiguous() and named_B.dim() == inner_R.dim(), inner_R.stride()
+        if copy_B is not None:
+            assert copy_B.shape == named_B.shape and copy_B.stride() == named_B.stride(), copy_B
         groups = Groups.of(inner_R, layout.group)
         named = named_B.view(torch.uint8)  # little-endian: the lowest bits first
         _predict[(named.shape[-1] * groups.count,)](

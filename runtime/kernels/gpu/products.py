@@ -221,15 +221,8 @@ def _weights(
     else:
         tile_R = data + (row_R // TOGETHER).to(tl.int64) * (stride * ALIGN * TOGETHER)
         is_live = live_R[:, None, None] & in_row_U[None, :, None]
-        low, high = tile_values(
-            tile_R[:, None, None],
-            (row_R % TOGETHER)[:, None, None],
-            unit_U[None, :, None],
-            is_live,
-            KIND,
-            WIDTH,
-            TOGETHER,
-        )
+        tile, row, unit = tile_R[:, None, None], row_R[:, None, None], unit_U[None, :, None]
+        low, high = tile_values(tile, row % TOGETHER, unit, is_live, KIND, WIDTH, TOGETHER)
     return low, high
 
 
@@ -339,17 +332,9 @@ def _multiply_down(
     for start in tl.range(0, end, ROWS):
         row_R = start + tl.arange(0, ROWS)
         live_R = row_R < num_rows
+        at_R = place * num_rows + row_R
         low, high = _weights(
-            data,
-            place * num_rows + row_R,
-            stride,
-            live_R,
-            in_row_U,
-            unit_U,
-            KIND,
-            WIDTH,
-            ALIGN,
-            TOGETHER,
+            data, at_R, stride, live_R, in_row_U, unit_U, KIND, WIDTH, ALIGN, TOGETHER
         )
         is_live = live_R[:, None] & live_T[None, :]
         hidden_RT = tl.load(hidden + row_R[:, None], mask=is_live, other=0.0)

@@ -162,16 +162,10 @@ def _attend_tokens(
             own_key += block * cache.key_block_stride
             own_value += block * cache.value_block_stride
         is_read_P = at_P < end
-        key_WP = tl.load(
-            own_key + row_P[None, :] * cache.key_stride + column_W[:, None],
-            mask=is_read_P[None, :] & in_head_W[:, None],
-            other=0.0,
-        )
-        value_PW = tl.load(
-            own_value + row_P[:, None] * cache.value_stride + column_W[None, :],
-            mask=is_read_P[:, None] & in_head_W[None, :],
-            other=0.0,
-        )
+        own_key += row_P[None, :] * cache.key_stride + column_W[:, None]
+        own_value += row_P[:, None] * cache.value_stride + column_W[None, :]
+        key_WP = tl.load(own_key, mask=is_read_P[None, :] & in_head_W[:, None], other=0.0)
+        value_PW = tl.load(own_value, mask=is_read_P[:, None] & in_head_W[None, :], other=0.0)
         score_TP = tl.dot(query_TW, key_WP, input_precision="ieee")
         score_TP = finished(score_TP, scores)
         is_seen_TP = at_P[None, :] <= at_T[:, None]

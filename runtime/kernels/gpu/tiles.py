@@ -15,6 +15,7 @@ from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, ceil_div
 from hotsplit.runtime.kernels.gpu.small_blocks import (
     exponent_at,
+    half_at,
     has_minimum,
     is_small,
     level_of,
@@ -39,12 +40,6 @@ def _fours(byte, row):
 
 
 @triton.jit
-def _half(pointer, is_live):
-    """The f16 number at a pointer to bytes, as f32."""
-    return tl.load(pointer.to(tl.pointer_type(tl.float16)), mask=is_live, other=0).to(tl.float32)
-
-
-@triton.jit
 def _small_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """(low, high, scales, minima) of small blocks: as many as have 64 bytes of numbers have these
     first."""
@@ -61,10 +56,10 @@ def _small_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.co
     if SMALL.head == 1:
         scale = exponent_at(numbers + row, is_live)
     else:
-        scale = _half(numbers + row * 2, is_live)
+        scale = half_at(numbers + row * 2, is_live)
     minimum = scale
     if SMALL.head == 4:
-        minimum = _half(numbers + 32 + row * 2, is_live)
+        minimum = half_at(numbers + 32 + row * 2, is_live)
     low = both & 15
     high = both >> 4
     if SMALL.quants_at > SMALL.head:
@@ -88,7 +83,7 @@ def _small_group(group, row, unit, lane, is_live, KIND: tl.constexpr):
     low = both
     if KIND != "q8_0":
         low = both & 15
-    return low, both >> 4, _half(block + row * 2, is_live)
+    return low, both >> 4, half_at(block + row * 2, is_live)
 
 
 @triton.jit
@@ -96,7 +91,7 @@ def _minimum_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr):
     """(low, high) values of q4_k and q5_k; see blocks.scales_and_minima."""
     SIZE: tl.constexpr = 144 if KIND == "q4_k" else 176
     block = tile + unit // 8 * (16 * SIZE)
-    factor, least = _half(block + row * 2, is_live), _half(block + 32 + row * 2, is_live)
+    factor, least = half_at(block + row * 2, is_live), half_at(block + 32 + row * 2, is_live)
     quants = block + 256
     if KIND == "q5_k":
         fifth = tl.load(quants + _fours(unit % 2 * 16 + lane, row), mask=is_live, other=0)
@@ -130,7 +125,7 @@ def _six_bits(numbers, part, is_live):
 def _q2_k_tile(tile, row, unit, lane, is_live):
     """(low, high) values; see blocks.scales_and_minima."""
     block = tile + unit // 8 * (16 * 84)
-    factor, least = _half(block + row * 2, is_live), _half(block + 32 + row * 2, is_live)
+    factor, least = half_at(block + row * 2, is_live), half_at(block + 32 + row * 2, is_live)
     numbers = block + 64 + (unit % 8 // 4 * 8 + unit % 4) * 16 + row
     first = tl.load(numbers, mask=is_live, other=0)
     second = tl.load(numbers + 64, mask=is_live, other=0)
@@ -150,7 +145,7 @@ def _iq4_xs_tile(tile, row, unit, lane, is_live):
     upper = tl.load(block + 32 + row * 2 + unit % 8 // 4, mask=is_live, other=0)
     nibbles_at = 64 + unit % 8 // 4 * 32 + row * 2 + unit % 4 // 2
     nibbles = tl.load(block + nibbles_at, mask=is_live, other=0)
-    scale = _half(block + row * 2, is_live) * scale_of_iq4_xs(upper, nibbles, unit)
+    scale = half_at(block + row * 2, is_live) * scale_of_iq4_xs(upper, nibbles, unit)
     both = tl.load(block + 128 + _fours(unit % 8 * 16 + lane, row), mask=is_live, other=0)
     return level_of(both & 15, "iq4_xs") * scale, level_of(both >> 4, "iq4_xs") * scale
 
@@ -165,7 +160,7 @@ def _scaled_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.c
     is_second = block % 2
     is_pair = block - is_second + 1 < WIDTH // 256
     pair = tile + block // 2 * (32 * SIZE)
-    factor = _half(pair + tl.where(is_pair, is_second * 32, REST) + row * 2, is_live)
+    factor = half_at(pair + tl.where(is_pair, is_second * 32, REST) + row * 2, is_live)
     rest = pair + tl.where(is_pair, 64 + is_second * REST, 0)
     if KIND == "q6_k":
         upper_at = unit % 8 // 4 * 32 + unit % 2 * 16 + lane

@@ -271,17 +271,9 @@ def _hidden_tokens(
         largest_C = tl.zeros([COLUMNS], tl.float32)
         start = 0
         while start < num_neurons:
+            column_C = start + tl.arange(0, COLUMNS)
             value_C = _hidden_at(
-                gate,
-                up,
-                named,
-                id,
-                start + tl.arange(0, COLUMNS),
-                num_neurons,
-                threshold,
-                floor,
-                ACTIVATION,
-                IS_DENSE,
+                gate, up, named, id, column_C, num_neurons, threshold, floor, ACTIVATION, IS_DENSE
             )
             largest_C = tl.maximum(largest_C, tl.abs(value_C))
             start += COLUMNS

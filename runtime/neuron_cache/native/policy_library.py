@@ -4,6 +4,7 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_vo
 
 import numpy as np
 
+from hotsplit.runtime.ops.structs import members
 from hotsplit.system.shared_libraries import open_library
 
 MOST_PENDING = 32  # in policy.h
@@ -11,65 +12,28 @@ MOST_PENDING = 32  # in policy.h
 
 class CacheLayerStruct(Structure):
     _fields_ = [
-        ("score", c_void_p),
-        ("burst", c_void_p),
-        ("slot", c_void_p),
-        ("id", c_void_p),
-        ("planned", c_void_p),
-        ("resident", c_void_p),
+        *members(c_void_p, "score burst slot id planned resident"),
         ("num_slots", c_int64),
-        ("hot_s", c_double),
-        ("hot_row_s", c_double),
-        ("cold_s", c_double),
-        ("cold_row_s", c_double),
-        ("copy_row_s", c_double),
-        ("gather_row_s", c_double),
-        ("cold_share", c_double),
-        ("read", c_int64),
-        ("hits", c_int64),
-        ("planned_hits", c_int64),
-        ("num_applied", c_int64),
+        *members(c_double, "hot_s hot_row_s cold_s cold_row_s copy_row_s gather_row_s cold_share"),
+        *members(c_int64, "read hits planned_hits num_applied"),
     ]
 
 
 class CacheStruct(Structure):
     _fields_ = [
         ("layer", POINTER(CacheLayerStruct)),
-        ("pending", c_void_p),
-        ("swap", c_void_p),
-        ("num_layers", c_int64),
-        ("num_neurons", c_int64),
-        ("most_rows", c_int64),
-        ("num_visited", c_int64),
-        ("rest_s", c_double),
-        ("copy_s", c_double),
-        ("decay", c_float),
-        ("burst_decay", c_float),
-        ("burst_weight", c_float),
-        ("prior_tokens", c_float),
-        ("margin", c_float),
-        ("is_always_on", c_int32),
-        ("are_experts", c_int32),
-        ("stay", c_double),
-        ("start_gain", c_double),
-        ("num_swaps", c_int64),
-        ("next_layer", c_int64),
-        ("num_rows", c_int64),
-        ("num_steps", c_int64),
-        ("num_pending", c_int64),
+        *members(c_void_p, "pending swap"),
+        *members(c_int64, "num_layers num_neurons most_rows num_visited"),
+        *members(c_double, "rest_s copy_s"),
+        *members(c_float, "decay burst_decay burst_weight prior_tokens margin"),
+        *members(c_int32, "is_always_on are_experts"),
+        *members(c_double, "stay start_gain"),
+        *members(c_int64, "num_swaps next_layer num_rows num_steps num_pending"),
         ("pending_rate", c_float * MOST_PENDING),
-        ("price", c_double),
-        ("step_s", c_double),
-        ("free_s", c_double),
-        ("gain_s", c_double),
-        ("saved_s", c_double),
-        ("is_on", c_int32),
-        ("is_returning", c_int32),
-        ("cached_s", c_double),
-        ("planned_s", c_double),
-        ("total_swaps", c_int64),
-        ("steps_on", c_int64),
-        ("num_starts", c_int64),
+        *members(c_double, "price step_s free_s gain_s saved_s"),
+        *members(c_int32, "is_on is_returning"),
+        *members(c_double, "cached_s planned_s"),
+        *members(c_int64, "total_swaps steps_on num_starts"),
     ]
 
 
