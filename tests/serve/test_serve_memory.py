@@ -11,7 +11,7 @@ import pytest
 from serving import CONTEXT, Served, leave
 
 from hotsplit import Engine
-from hotsplit.commands.serve import _cache_bytes, _check_memory
+from hotsplit.commands.serve import _check_memory
 from hotsplit.errors import HotsplitError
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.generation_options import GenerationOptions, SamplingOptions
@@ -26,7 +26,7 @@ pytest_plugins = ("serve_fixtures",)
 
 def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, monkeypatch):
     with Engine.load(model, context_length=100, num_sequences=7) as engine:
-        cache = _cache_bytes(engine)
+        cache = sum(items.get("kv_cache", 0) for items in engine.bytes_by_role.values())
     monkeypatch.setattr("hotsplit.system.system_memory.free_memory_bytes", lambda: cache)
     _check_memory(model, EngineConfig(context_length=100), 7)
     monkeypatch.setattr("hotsplit.system.system_memory.free_memory_bytes", lambda: cache - 1)
