@@ -216,6 +216,8 @@ class Speculation:
         if not beside.texts:
             self.costs.learn(rows, seconds)
         totals, tokens, num_texts = self.totals, 1 + accepted, 1 + beside.texts
+        if not self.costs.is_measured(num_texts):  # the step failed, and was made text by text
+            return
         plain_s = self.costs.seconds(num_texts)  # of a step without drafts
         totals.steps += 1
         totals.tokens += tokens

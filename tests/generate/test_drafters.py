@@ -15,7 +15,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.generation_options import SpeculationOptions
 from hotsplit.runtime.generate import ngrams
 from hotsplit.runtime.generate.draft_costs import Acceptance, RowCosts
-from hotsplit.runtime.generate.drafters import Guess
+from hotsplit.runtime.generate.drafters import Beside, Guess
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 from hotsplit.runtime.generate.speculation import Speculation
 
@@ -327,6 +327,68 @@ def test_a_draft_model_is_tried_and_then_decided_by_what_was_measured(clock, rig
     )
     assert ("; on at the end" if pays else "; off at the end") in speculation.line()
     assert line in speculation.line()
+
+
+@pytest.mark.parametrize(
+    "of_text, of_model",
+    [("often", "never"), ("never", "often"), ("half", "often"), ("often", "half")],
+)
+def test_a_text_takes_the_draft_that_gains_more(clock, of_text, of_model):
+    """A guess of the model takes two tenths of a step. Neither beside the other loses what the
+    better one gains alone."""
+
+    class Timed(Model):
+        token_s = 0.02
+
+        def guess(self, place):
+            clock.now_s += self.token_s
+            return super().guess(place)
+
+    def seconds(*drafters):
+        speculation, began = (
+            Speculation(drafters[0], SpeculationOptions(), *drafters[1:]),
+            clock.now_s,
+        )
+        took, _ = live(speculation, COSTS["memory-bound"], 1500)
+        return took + clock.now_s - began, speculation
+
+    alone = [seconds(Chance(RIGHTS[of_text]))[0], seconds(Timed(RIGHTS[of_model]))[0]]
+    both_s, speculation = seconds(Timed(RIGHTS[of_model]), Chance(RIGHTS[of_text]))
+    assert both_s < 1.08 * min(alone), (both_s, alone)
+    totals = speculation.totals
+    share = totals.drafts_of_text / totals.drafts
+    assert share > 0.8 if of_text == "often" else share < 0.2 or of_text == "half"
+    assert ("from the text" in speculation.line()) == (totals.drafts_of_text > 0)
+
+
+@pytest.mark.parametrize("num_texts", [2, 4])
+@pytest.mark.parametrize("cost", ["memory-bound", "compute-bound"])
+@pytest.mark.parametrize("right", ["often", "never"])
+def test_texts_that_share_steps_draft_where_it_pays_all(num_texts, cost, right):
+    """All texts together take at most 1 % more than without drafts, and less where rows are
+    cheap and guesses right; the account is theirs together."""
+    texts, ids, seconds, num_steps = [], [[1] for _ in range(num_texts)], 0.0, 400
+    for _ in range(num_texts):
+        speculation = Speculation(Chance(RIGHTS[right]), SpeculationOptions())
+        speculation.begin_with(texts[0].learnt if texts else speculation.learnt)
+        texts.append(speculation)
+    for _ in range(num_steps):
+        beside, drafts = Beside.of(num_texts - 1), []
+        for speculation, own in zip(texts, ids, strict=True):
+            drafts.append(speculation.draft(own, 16, beside))
+            if drafts[-1]:
+                beside = beside.with_draft(len(drafts[-1]), speculation.expected - 1)
+        rows = num_texts + sum(map(len, drafts))
+        step_s = COSTS[cost](rows)
+        seconds += step_s
+        texts[0].learn_shared(num_texts, rows, step_s)
+        for speculation, own, draft in zip(texts, ids, drafts, strict=True):
+            right_ones = next((i for i, token in enumerate(draft) if token != 1), len(draft))
+            speculation.learn(1 + len(draft), right_ones, step_s)
+            own.extend([1] * (1 + right_ones))
+    plain_s = (sum(map(len, ids)) - num_texts) / num_texts * COSTS[cost](num_texts)
+    assert seconds < 1.01 * plain_s
+    assert (seconds < plain_s / 2) == (cost == "memory-bound" and right == "often")
 
 
 def test_a_draft_beyond_the_room_is_cut():

@@ -18,7 +18,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs import cache_layout
 from hotsplit.model.spec import Attention
 from hotsplit.options.generation_options import GenerationOptions, SpeculationOptions
-from hotsplit.runtime.cache.state_slots import StateSlots
+from hotsplit.runtime.cache.state_slots import StateRun, StateSlots
 from hotsplit.runtime.drafting import drafting
 from hotsplit.runtime.generate import speculation
 from hotsplit.runtime.generate.constraints import Constraint, regex_constraint
@@ -267,6 +267,22 @@ def test_no_drafter_changes_a_text(bench_of, paths, monkeypatch, kind):
     assert not differ and drafted > 20 and (accepted or kind == "mtp")
 
 
+def test_shared_steps_that_fail_change_no_text(bench_of, monkeypatch):
+    """Their texts are computed one by one, and nothing is known of what a shared step costs."""
+    bench = bench_of("glm4moe", 3)
+    jobs, wants = texts_of(bench, 4, 6)
+    run = bench.engine.run
+
+    def failing(parts):
+        if len(parts) > 1:
+            raise RuntimeError("raised by a test")
+        return run(parts)
+
+    monkeypatch.setattr(bench.engine, "run", failing)
+    auto = SpeculationOptions(type="auto")
+    assert not life(bench, jobs, wants, lambda engine, texts: drafting(engine, auto), 4)[0]
+
+
 # ---- planted faults -----------------------------------------------------------------------------
 
 
@@ -305,6 +321,16 @@ def the_row_is_the_next_one(patch):
 def states_stay_after_wrong_guesses(patch):
     patch.setattr(StateSlots, "nearest", lambda self, sequence, length: length)
     patch.setattr(StateSlots, "rollback", lambda self, sequence, length: None)
+
+
+def an_accepted_row_is_not_repeated(patch):
+    of_row = StateRun.of_row
+
+    def faulty(self, number):
+        fields = of_row(self, number)
+        return fields | ({"again": fields["again"][:-1]} if fields.get("again") else {})
+
+    patch.setattr(StateRun, "of_row", faulty)
 
 
 def an_accepted_guess_does_not_move_the_grammar(patch):
@@ -368,6 +394,7 @@ FAULTS = (
     wrong_guesses_stay,
     the_row_is_the_next_one,
     states_stay_after_wrong_guesses,
+    an_accepted_row_is_not_repeated,
     an_accepted_guess_does_not_move_the_grammar,
     a_seed_draws_once_more_for_a_draft,
     rows_of_wide_steps_have_other_bits,
