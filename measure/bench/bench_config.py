@@ -41,7 +41,7 @@ class BenchConfig:
     engine: EngineConfig = EngineConfig()  # without a plan, the tests need their own context
     text: Path | None = None  # the tokens' source; None draws them at random from `seed`
     seed: int = 0
-    compare: Path | None = None  # a Python that has llama_cpp
+    compare: Path | None = None  # a Python that has llama_cpp, or a llama-bench
     compare_model: Path | None = None  # the file that llama.cpp loads; None: `model`
     compare_gpu_layers: int | None = None  # None: 0 if ours is on the CPU, else all
 

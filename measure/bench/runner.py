@@ -13,7 +13,7 @@ from hotsplit.files.json_file import read_text
 from hotsplit.measure.bench.bandwidth import Bandwidth
 from hotsplit.measure.bench.bench_config import BenchConfig, BenchTest
 from hotsplit.measure.bench.parts import CountedSteps
-from hotsplit.measure.bench.rival import LlamaCpp
+from hotsplit.measure.bench.rival import Rival
 from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -125,7 +125,7 @@ class BenchRounds:
         config: BenchConfig,
         runner: BenchRunner,
         tokens: Tokens,
-        rival: LlamaCpp | None,
+        rival: Rival | None,
         probes: dict[str, Bandwidth],
         on_test: Callable[[float], None],
     ) -> None:

@@ -13,7 +13,7 @@ from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
 from hotsplit.measure.bench.bench_tables import lines_of, to_json
-from hotsplit.measure.bench.rival import check_is_python, located
+from hotsplit.measure.bench.rival import located, program_of
 from hotsplit.system import processors
 
 pytest_plugins = ("bench_fixtures",)
@@ -32,6 +32,18 @@ for line in sys.stdin:
     print(json.dumps({{"ns": 1000 * len(do["ids"])}} if do["do"] != "depth" else {{}}), flush=True)
 """
 ABOUT = "print(json.dumps({'tool': 'fake', 'vocab_size': %d, 'model_n_params': 9}), flush=True)"
+FAKE_BENCH = """#!{python}
+import json, sys
+if sys.argv[1] == "--version":
+    sys.exit("error: invalid parameter")
+if sys.argv[1] == "--help":
+    print("usage: -p, --n-prompt <n>"); sys.exit()
+asked = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert asked["-ngl"] == "0" and asked["-r"] == "1" and asked["-o"] == "json", asked
+n = int(asked["-p"]) + int(asked["-n"])
+{first}
+print(json.dumps([{{"build_number": 77, "samples_ns": [1000 * n]}}]))
+"""
 
 
 def program(folder: Path, text: str, first: str = "") -> Path:
@@ -44,20 +56,22 @@ def program(folder: Path, text: str, first: str = "") -> Path:
 THREADS_MAY_SPIN = "import os; assert 'OMP_WAIT_POLICY' not in os.environ; "
 
 
+@pytest.mark.parametrize("text, first", [(FAKE_PYTHON, ABOUT % 300), (FAKE_BENCH, "")])
 def test_bench_compares_itself_with_another_program(
-    bench_files, tmp_path, small_buffer, monkeypatch
+    bench_files, tmp_path, small_buffer, monkeypatch, text, first
 ):
-    """The other program is a fake that answers as the real one does, with 1 us per token. It has
+    """The other programs are fakes that answer as the real ones do, with 1 us per token. They have
     the user's environment, without what a command sets for torch."""
     monkeypatch.setattr(processors, "_set_by_us", set())
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     processors.let_threads_sleep()
+    first = THREADS_MAY_SPIN + first
     config = config_of(
         bench_files / "dense.gguf",
         device="cpu",
         depths=(0, 3),
         repetitions=3,
-        compare=program(tmp_path, FAKE_PYTHON, THREADS_MAY_SPIN + ABOUT % 300),
+        compare=program(tmp_path, text, first),
         compare_model=bench_files / "dense.gguf",
     )
     report = bench(config)
@@ -72,7 +86,8 @@ def test_bench_compares_itself_with_another_program(
     assert content["compare"]["tool"] == report.rival.tool
     assert content["tests"][0]["llamacpp"]["samples_ts"] == pytest.approx([1e6] * 3)
     assert any("in rounds" in line for line in lines_of(report))
-    assert any("two models" in note for note in report.notes)
+    if text is FAKE_PYTHON:
+        assert any("two models" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +106,10 @@ def test_bench_compares_itself_with_another_program(
         ),
         (FAKE_PYTHON, "sys.exit('ended')", r"ended unexpectedly \(code 1\): ended"),
         (FAKE_PYTHON, ABOUT % 299, "has 299 tokens in llama.cpp.*another model"),
-        ("#!{python}\nprint('hello')\n{first}", "", "is not a Python; wanted a Python that has"),
+        (FAKE_BENCH, "sys.exit('error: no such model')", "cannot measure tg1 .*no such model"),
+        (FAKE_BENCH, "print('[]'); sys.exit()", "cannot measure"),
+        (FAKE_BENCH, "print(json.dumps([{}])); sys.exit()", "reports no samples_ns"),
+        ("#!{python}\nprint('hello')\n{first}", "", "neither a Python nor a llama-bench"),
     ],
 )
 def test_a_rival_that_cannot_be_used_is_refused(
@@ -108,10 +126,10 @@ def test_a_rival_that_cannot_be_used_is_refused(
 
 
 def test_a_program_is_found_by_its_name(tmp_path, monkeypatch):
-    path = program(tmp_path, FAKE_PYTHON)
+    path = program(tmp_path, FAKE_BENCH)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert located(Path("program")) == located(path) == path
-    check_is_python(Path("program"))
+    assert program_of(Path("program")) == "llama-bench"
     assert located(Path("nothing")) == Path("nothing").absolute()
 
 

@@ -37,7 +37,8 @@ _LENGTHS = common.Parsed("N[,N...]", _lengths)
 --text | file | Text to take tokens from, since a sparse mode's speed depends on them. [default:
     random tokens]
 --seed | int = 0 | Seed of random tokens.
---compare | file PROGRAM | Measure llama.cpp in the same rounds: a Python with llama_cpp.
+--compare | file PROGRAM | Measure llama.cpp in the same rounds: a Python with llama_cpp, or a
+    llama-bench.
 --compare-model | file FILE | The GGUF that llama.cpp loads. [default: MODEL]
 --compare-gpu-layers | int N | Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on
     the CPU, else all]
