@@ -3,6 +3,7 @@ text itself, and by a smaller model or the model's own draft block.
 
     python benchmarks/drafts.py MODEL [DRAFT] [--rounds N] [--tokens N] [--texts N] [--threads N]
         [--rival path/to/llama-server]
+    python benchmarks/drafts.py --forced 0.8,0.6,0.4 [--kind q4_k_m] [--rounds N] [--tokens N]
 
 MODEL and DRAFT are those of `make qwen-coder qwen2.5`. Without DRAFT, MODEL is one with a block; of
 the bundled tiny-moe, which knows no chat and was trained on Python's library, the texts of code
@@ -11,21 +12,33 @@ as in a new program. The kinds take turns; seconds are those of the wall, the dr
 them and the prompt's not, and the best of the rounds counts. Answers must be the same, token for
 token. HOTSPLIT_CPU_LEVEL forces a lower instruction level. Two llama-servers with the same files,
 one of them with `-md` and its own defaults, take turns with these; their own seconds count. How it
-is built is said in serve_throughput.py."""
+is built is said in serve_throughput.py.
+
+--forced makes 8 layers of Qwen3.6-35B-A3B's shape with a block, of random weights, whose guesses
+are exchanged: so many of those at each place are right, if those before are. The text is drawn with
+a seed. The controller's gain, and that of each number of guesses by what their rows and guesses
+took, stand beside what `hotsplit plan` predicts of this machine, which it measures before."""
 
 import argparse
 import json
+import os
+import random
 import statistics
 import subprocess
+import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate, count
+from operator import mul
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from machine import result_of, write_result
+from random_model import make_mixture
 
 from hotsplit import Engine
 from hotsplit.commands.options.speculation_options import speculating
@@ -35,6 +48,7 @@ from hotsplit.options.generation_options import (
     SamplingOptions,
     SpeculationOptions,
 )
+from hotsplit.runtime.generate.block_drafter import BlockDrafter
 from hotsplit.runtime.generate.chat import ChatOptions
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.kernels.cpu import library
@@ -98,6 +112,10 @@ def main() -> None:
     if arguments.cpu_time:
         assert arguments.threads == 1, "seconds of threads that wait would count"
         time.perf_counter = time.process_time  # the controller's clock, too
+    (_measure_forced if arguments.forced is not None else _measure_texts)(arguments)
+
+
+def _measure_texts(arguments: argparse.Namespace) -> None:
     own = ("mtp", "auto") if arguments.draft is None else ("draft",)
     length = 1024 if arguments.draft is None else 2048
     texts_of = TEXTS if arguments.draft is not None else TEXTS | {"code": _modules()}
@@ -150,6 +168,113 @@ def main() -> None:
     if arguments.draft is None:
         name = f"drafts-{arguments.model.stem}-{library.level()}"
     print(f"wrote {write_result(result, name, arguments.output)}")
+
+
+class Forced(BlockDrafter):
+    """A block's guesses, computed, but with these shares of right ones by place."""
+
+    def __init__(self, drafter: BlockDrafter, known: list[int], shares: tuple[float, ...]) -> None:
+        self.__dict__.update(vars(drafter))
+        self._known, self._shares, self._random = known, shares, random.Random(0)
+
+    def guesses(self, ids: Sequence[int]) -> Iterator[tuple[int, float]]:
+        is_right = True
+        for place, share, _ in zip(count(len(ids)), self._shares, super().guesses(ids)):
+            is_right = is_right and place < len(self._known) and self._random.random() < share
+            yield self._known[place] if is_right else 1, share
+
+
+def _measure_forced(arguments: argparse.Namespace) -> None:
+    shape, options = "qwen3.6-35b-a3b", {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"{shape}.gguf"
+        make_mixture(path, shape, arguments.kind, has_block=True)
+        command = ["-m", "hotsplit", "plan", path, "--vram", 0, "-t", arguments.threads]
+        predicted = json.loads(
+            subprocess.run(
+                [sys.executable, *map(str, command), "--context", "512", "--json"],
+                env=os.environ | {"HOTSPLIT_CACHE": f"{folder}/cache"},
+                check=True,
+                stdout=subprocess.PIPE,
+            ).stdout
+        )
+        with Engine.load(path, device="cpu", draft_block=True, context_length=512) as engine:
+            found = _forced(engine, options, arguments)
+    drafts = predicted["drafts"]
+    gains = {
+        "measured": statistics.median(found["round_gains"]),
+        "predicted": predicted["token_s"] / drafts["token_s"],
+    }
+    by_number = [predicted["token_s"] / seconds for seconds in drafts["by_number_s"]]
+    print(f"{gains}, by the number of guesses {by_number}, {found}")
+    result = result_of(
+        "drafts-forced",
+        shape=shape,
+        kind=arguments.kind,
+        shares=arguments.forced,
+        level=library.level(),
+        threads=arguments.threads,
+        tokens=arguments.tokens,
+        gains=gains,
+        predicted_tokens_per_s=1 / predicted["token_s"],
+        predicted_by_number=by_number,
+        **found,
+    )
+    name = f"drafts-forced-{library.level()}"
+    print(f"wrote {write_result(result, name, arguments.output)}")
+
+
+def _forced(
+    engine: Engine, sampling: dict[str, float], arguments: argparse.Namespace
+) -> dict[str, object]:
+    """Tokens a second of each round without and with drafts, and what was drafted."""
+    known, costs = list[int](), {}
+
+    def text(drafts: Speculation | None) -> tuple[float, int, int]:
+        began = time.perf_counter()
+        tokens = engine.generate(
+            "a b c",
+            sampling=SamplingOptions(seed=1, **sampling),
+            options=GenerationOptions(max_tokens=arguments.tokens, ignores_end=True),
+            drafts=drafts,
+        )
+        ids = [token.id for token in tokens if token.id is not None]
+        took, run = time.perf_counter() - began, engine.last_run
+        known.extend(ids if not known else ())
+        assert ids == known, "drafts changed the text"
+        return (len(ids) - 1) / (took - run.prefill_s), run.drafted, run.accepted
+
+    def with_drafts(_: int) -> tuple[float, int, int]:
+        most = len(arguments.forced)
+        options = SpeculationOptions(type="mtp", most=most)
+        with speculating(engine, options) as drafts:
+            assert drafts is not None and isinstance(drafts.costly, BlockDrafter)
+            prompt = engine.codec.encode("a b c")
+            forced = Speculation(
+                Forced(drafts.costly, [*prompt, *known], arguments.forced), options
+            )
+            found = text(forced)
+            rows = range(1, 2 + len(arguments.forced))
+            costs.update({f"{n} rows": forced.costs.seconds(n) for n in rows})
+            costs["guess"] = forced._guess_s
+            return found
+
+    text(None)
+    turns = {"none": lambda _: text(None), "drafts": with_drafts}
+    samples = take_turns(turns, arguments.rounds)
+    pairs = zip(samples["none"], samples["drafts"], strict=True)
+    single_s, guess_s = costs["1 rows"], costs["guess"]
+    tokens = list(accumulate((1.0, *accumulate(arguments.forced, mul))))[1:]
+    return {
+        "measured_by_number": [
+            single_s * expected / (costs[f"{num + 1} rows"] + num * guess_s)
+            for num, expected in enumerate(tokens, 1)
+        ],
+        "round_gains": [with_drafts[0] / none[0] for none, with_drafts in pairs],
+        "tokens_per_s": {kind: [each[0] for each in rounds] for kind, rounds in samples.items()},
+        "seconds": costs,
+        "drafted_and_accepted": samples["drafts"][-1][1:],
+    }
 
 
 @contextmanager
@@ -262,12 +387,14 @@ def _modules() -> tuple[str, ...]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("draft", type=Path, nargs="?")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--texts", type=int, default=5, help="of each subject")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--forced", type=lambda text: tuple(map(float, text.split(","))))
+    parser.add_argument("--kind", default="q4_k_m", help="of the model of --forced")
     parser.add_argument("--rival", type=Path, help="llama-server")
     parser.add_argument(
         "--cpu-time",
@@ -275,7 +402,10 @@ def _arguments() -> argparse.Namespace:
         help="seconds of the process in place of the wall's, for a busy machine; with --threads 1",
     )
     parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if (arguments.model is None) == (arguments.forced is None):
+        parser.error("wanted either a model or --forced")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -130,8 +130,8 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 
-def blueprint_of(name: str, num_layers: int | None = None) -> Blueprint:
-    """The shape's keys and spec, with fewer layers perhaps."""
+def blueprint_of(name: str, num_layers: int | None = None, *, has_block: bool = False) -> Blueprint:
+    """The shape's keys and spec, with fewer layers perhaps, and a draft block if asked for."""
     config = COMMON_CONFIG | SHAPES[name]
     count = num_layers or config["num_hidden_layers"]
     assert isinstance(count, int)
@@ -140,7 +140,8 @@ def blueprint_of(name: str, num_layers: int | None = None) -> Blueprint:
         config |= {"sliding_window_layout": layout, "rope_layout": layout}
     if name == "gemma3n-e2b":
         config["num_kv_shared_layers"] = max(0, count - gemma3n.STOCK_OWN_LAYERS)
-    return read_blueprint(Path(name), config | {"num_hidden_layers": count}, 1 << 20)
+    names = ("mtp.fc.weight",) if has_block else ()
+    return read_blueprint(Path(name), config | {"num_hidden_layers": count}, 1 << 20, names)
 
 
 def route_of(name: str) -> Route | None:
@@ -151,11 +152,17 @@ Entry = Callable[[str, tuple[int, ...]], TensorEntry]  # of a tensor's name and 
 
 
 def make_mixture(
-    path: Path, name: str, kind: str, num_layers: int | None = None, layout: Layout | None = None
+    path: Path,
+    name: str,
+    kind: str,
+    num_layers: int | None = None,
+    layout: Layout | None = None,
+    *,
+    has_block: bool = False,
 ) -> None:
     """Writes a model of one type, or of one of llama.cpp's mixtures, MXFP4 among them: experts in
     that type and all else in q8_0."""
-    plan = blueprint_of(name, num_layers)
+    plan = blueprint_of(name, num_layers, has_block=has_block)
     type_of = partial(_type_of, Roles.of(plan.spec, is_tied=False), kind)
     route, activation = plan.spec.layers[-1].route, plan.spec.activation
     entry = partial(_entry, type_of, route, activation, np.random.default_rng(0))

@@ -28,6 +28,7 @@ from hotsplit.run.source import RunSource, look_at
 from hotsplit.run.stages import RunJob
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.assumed import EXPONENT, assumed_experts, by_activation, every_neuron
+from hotsplit.solver.draft_prediction import DraftGain, draft_gain
 from hotsplit.solver.expert_notes import placed_line
 from hotsplit.solver.inputs import Inputs, inputs_from
 from hotsplit.solver.layer_split import cpu_moe, layer_split
@@ -44,7 +45,8 @@ class Forecast:
     """`token_s`: seconds of a token in the middle of its context, as all but `first_s`, which are
     those at its beginning. `equal_s`: if all experts were chosen equally often, None without
     experts. `layer_split`, `cpu_moe`: llama.cpp's number of layers on the GPU, or with their
-    experts on the CPU, and its seconds; None without a GPU."""
+    experts on the CPU, and its seconds; None without a GPU. `drafts`: by the model's own block,
+    which is not loaded beside a GPU."""
 
     token_s: float
     first_s: float
@@ -52,6 +54,7 @@ class Forecast:
     cpu_only_s: float
     layer_split: tuple[int, float] | None
     cpu_moe: tuple[int, float] | None
+    drafts: DraftGain | None
     gap: float | None  # of a plan: what a better one could save at most; None for what needs none
     gpu_bytes: Items
     cpu_bytes: Items
@@ -124,6 +127,7 @@ def forecast(
         cpu_only_s=plan_seconds(pipeline, cpu_only_plan(pipeline)),
         layer_split=None if others is None else (others.num_layers, others.seconds),
         cpu_moe=cpu_moe(inputs) if uses_gpu else None,
+        drafts=None if uses_gpu else draft_gain(inputs, found.answer.objective_s),
         gap=found.answer.gap if choice.budgets else None,
         gpu_bytes=split.gpu_bytes,
         cpu_bytes=split.cpu_bytes,

@@ -8,7 +8,8 @@ others."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_FIRST_IDS = 32_768  # that guesses are taken from
+from hotsplit.options.generation_options import FIRST_IDS
+
 _RECENT, _LEAST_SHARE = 256, 0.75  # the share of a text's last tokens that must be among these
 
 
@@ -22,8 +23,8 @@ class FrequentIds:
 
     def use_for(self, ids: Sequence[int]) -> None:
         """Limits the drafter, or not, by the end of this text."""
-        if self.limit is None or self.num_ids < 2 * _FIRST_IDS:
+        if self.limit is None or self.num_ids < 2 * FIRST_IDS:
             return
         recent = ids[-_RECENT:]
-        is_limited = sum(token < _FIRST_IDS for token in recent) >= _LEAST_SHARE * len(recent)
-        self.limit(_FIRST_IDS if is_limited else None)
+        is_limited = sum(token < FIRST_IDS for token in recent) >= _LEAST_SHARE * len(recent)
+        self.limit(FIRST_IDS if is_limited else None)

@@ -289,7 +289,7 @@ def test_a_draft_model_proposes_nothing_when_full(tmp_path):
 
 def test_guesses_are_taken_from_the_first_ids_while_the_text_has_them(tmp_path, monkeypatch):
     """The limited head has the bits of the whole one; a text of later ids takes it whole."""
-    monkeypatch.setattr(frequent_ids, "_FIRST_IDS", 32)
+    monkeypatch.setattr(frequent_ids, "FIRST_IDS", 32)
     path = model_path(tmp_path, "q8_0")
     with Engine.load(path, mode="dense") as engine, engine.sequence() as text:
         limit, size = engine._live.native.limit_ids, engine.model.spec.vocab_size

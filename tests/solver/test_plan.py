@@ -27,6 +27,7 @@ from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import look_at
 from hotsplit.solver import assumed
 from hotsplit.solver.assumed import drawn_experts, zipf_shares
+from hotsplit.solver.draft_prediction import DraftGain
 from hotsplit.system.sizes import format_bytes, parse_bytes, size_words
 
 CARD = "rtx-4060-8gb"
@@ -101,6 +102,26 @@ def test_gpt_oss_has_the_published_types_and_size(tmp_path):
     assert experts == {"mxfp4"} and others == {kinds["output.weight"]} == {"q8_0"}
     write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
     assert (tmp_path / "h.gguf").stat().st_size == pytest.approx(12.11e9 - 12e6, rel=1e-3)
+
+
+def test_a_line_says_what_a_draft_block_is_expected_to_gain(tmp_path, capsys, monkeypatch):
+    """On the CPU alone."""
+    make_model(kind="q8_0", extra_keys=byte_level_keys()[0]).save(tmp_path / "m.gguf")
+    gain = DraftGain(num_drafted=2, token_s=0.1, by_number_s=(0.2, 0.1), accepted=(0.8, 0.6))
+    words = ["plan", str(tmp_path / "m.gguf"), "--machine", CARD, "--vram", "0"]
+    for num_drafted, says in ((2, "2 in a check"), (0, "none pays")):
+        found = dataclasses.replace(gain, num_drafted=num_drafted)
+        monkeypatch.setattr("hotsplit.run.forecast.draft_gain", lambda *_, found=found: found)
+        assert main([*words, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)["drafts"]
+        assert report == dataclasses.asdict(found) | {
+            "by_number_s": [0.2, 0.1],
+            "accepted": [0.8, 0.6],
+        }
+        assert main(words) == 0
+        (line,) = (n for n in capsys.readouterr().err.splitlines() if "draft block" in n)
+        assumed = "80% and 60% of its guesses by place are assumed right"
+        assert line.split() == f"with its draft block 10.0 tokens/s ({says}; {assumed})".split()
 
 
 def test_a_file_that_grows_says_first_where_it_would_have_fitted(tmp_path, monkeypatch):

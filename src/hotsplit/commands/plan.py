@@ -225,6 +225,11 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
     place = f"in the middle of {length}; {1 / found.first_s:,.1f} at the first"
     gap = "" if found.gap is None else f"; no plan is more than {max(found.gap, 1e-4):.2%} faster"
     speeds = [("this plan", found.token_s, place + gap)]
+    if (drafts := found.drafts) is not None:
+        *first, last = (f"{share:.0%}" for share in drafts.accepted)
+        assumed = f"{', '.join(first)} and {last} of its guesses by place are assumed right"
+        best = f"{drafts.num_drafted} in a check" if drafts.num_drafted else "none pays"
+        speeds.append(("with its draft block", drafts.token_s, f"{best}; {assumed}"))
     if found.budgets:
         if found.equal_s is not None:
             speeds.append(

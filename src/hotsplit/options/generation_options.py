@@ -18,6 +18,7 @@ from hotsplit.options.kinds import Finite, Share, check_fields
 ENDLESS = -1  # max_tokens: until the text or the context ends
 SpecType = Literal["none", "auto", "ngram", "ngram-mod", "draft", "mtp"]
 LONGEST = 127  # of a draft: with the token before it, the most rows of a step
+FIRST_IDS = 32_768  # of a larger vocabulary, from which guesses are taken
 MOST_DRAFTED = 16  # a step of 17 rows takes 3 to 8 times as long as a single row on measured CPUs
 # Names of samplers in llama.cpp's order, and its letters for them.
 LETTERS = {
