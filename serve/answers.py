@@ -210,6 +210,8 @@ def timings_of(reports: Sequence[Report]) -> Body:
     predicted_n = sum(report.generated_tokens for report in reports)
     prompt_ms = 1e3 * sum(report.prompt_s for report in reports)
     predicted_ms = 1e3 * sum(report.generated_s for report in reports)
+    drafted = sum(report.drafted_tokens for report in reports)
+    accepted = sum(report.accepted_tokens for report in reports)
     return {
         "cache_n": cached,
         "prompt_n": prompt_n,
@@ -221,6 +223,7 @@ def timings_of(reports: Sequence[Report]) -> Body:
         "predicted_per_token_ms": _ratio(predicted_ms, predicted_n),
         "predicted_per_second": _ratio(1e3 * predicted_n, predicted_ms),
         "queued_ms": 1e3 * sum(report.queued_s for report in reports),
+        **({"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}),
     }
 
 

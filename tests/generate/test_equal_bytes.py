@@ -29,6 +29,7 @@ from hotsplit.runtime.generate.speculation import Speculation, Totals
 from hotsplit.runtime.step import native_step
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.sequences import Sequences
+from hotsplit.serve.answers import timings_of
 from hotsplit.serve.texts import Said
 
 CONTEXT, LONG, WINDOW = 100, 300, 9
@@ -174,7 +175,8 @@ def life(bench, jobs, wants, new_drafting, seed):
     ]
     ended = [report for report in reports if report is not None]
     assert len(ended) >= len(jobs) - len(left) or differ
-    return differ, sum(r.drafted_tokens for r in ended), sum(r.accepted_tokens for r in ended)
+    timings = timings_of(ended)
+    return differ, timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
 
 
 def knowing(pattern, seed, has_block=True):
