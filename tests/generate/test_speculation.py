@@ -20,6 +20,7 @@ from models import byte_level_keys, make_model, make_sizes
 from hotsplit import Engine
 from hotsplit.commands.options.speculation_options import (
     speculating,
+    speculation_lines,
     speculation_options,
     take_speculation_options,
 )
@@ -400,8 +401,12 @@ def test_speculation_is_refused_where_rows_may_differ_from_single_steps(tmp_path
         check_rows(engine._live)
         engine._sequences.decoder = dataclasses.replace(engine._live, native=object())
         refuses(engine, "could change the text here")
-        with speculating(engine, SpeculationOptions(type="ngram", is_optional=True)) as drafts:
+        optional = SpeculationOptions(type="ngram", is_optional=True)
+        with speculating(engine, optional) as drafts:
             assert drafts is None
+        (line,) = speculation_lines(optional, [])
+        assert "off, since rows of a step may differ" in line
+        assert not speculation_lines(SpeculationOptions(), [])
         with (
             pytest.raises(HotsplitError, match="leave --speculate out"),
             speculating(engine, SpeculationOptions(type="ngram")),

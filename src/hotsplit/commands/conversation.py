@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hotsplit.commands.options.command_options import say
 from hotsplit.commands.options.constraint_options import constraint_of
-from hotsplit.commands.options.speculation_options import speculating
+from hotsplit.commands.options.speculation_options import speculating, speculation_lines
 from hotsplit.commands.request import CommandRequest
 from hotsplit.commands.terminal.terminal import (
     Lines,
@@ -83,8 +83,8 @@ def converse(
         lines = TypedLines() if is_typed else PipedLines()
         talk = Talk(conversation, lines, is_typed, is_greedy=sampling.temperature <= 0)
         talk.run()
-        if drafts is not None:
-            note(f"[{drafts.line()}]")
+        for line in speculation_lines(request.speculation, [] if drafts is None else [drafts]):
+            note(line)
     if engine.neuron_cache is not None:
         note(f"[{engine.neuron_cache.line}]")
     if talk.num_errors and not is_typed:

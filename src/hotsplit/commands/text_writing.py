@@ -12,7 +12,7 @@ import click
 
 from hotsplit.commands.options.command_options import finish, say
 from hotsplit.commands.options.constraint_options import constraint_of
-from hotsplit.commands.options.speculation_options import speculating
+from hotsplit.commands.options.speculation_options import speculating, speculation_lines
 from hotsplit.commands.request import CommandRequest
 from hotsplit.commands.terminal.terminal import Screen
 from hotsplit.errors import HotsplitError, Interrupted
@@ -58,16 +58,17 @@ def write(
             each = [] if made is None else [made.begin() for _ in request.prompts]
             tokens = engine.generate_many(request.prompts, sampling, request.endings, masks, each)
             code = _take(tokens, writings, request)
-            drafts_lines = [drafts.line() for drafts in each]
+            drafts_lines = speculation_lines(request.speculation, each)
         if request.output == "text":
             for prompt, writing in zip(request.prompts, writings, strict=True):
                 click.echo((prompt if request.is_shown else "") + writing.text)
     else:
         with speculating(engine, request.speculation, draft_model) as drafts:
             code = _write_one(engine, request, sampling, writings, drafts)
-            drafts_lines = [] if drafts is None else [drafts.line()]
+            texts = [] if drafts is None else [drafts]
+            drafts_lines = speculation_lines(request.speculation, texts)
     report, lines = _report(engine, request, writings, drawn)
-    lines += [f"[{line}]" for line in drafts_lines]
+    lines += drafts_lines
     if preparing is not None:
         report["run"] = preparing
     if request.output == "lines":

@@ -1,6 +1,6 @@
 """The options of speculative decoding, in llama.cpp's spellings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -52,6 +52,13 @@ def take_speculation_options(options: dict[str, Any]) -> SpeculationOptions:
     return SpeculationOptions(
         type=spec_type, is_optional=is_optional, most=options.pop("draft_max")
     )
+
+
+def speculation_lines(options: SpeculationOptions, texts: "Sequence[Speculation]") -> list[str]:
+    """What became of the drafts of `texts`, for the user; none of these: they could change it."""
+    if not texts and options.type != "none":
+        return ["[speculation: off, since rows of a step may differ from a single token's here]"]
+    return [f"[{drafts.line()}]" for drafts in texts]
 
 
 @contextmanager
