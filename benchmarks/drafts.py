@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, count
-from operator import mul
+from operator import mul, truediv
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.error import URLError
@@ -198,13 +198,12 @@ def _measure_forced(arguments: argparse.Namespace) -> None:
                 stdout=subprocess.PIPE,
             ).stdout
         )
+        drafts = predicted["drafts"]
+        most = dict.fromkeys((len(arguments.forced), max(1, drafts["num_drafted"])))
         with Engine.load(path, device="cpu", draft_block=True, context_length=512) as engine:
-            found = _forced(engine, options, arguments)
-    drafts = predicted["drafts"]
-    gains = {
-        "measured": statistics.median(found["round_gains"]),
-        "predicted": predicted["token_s"] / drafts["token_s"],
-    }
+            found = {f"at most {n}": _forced(engine, options, arguments, n) for n in most}
+    gains = {name: each["gain"] for name, each in found.items()}
+    gains["predicted"] = predicted["token_s"] / drafts["token_s"]
     by_number = [predicted["token_s"] / seconds for seconds in drafts["by_number_s"]]
     print(f"{gains}, by the number of guesses {by_number}, {found}")
     result = result_of(
@@ -218,16 +217,17 @@ def _measure_forced(arguments: argparse.Namespace) -> None:
         gains=gains,
         predicted_tokens_per_s=1 / predicted["token_s"],
         predicted_by_number=by_number,
-        **found,
+        measured=found,
     )
     name = f"drafts-forced-{library.level()}"
     print(f"wrote {write_result(result, name, arguments.output)}")
 
 
 def _forced(
-    engine: Engine, sampling: dict[str, float], arguments: argparse.Namespace
+    engine: Engine, sampling: dict[str, float], arguments: argparse.Namespace, most: int
 ) -> dict[str, object]:
-    """Tokens a second of each round without and with drafts, and what was drafted."""
+    """Tokens a second of each round without and with drafts of at most so many tokens, what rows
+    and guesses took, and the gain of each number of guesses by that."""
     known, costs = list[int](), {}
 
     def text(drafts: Speculation | None) -> tuple[float, int, int]:
@@ -245,7 +245,6 @@ def _forced(
         return (len(ids) - 1) / (took - run.prefill_s), run.drafted, run.accepted
 
     def with_drafts(_: int) -> tuple[float, int, int]:
-        most = len(arguments.forced)
         options = SpeculationOptions(type="mtp", most=most)
         with speculating(engine, options) as drafts:
             assert drafts is not None and isinstance(drafts.costly, BlockDrafter)
@@ -254,7 +253,7 @@ def _forced(
                 Forced(drafts.costly, [*prompt, *known], arguments.forced), options
             )
             found = text(forced)
-            rows = range(1, 2 + len(arguments.forced))
+            rows = range(1, 2 + most)
             costs.update({f"{n} rows": forced.costs.seconds(n) for n in rows})
             costs["guess"] = forced._guess_s
             return found
@@ -262,16 +261,16 @@ def _forced(
     text(None)
     turns = {"none": lambda _: text(None), "drafts": with_drafts}
     samples = take_turns(turns, arguments.rounds)
-    pairs = zip(samples["none"], samples["drafts"], strict=True)
+    rates = {kind: [each[0] for each in rounds] for kind, rounds in samples.items()}
     single_s, guess_s = costs["1 rows"], costs["guess"]
-    tokens = list(accumulate((1.0, *accumulate(arguments.forced, mul))))[1:]
+    tokens = list(accumulate((1.0, *accumulate(arguments.forced[:most], mul))))[1:]
     return {
-        "measured_by_number": [
+        "gain": statistics.median(map(truediv, rates["drafts"], rates["none"])),
+        "by_number": [
             single_s * expected / (costs[f"{num + 1} rows"] + num * guess_s)
             for num, expected in enumerate(tokens, 1)
         ],
-        "round_gains": [with_drafts[0] / none[0] for none, with_drafts in pairs],
-        "tokens_per_s": {kind: [each[0] for each in rounds] for kind, rounds in samples.items()},
+        "tokens_per_s": rates,
         "seconds": costs,
         "drafted_and_accepted": samples["drafts"][-1][1:],
     }
