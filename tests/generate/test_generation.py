@@ -513,8 +513,12 @@ def test_input_that_is_not_text_is_refused(tmp_path, codec_model):
         assert message in done.stderr.decode()
 
 
-@pytest.mark.parametrize("drafts", [("--speculate", "ngram"), ("-md", "draft.gguf")])
-def test_drafts_for_several_prompts_are_refused(tmp_path, drafts):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    done = run("m.gguf", "--prompts", tmp_path / "p.jsonl", *drafts, code=2)
-    assert "--speculate and -md are for one text: leave --prompts out" in done.stderr.decode()
+@pytest.mark.parametrize("drafts", [("--speculate", "ngram-mod"), ("-md",)])
+def test_drafts_for_several_prompts_change_no_text(tmp_path, codec_model, drafts):
+    """And a line for each says what became of its drafts."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "ab"}\n"cd ef"\n')
+    common = (codec_model, "--prompts", tmp_path / "p.jsonl", "-n", 30, "--seed", 3)
+    drafts = (*drafts, codec_model) if drafts == ("-md",) else drafts
+    done, plain = run(*common, *drafts), run(*common, "--speculate", "none")
+    assert done.stdout == plain.stdout
+    assert done.stderr.count(b"[speculation (") == 2 and b"speculation" not in plain.stderr

@@ -139,8 +139,6 @@ def take_request(
         raise click.UsageError("--prompt-cache and --chat are for one text: leave --prompts out.")
     if is_answer and prompt_cache:
         raise click.UsageError("--chat does not use a prompt cache: leave --prompt-cache out.")
-    if is_many and speculation.type != "none" and not speculation.is_optional:
-        raise click.UsageError("--speculate and -md are for one text: leave --prompts out.")
     if prompt_cache and not prompt_cache.absolute().parent.is_dir():
         raise HotsplitError(f"{prompt_cache}: its folder does not exist; create it first")
     if has_prompt:
