@@ -13,7 +13,7 @@ loss (arXiv 2101.03961, equations 4 to 6), layer by layer.
 
 The block is trained with the model (as in DeepSeek-V3, arXiv 2412.19437), towards the model's own
 probabilities, and on chains of guesses (FastMTP, arXiv 2509.18362): the second and third of a chain
-read the block's own hidden states, and see the entries that they see when drafting. In the end it is
+read the block's own hidden states, and see the entries that they see when drafting. At last it is
 trained alone, on greedy texts of the model.
 
 Text, batches and the optimizer are tiny-relu's (its train_relu.py); a run is a function of its
