@@ -320,6 +320,25 @@ def drafts() -> str:
     return markdown(header, rows)
 
 
+ROW_MODELS = {
+    "qwen2.5-coder-1.5b-instruct-q4_k_m": "1.5B, Q4_K_M",
+    "qwen2.5-coder-1.5b-instruct-q8_0": "1.5B, q8_0",
+    "qwen3-30b-a3b-q4_k_m": "12 layers of Qwen3-30B-A3B, Q4_K_M",
+}
+
+
+def rows_over_one() -> str:
+    """A check of a draft: the time of a few rows over that of one."""
+    lines, models = [], result(f"rows-{ZEN_5}")["models"]
+    for model, label in ROW_MODELS.items():
+        for side, seconds in models.get(model, {}).items():
+            one = seconds["1"]
+            cells = [f"{seconds[count] / one:.2f}" for count in list(seconds)[1:]]
+            name = side if "llama" in side else f"hotsplit, {side}"
+            lines.append([f"{label}, {name}", f"{1e3 * one:.1f} ms", *cells])
+    return markdown(["", "one row", *(f"{n} rows" for n in (2, 3, 4, 5, 6, 8))], lines)
+
+
 # ---- the server ---------------------------------------------------------------------------------
 
 
@@ -449,6 +468,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "expert-plans": expert_plans,
     "expert-routings": expert_routings,
     "drafts": drafts,
+    "rows": rows_over_one,
     "speculation": speculation,
     "serve-throughput": serve_throughput,
     "serve-first-token": serve_first_token,

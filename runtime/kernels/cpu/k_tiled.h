@@ -104,6 +104,6 @@ inline void dot_one(const SuperTile<F>& tile, const Input& input, float* y) {
     store_floats(y, sum_of_four(sum));
 }
 
-#ifdef LEVEL_AVX2
-#include "k_tiled_avx2.h"
+#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
+#include "k_few_vectors.h"
 #endif

@@ -76,9 +76,8 @@ void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_str
                 panel.numbers[b][i] = tile[i].load(b0 + b, quarter);
                 tile_weights<F>(quarter, panel.weights[b][i]);
             }
-        in_steps<4, 3, 2, 1>(0, input.count, [&](auto count, int64_t t) {
-            multiply_panel<F, R, count>(panel, b0, m, x, t, acc);
-        });
+        in_fours(0, input.count,
+                 [&](auto count, int64_t t) { multiply_panel<F, R, count>(panel, b0, m, x, t, acc); });
     }
     for (int64_t t = 0; t < input.count; ++t) {
         alignas(64) float sums[R * LANES];

@@ -102,6 +102,13 @@ __attribute__((always_inline)) inline int64_t in_steps(int64_t begin, int64_t en
     return begin;
 }
 
+// The same for up to four indices at a time, of which none is alone if there are several.
+template <class Use>
+__attribute__((always_inline)) inline void in_fours(int64_t begin, int64_t end, const Use& use) {
+    const bool is_one_left = end - begin > 4 && (end - begin) % 4 == 1;
+    in_steps<3, 2, 1>(in_steps<4>(begin, is_one_left ? end - 5 : end, use), end, use);
+}
+
 // y[t * y_stride + i] += the sum over j < n, in order, of by(t, j) * w[i / LANES], for COUNT vectors y of VALUES *
 // LANES columns; load(j, w) sets w.
 template <int COUNT, int VALUES, class Vector = Floats, class Load, class Factor>

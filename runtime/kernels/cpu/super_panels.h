@@ -52,7 +52,7 @@ void dot_super_tile(const Tile* tile, int64_t n, const Input& input, float* y, i
                 byte_weights<Q8_0>(bytes, panel.weights[p][i]);
             });
         }
-        in_steps<4, 3, 2, 1>(0, input.count, [&](auto count, int64_t t) {
+        in_fours(0, input.count, [&](auto count, int64_t t) {
             multiply_super_panel<F, R, count>(panel, block, x, t, part);
         });
     }

@@ -9,6 +9,44 @@ inline auto tile_at(const uint8_t* tile, int64_t lane, int64_t D, const TiledAhe
         return TiledTile<F>{tile, lane, D / BLOCK, ahead};
 }
 
+// The vectors that few_vectors.h takes at a time; more would need more registers than there are.
+#ifdef __AVXVNNI__
+constexpr int FEW_AT_ONCE = 3;
+template <class Use>
+inline void in_few(int64_t count, const Use& use) {
+    in_steps<3, 2, 1>(0, count, use);
+}
+#else
+constexpr int FEW_AT_ONCE = 4;
+template <class Use>
+inline void in_few(int64_t count, const Use& use) {
+    in_fours(0, count, use);
+}
+#endif
+
+// Most vectors that few_vectors.h multiplies; more are faster where rows are unpacked once for all of them. GMAC/s of one
+// Zen 5 core, rows of 1,536 values in cache, without few_vectors.h and with it: q4_K at avx512vnni 2 vectors 121 and
+// 161, 4 vectors 151 and 186, 8 vectors 178 and 190; avx512 65 and 85, 87 and 114, 103 and 116; avxvnni 59 and 91, 77 and
+// 91, 86 and 98; avx2 55 and 65, 70 and 77, 80 and 78.
+template <class F>
+constexpr int64_t most_few() {
+    if constexpr (IS_SUPER<F>)
+        if (F::RANGES == 2) return TILES_AT_ONCE == 2 ? 0 : FEW_AT_ONCE;
+#ifdef HAS_PANELS
+    return 4;
+#else
+    return 8;
+#endif
+}
+
+// With AVX-512 VNNI two tiles are read together by a few vectors if they have few bits: larger ones are then read more
+// slowly from memory (one vector, GB/s, one tile and two: q4_K 40 and 41, q8_0 39 and 29).
+template <class F>
+constexpr bool takes_two_tiles() {
+    return TILES_AT_ONCE == 2 && most_few<F>() > 0 &&
+           8 * F::BLOCK_BYTES < 7 * (IS_SUPER<F> ? SUPER_BLOCK : BLOCK);
+}
+
 // Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
 template <class F>
 inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
@@ -33,12 +71,19 @@ inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y
                                      begin, end);
         }
     };
-#ifdef LEVEL_AVX2
-    const bool has_both_halves = a0 < first + LANES && a1 > first + LANES;
-    if (x.count == 1 && has_both_halves) {
-        alignas(64) float sums[TILE_ROWS];
-        dot_whole_tile(tile_at<F>(at, 0, rows.D, &ahead), x, sums);
-        __builtin_memcpy(y, sums + (a0 - first), (a1 - a0) * sizeof(float));
+#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
+    const bool has_both_halves = LANES == TILE_ROWS || (a0 < first + LANES && a1 > first + LANES);
+    if (x.count <= most_few<F>() && has_both_halves) {
+        in_few(x.count, [&](auto count, int64_t t) {
+            constexpr int T = decltype(count)::VALUE;
+            const auto tile = tile_at<F>(at, 0, rows.D, t == 0 ? &ahead : nullptr);
+            const decltype(tile) halves[2] = {tile, tile_at<F>(at, LANES, rows.D, nullptr)};
+            alignas(64) float sums[T][TILE_ROWS];
+            dot_few_vectors<TILE_ROWS / LANES, T>(halves, x.part(t, t + T), sums[0], TILE_ROWS);
+            for (int i = 0; i < T; ++i)
+                __builtin_memcpy(y + (t + i) * y_stride, sums[i] + (a0 - first),
+                                 (a1 - a0) * sizeof(float));
+        });
         return;
     }
 #endif
@@ -58,6 +103,16 @@ inline void dot_two_tiles(const Rows& rows, const Input& x, float* y, int64_t y_
     const int64_t tile_bytes = TILE_ROWS * rows.stride;
     const uint8_t* at = rows.weight + a0 * rows.stride;
     const TiledAhead aheads[2] = {ahead.of_pair(0, tile_bytes), ahead.of_pair(1, tile_bytes)};
+#if defined(LEVEL_AVX512)
+    if (x.count <= most_few<F>())
+        return in_few(x.count, [&](auto count, int64_t t) {
+            constexpr int T = decltype(count)::VALUE;
+            const auto first = tile_at<F>(at, 0, rows.D, t == 0 ? aheads : nullptr);
+            const decltype(first) tiles[2] = {
+                first, tile_at<F>(at + tile_bytes, 0, rows.D, t == 0 ? aheads + 1 : nullptr)};
+            dot_few_vectors<2, T>(tiles, x.part(t, t + T), y + t * y_stride, y_stride);
+        });
+#endif
     for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
         const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
         const auto first = tile_at<F>(at, 0, rows.D, t == 0 ? aheads : nullptr);
@@ -117,7 +172,7 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
     }
     const bool is_asking = x.count >= LEAST_ASKING_OF<F>;
     if constexpr (TILES_AT_ONCE == 2) {
-        if (x.count >= LEAST_FOR_TWO_TILES<F>) {
+        if (x.count >= LEAST_FOR_TWO_TILES<F> || (takes_two_tiles<F>() && x.count <= most_few<F>())) {
             for_tiles<2>(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
                 if (end - a == 2 * TILE_ROWS)
                     return dot_two_tiles<F>(rows, x, y + a, y_stride, a, ahead);

@@ -183,6 +183,6 @@ inline void dot_one(const TiledTile<F>& tile, const Input& input, float* y) {
     store_floats(y, sum_of_four(next));
 }
 
-#ifdef LEVEL_AVX2
-#include "tiled_avx2.h"
+#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
+#include "few_vectors.h"
 #endif

@@ -89,6 +89,14 @@ inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
     _mm_storeu_ps(y, _mm_hadd_ps(ab, cd));
 }
 
+// The 32 bits at p in each lane. In assembly, because gcc 12 loads two adjacent ones into a general register at
+// once, and spreads them by four instructions.
+inline Ints broadcast_int(const void* p) {
+    Bits v;
+    asm("vpbroadcastd %1, %0" : "=v"(v) : "m"(*static_cast<const int32_t*>(p)));
+    return ints(v);
+}
+
 inline Floats to_floats(Ints v) { return MM(cvtepi32_ps)(bits(v)); }
 inline Ints to_ints(Floats v) { return ints(MM(cvtps_epi32)(v)); }
 inline Ints interleave_low(Ints a, Ints b) { return ints(MM(unpacklo_epi16)(bits(a), bits(b))); }

@@ -1,0 +1,157 @@
+// Products of R vectors of rows in tiles with a few vectors of x at a time, at levels other than generic: the two
+// halves of a tile where vectors have eight lanes, two tiles where they have sixteen. What is loaded of x is shared by
+// all rows, and what is unpacked of the rows by all vectors; both stay in registers, as do the sums of a block. Included
+// by tiled_template.h.
+
+// Four bytes of each row of a vector in the form that is multiplied.
+template <bool IS_SIGNED>
+struct FewWeights {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    __attribute__((always_inline)) explicit FewWeights(Ints bytes)
+        : w(bits(IS_SIGNED ? bytes ^ static_cast<int32_t>(0x80808080) : bytes)) {}  // plus OFFSET
+    Bits w;
+#else
+    __attribute__((always_inline)) explicit FewWeights(Ints bytes) {
+        if constexpr (IS_SIGNED)
+            signed_words(bytes, w);
+        else
+            unsigned_words(bytes, w);
+    }
+    Ints w[2];
+#endif
+};
+
+// Sums of products of a vector of rows with one vector.
+struct FewSums {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    void set(Ints start) { high = Ints{}, low = start; }
+    Ints total() const { return (high << 8) + low; }
+    Ints high, low;
+#else
+    void set(Ints start) { sum = start; }
+    Ints total() const { return sum; }
+    Ints sum;
+#endif
+};
+
+// The packed values of block b of the first vector.
+template <class F>
+inline const uint8_t* few_values(const PackedBlocks<F>& x, int64_t b) {
+    return x.values + b / unit<F>() * x.stride + b % unit<F>() * (F::HAS_NIBBLES ? 16 : 32);
+}
+
+// Adds the products of four bytes of each row with values 4 * v .. 4 * v + 3 of a block of T packed vectors, `next`
+// bytes apart.
+template <class F, bool IS_SIGNED, int R, int T>
+__attribute__((always_inline)) inline void add_bytes(const Ints* bytes, const uint8_t* x, int64_t next,
+                                                     int v, FewSums (*sums)[T]) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#ifdef __AVX512VNNI__
+    const int64_t at = F::HAS_NIBBLES ? v / 4 * 64 + v % 4 * 4 : 4 * v, plane = PLANE<F>;
+#define DPBUSD _mm512_dpbusd_epi32
+#else
+    const int64_t at = 4 * v, plane = 32;
+#define DPBUSD _mm256_dpbusd_avx_epi32
+#endif
+    Bits w[R];
+#pragma GCC unroll 2
+    for (int i = 0; i < R; ++i) w[i] = FewWeights<IS_SIGNED>(bytes[i]).w;
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+        const Bits high = four_bytes(x + t * next + at), low = four_bytes(x + t * next + plane + at);
+#pragma GCC unroll 2
+        for (int i = 0; i < R; ++i) {
+            FewSums& sum = sums[i][t];
+            sum.high = in_register(ints(DPBUSD(bits(sum.high), w[i], high)));
+            sum.low = in_register(ints(DPBUSD(bits(sum.low), w[i], low)));
+        }
+    }
+#undef DPBUSD
+#else
+    const FewWeights<IS_SIGNED> weights[2] = {FewWeights<IS_SIGNED>(bytes[0]),
+                                              FewWeights<IS_SIGNED>(bytes[R - 1])};
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t)
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; ++k) {
+            const Ints pair = broadcast_int(x + t * next + 8 * v + 4 * k);
+#pragma GCC unroll 2
+            for (int i = 0; i < R; ++i)
+                sums[i][t].sum = in_register(add_pairs(sums[i][t].sum, weights[i].w[k], pair));
+        }
+#endif
+}
+
+// Adds a block of a type whose quants are unpacked to bytes.
+template <class F, int R, int T>
+inline void add_coded(const uint8_t* const* quants, const uint8_t* values, int64_t next,
+                      FewSums (*sums)[T]) {
+    Ints bytes[R][8];
+#pragma GCC unroll 2
+    for (int i = 0; i < R; ++i) {
+        Ints quarter[F::QUANT_BYTES / 4];
+        for (int v = 0; v < F::QUANT_BYTES / 4; ++v)
+            quarter[v] = load_in_order(quants[i] + 4 * TILE_ROWS * v);
+        F::bytes_of_lanes(quarter, bytes[i]);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+        const Ints some[2] = {bytes[0][v], bytes[R - 1][v]};
+        add_bytes<F, false, R, T>(some, values, next, v, sums);
+    }
+}
+
+// y[t * y_stride .. + R * LANES - 1] for T vectors.
+template <int R, int T, class F>
+inline void dot_few_vectors(const TiledTile<F>* tile, const Input& input, float* y, int64_t y_stride) {
+    const int64_t n = tile->n;
+    const PackedBlocks<F> x(input, n);
+    constexpr bool IS_NIBBLES = F::HAS_NIBBLES, IS_SIGNED = !IS_NIBBLES && !F::IS_CODED;
+    Floats part[4][T][R];
+    for (auto& vectors : part)
+        for (auto& rows : vectors)
+            for (Floats& sum : rows) sum = zero();
+#pragma GCC unroll 1
+    for (int64_t b = 0; b < n; ++b) {
+        const uint8_t *quants[R], *values = few_values(x, b);
+        FewSums sums[R][T];
+#pragma GCC unroll 2
+        for (int i = 0; i < R; ++i) {
+            tile[i].ask(b);
+            quants[i] = F::quants_of(tile[i].tile, n, b, tile[i].lane);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t)
+                sums[i][t].set(Ints{} - OFFSET<F> * broadcast_int(x.sum + t * x.next_scale + b));
+        }
+        if constexpr (F::IS_CODED)
+            add_coded<F, R, T>(quants, values, x.next_vector, sums);
+        else
+#pragma GCC unroll 8
+            for (int v = 0; v < F::QUANT_BYTES / 4; ++v) {
+                Ints bytes[R], upper[R];
+#pragma GCC unroll 2
+                for (int i = 0; i < R; ++i) {
+                    bytes[i] = load_in_order(quants[i] + 4 * TILE_ROWS * v);
+                    upper[i] = bytes[i] >> 4 & 0x0f0f0f0f;
+                    if (IS_NIBBLES) bytes[i] &= 0x0f0f0f0f;
+                }
+                add_bytes<F, IS_SIGNED, R, T>(bytes, values, x.next_vector, v, sums);
+                if (IS_NIBBLES)
+                    add_bytes<F, IS_SIGNED, R, T>(upper, values, x.next_vector, v + 4, sums);
+            }
+#pragma GCC unroll 2
+        for (int i = 0; i < R; ++i) {
+            const auto numbers = F::numbers_of(tile[i].tile, b, tile[i].lane);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t)
+                part[b % 4][t][i] =
+                    add_term(part[b % 4][t][i], sums[i][t].total(), numbers,
+                             x.scale[t * x.next_scale + b], x.sum[t * x.next_scale + b]);
+        }
+    }
+    for (int t = 0; t < T; ++t)
+        for (int i = 0; i < R; ++i) {
+            const Floats of_rows[4] = {part[0][t][i], part[1][t][i], part[2][t][i], part[3][t][i]};
+            store_floats(y + t * y_stride + i * LANES, sum_of_four(of_rows));
+        }
+}
