@@ -129,8 +129,7 @@ class BlockTable:
         changes = []
         for number, own in zip(numbers, reversed(self._free), strict=False):
             block = int(self.block_SN[sequence, number])
-            is_copied = block != NO_BLOCK and number * self.block_length < start
-            changes.append(BlockChange(number, own, block if is_copied else None))
+            changes.append(BlockChange(number, own, None if block == NO_BLOCK else block))
         return changes
 
     def commit(self, sequence: int, changes: list[BlockChange]) -> None:

@@ -171,6 +171,25 @@ def test_several_texts_and_forks_draft_in_shared_steps(paths, case):
             ]
 
 
+@pytest.mark.parametrize("case", ["glm4moe", "qwen35"])
+@pytest.mark.parametrize("length", [7, 70])
+def test_a_draft_leaves_the_keys_that_a_fork_shares(paths, case, length):
+    """The block writes where the model has written long ago, in blocks that forks share."""
+    ids = [3 + place % 20 for place in range(length)]
+    with Engine.load(paths(case), draft_block=True, context_length=80, num_sequences=3) as engine:
+        with engine.sequence() as text:
+            text.extend(ids, "none")
+            want_RV = text.extend([5, 9, 4], "all")
+        with drafting(engine, ALL), engine.sequence() as text:
+            block = engine._live.draft
+            text.extend(ids, "none")
+            with text.fork() as fork:
+                assert block.first(fork.number, length, 5) is not None
+                fork.read_state()
+                for each in (fork, text):
+                    assert torch.equal(each.extend([5, 9, 4], "all"), want_RV)
+
+
 @pytest.mark.parametrize("length", [12, 11])
 @pytest.mark.parametrize("has_drafted", [False, True])
 def test_a_saved_prompt_keeps_what_the_block_has_of_it(paths, tmp_path, has_drafted, length):
