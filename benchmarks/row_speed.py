@@ -89,7 +89,7 @@ def _ours(engine: Engine, level: str, number: int) -> dict[int, float]:
 def _theirs(command: list[str], path: Path, threads: int, _number: int) -> dict[int, float]:
     """The same by a llama-bench."""
     counts = ",".join(map(str, ROWS))
-    options = ["-m", path, "-t", str(threads), "-p", counts, "-n", "0", "-r", str(PASSES)]
+    options = ["-m", str(path), "-t", str(threads), "-p", counts, "-n", "0", "-r", str(PASSES)]
     done = subprocess.run(
         [*command, *options, "-o", "json"], check=True, text=True, stdout=subprocess.PIPE
     )
