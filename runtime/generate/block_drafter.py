@@ -47,9 +47,9 @@ class BlockDrafter:
         while logits_V is not None and text is not None:
             array_V = logits_V.numpy()
             token = int(array_V.argmax())
-            probability = 1 / float(np.exp(array_V - array_V[token]).sum())
-            if math.isnan(probability):
+            if not math.isfinite(array_V[token]):  # NaN counts as the largest
                 return
+            probability = 1 / float(np.exp(array_V - array_V[token]).sum())
             yield token, probability
             num += 1
             logits_V = self._block.next(text.number, token, num)

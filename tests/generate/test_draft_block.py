@@ -3,7 +3,7 @@
 import random
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +23,8 @@ from hotsplit.options.generation_options import (
     SpeculationOptions,
 )
 from hotsplit.runtime.drafting import drafting
+from hotsplit.runtime.generate.block_drafter import BlockDrafter
+from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.generate.generation import Generation, together
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -238,6 +240,16 @@ def test_a_state_of_a_block_of_another_shape_is_refused(paths):
             other = replace(state, draft=replace(draft, **changed))
             with engine.sequence() as text, pytest.raises(HotsplitError, match="block's state is"):
                 text.write_state(PROMPT, other)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite_are_no_guess(value):
+    logits_V = torch.tensor([float("-inf"), value, float("-inf")])
+    block = SimpleNamespace(first=lambda *_: logits_V)
+    drafter = BlockDrafter(block, 1e-3, FrequentIds(3, None))
+    drafter.follow(SimpleNamespace(is_open=True, ids=[1], number=0, length=1))
+    assert not list(drafter.guesses([1, 2]))
 
 
 def test_the_controller_drafts_by_the_block_where_a_file_has_one(paths):

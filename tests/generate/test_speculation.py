@@ -460,6 +460,11 @@ def test_conflicting_options_are_refused(line, match):
     assert result.exit_code == 2 and match in result.output
 
 
+def test_a_length_of_no_draft_is_refused():
+    with pytest.raises(HotsplitError, match="--draft-max: most is 0, wanted .* from 1 to 127"):
+        CliRunner().invoke(command, ["--draft-max", "0"], obj=[], catch_exceptions=False)
+
+
 def test_every_type_of_drafter_can_be_chosen(tmp_path):
     path, small = model_path(tmp_path, "q8_0"), model_path(tmp_path, "q4_0", "draft")
     with Engine.load(path, mode="exact", context_length=200) as engine:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from hotsplit.commands.options.command_options import option_table
+from hotsplit.errors import about
 from hotsplit.options.generation_options import SpecType, SpeculationOptions
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ def take_speculation_options(options: dict[str, Any]) -> SpeculationOptions:
         raise click.UsageError("--speculate mtp needs the draft block: leave --no-draft-block out.")
     is_block_used = spec_type == "mtp" or (spec_type == "auto" and model_draft is None)
     options["draft_block"] = is_block_used and not is_left
-    return SpeculationOptions(
-        type=spec_type, is_optional=is_optional, most=options.pop("draft_max")
-    )
+    with about("--draft-max"):  # no other value can be wrong
+        return SpeculationOptions(
+            type=spec_type, is_optional=is_optional, most=options.pop("draft_max")
+        )
 
 
 def speculation_lines(options: SpeculationOptions, texts: "Sequence[Speculation]") -> list[str]:
