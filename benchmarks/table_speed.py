@@ -315,7 +315,8 @@ def drafts() -> str:
             )
             cells.append(percent(accepted / drafted) if drafted else "none drafted")
             for kind, base in (("llama.cpp, draft", "llama.cpp"), ("draft", "llama.cpp, draft")):
-                cells.append(times(statistics.median(gains(kind, base))))
+                has_rival = base in of_kind[0]
+                cells.append(times(statistics.median(gains(kind, base))) if has_rival else "")
             rows.append([f"{level}, {about}", *cells])
     return markdown(header, rows)
 
