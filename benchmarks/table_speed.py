@@ -313,7 +313,7 @@ def drafts() -> str:
             drafted, accepted = (
                 sum(text["draft"][key] for text in of_kind) for key in ("drafted", "accepted")
             )
-            cells.append(percent(accepted / drafted) if drafted else "none drafted")
+            cells.append(percent(accepted / drafted) if drafted else "")
             for kind, base in (("llama.cpp, draft", "llama.cpp"), ("draft", "llama.cpp, draft")):
                 has_rival = base in of_kind[0]
                 cells.append(times(statistics.median(gains(kind, base))) if has_rival else "")
