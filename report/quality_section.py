@@ -26,7 +26,7 @@ class MeasuredMode:
 
     @property
     def rise(self) -> tuple[float, float | None]:
-        """Of the perplexity, and half of its interval."""
+        """The increase of the perplexity, and half the width of its interval."""
         return self.quality.perplexity_increase, self.quality.perplexity_half_width
 
     @property

@@ -206,7 +206,7 @@ def test_a_rollback_repeats_the_tokens_after_the_nearest_state(path, steps):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_checks_compute_their_rows_alone(path, steps, pattern):
-    """Of several texts in a step, each row once, whatever is accepted, and with the bits of the
+    """A step of several texts computes each row once, whatever is accepted, with the bits of the
     text alone; a long check, whose rows are not all kept, repeats no more than its own."""
     chance = random.Random(pattern)
     with Engine.load(path, num_sequences=3) as engine, Engine.load(path) as single:

@@ -22,8 +22,8 @@ def inputs_of(*, has_experts: bool, has_block: bool = True):
 
 
 def test_a_step_reads_the_union_of_its_rows_experts():
-    """Of six experts each of which a third of the tokens choose, so that r rows read
-    1 - (2/3)^r of them."""
+    """A third of the tokens choose each of six experts, so that r rows read 1 - (2/3)^r of
+    them."""
     inputs = inputs_of(has_experts=True)
     model, machine = inputs.model, inputs.machine
     entries = [e for layer in model.layer_tensors[:8] for e in layer.items()]

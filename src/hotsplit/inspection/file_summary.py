@@ -160,7 +160,7 @@ def _values_of(value: Any) -> dict[str, Any] | None:
 
 
 def _text(name: str, value: Any) -> str:
-    """Of a figure the best one, and the range of the middle half of the rounds."""
+    """The best value of a figure, and the range of the middle half of the rounds."""
     if isinstance(value, Figure):
         if value.quartiles is None:
             return f"{value.best:g} (not measured)"
