@@ -27,9 +27,7 @@ def passing(engine, split, *, backend=None, setup=None, neuron_cache=None, max_r
     )
 
 
-def streaming(
-    engine, split, *, pieces=3, is_staged=True, least_tokens=1, rates=None, backend=None, only=None
-):
+def streaming(engine, split, *, pieces=3, is_staged=True, least_tokens=1, rates=None, only=None):
     """(a step whose passes stream cold weights, its streams by layer). `pieces`: the least pieces
     that a buffer has room for; `only`: kinds of blocks."""
     placement = Placement.of_split(split, (CPU,) * len(split.budgets))
@@ -52,7 +50,7 @@ def streaming(
         streamed=frozenset(blocks),
         streams=streams,
     )
-    return passing(engine, split, setup=setup, backend=backend), made
+    return passing(engine, split, setup=setup), made
 
 
 def logits(step, ids):

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import library
+from fake_cuda.graph import Graph
 from fake_cuda.ptx_kernels import StreamedPtx
 from fake_cuda.torch_cuda import fake_cuda
-from hybrid_plans import stepped
+from hybrid_plans import model_of, split_of, stepped
 from models import changed, make_model, make_sizes, mixture_spec
 from reference import rel_error
 from test_expert_prompts import HOT, RATES, noted
 from test_experts import IDS, ROUTES, mixture
+from test_fake_replay import FLAGS
 from test_fake_step import checked_cuda, prompted
 from test_hybrid_delta import MIXERS, delta_mixture
 from test_hybrid_delta import PLANS as DELTA_PLANS
@@ -22,6 +24,7 @@ from test_hybrid_experts import PLANS, made_plan, stock
 
 from hotsplit import Engine
 from hotsplit.artifacts.cache_plan import CachePlan
+from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.attention import HeadVector
 from hotsplit.model.spec import Attention
@@ -76,6 +79,51 @@ def test_plans_on_a_device_give_the_cpus_logits(case, capsys):
         assert torch.equal(got[0], found[0][0])
         for mine, right in zip(got, want, strict=True):
             assert rel_error(mine, right) < 1e-3
+
+
+# A model and its plan, layers with hot neurons or experts, and those of the CPU's part.
+PRICED = {
+    "neurons": (model_of, lambda model: split_of(model, "random"), 4, 4),
+    "experts": (lambda: stock(**SHARED), lambda model: made_plan(model, *PLANS["some"]), 2, 2),
+    **{
+        mixer: (
+            lambda mixer=mixer: delta_mixture(mixer=mixer),
+            lambda model: made_plan(model, *DELTA_PLANS["some"]),
+            *(4, 3),
+        )
+        for mixer in MIXERS
+    },
+}
+
+
+@pytest.mark.parametrize("case", PRICED)
+def test_kernels_are_those_that_plans_are_priced_with(case):
+    """On a device, queries, keys and values are one product, attention's kernels append as well,
+    and the next norm adds up the parts of a divided layer. The CPU computes its part in one
+    function, while the GPU computes its own."""
+    made, plan, num_hot, num_cold = PRICED[case]
+    model, mode = made(), "predicted" if case == "neurons" else "dense"
+    with checked_cuda() as cuda, Engine.of(model, plan(model), mode=mode, device="cuda"):
+        assert len(cuda.graphs) == 1
+        graph = Graph.of(cuda.graphs[0].handle)
+    names, before = [node.name for node in graph.nodes], graph.before()
+    kernels = [n for n, name in enumerate(names) if name not in ("copy", *FLAGS)]
+    layers = enumerate(model.spec.layers)
+    wanted = (
+        HEAD_KERNELS
+        + num_hot * (HOT_KERNELS - 1)
+        + sum(
+            dense_kernels(model, number, has_predictor=mode == "predicted")
+            - 3 * (layer.attention is not None)
+            for number, layer in layers
+        )
+    )
+    assert len(kernels) == wanted
+    hosts = [n for n, name in enumerate(names) if name == "host function"]
+    assert len(hosts) == num_cold
+    for host in hosts:
+        beside = [n for n in kernels if n not in before[host] and host not in before[n]]
+        assert len(beside) >= HOT_KERNELS - 1
 
 
 def test_sinks_on_a_device_give_the_cpus_logits():

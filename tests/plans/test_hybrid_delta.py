@@ -16,13 +16,12 @@ from reference import rel_error
 from test_experts import IDS
 from test_hybrid_experts import made_plan, with_hybrid
 from test_hybrid_rows import Alone, schedule
-from test_hybrid_step import assert_priced, assert_same_in_any_order, hybrid, log_of, steps
+from test_hybrid_step import hybrid, steps
 from test_runtime import make_split
 from test_sequences import ROOM
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.kernel_counts import dense_kernels
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.short_conv import ShortConv
 from hotsplit.model.spec import Rotary, Route
@@ -96,24 +95,6 @@ def test_the_comparison_notices_a_kernel_that_does_nothing(wrong):
         want = stepped(engine, IDS)
         assert rel_error(steps(hybrid(engine, split), IDS), want) < 1e-5
         assert rel_error(steps(hybrid(engine, split, plain_backend(spoilt)), IDS), want) > 1e-2
-
-
-@pytest.mark.parametrize(
-    "plan, mixer", [*((plan, "delta nets") for plan in PLANS), ("some", "short convolutions")]
-)
-def test_any_order_that_the_events_allow_gives_the_same_bits(plan, mixer):
-    model = delta_mixture(mixer=mixer)
-    with loaded(model, split := made_plan(model, *PLANS[plan])) as engine:
-        assert_same_in_any_order(engine, split, IDS[:4])
-
-
-@pytest.mark.parametrize("mixer, own", [("delta nets", 8), ("short convolutions", 3)])
-def test_kernels_are_those_that_plans_are_priced_with(mixer, own):
-    model = delta_mixture(mixer=mixer)
-    log = log_of(model, made_plan(model, *PLANS["some"]), "dense")
-    assert_priced(log, model, num_divided=4)
-    of_layer = 2 + own + 2 + 4  # norms, the mixer, router, shared expert
-    assert dense_kernels(model, 0, has_predictor=False) == of_layer
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

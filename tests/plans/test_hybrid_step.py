@@ -1,6 +1,6 @@
 """The decode step over a GPU and the CPU, with both roles on the CPU.
 Its logits agree with the ordinary path's up to rounding for every division of the neurons, graph of
-layers, type and mode, and have the same bits in every order that the events allow."""
+layers, type and mode. test_fake_step and test_fake_replay have the order of its operations."""
 
 import dataclasses
 import gc
@@ -9,18 +9,13 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from checkpoints import random_model, save_tokenizer
-from fake_streams import FakeDevice, Race
 from hybrid_plans import ALL, PLANS, SOME, F, L, model_of, split_of, stepped
 from models import make_model, make_sizes
 from reference import assert_rows_agree, rel_error
-from test_families import CASES, converted
 from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
-from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.cache.kv_cache import KVCache
@@ -59,51 +54,6 @@ def assert_as_undivided(model, split, mode="predicted", bound=BOUNDS["f32"], **o
         want = stepped(whole)
     with loaded(model, split, mode, **options) as engine:
         assert rel_error(steps(hybrid(engine, split)), want) < bound
-
-
-def assert_same_in_any_order(engine, split, ids=IDS):
-    want = steps(hybrid(engine, split), ids)
-    for seed in range(3):
-        step = hybrid(engine, split, FakeDevice(seed=seed).backend(reference_kernels()))
-        assert torch.equal(steps(step, ids), want)
-
-
-def assert_every_event_is_needed(engine, split):
-    """Without any one of the waits of a step, two streams race."""
-    device = FakeDevice()
-    step = hybrid(engine, split, device.backend(reference_kernels()))
-    before = device.num_waits
-    step.run(IDS[0], 0)
-    assert device.num_waits > before
-    for number in range(before, device.num_waits):
-        step = hybrid(engine, split, FakeDevice(dropped=number).backend(reference_kernels()))
-        with pytest.raises(Race):
-            step.run(IDS[0], 0)
-
-
-def logged(engine, split):
-    """The operations of the first token."""
-    device = FakeDevice()
-    step = hybrid(engine, split, device.backend(reference_kernels()))
-    device.log.clear()
-    step.run(IDS[0], 0)
-    return device.log
-
-
-def log_of(model, split, mode="predicted"):
-    with loaded(model, split, mode) as engine:
-        return logged(engine, split)
-
-
-def assert_priced(log, model, *, num_divided, has_predictor=False, num_embedded=0):
-    """The kernels of a step are those that plans are priced with. Attention's kernels do the append
-    as well, and the next norm adds up the parts of a divided layer."""
-    counted = sum(
-        dense_kernels(model, index, has_predictor=has_predictor) - (layer.attention is not None)
-        for index, layer in enumerate(model.spec.layers)
-    )
-    counted += num_divided * (HOT_KERNELS - 1) + HEAD_KERNELS + num_embedded
-    assert sum(o.name == "kernel" and o.stream == 0 for o in log) == counted
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
@@ -155,62 +105,6 @@ def test_predictors_of_every_kind_and_of_the_layer_before(plan, offset, kind):
     assert_as_undivided(model, split_of(model, plan))
     with loaded(model) as predicted, loaded(model, mode="dense") as dense:
         assert rel_error(stepped(dense), stepped(predicted)) > 1e-3  # predictors do something
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_any_order_that_the_events_allow_gives_the_same_bits(plan):
-    model = model_of()
-    with loaded(model, split := split_of(model, plan)) as engine:
-        assert_same_in_any_order(engine, split)
-
-
-@pytest.mark.parametrize("plan", ["mixed", "every kind of layer", "two GPUs, layers on the CPU"])
-def test_every_event_is_needed(plan):
-    model = model_of()
-    with loaded(model, split := split_of(model, plan)) as engine:
-        assert_every_event_is_needed(engine, split)
-
-
-def test_each_layer_with_cold_neurons_takes_one_round_trip():
-    """A round trip is a function of the host and no copy: kernels write its input to the host and
-    read its output there. A layer wholly on the GPU needs none."""
-    model = model_of()  # divided, all on the CPU, all on the GPU, divided
-    log = log_of(model, split_of(model, "mixed"))
-    main, side = ([o.name for o in log if o.stream == stream] for stream in (0, 1))
-    assert side == ["host"] * 3
-    assert main.count("copy") == 3 and "host" not in main  # position, embedding, logits
-    assert_priced(log, model, num_divided=3, has_predictor=True)
-
-
-def test_norms_of_heads_are_counted_with_attention(tmp_path):
-    """With tied weights, the embedding is on the head's GPU."""
-    folder = random_model(tmp_path / "hf", CASES["qwen3-biases-tied"])
-    save_tokenizer(folder, 320)
-    model = ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32"))
-    assert "blk.0.attn_q_norm.weight" in model.tensors
-    num_layers, neurons = model.spec.num_layers, np.arange(model.spec.most_neurons)
-    split = make_split(model, [neurons] * num_layers)
-    log = log_of(model, split, "exact")
-    assert_priced(log, model, num_divided=num_layers, num_embedded=1)
-
-
-def test_tied_weights_are_embedded_on_the_heads_gpu():
-    model = model_of(is_tied=True)
-    log = log_of(model, split_of(model, "two GPUs"), "exact")
-    first = next(operation for operation in log if operation.name == "kernel")
-    assert first.stream == 1  # the stream of the second GPU
-
-
-def test_the_cpu_and_the_gpu_compute_a_layer_at_the_same_time():
-    """A layer's hot and cold neurons do not wait for each other."""
-    model = model_of()
-    log = log_of(model, split_of(model, "random"))
-    hosts = [o for o in log if o.name == "host"]
-    kernels = [o for o in log if o.name == "kernel"]
-    assert len(hosts) == L
-    for host in hosts:
-        beside = [k for k in kernels if not (k.is_before(host) or host.is_before(k))]
-        assert len(beside) == HOT_KERNELS - 1
 
 
 def with_entries(model, name, change):
