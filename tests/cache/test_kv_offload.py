@@ -12,7 +12,7 @@ from fake_cuda.torch_cuda import fake_cuda
 from hybrid_plans import PLANS, SOME, F, make, planned, stepped
 from models import make_sizes
 from reference import rel_error
-from test_hybrid_step import assert_every_event_is_needed, assert_same_in_any_order, hybrid, steps
+from test_hybrid_step import hybrid, steps
 from test_native_step import BOUNDS
 
 from hotsplit import Engine
@@ -74,19 +74,6 @@ def test_a_long_text_reads_the_keys_that_the_cpu_alone_would(tmp_path, plan, kin
     entire = 16 + 16 + 32
     assert ((got - want).abs().amax(dim=1) > bound).float().mean() < 0.05
     assert ((got - full).abs().amax(dim=1) > bound)[entire + 16 :].float().mean() > 0.9
-
-
-@pytest.mark.parametrize("plan", ["every kind of layer", "two GPUs, layers on the CPU"])
-def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
-    model, split = offloaded(tmp_path, plan)
-    with Engine.load(model.path, split=tmp_path / "s.gguf", **ON_THE_CPU) as engine:
-        assert_same_in_any_order(engine, split, IDS[:5])
-
-
-def test_every_event_is_needed(tmp_path):
-    model, split = offloaded(tmp_path, "random")
-    with Engine.load(model.path, split=tmp_path / "s.gguf", **ON_THE_CPU) as engine:
-        assert_every_event_is_needed(engine, split)
 
 
 # ---- engines on a fake device --------------------------------------------------------------------

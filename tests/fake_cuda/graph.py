@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from fake_cuda import library
 from fake_cuda.library import Range
 
+FLAGS = {"write flag", "host function", "wait for flag"}  # nodes of hand-overs to the CPU
+
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
@@ -37,6 +39,12 @@ class Graph:
             name, stream, *uses = rest
             nodes.append(Node(name=name, stream=int(stream), ranges=tuple(map(_range, uses))))
         return cls(nodes=tuple(nodes), edges=tuple(edges))
+
+    @property
+    def kernels(self) -> list[int]:
+        """The numbers of the nodes that are kernels."""
+        others = ("copy", *FLAGS)
+        return [number for number, node in enumerate(self.nodes) if node.name not in others]
 
     def before(self, omitted: int | None = None) -> list[set[int]]:
         """The nodes that certainly run before each node, without edge `omitted`."""

@@ -9,12 +9,12 @@ import pytest
 import torch
 from checkpoints import edit_config, random_model, save_tokenizer
 from fake_cuda import library as fake_library
+from fake_cuda.graph import Graph
 from models import make_machine, make_profile
 from reference import rel_error
 from safetensors.torch import load_file, save_file
 from test_fake_step import checked_cuda, on_the_cpu, on_the_device
 from test_families import CASES, IDS, converted, transformers_logits
-from test_hybrid_step import logged
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -134,16 +134,16 @@ def whole_plan(model, **options):
     return replace(split, mode="exact")
 
 
-def test_plans_are_priced_with_the_kernels_of_a_step(tmp_path, path):
+def test_plans_are_priced_with_the_kernels_of_a_step(path):
     model = ModelFile.load(path)
     split, layers = whole_plan(model), model.spec.layers
-    split.save(tmp_path / "s.gguf")
     counted = [dense_kernels(model, index, has_predictor=False) for index in range(len(layers))]
     more = ALL_GATES_KERNELS * sum(layer.neurons.cutoff is not None for layer in layers)
     hot = (HOT_KERNELS - 1) * len(layers) + more  # the next norm adds the parts
-    with Engine.load(path, split=tmp_path / "s.gguf", mode="exact", device="cpu") as engine:
-        main = [each.name for each in logged(engine, split) if each.stream == 0]
-    assert main.count("kernel") == sum(counted) + hot + HEAD_KERNELS
+    with checked_cuda() as cuda, Engine.of(model, split, mode="exact", device="cuda"):
+        kernels = Graph.of(cuda.graphs[0].handle).kernels
+    fewer = 2 * len(model.spec.storing)  # queries, keys and values are one product
+    assert len(kernels) == sum(counted) - fewer + hot + HEAD_KERNELS
 
 
 @pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")

@@ -9,7 +9,7 @@ import pytest
 from hybrid_plans import SOME, F, L, split_of
 from models import family_model, make_sizes
 from reference import logits_ref, rel_error
-from test_hybrid_step import assert_priced, assert_same_in_any_order, hybrid, loaded, log_of, steps
+from test_hybrid_step import hybrid, loaded, steps
 from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
@@ -73,18 +73,8 @@ def test_a_hybrid_step_of_tritons_kernels(several_rows):
     assert rel_error(got, logits_ref(model, IDS[:2])) < BOUNDS["f32"]
 
 
-@pytest.mark.parametrize("plan", ["mixed", "every kind of layer", "two GPUs, layers on the CPU"])
-@pytest.mark.parametrize("family", FAMILY)
-def test_any_order_that_the_events_allow_gives_the_same_bits(family, plan):
-    model = made(family)
-    with loaded(model, split := split_of(model, plan)) as engine:
-        assert_same_in_any_order(engine, split)
-
-
 @pytest.mark.parametrize("family", FAMILY)
 def test_each_norm_is_one_kernel_with_the_sum_before_it(family):
     model = made(family)
     of_norms = 2 + 2 + 2 if family == "olmo2" else 4  # with those of heads, and sums before none
     assert dense_kernels(model, 0, has_predictor=False) == of_norms + 4 + 3
-    split = split_of(model, "mixed")  # divided, all on the CPU, all on the GPU, divided
-    assert_priced(log_of(model, split), model, num_divided=3, has_predictor=True)

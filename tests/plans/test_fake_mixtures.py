@@ -16,11 +16,12 @@ from models import changed, make_model, make_sizes, mixture_spec
 from reference import rel_error
 from test_expert_prompts import HOT, RATES, noted
 from test_experts import IDS, ROUTES, mixture
-from test_fake_replay import FLAGS
 from test_fake_step import checked_cuda, prompted
 from test_hybrid_delta import MIXERS, delta_mixture
 from test_hybrid_delta import PLANS as DELTA_PLANS
 from test_hybrid_experts import PLANS, made_plan, stock
+from test_sandwich import FAMILY
+from test_sandwich import made as norms_of
 
 from hotsplit import Engine
 from hotsplit.artifacts.cache_plan import CachePlan
@@ -29,6 +30,7 @@ from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.attention import HeadVector
 from hotsplit.model.spec import Attention
 from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions
+from hotsplit.runtime import gpu_setup
 from hotsplit.runtime.device.device_memory import kept_budget
 from hotsplit.system.log_lines import lines_on_stderr
 
@@ -93,6 +95,14 @@ PRICED = {
         )
         for mixer in MIXERS
     },
+    **{
+        family: (
+            lambda family=family: norms_of(family),
+            lambda model: split_of(model, "random"),
+            *(4, 4),
+        )
+        for family in FAMILY
+    },
 }
 
 
@@ -102,12 +112,12 @@ def test_kernels_are_those_that_plans_are_priced_with(case):
     and the next norm adds up the parts of a divided layer. The CPU computes its part in one
     function, while the GPU computes its own."""
     made, plan, num_hot, num_cold = PRICED[case]
-    model, mode = made(), "predicted" if case == "neurons" else "dense"
+    model = made()
+    mode = "predicted" if model.predictor else "dense"
     with checked_cuda() as cuda, Engine.of(model, plan(model), mode=mode, device="cuda"):
         assert len(cuda.graphs) == 1
         graph = Graph.of(cuda.graphs[0].handle)
-    names, before = [node.name for node in graph.nodes], graph.before()
-    kernels = [n for n, name in enumerate(names) if name not in ("copy", *FLAGS)]
+    kernels, before = graph.kernels, graph.before()
     layers = enumerate(model.spec.layers)
     wanted = (
         HEAD_KERNELS
@@ -119,7 +129,7 @@ def test_kernels_are_those_that_plans_are_priced_with(case):
         )
     )
     assert len(kernels) == wanted
-    hosts = [n for n, name in enumerate(names) if name == "host function"]
+    hosts = [n for n, node in enumerate(graph.nodes) if node.name == "host function"]
     assert len(hosts) == num_cold
     for host in hosts:
         beside = [n for n in kernels if n not in before[host] and host not in before[n]]
@@ -216,8 +226,11 @@ def long_mixture(**options):
     ("num_tokens", "rates", "is_resident"),
     [(40, RATES, True), (60, None, False), (1500, None, True)],
 )
-def test_prompts_on_a_device(num_tokens, rates, is_resident):
-    """Within the plan's memory, as the CPU computes them, 1,500 tokens in several passes."""
+def test_prompts_on_a_device(monkeypatch, num_tokens, rates, is_resident):
+    """Within the plan's memory, as the CPU computes them: 1,500 tokens in several passes, others
+    with an expert in each of the two buffers, which are used again and again."""
+    if num_tokens < 1500:
+        monkeypatch.setattr(gpu_setup, "MOST_PIECE_BYTES", 1)
     model = long_mixture(kind="q8_0")
     split = made_plan(model, HOT, [1, 1], context_length=CONTEXT)
     budget = split.vram_budget_bytes + 48 * MIB

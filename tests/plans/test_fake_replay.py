@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_cuda import library
-from fake_cuda.graph import Graph
+from fake_cuda.graph import FLAGS, Graph
 from fake_cuda.library import CudaError
 from fake_cuda.torch_cuda import fake_cuda
 from hybrid_plans import make, planned, stepped
@@ -22,7 +22,6 @@ pytestmark = [
 ]
 TOKENS = [3, 17, 4]
 NUM_ORDERS = 12
-FLAGS = {"write flag", "host function", "wait for flag"}
 
 
 @pytest.fixture(scope="module")
