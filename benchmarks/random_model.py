@@ -149,21 +149,23 @@ def route_of(name: str) -> Route | None:
 
 
 Entry = Callable[[str, tuple[int, ...]], TensorEntry]  # of a tensor's name and shape
+TypeOf = Callable[[str], str]  # of a tensor's name
 
 
 def make_mixture(
     path: Path,
     name: str,
-    kind: str,
+    kind: str | TypeOf,
     num_layers: int | None = None,
     layout: Layout | None = None,
     *,
     has_block: bool = False,
 ) -> None:
-    """Writes a model of one type, or of one of llama.cpp's mixtures, MXFP4 among them: experts in
-    that type and all else in q8_0."""
+    """Writes a model of one type, of a type by matrix, or of one of llama.cpp's mixtures, MXFP4
+    among them: experts in that type and all else in q8_0."""
     plan = blueprint_of(name, num_layers, has_block=has_block)
-    type_of = partial(_type_of, Roles.of(plan.spec, is_tied=False), kind)
+    roles = Roles.of(plan.spec, is_tied=False)
+    type_of = kind if callable(kind) else partial(_type_of, roles, kind)
     route, activation = plan.spec.layers[-1].route, plan.spec.activation
     entry = partial(_entry, type_of, route, activation, np.random.default_rng(0))
     _make(path, plan, layout or LAYOUTS.get(name, "stock"), entry)
@@ -214,7 +216,7 @@ def _type_of(roles: Roles, kind: str, name: str) -> str:
 
 
 def _entry(
-    type_of: Callable[[str], str],
+    type_of: TypeOf,
     route: Route | None,
     activation: str,
     random: np.random.Generator,

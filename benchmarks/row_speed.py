@@ -11,14 +11,13 @@ random ids and 64 tokens before the rows. `--make` writes twelve layers in Qwen3
 Runs with fewer models add to one result."""
 
 import argparse
-import json
 import random
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from llama_bench import seconds_of
 from machine import add_to_result, result_of
 from random_model import make_mixture
 
@@ -88,15 +87,8 @@ def _ours(engine: Engine, level: str, number: int) -> dict[int, float]:
 
 def _theirs(command: list[str], path: Path, threads: int, _number: int) -> dict[int, float]:
     """The same by a llama-bench."""
-    counts = ",".join(map(str, ROWS))
-    options = ["-m", str(path), "-t", str(threads), "-p", counts, "-n", "0", "-r", str(PASSES)]
-    done = subprocess.run(
-        [*command, *options, "-o", "json"], check=True, text=True, stdout=subprocess.PIPE
-    )
-    return {
-        test["n_prompt"]: 1e-9 * min(test["samples_ns"])
-        for test in json.loads(done.stdout[done.stdout.index("[") :])
-    }
+    found = seconds_of(command, path, threads, prompts=ROWS, repetitions=PASSES)
+    return {rows: min(seconds) for rows, seconds in found.items()}
 
 
 def _arguments() -> argparse.Namespace:

@@ -20,6 +20,7 @@ import table_cache
 import table_contents
 import table_expected
 import table_gpu
+import table_low_bits
 import table_proof
 import table_speed
 import table_threads
@@ -29,6 +30,7 @@ TABLES = {
     **table_contents.TABLES,
     **table_expected.TABLES,
     **table_gpu.TABLES,
+    **table_low_bits.TABLES,
     **table_proof.TABLES,
     **table_speed.TABLES,
     **table_threads.TABLES,
