@@ -3,19 +3,25 @@
 The weights are read from safetensors files, or from torch's pickles (.bin) if there are none: one
 file, or shards with an index."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_gguf import compute_model_id, sample_bytes
+from hotsplit.convert.encode import encode
+from hotsplit.convert.packed_checkpoint import logical
+from hotsplit.convert.packed_matrix import Rows
 from hotsplit.convert.weight_files import SourceTensor, read_safetensors, read_state_dict
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_object
+from hotsplit.model.weight_types import BY_NAME
 
 Reader = Callable[[Path], dict[str, SourceTensor]]
 # The first one present is read, in transformers' order.
@@ -27,24 +33,31 @@ WEIGHTS: dict[str, Reader] = {
 }
 MAX_NAME = 256  # of a tensor, in characters; errors quote it
 DTYPES = ("F32", "F16", "BF16")
-PACKED = ("_proj_blocks", "_proj_scales")  # experts in MXFP4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
+    """`tensors` are as if nothing were packed, `stored` those of the files if something is.
+    `fates`: how many tensors with a packing are written in which way. `rounded`: packed tensors of
+    which a number was rounded so far, with the type written."""
+
     folder: Path
-    config: dict[str, object]
-    tensors: dict[str, SourceTensor]
+    config: Mapping[str, object]
+    tensors: Mapping[str, SourceTensor]
+    stored: "Checkpoint | None" = None
+    fates: Counter[tuple[str, str]] = field(default_factory=Counter, repr=False, compare=False)
+    rounded: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     _mapped: WeakValueDictionary[str, Tensor] = field(
         default_factory=WeakValueDictionary, repr=False, compare=False
     )
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+    _last: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
         """Reads the config and every file's header, but no weights. Raises HotsplitError for a
-        missing, truncated or inconsistent file, for weights of a type that is not in DTYPES, and
-        for a name longer than MAX_NAME."""
+        missing, truncated or inconsistent file, for weights of a type that is not in DTYPES and
+        not packed in a known way, and for a name longer than MAX_NAME."""
         if not folder.is_dir():
             raise HotsplitError(
                 f"{folder}: no such folder; wanted a checkpoint folder, a model file (.gguf) or"
@@ -62,20 +75,23 @@ class Checkpoint:
                 " file (.gguf)"
             )
         config = read_object(folder / "config.json", "checkpoint's config.json")
-        tensors = _open_weights(folder)
-        for name, tensor in tensors.items():
+        found = cls(folder=folder, config=config, tensors=_open_weights(folder))
+        for name, tensor in found.tensors.items():
             if len(name) > MAX_NAME:
                 raise HotsplitError(
                     f"{tensor.file}: the name {name[:60]!r}... is too long; wanted at most"
                     f" {MAX_NAME} characters"
                 )
-            is_packed = tensor.dtype == "U8" and name.endswith(PACKED)
-            if tensor.dtype not in DTYPES and not is_packed:
+        own, tensors = logical(folder, config, found.tensors, found.read)
+        for name, tensor in tensors.items():
+            if tensor.dtype not in DTYPES and tensor.packed is None:
                 raise HotsplitError(
                     f"{tensor.file}: tensor {name!r} is {tensor.dtype}, wanted one of"
                     f" {', '.join(DTYPES)}; convert the checkpoint that it was made from"
                 )
-        return cls(folder=folder, config=config, tensors=tensors)
+        if own is config:
+            return found
+        return cls(folder=folder, config=own, tensors=tensors, stored=found)
 
     @property
     def max_rows(self) -> int:
@@ -85,16 +101,66 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """The stored weights, a view of the mapped file if possible. A safetensors file is mapped
         as long as the view exists. While a caller holds the tensor, others get the same one, in any
-        thread: each further mapping would count as more memory of this process."""
+        thread: each further mapping would count as more memory of this process. The last packed one
+        is held here, since its pieces would unpack it again."""
         with self._lock:
             tensor = self._mapped.get(name)
             if tensor is None:
                 tensor = self._mapped[name] = self.tensors[name].read()
+            if self.tensors[name].packed is not None:
+                self._last[:] = [tensor]
             return tensor
+
+    def packed_rows(
+        self,
+        name: str,
+        kind: str,
+        rows: Rows,
+        *,
+        columns: np.ndarray | None = None,
+        expert: int | None = None,
+        importance: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Rows of a packed tensor in type `kind`: its own bits if that is the type that holds it,
+        else its values encoded; see encode."""
+        packed = self.tensors[name].packed
+        assert packed is not None, name
+        if kind == packed.kind_in(columns) and not BY_NAME[kind].is_float:
+            encoded, is_exact = packed.blocks(rows, columns, expert)
+        else:
+            values, is_exact = packed.values(rows, expert)
+            values = values if columns is None else values[:, torch.from_numpy(columns)]
+            encoded = encode(values, kind, packed.label, importance=importance)
+        if kind == packed.kind and not is_exact:
+            self.rounded[name] = kind
+        return encoded
+
+    def is_bias_of_packing(self, name: str) -> bool:
+        """True for zeros that AutoGPTQ saves beside every packed matrix, whether its layer has a
+        bias or not."""
+        weight = self.tensors.get(f"{name.removesuffix('.bias')}.weight")
+        is_beside = name.endswith(".bias") and weight is not None and weight.packed is not None
+        return is_beside and not bool(self.read(name).any())
+
+    def packing_notes(self) -> list[str]:
+        """What was found and what becomes of it, a line for each packing."""
+        lines: dict[str, list[str]] = {}
+        for (packing, fate), count in self.fates.items():
+            lines.setdefault(packing, []).append(f"{count} tensors {fate}")
+        return [f"packed weights ({packing}): {', '.join(x)}" for packing, x in lines.items()]
+
+    def rounding_notes(self) -> list[str]:
+        """The types whose bits were to hold what is packed but round it, once all is written."""
+        lost = "scales that are no f16 numbers are rounded, by at most 1 in 2,048"
+        if "bf16" in self.rounded.values():
+            lost = "scales are no powers of two, so that values are rounded, by at most 1 in 256"
+        names = [*self.rounded]
+        return [f"{len(names)} packed tensors, such as {names[0]}: {lost}"] if names else []
 
     def model_id(self) -> str:
         """See model_gguf.compute_model_id. Kind and number of weight files do not matter."""
-        return compute_model_id(self.config, self._samples())
+        stored = self.stored or self
+        return compute_model_id(stored.config, stored._samples())
 
     def _samples(self) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
         """(name, shape, sampled bytes) of each tensor. Tied weights, which only a pickle stores

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint, renamed, reordered and encoded when written, by its blueprint."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -12,7 +12,6 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.encode import encode, restore
 from hotsplit.convert.expert_sources import (
-    PACKED_TYPE,
     ExpertSource,
     expert_entry,
     find_experts,
@@ -25,6 +24,7 @@ from hotsplit.families.blueprint import SAME, Blueprint, Rows, ValueChange
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.written import Restored
 from hotsplit.model import tensors
+from hotsplit.model.weight_types import BY_NAME
 
 V = TypeVar("V")
 
@@ -45,8 +45,8 @@ def tensor_entries(
         is_transposed = target != name
         target_shape = tensors.transposed_shape(shape) if is_transposed else shape
         if name in experts:
-            is_packed = experts[name][0].is_packed and not is_transposed
-            kind = types.kind(target, target_shape, packed=PACKED_TYPE if is_packed else None)
+            names = [each.name for each in experts[name]]
+            kind = _kind_of(checkpoint, types, target, target_shape, names, None, is_transposed)
             entries[target] = expert_entry(
                 checkpoint,
                 experts[name],
@@ -65,13 +65,15 @@ def tensor_entries(
         if source is None:
             assert name == "output.weight", name
             continue
-        kind = types.kind(target, target_shape)
+        order = _order_of(plan, name, shape)
+        columns = order.columns
+        kind = _kind_of(checkpoint, types, target, target_shape, [source], columns, is_transposed)
         importance = types.importance(target, target_shape)
         read = partial(
             _read_rows,
             checkpoint,
             source,
-            _order_of(plan, name, shape),
+            order,
             is_transposed,
             kind,
             None if importance is None else importance[0],
@@ -180,6 +182,12 @@ def _read_rows(
     stop: int,
 ) -> np.ndarray:
     """The encoded bytes of some rows of a tensor, which does not stay in memory."""
+    is_packed = checkpoint.tensors[source].packed is not None
+    if is_packed and order.width is not None and order.change is SAME and not is_transposed:
+        chosen = slice(start, stop) if order.rows is None else order.rows[start:stop]
+        return checkpoint.packed_rows(
+            source, kind, chosen, columns=order.columns, importance=importance_M
+        )
     whole = order.shaped(checkpoint.read(source))  # held to the end: its mapping is shared
     rows, tensor = None, whole
     if is_transposed:
@@ -197,6 +205,37 @@ def _read_rows(
     if order.change is not SAME:
         tensor = torch.from_numpy(order.change.apply(tensor.to(torch.float32).numpy()))
     return encode(tensor, kind, what, rows=rows, importance=importance_M)
+
+
+def _kind_of(
+    checkpoint: Checkpoint,
+    types: TensorTypes,
+    target: str,
+    shape: tuple[int, ...],
+    sources: Sequence[str],
+    columns: np.ndarray | None,
+    is_transposed: bool,
+) -> str:
+    """The type of a tensor, whose sources may be packed. Raises HotsplitError if these would be in
+    blocks with their columns in another order, and no type is asked for."""
+    found = [checkpoint.tensors[source].packed for source in sources]
+    held = {None if each is None else each.kind_in(columns) for each in found}
+    packed, kind = found[0], held.pop() if len(held) == 1 else None
+    if packed is None:
+        return types.kind(target, shape)
+    is_sorted = kind or packed.kind_in(np.argsort(packed.group_M, kind="stable")) is None
+    if not is_sorted and types.keeps_packed and types.override(target) is None:
+        raise HotsplitError(
+            f"{packed.label} is quantised in act-order: neighbouring columns have different scales,"
+            " which no type here holds; give an outtype, such as q8_0 or q4_k_m, into which its"
+            " values are rounded"
+        )
+    is_kept = kind is not None and (BY_NAME[kind].is_float or not is_transposed)
+    written = types.kind(target, shape, packed=kind if is_kept else None)
+    fate = "transposed and unpacked to" if kind and not is_kept else "unpacked to"
+    fate = "as they are, in" if is_kept and written == kind else fate
+    checkpoint.fates[packed.packing, f"{fate} {written}"] += 1
+    return written
 
 
 def _wanted(plan: Blueprint, checkpoint: Checkpoint) -> tensors.Shapes:
@@ -245,6 +284,8 @@ def _sources(
         if is_ignored or source in of_experts:
             continue
         place = plan.name_of(source)
+        if place not in shapes and checkpoint.is_bias_of_packing(source):
+            continue
         if place not in shapes or place in sources:
             raise HotsplitError(
                 f"{tensor.file}: no rule for tensor {source!r} in a {plan.spec.architecture} of"

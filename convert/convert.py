@@ -56,6 +56,7 @@ class Draft:
     source: Path  # the folder or file that was read
     restored: Callable[[ModelFile], Iterator[Restored]]  # see written.Written
     notes: tuple[str, ...] = ()
+    last_notes: Callable[[], list[str]] = list  # once all is written
 
 
 def convert(
@@ -104,7 +105,7 @@ def convert(
         activation=model.activation,
         has_predictors=model.predictor is not None,
         verified=said[0] if said else None,
-        notes=(*notes, *said[1:]),
+        notes=(*notes, *draft.last_notes(), *said[1:]),
         seconds=time.perf_counter() - started,
     )
 
@@ -190,6 +191,7 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
             f" {ignored[0]}"
         )
     notes += [model.draft_note] * bool(model.draft_note)
+    notes += checkpoint.packing_notes()
     notes += check_and_note(types.importances, model.tensors)
     if (fallen := types.fallen_note(model.tensors)) is not None:
         notes.append(fallen)
@@ -201,6 +203,7 @@ def _from_checkpoint(config: ConvertConfig, folder: Path) -> Draft:
         source=checkpoint.folder,
         restored=lambda written: checkpoint_tensors.restored(checkpoint, plan, types, written),
         notes=(*notes, *tokenizer.notes),
+        last_notes=checkpoint.rounding_notes,
     )
 
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hotsplit.convert.checkpoint import Checkpoint
-from hotsplit.convert.encode import encode, not_finite
+from hotsplit.convert.encode import encode
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import ExpertForm
 from hotsplit.families.expert_keys import ExpertPlace, expert_place
@@ -30,51 +29,20 @@ class ExpertSource:
     end: int | None
     step: int = 1
     are_columns: bool = False
-    is_packed: bool = False
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.begin, self.end, self.step)
 
     def read(self, checkpoint: Checkpoint) -> Tensor:
         """[N, M] or, of a bias, [N]; a view of the mapped file if possible."""
-        if self.is_packed:
-            return unpack_mxfp4(*self._packed(checkpoint))
+        if (packed := checkpoint.tensors[self.name].packed) is not None:
+            return packed.values(self.rows, self.expert)[0]
         whole = checkpoint.read(self.name)
         if self.are_columns and whole.dim() == 3:
             whole = whole.transpose(1, 2)
         of_expert = whole if self.expert is None else whole[self.expert]
-        return of_expert[self.begin : self.end : self.step]
-
-    def read_blocks(self, checkpoint: Checkpoint) -> np.ndarray:
-        """Rows of packed weights as blocks of PACKED_TYPE, uint8 [N, row bytes]."""
-        return mxfp4_rows(*self._packed(checkpoint))
-
-    def _packed(self, checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
-        """The blocks and the exponents of the rows; see unpack_mxfp4."""
-        assert self.expert is not None and self.is_packed, self
-        rows = slice(self.begin, self.end, self.step)
-        scales = checkpoint.read(self.name.replace(BLOCKS, SCALES))
-        return checkpoint.read(self.name)[self.expert][rows], scales[self.expert][rows]
-
-
-BLOCKS, SCALES, PACKED_TYPE = "_proj_blocks", "_proj_scales", "mxfp4"
-# Values of a nibble: a sign, two bits of exponent and one of mantissa (OCP Microscaling, version
-# 1.0).
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MXFP4 = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
-
-
-def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """f32 [N, M] of uint8 [N, M / 32, 16], of which the low half of a byte precedes the high one,
-    and exponents uint8 [N, M / 32] with a bias of 127."""
-    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    values = MXFP4[nibbles.long()]
-    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2)
-
-
-def mxfp4_rows(blocks: Tensor, scales: Tensor) -> np.ndarray:
-    """The same as rows of a GGUF, uint8 [N, M / 32 * 17]: an exponent, then 16 bytes whose low
-    halves are the first 16 values."""
-    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    quants = nibbles[..., :16] | nibbles[..., 16:] << 4
-    return torch.cat([scales[..., None], quants], dim=-1).flatten(1).numpy()
+        return of_expert[self.rows]
 
 
 Found = dict[str, dict[int, ExpertSource]]  # by the name in a model file, then by expert
@@ -113,7 +81,8 @@ def _add(
     form: ExpertForm,
 ) -> None:
     count, num_rows = wanted[place.names[0]][:2]
-    are_columns = form == "columns" and place.expert is None and not place.is_packed
+    is_packed = checkpoint.tensors[source].packed is not None
+    are_columns = form == "columns" and place.expert is None and not is_packed
     _check_shape(checkpoint, source, place, wanted, are_columns=are_columns)
     for part, name in enumerate(place.names):
         begin, end, step = part * num_rows, (part + 1) * num_rows, 1
@@ -134,7 +103,6 @@ def _add(
                 end=end,
                 step=step,
                 are_columns=are_columns,
-                is_packed=place.is_packed,
             )
 
 
@@ -146,19 +114,12 @@ def _check_shape(
     shape: tuple[int, ...] = (count, *(one[::-1] if are_columns else one))
     if place.expert is not None:
         shape = one
-    named = {source: shape}
-    if place.is_packed:
-        blocks = count, one[0], -(-one[1] // 32)
-        named = {source: (*blocks, 16), source.replace(BLOCKS, SCALES): blocks}
-    for name, dims in named.items():
-        tensor = checkpoint.tensors.get(name)
-        if tensor is None:
-            raise HotsplitError(f"{checkpoint.folder}: no tensor {name!r}; download it again")
-        if tensor.shape != dims:
-            raise HotsplitError(
-                f"{tensor.file}: tensor {name!r} is {list(tensor.shape)}, wanted {list(dims)} by"
-                " config.json; the two belong to different models"
-            )
+    tensor = checkpoint.tensors[source]
+    if tensor.shape != shape:
+        raise HotsplitError(
+            f"{tensor.file}: tensor {source!r} is {list(tensor.shape)}, wanted {list(shape)} by"
+            " config.json; the two belong to different models"
+        )
 
 
 def expert_entry(
@@ -178,13 +139,13 @@ def expert_entry(
 
     def one(expert: int) -> np.ndarray:
         source = sources[expert]
+        importance = None if importance_EM is None else importance_EM[expert]
+        if checkpoint.tensors[source.name].packed is not None and not is_transposed:
+            return checkpoint.packed_rows(
+                source.name, kind, source.rows, expert=source.expert, importance=importance
+            )
         matrix = source.read(checkpoint)
         what = f"{checkpoint.tensors[source.name].file}: tensor {source.name!r}"
-        if kind == PACKED_TYPE and source.is_packed and not is_transposed:
-            if not bool(torch.isfinite(matrix).all()):
-                raise not_finite(what)
-            return source.read_blocks(checkpoint)
-        importance = None if importance_EM is None else importance_EM[expert]
         return encode(matrix.T if is_transposed else matrix, kind, what, importance=importance)
 
     return TensorEntry(shape=shape, kind=kind, read_rows=read_rows)
@@ -212,5 +173,4 @@ def of_expert(entry: TensorEntry, expert: int) -> TensorEntry:
 
 def source_names(experts: Mapping[str, Iterable[ExpertSource]]) -> set[str]:
     """The tensors of the checkpoint that have experts."""
-    names = {source.name for sources in experts.values() for source in sources}
-    return names | {name.replace(BLOCKS, SCALES) for name in names}
+    return {source.name for sources in experts.values() for source in sources}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,18 +19,23 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import require_file
 from hotsplit.files.safetensors_file import check_header
 
+if TYPE_CHECKING:
+    from hotsplit.convert.packed_matrix import PackedMatrix
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTensor:
     """`read` returns the stored weights, a view of the mapped file if possible. `same_as` is set
     for tied weights in a pickle: of several names of the same values, all but the alphabetically
-    last refer to the last. Otherwise it is None."""
+    last refer to the last. Otherwise it is None. `packed`: what a matrix is unpacked from, of which
+    `read` returns the f32 values and `dtype` is the type of ours that holds it."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it: "F32", "BF16"
     read: Callable[[], Tensor]
     same_as: str | None = None
+    packed: "PackedMatrix | None" = None
 
 
 def read_safetensors(path: Path) -> dict[str, SourceTensor]:

@@ -3,9 +3,11 @@
 A name on the hub is downloaded; of large local files only headers and samples of bytes are
 read."""
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 
 from gguf import Keys
@@ -110,8 +112,10 @@ def look_at(
         if stock is not None:
             notes = activation_notes(keys, stock)
     else:
-        dtypes = [t.dtype for t in Checkpoint.open(path).tensors.values() if len(t.shape) == 2]
-        own_type = max(set(dtypes), key=dtypes.count, default="F16").lower()
+        values: Counter[str] = Counter()
+        for tensor in Checkpoint.open(path).tensors.values():
+            values[tensor.dtype] += prod(tensor.shape) if len(tensor.shape) > 1 else 0
+        own_type = max(values, key=values.__getitem__, default="F16").lower()
     return RunSource(
         name=str(given),
         path=path.absolute(),

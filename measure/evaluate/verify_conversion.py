@@ -299,6 +299,9 @@ def _load(folder: Path) -> torch.nn.Module:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    packing = getattr(config, "quantization_config", None)
+    if isinstance(packing, dict):  # so that the weights can be put back
+        config.quantization_config = packing | {"dequantize": True}
     is_text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return (
         (AutoModelForCausalLM if is_text else AutoModelForImageTextToText)

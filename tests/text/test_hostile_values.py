@@ -154,7 +154,7 @@ def test_a_special_token_that_the_model_lacks_is_noted(silu, tmp_path, key):
         ("hidden_act", "x" * 100_000, "hidden_act 'xxx"),
         ("rope_scaling", {"rope_type": "x" * 100_000}, "of type 'xxx"),
         ("rope_scaling", "x" * 100_000, "rope_scaling is 'xxx"),
-        ("quantization_config", {"a": "x" * 100_000}, "wanted none: its weights are packed"),
+        ("quantization_config", {"a": "x" * 100_000}, "packed in a way that cannot be read"),
         ("layer_types", ["x" * 100_000], "layer_types has 'xxx"),
         ("num_hidden_layers", "x" * 100_000, "num_hidden_layers is 'xxx"),
         ("tie_word_embeddings", ["x" * 100_000], "tie_word_embeddings is ['xxx"),

@@ -238,7 +238,7 @@ _MATRICES = {
 _LAYER = r"model\.(?:language_model\.)?layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?"
 _ONE = re.compile(_LAYER + r"experts\.(\d+)\.(\w+)\.weight")
 _ALL = re.compile(
-    _LAYER + r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"
+    _LAYER + r"(?:experts\.(gate_up|down)_proj(_bias)?|(input|output)_linear\.weight)"
 )
 
 
@@ -246,11 +246,10 @@ _ALL = re.compile(
 class ExpertPlace:
     """Where in a model file the experts of a checkpoint's tensor are. `expert`: the only one that
     it has; None: all, [E, N, M]. `names`: tensors of the model file; of two, the first has the
-    first half of each expert's rows. `is_packed`: in MXFP4, scales beside it."""
+    first half of each expert's rows."""
 
     names: tuple[str, ...]
     expert: int | None = None
-    is_packed: bool = False
 
 
 def expert_place(source: str) -> ExpertPlace | None:
@@ -262,10 +261,7 @@ def expert_place(source: str) -> ExpertPlace | None:
     if (every := _ALL.fullmatch(source)) is not None:
         stems = ("ffn_down",) if every[2] == "down" or every[4] == "output" else _JOINED
         part = "bias" if every[3] == "_bias" else "weight"
-        return ExpertPlace(
-            names=tuple(f"blk.{every[1]}.{stem}_exps.{part}" for stem in stems),
-            is_packed=every[3] == "_blocks",
-        )
+        return ExpertPlace(names=tuple(f"blk.{every[1]}.{stem}_exps.{part}" for stem in stems))
     return None
 
 

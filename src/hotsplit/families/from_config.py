@@ -56,16 +56,14 @@ def read_blueprint(
             raise HotsplitError(
                 f"{path}: {family.text_key} is {shown(own)}, wanted the text model's config"
             )
-        of_all = ("tie_word_embeddings", "quantization_config")
-        config = own | {name: config[name] for name in of_all if name in config}
+        tied = "tie_word_embeddings"
+        config = own | ({tied: config[tied]} if tied in config else {})
     if family.by_type:
         kind = str(config.get("model_type", next(iter(family.by_type))))
         ConfigReader(path, {"model_type": kind}).refuse("model_type", *family.by_type)
         family = family.by_type[kind]
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
     read.refuse("is_causal", True, why="bidirectional attention is not supported")
-    if "quantization_config" not in family.read_keys:
-        read.refuse("quantization_config", why="its weights are packed; use the original one")
     for key, (plain, why) in CONFIG_KEYS.items():
         if key not in family.read_keys:
             read.refuse(key, *plain, why=why)

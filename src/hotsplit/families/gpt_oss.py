@@ -4,7 +4,6 @@ a window in every other layer."""
 from dataclasses import replace
 from functools import partial
 
-from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys
@@ -15,7 +14,6 @@ from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import KEYS as WINDOW_KEYS
 from hotsplit.families.windows import local_window_keys, windows_of_keys
 from hotsplit.files.gguf_file import Value
-from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.attention import HeadVector
 from hotsplit.model.route import ROUTER
@@ -26,14 +24,6 @@ PERIOD = 2
 
 
 def keys(read: ConfigReader) -> dict[str, Value]:
-    """The keys of a checkpoint in bf16 or with experts in MXFP4."""
-    packing = read.values.get("quantization_config")
-    method = packing.get("quant_method") if isinstance(packing, dict) else packing
-    if method not in (None, "mxfp4"):
-        raise HotsplitError(
-            f"{read.path}: quant_method is {shown(method)}, wanted 'mxfp4' or none: its weights are"
-            " packed; use the original checkpoint"
-        )
     experts = expert_keys(
         read, neurons="intermediate_size", gating="softmax_of_chosen", renormalises=False
     )
@@ -67,7 +57,7 @@ FAMILIES = (
         title="gpt-oss",
         graph="gpt-oss",
         model_types=("gpt_oss",),
-        read_keys=(*COUNTS, "quantization_config"),
+        read_keys=COUNTS,
         defaults={
             "tie_word_embeddings": False,
             "attention_bias": True,

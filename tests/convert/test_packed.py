@@ -1,0 +1,398 @@
+"""Packed checkpoints: each layout against its formula in float64 (packed_layouts), transformers'
+own dequantisation and logits, and the libraries that publish them where these are installed."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import TINY, edit_config, random_llama
+from gguf.quants import dequantize
+from packed_layouts import GROUP, LAYOUTS, Layout, gptq, words
+from reference import rel_error
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.metal_quantization import _affine_dequantize_tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.checkpoint_summary import summarise_checkpoint
+from hotsplit.convert.convert import convert, draft_of
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import type_of
+from hotsplit.measure.evaluate.verify_conversion import _in_f32, verify
+from hotsplit.run.source import look_at
+from hotsplit.runtime.engine import Engine
+
+IDS = [3, 17, 200, 41, 9, 88, 150, 7, 300, 12]
+NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    folder, half = tmp_path_factory.mktemp("dense"), torch.float16
+    return random_llama(folder, hidden_act="silu", num_hidden_layers=2, dtype=half)
+
+
+def packed_folder(dense, folder, layout: Layout, *, key="quantization_config"):
+    """The checkpoint with its linear layers packed, and one with the values of the formula;
+    returns the first, and the values by name. A layer's `v_proj` is left as it is."""
+    chance = np.random.default_rng(0)
+    shutil.copytree(dense, folder / "packed")
+    shutil.copytree(dense, folder / "values")
+    weights = load_file(dense / "model.safetensors")
+    packed, values = dict(weights), dict(weights)
+    for name in [n for n in weights if n.endswith("_proj.weight") and "1.self_attn.v" not in n]:
+        tensors, want = layout.pack(chance, *weights[name].shape)
+        del packed[name]
+        stem = name.removesuffix(".weight")
+        packed |= {f"{stem}.{suffix}": tensor for suffix, tensor in tensors.items()}
+        values[name] = torch.from_numpy(want).float().contiguous()
+    save_file(packed, folder / "packed/model.safetensors", {"format": "pt"})
+    save_file(values, folder / "values/model.safetensors", {"format": "pt"})
+    edit_config(folder / "packed", lambda config: config.update({key: layout.config}))
+    return folder / "packed", values
+
+
+def as_written(name, values):
+    """Values by a checkpoint's name as a model file of a llama has them: rows of queries and keys
+    in pairs that rotate together."""
+    if not any(each in name for each in ("q_proj", "k_proj")):
+        return values
+    halves = values.reshape(-1, 2, TINY["hidden_size"] // TINY["num_attention_heads"] // 2, 64)
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def converted(folder, output, **options):
+    return convert(ConvertConfig(source=folder, output=output, **options))
+
+
+def matrices(path):
+    """(layer, name in the checkpoint, entry) of the packed matrices of a file."""
+    tensors = ModelFile.load(path).tensors
+    for layer in range(2):
+        for ours, theirs in NAMES.items():
+            if (layer, ours) != (1, "attn_v"):
+                down = f"blk.{layer}.{ours}_t.weight"
+                name = down if down in tensors else f"blk.{layer}.{ours}.weight"
+                yield f"model.layers.{layer}.{theirs}.weight", name, tensors[name]
+
+
+def logits_of(path):
+    model = _in_f32(ModelFile.load(path))
+    with Engine.of(model, mode="dense", device="cpu", context_length=16) as engine:
+        return engine.logits(IDS)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_has_the_values_of_its_formula(dense, tmp_path, name):
+    """Without an outtype each matrix is in the type that keeps it, and the logits are those of
+    transformers with the formula's values; in f32, transposed ones too, all values are equal."""
+    layout = LAYOUTS[name]
+    key = "quantization" if name.startswith("MLX") else "quantization_config"
+    folder, values = packed_folder(dense, tmp_path, layout, key=key)
+    report = converted(folder, tmp_path / "kept.gguf", layout="stock")
+    (note,) = [note for note in report.notes if note.startswith("packed weights")]
+    kept = "unpacked to" if layout.kind == "f16" else "as they are, in"
+    assert f"13 tensors {kept} {layout.kind}" in note
+    rounded = [note for note in report.notes if "packed tensors, such as" in note]
+    assert bool(rounded) == (not layout.is_exact and layout.kind == "bf16")
+    for source, ours, entry in matrices(tmp_path / "kept.gguf"):
+        assert entry.kind == layout.kind, ours
+        want = as_written(source, values[source].numpy())
+        got = dequantize(entry.read(), type_of(layout.kind))
+        if layout.is_exact:
+            assert np.array_equal(got, want), ours
+        else:
+            np.testing.assert_allclose(got, want, rtol=2**-8 if layout.kind == "bf16" else 2**-11)
+    converted(folder, tmp_path / "f32.gguf", outtype="f32")
+    for source, ours, entry in matrices(tmp_path / "f32.gguf"):
+        want = as_written(source, values[source].numpy())
+        assert np.array_equal(entry.read(), want.T if "down_t" in ours else want), ours
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "values", dtype=torch.float32)
+    with torch.no_grad():
+        want_TV = model(torch.tensor([IDS])).logits[0]
+    assert rel_error(logits_of(tmp_path / "f32.gguf"), want_TV) < 1e-5
+    if layout.is_exact:
+        assert rel_error(logits_of(tmp_path / "kept.gguf"), want_TV) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["GPTQ 4, zero points", "AWQ", "int8, a scale a row", "MLX 4"])
+def test_the_type_asked_for_is_the_bits_themselves_or_rounded(dense, tmp_path, name):
+    """Asked for, the type that keeps a matrix keeps its bits; any other rounds the values, and an
+    override of one name counts for it alone."""
+    layout = LAYOUTS[name]
+    folder, values = packed_folder(dense, tmp_path, layout)
+    converted(
+        folder,
+        tmp_path / "own.gguf",
+        layout="stock",
+        outtype="q8_0",
+        tensor_types=(f"ffn_up={layout.kind}",),
+    )
+    for source, ours, entry in matrices(tmp_path / "own.gguf"):
+        want, is_own = as_written(source, values[source].numpy()), "ffn_up" in ours
+        assert entry.kind == (layout.kind if is_own else "q8_0")
+        got = dequantize(entry.read(), type_of(entry.kind))
+        if is_own or layout.kind == "q8_0":
+            assert np.array_equal(got, want), ours
+        else:
+            assert 0 < np.abs(got - want).max() <= np.abs(want).max() / 127
+
+
+def test_sizes_are_known_from_headers_alone(dense, tmp_path):
+    """As of a model on the hub: the file is a hole behind its header."""
+    for name in ("GPTQ 4, zero points", "fp8, blocks", "int4", "MLX 4", "mxfp4"):
+        folder, _ = packed_folder(dense, tmp_path / name, LAYOUTS[name])
+        want = draft_of(ConvertConfig(source=folder, output=tmp_path / "m", layout="stock")).model
+        whole = (folder / "model.safetensors").read_bytes()
+        length = 8 + int.from_bytes(whole[:8], "little")
+        (folder / "model.safetensors").write_bytes(whole[:length] + bytes(len(whole) - length))
+        got = draft_of(ConvertConfig(source=folder, output=tmp_path / "m", layout="stock")).model
+        sizes = [{n: (e.kind, e.shape) for n, e in m.tensors.items()} for m in (got, want)]
+        assert sizes[0] == sizes[1]
+        summary = summarise_checkpoint(folder)
+        assert summary.refusal is None and any("packed weights" in each for each in summary.notes)
+        source = look_at(folder, None, tmp_path / "unused.gguf")
+        assert source.own_type == LAYOUTS[name].kind
+
+
+def test_values_are_those_of_transformers(dense, tmp_path):
+    """What it unpacks itself; of FP8 in blocks whole ones, since it divides to find them."""
+    folder, layer = tmp_path / "packed", "model.layers.0"
+    up, gate, down = (f"{layer}.mlp.{each}_proj" for each in ("up", "gate", "down"))
+    q, o = f"{layer}.self_attn.q_proj", f"{layer}.self_attn.o_proj"
+    chance = torch.Generator().manual_seed(0)
+
+    def numbers(*shape):
+        return torch.rand(shape, generator=chance) / 100
+
+    def codes(num_rows, width):
+        return (torch.randn(num_rows, width, generator=chance) * 99).to(torch.float8_e4m3fn)
+
+    def put(packing, tensors, want):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(dense, folder)
+        weights = load_file(folder / "model.safetensors")
+        for name in [n for n in weights if n in want]:
+            del weights[name]
+        save_file(weights | tensors, folder / "model.safetensors", {"format": "pt"})
+        edit_config(folder, lambda c: c.update(quantization_config=packing))
+        got = Checkpoint.open(folder)
+        for name, values in want.items():
+            assert torch.equal(got.read(name), values), name
+
+    unpack = Fp8Dequantize(None)._dequantize_one
+    packing = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    blocks, exponents = numbers(5, 2), (numbers(160, 2) * 1000 + 118).to(torch.uint8)
+    tensors = {f"{up}.weight": codes(160, 64), f"{up}.weight_scale_inv": blocks}
+    tensors |= {f"{gate}.weight": codes(160, 64), f"{gate}.weight_scale_inv": exponents}
+    tensors |= {f"{down}.weight": codes(64, 160), f"{down}.weight_scale_inv": numbers(64, 1)}
+    want = {
+        f"{each}.weight": unpack(
+            tensors[f"{each}.weight"], tensors[f"{each}.weight_scale_inv"], torch.float32
+        )
+        for each in (up, gate, down)
+    }
+    put(packing, tensors, want)
+    words = torch.randint(0, 1 << 31, (64, 8), generator=chance).to(torch.uint32)
+    affine = words, numbers(64, 2), numbers(64, 2)
+    tensors = dict(zip((f"{q}.weight", f"{q}.scales", f"{q}.biases"), affine, strict=True))
+    want = {f"{q}.weight": _affine_dequantize_tensor(*affine, 32, 4)}
+    put({"group_size": 32, "bits": 4}, tensors, want)
+    blocks = torch.randint(0, 256, (64, 2, 16), generator=chance, dtype=torch.uint8)
+    exponents = exponents[:64]
+    tensors = {f"{o}.weight_packed": blocks.flatten(1), f"{o}.weight_scale": exponents}
+    # Transposed by transformers, of one expert.
+    whole = convert_moe_packed_tensors(blocks[None], exponents[None], dtype=torch.float32)[0].T
+    put({"quant_method": "compressed-tensors"}, tensors, {f"{o}.weight": whole})
+
+
+def test_values_are_verified_where_transformers_cannot_run(dense, tmp_path):
+    folder, _ = packed_folder(dense, tmp_path, LAYOUTS["GPTQ 4"])
+    said: list[str] = []
+    config = ConvertConfig(source=folder, output=tmp_path / "m.gguf")
+    convert(config, verify=lambda written: said.extend(verify(written).lines) or said)
+    assert said[0].startswith("values verified, logits not: transformers cannot run")
+
+
+def test_a_mixture_of_packings_is_told_by_the_tensors(dense, tmp_path):
+    """Groups of compressed-tensors with targets of their own, and a module that none names."""
+    layers = {"q_proj": LAYOUTS["fp8, compressed-tensors"], "gate_proj": LAYOUTS["int4"]}
+    layers |= {"up_proj": LAYOUTS["int8, a scale a row"]}
+    folder = shutil.copytree(dense, tmp_path / "packed")
+    weights, chance = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    groups, want = {}, {}
+    for number, (part, layout) in enumerate(layers.items()):
+        own = layout.config["config_groups"]["group_0"]["weights"]
+        groups[f"group_{number}"] = {"targets": [f"re:.*{part}$"], "weights": own}
+        for name in [n for n in weights if n.endswith(f"{part}.weight")]:
+            tensors, want[name] = layout.pack(chance, *weights.pop(name).shape)
+            stem = name.removesuffix(".weight")
+            weights |= {f"{stem}.{suffix}": tensor for suffix, tensor in tensors.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    packing = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    edit_config(folder, lambda c: c.update(quantization_config=packing | {"config_groups": groups}))
+    report = converted(folder, tmp_path / "m.gguf", layout="stock")
+    assert len([note for note in report.notes if note.startswith("packed weights")]) == 3
+    kinds = {"q_proj": "bf16", "gate_proj": "q4_0", "up_proj": "q8_0"}
+    for source, _, entry in matrices(tmp_path / "m.gguf"):
+        assert entry.kind == kinds.get(source.split(".")[-2], "f16"), source
+        if source in want and entry.kind != "bf16":
+            got = dequantize(entry.read(), type_of(entry.kind))
+            assert np.array_equal(got, as_written(source, want[source].astype(np.float32)))
+
+
+def test_zeros_beside_a_packed_layer_are_no_bias(dense, tmp_path):
+    """AutoGPTQ saves biases of layers that have none; others are refused."""
+    folder, _ = packed_folder(dense, tmp_path, LAYOUTS["GPTQ 4"])
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.bias"] = torch.zeros(160, dtype=torch.float16)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    converted(folder, tmp_path / "m.gguf")
+    weights["model.layers.0.mlp.up_proj.bias"][7] = 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(HotsplitError, match=r"no rule for tensor 'model.layers.0.mlp.up_proj.bias"):
+        converted(folder, tmp_path / "m2.gguf")
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def without(name):
+    return lambda weights, config: weights.pop(f"{UP}.{name}")
+
+
+def with_tensor(name, make):
+    return lambda weights, config: weights.update({f"{UP}.{name}": make(weights)})
+
+
+def with_packing(**values):
+    return lambda weights, config: config["quantization_config"].update(values)
+
+
+WRONG = {
+    "no scale": ("GPTQ 4", without("scales"), "no tensor 'model.layers.0.mlp.up_proj.scales'"),
+    "no fp8 scale": ("fp8, blocks", without("weight_scale_inv"), "no tensor .*qscale_weight"),
+    "no factor": ("nvfp4, ModelOpt", without("weight_scale_2"), "is U8, wanted one of"),
+    "no biases": ("MLX 4", without("biases"), "no tensor 'model.layers.0.mlp.up_proj.biases'"),
+    "no global scale": (
+        "nvfp4, compressed-tensors",
+        without("weight_global_scale"),
+        r"up_proj.weight_packed' is \[160, 32\], wanted \[160, 64\]",
+    ),
+    "no exponents": (
+        "mxfp4",
+        with_tensor("weight_scale", lambda w: torch.ones(160, 2)),
+        "weight_scale' is F32, wanted the exponents of MXFP4",
+    ),
+    "shape": (
+        "GPTQ 4",
+        with_tensor("scales", lambda w: w[f"{UP}.scales"][:, :-1].contiguous()),
+        r"scales' is \[2, 159\], wanted \[2, 160\] beside",
+    ),
+    "shape of zeros": (
+        "int4, zero points",
+        with_tensor("weight_zero_point", lambda w: w[f"{UP}.weight_zero_point"][:-1].clone()),
+        r"weight_zero_point' is \[19, 2\], wanted \[20, 2\]",
+    ),
+    "shape of a grid": (
+        "fp8, compressed-tensors",
+        with_tensor("weight_scale", lambda w: torch.ones(3, 1)),
+        r"weight_scale' is \[3, 1\], wanted \[160, 1\] or \[1\]",
+    ),
+    "index": (
+        "GPTQ 4",
+        with_tensor("g_idx", lambda w: torch.full((64,), 2, dtype=torch.int32)),
+        "g_idx' has groups from 2 to 2, wanted 0 to 1",
+    ),
+    "bits": ("AWQ", with_packing(bits=3), "bits of packed weights is 3, wanted 4 to 4"),
+    "method": ("GPTQ 4", with_packing(quant_method="exl3"), "'exl3', whose codes are trellises"),
+    "unknown": ("GPTQ 4", with_packing(quant_method="x" * 9999), "quant_method is 'xxx"),
+    "marlin": ("GPTQ 4", with_packing(checkpoint_format="marlin"), "weights is 'marlin'"),
+    "both": (
+        "GPTQ 4",
+        with_tensor("weight", lambda w: torch.zeros(160, 64)),
+        "both packed .* and as it is",
+    ),
+    "smooth": (
+        "nvfp4, ModelOpt",
+        with_tensor("pre_quant_scale", lambda w: torch.ones(64)),
+        "changes the layer's inputs or outputs",
+    ),
+    "zeros": (
+        "GPTQ 4",
+        with_tensor("qzeros", lambda w: words(torch.zeros(2, 160).int().numpy(), 4)),
+        "has zero points other than the middle, although config.json calls it symmetric",
+    ),
+    "infinite": (
+        "int4",
+        with_tensor("weight_scale", lambda w: w[f"{UP}.weight_scale"] / 0),
+        "has NaN or infinite values",
+    ),
+    "overflow": (
+        "int4",
+        with_tensor("weight_scale", lambda w: w[f"{UP}.weight_scale"] * 1e8),
+        "has scales that overflow the f16 numbers of q4_0",
+    ),
+    "not a number": (
+        "mxfp4",
+        with_tensor("weight_scale", lambda w: w[f"{UP}.weight_scale"] * 0 + 255),
+        "has NaN or infinite values",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_packing_is_one_line(dense, tmp_path, name):
+    layout, spoil, words = WRONG[name]
+    folder, _ = packed_folder(dense, tmp_path, LAYOUTS[layout])
+    weights = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    spoil(weights, config)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HotsplitError, match=words) as caught:
+        converted(folder, tmp_path / "m.gguf", layout="stock")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_a_truncated_file_and_a_claim_without_packed_tensors_are_refused(dense, tmp_path):
+    folder, _ = packed_folder(dense, tmp_path, LAYOUTS["AWQ"])
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(HotsplitError, match="not a whole safetensors file"):
+        converted(folder, tmp_path / "m.gguf")
+    shutil.copy(dense / "model.safetensors", path)
+    with pytest.raises(HotsplitError, match=r"packed \(awq\), but no tensor is; remove quantiz"):
+        converted(folder, tmp_path / "m.gguf")
+
+
+def test_act_order_is_unpacked_into_the_type_asked_for(dense, tmp_path):
+    layout = Layout(LAYOUTS["GPTQ 4"].config, gptq(4, is_symmetric=True, order="act"), "f32")
+    folder, values = packed_folder(dense, tmp_path, layout)
+    with pytest.raises(HotsplitError, match="act-order: neighbouring columns have different"):
+        converted(folder, tmp_path / "m.gguf", layout="stock")
+    converted(folder, tmp_path / "m.gguf", outtype="f32", layout="stock")
+    for source, ours, entry in matrices(tmp_path / "m.gguf"):
+        assert np.array_equal(entry.read(), as_written(source, values[source].numpy())), ours
+    weights = load_file(folder / "model.safetensors")  # zeros: no order but that of groups
+    for name in [n for n in weights if n.endswith("g_idx")]:
+        weights[name] = torch.zeros_like(weights[name])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    converted(folder, tmp_path / "groups.gguf", layout="stock")
+    assert {e.kind for _, _, e in matrices(tmp_path / "groups.gguf")} == {"q4_0"}
+    assert GROUP == 32
