@@ -76,13 +76,10 @@ def test_a_card_that_is_too_small_is_refused_in_one_line():
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "mode, is_resident",
-    [("exact", True), ("dense", True), pytest.param("exact", False, marks=pytest.mark.slow)],
-)
-def test_cold_weights_stream_to_the_device(tmp_path, monkeypatch, mode, is_resident):
-    """Pinned weights are copied directly, a mapped file's through two buffers. In mode dense they
-    are in tiles and groups, which the device unpacks."""
+@pytest.mark.parametrize("mode", ["exact", "dense"])
+def test_cold_weights_stream_to_the_device(tmp_path, monkeypatch, mode):
+    """Pinned weights are copied directly. In mode dense they are in tiles and groups, which the
+    device unpacks. test_fake_mixtures has those of a mapped file, through two buffers."""
     shape = make_sizes(num_layers=2, width=256, num_neurons=1024, context_length=64)
     model = make_model(sizes=shape, kind="q8_0", predictor_rank=8)
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
@@ -104,16 +101,14 @@ def test_cold_weights_stream_to_the_device(tmp_path, monkeypatch, mode, is_resid
     monkeypatch.setattr(gpu_setup, "cold_streams", cold_streams)
     with (
         fake_cuda(seed=3),
-        Engine.load(
-            model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda", is_resident=is_resident
-        ) as engine,
+        Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda") as engine,
     ):
         assert list(streams) == [0, 1], "no cold weights are streamed"
-        assert (streams[0].staging is None) == is_resident
+        assert streams[0].staging is None
         passes = engine._live.native.passes
         assert passes.least_streamed == LEAST_TOKENS
         together = max(rows_together(m.kind) for m in engine.layers[0].ffn.blocks[1].matrices)
-        assert together == (64 if mode == "dense" else 16 if is_resident else 1) or (
+        assert together == (64 if mode == "dense" else 16) or (
             not cpu_kernels.prefers_tiles() and together == 1
         )
         found, copies = [], []

@@ -127,24 +127,6 @@ def a_cache(num_layers: int = 2, num_neurons: int = 96, *, most_rows: int = 4) -
     )
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"most_rows": 0}, "most_rows is 0, wanted a whole number from 1 to 65536"),
-        ({"most_rows": 1 << 40}, "most_rows is 1099511627776"),
-        ({"frequency": (np.full(9, np.nan, np.float32),) * 2}, "not within 0..1"),
-        ({"frequency": (np.full(9, -0.1, np.float32),) * 2}, "not within 0..1"),
-        ({"frequency": (np.zeros(9, np.float32), np.zeros(8, np.float32))}, r"wanted f32 \[9\]"),
-        ({"frequency": (np.zeros(9),) * 2}, "float64"),
-        ({"frequency": (np.zeros(9, np.float32),)}, "for 1 layers and times for 2"),
-        ({"costs": replace(a_cache().costs, rest_s=1e40)}, "rest_s of the cache is a time above"),
-    ],
-)
-def test_impossible_values_of_a_cache_are_refused(change, words):
-    with pytest.raises(HotsplitError, match=words):
-        replace(a_cache(), **change)
-
-
 @pytest.fixture(scope="module")
 def model():
     return make_model()

@@ -116,13 +116,6 @@ def test_the_bytes_that_a_token_reads_by_hand(files):
     assert kv_read(model, 0, 512) == kv_bytes(model, 0, 512) / 2
 
 
-@pytest.mark.parametrize("host", [0, 1])
-def test_main_memory_of_a_byte_is_refused_in_a_line(files, tmp_path, host):
-    with pytest.raises(HotsplitError, match="main memory|--host-budget") as refused:
-        solved(files, tmp_path / "x", host_budget_bytes=host)
-    assert "\n" not in str(refused.value) and not (tmp_path / "x").exists()
-
-
 def test_the_command_plans_and_the_program_shows_where_attention_runs(files, tmp_path, capsys):
     plan = str(tmp_path / "s.gguf")
     words = (

@@ -86,13 +86,6 @@ def test_a_noisy_round_moves_the_quartiles_and_not_the_median():
     assert max(narrow.fitted_RT()[:, 3]) > 2e-4
 
 
-def test_terms_are_separable_and_runs_are_counted():
-    for shape in (NARROW, WIDE):
-        terms_ST = np.array([step.terms_T for step in steps_of(shape)])
-        assert np.linalg.matrix_rank(terms_ST) == terms_ST.shape[1]
-        assert terms_ST[:, 4].tolist() == [0, 0, 0, 0, 1, 2]
-
-
 def test_steps_run_as_planned_and_give_the_undivided_logits():
     shape = Shape(num_layers=4, hidden_size=64, num_neurons=128, vocab_size=50, head_dim=32)
     logits = []

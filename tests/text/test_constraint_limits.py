@@ -77,10 +77,15 @@ LARK_REFUSALS = {
     "": "is empty",
 }
 REGEX_REFUSALS = {
-    "(": "unclosed group",
+    # With the place: llguidance's own numbers are places in a grammar that the user does not see.
+    "(": "^regex: unclosed group, from here: .",
+    "caf(é": "^regex: unclosed group, from here: .é",
+    "abc[a-": "^regex: unclosed character class, from here: .a-",
+    r"a\q": r"^regex: unrecognized escape sequence, from here: .q",
+    "a(?P<n": "^regex: unclosed capture group name, at the end",
     "a(?=b)": "look-around",
     r"(a)\1": "backreferences",
-    r"a\b": "lookarounds not supported",
+    r"a\b": "^regex: lookarounds not supported",
     "": "is empty",
     "a\0": "zero byte",
 }
@@ -111,7 +116,6 @@ SCHEMA_REFUSALS = [
     ({"const": float("inf")}, "Infinity is not a JSON number"),
     ({"pattern": "("}, "unclosed group"),
     ({"pattern": "(?=a)"}, "look-around"),
-    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
     ({"anyOf": []}, "Unsatisfiable schema: anyOf is empty"),
     ({"items": 3}, "schema must be an object or boolean"),
     ({"properties": []}, "properties must be an object"),
@@ -144,36 +148,16 @@ def refused(make, text, message):
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
 
 
-@pytest.mark.parametrize(("grammar", "message"), GBNF_REFUSALS.items())
-def test_gbnf_that_is_not_understood_is_refused(grammar, message):
-    refused(gbnf_constraint, grammar, message)
-
-
-@pytest.mark.parametrize(("grammar", "message"), LARK_REFUSALS.items())
-def test_lark_that_is_not_understood_is_refused(grammar, message):
-    refused(lark_constraint, grammar, message)
-
-
-@pytest.mark.parametrize(("regex", "message"), REGEX_REFUSALS.items())
-def test_regexes_that_are_not_understood_are_refused(regex, message):
-    refused(regex_constraint, regex, message)
-
-
-WHERE = r"""
-caf(é => regex: unclosed group, from here: (é
-abc[a- => regex: unclosed character class, from here: [a-
-a\q => regex: unrecognized escape sequence, from here: \q
-a(?P<n => regex: unclosed capture group name, at the end
-a\b => regex: lookarounds not supported
-"""
-
-
-@pytest.mark.parametrize(("regex", "line"), rows_of(WHERE))
-def test_the_refusal_of_a_regex_shows_where_it_is_wrong(regex, line):
-    """llguidance's own numbers are places in a grammar that the user does not see."""
-    with pytest.raises(HotsplitError) as raised:
-        regex_constraint(regex, tiny_codec())
-    assert str(raised.value).startswith(line) and "at 1(" not in str(raised.value)
+@pytest.mark.parametrize(
+    ("make", "text", "message"),
+    [
+        *((gbnf_constraint, *case) for case in GBNF_REFUSALS.items()),
+        *((lark_constraint, *case) for case in LARK_REFUSALS.items()),
+        *((regex_constraint, *case) for case in REGEX_REFUSALS.items()),
+    ],
+)
+def test_what_is_not_understood_is_refused(make, text, message):
+    refused(make, text, message)
 
 
 def test_the_refusal_of_a_schemas_pattern_shows_where_it_is_wrong():
