@@ -2,9 +2,11 @@
 
 Letters: L layers, F neurons, B bins of a histogram."""
 
+import functools
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -272,11 +274,7 @@ def make_model(
     wanted = required_shapes(model, last)
     if is_tied:
         del wanted["output.weight"]
-    random = np.random.default_rng(seed)
-    return replace(
-        model,
-        tensors={name: _random_entry(name, dims, kind, random) for name, dims in wanted.items()},
-    )
+    return replace(model, tensors=_random_tensors(tuple(wanted.items()), kind, seed))
 
 
 def sparse_model(
@@ -416,24 +414,49 @@ def required_shapes(model: ModelFile, last: Sequence[str] = ()) -> dict[str, tup
     return dict(sorted(required.items(), key=lambda item: place(item[0])))
 
 
+@functools.lru_cache(maxsize=64)
+def _drawn(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], kind: str, seed: int
+) -> dict[str, TensorEntry]:
+    random = np.random.default_rng(seed)
+    return {name: _random_entry(name, dims, kind, random) for name, dims in shapes}
+
+
+def _random_tensors(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], kind: str, seed: int
+) -> dict[str, TensorEntry]:
+    """Tensors with these names and shapes. Many tests want the same ones, and drawing and
+    quantising them takes longer than most of those tests: small ones are kept."""
+    num_values = sum(prod(dims) for _, dims in shapes)
+    return dict((_drawn if num_values < 1 << 20 else _drawn.__wrapped__)(shapes, kind, seed))
+
+
 def _random_entry(
     name: str, shape: tuple[int, ...], kind: str, random: np.random.Generator
 ) -> TensorEntry:
+    kind, data = _random_array(name, shape, kind, random)
+    data.setflags(write=False)  # other tests have it, too
+    return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
+
+
+def _random_array(
+    name: str, shape: tuple[int, ...], kind: str, random: np.random.Generator
+) -> tuple[str, np.ndarray]:
+    """A tensor's type and the bytes of its rows."""
     if len(shape) == 1:
-        return array_entry(1 + 0.1 * random.standard_normal(shape), "f32")
+        return "f32", (1 + 0.1 * random.standard_normal(shape)).astype(np.float32)
     values = (random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-    is_f32 = "ffn_pred" in name or is_router(name) or is_vector(name, shape)
-    if kind in ("f32", "f16") or is_f32:
-        return array_entry(values, "f32" if is_f32 else kind)
+    if "ffn_pred" in name or is_router(name) or is_vector(name, shape):
+        return "f32", values
+    if kind in ("f32", "f16"):
+        return kind, values.astype(kind.replace("f", "float"))
     if kind in BLOCK_BYTES or kind in CODED:
-        num_rows, width = int(np.prod(shape[:-1])), shape[-1]
+        num_rows, width = prod(shape[:-1]), shape[-1]
         seed = int(random.integers(1 << 30))
         rows = random_rows if kind in BLOCK_BYTES else random_small_rows
         data = rows(kind, num_rows, width, scale=width**-0.5, seed=seed)
-        data = data.reshape(*shape[:-1], -1)
-    else:
-        data = quants.quantize(values, type_of(kind))
-    return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
+        return kind, data.reshape(*shape[:-1], -1)
+    return kind, quants.quantize(values, type_of(kind))
 
 
 def shape_only(

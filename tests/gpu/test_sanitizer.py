@@ -29,7 +29,7 @@ TESTS = [
         "neurons.py::test_down[q4_0_planar-True-True]",
         "attention.py::test_add_norm[96-True]",
         "attention.py::test_attend_within_a_window[128-65]",
-        "rows.py::test_attend_to_blocks[None-8-dtype0]",
+        "rows.py::test_attend_to_blocks[None-8-dtype2]",
     )
 ]
 SECONDS = 100

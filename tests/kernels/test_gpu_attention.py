@@ -112,10 +112,12 @@ def rotated(kernels, qkv, cache, at, spec, *, norms=(None, None), width=None):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("is_adjacent", [False, True])
 @pytest.mark.parametrize("norms", ["none", "both", "key"])
-@pytest.mark.parametrize(("width", "position"), [(32, 0), (80, 1), (128, 99)])
+@pytest.mark.parametrize(
+    ("dtype", "width", "position"),
+    [(torch.float16, 32, 0), (torch.float32, 80, 1), (torch.float16, 128, 99)],
+)
 def test_rotate_append(kernels, dtype, is_adjacent, norms, width, position):
     qkv = vector(8 * width)  # 4 queries, 2 keys, 2 values
     cache = torch.full((2, 100, 2, width), 7.0, dtype=dtype, device=device())
@@ -319,8 +321,15 @@ def test_attend(kernels, position, options):
     assert_attention(kernels, position, **options)
 
 
-@pytest.mark.parametrize("window", [1, 63, 64, 65, 129, 199, 1000])
-@pytest.mark.parametrize("position", [0, 64, 128, 199])
+@pytest.mark.parametrize(
+    ("position", "window"),
+    [
+        *((0, window) for window in (1, 65)),
+        *((64, window) for window in (1, 64, 65)),
+        *((128, window) for window in (65, 129)),
+        *((199, window) for window in (1, 63, 64, 65, 129, 199, 1000)),
+    ],
+)
 def test_attend_within_a_window(kernels, position, window):
     assert_attention(kernels, position, window=window)
 

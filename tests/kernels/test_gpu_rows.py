@@ -185,8 +185,7 @@ def test_gate_up(kernels, kind, num_rows):
     assert (is_open.any(dim=0) & ~is_open.all(dim=0)).any()
 
 
-@pytest.mark.parametrize("is_dense", [False, True])
-@pytest.mark.parametrize("activation", ["drelu", "silu"])
+@pytest.mark.parametrize("activation, is_dense", [("drelu", False), ("silu", True)])
 def test_gate_up_with_ids_biases_and_types(kernels, activation, is_dense):
     gate, up = make_matrix("f16", 13, 64), make_matrix("q8_0_planar", 13, 64, seed=5)
     ids = torch.randperm(40, generator=torch.Generator().manual_seed(3))[:13].int().to(device())
@@ -302,8 +301,9 @@ def whole(given: dict, row: int) -> dict:
     return own
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize(
+    "num_rows, dtype", [(1, torch.float32), (4, torch.float32), (8, torch.float16)]
+)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_attend_to_blocks(kernels, num_rows, dtype, window):
     """Each row's output equals the one for its sequence alone, in a contiguous cache."""
@@ -341,8 +341,7 @@ def test_attend_of_rows_of_one_sequence(kernels, window):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("num_rows, dtype", [(1, torch.float32), (8, torch.float16)])
 def test_append_to_blocks(kernels, num_rows, dtype):
     found = []
     for which in (kernels, REFERENCE):

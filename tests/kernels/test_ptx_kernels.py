@@ -44,11 +44,11 @@ CASES: dict[str, tuple[int, Callable]] = {
     "unpack to f16": (HOPPER, rows.test_unpack_to_f16_into_rows_with_gaps),
     "unpack q6_k in tiles": (
         HOPPER,
-        lambda k: rows.test_unpack_of_tiles_and_groups(k, "q6_k_tiled", 1),
+        lambda k: rows.test_unpack_of_tiles_and_groups(k, "q6_k_tiled", 1, 2),
     ),
     "unpack f16 in groups": (
         BLACKWELL,
-        lambda k: rows.test_unpack_of_tiles_and_groups(k, "f16_grouped", 2),
+        lambda k: rows.test_unpack_of_tiles_and_groups(k, "f16_grouped", 2, 1),
     ),
     "predict": (HOPPER, lambda k: rows.test_predict(k, "q8_0_planar", 1)),
     "gate_up of ids": (

@@ -69,9 +69,9 @@ def test_rows_at_once_equal_single_steps(tmp_path, restore_library, kind, mode, 
 @pytest.mark.parametrize(
     "kind, width, num_neurons",
     [
-        *product(("f32", "f16", "bf16"), (96, 112), (2600,)),
-        *product(("q8_0", "q4_0"), (96, 160, 256), (2600,)),
-        *product(("f32", "f16", "bf16", "q8_0", "q4_0"), (160,), (4200,)),
+        *product(("f32", "f16", "bf16"), (112,), (2600,)),
+        *product(("q8_0", "q4_0"), (160, 256), (2600,)),
+        *product(("f16", "q8_0"), (160,), (4200,)),
     ],
 )
 def test_rows_at_once_equal_single_steps_in_windows_of_many_neurons(

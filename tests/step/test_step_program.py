@@ -101,7 +101,7 @@ CASES = [(family, plan) for family in REORDERED for plan in PLANS]
 @pytest.mark.parametrize("loaded", CASES, indirect=True)
 def test_any_order_that_the_declared_edges_allow_gives_the_same_bits(loaded):
     replay, want = loaded
-    orders = {tuple(replay.order(seed, replay.edges)) for seed in range(50)}
+    orders = {tuple(replay.order(seed, replay.edges)) for seed in range(25)}
     for order in orders:
         assert torch.equal(replay.logits(order), want)
     assert len(orders) > 15 or "copy" not in {op.name for op in replay.operations}
