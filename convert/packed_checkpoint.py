@@ -8,7 +8,7 @@ Letters: N rows, M columns, G groups of columns that share a scale."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ REFUSED = {
     "exl2": ", whose columns are out of order, in groups of different bits",
     "exl3": ", whose codes are trellises of rotated columns",
 }
+FLOATS, EXPONENTS, WORDS = ("F32", "F16", "BF16"), ("U8", "F8_E8M0"), ("I32", "U32")
 # Scales of activations and of keys and values, which stay in 16 bits here.
 ACTIVATIONS = re.compile(
     r".*[._](input_scale|activation_scale|input_global_scale|input_zero_point|[kvq]_scale|kv_scale"
@@ -156,21 +157,30 @@ class _Reader:
 
     # ---- what all have in common -----------------------------------------------------------------
 
-    def _part(self, name: str) -> SourceTensor:
-        """A companion, which is then used. Raises HotsplitError if there is none."""
+    def _part(self, name: str, dtypes: Sequence[str], *dims: int) -> tuple[int, ...]:
+        """The shape of a part of a packed matrix, which is then used. Raises HotsplitError if there
+        is none of these types and numbers of dimensions."""
         self.used.add(name)
-        if name not in self.stored:
+        tensor = self.stored.get(name)
+        if tensor is None:
             raise HotsplitError(
                 f"{self.path.parent}: no tensor {name!r}, without which the packed weights beside"
                 " it cannot be read; download the checkpoint again"
             )
-        return self.stored[name]
-
-    def _check(self, name: str, codes: str, *wanted: tuple[int, ...]) -> None:
-        tensor = self._part(name)
-        if tensor.shape not in wanted:
+        if tensor.dtype not in dtypes or len(tensor.shape) not in dims or 0 in tensor.shape:
             raise HotsplitError(
-                f"{tensor.file}: tensor {name!r} is {list(tensor.shape)}, wanted"
+                f"{tensor.file}: tensor {name!r}, a part of packed weights, is {tensor.dtype} of"
+                f" shape {list(tensor.shape)}, wanted {' or '.join(dtypes)} with"
+                f" {' or '.join(map(str, dims))} dimensions; download the checkpoint again"
+            )
+        return tensor.shape
+
+    def _check(
+        self, name: str, dtypes: Sequence[str], codes: str, *wanted: tuple[int, ...]
+    ) -> None:
+        if (shape := self._part(name, dtypes, *sorted({*map(len, wanted)}))) not in wanted:
+            raise HotsplitError(
+                f"{self.stored[name].file}: tensor {name!r} is {list(shape)}, wanted"
                 f" {' or '.join(str(list(each)) for each in wanted)} beside {codes!r};"
                 " download the checkpoint again"
             )
@@ -195,7 +205,7 @@ class _Reader:
         read: Callable[[int | None, Rows], Codes],
         levels: np.ndarray | None = None,
     ) -> None:
-        file = self._part(codes).file
+        file = self.stored[codes].file
         matrix = PackedMatrix(
             label=f"{file}: tensor {name!r}",
             packing=f"{METHODS[self.method]}, {packing}",
@@ -226,18 +236,18 @@ class _Reader:
 
     def _gptq(self, name: str, stem: str) -> None:
         """qweight [M bits / 32, N], qzeros [G, N bits / 32], scales [G, N], g_idx [M]."""
-        words, num_rows = self._part(name).shape
+        words, num_rows = self._part(name, WORDS, 2)
         scales, zeros, index = f"{stem}.scales", f"{stem}.qzeros", f"{stem}.g_idx"
         has_index = index in self.stored
         bits = self._number(self.packing, "bits", 2, 8)
-        if has_index:  # the config may have exceptions for modules
-            width = self._part(index).shape[0]
-            bits = 32 * words // max(width, 1)
         width = 32 * words // bits
-        groups = self._part(scales).shape[0]
-        self._check(name, scales, (width * bits // 32, num_rows))
-        self._check(scales, name, (groups, num_rows))
-        self._check(zeros, name, (groups, num_rows * bits // 32))
+        if has_index:  # the config may have exceptions for modules
+            (width,) = self._part(index, WORDS, 1)
+            bits = min(max(32 * words // width, 2), 8)
+        groups, _ = self._part(scales, FLOATS, 2)
+        self._check(name, WORDS, scales, (-(-width * bits // 32), num_rows))
+        self._check(scales, FLOATS, name, (groups, num_rows))
+        self._check(zeros, WORDS, name, (groups, num_rows * bits // 32))
         size, group_M = self._groups(name, width, groups)
         if has_index:
             group_M = self._own_groups(index, group_M, groups)
@@ -260,13 +270,13 @@ class _Reader:
     def _awq(self, name: str, stem: str) -> None:
         """qweight [M, N / 8], qzeros [G, N / 8], scales [G, N]; eight rows a word."""
         bits = self._number(self.packing, "bits" if "bits" in self.packing else "w_bit", 4, 4)
-        width, words = self._part(name).shape
+        width, words = self._part(name, WORDS, 2)
         scales, zeros, num_rows = f"{stem}.scales", f"{stem}.qzeros", 8 * words
-        groups = self._part(scales).shape[0]
-        self._check(scales, name, (groups, num_rows))
+        groups, _ = self._part(scales, FLOATS, 2)
+        self._check(scales, FLOATS, name, (groups, num_rows))
         has_zeros = zeros in self.stored
         if has_zeros:
-            self._check(zeros, name, (groups, words))
+            self._check(zeros, WORDS, name, (groups, words))
         size, group_M = self._groups(name, width, groups)
 
         def numbers(words: np.ndarray, rows: Rows) -> np.ndarray:
@@ -285,8 +295,8 @@ class _Reader:
     def _packed_integers(self, name: str, stem: str) -> None:
         """[N, M bits / 32], scales [N, G]; zero points are packed along N."""
         scales, zeros, index = (f"{stem}.weight_{x}" for x in ("scale", "zero_point", "g_idx"))
-        *first, num_rows, words = self._part(name).shape
-        groups = self._part(scales).shape[-1]
+        *first, num_rows, words = self._part(name, WORDS, 2, 3)
+        groups = self._part(scales, FLOATS, 2, 3)[-1]
         own = self._weights_of(stem)
         if self.method == "humming":  # "uint2"
             name_of = str(own.get("b_dtype") or own.get("weight_dtype") or own.get("dtype"))
@@ -294,14 +304,14 @@ class _Reader:
         bits = self._number(own, "num_bits", 1, 8)
         wanted = own.get("group_size") or own.get("weight_scale_group_size") or -1
         width = groups * wanted if isinstance(wanted, int) and wanted > 0 else 32 * words // bits
-        self._check(name, scales, (*first, num_rows, -(-width * bits // 32)))
-        self._check(scales, name, (*first, num_rows, groups))
+        self._check(name, WORDS, scales, (*first, num_rows, -(-width * bits // 32)))
+        self._check(scales, FLOATS, name, (*first, num_rows, groups))
         size, group_M = self._groups(name, width, groups)
         if index in self.stored:
             group_M = self._own_groups(index, group_M, groups)
         has_zeros = zeros in self.stored
         if has_zeros:
-            self._check(zeros, name, (*first, -(-num_rows * bits // 32), groups))
+            self._check(zeros, WORDS, name, (*first, -(-num_rows * bits // 32), groups))
 
         def read(expert: int | None, rows: Rows) -> Codes:
             packed = self._rows_of(name, expert, rows)
@@ -323,7 +333,7 @@ class _Reader:
         where, group_M, of_rows = self._grid(name, scales)
         has_zeros = zeros in self.stored
         if has_zeros:
-            self._check(zeros, scales, self.stored[scales].shape)
+            self._check(zeros, ("I8",), scales, self.stored[scales].shape)
 
         def read(expert: int | None, rows: Rows) -> Codes:
             codes = self._rows_of(name, expert, rows).astype(np.int16)
@@ -338,18 +348,19 @@ class _Reader:
         """uint32 [N, M bits / 32], scales and biases [N, G]; a layer's own bits are under its name.
         Of a mixture, all experts [E, ...] under `switch_mlp`."""
         scales, minima = f"{stem}.scales", f"{stem}.biases"
-        if minima not in self.stored and self._part(scales).dtype == "U8":
+        found = self.stored.get(scales)
+        if minima not in self.stored and found is not None and found.dtype == "U8":
             self._mxfp4(name, name, scales)
             return
         exception = self.packing.get(stem)
         own = {**self.packing, **(exception if isinstance(exception, dict) else {})}
         size = self._number(own, "group_size", 1, 1 << 20)
         bits = self._number(own, "bits", 2, 8)
-        *first, num_rows, words = self._part(name).shape
-        groups = self._part(scales).shape[-1]
-        self._check(name, scales, (*first, num_rows, groups * size * bits // 32))
+        *first, num_rows, _ = self._part(name, WORDS, 2, 3)
+        groups = self._part(scales, FLOATS, 2, 3)[-1]
+        self._check(name, WORDS, scales, (*first, num_rows, -(-groups * size * bits // 32)))
         for each in (scales, minima):
-            self._check(each, name, (*first, num_rows, groups))
+            self._check(each, FLOATS, name, (*first, num_rows, groups))
         width = groups * size
 
         def read(expert: int | None, rows: Rows) -> Codes:
@@ -388,15 +399,10 @@ class _Reader:
     def _mxfp4(self, name: str, logical: str, scales: str) -> None:
         """Nibbles, the lower ones of even columns, [N, M / 2] bytes or [N, G, 16]; exponents [N, G]
         of groups of 32."""
-        *first, groups = self._part(scales).shape
-        count = np.dtype("u4" if self._part(name).dtype == "U32" else "u1").itemsize
-        self._check(name, scales, (*first, groups * 16 // count), (*first, groups, 16))
-        if self.stored[scales].dtype not in ("U8", "F8_E8M0"):
-            raise HotsplitError(
-                f"{self.stored[scales].file}: tensor {scales!r} is {self.stored[scales].dtype},"
-                " wanted the exponents of MXFP4 (U8), or a global scale beside it (NVFP4); download"
-                " the checkpoint again"
-            )
+        *first, groups = self._part(scales, EXPONENTS, 2, 3)
+        count = 4 if self.stored[name].dtype == "U32" else 1
+        wanted = (*first, groups * 16 // count), (*first, groups, 16)
+        self._check(name, ("U8", "U32"), scales, *wanted)
 
         def read(expert: int | None, rows: Rows) -> Codes:
             packed = self._rows_of(name, expert, rows)
@@ -409,13 +415,14 @@ class _Reader:
     def _nvfp4(self, name: str, stem: str, factor: str, *, is_divisor: bool) -> None:
         """Nibbles as in MXFP4, e4m3 scales [N, G] of groups of 16, and a factor of the matrix."""
         scales = f"{stem}.weight_scale"
-        *first, groups = self._part(scales).shape
-        self._check(name, scales, (*first, groups * 8))
-        self._check(factor, name, (), (1,), (1, 1))
+        *first, groups = self._part(scales, ("F8_E4M3",), 2)
+        self._check(name, ("U8",), scales, (*first, groups * 8))
+        self._check(factor, FLOATS, name, (), (1,), (1, 1))
 
         def read(expert: int | None, rows: Rows) -> Codes:
             whole = self.read(factor).float().reshape(-1).numpy()[0]
-            whole = np.float32(1) / whole if is_divisor else whole
+            if is_divisor:
+                whole = np.float32(1) / whole if whole else np.float32(np.nan)
             codes = unpack_bits(self._rows_of(name, expert, rows), 4, 16 * groups)
             scale = self._rows_of(scales, expert, rows)
             return Codes(codes_NM=codes, scale_NG=scale, factor=whole)
@@ -453,7 +460,7 @@ class _Reader:
     def _own_groups(self, index: str, group_M: np.ndarray, count: int) -> np.ndarray:
         """The group of each column by a tensor; zeros mean that there is no order but theirs, as in
         text-generation-inference."""
-        self._check(index, index, group_M.shape)
+        self._check(index, WORDS, index, group_M.shape)
         index_M = self.read(index).numpy()
         if index_M.min() < 0 or index_M.max() >= count:
             raise HotsplitError(
@@ -467,8 +474,8 @@ class _Reader:
     ) -> tuple[str, np.ndarray, Callable[[str, int | None, Rows], np.ndarray]]:
         """Words on the scales of a matrix [N, M] or [E, N, M], the group of each column, and what
         reads the scales of some rows."""
-        *first, num_rows, width = self._part(name).shape
-        shape = self._part(scales).shape
+        *first, num_rows, width = self._part(name, ("F8_E4M3", "I8"), 2, 3)
+        shape = self._part(scales, (*FLOATS, *EXPONENTS), 0, 1, 2, 3)
         own = self._weights_of(name.removesuffix(".weight"))
         size = own.get("weight_block_size") or own.get("block_structure") or (128, 128)
         if not isinstance(size, list | tuple) or [*map(type, size)] != [int, int] or min(size) < 1:
@@ -487,7 +494,7 @@ class _Reader:
             wide = width // of_one[1]
             where = where if wide == width else f" in groups of {wide}"
         elif of_one != (num_rows,):
-            self._check(scales, name, (*first, num_rows, 1), (*first, 1))
+            self._check(scales, FLOATS, name, (*first, num_rows, 1), (*first, 1))
         group_M = np.arange(width) // wide
 
         def of_rows(name: str, expert: int | None, rows: Rows) -> np.ndarray:

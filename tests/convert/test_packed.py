@@ -291,12 +291,12 @@ WRONG = {
     "no global scale": (
         "nvfp4, compressed-tensors",
         without("weight_global_scale"),
-        r"up_proj.weight_packed' is \[160, 32\], wanted \[160, 64\]",
+        "weight_scale', a part of packed weights, is F8_E4M3",
     ),
     "no exponents": (
         "mxfp4",
         with_tensor("weight_scale", lambda w: torch.ones(160, 2)),
-        "weight_scale' is F32, wanted the exponents of MXFP4",
+        "weight_scale', a part of packed weights, is F32 .* wanted U8 or",
     ),
     "shape": (
         "GPTQ 4",
@@ -379,6 +379,29 @@ def test_a_truncated_file_and_a_claim_without_packed_tensors_are_refused(dense, 
     shutil.copy(dense / "model.safetensors", path)
     with pytest.raises(HotsplitError, match=r"packed \(awq\), but no tensor is; remove quantiz"):
         converted(folder, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parts_of_any_shape_and_type_are_read_or_refused(tmp_path, name):
+    parts, _ = LAYOUTS[name].pack(np.random.default_rng(0), 64, 64)
+    key = "quantization" if name.startswith("MLX") else "quantization_config"
+    (tmp_path / "config.json").write_text(json.dumps({key: LAYOUTS[name].config}))
+    refused = 0
+    for part, tensor in parts.items():
+        shapes = [(), (3,), (64,), (0, 4), (2, 64), (64, 64), (1, 64, 8)]
+        others = [torch.ones(shape).to(tensor.dtype) for shape in shapes]
+        others += [torch.ones(tensor.shape).to(kind) for kind in (torch.float64, torch.int64)]
+        for other in others:
+            stored = {f"a.{each}": own for each, own in (parts | {part: other}).items()}
+            save_file(stored, tmp_path / "model.safetensors")
+            try:
+                checkpoint = Checkpoint.open(tmp_path)
+                for matrix in checkpoint.tensors:
+                    checkpoint.read(matrix)
+            except HotsplitError as error:
+                assert "\n" not in str(error)
+                refused += 1
+    assert refused >= 6
 
 
 def test_act_order_is_unpacked_into_the_type_asked_for(dense, tmp_path):
