@@ -1,7 +1,7 @@
 """Drafts for the texts of an engine, of which several may be in progress: opens what makes the
 guesses, and begins each text with what earlier ones have shown of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from hotsplit.runtime.generate.draft_model import DraftModel, check_vocabulary
 from hotsplit.runtime.generate.drafters import CostlyDrafter, Drafter
 from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
+from hotsplit.runtime.generate.row_ratios import ratios_here
 from hotsplit.runtime.generate.speculation import Learnt, Speculation, check_rows, has_equal_steps
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.text.codec import TextCodec
@@ -29,8 +30,11 @@ class Drafting:
         options: SpeculationOptions,
         new_costly: Callable[[], CostlyDrafter] | None,
         new_free: Callable[[], Drafter] | None,
+        ratios: Mapping[int, float] | None,
     ) -> None:
+        """`ratios`: see draft_costs.RowCosts."""
         self._options, self._new_costly, self._new_free = options, new_costly, new_free
+        self._ratios = ratios
         self._idle: list[CostlyDrafter] = []
         self._learnt: Learnt | None = None  # by the latest text
 
@@ -41,7 +45,8 @@ class Drafting:
         if self._new_costly is not None:
             drafter = self._idle.pop() if self._idle else self._new_costly()
         assert drafter is not None
-        made = Speculation(drafter, self._options, None if free is drafter else free)
+        beside = None if free is drafter else free
+        made = Speculation(drafter, self._options, beside, self._ratios)
         if self._learnt is None:
             self._learnt = made.learnt
         made.begin_with(self._learnt)
@@ -80,12 +85,13 @@ def drafting(
     elif kind == "ngram-mod":
         pool = NgramPool()
         new_free = lambda: pool  # noqa: E731
+    ratios = ratios_here(engine)
     with ExitStack() as stack:
         if kind in ("auto", "draft") and model_draft is not None:
             new_costly = stack.enter_context(_model_drafters(engine, model_draft, num_texts))
         elif kind in ("auto", "mtp") and engine.has_draft_block:
             new_costly = stack.enter_context(_block_drafters(engine))
-        yield Drafting(options, new_costly, new_free)
+        yield Drafting(options, new_costly, new_free, ratios)
 
 
 @contextmanager

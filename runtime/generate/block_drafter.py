@@ -29,6 +29,9 @@ class BlockDrafter:
         """Drafts for this text from now on."""
         self._text, self._length = text, 0
 
+    def unread(self, ids: Sequence[int]) -> int:
+        return 1 if self._text is None else self._block.num_waiting(self._text.number)
+
     def prepare(self, ids: Sequence[int]) -> None:
         """Computes keys and values of the new tokens, and the first guess. All but the last token
         must be in the text followed; there are no guesses for another one, or for one whose

@@ -4,18 +4,18 @@ guesses, and the time that drafts may lose."""
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 NUM_TRUSTS = 5
-NUM_FIRST = 3  # guesses that a draft model is expected to make in a round, before any was made
+NUM_FIRST = 3  # guesses of a draft model's first rounds, at most
 _PRIOR_RIGHT = (0.2, 0.3, 0.45, 0.75, 0.85)  # prior acceptance rate of a guess, by trust
 _PRIOR_WEIGHT = 4.0  # guesses that this prior counts for
 _PRIOR_TOLD = 8.0  # guesses that a probability counts for which a draft model tells
 
 _FORGET = 0.98  # decay of the weight of past guesses
-_PRIOR_MEAN = 0.75  # the same of a draft model, until it tells its own probabilities
+_PRIOR_MEAN = 0.8  # the same of a draft model, until it tells its own probabilities
 # Rounds of a draft model that the expected first ones count for, and the decay of the weight of
 # past ones, and of those before a trial.
 _PRIOR_ROUNDS, _FORGET_ROUND, _FORGET_LONG_AGO = 2.0, 0.95, 0.5
@@ -23,15 +23,17 @@ _PRIOR_SLOPE = 0.5  # cost of another row in single steps, before any was measur
 _NUM_KEPT = 9  # measurements kept per number of rows; their median is used
 _PLAIN_EVERY = 128  # after this many steps with drafts, at the latest, one without is measured
 _SHARE = 0.005  # the part of the estimated time without drafts that the account receives
-# Opening balance of the account (besides Account.least) and its largest, in single steps.
-_START, _MOST_SAVED = 1.25, 20.0
+_MOST_SAVED = 20.0  # the largest balance of the account, in single steps
 
 
 class RowCosts:
     """Seconds of a step by its number of rows: medians, linearly interpolated in between. Texts
     that share steps share them."""
 
-    def __init__(self) -> None:
+    def __init__(self, ratios: Mapping[int, float] | None = None) -> None:
+        """`ratios`: what steps of some numbers of rows took before, in steps of one row; None:
+        not known."""
+        self._ratios = {} if ratios is None else ratios
         self._seconds: dict[int, deque[float]] = {}
         self._median: dict[int, float] = {}
         # By number of texts: steps without drafts, and those with drafts since the last of these.
@@ -58,14 +60,14 @@ class RowCosts:
         return rows in self._median
 
     def curve(self, most: int) -> list[float]:
-        """Seconds of 0, 1, ... `most` rows; some must have been measured. Beyond the largest
-        measured count, extrapolates the line from a single row to that count, or with _PRIOR_SLOPE
-        if only single rows were measured. Fewer than the smallest count are taken to cost as
-        much."""
-        knots = sorted(self._median.items())
-        single = knots[0][1]
-        if knots[0][0] > 1:
-            knots.insert(0, (1, single))
+        """Seconds of 0, 1, ... `most` rows; some must have been measured, and replace what the
+        ratios say. Beyond the largest known count, extrapolates the line from a single row to that
+        count, or with _PRIOR_SLOPE if only single rows are known. Fewer than the smallest measured
+        count are taken to cost as much if no ratios are known."""
+        first = min(self._median)
+        single = self._median[first] / self._ratios.get(first, 1.0)
+        known = {rows: ratio * single for rows, ratio in self._ratios.items()}
+        knots = sorted(({1: single} | known | self._median).items())
         found = [0.0, single]
         for (left, left_s), (right, right_s) in pairwise(knots):
             slope = (right_s - left_s) / (right - left)
@@ -81,8 +83,8 @@ class RowCosts:
 
     @property
     def is_known(self) -> bool:
-        """True if, besides single rows, any step of several rows was measured."""
-        return len(self._median) > 1
+        """True if, besides single rows, anything is known of steps of several rows."""
+        return len(self._median) > 1 or len(self._ratios) > 1
 
 
 class Acceptance:
@@ -149,8 +151,8 @@ class Confidence:
         return min(int(-math.log2(max(1 - probability, 1e-9))), self._NUM_PARTS - 1)
 
 
-# Tokens from a step with the first draft of a draft model.
-EXPECTED_FIRST = sum(_PRIOR_MEAN**place for place in range(NUM_FIRST + 1))
+# Tokens from a step with 0, 1, ... guesses of a draft model that has told no probability yet.
+EXPECTED_FIRST = tuple(accumulate(_PRIOR_MEAN**place for place in range(NUM_FIRST + 1)))
 
 
 class Rounds:
@@ -170,10 +172,9 @@ class Rounds:
         self._tokens = self._tokens * forget + (tokens + expected) / 2
         self._time = self._time * forget + time
 
-    def gain(self, time: float, others: float) -> float:
-        """`time`: what the expected first rounds would take, which count as rounds that were;
-        `others`: their tokens of other texts."""
-        tokens = self._tokens + _PRIOR_ROUNDS * (EXPECTED_FIRST + others)
+    def gain(self, tokens: float, time: float) -> float:
+        """`tokens`, `time`: of the expected first rounds, which count as rounds that were."""
+        tokens = self._tokens + _PRIOR_ROUNDS * tokens
         return tokens / (self._time + _PRIOR_ROUNDS * time)
 
 
@@ -181,13 +182,13 @@ class Rounds:
 class Account:
     """The balance of seconds that drafts may still lose."""
 
-    least: int = 0  # tokens of the shortest draft, which the opening balance must cover
+    start: float = 1.0  # the opening balance in single steps
     saved_s: float | None = None  # None until a single step is measured
     owed_s: float = field(default=0.0)  # spent before the first single step
 
     def settle(self, single_s: float, tokens: float, gain_s: float) -> None:
         if self.saved_s is None:
-            self.saved_s = (_START + self.least) * single_s - self.owed_s
+            self.saved_s = self.start * single_s - self.owed_s
         more = self.saved_s + _SHARE * tokens * single_s + gain_s
         self.saved_s = min(more, _MOST_SAVED * single_s)
 

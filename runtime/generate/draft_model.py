@@ -35,6 +35,9 @@ class DraftModel:
         self.token_s = _step_s(sequence)
         self._logits_V: Tensor | None = None  # after the last of the sequence's tokens
 
+    def unread(self, ids: Sequence[int]) -> int:
+        return len(ids) - self._num_kept(ids)
+
     def prepare(self, ids: Sequence[int]) -> None:
         """Brings the sequence up to date with the text. If the text does not fit into the draft
         model's context, or has an id that the draft model lacks, there are no guesses."""
@@ -42,7 +45,7 @@ class DraftModel:
         if self._logits_V is not None and sequence.ids == ids:
             return
         self._limit_for(ids)
-        common = sequence.reusable(min(num_common(sequence.ids, ids), len(ids) - 1))
+        common = self._num_kept(ids)
         sequence.rollback(common)
         sequence.mark(len(ids))  # a draft is usually wrong somewhere, and dropped from there
         missing = ids[common:]
@@ -64,6 +67,11 @@ class DraftModel:
             if not sequence.room:
                 return
             logits_V = self._logits_V = sequence.extend([token])[0]
+
+    def _num_kept(self, ids: Sequence[int]) -> int:
+        """The number of the text's first tokens that need not be computed again."""
+        sequence = self._sequence
+        return sequence.reusable(min(num_common(sequence.ids, ids), len(ids) - 1))
 
     def _limit_for(self, ids: Sequence[int]) -> None:
         if self._frequent is not None:

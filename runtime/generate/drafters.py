@@ -57,6 +57,9 @@ class CostlyDrafter(Protocol):
     name: str
     token_s: float  # an estimate of a guess's seconds
 
+    def unread(self, ids: Sequence[int]) -> int:
+        """The number of tokens that prepare() would compute."""
+
     def prepare(self, ids: Sequence[int]) -> None:
         """Reads the text, which usually has grown since the last call."""
 

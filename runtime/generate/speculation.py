@@ -19,18 +19,21 @@ rows, and of the guesses as many are checked as maximise E(n) - rate * c(n + 1),
 probabilities. Whether the model is asked at all depends on the rate of its recent rounds. A drafter
 in negligible time may stand beside it: its draft is taken where it beats that rate.
 
-Losses against single-row steps, and time spent on guessing except for reading a new text, are paid
-from an account that receives draft_costs' _SHARE of the time, so a text for which drafts do not pay
-takes longer by about that share and the account's opening balance. The account also pays for
-occasional trials, and for a draft model's first ones, without which the cost of further rows is
-only assumed: they are made if the draft would pay were those rows free.
+Losses against single-row steps, and time spent on guessing, are paid from an account that receives
+draft_costs' _SHARE of the time, so a text for which drafts do not pay takes longer by that share
+and the account's opening balance: one step, and more for a draft model only as far as it should
+gain by what rows are known to cost (row_ratios). The account also pays for occasional trials.
+
+Before a draft model guesses, it reads the text so far, which of a long prompt takes as long as many
+steps. That is not charged if what it is expected to gain in as many tokens as the text has already,
+or in _LEAST_FUTURE, makes up for it.
 
 Costs, and therefore choices, depend on the machine. The text does not, because each row of a step
 is bit-identical to a single step; where it is not, `check_rows` refuses."""
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hotsplit.errors import HotsplitError
@@ -53,7 +56,13 @@ from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
 _LATELY = 20.0  # steps that the rate of recent steps is about
 _TRIAL_EVERY, _TRIAL = 64, 3  # tokens between trials, and the length of a trial's draft
-_FIRST_TRIALS = 6  # rounds of a draft model, made at once
+_START = 1.0  # the account's opening balance, in single steps
+# What is added for a draft model, in single steps for each step that its first round should gain.
+_MORE_FOR_GAIN = 4.0
+_FIRST_ROUNDS = 6  # of a draft model, with at most NUM_FIRST guesses
+# Of a text so short, and otherwise of one as long as it is already, a draft model reads what comes
+# before it if the gain on as many tokens more pays for that.
+_LEAST_FUTURE = 32
 _PRIOR_READ = 0.2  # a draft model's time for one more token of a pass, in guesses
 _SMOOTH = 0.2  # the weight of the latest of a draft model's times in their mean
 _VARY_EVERY = 16  # one draft in this many gets a nearby length whose cost is unknown, if any
@@ -144,23 +153,21 @@ class Speculation:
         drafter: Drafter | CostlyDrafter,
         options: SpeculationOptions,
         text_drafter: Drafter | None = None,
+        ratios: Mapping[int, float] | None = None,
     ) -> None:
-        """`text_drafter`: a free one beside a costly `drafter`."""
+        """`text_drafter`: a free one beside a costly `drafter`; `ratios`: see RowCosts."""
         self.options, self._drafter = options, drafter
         self.costly = drafter if isinstance(drafter, CostlyDrafter) else None
         self._free = text_drafter if isinstance(drafter, CostlyDrafter) else drafter
-        self.totals, self.costs = Totals(), RowCosts()
+        self.totals, self.costs = Totals(), RowCosts(ratios)
         self._acceptance, self._confidence = Acceptance(options.most), Confidence()
-        least = options.least
         self._guess_s = self._read_token_s = 0.0
         if self.costly is not None:
-            # The opening balance of a draft model, which was loaded on purpose, covers a trial.
-            least = max(least, min(NUM_FIRST, options.most))
             self._guess_s = self.costly.token_s
             self._read_token_s = _PRIOR_READ * self._guess_s  # of each beyond a pass's first
-        self._account, self._rounds = Account(least), Rounds()
+        self._account, self._rounds = Account(_START + options.least), Rounds()
         self._ids: Sequence[int] = ()  # the text of the last call
-        self._length = 0  # its length in that call
+        self._length = self._start = 0  # its length in that call, and in its first one
         self._pending: list[_Pending] = []
         # Decaying sums of the time that recent tokens would have taken without drafts, and that
         # they took. They begin as those of single steps, since a lucky first draft alone would
@@ -172,9 +179,10 @@ class Speculation:
         self._since_trial = self._since_varied = 0
         self._num_declined = self._num_unsure = self._num_guesses = 0
         self._is_on = True
-        # Of a draft model: the tokens that it has read, whether it is asked for the coming step,
-        # and the expected seconds of that.
-        self._num_read, self._is_asked, self._round_s = 0, False, 0.0
+        # Of a draft model: the text's tokens that it has read, None until that is known; whether it
+        # is asked for the coming step, and the expected seconds of that.
+        self._num_read: int | None = None
+        self._is_asked, self._round_s = False, 0.0
         self._beside = ALONE  # of the coming step
 
     @property
@@ -202,7 +210,7 @@ class Speculation:
         began, self._read_s, self._is_asked = time.perf_counter(), 0.0, False
         self._beside, self.expected = beside, 1.0
         self._check(ids)
-        tokens = self._draft(ids, min(room, self.options.most, LONGEST - beside.rows))
+        tokens = self._draft(ids, min(room, self.options.most, LONGEST - beside.rows), room)
         self._draft_s = time.perf_counter() - began
         if self._is_asked or self._free is not None:
             self._account.spend(self._draft_s - self._read_s)
@@ -228,6 +236,7 @@ class Speculation:
             totals.accepted += accepted
             totals.check_s += seconds
             if self._is_asked:  # a draft model has computed its own guesses, but the last one
+                assert self._num_read is not None
                 self._num_read += min(accepted, rows - 2)
             totals.drafts_of_text += self.costly is not None and not self._is_asked
         check_s = self.costs.seconds(beside.rows + rows)
@@ -238,6 +247,9 @@ class Speculation:
             self._rounds.learn(num_tokens, expected, took, is_trial=not self._is_on)
         self._since_trial += tokens
         totals.baseline_s += tokens * plain_s if rows > 1 else seconds
+        if self.costly is not None and self._account.saved_s is None:
+            _, first_tokens, first_s = self._first_round(self.options.most)
+            self._account.start += _MORE_FOR_GAIN * max(0.0, first_tokens / first_s - 1)
         more_s = seconds - plain_s if num_texts == 1 else check_s - self._step_s(1)[1]
         gain_s = accepted * plain_s / num_texts - more_s if rows > 1 else 0.0
         self._account.settle(plain_s, tokens / num_texts, gain_s)
@@ -293,6 +305,7 @@ class Speculation:
         if ids is not self._ids or len(ids) < self._length:
             self._pending.clear()
             self._has_read.clear()
+            self._start, self._num_read = len(ids), None
         self._ids, self._length = ids, len(ids)
         self._pending = [pending for pending in self._pending if self._follow(pending, ids)]
 
@@ -311,7 +324,7 @@ class Speculation:
             pending.checked += 1
         return pending.checked < len(tokens)
 
-    def _draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
+    def _draft(self, ids: Sequence[int], most: int, room: int) -> Sequence[int]:
         num_texts = 1 + self._beside.texts
         is_due = self.costs.is_plain_due(num_texts, is_soon=self.costly is not None)
         if not self.costs.is_measured(num_texts) or is_due or most < 1:
@@ -320,7 +333,7 @@ class Speculation:
         if self._free is not None:
             draft = self._draft_of_text(self._free, ids, most)
         if self.costly is not None:
-            if not draft and self._asks(ids, most):
+            if not draft and self._asks(ids, most, room):
                 draft = self._guesses(self.costly, ids, most)
             self._switch(len(draft) > 0)
         return draft
@@ -350,45 +363,65 @@ class Speculation:
         num_texts = 1 + self._beside.texts
         return self.costs.seconds(num_texts) / num_texts
 
-    def _round_gain(self, most: int) -> float:
-        """The gain of rounds of a draft model; 0 if they do not pay, and it is not to be tried."""
-        length = max(self.options.least, min(NUM_FIRST, most))
-        step_s, token_s, others = self._step_s(length + 1), self._token_s, self._beside.tokens
-        round_s = length * self._guess_s + step_s[-1]
-        gain = self._rounds.gain(round_s / token_s, others)
-        is_worth_it = gain > _ROUND_MARGIN
-        if not is_worth_it and self._rounds.num < _FIRST_TRIALS:
-            best_s = length * self._guess_s + step_s[1]  # if further rows are free
-            is_worth_it = (EXPECTED_FIRST + others) * token_s > best_s
-        return gain if is_worth_it else 0.0
+    def _first_round(self, most: int) -> tuple[int, float, float]:
+        """The number of guesses of a draft model's round that gain most if they are as often right
+        as is assumed at first; the tokens of all texts from it, and its time in seconds of one."""
+        lengths = range(max(1, self.options.least), min(NUM_FIRST, most) + 1)
+        lengths = lengths or range(self.options.least, self.options.least + 1)
+        step_s, token_s, others = self._step_s(lengths[-1] + 1), self._token_s, self._beside.tokens
+        rounds = [
+            (
+                length,
+                EXPECTED_FIRST[min(length, NUM_FIRST)] + others,
+                (length * self._guess_s + step_s[length + 1]) / token_s,
+            )
+            for length in lengths
+        ]
+        return max(rounds, key=lambda found: found[1] / found[2])
 
-    def _asks(self, ids: Sequence[int], most: int) -> bool:
+    def _round_gain(self, most: int) -> float:
+        """The gain of rounds of a draft model; 0 if they do not pay."""
+        _, tokens, took = self._first_round(most)
+        gain = self._rounds.gain(tokens, took)
+        return gain if gain > _ROUND_MARGIN else 0.0
+
+    def _asks(self, ids: Sequence[int], most: int, room: int) -> bool:
         """Whether a draft model reads the text and guesses: because its rounds pay, or for a trial
-        that is due. The account must afford a round whose guesses are all wrong."""
-        length = max(self.options.least, min(NUM_FIRST, most))
-        if length > most or not self._account.can_pay(0.0):
+        that is due. The account must afford a round whose guesses are all wrong, and for a trial
+        the reading of a new text."""
+        assert self.costly is not None
+        if self.options.least > most or not self._account.can_pay(0.0):
             return False
-        step_s, guess_s = self._step_s(length + 1), self._guess_s
-        has_read = self._drafter.name in self._has_read
-        gap = len(ids) - self._num_read if has_read else 1  # a new text is not charged
+        length, _, _ = self._first_round(most)
+        step_s, guess_s, token_s = self._step_s(length + 1), self._guess_s, self._token_s
+        is_new = self._drafter.name not in self._has_read
+        if self._num_read is None:
+            self._num_read = len(ids) - self.costly.unread(ids)
+        gap = len(ids) - self._num_read
         read_s = guess_s + max(0, gap - 1) * self._read_token_s
-        wrong_s = read_s + (length - 1) * guess_s + step_s[-1] - step_s[1]  # if all are wrong
-        is_worth_it = self._round_gain(most) > 0
-        is_due = is_worth_it or (self._since_trial >= _TRIAL_EVERY and has_read)
-        if not (is_due and self._account.can_pay(wrong_s)):
+        new_s = read_s if is_new else 0.0
+        wrong_s = guess_s * length + step_s[-1] - step_s[1]  # if all are wrong
+        wrong_s += 0.0 if is_new else read_s - guess_s
+        gain = self._round_gain(most)
+        future_s = min(room, max(_LEAST_FUTURE, len(ids) - self._start)) * token_s
+        if gain and new_s <= (1 - 1 / gain) * future_s:
+            new_s = 0.0  # not charged, like a prefill
+        elif self._since_trial < _TRIAL_EVERY:
             return False
-        self._is_asked, self._round_s, self._since_trial = True, read_s, 0
+        if not self._account.can_pay(wrong_s + new_s):
+            return False
+        self._account.spend(new_s)
+        self._is_asked, self._round_s, self._since_trial = True, guess_s if is_new else read_s, 0
         return True
 
     def _guesses(self, drafter: CostlyDrafter, ids: Sequence[int], most: int) -> Sequence[int]:
         """The draft for a round: see the module's docstring."""
         self._prepare(drafter, ids)
         least = self.options.least
-        if self._rounds.num < _FIRST_TRIALS:
+        if self._rounds.num < _FIRST_ROUNDS:
             most = min(most, max(NUM_FIRST, least))
-        step_s, guess_s = self._step_s(max(most, NUM_FIRST) + 2), self._guess_s
-        round_s, token_s = NUM_FIRST * guess_s + step_s[NUM_FIRST + 1], self._token_s
-        rate = max(1.0, self._rounds.gain(round_s / token_s, self._beside.tokens)) / token_s
+        step_s, guess_s = self._step_s(most + 2), self._guess_s
+        rate = max(1.0, self._rounds.gain(*self._first_round(most)[1:])) / self._token_s
         guesses, reached, expected = list[tuple[int, float]](), 1.0, [1.0]
         began = time.perf_counter()
         for num, guess in enumerate(drafter.guesses(ids), 1):
@@ -421,13 +454,13 @@ class Speculation:
 
     def _prepare(self, drafter: Drafter | CostlyDrafter, ids: Sequence[int]) -> None:
         """Lets the drafter read the text. For a new text this is not charged, like a prefill."""
-        began, num_new = time.perf_counter(), len(ids) - self._num_read
+        began, num_new = time.perf_counter(), len(ids) - (self._num_read or 0)
         drafter.prepare(ids)
         took = time.perf_counter() - began
         if drafter.name not in self._has_read:
             self._has_read.add(drafter.name)
             self._read_s += took
-        elif drafter is self.costly and num_new > 1:
+        if drafter is self.costly and num_new > 1:
             token_s = max(0.0, took - self._guess_s) / (num_new - 1)
             self._read_token_s += _SMOOTH * (token_s - self._read_token_s)
         if drafter is self.costly:

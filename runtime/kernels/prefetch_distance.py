@@ -5,12 +5,10 @@ prefetching gains a third, on a Zen 4 it costs two thirds. On others with tiles,
 measures it and keeps it in the cache folder. It also holds for sums of grouped rows, which are not
 timed. Only the speed depends on it, never a result."""
 
-import json
 import logging
 import time
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from threading import Lock
 
 import torch
@@ -18,11 +16,11 @@ from torch import Tensor
 
 from hotsplit import __version__
 from hotsplit.errors import HotsplitError
-from hotsplit.files.atomic import partial_file
 from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.system.cache_place import PREFETCH_FILE, cache_folder
+from hotsplit.system.cache_place import PREFETCH_FILE
+from hotsplit.system.kept_values import keep_value, kept_values, processor
 
 log = logging.getLogger(__name__)
 DISTANCES = (0, 1024, 2304, 4608, 9216)
@@ -36,7 +34,6 @@ KINDS = {  # bytes of a row of WIDTH values
     if each.has_integer_sums
 }
 TOGETHER = 16  # rows of a tile
-MOST_FILE_BYTES = 1 << 20
 
 _lock = Lock()
 
@@ -52,8 +49,8 @@ def _set_once() -> None:
     if not library.prefers_tiles() or library.knows_prefetch_distance():
         return
     software = f"{__version__}, {library.level()}, {library.num_threads()} threads"
-    processor = f"{_processor()}, {software}"
-    found = _kept(processor)
+    key = f"{processor()}, {software}"
+    found = _kept(key)
     if found is None:
         try:
             found = measured()
@@ -61,7 +58,7 @@ def _set_once() -> None:
             log.debug(f"the distance of prefetches is not measured: {error}")
             return
         log.debug(f"weights are prefetched {found:,} bytes ahead, as measured on this processor")
-        _keep(processor, found)
+        keep_value(PREFETCH_FILE, key, found)
     library.set_prefetch_distance(found)
 
 
@@ -115,41 +112,7 @@ def _matrix(row_bytes: int) -> Tensor:
     return huge_pages.zeros((num_rows, row_bytes), torch.uint8).fill_(1)
 
 
-def _processor() -> str:
-    """Vendor, family, model and name, as Linux reports them."""
-    wanted = ("vendor_id", "cpu family", "model", "model name")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return "unknown"
-    values = dict(line.split(":", 1) for line in lines if ":" in line)
-    found = {name.strip(): value.strip() for name, value in values.items()}
-    return " ".join(found.get(name, "") for name in wanted)
-
-
-def _kept(processor: str) -> int | None:
+def _kept(key: str) -> int | None:
     """The distance kept for this processor; None if there is none, or no usable file."""
-    found = _content().get(processor)
+    found = kept_values(PREFETCH_FILE).get(key)
     return found if type(found) is int and found in DISTANCES else None
-
-
-def _content() -> dict[str, int]:
-    """The kept distances by processor; empty if there is no usable file."""
-    try:
-        path = cache_folder() / PREFETCH_FILE
-        if not path.is_file() or path.stat().st_size > MOST_FILE_BYTES:
-            return {}
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, HotsplitError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _keep(processor: str, distance: int) -> None:
-    """Keeps the distance if the cache folder can be written; if not, the next process measures it
-    again."""
-    try:
-        with partial_file(cache_folder() / PREFETCH_FILE) as partial:
-            partial.write_text(json.dumps(_content() | {processor: distance}, indent=1) + "\n")
-    except (OSError, HotsplitError) as error:
-        log.debug(f"{error}: each process measures the distance of prefetches again")

@@ -144,6 +144,10 @@ class DraftStep:
             return None
         return self._catch_up(sequence, [*text.waiting[1:], token], "last")[0]
 
+    def num_waiting(self, sequence: int) -> int:
+        """The number of a text's tokens whose keys and values are not computed yet."""
+        return len(self._texts[sequence].waiting)
+
     def next(self, sequence: int, token: int, num_guessed: int) -> Tensor:
         """The logits [V] after one guessed token more, the last of `num_guessed`."""
         start = self._texts[sequence].num_entries + num_guessed - 1

@@ -113,6 +113,11 @@ class Sequences:
                 self.decoder.draft.forget(number)
 
     @property
+    def has_room(self) -> bool:
+        """True if a sequence can be opened without closing another."""
+        return len(self._open) < self.cache.num_sequences
+
+    @property
     def keeps_all(self) -> bool:
         """True if a text can be continued from any of its positions."""
         return self.states is None and not self.cache.has_rings

@@ -58,7 +58,7 @@ class Forced:
 
     def __init__(self, drafter, text, lie):
         self.drafter, self.text, self.lie, self.chance = drafter, text, lie, random.Random(0)
-        self.follow, self.prepare = drafter.follow, drafter.prepare
+        self.follow, self.prepare, self.unread = drafter.follow, drafter.prepare, drafter.unread
 
     def guesses(self, ids):
         forced = self.lie(self.text[len(ids) : len(ids) + ALL.most], self.chance)

@@ -123,7 +123,7 @@ def test_it_is_measured_once_for_a_processor_and_a_number_of_threads(
     monkeypatch.setattr(library, "num_threads", lambda: 77)
     again(), again()
     assert unknown[1:] == [77]
-    monkeypatch.setattr(prefetch_distance, "_processor", lambda: "another")
+    monkeypatch.setattr(prefetch_distance, "processor", lambda: "another")
     again(), again()
     assert len(unknown) == 3
     assert len(json.loads((tmp_path / "cache" / PREFETCH_FILE).read_text())) == 3

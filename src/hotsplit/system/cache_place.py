@@ -1,4 +1,5 @@
-"""Locates the user's cache folder, which holds artifacts (run.cache_folder) and PREFETCH_FILE."""
+"""Locates the user's cache folder, which holds artifacts (run.cache_folder) and values measured
+on this machine (system.kept_values)."""
 
 import os
 from pathlib import Path
@@ -7,6 +8,7 @@ from hotsplit.errors import HotsplitError
 
 VARIABLE = "HOTSPLIT_CACHE"
 PREFETCH_FILE = "prefetch-distance.json"  # of runtime.kernels.prefetch_distance
+ROWS_FILE = "row-costs.json"  # of runtime.generate.row_ratios
 
 
 def cache_folder() -> Path:
