@@ -38,12 +38,12 @@ from hotsplit.files.written import Restored, Written
 from hotsplit.model.neurons import ACTIVATIONS
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import layer_shapes
-from hotsplit.model.weight_types import TYPES
+from hotsplit.model.weight_types import TABLES, TYPES
 from hotsplit.tokens.ggml_tokenizer import check_text_keys
 
 FILE_TYPES: dict[str, LlamaFileType] = {
-    **{each.name: LlamaFileType[each.file_type] for each in TYPES},
-    **{name: LlamaFileType[f"MOSTLY_{name.upper()}"] for name in MIXTURES},
+    **{each.name: LlamaFileType[each.file_type] for each in TYPES if each.is_in_files},
+    **{name: LlamaFileType[f"MOSTLY_{name.upper()}"] for name in (*TABLES, *MIXTURES)},
 }
 
 
@@ -81,7 +81,7 @@ def convert(
         offset = config.predictor_input_layer_offset
         model, more_notes = add_predictors(model, config.predictors, kind, offset)
         notes += more_notes
-    on_total(sum(entry.num_bytes for entry in model.tensors.values()))
+    on_total(sum(entry.in_file.num_bytes for entry in model.tensors.values()))
     said: list[str] = []
 
     def check(written: Path) -> None:

@@ -27,11 +27,12 @@ from hotsplit.convert.type_mixtures import Roles
 from hotsplit.errors import HotsplitError, refuse_together
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of, values_of
+from hotsplit.files.table_blocks import pack_table_blocks
 from hotsplit.files.written import Restored
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import in_layout, layout_of, transposed_shape
-from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES
+from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, TABLES
 from hotsplit.tokens.ggml_tokenizer import check_text_keys
 
 LARGEST_EXPONENT = 252  # of a block of mxfp4 whose values are all finite: 12 * 2^(e - 128)
@@ -62,7 +63,12 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
         for target, name in names.items()
     }
     types.check_used(entries)
-    model = ModelFile.of(config.source, keys, entries)
+    copied = {
+        name: _checked(entry, f"{config.source}: tensor {name!r}")
+        for name, entry in entries.items()
+        if entry is tensors[names[name]]
+    }
+    model = ModelFile.of(config.source, keys, entries | copied)
     is_more = config.predictors or config.activation or config.tokenizer
     fallen = types.fallen_note(entries) if config.outtype else None
     if entries == tensors and not is_more and fallen is not None:
@@ -79,12 +85,7 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
         *check_and_note(types.importances, entries),
         *_error_notes(tensors, entries, names),
     )
-    copied = {
-        name: _checked(entry, f"{config.source}: tensor {name!r}")
-        for name, entry in entries.items()
-        if entry is tensors[names[name]]
-    }
-    return dataclasses.replace(model, tensors=entries | copied), types, notes
+    return model, types, notes
 
 
 def read_runnable(
@@ -211,11 +212,13 @@ def _checked(entry: TensorEntry, label: str) -> TensorEntry:
 
 def _is_finite(data: np.ndarray, kind: str) -> bool:
     """A block is finite if its f16 numbers are, or, with an exponent, its values (255 is NaN)."""
+    if kind in TABLES:
+        data, kind = pack_table_blocks(data, kind), TABLES[kind]
     if kind in ("f32", "f16"):
         return bool(np.isfinite(data).all())
     if kind == "bf16":
         return bool(((data.view(np.uint16) & BF16_EXPONENT) != BF16_EXPONENT).all())
-    blocks = data.reshape(-1, GGML_QUANT_SIZES[type_of(kind)][1])
+    blocks = data.reshape(-1, BY_NAME[kind].block_bytes)
     halves = BY_NAME[kind].halves
     if halves is None:
         large = blocks[blocks[:, 0] > LARGEST_EXPONENT]

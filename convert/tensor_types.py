@@ -16,7 +16,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
 from hotsplit.files.typed import shown
 from hotsplit.model.tensors import is_router, is_vector
-from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, NAMES, SMALLER_BLOCKS
+from hotsplit.model.weight_types import BY_NAME, FILE_NAMES, FLOAT_NAMES, SMALLER_BLOCKS, TABLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,11 @@ class TensorTypes:
 
     def stored_kind(self, name: str, shape: tuple[int, ...], source: str, *, is_whole: bool) -> str:
         """The type of a tensor that a GGUF has as `source`: what an override asks for; without one
-        its own, if there are kernels for it and its blocks stay whole, or the one that holds its
-        values exactly; else q8_0, which loses least."""
+        its own, if it runs and its blocks stay whole, or the one that holds its values exactly;
+        else q8_0, which loses least."""
         if self.override(name) is not None and not is_vector(name, shape):
             return self.kind(name, shape)
-        if source in NAMES and (source in FLOAT_NAMES or is_whole):
+        if source in (*FILE_NAMES, *TABLES) and (source in FLOAT_NAMES or is_whole):
             return source
         if source in SAME_VALUES and is_whole:
             return SAME_VALUES[source]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gguf import GGML_QUANT_SIZES
 
 from hotsplit.artifacts.model_file import ModelFile, for_context, with_rope_scaling
 from hotsplit.convert.options import Outtype
@@ -16,10 +15,9 @@ from hotsplit.costs import part_bytes
 from hotsplit.costs.bytes_read import neurons_read
 from hotsplit.costs.default_mode import can_silence, computes_every_neuron, mode_meant
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import type_of
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.model.tensors import Layout
-from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, FLOAT_NAMES, files_instead
+from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, FLOAT_NAMES, TABLES
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.default_budgets import Room
@@ -232,7 +230,8 @@ def _own_type_line(source: RunSource, model: ModelFile, wishes: Wishes, room: Ro
     line = f"type {model.own_type}: {why}"
     if size <= memory:
         return f"{line} ({_fits(size, memory, 'memory')})"
-    own, smallest = BY_NAME[model.own_type], BY_NAME[BY_QUALITY[-1]]
+    own = BY_NAME[TABLES.get(model.own_type, model.own_type)]
+    smallest = BY_NAME[BY_QUALITY[-1]]
     is_smaller = smallest.bytes_per_value < own.bytes_per_value
     advice = f", or --outtype {smallest.name}," if is_smaller else ""
     return f"{line}; its {_too_large(size, room)}; a smaller file{advice} reads less"
@@ -247,11 +246,9 @@ def _other_type(source: RunSource, model: ModelFile, size: int, room: Room) -> s
         for limit, place in limits
         if as_it_is <= limit < size
     )
-    made, (block, num_bytes) = model.own_type, GGML_QUANT_SIZES[type_of(source.own_type)]
     return (
-        f"{lost}there are no kernels for the file's {source.own_type}, and {made} keeps its"
-        f" quality, in {format_bytes(size)} instead of {format_bytes(as_it_is)}"
-        f"{files_instead(num_bytes / block, BY_NAME[made].bytes_per_value)}"
+        f"{lost}there are no kernels for the file's {source.own_type}, and {model.own_type} keeps"
+        f" its quality, in {format_bytes(size)} instead of {format_bytes(as_it_is)}"
     )
 
 

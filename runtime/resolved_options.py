@@ -11,7 +11,14 @@ import torch
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.default_mode import choose_mode, loss_line
-from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, ITEMS, Items, draft_bytes, plan_bytes
+from hotsplit.costs.part_bytes import (
+    DEFAULT_CONTEXT,
+    ITEMS,
+    Items,
+    draft_bytes,
+    packed_bytes,
+    plan_bytes,
+)
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes
@@ -32,14 +39,23 @@ log = logging.getLogger(__name__)
 def residence_of(
     model: ModelFile, is_resident: bool | None, bytes_by_role: dict[str, Items], gpu: torch.device
 ) -> Residence | None:
-    """The memory for weights on the CPU; None if they stay in the file."""
+    """The memory for weights on the CPU; None if they stay in the file. Raises HotsplitError if
+    there is too little memory for tensors that cannot, since they are packed."""
     if is_resident is False:
         return None
     on_cpu = [items for role, items in bytes_by_role.items() if role == "cpu" or gpu.type == "cpu"]
     wanted, free = sum(sum(items.values()) for items in on_cpu), free_memory_bytes()
     beside = sum(sum(items.values()) - items["neurons"] for items in on_cpu)
     is_tight = is_resident is None and wanted > FREE_SHARE * free
-    if is_tight and model.spec.has_experts and beside <= FREE_SHARE * free:
+    packed = min(packed_bytes(model), wanted)
+    if is_tight and packed > FREE_SHARE * free:
+        kinds = {e.in_file.kind for e in model.tensors.values() if e.packed_from}
+        raise HotsplitError(
+            f"{model.path}: tensors in {', '.join(sorted(kinds))} are packed in memory, where they"
+            f" take {packed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; close programs,"
+            " or use a file of K-quants, which can be read from the disk"
+        )
+    if is_tight and model.spec.has_experts and beside + packed <= FREE_SHARE * free:
         log.warning(
             f"{model.path}: the experts stay in the file ({(wanted - beside) / 2**30:.1f} GiB),"
             f" where reading them is slower: {free / 2**30:.1f} GiB are free"

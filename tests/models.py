@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from gguf import quants
+from grid_blocks import grid_rows
 from k_quants import BLOCK_BYTES, random_rows
 from small_blocks import CODED
 from small_blocks import random_rows as random_small_rows
@@ -46,6 +47,7 @@ from hotsplit.model.spec import (
 )
 from hotsplit.model.tensors import is_router, is_vector
 from hotsplit.model.weight_types import NAMES as KINDS
+from hotsplit.model.weight_types import TABLES
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.problem import Problem
 
@@ -450,10 +452,11 @@ def _random_array(
         return "f32", values
     if kind in ("f32", "f16"):
         return kind, values.astype(kind.replace("f", "float"))
-    if kind in BLOCK_BYTES or kind in CODED:
+    if kind in (*BLOCK_BYTES, *CODED, *TABLES):
         num_rows, width = prod(shape[:-1]), shape[-1]
         seed = int(random.integers(1 << 30))
         rows = random_rows if kind in BLOCK_BYTES else random_small_rows
+        rows = grid_rows if kind in TABLES else rows
         data = rows(kind, num_rows, width, scale=width**-0.5, seed=seed)
         return kind, data.reshape(*shape[:-1], -1)
     return kind, quants.quantize(values, type_of(kind))

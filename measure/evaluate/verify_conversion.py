@@ -137,7 +137,7 @@ def verify(written: Written) -> Verification:
             ", given the same experts where the choice is a tie within rounding"
             f" ({followed.num_ties:,} of {followed.num_choices:,})"
         )
-    kinds = [entry.kind for entry in model.tensors.values()]
+    kinds = [entry.in_file.kind for entry in model.tensors.values()]
     kind = max(set(kinds) - {"f32"}, key=kinds.count, default=None)
     if kind is not None:
         line += f", both with the weights as rounded to {kind}"
@@ -165,7 +165,7 @@ def verify(written: Written) -> Verification:
 
 def _is_rounded(written: Written, model: ModelFile) -> bool:
     """True if the file has matrices in fewer than 16 bits, in other types than the source."""
-    kinds = Counter(entry.kind for entry in model.tensors.values())
+    kinds = Counter(entry.in_file.kind for entry in model.tensors.values())
     if kinds.keys() <= set(FLOAT_NAMES):
         return False
     _, tensors = ({}, {}) if written.source.is_dir() else read_model_gguf(written.source)

@@ -1,4 +1,4 @@
-"""Unpacks llama.cpp's K-quants with torch, where no kernel does it.
+"""Unpacks llama.cpp's K-quants, and table types, with torch, where no kernel does it.
 
 A block has 256 values, laid out as in dequantize_row_q2_K to _q6_K and _iq4_xs in ggml-quants.c;
 runtime/kernels/cpu/k_formats.h describes the layouts.
@@ -8,17 +8,18 @@ A part is 32 values of a block."""
 import torch
 from torch import Tensor
 
-from hotsplit.model.weight_types import IQ4_LEVELS, K_QUANT_NAMES
+from hotsplit.model.weight_types import BY_NAME, K_QUANT_NAMES, WeightType
 
 KINDS = K_QUANT_NAMES
 
 
 def unpack_blocks(blocks: Tensor, kind: str) -> Tensor:
     """Unpacks blocks, uint8 [..., block_bytes], to f32 [..., 256]."""
-    return _UNPACK[kind](blocks)
+    each = BY_NAME[kind]
+    return _UNPACK[each.layout](blocks, each)
 
 
-def _unpack_six_bits(blocks: Tensor) -> Tensor:
+def _unpack_six_bits(blocks: Tensor, _: WeightType) -> Tensor:
     """q4_k, and q5_k, which has 32 bytes of fifth bits before its nibbles."""
     factors = _halves(blocks[..., :4])
     scale, minimum = _six_bit_numbers(blocks[..., 4:16])
@@ -30,7 +31,7 @@ def _unpack_six_bits(blocks: Tensor) -> Tensor:
     return (scale[..., None] * quants - minimum[..., None]).flatten(-2)
 
 
-def _unpack_q6_k(blocks: Tensor) -> Tensor:
+def _unpack_q6_k(blocks: Tensor, _: WeightType) -> Tensor:
     # Each half of the block has the low nibbles of 64 bytes, then their high nibbles.
     nibbles = blocks[..., :128].unflatten(-1, (2, 1, 64))
     quants = torch.cat([nibbles & 15, nibbles >> 4], dim=-2).unflatten(-1, (2, 32)).flatten(-3, -2)
@@ -40,19 +41,19 @@ def _unpack_q6_k(blocks: Tensor) -> Tensor:
     return (quants.flatten(-3).unflatten(-1, (16, 16)) * scale[..., None]).flatten(-2)
 
 
-def _unpack_q3_k(blocks: Tensor) -> Tensor:
+def _unpack_q3_k(blocks: Tensor, each: WeightType) -> Tensor:
     third = blocks[..., None, :32] >> _places(blocks, range(8))
-    quants = (_twos(blocks[..., 32:96]) | (third & 1).flatten(-2) << 2).float() - 4
+    quants = _looked_up(_twos(blocks[..., 32:96]) | (third & 1).flatten(-2) << 2, each)
     nibbles, upper = (
         blocks[..., 96:104],
         blocks[..., None, 104:108] >> _places(blocks, (0, 2, 4, 6)),
     )
     number = torch.cat([nibbles & 15, nibbles >> 4], dim=-1) | (upper & 3).flatten(-2) << 4
-    scale = _halves(blocks[..., 108:]) * (number.float() - 32)
+    scale = each.unit * _halves(blocks[..., 108:]) * (number.float() - 32)
     return (quants.unflatten(-1, (16, 16)) * scale[..., None]).flatten(-2)
 
 
-def _unpack_q2_k(blocks: Tensor) -> Tensor:
+def _unpack_q2_k(blocks: Tensor, _: WeightType) -> Tensor:
     factors = _halves(blocks[..., 80:])
     scale, minimum = (
         factors[..., :1] * (blocks[..., :16] & 15),
@@ -62,15 +63,13 @@ def _unpack_q2_k(blocks: Tensor) -> Tensor:
     return (quants * scale[..., None] - minimum[..., None]).flatten(-2)
 
 
-def _unpack_iq4_xs(blocks: Tensor) -> Tensor:
-    """A part's 16 bytes have its first values in the low nibbles, its last in the high ones; they
-    are places in the table of iq4_nl."""
+def _unpack_iq4_xs(blocks: Tensor, each: WeightType) -> Tensor:
+    """A part's 16 bytes have its first values in the low nibbles, its last in the high ones."""
     low, upper = blocks[..., 4:8], blocks[..., 2:4, None] >> _places(blocks, (0, 2, 4, 6))[:, 0]
     number = torch.stack([low & 15, low >> 4], dim=-1).flatten(-2) | (upper & 3).flatten(-2) << 4
-    scale = _halves(blocks[..., :2]) * (number.float() - 32)
+    scale = each.unit * _halves(blocks[..., :2]) * (number.float() - 32)
     nibbles = blocks[..., 8:].unflatten(-1, (8, 16))
-    levels = torch.tensor(IQ4_LEVELS, device=blocks.device).float()
-    quants = levels[torch.cat([nibbles & 15, nibbles >> 4], dim=-1).long()]
+    quants = _looked_up(torch.cat([nibbles & 15, nibbles >> 4], dim=-1), each)
     return (quants * scale[..., None]).flatten(-2)
 
 
@@ -82,6 +81,10 @@ _UNPACK = {
     "q2_k": _unpack_q2_k,
     "iq4_xs": _unpack_iq4_xs,
 }
+
+
+def _looked_up(codes: Tensor, each: WeightType) -> Tensor:
+    return torch.tensor(each.levels, device=codes.device).float()[codes.long()]
 
 
 def _twos(data: Tensor) -> Tensor:

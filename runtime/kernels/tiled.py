@@ -42,7 +42,8 @@ _SMALL_NAMES = [each.name for each in _SMALL]
 _FLOATS: dict[str, _Piece] = {
     e.name: _Piece(*e.halves, 2) for e in TYPES if e.is_k_quant and e.halves
 }
-_FLOATS["iq4_xs"] = _Piece(0, 8, 2)  # with the bits of scales
+# With the bits of scales.
+_FLOATS |= {each.name: _Piece(0, 8, 2) for each in TYPES if each.layout == "iq4_xs"}
 _FLOATS |= {e.name: _Piece(0, e.head_bytes, min(2, e.head_bytes)) for e in _SMALL}
 _PIECES: dict[str, tuple[_Piece, ...]] = {
     "q4_k": (_Piece(4, 16, 1), _Piece(16, 144, 4)),
@@ -52,6 +53,7 @@ _PIECES: dict[str, tuple[_Piece, ...]] = {
     "q2_k": (_Piece(0, 16, 1), _Piece(16, 80, 4)),
     "iq4_xs": (_Piece(8, 136, 4),),
 }
+_PIECES |= {each.name: _PIECES[each.layout] for each in TYPES if each.layout in _PIECES}
 _PIECES |= {e.name: (_Piece(e.head_bytes, e.block_bytes, 4),) for e in _SMALL}
 
 

@@ -1,8 +1,11 @@
-"""Random K-quants for tests: gguf unpacks them but cannot pack."""
+"""Random K-quants, and blocks of table types, for tests: gguf unpacks them but cannot pack."""
 
 import numpy as np
 
+from hotsplit.model.weight_types import TABLE_NAMES
+
 BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210, "q3_k": 110, "q2_k": 84, "iq4_xs": 136}
+BLOCK_BYTES |= dict(zip(TABLE_NAMES, (110, 110, 136, 136), strict=True))
 # Offsets of a block's f16 numbers, each with its size relative to the first, such that the values
 # of random bits average 0.
 F16_AT = {
@@ -13,8 +16,10 @@ F16_AT = {
     "q2_k": {80: 1.0, 82: 1.5},
     "iq4_xs": {0: 1.0},
 }
+F16_AT |= {name: F16_AT["q3_k" if BLOCK_BYTES[name] == 110 else "iq4_xs"] for name in TABLE_NAMES}
 # About the root mean square of the values of random bits if the first number is 1.
 RMS = {"q4_k": 272.0, "q5_k": 550.0, "q6_k": 1405.0, "q3_k": 43.0, "q2_k": 14.0, "iq4_xs": 1290.0}
+RMS |= dict(zip(TABLE_NAMES, (13.0, 58.0, 172.0, 170.0), strict=True))
 # The bytes of a block that hold its quants.
 QUANTS_AT = {
     "q4_k": slice(16, 144),
@@ -23,6 +28,9 @@ QUANTS_AT = {
     "q3_k": slice(0, 96),
     "q2_k": slice(16, 80),
     "iq4_xs": slice(8, 136),
+}
+QUANTS_AT |= {
+    name: QUANTS_AT["q3_k" if BLOCK_BYTES[name] == 110 else "iq4_xs"] for name in TABLE_NAMES
 }
 WITH_MINIMA = ("q4_k", "q5_k", "q2_k")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import edit_config, random_dejavu, random_llama, random_model
 from gguf.quants import dequantize, quantize
+from grid_blocks import blocks_of, grid_rows
 from k_quants import random_rows
 from models import sizes_of
 from reference import rel_error
@@ -29,10 +30,17 @@ from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.costs.part_bytes import layer_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
+from hotsplit.files.gguf_file import (
+    TensorEntry,
+    array_entry,
+    read_gguf,
+    type_of,
+    values_of,
+    write_gguf,
+)
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify_conversion import verify
-from hotsplit.model.weight_types import BY_NAME, NAMES
+from hotsplit.model.weight_types import BY_NAME, FILE_NAMES, TABLE_NAMES, TABLES
 from hotsplit.profile.predictors.check import check_predictors
 
 
@@ -106,15 +114,11 @@ def gguf_keys(path: Path) -> dict:
     return {k: v for k, v in keys.items() if k not in ("general.architecture", "hotsplit.model_id")}
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0", *CODED, "iq2_s"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", *CODED, *TABLES])
 def test_blocks_are_transposed_and_foreign_ones_packed_again(stock, tmp_path, kind):
     def packed_of(_, entry):
-        if kind == "iq2_s":  # no kernels: an f16 scale, 80 bytes
-            data = np.random.default_rng(0).integers(
-                0, 256, (entry.shape[0], entry.shape[1] // 256, 82), np.uint8
-            )
-            data[..., :2] = np.frombuffer(np.float16(0.001).tobytes(), np.uint8)
-            return kind, data.reshape(len(data), -1)
+        if kind in TABLES:
+            return kind, grid_rows(kind, *entry.shape, scale=entry.shape[1] ** -0.5)
         if kind in CODED:
             return kind, random_small_rows(kind, *entry.shape, scale=entry.shape[1] ** -0.5)
         return kind, quantize(entry.read(), type_of(kind))
@@ -122,18 +126,17 @@ def test_blocks_are_transposed_and_foreign_ones_packed_again(stock, tmp_path, ki
     with_matrices(stock, tmp_path / "q.gguf", packed_of)
     report = run(tmp_path / "q.gguf", tmp_path / "m.gguf")
     model = ModelFile.load(tmp_path / "m.gguf")
-    own = kind != "iq2_s"
     _, old = read_gguf(tmp_path / "q.gguf", "model file")
     for name, entry in model.tensors.items():
         source = old[name.replace("ffn_down_t", "ffn_down")]
         want = dequantize(source.read(), type_of(source.kind))
-        got = dequantize(entry.read(), type_of(entry.kind))
+        got = values_of(entry.read(), entry.kind)
         if "ffn_down_t" in name:
             assert entry.kind == "q8_0"
             assert rel_error(got, want.T) < 0.01
         elif len(entry.shape) == 2:
-            assert entry.kind == (kind if own else "q8_0")
-            assert (got == want).all() if own else rel_error(got, want) < 0.01
+            assert entry.in_file.kind == kind and (got == want).all()
+            assert entry.in_file.read().tobytes() == source.read().tobytes()
     assert any(f"{kind} repacked as q8_0: relative error" in note for note in report.notes)
     assert len(report.model_id) == 64
 
@@ -152,6 +155,42 @@ def test_small_blocks_run_as_they_are(stock, tmp_path):
     want = logits(tmp_path / "f32.gguf")
     with Engine.load(tmp_path / "q.gguf", mode="dense") as engine:
         assert rel_error(engine.logits(IDS), want) < 4 * torch.finfo(torch.float16).eps
+
+
+def test_types_with_grids_run_as_they_are(stock, tmp_path):
+    """Compared with the same weights in f32, likewise. A written copy has the file's bytes."""
+    kinds = itertools.cycle(TABLES)
+
+    def packed_of(_, entry):
+        kind = next(kinds)
+        return kind, grid_rows(kind, *entry.shape, scale=entry.shape[1] ** -0.5)
+
+    with_matrices(stock, tmp_path / "q.gguf", packed_of)
+    run(tmp_path / "q.gguf", tmp_path / "f32.gguf", outtype="f32")
+    want = logits(tmp_path / "f32.gguf")
+    model = ModelFile.load(tmp_path / "q.gguf")
+    assert {e.kind for e in model.tensors.values()} == {*TABLE_NAMES, "f32"}
+    for is_resident in (True, False):
+        with Engine.load(tmp_path / "q.gguf", mode="dense", is_resident=is_resident) as engine:
+            assert rel_error(engine.logits(IDS), want) < 4 * torch.finfo(torch.float16).eps
+    keys, tensors = read_gguf(tmp_path / "q.gguf", "model file")
+    model.save(tmp_path / "again.gguf")
+    assert read_gguf(tmp_path / "again.gguf", "model file")[0] == keys | model._own_keys()
+    for name, entry in read_gguf(tmp_path / "again.gguf", "model file")[1].items():
+        assert entry.kind == tensors[name].kind
+        assert entry.read().tobytes() == tensors[name].read().tobytes()
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_grids_scales_that_are_not_finite_are_refused(stock, tmp_path, kind):
+    def packed_of(name, entry):
+        scales = np.full(entry.shape[0] * entry.shape[1] // 256, 1e-3)
+        scales[1] = np.inf if name.startswith("token") else 1e-3
+        return kind, blocks_of(kind, scales.tolist()).reshape(entry.shape[0], -1)
+
+    with_matrices(stock, tmp_path / "bad", packed_of)
+    with pytest.raises(HotsplitError, match="'token_embd.weight' has NaN or infinite values"):
+        run(tmp_path / "bad", tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("kind", CODED)
@@ -505,7 +544,7 @@ def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
     assert "the source needs about" in line(stock)
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", FILE_NAMES)
 def test_rounding_is_distinguished_from_error(kind):
     want = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     want[0] *= 1e-9  # where a scale or a value underflows

@@ -567,14 +567,12 @@ _KEYS: dict[str, dict[str, object]] = {
 }
 # What `plan` says, or, without a semicolon before it, why it refuses.
 _WORDS = {
-    "Mistral-Small-24B-IQ3_XXS": "; a Q3_K_M or IQ4_XS file of the same model runs as it is (",
     "DeepSeek-V3-Q4_K_M": "MLA",
     "granite-4.0-h-small-Q4_K_M": "recurrent",
     "ERNIE-4.5-21B-A3B-PT-Q4_K_M": "mixture of experts is not supported",
     "bge-m3-Q8_0": "an encoder",
     "mmproj-gemma-3-12b-it-f16": "images",
     "llama-3.1-8b-lora-F16": "an adapter",
-    "Qwen2.5-32B-Instruct-IQ2_XXS": "; a Q2_K or Q3_K_M file of the same model runs as it is (",
 }
 HEADERS = tuple(
     Header(

@@ -23,22 +23,27 @@ from small_blocks import random_rows as random_small_rows
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
+from hotsplit.files.table_blocks import table_values
+from hotsplit.model.weight_types import TABLE_NAMES
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.system import shared_libraries
 
 EPS = torch.finfo(torch.float32).eps
+K_QUANTS = [name for name in BLOCK_BYTES if name not in TABLE_NAMES]
 FLOAT_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 QUANT_TYPES = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
     "q4_0_planar": gguf.GGMLQuantizationType.Q4_0,
     "q8_0_planar": gguf.GGMLQuantizationType.Q8_0,
-} | {name: gguf.GGMLQuantizationType[name.upper()] for name in (*BLOCK_BYTES, *CODED)}
+} | {name: gguf.GGMLQuantizationType[name.upper()] for name in (*K_QUANTS, *CODED)}
+LARGEST_TWOS = {"iq1_table": 0, "iq2_table": 0xAA}  # bits of -9 and -43 below the third
 PLANAR = ["q4_0_planar", "q8_0_planar"]
+BLOCKS = [*QUANT_TYPES, *TABLE_NAMES]
 SMALL_BLOCKS = ["q8_0", "q4_0", *PLANAR]
 QUANT_BYTES = {"q4": 16, "q8": 32}  # of a block of 32 values, after its scale
-KINDS = [*FLOAT_DTYPES, *QUANT_TYPES]
+KINDS = [*FLOAT_DTYPES, *BLOCKS]
 LEVELS = library.usable_levels()
 SIZES = [(kind, D) for kind in FLOAT_DTYPES for D in (1, 31, 32, 33, 100, 256)]
 SIZES += [(kind, D) for kind in SMALL_BLOCKS for D in (32, 64, 96, 128, 160, 256)]
@@ -76,6 +81,8 @@ def dequantised(kind: str, weight: Tensor) -> Tensor:
         return weight.double()
     if kind in PLANAR:
         weight = interleaved(weight, kind)
+    if kind in TABLE_NAMES:
+        return torch.from_numpy(table_values(weight.numpy(), kind)).double()
     return torch.from_numpy(gguf.quants.dequantize(weight.numpy(), QUANT_TYPES[kind])).double()
 
 
@@ -214,19 +221,21 @@ def test_dot_rows(level, kind, D):
 
 
 @pytest.mark.parametrize(
-    "kind, is_extreme", [*((k, False) for k in QUANT_TYPES), *((k, True) for k in BLOCK_BYTES)]
+    "kind, is_extreme", [*((k, False) for k in BLOCKS), *((k, True) for k in BLOCK_BYTES)]
 )
 def test_products_have_the_same_bits_at_every_level_and_with_any_vectors(
     restore_library, kind, is_extreme
 ):
-    """Extreme: all bits of the quants are set and all values of x have the largest magnitude. Then
-    the sum of a q5_k part's 32 products may exceed the 24 bits of an f32."""
+    """Extreme: all quants and all values of x have the largest magnitude. Then the sum of a q5_k
+    part's 32 products may exceed the 24 bits of an f32."""
     F, D, T = 45, 768, 132
     W = matrix(kind, F, D)
     x_TD = torch.stack([vector(D, seed) for seed in range(T)])
     if is_extreme:
         blocks = W.weight.reshape(F, -1, BLOCK_BYTES[kind])
         blocks[..., QUANTS_AT[kind]] = 255
+        if kind in LARGEST_TWOS:
+            blocks[..., 32:96] = LARGEST_TWOS[kind]
         x_TD = x_TD.sign() * torch.linspace(0.5, 2.0, T)[:, None]
     index_A = torch.arange(F - 1, -1, -2, dtype=torch.int32)
     want = None

@@ -11,6 +11,7 @@ from test_runtime import IDS, decoded
 
 from hotsplit import Engine
 from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.weight_types import TABLE_NAMES, TABLES
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.kernels.tiled import TILED_KIND, from_tiled, is_tiled
@@ -154,10 +155,11 @@ def test_parts_of_a_matrix_are_whole_tiles(preferred):
         matrix.part(8, 48)
 
 
-@pytest.mark.parametrize("kind", TILED_KIND)
+@pytest.mark.parametrize("kind", [k for k in TILED_KIND if k not in TABLE_NAMES] + [*TABLES])
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_a_model_uses_tiles_where_all_rows_are_multiplied(preferred, tmp_path, kind, mode):
-    width, rank = (256, 256) if kind in k_quants.BLOCK_BYTES else (64, 32)
+    has_large_blocks = kind in (*k_quants.BLOCK_BYTES, *TABLES)
+    width, rank = (256, 256) if has_large_blocks else (64, 32)
     shape = make_sizes(width=width, num_neurons=96)
     make_model(sizes=shape, kind=kind, predictor_rank=rank).save(tmp_path / "m.gguf")
     with copied_and_mapped(tmp_path / "m.gguf", mode) as (copied, mapped):

@@ -20,7 +20,10 @@ def kernel_kinds() -> list[tuple[str, int, int, int]]:
     return [(name.lower(), *map(int, sizes)) for name, *sizes in found]
 
 
-@pytest.mark.parametrize("each", TYPES, ids=lambda each: each.name)
+IN_FILES = [each for each in TYPES if each.is_in_files]
+
+
+@pytest.mark.parametrize("each", IN_FILES, ids=lambda each: each.name)
 def test_sizes_are_those_of_gguf(each):
     number = GGMLQuantizationType[each.name.upper()]
     assert GGML_QUANT_SIZES[number] == (each.block_values, each.block_bytes)
@@ -28,7 +31,7 @@ def test_sizes_are_those_of_gguf(each):
     assert not each.planes or sum(size for _, size in each.planes) == each.block_bytes
 
 
-@pytest.mark.parametrize("each", [t for t in TYPES if t.halves], ids=lambda each: each.name)
+@pytest.mark.parametrize("each", [t for t in IN_FILES if t.halves], ids=lambda each: each.name)
 def test_a_nan_among_the_halves_shows_in_the_values(each):
     block = np.ones((1, each.block_bytes), np.uint8)
     assert np.isfinite(dequantize(block, GGMLQuantizationType[each.name.upper()])).all()

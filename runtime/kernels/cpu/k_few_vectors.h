@@ -40,7 +40,7 @@ __attribute__((noinline)) void dot_few_vectors(const SuperTile<F>* tile, const I
             number[i] = i > 0 && IS_ONE ? number[0] - tile->lane : tile[i].numbers(s, numbers[i]);
             number[i] += lane;
             const uint8_t* halves = tile[i].tile + place.halves + 2 * lane;
-            d[i] = load_f16(halves), m[i] = F::HAS_MINIMA ? load_f16(halves + 2 * TILE_ROWS) : zero();
+            d[i] = d_of<F>(halves), m[i] = F::HAS_MINIMA ? load_f16(halves + 2 * TILE_ROWS) : zero();
             quants[i] = tile[i].tile + place.quants + 4 * lane;
             above[i] = tile[i].tile + place.bits + 4 * lane;
         }

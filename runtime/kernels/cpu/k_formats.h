@@ -15,6 +15,9 @@
 // iq4_xs       d, the upper two bits of eight scales, their nibbles; scales count from -32. Low nibbles of 16
 //              bytes are the first half of a part, high ones the second; they are places in IQ4_VALUES; LESS =
 //              128
+// iq1_table, iq2_table             as q3_K; its quants are places in a table; d is times a power of two, UNIT
+// iq3_xxs_table, iq3_s_table       as iq4_xs, with other tables; likewise
+// The last four are made from a file's types with grids (src/hotsplit/native/table_blocks.cpp).
 //
 // Each type defines
 //   parts(pair), quants_at(pair, v), above_at(pair, v)   a pair's parts; the place, in four bytes, of
@@ -29,9 +32,22 @@
 // The values of iq4_nl's and iq4_xs's codes (kvalues_iq4nl in ggml-common.h) plus 128.
 alignas(16) constexpr uint8_t IQ4_VALUES[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                 129, 141, 153, 166, 181, 197, 217, 241};
+// Those of the table types (`levels` in weight_types.py), likewise; of eight codes, repeated.
+alignas(16) constexpr uint8_t IQ1_VALUES[16] = {121, 129, 137, 128, 119, 127, 135, 128,
+                                                121, 129, 137, 128, 119, 127, 135, 128};
+alignas(16) constexpr uint8_t IQ2_VALUES[16] = {136, 153, 171, 128, 120, 103, 85, 128,
+                                                136, 153, 171, 128, 120, 103, 85, 128};
+alignas(16) constexpr uint8_t IQ3_XXS_VALUES[16] = {132, 140, 148, 156, 164, 172, 180, 190,
+                                                    124, 116, 108, 100, 92,  84,  76,  66};
+alignas(16) constexpr uint8_t IQ3_S_VALUES[16] = {129, 131, 133, 135, 137, 139, 141, 143,
+                                                  127, 125, 123, 121, 119, 117, 115, 113};
 
-template <int32_t NUMBER, int RANGES_OF_PART, bool MINIMA, int32_t OFFSET>
-struct SuperFormat {
+struct Super {};
+template <class Format>
+constexpr bool IS_SUPER = __is_base_of(Super, Format);
+
+template <int32_t NUMBER, int RANGES_OF_PART, bool MINIMA, int32_t OFFSET, int DIVISOR = 1>
+struct SuperFormat : Super {
     static constexpr int32_t KIND = NUMBER;
     static constexpr SuperShape SHAPE = super_shape(KIND);
     static constexpr int64_t BLOCK_BYTES = SHAPE.block_bytes, QUANTS_AT = SHAPE.quants_at,
@@ -41,6 +57,8 @@ struct SuperFormat {
     static constexpr int NUM_FACTORS = 8 * RANGES;
     static constexpr bool HAS_MINIMA = MINIMA;
     static constexpr int32_t LESS = OFFSET;
+    static constexpr float UNIT = 1.0f / DIVISOR;     // d is times this
+    static constexpr const uint8_t* TABLE = nullptr;  // quants are places in it
     static constexpr bool ARE_NUMBERS_BYTES = false;  // the scale bytes are the numbers
     static constexpr bool HAS_WORDS = false;          // numbers come from the 16-bit numbers
     // Nibbles of bytes are the halves of one part, rather than of two parts.
@@ -102,11 +120,12 @@ struct Q6_K : SuperFormat<KIND_Q6_K, 2, false, 32>, PairsOfHalves {
     }
 };
 
-struct Q3_K : SuperFormat<KIND_Q3_K, 2, false, 4>, PairsOfHalves {
+// Of q3_K and the table types that are like it.
+struct ThreeBits : PairsOfHalves {
     static constexpr int quants_at(int pair, int v) { return pair / 2 * 8 + v; }
     static constexpr int above_at(int, int v) { return v; }
     template <class V>
-    static inline void four(V quants, V above, int pair, V& low, V& high) {
+    static inline void codes(V quants, V above, int pair, V& low, V& high) {
         quants >>= pair % 2 * 2;
         above >>= parts(pair).first;
         low = (quants & 0x03030303) | (above & 0x01010101) << 2;
@@ -125,6 +144,23 @@ struct Q3_K : SuperFormat<KIND_Q3_K, 2, false, 4>, PairsOfHalves {
         keep(4, number(second, third >> 2));
         keep(8, number(first >> 4, third >> 4));
         keep(12, number(second >> 4, third >> 6));
+    }
+};
+
+struct Q3_K : SuperFormat<KIND_Q3_K, 2, false, 4>, ThreeBits {
+    template <class V>
+    static inline void four(V quants, V above, int pair, V& low, V& high) {
+        codes(quants, above, pair, low, high);
+    }
+};
+
+template <int32_t NUMBER, const uint8_t* VALUES, int DIVISOR>
+struct ThreeBitTable : SuperFormat<NUMBER, 2, false, 128, DIVISOR>, ThreeBits {
+    static constexpr const uint8_t* TABLE = VALUES;
+    template <class V>
+    static inline void four(V quants, V above, int pair, V& low, V& high) {
+        codes(quants, above, pair, low, high);
+        low = look_up(TABLE, low), high = look_up(TABLE, high);
     }
 };
 
@@ -147,15 +183,17 @@ struct Q2_K : SuperFormat<KIND_Q2_K, 2, true, 0>, PairsOfHalves {
     }
 };
 
-struct IQ4_XS : SuperFormat<KIND_IQ4_XS, 1, false, 128> {
+template <int32_t NUMBER, const uint8_t* VALUES, int DIVISOR = 1>
+struct FourBitTable : SuperFormat<NUMBER, 1, false, 128, DIVISOR> {
     static constexpr bool HAS_WORDS = true, SHARES_HALVES = true;
+    static constexpr const uint8_t* TABLE = VALUES;
     static constexpr Parts parts(int pair) { return {2 * pair, 2 * pair + 1}; }
     static constexpr int quants_at(int pair, int v) { return 8 * pair + v; }
     static constexpr int above_at(int, int) { return 0; }
     template <class V>
     static inline void four(V quants, V, int, V& low, V& high) {
-        low = look_up(IQ4_VALUES, quants & 0x0f0f0f0f);
-        high = look_up(IQ4_VALUES, quants >> 4 & 0x0f0f0f0f);
+        low = look_up(TABLE, quants & 0x0f0f0f0f);
+        high = look_up(TABLE, quants >> 4 & 0x0f0f0f0f);
     }
     // Two bits of each scale, then four bits of each.
     template <class W, class Keep>
@@ -165,20 +203,11 @@ struct IQ4_XS : SuperFormat<KIND_IQ4_XS, 1, false, 128> {
     }
 };
 
-template <class Format>
-constexpr bool IS_SUPER = false;
-template <>
-constexpr bool IS_SUPER<Q4_K> = true;
-template <>
-constexpr bool IS_SUPER<Q5_K> = true;
-template <>
-constexpr bool IS_SUPER<Q6_K> = true;
-template <>
-constexpr bool IS_SUPER<Q3_K> = true;
-template <>
-constexpr bool IS_SUPER<Q2_K> = true;
-template <>
-constexpr bool IS_SUPER<IQ4_XS> = true;
+typedef FourBitTable<KIND_IQ4_XS, IQ4_VALUES> IQ4_XS;
+typedef ThreeBitTable<KIND_IQ1_TABLE, IQ1_VALUES, 8> IQ1_Table;
+typedef ThreeBitTable<KIND_IQ2_TABLE, IQ2_VALUES, 8> IQ2_Table;
+typedef FourBitTable<KIND_IQ3_XXS_TABLE, IQ3_XXS_VALUES, 4> IQ3_XXS_Table;
+typedef FourBitTable<KIND_IQ3_S_TABLE, IQ3_S_VALUES> IQ3_S_Table;
 
 // The term of a part, or of a vector of parts, from its exact sums over each range: `product` of quants less
 // LESS and x, `less` of minus x (only with minima). Every level rounds as this does.

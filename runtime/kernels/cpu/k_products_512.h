@@ -25,7 +25,7 @@ inline __m512i two_parts(const uint8_t* block, int u) {
                                      _mm512_castsi256_si512(load_32_bytes(quants + 32 * u)));
         const __m512i by = _mm512_set_epi64(NIBBLE, NIBBLE, 0, 0, NIBBLE, NIBBLE, 0, 0);
         const __m512i codes = masked(_mm512_srlv_epi16(twice_16, by), 15);
-        return bits(look_up(IQ4_VALUES, ints(codes)));
+        return bits(look_up(F::TABLE, ints(codes)));
     } else if constexpr (F::BITS_BYTES == 64) {
         const __m512i bytes = load_64_bytes(quants + u / 2 * 64);
         low = masked(u % 2 ? _mm512_srli_epi16(bytes, 4) : bytes, 15);
@@ -40,7 +40,9 @@ inline __m512i two_parts(const uint8_t* block, int u) {
         above = shifted_halves(twice(block + F::BITS_AT), 2 * u, 2 * u + 1);
     constexpr int PLACE = F::SHAPE.quant_bytes == 64 ? 2 : 4;
     constexpr int MASK = F::BITS_BYTES == 64 ? 3 << PLACE : 1 << PLACE;
-    return or_masked(low, _mm512_slli_epi16(above, PLACE), _mm512_set1_epi8(MASK));
+    const __m512i codes = or_masked(low, _mm512_slli_epi16(above, PLACE), _mm512_set1_epi8(MASK));
+    if constexpr (F::TABLE != nullptr) return bits(look_up(F::TABLE, ints(codes)));
+    return codes;
 }
 
 // Two blocks' numbers of eight bits for each range of each part, times the blocks' d.

@@ -19,7 +19,8 @@ inline void factors_of(const uint8_t* block, float c, Factors& to) {
     } else {
         F::numbers(load, keep);
     }
-    const float d = c * f16_to_float(halves), m = F::HAS_MINIMA ? c * f16_to_float(halves + 2) : 0.0f;
+    const float d = c * (F::UNIT * f16_to_float(halves)),
+                m = F::HAS_MINIMA ? c * f16_to_float(halves + 2) : 0.0f;
     for (int i = 0; i < F::NUM_FACTORS; ++i) {
         to.factor[i] = d * static_cast<float>(number[i]);
         if (F::HAS_MINIMA) to.minimum[i] = m * static_cast<float>(number[F::NUM_FACTORS + i]);

@@ -7,7 +7,7 @@ inline __m256 floats_of_i8(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvt
 template <class F>
 inline __m128i numbers_of(const uint8_t* block) {
     if constexpr (F::SHAPE.scale_bytes == 16) return load_16_bytes(block + F::SHAPE.scales_at);
-    if constexpr (F::KIND == KIND_IQ4_XS) {
+    if constexpr (F::HAS_WORDS) {
         const __m128i head = load_8_bytes(block), nibbles = _mm_srli_si128(head, 4);
         const __m128i fifteen = _mm_set1_epi8(15);
         const __m128i low = _mm_unpacklo_epi8(_mm_and_si128(nibbles, fifteen),
@@ -19,8 +19,9 @@ inline __m128i numbers_of(const uint8_t* block) {
         const __m128i upper = _mm_slli_epi16(_mm_packus_epi16(two, two), 4);
         return _mm_sub_epi8(_mm_or_si128(low, upper), _mm_set1_epi8(32));
     }
-    if constexpr (F::KIND == KIND_Q3_K) {
-        const __m128i bits = _mm_srli_si128(load_16_bytes(block + 94), 2);  // the 12 bytes, and d
+    if constexpr (F::RANGES == 2) {
+        // The 12 bytes, and d.
+        const __m128i bits = _mm_srli_si128(load_16_bytes(block + F::SHAPE.scales_at - 2), 2);
         const __m128i low =
             _mm_srlv_epi32(_mm_shuffle_epi32(bits, _MM_SHUFFLE(1, 0, 1, 0)), _mm_set_epi32(4, 4, 0, 0));
         const __m128i high =
@@ -50,7 +51,7 @@ inline __m128i minimum_bytes(__m128i numbers) {
                           : _mm_and_si128(_mm_srli_epi16(numbers, 4), _mm_set1_epi8(15));
 }
 
-// Four numbers of 16 bits in a block, of which number D_LANE is d, and the next one m.
+// Four numbers of 16 bits in a block, of which number D_LANE is d, times UNIT, and the next one m.
 template <class F>
 constexpr int64_t FOUR_HALVES_AT =
     F::SHAPE.halves_at + 8 <= F::BLOCK_BYTES ? F::SHAPE.halves_at : F::BLOCK_BYTES - 8;
@@ -58,7 +59,8 @@ template <class F>
 constexpr int D_LANE = (F::SHAPE.halves_at - FOUR_HALVES_AT<F>) / 2;
 template <class F>
 inline __m128 four_halves(const uint8_t* block) {
-    return four_f16(block + FOUR_HALVES_AT<F>);
+    const __m128 four = four_f16(block + FOUR_HALVES_AT<F>);
+    return F::UNIT == 1.0f ? four : _mm_mul_ps(four, _mm_set1_ps(F::UNIT));
 }
 // One of four floats, in every lane.
 template <int LANE>
@@ -99,15 +101,19 @@ inline Bits shifted(Bits dwords, int left) {
 }
 
 #ifdef LEVEL_AVX512
+template <class F>
+inline __m512 values_of_table() {
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(dwords_of(F::TABLE), _mm512_set1_epi32(F::LESS)));
+}
+
 // The quants less LESS of both parts, 16 each. A permutation uses only the low four bits of each lane (of two vectors
 // five), so it serves as a table from number to float without a mask.
 template <class F>
 inline void unpack_by_table(Bits bytes, const uint8_t* upper, int pair, Floats& low, Floats& high) {
     const __m512 first_floats = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const Bits nibbles = _mm512_srli_epi32(bytes, 4);
-    if constexpr (F::KIND == KIND_IQ4_XS) {
-        const __m512 values =
-            _mm512_cvtepi32_ps(_mm512_sub_epi32(dwords_of(IQ4_VALUES), _mm512_set1_epi32(F::LESS)));
+    if constexpr (F::HAS_WORDS) {
+        const __m512 values = values_of_table<F>();
         low = _mm512_permutexvar_ps(bytes, values);
         high = _mm512_permutexvar_ps(nibbles, values);
     } else if constexpr (F::BITS_BYTES == 0 && F::SHAPE.quant_bytes == 128) {
@@ -127,7 +133,8 @@ inline void unpack_by_table(Bits bytes, const uint8_t* upper, int pair, Floats& 
         low = _mm512_permutex2var_ps(first_floats, both[0], more);
         high = _mm512_permutex2var_ps(first_floats, both[1], more);
     } else {
-        const __m512 threes = _mm512_set_ps(3, 2, 1, 0, -1, -2, -3, -4, 3, 2, 1, 0, -1, -2, -3, -4);
+        __m512 threes = _mm512_set_ps(3, 2, 1, 0, -1, -2, -3, -4, 3, 2, 1, 0, -1, -2, -3, -4);
+        if constexpr (F::TABLE != nullptr) threes = values_of_table<F>();
         const Bits above = dwords_of(upper), three = _mm512_set1_epi32(3);
         const int part = F::parts(pair).first, place = 2 * (pair % 2);
         low = _mm512_permutexvar_ps(
@@ -158,7 +165,7 @@ inline void unpack_pair(const uint8_t* block, int pair, Floats* w) {
         Ints above = {}, first, second;
         if constexpr (F::BITS_BYTES > 0) above = ints(dwords_of(upper + LANES * v));
         F::four(ints(bytes), above, pair, first, second);
-        if constexpr (F::KIND == KIND_IQ4_XS) first &= 255, second &= 255;  // zeros were looked up too
+        if constexpr (F::TABLE != nullptr) first &= 255, second &= 255;  // zeros were looked up too
         low = to_floats(first - F::LESS), high = to_floats(second - F::LESS);
     }
 }

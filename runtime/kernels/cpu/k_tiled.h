@@ -1,6 +1,13 @@
 // Products of tiled rows of K-quants, with the arithmetic of k_products.h: lanes are rows even for
 // one vector, and quants are not transposed. Included by rows_template.h.
 
+// d of LANES rows, times the format's unit.
+template <class F>
+inline Floats d_of(const uint8_t* halves) {
+    const Floats d = load_f16(halves);
+    return F::UNIT == 1.0f ? d : mul(d, broadcast(F::UNIT));
+}
+
 // LANES rows of a tile, from row `lane` on, in the form that dot_super_tile() needs.
 template <class F>
 struct SuperTile {
@@ -45,7 +52,7 @@ struct SuperTile {
 
     void factors(int64_t s, SuperFactors<F>& to) const {
         const uint8_t* halves = tile + super_place(SHAPE, n, s).halves + 2 * lane;
-        const Floats d = load_f16(halves);
+        const Floats d = d_of<F>(halves);
         alignas(64) Numbers room;
         const uint8_t* number = numbers(s, room) + lane;
         for (int i = 0; i < N; ++i) store_floats(to.factor[i], mul(load_i8(number + TILE_ROWS * i), d));

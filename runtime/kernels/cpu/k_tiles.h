@@ -22,6 +22,8 @@ constexpr SuperShape super_shape(int32_t kind) {
         case KIND_Q6_K:
             return {210, 1, 208, 16, 192, 64, 128, 128, 0};
         case KIND_Q3_K:
+        case KIND_IQ1_TABLE:
+        case KIND_IQ2_TABLE:
             return {110, 1, 108, 12, 96, 32, 0, 64, 32};
         case KIND_Q2_K:
             return {84, 2, 80, 16, 0, 0, 16, 64, 16};

@@ -438,6 +438,10 @@ constexpr Kernels all_kernels() {
     set_super<Q3_K>(all, KIND_Q3_K, KIND_Q3_K_TILED);
     set_super<Q2_K>(all, KIND_Q2_K, KIND_Q2_K_TILED);
     set_super<IQ4_XS>(all, KIND_IQ4_XS, KIND_IQ4_XS_TILED);
+    set_super<IQ1_Table>(all, KIND_IQ1_TABLE, KIND_IQ1_TABLE_TILED);
+    set_super<IQ2_Table>(all, KIND_IQ2_TABLE, KIND_IQ2_TABLE_TILED);
+    set_super<IQ3_XXS_Table>(all, KIND_IQ3_XXS_TABLE, KIND_IQ3_XXS_TABLE_TILED);
+    set_super<IQ3_S_Table>(all, KIND_IQ3_S_TABLE, KIND_IQ3_S_TABLE_TILED);
     set_coded<MXFP4>(all, KIND_MXFP4, KIND_MXFP4_TILED);
     set_coded<IQ4_NL>(all, KIND_IQ4_NL, KIND_IQ4_NL_TILED);
     set_coded<Q5_0>(all, KIND_Q5_0, KIND_Q5_0_TILED);

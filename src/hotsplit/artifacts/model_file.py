@@ -21,7 +21,7 @@ from hotsplit.families.family import Architecture
 from hotsplit.families.key_reader import QUALITY, VERSION, KeyReader, prefixed
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.declared import Count, NotNaN, Share, read_declared
-from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, is_equal, write_gguf
+from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, in_memory, is_equal, write_gguf
 from hotsplit.files.typed import shown
 from hotsplit.model.blocks import Predict, PredictorKind
 from hotsplit.model.draft_block import OWN
@@ -40,7 +40,7 @@ from hotsplit.model.tensors import (
     optional_outer_shapes,
     outer_shapes,
 )
-from hotsplit.model.weight_types import BY_NAME, NAMES, files_instead
+from hotsplit.model.weight_types import BY_NAME, FILE_NAMES, TABLES
 
 TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAME
@@ -94,7 +94,8 @@ class ModelFile:
     def of(cls, path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]) -> "ModelFile":
         """The model from the output of `read_model_gguf`; errors quote `path`."""
         read = KeyReader(path, keys, tensors)
-        spec, tensors = read.model()
+        spec, found = read.model()
+        tensors = {name: in_memory(entry) for name, entry in found.items()}
         own = ("GGUF.", f"{read.graph.name}.", "hotsplit.", *_GENERAL)
         model = cls(
             path=path,
@@ -121,7 +122,7 @@ class ModelFile:
         """Writes the file whole or not at all; `on_bytes` gets the size of every piece written.
         `check` gets the written file before it is renamed, and may raise."""
         self.validate()
-        tensors = self.tensors
+        tensors = {name: entry.in_file for name, entry in self.tensors.items()}
         if self.layout == "stock":
             tensors = ARCHITECTURES[self.architecture].joined(self.bare_spec, tensors)
         write_gguf(
@@ -156,13 +157,12 @@ class ModelFile:
                 again = "; download this part of the model again" if entry.part else ""
                 raise HotsplitError(
                     f"{entry.part or self.path}: {name} is {entry.kind} {list(entry.shape)},"
-                    f" wanted {list(shape)} of one of {', '.join(NAMES)}{again}"
+                    f" wanted {list(shape)} of one of {', '.join((*FILE_NAMES, *TABLES))}{again}"
                 )
-            if entry.kind not in NAMES:
-                is_larger = entry.kind.startswith("iq")  # others are ternary: to q2_k, exactly
+            if entry.in_file.kind not in (*FILE_NAMES, *TABLES):
                 advice = (
                     "; first run hotsplit convert FILE -o model.gguf, which converts it to a larger"
-                    " type" + files_instead(entry.row_bytes / entry.shape[-1]) * is_larger
+                    " type"
                     if can_unpack(entry.kind)
                     else " and cannot be converted; use a file of another type"
                 )
@@ -288,8 +288,9 @@ class ModelFile:
     def draft_note(self) -> str:
         """A clause on a draft block in types of less than 8 bits; "" otherwise."""
         own = {} if self.draft is None else self.draft.tensors
-        kinds = {e.kind for n, e in own.items() if n.startswith(("blk.", "nextn."))}
-        if not (low := sorted(kind for kind in kinds if BY_NAME[kind].bytes_per_value < 1)):
+        matrices = (e for n, e in own.items() if n.startswith(("blk.", "nextn.")))
+        low = sorted({e.in_file.kind for e in matrices if BY_NAME[e.kind].bytes_per_value < 1})
+        if not low:
             return ""
         return (
             f"the draft block is in {', '.join(low)}: below 8 bits, fewer of its guesses are right"
@@ -305,9 +306,9 @@ class ModelFile:
 
     @cached_property
     def own_type(self) -> str:
-        """The type of the up projections, of most layers if they differ."""
+        """The file's type of the up projections, of most layers if they differ."""
         kinds = [
-            self.entry(index, f"{layer.neurons.up_name}.weight").kind
+            self.entry(index, f"{layer.neurons.up_name}.weight").in_file.kind
             for index, layer in enumerate(self.spec.layers)
         ]
         return max(kinds, key=kinds.count)

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gguf import GGML_QUANT_SIZES
-
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.cache_layout import kv_positions
 from hotsplit.costs.state_bytes import kept_bytes, slots_bytes, state_bytes
-from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.operations import PositionWise
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.weight_types import BY_NAME
@@ -109,14 +107,14 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
         return entries[f"{name}.weight"].row_bytes + bias
 
     # A neuron's part of the down projection need not be whole blocks if the file runs as it is.
-    block, size = GGML_QUANT_SIZES[type_of(down_kind(model, layer))]
+    down = BY_NAME[down_kind(model, layer)]
     return LayerBytes(
         attention=sum(e.num_bytes for n, e in entries.items() if is_dense(n)),
         head_norms=sum(e.num_bytes for n, e in entries.items() if n.startswith(_HEAD_NORMS)),
         predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
         gate_row=row(neurons.gate_name),
         up_row=row(neurons.up_name) if neurons.is_gated else 0,
-        down_row=-(-model.spec.hidden_size * size // block),
+        down_row=-(-model.spec.hidden_size * down.block_bytes // down.block_values),
     )
 
 
@@ -186,6 +184,11 @@ def down_kind(model: ModelFile, layer: int) -> str:
         return entries[f"{name}_t.weight"].kind
     kind = entries[f"{name}.weight"].kind
     return kind if model.runs_as_it_is else BY_NAME[kind].transposed
+
+
+def packed_bytes(model: ModelFile) -> int:
+    """Bytes of the tensors that are packed in memory, and cannot stay in the mapped file."""
+    return sum(entry.num_bytes for entry in model.tensors.values() if entry.packed_from)
 
 
 def kv_bytes(

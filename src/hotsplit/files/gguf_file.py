@@ -29,6 +29,8 @@ from hotsplit.files.gguf_parts import SPLIT_KEYS, GgufPart, check_parts, other_p
 from hotsplit.files.gguf_reader import NUMBERS, Magic, TensorInfo, Value, read_header
 from hotsplit.files.mapped_files import map_whole
 from hotsplit.files.pipeline import in_order, num_threads
+from hotsplit.files.table_blocks import pack_table_blocks, table_values
+from hotsplit.model.weight_types import BY_NAME, TABLE_NAMES, TABLES
 from hotsplit.system.system_memory import advice_on_memory
 
 # Values read, encoded and written at a time. On 2 busy cores a file of 4-bit blocks took 4.1-5.1,
@@ -60,6 +62,8 @@ class TensorEntry:
     read_rows: Callable[[int, int], np.ndarray]
     part: Path | None = None  # the file that it is in, of a model in several files
     part_of: str | None = None  # the file's tensor of which this is a part, if it is not whole
+    # The file's tensor, from which this one, of a table type, is packed when it is read.
+    packed_from: "TensorEntry | None" = None
 
     def read(self) -> np.ndarray:
         """All bytes, in an array with the tensor's rows."""
@@ -73,6 +77,11 @@ class TensorEntry:
     def num_bytes(self) -> int:
         return prod(self.shape[:-1]) * self.row_bytes
 
+    @property
+    def in_file(self) -> "TensorEntry":
+        """The tensor as a file has it."""
+        return self.packed_from or self
+
 
 _COMPARED = 64 << 20  # bytes read at a time
 
@@ -80,6 +89,7 @@ _COMPARED = 64 << 20  # bytes read at a time
 def is_equal(a: TensorEntry, b: TensorEntry) -> bool:
     """True if two tensors have the same shape, type and bytes. Ends at the first difference, which
     the first and last rows often have."""
+    a, b = a.in_file, b.in_file
     if (a.shape, a.kind) != (b.shape, b.kind):
         return False
     num_rows, step = a.shape[0], max(1, _COMPARED // (a.num_bytes // a.shape[0]))
@@ -135,6 +145,17 @@ def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:
     return replace(entries[0], shape=(len(entries), *entries[0].shape), read_rows=read_rows)
 
 
+def in_memory(entry: TensorEntry) -> TensorEntry:
+    """The tensor as kernels read it: of a type that has none, in its table type."""
+    if entry.kind not in TABLES:
+        return entry
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        return pack_table_blocks(entry.read_rows(start, stop), entry.kind)
+
+    return replace(entry, kind=TABLES[entry.kind], read_rows=read_rows, packed_from=entry)
+
+
 def type_of(kind: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[kind.upper()]
 
@@ -152,6 +173,8 @@ def can_unpack(kind: str) -> bool:
 def values_of(data: np.ndarray, kind: str) -> np.ndarray:
     """The f32 values of stored rows, or of a vector, as `gguf` unpacks them. Raises HotsplitError
     for a type that it cannot unpack."""
+    if kind in TABLE_NAMES:
+        return table_values(data, kind)
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # a damaged scale may be infinite
             return data if kind == "f32" else dequantize(data, type_of(kind))
@@ -176,14 +199,21 @@ def unpacked(entry: TensorEntry) -> TensorEntry:
 
 def is_whole_blocks(width: int, kind: str) -> bool:
     """True if rows of `width` values can have this type."""
-    return width % GGML_QUANT_SIZES[type_of(kind)][0] == 0
+    return width % _block_sizes(kind)[0] == 0
 
 
 def row_bytes(width: int, kind: str) -> int:
     """Bytes of one row of `width` values; asserts that it is a whole number of blocks."""
-    block, size = GGML_QUANT_SIZES[type_of(kind)]
+    block, size = _block_sizes(kind)
     assert width % block == 0, (width, kind)
     return width // block * size
+
+
+def _block_sizes(kind: str) -> tuple[int, int]:
+    """Values and bytes of a block."""
+    if (found := BY_NAME.get(kind)) is not None:
+        return found.block_values, found.block_bytes
+    return GGML_QUANT_SIZES[type_of(kind)]
 
 
 def array_entry(array: np.ndarray, kind: str) -> TensorEntry:
@@ -207,7 +237,7 @@ def prefetch(entry: TensorEntry) -> None:
 
 def _advise(entry: TensorEntry, advice: str) -> None:
     """Calls madvise on a tensor's pages if it is mapped and the system knows this advice."""
-    raw = entry.read()
+    raw = entry.in_file.read()
     mapping, begin = _mapped_at(raw)
     if mapping is None or not hasattr(mmap, advice) or not raw.nbytes:
         return

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-TypeName = Literal[
+FileTypeName = Literal[
     "f32",
     "f16",
     "bf16",
@@ -27,10 +27,27 @@ TypeName = Literal[
     "q2_k",
     "iq4_xs",
 ]
+# Types in memory, made from a file's IQ1, IQ2 and IQ3 types when it is read (TABLES).
+TableTypeName = Literal["iq1_table", "iq2_table", "iq3_xxs_table", "iq3_s_table"]
+TypeName = FileTypeName | TableTypeName
 PredictorTypeName = Literal["f16", "q8_0", "q4_0"]  # types of predictors that `profile` trains
 Form = Literal["planar", "tiled", "grouped"]  # layouts of rows in memory, on the CPU
 
-NAMES: tuple[TypeName, ...] = get_args(TypeName)
+FILE_NAMES: tuple[FileTypeName, ...] = get_args(FileTypeName)
+TABLE_NAMES: tuple[TableTypeName, ...] = get_args(TableTypeName)
+NAMES: tuple[TypeName, ...] = (*FILE_NAMES, *TABLE_NAMES)
+# The type in memory of each of a file's types without kernels. It holds their values exactly:
+# entries of a grid are a few small numbers, and a group's scale is an odd number up to 31
+# (dequantize_row_iq* in ggml-quants.c).
+TABLES: dict[str, TableTypeName] = {
+    "iq1_s": "iq1_table",
+    "iq1_m": "iq1_table",
+    "iq2_xxs": "iq2_table",
+    "iq2_xs": "iq2_table",
+    "iq2_s": "iq2_table",
+    "iq3_xxs": "iq3_xxs_table",
+    "iq3_s": "iq3_s_table",
+}
 FORMS: tuple[Form, ...] = get_args(Form)
 PREDICTOR_NAMES: tuple[PredictorTypeName, ...] = get_args(PredictorTypeName)
 # What the codes of iq4_nl and iq4_xs stand for (kvalues_iq4nl in ggml-common.h).
@@ -43,12 +60,14 @@ F16_OVERFLOW = 65520.0
 class WeightType:
     """A type, named as in GGUF but in lower case.
 
-    - `file_type`: the member of gguf.LlamaFileType for a file in this type.
+    - `file_type`: the member of gguf.LlamaFileType for a file in this type; "": no file has it.
     - `forms`: the CPU's layouts. Small blocks with a planar one have sums of integers, and caches
       and predictors store them too; the rows of other blocks are summed in f32.
     - `is_chosen`: whether `run` chooses it by itself.
-    - `levels`: what the codes of a block with nibbles (and perhaps fifth bits) stand for, in units
-      of its scale.
+    - `layout`: the type that has the same bytes in a block: itself, except for table types.
+    - `levels`: what the codes of a block with nibbles (and perhaps fifth bits), of q3_k or of a
+      table type stand for, in units of its scale. The highest bit of a table type's code is a sign.
+    - `unit`: the power of two that a block's f16 scale is multiplied by, in f32.
     - `planes`: (first byte in a block, bytes) of the parts of a planar row; (): GPUs read the rows
       as stored. In small blocks, numbers, fifth bits if there are any, quants.
     - `halves`: first and last + 1 of the bytes of a block that are f16 numbers; None for floats and
@@ -76,7 +95,9 @@ class WeightType:
     block_bytes: int
     forms: tuple[Form, ...]
     is_chosen: bool
+    layout: TypeName
     levels: tuple[int, ...]
+    unit: float
     planes: tuple[tuple[int, int], ...]
     halves: tuple[int, int] | None
     overflows_at: float
@@ -87,6 +108,10 @@ class WeightType:
     def code(self) -> int:
         """The number in `enum Kind` of kernels.h."""
         return NAMES.index(self.name)
+
+    @property
+    def is_in_files(self) -> bool:
+        return bool(self.file_type)
 
     @property
     def is_float(self) -> bool:
@@ -148,13 +173,15 @@ class WeightType:
 _STEP = 2.0**-24  # of f16 near zero
 _ROUNDED = 2.0**-11  # relative error of a number rounded to f16
 # Where it is not MOSTLY_ and the name.
-_FILE_TYPES = {
+_FILE_TYPES: dict[str, str] = {
     "f32": "ALL_F32",
     "mxfp4": "MOSTLY_MXFP4_MOE",
     **{name: f"MOSTLY_{name.upper()}_S" for name in ("q3_k", "q4_k", "q5_k")},
 }
+_FILE_TYPES |= dict.fromkeys(TABLE_NAMES, "")
 _CHOSEN = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
+_IQ2, _IQ3_XXS, _IQ3_S = (8, 25, 43, 0), (4, 12, 20, 28, 36, 44, 52, 62), tuple(range(1, 16, 2))
 _LEVELS: dict[str, tuple[int, ...]] = {
     "q4_0": tuple(range(-8, 8)),
     "q4_1": tuple(range(16)),
@@ -163,7 +190,20 @@ _LEVELS: dict[str, tuple[int, ...]] = {
     "mxfp4": (*_E2M1, *(-level for level in _E2M1)),
     "iq4_nl": IQ4_LEVELS,
     "iq4_xs": IQ4_LEVELS,
+    "q3_k": tuple(range(-4, 4)),
+    # Eight times -1, 0 or 1, plus 1 or, with the sign, minus 1.
+    "iq1_table": (-7, 1, 9, 0, -9, -1, 7, 0),
+    "iq2_table": (*_IQ2, *(-level for level in _IQ2)),
+    "iq3_xxs_table": (*_IQ3_XXS, *(-level for level in _IQ3_XXS)),
+    "iq3_s_table": (*_IQ3_S, *(-level for level in _IQ3_S)),
 }
+_LAYOUTS: dict[TypeName, TypeName] = {
+    "iq1_table": "q3_k",
+    "iq2_table": "q3_k",
+    "iq3_xxs_table": "iq4_xs",
+    "iq3_s_table": "iq4_xs",
+}
+_UNITS = {"iq1_table": 1 / 8, "iq2_table": 1 / 8, "iq3_xxs_table": 1 / 4}
 _TILED: tuple[Form, ...] = ("tiled",)
 # Values and bytes of a block, forms, planes, halves.
 _BLOCKS: dict[
@@ -186,8 +226,8 @@ _BLOCKS: dict[
     "q2_k": (256, 84, _TILED, ((16, 64), (0, 16), (80, 4)), (80, 84)),
     "iq4_xs": (256, 136, _TILED, ((8, 128), (0, 8)), (0, 2)),
 }
-# Where values overflow, relative and absolute error.
-_BOUNDS = {
+# Where values overflow, relative and absolute error; nothing is rounded to a table type.
+_BOUNDS: dict[str, tuple[float, float, float]] = {
     "f32": (math.inf, 0.0, 0.0),
     "f16": (F16_OVERFLOW, _ROUNDED, _STEP),
     "bf16": (float.fromhex("0x1.FFp127"), 2.0**-8, 1e-38),
@@ -205,10 +245,12 @@ _BOUNDS = {
     "q2_k": (8 * F16_OVERFLOW, 0.75, 2.0**-18),
     "iq4_xs": (32 * F16_OVERFLOW, 0.3, 2.0**-12),
 }
+_BOUNDS |= dict.fromkeys(TABLE_NAMES, (math.inf, 0.0, 0.0))
 
 
 def _type(name: TypeName) -> WeightType:
-    block_values, block_bytes, forms, planes, halves = _BLOCKS[name]
+    layout = _LAYOUTS.get(name, name)
+    block_values, block_bytes, forms, planes, halves = _BLOCKS[layout]
     overflows_at, relative_error, absolute_error = _BOUNDS[name]
     return WeightType(
         name=name,
@@ -217,7 +259,9 @@ def _type(name: TypeName) -> WeightType:
         block_bytes=block_bytes,
         forms=forms,
         is_chosen=name in _CHOSEN,
+        layout=layout,
         levels=_LEVELS.get(name, ()),
+        unit=_UNITS.get(name, 1.0),
         planes=planes,
         halves=halves,
         overflows_at=overflows_at,
@@ -235,10 +279,12 @@ SMALL_BLOCK_NAMES = tuple(each.name for each in TYPES if each.has_integer_sums)
 K_QUANT_NAMES = tuple(each.name for each in TYPES if each.is_k_quant)
 # Types that are chosen, from nearly lossless to the smallest. Of two with as many bytes, the one
 # with larger blocks loses less.
-BY_QUALITY: tuple[TypeName, ...] = tuple(
-    each.name
-    for each in sorted(TYPES, key=lambda each: (-each.bytes_per_value, -each.block_values))
-    if each.is_chosen and not each.is_float
+BY_QUALITY: tuple[FileTypeName, ...] = tuple(
+    name
+    for name in sorted(
+        FILE_NAMES, key=lambda name: (-BY_NAME[name].bytes_per_value, -BY_NAME[name].block_values)
+    )
+    if BY_NAME[name].is_chosen and not BY_NAME[name].is_float
 )
 # The types for rows that are not whole blocks of 256, as in tensor_type_fallback of
 # llama-quant.cpp.
@@ -252,16 +298,6 @@ SMALLER_BLOCKS = {
 }
 # Types in which the cache stores keys and values.
 CACHE_NAMES = tuple(each.name for each in TYPES if each.is_float or each.has_integer_sums)
-
-
-def files_instead(bytes_per_value: float, below: float = 1.0) -> str:
-    """Files of other types, as published ones are named, that run as they are: of the two smallest
-    types with kernels that take as many bytes a value, and fewer than `below`; "" if there is
-    none."""
-    fitting = (t for t in TYPES if t.is_k_quant and bytes_per_value <= t.bytes_per_value < below)
-    found = sorted(fitting, key=lambda each: each.bytes_per_value)[:2]
-    names = (each.file_type.removeprefix("MOSTLY_").replace("_K_S", "_K_M") for each in found)
-    return f"; a {' or '.join(names)} file of the same model runs as it is" if found else ""
 
 
 def kinds_in(form: Form) -> dict[str, str]:
