@@ -46,7 +46,8 @@ def tensor_entries(
         target_shape = tensors.transposed_shape(shape) if is_transposed else shape
         if name in experts:
             names = [each.name for each in experts[name]]
-            kind = _kind_of(checkpoint, types, target, target_shape, names, None, is_transposed)
+            turned = is_transposed or experts[name][0].are_columns
+            kind = _kind_of(checkpoint, types, target, target_shape, names, None, turned)
             entries[target] = expert_entry(
                 checkpoint,
                 experts[name],

@@ -36,7 +36,10 @@ class ExpertSource:
 
     def read(self, checkpoint: Checkpoint) -> Tensor:
         """[N, M] or, of a bias, [N]; a view of the mapped file if possible."""
-        if (packed := checkpoint.tensors[self.name].packed) is not None:
+        packed = checkpoint.tensors[self.name].packed
+        if packed is not None and self.are_columns:
+            return packed.values(expert=self.expert)[0].T[self.rows]
+        if packed is not None:
             return packed.values(self.rows, self.expert)[0]
         whole = checkpoint.read(self.name)
         if self.are_columns and whole.dim() == 3:
@@ -81,8 +84,9 @@ def _add(
     form: ExpertForm,
 ) -> None:
     count, num_rows = wanted[place.names[0]][:2]
-    is_packed = checkpoint.tensors[source].packed is not None
-    are_columns = form == "columns" and place.expert is None and not is_packed
+    packed = checkpoint.tensors[source].packed
+    are_rows = packed is not None and packed.are_rows
+    are_columns = form == "columns" and place.expert is None and not are_rows
     _check_shape(checkpoint, source, place, wanted, are_columns=are_columns)
     for part, name in enumerate(place.names):
         begin, end, step = part * num_rows, (part + 1) * num_rows, 1
@@ -140,7 +144,8 @@ def expert_entry(
     def one(expert: int) -> np.ndarray:
         source = sources[expert]
         importance = None if importance_EM is None else importance_EM[expert]
-        if checkpoint.tensors[source.name].packed is not None and not is_transposed:
+        is_packed = checkpoint.tensors[source.name].packed is not None
+        if is_packed and not is_transposed and not source.are_columns:
             return checkpoint.packed_rows(
                 source.name, kind, source.rows, expert=source.expert, importance=importance
             )

@@ -45,8 +45,8 @@ REFUSED = {
 FLOATS, EXPONENTS, WORDS = ("F32", "F16", "BF16"), ("U8", "F8_E8M0"), ("I32", "U32")
 # Scales of activations and of keys and values, which stay in 16 bits here.
 ACTIVATIONS = re.compile(
-    r".*[._](input_scale|activation_scale|input_global_scale|input_zero_point|[kvq]_scale|kv_scale"
-    r"|output_scale|qscale_act|weight_shape)"
+    r".*(\.(input_scale|input_global_scale|input_zero_point|[kvq]_scale|kv_scale|output_scale"
+    r"|qscale_act|weight_shape)|[._]activation_scale)"
 )
 UNHELD = re.compile(r".*\.(pre_quant_scale|lora_[ab]\.weight|bitmask)")
 # Where a word's columns are in it, lowest bits first (AutoAWQ's order 0 2 4 6 1 3 5 7, inverted).
@@ -213,6 +213,7 @@ class _Reader:
             group_M=group_M,
             read=read,
             levels=levels,
+            are_rows=codes.endswith("_blocks"),
         )
         if name in self.tensors or (name != codes and name in self.stored):
             raise HotsplitError(

@@ -37,7 +37,8 @@ class Codes:
 class PackedMatrix:
     """`packing` describes it to the user. `kind` is the type of ours that holds it, with a loss
     only in scales; None if there is none. `read` takes an expert's number, None for a matrix, and
-    some of its rows."""
+    some of its rows. `are_rows`: of all experts, with rows even where a family has columns of them
+    in 16 bits."""
 
     label: str  # file and tensor, for errors
     packing: str
@@ -45,6 +46,7 @@ class PackedMatrix:
     group_M: np.ndarray
     read: Callable[[int | None, Rows], Codes]
     levels: np.ndarray | None = None  # f32, by code
+    are_rows: bool = False
 
     def kind_in(self, columns: np.ndarray | None) -> str | None:
         """`kind`, if blocks of 32 columns in this order have one scale each."""

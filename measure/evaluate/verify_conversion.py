@@ -313,6 +313,7 @@ def _load(folder: Path) -> torch.nn.Module:
             experts_implementation="eager",  # others want widths that are multiples of 4
         )
         .eval()
+        .float()  # beside FP8 transformers leaves other weights in their own type
     )
 
 
