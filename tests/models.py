@@ -29,7 +29,7 @@ from hotsplit.families.family import Architecture
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.plain_decoder import decoder, decoder_spec
 from hotsplit.families.table import ARCHITECTURES
-from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
+from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, in_memory, type_of
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.blocks import PredictorKind
 from hotsplit.model.neurons import SMOOTH
@@ -438,7 +438,7 @@ def _random_entry(
 ) -> TensorEntry:
     kind, data = _random_array(name, shape, kind, random)
     data.setflags(write=False)  # other tests have it, too
-    return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
+    return in_memory(TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b]))
 
 
 def _random_array(

@@ -40,9 +40,7 @@ from hotsplit.runtime.weights.matrix import Matrix
 WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128
 OVERLAPPING = 90
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-FILE_KINDS = tuple(
-    t.name for t in TYPES if t.planes and t.is_in_files
-)  # supported by `unpack` alone
+FILE_KINDS = tuple(t.name for t in TYPES if t.planes)  # supported by `unpack` alone
 
 
 class AbsentDevice:

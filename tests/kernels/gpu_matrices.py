@@ -19,7 +19,7 @@ from hotsplit.files.gguf_file import type_of
 from hotsplit.model.blocks import NormKind
 from hotsplit.model.rope import RopeScaling, Rotary
 from hotsplit.model.spec import Attention, Norm
-from hotsplit.model.weight_types import TYPES, file_kind
+from hotsplit.model.weight_types import TABLE_NAMES, TYPES, file_kind
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.planar import FILE_KIND, planar
@@ -29,11 +29,10 @@ from hotsplit.runtime.weights.matrix import Matrix
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KINDS = (*FLOATS, "q8_0_planar", "q4_0_planar", "q4_k", "q5_k", "q6_k_planar")
 # Kinds that differ from q4_0_planar or q6_k_planar only in how a block is unpacked.
-CODED_KINDS = tuple(f"{name}_planar" for name in (*CODED, *LIKE_Q6_K))
+CODED_KINDS = tuple(f"{name}_planar" for name in (*CODED, *LIKE_Q6_K, *TABLE_NAMES))
 # Supported by `unpack` alone.
 FILE_KINDS = ("q8_0", "q4_0", "q6_k", *map(file_kind, CODED_KINDS))
-IN_FILES = [each for each in TYPES if each.is_in_files]
-TILE_KINDS = tuple(t.kind_in(form) for t in IN_FILES for form in t.forms if form != "planar")
+TILE_KINDS = tuple(t.kind_in(form) for t in TYPES for form in t.forms if form != "planar")
 EPS = torch.finfo(torch.float32).eps
 NAN = float("nan")
 REFERENCE = reference_kernels()

@@ -35,6 +35,8 @@ CASES: dict[str, tuple[int, Callable]] = {
     "dot q4_k": (HOPPER, lambda k: rows.test_dot(k, "q4_k", 3)),
     "dot q4_0": (BLACKWELL, lambda k: rows.test_dot(k, "q4_0_planar", 3)),
     "dot q8_0": (HOPPER, lambda k: rows.test_dot(k, "q8_0_planar", 3)),
+    "dot iq1_table": (HOPPER, lambda k: rows.test_dot(k, "iq1_table_planar", 1)),
+    "dot iq3_s_table": (ADA, lambda k: rows.test_dot(k, "iq3_s_table_planar", 1)),
     "dot with a cap": (ADA, rows.test_dot_with_a_cap),
     "unpack q4_k": (HOPPER, lambda k: rows.test_unpack(k, "q4_k")),
     "unpack to bf16": (
@@ -45,6 +47,14 @@ CASES: dict[str, tuple[int, Callable]] = {
     "unpack q6_k in tiles": (
         HOPPER,
         lambda k: rows.test_unpack_of_tiles_and_groups(k, "q6_k_tiled", 1, 2),
+    ),
+    "unpack iq2_table in tiles": (
+        ADA,
+        lambda k: rows.test_unpack_of_tiles_and_groups(k, "iq2_table_tiled", 1, 1),
+    ),
+    "unpack iq3_xxs_table in tiles": (
+        ADA,
+        lambda k: rows.test_unpack_of_tiles_and_groups(k, "iq3_xxs_table_tiled", 1, 1),
     ),
     "unpack f16 in groups": (
         BLACKWELL,
@@ -60,6 +70,10 @@ CASES: dict[str, tuple[int, Callable]] = {
     "down of q6_k": (
         HOPPER,
         lambda k: neurons.test_down_of_rows_of_any_width(k, "q6_k_planar", 256, False),
+    ),
+    "down of iq3_xxs_table": (
+        ADA,
+        lambda k: neurons.test_down_of_rows_of_any_width(k, "iq3_xxs_table_planar", 256, True),
     ),
     "norm": (BLACKWELL, lambda k: attention.test_add_norm(k, 96, True)),
     "norm, term and copy": (
@@ -84,6 +98,10 @@ CASES: dict[str, tuple[int, Callable]] = {
         BLACKWELL,
         lambda k: experts.test_hidden_values(k, "q4_0_planar", 1),
     ),
+    "hidden values of experts in iq2_table": (
+        ADA,
+        lambda k: experts.test_hidden_values(k, "iq2_table_planar", 1, num_neurons=3),
+    ),
     "outputs of experts": (HOPPER, lambda k: experts.test_outputs(k, "f16")),
     "sums of experts": (
         BLACKWELL,
@@ -92,6 +110,7 @@ CASES: dict[str, tuple[int, Callable]] = {
     # Of several rows, each of which has the bits of a row alone.
     "rows: dot q4_0": (ADA, lambda k: steps.test_dot(k, "q4_0_planar", 4)),
     "rows: dot f16": (ADA, lambda k: steps.test_dot(k, "f16", 8)),
+    "rows: dot iq2_table": (ADA, lambda k: steps.test_dot(k, "iq2_table_planar", 2)),
     "rows: predict": (ADA, lambda k: steps.test_predict(k, "f16", 2)),
     "rows: gate_up": (ADA, lambda k: steps.test_gate_up(k, "q4_0_planar", 4)),
     "rows: down": (ADA, lambda k: steps.test_down(k, "f16", 8, True)),
@@ -180,7 +199,7 @@ HELPERS = ("activation", "small_blocks", "super_blocks", "blocks")  # modules wi
 
 def changed_source(folder, module: str, old: str, new: str) -> PtxKernels:
     """Kernels of a package in which one place of one module's source is replaced."""
-    package = folder / f"changed_{module}"
+    package = folder / f"changed_{folder.name}"  # of each test another
     shutil.copytree(FOLDER, package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "__init__.py").touch()
     for name in (*HELPERS, *MODULES):
@@ -199,13 +218,26 @@ def changed_source(folder, module: str, old: str, new: str) -> PtxKernels:
     ("module", "case", "old", "new"),
     [
         ("super_blocks", "dot q4_k", "* 144 + 16 +", "* 144 + 17 +"),
+        ("small_blocks", "dot iq1_table", "(code & 7) * 8", "(code & 3) * 8"),
+        (
+            "super_blocks",
+            "dot iq1_table",
+            "factor_at, is_live) * unit_of(KIND)",
+            "factor_at, is_live)",
+        ),
+        (
+            "super_blocks",
+            "down of iq3_xxs_table",
+            "row + at, is_live) * unit_of(KIND)",
+            "row + at, is_live)",
+        ),
         ("blocks", "dot of width 40", " & (unit * 16 + lane < WIDTH)", ""),
         ("tiles", "unpack q6_k in tiles", "- is_second + 1 < WIDTH", "- is_second < WIDTH"),
         ("norm", "norm", "tl.load(x + column, mask=in_row, other=0.0)", "tl.load(x + column)"),
     ],
 )
 def test_faults_in_a_kernels_source_are_found(tmp_path, module, case, old, new):
-    """They read beyond a tensor; what is there may be another one of the launch."""
+    """Those of addresses read beyond a tensor; what is there may be another one of the launch."""
     assert outcome(case, changed_source(tmp_path, module, old, new)) in ("OutOfBounds", "values")
 
 

@@ -9,7 +9,7 @@ from fake_cuda import library
 from fake_cuda.kernels import launched
 from fake_cuda.ptx_kernels import StreamedPtx
 from fake_cuda.torch_cuda import fake_cuda
-from hybrid_plans import ALL, made, make, stepped
+from hybrid_plans import ALL, F, L, made, make, stepped
 from models import make_sizes
 from random_policy import random_setup
 from reference import assert_rows_agree, rel_error
@@ -69,6 +69,18 @@ def test_a_plan_on_devices_gives_the_cpus_logits(tmp_path, plan, is_tied, capsys
     assert "hotsplit doctor" not in capsys.readouterr().err  # no part took its fallback
     for mine, right in zip(got, want, strict=True):
         assert rel_error(mine, right) < BOUNDS["f32"]
+
+
+@pytest.mark.parametrize("kind", ["iq1_m", "iq3_xxs"])
+def test_types_that_are_packed_on_devices_give_the_cpus_logits(tmp_path, kind):
+    """The file has grids; both processors have the small tables, in layers of every kind."""
+    sizes = make_sizes(num_layers=L, num_neurons=F, width=256)
+    model, _ = made(tmp_path, "every kind of layer", kind=kind, sizes=sizes)
+    want = on_the_cpu(model.path, "exact")
+    with checked_cuda(num_devices=1):
+        got = on_the_device(model.path, tmp_path / "s.gguf", "exact")
+    for mine, right in zip(got, want, strict=True):
+        assert rel_error(mine, right) < BOUNDS["q4_k"]
 
 
 def test_captured_and_submitted_steps_give_the_same_bits_in_any_order(tmp_path):

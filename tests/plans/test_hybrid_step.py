@@ -74,16 +74,16 @@ def test_scaled_rotary_embeddings(plan):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("plan", ["every kind of layer", "two GPUs, layers on the CPU"])
-@pytest.mark.parametrize("kind", [kind for kind in BOUNDS if kind != "f32"])
+@pytest.mark.parametrize("kind", [*(kind for kind in BOUNDS if kind != "f32"), "iq1_table"])
 def test_every_type_of_weights(kind, plan, mode):
-    width = 256 if kind.endswith("_k") else 64
+    width = 256 if kind.endswith(("_k", "_table")) else 64
     model = model_of(kind=kind, sizes=make_sizes(num_layers=L, num_neurons=F, width=width))
     with loaded(model, split := split_of(model, plan), mode) as engine:
         got, want = steps(hybrid(engine, split)), stepped(engine)
     if mode == "predicted":
-        assert_rows_agree(got, want, BOUNDS[kind])
+        assert_rows_agree(got, want, BOUNDS.get(kind, BOUNDS["q4_k"]))
     else:
-        assert rel_error(got, want) < BOUNDS[kind]
+        assert rel_error(got, want) < BOUNDS.get(kind, BOUNDS["q4_k"])
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact"])

@@ -28,10 +28,10 @@ from hotsplit.runtime.kernels.gpu.small_blocks import (
 )
 from hotsplit.runtime.kernels.gpu.super_blocks import (
     has_minima,
+    layout_of,
     scales_and_minima,
     super_quants,
     super_scales,
-    type_of,
 )
 
 
@@ -52,9 +52,9 @@ def columns(unit_U, KIND: tl.constexpr, PART: tl.constexpr):
             first = unit_U * 32 + 16 * PART
     elif KIND == "q4_k" or KIND == "q5_k":
         first = unit_U // 2 * 64 + unit_U % 2 * 16 + 32 * PART
-    elif type_of(KIND) == "iq4_xs":
+    elif layout_of(KIND) == "iq4_xs":
         first = unit_U * 32 + 16 * PART
-    elif type_of(KIND) == "q6_k" or type_of(KIND) == "q3_k" or type_of(KIND) == "q2_k":
+    elif layout_of(KIND) == "q6_k" or layout_of(KIND) == "q3_k" or layout_of(KIND) == "q2_k":
         first = unit_U // 4 * 128 + unit_U % 4 * 16 + 64 * PART
     return first[:, None] + tl.arange(0, 16)[None, :]
 

@@ -12,16 +12,21 @@ TYPE_OF = {f"{name}{end}": each for name, each in BY_NAME.items() for end in (""
 
 class SmallBlock(NamedTuple):
     """A kind with blocks of 32 values: its bytes, those before the fifth bits and before the
-    quants, and whether it is planar. `least`: the value of code 0 if those of the others follow it,
-    one by one. Otherwise the values plus `bias` are the bytes of two words of 64 bits."""
+    quants, and whether it is planar."""
 
     size: int
     head: int
     quants_at: int
     is_planar: bool
     has_nibbles: bool
+
+
+class Levels(NamedTuple):
+    """What a kind's codes stand for: if they are affine, themselves minus `bias`. Otherwise the
+    values plus `bias` are the bytes of two words of 64 bits, of one if codes have three bits."""
+
     is_affine: bool
-    least: float
+    is_one_word: bool
     bias: float
     first_word: int
     second_word: int
@@ -37,25 +42,27 @@ def is_small(kind: str, types: dict[str, WeightType] = TYPE_OF) -> bool:
 @triton.constexpr_function
 def small_block(kind: str, types: dict[str, WeightType] = TYPE_OF) -> SmallBlock:
     each = types[kind]
-    levels, bias = each.levels, -min(each.levels, default=0)
-    is_affine = all(level == levels[0] + i for i, level in enumerate(levels))
-    words = [0, 0]
-    if not is_affine:
-        words = [
-            int.from_bytes(bytes(level + bias for level in half), "little", signed=True)
-            for half in (levels[:8], levels[8:])
-        ]
     return SmallBlock(
         each.block_bytes,
         each.head_bytes,
         each.planes[-1][0],
         kind.endswith("_planar"),
         each.has_nibbles,
-        is_affine,
-        float(min(levels, default=0)),
-        float(bias),
-        *words,
     )
+
+
+@triton.constexpr_function
+def levels_of(kind: str, types: dict[str, WeightType] = TYPE_OF) -> Levels:
+    levels = types[kind].levels
+    least = min(levels)
+    is_affine = all(level == least + i for i, level in enumerate(levels))
+    words = [0, 0]
+    if not is_affine:
+        words = [
+            int.from_bytes(bytes(level - least for level in half), "little", signed=True)
+            for half in (levels[:8], levels[8:])
+        ]
+    return Levels(is_affine, len(levels) == 8, float(-least), *words)
 
 
 @triton.jit
@@ -93,14 +100,16 @@ def small_quants(row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constex
 @triton.jit
 def level_of(code, KIND: tl.constexpr):
     """What codes, bytes, stand for, in units of their block's or part's scale."""
-    SMALL: tl.constexpr = small_block(KIND)
-    if SMALL.is_affine:
-        level = float_of(code, -SMALL.least)
+    LEVELS: tl.constexpr = levels_of(KIND)
+    if LEVELS.is_affine:
+        level = float_of(code, LEVELS.bias)
     else:
-        first = tl.full([1, 1, 1], SMALL.first_word, tl.int64)
-        second = tl.full([1, 1, 1], SMALL.second_word, tl.int64)
-        byte = tl.where(code < 8, first, second) >> ((code & 7) * 8).to(tl.int64)
-        level = float_of(byte.to(tl.int32) & 255, SMALL.bias)
+        word = tl.full([1, 1, 1], LEVELS.first_word, tl.int64)
+        if not LEVELS.is_one_word:
+            second = tl.full([1, 1, 1], LEVELS.second_word, tl.int64)
+            word = tl.where(code < 8, word, second)
+        byte = word >> ((code & 7) * 8).to(tl.int64)
+        level = float_of(byte.to(tl.int32) & 255, LEVELS.bias)
     return level
 
 

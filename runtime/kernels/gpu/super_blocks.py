@@ -1,4 +1,4 @@
-"""Triton: units of the super-blocks of K-quants and iq4_xs; blocks.py defines units.
+"""Triton: units of the super-blocks of K-quants, iq4_xs and table types; blocks.py defines units.
 
 The layouts: dequantize_row_q2_K to _q6_K and _iq4_xs in ggml-quants.c."""
 
@@ -8,8 +8,19 @@ from hotsplit.runtime.kernels.gpu.small_blocks import TYPE_OF, float_of, half_at
 
 
 @triton.constexpr_function
-def type_of(kind: str, types: dict[str, WeightType] = TYPE_OF) -> str:
-    return types[kind].name
+def layout_of(kind: str, types: dict[str, WeightType] = TYPE_OF) -> str:
+    return types[kind].layout
+
+
+@triton.constexpr_function
+def unit_of(kind: str, types: dict[str, WeightType] = TYPE_OF) -> float:
+    """What the f16 number of a block is multiplied by."""
+    return types[kind].unit
+
+
+@triton.constexpr_function
+def is_planar(kind: str) -> bool:
+    return kind.endswith("_planar")
 
 
 @triton.constexpr_function
@@ -31,36 +42,36 @@ def super_quants(row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constex
         fifth = fifth >> (unit % 8 // 2 * 2).to(tl.uint8)
         low = float_of((both & 15) | ((fifth & 1) << 4), 0.0)
         high = float_of((both >> 4) | ((fifth & 2) << 3), 0.0)
-    elif type_of(KIND) == "iq4_xs":
+    elif layout_of(KIND) == "iq4_xs":
         at = unit // 8 * 136 + 8 + unit % 8 * 16
-        if KIND == "iq4_xs_planar":
+        if is_planar(KIND):
             at = unit * 16
         both = tl.load(row + (at + lane), mask=is_live, other=0)
         low = level_of(both & 15, KIND)
         high = level_of(both >> 4, KIND)
-    elif type_of(KIND) == "q2_k":
+    elif layout_of(KIND) == "q2_k":
         at = unit // 8 * 84 + 16 + unit % 8 // 4 * 32 + unit % 2 * 16
-        if KIND == "q2_k_planar":
+        if is_planar(KIND):
             at = unit // 4 * 32 + unit % 2 * 16
         low, high = two_bits(tl.load(row + (at + lane), mask=is_live, other=0), unit)
         low = float_of(low, 0.0)
         high = float_of(high, 0.0)
-    elif type_of(KIND) == "q3_k":
+    elif layout_of(KIND) == "q3_k":
         at = unit // 8 * 110 + 32 + unit % 8 // 4 * 32 + unit % 2 * 16
         third_at = unit // 8 * 110 + unit % 2 * 16
-        if KIND == "q3_k_planar":
+        if is_planar(KIND):
             at = unit // 4 * 32 + unit % 2 * 16
             third_at = WIDTH // 256 * 64 + unit // 8 * 32 + unit % 2 * 16
         both = tl.load(row + (at + lane), mask=is_live, other=0)
         third = tl.load(row + (third_at + lane), mask=is_live, other=0)
         low, high = three_bits(both, third, unit)
-        low = float_of(low, 4.0)
-        high = float_of(high, 4.0)
+        low = level_of(low, KIND)
+        high = level_of(high, KIND)
     else:
-        tl.static_assert(type_of(KIND) == "q6_k", "an unknown kind")
+        tl.static_assert(layout_of(KIND) == "q6_k", "an unknown kind")
         at = unit // 8 * 210 + unit % 8 * 16
         upper_at = unit // 8 * 210 + 128 + unit % 8 // 4 * 32 + unit % 2 * 16
-        if KIND == "q6_k_planar":
+        if is_planar(KIND):
             at = unit * 16
             upper_at = WIDTH // 256 * 128 + unit // 4 * 32 + unit % 2 * 16
         both = tl.load(row + (at + lane), mask=is_live, other=0)
@@ -89,10 +100,10 @@ def three_bits(byte, third, unit):
 @triton.jit
 def super_scales(row, unit, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """See blocks.scales."""
-    if type_of(KIND) == "q6_k":
+    if layout_of(KIND) == "q6_k":
         at = unit // 8 * 210 + 192
         factor_at = unit // 8 * 210 + 208
-        if KIND == "q6_k_planar":
+        if is_planar(KIND):
             at = WIDTH // 256 * 192 + unit // 8 * 16
             factor_at = WIDTH // 256 * 208 + unit // 8 * 2
         at += unit % 8 // 4 * 8 + unit % 4
@@ -101,22 +112,23 @@ def super_scales(row, unit, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
         low = factor * scale.to(tl.int8, bitcast=True).to(tl.float32)
         scale = tl.load(row + (at + 4), mask=is_live, other=0)
         high = factor * scale.to(tl.int8, bitcast=True).to(tl.float32)
-    elif type_of(KIND) == "iq4_xs":
+    elif layout_of(KIND) == "iq4_xs":
         at = unit // 8 * 136
-        if KIND == "iq4_xs_planar":
+        if is_planar(KIND):
             at = WIDTH // 256 * 128 + unit // 8 * 8
         upper = tl.load(row + (at + 2 + unit % 8 // 4), mask=is_live, other=0)
         nibbles = tl.load(row + (at + 4 + unit % 8 // 2), mask=is_live, other=0)
-        low = half_at(row + at, is_live) * scale_of_iq4_xs(upper, nibbles, unit)
+        factor = half_at(row + at, is_live) * unit_of(KIND)
+        low = factor * scale_of_iq4_xs(upper, nibbles, unit)
         high = low
     else:
-        tl.static_assert(type_of(KIND) == "q3_k", "an unknown kind")
+        tl.static_assert(layout_of(KIND) == "q3_k", "an unknown kind")
         at = unit // 8 * 110 + 96
         factor_at = unit // 8 * 110 + 108
-        if KIND == "q3_k_planar":
+        if is_planar(KIND):
             at = WIDTH // 256 * 96 + unit // 8 * 12
             factor_at = WIDTH // 256 * 108 + unit // 8 * 2
-        factor = half_at(row + factor_at, is_live)
+        factor = half_at(row + factor_at, is_live) * unit_of(KIND)
         first = tl.load(row + (at + unit % 4), mask=is_live, other=0)
         second = tl.load(row + (at + unit % 4 + 4), mask=is_live, other=0)
         third = tl.load(row + (at + unit % 4 + 8), mask=is_live, other=0)
@@ -157,10 +169,10 @@ def scales_and_minima(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH
     unit = unit_U[None, :]
     row = row_R[:, None]
     is_live = live_R[:, None] & in_row_U[None, :]
-    if type_of(KIND) == "q2_k":
+    if layout_of(KIND) == "q2_k":
         at = unit // 8 * 84
         factor_at = unit // 8 * 84 + 80
-        if KIND == "q2_k_planar":
+        if is_planar(KIND):
             at = WIDTH // 256 * 64 + unit // 8 * 16
             factor_at = WIDTH // 256 * 80 + unit // 8 * 4
         at += unit % 8 // 4 * 8 + unit % 4

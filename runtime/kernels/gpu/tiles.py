@@ -22,11 +22,13 @@ from hotsplit.runtime.kernels.gpu.small_blocks import (
     small_block,
 )
 from hotsplit.runtime.kernels.gpu.super_blocks import (
+    layout_of,
     scale_of_iq4_xs,
     scales_of_q3_k,
     six_bit_numbers,
     three_bits,
     two_bits,
+    unit_of,
 )
 from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, rows_together
 
@@ -139,21 +141,22 @@ def _q2_k_tile(tile, row, unit, lane, is_live):
 
 
 @triton.jit
-def _iq4_xs_tile(tile, row, unit, lane, is_live):
+def _iq4_xs_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr):
     """(low, high) values; the bits of scales are interleaved like f16 numbers."""
     block = tile + unit // 8 * (16 * 136)
     upper = tl.load(block + 32 + row * 2 + unit % 8 // 4, mask=is_live, other=0)
     nibbles_at = 64 + unit % 8 // 4 * 32 + row * 2 + unit % 4 // 2
     nibbles = tl.load(block + nibbles_at, mask=is_live, other=0)
-    scale = half_at(block + row * 2, is_live) * scale_of_iq4_xs(upper, nibbles, unit)
+    factor = half_at(block + row * 2, is_live) * unit_of(KIND)
+    scale = factor * scale_of_iq4_xs(upper, nibbles, unit)
     both = tl.load(block + 128 + _fours(unit % 8 * 16 + lane, row), mask=is_live, other=0)
-    return level_of(both & 15, "iq4_xs") * scale, level_of(both >> 4, "iq4_xs") * scale
+    return level_of(both & 15, KIND) * scale, level_of(both >> 4, KIND) * scale
 
 
 @triton.jit
 def _scaled_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """(low, high) values of q6_k and q3_k: two blocks have their f16 numbers first, a last one
-    alone at its end."""
+    """(low, high) values of q6_k and of q3_k's layout: two blocks have their f16 numbers first, a
+    last one alone at its end."""
     SIZE: tl.constexpr = 210 if KIND == "q6_k" else 110
     REST: tl.constexpr = 16 * (SIZE - 2)
     block = unit // 8
@@ -161,6 +164,7 @@ def _scaled_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.c
     is_pair = block - is_second + 1 < WIDTH // 256
     pair = tile + block // 2 * (32 * SIZE)
     factor = half_at(pair + tl.where(is_pair, is_second * 32, REST) + row * 2, is_live)
+    factor *= unit_of(KIND)
     rest = pair + tl.where(is_pair, 64 + is_second * REST, 0)
     if KIND == "q6_k":
         upper_at = unit % 8 // 4 * 32 + unit % 2 * 16 + lane
@@ -183,8 +187,8 @@ def _scaled_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.c
         at = unit % 8 // 4 * 32 + unit % 2 * 16 + lane
         both = tl.load(rest + 704 + _fours(at, row), mask=is_live, other=0)
         low, high = three_bits(both, bits, unit)
-        low = low.to(tl.float32) - 4.0
-        high = high.to(tl.float32) - 4.0
+        low = level_of(low, KIND)
+        high = level_of(high, KIND)
     return low * (factor * scale_low), high * (factor * scale_high)
 
 
@@ -204,9 +208,9 @@ def tile_values(
         low, high = _minimum_tile(tile, row, unit, lane, is_live, KIND)
     elif KIND == "q2_k":
         low, high = _q2_k_tile(tile, row, unit, lane, is_live)
-    elif KIND == "iq4_xs":
-        low, high = _iq4_xs_tile(tile, row, unit, lane, is_live)
-    elif KIND == "q6_k" or KIND == "q3_k":
+    elif layout_of(KIND) == "iq4_xs":
+        low, high = _iq4_xs_tile(tile, row, unit, lane, is_live, KIND)
+    elif KIND == "q6_k" or layout_of(KIND) == "q3_k":
         low, high = _scaled_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
     else:
         tl.static_assert(is_small(KIND), "an unknown kind")
