@@ -1,16 +1,17 @@
 """Drafts for the texts of an engine, of which several may be in progress: opens what makes the
 guesses, and begins each text with what earlier ones have shown of it."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.errors import HotsplitError, about
+from hotsplit.errors import HotsplitError
 from hotsplit.options.generation_options import SpeculationOptions
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.block_drafter import BlockDrafter
-from hotsplit.runtime.generate.draft_model import DraftModel, check_vocabulary
+from hotsplit.runtime.generate.draft_model import DraftModel, vocabulary_fault
 from hotsplit.runtime.generate.drafters import CostlyDrafter, Drafter
 from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
@@ -19,6 +20,7 @@ from hotsplit.runtime.generate.speculation import Learnt, Speculation, check_row
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.text.codec import TextCodec
 
+log = logging.getLogger(__name__)
 _LEAST_TOKENS = 32  # of a text that shows the next one what to expect
 
 
@@ -65,9 +67,11 @@ def drafting(
     engine: Engine, options: SpeculationOptions, model_draft: Path | None = None, num_texts: int = 1
 ) -> Iterator[Drafting | None]:
     """Yields what makes drafts for up to `num_texts` texts at a time, with a draft model that is
-    loaded meanwhile; None if none are wanted, or if the default could change a text. Raises
-    HotsplitError if drafts that were asked for could change the text, and for a draft model of
-    another vocabulary."""
+    loaded meanwhile; None if none are wanted, or if the default could change a text. A draft model
+    of another vocabulary is not used, unless the options ask for it alone.
+
+    Raises HotsplitError if drafts that were asked for could change the text, and for a draft model
+    of another vocabulary that was."""
     kind = options.type
     if kind == "none" or (options.is_optional and not has_equal_steps(engine._live)):
         yield None
@@ -88,7 +92,13 @@ def drafting(
     ratios = ratios_here(engine)
     with ExitStack() as stack:
         if kind in ("auto", "draft") and model_draft is not None:
-            new_costly = stack.enter_context(_model_drafters(engine, model_draft, num_texts))
+            file = ModelFile.load(model_draft)
+            if not (fault := _vocabulary_fault(engine, file)):
+                new_costly = stack.enter_context(_model_drafters(engine, file, num_texts))
+            elif kind == "draft":
+                raise HotsplitError(fault)
+            else:  # llama-server goes on, too
+                log.warning(f"{fault}. Drafts come from the text alone")
         elif kind in ("auto", "mtp") and engine.has_draft_block:
             new_costly = stack.enter_context(_block_drafters(engine))
         yield Drafting(options, new_costly, new_free, ratios)
@@ -110,19 +120,21 @@ def _block_drafters(engine: Engine) -> Iterator[Callable[[], CostlyDrafter]]:
         block.is_on = False
 
 
+def _vocabulary_fault(engine: Engine, file: ModelFile) -> str:
+    fault = vocabulary_fault(
+        engine.codec.tokenizer,
+        engine.model.spec.vocab_size,
+        TextCodec.of(file).tokenizer,
+        file.spec.vocab_size,
+    )
+    return f"{file.path}: {fault}" if fault else ""
+
+
 @contextmanager
 def _model_drafters(
-    engine: Engine, path: Path, num_texts: int
+    engine: Engine, file: ModelFile, num_texts: int
 ) -> Iterator[Callable[[], CostlyDrafter]]:
     """The draft model on the CPU, with the main model's context length, up to its own maximum."""
-    file = ModelFile.load(path)
-    with about(path):
-        check_vocabulary(
-            engine.codec.tokenizer,
-            engine.model.spec.vocab_size,
-            TextCodec.of(file).tokenizer,
-            file.spec.vocab_size,
-        )
     context_length = min(engine.context_length, file.spec.context_length)
     with Engine.of(
         file, device="cpu", context_length=context_length, num_sequences=num_texts

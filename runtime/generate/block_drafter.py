@@ -17,6 +17,7 @@ class BlockDrafter:
     is next."""
 
     name = "mtp"
+    fault = ""
 
     def __init__(self, block: DraftStep, token_s: float, frequent: FrequentIds) -> None:
         """`token_s`: of a step of the block (DraftStep.step_seconds)."""
@@ -43,6 +44,8 @@ class BlockDrafter:
         if text is not None and text.is_open and text.ids[-1:] == list(ids[-2:-1]):
             self._frequent.use_for(ids)
             self._logits_V = self._block.first(text.number, text.length, ids[-1])
+        is_unseen = self._logits_V is None
+        self.fault = "it has not seen the beginning of the text" if is_unseen else ""
 
     def guesses(self, ids: Sequence[int]) -> Iterator[tuple[int, float]]:
         self.prepare(ids)
@@ -51,6 +54,7 @@ class BlockDrafter:
             array_V = logits_V.numpy()
             token = int(array_V.argmax())
             if not math.isfinite(array_V[token]):  # NaN counts as the largest
+                self.fault = "its logits are NaN or infinite"
                 return
             probability = 1 / float(np.exp(array_V - array_V[token]).sum())
             yield token, probability

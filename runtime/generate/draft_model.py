@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.generate.generation import num_common
@@ -25,6 +24,7 @@ class DraftModel:
     closes it."""
 
     name = "draft"
+    fault = ""
 
     def __init__(self, sequence: TextSequence, frequent: FrequentIds | None = None) -> None:
         """Runs a few steps to measure the seconds per token. `frequent`: among the ids that both
@@ -52,6 +52,7 @@ class DraftModel:
         fits = len(missing) <= sequence.room and (
             self._num_ids is None or max(missing) < self._num_ids
         )
+        self.fault = "" if fits else "the text is too long for it, or has a token that it lacks"
         self._logits_V = sequence.extend(missing)[0] if fits else None
 
     def guesses(self, ids: Sequence[int]) -> Iterator[tuple[int, float]]:
@@ -62,6 +63,7 @@ class DraftModel:
             token = int(own_V.argmax())
             probability = float(own_V.softmax(0)[token])
             if math.isnan(probability):
+                self.fault = "its logits are NaN"
                 return
             yield token, probability
             if not sequence.room:
@@ -90,24 +92,23 @@ def _step_s(sequence: TextSequence) -> float:
     return min(found)
 
 
-def check_vocabulary(
-    target: Tokenizer, target_size: int, draft: Tokenizer, draft_size: int
-) -> None:
-    """Raises HotsplitError unless the draft model has the same tokens under the same ids, and
-    both models have logits for all of them.
+def vocabulary_fault(target: Tokenizer, target_size: int, draft: Tokenizer, draft_size: int) -> str:
+    """Why a draft model cannot guess a model's tokens; "" if it has the same tokens under the same
+    ids, and both models have logits for all of them.
 
     The sizes are those of the models' logits, which may differ by padding."""
     of_target, of_draft = target.get_vocab(), draft.get_vocab()
     if of_target != of_draft:
         token, number = min(of_target.items() ^ of_draft.items(), key=lambda item: item[1])
-        raise HotsplitError(
+        return (
             f"the draft model's tokens differ from the model's, first at token id {number}"
             f" ({shown(token)}); take one with the same vocabulary, usually a smaller one of the"
             " same family"
         )
     last = max(of_target.values(), default=0)
     if target_size != draft_size and last >= min(target_size, draft_size):
-        raise HotsplitError(
+        return (
             f"the draft model has {draft_size} logits, the model {target_size}, wanted one for each"
             f" token id up to {last} in both; take another draft model of the same family"
         )
+    return ""

@@ -56,6 +56,7 @@ class CostlyDrafter(Protocol):
 
     name: str
     token_s: float  # an estimate of a guess's seconds
+    fault: str  # why it made no guess when it was last asked; "": it made one
 
     def unread(self, ids: Sequence[int]) -> int:
         """The number of tokens that prepare() would compute."""

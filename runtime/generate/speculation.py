@@ -286,18 +286,17 @@ class Speculation:
             if not self._num_guesses:
                 return f"{begin} the text repeated nothing"
             return f"{begin} no draft was expected to pay"
-        what, other = "model", "the text is too long for it"
-        if isinstance(self._drafter, Follower):
-            what, other = "block", "it has not seen the beginning of the text"
+        what = "block" if isinstance(self._drafter, Follower) else "model"
         begin += f" the draft {what} is loaded, but drafted nothing:"
         if not totals.steps:
             return f"{begin} no step was made"
         if self._num_unsure:
-            return f"{begin} no first guess was probable enough, or {other}"
+            return f"{begin} {self.costly.fault or 'no first guess was probable enough'}"
+        step_s, two_s = self.costs.curve(2)[1:]
         return (
-            f"{begin} a guess takes {1e3 * self._guess_s:.3g} ms and a step of the model"
-            f" {1e3 * totals.baseline_s / totals.tokens:.3g} ms, so that no draft was expected to"
-            " pay"
+            f"{begin} a guess takes {1e3 * self._guess_s:.3g} ms, a step of the model"
+            f" {1e3 * step_s:.3g} ms and one of two rows {1e3 * two_s:.3g} ms, so that no draft was"
+            " expected to pay"
         )
 
     def _check(self, ids: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotsplit.costs.pass_length import MOST_WAITING
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.model.layers import Weights
@@ -25,8 +26,6 @@ from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import native_step
 from hotsplit.runtime.step.batch import Row, Wanted, rows_of, runs_of
 from hotsplit.runtime.step.native_step import NativeStep, RowStruct, row_struct
-
-_MOST_WAITING = 128  # tokens of a text that wait for their keys and values
 
 
 @dataclass
@@ -87,12 +86,12 @@ class DraftStep:
             text.waiting[num:] = [row.token for row in run]
             text.hidden_TD[num : num + len(run)] = self._x_TD[seen : seen + len(run)]
             seen += len(run)
-            if len(text.waiting) > _MOST_WAITING:
+            if len(text.waiting) > MOST_WAITING:
                 self._catch_up(run[0].sequence, text.waiting[1:], "none")
 
     def _new_text(self, num_entries: int = 0, *, is_whole: bool = True) -> _Text:
         rows, size = self._x_TD.shape  # memory that is not written to is not taken
-        hidden_TD = np.empty((_MOST_WAITING + rows, size), np.float32)
+        hidden_TD = np.empty((MOST_WAITING + rows, size), np.float32)
         return _Text(hidden_TD, num_entries, is_whole=is_whole)
 
     def forget(self, sequence: int) -> None:

@@ -239,14 +239,17 @@ class HybridStep:
         if self.lost:
             raise DeviceLost(self.lost)
         try:
-            yield
-        except DeviceLost as lost:  # to wait for it could take for ever
+            try:
+                yield
+            except DeviceLost:  # to wait for it could take for ever
+                raise
+            except BaseException:  # even after an interrupt, nothing keeps running
+                self._finish(segments)
+                raise
+            self._finish(segments)
+        except DeviceLost as lost:
             self.lost = f"{lost}; start again, or use the CPU alone (--device cpu)"
             raise DeviceLost(self.lost) from None
-        except BaseException:  # even after an interrupt, nothing keeps running
-            self._finish(segments)
-            raise
-        self._finish(segments)
 
     def _finish(self, segments: Sequence[Segment]) -> None:
         for segment in segments:

@@ -1,6 +1,9 @@
 """The draft blocks of Qwen3-Next, Qwen 3.5, GLM-4.5 and the like: logits against transformers and
 float64, and what files keep of them."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from checkpoints import save_tokenizer
@@ -91,9 +94,9 @@ def test_a_gguf_keeps_the_block_in_another_type_and_says_what_it_takes(checkpoin
     assert model.spec.draft == ModelFile.load(path).spec.draft is not None
     own = {n: e.num_bytes for n, e in model.tensors.items() if n.startswith("blk.4.")}
     items = draft_bytes(model, 64, num_sequences=2)
-    assert items.pop("kv_cache") == 2 * 64 * 2 * 2 * 24 * 2 and sum(items.values()) == sum(
-        own.values()
-    )
+    assert items.pop("kv_cache") == 2 * 64 * 2 * 2 * 24 * 2
+    assert items.pop("workspace") == 2 * (128 + 512) * 4 * model.spec.hidden_size
+    assert sum(items.values()) == sum(own.values())
     facts = dict(summarise_gguf(tmp_path / "q4.gguf").facts)
     assert facts["note"] == note and "of keys and values a token" in facts["draft block takes"]
     (part,) = {f.part for f in summarise_gguf(path).tensors if f.name.startswith("blk.4.")}
@@ -159,9 +162,37 @@ def test_blocks_that_do_not_run_are_left_out_or_refused(checkpoints, tmp_path):
     with pytest.raises(HotsplitError, match="no tensor for 'blk.4.nextn.shared_head_norm.weight'"):
         converted(other, tmp_path / "n.gguf")
     converted(folder, path := tmp_path / "m.gguf")
-    lacking = {"blk.4.nextn.enorm.weight": None}
-    with pytest.raises(HotsplitError, match="no tensor 'blk.4.nextn.enorm.weight'"):
-        ModelFile.load(rewritten(path, tmp_path / "lacking.gguf", {}, lacking))
     without = {n: None for n in ModelFile.load(path).tensors if n.startswith("blk.4.")}
     counted = ModelFile.load(rewritten(path, tmp_path / "counted.gguf", {}, without))
-    assert counted.num_skipped == 1 and counted.spec.draft is None
+    assert counted.num_skipped == 1 and counted.spec.draft is None and not counted.block_fault
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({"nextn.enorm.weight": None}, "no tensor 'blk.4.nextn.enorm.weight'"),
+        ({"attn_q.weight": None}, "no tensor 'blk.4.attn_q.weight'"),
+        ({"nextn.hnorm.weight": (32,)}, "is f32 [32], wanted [64]"),
+        ({"nextn.other.weight": (64,)}, "'blk.4.nextn.other.weight' is f32 [64] and unknown"),
+    ],
+)
+def test_a_model_runs_without_a_broken_block_and_says_so(
+    checkpoints, tmp_path, caplog, changed, fault
+):
+    converted(checkpoints("qwen35"), path := tmp_path / "m.gguf")
+    own = {
+        f"blk.4.{name}": shape and array_entry(np.ones(shape, np.float32), "f32")
+        for name, shape in changed.items()
+    }
+    broken = rewritten(path, tmp_path / "broken.gguf", {}, own)
+    model = ModelFile.load(broken)
+    assert model.num_skipped == 1 and model.spec == replace(ModelFile.load(path).spec, draft=None)
+    assert fault in model.block_fault and "\n" not in model.block_fault
+    with caplog.at_level("INFO"), Engine.load(broken, draft_block=True) as engine:
+        assert not engine.has_draft_block
+        got_TV = engine.logits(IDS)
+    assert f"the draft block is not used: {model.block_fault}" in caplog.text
+    with Engine.load(path) as whole:
+        assert torch.equal(got_TV, whole.logits(IDS))
+    with pytest.raises(HotsplitError, match="no tensor 'blk.3.attn_q"):  # of the model itself
+        ModelFile.load(rewritten(path, tmp_path / "n.gguf", {}, {"blk.3.attn_q.weight": None}))

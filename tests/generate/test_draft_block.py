@@ -54,7 +54,7 @@ def paths(tmp_path_factory):
 class Forced:
     """What a test makes of the text in place of the block's guesses, which are still computed."""
 
-    name, token_s = "mtp", 1e-3
+    name, token_s, fault = "mtp", 1e-3, ""
 
     def __init__(self, drafter, text, lie):
         self.drafter, self.text, self.lie, self.chance = drafter, text, lie, random.Random(0)
@@ -250,6 +250,12 @@ def test_logits_that_are_not_finite_are_no_guess(value):
     drafter = BlockDrafter(block, 1e-3, FrequentIds(3, None))
     drafter.follow(SimpleNamespace(is_open=True, ids=[1], number=0, length=1))
     assert not list(drafter.guesses([1, 2]))
+    assert drafter.fault == "its logits are NaN or infinite"
+    logits_V = None
+    assert not list(drafter.guesses([1, 2, 3])) and not drafter.fault.startswith("its")
+    drafter.follow(SimpleNamespace(is_open=True, ids=[1], number=0, length=1))
+    assert not list(drafter.guesses([1, 2]))
+    assert drafter.fault == "it has not seen the beginning of the text"
 
 
 def test_the_controller_drafts_by_the_block_where_a_file_has_one(paths):

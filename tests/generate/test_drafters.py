@@ -148,7 +148,7 @@ class Chance(Luck):
 class Model(Luck):
     """Says how probable its guesses are; `told` may be another probability than the true one."""
 
-    token_s = 0.0
+    token_s, fault = 0.0, ""
 
     def __init__(self, right, told=None) -> None:
         super().__init__(right)
@@ -283,8 +283,8 @@ def test_a_slow_drafter_is_hardly_called(clock):
 @pytest.mark.parametrize(
     "token_s, guesses, reason",
     [
-        (0.08, True, "a guess takes 80 ms and a step of the model 100 ms, so that no draft was"),
-        (5.0, True, "a guess takes 5e+03 ms and a step of the model 100 ms"),
+        (0.08, True, "a guess takes 80 ms, a step of the model 100 ms and one of two rows 150 ms"),
+        (5.0, True, "a guess takes 5e+03 ms, a step of the model 100 ms and one of two rows"),
         (0.001, False, "no first guess was probable enough"),
         (0.001, True, None),
     ],

@@ -434,6 +434,8 @@ USE_BLOCK = ((AUTO, None), (MTP, None))
         ("", (AUTO, None)),
         ("--speculate mtp", (MTP, None)),
         ("--speculate none", (SpeculationOptions(), None)),
+        ("--draft-max 0", (SpeculationOptions(), None)),
+        ("-md d.gguf --draft 0", (SpeculationOptions(), OTHER)),
         ("--spec-type ngram --draft 7", (SpeculationOptions(type="ngram", most=7), None)),
         ("--speculate ngram-mod --draft-n 9", (SpeculationOptions(type="ngram-mod", most=9), None)),
         ("-md d.gguf --draft-max 4", (SpeculationOptions(type="auto", most=4), OTHER)),
@@ -460,9 +462,9 @@ def test_conflicting_options_are_refused(line, match):
     assert result.exit_code == 2 and match in result.output
 
 
-def test_a_length_of_no_draft_is_refused():
-    with pytest.raises(HotsplitError, match="--draft-max: most is 0, wanted .* from 1 to 127"):
-        CliRunner().invoke(command, ["--draft-max", "0"], obj=[], catch_exceptions=False)
+def test_a_draft_longer_than_a_step_is_refused():
+    with pytest.raises(HotsplitError, match="--draft-max: most is 128, wanted .* from 1 to 127"):
+        CliRunner().invoke(command, ["--draft-max", "128"], obj=[], catch_exceptions=False)
 
 
 def test_every_type_of_drafter_can_be_chosen(tmp_path):
@@ -505,7 +507,7 @@ def test_a_draft_model_may_have_another_number_of_padded_logits(tmp_path, target
                 assert len(proposed(drafter, [*PROMPT, 1], 8)) == 8
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
+def test_a_draft_model_of_another_vocabulary_is_refused_or_left_out(tmp_path, caplog):
     path = model_path(tmp_path, "q8_0")
     keys, vocab_size = byte_level_keys()
     fewer = f"draft.gguf: the draft model has {vocab_size - 1} logits, the model {vocab_size}"
@@ -529,3 +531,10 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
             ):
                 pass
             assert "\n" not in str(caught.value)
+            caplog.clear()
+            options = SpeculationOptions(type="auto")
+            with speculating(engine, options, tmp_path / "draft.gguf") as drafts:
+                assert drafts.costly is None
+                assert text_of(engine, 40, drafts) == text_of(engine, 40)
+            (line,) = [record.getMessage() for record in caplog.records if "draft" in record.msg]
+            assert match in line and line.endswith("Drafts come from the text alone")

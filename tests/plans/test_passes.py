@@ -162,6 +162,22 @@ def test_a_gpu_that_is_lost_before_a_first_pass_is_not_used_again(tmp_path):
         assert step.prepare.call_count == 1
 
 
+def test_a_gpu_that_is_lost_when_its_work_is_waited_for_is_not_used_again(tmp_path):
+    model = make(tmp_path, sizes=make_sizes(num_layers=L, num_neurons=F, context_length=CONTEXT))
+    split = planned(tmp_path, model, "random", context_length=CONTEXT)
+    for error in (None, KeyboardInterrupt()):
+        with Engine.of(model, split, mode="dense", device="cpu") as engine:
+            step = passing(engine, split)
+            step._finish = Mock(side_effect=DeviceLost("gone"))
+            with pytest.raises(DeviceLost, match="gone; start again"), step._watched(()):
+                if error is not None:
+                    raise error
+            assert step.lost
+            with pytest.raises(DeviceLost, match="gone; start again"):
+                step.run(3, 0)
+            assert step._finish.call_count == 1
+
+
 @pytest.mark.parametrize("kind, bound", [("f16", 2e-3), ("bf16", 1.5e-2), ("q8_0", 2e-3)])
 @pytest.mark.parametrize(
     "family", ["llama", "olmo2", "sandwich with biases", "opt", "opt, norms after", "falcon"]

@@ -82,6 +82,7 @@ class ModelFile:
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     # Layers of the file that only predict tokens further ahead, which nothing here runs.
     num_skipped: int = 0
+    block_fault: str = ""  # why its draft block is among these
     runs_as_it_is: bool = False  # a stock file on the CPU in mode dense: nothing is transposed
 
     @classmethod
@@ -109,6 +110,7 @@ class ModelFile:
             extra_keys={k: v for k, v in keys.items() if not k.startswith(own)},
             quality=read.quality(),
             num_skipped=0 if spec.draft else read.num_skipped,
+            block_fault=read.block_fault,
         )
         model.validate()
         return model
@@ -299,6 +301,8 @@ class ModelFile:
     @property
     def skipped_note(self) -> str:
         """A clause on the layers of the file that nothing runs; "" without any."""
+        if self.block_fault:
+            return f"the draft block is not used: {self.block_fault}; download the file again"
         if self.num_skipped == 1:
             return "the last layer, which predicts tokens further ahead (MTP), is not used"
         count = f"the last {self.num_skipped} layers, which predict tokens further ahead (MTP),"

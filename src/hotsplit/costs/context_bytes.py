@@ -39,7 +39,7 @@ def draft_words(model: ModelFile) -> str:
     sizes = draft_bytes(model, 1)
     if not sizes:
         return ""
-    token = sizes.pop("kv_cache")
+    token, _ = sizes.pop("kv_cache"), sizes.pop("workspace")
     weights = format_bytes(sum(sizes.values()))
     return f"{weights} of weights and {format_bytes(token)} of keys and values a token"
 

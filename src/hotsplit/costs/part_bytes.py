@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.cache_layout import kv_positions
+from hotsplit.costs.pass_length import MOST_WAITING, PREFILL_CHUNK
 from hotsplit.costs.state_bytes import kept_bytes, slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.operations import PositionWise
@@ -277,8 +278,8 @@ def outside_kind(model: ModelFile) -> str:
 def draft_bytes(
     model: ModelFile, context_length: int, num_sequences: int = 1, types: CacheTypes | None = None
 ) -> Items:
-    """Itemised bytes of the draft block, without the embedding and the head that it shares; none
-    without a block."""
+    """Itemised bytes of the draft block, without the embedding and the head that it shares, and as
+    workspace the hidden states of tokens that wait for it; none without a block."""
     block = model.draft
     if block is None:
         return {}
@@ -290,6 +291,10 @@ def draft_bytes(
         "kv_cache": cache_bytes(block, 0, context_length, num_sequences, types),
         "head": 0 if head is own else head.num_bytes,
         "neurons": number * unit_bytes,
+        "workspace": num_sequences
+        * (MOST_WAITING + PREFILL_CHUNK)
+        * FLOAT_BYTES
+        * model.spec.hidden_size,
     }
 
 

@@ -6,4 +6,7 @@
 # observed, when each pass is a batch of predictor training.
 PREFILL_CHUNK = 512
 SHORT_CHUNK = 128
+# Tokens of a text that wait for their keys and values in a draft block, which they get when drafts
+# are wanted, or together.
+MOST_WAITING = 128
 LOGITS_CHUNK = 16  # tokens whose logits are computed at a time

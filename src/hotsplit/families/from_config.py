@@ -121,7 +121,7 @@ def _blueprint(
         if isinstance(recurrent_L := keys.get("attention.recurrent_layers"), list):
             keys["attention.recurrent_layers"] = [*recurrent_L, False]
     named = {"general.architecture": graph, **prefixed(graph, keys | {ACTIVATION: activation})}
-    spec, _ = KeyReader(read.path, named, given).model()
+    spec, _ = KeyReader(read.path, named, given).model(has_all=False)
     own = family.sources(spec, read)
     names = family.names or _ARCHES[family.graph]
     if isinstance(names, gguf.MODEL_ARCH):

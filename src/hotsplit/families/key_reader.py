@@ -20,6 +20,7 @@ from hotsplit.model.draft_block import JOIN, with_draft_block
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import FREQUENCIES, Pairing
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
+from hotsplit.model.tensors import draft_shapes, layout_of
 from hotsplit.model.unsupported import check_is_model, elsewhere, why_key, why_not_run
 
 VERSION = 1
@@ -62,6 +63,7 @@ class KeyReader:
                 f"{path}: architecture {shown(found)}{why}{elsewhere(found)}; known: {known}"
             )
         self.graph: Architecture = ARCHITECTURES[found]
+        self.block_fault = ""  # why the draft block cannot be run, once `model` has found that
         self.tensors = tensors if self.graph.fuses_attention else projections_apart(tensors)
         version = keys.get("hotsplit.version", np.uint32(VERSION))
         if not isinstance(version, np.integer) or version != VERSION:
@@ -212,13 +214,14 @@ class KeyReader:
             } | {"block_count": np.uint32(spec.num_layers)}
         return self.graph.usual_keys(spec, own)
 
-    def model(self) -> tuple[ModelSpec, dict[str, TensorEntry]]:
-        """The spec, and the file's tensors by the names that a model file of this spec has. Raises
-        HotsplitError for a spec that cannot be, or cannot be run."""
+    def model(self, *, has_all: bool = True) -> tuple[ModelSpec, dict[str, TensorEntry]]:
+        """The spec, and the file's tensors by the names that a model file of this spec has. A draft
+        block that cannot be run is left out (`block_fault`). `has_all`: these are all tensors of a
+        file, not some that stand for a checkpoint's.
+
+        Raises HotsplitError for a spec that cannot be, or cannot be run."""
         pooling = pooling_of(self.whole("pooling_type", 0), f"{self.path}: {self.graph.name}")
         spec = replace(self.graph.of_keys(self), pooling=pooling)
-        if self.has_draft_block:
-            spec = with_draft_block(spec)
         # The tensors without those of layers that are skipped.
         last = self.count("block_count") if self.num_skipped else 0
         skipped = tuple(f"blk.{layer}." for layer in range(last - self.num_skipped, last))
@@ -228,7 +231,17 @@ class KeyReader:
                 f"{self.path}: has only the layers that predict tokens further ahead (multi-token"
                 " prediction), which are not supported; give the file of the model itself"
             )
-        return spec, self.graph.apart(spec, dict(self.tensors) if spec.draft else used)
+        if self.has_draft_block:
+            with_block = with_draft_block(spec)
+            try:
+                tensors = self.graph.apart(with_block, dict(self.tensors))
+                if has_all:
+                    _check_draft_block(with_block, tensors)
+            except HotsplitError as error:  # without its block, the model is whole
+                self.block_fault = str(error)
+            else:
+                return with_block, tensors
+        return spec, self.graph.apart(spec, used)
 
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number, at least 0."""
@@ -365,3 +378,15 @@ def _found(value: object) -> str:
 def prefixed(architecture: str, keys: Mapping[str, Value]) -> dict[str, Value]:
     """The keys of a file of this architecture, by those without its prefix."""
     return {k if k.startswith(OWN) else f"{architecture}.{k}": v for k, v in keys.items()}
+
+
+def _check_draft_block(spec: ModelSpec, tensors: Mapping[str, TensorEntry]) -> None:
+    """Raises HotsplitError unless the draft block has all its tensors, in the right shapes."""
+    required, optional = draft_shapes(spec, layout_of(tensors))
+    wanted, prefix = required | optional, f"blk.{spec.num_layers}."
+    if missing := sorted(required.keys() - tensors.keys()):
+        raise HotsplitError(f"no tensor {missing[0]!r}")
+    for name, entry in tensors.items():
+        if name.startswith(prefix) and entry.shape != wanted.get(name):
+            shape = f", wanted {list(wanted[name])}" if name in wanted else " and unknown"
+            raise HotsplitError(f"{shown(name)} is {entry.kind} {list(entry.shape)}{shape}")

@@ -27,7 +27,7 @@ speculation_options = option_table(
 -md --model-draft | model_draft: file SOURCE | A smaller model with the same vocabulary, which makes
     the drafts: a file, a checkpoint folder or a name on the hub.
 --draft-max --draft --draft-n | draft_max: int = {_DEFAULTS.most} | Maximum tokens per draft; fewer
-    if that is faster.
+    if that is faster; 0: none, as --speculate none.
 """,
     kind=click.Choice(get_args(SpecType)),
 )
@@ -48,12 +48,13 @@ def take_speculation_options(options: dict[str, Any]) -> SpeculationOptions:
     is_left = options.pop("no_draft_block")
     if spec_type == "mtp" and is_left:
         raise click.UsageError("--speculate mtp needs the draft block: leave --no-draft-block out.")
+    most = options.pop("draft_max")
+    if most == 0:
+        spec_type, is_optional, most = "none", False, _DEFAULTS.most
     is_block_used = spec_type == "mtp" or (spec_type == "auto" and model_draft is None)
     options["draft_block"] = is_block_used and not is_left
     with about("--draft-max"):  # no other value can be wrong
-        return SpeculationOptions(
-            type=spec_type, is_optional=is_optional, most=options.pop("draft_max")
-        )
+        return SpeculationOptions(type=spec_type, is_optional=is_optional, most=most)
 
 
 def speculation_lines(options: SpeculationOptions, texts: "Sequence[Speculation]") -> list[str]:
