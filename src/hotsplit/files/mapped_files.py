@@ -49,5 +49,10 @@ def set_unfinished(paths: Iterable[Path]) -> None:
 def map_whole(stream: BinaryIO) -> mmap.mmap:
     """Maps a whole file copy-on-write, because torch warns of read-only arrays. Raises ValueError
     for an empty file, OSError if it cannot be mapped."""
+    return map_part(stream, 0, 0)
+
+
+def map_part(stream: BinaryIO, start: int, stop: int) -> mmap.mmap:
+    """The same of some bytes from a multiple of mmap.ALLOCATIONGRANULARITY on."""
     flags, rights = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-    return mmap.mmap(stream.fileno(), 0, flags=flags, prot=rights)
+    return mmap.mmap(stream.fileno(), stop - start, flags=flags, prot=rights, offset=start)
