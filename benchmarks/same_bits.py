@@ -27,7 +27,7 @@ from test_runtime import IDS
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.model.weight_types import BY_NAME
+from hotsplit.model.weight_types import BY_NAME, FILE_NAMES, TABLES
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.step.backend import plain_backend
@@ -49,8 +49,9 @@ def of_engine(engine: Engine) -> list[str]:
 
 
 def models() -> Iterator[tuple[str, ModelFile]]:
-    for kind, each in BY_NAME.items():
-        shape = make_sizes(width=max(64, each.block_values), num_layers=L, num_neurons=F)
+    for kind in (*FILE_NAMES, *TABLES):
+        width = max(64, BY_NAME[TABLES.get(kind, kind)].block_values)
+        shape = make_sizes(width=width, num_layers=L, num_neurons=F)
         model = make_model(sizes=shape, kind=kind, predictor_rank=8)
         yield kind, dataclasses.replace(model, threshold_L=(0.05,) * L)
     shape = make_sizes(num_layers=L, num_neurons=F)
