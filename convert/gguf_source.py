@@ -16,6 +16,7 @@ from gguf import GGML_QUANT_SIZES
 from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.artifacts.model_gguf import read_model_gguf
+from hotsplit.convert.draft_tensors import without_copies
 from hotsplit.convert.encode import encode, not_finite, restore
 from hotsplit.convert.expert_sources import by_expert, of_expert
 from hotsplit.convert.importances import check_and_note
@@ -49,6 +50,7 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, TensorTypes, tuple[
     found = layout_of(tensors)
     keys = keys | _activation_keys(config, keys)
     spec, tensors = read_runnable(config.source, keys, tensors)
+    tensors = without_copies(spec, tensors)
     roles = Roles.of(spec, is_tied="output.weight" not in tensors)
     importances = Importances.load(config.importances) if config.importances else None
     types = TensorTypes(
@@ -120,8 +122,8 @@ def restored(source: Path, types: TensorTypes, written: ModelFile) -> Iterator[R
     """Every tensor of a GGUF except predictors, with the values in `written`."""
     keys, tensors = read_model_gguf(source)
     keys = keys | {"hotsplit.ffn.activation": written.activation}
-    _, tensors = KeyReader(source, keys, tensors).model()
-    for name, entry in tensors.items():
+    spec, tensors = KeyReader(source, keys, tensors).model()
+    for name, entry in without_copies(spec, tensors).items():
         if "ffn_pred_" in name:
             continue
         same = in_layout(name, written.layout)

@@ -142,6 +142,10 @@ def test_a_head_and_an_embedding_of_the_blocks_own_are_used(checkpoints, tmp_pat
         block = both._live.weights.draft
         assert block.head is both._live.weights.head
         assert block.embedding is both._live.weights.embedding
+    converted(copied, tmp_path / "again.gguf", outtype="q8_0", layout="stock")  # and written once
+    converted(changed, tmp_path / "kept.gguf", outtype="q8_0", layout="stock")
+    assert not copies.keys() & ModelFile.load(tmp_path / "again.gguf").tensors.keys()
+    assert copies.keys() <= ModelFile.load(tmp_path / "kept.gguf").tensors.keys()
 
 
 def test_blocks_that_do_not_run_are_left_out_or_refused(checkpoints, tmp_path):
