@@ -262,8 +262,8 @@ class _Reader:
             zeros_GN = unpack_bits(self.read(zeros).numpy(), bits, num_rows)[:, rows]
             zeros_GN = zeros_GN + np.uint8(more) & np.uint8((1 << bits) - 1)
             codes = unpack_bits(packed, bits, width).astype(np.int16)
-            scale = self.read(scales).float().numpy()[:, rows].T
-            return Codes(codes_NM=codes - zeros_GN.T[:, group_M], scale_NG=scale)
+            scale = _numbers(self.read(scales).T, rows)
+            return Codes(codes_NM=codes - np.take(zeros_GN.T, group_M, axis=1), scale_NG=scale)
 
         what, kind = _integers(bits, size, group_M, is_symmetric=is_symmetric)
         self._add(name, f"{stem}.weight", (num_rows, width), what, kind, group_M, read)
@@ -285,9 +285,13 @@ class _Reader:
             return (words[:, row_N // 8] >> 4 * AWQ_PLACES[row_N % 8] & 15).T.astype(np.int16)
 
         def read(expert: int | None, rows: Rows) -> Codes:
-            zero = numbers(self.read(zeros).numpy(), rows)[:, group_M] if has_zeros else 8
+            zero = (
+                np.take(numbers(self.read(zeros).numpy(), rows), group_M, axis=1)
+                if has_zeros
+                else 8
+            )
             codes = numbers(self.read(name).numpy(), rows) - zero
-            return Codes(codes_NM=codes, scale_NG=self.read(scales).float().numpy()[:, rows].T)
+            return Codes(codes_NM=codes, scale_NG=_numbers(self.read(scales).T, rows))
 
         is_symmetric = self.packing.get("zero_point", not self.packing.get("sym")) is False
         what, kind = _integers(bits, size, group_M, is_symmetric=is_symmetric)
@@ -320,7 +324,7 @@ class _Reader:
             if has_zeros:
                 zeros_GW = self._rows_of(zeros, expert, slice(None)).T
                 zeros_NG = unpack_bits(zeros_GW, bits, num_rows)[:, rows].T.astype(np.int16)
-                zero = zeros_NG[:, group_M]
+                zero = np.take(zeros_NG, group_M, axis=1)
             codes = unpack_bits(packed, bits, width).astype(np.int16) - zero
             return Codes(codes_NM=codes, scale_NG=self._rows_of(scales, expert, rows))
 
