@@ -14,6 +14,7 @@ from hotsplit.convert.options import Outtype
 from hotsplit.costs import part_bytes
 from hotsplit.costs.bytes_read import neurons_read
 from hotsplit.costs.default_mode import can_silence, computes_every_neuron, mode_meant
+from hotsplit.costs.type_bytes import TypeBytes, type_bytes, type_words
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.model.tensors import Layout
@@ -68,6 +69,7 @@ class Choice:
     predictors: bool | None
     budgets: tuple[int, ...]
     context_length: int
+    types: tuple[TypeBytes, ...]  # of the model's matrices
     lines: tuple[str, ...]
 
     def needs_look(self, wishes: Wishes) -> bool:
@@ -117,7 +119,10 @@ def choose(source: RunSource, wishes: Wishes, room: Room) -> Choice:
     scaling = for_context(scaled, context).spec.rope_scaling
     rotary = [] if scaling.kind == "none" else [f"rotary embeddings: {scaling.words}"]
     advice = _fits_lines(model, wishes, size, first)
-    lines = (type_line, *notes, mode_line, *given.lines, where, *advice, *rotary)
+    types = type_bytes(model.tensors)
+    words = type_words(types, source.types if own is None else ()) if source.types else None
+    type_lines = [type_line, *([f"types: {words}"] if words else [])]
+    lines = (*type_lines, *notes, mode_line, *given.lines, where, *advice, *rotary)
     return Choice(
         model=model,
         outtype=outtype,
@@ -127,6 +132,7 @@ def choose(source: RunSource, wishes: Wishes, room: Room) -> Choice:
         predictors=predictors,
         budgets=budgets,
         context_length=context,
+        types=types,
         lines=lines,
     )
 

@@ -250,6 +250,7 @@ def summary(job: RunJob, planned: WorkEstimate) -> dict[str, Any]:
         "predictors": choice.predictors,
         "budgets": choice.budgets,
         "context_length": choice.context_length,
+        "types": [asdict(each) for each in choice.types],
         "reasons": choice.lines,
         "stages": [asdict(work) for work in planned.works],
         "seconds": planned.seconds,

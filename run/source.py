@@ -19,6 +19,7 @@ from hotsplit.convert.convert import draft_of
 from hotsplit.convert.gguf_source import activation_notes
 from hotsplit.convert.hub import find_source
 from hotsplit.convert.options import ConvertConfig, Outtype
+from hotsplit.costs.type_bytes import TypeBytes, type_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.tensors import Layout, layout_of
 from hotsplit.run.keys import identity_of_source
@@ -41,6 +42,7 @@ class RunSource:
     stock: ModelFile | None
     stock_notes: tuple[str, ...]  # for the user if `stock` is run
     own_type: str  # of its matrices
+    types: tuple[TypeBytes, ...]  # of a GGUF's matrices
     activation: str | None  # given by the user for a GGUF that does not record it
     tokenizer: Path | None  # a tokenizer.json, given by the user
     scratch: Path  # an unused path, for files that are only planned
@@ -99,8 +101,10 @@ def look_at(
         )
     own = stock = None
     notes: tuple[str, ...] = ()
+    types: tuple[TypeBytes, ...] = ()
     if path.is_file():
         keys, tensors = read_model_gguf(path)
+        types = type_bytes(tensors)
         kinds = [entry.kind for name, entry in tensors.items() if name.endswith(_UPS)]
         own_type = max(kinds, key=kinds.count, default="unknown")
         is_whole = activation is None and tokenizer is None
@@ -124,6 +128,7 @@ def look_at(
         stock=stock,
         stock_notes=notes,
         own_type=own_type,
+        types=types,
         activation=activation,
         scratch=scratch,
         tokenizer=tokenizer,

@@ -4,8 +4,9 @@ has the size of the real one, but is sparse. Matrices have a row for each word o
 whose words are left out."""
 
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -35,6 +36,28 @@ MIXTURES = {
     "mxfp4": ("q8_0", "q8_0", "q8_0"),
 }
 EXPERTS = {"mxfp4": "mxfp4"}  # the type of all matrices of experts, where it is another
+# Types of matrices by part, with their numbers, where a file mixes more. Those of the 27 B's
+# UD-Q2_K_XL are counted in its header (anthony-chaudhary/fak, issue 9820; its draft block has six
+# more matrices in them); which part has which is a guess.
+CENSUSES = {
+    "ud-q2_k_xl": {
+        "token_embd": "q4_k 1",
+        "output": "q5_k 1",
+        "ffn_gate": "iq1_s 20 iq2_xs 34 iq2_s 9 iq1_m 1",
+        "ffn_up": "iq2_xxs 48 q2_k 16",
+        "ffn_down": "iq3_s 57 iq2_s 7",
+        "attn_gate": "iq3_xxs 48",
+        "attn_qkv": "iq2_s 48",
+        "ssm_out": "iq3_xxs 48",
+        "ssm_alpha": "q8_0 48",
+        "ssm_beta": "q8_0 48",
+        "attn_q": "iq3_xxs 16",
+        "attn_k": "q4_k 16",
+        "attn_v": "iq4_xs 5 q6_k 6 q3_k 5",
+        "attn_output": "iq4_xs 13 q4_k 3",
+    }
+}
+STRIDE = 29  # by which types are dealt out to layers, so that a few layers have most of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +151,9 @@ def _tokenizer(pre: str) -> dict[str, object]:
 
 def tensors_of(header: Header) -> Iterator[Tensor]:
     """Names, shapes (outermost dimension first) and types."""
+    if header.kind in CENSUSES:
+        yield from _dealt_out(header)
+        return
     num_layers, width, _, _, _, _, words = header.sizes
     main, output, better = MIXTURES[header.kind]
     if header.keys.get("general.type") == "adapter":
@@ -160,6 +186,18 @@ def tensors_of(header: Header) -> Iterator[Tensor]:
             if name.endswith("_exps.weight"):
                 own = EXPERTS.get(header.kind, own)
             yield f"blk.{layer}.{name}", shape, _whole(own, shape)
+
+
+def _dealt_out(header: Header) -> Iterator[Tensor]:
+    """The tensors, in the types of a census."""
+    given: Counter[str] = Counter()
+    for name, shape, kind in tensors_of(replace(header, kind="f16")):
+        part = name.removesuffix(".weight").split(".")[-1]
+        words = CENSUSES[header.kind].get(part, f"{kind} 1").split()
+        pairs = zip(words[::2], map(int, words[1::2]), strict=True)
+        kinds = [own for own, count in pairs for _ in range(count)]
+        yield name, shape, kinds[given[part] * STRIDE % len(kinds)]
+        given[part] += 1
 
 
 def _is_small(name: str) -> bool:
@@ -245,15 +283,17 @@ def _is_wide(header: Header, layer: int) -> bool:
 
 
 def _delta(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A gated delta net of 16 key heads and 32 value heads of 128."""
-    width, values, channels = header.sizes[1], 32 * 128, 2 * 16 * 128 + 32 * 128
+    """A gated delta net of 16 key heads, and value heads, of 128."""
+    heads = header.keys["ssm.time_step_rank"]
+    assert isinstance(heads, int)
+    width, values, channels = header.sizes[1], heads * 128, 2 * 16 * 128 + heads * 128
     yield "attn_qkv.weight", (channels, width)
     yield "attn_gate.weight", (values, width)
     yield "ssm_conv1d.weight", (channels, 4)
-    yield "ssm_dt.bias", (32,)
-    yield "ssm_a", (32,)
-    yield "ssm_alpha.weight", (32, width)
-    yield "ssm_beta.weight", (32, width)
+    yield "ssm_dt.bias", (heads,)
+    yield "ssm_a", (heads,)
+    yield "ssm_alpha.weight", (heads, width)
+    yield "ssm_beta.weight", (heads, width)
     yield "ssm_norm.weight", (128,)
     yield "ssm_out.weight", (width, values)
 
@@ -436,6 +476,7 @@ mmproj-gemma-3-12b-it-f16           clip           llama             1,1152,4304
 llama-3.1-8b-lora-F16               llama          llama             1,4096,14336,32,8,128,128256
 Llama-3.1-8B-TQ1_0                  llama          llama-bpe         32,4096,14336,32,8,128,128256
 Qwen2.5-32B-Instruct-IQ2_XXS        qwen2          qwen2             64,5120,27648,40,8,128,152064
+Qwen3.8-27B-UD-Q2_K_XL              qwen35         qwen35            64,5120,17408,24,4,256,248320
 """
 _MARKS = {
     "Llama-3.1-8B-Instruct-Q4_K_M": "factors",
@@ -446,6 +487,7 @@ _MARKS = {
     "Qwen3-30B-A3B-Q4_K_M": "head_norms",
     "Qwen3-235B-A22B-Q4_K_M": "head_norms",
     "Qwen3.6-35B-A3B-Q4_K_M": "head_norms delta second",
+    "Qwen3.8-27B-UD-Q2_K_XL": "head_norms delta second",
     "gemma-2-9b-it-Q4_K_M": "tied norms_around",
     "gemma-3-12b-it-Q4_K_M": "tied norms_around head_norms",
     "gemma-3-27b-it-Q4_0": "tied norms_around head_norms",
@@ -493,6 +535,7 @@ _KEYS: dict[str, dict[str, object]] = {
     | {"context_length": 131072, "rope.freq_base": 5e5, "vocab_size": 128256},
     "Qwen3.6-35B-A3B-Q4_K_M": _DELTA
     | {"feed_forward_length": None, "expert_shared_feed_forward_length": 512},
+    "Qwen3.8-27B-UD-Q2_K_XL": _DELTA | {"ssm.inner_size": 6144, "ssm.time_step_rank": 48},
     "Mistral-Nemo-Instruct-2407-Q4_K_M": {"context_length": 1024000},
     "gemma-2-9b-it-Q4_K_M": {
         "attn_logit_softcapping": 50.0,
@@ -582,7 +625,7 @@ HEADERS = tuple(
         words=_WORDS.get(name, ""),
         is_refused=not _WORDS.get(name, ";").startswith(";"),
         pre=pre,
-        kind=name.rsplit("-", 1)[1].lower(),
+        kind="ud-q2_k_xl" if "UD-Q2_K_XL" in name else name.rsplit("-", 1)[1].lower(),
         marks=_MARKS.get(name, ""),
         experts=_EXPERTS.get(name, (0,) * 5),
         keys=_KEYS.get(name, {}),

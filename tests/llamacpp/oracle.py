@@ -112,12 +112,13 @@ def decoder(model: str, length: int, kv_kind: str):  # type: ignore[no-untyped-d
 
 def quantize(source: str, target: str, kind: str, importances: str | None = None) -> dict:
     """Quantises all matrices to one type, like `llama-quantize --pure`; to a mixture (a kind that
-    ends in _s, _m, _l, _0 or _1), like `llama-quantize` without that option. `importances`: an .npz
-    of mean squares by the names of matrices."""
+    ends in _s, _m, _l, _0 or _1, or has one to three bits), like `llama-quantize` without that
+    option. `importances`: an .npz of mean squares by the names of matrices."""
     params = llama.llama_model_quantize_default_params()
     name = {"q4_k": "q4_k_s", "q5_k": "q5_k_s", "q3_k": "q3_k_s"}.get(kind, kind)
     params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{name.upper()}")
-    params.pure, params.nthread = kind[-2:] not in ("_s", "_m", "_l", "_0", "_1"), 1
+    is_mixed = kind[-2:] in ("_s", "_m", "_l", "_0", "_1") or kind[:3] in ("iq1", "iq2", "iq3")
+    params.pure, params.nthread = not is_mixed, 1
     arrays = dict(np.load(importances)) if importances else {}
     if arrays:
         entries = (llama.llama_model_imatrix_data * (len(arrays) + 1))()  # the last one ends them

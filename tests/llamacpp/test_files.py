@@ -32,6 +32,19 @@ BOUNDS = {"f32": 5e-6, "f16": 1e-3, "bf16": 5e-3, "q8_0": 2e-2, "q4_0": 3e-2}
 MIXTURES = [name for name in NAMES if main_type(name) in BY_NAME]
 # K-quants: 1.2e-2 to 1.7e-2. Files that people download are mixtures of them.
 K_BOUNDS = {"q4_k_m": 3e-2, "q5_k_m": 3e-2, "q4_k": 3e-2, "q5_k": 3e-2, "q6_k": 3e-2}
+# The types that are in a file of these names, of matrices whose rows are whole blocks of 256.
+LOW_BITS = {
+    "iq1_s": {"iq1_s", "iq2_xxs"},
+    "iq1_m": {"iq1_m", "iq2_xxs"},
+    "iq2_xxs": {"iq2_xxs"},
+    "iq2_xs": {"iq2_xs"},
+    "iq2_s": {"iq2_xs", "iq3_s"},
+    "iq2_m": {"iq2_s", "iq3_s"},
+    "iq3_xxs": {"iq3_xxs", "iq2_s", "iq3_s"},
+    "iq3_s": {"iq3_s"},
+}
+LOW_BIT_BOUND = 5e-2
+ROUNDED_INPUTS = 1e-3  # of what 16 bits of the inputs' values cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +164,24 @@ def test_llama_cpps_file_in_our_runtime(llama_cpp, quantised, tmp_path, kind):
     path = quantised(kind)
     assert TOKENIZER_KEY not in ModelFile.load(path).extra_keys
     check_all(llama_cpp, path, tmp_path, kind, "llama.cpp's")
+
+
+@pytest.mark.parametrize("kind", LOW_BITS)
+def test_its_files_of_one_to_three_bits_run_as_they_are(llama_cpp, stock, tmp_path, kind):
+    """With importances, in its mixtures. Ours is also compared with the file's values in f32."""
+    source, path, exact = stock("f32"), tmp_path / "q.gguf", tmp_path / "f32.gguf"
+    made, arrays = importances_of(source, tmp_path / "i.gguf"), tmp_path / "i.npz"
+    np.savez(arrays, **{name: each.means().reshape(-1) for name, each in made.tensors.items()})
+    llama_cpp("quantize", source=source, target=path, kind=kind, importances=arrays)
+    kinds = {entry.in_file.kind for entry in ModelFile.load(path).tensors.values()}
+    assert LOW_BITS[kind] <= kinds, kinds
+    convert(ConvertConfig(source=path, output=exact, outtype="f32", layout="stock"))
+    with Engine.load(exact, mode="dense", device="cpu") as engine:
+        for found in continuations(llama_cpp, path, tmp_path):
+            check(found, LOW_BIT_BOUND)
+            ids = found.prompt + found.theirs[:-1]
+            exact_TV = engine.logits(ids)[len(found.prompt) - 1 :].numpy()
+            assert rel_error(found.logits_ours, exact_TV) < ROUNDED_INPUTS
 
 
 def test_a_mixture_of_k_quants_converts_with_its_bytes(llama_cpp, quantised, tmp_path):

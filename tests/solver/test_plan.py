@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shlex
+from collections import Counter
 from math import prod
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from hotsplit.system.sizes import format_bytes, parse_bytes, size_words
 CARD = "rtx-4060-8gb"
 SPEED = re.compile(r"  this plan +([\d,]+\.\d) tokens/s")
 # With each kind of layer that they have, or as many as a key lists.
-FEW_LAYERS = {"qwen35moe": 4, "gemma4": 12, "lfm2": 16, "lfm2moe": 24}
+FEW_LAYERS = {"qwen35": 4, "qwen35moe": 4, "gemma4": 12, "lfm2": 16, "lfm2moe": 24}
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,72 @@ def test_published_headers_end_in_a_plan_or_in_one_true_sentence(tmp_path, capsy
         short = dataclasses.replace(header, sizes=(num_layers, *header.sizes[1:]))
         vram = "1GiB" if header.name.startswith(("Qwen3-30B", "Qwen3.6", "Mixtral")) else "0"
         assert outcome(tmp_path / "h.gguf", capsys, short, "--vram", vram)
+
+
+def test_gpt_oss_has_the_published_types_and_size(tmp_path):
+    """ggml-org/gpt-oss-20b-GGUF has 12.11 GB, 12 MB of them for words and merges, left out here."""
+    header = next(each for each in HEADERS if each.name.startswith("gpt-oss"))
+    kinds = {name: kind for name, _, kind in tensors_of(header)}
+    experts = {kind for name, kind in kinds.items() if name.endswith("_exps.weight")}
+    others = {kinds[f"blk.0.attn_{each}.weight"] for each in ("q", "k", "v", "output")}
+    assert experts == {"mxfp4"} and others == {kinds["output.weight"]} == {"q8_0"}
+    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
+    assert (tmp_path / "h.gguf").stat().st_size == pytest.approx(12.11e9 - 12e6, rel=1e-3)
+
+
+# As published: the draft block's six large matrices and two small ones are left out here.
+CENSUS = {"iq3_xxs": 112, "iq2_s": 67, "iq3_s": 57, "iq2_xxs": 48, "iq2_xs": 34, "iq1_s": 20}
+CENSUS |= {"q4_k": 21, "iq4_xs": 19, "q2_k": 16, "q6_k": 6, "q3_k": 5, "q5_k": 2, "iq1_m": 1}
+CENSUS |= {"q8_0": 98}
+# Bytes of 256 values in memory, where they differ from the file's.
+TABLE_BYTES = {"iq1": 110, "iq2": 110, "iq3": 136}
+
+
+def test_a_file_of_many_types_has_the_published_ones_and_size():
+    """unsloth's Qwen3.8-27B-UD-Q2_K_XL has 9.83 GB."""
+    (header,) = (each for each in HEADERS if "UD-Q2_K_XL" in each.name)
+    tensors = list(tensors_of(header))
+    counts = Counter(kind for _, _, kind in tensors)
+    missing = {kind: count - counts[kind] for kind, count in CENSUS.items()}
+    assert sum(missing.values()) == 8 and all(0 <= count <= 3 for count in missing.values())
+    assert sum(bytes_of(shape, kind) for _, shape, kind in tensors) == pytest.approx(
+        9.83e9, rel=5e-3
+    )
+
+
+def bytes_of(shape: tuple[int, ...], kind: str) -> int:
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
+    return prod(shape) // block * block_bytes
+
+
+def test_plan_and_inspect_say_what_becomes_of_each_type(tmp_path, monkeypatch, capsys):
+    path = published(tmp_path, monkeypatch, "Qwen3.8-27B-UD-Q2_K_XL", num_layers=4)
+    header = next(each for each in HEADERS if "UD-Q2_K_XL" in each.name)
+    header = dataclasses.replace(header, sizes=(4, *header.sizes[1:]))
+    matrices = [(shape, kind) for _, shape, kind in tensors_of(header) if kind != "f32"]
+    in_file, in_memory = Counter(), Counter()
+    for shape, kind in matrices:
+        in_file[kind] += bytes_of(shape, kind)
+        grown = TABLE_BYTES.get(kind[:3] if kind not in ("iq4_xs",) else "")
+        in_memory[kind] += prod(shape) // 256 * grown if grown else bytes_of(shape, kind)
+    report = planned(capsys, path, "--vram", "0")
+    found = report["types"]
+    assert {each["kind"]: each["file_bytes"] for each in found} == in_file
+    assert {each["kind"]: each["memory_bytes"] for each in found} == in_memory
+    assert [each["num_matrices"] for each in found] == [
+        sum(kind == each["kind"] for _, kind in matrices) for each in found
+    ]
+    vectors = sum(4 * prod(shape) for _, shape, kind in tensors_of(header) if kind == "f32")
+    weights = sum(report["cpu_bytes"][i] for i in ("attention", "neurons", "head", "embedding"))
+    assert weights == pytest.approx(sum(in_memory.values()) + vectors, rel=0.01)
+    (line,) = (line for line in report["reasons"] if line.startswith("types: "))
+    before, after = (format_bytes(sum(each.values())) for each in (in_file, in_memory))
+    assert line.endswith(f"; in all {before} become {after}")
+    for each in found:
+        words = f"{each['kind']} {format_bytes(each['file_bytes'])} ({each['num_matrices']})"
+        assert words in line, line
+    summary = inspect_file(path)
+    assert summary.refusal is None and dict(summary.facts)["in memory"] == line[len("types: ") :]
 
 
 def test_a_line_says_what_a_draft_block_is_expected_to_gain(tmp_path, capsys, monkeypatch):

@@ -119,6 +119,7 @@ def plan(
     report |= {
         "outtype": job.choice.model.own_type,
         "device": job.choice.device,
+        "types": [asdict(each) for each in job.choice.types],
         "reasons": job.choice.lines,
         "context_length": job.choice.context_length,
     }

@@ -18,6 +18,7 @@ from hotsplit.artifacts.model_gguf import SPLIT_ARCHITECTURE
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import draft_words, text_words
 from hotsplit.costs.default_mode import dense_bytes
+from hotsplit.costs.type_bytes import TypeBytes, type_bytes, type_words
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
 from hotsplit.files.gguf_parts import num_bytes_of
@@ -144,10 +145,20 @@ class GgufSummary(file_summary.Summary):
             "model": facts,
             "tokenizer": self.tokenizer,
             "by_type": _amounts(tensors, lambda fact: fact.kind),
+            "types": self.types,
             "by_part": _amounts(tensors, lambda fact: fact.part),
             "keys": self.shown_keys,
             "tensors": tensors,
         }
+
+    @cached_property
+    def types(self) -> tuple[TypeBytes, ...]:
+        """What becomes of the types of matrices in memory; () for a file that does not run."""
+        return type_bytes(self.model.tensors) if self.model else ()
+
+    @property
+    def _is_packed(self) -> bool:
+        return any(each.is_packed for each in self.types)
 
     @cached_property
     def tokenizer(self) -> TokenizerFacts:
@@ -186,6 +197,7 @@ class GgufSummary(file_summary.Summary):
                 ("layout", m.layout),
                 ("activation", m.activation),
                 ("thresholds", file_summary.span(m.threshold_L)),
+                *([("in memory", type_words(self.types))] if self._is_packed else []),
                 *spec_facts(m.bare_spec),
                 *([("note", note)] if (note := m.skipped_note or m.draft_note) else []),
                 *([("draft block takes", words)] if (words := draft_words(m)) else []),
