@@ -89,7 +89,7 @@ def drafting(
     elif kind == "ngram-mod":
         pool = NgramPool()
         new_free = lambda: pool  # noqa: E731
-    ratios = ratios_here(engine)
+    ratios = ratios_here(engine._sequences, engine.model, engine.mode)
     with ExitStack() as stack:
         if kind in ("auto", "draft") and model_draft is not None:
             file = ModelFile.load(model_draft)

@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping
 
 from hotsplit import __version__
-from hotsplit.runtime.engine import Engine
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.runtime.generate.speculation import has_equal_rows
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.step.sequences import Part, Sequence
+from hotsplit.runtime.step.sequences import Part, Sequence, Sequences
 from hotsplit.system.cache_place import ROWS_FILE
 from hotsplit.system.kept_values import keep_value, kept_values, processor
 
@@ -26,20 +26,19 @@ MOST_SECONDS = 2.0  # after which no further step is begun
 MOST_RATIO = 1e3  # more is no measurement
 
 
-def ratios_here(engine: Engine) -> Mapping[int, float] | None:
-    """Times of steps by their number of rows, in those of one row. None on a GPU, whose steps are
-    captured when they are first wanted, and if all sequences of the engine are in use."""
-    decoder = engine._live
-    if not has_equal_rows(decoder) or not engine._sequences.has_room:
+def ratios_here(sequences: Sequences, model: ModelFile, mode: str) -> Mapping[int, float] | None:
+    """Times of steps of an engine by their number of rows, in those of one row. None on a GPU,
+    whose steps are captured when they are first wanted, and if all sequences are in use."""
+    if not has_equal_rows(sequences.live) or not sequences.has_room:
         return None
-    num_bytes = sum(entry.num_bytes for entry in engine.model.tensors.values())
-    model = f"{engine.model.model_id[:16]} of {num_bytes} bytes, {engine.mode}"
+    num_bytes = sum(entry.num_bytes for entry in model.tensors.values())
+    content = f"{model.model_id[:16]} of {num_bytes} bytes, {mode}"
     software = f"{__version__}, {library.level()}, {library.num_threads()} threads"
-    key = f"{processor()}, {software}, {model}"
+    key = f"{processor()}, {software}, {content}"
     found = _kept(key)
     if len(found) < MEASURED:
-        with engine.sequence() as text:
-            latest = measured(engine, text)
+        with sequences.open() as text:
+            latest = measured(sequences, text)
         if latest is not None:
             found.append(latest)
             keep_value(ROWS_FILE, key, found)
@@ -52,17 +51,17 @@ def ratios_here(engine: Engine) -> Mapping[int, float] | None:
     return medians
 
 
-def measured(engine: Engine, text: Sequence) -> dict[int, float] | None:
+def measured(sequences: Sequences, text: Sequence) -> dict[int, float] | None:
     """The ratios of the shortest times of ROUNDS, as many as MOST_SECONDS suffice for; None if that
     is not even one besides single rows. `text`: an empty one, which is empty afterwards."""
     generator, least = random.Random(0), dict[int, float]()
-    size, deadline = engine.model.spec.vocab_size, time.perf_counter() + MOST_SECONDS
+    size, deadline = sequences.live.vocab_size, time.perf_counter() + MOST_SECONDS
     for rows in (1, *ROWS * ROUNDS):  # the first one warms up
         if time.perf_counter() > deadline or rows > text.room:
             break
         tokens = [generator.randrange(size) for _ in range(rows)]
         began = time.perf_counter()
-        engine.run([Part(sequence=text, tokens=tokens, wanted="all")])
+        sequences.run([Part(sequence=text, tokens=tokens, wanted="all")])
         took = time.perf_counter() - began
         least[rows] = min(took, least.get(rows, took))
         text.rollback(0)

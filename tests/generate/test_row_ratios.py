@@ -17,6 +17,10 @@ from hotsplit.runtime.step.sequences import Sequences
 from hotsplit.system.cache_place import ROWS_FILE
 
 
+def ratios_of(engine):
+    return ratios_here(engine._sequences, engine.model, engine.mode)
+
+
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     folder = tmp_path / "cache"
@@ -48,15 +52,15 @@ def test_ratios_are_measured_a_few_times_and_kept(cache, clock, tmp_path, monkey
     want = {n: pytest.approx(1 + 0.25 * (n - 1)) for n in sorted(ROWS)}
     with Engine.load(model_path(tmp_path, "q8_0")) as engine:
         for number in range(1, MEASURED + 3):
-            assert ratios_here(engine) == want
+            assert ratios_of(engine) == want
             assert len(rows) == min(number, MEASURED) * (1 + 2 * len(ROWS))
         assert sorted(set(rows)) == sorted(ROWS)
         monkeypatch.setattr(library, "num_threads", lambda: 77)
         rows.clear()
-        assert ratios_here(engine) == want and len(rows) == 13
+        assert ratios_of(engine) == want and len(rows) == 13
         assert len(json.loads((cache / ROWS_FILE).read_text())) == 2
     with Engine.load(model_path(tmp_path, "q4_0", "other")) as other:
-        ratios_here(other)
+        ratios_of(other)
         assert len(json.loads((cache / ROWS_FILE).read_text())) == 3
     clear(cache, ())
     assert not (cache / ROWS_FILE).exists()
@@ -64,9 +68,9 @@ def test_ratios_are_measured_a_few_times_and_kept(cache, clock, tmp_path, monkey
 
 def test_the_median_of_all_measurements_counts(cache, tmp_path, monkeypatch):
     found = iter(({1: 1.0, 4: 3.0}, {1: 1.0, 4: 1.5, 2: 1.25}, {1: 1.0, 4: 1.25}))
-    monkeypatch.setattr(row_ratios, "measured", lambda engine, text: next(found))
+    monkeypatch.setattr(row_ratios, "measured", lambda *_: next(found))
     with Engine.load(model_path(tmp_path, "q8_0")) as engine:
-        got = [ratios_here(engine) for _ in range(3)]
+        got = [ratios_of(engine) for _ in range(3)]
     assert got == [{1: 1.0, 4: 3.0}, {1: 1.0, 2: 1.25, 4: 2.25}, {1: 1.0, 2: 1.25, 4: 1.5}]
 
 
@@ -78,10 +82,10 @@ def test_the_median_of_all_measurements_counts(cache, tmp_path, monkeypatch):
 )
 def test_damaged_files_are_measured_again(cache, clock, tmp_path, content):
     with Engine.load(model_path(tmp_path, "q8_0")) as engine:
-        want = ratios_here(engine)
+        want = ratios_of(engine)
         (key,) = json.loads((cache / ROWS_FILE).read_text())
         (cache / ROWS_FILE).write_text(content.replace("%s", key))
-        assert ratios_here(engine) == pytest.approx(want) and len(clock[0]) == 26
+        assert ratios_of(engine) == pytest.approx(want) and len(clock[0]) == 26
         assert len(json.loads((cache / ROWS_FILE).read_text())[key]) == 1
 
 
@@ -92,7 +96,7 @@ def test_a_slow_model_is_measured_for_two_seconds(cache, clock, tmp_path):
             timed.step_s = step_s
             rows.clear()
             with engine.sequence() as text:
-                found = measured(engine, text)
+                found = measured(engine._sequences, text)
             assert len(rows) == count
             assert found == ({1: 1.0, 4: pytest.approx(1.75)} if count > 1 else None)
 
@@ -100,8 +104,8 @@ def test_a_slow_model_is_measured_for_two_seconds(cache, clock, tmp_path):
 def test_no_text_is_closed_for_it(cache, tmp_path):
     with Engine.load(model_path(tmp_path, "q8_0")) as engine:
         with engine.sequence():
-            assert ratios_here(engine) is None and not (cache / ROWS_FILE).exists()
-        assert ratios_here(engine) is not None
+            assert ratios_of(engine) is None and not (cache / ROWS_FILE).exists()
+        assert ratios_of(engine) is not None
 
 
 def test_a_text_is_the_same_after_it(cache, tmp_path):

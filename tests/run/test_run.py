@@ -235,7 +235,7 @@ def test_a_draft_model_is_prepared_as_the_model_is(capsys, silu, cache, monkeypa
     for command in ("generate", "run"):
         assert main([command, *asked, "-md", str(silu)]) == 0
         shown = capsys.readouterr()
-        assert shown.out == alone and drafts.pop().parent.parent == cache
+        assert shown.out == alone and drafts.pop().path.parent.parent == cache
         assert ("stage 1 of 1: convert" in shown.err) == (command == "generate")
     assert main(["generate", *asked, "-md", str(cache.parent / "no" / "such")]) == 1
     assert "no such folder" in capsys.readouterr().err
