@@ -27,7 +27,8 @@ from test_runtime import IDS
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.model.weight_types import BY_NAME, FILE_NAMES, TABLES
+from hotsplit.files.gguf_types import block_sizes
+from hotsplit.model.weight_types import FILE_NAMES, IN_MEMORY
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.step.backend import plain_backend
@@ -49,8 +50,8 @@ def of_engine(engine: Engine) -> list[str]:
 
 
 def models() -> Iterator[tuple[str, ModelFile]]:
-    for kind in (*FILE_NAMES, *TABLES):
-        width = max(64, BY_NAME[TABLES.get(kind, kind)].block_values)
+    for kind in (*FILE_NAMES, *IN_MEMORY):
+        width = max(64, block_sizes(kind)[0])
         shape = make_sizes(width=width, num_layers=L, num_neurons=F)
         model = make_model(sizes=shape, kind=kind, predictor_rank=8)
         yield kind, dataclasses.replace(model, threshold_L=(0.05,) * L)

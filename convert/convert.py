@@ -33,17 +33,28 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.pooling_key import pooling_key
 from hotsplit.families.table import ARCHITECTURES
+from hotsplit.files.gguf_types import GROUPED_TWOS
 from hotsplit.files.outputs import check_output
 from hotsplit.files.written import Restored, Written
 from hotsplit.model.neurons import ACTIVATIONS
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import layer_shapes
-from hotsplit.model.weight_types import TABLES, TYPES
+from hotsplit.model.weight_types import IN_MEMORY, TYPES
 from hotsplit.tokens.ggml_tokenizer import check_text_keys
 
-FILE_TYPES: dict[str, LlamaFileType] = {
-    **{each.name: LlamaFileType[each.file_type] for each in TYPES if each.is_in_files},
-    **{name: LlamaFileType[f"MOSTLY_{name.upper()}"] for name in (*TABLES, *MIXTURES)},
+# By type. That of q2_0 is not in gguf (llama_ftype in llama.h).
+FILE_TYPES: dict[str, int] = {
+    **dict.fromkeys((GROUPED_TWOS, "q2_0"), 41),
+    **{
+        each.name: LlamaFileType[each.file_type]
+        for each in TYPES
+        if each.is_in_files and each.name != "q2_0"
+    },
+    **{
+        name: LlamaFileType[f"MOSTLY_{name.upper()}"]
+        for name in (*IN_MEMORY, *MIXTURES)
+        if name != GROUPED_TWOS
+    },
 }
 
 

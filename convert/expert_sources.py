@@ -173,7 +173,10 @@ def of_expert(entry: TensorEntry, expert: int) -> TensorEntry:
     def read_rows(start: int, stop: int) -> np.ndarray:
         return entry.read_rows(expert, expert + 1)[0][start:stop]
 
-    return TensorEntry(shape=entry.shape[1:], kind=entry.kind, read_rows=read_rows)
+    scale = entry.scale
+    if scale is not None and len(scale) > 1:
+        scale = scale[expert : expert + 1]
+    return TensorEntry(shape=entry.shape[1:], kind=entry.kind, read_rows=read_rows, scale=scale)
 
 
 def source_names(experts: Mapping[str, Iterable[ExpertSource]]) -> set[str]:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
 
 from hotsplit.artifacts.importance_file import Importances
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
@@ -21,19 +20,25 @@ from hotsplit.convert.encode import encode, not_finite, restore
 from hotsplit.convert.expert_sources import by_expert, of_expert
 from hotsplit.convert.importances import check_and_note
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.convert.same_values import SAME_VALUES, with_same_values
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import given_tokenizer
 from hotsplit.convert.type_mixtures import Roles
 from hotsplit.errors import HotsplitError, refuse_together
 from hotsplit.families.key_reader import KeyReader
-from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of, values_of
-from hotsplit.files.table_blocks import pack_table_blocks
+from hotsplit.files.gguf_file import (
+    TensorEntry,
+    Value,
+    in_memory,
+    packed_rows,
+    row_bytes,
+    values_of,
+)
+from hotsplit.files.gguf_types import block_sizes
 from hotsplit.files.written import Restored
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import in_layout, layout_of, transposed_shape
-from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, TABLES
+from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, IN_MEMORY
 from hotsplit.tokens.ggml_tokenizer import check_text_keys
 
 LARGEST_EXPONENT = 252  # of a block of mxfp4 whose values are all finite: 12 * 2^(e - 128)
@@ -186,12 +191,6 @@ def _made(
     if (entry.kind, kind) == ("q5_0", "q8_0") and not is_transposed:
         same = dataclasses.replace(entry, kind=kind, read_rows=partial(_q5_0_as_q8_0, entry))
         return _checked(same, label)
-    if SAME_VALUES.get(entry.kind) == kind and not is_transposed:
-        read = entry.read_rows
-        same = dataclasses.replace(
-            entry, kind=kind, read_rows=lambda a, b: with_same_values(read(a, b), entry.kind, label)
-        )
-        return _checked(same, label)
     read = partial(_transposed_rows if is_transposed else _unpacked_rows, entry)
 
     def read_rows(start: int, stop: int) -> np.ndarray:
@@ -214,8 +213,10 @@ def _checked(entry: TensorEntry, label: str) -> TensorEntry:
 
 def _is_finite(data: np.ndarray, kind: str) -> bool:
     """A block is finite if its f16 numbers are, or, with an exponent, its values (255 is NaN)."""
-    if kind in TABLES:
-        data, kind = pack_table_blocks(data, kind), TABLES[kind]
+    if kind == "nvfp4":  # every scale of a block is finite, and that of the tensor was checked
+        return True
+    if kind in IN_MEMORY:
+        data, kind = packed_rows(data, kind), IN_MEMORY[kind]
     if kind in ("f32", "f16"):
         return bool(np.isfinite(data).all())
     if kind == "bf16":
@@ -229,6 +230,7 @@ def _is_finite(data: np.ndarray, kind: str) -> bool:
 
 
 def _unpacked_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+    entry = in_memory(entry)
     return values_of(entry.read_rows(start, stop), entry.kind)
 
 
@@ -236,7 +238,7 @@ def _q5_0_as_q8_0(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
     """Rows of q5_0 as q8_0 with the same values: the scales, and integers of 5 bits as 8 bits
     (block_q5_0 in ggml-common.h: an f16 scale, 32 high bits, 32 low halves of bytes)."""
     packed = entry.read_rows(start, stop)
-    blocks = packed.reshape(-1, GGML_QUANT_SIZES[type_of("q5_0")][1])
+    blocks = packed.reshape(-1, block_sizes("q5_0")[1])
     high = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
     low = np.concatenate([blocks[:, 6:] & 15, blocks[:, 6:] >> 4], axis=1)
     values = ((high << 4) | low).astype(np.int8) - np.int8(16)
@@ -246,12 +248,13 @@ def _q5_0_as_q8_0(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
 
 def _transposed_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
     """f32 rows of the transposed tensor: columns of [N, M], read in whole blocks."""
-    block = GGML_QUANT_SIZES[type_of(entry.kind)][0]
+    entry = in_memory(entry)
+    block, head = block_sizes(entry.kind)[0], BY_NAME[entry.kind].row_head
     first, last = start // block, -(-stop // block)
     data = entry.read()
-    size = data.shape[1] // (entry.shape[1] // block)  # array elements per block
+    size = (data.shape[1] - head) // (entry.shape[1] // block)  # array elements per block
     assert data.nbytes == len(data) * row_bytes(entry.shape[1], entry.kind)
-    columns = np.ascontiguousarray(data[:, first * size : last * size])
+    columns = np.hstack([data[:, :head], data[:, head:][:, first * size : last * size]])
     values = values_of(columns, entry.kind)
     return values[:, start - first * block : stop - first * block].T
 

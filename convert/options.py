@@ -11,16 +11,16 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.model.spec import Activation
 from hotsplit.model.tensors import Layout
-from hotsplit.model.weight_types import FILE_NAMES, FileTypeName
+from hotsplit.model.weight_types import ENCODED_NAMES, FileTypeName
 
 Outtype = FileTypeName | MixtureName
 OUTTYPES: tuple[Outtype, ...] = (
-    *FILE_NAMES,
-    *(name for name in MIXTURES if main_type(name) in FILE_NAMES),
+    *ENCODED_NAMES,
+    *(name for name in MIXTURES if main_type(name) in ENCODED_NAMES),
 )
 
 
-def check_type(kind: str, what: str, known: tuple[str, ...] = FILE_NAMES) -> None:
+def check_type(kind: str, what: str, known: tuple[str, ...] = ENCODED_NAMES) -> None:
     """Raises HotsplitError, about `what`, for a type that no tensor can be written in."""
     if kind not in known:
         raise HotsplitError(f"{what}: {kind!r} is unknown; known: {', '.join(known)}")

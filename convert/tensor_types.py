@@ -9,14 +9,13 @@ import numpy as np
 from hotsplit.artifacts.importance_file import Importances
 from hotsplit.convert.importances import mean_squares
 from hotsplit.convert.options import check_type
-from hotsplit.convert.same_values import SAME_VALUES
 from hotsplit.convert.type_mixtures import NAMED_AS_TYPES, Roles
 from hotsplit.convert.type_mixtures import NAMES as MIXTURES
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, is_whole_blocks
 from hotsplit.files.typed import shown
 from hotsplit.model.tensors import is_router, is_vector
-from hotsplit.model.weight_types import BY_NAME, FILE_NAMES, FLOAT_NAMES, SMALLER_BLOCKS, TABLES
+from hotsplit.model.weight_types import BY_NAME, FILE_NAMES, FLOAT_NAMES, IN_MEMORY, SMALLER_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +95,11 @@ class TensorTypes:
 
     def stored_kind(self, name: str, shape: tuple[int, ...], source: str, *, is_whole: bool) -> str:
         """The type of a tensor that a GGUF has as `source`: what an override asks for; without one
-        its own, if it runs and its blocks stay whole, or the one that holds its values exactly;
-        else q8_0, which loses least."""
+        its own, if it runs and its blocks stay whole; else q8_0, which loses least."""
         if self.override(name) is not None and not is_vector(name, shape):
             return self.kind(name, shape)
-        if source in (*FILE_NAMES, *TABLES) and (source in FLOAT_NAMES or is_whole):
+        if source in (*FILE_NAMES, *IN_MEMORY) and (source in FLOAT_NAMES or is_whole):
             return source
-        if source in SAME_VALUES and is_whole:
-            return SAME_VALUES[source]
         return replace(self, outtype="q8_0", roles=None).kind(name, shape)
 
     def fallen_note(self, tensors: Mapping[str, TensorEntry]) -> str | None:

@@ -18,7 +18,7 @@ from hotsplit.costs.type_bytes import TypeBytes, type_bytes, type_words
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.model.tensors import Layout
-from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, FLOAT_NAMES, TABLES
+from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, FLOAT_NAMES, IN_MEMORY
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.default_budgets import Room
@@ -236,7 +236,7 @@ def _own_type_line(source: RunSource, model: ModelFile, wishes: Wishes, room: Ro
     line = f"type {model.own_type}: {why}"
     if size <= memory:
         return f"{line} ({_fits(size, memory, 'memory')})"
-    own = BY_NAME[TABLES.get(model.own_type, model.own_type)]
+    own = BY_NAME[IN_MEMORY.get(model.own_type, model.own_type)]
     smallest = BY_NAME[BY_QUALITY[-1]]
     is_smaller = smallest.bytes_per_value < own.bytes_per_value
     advice = f", or --outtype {smallest.name}," if is_smaller else ""

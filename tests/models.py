@@ -14,7 +14,7 @@ import numpy as np
 from gguf import quants
 from grid_blocks import grid_rows
 from k_quants import BLOCK_BYTES, random_rows
-from small_blocks import CODED
+from small_blocks import CODED, GROUPS
 from small_blocks import random_rows as random_small_rows
 from spec_keys import spec_keys
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -46,8 +46,8 @@ from hotsplit.model.spec import (
     Route,
 )
 from hotsplit.model.tensors import is_router, is_vector
+from hotsplit.model.weight_types import IN_MEMORY, TABLES
 from hotsplit.model.weight_types import NAMES as KINDS
-from hotsplit.model.weight_types import TABLES
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.problem import Problem
 
@@ -438,7 +438,9 @@ def _random_entry(
 ) -> TensorEntry:
     kind, data = _random_array(name, shape, kind, random)
     data.setflags(write=False)  # other tests have it, too
-    return in_memory(TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b]))
+    scale = np.array([0.4 * shape[-1] ** -0.5], np.float32) if kind == "nvfp4" else None
+    entry = TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b], scale=scale)
+    return in_memory(entry)
 
 
 def _random_array(
@@ -452,7 +454,7 @@ def _random_array(
         return "f32", values
     if kind in ("f32", "f16"):
         return kind, values.astype(kind.replace("f", "float"))
-    if kind in (*BLOCK_BYTES, *CODED, *TABLES):
+    if kind in (*BLOCK_BYTES, *CODED, *GROUPS, *IN_MEMORY):
         num_rows, width = prod(shape[:-1]), shape[-1]
         seed = int(random.integers(1 << 30))
         rows = random_rows if kind in BLOCK_BYTES else random_small_rows

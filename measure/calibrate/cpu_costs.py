@@ -177,8 +177,10 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
         raw = np.ones((count, size), np.uint8)
         # The upper bytes of f16 numbers, and exponents, are those of about 1.0: the speed does not
         # depend on the values, except for denormals.
-        start, stop = BY_NAME[kind].halves or (-1, 1)
-        raw.reshape(-1, BY_NAME[kind].block_bytes)[:, start + 1 : stop : 2] = 0x3C
+        each = BY_NAME[kind]
+        blocks = raw[:, each.row_head :].reshape(count, -1, each.block_bytes)
+        halves = each.halves and slice(each.halves[0] + 1, each.halves[1], 2)
+        blocks[..., halves or slice(0, each.head_bytes)] = 0x3C
     return TensorEntry(shape=(count, ROW_VALUES), kind=kind, read_rows=lambda a, b: raw[a:b])
 
 

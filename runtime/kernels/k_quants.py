@@ -73,6 +73,10 @@ def _unpack_iq4_xs(blocks: Tensor, each: WeightType) -> Tensor:
     return (quants * scale[..., None]).flatten(-2)
 
 
+def _unpack_tq2_0(blocks: Tensor, each: WeightType) -> Tensor:
+    return _halves(blocks[..., 64:]) * _looked_up(_twos(blocks[..., :64]), each)
+
+
 _UNPACK = {
     "q4_k": _unpack_six_bits,
     "q5_k": _unpack_six_bits,
@@ -80,6 +84,7 @@ _UNPACK = {
     "q3_k": _unpack_q3_k,
     "q2_k": _unpack_q2_k,
     "iq4_xs": _unpack_iq4_xs,
+    "tq2_0": _unpack_tq2_0,
 }
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from hotsplit.model.weight_types import BY_NAME, Form
+from hotsplit.model.weight_types import BY_NAME, Form, WeightType
 from hotsplit.runtime.kernels import k_quants
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS, from_grouped
 from hotsplit.runtime.kernels.planar import from_planar
@@ -36,9 +36,13 @@ def unpack(data: Tensor, kind: str) -> Tensor:
     if kind in FLOATS:
         return data.float()
     weight_type = BY_NAME[kind]
-    blocks = data.unflatten(-1, (-1, weight_type.block_bytes))
+    head = weight_type.row_head
+    blocks = data[..., head:].unflatten(-1, (-1, weight_type.block_bytes))
     if weight_type.is_k_quant:
         return k_quants.unpack_blocks(blocks, kind).flatten(-2)
+    if weight_type.shares_heads:
+        values = _values_of_groups(blocks, weight_type).flatten(-2)
+        return values * data[..., :head].contiguous().view(torch.float32) if head else values
     numbers = _numbers(blocks[..., : weight_type.head_bytes])
     quants = blocks[..., weight_type.head_bytes :]
     if weight_type.has_nibbles:
@@ -58,6 +62,24 @@ def unpack_chosen(data: Tensor, kind: str, index_A: Tensor) -> Tensor:
     units = data.view(-1, together, data.shape[1])[index_A // together].flatten(0, 1)
     place_A = torch.arange(len(index_A), device=data.device) * together + index_A % together
     return unpack(units, kind)[place_A]
+
+
+def _values_of_groups(blocks: Tensor, each: WeightType) -> Tensor:
+    """f32 [..., block_values] of blocks of 64 or 128 values, uint8 [..., block_bytes]: of codes of
+    one or two bits with an f16 scale, or of nvfp4, where sixteen values have eight bytes and a
+    scale of type ue4m3, which is halved here (127 is 0)."""
+    heads, quants = blocks[..., : each.head_bytes], blocks[..., each.head_bytes :]
+    levels = torch.tensor(each.levels, device=blocks.device).float()
+    if each.halves:
+        bits = 8 * quants.shape[-1] // each.block_values
+        place = torch.arange(0, 8, bits, dtype=torch.uint8, device=blocks.device)
+        codes = (quants[..., None] >> place & (1 << bits) - 1).flatten(-2)
+        return levels[codes.long()] * heads.contiguous().view(torch.float16).float()
+    number = heads.int()
+    magnitude = torch.where(number == 127, 0, (number & 127) << 20).view(torch.float32)
+    pairs = quants.unflatten(-1, (-1, 8))
+    codes = torch.cat([pairs & 15, pairs >> 4], dim=-1).long()
+    return (levels[codes] * (magnitude * 2.0**119)[..., None]).flatten(-2)
 
 
 def _numbers(head: Tensor) -> Tensor:

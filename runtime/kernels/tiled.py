@@ -3,10 +3,11 @@
 Each lane of a vector is then a row, for one token and for several, and nothing has to be
 transposed. A tile has as many bytes as its rows in the file:
 
-    small blocks  for as many blocks as have 64 bytes of numbers (two with f16 scales, four with
-                  exponents, one with a minimum; the last may be fewer): for each block, the scales
-                  of 16 rows, then their minima | for each block, its quants, four bytes of each of
-                  16 rows in turn
+    small blocks  and those of 64 and 128 values: for as many blocks as have 64 bytes of numbers
+                  (two with f16 scales, four with exponents, one with a minimum or four scales; the
+                  last may be fewer): for each block, the scales of 16 rows, then their minima | for
+                  each block, its quants, four bytes of each of 16 rows in turn. Factors of rows
+                  are before all blocks
     K-quants     for each block, interleaving 16 rows: the f16 numbers, one at a time | the scales,
                  one byte at a time | the bits above the quants, if any, and the quants, four bytes
                  at a time. Where a block has one f16 number, two blocks have both first, and a
@@ -17,9 +18,10 @@ transposed. A tile has as many bytes as its rows in the file:
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from hotsplit.model.weight_types import TYPES, kinds_in
+from hotsplit.model.weight_types import BY_NAME, TYPES, kinds_in
 
 TILE_ROWS = 16
 # The tiled kind of each kind in a file.
@@ -36,7 +38,7 @@ class _Piece(NamedTuple):
     together: int
 
 
-_SMALL = [each for each in TYPES if each.has_small_blocks]
+_SMALL = [each for each in TYPES if each.has_small_blocks or each.shares_heads]
 _SMALL_NAMES = [each.name for each in _SMALL]
 # The pieces of a block: its f16 numbers, and the others in the order of a tile.
 _FLOATS: dict[str, _Piece] = {
@@ -44,7 +46,7 @@ _FLOATS: dict[str, _Piece] = {
 }
 # With the bits of scales.
 _FLOATS |= {each.name: _Piece(0, 8, 2) for each in TYPES if each.layout == "iq4_xs"}
-_FLOATS |= {e.name: _Piece(0, e.head_bytes, min(2, e.head_bytes)) for e in _SMALL}
+_FLOATS |= {e.name: _Piece(0, e.head_bytes, 2 if e.halves else 1) for e in _SMALL}
 _PIECES: dict[str, tuple[_Piece, ...]] = {
     "q4_k": (_Piece(4, 16, 1), _Piece(16, 144, 4)),
     "q5_k": (_Piece(4, 16, 1), _Piece(16, 48, 4), _Piece(48, 176, 4)),
@@ -52,6 +54,7 @@ _PIECES: dict[str, tuple[_Piece, ...]] = {
     "q3_k": (_Piece(96, 108, 1), _Piece(0, 32, 4), _Piece(32, 96, 4)),
     "q2_k": (_Piece(0, 16, 1), _Piece(16, 80, 4)),
     "iq4_xs": (_Piece(8, 136, 4),),
+    "tq2_0": (_Piece(0, 64, 4),),
 }
 _PIECES |= {each.name: _PIECES[each.layout] for each in TYPES if each.layout in _PIECES}
 _PIECES |= {e.name: (_Piece(e.head_bytes, e.block_bytes, 4),) for e in _SMALL}
@@ -68,7 +71,13 @@ def from_tiled(data: Tensor, kind: str) -> tuple[Tensor, str]:
     assert data.dim() == 2 and len(data) % TILE_ROWS == 0, (kind, data.shape)
     file_kind = _FILE_KIND[kind]
     tiles = data.contiguous().view(-1, TILE_ROWS * data.shape[1])
-    return _rows(tiles, file_kind).view(data.shape), file_kind
+    head = BY_NAME[file_kind].row_head
+    rows = _rows(tiles[:, TILE_ROWS * head :], file_kind).flatten(2)
+    if head:
+        rows = torch.cat(
+            [tiles[:, : TILE_ROWS * head].unflatten(1, (TILE_ROWS, head)), rows], dim=2
+        )
+    return rows.view(data.shape), file_kind
 
 
 def _rows(tiles: Tensor, kind: str) -> Tensor:

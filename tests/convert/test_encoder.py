@@ -16,7 +16,7 @@ from hotsplit.convert.encode import encode
 from hotsplit.convert.native.encoder_library import SOURCE_KINDS, encode_rows, usable_levels
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import type_of
-from hotsplit.model.weight_types import BY_NAME, FILE_NAMES
+from hotsplit.model.weight_types import BY_NAME, ENCODED_NAMES
 
 LEVELS = usable_levels()
 HEADER = (ROOT / "convert/native/encode.h").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ GGUF_KINDS = [kind for kind in KINDS if not kind.endswith("_k") and not kind.sta
 
 def test_numbers_are_ggmls():
     assert {kind: GGMLQuantizationType[kind.upper()] for kind in KINDS} == NUMBERS
-    assert {*FILE_NAMES} <= {*KINDS}
+    assert {*ENCODED_NAMES} <= {*KINDS}
 
 
 def wanted_bytes(tensor, kind):

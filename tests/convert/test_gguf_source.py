@@ -40,7 +40,7 @@ from hotsplit.files.gguf_file import (
 )
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify_conversion import verify
-from hotsplit.model.weight_types import BY_NAME, FILE_NAMES, TABLE_NAMES, TABLES
+from hotsplit.model.weight_types import BY_NAME, ENCODED_NAMES, TABLE_NAMES, TABLES
 from hotsplit.profile.predictors.check import check_predictors
 
 
@@ -544,7 +544,7 @@ def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
     assert "the source needs about" in line(stock)
 
 
-@pytest.mark.parametrize("kind", FILE_NAMES)
+@pytest.mark.parametrize("kind", ENCODED_NAMES)
 def test_rounding_is_distinguished_from_error(kind):
     want = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     want[0] *= 1e-9  # where a scale or a value underflows

@@ -21,7 +21,8 @@ from hotsplit.files.gguf_file import (
     row_bytes,
     write_gguf,
 )
-from hotsplit.files.gguf_reader import MAX_TENSORS, TYPES
+from hotsplit.files.gguf_reader import MAX_TENSORS
+from hotsplit.files.gguf_types import KINDS
 
 SCALARS = {
     GGUFValueType.UINT8: 255,
@@ -195,8 +196,8 @@ def test_a_whole_file_of_too_many_tensors_is_not_called_damaged(tmp_path):
         (header(version=1), "is GGUF version 1, of 2023; get or make one of version 2 or 3"),
         (header(version=3 << 24), "is big-endian; get or make a little-endian file"),
         (
-            header((), (tensor(kind=max(TYPES) + 1),)) + bytes(320),
-            f"tensor 't' has type {max(TYPES) + 1}, newer than {max(TYPES)}, .*; install a newer",
+            header((), (tensor(kind=max(KINDS) + 1),)) + bytes(320),
+            f"tensor 't' has type {max(KINDS) + 1}, newer than {max(KINDS)}, .*; install a newer",
         ),
     ],
 )

@@ -32,7 +32,8 @@ KINDS = (*FLOATS, "q8_0_planar", "q4_0_planar", "q4_k", "q5_k", "q6_k_planar")
 CODED_KINDS = tuple(f"{name}_planar" for name in (*CODED, *LIKE_Q6_K, *TABLE_NAMES))
 # Supported by `unpack` alone.
 FILE_KINDS = ("q8_0", "q4_0", "q6_k", *map(file_kind, CODED_KINDS))
-TILE_KINDS = tuple(t.kind_in(form) for t in TYPES for form in t.forms if form != "planar")
+ON_GPUS = [each for each in TYPES if each.has_gpu_kernels]
+TILE_KINDS = tuple(t.kind_in(form) for t in ON_GPUS for form in t.forms if form != "planar")
 EPS = torch.finfo(torch.float32).eps
 NAN = float("nan")
 REFERENCE = reference_kernels()

@@ -18,13 +18,13 @@ import pytest
 import torch
 from k_quants import BLOCK_BYTES, F16_AT, QUANTS_AT, WITH_MINIMA, random_rows
 from reference import rounds_to_bf16
-from small_blocks import CODED, edge_rows
+from small_blocks import CODED, GROUPS, edge_rows, exact_values
 from small_blocks import random_rows as random_small_rows
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.table_blocks import table_values
-from hotsplit.model.weight_types import TABLE_NAMES
+from hotsplit.model.weight_types import BY_NAME, TABLE_NAMES
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.system import shared_libraries
@@ -40,7 +40,7 @@ QUANT_TYPES = {
 } | {name: gguf.GGMLQuantizationType[name.upper()] for name in (*K_QUANTS, *CODED)}
 LARGEST_TWOS = {"iq1_table": 0, "iq2_table": 0xAA}  # bits of -9 and -43 below the third
 PLANAR = ["q4_0_planar", "q8_0_planar"]
-BLOCKS = [*QUANT_TYPES, *TABLE_NAMES]
+BLOCKS = [*QUANT_TYPES, *TABLE_NAMES, *GROUPS]
 SMALL_BLOCKS = ["q8_0", "q4_0", *PLANAR]
 QUANT_BYTES = {"q4": 16, "q8": 32}  # of a block of 32 values, after its scale
 KINDS = [*FLOAT_DTYPES, *BLOCKS]
@@ -50,6 +50,7 @@ SIZES += [(kind, D) for kind in SMALL_BLOCKS for D in (32, 64, 96, 128, 160, 256
 SIZES += [(kind, D) for kind in PLANAR for D in (480, 512, 544, 2048)]
 SIZES += [(kind, D) for kind in BLOCK_BYTES for D in (256, 768)]
 SIZES += [(kind, D) for kind in CODED for D in (32, 224)]
+SIZES += [(kind, n * each.block_values) for kind, each in GROUPS.items() for n in (1, 2, 5)]
 NUMBERS_OF_ROWS = (1, 2, 7, 64, 300)
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
@@ -81,6 +82,8 @@ def dequantised(kind: str, weight: Tensor) -> Tensor:
         return weight.double()
     if kind in PLANAR:
         weight = interleaved(weight, kind)
+    if kind in GROUPS:
+        return torch.from_numpy(exact_values(kind, weight.numpy()))
     if kind in TABLE_NAMES:
         return torch.from_numpy(table_values(weight.numpy(), kind)).double()
     return torch.from_numpy(gguf.quants.dequantize(weight.numpy(), QUANT_TYPES[kind])).double()
@@ -92,7 +95,7 @@ def matrix(kind: str, F: int, D: int, seed: int = 0) -> Matrix:
         weight = dense_FD.to(FLOAT_DTYPES[kind])
     elif kind in BLOCK_BYTES:
         weight = torch.from_numpy(random_rows(kind, F, D, 1.0, seed))
-    elif kind in CODED:
+    elif kind in CODED or kind in GROUPS:
         weight = torch.from_numpy(random_small_rows(kind, F, D, 1.0, seed))
     else:
         weight = torch.from_numpy(gguf.quants.quantize(dense_FD.numpy(), QUANT_TYPES[kind]))
@@ -265,7 +268,7 @@ def test_accumulate_rows(level, kind, D):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_may_be_strided(level, kind):
     """Rows of three interleaved matrices, like a neuron's gate, up and down."""
-    D = 256 if kind in BLOCK_BYTES else 96
+    D = 256 if kind in BLOCK_BYTES or kind in GROUPS else 96
     matrices = [matrix(kind, 9, D, seed) for seed in range(3)]
     whole = torch.cat([W.weight for W in matrices], dim=1)
     x_D, c_F, width = vector(D), vector(9), matrices[0].weight.shape[1]
@@ -282,7 +285,7 @@ def test_rows_may_be_strided(level, kind):
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in PLANAR])
 def test_packed_rows_are_the_chosen_ones(kind):
-    W = matrix(kind, 300, 512 if kind in BLOCK_BYTES else 544)
+    W = matrix(kind, 300, 512 if kind in BLOCK_BYTES or kind in GROUPS else 544)
     raw = W.weight.view(torch.uint8) if kind in FLOAT_DTYPES else W.weight
     is_planar = f"{kind}_planar" in PLANAR
     want = planar(raw, kind) if is_planar else raw
@@ -414,12 +417,13 @@ def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
         assert torch.equal(unpack(weight, kind)[0].view(torch.int32), want_D.view(torch.int32))
 
 
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("kind", [*CODED, *GROUPS])
 def test_edge_blocks_are_unpacked_to_the_bit(level, kind):
-    weight = torch.from_numpy(edge_rows(kind)[:: 1 if kind == "mxfp4" else 9].copy())
+    each = BY_NAME[kind]
+    weight = torch.from_numpy(edge_rows(kind)[:: 9 if each.halves else 1].copy())
     want_FD = dequantised(kind, weight).float()
     assert torch.equal(unpack(weight, kind).view(torch.int32), want_FD.view(torch.int32))
-    out_FD = torch.empty(len(weight), 32)
+    out_FD = torch.empty(len(weight), each.block_values)
     library.unpack_rows(weight, kind, out_FD)
     assert torch.equal(out_FD.view(torch.int32), want_FD.view(torch.int32))
     tiles = torch.empty_like(weight[: len(weight) // 16 * 16])

@@ -11,7 +11,8 @@ from test_runtime import IDS, decoded
 
 from hotsplit import Engine
 from hotsplit.files.gguf_file import TensorEntry
-from hotsplit.model.weight_types import TABLE_NAMES, TABLES
+from hotsplit.files.gguf_types import block_sizes
+from hotsplit.model.weight_types import BY_NAME, IN_MEMORY
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.kernels.tiled import TILED_KIND, from_tiled, is_tiled
@@ -21,6 +22,7 @@ from hotsplit.runtime.weights.resident import Residence
 BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
 WIDTHS = [(kind, width) for kind in BLOCK_BYTES for width in (32, 64, 96, 160, 576, 1056)]
 WIDTHS += [(kind, width) for kind in small_blocks.CODED for width in (32, 96, 416)]
+WIDTHS += [(n, k * e.block_values) for n, e in small_blocks.GROUPS.items() for k in (1, 3, 10)]
 WIDTHS += [(kind, width) for kind in k_quants.BLOCK_BYTES for width in (256, 768)]
 
 
@@ -28,7 +30,7 @@ def rows_of(kind, num_rows, width, seed=0):
     """Rows with random quants and scales of either sign near 0.01."""
     if kind in k_quants.BLOCK_BYTES:
         return torch.from_numpy(k_quants.random_rows(kind, num_rows, width, 0.01, seed))
-    if kind in small_blocks.CODED:
+    if kind in small_blocks.CODED or kind in small_blocks.GROUPS:
         return torch.from_numpy(small_blocks.random_rows(kind, num_rows, width, 0.01, seed))
     made = torch.Generator().manual_seed(seed)
     shape = (num_rows, width // 32, BLOCK_BYTES[kind])
@@ -99,7 +101,7 @@ def test_products_have_the_bits_of_the_rows_in_the_file(level, kind, width):
 
 @pytest.mark.parametrize("kind", TILED_KIND)
 def test_products_with_many_vectors_have_the_bits_of_single_ones(level, kind):
-    width = 256 if kind in k_quants.BLOCK_BYTES else 64
+    width = max(64, BY_NAME[kind].block_values)
     rows = rows_of(kind, 48, width)
     x_TD = torch.randn(131, width, generator=torch.Generator().manual_seed(1))
     want_TA = torch.cat([library.dot_rows(rows, kind, x_D[None]) for x_D in x_TD])
@@ -155,11 +157,10 @@ def test_parts_of_a_matrix_are_whole_tiles(preferred):
         matrix.part(8, 48)
 
 
-@pytest.mark.parametrize("kind", [k for k in TILED_KIND if k not in TABLE_NAMES] + [*TABLES])
+@pytest.mark.parametrize("kind", [k for k in TILED_KIND if BY_NAME[k].is_in_files] + [*IN_MEMORY])
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_a_model_uses_tiles_where_all_rows_are_multiplied(preferred, tmp_path, kind, mode):
-    has_large_blocks = kind in (*k_quants.BLOCK_BYTES, *TABLES)
-    width, rank = (256, 256) if has_large_blocks else (64, 32)
+    width, rank = (256, 256) if block_sizes(kind)[0] > 64 else (64, 32)
     shape = make_sizes(width=width, num_neurons=96)
     make_model(sizes=shape, kind=kind, predictor_rank=rank).save(tmp_path / "m.gguf")
     with copied_and_mapped(tmp_path / "m.gguf", mode) as (copied, mapped):

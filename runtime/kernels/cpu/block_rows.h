@@ -45,14 +45,15 @@ int64_t dot_row_tiles(const Rows& rows, const Input& x, float* y, int64_t y_stri
 template <class F>
 void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
 #ifdef LEVEL_AMX
-    if (x.count >= LEAST_VECTORS) return dot_tiles<F>(rows, x, y, y_stride, a0, a1);
+    if constexpr (F::RANGES == 1)
+        if (x.count >= LEAST_VECTORS) return dot_tiles<F>(rows, x, y, y_stride, a0, a1);
 #endif
     const int64_t n = rows.D / BLOCK;
     int64_t a = a0;
     if (x.count > 1) a = dot_row_tiles<F, RowsTile<F>>(rows, x, y, y_stride, a0, a1);
     if (rows.queue && x.count == 1) return dot_queued<F>(rows, PackedBlocks<F>(x, n), n, y, a, a1);
     // In contiguous rows, memory beyond the FEW rows that are being read is prefetched.
-    const bool is_run = is_one_run(rows, n * F::BLOCK_BYTES);
+    const bool is_run = is_one_run(rows, n / F::SPAN * F::BLOCK_BYTES);
     const int64_t ahead = RUN_AHEAD > FEW * rows.stride ? RUN_AHEAD : FEW * rows.stride;
     for (; a < a1; a += FEW) {
         const int64_t valid = a1 - a < FEW ? a1 - a : FEW;

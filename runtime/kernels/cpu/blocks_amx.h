@@ -198,7 +198,7 @@ inline void add_scaled(const TileSums& sums, const RowNumbers<NUMBERS>& rows, co
                        const float* x_minimum, Floats* total) {
 #pragma GCC unroll 16
     for (int i = 0; i < GROUP; ++i) {
-        if constexpr (NUMBERS == 2) total[i] = fused(rows.minimum, broadcast(x_minimum[i]), total[i]);
+        if constexpr (NUMBERS == 2) total[i] = fused(rows.second, broadcast(x_minimum[i]), total[i]);
         const Ints products =
             ints(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums.plane[0][i]), 8),
                                   _mm512_load_si512(sums.plane[1][i])));
@@ -243,7 +243,8 @@ inline void dot_panels(WeightTile<F>* tiles, int64_t num_tiles, const uint8_t* n
                        const Input& x, int64_t group, int64_t num_groups, float* y, int64_t y_stride) {
     constexpr int64_t SUMS_AHEAD = 3;
     const Panels panels(x, n);
-    const int64_t next_bytes = num_tiles * LANES * F::BLOCK_BYTES, next_group = n * PANEL_BYTES;
+    const int64_t next_bytes = num_tiles * LANES * F::BLOCK_BYTES / F::SPAN,
+                  next_group = n * PANEL_BYTES;
     alignas(64) GroupSums part[MOST_GROUPS][ROW_TILES][4];
     __builtin_memset(part, 0, num_groups * sizeof part[0]);
     TileSums sums[SUMS_AHEAD + 1];

@@ -6,7 +6,9 @@
 //   part[p] = the sum over b = p, p + 4, p + 8, ... of I(b) * (row's scale * x's scale),
 //             each term added by one fused multiply-add, in order
 //   product = (part[0] + part[1]) + (part[2] + part[3])
-// In types whose blocks have a minimum, a part adds minimum * (x's scale * the sum of x's integers) before I(b).
+// In types whose blocks have a minimum, a part adds minimum * (x's scale * the sum of x's integers) before I(b). In those
+// whose halves have scales s0 and s1, with the sums I0(b) and I1(b) over the halves, it adds x's scale * (s1 * I1(b) +
+// s0 * I0(b)), where the second product is rounded and each other added by one fused multiply-add.
 //
 // There are two kernels. One takes FEW rows and one vector, four blocks per step; its lanes are
 // pairs of a row and a block. The other takes LANES rows and up to TILE_TOKENS vectors; its lanes
@@ -65,25 +67,32 @@ struct RowNumbers {
 };
 template <>
 struct RowNumbers<2> {
-    Floats scale, minimum;
+    Floats scale, second;  // the minimum, or the scale of the last 16 values
 };
 
 // LANES numbers from p on, of which row r's is `number_bytes` bytes after that of row r - 1.
 template <class F>
 inline Floats numbers_at(const uint8_t* p) {
-    if constexpr (number_bytes(F::HEAD_BYTES) == 1)
+    if constexpr (F::RANGES == 2)
+        return halved_e4m3(p);
+    else if constexpr (F::NUMBER_BYTES == 1)
         return powers_of_two(p);
     else
         return load_f16(p);
 }
 
-// acc + the term of a block; x_scale and x_sum: of x's block.
-template <int64_t NUMBERS>
-inline Floats add_term(Floats acc, Ints products, const RowNumbers<NUMBERS>& rows, float x_scale,
-                       int32_t x_sum) {
-    if constexpr (NUMBERS == 2)
-        acc = fused(rows.minimum, broadcast(static_cast<float>(x_sum) * x_scale), acc);
-    return fused(to_floats(products), mul(rows.scale, broadcast(x_scale)), acc);
+// acc + the term of a block, from its products over each range; x_scale and x_sum: of x's block.
+template <class F>
+__attribute__((always_inline)) inline Floats add_term(Floats acc, const Ints* products,
+                                                      const RowNumbers<F::NUMBERS>& rows, float x_scale,
+                                                      int32_t x_sum) {
+    if constexpr (F::RANGES == 2) {
+        const Floats first = mul(rows.scale, to_floats(products[0]));
+        return fused(broadcast(x_scale), fused(rows.second, to_floats(products[1]), first), acc);
+    }
+    if constexpr (F::NUMBERS == 2)
+        acc = fused(rows.second, broadcast(static_cast<float>(x_sum) * x_scale), acc);
+    return fused(to_floats(products[0]), mul(rows.scale, broadcast(x_scale)), acc);
 }
 
 // add_four() for types whose blocks are unpacked to bytes first.
@@ -103,13 +112,32 @@ __attribute__((always_inline)) inline Floats add_four_coded(const uint8_t* const
             if constexpr (F::NUMBERS == 2) number[1][r][i] = number_at<F, 1>(head);
         }
     }
-    Ints products = few_products<Q8_0>(quants, m, x.values + b / unit<F>() * x.stride, x.stride);
     const Ints sums = few_corrections(x.sum + b);
-    if constexpr (OFFSET<Q8_0> != 0) products -= OFFSET<Q8_0> * sums;
+    auto multiply = [&] {
+        Ints products = few_products<Q8_0>(quants, m, x.values + b / unit<F>() * x.stride, x.stride);
+        if constexpr (OFFSET<Q8_0> != 0) products -= OFFSET<Q8_0> * sums;
+        return to_floats(products);
+    };
     const Floats by =
         reinterpret_cast<Floats>(few_corrections(reinterpret_cast<const int32_t*>(x.scale + b)));
+    if constexpr (F::RANGES == 2) {  // zeros replace the other half of each block
+        alignas(64) uint8_t all[FEW][4 * BLOCK];
+        __builtin_memcpy(all, bytes, sizeof all);
+        auto half = [&](int64_t place) {
+            for (int r = 0; r < FEW; ++r)
+                for (int64_t i = 0; i < m; ++i) {
+                    uint8_t* to = bytes[r] + i * BLOCK;
+                    __builtin_memset(to, 0, BLOCK);
+                    __builtin_memcpy(to + place, all[r] + i * BLOCK + place, BLOCK / 2);
+                }
+            return multiply();
+        };
+        const Floats first = mul(few_numbers(number[0]), half(0));
+        return fused(by, fused(few_numbers(number[1]), half(BLOCK / 2), first), acc);
+    }
+    const Floats products = multiply();
     if constexpr (F::NUMBERS == 2) acc = fused(few_numbers(number[1]), mul(to_floats(sums), by), acc);
-    return fused(to_floats(products), mul(few_numbers(number[0]), by), acc);
+    return fused(products, mul(few_numbers(number[0]), by), acc);
 }
 
 // acc + the products of FEW rows and blocks b .. b + m - 1 times their scales, m <= 4.
@@ -147,11 +175,11 @@ template <class F, int QUADS, int AHEAD>
 __attribute__((always_inline)) inline void add_few(const uint8_t* const* rows,
                                                    const uint8_t* const* next, int64_t n,
                                                    const PackedBlocks<F>& x, Floats* acc, bool to_l2) {
-    constexpr int64_t LINES = AHEAD > 0 ? 4 * F::BLOCK_BYTES / 64 : 0;
-    Ahead<AHEAD> ahead(next, n * F::BLOCK_BYTES, to_l2);
+    constexpr int64_t LINES = AHEAD > 0 ? 4 * F::BLOCK_BYTES / F::SPAN / 64 : 0;
+    const int64_t bytes = n / F::SPAN * F::BLOCK_BYTES;
+    Ahead<AHEAD> ahead(next, bytes, to_l2);
     const int64_t fours = n / 4 * 4;
-    for (int64_t at = fours / 4 * LINES * 64; AHEAD > 0 && at < n * F::BLOCK_BYTES; at += 64)
-        ahead.ask();
+    for (int64_t at = fours / 4 * LINES * 64; AHEAD > 0 && at < bytes; at += 64) ahead.ask();
     for (int64_t b = 0; b < fours; b += 4) {
         for (int64_t line = 0; line < LINES; ++line) ahead.ask();
         for (int i = 0; i < QUADS; ++i) acc[i] = add_four<F>(rows + i * FEW, n, b, 4, x, acc[i]);
@@ -234,6 +262,29 @@ inline void gather_quants(const uint8_t* const* rows, int64_t n, int64_t b, Ints
     }
 }
 
+// Levels with TILES_AT_ONCE 2 define it, see blocks_vnni.h.
+template <class F, int N, int FIRST, int END>
+inline void products_of_tiles(const Ints (*w)[TILE_WEIGHTS<F>], const uint8_t* x, int64_t b, Ints start,
+                              Ints* out);
+
+// The products of N tiles' weights w with a block of x over each range: out[range][tile]. X: the type as which x is
+// packed; `offset` is added to the weights.
+template <class X, int RANGES, int N>
+__attribute__((always_inline)) inline void products_of_ranges(const Ints (*w)[TILE_WEIGHTS<X>],
+                                                              const uint8_t* values, int64_t b,
+                                                              int32_t offset, int32_t sum,
+                                                              int32_t first_sum, Ints (*out)[N]) {
+    auto range = [&](auto first, auto last, int32_t of_x, Ints* to) {
+        const Ints start = Ints{} - offset * of_x;
+        if constexpr (N == 1)
+            to[0] = tile_products<X, first, last>(w[0], values, b, start);
+        else
+            products_of_tiles<X, N, first, last>(w, values, b, start, to);
+    };
+    range(Count<0>{}, Count<8 / RANGES>{}, RANGES == 1 ? sum : first_sum, out[0]);
+    if constexpr (RANGES == 2) range(Count<4>{}, Count<8>{}, sum - first_sum, out[1]);
+}
+
 // LANES rows (pointers may repeat) in the form that dot_tile() needs; `next` is prefetched.
 template <class F>
 struct RowsTile {
@@ -252,8 +303,8 @@ struct RowsTile {
             tile_scales<F>(rows, n, b, scales[0]);
             if constexpr (F::NUMBERS == 2) tile_scales<F, 1>(rows, n, b, scales[1]);
         }
-        const uint8_t* ahead = next + b * LANES * F::BLOCK_BYTES;
-        for (int64_t at = 0; at < LANES * F::BLOCK_BYTES; at += 64)
+        const uint8_t* ahead = next + b * LANES / F::SPAN * F::BLOCK_BYTES;
+        for (int64_t at = 0; at < LANES * F::BLOCK_BYTES / F::SPAN; at += 64)
             __builtin_prefetch(ahead + at, 0, 2);
         gather_quants<F>(rows, n, b, quarter);
         if constexpr (F::NUMBERS == 2)
@@ -271,11 +322,6 @@ inline Floats sum_of_four(const Floats* part) {
 #ifdef HAS_PANELS
 #include "panels.h"
 #else
-// Levels with TILES_AT_ONCE 2 define it, see blocks_vnni.h.
-template <class F, int N, int FIRST, int END>
-inline void products_of_tiles(const Ints (*w)[TILE_WEIGHTS<F>], const uint8_t* x, int64_t b, Ints start,
-                              Ints* out);
-
 // Multiplies rows begin .. end-1 of N tiles of LANES rows each by up to TILE_TOKENS vectors.
 template <class F, int N, class Tile>
 inline void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride,
@@ -296,19 +342,18 @@ inline void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_
         }
         const uint8_t* values = x.values + b / unit<F>() * x.stride;
         const float* x_scale = x.scale + b;
-        const int32_t* x_sum = x.sum + b;
+        const int32_t *x_sum = x.sum + b, *first_sum = x.first_sum + b;
         const int64_t p = b % 4;
         for (int64_t t = 0; t < T; ++t) {
-            const Ints start = Ints{} - OFFSET<F> * x_sum[t * x.next_scale];
-            Ints products[N];
-            if constexpr (N == 1)
-                products[0] = tile_products<F>(w[0], values + t * x.next_vector, b, start);
-            else
-                products_of_tiles<F, N, 0, 8>(w, values + t * x.next_vector, b, start, products);
+            const int64_t of = t * x.next_scale;
+            Ints products[F::RANGES][N];
+            products_of_ranges<F, F::RANGES, N>(w, values + t * x.next_vector, b, OFFSET<F>, x_sum[of],
+                                                first_sum[of], products);
             for (int i = 0; i < N; ++i) {
                 float* sum = acc[t][p][i];
-                store_floats(sum, add_term(load_floats(sum), products[i], numbers[i],
-                                           x_scale[t * x.next_scale], x_sum[t * x.next_scale]));
+                const Ints of_tile[2] = {products[0][i], products[F::RANGES - 1][i]};
+                store_floats(
+                    sum, add_term<F>(load_floats(sum), of_tile, numbers[i], x_scale[of], x_sum[of]));
             }
         }
     }
@@ -344,6 +389,12 @@ void quantise_blocks(const Input& x, int64_t D) {
                 from = padded;
             }
             quantise_four(from, value, to.scale + b, to.sum + b, to.first_sum + b);
+            if constexpr (F::HAS_ORDER) {
+                int16_t in_order[4 * BLOCK];
+                __builtin_memcpy(in_order, value, sizeof value);
+                for (int64_t i = 0; i < 4 * BLOCK; ++i)
+                    value[i] = in_order[i / BLOCK * BLOCK + F::place(i % BLOCK)];
+            }
             for (int64_t i = 0; i < 4; i += U)
                 quantise_unit<F>(value + i * BLOCK, to.values + (b + i) / U * to.stride);
         }

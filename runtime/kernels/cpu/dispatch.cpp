@@ -198,10 +198,15 @@ void pack_planar(const uint8_t* row, int64_t n, int64_t quant_bytes, uint8_t* ou
     }
 }
 
-// `head`: the bytes before a block's quants.
-void pack_tiled(const uint8_t* row, int64_t n, int64_t head, int64_t quant_bytes, int64_t r,
-                uint8_t* out) {
-    const int64_t size = number_bytes(head), most = blocks_together(head);
+// A row of D values.
+void pack_tiled(int32_t kind, const uint8_t* row, int64_t D, int64_t r, uint8_t* out) {
+    const int64_t head = KINDS[kind].head_bytes, quant_bytes = KINDS[kind].block_bytes - head;
+    const int64_t size = row_head(kind) ? 1 : number_bytes(head), most = blocks_together(head);
+    const int64_t n = D / block_values(kind);
+    if (row_head(kind)) {
+        std::memcpy(out + FACTOR_BYTES * r, row, FACTOR_BYTES);
+        row += FACTOR_BYTES, out += FACTOR_BYTES * TILE_ROWS;
+    }
     for (int64_t b = 0; b < n; ++b, row += head + quant_bytes) {
         const int64_t first = b / most * most, together = std::min(most, n - first);
         uint8_t* at = out + TILE_ROWS * first * (head + quant_bytes);
@@ -293,7 +298,7 @@ EXPORT int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, 
             else if (block_values(to_kind) == SUPER_BLOCK)
                 pack_super(to_kind, row, D / SUPER_BLOCK, r, out);
             else if (is_tiled(to_kind))
-                pack_tiled(row, n, head, quant_bytes, r, out);
+                pack_tiled(to_kind, row, D, r, out);
             else if (!form_of(to_kind))
                 for (int64_t b = 0; b < n; ++b)
                     std::memcpy(out + (b * GROUP_ROWS + r) * block_bytes, row + b * block_bytes,

@@ -82,20 +82,14 @@ __attribute__((always_inline)) inline void add_bytes(const Ints* bytes, const ui
 #endif
 }
 
-// Adds a block of a type whose quants are unpacked to bytes.
+// Adds a range of a block of a type whose quants are unpacked to bytes.
 template <class F, int R, int T>
-inline void add_coded(const uint8_t* const* quants, const uint8_t* values, int64_t next,
-                      FewSums (*sums)[T]) {
-    Ints bytes[R][8];
-#pragma GCC unroll 2
-    for (int i = 0; i < R; ++i) {
-        Ints quarter[F::QUANT_BYTES / 4];
-        for (int v = 0; v < F::QUANT_BYTES / 4; ++v)
-            quarter[v] = load_in_order(quants[i] + 4 * TILE_ROWS * v);
-        F::bytes_of_lanes(quarter, bytes[i]);
-    }
+__attribute__((always_inline)) inline void add_coded(const Ints (*bytes)[8], int range,
+                                                     const uint8_t* values, int64_t next,
+                                                     FewSums (*sums)[T]) {
+    constexpr int LENGTH = 8 / F::RANGES;
 #pragma GCC unroll 8
-    for (int v = 0; v < 8; ++v) {
+    for (int v = LENGTH * range; v < LENGTH * (range + 1); ++v) {
         const Ints some[2] = {bytes[0][v], bytes[R - 1][v]};
         add_bytes<F, false, R, T>(some, values, next, v, sums);
     }
@@ -114,39 +108,59 @@ inline void dot_few_vectors(const TiledTile<F>* tile, const Input& input, float*
 #pragma GCC unroll 1
     for (int64_t b = 0; b < n; ++b) {
         const uint8_t *quants[R], *values = few_values(x, b);
-        FewSums sums[R][T];
+        Ints products[R][T][F::RANGES], coded[R][8];
 #pragma GCC unroll 2
         for (int i = 0; i < R; ++i) {
             tile[i].ask(b);
             quants[i] = F::quants_of(tile[i].tile, n, b, tile[i].lane);
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t)
-                sums[i][t].set(Ints{} - OFFSET<F> * broadcast_int(x.sum + t * x.next_scale + b));
-        }
-        if constexpr (F::IS_CODED)
-            add_coded<F, R, T>(quants, values, x.next_vector, sums);
-        else
-#pragma GCC unroll 8
-            for (int v = 0; v < F::QUANT_BYTES / 4; ++v) {
-                Ints bytes[R], upper[R];
-#pragma GCC unroll 2
-                for (int i = 0; i < R; ++i) {
-                    bytes[i] = load_in_order(quants[i] + 4 * TILE_ROWS * v);
-                    upper[i] = bytes[i] >> 4 & 0x0f0f0f0f;
-                    if (IS_NIBBLES) bytes[i] &= 0x0f0f0f0f;
-                }
-                add_bytes<F, IS_SIGNED, R, T>(bytes, values, x.next_vector, v, sums);
-                if (IS_NIBBLES)
-                    add_bytes<F, IS_SIGNED, R, T>(upper, values, x.next_vector, v + 4, sums);
+            if constexpr (F::IS_CODED) {
+                Ints quarter[F::QUANT_BYTES / 4];
+                for (int v = 0; v < F::QUANT_BYTES / 4; ++v)
+                    quarter[v] = load_in_order(quants[i] + 4 * TILE_ROWS * v);
+                F::bytes_of_lanes(quarter, coded[i]);
             }
+        }
+#pragma GCC unroll 2
+        for (int range = 0; range < F::RANGES; ++range) {
+            FewSums sums[R][T];
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) {
+                const int64_t at = t * x.next_scale + b;
+                const Ints of_x = F::RANGES == 1 ? broadcast_int(x.sum + at)
+                                                 : sum_of_range<F>(range, broadcast_int(x.sum + at),
+                                                                   broadcast_int(x.first_sum + at));
+#pragma GCC unroll 2
+                for (int i = 0; i < R; ++i) sums[i][t].set(Ints{} - OFFSET<F> * of_x);
+            }
+            if constexpr (F::IS_CODED)
+                add_coded<F, R, T>(coded, range, values, x.next_vector, sums);
+            else
+#pragma GCC unroll 8
+                for (int v = 0; v < F::QUANT_BYTES / 4; ++v) {
+                    Ints bytes[R], upper[R];
+#pragma GCC unroll 2
+                    for (int i = 0; i < R; ++i) {
+                        bytes[i] = load_in_order(quants[i] + 4 * TILE_ROWS * v);
+                        upper[i] = bytes[i] >> 4 & 0x0f0f0f0f;
+                        if (IS_NIBBLES) bytes[i] &= 0x0f0f0f0f;
+                    }
+                    add_bytes<F, IS_SIGNED, R, T>(bytes, values, x.next_vector, v, sums);
+                    if (IS_NIBBLES)
+                        add_bytes<F, IS_SIGNED, R, T>(upper, values, x.next_vector, v + 4, sums);
+                }
+#pragma GCC unroll 2
+            for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t) products[i][t][range] = sums[i][t].total();
+        }
 #pragma GCC unroll 2
         for (int i = 0; i < R; ++i) {
             const auto numbers = F::numbers_of(tile[i].tile, b, tile[i].lane);
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t)
                 part[b % 4][t][i] =
-                    add_term(part[b % 4][t][i], sums[i][t].total(), numbers,
-                             x.scale[t * x.next_scale + b], x.sum[t * x.next_scale + b]);
+                    add_term<F>(part[b % 4][t][i], products[i][t], numbers,
+                                x.scale[t * x.next_scale + b], x.sum[t * x.next_scale + b]);
         }
     }
     for (int t = 0; t < T; ++t)

@@ -15,6 +15,7 @@
 // iq4_xs       d, the upper two bits of eight scales, their nibbles; scales count from -32. Low nibbles of 16
 //              bytes are the first half of a part, high ones the second; they are places in IQ4_VALUES; LESS =
 //              128
+// tq2_0        64 bytes of two bits as in q2_K, d; LESS = 1
 // iq1_table, iq2_table             as q3_K; its quants are places in a table; d is times a power of two, UNIT
 // iq3_xxs_table, iq3_s_table       as iq4_xs, with other tables; likewise
 // The last four are made from a file's types with grids (src/hotsplit/native/table_blocks.cpp).
@@ -59,6 +60,7 @@ struct SuperFormat : Super {
     static constexpr int32_t LESS = OFFSET;
     static constexpr float UNIT = 1.0f / DIVISOR;     // d is times this
     static constexpr const uint8_t* TABLE = nullptr;  // quants are places in it
+    static constexpr bool HAS_NUMBERS = true;         // false: each scale is d
     static constexpr bool ARE_NUMBERS_BYTES = false;  // the scale bytes are the numbers
     static constexpr bool HAS_WORDS = false;          // numbers come from the 16-bit numbers
     // Nibbles of bytes are the halves of one part, rather than of two parts.
@@ -208,6 +210,16 @@ typedef ThreeBitTable<KIND_IQ1_TABLE, IQ1_VALUES, 8> IQ1_Table;
 typedef ThreeBitTable<KIND_IQ2_TABLE, IQ2_VALUES, 8> IQ2_Table;
 typedef FourBitTable<KIND_IQ3_XXS_TABLE, IQ3_XXS_VALUES, 4> IQ3_XXS_Table;
 typedef FourBitTable<KIND_IQ3_S_TABLE, IQ3_S_VALUES> IQ3_S_Table;
+
+struct TQ2_0 : SuperFormat<KIND_TQ2_0, 1, false, 1>, PairsOfHalves {
+    static constexpr bool HAS_NUMBERS = false;
+    static constexpr int quants_at(int pair, int v) { return Q2_K::quants_at(pair, v); }
+    static constexpr int above_at(int, int) { return 0; }
+    template <class V>
+    static inline void four(V quants, V above, int pair, V& low, V& high) {
+        Q2_K::four(quants, above, pair, low, high);
+    }
+};
 
 // The term of a part, or of a vector of parts, from its exact sums over each range: `product` of quants less
 // LESS and x, `less` of minus x (only with minima). Every level rounds as this does.

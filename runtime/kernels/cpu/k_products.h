@@ -129,23 +129,6 @@ __attribute__((always_inline)) inline void for_parts(const Tile& tile, int64_t s
 #ifdef HAS_PANELS
 #include "super_panels.h"
 #else
-// The products of ranges of part p of N tiles, w, with a vector: out[range][tile].
-template <class F, int N>
-__attribute__((always_inline)) inline void products_of_part(const Ints (*w)[TILE_WEIGHTS<Q8_0>],
-                                                            const uint8_t* values, int64_t block,
-                                                            int32_t sum, int32_t first_sum,
-                                                            Ints (*out)[N]) {
-    auto range = [&](auto first, auto last, int number) {
-        const Ints start = Ints{} - F::LESS * sum_of_range<F>(number, sum, first_sum);
-        if constexpr (N == 1)
-            out[number][0] = tile_products<Q8_0, first, last>(w[0], values, block, start);
-        else
-            products_of_tiles<Q8_0, N, first, last>(w, values, block, start, out[number]);
-    };
-    range(Count<0>{}, Count<8 / F::RANGES>{}, 0);
-    if constexpr (F::RANGES == 2) range(Count<4>{}, Count<8>{}, 1);
-}
-
 // Adds the terms of block b, part p of N tiles with weights w, to the sums of tile i and vector t, sums[N * t + i].
 template <class F, int N>
 __attribute__((always_inline)) inline void add_part(const Ints (*w)[TILE_WEIGHTS<Q8_0>],
@@ -156,7 +139,8 @@ __attribute__((always_inline)) inline void add_part(const Ints (*w)[TILE_WEIGHTS
     for (int64_t t = 0; t < T; ++t, sums += N) {
         const int64_t of = t * x.next_scale + b;
         Ints products[F::RANGES][N];
-        products_of_part<F, N>(w, values + t * x.next_vector, b, x.sum[of], x.first_sum[of], products);
+        products_of_ranges<Q8_0, F::RANGES, N>(w, values + t * x.next_vector, b, F::LESS, x.sum[of],
+                                               x.first_sum[of], products);
         for (int i = 0; i < N; ++i) {
             const Ints of_tile[2] = {products[0][i], products[F::RANGES - 1][i]};
             const Floats term = factors[i].term_of_products(p, of_tile, x.sum[of], x.first_sum[of]);

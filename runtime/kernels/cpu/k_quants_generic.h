@@ -10,7 +10,9 @@ inline void factors_of(const uint8_t* block, float c, Factors& to) {
     };
     auto keep = [&](int i, int32_t four) { __builtin_memcpy(number + i, &four, 4); };
     const uint8_t* halves = block + F::SHAPE.halves_at;
-    if constexpr (F::HAS_WORDS) {
+    if constexpr (!F::HAS_NUMBERS) {
+        __builtin_memset(number, 1, sizeof number);
+    } else if constexpr (F::HAS_WORDS) {
         uint16_t words[3];
         __builtin_memcpy(words, halves + 2, sizeof words);
         F::numbers(words, [&](int i, int one) { number[i] = static_cast<int8_t>(one); });

@@ -6,6 +6,7 @@ inline __m256 floats_of_i8(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvt
 // a scale and a minimum each.
 template <class F>
 inline __m128i numbers_of(const uint8_t* block) {
+    if constexpr (!F::HAS_NUMBERS) return _mm_set1_epi8(1);
     if constexpr (F::SHAPE.scale_bytes == 16) return load_16_bytes(block + F::SHAPE.scales_at);
     if constexpr (F::HAS_WORDS) {
         const __m128i head = load_8_bytes(block), nibbles = _mm_srli_si128(head, 4);
@@ -120,7 +121,8 @@ inline void unpack_by_table(Bits bytes, const uint8_t* upper, int pair, Floats& 
         low = _mm512_permutexvar_ps(bytes, first_floats);
         high = _mm512_permutexvar_ps(nibbles, first_floats);
     } else if constexpr (F::BITS_BYTES == 0) {
-        const __m512 twos = _mm512_set_ps(3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0);
+        const __m512 twos = _mm512_sub_ps(_mm512_set_ps(3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0),
+                                          _mm512_set1_ps(F::LESS));
         low = _mm512_permutexvar_ps(shifted(bytes, -2 * (pair % 2)), twos);
         high = _mm512_permutexvar_ps(shifted(nibbles, -2 * (pair % 2)), twos);
     } else if constexpr (F::SHAPE.quant_bytes == 128) {

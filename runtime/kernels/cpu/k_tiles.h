@@ -27,6 +27,8 @@ constexpr SuperShape super_shape(int32_t kind) {
             return {110, 1, 108, 12, 96, 32, 0, 64, 32};
         case KIND_Q2_K:
             return {84, 2, 80, 16, 0, 0, 16, 64, 16};
+        case KIND_TQ2_0:
+            return {66, 1, 64, 0, 0, 0, 0, 64, 0};
         default:
             return {136, 4, 0, 0, 0, 0, 0, 128, 8};
     }

@@ -35,7 +35,7 @@ enum Layout : int32_t {
 
 // The form of packed vectors that a kind's products read, see Input. f32 and f16 read none, and bf16 only at levels
 // with AVX512_BF16.
-enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, NUM_FORMS };
+enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, FORM_TWOS, FORM_ONES, NUM_FORMS };
 
 // One line a kind: name, layout, the kind in a file that it is made from (itself for a file's), values of a block,
 // its bytes, those of them before the quants of a small block (its scale, and a minimum if there is one), form of
@@ -44,8 +44,9 @@ enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, NUM_FORMS };
 //   Q8_0           f16 scale, 32 x int8
 //   Q4_0           f16 scale, 16 x 2 nibbles; value = (nibble - 8) * scale, low nibbles are values 0..15, high
 //                  nibbles values 16..31
-//   K-quants, IQ4_XS, table types   k_formats.h
-//   MXFP4 .. Q5_1  coded_blocks.h
+//   K-quants, IQ4_XS, TQ2_0, table types   k_formats.h
+//   MXFP4 .. Q5_1, Q2_0, Q1_0, NVFP4_SCALED  coded_blocks.h
+// Rows of NVFP4_SCALED begin with a factor: row_factors.h.
 // clang-format off
 #define FOR_ALL_KINDS(KIND) \
     KIND(F32, IN_FILE, F32, 1, 4, 0, NO_FORM) \
@@ -64,10 +65,14 @@ enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, NUM_FORMS };
     KIND(Q3_K, IN_FILE, Q3_K, 256, 110, 0, FORM_BYTES) \
     KIND(Q2_K, IN_FILE, Q2_K, 256, 84, 0, FORM_BYTES) \
     KIND(IQ4_XS, IN_FILE, IQ4_XS, 256, 136, 0, FORM_BYTES) \
+    KIND(TQ2_0, IN_FILE, TQ2_0, 256, 66, 0, FORM_BYTES) \
+    KIND(Q2_0, IN_FILE, Q2_0, 64, 18, 2, FORM_TWOS) \
+    KIND(Q1_0, IN_FILE, Q1_0, 128, 18, 2, FORM_ONES) \
     KIND(IQ1_TABLE, IN_FILE, IQ1_TABLE, 256, 110, 0, FORM_BYTES) \
     KIND(IQ2_TABLE, IN_FILE, IQ2_TABLE, 256, 110, 0, FORM_BYTES) \
     KIND(IQ3_XXS_TABLE, IN_FILE, IQ3_XXS_TABLE, 256, 136, 0, FORM_BYTES) \
     KIND(IQ3_S_TABLE, IN_FILE, IQ3_S_TABLE, 256, 136, 0, FORM_BYTES) \
+    KIND(NVFP4_SCALED, IN_FILE, NVFP4_SCALED, 64, 36, 4, FORM_BYTES) \
     KIND(Q8_0_PLANAR, PLANAR, Q8_0, 32, 34, 2, FORM_BYTES) \
     KIND(Q4_0_PLANAR, PLANAR, Q4_0, 32, 18, 2, FORM_NIBBLES) \
     KIND(Q8_0_TILED, TILED, Q8_0, 32, 34, 2, FORM_BYTES) \
@@ -83,10 +88,14 @@ enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, NUM_FORMS };
     KIND(Q3_K_TILED, TILED, Q3_K, 256, 110, 0, FORM_BYTES) \
     KIND(Q2_K_TILED, TILED, Q2_K, 256, 84, 0, FORM_BYTES) \
     KIND(IQ4_XS_TILED, TILED, IQ4_XS, 256, 136, 0, FORM_BYTES) \
+    KIND(TQ2_0_TILED, TILED, TQ2_0, 256, 66, 0, FORM_BYTES) \
+    KIND(Q2_0_TILED, TILED, Q2_0, 64, 18, 2, FORM_TWOS) \
+    KIND(Q1_0_TILED, TILED, Q1_0, 128, 18, 2, FORM_ONES) \
     KIND(IQ1_TABLE_TILED, TILED, IQ1_TABLE, 256, 110, 0, FORM_BYTES) \
     KIND(IQ2_TABLE_TILED, TILED, IQ2_TABLE, 256, 110, 0, FORM_BYTES) \
     KIND(IQ3_XXS_TABLE_TILED, TILED, IQ3_XXS_TABLE, 256, 136, 0, FORM_BYTES) \
     KIND(IQ3_S_TABLE_TILED, TILED, IQ3_S_TABLE, 256, 136, 0, FORM_BYTES) \
+    KIND(NVFP4_SCALED_TILED, TILED, NVFP4_SCALED, 64, 36, 4, FORM_BYTES) \
     KIND(F16_GROUPED, GROUPED, F16, 32, 64, 0, NO_FORM) \
     KIND(BF16_GROUPED, GROUPED, BF16, 32, 64, 0, NO_FORM) \
     KIND(Q8_0_GROUPED, GROUPED, Q8_0, 32, 34, 2, FORM_BYTES) \
@@ -110,6 +119,11 @@ constexpr KindFacts KINDS[NUM_KINDS] = {FOR_ALL_KINDS(FACTS)};
 
 // Bytes of each number before the quants: f16, or the exponent of a power of two.
 constexpr int64_t number_bytes(int64_t head_bytes) { return head_bytes < 2 ? 1 : 2; }
+// Bytes of the factor before a row's blocks; 0: there is none.
+constexpr int64_t FACTOR_BYTES = 4;
+constexpr int64_t row_head(int32_t kind) {
+    return KINDS[kind].in_file == KIND_NVFP4_SCALED ? FACTOR_BYTES : 0;
+}
 // Blocks of a tile whose numbers are stored together: they fill a cache line.
 constexpr int64_t blocks_together(int64_t head_bytes) { return 4 / head_bytes; }
 
@@ -137,7 +151,7 @@ constexpr int64_t block_values(int32_t kind) { return KINDS[kind].block_values; 
 inline int64_t row_bytes_of(int32_t kind, int64_t D) {
     if (kind < 0 || kind >= NUM_KINDS || D < 0) return -1;
     const int64_t values = block_values(kind);
-    return D % values ? -1 : D / values * KINDS[kind].block_bytes;
+    return D % values ? -1 : row_head(kind) + D / values * KINDS[kind].block_bytes;
 }
 
 enum Status : int32_t {

@@ -41,6 +41,7 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
     unit_elements: int  # elements of the tensor that hold unit_values weights
     unit_values: int
+    head: int = 0  # elements of a row before them
 
 
 def _layouts() -> dict[str, _Layout]:
@@ -50,12 +51,13 @@ def _layouts() -> dict[str, _Layout]:
     for each in TYPES:
         dtype = FLOATS.get(each.name, torch.uint8)
         size = 1 if each.is_float else each.block_bytes
-        layouts[each.name] = _Layout(each.code, dtype, size, each.block_values)
+        layouts[each.name] = _Layout(each.code, dtype, size, each.block_values, each.row_head)
     for each in TYPES:
         unit = 32 if each.is_float else each.block_values
         size = unit // each.block_values * each.block_bytes
         for form in each.forms:
-            layouts[each.kind_in(form)] = _Layout(each.code_in(form), torch.uint8, size, unit)
+            code = each.code_in(form)
+            layouts[each.kind_in(form)] = _Layout(code, torch.uint8, size, unit, each.row_head)
     return layouts
 
 
@@ -179,14 +181,14 @@ def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int, int]:
     layout = _LAYOUTS.get(kind)
     if layout is None:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(_LAYOUTS)}")
-    code, dtype, unit_elements, unit_values = layout
+    code, dtype, unit_elements, unit_values, head = layout
     if (
         weight.dtype != dtype
         or weight.dim() != 2
         or weight.stride(1) != 1
         or weight.stride(0) < weight.shape[1]
         or not weight.is_cpu
-        or weight.shape[1] % unit_elements
+        or (weight.shape[1] - head) % unit_elements
     ):
         unit = f" in rows of whole {unit_elements}-byte blocks" if unit_elements > 1 else ""
         _refuse(f"{kind} weight", f"2-d {dtype} with contiguous rows{unit}", weight)
@@ -196,7 +198,7 @@ def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int, int]:
     if num_rows % together or (together > 1 and not weight.is_contiguous()):
         what = "tiles" if is_tiled(kind) else "groups"
         _refuse(f"{kind} weight", f"contiguous {what} of {together} rows", weight)
-    columns = num_elements // unit_elements * unit_values
+    columns = (num_elements - head) // unit_elements * unit_values
     return code, weight.data_ptr(), stride, num_rows, columns
 
 

@@ -46,15 +46,23 @@ inline void multiply_panel(const Panel<F, R>& panel, int64_t b0, int64_t m, cons
                            int64_t t, Floats (*acc)[4][R]) {
     for (int64_t b = b0; b < b0 + m; ++b) {
         const int64_t p = b % 4, of = t * x.next_scale + b;
-        Ints sum[R][T];
-        panel_products<F, R, T>(panel.weights[b - b0], x.values + b * x.stride + t * 64, [&](int j) {
-            return Ints{} - OFFSET<F> * x.sum[of + j * x.next_scale];
-        }, sum);
+        const uint8_t* values = x.values + b * x.stride + t * 64;
+        Ints sum[F::RANGES][R][T];
+        auto start = [&x, of](int range) {
+            return [&x, of, range](int j) {
+                const int64_t at = of + j * x.next_scale;
+                return Ints{} - OFFSET<F> * sum_of_range<F>(range, x.sum[at], x.first_sum[at]);
+            };
+        };
+        panel_products<F, R, T, 0, 8 / F::RANGES>(panel.weights[b - b0], values, start(0), sum[0]);
+        if constexpr (F::RANGES == 2)
+            panel_products<F, R, T, 4, 8>(panel.weights[b - b0], values, start(1), sum[1]);
         for (int j = 0; j < T; ++j) {
             const int64_t at = of + j * x.next_scale;
             for (int i = 0; i < R; ++i) {
                 Floats& to = acc[t + j][p][i];
-                to = add_term(to, sum[i][j], panel.numbers[b - b0][i], x.scale[at], x.sum[at]);
+                const Ints products[2] = {sum[0][i][j], sum[F::RANGES - 1][i][j]};
+                to = add_term<F>(to, products, panel.numbers[b - b0][i], x.scale[at], x.sum[at]);
             }
         }
     }

@@ -22,9 +22,9 @@ constexpr int64_t CHUNK = 16;  // blocks whose scales are read together
 
 template <int64_t BYTES>
 struct Planar {
-    static constexpr int64_t HEAD_BYTES = 2, NUMBERS = 1;
+    static constexpr int64_t HEAD_BYTES = 2, NUMBER_BYTES = 2, NUMBERS = 1, RANGES = 1, SPAN = 1;
     static constexpr int64_t QUANT_BYTES = BYTES, BLOCK_BYTES = BYTES + 2, VALUE_BYTES = 0;
-    static constexpr bool SCALED = true, IS_PLANAR = true;
+    static constexpr bool SCALED = true, IS_PLANAR = true, HAS_ORDER = false;
 
     // The scale of block b in a row of n.
     static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) { return row + b * 2; }
@@ -33,18 +33,21 @@ struct Planar {
     }
 };
 
-// Offsets in a row as stored in a file. A block begins with its scale, after which it may have a minimum.
-template <int64_t BYTES, int64_t HEAD = 2>
+// Offsets in a row as stored in a file. A block begins with its scale, after which it may have a minimum. In larger
+// types, SHARING blocks of 32 values have one head and then their quants: such a block of the file is SPAN blocks here,
+// of which each has QUANT_BYTES of its own.
+template <int64_t BYTES, int64_t HEAD = 2, int64_t SHARING = 1>
 struct Interleaved {
-    static constexpr int64_t HEAD_BYTES = HEAD, NUMBERS = HEAD / number_bytes(HEAD);
-    static constexpr int64_t QUANT_BYTES = BYTES, BLOCK_BYTES = BYTES + HEAD, VALUE_BYTES = 0;
-    static constexpr bool SCALED = true, IS_PLANAR = false;
+    static constexpr int64_t HEAD_BYTES = HEAD, NUMBER_BYTES = number_bytes(HEAD),
+                             NUMBERS = HEAD / NUMBER_BYTES, RANGES = 1, SPAN = SHARING;
+    static constexpr int64_t QUANT_BYTES = BYTES, BLOCK_BYTES = SPAN * BYTES + HEAD, VALUE_BYTES = 0;
+    static constexpr bool SCALED = true, IS_PLANAR = false, HAS_ORDER = false;
 
     static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) {
-        return row + b * BLOCK_BYTES;
+        return row + b / SPAN * BLOCK_BYTES;
     }
     static inline const uint8_t* quants(const uint8_t* row, int64_t, int64_t b) {
-        return row + b * BLOCK_BYTES + HEAD;
+        return row + b / SPAN * BLOCK_BYTES + HEAD + b % SPAN * BYTES;
     }
 };
 
@@ -126,10 +129,27 @@ inline float power_of_two(uint8_t e) {
     return power;
 }
 
-// A number before the quants of a block that begins at `head`: 0, its scale, or 1, its minimum.
+// Half of the numbers of type ue4m3 (four bits of exponent, three of mantissa) in LANES bytes, and in one; 127 is 0.
+// Shifted to their place in an f32, the bits are the number times 2^-120, even of subnormals.
+inline Floats halved_e4m3(const uint8_t* p) {
+    const Ints e = ints_of(dwords_of(p)), magnitude = (e & 127) << 20, is_number = e != 127;
+    return mul(reinterpret_cast<Floats>(magnitude & is_number), broadcast(0x1p119f));
+}
+
+inline float halved_e4m3_of(uint8_t e) {
+    const int32_t magnitude = e == 127 ? 0 : (e & 127) << 20;
+    float number;
+    __builtin_memcpy(&number, &magnitude, 4);
+    return number * 0x1p119f;
+}
+
+// A number before the quants of a block that begins at `head`: 0, its scale, or 1, its minimum or the scale of its
+// second half.
 template <class Format, int NUMBER>
 inline float number_at(const uint8_t* head) {
-    if constexpr (number_bytes(Format::HEAD_BYTES) == 1)
+    if constexpr (Format::RANGES == 2)
+        return halved_e4m3_of(head[NUMBER]);
+    else if constexpr (Format::NUMBER_BYTES == 1)
         return power_of_two(head[NUMBER]);
     else
         return f16_to_float(head + 2 * NUMBER);

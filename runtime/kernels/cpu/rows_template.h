@@ -143,6 +143,19 @@ __attribute__((always_inline)) inline void add_weighted(float* y, int64_t y_stri
 #include "many_template.h"
 #endif
 
+// Values of a block of the file.
+template <class Format>
+constexpr int64_t values_of() {
+    if constexpr (IS_SUPER<Format>)
+        return SUPER_BLOCK;
+    else if constexpr (Format::SCALED)
+        return BLOCK * Format::SPAN;
+    else
+        return BLOCK;
+}
+template <class Format>
+constexpr int64_t VALUES_OF = values_of<Format>();
+
 // Small blocks whose sums are those of planar_template.h.
 template <class Format>
 constexpr bool has_integer_sums() {
@@ -153,6 +166,15 @@ constexpr bool has_integer_sums() {
 }
 template <class Format>
 constexpr bool IS_BLOCKS = has_integer_sums<Format>();
+
+// Unpacks 32 values of a row, from value 32 * b on.
+template <class Format>
+inline void unpack_32(const uint8_t* row, int64_t b, Floats* w) {
+    if constexpr (Format::SCALED)
+        Format::unpack(row, b, w);
+    else
+        Format::unpack(row + b * Format::BLOCK_BYTES, w);
+}
 
 #include "blocks_template.h"
 
@@ -185,7 +207,7 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
 template <class Format, int ROWS>
 inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
                            float* y, int64_t d0, int64_t d1, const uint8_t* const* also, bool to_l2) {
-    constexpr int64_t BYTES = Format::BLOCK_BYTES;
+    constexpr int64_t SPAN = VALUES_OF<Format> / BLOCK, BYTES = Format::BLOCK_BYTES / SPAN;
     int64_t d = d0;
     for (; d + BLOCK <= d1; d += BLOCK) {
         for (int r = 0; r < ROWS; ++r)
@@ -195,7 +217,7 @@ inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* nex
             for (int64_t at = 0; at < BYTES; at += 64)
                 prefetch_row(also[r] + d / BLOCK * BYTES + at, to_l2);
         add_weighted<1, VECTORS>(y + d, 0, ROWS, [&](int64_t r, Floats* w) {
-            Format::unpack(rows[r] + d / BLOCK * BYTES, w);
+            unpack_32<Format>(rows[r], d / BLOCK, w);
         }, [&](int, int64_t r) { return broadcast(c[r]); });
     }
     if constexpr (!Format::SCALED)
@@ -287,7 +309,7 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
 
 template <class Format>
 inline void unpack_row(const uint8_t* row, const uint8_t* next, int64_t D, float* out) {
-    constexpr int64_t VALUES = IS_SUPER<Format> ? SUPER_BLOCK : BLOCK;
+    constexpr int64_t VALUES = VALUES_OF<Format>;
     for (int64_t b = 0; b < D / VALUES; ++b) {
         const uint8_t* block = row + b * Format::BLOCK_BYTES;
         const uint8_t* then = next + b * Format::BLOCK_BYTES;
@@ -305,7 +327,7 @@ inline void unpack_row(const uint8_t* row, const uint8_t* next, int64_t D, float
             Format::unpack(Format::quants(row, D / BLOCK, b), w);
             for (int v = 0; v < VECTORS; ++v) w[v] = mul(w[v], scale);
         } else {
-            Format::unpack(block, w);
+            for (int64_t i = 0; i < VALUES / BLOCK; ++i) unpack_32<Format>(block, i, w + i * VECTORS);
         }
         for (int v = 0; v < VALUES / LANES; ++v) store_floats(out + b * VALUES + v * LANES, w[v]);
     }
@@ -328,6 +350,7 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
 #include "tiled_rows.h"
 #include "grouped_floats.h"
 #include "grouped_template.h"
+#include "row_factors.h"
 #include "vectors_template.h"
 #include "exponentials.h"
 #include "attend_template.h"
@@ -409,6 +432,17 @@ constexpr void set_coded(Kernels& to, int32_t kind, int32_t tiled) {
     set_tiles<Tiled<F, F>>(to, tiled);
 }
 
+template <class F>
+constexpr void set_with_factors(Kernels& to, int32_t kind, int32_t tiled) {
+    using Tile = Tiled<F, F>;
+    set(to, kind,
+        {dot_with_factors<F, dot_blocks<F>>, accumulate_with_factors<F>,
+         accumulate_many_with_factors<F>, unpack_with_factors<F, unpack_rows<F>>, quantise_blocks<F>});
+    set(to, tiled,
+        {dot_with_factors<Tile, dot_tiled<Tile>>, nullptr, nullptr,
+         unpack_with_factors<Tile, unpack_together<Tile>>, quantise_blocks<F>});
+}
+
 #ifdef LEVEL_AVX512
 template <class Planar>
 constexpr AccumulateMany* MANY = by_window<BlockTile<Planar>, accumulate_many<Planar>>;
@@ -447,6 +481,10 @@ constexpr Kernels all_kernels() {
     set_coded<Q5_0>(all, KIND_Q5_0, KIND_Q5_0_TILED);
     set_coded<Q4_1>(all, KIND_Q4_1, KIND_Q4_1_TILED);
     set_coded<Q5_1>(all, KIND_Q5_1, KIND_Q5_1_TILED);
+    set_super<TQ2_0>(all, KIND_TQ2_0, KIND_TQ2_0_TILED);
+    set_coded<Q2_0>(all, KIND_Q2_0, KIND_Q2_0_TILED);
+    set_coded<Q1_0>(all, KIND_Q1_0, KIND_Q1_0_TILED);
+    set_with_factors<NVFP4>(all, KIND_NVFP4_SCALED, KIND_NVFP4_SCALED_TILED);
     all.weigh_keys[KIND_F32] = weigh_keys<F32>, all.mix_values[KIND_F32] = mix_values<F32>;
     all.weigh_keys[KIND_F16] = weigh_keys<F16>, all.mix_values[KIND_F16] = mix_values<F16>;
     all.weigh_keys[KIND_BF16] = weigh_keys<BF16>, all.mix_values[KIND_BF16] = mix_values<BF16>;

@@ -56,8 +56,9 @@ inline void add_floats_to_many(const Rows& rows, int64_t a0, int64_t k, const Ma
     int64_t d = s.d0;
     for (; d + SUM_COLUMNS <= s.d1 / BLOCK * BLOCK; d += SUM_COLUMNS) {
         for (int64_t j = 0; j < k; ++j) {
-            const uint8_t* row = row_of(rows, a0 + j) + d * Format::BLOCK_BYTES / BLOCK;
-            unpack_row<Format>(row, row + SUM_COLUMNS * Format::BLOCK_BYTES / BLOCK, SUM_COLUMNS,
+            constexpr int64_t VALUES = VALUES_OF<Format>;
+            const uint8_t* row = row_of(rows, a0 + j) + d * Format::BLOCK_BYTES / VALUES;
+            unpack_row<Format>(row, row + SUM_COLUMNS * Format::BLOCK_BYTES / VALUES, SUM_COLUMNS,
                                tile + j * SUM_COLUMNS);
         }
         in_steps<COUNT, 1>(0, s.count, [&](auto count, int64_t t0) {
@@ -96,7 +97,8 @@ void by_window(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
 // One group.
 template <class Format>
 void accumulate_many(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
-    constexpr bool IS_WHOLE = IS_BLOCKS<Format> || !Format::SCALED || SUM_COLUMNS % BLOCK == 0;
+    constexpr bool IS_WHOLE =
+        IS_BLOCKS<Format> || !Format::SCALED || SUM_COLUMNS % VALUES_OF<Format> == 0;
     if constexpr (!IS_SUPER<Format> && IS_WHOLE) {
         if (are_taken_together(k, s)) {
             if constexpr (IS_BLOCKS<Format>) {

@@ -43,8 +43,7 @@ constexpr int64_t most_few() {
 // slowly from memory (one vector, GB/s, one tile and two: q4_K 40 and 41, q8_0 39 and 29).
 template <class F>
 constexpr bool takes_two_tiles() {
-    return TILES_AT_ONCE == 2 && most_few<F>() > 0 &&
-           8 * F::BLOCK_BYTES < 7 * (IS_SUPER<F> ? SUPER_BLOCK : BLOCK);
+    return TILES_AT_ONCE == 2 && most_few<F>() > 0 && 8 * F::BLOCK_BYTES < 7 * VALUES_OF<F>;
 }
 
 // Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
@@ -157,7 +156,7 @@ constexpr int64_t LEAST_ASKING_OF = IS_SUPER<F> ? 2 : LEAST_ASKING;
 template <class F>
 void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
 #ifdef LEVEL_AMX
-    if constexpr (!IS_SUPER<F>)
+    if constexpr (!IS_SUPER<F> && F::RANGES == 1)
         if (x.count >= LEAST_VECTORS && !rows.index && a0 % TILE_ROWS == 0)
             return dot_tiles<F>(rows, x, y, y_stride, a0, a1);
 #endif
@@ -190,13 +189,13 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
 template <class F>
 void unpack_together(const Rows& rows, float* out, int64_t a0, int64_t a1) {
     using InFile = typename F::InFile;
-    constexpr int64_t VALUES = IS_SUPER<InFile> ? SUPER_BLOCK : BLOCK;
+    constexpr int64_t VALUES = VALUES_OF<InFile>;
     for (int64_t a = a0; a < a1; ++a) {
         const int64_t row = rows.index ? rows.index[a] : a, r = row % F::ROWS;
         const uint8_t* first = rows.weight + (row - r) * rows.stride;
         for (int64_t b = 0; b < rows.D / VALUES; ++b) {
             uint8_t block[InFile::BLOCK_BYTES];
-            F::copy_block(first, rows.D / VALUES, b, r, block);
+            F::copy_block(first, rows.D / (IS_SUPER<InFile> ? SUPER_BLOCK : BLOCK), b, r, block);
             unpack_row<InFile>(block, block, VALUES, out + a * rows.D + b * VALUES);
         }
     }

@@ -12,20 +12,24 @@ struct Tiled : Planar {
     typedef File InFile;
     static constexpr bool IS_PLANAR = false;
     static constexpr int64_t ROWS = TILE_ROWS;
-    static constexpr int64_t NUMBER_BYTES = number_bytes(Planar::HEAD_BYTES),
+    static constexpr int64_t NUMBER_BYTES = Planar::NUMBER_BYTES, SPAN = Planar::SPAN,
                              TOGETHER = blocks_together(Planar::HEAD_BYTES);
     static constexpr int64_t SCALE_BYTES = Planar::HEAD_BYTES * TILE_ROWS,
                              TILE_QUANTS = TILE_ROWS * Planar::QUANT_BYTES;
+    // Numbers of a block of the file; if there are more than 32 values need, each 32 have their own.
+    static constexpr int64_t ALL_NUMBERS = Planar::HEAD_BYTES / NUMBER_BYTES;
 
     // The first four bytes of row r in block b of a tile; the next four are 4 * TILE_ROWS bytes later.
     static inline const uint8_t* quants_of(const uint8_t* tile, int64_t n, int64_t b, int64_t r) {
-        const int64_t first = b & -TOGETHER, here = n - first < TOGETHER ? n - first : TOGETHER;
+        const int64_t first = b / SPAN & -TOGETHER, left = n / SPAN - first;
+        const int64_t here = left < TOGETHER ? left : TOGETHER;
         return tile + (first + here) * SCALE_BYTES + b * TILE_QUANTS + 4 * r;
     }
     // The scale of row r in block b, or another number before the quants.
     static inline const uint8_t* scale_of(const uint8_t* tile, int64_t b, int64_t r,
                                           int64_t number = 0) {
-        return tile + b * SCALE_BYTES + (b & -TOGETHER) * TILE_QUANTS +
+        if constexpr (ALL_NUMBERS > Planar::NUMBERS) number += b % SPAN * Planar::NUMBERS;
+        return tile + b / SPAN * SCALE_BYTES + (b / SPAN & -TOGETHER) * SPAN * TILE_QUANTS +
                NUMBER_BYTES * (TILE_ROWS * number + r);
     }
     // The numbers of LANES rows from row `lane` on.
@@ -36,11 +40,13 @@ struct Tiled : Planar {
         else
             return {scale};
     }
-    // Block b of row r as in a file.
-    static inline void copy_block(const uint8_t* tile, int64_t n, int64_t b, int64_t r, uint8_t* to) {
-        for (int64_t i = 0; i < Planar::NUMBERS; ++i, to += NUMBER_BYTES)
+    // Block `block` of row r as in a file, which has n blocks of 32 values.
+    static inline void copy_block(const uint8_t* tile, int64_t n, int64_t block, int64_t r,
+                                  uint8_t* to) {
+        const int64_t b = block * SPAN;
+        for (int64_t i = 0; i < ALL_NUMBERS; ++i, to += NUMBER_BYTES)
             __builtin_memcpy(to, scale_of(tile, b, r, i), NUMBER_BYTES);
-        for (int64_t at = 0; at < Planar::QUANT_BYTES; at += 4)
+        for (int64_t at = 0; at < SPAN * Planar::QUANT_BYTES; at += 4)
             __builtin_memcpy(to + at, quants_of(tile, n, b, r) + TILE_ROWS * at, 4);
     }
 };
@@ -123,9 +129,9 @@ struct TiledTile {
 
     // gcc 12 would otherwise call it for each block, with the quants on the stack.
     __attribute__((always_inline)) inline RowNumbers<F::NUMBERS> load(int64_t b, Ints* quarter) const {
-        const int64_t from = b * TILE_ROWS * F::BLOCK_BYTES;
+        const int64_t from = b * TILE_ROWS * F::BLOCK_BYTES / F::SPAN;
         const uint8_t* next = ahead ? ahead->address(tile, from) : nullptr;
-        if (ahead) ahead->ask_others(tile, b, F::BLOCK_BYTES);
+        if (ahead) ahead->ask_others(tile, b, F::BLOCK_BYTES / F::SPAN);
         const RowNumbers<F::NUMBERS> numbers = F::numbers_of(tile, b, lane);
         if (!next) {
             for (int64_t v = 0; v < F::QUANT_BYTES / 4; ++v) quarter[v] = load_four(b, v);
@@ -142,10 +148,10 @@ struct TiledTile {
     // Prefetches what is due when block b of all rows is read.
     __attribute__((always_inline)) inline void ask(int64_t b) const {
         if (!ahead) return;
-        ahead->ask_others(tile, b, F::BLOCK_BYTES);
-        if (const uint8_t* next = ahead->address(tile, b * TILE_ROWS * F::BLOCK_BYTES))
-            for (int64_t at = 0; at < TILE_ROWS * F::BLOCK_BYTES; at += 64)
-                __builtin_prefetch(next + at);
+        ahead->ask_others(tile, b, F::BLOCK_BYTES / F::SPAN);
+        constexpr int64_t BYTES = TILE_ROWS * F::BLOCK_BYTES / F::SPAN;
+        if (const uint8_t* next = ahead->address(tile, b * BYTES))
+            for (int64_t at = 0; at < BYTES; at += 64) __builtin_prefetch(next + at);
     }
 
   private:
@@ -174,9 +180,11 @@ inline void dot_one(const TiledTile<F>& tile, const Input& input, float* y) {
         Ints quarter[F::QUANT_BYTES / 4], w[TILE_WEIGHTS<F>];
         const RowNumbers<F::NUMBERS> numbers = tile.load(b, quarter);
         tile_weights<F>(quarter, w);
-        const Ints products =
-            tile_products<F>(w, x.values + b / unit<F>() * x.stride, b, Ints{} - OFFSET<F> * x.sum[b]);
-        next[0] = add_term(next[0], products, numbers, x.scale[b], x.sum[b]);
+        Ints products[F::RANGES][1];
+        products_of_ranges<F, F::RANGES, 1>(&w, x.values + b / unit<F>() * x.stride, b, OFFSET<F>,
+                                            x.sum[b], x.first_sum[b], products);
+        const Ints of_ranges[2] = {products[0][0], products[F::RANGES - 1][0]};
+        next[0] = add_term<F>(next[0], of_ranges, numbers, x.scale[b], x.sum[b]);
         rotate();
     }
     for (int64_t b = tile.n; b % 4; ++b) rotate();

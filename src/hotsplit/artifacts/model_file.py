@@ -40,7 +40,7 @@ from hotsplit.model.tensors import (
     optional_outer_shapes,
     outer_shapes,
 )
-from hotsplit.model.weight_types import BY_NAME, FILE_NAMES, TABLES
+from hotsplit.model.weight_types import BY_NAME, FILE_NAMES, IN_MEMORY
 
 TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAME
@@ -159,9 +159,9 @@ class ModelFile:
                 again = "; download this part of the model again" if entry.part else ""
                 raise HotsplitError(
                     f"{entry.part or self.path}: {name} is {entry.kind} {list(entry.shape)},"
-                    f" wanted {list(shape)} of one of {', '.join((*FILE_NAMES, *TABLES))}{again}"
+                    f" wanted {list(shape)} of one of {', '.join((*FILE_NAMES, *IN_MEMORY))}{again}"
                 )
-            if entry.in_file.kind not in (*FILE_NAMES, *TABLES):
+            if entry.in_file.kind not in (*FILE_NAMES, *IN_MEMORY):
                 advice = (
                     "; first run hotsplit convert FILE -o model.gguf, which converts it to a larger"
                     " type"

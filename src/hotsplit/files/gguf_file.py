@@ -12,25 +12,28 @@ from functools import partial
 from io import FileIO
 from math import isfinite, prod
 from pathlib import Path
+from typing import cast
 
 import numpy as np
-from gguf import (
-    GGML_QUANT_SIZES,
-    GGUF_DEFAULT_ALIGNMENT,
-    GGMLQuantizationType,
-    GGUFValueType,
-    GGUFWriter,
-)
+from gguf import GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file, require_file
 from hotsplit.files.gguf_parts import SPLIT_KEYS, GgufPart, check_parts, other_parts
 from hotsplit.files.gguf_reader import NUMBERS, Magic, TensorInfo, Value, read_header
+from hotsplit.files.gguf_types import GROUPED_TWOS, block_sizes, number_of
+from hotsplit.files.low_bit_blocks import (
+    bit_values,
+    scaled_rows,
+    scaled_values,
+    smaller_groups,
+    twos_of_trits,
+)
 from hotsplit.files.mapped_files import map_whole
 from hotsplit.files.pipeline import in_order, num_threads
 from hotsplit.files.table_blocks import pack_table_blocks, table_values
-from hotsplit.model.weight_types import BY_NAME, TABLE_NAMES, TABLES
+from hotsplit.model.weight_types import BY_NAME, IN_MEMORY, TABLE_NAMES
 from hotsplit.system.system_memory import advice_on_memory
 
 # Values read, encoded and written at a time. On 2 busy cores a file of 4-bit blocks took 4.1-5.1,
@@ -38,14 +41,14 @@ from hotsplit.system.system_memory import advice_on_memory
 PIECE_VALUES = 4 << 20
 
 # Types whose values are numpy's; arrays of all others hold bytes.
-_DTYPES: dict[GGMLQuantizationType, type[np.number]] = {
-    GGMLQuantizationType.F16: np.float16,
-    GGMLQuantizationType.F32: np.float32,
-    GGMLQuantizationType.F64: np.float64,
-    GGMLQuantizationType.I8: np.int8,
-    GGMLQuantizationType.I16: np.int16,
-    GGMLQuantizationType.I32: np.int32,
-    GGMLQuantizationType.I64: np.int64,
+_DTYPES: dict[str, type[np.number]] = {
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "i8": np.int8,
+    "i16": np.int16,
+    "i32": np.int32,
+    "i64": np.int64,
 }
 _VALUE_TYPES = {dtype: GGUFValueType(number) for number, dtype in NUMBERS.items()}
 
@@ -62,8 +65,11 @@ class TensorEntry:
     read_rows: Callable[[int, int], np.ndarray]
     part: Path | None = None  # the file that it is in, of a model in several files
     part_of: str | None = None  # the file's tensor of which this is a part, if it is not whole
-    # The file's tensor, from which this one, of a table type, is packed when it is read.
+    # The file's tensor, from which this one, of a type in memory, is packed when it is read.
     packed_from: "TensorEntry | None" = None
+    # Of nvfp4: what its products are multiplied by, f32 [1] or one of each expert. A file has it in
+    # a tensor of its own.
+    scale: np.ndarray | None = None
 
     def read(self) -> np.ndarray:
         """All bytes, in an array with the tensor's rows."""
@@ -87,10 +93,11 @@ _COMPARED = 64 << 20  # bytes read at a time
 
 
 def is_equal(a: TensorEntry, b: TensorEntry) -> bool:
-    """True if two tensors have the same shape, type and bytes. Ends at the first difference, which
-    the first and last rows often have."""
+    """True if two tensors have the same shape, type, scale and bytes. Ends at the first difference,
+    which the first and last rows often have."""
     a, b = a.in_file, b.in_file
-    if (a.shape, a.kind) != (b.shape, b.kind):
+    scales = [entry.scale if entry.scale is None else entry.scale.tolist() for entry in (a, b)]
+    if (a.shape, a.kind) != (b.shape, b.kind) or scales[0] != scales[1]:
         return False
     num_rows, step = a.shape[0], max(1, _COMPARED // (a.num_bytes // a.shape[0]))
     ends = [(0, min(16, num_rows)), (max(0, num_rows - 16), num_rows)]
@@ -142,18 +149,51 @@ def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:
         shape, strides = (len(each), *first.shape), (step, *first.strides)
         return np.ndarray(shape, first.dtype, mapping, begin, strides)
 
-    return replace(entries[0], shape=(len(entries), *entries[0].shape), read_rows=read_rows)
+    scales = [entry.scale for entry in entries if entry.scale is not None]
+    return replace(
+        entries[0],
+        shape=(len(entries), *entries[0].shape),
+        read_rows=read_rows,
+        scale=np.concatenate(scales) if scales else None,
+    )
 
 
 def in_memory(entry: TensorEntry) -> TensorEntry:
-    """The tensor as kernels read it: of a type that has none, in its table type."""
-    if entry.kind not in TABLES:
+    """The tensor as kernels read it: of a type that has none, in its type in memory."""
+    if entry.kind not in IN_MEMORY:
         return entry
 
     def read_rows(start: int, stop: int) -> np.ndarray:
-        return pack_table_blocks(entry.read_rows(start, stop), entry.kind)
+        rows = entry.read_rows(start, stop)
+        if entry.kind == "nvfp4":
+            return scaled_rows(rows, _scale_of_rows(entry, start, stop))
+        return packed_rows(rows, entry.kind)
 
-    return replace(entry, kind=TABLES[entry.kind], read_rows=read_rows, packed_from=entry)
+    return replace(
+        entry, kind=IN_MEMORY[entry.kind], read_rows=read_rows, packed_from=entry, scale=None
+    )
+
+
+def packed_rows(rows: np.ndarray, kind: str) -> np.ndarray:
+    """Rows of a file's type in IN_MEMORY, except nvfp4, as rows of the type in memory."""
+    if kind == "tq1_0":
+        return twos_of_trits(rows)
+    if kind == GROUPED_TWOS:
+        return smaller_groups(rows)
+    return pack_table_blocks(rows, kind)
+
+
+def _scale_of_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+    """The scale of rows of nvfp4, or of the matrices of experts; 1 if the file has none."""
+    count = stop - start
+    shape = (count, *entry.shape[1:-1])
+    if entry.scale is None:
+        return np.ones(shape, np.float32)
+    own = entry.scale if len(entry.scale) == 1 else entry.scale[start:stop]
+    return np.broadcast_to(own.reshape(-1, *[1] * (len(shape) - 1)), shape)
+
+
+_BIT_TYPES = ("q1_0", "q2_0", GROUPED_TWOS)  # which `gguf` does not unpack
 
 
 def type_of(kind: str) -> GGMLQuantizationType:
@@ -161,8 +201,10 @@ def type_of(kind: str) -> GGMLQuantizationType:
 
 
 def can_unpack(kind: str) -> bool:
-    """True if `gguf` can turn blocks of this type into values."""
-    block = np.zeros((1, GGML_QUANT_SIZES[type_of(kind)][1]), np.uint8)
+    """True if blocks of this type can be turned into values."""
+    if kind in _BIT_TYPES:
+        return True
+    block = np.zeros((1, block_sizes(kind)[1]), np.uint8)
     try:
         dequantize(block, type_of(kind))
     except NotImplementedError:
@@ -173,8 +215,13 @@ def can_unpack(kind: str) -> bool:
 def values_of(data: np.ndarray, kind: str) -> np.ndarray:
     """The f32 values of stored rows, or of a vector, as `gguf` unpacks them. Raises HotsplitError
     for a type that it cannot unpack."""
+    assert kind != "nvfp4", "values need the tensor's scale: in_memory()"
     if kind in TABLE_NAMES:
         return table_values(data, kind)
+    if kind == "nvfp4_scaled":
+        return scaled_values(data)
+    if kind in _BIT_TYPES:
+        return bit_values(data, kind)
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # a damaged scale may be infinite
             return data if kind == "f32" else dequantize(data, type_of(kind))
@@ -188,6 +235,7 @@ def unpacked(entry: TensorEntry) -> TensorEntry:
     """The tensor in f32, unpacked when it is read, a matrix row by row."""
     if entry.kind == "f32":
         return entry
+    entry = in_memory(entry)
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         if len(entry.shape) == 1:
@@ -199,21 +247,15 @@ def unpacked(entry: TensorEntry) -> TensorEntry:
 
 def is_whole_blocks(width: int, kind: str) -> bool:
     """True if rows of `width` values can have this type."""
-    return width % _block_sizes(kind)[0] == 0
+    return width % block_sizes(kind)[0] == 0
 
 
 def row_bytes(width: int, kind: str) -> int:
     """Bytes of one row of `width` values; asserts that it is a whole number of blocks."""
-    block, size = _block_sizes(kind)
+    block, size = block_sizes(kind)
     assert width % block == 0, (width, kind)
-    return width // block * size
-
-
-def _block_sizes(kind: str) -> tuple[int, int]:
-    """Values and bytes of a block."""
-    if (found := BY_NAME.get(kind)) is not None:
-        return found.block_values, found.block_bytes
-    return GGML_QUANT_SIZES[type_of(kind)]
+    head = BY_NAME[kind].row_head if kind in BY_NAME else 0
+    return head + width // block * size
 
 
 def array_entry(array: np.ndarray, kind: str) -> TensorEntry:
@@ -291,15 +333,53 @@ def open_gguf(path: Path, what: str) -> GgufFile:
     if part is not None:
         files |= {other: _open_one(other, what) for other in other_parts(path, part)}
         check_parts(files)
+    tensors = {
+        name: entry if part is None else replace(entry, part=holder)
+        for holder, each in files.items()
+        for name, entry in each.tensors.items()
+    }
     return GgufFile(
         magic=file.magic,
         keys={name: value for name, value in file.keys.items() if name not in SPLIT_KEYS},
-        tensors={
-            name: entry if part is None else replace(entry, part=holder)
-            for holder, each in files.items()
-            for name, entry in each.tensors.items()
-        },
+        tensors=_with_scales(path, tensors),
     )
+
+
+def _with_scales(path: Path, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors, with the scales of nvfp4 in those that they belong to: `X.scale` or
+    `X.weight.scale`, of a matrix or of each expert. Scales of inputs are for activations of 4 bits.
+    Raises HotsplitError for a scale that is missing where others have one, or of a wrong shape."""
+    found = dict(tensors)
+    scales: dict[str, TensorEntry | None] = {}
+    for name, entry in tensors.items():
+        if entry.kind != "nvfp4":
+            continue
+        stem = name.removesuffix(".weight")
+        for end in ("input_scale", "weight.input_scale"):
+            found.pop(f"{stem}.{end}", None)
+        own = [found.pop(f"{stem}.{end}", None) for end in ("scale", "weight.scale")]
+        scales[name] = own[0] or own[1]
+    for name, scale in scales.items():
+        num_experts = tensors[name].shape[0] if len(tensors[name].shape) == 3 else 1
+        if scale is None and not any(scales.values()):
+            continue
+        if scale is None:
+            raise HotsplitError(
+                f"{path}: {name} is nvfp4 without a scale ({name.removesuffix('.weight')}.scale),"
+                " which others in the file have; download it again, or get another"
+            )
+        if scale.kind != "f32" or scale.shape not in ((1,), (num_experts,)):
+            raise HotsplitError(
+                f"{path}: the scale of {name} is {scale.kind} {list(scale.shape)}, wanted f32 [1]"
+                f"{f' or [{num_experts}]' if num_experts > 1 else ''}; get another file"
+            )
+        values = np.array(scale.read())
+        if not np.isfinite(values).all():
+            raise HotsplitError(
+                f"{path}: the scale of {name} is not all finite; download the file again"
+            )
+        found[name] = replace(found[name], scale=values)
+    return found
 
 
 def _open_one(path: Path, what: str) -> GgufFile:
@@ -323,8 +403,8 @@ def _open_one(path: Path, what: str) -> GgufFile:
 
 def _entry(mapping: mmap.mmap, info: TensorInfo) -> TensorEntry:
     """An entry whose rows are numbers for numpy's types, and bytes for all others."""
-    kind = info.type.name.lower()
-    dtype, block = np.dtype(_DTYPES.get(info.type, np.uint8)), GGML_QUANT_SIZES[info.type][0]
+    kind = info.kind
+    dtype, block = np.dtype(_DTYPES.get(kind, np.uint8)), block_sizes(kind)[0]
     width = row_bytes(info.shape[-1], kind) // dtype.itemsize
     if info.num_bytes:
         flat = np.frombuffer(mapping, dtype, info.num_bytes // dtype.itemsize, info.start)
@@ -354,6 +434,7 @@ def write_gguf(
     and `check` gets the whole file before it is renamed. Tensors are read in the order of the
     mapping, in pieces of whole rows, by several threads, so `read_rows` must be thread-safe. Only a
     few pieces are in memory at a time."""
+    tensors = _with_scale_tensors(tensors)
     with partial_file(path) as unfinished:
         _write_header(unfinished, architecture, keys, tensors)
         pieces = [(e, start, stop) for e in tensors.values() for start, stop in _pieces(e)]
@@ -372,6 +453,16 @@ def write_gguf(
         check(unfinished)
 
 
+def _with_scale_tensors(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors, each followed by its scale, if it has one, as a file has them."""
+    found: dict[str, TensorEntry] = {}
+    for name, entry in tensors.items():
+        found[name] = entry
+        if entry.scale is not None:
+            found[f"{name.removesuffix('.weight')}.scale"] = array_entry(entry.scale, "f32")
+    return found
+
+
 def _write_header(
     path: Path, architecture: str, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
 ) -> None:
@@ -381,7 +472,11 @@ def _write_header(
             _add_key(writer, name, value)
         for name, entry in tensors.items():
             writer.add_tensor_info(
-                name, entry.shape, np.dtype(np.float32), entry.num_bytes, type_of(entry.kind)
+                name,
+                entry.shape,
+                np.dtype(np.float32),
+                entry.num_bytes,
+                cast(GGMLQuantizationType, number_of(entry.kind)),
             )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
+from gguf import GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import known_as
 from hotsplit.files.gguf_parts import raw_cut_of
+from hotsplit.files.gguf_types import KINDS, block_sizes, group_of_twos
 
 Magic = Literal["GGUF", "PWRI"]
 # A number outside an array is a numpy scalar of its type in the file.
@@ -48,21 +49,17 @@ NUMBERS: dict[int, type[np.generic]] = {
     11: np.int64,
     12: np.float64,
 }
-TYPES = {int(type): type for type in GGML_QUANT_SIZES}
 # In PowerInfer's ggml.h these follow Q8_K (15); ggml later gave their numbers to other types.
-POWERINFER_TYPES = {
-    16: GGMLQuantizationType.I8,
-    17: GGMLQuantizationType.I16,
-    18: GGMLQuantizationType.I32,
-}
+POWERINFER_TYPES = {16: "i8", 17: "i16", 18: "i32"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """One tensor: its shape (outermost dimension first), its type, and its place in the file."""
+    """One tensor: its shape (outermost dimension first), its type's name in lower case, and its
+    place in the file."""
 
     shape: tuple[int, ...]
-    type: GGMLQuantizationType
+    kind: str
     start: int  # offset in the file
     num_bytes: int
 
@@ -260,8 +257,8 @@ class _Cursor:
         if not 1 <= num_dims <= 4:
             raise BrokenGguf(f"{what} has {num_dims} dimensions, wanted 1 to 4")
         shape = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims, what))[::-1]
-        type = _tensor_type(self.integer("<I", what), magic, what)
-        block, block_bytes = GGML_QUANT_SIZES[type]
+        kind = _tensor_type(self.integer("<I", what), magic, what)
+        block, block_bytes = block_sizes(kind)
         # A zero dimension must not hide huge ones, which would overflow elsewhere.
         if prod(max(n, 1) for n in shape) >= 1 << 62:
             raise BrokenGguf(f"{what} has the impossible shape {list(shape)}")
@@ -269,7 +266,7 @@ class _Cursor:
             raise BrokenGguf(f"{what} has rows of {shape[-1]} values, not whole blocks of {block}")
         start = self.integer("<Q", what)
         return TensorInfo(
-            shape=shape, type=type, start=start, num_bytes=prod(shape) // block * block_bytes
+            shape=shape, kind=kind, start=start, num_bytes=prod(shape) // block * block_bytes
         )
 
     def placed(self, infos: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
@@ -283,6 +280,7 @@ class _Cursor:
                     f"tensor {_short(name)} is at {info.start}, not a multiple of {alignment}"
                 )
             placed[name] = replace(info, start=base + info.start)
+        placed = self.with_groups(placed, alignment)
         end = 0
         filled = [(name, info) for name, info in placed.items() if info.num_bytes]
         for name, info in sorted(filled, key=lambda item: item[1].start):
@@ -293,22 +291,45 @@ class _Cursor:
             raise BrokenGguf(f"{end - len(self.file):,} bytes of its tensors are missing")
         return placed
 
+    def with_groups(self, infos: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
+        """The tensors, with those of q2_0 in groups of as many values as their sizes allow. Raises
+        BrokenGguf if no such groups fill the room before the next tensor."""
+        starts = sorted({info.start for info in infos.values()} | {len(self.file)})
+        room = {
+            name: starts[starts.index(info.start) + 1] - info.start
+            for name, info in infos.items()
+            if info.kind == "q2_0" and info.num_bytes and info.start < len(self.file)
+        }
+        sizes = ((prod(infos[n].shape), infos[n].shape[-1], size) for n, size in room.items())
+        if (kind := group_of_twos(sizes, alignment)) is None:
+            name, found = next(iter(room.items()))
+            wanted = prod(infos[name].shape) // 128
+            raise BrokenGguf(
+                f"tensor {_short(name)} is q2_0 in {found:,} bytes, wanted {36 * wanted:,} in"
+                f" groups of 64 values, or {34 * wanted:,} in groups of 128"
+            )
+        block, size = block_sizes(kind)
+        return infos | {
+            name: replace(infos[name], kind=kind, num_bytes=prod(infos[name].shape) // block * size)
+            for name in room
+        }
+
 
 def _short(name: str) -> str:
     return repr(name if len(name) <= 64 else name[:61] + "...")
 
 
-def _tensor_type(number: int, magic: Magic, what: str) -> GGMLQuantizationType:
+def _tensor_type(number: int, magic: Magic, what: str) -> str:
     if magic == "PWRI" and number in POWERINFER_TYPES:
         return POWERINFER_TYPES[number]
-    if magic == "GGUF" and max(TYPES) < number <= max(TYPES) + NEWER_TYPES:
+    if magic == "GGUF" and max(KINDS) < number <= max(KINDS) + NEWER_TYPES:
         raise UnsupportedGguf(
-            f"{what} has type {number}, newer than {max(TYPES)}, the last that this program knows;"
+            f"{what} has type {number}, newer than {max(KINDS)}, the last that this program knows;"
             " install a newer hotsplit, or get a file of another type"
         )
-    if number not in TYPES or (magic == "PWRI" and number > GGMLQuantizationType.Q8_K):
+    if number not in KINDS or (magic == "PWRI" and number > GGMLQuantizationType.Q8_K):
         raise BrokenGguf(f"{what} has the unknown type {number}")
-    return TYPES[number]
+    return KINDS[number]
 
 
 def _alignment(keys: dict[str, Value]) -> int:

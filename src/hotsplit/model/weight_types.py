@@ -26,19 +26,22 @@ FileTypeName = Literal[
     "q3_k",
     "q2_k",
     "iq4_xs",
+    "tq2_0",
+    "q2_0",
+    "q1_0",
 ]
 # Types in memory, made from a file's IQ1, IQ2 and IQ3 types when it is read (TABLES).
 TableTypeName = Literal["iq1_table", "iq2_table", "iq3_xxs_table", "iq3_s_table"]
-TypeName = FileTypeName | TableTypeName
+TypeName = FileTypeName | TableTypeName | Literal["nvfp4_scaled"]
 PredictorTypeName = Literal["f16", "q8_0", "q4_0"]  # types of predictors that `profile` trains
 Form = Literal["planar", "tiled", "grouped"]  # layouts of rows in memory, on the CPU
 
 FILE_NAMES: tuple[FileTypeName, ...] = get_args(FileTypeName)
 TABLE_NAMES: tuple[TableTypeName, ...] = get_args(TableTypeName)
-NAMES: tuple[TypeName, ...] = (*FILE_NAMES, *TABLE_NAMES)
-# The type in memory of each of a file's types without kernels. It holds their values exactly:
-# entries of a grid are a few small numbers, and a group's scale is an odd number up to 31
-# (dequantize_row_iq* in ggml-quants.c).
+NAMES: tuple[TypeName, ...] = (*FILE_NAMES, *TABLE_NAMES, "nvfp4_scaled")
+# The table type of each of a file's types with grids. It holds their values exactly: entries of a
+# grid are a few small numbers, and a group's scale is an odd number up to 31 (dequantize_row_iq* in
+# ggml-quants.c).
 TABLES: dict[str, TableTypeName] = {
     "iq1_s": "iq1_table",
     "iq1_m": "iq1_table",
@@ -47,6 +50,16 @@ TABLES: dict[str, TableTypeName] = {
     "iq2_s": "iq2_table",
     "iq3_xxs": "iq3_xxs_table",
     "iq3_s": "iq3_s_table",
+}
+# The type in memory of each of a file's types without kernels, with the same values:
+# - tq1_0 has the powers of three of tq2_0's codes.
+# - q2_0_128 are PrismML's groups of 128 values, which have the number of q2_0 in a file.
+# - nvfp4_scaled has the tensor's scale, which a file has in a tensor of its own, before each row.
+IN_MEMORY: dict[str, TypeName] = {
+    **TABLES,
+    "tq1_0": "tq2_0",
+    "q2_0_128": "q2_0",
+    "nvfp4": "nvfp4_scaled",
 }
 FORMS: tuple[Form, ...] = get_args(Form)
 PREDICTOR_NAMES: tuple[PredictorTypeName, ...] = get_args(PredictorTypeName)
@@ -110,8 +123,23 @@ class WeightType:
         return NAMES.index(self.name)
 
     @property
+    def row_head(self) -> int:
+        """Bytes before a row's blocks: an f32 factor of all its values."""
+        return 4 if self.name == "nvfp4_scaled" else 0
+
+    @property
+    def shares_heads(self) -> bool:
+        """True for blocks of 64 or 128 values, in which parts of 32 share what is before them."""
+        return self.block_values in (64, 128)
+
+    @property
     def is_in_files(self) -> bool:
         return bool(self.file_type)
+
+    @property
+    def is_encoded(self) -> bool:
+        """True if `convert` encodes values in this type."""
+        return self.name in _BOUNDS
 
     @property
     def is_float(self) -> bool:
@@ -124,7 +152,9 @@ class WeightType:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a small block before its quants."""
+        """Bytes of a block before its quants, unless it is a K-quant's."""
+        if self.shares_heads:
+            return self.halves[1] if self.halves else 4
         return self.planes[0][1]
 
     @property
@@ -157,6 +187,10 @@ class WeightType:
         return not self.is_k_quant
 
     @property
+    def has_gpu_kernels(self) -> bool:
+        return not self.shares_heads and self.name != "tq2_0"
+
+    @property
     def gpu_kind(self) -> str:
         """The kind that GPUs read."""
         return self.kind_in("planar") if self.planes else self.name
@@ -178,7 +212,7 @@ _FILE_TYPES: dict[str, str] = {
     "mxfp4": "MOSTLY_MXFP4_MOE",
     **{name: f"MOSTLY_{name.upper()}_S" for name in ("q3_k", "q4_k", "q5_k")},
 }
-_FILE_TYPES |= dict.fromkeys(TABLE_NAMES, "")
+_FILE_TYPES |= dict.fromkeys((*TABLE_NAMES, "nvfp4_scaled"), "")
 _CHOSEN = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 _IQ2, _IQ3_XXS, _IQ3_S = (8, 25, 43, 0), (4, 12, 20, 28, 36, 44, 52, 62), tuple(range(1, 16, 2))
@@ -187,7 +221,9 @@ _LEVELS: dict[str, tuple[int, ...]] = {
     "q4_1": tuple(range(16)),
     "q5_0": tuple(range(-16, 16)),
     "q5_1": tuple(range(32)),
-    "mxfp4": (*_E2M1, *(-level for level in _E2M1)),
+    **dict.fromkeys(("mxfp4", "nvfp4_scaled"), (*_E2M1, *(-level for level in _E2M1))),
+    **dict.fromkeys(("tq2_0", "q2_0"), (-1, 0, 1, 2)),
+    "q1_0": (-1, 1),
     "iq4_nl": IQ4_LEVELS,
     "iq4_xs": IQ4_LEVELS,
     "q3_k": tuple(range(-4, 4)),
@@ -225,8 +261,12 @@ _BLOCKS: dict[
     "q3_k": (256, 110, _TILED, ((32, 64), (0, 32), (96, 12), (108, 2)), (108, 110)),
     "q2_k": (256, 84, _TILED, ((16, 64), (0, 16), (80, 4)), (80, 84)),
     "iq4_xs": (256, 136, _TILED, ((8, 128), (0, 8)), (0, 2)),
+    "tq2_0": (256, 66, _TILED, (), (64, 66)),
+    "q2_0": (64, 18, _TILED, (), (0, 2)),
+    "q1_0": (128, 18, _TILED, (), (0, 2)),
+    "nvfp4_scaled": (64, 36, _TILED, (), None),
 }
-# Where values overflow, relative and absolute error; nothing is rounded to a table type.
+# Where values overflow, relative and absolute error; nothing is rounded to the other types.
 _BOUNDS: dict[str, tuple[float, float, float]] = {
     "f32": (math.inf, 0.0, 0.0),
     "f16": (F16_OVERFLOW, _ROUNDED, _STEP),
@@ -251,7 +291,7 @@ _BOUNDS |= dict.fromkeys(TABLE_NAMES, (math.inf, 0.0, 0.0))
 def _type(name: TypeName) -> WeightType:
     layout = _LAYOUTS.get(name, name)
     block_values, block_bytes, forms, planes, halves = _BLOCKS[layout]
-    overflows_at, relative_error, absolute_error = _BOUNDS[name]
+    overflows_at, relative_error, absolute_error = _BOUNDS.get(name, (math.inf, 0.0, 0.0))
     return WeightType(
         name=name,
         file_type=_FILE_TYPES.get(name, f"MOSTLY_{name.upper()}"),
@@ -273,6 +313,7 @@ def _type(name: TypeName) -> WeightType:
 TYPES: tuple[WeightType, ...] = tuple(map(_type, NAMES))  # a type's place is its number in C++
 BY_NAME: dict[str, WeightType] = {each.name: each for each in TYPES}
 
+ENCODED_NAMES = tuple(name for name in FILE_NAMES if BY_NAME[name].is_encoded)
 FLOAT_NAMES = tuple(each.name for each in TYPES if each.is_float)
 # Small blocks with sums of integers.
 SMALL_BLOCK_NAMES = tuple(each.name for each in TYPES if each.has_integer_sums)
