@@ -147,7 +147,7 @@ class Checkpoint:
         lines: dict[str, list[str]] = {}
         for (packing, fate), count in self.fates.items():
             lines.setdefault(packing, []).append(f"{count} tensors {fate}")
-        return [f"packed weights ({packing}): {', '.join(x)}" for packing, x in lines.items()]
+        return [f"packed weights, {packing}: {', '.join(x)}" for packing, x in lines.items()]
 
     def rounding_notes(self) -> list[str]:
         """The types whose bits were to hold what is packed but round it, once all is written."""

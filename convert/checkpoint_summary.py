@@ -47,11 +47,12 @@ class CheckpointSummary:
             ("parameters", f"{self.num_parameters:,}"),
             ("architecture", self.architecture),
         ]
+        kept = " in f16" if self.tensors_by_type.keys() <= {"f32", "f16", "bf16"} else ""
         if self.spec is None:
             return [*rows, ("refused by convert", self.refusal)]
         return [
             *rows,
-            ("as a model file", f"{self.graph}, {format_bytes(self.f16_bytes or 0)} in f16"),
+            ("as a model file", f"{self.graph}, {format_bytes(self.f16_bytes or 0)}{kept}"),
             ("activation", self.activation),
             *spec_facts(self.spec),
             *(("note", note) for note in self.notes),
@@ -79,7 +80,9 @@ def summarise_checkpoint(folder: Path) -> CheckpointSummary:
         refusal=refusal,
         num_tensors=len(own),
         num_parameters=sum(prod(tensor.shape) for tensor in own),
-        tensors_by_type=dict(Counter(tensor.dtype.lower() for tensor in own).most_common()),
+        tensors_by_type=dict(
+            Counter(t.packed.packing if t.packed else t.dtype.lower() for t in own).most_common()
+        ),
         spec=None if model is None else model.bare_spec,
         activation=None if model is None else model.activation,
         graph=None if model is None else model.architecture,

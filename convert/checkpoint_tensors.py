@@ -234,7 +234,8 @@ def _kind_of(
     is_kept = kind is not None and (BY_NAME[kind].is_float or not is_transposed)
     written = types.kind(target, shape, packed=kind if is_kept else None)
     fate = "transposed and unpacked to" if kind and not is_kept else "unpacked to"
-    fate = "as they are, in" if is_kept and written == kind else fate
+    is_moved = is_kept and written == kind and not BY_NAME[kind].is_float
+    fate = "as they are, in" if is_moved else fate
     checkpoint.fates[packed.packing, f"{fate} {written}"] += 1
     return written
 

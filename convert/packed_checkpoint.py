@@ -45,7 +45,7 @@ REFUSED = {
 FLOATS, EXPONENTS, WORDS = ("F32", "F16", "BF16"), ("U8", "F8_E8M0"), ("I32", "U32")
 # Scales of activations and of keys and values, which stay in 16 bits here.
 ACTIVATIONS = re.compile(
-    r".*(\.(input_scale|input_global_scale|input_zero_point|[kvq]_scale|kv_scale|output_scale"
+    r".*(\.(input_scale|input_scale_ub|input_global_scale|input_zero_point|[kvq]_scale|kv_scale|output_scale"
     r"|qscale_act|weight_shape)|[._]activation_scale)"
 )
 UNHELD = re.compile(r".*\.(pre_quant_scale|lora_[ab]\.weight|bitmask)")
@@ -208,7 +208,7 @@ class _Reader:
         file = self.stored[codes].file
         matrix = PackedMatrix(
             label=f"{file}: tensor {name!r}",
-            packing=f"{METHODS[self.method]}, {packing}",
+            packing=f"{METHODS[self.method]} ({packing})",
             kind=kind,
             group_M=group_M,
             read=read,
@@ -240,12 +240,14 @@ class _Reader:
         words, num_rows = self._part(name, WORDS, 2)
         scales, zeros, index = f"{stem}.scales", f"{stem}.qzeros", f"{stem}.g_idx"
         has_index = index in self.stored
-        bits = self._number(self.packing, "bits", 2, 8)
-        width = 32 * words // bits
-        if has_index:  # the config may have exceptions for modules
-            (width,) = self._part(index, WORDS, 1)
-            bits = min(max(32 * words // width, 2), 8)
         groups, _ = self._part(scales, FLOATS, 2)
+        # The config may have exceptions for modules.
+        width, size = 32 * words // self._number(self.packing, "bits", 2, 8), self._size
+        if has_index:
+            (width,) = self._part(index, WORDS, 1)
+        elif size and (32 * words) % (groups * size) == 0:
+            width = groups * size
+        bits = min(max(32 * words // max(width, 1), 2), 8)
         self._check(name, WORDS, scales, (-(-width * bits // 32), num_rows))
         self._check(scales, FLOATS, name, (groups, num_rows))
         self._check(zeros, WORDS, name, (groups, num_rows * bits // 32))
@@ -415,7 +417,7 @@ class _Reader:
             return Codes(codes_NM=codes, scale_NG=_powers(self._rows_of(scales, expert, rows)))
 
         group_M, shape = np.arange(32 * groups) // 32, (*first, 32 * groups)
-        self._add(name, logical, shape, "4-bit floats (MXFP4)", "mxfp4", group_M, read, E2M1)
+        self._add(name, logical, shape, "4-bit floats", "mxfp4", group_M, read, E2M1)
 
     def _nvfp4(self, name: str, stem: str, factor: str, *, is_divisor: bool) -> None:
         """Nibbles as in MXFP4, e4m3 scales [N, G] of groups of 16, and a factor of the matrix."""
@@ -433,7 +435,7 @@ class _Reader:
             return Codes(codes_NM=codes, scale_NG=scale, factor=whole)
 
         group_M, shape = np.arange(16 * groups) // 16, (*first, 16 * groups)
-        what = "4-bit floats (NVFP4)"
+        what = "4-bit floats, NVFP4"
         self._add(name, f"{stem}.weight", shape, what, None, group_M, read, E2M1)
 
     # ---- groups and scales -----------------------------------------------------------------------
@@ -450,10 +452,16 @@ class _Reader:
         weights = next(iter([*named, *classes, *found]), {}).get("weights")
         return weights if isinstance(weights, dict) else {}
 
+    @property
+    def _size(self) -> int:
+        """The size of groups that the config gives; 0 if it is that of a row, or none."""
+        size = self.packing.get("group_size")
+        return size if isinstance(size, int) and size > 0 else 0
+
     def _groups(self, name: str, width: int, count: int) -> tuple[int, np.ndarray]:
         """The size of groups, and each column's, if `count` of them follow one another."""
-        size = self.packing.get("group_size")
-        if not isinstance(size, int) or size < 1 or -(-width // size) != count:
+        size = self._size
+        if not size or -(-width // size) != count:
             if count < 1 or width % count:
                 raise HotsplitError(
                     f"{self.stored[name].file}: tensor {name!r} has {width} columns in {count}"

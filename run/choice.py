@@ -231,7 +231,9 @@ def _too_large(size: int, room: Room) -> str:
 
 def _own_type_line(source: RunSource, model: ModelFile, wishes: Wishes, room: Room) -> str:
     size = run_bytes(model, context_of(model, wishes), num_sequences=wishes.engine.num_sequences)
-    memory, is_own = room.main + sum(room.gpus), model.own_type == source.own_type
+    memory = room.main + sum(room.gpus)
+    # Layers of a packed checkpoint that are left in 16 bits stay so.
+    is_own = source.path.is_dir() or model.own_type == source.own_type
     why = "the file's own" if is_own else _other_type(source, model, size, room)
     line = f"type {model.own_type}: {why}"
     if size <= memory:

@@ -116,9 +116,11 @@ def look_at(
         if stock is not None:
             notes = activation_notes(keys, stock)
     else:
+        matrices = [t for t in Checkpoint.open(path).tensors.values() if len(t.shape) > 1]
         values: Counter[str] = Counter()
-        for tensor in Checkpoint.open(path).tensors.values():
-            values[tensor.dtype] += prod(tensor.shape) if len(tensor.shape) > 1 else 0
+        # A large embedding may be left in 16 bits beside layers that are packed.
+        for tensor in [t for t in matrices if t.packed is not None] or matrices:
+            values[tensor.dtype] += prod(tensor.shape)
         own_type = max(values, key=values.__getitem__, default="F16").lower()
     return RunSource(
         name=str(given),

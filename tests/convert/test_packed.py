@@ -7,12 +7,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from checkpoints import TINY, edit_config, random_llama
+from checkpoints import TINY, edit_config, random_llama, random_model, save_tokenizer
 from gguf.quants import dequantize
 from packed_layouts import GROUP, LAYOUTS, Layout, gptq, words
 from reference import rel_error
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.metal_quantization import _affine_dequantize_tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -28,6 +28,7 @@ from hotsplit.measure.evaluate.verify_conversion import _in_f32, verify
 from hotsplit.run.source import look_at
 from hotsplit.runtime.engine import Engine
 
+FILE, UP = "model.safetensors", "model.layers.0.mlp.up_proj"
 IDS = [3, 17, 200, 41, 9, 88, 150, 7, 300, 12]
 NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -105,7 +106,7 @@ def test_a_layout_has_the_values_of_its_formula(dense, tmp_path, name):
     folder, values = packed_folder(dense, tmp_path, layout, key=key)
     report = converted(folder, tmp_path / "kept.gguf", layout="stock")
     (note,) = [note for note in report.notes if note.startswith("packed weights")]
-    kept = "unpacked to" if layout.kind == "f16" else "as they are, in"
+    kept = "unpacked to" if layout.kind in ("f16", "bf16") else "as they are, in"
     assert f"13 tensors {kept} {layout.kind}" in note
     rounded = [note for note in report.notes if "packed tensors, such as" in note]
     assert bool(rounded) == (not layout.is_exact and layout.kind == "bf16")
@@ -220,6 +221,74 @@ def test_values_are_those_of_transformers(dense, tmp_path):
     put({"quant_method": "compressed-tensors"}, tensors, {f"{o}.weight": whole})
 
 
+def one_matrix(folder, packing, parts, key="quantization_config"):
+    """The packed matrix `a` of a checkpoint that has nothing else."""
+    save_file({f"a.{name}": part.contiguous() for name, part in parts.items()}, folder / FILE)
+    (folder / "config.json").write_text(json.dumps({key: packing}))
+    return Checkpoint.open(folder).read("a.weight")
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_values_are_those_of_mlx(tmp_path, bits):
+    mx = pytest.importorskip("mlx.core")
+    values = mx.array(np.random.default_rng(0).normal(size=(32, 128)).astype(np.float16))
+    parts = mx.quantize(values, group_size=64, bits=bits)
+    names = ("weight", "scales", "biases")
+    stored = {name: torch.from_numpy(np.array(x)) for name, x in zip(names, parts, strict=True)}
+    got = one_matrix(tmp_path, {"group_size": 64, "bits": bits}, stored, "quantization")
+    in_f32 = [parts[0], *(part.astype(mx.float32) for part in parts[1:])]
+    want = np.array(mx.dequantize(*in_f32, group_size=64, bits=bits))
+    assert np.array_equal(got.numpy(), want)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_values_are_those_of_compressed_tensors(tmp_path, bits, symmetric):
+    library = pytest.importorskip("compressed_tensors")
+    args = library.quantization.QuantizationArgs(
+        num_bits=bits, type="int", strategy="group", group_size=32, symmetric=symmetric
+    )
+    scheme = library.quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = library.compressors.BaseCompressor.get_value_from_registry("pack-quantized")
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    groups = weight.reshape(64, -1, 32)
+    scale, zero = library.quantization.utils.calculate_qparams(
+        groups.amin(-1), groups.amax(-1), args
+    )
+    parts = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    packed = compressor.compress(parts, scheme)
+    packing = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    packing |= {"config_groups": {"group_0": json.loads(scheme.model_dump_json())}}
+    got = one_matrix(tmp_path, packing, packed)
+    assert torch.equal(got, compressor.decompress(packed, scheme)["weight"])
+
+
+def test_experts_of_mlx_are_the_experts(tmp_path):
+    """MLX has all experts of a layer in one tensor under another name."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    more = {"norm_topk_prob": True, "head_dim": 16, "intermediate_size": 32}
+    config = Qwen3MoeConfig(**{**TINY, "num_hidden_layers": 1, **sizes, **more})
+    folder = random_model(tmp_path / "hf", config)
+    save_tokenizer(folder, TINY["vocab_size"])
+    weights, chance, want = load_file(folder / FILE), np.random.default_rng(0), {}
+    layer = "model.layers.0.mlp"
+    for part, ours in (("gate", "gate"), ("up", "up"), ("down", "down")):
+        names = [f"{layer}.experts.{expert}.{part}_proj.weight" for expert in range(4)]
+        made = [LAYOUTS["MLX 4"].pack(chance, *weights.pop(name).shape) for name in names]
+        for suffix in ("weight", "scales", "biases"):
+            joined = torch.stack([tensors[suffix] for tensors, _ in made])
+            weights[f"{layer}.switch_mlp.{part}_proj.{suffix}"] = joined
+        want[f"blk.0.ffn_{ours}_exps.weight"] = np.stack([values for _, values in made])
+    save_file(weights, folder / FILE, {"format": "pt"})
+    edit_config(folder, lambda c: c.update(quantization=LAYOUTS["MLX 4"].config))
+    converted(folder, tmp_path / "m.gguf", layout="stock")
+    tensors = ModelFile.load(tmp_path / "m.gguf").tensors
+    for name, values in want.items():
+        assert tensors[name].kind == "q4_1"
+        got = dequantize(tensors[name].read(), type_of("q4_1"))
+        assert np.array_equal(got, values.astype(np.float32)), name
+
+
 def test_values_are_verified_where_transformers_cannot_run(dense, tmp_path):
     folder, _ = packed_folder(dense, tmp_path, LAYOUTS["GPTQ 4"])
     said: list[str] = []
@@ -255,6 +324,22 @@ def test_a_mixture_of_packings_is_told_by_the_tensors(dense, tmp_path):
             assert np.array_equal(got, as_written(source, want[source].astype(np.float32)))
 
 
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_module_may_have_bits_of_its_own(dense, tmp_path, has_index):
+    """GPTQModel's `dynamic` and AutoRound's `extra_config` give some modules other bits."""
+    order = "" if has_index else "none"
+    layout = Layout(LAYOUTS["GPTQ 4"].config, gptq(4, is_symmetric=True, order=order), "q4_0")
+    folder, values = packed_folder(dense, tmp_path, layout)
+    weights, name = load_file(folder / FILE), f"{UP}.weight"
+    parts, want = gptq(8, is_symmetric=True, order=order)(np.random.default_rng(1), 160, 64)
+    save_file(weights | {f"{UP}.{n}": part for n, part in parts.items()}, folder / FILE)
+    converted(folder, tmp_path / "m.gguf", layout="stock")
+    for source, ours, entry in matrices(tmp_path / "m.gguf"):
+        assert entry.kind == ("q8_0" if source == name else "q4_0"), ours
+        if source == name:
+            assert np.array_equal(dequantize(entry.read(), type_of("q8_0")), want.astype("f"))
+
+
 def test_zeros_beside_a_packed_layer_are_no_bias(dense, tmp_path):
     """AutoGPTQ saves biases of layers that have none; others are refused."""
     folder, _ = packed_folder(dense, tmp_path, LAYOUTS["GPTQ 4"])
@@ -266,9 +351,6 @@ def test_zeros_beside_a_packed_layer_are_no_bias(dense, tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(HotsplitError, match=r"no rule for tensor 'model.layers.0.mlp.up_proj.bias"):
         converted(folder, tmp_path / "m2.gguf")
-
-
-UP = "model.layers.0.mlp.up_proj"
 
 
 def without(name):
