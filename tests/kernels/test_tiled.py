@@ -7,6 +7,7 @@ import pytest
 import small_blocks
 import torch
 from models import make_model, make_sizes
+from reference import rel_error
 from test_runtime import IDS, decoded
 
 from hotsplit import Engine
@@ -155,6 +156,22 @@ def test_parts_of_a_matrix_are_whole_tiles(preferred):
     assert torch.equal(matrix.part(16, 48).product(x_TD), whole.part(16, 48).product(x_TD))
     with pytest.raises(AssertionError):
         matrix.part(8, 48)
+
+
+@pytest.mark.parametrize("kind", IN_MEMORY)
+def test_a_prompt_has_the_bits_of_its_steps(level, restore_library, tmp_path, kind):
+    """Of a file's types that are packed, with any number of threads. Passes of more than 32 tokens
+    attend in another order of sums."""
+    shape = make_sizes(width=256, num_neurons=256, context_length=256)
+    make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
+    ids = [7 * place % shape.vocab_size for place in range(200)]
+    with Engine.load(tmp_path / "m.gguf", mode="dense") as engine:
+        steps = decoded(engine, ids[:32])
+        for threads in (1, 2, 3):
+            library.set_threads(threads)
+            assert torch.equal(engine.logits(ids[:32])[-1], steps)
+        assert rel_error(engine.logits(ids)[-1], decoded(engine, ids)) < 1e-5
+    assert steps.isfinite().all() and len(steps.unique()) > shape.vocab_size // 2
 
 
 @pytest.mark.parametrize("kind", [k for k in TILED_KIND if BY_NAME[k].is_in_files] + [*IN_MEMORY])

@@ -12,6 +12,7 @@ from small_blocks import STORED_KINDS as KINDS
 from test_runtime import IDS, PATTERNS, decoded, make_split
 
 from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime import resolved_options
 from hotsplit.runtime.device import huge_pages
@@ -144,6 +145,24 @@ def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys)
     assert said.count("\n") == 1 and "the weights stay in the file" in said
     with Engine.load(model, mode="exact", is_resident=True) as engine:
         assert any(m.stride_bytes > m.row_bytes for ms in neurons(engine) for m in ms)
+
+
+@pytest.mark.parametrize("kind", ["iq3_xxs", "iq1_m"])
+def test_packed_tensors_cannot_stay_in_the_file(tmp_path, monkeypatch, kind):
+    """They are packed whether weights are copied or not, and refused where they do not fit."""
+    path = tmp_path / "m.gguf"
+    make_model(sizes=make_sizes(width=256, num_neurons=256), kind=kind, path=path).save(path)
+    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: 1 << 16)
+    with pytest.raises(HotsplitError, match=f"tensors in {kind} are packed in memory") as raised:
+        Engine.load(path, mode="dense")
+    assert "\n" not in str(raised.value) and str(path) in str(raised.value)
+    needed = ModelFile.load(path)
+    packed = sum(entry.num_bytes for entry in needed.tensors.values() if entry.packed_from)
+    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: 2 * packed)
+    with Engine.load(path, mode="dense") as tight:
+        found = tight.logits(IDS)
+    with Engine.load(path, mode="dense", is_resident=True) as engine:
+        assert torch.equal(engine.logits(IDS), found)
 
 
 # ---- pinned memory, with a fake CUDA ----------------------------------------------------------
