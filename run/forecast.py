@@ -38,6 +38,9 @@ from hotsplit.solver.optimise import Answer
 from hotsplit.solver.prediction import check_whole_host
 from hotsplit.solver.problem import on_one_device
 from hotsplit.solver.solve import split_of
+from hotsplit.system.sizes import format_bytes
+
+ALIKE = 0.05  # by which weights here may exceed the file's before it is said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +138,7 @@ def forecast(
         host_bytes=inputs.host_budget,
         fits_from_bytes=problem.placeable_bytes + problem.workspace_bytes,
         placed=_placed_words(inputs, found),
-        assumed=tuple(_assumed_words(inputs)),
+        assumed=(*_assumed_words(inputs), *(_rival_words(job) if uses_gpu else ())),
     )
 
 
@@ -230,4 +233,15 @@ def _assumed_words(inputs: Inputs) -> Iterator[str]:
             f"which neurons of this {model.activation} model fire is not known before it has read"
             " text: these are the times if all of them are computed (mode dense); silent ones make"
             " it faster"
+        )
+
+
+def _rival_words(job: RunJob) -> Iterator[str]:
+    """llama.cpp is priced with the weights that run here; a smaller file is faster there."""
+    here = sum(each.memory_bytes for each in job.choice.types)
+    given = sum(each.file_bytes for each in job.source.types)
+    if given and here > (1 + ALIKE) * given:
+        yield (
+            f"llama.cpp's speeds are those of the {format_bytes(here)} of weights that run here; it"
+            f" reads the file as it is, {format_bytes(given)}, and is faster than these figures"
         )

@@ -11,6 +11,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGUFValueType
 
 from hotsplit.errors import HotsplitError
+from hotsplit.files.foreign_types import foreign_words
 from hotsplit.files.gguf_file import (
     GgufFile,
     array_entry,
@@ -207,6 +208,27 @@ def test_a_file_for_another_program_is_not_called_damaged(tmp_path, content, wor
     with pytest.raises(HotsplitError, match=words) as refused:
         read_gguf(path, "model")
     assert "whole" not in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (137, "tensor 't' is in iq2_k, a type of ik_llama.cpp, which alone runs it; get another"),
+        (339, "tensor 't' is in iq4_k_r4, a type of ik_llama.cpp"),
+        (31, "tensor 't' is in q4_0_4_4, a type that llama.cpp removed; .* in q4_0 "),
+        (38, "tensor 't' is in iq4_nl_8_8, .* in iq4_nl "),
+    ],
+)
+def test_types_of_ik_llama_cpp_and_removed_ones_are_refused_by_name(tmp_path, number, words):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(header((), (tensor(kind=number),)) + bytes(320))
+    with pytest.raises(HotsplitError, match=words) as refused:
+        read_gguf(path, "model")
+    assert "whole" not in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_foreign_types_have_numbers_of_their_own():
+    assert all(foreign_words(number) is None for number in GGML_QUANT_SIZES)
 
 
 def test_an_empty_file_and_a_big_endian_one_are_refused(tmp_path):

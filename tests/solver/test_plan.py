@@ -163,6 +163,10 @@ def test_plan_and_inspect_say_what_becomes_of_each_type(tmp_path, monkeypatch, c
     for each in found:
         words = f"{each['kind']} {format_bytes(each['file_bytes'])} ({each['num_matrices']})"
         assert words in line, line
+    assert not any("llama.cpp's speeds" in line for line in report["assumed"])
+    on_a_gpu = planned(capsys, path, "--vram", "2GiB")["assumed"]
+    given = format_bytes(sum(in_file.values()))
+    assert any(f"it reads the file as it is, {given}" in line for line in on_a_gpu), on_a_gpu
     summary = inspect_file(path)
     assert summary.refusal is None and dict(summary.facts)["in memory"] == line[len("types: ") :]
 

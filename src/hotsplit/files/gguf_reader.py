@@ -18,6 +18,7 @@ from gguf import GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import known_as
+from hotsplit.files.foreign_types import foreign_words
 from hotsplit.files.gguf_parts import raw_cut_of
 from hotsplit.files.gguf_types import KINDS, block_sizes, group_of_twos
 
@@ -322,6 +323,8 @@ def _short(name: str) -> str:
 def _tensor_type(number: int, magic: Magic, what: str) -> str:
     if magic == "PWRI" and number in POWERINFER_TYPES:
         return POWERINFER_TYPES[number]
+    if magic == "GGUF" and (words := foreign_words(number)) is not None:
+        raise UnsupportedGguf(f"{what} is in {words}")
     if magic == "GGUF" and max(KINDS) < number <= max(KINDS) + NEWER_TYPES:
         raise UnsupportedGguf(
             f"{what} has type {number}, newer than {max(KINDS)}, the last that this program knows;"
