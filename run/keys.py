@@ -25,6 +25,7 @@ from hotsplit.families import key_reader
 from hotsplit.files.atomic import require_file
 from hotsplit.files.gguf_parts import part_paths
 from hotsplit.model.tensors import Layout
+from hotsplit.model.weight_types import NAMES
 
 SMALL_BYTES = 4 << 20
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
@@ -64,8 +65,11 @@ STAGES = {
         ("model.profile.*", "predictors", "predictors/*"),
     ),
     "full": Stage("the model with its predictors", (1, _KEYS, _PREDICTORS), _MODEL, ModelFile.load),
-    "machine": Stage(
-        "the figures of this machine", (2, machine_file.VERSION), "machine.json", Machine.load
+    "machine": Stage(  # with rates of every type
+        "the figures of this machine",
+        (2, machine_file.VERSION, len(NAMES)),
+        "machine.json",
+        Machine.load,
     ),
     "plan": Stage("the plan", (1, _SPLIT), "model.split.gguf", Split.load),
     "trial": Stage(

@@ -13,21 +13,24 @@ from hotsplit.files.gguf_types import block_sizes
 from hotsplit.model.weight_types import BY_NAME
 
 _SCALED = BY_NAME["nvfp4_scaled"]
-_POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
+# The five digits of base three that each byte of tq1_0 has: the first is its third on top.
+_DIGITS = [(np.arange(256) * 3**k % 256 * 3 >> 8).astype(np.uint8) for k in range(5)]
+_FIRST_FOUR = sum((digit << 2 * k for k, digit in enumerate(_DIGITS[:4])), np.zeros(256, np.uint8))
 
 
 def twos_of_trits(rows: np.ndarray) -> np.ndarray:
-    """Rows of tq1_0, uint8 [..., row_bytes], as tq2_0. A byte has five digits of base three, the
-    first of which is on top: 32 bytes, then 16, then 4 with four digits."""
+    """Rows of tq1_0, uint8 [..., row_bytes], as tq2_0. Values 0 to 159 are the digits of 32 bytes:
+    all first ones, all second ones and so on; then likewise those of 16 bytes, and four of each of
+    4 bytes."""
     blocks = rows.reshape(-1, block_sizes("tq1_0")[1])
-    digits = []
-    for start, stop, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
-        powers = blocks[:, None, start:stop] * _POWERS[:count, None]  # modulo 256
-        digits.append((powers.astype(np.uint16) * 3 >> 8).reshape(len(blocks), -1))
-    codes = np.concatenate(digits, axis=1).astype(np.uint8)
-    pairs = codes.reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8)[:, None]
-    twos = np.bitwise_or.reduce(pairs, axis=2).reshape(len(blocks), -1)
-    return np.hstack([twos, blocks[:, -2:]]).reshape(*rows.shape[:-1], -1)
+    first, second, last = blocks[:, :32], blocks[:, 32:48], blocks[:, 48:52]
+    low = [np.hstack([_DIGITS[k][second], _DIGITS[k + 1][second]]) for k in (0, 2)]
+    rest = np.hstack([_DIGITS[4][second], *(digit[last] for digit in _DIGITS[:4])])
+    made = np.empty((len(blocks), block_sizes("tq2_0")[1]), np.uint8)
+    made[:, :32] = _FIRST_FOUR[first]
+    made[:, 32:64] = _DIGITS[4][first] | low[0] << 2 | low[1] << 4 | rest << 6
+    made[:, 64:] = blocks[:, 52:]
+    return made.reshape(*rows.shape[:-1], -1)
 
 
 def smaller_groups(rows: np.ndarray) -> np.ndarray:
