@@ -16,7 +16,6 @@ from hotsplit.costs.bytes_read import neurons_read
 from hotsplit.costs.default_mode import can_silence, computes_every_neuron, mode_meant
 from hotsplit.costs.type_bytes import TypeBytes, type_bytes, type_words
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.model.tensors import Layout
 from hotsplit.model.weight_types import BY_NAME, BY_QUALITY, FLOAT_NAMES, IN_MEMORY
 from hotsplit.options.engine_config import EngineConfig
@@ -197,7 +196,7 @@ def choose_type(source: RunSource, wishes: Wishes, room: Room) -> tuple[Outtype 
     if source.own_type not in FLOAT_NAMES:
         if own is None and source.stock is not None and _reads_all(source.stock, wishes, room):
             own = source.stock
-        return None, _own_type_line(source, own or source.draft(None), wishes, room)
+        return None, _own_type_line(own or source.draft(None), wishes, room)
     kinds: list[Outtype | None] = [None] if own is not None else []
     kinds += BY_QUALITY
     sizes: dict[Outtype | None, int] = {}  # kept, since reading all headers takes seconds
@@ -229,13 +228,10 @@ def _too_large(size: int, room: Room) -> str:
     return f"{line} of memory: weights will be read from the disk, token by token, slowly"
 
 
-def _own_type_line(source: RunSource, model: ModelFile, wishes: Wishes, room: Room) -> str:
+def _own_type_line(model: ModelFile, wishes: Wishes, room: Room) -> str:
     size = run_bytes(model, context_of(model, wishes), num_sequences=wishes.engine.num_sequences)
     memory = room.main + sum(room.gpus)
-    # Layers of a packed checkpoint that are left in 16 bits stay so.
-    is_own = source.path.is_dir() or model.own_type == source.own_type
-    why = "the file's own" if is_own else _other_type(source, model, size, room)
-    line = f"type {model.own_type}: {why}"
+    line = f"type {model.own_type}: the file's own"
     if size <= memory:
         return f"{line} ({_fits(size, memory, 'memory')})"
     own = BY_NAME[IN_MEMORY.get(model.own_type, model.own_type)]
@@ -243,21 +239,6 @@ def _own_type_line(source: RunSource, model: ModelFile, wishes: Wishes, room: Ro
     is_smaller = smallest.bytes_per_value < own.bytes_per_value
     advice = f", or --outtype {smallest.name}," if is_smaller else ""
     return f"{line}; its {_too_large(size, room)}; a smaller file{advice} reads less"
-
-
-def _other_type(source: RunSource, model: ModelFile, size: int, room: Room) -> str:
-    as_it_is = size - sum(e.num_bytes for e in model.tensors.values()) + num_bytes_of(source.path)
-    limits = [(count, "VRAM") for count in room.gpus[:1]]
-    limits.append((room.main + sum(room.gpus), "memory"))
-    lost = "".join(
-        f"no longer fits into {format_bytes(limit)} of {place}, as the file would; "
-        for limit, place in limits
-        if as_it_is <= limit < size
-    )
-    return (
-        f"{lost}there are no kernels for the file's {source.own_type}, and {model.own_type} keeps"
-        f" its quality, in {format_bytes(size)} instead of {format_bytes(as_it_is)}"
-    )
 
 
 def _type_line(source: RunSource, kind: Outtype | None, fits: str) -> str:

@@ -22,7 +22,6 @@ from hotsplit.commands.run_command import run as run_command
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import header_reach
 from hotsplit.inspection.inspect_file import inspect_file
-from hotsplit.model.weight_types import TABLE_NAMES
 from hotsplit.run import default_budgets
 from hotsplit.run.choice import Wishes, choose, choose_type, run_bytes
 from hotsplit.run.default_budgets import Room
@@ -191,34 +190,17 @@ def test_a_line_says_what_a_draft_block_is_expected_to_gain(tmp_path, capsys, mo
         assert line.split() == f"with its draft block 10.0 tokens/s ({says}; {assumed})".split()
 
 
-def test_a_file_that_grows_says_first_where_it_would_have_fitted(tmp_path, monkeypatch):
-    path = published(tmp_path, monkeypatch, "Llama-3.1-8B-TQ1_0", num_layers=2)
-    source = look_at(path, None, tmp_path / "none.gguf")
-    grown = run_bytes(source.draft(None), 4096)
-    for room, place in (
-        (Room(main=1 << 40, gpus=(grown - 1,)), "VRAM"),
-        (Room(main=grown - 1), "memory"),
-        (Room(main=1 << 40, gpus=(grown,)), None),
-        (Room(main=1 << 20), None),
-    ):
-        _, line = choose_type(source, Wishes(), room)
-        begin = "type q2_k: "
-        if place is not None:
-            begin += (
-                f"no longer fits into {format_bytes(grown - 1)} of {place}, as the file would; "
-            )
-        assert line.startswith(f"{begin}there are no kernels for the file's tq1_0"), line
-
-
-@pytest.mark.parametrize("name", ["Mistral-Small-24B-IQ3_XXS", "Qwen2.5-32B-Instruct-IQ2_XXS"])
-def test_a_file_in_types_with_grids_runs_as_it_is(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name", ["Mistral-Small-24B-IQ3_XXS", "Qwen2.5-32B-Instruct-IQ2_XXS", "Llama-3.1-8B-TQ1_0"]
+)
+def test_a_file_in_types_that_are_packed_in_memory_runs_as_it_is(tmp_path, monkeypatch, name):
     path = published(tmp_path, monkeypatch, name, num_layers=2)
     source = look_at(path, None, tmp_path / "none.gguf")
     kind = name.rsplit("-", 1)[1].lower()
     outtype, line = choose_type(source, Wishes(), Room(main=1 << 40))
     assert outtype is None and line.startswith(f"type {kind}: the file's own (")
     model = source.as_it_is(None, "stock")
-    assert model is not None and {e.kind for e in model.tensors.values()} & {*TABLE_NAMES}
+    assert model is not None and any(entry.packed_from for entry in model.tensors.values())
 
 
 def test_a_model_in_several_files_is_planned_as_in_one(tmp_path, capsys):
