@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import torch
 from k_quants import BLOCK_BYTES, WITH_MINIMA, random_rows
-from small_blocks import CODED, LIKE_Q6_K
+from small_blocks import CODED, GROUPS, LIKE_Q6_K
 from small_blocks import random_rows as random_small_rows
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from hotsplit.files.gguf_file import type_of
 from hotsplit.model.blocks import NormKind
 from hotsplit.model.rope import RopeScaling, Rotary
 from hotsplit.model.spec import Attention, Norm
-from hotsplit.model.weight_types import TABLE_NAMES, TYPES, file_kind
+from hotsplit.model.weight_types import BY_NAME, TABLE_NAMES, TYPES, file_kind
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.planar import FILE_KIND, planar
@@ -29,11 +29,10 @@ from hotsplit.runtime.weights.matrix import Matrix
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KINDS = (*FLOATS, "q8_0_planar", "q4_0_planar", "q4_k", "q5_k", "q6_k_planar")
 # Kinds that differ from q4_0_planar or q6_k_planar only in how a block is unpacked.
-CODED_KINDS = tuple(f"{name}_planar" for name in (*CODED, *LIKE_Q6_K, *TABLE_NAMES))
+CODED_KINDS = tuple(f"{name}_planar" for name in (*CODED, *LIKE_Q6_K, *TABLE_NAMES, *GROUPS))
 # Supported by `unpack` alone.
 FILE_KINDS = ("q8_0", "q4_0", "q6_k", *map(file_kind, CODED_KINDS))
-ON_GPUS = [each for each in TYPES if each.has_gpu_kernels]
-TILE_KINDS = tuple(t.kind_in(form) for t in ON_GPUS for form in t.forms if form != "planar")
+TILE_KINDS = tuple(t.kind_in(form) for t in TYPES for form in t.forms if form != "planar")
 EPS = torch.finfo(torch.float32).eps
 NAN = float("nan")
 REFERENCE = reference_kernels()
@@ -68,7 +67,7 @@ def device() -> torch.device:
 
 def block_width(kind: str) -> int:
     """Widths must be multiples of this."""
-    return 256 if file_kind(kind) in BLOCK_BYTES else 32
+    return max(32, BY_NAME[file_kind(kind)].block_values)
 
 
 def make_matrix(
@@ -100,7 +99,7 @@ def make_tiles(kind: str, num_rows: int, width: int) -> tuple[Matrix, Matrix]:
 def _file_rows(kind: str, num_rows: int, width: int, seed: int) -> Tensor:
     if kind in BLOCK_BYTES:
         return torch.from_numpy(random_rows(kind, num_rows, width, 1.0, seed))
-    if kind in CODED:
+    if kind in CODED or kind in GROUPS:
         return torch.from_numpy(random_small_rows(kind, num_rows, width, 1.0, seed))
     values = np.random.default_rng(seed).standard_normal((num_rows, width)).astype(np.float32)
     if kind in FLOATS:

@@ -3,18 +3,15 @@
 import numpy as np
 
 from hotsplit.files.gguf_types import block_sizes
-from hotsplit.model.weight_types import TABLE_NAMES, TYPES
+from hotsplit.model.weight_types import NAMES, TABLE_NAMES, TYPES
 
 CODED = {each.name: each for each in TYPES if each.has_nibbles and not each.has_integer_sums}
 GROUPS = {each.name: each for each in TYPES if each.shares_heads}
-LIKE_Q6_K = ("q3_k", "q2_k", "iq4_xs")  # in tiles on the CPU, in planes on GPUs
+LIKE_Q6_K = ("q3_k", "q2_k", "iq4_xs", "tq2_0")  # in tiles on the CPU, in planes on GPUs
 # Where only bytes matter, mxfp4, whose blocks have an odd number of bytes, stands for CODED, and
 # q6_k for those like it.
-_STOOD_FOR = (*CODED, *LIKE_Q6_K, *TABLE_NAMES)
-STORED_KINDS = (
-    *(each.name for each in TYPES if each.has_gpu_kernels and each.name not in _STOOD_FOR),
-    "mxfp4",
-)
+_STOOD_FOR = (*CODED, *GROUPS, *LIKE_Q6_K, *TABLE_NAMES)
+STORED_KINDS = (*(name for name in NAMES if name not in _STOOD_FOR), "mxfp4")
 
 
 def random_rows(kind: str, num_rows: int, width: int, scale: float, seed: int = 0) -> np.ndarray:

@@ -56,6 +56,8 @@ def assert_wide_loads(records: list[dict]) -> None:
     least one of 8 if `_is_narrow`."""
     others = ("_unpack", "_multiply", "_multiply_down")
     hot = [r for r in records if r["kernel"] in FOR_MATRICES and r["kernel"] not in others]
+    # The factor of 4 bytes in each row of nvfp4 leaves loads of 4.
+    hot = [r for r in hot if r["kind"] != "nvfp4_scaled_planar"]
     assert hot
     for record in hot:
         wide = record["loads_of_16"] + (record["loads_of_8"] if _is_narrow(record) else 0)

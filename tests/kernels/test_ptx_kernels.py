@@ -37,6 +37,9 @@ CASES: dict[str, tuple[int, Callable]] = {
     "dot q8_0": (HOPPER, lambda k: rows.test_dot(k, "q8_0_planar", 3)),
     "dot iq1_table": (HOPPER, lambda k: rows.test_dot(k, "iq1_table_planar", 1)),
     "dot iq3_s_table": (ADA, lambda k: rows.test_dot(k, "iq3_s_table_planar", 1)),
+    "dot q2_0": (ADA, lambda k: rows.test_dot(k, "q2_0_planar", 3)),
+    "dot q1_0": (HOPPER, lambda k: rows.test_dot(k, "q1_0_planar", 1)),
+    "dot nvfp4_scaled": (ADA, lambda k: rows.test_dot(k, "nvfp4_scaled_planar", 3)),
     "dot with a cap": (ADA, rows.test_dot_with_a_cap),
     "unpack q4_k": (HOPPER, lambda k: rows.test_unpack(k, "q4_k")),
     "unpack to bf16": (
@@ -56,6 +59,13 @@ CASES: dict[str, tuple[int, Callable]] = {
         ADA,
         lambda k: rows.test_unpack_of_tiles_and_groups(k, "iq3_xxs_table_tiled", 1, 1),
     ),
+    **{
+        f"unpack {name} in tiles": (
+            ADA,
+            lambda k, kind=f"{name}_tiled": rows.test_unpack_of_tiles_and_groups(k, kind, 2, 1),
+        )
+        for name in ("tq2_0", "q2_0", "nvfp4_scaled")
+    },
     "unpack f16 in groups": (
         BLACKWELL,
         lambda k: rows.test_unpack_of_tiles_and_groups(k, "f16_grouped", 2, 1),
@@ -74,6 +84,10 @@ CASES: dict[str, tuple[int, Callable]] = {
     "down of iq3_xxs_table": (
         ADA,
         lambda k: neurons.test_down_of_rows_of_any_width(k, "iq3_xxs_table_planar", 256, True),
+    ),
+    "down of q1_0": (
+        ADA,
+        lambda k: neurons.test_down_of_rows_of_any_width(k, "q1_0_planar", 128, False),
     ),
     "norm": (BLACKWELL, lambda k: attention.test_add_norm(k, 96, True)),
     "norm, term and copy": (
@@ -102,6 +116,10 @@ CASES: dict[str, tuple[int, Callable]] = {
         ADA,
         lambda k: experts.test_hidden_values(k, "iq2_table_planar", 1, num_neurons=3),
     ),
+    "hidden values of experts in tq2_0": (
+        ADA,
+        lambda k: experts.test_hidden_values(k, "tq2_0_planar", 1, num_neurons=3),
+    ),
     "outputs of experts": (HOPPER, lambda k: experts.test_outputs(k, "f16")),
     "sums of experts": (
         BLACKWELL,
@@ -111,6 +129,7 @@ CASES: dict[str, tuple[int, Callable]] = {
     "rows: dot q4_0": (ADA, lambda k: steps.test_dot(k, "q4_0_planar", 4)),
     "rows: dot f16": (ADA, lambda k: steps.test_dot(k, "f16", 8)),
     "rows: dot iq2_table": (ADA, lambda k: steps.test_dot(k, "iq2_table_planar", 2)),
+    "rows: dot q2_0": (ADA, lambda k: steps.test_dot(k, "q2_0_planar", 4)),
     "rows: predict": (ADA, lambda k: steps.test_predict(k, "f16", 2)),
     "rows: gate_up": (ADA, lambda k: steps.test_gate_up(k, "q4_0_planar", 4)),
     "rows: down": (ADA, lambda k: steps.test_down(k, "f16", 8, True)),
@@ -194,7 +213,13 @@ def changed_text(kernel: str, old: str, new: str, at: int = 0) -> PtxKernels:
     return PtxKernels(ADA, edit=edit)
 
 
-HELPERS = ("activation", "small_blocks", "super_blocks", "blocks")  # modules without launches
+HELPERS = (
+    "activation",
+    "group_blocks",
+    "small_blocks",
+    "super_blocks",
+    "blocks",
+)  # modules without launches
 
 
 def changed_source(folder, module: str, old: str, new: str) -> PtxKernels:
@@ -231,6 +256,8 @@ def changed_source(folder, module: str, old: str, new: str) -> PtxKernels:
             "row + at, is_live) * unit_of(KIND)",
             "row + at, is_live)",
         ),
+        ("group_blocks", "dot nvfp4_scaled", "unit % 2 * 2 + 1)", "unit % 2 * 2)"),
+        ("group_blocks", "dot q2_0", "unit % GROUP.units * 2 + PART", "unit % GROUP.units + PART"),
         ("blocks", "dot of width 40", " & (unit * 16 + lane < WIDTH)", ""),
         ("tiles", "unpack q6_k in tiles", "- is_second + 1 < WIDTH", "- is_second < WIDTH"),
         ("norm", "norm", "tl.load(x + column, mask=in_row, other=0.0)", "tl.load(x + column)"),

@@ -99,7 +99,7 @@ def fused(name, modifiers, operands, registers):
 def unary(name, modifiers, operands, registers):
     """neg, abs."""
     *rest, kind = modifiers
-    fields.of(kind, _FLOATS)
+    fields.of(kind, (*_FLOATS, "f16"))
     no_more(rest, ("ftz",))
     compute = np.negative if name == "neg" else np.abs
     return pure(operands[0], [(operands[1], kind)], _flushing(compute, rest), registers)

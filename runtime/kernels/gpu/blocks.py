@@ -2,7 +2,8 @@
 
 One thread loads a whole unit. In kinds with nibbles it holds 32 values in two parts, the low
 nibbles and the high ones; in q3_k and q2_k the parts are in bits 0 and 1 or 2 and 3, and four
-places higher; in others it holds 16 values in one part. A tile is [rows, units, 16]. A value is
+places higher; those of group_blocks.py have other columns; in others it holds 16 values in one
+part. A tile is [rows, units, 16]. A value is
 scale times quant minus minimum, with scales and minima [rows, units], so a product multiplies by
 the scale once for 16 values. Sums over the last axis stay within a thread.
 
@@ -16,6 +17,12 @@ Letters: R rows, U units."""
 # Kernels build tuples of tensors in loops.
 # mypy: disable-error-code="assignment, var-annotated"
 
+from hotsplit.runtime.kernels.gpu.group_blocks import (
+    group_columns,
+    group_quants,
+    group_scales,
+    is_group,
+)
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.overlap import await_last
 from hotsplit.runtime.kernels.gpu.small_blocks import (
@@ -54,9 +61,13 @@ def columns(unit_U, KIND: tl.constexpr, PART: tl.constexpr):
         first = unit_U // 2 * 64 + unit_U % 2 * 16 + 32 * PART
     elif layout_of(KIND) == "iq4_xs":
         first = unit_U * 32 + 16 * PART
-    elif layout_of(KIND) == "q6_k" or layout_of(KIND) == "q3_k" or layout_of(KIND) == "q2_k":
+    elif KIND != "f32" and KIND != "f16" and KIND != "bf16":
         first = unit_U // 4 * 128 + unit_U % 4 * 16 + 64 * PART
-    return first[:, None] + tl.arange(0, 16)[None, :]
+    if is_group(KIND):  # noqa: SIM108  # Triton compiles one branch only
+        column = group_columns(unit_U, KIND, PART)
+    else:
+        column = first[:, None] + tl.arange(0, 16)[None, :]
+    return column
 
 
 @triton.jit
@@ -88,6 +99,8 @@ def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
         high = low
     elif is_small(KIND):
         low, high = small_quants(row, unit, lane, is_live, KIND, WIDTH)
+    elif is_group(KIND):
+        low, high = group_quants(row, unit, lane, is_live, KIND, WIDTH)
     else:
         low, high = super_quants(row, unit, lane, is_live, KIND, WIDTH)
     return low, high
@@ -101,6 +114,8 @@ def scales(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
     is_live = live_R[:, None] & in_row_U[None, :]
     if is_small(KIND):
         low, high = small_scales(row, unit, is_live, KIND)
+    elif is_group(KIND):
+        low, high = group_scales(row, unit, is_live, KIND, WIDTH)
     else:
         low, high = super_scales(row, unit, is_live, KIND, WIDTH)
     return low, high

@@ -23,8 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hotsplit.errors import HotsplitError
-from hotsplit.model.weight_types import BY_NAME, TYPES, file_kind
+from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)  # T of a step
@@ -107,10 +106,6 @@ class Layout:
 
 @cache
 def _layout(kind: str, width: int, stride: int) -> Layout:
-    if not BY_NAME[file_kind(kind)].has_gpu_kernels:
-        raise HotsplitError(
-            f"matrices of type {file_kind(kind)} are multiplied on the CPU only; give --device cpu"
-        )
     align = 1 if kind in _FLOAT_BYTES else math.gcd(stride, 16)
     return Layout(
         kind=kind,

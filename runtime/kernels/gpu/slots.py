@@ -108,15 +108,24 @@ def bytes_before(form: int, number: int, types: tuple[WeightType, ...] = _TYPES)
     return sum(size for _, size in types[form].planes[:number])
 
 
+@triton.constexpr_function
+def bytes_of_row(form: int, types: tuple[WeightType, ...] = _TYPES) -> int:
+    """Bytes before a row's blocks, which are behind its planes."""
+    return types[form].row_head
+
+
 @triton.jit
 def _planar_place(byte_U, num_bytes, FORM: tl.constexpr):
     """The places in a planar row of bytes of a row as in a file."""
+    HEAD: tl.constexpr = bytes_of_row(FORM)
     at_U = byte_U
+    if HEAD:
+        at_U += num_bytes - HEAD
     for number in tl.static_range(num_planes(FORM)):
         at_U = _moved(
             at_U,
-            byte_U,
-            num_bytes // block_of(FORM),
+            byte_U - HEAD,
+            (num_bytes - HEAD) // block_of(FORM),
             block_of(FORM),
             bytes_before(FORM, number),
             plane_start(FORM, number),

@@ -23,7 +23,7 @@ class SmallBlock(NamedTuple):
 
 class Levels(NamedTuple):
     """What a kind's codes stand for: if they are affine, themselves minus `bias`. Otherwise the
-    values plus `bias` are the bytes of two words of 64 bits, of one if codes have three bits."""
+    values plus `bias` are the bytes of two words of 64 bits, of one if there are up to eight."""
 
     is_affine: bool
     is_one_word: bool
@@ -62,7 +62,7 @@ def levels_of(kind: str, types: dict[str, WeightType] = TYPE_OF) -> Levels:
             int.from_bytes(bytes(level - least for level in half), "little", signed=True)
             for half in (levels[:8], levels[8:])
         ]
-    return Levels(is_affine, len(levels) == 8, float(-least), *words)
+    return Levels(is_affine, len(levels) <= 8, float(-least), *words)
 
 
 @triton.jit

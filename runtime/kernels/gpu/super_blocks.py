@@ -19,6 +19,11 @@ def unit_of(kind: str, types: dict[str, WeightType] = TYPE_OF) -> float:
 
 
 @triton.constexpr_function
+def block_bytes(kind: str, types: dict[str, WeightType] = TYPE_OF) -> int:
+    return types[kind].block_bytes
+
+
+@triton.constexpr_function
 def is_planar(kind: str) -> bool:
     return kind.endswith("_planar")
 
@@ -56,6 +61,13 @@ def super_quants(row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constex
         low, high = two_bits(tl.load(row + (at + lane), mask=is_live, other=0), unit)
         low = float_of(low, 0.0)
         high = float_of(high, 0.0)
+    elif layout_of(KIND) == "tq2_0":
+        at = unit // 8 * 66 + unit % 8 // 4 * 32 + unit % 2 * 16
+        if is_planar(KIND):
+            at = unit // 4 * 32 + unit % 2 * 16
+        low, high = two_bits(tl.load(row + (at + lane), mask=is_live, other=0), unit)
+        low = level_of(low, KIND)
+        high = level_of(high, KIND)
     elif layout_of(KIND) == "q3_k":
         at = unit // 8 * 110 + 32 + unit % 8 // 4 * 32 + unit % 2 * 16
         third_at = unit // 8 * 110 + unit % 2 * 16
@@ -120,6 +132,12 @@ def super_scales(row, unit, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
         nibbles = tl.load(row + (at + 4 + unit % 8 // 2), mask=is_live, other=0)
         factor = half_at(row + at, is_live) * unit_of(KIND)
         low = factor * scale_of_iq4_xs(upper, nibbles, unit)
+        high = low
+    elif layout_of(KIND) == "tq2_0":
+        at = unit // 8 * 66 + 64
+        if is_planar(KIND):
+            at = WIDTH // 256 * 64 + unit // 8 * 2
+        low = half_at(row + at, is_live)
         high = low
     else:
         tl.static_assert(layout_of(KIND) == "q3_k", "an unknown kind")

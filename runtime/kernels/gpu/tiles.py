@@ -11,6 +11,14 @@ from torch import Tensor
 
 from hotsplit.model.weight_types import file_kind
 from hotsplit.runtime.kernels.gpu.blocks import columns
+from hotsplit.runtime.kernels.gpu.group_blocks import (
+    first_byte,
+    float_at,
+    group_block,
+    group_codes,
+    is_group,
+    ue4m3_at,
+)
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, ceil_div
 from hotsplit.runtime.kernels.gpu.small_blocks import (
@@ -22,6 +30,7 @@ from hotsplit.runtime.kernels.gpu.small_blocks import (
     small_block,
 )
 from hotsplit.runtime.kernels.gpu.super_blocks import (
+    block_bytes,
     layout_of,
     scale_of_iq4_xs,
     scales_of_q3_k,
@@ -72,6 +81,35 @@ def _small_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.co
     if not SMALL.has_nibbles:
         low = both
     return low, high, scale, minimum
+
+
+@triton.jit
+def _group_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
+    """(low, high) values of blocks of 64 or 128 values: the factors of rows are before all blocks.
+    Two blocks with f16 numbers have these first."""
+    GROUP: tl.constexpr = group_block(KIND)
+    TOGETHER: tl.constexpr = 4 // GROUP.head
+    block = unit // GROUP.units
+    first = block // TOGETHER * TOGETHER
+    blocks = tile + 16 * GROUP.row_head
+    numbers = blocks + first * (16 * GROUP.size) + (block - first) * (16 * GROUP.head)
+    quants = blocks + block * (16 * (GROUP.size - GROUP.head))
+    quants += tl.minimum(first + TOGETHER, WIDTH // (32 * GROUP.units)) * (16 * GROUP.head)
+    if GROUP.row_head:
+        factor = float_at(tile + row * 4, is_live)
+        scale = numbers + (unit % 2 * 32 + row)
+        scale_low = factor * ue4m3_at(scale, is_live)
+        scale_high = factor * ue4m3_at(scale + 16, is_live)
+    else:
+        scale_low = half_at(numbers + row * 2, is_live)
+        scale_high = scale_low
+    at = first_byte(unit, lane, KIND)
+    byte = tl.load(quants + _fours(at, row), mask=is_live, other=0)
+    low = level_of(group_codes(byte, unit, lane, KIND, 0), KIND) * scale_low
+    if GROUP.bits == 4:
+        byte = tl.load(quants + _fours(at + 8, row), mask=is_live, other=0)
+    high = level_of(group_codes(byte, unit, lane, KIND, 1), KIND) * scale_high
+    return low, high
 
 
 @triton.jit
@@ -155,9 +193,9 @@ def _iq4_xs_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr):
 
 @triton.jit
 def _scaled_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """(low, high) values of q6_k and of q3_k's layout: two blocks have their f16 numbers first, a
-    last one alone at its end."""
-    SIZE: tl.constexpr = 210 if KIND == "q6_k" else 110
+    """(low, high) values of q6_k, tq2_0 and q3_k's layout: two blocks have their f16 numbers first,
+    a last one alone at its end."""
+    SIZE: tl.constexpr = block_bytes(KIND)
     REST: tl.constexpr = 16 * (SIZE - 2)
     block = unit // 8
     is_second = block % 2
@@ -177,6 +215,13 @@ def _scaled_tile(tile, row, unit, lane, is_live, KIND: tl.constexpr, WIDTH: tl.c
         scale_low, scale_high = first.to(tl.float32), second.to(tl.float32)
         low = ((both & 15) | ((upper & 3) << 4)).to(tl.float32) - 32.0
         high = ((both >> 4) | (upper & 48)).to(tl.float32) - 32.0
+    elif KIND == "tq2_0":
+        at = unit % 8 // 4 * 32 + unit % 2 * 16 + lane
+        low, high = two_bits(tl.load(rest + _fours(at, row), mask=is_live, other=0), unit)
+        low = level_of(low, KIND)
+        high = level_of(high, KIND)
+        scale_low = 1.0
+        scale_high = 1.0
     else:
         numbers = rest + unit % 4 * 16 + row
         first = tl.load(numbers, mask=is_live, other=0)
@@ -210,7 +255,9 @@ def tile_values(
         low, high = _q2_k_tile(tile, row, unit, lane, is_live)
     elif layout_of(KIND) == "iq4_xs":
         low, high = _iq4_xs_tile(tile, row, unit, lane, is_live, KIND)
-    elif KIND == "q6_k" or layout_of(KIND) == "q3_k":
+    elif is_group(KIND):
+        low, high = _group_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
+    elif KIND == "q6_k" or KIND == "tq2_0" or layout_of(KIND) == "q3_k":
         low, high = _scaled_tile(tile, row, unit, lane, is_live, KIND, WIDTH)
     else:
         tl.static_assert(is_small(KIND), "an unknown kind")

@@ -187,10 +187,6 @@ class WeightType:
         return not self.is_k_quant
 
     @property
-    def has_gpu_kernels(self) -> bool:
-        return not self.shares_heads and self.name != "tq2_0"
-
-    @property
     def gpu_kind(self) -> str:
         """The kind that GPUs read."""
         return self.kind_in("planar") if self.planes else self.name
@@ -261,10 +257,10 @@ _BLOCKS: dict[
     "q3_k": (256, 110, _TILED, ((32, 64), (0, 32), (96, 12), (108, 2)), (108, 110)),
     "q2_k": (256, 84, _TILED, ((16, 64), (0, 16), (80, 4)), (80, 84)),
     "iq4_xs": (256, 136, _TILED, ((8, 128), (0, 8)), (0, 2)),
-    "tq2_0": (256, 66, _TILED, (), (64, 66)),
-    "q2_0": (64, 18, _TILED, (), (0, 2)),
-    "q1_0": (128, 18, _TILED, (), (0, 2)),
-    "nvfp4_scaled": (64, 36, _TILED, (), None),
+    "tq2_0": (256, 66, _TILED, ((0, 64), (64, 2)), (64, 66)),
+    "q2_0": (64, 18, _TILED, ((2, 16), (0, 2)), (0, 2)),
+    "q1_0": (128, 18, _TILED, ((2, 16), (0, 2)), (0, 2)),
+    "nvfp4_scaled": (64, 36, _TILED, ((4, 32), (0, 4)), None),
 }
 # Where values overflow, relative and absolute error; nothing is rounded to the other types.
 _BOUNDS: dict[str, tuple[float, float, float]] = {
