@@ -438,7 +438,9 @@ def _random_entry(
 ) -> TensorEntry:
     kind, data = _random_array(name, shape, kind, random)
     data.setflags(write=False)  # other tests have it, too
-    scale = np.array([0.4 * shape[-1] ** -0.5], np.float32) if kind == "nvfp4" else None
+    scale = None
+    if kind == "nvfp4":
+        scale = np.linspace(0.2, 0.6, prod(shape[:-2]), dtype=np.float32) * shape[-1] ** -0.5
     entry = TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b], scale=scale)
     return in_memory(entry)
 

@@ -10,6 +10,7 @@ from math import erf as erf_of
 import numpy as np
 import torch
 from gguf.quants import dequantize
+from small_blocks import GROUPS, exact_values
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import type_of
@@ -59,6 +60,10 @@ def assert_rows_agree(got_TV, want_TV, bound: float, *, most_flips: int = 1) -> 
 
 def weights(model: ModelFile, name: str) -> np.ndarray:
     entry = model.tensors[name]
+    if entry.kind in GROUPS:
+        rows = entry.read()
+        values = exact_values(entry.kind, rows.reshape(-1, rows.shape[-1]))
+        return values.reshape(entry.shape)
     return dequantize(entry.read(), type_of(entry.kind)).astype(np.float64)
 
 

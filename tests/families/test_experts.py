@@ -23,6 +23,7 @@ from hotsplit.artifacts.profile_file import Corpus, Profile
 from hotsplit.costs.part_bytes import head_bytes, layer_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
+from hotsplit.files.gguf_types import block_sizes
 from hotsplit.measure.evaluate.quality import ShareCounter, mean_bytes
 from hotsplit.model.route import CHOICE_BIAS, Route
 from hotsplit.model.tensors import in_layout, is_down
@@ -37,7 +38,18 @@ from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 LEVELS = library.usable_levels()
 BOUNDS = Bounds(
-    f32=1e-5, f16=1e-3, bf16=1e-3, q8_0=1e-3, q4_0=1e-3, q4_k=1e-3, q5_k=1e-3, q6_k=1e-3
+    f32=1e-5,
+    f16=1e-3,
+    bf16=1e-3,
+    q8_0=1e-3,
+    q4_0=1e-3,
+    q4_k=1e-3,
+    q5_k=1e-3,
+    q6_k=1e-3,
+    q2_0=1e-3,
+    q1_0=1e-3,
+    tq2_0=1e-3,
+    nvfp4=1e-3,
 )
 IDS = [3, 41, 7, 7, 19, 0, 33, 28, 12, 49, 5]
 GROUPS = {"num_groups": 3, "num_used_groups": 2}
@@ -89,8 +101,9 @@ def transposed(entry: TensorEntry, kind: str) -> TensorEntry:
     flat = make_model(
         sizes=make_sizes(width=shape[-1], num_neurons=int(np.prod(shape[:-1]))), kind=kind
     )
-    data = flat.tensors["blk.0.ffn_up.weight"].read().reshape(*shape[:-1], -1)
-    return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
+    made = flat.tensors["blk.0.ffn_up.weight"]
+    data = made.read().reshape(*shape[:-1], -1)
+    return TensorEntry(shape=shape, kind=made.kind, read_rows=lambda a, b: data[a:b])
 
 
 def with_expert_in(model: ModelFile, expert: int, value: float) -> ModelFile:
@@ -199,13 +212,13 @@ def test_experts_equal_the_reference(name, layout, mode):
 @pytest.mark.parametrize("kind", BOUNDS)
 def test_all_types(restore_library, kind, layout, mode):
     """A step of one row, steps of several, and any number of threads give the same bits."""
-    is_super = kind.endswith("_k")
-    num_neurons = 256 if is_super and layout == "stock" else 96
+    block = max(64, block_sizes(kind)[0])
+    num_neurons = 96 if layout == "sparse" or block_sizes(kind)[0] <= 32 else block
     model = mixture(
         kind=kind,
         layout=layout,
         num_neurons=num_neurons,
-        width=256 if is_super else 64,
+        width=block,
         activation="relu",
         num_shared=num_neurons,
     )
