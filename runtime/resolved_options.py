@@ -176,6 +176,10 @@ def bytes_by_role_of(
     GPU."""
     if plan is not None:
         gpus, cpu_bytes = plan.items_of_gpus(model)
+        if has_draft:
+            given = context_length, num_sequences, cache_types
+            for item, size in draft_bytes(model, *given, has_head=not plan.head_on_gpu).items():
+                cpu_bytes[item] += size
         return {"gpu": {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, "cpu": cpu_bytes}
     num_layers = model.spec.num_layers
     (gpu_bytes,), cpu_bytes = plan_bytes(

@@ -164,11 +164,12 @@ class Builder:
             self, model=file, placement=placement, resident_LN=None, own_tables=self.tables
         )
         embedding, head = weights.embedding, weights.head
-        tensors = self.model.tensors
-        if file.tensors["token_embd.weight"] is not tensors["token_embd.weight"]:
-            embedding = matrix_of(file.tensors["token_embd.weight"], CPU)
-        if file.tensors.get("output.weight") is not tensors.get("output.weight"):
-            head = Linear(weight=own.matrix(file.tensors["output.weight"], CPU, "head"))
+        tensors, is_beside_gpu = self.model.tensors, weights.head_device != CPU
+        entry, own_head = file.tensors["token_embd.weight"], file.tensors[file.head_name]
+        if entry is not tensors["token_embd.weight"] or is_beside_gpu:
+            embedding = matrix_of(entry, CPU)
+        if own_head is not tensors[self.model.head_name] or is_beside_gpu:
+            head = Linear(weight=own.matrix(own_head, CPU, "head"))
         return Weights(
             spec=own.spec,
             embedding=embedding,

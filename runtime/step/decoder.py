@@ -219,6 +219,10 @@ class Decoder:
     native: NativeStep | HybridStep
     draft: DraftStep | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.native, HybridStep):
+            self.native.on_hidden = None if self.draft is None else self.draft.saw
+
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token."""
         row = Row(token=token, position=position, sequence=sequence, has_logits=True)
@@ -260,7 +264,7 @@ class Decoder:
             with prepared(weights.cache, weights.states, rows, keeps_rows=True) as slotted:
                 logits_RV = self.native.run_rows(slotted)
             if self.draft is not None:
-                self.draft.saw(rows)
+                self.draft.saw(rows, self.native.shared["x"].numpy())
             return logits_RV
         return self._run_in_passes(rows)
 

@@ -25,7 +25,7 @@ from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step import native_step
 from hotsplit.runtime.step.batch import Row, Wanted, rows_of, runs_of
-from hotsplit.runtime.step.native_step import NativeStep, RowStruct, row_struct
+from hotsplit.runtime.step.native_step import RowStruct, row_struct
 
 
 @dataclass
@@ -51,14 +51,14 @@ class DraftState:
 
 
 class DraftStep:
-    """The draft block of a native step. It follows texts only while `is_on`."""
+    """The draft block of a model, on the CPU. It follows texts only while `is_on`."""
 
-    def __init__(self, weights: Weights, native: NativeStep) -> None:
-        """`weights`, `native`: the model's; the step shares its hidden states ("x")."""
+    def __init__(self, weights: Weights, most_rows: int) -> None:
+        """`weights`: the model's; `most_rows`: of a step or pass of the model."""
         norm = weights.output_norm
         assert weights.draft is not None and norm is not None and norm.bias_D is None
         self._weight_D, self._epsilon = norm.weight_D.numpy(), norm.epsilon
-        self._x_TD = native.shared["x"].numpy()
+        self._shape = MOST_WAITING + most_rows, weights.spec.hidden_size  # of waiting states
         self._cache: KVCache = weights.cache
         (self._layer,) = weights.draft.cache.layers
         self._step = native_step.build(weights.draft, Traffic(), ("hidden", "head_in"))
@@ -70,8 +70,9 @@ class DraftStep:
         self._texts = [self._new_text() for _ in range(self._cache.num_sequences)]
         self.is_on = False
 
-    def saw(self, rows: Sequence[Row]) -> None:
-        """Notes the tokens and hidden states of the model's latest step."""
+    def saw(self, rows: Sequence[Row], x_TD: np.ndarray) -> None:
+        """Notes the tokens and hidden states, before the output norm, of the model's latest step:
+        x_TD begins with those of computed rows."""
         if not self.is_on:
             return
         computed = [row for row in rows if row.source is None]
@@ -84,14 +85,13 @@ class DraftStep:
                 text = self._texts[run[0].sequence] = self._new_text(start, is_whole=is_whole)
             num = start - text.num_entries
             text.waiting[num:] = [row.token for row in run]
-            text.hidden_TD[num : num + len(run)] = self._x_TD[seen : seen + len(run)]
+            text.hidden_TD[num : num + len(run)] = x_TD[seen : seen + len(run)]
             seen += len(run)
             if len(text.waiting) > MOST_WAITING:
                 self._catch_up(run[0].sequence, text.waiting[1:], "none")
 
     def _new_text(self, num_entries: int = 0, *, is_whole: bool = True) -> _Text:
-        rows, size = self._x_TD.shape  # memory that is not written to is not taken
-        hidden_TD = np.empty((MOST_WAITING + rows, size), np.float32)
+        hidden_TD = np.empty(self._shape, np.float32)  # what is not written to takes no memory
         return _Text(hidden_TD, num_entries, is_whole=is_whole)
 
     def forget(self, sequence: int) -> None:
@@ -120,7 +120,7 @@ class DraftStep:
         """Fills an empty text, whose positions are reserved, with what `read_state` returned.
         Raises HotsplitError for a state of other shapes or types."""
         hidden_WD, count = state.hidden_WD, len(state.key_TKX)
-        shape = (len(ids) - count, self._x_TD.shape[1])
+        shape = (len(ids) - count, self._shape[1])
         is_known = hidden_WD.shape == shape and hidden_WD.dtype == torch.float32
         if (
             not is_known
@@ -160,7 +160,7 @@ class DraftStep:
         found = []
         for _ in range(4):
             began = time.perf_counter()
-            self._run(sequence, 0, [0], np.zeros((1, self._x_TD.shape[1]), np.float32))
+            self._run(sequence, 0, [0], np.zeros((1, self._shape[1]), np.float32))
             found.append(time.perf_counter() - began)
         return min(found)
 

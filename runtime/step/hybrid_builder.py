@@ -265,6 +265,7 @@ class _Builder:
                 gather=self._gather,
             ),
             states=self.weights.states,
+            hidden=self._hidden,
             has_equal_rows=self._has_equal_rows(),
             has_host_work=has_cuda and any(op.device == HOST for op in in_layers),
             before=self._outside(("embed", *self.weights.first)),
@@ -278,8 +279,7 @@ class _Builder:
     def _gather(self, number_R: Sequence[int], num_rows: int, pass_length: int) -> None:
         """Copies the hidden states of rows of a pass to where the work after the last layer reads
         them; the last one again for each further row up to `num_rows`."""
-        written = (value for op in reversed(self.programs["pass"]) for value in op.writes)
-        place = next((device_of(v) for v in written if name_of(v) == "x"), HOST)
+        place = self._home_of_hidden("pass")
         number_R = [*number_R, *[number_R[-1]] * (num_rows - len(number_R))]
         if place == HOST:
             x_TD = self.host.values["x"]
@@ -291,6 +291,18 @@ class _Builder:
         device.main.follow()
         for target_D, number in zip(target_RD, number_R, strict=True):
             device.main.copy(target_D, source_TD[number])
+
+    def _home_of_hidden(self, work: Work) -> str:
+        written = (value for op in reversed(self.programs[work]) for value in op.writes)
+        return next((device_of(v) for v in written if name_of(v) == "x"), HOST)
+
+    def _hidden(self, work: Work, num_rows: int) -> Tensor:
+        """The last layer's output of the latest work of so many rows, [rows, D] on the host."""
+        place = self._home_of_hidden(work)
+        if place == HOST:
+            return self.host.values["x"][:num_rows]
+        buffers = (self.devices if work == "step" else self.pass_devices)[place].buffers
+        return buffers.rows(num_rows)["x"].view(num_rows, -1).cpu()
 
     def _prepared(self, work: Work, num_rows: int) -> tuple[Segment, ...]:
         """The segments of some work for so many rows; the run before capture computes the rows that

@@ -86,6 +86,10 @@ class HybridStep:
     # The CPU computes during the segments, with all cores: the waiting thread must not take one.
     has_host_work: bool = False
     has_equal_rows: bool = True  # a row's result is bit-identical to that of a single row
+    # The last layer's output f32 [rows, D] of the latest step or pass of so many rows, and what is
+    # told of it after each, with its rows.
+    hidden: Callable[[Work, int], Tensor] | None = None
+    on_hidden: Callable[[Sequence[Row], np.ndarray], None] | None = None
     lost: str = ""  # why a GPU no longer answers: its last step may still be running
 
     @property
@@ -141,8 +145,10 @@ class HybridStep:
         with prepared(self.cache, self.states, rows) as slotted:
             least = passes.least_streamed
             is_streamed = least is not None and len(rows) >= least
-            self._compute("streamed pass" if is_streamed else "pass", slotted, length)
+            work: Work = "streamed pass" if is_streamed else "pass"
+            self._compute(work, slotted, length)
             self.meter.read()
+        self._tell_hidden(work, rows, length)
         for piece, num_rows in self._pieces(wanted):
             passes.gather(piece, num_rows, length)
             self._compute("tail", [rows[number] for number in piece], num_rows)
@@ -160,6 +166,12 @@ class HybridStep:
             if self.neuron_cache is not None:
                 self.neuron_cache.after_step()
             self.meter.read()
+        self._tell_hidden("step", rows, num_rows)
+
+    def _tell_hidden(self, work: Work, rows: Sequence[Row], num_rows: int) -> None:
+        if self.on_hidden is not None:
+            assert self.hidden is not None
+            self.on_hidden(rows, self.hidden(work, num_rows)[: len(rows)].numpy())
 
     def _compute(self, work: Work, rows: Sequence[Row], num_rows: int) -> None:
         """Runs the work of the GPUs for these rows, and what the host computes before it."""

@@ -247,7 +247,7 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
         speeds.append((name, seconds, f"the experts of {count} {of} on the CPU"))
     draft = []
     if words := draft_words(job.choice.model):
-        where = "is not loaded beside a GPU" if found.budgets else "in main memory beside"
+        where = "in main memory beside" if not found.budgets else "in main memory, if it is used"
         draft = [f"the draft block: {words}, {where}"]
     whole = sum(found.cpu_bytes[item] for item in ("attention", "neurons", "head")) == 0
     fits = f"everything would fit into {format_bytes(found.fits_from_bytes)} of GPU memory"

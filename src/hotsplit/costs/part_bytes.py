@@ -276,10 +276,16 @@ def outside_kind(model: ModelFile) -> str:
 
 
 def draft_bytes(
-    model: ModelFile, context_length: int, num_sequences: int = 1, types: CacheTypes | None = None
+    model: ModelFile,
+    context_length: int,
+    num_sequences: int = 1,
+    types: CacheTypes | None = None,
+    *,
+    has_head: bool = True,
 ) -> Items:
     """Itemised bytes of the draft block, without the embedding and the head that it shares, and as
-    workspace the hidden states of tokens that wait for it; none without a block."""
+    workspace the hidden states of tokens that wait for it; none without a block. `has_head`: the
+    model's head is in main memory, too."""
     block = model.draft
     if block is None:
         return {}
@@ -289,7 +295,7 @@ def draft_bytes(
     return {
         "attention": layer_bytes(block, 0).attention + sum(outside.values()),
         "kv_cache": cache_bytes(block, 0, context_length, num_sequences, types),
-        "head": 0 if head is own else head.num_bytes,
+        "head": 0 if head is own and has_head else head.num_bytes,
         "neurons": number * unit_bytes,
         "workspace": num_sequences
         * (MOST_WAITING + PREFILL_CHUNK)
