@@ -21,7 +21,7 @@ from hotsplit.convert.packed_matrix import Rows
 from hotsplit.convert.weight_files import SourceTensor, read_safetensors, read_state_dict
 from hotsplit.errors import HotsplitError
 from hotsplit.files.json_file import read_object
-from hotsplit.model.weight_types import BY_NAME
+from hotsplit.model.weight_types import FLOAT_NAMES
 
 Reader = Callable[[Path], dict[str, SourceTensor]]
 # The first one present is read, in transformers' order.
@@ -125,13 +125,13 @@ class Checkpoint:
         else its values encoded; see encode."""
         packed = self.tensors[name].packed
         assert packed is not None, name
-        if kind == packed.kind_in(columns) and not BY_NAME[kind].is_float:
-            encoded, is_exact = packed.blocks(rows, columns, expert)
+        if kind == packed.kind_in(columns) and kind not in FLOAT_NAMES:
+            encoded, is_exact = packed.blocks(kind, rows, columns, expert)
         else:
             values, is_exact = packed.values(rows, expert)
             values = values if columns is None else values[:, torch.from_numpy(columns)]
             encoded = encode(values, kind, packed.label, importance=importance)
-        if kind == packed.kind and not is_exact:
+        if kind in packed.kinds and not is_exact:
             self.rounded[name] = kind
         return encoded
 

@@ -21,10 +21,10 @@ from hotsplit.convert.expert_sources import (
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import SAME, Blueprint, Rows, ValueChange
-from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.files.gguf_file import TensorEntry, array_entry, in_memory
 from hotsplit.files.written import Restored
 from hotsplit.model import tensors
-from hotsplit.model.weight_types import BY_NAME
+from hotsplit.model.weight_types import FLOAT_NAMES
 
 V = TypeVar("V")
 
@@ -48,7 +48,7 @@ def tensor_entries(
             names = [each.name for each in experts[name]]
             turned = is_transposed or experts[name][0].are_columns
             kind = _kind_of(checkpoint, types, target, target_shape, names, None, turned)
-            entries[target] = expert_entry(
+            entry = expert_entry(
                 checkpoint,
                 experts[name],
                 target_shape,
@@ -56,6 +56,8 @@ def tensor_entries(
                 is_transposed=is_transposed,
                 importance_EM=types.importance(target, target_shape),
             )
+            parts = [(each.name, each.expert) for each in experts[name]]
+            entries[target] = _with_scale(checkpoint, entry, parts)
             continue
         constant = _by_end(plan.constants, name)
         if constant is not None:
@@ -79,7 +81,8 @@ def tensor_entries(
             kind,
             None if importance is None else importance[0],
         )
-        entries[target] = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
+        entry = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
+        entries[target] = _with_scale(checkpoint, entry, [(source, None)])
     entries |= {name: array_entry(each, "f32") for name, each in plan.rope_factors.items()}
     types.check_used(entries)
     return entries
@@ -231,13 +234,25 @@ def _kind_of(
             " which no type here holds; give an outtype, such as q8_0 or q4_k_m, into which its"
             " values are rounded"
         )
-    is_kept = kind is not None and (BY_NAME[kind].is_float or not is_transposed)
+    is_kept = kind in FLOAT_NAMES or (kind is not None and not is_transposed)
     written = types.kind(target, shape, packed=kind if is_kept else None)
     fate = "transposed and unpacked to" if kind and not is_kept else "unpacked to"
-    is_moved = is_kept and written == kind and not BY_NAME[kind].is_float
+    is_moved = is_kept and written == kind and kind not in FLOAT_NAMES
     fate = "as they are, in" if is_moved else fate
     checkpoint.fates[packed.packing, f"{fate} {written}"] += 1
     return written
+
+
+def _with_scale(
+    checkpoint: Checkpoint, entry: TensorEntry, parts: Sequence[tuple[str, int | None]]
+) -> TensorEntry:
+    """The tensor as it is in memory; in nvfp4 with the factor of each of its matrices, which are a
+    packed tensor and perhaps an expert in it."""
+    if entry.kind != "nvfp4":
+        return entry
+    packed = [(checkpoint.tensors[name].packed, expert) for name, expert in parts]
+    factors = [each.factor(expert) for each, expert in packed if each and each.factor]
+    return in_memory(dataclasses.replace(entry, scale=np.array(factors, np.float32)))
 
 
 def _wanted(plan: Blueprint, checkpoint: Checkpoint) -> tensors.Shapes:

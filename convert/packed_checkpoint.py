@@ -45,8 +45,8 @@ REFUSED = {
 FLOATS, EXPONENTS, WORDS = ("F32", "F16", "BF16"), ("U8", "F8_E8M0"), ("I32", "U32")
 # Scales of activations and of keys and values, which stay in 16 bits here.
 ACTIVATIONS = re.compile(
-    r".*(\.(input_scale|input_scale_ub|input_global_scale|input_zero_point|[kvq]_scale|kv_scale|output_scale"
-    r"|qscale_act|weight_shape)|[._]activation_scale)"
+    r".*(\.(input_scale|input_scale_ub|input_global_scale|input_zero_point|[kvq]_scale|kv_scale"
+    r"|output_scale|qscale_act|weight_shape)|[._]activation_scale)"
 )
 UNHELD = re.compile(r".*\.(pre_quant_scale|lora_[ab]\.weight|bitmask)")
 # Where a word's columns are in it, lowest bits first (AutoAWQ's order 0 2 4 6 1 3 5 7, inverted).
@@ -200,19 +200,21 @@ class _Reader:
         name: str,
         shape: tuple[int, ...],
         packing: str,
-        kind: str | None,
+        kinds: tuple[str, ...],
         group_M: np.ndarray,
         read: Callable[[int | None, Rows], Codes],
         levels: np.ndarray | None = None,
+        factor: Callable[[int | None], np.float32] | None = None,
     ) -> None:
         file = self.stored[codes].file
         matrix = PackedMatrix(
             label=f"{file}: tensor {name!r}",
             packing=f"{METHODS[self.method]} ({packing})",
-            kind=kind,
+            kinds=kinds,
             group_M=group_M,
             read=read,
             levels=levels,
+            factor=factor,
             are_rows=codes.endswith("_blocks"),
         )
         if name in self.tensors or (name != codes and name in self.stored):
@@ -223,7 +225,7 @@ class _Reader:
         self.tensors[name] = SourceTensor(
             file=file,
             shape=shape,
-            dtype=(kind or "f16").upper(),
+            dtype=(matrix.kind_in(None) or "f16").upper(),
             read=partial(_read_whole, matrix, shape),
             packed=matrix,
         )
@@ -267,8 +269,8 @@ class _Reader:
             scale = _numbers(self.read(scales).T, rows)
             return Codes(codes_NM=codes - np.take(zeros_GN.T, group_M, axis=1), scale_NG=scale)
 
-        what, kind = _integers(bits, size, group_M, is_symmetric=is_symmetric)
-        self._add(name, f"{stem}.weight", (num_rows, width), what, kind, group_M, read)
+        what, kinds = _integers(bits, size, is_symmetric=is_symmetric)
+        self._add(name, f"{stem}.weight", (num_rows, width), what, kinds, group_M, read)
 
     def _awq(self, name: str, stem: str) -> None:
         """qweight [M, N / 8], qzeros [G, N / 8], scales [G, N]; eight rows a word."""
@@ -296,8 +298,8 @@ class _Reader:
             return Codes(codes_NM=codes, scale_NG=_numbers(self.read(scales).T, rows))
 
         is_symmetric = self.packing.get("zero_point", not self.packing.get("sym")) is False
-        what, kind = _integers(bits, size, group_M, is_symmetric=is_symmetric)
-        self._add(name, f"{stem}.weight", (num_rows, width), what, kind, group_M, read)
+        what, kinds = _integers(bits, size, is_symmetric=is_symmetric)
+        self._add(name, f"{stem}.weight", (num_rows, width), what, kinds, group_M, read)
 
     def _packed_integers(self, name: str, stem: str) -> None:
         """[N, M bits / 32], scales [N, G]; zero points are packed along N."""
@@ -330,9 +332,9 @@ class _Reader:
             codes = unpack_bits(packed, bits, width).astype(np.int16) - zero
             return Codes(codes_NM=codes, scale_NG=self._rows_of(scales, expert, rows))
 
-        what, kind = _integers(bits, size, group_M, is_symmetric=not has_zeros)
+        what, kinds = _integers(bits, size, is_symmetric=not has_zeros)
         shape = (*first, num_rows, width)
-        self._add(name, f"{stem}.weight", shape, what, kind, group_M, read)
+        self._add(name, f"{stem}.weight", shape, what, kinds, group_M, read)
 
     def _bytes(self, name: str) -> None:
         """int8 [N, M], scales of rows, or of groups [N, G]; zero points of the scales' shape."""
@@ -348,8 +350,8 @@ class _Reader:
                 codes = codes - of_rows(zeros, expert, rows)[:, group_M].astype(np.int16)
             return Codes(codes_NM=codes, scale_NG=of_rows(scales, expert, rows))
 
-        kind = None if has_zeros else "q8_0"
-        self._add(name, name, self.stored[name].shape, f"8 bits{where}", kind, group_M, read)
+        kinds = () if has_zeros else ("q8_0",)
+        self._add(name, name, self.stored[name].shape, f"8 bits{where}", kinds, group_M, read)
 
     def _mlx(self, name: str, stem: str) -> None:
         """uint32 [N, M bits / 32], scales and biases [N, G]; a layer's own bits are under its name.
@@ -375,10 +377,10 @@ class _Reader:
             scale, minimum = (self._rows_of(each, expert, rows) for each in (scales, minima))
             return Codes(codes_NM=codes, scale_NG=scale, minimum_NG=minimum)
 
-        kind = "q4_1" if bits <= 4 else "q5_1" if bits == 5 else None
+        kinds = ("q4_1",) if bits <= 4 else ("q5_1",) if bits == 5 else ()
         what, group_M = f"{bits} bits in groups of {size}", np.arange(width) // size
         if not first or ".switch_mlp." not in name:
-            self._add(name, name, (*first, num_rows, width), what, kind, group_M, read)
+            self._add(name, name, (*first, num_rows, width), what, kinds, group_M, read)
             return
         for expert in range(first[0]):
 
@@ -386,7 +388,7 @@ class _Reader:
                 return read(own, rows)
 
             one = name.replace(".switch_mlp.", f".experts.{expert}.")
-            self._add(name, one, (num_rows, width), what, kind, group_M, of_expert)
+            self._add(name, one, (num_rows, width), what, kinds, group_M, of_expert)
 
     # ---- floats ----------------------------------------------------------------------------------
 
@@ -401,7 +403,7 @@ class _Reader:
             return Codes(codes_NM=codes, scale_NG=of_rows(scales, expert, rows))
 
         shape = self.stored[name].shape
-        self._add(name, name, shape, f"8-bit floats{where}", "bf16", group_M, read)
+        self._add(name, name, shape, f"8-bit floats{where}", ("bf16",), group_M, read)
 
     def _mxfp4(self, name: str, logical: str, scales: str) -> None:
         """Nibbles, the lower ones of even columns, [N, M / 2] bytes or [N, G, 16]; exponents [N, G]
@@ -417,7 +419,7 @@ class _Reader:
             return Codes(codes_NM=codes, scale_NG=_powers(self._rows_of(scales, expert, rows)))
 
         group_M, shape = np.arange(32 * groups) // 32, (*first, 32 * groups)
-        self._add(name, logical, shape, "4-bit floats", "mxfp4", group_M, read, E2M1)
+        self._add(name, logical, shape, "4-bit floats", ("mxfp4",), group_M, read, E2M1)
 
     def _nvfp4(self, name: str, stem: str, factor: str, *, is_divisor: bool) -> None:
         """Nibbles as in MXFP4, e4m3 scales [N, G] of groups of 16, and a factor of the matrix."""
@@ -426,17 +428,19 @@ class _Reader:
         self._check(name, ("U8",), scales, (*first, groups * 8))
         self._check(factor, FLOATS, name, (), (1,), (1, 1))
 
-        def read(expert: int | None, rows: Rows) -> Codes:
-            whole = self.read(factor).float().reshape(-1).numpy()[0]
+        def whole(expert: int | None) -> np.float32:
+            number = self.read(factor).float().reshape(-1).numpy()[0]
             if is_divisor:
-                whole = np.float32(1) / whole if whole else np.float32(np.nan)
+                number = np.float32(1) / number if number else np.float32(np.nan)
+            return np.float32(number)
+
+        def read(expert: int | None, rows: Rows) -> Codes:
             codes = unpack_bits(self._rows_of(name, expert, rows), 4, 16 * groups)
-            scale = self._rows_of(scales, expert, rows)
-            return Codes(codes_NM=codes, scale_NG=scale, factor=whole)
+            return Codes(codes_NM=codes, scale_NG=self._rows_of(scales, expert, rows))
 
         group_M, shape = np.arange(16 * groups) // 16, (*first, 16 * groups)
-        what = "4-bit floats, NVFP4"
-        self._add(name, f"{stem}.weight", shape, what, None, group_M, read, E2M1)
+        what, logical = "4-bit floats, NVFP4", f"{stem}.weight"
+        self._add(name, logical, shape, what, ("nvfp4",), group_M, read, E2M1, whole)
 
     # ---- groups and scales -----------------------------------------------------------------------
 
@@ -455,12 +459,15 @@ class _Reader:
     @property
     def _size(self) -> int:
         """The size of groups that the config gives; 0 if it is that of a row, or none."""
-        size = self.packing.get("group_size")
+        size = self.packing.get("group_size") or self.packing.get("weight_scale_group_size")
         return size if isinstance(size, int) and size > 0 else 0
 
     def _groups(self, name: str, width: int, count: int) -> tuple[int, np.ndarray]:
-        """The size of groups, and each column's, if `count` of them follow one another."""
+        """The size of groups (0 if it is that of a row), and each column's group, if `count` of
+        them follow one another."""
         size = self._size
+        if count == 1 and not size:
+            return 0, np.zeros(width, np.int64)
         if not size or -(-width // size) != count:
             if count < 1 or width % count:
                 raise HotsplitError(
@@ -543,17 +550,16 @@ def _powers(scales: np.ndarray) -> np.ndarray:
     return np.where(scales == 255, np.float32(np.nan), powers)
 
 
-def _integers(
-    bits: int, size: int, group_M: np.ndarray, *, is_symmetric: bool
-) -> tuple[str, str | None]:
-    """Words, and the smallest type that holds codes less the middle, or less any zero point."""
+def _integers(bits: int, size: int, *, is_symmetric: bool) -> tuple[str, tuple[str, ...]]:
+    """Words, and the types that hold codes less the middle, or less any zero point."""
     most = 1 << bits - 1 if is_symmetric else (1 << bits) - 1
     fitting = (("q4_0", 8), ("q5_0", 16), ("q8_0", 128))
     # -most is a code only if it is symmetric.
-    kind = next((k for k, end in fitting if most <= end - (not is_symmetric)), None)
+    kinds = tuple(k for k, end in fitting if most <= end - (not is_symmetric))[:1]
+    kinds = ("q2_0", *kinds) if bits == 2 and is_symmetric else kinds
     zeros = "" if is_symmetric else " and zero points"
-    groups = f"in groups of {size}" if size < len(group_M) else "with a scale a row"
-    return f"{bits} bits {groups}{zeros}", kind
+    groups = f"in groups of {size}" if size else "with a scale a row"
+    return f"{bits} bits {groups}{zeros}", kinds
 
 
 def _texts(values: Config, key: str) -> Iterable[str]:

@@ -127,7 +127,7 @@ def mlx(bits: int) -> Callable[..., Packed]:
 
 
 def humming(chance: np.random.Generator, num_rows: int, width: int) -> Packed:
-    tensors, values = compressed(2, is_symmetric=True)(chance, num_rows, width)
+    tensors, values = compressed(2, is_symmetric=True, group=64)(chance, num_rows, width)
     return {"weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"]}, values
 
 
@@ -241,11 +241,10 @@ LAYOUTS = {
     "nvfp4, compressed-tensors": Layout(
         _ct("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
         nvfp4(is_modelopt=False),
-        "f16",
-        False,
+        "nvfp4",
     ),
     "nvfp4, ModelOpt": Layout(
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4(is_modelopt=True), "f16", False
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4(is_modelopt=True), "nvfp4"
     ),
     "int4": Layout(
         _ct("pack-quantized", num_bits=4, type="int", group_size=GROUP, strategy="group"),
@@ -302,8 +301,8 @@ LAYOUTS = {
     "MLX 5": Layout({"group_size": GROUP, "bits": 5, "mode": "affine"}, mlx(5), "q5_1"),
     "MLX 8": Layout({"group_size": GROUP, "bits": 8}, mlx(8), "f16", False),
     "humming 2": Layout(
-        {"quant_method": "humming", "b_dtype": "uint2", "weight_scale_group_size": GROUP},
+        {"quant_method": "humming", "b_dtype": "uint2", "weight_scale_group_size": 64},
         humming,
-        "q4_0",
+        "q2_0",
     ),
 }

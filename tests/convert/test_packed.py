@@ -23,7 +23,7 @@ from hotsplit.convert.checkpoint_summary import summarise_checkpoint
 from hotsplit.convert.convert import convert, draft_of
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import type_of
+from hotsplit.files.gguf_file import type_of, values_of
 from hotsplit.measure.evaluate.verify_conversion import _in_f32, verify
 from hotsplit.run.source import look_at
 from hotsplit.runtime.engine import Engine
@@ -44,7 +44,8 @@ NAMES = {
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     folder, half = tmp_path_factory.mktemp("dense"), torch.float16
-    return random_llama(folder, hidden_act="silu", num_hidden_layers=2, dtype=half)
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 192}
+    return random_llama(folder, hidden_act="silu", dtype=half, **sizes)
 
 
 def packed_folder(dense, folder, layout: Layout, *, key="quantization_config"):
@@ -111,9 +112,9 @@ def test_a_layout_has_the_values_of_its_formula(dense, tmp_path, name):
     rounded = [note for note in report.notes if "packed tensors, such as" in note]
     assert bool(rounded) == (not layout.is_exact and layout.kind == "bf16")
     for source, ours, entry in matrices(tmp_path / "kept.gguf"):
-        assert entry.kind == layout.kind, ours
+        assert entry.in_file.kind == layout.kind, ours
         want = as_written(source, values[source].numpy())
-        got = dequantize(entry.read(), type_of(layout.kind))
+        got = values_of(entry.read(), entry.kind)
         if layout.is_exact:
             assert np.array_equal(got, want), ours
         else:
@@ -153,9 +154,12 @@ def test_the_type_asked_for_is_the_bits_themselves_or_rounded(dense, tmp_path, n
             assert 0 < np.abs(got - want).max() <= np.abs(want).max() / 127
 
 
+SIZED = ("GPTQ 4, zero points", "fp8, blocks", "int4", "MLX 4", "mxfp4")
+
+
 def test_sizes_are_known_from_headers_alone(dense, tmp_path):
     """As of a model on the hub: the file is a hole behind its header."""
-    for name in ("GPTQ 4, zero points", "fp8, blocks", "int4", "MLX 4", "mxfp4"):
+    for name in (*SIZED, "nvfp4, ModelOpt", "nvfp4, compressed-tensors"):
         folder, _ = packed_folder(dense, tmp_path / name, LAYOUTS[name])
         want = draft_of(ConvertConfig(source=folder, output=tmp_path / "m", layout="stock")).model
         whole = (folder / "model.safetensors").read_bytes()
@@ -197,10 +201,10 @@ def test_values_are_those_of_transformers(dense, tmp_path):
 
     unpack = Fp8Dequantize(None)._dequantize_one
     packing = {"quant_method": "fp8", "weight_block_size": [32, 32]}
-    blocks, exponents = numbers(5, 2), (numbers(160, 2) * 1000 + 118).to(torch.uint8)
-    tensors = {f"{up}.weight": codes(160, 64), f"{up}.weight_scale_inv": blocks}
-    tensors |= {f"{gate}.weight": codes(160, 64), f"{gate}.weight_scale_inv": exponents}
-    tensors |= {f"{down}.weight": codes(64, 160), f"{down}.weight_scale_inv": numbers(64, 1)}
+    blocks, exponents = numbers(6, 2), (numbers(192, 2) * 1000 + 118).to(torch.uint8)
+    tensors = {f"{up}.weight": codes(192, 64), f"{up}.weight_scale_inv": blocks}
+    tensors |= {f"{gate}.weight": codes(192, 64), f"{gate}.weight_scale_inv": exponents}
+    tensors |= {f"{down}.weight": codes(64, 192), f"{down}.weight_scale_inv": numbers(64, 1)}
     want = {
         f"{each}.weight": unpack(
             tensors[f"{each}.weight"], tensors[f"{each}.weight_scale_inv"], torch.float32
@@ -331,7 +335,7 @@ def test_a_module_may_have_bits_of_its_own(dense, tmp_path, has_index):
     layout = Layout(LAYOUTS["GPTQ 4"].config, gptq(4, is_symmetric=True, order=order), "q4_0")
     folder, values = packed_folder(dense, tmp_path, layout)
     weights, name = load_file(folder / FILE), f"{UP}.weight"
-    parts, want = gptq(8, is_symmetric=True, order=order)(np.random.default_rng(1), 160, 64)
+    parts, want = gptq(8, is_symmetric=True, order=order)(np.random.default_rng(1), 192, 64)
     save_file(weights | {f"{UP}.{n}": part for n, part in parts.items()}, folder / FILE)
     converted(folder, tmp_path / "m.gguf", layout="stock")
     for source, ours, entry in matrices(tmp_path / "m.gguf"):
@@ -344,7 +348,7 @@ def test_zeros_beside_a_packed_layer_are_no_bias(dense, tmp_path):
     """AutoGPTQ saves biases of layers that have none; others are refused."""
     folder, _ = packed_folder(dense, tmp_path, LAYOUTS["GPTQ 4"])
     weights = load_file(folder / "model.safetensors")
-    weights["model.layers.0.mlp.up_proj.bias"] = torch.zeros(160, dtype=torch.float16)
+    weights["model.layers.0.mlp.up_proj.bias"] = torch.zeros(192, dtype=torch.float16)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     converted(folder, tmp_path / "m.gguf")
     weights["model.layers.0.mlp.up_proj.bias"][7] = 1
@@ -377,23 +381,23 @@ WRONG = {
     ),
     "no exponents": (
         "mxfp4",
-        with_tensor("weight_scale", lambda w: torch.ones(160, 2)),
+        with_tensor("weight_scale", lambda w: torch.ones(192, 2)),
         "weight_scale', a part of packed weights, is F32 .* wanted U8 or",
     ),
     "shape": (
         "GPTQ 4",
         with_tensor("scales", lambda w: w[f"{UP}.scales"][:, :-1].contiguous()),
-        r"scales' is \[2, 159\], wanted \[2, 160\] beside",
+        r"scales' is \[2, 191\], wanted \[2, 192\] beside",
     ),
     "shape of zeros": (
         "int4, zero points",
         with_tensor("weight_zero_point", lambda w: w[f"{UP}.weight_zero_point"][:-1].clone()),
-        r"weight_zero_point' is \[19, 2\], wanted \[20, 2\]",
+        r"weight_zero_point' is \[23, 2\], wanted \[24, 2\]",
     ),
     "shape of a grid": (
         "fp8, compressed-tensors",
         with_tensor("weight_scale", lambda w: torch.ones(3, 1)),
-        r"weight_scale' is \[3, 1\], wanted \[160, 1\] or \[1\]",
+        r"weight_scale' is \[3, 1\], wanted \[192, 1\] or \[1\]",
     ),
     "index": (
         "GPTQ 4",
@@ -406,7 +410,7 @@ WRONG = {
     "marlin": ("GPTQ 4", with_packing(checkpoint_format="marlin"), "weights is 'marlin'"),
     "both": (
         "GPTQ 4",
-        with_tensor("weight", lambda w: torch.zeros(160, 64)),
+        with_tensor("weight", lambda w: torch.zeros(192, 64)),
         "both packed .* and as it is",
     ),
     "smooth": (
@@ -416,7 +420,7 @@ WRONG = {
     ),
     "zeros": (
         "GPTQ 4",
-        with_tensor("qzeros", lambda w: words(torch.zeros(2, 160).int().numpy(), 4)),
+        with_tensor("qzeros", lambda w: words(torch.zeros(2, 192).int().numpy(), 4)),
         "has zero points other than the middle, although config.json calls it symmetric",
     ),
     "infinite": (

@@ -282,12 +282,16 @@ _BOUNDS: dict[str, tuple[float, float, float]] = {
     "iq4_xs": (32 * F16_OVERFLOW, 0.3, 2.0**-12),
 }
 _BOUNDS |= dict.fromkeys(TABLE_NAMES, (math.inf, 0.0, 0.0))
+# Of scales that a packed checkpoint has in other types.
+_MOVED = {"q2_0": (math.inf, _ROUNDED, 2 * _STEP)}
 
 
 def _type(name: TypeName) -> WeightType:
     layout = _LAYOUTS.get(name, name)
     block_values, block_bytes, forms, planes, halves = _BLOCKS[layout]
-    overflows_at, relative_error, absolute_error = _BOUNDS.get(name, (math.inf, 0.0, 0.0))
+    overflows_at, relative_error, absolute_error = (_MOVED | _BOUNDS).get(
+        name, (math.inf, 0.0, 0.0)
+    )
     return WeightType(
         name=name,
         file_type=_FILE_TYPES.get(name, f"MOSTLY_{name.upper()}"),
