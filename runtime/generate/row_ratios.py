@@ -42,18 +42,16 @@ def ratios_here(sequences: Sequences, model: ModelFile, mode: str) -> Mapping[in
         if latest is not None:
             found.append(latest)
             keep_value(ROWS_FILE, key, found)
-    if not found:
-        return None
     ratios = {rows: [each[rows] for each in found if rows in each] for rows in ROWS}
     medians = {rows: statistics.median(ratios[rows]) for rows in sorted(ROWS) if ratios[rows]}
     words = ", ".join(f"{rows}: {ratio:.2f}" for rows, ratio in medians.items())
     log.debug(f"a step of several rows takes, in steps of one, {words}")
-    return medians
+    return medians if len(medians) > 1 else None
 
 
 def measured(sequences: Sequences, text: Sequence) -> dict[int, float] | None:
-    """The ratios of the shortest times of ROUNDS, as many as MOST_SECONDS suffice for; None if that
-    is not even one besides single rows. `text`: an empty one, which is empty afterwards."""
+    """The ratios of the shortest times of ROUNDS, as many as MOST_SECONDS suffice for, at least
+    that of one row; None if the clock stands still. `text`: an empty one, as it is afterwards."""
     generator, least = random.Random(0), dict[int, float]()
     size, deadline = sequences.live.vocab_size, time.perf_counter() + MOST_SECONDS
     for rows in (1, *ROWS * ROUNDS):  # the first one warms up
@@ -65,7 +63,7 @@ def measured(sequences: Sequences, text: Sequence) -> dict[int, float] | None:
         took = time.perf_counter() - began
         least[rows] = min(took, least.get(rows, took))
         text.rollback(0)
-    if len(least) < 2 or not least[1]:
+    if not least.get(1):
         return None
     return {rows: least[rows] / least[1] for rows in sorted(least)}
 
@@ -81,6 +79,6 @@ def _kept(key: str) -> list[dict[int, float]]:
 def _are_ratios(found: object) -> bool:
     return (
         isinstance(found, dict)
-        and {"1"} < found.keys() <= set(map(str, ROWS))
+        and {"1"} <= found.keys() <= set(map(str, ROWS))
         and all(type(ratio) is float and 0 < ratio < MOST_RATIO for ratio in found.values())
     )

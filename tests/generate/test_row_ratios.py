@@ -76,7 +76,7 @@ def test_the_median_of_all_measurements_counts(cache, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"%s": 3}', '{"%s": {"1": 1.0, "2": 1.0}}', '{"%s": [{"1": 1.0}]}']
+    ["", "[]", '{"%s": 3}', '{"%s": {"1": 1.0, "2": 1.0}}', '{"%s": [{"2": 1.0}]}']
     + ['{"%s": [{"1": 1.0, "2": -1.0}]}', '{"%s": [{"1": 1.0, "2": 1e9}]}']
     + ['{"%s": [{"1": 1.0, "x": 1.0}]}', '{"%s": [{"1": 1.0, "2": 1}]}'],
 )
@@ -98,7 +98,10 @@ def test_a_slow_model_is_measured_for_two_seconds(cache, clock, tmp_path):
             with engine.sequence() as text:
                 found = measured(engine._sequences, text)
             assert len(rows) == count
-            assert found == ({1: 1.0, 4: pytest.approx(1.75)} if count > 1 else None)
+            assert found == ({1: 1.0, 4: pytest.approx(1.75)} if count > 1 else {1: 1.0})
+        for number in range(1, MEASURED + 2):  # not for ever
+            assert ratios_of(engine) is None
+            assert len(rows) == 1 + min(number, MEASURED)
 
 
 def test_no_text_is_closed_for_it(cache, tmp_path):
