@@ -47,6 +47,10 @@ class Bounds(dict[str, float]):
         is_rounded = kind == "bf16" and rounds_to_bf16()
         return max(bound, 0.015) if is_rounded else bound
 
+    def __missing__(self, kind: str) -> float:
+        """Types that are not listed, as tables of levels, have the bound of K-quants."""
+        return super().__getitem__("q4_k")
+
 
 def assert_rows_agree(got_TV, want_TV, bound: float, *, most_flips: int = 1) -> None:
     """Checks the rows' relative errors: at most `most_flips` reach the bound, and none reaches 0.1.

@@ -247,7 +247,7 @@ def test_all_levels(restore_library, level, layout, mode):
 
 
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
-def test_random_schedules(layout, mode, num_seeds=8):
+def test_random_schedules(layout, mode):
     for kind in ("f32", "q8_0"):
         model = mixture(kind=kind, layout=layout, num_neurons=64, activation="relu", num_shared=32)
         with (
@@ -255,14 +255,8 @@ def test_random_schedules(layout, mode, num_seeds=8):
             Engine.of(model, mode=mode, context_length=CONTEXT, num_sequences=ROOM) as engine,
         ):
             alone = Alone(single)
-            chances = (random.Random(f"{kind} {mode} {seed}") for seed in range(num_seeds))
+            chances = (random.Random(f"{kind} {mode} {seed}") for seed in range(8))
             assert sum(schedule(engine, alone, chance, 12) for chance in chances) > 200
-
-
-@pytest.mark.slow
-def test_a_thousand_random_schedules():
-    for layout, mode in LAYOUTS:
-        test_random_schedules(layout, mode, num_seeds=170)
 
 
 @pytest.mark.parametrize("layout, mode", LAYOUTS)

@@ -32,6 +32,14 @@ PLANS = {
     "two GPUs, layers on the CPU": ([SOME, NONE, NONE, SOME], [1, 0, 0, 1], True, [0, 0, 1, 1, 1]),
 }
 
+MODES = ("dense", "exact", "predicted")
+IN_ALL_MODES = ("random", "every kind of layer")  # other plans in one
+PLANS_AND_MODES = [
+    (plan, mode)
+    for number, plan in enumerate(PLANS)
+    for mode in (MODES if plan in IN_ALL_MODES else MODES[number % 3 :][:1])
+]
+
 
 def model_of(**options) -> ModelFile:
     return sparse_model(**{"sizes": make_sizes(num_layers=L, num_neurons=F)} | options)

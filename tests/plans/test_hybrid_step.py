@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hybrid_plans import ALL, PLANS, SOME, F, L, model_of, split_of, stepped
+from hybrid_plans import ALL, PLANS_AND_MODES, SOME, F, L, model_of, split_of, stepped
 from models import make_model, make_sizes
 from reference import assert_rows_agree, rel_error
 from test_native_step import BOUNDS
@@ -56,8 +56,7 @@ def assert_as_undivided(model, split, mode="predicted", bound=BOUNDS["f32"], **o
         assert rel_error(steps(hybrid(engine, split)), want) < bound
 
 
-@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan, mode", PLANS_AND_MODES)
 def test_every_division_gives_the_logits_of_the_undivided_model(plan, mode):
     model = model_of()
     assert_as_undivided(model, split_of(model, plan), mode)
@@ -72,8 +71,9 @@ def test_scaled_rotary_embeddings(plan):
         assert rel_error(stepped(plain), stepped(whole)) > 100 * BOUNDS["f32"]
 
 
-@pytest.mark.parametrize("mode", ["exact", "predicted"])
-@pytest.mark.parametrize("plan", ["every kind of layer", "two GPUs, layers on the CPU"])
+@pytest.mark.parametrize(
+    "plan, mode", [("every kind of layer", "predicted"), ("two GPUs, layers on the CPU", "exact")]
+)
 @pytest.mark.parametrize("kind", [*(kind for kind in BOUNDS if kind != "f32"), "iq1_table"])
 def test_every_type_of_weights(kind, plan, mode):
     width = 256 if kind.endswith(("_k", "_table")) else 64
@@ -81,9 +81,9 @@ def test_every_type_of_weights(kind, plan, mode):
     with loaded(model, split := split_of(model, plan), mode) as engine:
         got, want = steps(hybrid(engine, split)), stepped(engine)
     if mode == "predicted":
-        assert_rows_agree(got, want, BOUNDS.get(kind, BOUNDS["q4_k"]))
+        assert_rows_agree(got, want, BOUNDS[kind])
     else:
-        assert rel_error(got, want) < BOUNDS.get(kind, BOUNDS["q4_k"])
+        assert rel_error(got, want) < BOUNDS[kind]
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact"])
@@ -94,9 +94,15 @@ def test_every_activation(activation, mode):
 
 
 @pytest.mark.parametrize("kind", ["linear", "relu"])
-@pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize(
-    "plan", ["every kind of layer", "attention on the CPU", "two GPUs", "last layers on the CPU"]
+    "plan, offset",
+    [
+        ("every kind of layer", 0),
+        ("every kind of layer", 1),
+        ("attention on the CPU", 1),
+        ("two GPUs", 1),
+        ("last layers on the CPU", 0),
+    ],
 )
 def test_predictors_of_every_kind_and_of_the_layer_before(plan, offset, kind):
     model = model_of(predictor_kind=kind)

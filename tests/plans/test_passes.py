@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
-from hybrid_plans import PLANS, F, L, make, planned, random_plan
+from hybrid_plans import PLANS_AND_MODES, F, L, make, planned, random_plan
 from models import family_model, make_model, make_sizes
 from passes import passing
 from reference import logits_ref, rel_error
@@ -33,19 +33,7 @@ def ids_of(count):
     return [int(x) for x in np.random.default_rng(3).integers(0, 50, count)]
 
 
-MODES = ("dense", "exact", "predicted")
-IN_ALL_MODES = ("random", "every kind of layer")  # other plans in one
-
-
-@pytest.mark.parametrize(
-    "plan, mode",
-    [
-        (plan, mode)
-        for n, plan in enumerate(PLANS)
-        for m, mode in enumerate(MODES)
-        if plan in IN_ALL_MODES or n % len(MODES) == m
-    ],
-)
+@pytest.mark.parametrize("plan, mode", PLANS_AND_MODES)
 def test_a_pass_gives_the_logits_of_the_undivided_model(tmp_path, plan, mode):
     sizes = make_sizes(num_layers=L, num_neurons=F, context_length=CONTEXT)
     model = make(tmp_path, sizes=sizes)
