@@ -263,13 +263,13 @@ def test_the_bound_rejects_one_flipped_bit(bit):
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("kind", [*CODED, "q2_0", "q1_0"])
 def test_edge_blocks_are_unpacked_to_the_bit(kernels, kind):
     blocks = edge_rows(kind)
     data = torch.from_numpy(blocks[:: 1 + len(blocks) // 64])
     want = unpack(data, kind)
     for rows, own in ((data, kind), planar(data, kind)):
-        matrix = Matrix(data=rows.to(device()), kind=own, width=32)
+        matrix = Matrix(data=rows.to(device()), kind=own, width=block_width(kind))
         got = torch.full_like(want, torch.nan, device=device())
         kernels.unpack(matrix, got)
         assert torch.equal(got.cpu().view(torch.int32), want.view(torch.int32))

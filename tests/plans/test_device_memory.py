@@ -209,7 +209,7 @@ def is_inside(tensor, slab):
     return slab.data_ptr() <= tensor.data_ptr() < slab.data_ptr() + len(slab)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "iq2_table"])
+@pytest.mark.parametrize("kind", [*KINDS, "iq2_table", "q2_0", "nvfp4_scaled"])
 @pytest.mark.parametrize("rows", [None, np.array([0, 63, 7, 8, 1])])
 @pytest.mark.parametrize("piece_bytes", [1, 1000, 1 << 20])
 def test_pieces_of_any_size_are_put_together(kind, rows, piece_bytes):

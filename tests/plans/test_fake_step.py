@@ -71,16 +71,17 @@ def test_a_plan_on_devices_gives_the_cpus_logits(tmp_path, plan, is_tied, capsys
         assert rel_error(mine, right) < BOUNDS["f32"]
 
 
-@pytest.mark.parametrize("kind", ["iq1_m", "iq3_xxs"])
+@pytest.mark.parametrize("kind", ["iq1_m", "iq3_xxs", "q1_0", "nvfp4"])
 def test_types_that_are_packed_on_devices_give_the_cpus_logits(tmp_path, kind):
-    """The file has grids; both processors have the small tables, in layers of every kind."""
+    """In layers of every kind. Both processors have small tables where the file has grids, and the
+    scale of an nvfp4 tensor in each row."""
     sizes = make_sizes(num_layers=L, num_neurons=F, width=256)
     model, _ = made(tmp_path, "every kind of layer", kind=kind, sizes=sizes)
     want = on_the_cpu(model.path, "exact")
     with checked_cuda(num_devices=1):
         got = on_the_device(model.path, tmp_path / "s.gguf", "exact")
-    for mine, right in zip(got, want, strict=True):
-        assert rel_error(mine, right) < BOUNDS["q4_k"]
+    for mine, right in zip(got, want, strict=True):  # a pass rounds its inputs to 16 bits
+        assert rel_error(mine, right) < 2 * BOUNDS["q4_k"]
 
 
 def test_captured_and_submitted_steps_give_the_same_bits_in_any_order(tmp_path):

@@ -83,7 +83,7 @@ def test_streamed_neurons_give_the_results_of_the_cpu(tmp_path, number, pattern,
             assert rel_error(logits(step, IDS), logits_ref(model, IDS)) < BOUND
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "iq2_xs"])
+@pytest.mark.parametrize("kind", [*KINDS, "iq2_xs", "nvfp4"])
 @pytest.mark.parametrize("is_resident", [False, True])
 def test_every_type(tmp_path, kind, is_resident):
     shape = make_sizes(width=256, num_neurons=F)
@@ -99,7 +99,7 @@ def test_every_type(tmp_path, kind, is_resident):
             assert rel_error(logits(step, IDS), want) < bound
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "iq3_s"])
+@pytest.mark.parametrize("kind", [*KINDS, "iq3_s", "q2_0"])
 def test_pieces_of_tiles_and_groups_are_whole(tmp_path, kind):
     """Two layers, one of which is divided, whose cold neurons have the forms of the CPU alone."""
     hot = [range(64), []]

@@ -2,10 +2,10 @@
 
 One thread loads a whole unit. In kinds with nibbles it holds 32 values in two parts, the low
 nibbles and the high ones; in q3_k and q2_k the parts are in bits 0 and 1 or 2 and 3, and four
-places higher; those of group_blocks.py have other columns; in others it holds 16 values in one
-part. A tile is [rows, units, 16]. A value is
-scale times quant minus minimum, with scales and minima [rows, units], so a product multiplies by
-the scale once for 16 values. Sums over the last axis stay within a thread.
+places higher; in others it holds 16 values in one part; group_blocks.py has units of its own. A
+tile is [rows, units, 16]. A value is scale times quant minus minimum, with scales and minima
+[rows, units], so a product multiplies by the scale once for 16 values. Sums over the last axis stay
+within a thread.
 
 The kinds are the names of hotsplit.model.weight_types, in the layouts of files, and those of types
 with planes also with "_planar" behind. The layouts: hotsplit.runtime.kernels.planar, and for
