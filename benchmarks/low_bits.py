@@ -9,7 +9,7 @@ Qwen3-30B-A3B's shape with as many types as unsloth's UD-Q2_K_XL files have.
 
 `values` compares the logits of a text, the beginning of the one that `run` profiles on: the KL
 divergence of ours from llama.cpp's on the same file, and of both from those of the file's values in
-f32, as gguf-py unpacks them. Then 64 tokens that llama.cpp chooses greedily, after each of which
+f32, as `convert` unpacks them. Then 64 tokens that llama.cpp chooses greedily, after each of which
 ours says which it would have chosen. The load of the machine does not matter.
 
 `speed` times decode and short prompts in turns, ours at each of --levels, rivals at what they were

@@ -20,7 +20,6 @@ from statistics import NormalDist
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES
 from random_checkpoint import TINYLLAMA, config_of, write_tokenizer
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -32,11 +31,11 @@ from hotsplit.families import gemma3n
 from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.smallthinker import STOCK_WINDOW
-from hotsplit.files.gguf_file import TensorEntry, array_entry, type_of
+from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.files.gguf_types import block_sizes
 from hotsplit.model.delta_net import CONV, DECAY
 from hotsplit.model.route import Route
 from hotsplit.model.tensors import Layout, is_down, is_router, is_vector
-from hotsplit.model.weight_types import TABLES
 
 PIECE = 1536  # rows of random values, encoded once and repeated
 COMMON = 1.0  # of all embeddings, relative to their random part
@@ -44,6 +43,7 @@ MEAN = COMMON / np.hypot(1.0, COMMON)  # of the values of a normed embedding
 # Of the values of random blocks whose scale is 1.
 ROOT_MEAN_SQUARE = {"iq1_s": 7.2, "iq1_m": 7.2, "iq3_xxs": 142.0, "iq3_s": 141.0}
 ROOT_MEAN_SQUARE |= dict.fromkeys(("iq2_xxs", "iq2_xs", "iq2_s"), 55.0)
+ROOT_MEAN_SQUARE |= {"q1_0": 1.0, "q2_0": 1.2, "tq1_0": 0.8, "tq2_0": 0.8, "nvfp4": 2.9}
 SILENT = {"relu": 0.6, "relu2": 0.9}  # of the neurons
 
 
@@ -256,25 +256,30 @@ def _entry(
 
 
 def _encoded(values: np.ndarray, kind: str, name: str, dims: tuple[int, ...]) -> TensorEntry:
-    """A tensor whose rows repeat `values`, of one of its rows each; of a type with a grid, which
+    """A tensor whose rows repeat `values`, of one of its rows each; of a type that
     nothing here quantises to, random ones of about their size."""
-    if kind in TABLES:
-        piece = _with_grid(kind, values.shape, float(values.std()))
+    if kind in ROOT_MEAN_SQUARE:
+        piece = _random_blocks(kind, values.shape, float(values.std()) / ROOT_MEAN_SQUARE[kind])
     else:
         piece = encode(torch.from_numpy(values), kind, name)
     return TensorEntry(shape=dims, kind=kind, read_rows=_repeated(piece, dims))
 
 
-def _with_grid(kind: str, shape: tuple[int, ...], scale: float) -> np.ndarray:
-    """Rows whose bits are random, except for those of f16 scales."""
+def _random_blocks(kind: str, shape: tuple[int, ...], scale: float) -> np.ndarray:
+    """Rows whose bits are random, except for those of scales."""
     random = np.random.default_rng(0)
-    size = GGML_QUANT_SIZES[type_of(kind)][1]
-    blocks = random.integers(0, 256, (prod(shape) // 256, size), np.uint8)
-    d = np.full((len(blocks), 1), scale / ROOT_MEAN_SQUARE[kind], np.float16)
+    block, size = block_sizes(kind)
+    blocks = random.integers(0, 256, (prod(shape) // block, size), np.uint8)
+    d = np.full((len(blocks), 1), scale, np.float16)
     if kind == "iq1_m":  # at the top of the last four numbers
         numbers = blocks[:, -8:].view(np.uint16)
         top = d.view(np.uint16) >> np.arange(0, 16, 4, dtype=np.uint16) << 12
         blocks[:, -8:] = (numbers & 0x0FFF | top).view(np.uint8)
+    elif kind == "nvfp4":  # floats of eight bits with steps of 2^-9
+        blocks[:, :4] = min(7, max(1, round(scale * 512)))
+    elif kind in ("tq1_0", "tq2_0"):
+        blocks &= blocks >> 1 & 0x55 ^ 0xFF  # no codes of 3
+        blocks[:, -2:] = d.view(np.uint8)
     else:
         blocks[:, :2] = d.view(np.uint8)
     return blocks.reshape(shape[0], -1)

