@@ -40,11 +40,12 @@ struct Weights {
     Weights(int32_t kind, int64_t D, int64_t N) : kind(kind), D(D), N(N) {
         const int64_t block_bytes = KINDS[kind].block_bytes, head = KINDS[kind].head_bytes;
         const bool is_planar = KINDS[kind].layout == PLANAR;
-        row_bytes = D / 32 * block_bytes;
+        const int64_t n = D / block_values(kind);
+        row_bytes = n * block_bytes;
         data.resize(N * row_bytes);
         for (uint8_t& byte : data) byte = static_cast<uint8_t>(random_bits());
         for (int64_t a = 0; a < N; ++a)
-            for (int64_t b = 0; b < D / 32; ++b) {  // scales and minima of 0.5 to 2, f16 of either sign
+            for (int64_t b = 0; b < n; ++b) {  // scales and minima of 0.5 to 2, f16 of either sign
                 uint8_t* at = &data[a * row_bytes + b * (is_planar ? 2 : block_bytes)];
                 if (head == 1) at[0] = static_cast<uint8_t>(127 + random_bits() % 3);
                 for (int64_t i = 0; i < head / 2; ++i) {
@@ -54,7 +55,7 @@ struct Weights {
             }
         if (!is_tiled(kind)) return;
         std::vector<uint8_t> tiles(data.size());  // see kernels.h
-        const int64_t n = D / 32, quant_bytes = block_bytes - head, size = head == 1 ? 1 : 2;
+        const int64_t quant_bytes = block_bytes - head, size = head == 1 ? 1 : 2;
         for (int64_t a = 0; a < N; ++a)
             for (int64_t b = 0; b < n; ++b) {
                 const int64_t most = 4 / head, first = b / most * most, r = a % TILE_ROWS;
@@ -134,9 +135,11 @@ int main(int argc, char** argv) {
         return 0;
     }
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
-        for (int64_t D : {32, 64, 96, 576, 2048})
+        for (int64_t D : {32, 64, 96, 576, 640, 2048})
             for (int64_t N : {1, 15, 16, 17, 40, 48}) {
-                if (!form_of(kind) || block_values(kind) != BLOCK || is_grouped(kind)) continue;
+                const int64_t values = block_values(kind);
+                if (!form_of(kind) || values > 128 || row_head(kind) || is_grouped(kind)) continue;
+                if (D % values || (D == 640 && values < 128)) continue;
                 // Rows and vectors share tiles, so short rows are tried with every N and T. Blocks
                 // are multiplied one after another, so few of each suffice for long rows.
                 const bool is_long = D > 96;
@@ -144,7 +147,7 @@ int main(int argc, char** argv) {
                 // Other types differ in how a block is unpacked.
                 const bool is_first =
                     kind_in_file(kind) == KIND_Q8_0 || kind_in_file(kind) == KIND_Q4_0;
-                if (!is_first && ((D != 96 && D != 576) || (N != 17 && N != 48))) continue;
+                if (!is_first && ((D != 96 && D != 576 && D != 640) || (N != 17 && N != 48))) continue;
                 const Weights weights(kind, D, N);
                 for (int64_t T : {1, 7, 8, 15, 16, 17, 31, 32, 33, 70})
                     if (!(is_long && T != 1 && T != 17) && !agree(weights, T)) return 1;
