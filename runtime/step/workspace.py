@@ -55,7 +55,7 @@ def hollow_builder(model: ModelFile, mode: Mode, *, is_divided: bool) -> Builder
         dtype = {"f32": np.float32, "f16": np.float16}.get(entry.kind, np.uint8)
         values = memory[: entry.num_bytes].view(dtype)
         values = values.reshape(*entry.shape[:-1], -1) if len(entry.shape) > 1 else values
-        return replace(entry, read_rows=lambda start, stop: values)
+        return replace(entry, read_rows=lambda start, stop: values, packed_from=None)
 
     placement = Placement.on_one_device(len(layers), CPU)
     hot = tuple(np.arange(not index, dtype=np.int32) for index in range(len(layers)))

@@ -1,6 +1,7 @@
 """Tests of resident weights: interleaved copies with the values of the file, and their memory."""
 
 import errno
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from test_runtime import IDS, PATTERNS, decoded, make_split
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.part_bytes import bytes_on_one_side, packed_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime import resolved_options
 from hotsplit.runtime.device import huge_pages
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.weights import resident
 from hotsplit.runtime.weights.matrix import matrix_of
 from hotsplit.runtime.weights.resident import Residence
@@ -163,6 +166,19 @@ def test_packed_tensors_cannot_stay_in_the_file(tmp_path, monkeypatch, kind):
         found = tight.logits(IDS)
     with Engine.load(path, mode="dense", is_resident=True) as engine:
         assert torch.equal(engine.logits(IDS), found)
+
+
+def test_sizes_are_known_without_reading(tmp_path):
+    """Neither packed tensors nor those of the file are read."""
+    path = tmp_path / "m.gguf"
+    make_model(sizes=make_sizes(width=256, num_neurons=256), kind="iq2_s", path=path).save(path)
+    model, unread = ModelFile.load(path), {}
+    for name, entry in model.tensors.items():
+        source = entry.packed_from and replace(entry.packed_from, read_rows=None)
+        unread[name] = replace(entry, read_rows=None, packed_from=source)
+    model = replace(model, tensors=unread)
+    assert workspace_bytes(model, 32, "dense") > 0
+    assert sum(bytes_on_one_side(model, 32, 0).values()) > packed_bytes(model) > 0
 
 
 # ---- pinned memory, with a fake CUDA ----------------------------------------------------------
