@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
+from hybrid_plans import PLANS
 from models import make_model, make_sizes
 from reference import Bounds, rel_error
 from test_families import CASES, converted
-from test_hybrid_step import PLANS
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
