@@ -158,7 +158,7 @@ def test_plan_and_inspect_say_what_becomes_of_each_type(tmp_path, monkeypatch, c
     assert weights == pytest.approx(sum(in_memory.values()) + vectors, rel=0.01)
     (line,) = (line for line in report["reasons"] if line.startswith("types: "))
     before, after = (format_bytes(sum(each.values())) for each in (in_file, in_memory))
-    assert line.endswith(f"; in all {before} become {after}")
+    assert line.endswith(f"; in all {before} become at most {after}")
     for each in found:
         words = f"{each['kind']} {format_bytes(each['file_bytes'])} ({each['num_matrices']})"
         assert words in line, line

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.tensors import is_router, is_vector
+from hotsplit.model.weight_types import TABLE_NAMES
 from hotsplit.system.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class TypeBytes:
-    """Matrices of one type in a file, and the type that they have in memory."""
+    """Matrices of one type in a file, and the type that they have in memory. A type with a grid may
+    keep the file's blocks, which is measured at load: its `memory_bytes` are an upper bound."""
 
     kind: str
     memory_kind: str
@@ -22,6 +24,10 @@ class TypeBytes:
     def is_packed(self) -> bool:
         """True if memory holds them in another form."""
         return self.memory_kind != self.kind
+
+    @property
+    def has_grid(self) -> bool:
+        return self.memory_kind in TABLE_NAMES
 
 
 def type_bytes(tensors: Mapping[str, TensorEntry]) -> tuple[TypeBytes, ...]:
@@ -55,12 +61,15 @@ def type_words(types: Sequence[TypeBytes], made_from: Sequence[TypeBytes] = ()) 
         packed.setdefault(each.memory_kind * each.is_packed, []).append(each)
     rest, parts = packed.pop("", []), []
     for memory_kind, group in packed.items():
-        size = format_bytes(sum(each.memory_bytes for each in group))
-        parts.append(f"{_names(group)} as {memory_kind}, {size} in memory")
+        parts.append(f"{_names(group)} as {memory_kind}, {_in_memory(group)} in memory")
     parts += [f"{_names(rest)} as they are"] * bool(rest)
     before = format_bytes(sum(each.file_bytes for each in types))
-    after = format_bytes(sum(each.memory_bytes for each in types))
-    return "; ".join([*parts, f"in all {before} become {after}"])
+    return "; ".join([*parts, f"in all {before} become {_in_memory(types)}"])
+
+
+def _in_memory(types: Sequence[TypeBytes]) -> str:
+    size = format_bytes(sum(each.memory_bytes for each in types))
+    return f"at most {size}" if any(each.has_grid for each in types) else size
 
 
 def _names(types: Sequence[TypeBytes]) -> str:
