@@ -68,7 +68,8 @@ def weights(model: ModelFile, name: str) -> np.ndarray:
         rows = entry.read()
         values = exact_values(entry.kind, rows.reshape(-1, rows.shape[-1]))
         return values.reshape(entry.shape)
-    return dequantize(entry.read(), type_of(entry.kind)).astype(np.float64)
+    stored = entry.in_file
+    return dequantize(stored.read(), type_of(stored.kind)).astype(np.float64)
 
 
 def logits_ref(

@@ -22,11 +22,12 @@ from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.artifacts.profile_file import Corpus, Profile
 from hotsplit.costs.part_bytes import head_bytes, layer_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
+from hotsplit.files.gguf_file import TensorEntry, array_entry, in_memory, write_gguf
 from hotsplit.files.gguf_types import block_sizes
 from hotsplit.measure.evaluate.quality import ShareCounter, mean_bytes
 from hotsplit.model.route import CHOICE_BIAS, Route
 from hotsplit.model.tensors import in_layout, is_down
+from hotsplit.model.weight_types import TABLE_NAMES
 from hotsplit.profile.count import counting
 from hotsplit.profile.count.counting import Counter, experts_of, gates_of, routing_of
 from hotsplit.runtime import resolved_options
@@ -50,6 +51,10 @@ BOUNDS = Bounds(
     q1_0=1e-3,
     tq2_0=1e-3,
     nvfp4=1e-3,
+    iq1_m=1e-3,
+    iq2_xs=1e-3,
+    iq3_xxs=1e-3,
+    iq3_s=1e-3,
 )
 IDS = [3, 41, 7, 7, 19, 0, 33, 28, 12, 49, 5]
 GROUPS = {"num_groups": 3, "num_used_groups": 2}
@@ -102,8 +107,9 @@ def transposed(entry: TensorEntry, kind: str) -> TensorEntry:
         sizes=make_sizes(width=shape[-1], num_neurons=int(np.prod(shape[:-1]))), kind=kind
     )
     made = flat.tensors["blk.0.ffn_up.weight"]
+    made = made.in_file if made.kind in TABLE_NAMES else made
     data = made.read().reshape(*shape[:-1], -1)
-    return TensorEntry(shape=shape, kind=made.kind, read_rows=lambda a, b: data[a:b])
+    return in_memory(TensorEntry(shape=shape, kind=made.kind, read_rows=lambda a, b: data[a:b]))
 
 
 def with_expert_in(model: ModelFile, expert: int, value: float) -> ModelFile:

@@ -34,7 +34,9 @@ def pack_table_blocks(rows: np.ndarray, kind: str) -> np.ndarray:
         assert status == _OK, (kind, status)
 
     starts = range(0, len(blocks), PIECE_BLOCKS)
-    for _ in in_order((partial(pack, start) for start in starts), num_threads()):
+    threads = min(len(starts), num_threads())
+    pieces = (partial(pack, start) for start in starts)
+    for _ in in_order(pieces, threads) if threads > 1 else (piece() for piece in pieces):
         pass
     return packed.reshape(*rows.shape[:-1], -1)
 
