@@ -51,7 +51,7 @@ def paths(tmp_path_factory):
     return get
 
 
-class Forced:
+class ForcedBlock:
     """What a test makes of the text in place of the block's guesses, which are still computed."""
 
     name, token_s, fault = "mtp", 1e-3, ""
@@ -72,7 +72,7 @@ class Forced:
 def forcing(engine, lie):
     """A function that makes the drafts of a text whose tokens are known."""
     with drafting(engine, ALL) as made:
-        yield lambda text: Eager(Forced(made.begin()._drafter, text, lie), ALL.most)
+        yield lambda text: Eager(ForcedBlock(made.begin()._drafter, text, lie), ALL.most)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -34,7 +34,7 @@ GPU = torch.device("cuda", 0)
 # ---- the server alone ---------------------------------------------------------------------------
 
 
-class Served:
+class NotedHandovers:
     """Hand-overs whose functions note their number; `query` answers for the stream."""
 
     def __init__(self, count: int, query=lambda: NOT_READY, timeout_s: float = 30.0) -> None:
@@ -71,7 +71,7 @@ class Served:
 
 
 def test_functions_run_in_order_each_after_its_flag():
-    served = Served(5)
+    served = NotedHandovers(5)
     thread = threading.Thread(target=lambda: found.append(served.run()))
     found: list[tuple[int, int]] = []
     thread.start()
@@ -88,7 +88,7 @@ def test_functions_run_in_order_each_after_its_flag():
 @pytest.mark.parametrize("answer", [NOT_READY, FAILED, 0])
 def test_a_flag_that_does_not_come_releases_all(answer):
     """After the timeout; at once if the stream has failed or ended."""
-    served = Served(4, query=lambda: answer, timeout_s=0.1 if answer == NOT_READY else 30.0)
+    served = NotedHandovers(4, query=lambda: answer, timeout_s=0.1 if answer == NOT_READY else 30.0)
     served.ready[:2] = 1
     began = time.perf_counter()
     assert served.run() == (2, {0: -1}.get(answer, answer))
@@ -97,7 +97,7 @@ def test_a_flag_that_does_not_come_releases_all(answer):
 
 
 def test_a_flag_that_is_set_while_the_stream_is_asked_counts():
-    served = Served(1, query=lambda: served.ready.fill(1) or 0)
+    served = NotedHandovers(1, query=lambda: served.ready.fill(1) or 0)
     assert served.run() == (1, 0)
     assert addressof(served.structs)  # lives until here
 

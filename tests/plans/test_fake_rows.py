@@ -10,7 +10,7 @@ import torch
 from fake_cuda import library
 from hybrid_plans import split_of
 from test_fake_step import checked_cuda
-from test_hybrid_rows import CONTEXT, ROOM, Alone, saved, schedule
+from test_hybrid_rows import CONTEXT, ROOM, StepsAlone, saved, schedule
 from test_plan_sequences import small_plan
 
 from hotsplit import Engine
@@ -71,7 +71,7 @@ def test_random_schedules(tmp_path):
         loaded(tmp_path, model, plan, 1) as single,
         loaded(tmp_path, model, plan, ROOM) as engine,
     ):
-        alone, before = Alone(single), cuda.num_graphs
+        alone, before = StepsAlone(single), cuda.num_graphs
         with torch.inference_mode():
             assert schedule(engine, alone, random.Random(1), 5) > 15
         assert cuda.num_graphs > before and len(engine._live.native.segments) > 2

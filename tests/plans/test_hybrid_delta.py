@@ -15,7 +15,7 @@ from passes import logits, passing
 from reference import rel_error
 from test_experts import IDS
 from test_hybrid_experts import made_plan, with_hybrid
-from test_hybrid_rows import Alone, schedule
+from test_hybrid_rows import StepsAlone, schedule
 from test_hybrid_step import hybrid, steps
 from test_runtime import make_split
 from test_sequences import ROOM
@@ -107,7 +107,7 @@ def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan, mixer):
         for number in (1, ROOM)
     )
     with with_hybrid(model, one) as single, with_hybrid(model, many) as engine:
-        alone = Alone(single)
+        alone = StepsAlone(single)
         compared = schedule(engine, alone, random.Random(1), 6)
     assert compared > 10
 

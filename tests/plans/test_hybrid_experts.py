@@ -14,7 +14,7 @@ from passes import passing
 from reference import logits_ref, rel_error
 from test_experts import IDS, ROUTES, mixture
 from test_families import CASES, converted
-from test_hybrid_rows import Alone, schedule
+from test_hybrid_rows import StepsAlone, schedule
 from test_hybrid_step import hybrid, steps
 from test_native_step import BOUNDS
 from test_runtime import make_split
@@ -140,7 +140,7 @@ def test_rows_of_several_texts_have_the_bits_of_rows_alone(plan):
         for number in (1, ROOM)
     )
     with with_hybrid(model, one) as single, with_hybrid(model, many) as engine:
-        alone = Alone(single)
+        alone = StepsAlone(single)
         compared = [schedule(engine, alone, random.Random(seed), 8) for seed in range(4)]
     assert sum(compared) > 60
 

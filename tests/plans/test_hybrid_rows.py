@@ -137,7 +137,7 @@ def rows_of_steps(step) -> set[int]:
     return {num_rows for work, num_rows in step.segments if work == "step"}
 
 
-class Alone:
+class StepsAlone:
     """Logits of texts computed alone, one token at a time, and cached."""
 
     def __init__(self, engine: Engine) -> None:
@@ -153,7 +153,7 @@ class Alone:
         return self.known[key]
 
 
-def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) -> int:
+def schedule(engine: Engine, alone: StepsAlone, chance: random.Random, steps: int) -> int:
     """Takes up to ROOM sequences through random operations; returns the number of rows compared."""
     texts = [engine.sequence()]
     compared = 0
@@ -180,7 +180,7 @@ def schedules(tmp_path, plan, count, **options):
     model = saved(tmp_path, **options)
     compared = 0
     with loaded(tmp_path, model, plan, 1) as single, loaded(tmp_path, model, plan, ROOM) as engine:
-        alone = Alone(single)
+        alone = StepsAlone(single)
         for seed in range(count):
             compared += schedule(engine, alone, random.Random(f"{plan} {seed}"), 8)
         table = engine.layers[0].attention.cache.table
