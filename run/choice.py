@@ -220,11 +220,14 @@ def _fits(size: int, limit: int, place: str) -> str:
     return f"{format_bytes(size)} with its context, out of {format_bytes(limit)} of {place}"
 
 
-def _too_large(size: int, room: Room) -> str:
-    """Without a GPU nothing is refused, and the rest stays in the mapped file."""
+def _too_large(size: int, room: Room, packed: int = 0) -> str:
+    """Without a GPU the rest stays in the mapped file, but for `packed` bytes, without memory for
+    which the model is refused."""
     line = f"{format_bytes(size)} are more than the {format_bytes(room.main + sum(room.gpus))}"
     if room.gpus:
         return f"{line} of both memories that a model should take"
+    if packed > room.main:
+        return f"{line} of memory, and {format_bytes(packed)} cannot be read from the disk"
     return f"{line} of memory: weights will be read from the disk, token by token, slowly"
 
 
@@ -238,7 +241,8 @@ def _own_type_line(model: ModelFile, wishes: Wishes, room: Room) -> str:
     smallest = BY_NAME[BY_QUALITY[-1]]
     is_smaller = smallest.bytes_per_value < own.bytes_per_value
     advice = f", or --outtype {smallest.name}," if is_smaller else ""
-    return f"{line}; its {_too_large(size, room)}; a smaller file{advice} reads less"
+    too_large = _too_large(size, room, part_bytes.packed_bytes(model))
+    return f"{line}; its {too_large}; a smaller file{advice} reads less"
 
 
 def _type_line(source: RunSource, kind: Outtype | None, fits: str) -> str:

@@ -19,6 +19,7 @@ from hotsplit.artifacts.data_sheets import CARDS, HOSTS, SOURCE, load_machine, m
 from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.cli import main
 from hotsplit.commands.run_command import run as run_command
+from hotsplit.costs.part_bytes import packed_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import header_reach
 from hotsplit.inspection.inspect_file import inspect_file
@@ -201,6 +202,11 @@ def test_a_file_in_types_that_are_packed_in_memory_runs_as_it_is(tmp_path, monke
     assert outtype is None and line.startswith(f"type {kind}: the file's own (")
     model = source.as_it_is(None, "stock")
     assert model is not None and any(entry.packed_from for entry in model.tensors.values())
+    packed = packed_bytes(model)
+    _, line = choose_type(source, Wishes(), Room(main=packed - 1))
+    assert f"memory, and {format_bytes(packed)} cannot be read from the disk; a smaller" in line
+    _, line = choose_type(source, Wishes(), Room(main=packed))
+    assert "token by token, slowly" in line
 
 
 def test_a_model_in_several_files_is_planned_as_in_one(tmp_path, capsys):
