@@ -58,7 +58,8 @@ def noted(stream):
 
 @pytest.mark.parametrize("is_resident", [False, True])
 @pytest.mark.parametrize(
-    ("layout", "kind"), [("stock", "f32"), ("sparse", "q8_0"), ("stock", "q4_0"), ("sparse", "f16")]
+    ("layout", "kind"),
+    [("stock", "f32"), ("sparse", "q8_0"), ("stock", "q4_0"), ("sparse", "f16"), ("stock", "q2_0")],
 )
 def test_streamed_experts_give_the_logits_of_the_cpu(layout, kind, is_resident):
     """In the file, in tiles and groups, with shared experts; one layer has no hot expert."""
@@ -68,7 +69,7 @@ def test_streamed_experts_give_the_logits_of_the_cpu(layout, kind, is_resident):
         kind=kind,
         width=64,
         num_neurons=64,
-        num_shared=32,
+        num_shared=64,
         has_shared_gate=True,
     )
     split = made_plan(model, HOT, [1, 1])

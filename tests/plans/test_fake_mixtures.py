@@ -53,13 +53,18 @@ def on_the_device(model, split, ids=TOKENS, **options):
         return stepped(engine, ids), prompted(engine, ids)
 
 
-def of_experts(layout: str):
-    return mixture(route=ROUTES["groups"], layout=layout, kind="q8_0", num_neurons=32, **SHARED)
+def of_experts(layout: str, kind: str = "q8_0", **numbers):
+    numbers = {"num_neurons": 32, **SHARED} | numbers
+    return mixture(route=ROUTES["groups"], layout=layout, kind=kind, **numbers)
 
 
 PLANNED = {
     "some experts": (lambda: of_experts("stock"), PLANS["some"]),
     "experts by neurons": (lambda: of_experts("sparse"), PLANS["beside the CPU's attention"]),
+    "experts of two bits": (
+        lambda: of_experts("stock", "iq2_xs", num_neurons=256, width=256, num_shared=256),
+        PLANS["some"],
+    ),
     **{f"delta nets: {name}": (delta_mixture, plan) for name, plan in DELTA_PLANS.items()},
     "short convolutions": (lambda: delta_mixture(mixer=CONV), DELTA_PLANS["some"]),
 }
