@@ -217,8 +217,10 @@ def _rows_of(ids: np.ndarray, num_rows: int) -> np.ndarray:
 
 def _in_file(entry: TensorEntry) -> ExpertMatrices:
     """The matrices of all experts as they are in the mapped file, also as a view of a tensor that
-    has two of each expert."""
+    has two of each expert; packed ones in memory."""
     data = torch.from_numpy(entry.read())
+    if entry.packed_from is not None:
+        release(entry)
     return ExpertMatrices(
         data=data.view(torch.bfloat16) if entry.kind == "bf16" else data,
         kind=entry.kind,
