@@ -65,7 +65,8 @@ def logical(
     method = str(packing.get("quant_method", "mlx" if "group_size" in packing else None))
     method = method.rpartition("/")[2].replace("compressed_", "compressed-")
     method = "modelopt" if method.startswith("modelopt") else method
-    layout = packing.get("format") or packing.get("checkpoint_format") or packing.get("version")
+    layout = packing.get("format") or packing.get("checkpoint_format")
+    layout = packing.get("version") if method == "awq" else layout
     if method not in METHODS or re.search("24|marlin|gemv", str(layout)):
         what = f"quant_method is {shown(method)}{REFUSED.get(method, '')}"
         if method in METHODS:
@@ -78,9 +79,10 @@ def logical(
     for name in stored:
         found.take(name)
     if not found.tensors:
+        stated = " and ".join(key for key in KEYS if key in config) or "the file"
         raise HotsplitError(
-            f"{path}: says that weights are packed ({method}), but no tensor is; remove"
-            f" {' and '.join(key for key in KEYS if key in config)} if they are not"
+            f"{path}: says that weights are packed ({method}), but no tensor is; remove {stated} if"
+            " they are not"
         )
     plain = {
         name: tensor
@@ -152,7 +154,7 @@ class _Reader:
             self._mlx(name, stem)
         elif dtype == "I8" and f"{name}_scale" in self.stored:
             self._bytes(name)
-        elif dtype.startswith("F8_E4M3") and not name.endswith("scale"):
+        elif dtype == "F8_E4M3" and not name.endswith(("scale", "zero_point")):
             self._fp8(name, stem)
 
     # ---- what all have in common -----------------------------------------------------------------
@@ -397,6 +399,14 @@ class _Reader:
         found = [each for each in (f"{name}_scale_inv", f"{name}_scale") if each in self.stored]
         scales = found[0] if found else f"{stem}.qscale_weight"
         where, group_M, of_rows = self._grid(name, scales)
+        zeros = f"{name}_zero_point"
+        if zeros in self.stored:  # of older files of compressed-tensors, all 0
+            self.used.add(zeros)
+            if bool(self.read(zeros).float().any()):
+                raise HotsplitError(
+                    f"{self.stored[zeros].file}: tensor {zeros!r} is not all 0; floats with zero"
+                    " points cannot be read: take the original checkpoint, or a GGUF of it"
+                )
 
         def read(expert: int | None, rows: Rows) -> Codes:
             codes = self._rows_of(name, expert, rows)

@@ -359,6 +359,18 @@ def test_zeros_beside_a_packed_layer_are_no_bias(dense, tmp_path):
         converted(folder, tmp_path / "m2.gguf")
 
 
+def test_zero_points_of_floats_are_zeros(dense, tmp_path):
+    folder, values = packed_folder(dense, tmp_path, LAYOUTS["fp8, compressed-tensors"])
+    weights = load_file(folder / FILE)
+    weights[f"{UP}.weight_zero_point"] = torch.zeros(192, 1).to(torch.float8_e4m3fn)
+    save_file(weights, folder / FILE)
+    assert torch.equal(Checkpoint.open(folder).read(f"{UP}.weight"), values[f"{UP}.weight"])
+    weights[f"{UP}.weight_zero_point"] = torch.ones(192, 1).to(torch.float8_e4m3fn)
+    save_file(weights, folder / FILE)
+    with pytest.raises(HotsplitError, match="weight_zero_point' is not all 0"):
+        Checkpoint.open(folder)
+
+
 def without(name):
     return lambda weights, config: weights.pop(f"{UP}.{name}")
 
