@@ -15,7 +15,7 @@ from hotsplit.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
 from hotsplit.run.cache_folder import FILE as SAID
 from hotsplit.run.keys import STAGES
 from hotsplit.run.rates import FILE as RATES
-from hotsplit.system.cache_place import PREFETCH_FILE, ROWS_FILE
+from hotsplit.system.cache_place import GRIDS_FILE, PREFETCH_FILE, ROWS_FILE
 
 State = Literal["ready", "unfinished", "stale"]
 NAME = re.compile(r"([a-z]+)-[0-9a-f]{24}")
@@ -74,7 +74,7 @@ def clear(cache: Path, names: Sequence[str] = ()) -> Cleared:
         else:
             kept.append((each.name, why))
     if not names:
-        for file in (RATES, SAID, PREFETCH_FILE, ROWS_FILE):
+        for file in (RATES, SAID, PREFETCH_FILE, ROWS_FILE, GRIDS_FILE):
             with suppress(OSError):
                 (cache / file).unlink()
     return Cleared(removed=tuple(removed), num_bytes=count, kept=tuple(kept))

@@ -41,6 +41,7 @@ from hotsplit.runtime.ops.observers import Observers
 from hotsplit.runtime.ops.structs import NotNative
 from hotsplit.runtime.resolved_options import (
     Notice,
+    as_read,
     bytes_by_role_of,
     cache_types_of,
     context_of,
@@ -201,10 +202,11 @@ class LoadedModel:
         layers = range(self.model.spec.num_layers)
         reads_all_L = [self.model.spec.computes_all(layer, self.mode) for layer in layers]
         if runs_by_output(self.model, self.placement, reads_all=any(reads_all_L)):
+            model = as_read(self.model, self.device, self.mode)
             self.bytes_by_role["cpu"]["neurons"] = sum(
-                stored_neuron_bytes(self.model, layer)
+                stored_neuron_bytes(model, layer)
                 if reads_all_L[layer]
-                else math.prod(placed_units(self.model, layer))
+                else math.prod(placed_units(model, layer))
                 for layer in layers
             )
 

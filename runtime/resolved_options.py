@@ -24,6 +24,7 @@ from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import KeySelection
+from hotsplit.runtime.kernels.grids import is_read_in_file
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
@@ -60,14 +61,14 @@ def residence_of(
             f"{model.path}: the experts stay in the file ({(wanted - beside) / 2**30:.1f} GiB),"
             f" where reading them is slower: {free / 2**30:.1f} GiB are free"
         )
-        return Residence(holds_experts=False)
+        return Residence(holds_experts=False, only_cpu_reads=gpu.type == "cpu")
     if is_tight:
         log.warning(
             f"{model.path}: the CPU needs {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are"
             " free: the weights stay in the file, where reading them is slower"
         )
         return None
-    return Residence()
+    return Residence(only_cpu_reads=gpu.type == "cpu")
 
 
 def mode_of(
@@ -183,7 +184,7 @@ def bytes_by_role_of(
         return {"gpu": {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, "cpu": cpu_bytes}
     num_layers = model.spec.num_layers
     (gpu_bytes,), cpu_bytes = plan_bytes(
-        model,
+        as_read(model, device, mode),
         context_length=context_length,
         num_hot=[0] * num_layers,
         dense_on_gpu=[cpu_ffn] * num_layers,
@@ -200,6 +201,18 @@ def bytes_by_role_of(
     if cpu_ffn:
         return {"gpu": gpu_bytes, "cpu": cpu_bytes}
     return {"gpu" if device.type == "cuda" else "cpu": cpu_bytes}
+
+
+def as_read(model: ModelFile, device: torch.device, mode: Mode) -> ModelFile:
+    """The model with the types that the CPU reads, for sizes: types with grids where those are
+    faster than table types, if it multiplies all matrices whole."""
+    if device.type != "cpu" or mode != "dense":
+        return model
+    tensors = {
+        name: entry.in_file if is_read_in_file(entry) else entry
+        for name, entry in model.tensors.items()
+    }
+    return replace(model, tensors=tensors)
 
 
 def gpus_of(plan: Split | None, first: torch.device) -> tuple[torch.device, ...]:

@@ -61,11 +61,12 @@ _PIECES |= {e.name: (_Piece(e.head_bytes, e.block_bytes, 4),) for e in _SMALL}
 
 
 def is_tiled(kind: str) -> bool:
-    return kind in _FILE_KIND
+    return kind.endswith("_tiled")
 
 
 def from_tiled(data: Tensor, kind: str) -> tuple[Tensor, str]:
-    """(rows as in the file, their kind), from whole tiles; other kinds are returned unchanged."""
+    """(rows as in the file, their kind), from whole tiles; other kinds are returned unchanged. Not
+    for tiles of types with grids, which only the CPU reads."""
     if not is_tiled(kind):
         return data, kind
     assert data.dim() == 2 and len(data) % TILE_ROWS == 0, (kind, data.shape)

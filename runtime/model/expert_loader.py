@@ -12,10 +12,11 @@ import torch
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.files.gguf_file import TensorEntry, release
+from hotsplit.files.gguf_file import TensorEntry, in_memory, release
 from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import Neurons
 from hotsplit.model.tensors import OUTPUT_GATE, in_layout
+from hotsplit.model.weight_types import TABLES
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS
 from hotsplit.runtime.kernels.stored import unpack
@@ -230,6 +231,8 @@ def _in_file(entry: TensorEntry) -> ExpertMatrices:
 
 def _flat(entry: TensorEntry) -> TensorEntry:
     """The matrices of all experts as one, with the rows of one expert after those of another."""
+    if entry.packed_from is not None and entry.packed_from.kind in TABLES:
+        return in_memory(_flat(entry.packed_from))
     raw = entry.read()
     rows = raw.reshape(-1, raw.shape[-1])
     if not raw.flags.c_contiguous:  # one of two matrices in a tensor: the rows are a copy

@@ -22,6 +22,7 @@ from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.runtime.device.huge_pages import untouched
 from hotsplit.runtime.device.pinned import PinnableMemory
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.grids import is_read_in_file
 from hotsplit.runtime.weights.matrix import Matrix, matrix_of
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import advice_on_memory, check_address_space
@@ -39,6 +40,7 @@ class Residence:
 
     num_bytes: int = 0  # of the weights
     holds_experts: bool = True  # false: those of a mixture stay in the file
+    only_cpu_reads: bool = True
     _rest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _segments: list[tuple[PinnableMemory, Tensor]] = field(default_factory=list, repr=False)
 
@@ -55,8 +57,11 @@ class Residence:
     ) -> Matrix:
         """A copy of a matrix, or of some of its rows, that is always multiplied whole ("tiled") or
         whose rows are always all added ("grouped"): in this form if its kind and number of rows
-        allow it and the level is not the generic one. Zeros replace the last `num_silent` rows."""
+        allow it and the level is not the generic one. Zeros replace the last `num_silent` rows. Of
+        a type with a grid, the file's blocks, where these are faster than the table type's."""
         index_A, count = _chosen(entry, rows)
+        if form == "tiled" and self.only_cpu_reads and is_read_in_file(entry, count):
+            entry = entry.in_file
         whole = self._take(count * entry.row_bytes).view(count, entry.row_bytes)
         form = form if library.prefers_tiles() else "planar"
         return _copy(entry, index_A, whole, slice(0, entry.row_bytes), form, num_silent)

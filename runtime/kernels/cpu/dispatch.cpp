@@ -25,13 +25,14 @@ namespace {
 
 struct Level {
     const char* name;
-    const Kernels* kernels;
+    Kernels kernels;
     bool advertised;
-    int8_t answer = -1;  // the probe's result; -1: not probed yet
+    bool has_vnni = false;  // AVX-512 VNNI
+    int8_t answer = -1;     // the probe's result; -1: not probed yet
 
     bool usable() {
         if (!advertised) return false;
-        if (answer < 0) answer = kernels == &kernels_generic || runs_here(*kernels, kernels_generic);
+        if (answer < 0) answer = runs_here(kernels, kernels_generic);
         return answer;
     }
 };
@@ -58,6 +59,13 @@ bool has_avx512() {
 }
 
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+bool has_grids() {
+    uint32_t a, b, c, d;
+    constexpr uint32_t VBMI = 1u << 1, GFNI = 1u << 8;
+    return has_avx512vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
+           (c & (VBMI | GFNI)) == (VBMI | GFNI);
+}
 
 bool has_avx512bf16() { return has_avx512vnni() && reports(1u << 5); }
 
@@ -105,14 +113,14 @@ int64_t ahead_here() {
 // Best first.
 Level levels[] = {
 #ifdef __x86_64__
-    {"amx", &kernels_amx, has_amx()},
-    {"avx512bf16", &kernels_avx512bf16, has_avx512bf16()},
-    {"avx512vnni", &kernels_avx512vnni, has_avx512vnni()},
-    {"avx512", &kernels_avx512, has_avx512()},
-    {"avxvnni", &kernels_avxvnni, has_avxvnni()},
-    {"avx2", &kernels_avx2, has_avx2()},
+    {"amx", kernels_amx, has_amx(), true},
+    {"avx512bf16", kernels_avx512bf16, has_avx512bf16(), true},
+    {"avx512vnni", kernels_avx512vnni, has_avx512vnni(), true},
+    {"avx512", kernels_avx512, has_avx512()},
+    {"avxvnni", kernels_avxvnni, has_avxvnni()},
+    {"avx2", kernels_avx2, has_avx2()},
 #endif
-    {"generic", &kernels_generic, true},
+    {"generic", kernels_generic, true, false, 1},
 };
 
 Level* best() {
@@ -132,6 +140,24 @@ const int64_t known_ahead = ahead_here();
 // L1 is as fast or faster.
 [[maybe_unused]] const bool queue_once = queue_to_l2 = amd_family() == 25;
 #endif
+
+// Adds the kernels of types with grids to the levels that may have them, unless they fail here. Once.
+bool add_grids_once() {
+#ifdef __x86_64__
+    static const bool are_usable = [] {
+        if (!has_grids()) return false;
+        Kernels own = kernels_avx512vnni;
+        add_grids(own);
+        if (!grids_run_here(own)) return false;
+        for (Level& level : levels)
+            if (level.has_vnni) add_grids(level.kernels);
+        return true;
+    }();
+    return are_usable;
+#else
+    return false;
+#endif
+}
 
 Level* find(const char* name) {
     for (Level& level : levels)
@@ -160,7 +186,7 @@ Status check(int32_t kind, int64_t row_bytes, int64_t stride, int64_t num_rows, 
 class Prepared {
   public:
     Prepared(int32_t kind, const float* x, int64_t D, int64_t T) : input{x, nullptr, D, T, 0, T} {
-        Quantise* quantise = current->kernels->quantise[kind];
+        Quantise* quantise = current->kernels.quantise[kind];
         if (!quantise) return;
         input.packed = room(T * packed_bytes(D));
         is_ready = input.packed != nullptr;
@@ -236,7 +262,7 @@ void pack_grouped(const uint8_t* row, int64_t n, int64_t quant_bytes, int64_t r,
 
 }  // namespace
 
-const Kernels& kernels() { return *current->kernels; }
+const Kernels& kernels() { return current->kernels; }
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -246,7 +272,7 @@ EXPORT int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, 
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
     if (T < 1) return STATUS_BAD_ARGUMENT;
-    DotRows* dot_rows = current->kernels->dot_rows[kind];
+    DotRows* dot_rows = current->kernels.dot_rows[kind];
     if (!dot_rows) return STATUS_BAD_ARGUMENT;
     const Prepared prepared(kind, x, D, T);
     if (!prepared.is_ready) return STATUS_NO_MEMORY;
@@ -262,9 +288,9 @@ EXPORT int32_t hs_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t s
                                   float* y) {
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
-    AccumulateRows* accumulate_rows = current->kernels->accumulate_rows[kind];
+    AccumulateRows* accumulate_rows = current->kernels.accumulate_rows[kind];
     if (!accumulate_rows || (index && is_grouped(kind))) return STATUS_BAD_ARGUMENT;
-    OrderSums* order_sums = current->kernels->order_sums[kind];
+    OrderSums* order_sums = current->kernels.order_sums[kind];
     const Rows rows = {weight, stride, D, index, A};
     // One piece per thread and no narrow ones: memory is read faster in longer parts of a row.
     const int64_t grain = block_values(kind) > 4 * BLOCK ? block_values(kind) : 4 * BLOCK;
@@ -316,11 +342,21 @@ EXPORT int32_t hs_unpack_rows(int32_t kind, const uint8_t* weight, int64_t strid
                               int64_t D, const int32_t* index, int64_t A, float* out) {
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
-    UnpackRows* unpack_rows = current->kernels->unpack_rows[kind];
+    UnpackRows* unpack_rows = current->kernels.unpack_rows[kind];
+    if (!unpack_rows) return STATUS_BAD_ARGUMENT;
     const Rows rows = {weight, stride, D, index, A};
     split(A * row_bytes, A, 4, 4,
           [=, &rows](int64_t a0, int64_t a1) { unpack_rows(rows, out, a0, a1); });
     return STATUS_OK;
+}
+
+EXPORT int32_t hs_reads_grids() { return current->has_vnni && add_grids_once(); }
+
+EXPORT int32_t hs_set_grid(int32_t kind, const uint8_t* codes, int64_t num_entries) {
+#ifdef __x86_64__
+    if (hs_reads_grids()) return set_grid_of(kind, codes, num_entries);
+#endif
+    return STATUS_BAD_ARGUMENT;
 }
 
 EXPORT const char* hs_level() { return current->name; }

@@ -47,6 +47,13 @@ struct Super {};
 template <class Format>
 constexpr bool IS_SUPER = __is_base_of(Super, Format);
 
+// Types of grid_formats.h, which have tiles only.
+struct Grid {};
+template <class Format>
+constexpr bool IS_GRID = __is_base_of(Grid, Format);
+template <class Format>
+struct GridTile;
+
 template <int32_t NUMBER, int RANGES_OF_PART, bool MINIMA, int32_t OFFSET, int DIVISOR = 1>
 struct SuperFormat : Super {
     static constexpr int32_t KIND = NUMBER;

@@ -35,11 +35,21 @@ enum Layout : int32_t {
 
 // The form of packed vectors that a kind's products read, see Input. f32 and f16 read none, and bf16 only at levels
 // with AVX512_BF16.
-enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, FORM_TWOS, FORM_ONES, NUM_FORMS };
+enum Form : int32_t {
+    NO_FORM,
+    FORM_BYTES,
+    FORM_NIBBLES,
+    FORM_BF16,
+    FORM_TWOS,
+    FORM_ONES,
+    FORM_GRIDS,
+    NUM_FORMS
+};
 
 // One line a kind: name, layout, the kind in a file that it is made from (itself for a file's), values of a block,
 // its bytes, those of them before the quants of a small block (its scale, and a minimum if there is one), form of
-// packed vectors. Types are in the order of weight_types.py, then each layout's types in that order.
+// packed vectors. Types are in the order of weight_types.py, then each layout's types in that order; last the types with
+// grids, which are only multiplied, in tiles, where grid_formats.h runs.
 // Blocks are laid out as in llama.cpp's ggml-common.h:
 //   Q8_0           f16 scale, 32 x int8
 //   Q4_0           f16 scale, 16 x 2 nibbles; value = (nibble - 8) * scale, low nibbles are values 0..15, high
@@ -47,6 +57,7 @@ enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, FORM_TWOS, F
 //   K-quants, IQ4_XS, TQ2_0, table types   k_formats.h
 //   MXFP4 .. Q5_1, Q2_0, Q1_0, NVFP4_SCALED  coded_blocks.h
 // Rows of NVFP4_SCALED begin with a factor: row_factors.h.
+//   IQ1_S .. IQ3_S (not the table types)   grid_formats.h
 // clang-format off
 #define FOR_ALL_KINDS(KIND) \
     KIND(F32, IN_FILE, F32, 1, 4, 0, NO_FORM) \
@@ -99,7 +110,21 @@ enum Form : int32_t { NO_FORM, FORM_BYTES, FORM_NIBBLES, FORM_BF16, FORM_TWOS, F
     KIND(F16_GROUPED, GROUPED, F16, 32, 64, 0, NO_FORM) \
     KIND(BF16_GROUPED, GROUPED, BF16, 32, 64, 0, NO_FORM) \
     KIND(Q8_0_GROUPED, GROUPED, Q8_0, 32, 34, 2, FORM_BYTES) \
-    KIND(Q4_0_GROUPED, GROUPED, Q4_0, 32, 18, 2, FORM_NIBBLES)
+    KIND(Q4_0_GROUPED, GROUPED, Q4_0, 32, 18, 2, FORM_NIBBLES) \
+    KIND(IQ1_S, IN_FILE, IQ1_S, 256, 50, 0, NO_FORM) \
+    KIND(IQ1_M, IN_FILE, IQ1_M, 256, 56, 0, NO_FORM) \
+    KIND(IQ2_XXS, IN_FILE, IQ2_XXS, 256, 66, 0, NO_FORM) \
+    KIND(IQ2_XS, IN_FILE, IQ2_XS, 256, 74, 0, NO_FORM) \
+    KIND(IQ2_S, IN_FILE, IQ2_S, 256, 82, 0, NO_FORM) \
+    KIND(IQ3_XXS, IN_FILE, IQ3_XXS, 256, 98, 0, NO_FORM) \
+    KIND(IQ3_S, IN_FILE, IQ3_S, 256, 110, 0, NO_FORM) \
+    KIND(IQ1_S_TILED, TILED, IQ1_S, 256, 50, 0, FORM_GRIDS) \
+    KIND(IQ1_M_TILED, TILED, IQ1_M, 256, 56, 0, FORM_GRIDS) \
+    KIND(IQ2_XXS_TILED, TILED, IQ2_XXS, 256, 66, 0, FORM_GRIDS) \
+    KIND(IQ2_XS_TILED, TILED, IQ2_XS, 256, 74, 0, FORM_GRIDS) \
+    KIND(IQ2_S_TILED, TILED, IQ2_S, 256, 82, 0, FORM_GRIDS) \
+    KIND(IQ3_XXS_TILED, TILED, IQ3_XXS, 256, 98, 0, FORM_GRIDS) \
+    KIND(IQ3_S_TILED, TILED, IQ3_S, 256, 110, 0, FORM_GRIDS)
 // clang-format on
 
 #define NUMBER(NAME, ...) KIND_##NAME,
@@ -402,6 +427,9 @@ struct Kernels {
 extern const Kernels kernels_generic, kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_avx512vnni;
 extern const Kernels kernels_avx512bf16;
 extern const Kernels kernels_amx;
+// rows_grids.cpp: adds those of tiles of types with grids; as hs_set_grid.
+void add_grids(Kernels& to);
+int32_t set_grid_of(int32_t kind, const uint8_t* codes, int64_t num_entries);
 
 // Functions that library.py calls; step.h and row_copies.h declare the others.
 extern "C" {
@@ -417,6 +445,11 @@ int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.
 int32_t hs_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows, int64_t D,
                        const int32_t* index, int64_t A, float* out);
+// Whether the level has kernels for tiles of types with grids.
+int32_t hs_reads_grids();
+// codes: one for each value of an entry of a type's grid, the place of its magnitude in the type's table
+// (k_formats.h). Copied.
+int32_t hs_set_grid(int32_t kind, const uint8_t* codes, int64_t num_entries);
 const char* hs_level();
 const char* hs_faulty_level();  // the best level that is advertised but faults or errs; or null
 int32_t hs_level_status(const char* name);

@@ -22,11 +22,13 @@ import logging
 import os
 from typing import Literal, NamedTuple, NoReturn
 
+import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.model.weight_types import TYPES, Form
+from hotsplit.model.weight_types import TABLES, TYPES, Form
 from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, LEVELS, open_library
 from hotsplit.runtime.kernels.grouped import is_grouped
 from hotsplit.runtime.kernels.stored import FLOATS, ROWS_TOGETHER, rows_together
@@ -46,7 +48,8 @@ class _Layout(NamedTuple):
 
 def _layouts() -> dict[str, _Layout]:
     """The layouts of all kinds. Rows of floats are elements of their dtype; all others are bytes,
-    in units of 32 values if a group of rows shares them."""
+    in units of 32 values if a group of rows shares them. Types with grids are last: they have no
+    kernels but those of tiles, on some processors (`reads_grids`)."""
     layouts: dict[str, _Layout] = {}
     for each in TYPES:
         dtype = FLOATS.get(each.name, torch.uint8)
@@ -58,6 +61,10 @@ def _layouts() -> dict[str, _Layout]:
         for form in each.forms:
             code = each.code_in(form)
             layouts[each.kind_in(form)] = _Layout(code, torch.uint8, size, unit, each.row_head)
+    for suffix in ("", "_tiled"):
+        for name in TABLES:
+            values, size = GGML_QUANT_SIZES[GGMLQuantizationType[name.upper()]]
+            layouts[f"{name}{suffix}"] = _Layout(len(layouts), torch.uint8, size, values)
     return layouts
 
 
@@ -99,6 +106,20 @@ def prefers_tiles() -> bool:
     """True if products of tiled rows, and sums of grouped ones, are faster than those of planar
     rows on this level. Both give bit-identical results on every level."""
     return level() != "generic"
+
+
+def reads_grids() -> bool:
+    """True if this level multiplies tiles of the types with grids (grid_formats.h), after
+    `set_grid`."""
+    return bool(_lib.hs_reads_grids())
+
+
+def set_grid(kind: str, codes: np.ndarray) -> None:
+    """Sets the grid of a type of TABLES, before its tiles are multiplied. codes: uint8 [entries, 4
+    or 8], of values without signs."""
+    assert codes.dtype == np.uint8 and codes.flags.c_contiguous, (kind, codes.dtype)
+    status = _lib.hs_set_grid(kind_code(kind), codes.ctypes.data, len(codes))
+    assert status == _OK, (kind, codes.shape)
 
 
 def set_level(name: str) -> None:

@@ -310,16 +310,51 @@ bool is_alike(int32_t kind) {
            (is_tiled(kind) || sums_alike(kind)) && unpack_alike(kind);
 }
 
-bool agree() {
+void fill() {
     for (int64_t i = 0; i < VECTORS * D; ++i) x[i] = static_cast<float>((i + i / D) % 7 - 3);
     for (int64_t i = 0; i < 2 * MOST_ROWS; ++i) c[i] = static_cast<float>(i % 5 - 1);
+}
+
+// f16: 1 to 1.25; bf16, f32: 2^-7 to 2^-5. Rows of any width differ. Scales of one byte: up to 1/2, as larger ones would
+// overflow.
+void fill_weight(bool is_e8m0) {
+    for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
+        weight[i] = (i % 2 ? 0x3c : i * 37 + i / 512 * 46) & (is_e8m0 ? 127 : 255);
+}
+
+// Compares products of types with grids with those of their values.
+bool grids_agree() {
+    fill(), fill_weight(false);
+    for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
+        if (form_of(kind) != FORM_GRIDS) continue;
+        const Rows rows = {weight, row_bytes_of(kind, D), D, nullptr, ROWS};
+        both[0]->unpack_rows[kind](rows, unpacked[0], 0, ROWS);
+        const Input input{x, packed[0], D, VECTORS, 0, VECTORS};
+        both[0]->quantise[kind](input, D);
+        for (int64_t T : {int64_t{1}, VECTORS}) {
+            both[0]->dot_rows[kind](rows, input.part(0, T), y[0], ROWS, 0, ROWS);
+            for (int64_t i = 0; i < T * ROWS; ++i) {
+                float sum = 0.0f, most = 0.0f;
+                for (int64_t d = 0; d < D; ++d) {
+                    const float term = unpacked[0][i % ROWS * D + d] * x[i / ROWS * D + d];
+                    sum += term, most += std::fabs(term);
+                }
+                if (!(std::fabs(y[0][i] - sum) <= 1e-3f * most)) return false;
+            }
+        }
+        if (!ranges_alike(kind)) return false;
+    }
+    return true;
+}
+
+bool agree() {
+    fill();
     for (const bool is_e8m0 : {true, false}) {
-        // f16: 1 to 1.25; bf16, f32: 2^-7 to 2^-5. Rows of any width differ. Scales of one byte: up to
-        // 1/2, as larger ones would overflow.
-        for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
-            weight[i] = (i % 2 ? 0x3c : i * 37 + i / 512 * 46) & (is_e8m0 ? 127 : 255);
+        fill_weight(is_e8m0);
         for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
-            if ((KINDS[kind].head_bytes == 1) == is_e8m0 && !is_alike(kind)) return false;
+            if ((KINDS[kind].head_bytes == 1) == is_e8m0 && both[1]->unpack_rows[kind] &&
+                !is_alike(kind))
+                return false;
     }
     for (int64_t i = 0; i < ROWS; ++i)  // so different in size, also in bf16, that sums are rounded
         x[i] = (1.0f + static_cast<float>(i)) * static_cast<float>(1 << i * 5 % 13) *
@@ -330,17 +365,15 @@ bool agree() {
            rows_of_floats_alike() && deltas_alike() && vectors_alike();
 }
 
-}  // namespace
-
-bool runs_here(const Kernels& tried, const Kernels& reference) {
-    both[0] = &tried, both[1] = &reference;
+// Whether the kernels agree, in a child process.
+bool is_true_in_child(bool (*agrees)()) {
     const pid_t child = fork();
     if (child < 0) return true;
     if (child == 0) {
         const rlimit no_core = {0, 0};
         setrlimit(RLIMIT_CORE, &no_core);
         for (int number : {SIGILL, SIGSEGV, SIGBUS, SIGFPE, SIGTRAP}) std::signal(number, SIG_DFL);
-        _exit(agree() ? 0 : 1);
+        _exit(agrees() ? 0 : 1);
     }
     int status = 0;
     pid_t done;
@@ -349,6 +382,19 @@ bool runs_here(const Kernels& tried, const Kernels& reference) {
     // If another thread waits for all children, it may take the status.
     return done < 0 || (WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
+
+}  // namespace
+
+bool runs_here(const Kernels& tried, const Kernels& reference) {
+    both[0] = &tried, both[1] = &reference;
+    return is_true_in_child(agree);
+}
+
+bool grids_run_here(const Kernels& tried) {
+    both[0] = &tried;
+    return is_true_in_child(grids_agree);
+}
 #else
 bool runs_here(const Kernels&, const Kernels&) { return true; }
+bool grids_run_here(const Kernels&) { return true; }
 #endif

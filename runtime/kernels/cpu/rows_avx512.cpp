@@ -1,4 +1,4 @@
-// Also included by rows_avx512vnni.cpp, rows_avx512bf16.cpp and rows_amx.cpp, which are compiled with more
+// Also included by rows_avx512vnni.cpp, rows_avx512bf16.cpp, rows_amx.cpp and rows_grids.cpp, which are compiled with more
 // instructions.
 #include <immintrin.h>
 
@@ -184,7 +184,8 @@ inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x
 
 }  // namespace
 
-#if defined(LEVEL_AMX)
+#if defined(LEVEL_GRIDS)  // has some kernels only
+#elif defined(LEVEL_AMX)
 const Kernels kernels_amx = ALL_KERNELS;
 #elif defined(LEVEL_AVX512BF16)
 const Kernels kernels_avx512bf16 = ALL_KERNELS;

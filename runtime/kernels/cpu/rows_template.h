@@ -347,6 +347,10 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
 
 #include "tiled_template.h"
 #include "k_tiled.h"
+#ifdef LEVEL_GRIDS
+#include "grid_formats.h"
+#include "grid_tiles.h"
+#endif
 #include "tiled_rows.h"
 #include "grouped_floats.h"
 #include "grouped_template.h"
@@ -451,6 +455,12 @@ template <class Planar>
 constexpr AccumulateMany* MANY = by_groups<accumulate_many<Planar>>;
 #endif
 
+#ifdef LEVEL_GRIDS
+template <class F>
+constexpr void set_grid_tiles(Kernels& to, int32_t tiled) {
+    set(to, tiled, {dot_tiled<F>, nullptr, nullptr, unpack_grid<F>, quantise_for_grids});
+}
+#else
 constexpr Kernels all_kernels() {
     Kernels all = {};
     set_floats<F32>(all, KIND_F32);
@@ -500,3 +510,4 @@ constexpr Kernels all_kernels() {
 }
 
 constexpr Kernels ALL_KERNELS = all_kernels();
+#endif

@@ -20,6 +20,8 @@ SIGNATURES: Signatures = {
     "hs_accumulate_rows": (STATUS, (*MATRIX, POINTER, POINTER, SIZE, POINTER)),
     "hs_pack_rows": (STATUS, (INT, INT, POINTER, SIZE, SIZE, POINTER, SIZE, POINTER, SIZE)),
     "hs_unpack_rows": (STATUS, (*MATRIX, POINTER, SIZE, POINTER)),
+    "hs_reads_grids": (INT, ()),
+    "hs_set_grid": (STATUS, (INT, POINTER, SIZE)),
     "hs_level": (NAME, ()),
     "hs_faulty_level": (NAME, ()),
     "hs_level_status": (STATUS, (NAME,)),

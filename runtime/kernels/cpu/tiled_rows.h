@@ -3,7 +3,9 @@
 // LANES rows of a tile, from row `lane` on.
 template <class F>
 inline auto tile_at(const uint8_t* tile, int64_t lane, int64_t D, const TiledAhead* ahead) {
-    if constexpr (IS_SUPER<F>)
+    if constexpr (IS_GRID<F>)
+        return GridTile<F>{tile, D / SUPER_BLOCK, ahead};
+    else if constexpr (IS_SUPER<F>)
         return SuperTile<F>{tile, lane, D / SUPER_BLOCK, ahead};
     else
         return TiledTile<F>{tile, lane, D / BLOCK, ahead};
@@ -27,9 +29,11 @@ inline void in_few(int64_t count, const Use& use) {
 // Most vectors that few_vectors.h multiplies; more are faster where rows are unpacked once for all of them. GMAC/s of one
 // Zen 5 core, rows of 1,536 values in cache, without few_vectors.h and with it: q4_K at avx512vnni 2 vectors 121 and
 // 161, 4 vectors 151 and 186, 8 vectors 178 and 190; avx512 65 and 85, 87 and 114, 103 and 116; avxvnni 59 and 91, 77 and
-// 91, 86 and 98; avx2 55 and 65, 70 and 77, 80 and 78.
+// 91, 86 and 98; avx2 55 and 65, 70 and 77, 80 and 78. Types with grids take longest to unpack: iq3_s 5
+// vectors 120 and, unpacked once, 147.
 template <class F>
 constexpr int64_t most_few() {
+    if constexpr (IS_GRID<F>) return FEW_AT_ONCE;
     if constexpr (IS_SUPER<F>)
         if (F::RANGES == 2) return TILES_AT_ONCE == 2 ? 0 : FEW_AT_ONCE;
 #ifdef HAS_PANELS

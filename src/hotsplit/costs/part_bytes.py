@@ -11,9 +11,10 @@ from hotsplit.costs.cache_layout import kv_positions
 from hotsplit.costs.pass_length import MOST_WAITING, PREFILL_CHUNK
 from hotsplit.costs.state_bytes import kept_bytes, slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.files.gguf_types import block_sizes
 from hotsplit.model.operations import PositionWise
 from hotsplit.model.spec import ModelSpec
-from hotsplit.model.weight_types import BY_NAME
+from hotsplit.model.weight_types import FLOAT_NAMES
 from hotsplit.options.cache_types import CacheTypes
 
 if TYPE_CHECKING:
@@ -108,14 +109,14 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
         return entries[f"{name}.weight"].row_bytes + bias
 
     # A neuron's part of the down projection need not be whole blocks if the file runs as it is.
-    down = BY_NAME[down_kind(model, layer)]
+    block, size = block_sizes(down_kind(model, layer))
     return LayerBytes(
         attention=sum(e.num_bytes for n, e in entries.items() if is_dense(n)),
         head_norms=sum(e.num_bytes for n, e in entries.items() if n.startswith(_HEAD_NORMS)),
         predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
         gate_row=row(neurons.gate_name),
         up_row=row(neurons.up_name) if neurons.is_gated else 0,
-        down_row=-(-model.spec.hidden_size * down.block_bytes // down.block_values),
+        down_row=-(-model.spec.hidden_size * size // block),
     )
 
 
@@ -184,7 +185,7 @@ def down_kind(model: ModelFile, layer: int) -> str:
     if f"{name}_t.weight" in entries:
         return entries[f"{name}_t.weight"].kind
     kind = entries[f"{name}.weight"].kind
-    return kind if model.runs_as_it_is else BY_NAME[kind].transposed
+    return kind if model.runs_as_it_is or kind in FLOAT_NAMES else "f16"
 
 
 def packed_bytes(model: ModelFile) -> int:

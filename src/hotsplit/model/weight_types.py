@@ -177,11 +177,6 @@ class WeightType:
         return self.block_bytes / self.block_values
 
     @property
-    def transposed(self) -> TypeName:
-        """The type of a matrix transposed at load: blocks, which run the other way, become f16."""
-        return self.name if self.is_float else "f16"
-
-    @property
     def has_exact_rows(self) -> bool:
         """True if, on a GPU, a row's result does not depend on how many rows a step has."""
         return not self.is_k_quant

@@ -9,6 +9,7 @@ from hotsplit.errors import HotsplitError
 VARIABLE = "HOTSPLIT_CACHE"
 PREFETCH_FILE = "prefetch-distance.json"  # of runtime.kernels.prefetch_distance
 ROWS_FILE = "row-costs.json"  # of runtime.generate.row_ratios
+GRIDS_FILE = "types-with-grids.json"  # of runtime.kernels.grids
 
 
 def cache_folder() -> Path:
