@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 from checkpoints import random_llama
 from models import byte_level_keys, make_model, make_sizes
+from packed_layouts import LAYOUTS
 from published_headers import HEADERS, write_parts
+from test_packed import packed_folder
 
 from hotsplit.cli import main
 from hotsplit.convert import hub, hub_headers
@@ -347,6 +349,23 @@ def test_a_plan_of_a_checkpoint_reads_its_descriptions_and_headers(
     monkeypatch.setattr(FakeHub, "files", {"config.json": b"{}", "pytorch_model.bin": b""})
     assert main(["plan", NAME, "--machine", "rtx-4060-8gb"]) == 1
     assert "are pickles, which have no header" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["GPTQ 4, zero points", "nvfp4, compressed-tensors"])
+def test_a_plan_of_a_packed_checkpoint_is_that_of_its_folder(
+    files, tmp_path, monkeypatch, capsys, name
+):
+    """Of the hub's files only the headers are there: scales and groups read as zeros."""
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "kept"))
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 192}
+    dense = random_llama(tmp_path / "silu", hidden_act="silu", **sizes)
+    folder, _ = packed_folder(dense, tmp_path, LAYOUTS[name])
+    monkeypatch.setattr(FakeHub, "files", {f.name: f.read_bytes() for f in folder.iterdir()})
+    there, here = (report_of_plan(capsys, each) for each in (NAME, folder))
+    assert "model.safetensors" not in FakeHub.asked
+    same = ("token_s", "cpu_bytes", "reasons", "outtype")
+    assert [there[key] for key in same] == [here[key] for key in same]
+    assert there["outtype"] == LAYOUTS[name].kind
 
 
 def with_tensor(path: Path, name: str, shape: tuple[int, ...]) -> Path:
