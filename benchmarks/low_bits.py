@@ -267,7 +267,8 @@ class Speeds:
         try:
             found = self._ours(side) if side in self.engines else self._theirs(side, threads)
         except subprocess.CalledProcessError as error:
-            self.refusals[side] = error.stderr.strip().splitlines()[-1]
+            ended = f"ended with code {error.returncode}"
+            self.refusals[side] = (error.stderr.strip().splitlines() or [ended])[-1]
             print(f"{self.model.stem}: {side} fails: {self.refusals[side]}", flush=True)
             return
         for test, seconds in found.items():
