@@ -33,7 +33,7 @@ TESTS = """
     kernels/test_cpu_kernels.py::test_rows_may_be_strided
     kernels/test_cpu_kernels.py::test_packed_rows_are_the_chosen_ones
     kernels/test_cpu_kernels.py::test_unpack_rows
-    kernels/test_grouped.py kernels/test_tiled.py
+    kernels/test_grouped.py kernels/test_tiled.py kernels/test_grids.py
     step/test_native_step.py step/test_native_neurons.py
     cache/test_key_selection.py::test_a_token_reads_the_keys_of_the_reference
     families/test_families.py::test_rows_at_once_equal_single_steps
@@ -51,7 +51,7 @@ def sources(folder: Path) -> dict[Path, list[str]]:
     """The kernels' files with their flags; those of levels that are lacking define nothing."""
     flags = dict(OPTIONS.findall((KERNELS / "CMakeLists.txt").read_text()))
     assert len(flags) > 4
-    found, usable = {}, library.usable_levels()
+    found, usable = {}, [*library.usable_levels(), "grids"]  # which is no level of its own
     for source in sorted(KERNELS.glob("*.cpp")):
         level = source.stem.removeprefix("rows_")
         if source.stem in flags and level not in usable:
