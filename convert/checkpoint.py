@@ -151,11 +151,17 @@ class Checkpoint:
 
     def rounding_notes(self) -> list[str]:
         """The types whose bits were to hold what is packed but round it, once all is written."""
-        lost = "scales that are no f16 numbers are rounded, by at most 1 in 2,048"
-        if "bf16" in self.rounded.values():
-            lost = "scales are no powers of two, so that values are rounded, by at most 1 in 256"
-        names = [*self.rounded]
-        return [f"{len(names)} packed tensors, such as {names[0]}: {lost}"] if names else []
+        lost = {
+            True: "scales are no powers of two, so that values are rounded, by at most 1 in 256",
+            False: "scales that are no f16 numbers are rounded, by at most 1 in 2,048",
+        }
+        names: dict[bool, list[str]] = {}
+        for name, kind in self.rounded.items():
+            names.setdefault(kind in FLOAT_NAMES, []).append(name)
+        return [
+            f"{len(each)} packed tensors, such as {each[0]}: {lost[is_float]}"
+            for is_float, each in names.items()
+        ]
 
     def model_id(self) -> str:
         """See model_gguf.compute_model_id. Kind and number of weight files do not matter."""

@@ -227,11 +227,11 @@ def _kind_of(
     packed, kind = found[0], held.pop() if len(held) == 1 else None
     if packed is None:
         return types.kind(target, shape)
-    is_sorted = kind or packed.kind_in(np.argsort(packed.group_M, kind="stable")) is None
-    if not is_sorted and types.keeps_packed and types.override(target) is None:
+    unsorted = next((each for each in found if each and each.is_unsorted(columns)), None)
+    if unsorted is not None and types.keeps_packed and types.override(target) is None:
         raise HotsplitError(
-            f"{packed.label} is quantised in act-order: neighbouring columns have different scales,"
-            " which no type here holds; give an outtype, such as q8_0 or q4_k_m, into which its"
+            f"{unsorted.label} is quantised in act-order: neighbouring columns have different"
+            " scales, which no type here holds; give an outtype, such as q8_0 or q4_k_m, into which its"
             " values are rounded"
         )
     is_kept = kind in FLOAT_NAMES or (kind is not None and not is_transposed)

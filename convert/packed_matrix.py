@@ -59,6 +59,11 @@ class PackedMatrix:
                     return kind
         return None
 
+    def is_unsorted(self, columns: np.ndarray | None) -> bool:
+        """True if one of `kinds` would hold it with its columns sorted by groups alone."""
+        order = np.argsort(self.group_M, kind="stable")
+        return self.kind_in(columns) is None and self.kind_in(order) is not None
+
     def values(self, rows: Rows = slice(None), expert: int | None = None) -> tuple[Tensor, bool]:
         """f32 [N, M], and whether a float holds them exactly that holds the codes."""
         found = self.read(expert, rows)

@@ -295,6 +295,25 @@ def test_experts_of_mlx_are_the_experts(tmp_path):
         assert np.array_equal(got, values.astype(np.float32)), name
 
 
+def test_an_expert_may_be_left_as_it_is(tmp_path):
+    """Then all of its tensor are unpacked."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    more = {"norm_topk_prob": True, "head_dim": 16, "intermediate_size": 32}
+    config = Qwen3MoeConfig(**{**TINY, "num_hidden_layers": 1, **sizes, **more})
+    folder = random_model(tmp_path / "hf", config)
+    save_tokenizer(folder, TINY["vocab_size"])
+    weights, chance = load_file(folder / FILE), np.random.default_rng(0)
+    for name in [n for n in weights if "experts" in n and "experts.2.up" not in n]:
+        parts, _ = LAYOUTS["GPTQ 4"].pack(chance, *weights.pop(name).shape)
+        weights |= {f"{name.removesuffix('.weight')}.{n}": part for n, part in parts.items()}
+    save_file(weights, folder / FILE, {"format": "pt"})
+    edit_config(folder, lambda c: c.update(quantization_config=LAYOUTS["GPTQ 4"].config))
+    converted(folder, tmp_path / "m.gguf", layout="stock")
+    tensors = ModelFile.load(tmp_path / "m.gguf").tensors
+    kinds = {part: tensors[f"blk.0.ffn_{part}_exps.weight"].kind for part in ("gate", "up", "down")}
+    assert kinds == {"gate": "q4_0", "up": "f16", "down": "q4_0"}
+
+
 def test_values_are_verified_where_transformers_cannot_run(dense, tmp_path):
     folder, _ = packed_folder(dense, tmp_path, LAYOUTS["GPTQ 4"])
     said: list[str] = []
