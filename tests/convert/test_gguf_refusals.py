@@ -103,7 +103,7 @@ def test_frequency_factors_are_finite_and_above_zero(stock, tmp_path, value):
     ModelFile.load(changed(stock(), tmp_path / "good.gguf", {}, good))
     factors[3] = value
     path = changed(stock(), tmp_path / "in.gguf", {}, good)
-    with pytest.raises(HotsplitError, match="rope_freqs.weight is not all finite and above"):
+    with pytest.raises(HotsplitError, match="rope_freqs.weight.* (not all finite|NaN or inf)"):
         convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
 
 
