@@ -281,7 +281,8 @@ class _Reader:
         scales, zeros, num_rows = f"{stem}.scales", f"{stem}.qzeros", 8 * words
         groups, _ = self._part(scales, FLOATS, 2)
         self._check(scales, FLOATS, name, (groups, num_rows))
-        has_zeros = zeros in self.stored
+        is_symmetric = self.packing.get("zero_point", not self.packing.get("sym")) is False
+        has_zeros = not is_symmetric or zeros in self.stored
         if has_zeros:
             self._check(zeros, WORDS, name, (groups, words))
         size, group_M = self._groups(name, width, groups)
@@ -299,7 +300,6 @@ class _Reader:
             codes = numbers(self.read(name).numpy(), rows) - zero
             return Codes(codes_NM=codes, scale_NG=_numbers(self.read(scales).T, rows))
 
-        is_symmetric = self.packing.get("zero_point", not self.packing.get("sym")) is False
         what, kinds = _integers(bits, size, is_symmetric=is_symmetric)
         self._add(name, f"{stem}.weight", (num_rows, width), what, kinds, group_M, read)
 
@@ -320,7 +320,7 @@ class _Reader:
         size, group_M = self._groups(name, width, groups)
         if index in self.stored:
             group_M = self._own_groups(index, group_M, groups)
-        has_zeros = zeros in self.stored
+        has_zeros = own.get("symmetric") is False or zeros in self.stored
         if has_zeros:
             self._check(zeros, WORDS, name, (*first, -(-num_rows * bits // 32), groups))
 
@@ -342,7 +342,8 @@ class _Reader:
         """int8 [N, M], scales of rows, or of groups [N, G]; zero points of the scales' shape."""
         scales, zeros = f"{name}_scale", f"{name}_zero_point"
         where, group_M, of_rows = self._grid(name, scales)
-        has_zeros = zeros in self.stored
+        own = self._weights_of(name.removesuffix(".weight"))
+        has_zeros = own.get("symmetric") is False or zeros in self.stored
         if has_zeros:
             self._check(zeros, ("I8",), scales, self.stored[scales].shape)
 
@@ -396,8 +397,9 @@ class _Reader:
 
     def _fp8(self, name: str, stem: str) -> None:
         """e4m3 [N, M], with scales of the matrix, of rows, groups or blocks, or of all experts."""
-        found = [each for each in (f"{name}_scale_inv", f"{name}_scale") if each in self.stored]
-        scales = found[0] if found else f"{stem}.qscale_weight"
+        spellings = f"{name}_scale_inv", f"{name}_scale", f"{stem}.qscale_weight"
+        found = [each for each in spellings if each in self.stored]
+        scales = found[0] if found else spellings[self.method != "fp8"]
         where, group_M, of_rows = self._grid(name, scales)
         zeros = f"{name}_zero_point"
         if zeros in self.stored:  # of older files of compressed-tensors, all 0

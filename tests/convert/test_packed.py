@@ -404,7 +404,20 @@ def with_packing(**values):
 
 WRONG = {
     "no scale": ("GPTQ 4", without("scales"), "no tensor 'model.layers.0.mlp.up_proj.scales'"),
-    "no fp8 scale": ("fp8, blocks", without("weight_scale_inv"), "no tensor .*qscale_weight"),
+    "no fp8 scale": ("fp8, blocks", without("weight_scale_inv"), "no tensor .*weight_scale_inv"),
+    "no zeros of AWQ": ("AWQ", without("qzeros"), "no tensor .*up_proj.qzeros', without which"),
+    "no zeros of int4": (
+        "int4, zero points",
+        without("weight_zero_point"),
+        "no tensor .*up_proj.weight_zero_point', without which",
+    ),
+    "no zeros of bytes": (
+        "W8A8",
+        lambda weights, config: config["quantization_config"]["config_groups"]["group_0"][
+            "weights"
+        ].update(symmetric=False),
+        "no tensor .*weight_zero_point', without which",
+    ),
     "no factor": ("nvfp4, ModelOpt", without("weight_scale_2"), "is U8, wanted one of"),
     "no biases": ("MLX 4", without("biases"), "no tensor 'model.layers.0.mlp.up_proj.biases'"),
     "no global scale": (

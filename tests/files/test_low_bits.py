@@ -129,6 +129,45 @@ def test_twos_of_another_size_are_refused(tmp_path):
     assert rows.shape[1] == row_bytes(640, "q2_0")
 
 
+@pytest.mark.parametrize("kind", ["q2_0", "q2_0_128"])
+def test_a_cut_file_of_twos_misses_bytes_and_a_longer_one_is_whole(tmp_path, kind):
+    """The one tensor that is cut, or that has more behind it, does not count for all others."""
+    tensors = {
+        f"{n}.weight": entry_of(kind, random_blocks(kind, (40, 5)).reshape(40, -1)) for n in "abc"
+    }
+    path = file_of(tmp_path / "a.gguf", tensors)
+    raw = path.read_bytes()
+    path.write_bytes(raw + bytes(100))
+    assert {entry.kind for entry in open_gguf(path, "model").tensors.values()} == {kind}
+    size = tensors["a.weight"].num_bytes
+    for missing in (1, size + 40, 2 * size):
+        path.write_bytes(raw[: len(raw) - -size % 32 - missing])
+        with pytest.raises(HotsplitError, match=f"{missing:,} bytes of its tensors are missing"):
+            open_gguf(path, "model")
+
+
+def test_groups_of_64_and_of_128_in_one_file_are_refused(tmp_path):
+    tensors = {
+        f"{kind}.weight": entry_of(kind, random_blocks(kind, (40, 5)).reshape(40, -1))
+        for kind in ("q2_0", "q2_0_128")
+    }
+    tensors["c"] = array_entry(np.ones(8), "f32")
+    path = file_of(tmp_path / "a.gguf", tensors)
+    with pytest.raises(
+        HotsplitError, match="q2_0_128.weight' is q2_0 in 6,816 bytes, wanted 7,200"
+    ):
+        open_gguf(path, "model")
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_vector_of_nvfp4_is_unpacked(scale):
+    blocks = random_blocks("nvfp4", (4,)).reshape(-1)
+    own = None if scale is None else np.array([scale], np.float32)
+    entry = TensorEntry(shape=(256,), kind="nvfp4", read_rows=lambda a, b: blocks, scale=own)
+    want = dequantize(blocks, GGMLQuantizationType.NVFP4) * np.float32(scale or 1)
+    assert np.array_equal(bits_of(unpacked(entry).read()), bits_of(want))
+
+
 def nvfp4(scale: float | None = None, num_experts: int | None = None) -> TensorEntry:
     shape = (4, 2) if num_experts is None else (num_experts, 4, 2)
     blocks = random_blocks("nvfp4", shape).reshape(*shape[:-1], -1)

@@ -184,7 +184,10 @@ def packed_rows(rows: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _scale_of_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
-    """The scale of rows of nvfp4, or of the matrices of experts; 1 if the file has none."""
+    """The scale of rows of nvfp4, of the matrices of experts, or of a vector; 1 if the file has
+    none."""
+    if len(entry.shape) == 1:
+        return np.array(1 if entry.scale is None else entry.scale[0], np.float32)
     count = stop - start
     shape = (count, *entry.shape[1:-1])
     if entry.scale is None:

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -20,7 +21,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import known_as
 from hotsplit.files.foreign_types import foreign_words
 from hotsplit.files.gguf_parts import raw_cut_of
-from hotsplit.files.gguf_types import KINDS, block_sizes, group_of_twos
+from hotsplit.files.gguf_types import GROUPS_OF_TWOS, KINDS, block_sizes, groups_of_twos
 
 Magic = Literal["GGUF", "PWRI"]
 # A number outside an array is a numpy scalar of its type in the file.
@@ -294,25 +295,34 @@ class _Cursor:
 
     def with_groups(self, infos: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
         """The tensors, with those of q2_0 in groups of as many values as their sizes allow. Raises
-        BrokenGguf if no such groups fill the room before the next tensor."""
-        starts = sorted({info.start for info in infos.values()} | {len(self.file)})
+        BrokenGguf if no such groups fill the room before the next tensor. That at the end of the
+        file counts only if it is alone: the file may be cut, or longer."""
+        twos = {name: info for name, info in infos.items() if info.kind == "q2_0"}
+        end = len(self.file)
+        starts = sorted({info.start for info in infos.values()} | {end})
+        next_start = dict(pairwise(starts))
         room = {
-            name: starts[starts.index(info.start) + 1] - info.start
-            for name, info in infos.items()
-            if info.kind == "q2_0" and info.num_bytes and info.start < len(self.file)
+            name: next_start[info.start] - info.start
+            for name, info in twos.items()
+            if info.num_bytes and info.start < end
         }
-        sizes = ((prod(infos[n].shape), infos[n].shape[-1], size) for n, size in room.items())
-        if (kind := group_of_twos(sizes, alignment)) is None:
-            name, found = next(iter(room.items()))
-            wanted = prod(infos[name].shape) // 128
-            raise BrokenGguf(
-                f"tensor {_short(name)} is q2_0 in {found:,} bytes, wanted {36 * wanted:,} in"
-                f" groups of 64 values, or {34 * wanted:,} in groups of 128"
-            )
-        block, size = block_sizes(kind)
+        inner = {name: size for name, size in room.items() if infos[name].start + size < end}
+        possible = [*GROUPS_OF_TWOS]
+        for name, found in (inner or room).items():
+            values, width = prod(infos[name].shape), infos[name].shape[-1]
+            fitting = groups_of_twos(values, width, found, alignment)
+            possible = [kind for kind in possible if kind in fitting]
+            if not possible:
+                wanted = values // 128
+                raise BrokenGguf(
+                    f"tensor {_short(name)} is q2_0 in {found:,} bytes, wanted {36 * wanted:,} in"
+                    f" groups of 64 values, or {34 * wanted:,} in groups of 128, as others in the"
+                    " file"
+                )
+        block, size = block_sizes(possible[0])
         return infos | {
-            name: replace(infos[name], kind=kind, num_bytes=prod(infos[name].shape) // block * size)
-            for name in room
+            name: replace(info, kind=possible[0], num_bytes=prod(info.shape) // block * size)
+            for name, info in twos.items()
         }
 
 
