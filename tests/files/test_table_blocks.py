@@ -8,7 +8,15 @@ from gguf.quants import dequantize
 from grid_blocks import blocks_of
 
 from hotsplit.files import gguf_file, table_blocks
-from hotsplit.files.gguf_file import TensorEntry, in_memory, prefetch, release, type_of
+from hotsplit.files.gguf_file import (
+    TensorEntry,
+    chosen_rows,
+    in_memory,
+    prefetch,
+    release,
+    row_range,
+    type_of,
+)
 from hotsplit.files.table_blocks import grid_codes, pack_table_blocks, table_values
 from hotsplit.model.weight_types import BY_NAME, TABLES
 
@@ -75,3 +83,15 @@ def test_an_entry_of_the_file_is_packed_when_its_rows_are_read(monkeypatch):
     )  # nothing is packed to advise on pages
     prefetch(entry)
     release(entry)
+
+
+@pytest.mark.parametrize("rows", [[2, 3, 4], [7, 0, 5]])
+def test_rows_of_a_packed_tensor_are_those_of_the_file_s(rows):
+    raw = np.vstack([blocks_of("iq2_xxs", [1.0], seed) for seed in range(8)])
+    entry = TensorEntry(shape=(8, 256), kind="iq2_xxs", read_rows=lambda a, b: raw[a:b])
+    chosen = chosen_rows(in_memory(entry), np.array(rows))
+    assert chosen.in_file.shape == chosen.shape == (3, 256)
+    assert np.array_equal(chosen.in_file.read(), raw[rows])
+    assert np.array_equal(chosen.read(), in_memory(entry).read()[rows])
+    part = row_range(in_memory(entry), 3, 5)
+    assert np.array_equal(part.in_file.read(), raw[3:5])

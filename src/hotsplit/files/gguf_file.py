@@ -116,7 +116,9 @@ def chosen_rows(entry: TensorEntry, rows: np.ndarray) -> TensorEntry:
             return entry.read_rows(first + start, first + stop)
         return entry.read()[rows[start:stop]]
 
-    return replace(entry, shape=(len(rows), *entry.shape[1:]), read_rows=read_rows)
+    packed_from = entry.packed_from and chosen_rows(entry.packed_from, rows)
+    shape = len(rows), *entry.shape[1:]
+    return replace(entry, shape=shape, read_rows=read_rows, packed_from=packed_from)
 
 
 def row_range(entry: TensorEntry, begin: int, end: int) -> TensorEntry:
@@ -125,7 +127,9 @@ def row_range(entry: TensorEntry, begin: int, end: int) -> TensorEntry:
     def read_rows(start: int, stop: int) -> np.ndarray:
         return entry.read_rows(begin + start, begin + stop)
 
-    return replace(entry, shape=(end - begin, *entry.shape[1:]), read_rows=read_rows)
+    packed_from = entry.packed_from and row_range(entry.packed_from, begin, end)
+    shape = end - begin, *entry.shape[1:]
+    return replace(entry, shape=shape, read_rows=read_rows, packed_from=packed_from)
 
 
 def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:
