@@ -79,7 +79,8 @@ def gates_apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
 
 
 def gates_joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
-    """The opposite of `gates_apart`. Raises HotsplitError for gates and ups of two types."""
+    """The opposite of `gates_apart`. Raises HotsplitError for gates and ups of two types, or with
+    two scales."""
     found = dict(tensors)
     for layer in range(spec.num_layers):
         gate, up = (tensors[name] for name in _gate_and_up(layer))
@@ -88,6 +89,11 @@ def gates_joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
                 f"{_gate_and_up(layer)[0]} is {gate.kind} and the ups are {up.kind}, but"
                 f" llama.cpp's {spec.architecture} graph has both in one matrix; use the sparse"
                 " layout"
+            )
+        if gate.scale is not None and not np.array_equal(gate.scale, up.scale):
+            raise HotsplitError(
+                f"{_gate_and_up(layer)[0]} and the ups have scales of their own, but llama.cpp's"
+                f" {spec.architecture} graph has both in one matrix; use the sparse layout"
             )
         del found[_gate_and_up(layer)[0]]
         found[_gate_and_up(layer)[1]] = _stacked(gate, up)
@@ -118,8 +124,12 @@ def matrices_apart(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
         if entry is not None and len(entry.shape) == 3:
             del found[f"{name}.weight"]
             for number in range(entry.shape[0]):
+                scale = entry.scale
+                if scale is not None and len(scale) > 1:
+                    scale = scale[number : number + 1]
+                read_rows = partial(_rows_of_matrix, entry, number)
                 found[f"{name}.{number}.weight"] = replace(
-                    entry, shape=entry.shape[1:], read_rows=partial(_rows_of_matrix, entry, number)
+                    entry, shape=entry.shape[1:], read_rows=read_rows, scale=scale
                 )
     return found
 
@@ -135,8 +145,12 @@ def matrices_joined(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
     for name in names:
         count = sum(each.startswith(f"{name}.") for each in tensors)
         parts = [tensors[f"{name}.{number}.weight"] for number in range(count)]
+        scales = [part.scale for part in parts if part.scale is not None]
         found[f"{name}.weight"] = replace(
-            parts[0], shape=(count, *parts[0].shape), read_rows=partial(_of_all, parts)
+            parts[0],
+            shape=(count, *parts[0].shape),
+            read_rows=partial(_of_all, parts),
+            scale=np.concatenate(scales) if scales else None,
         )
     return found
 
