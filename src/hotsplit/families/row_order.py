@@ -90,7 +90,8 @@ def gates_joined(spec: ModelSpec, tensors: Tensors) -> Tensors:
                 f" llama.cpp's {spec.architecture} graph has both in one matrix; use the sparse"
                 " layout"
             )
-        if gate.scale is not None and not np.array_equal(gate.scale, up.scale):
+        scales = [entry.scale for entry in (gate, up) if entry.scale is not None]
+        if any(not np.array_equal(scales[0], scale) for scale in scales) or len(scales) == 1:
             raise HotsplitError(
                 f"{_gate_and_up(layer)[0]} and the ups have scales of their own, but llama.cpp's"
                 f" {spec.architecture} graph has both in one matrix; use the sparse layout"
