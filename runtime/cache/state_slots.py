@@ -17,8 +17,10 @@ back: "lasting" ones at positions that its users mark (near the end of a prompt,
 and a "brief" one before each other pass of several rows, for rejected drafts. Of too many, brief
 ones go first, then those that no other sequence has, then the oldest. A rollback to any other
 position goes to the nearest state before it, perhaps to the beginning; the tokens after that are
-computed again, which gives the same bits because a row's bits do not depend on how a text is
-divided into passes.
+computed again. That gives the same bits, because a row's bits do not depend on how a text is
+divided into passes. But on a GPU, rows of a prompt's pass have others than those of a step, which
+repeats them: so a check never drops the state before its first new row, or before the tokens that
+it repeats itself; a lasting one goes for it.
 
 Which positions are worth a state: Pan et al. 2024, Marconi (arXiv 2411.19379).
 
@@ -27,6 +29,7 @@ Letters: S slots, R kept rows, X width of one."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -171,6 +174,7 @@ class StateSlots:
         self._num_users = [0] * num_slots(num_sequences)
         self._free = list(reversed(range(len(self._num_users))))
         self._held: dict[int, State] = {}  # by sequence, see `restoring`
+        self._length_before: Mapping[int, int] = {}  # of the same sequences
 
     @property
     def num_free(self) -> int:
@@ -228,9 +232,11 @@ class StateSlots:
         planned = [self._planned(stretch, free) for stretch in stretches]
         yield [run for run, _ in planned]
         for stretch, (_, states) in zip(stretches, planned, strict=True):
+            self._hold_later(stretch.sequence, states)
             *saved, current = states
+            held = self._held.get(stretch.sequence)
             while len(saved) > SAVED_STATES:
-                saved.remove(min(saved, key=self._worth))
+                saved.remove(min((s for s in saved if s != held), key=self._worth))
             self._set(stretch.sequence, (*saved, current))
 
     def _begin(self, stretch: Stretch) -> None:
@@ -278,10 +284,12 @@ class StateSlots:
         return replace(run, writes=tuple(writes)), tuple(saved)
 
     @contextmanager
-    def restoring(self, sequences: Sequence[int]) -> Iterator[None]:
-        """If the block raises, the states of these sequences before it are current again, although
-        passes inside may have gone on; unless their slots were needed."""
-        self._held = {sequence: self._states[sequence][-1] for sequence in sequences}
+    def restoring(self, length_before: Mapping[int, int]) -> Iterator[None]:
+        """If the block raises, each sequence has its latest state of so many first tokens as its
+        current one again, although passes inside may have gone on. Other states are dropped before
+        these; they go if their slots are needed even then."""
+        self._length_before = length_before
+        self._held = {sequence: self._states[sequence][-1] for sequence in length_before}
         self._use(list(self._held.values()), 1)
         try:
             yield
@@ -294,14 +302,27 @@ class StateSlots:
             self._use(list(self._held.values()), -1)
             self._held = {}
 
+    def _hold_later(self, sequence: int, states: Sequence[State]) -> None:
+        """Holds the latest of a sequence's states that a failing or rejected pass goes back to."""
+        held = self._held.get(sequence)
+        if held is None:
+            return
+        length = self._length_before[sequence]
+        known = (state for state in states if state.position <= length)
+        latest = max((*known, held), key=attrgetter("position"))
+        self._use([latest], 1)
+        self._use([held], -1)
+        self._held[sequence] = latest
+
     def _make_room(self, count: int) -> None:
         """Drops saved states until so many slots are free, then held ones."""
         while len(self._free) < count:
+            held = {NO_SLOT, *(state.slot for state in self._held.values())}
             saved = [
                 (self._worth(state), number)
                 for number, states in enumerate(self._states)
                 for state in states[:-1]
-                if state.slot != NO_SLOT
+                if state.slot not in held
             ]
             if not saved:  # three slots a sequence suffice without any
                 self._use([self._held.popitem()[1]], -1)

@@ -151,13 +151,12 @@ class Sequences:
         rows = [row for part in parts for row in self._rows(part)]
         decoder = self.live
         size = decoder.most_tokens  # a pass may shorten later ones
-        numbers = [part.sequence.number for part in parts]
-        with nullcontext() if self.states is None else self.states.restoring(numbers):
+        starts = {part.sequence.number: part.sequence.length for part in parts}
+        with nullcontext() if self.states is None else self.states.restoring(starts):
             pieces = [decoder.run(rows[at : at + size]) for at in range(0, len(rows), size)]
         if not pieces:
             return []
         logits_RV = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        starts = {part.sequence.number: part.sequence.length for part in parts}
         is_new = [row.position >= starts[row.sequence] for row in rows if row.has_logits]
         for part in parts:
             part.sequence._add(part.tokens)

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.runtime.cache import state_slots
 from hotsplit.runtime.cache.state_slots import NO_SLOT, LayerState, StateSlots, Stretch
-from hotsplit.runtime.step.batch import Row, rows_of, runs_of, with_slots
+from hotsplit.runtime.step.batch import Row, rows_of, with_slots
 
 
 class Cancelled(Exception):
@@ -70,32 +70,41 @@ class Folded:
         self.kept |= kept
 
     def run(self, tokens: dict[int, list[int]], chance: random.Random, *, fails: bool) -> None:
-        """Appends tokens to sequences in one pass or two, after those that a rollback left
-        uncomputed."""
-        rows = []
+        """Appends tokens to sequences in up to three passes, after those that a rollback left
+        uncomputed. Where checks keep no rows, passes also divide the rows of a sequence."""
+        rows, checked = [], dict[int, int]()  # where the rows of checked sequences begin
+        keeps_rows = chance.random() < 0.5
         for number, more in tokens.items():
             text = self.texts[number]
             start = self.slots.rollback(number, len(text))
             is_check = chance.random() < 0.5
+            if is_check and not keeps_rows:
+                checked[number] = start
             wanted = "all" if is_check else "last"
             for row in rows_of([*text[start:], *more], start, wanted, number):
                 how = chance.choice((None, None, None, "briefly", "lasting"))
                 if is_check:
                     how = "briefly" if row.position == len(text) else None
                 rows.append(replace(row, saves=how))
-        before = [self.slots.states(number)[-1] for number in tokens]
-        runs = runs_of(rows)
-        half = chance.randrange(len(runs))
-        with suppress(Cancelled), self.slots.restoring(list(tokens)):
-            for part in (runs[:half], runs[half:]):
-                rows = list(chain.from_iterable(part))
-                with with_slots(self.slots, rows, keeps_rows=True) as planned:
+        before = {number: self.slots.states(number)[-1].position for number in tokens}
+        lengths = {number: len(self.texts[number]) for number in tokens}
+        cuts = list(range(len(rows)))
+        if keeps_rows:
+            cuts = [at for at in cuts if rows[at].sequence != rows[at - 1].sequence]
+        cuts = sorted(chance.sample(cuts, min(len(cuts), chance.randrange(3))))
+        with suppress(Cancelled), self.slots.restoring(lengths):
+            for begin, end in pairwise([0, *cuts, len(rows)]):
+                with with_slots(self.slots, rows[begin:end], keeps_rows=keeps_rows) as planned:
                     self.compute(list(planned))
-                    if fails and part[-1:] == runs[-1:]:
+                    if fails and end == len(rows):
                         raise Cancelled
             for number, more in tokens.items():
                 self.texts[number] += more
-        assert not fails or before == [self.slots.states(number)[-1] for number in tokens]
+        for number, length in lengths.items():
+            if fails:
+                assert before[number] <= self.slots.states(number)[-1].position <= length
+            elif number in checked:
+                assert self.slots.nearest(number, length) >= checked[number]
 
     def check(self) -> None:
         """Counts of users and contents of slots are right."""
@@ -160,9 +169,17 @@ def test_random_schedules():
         schedule(seed, 40)
 
 
-def test_the_check_finds_rows_kept_over_those_that_are_repeated(monkeypatch):
-    """If a check keeps its rows where those of the check before are."""
-    monkeypatch.setattr(state_slots, "_half_beside", lambda again: 0)
+@pytest.mark.parametrize(
+    "place, name, wrong",
+    [
+        # A check keeps its rows where those of the check before are.
+        (state_slots, "_half_beside", lambda again: 0),
+        # The state at the first row of a check is dropped for the check's own further passes.
+        (StateSlots, "_hold_later", lambda *given: None),
+    ],
+)
+def test_the_check_finds_a_fault(monkeypatch, place, name, wrong):
+    monkeypatch.setattr(place, name, wrong)
     with pytest.raises(AssertionError):
         for seed in range(40):
             schedule(seed, 40)

@@ -1,14 +1,18 @@
-"""A draft block beside hybrid steps, with both roles on the CPU: it gets the model's hidden states
-of prompts and steps, and its drafts change no text."""
+"""Drafts on hybrid steps, with both roles on the CPU: they change no text, also where the rows of a
+check are divided among steps. A draft block gets the model's hidden states of prompts and steps."""
 
 import dataclasses
+import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 from checkpoints import save_tokenizer
+from delta_models import FEW, RECURRENT
 from draft_blocks import CASES, random_with_block
 from fake_cuda import library
 from hybrid_plans import random_plan
+from models import make_sizes
 from passes import passing
 from reference import rel_error
 from test_draft_block import ALL, ANY, PROMPT, SEEDED, forcing
@@ -21,13 +25,15 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import draft_bytes
 from hotsplit.runtime import loading
+from hotsplit.runtime.cache.state_slots import StateSlots
 from hotsplit.runtime.drafting import drafting
+from hotsplit.runtime.step.sequences import Part
 
 CONTEXT = 80
 LENGTHS = (3, 11, 40)  # of prompts
 
 
-@pytest.fixture(scope="module", params=["glm4moe", "qwen35"])
+@pytest.fixture(scope="module", params=["glm4moe", "qwen35", "qwen3next"])
 def file(request, tmp_path_factory):
     folder = random_with_block(tmp_path_factory.mktemp("m") / "hf", CASES[request.param])
     save_tokenizer(folder, CASES[request.param].vocab_size)
@@ -36,11 +42,11 @@ def file(request, tmp_path_factory):
     return ModelFile.load(path)
 
 
-def by_plan(file, seed):
-    """An engine with a random plan, whose steps and passes are hybrid ones."""
-    split = random_plan(file, seed, context=CONTEXT)
-    engine = Engine.of(file, split, device="cpu", draft_block=True)
-    step = passing(engine, split)
+def by_plan(file, seed, *, draft_block=True, num_sequences=1):
+    """An engine with a random plan, whose steps, of up to 4 rows, and passes are hybrid ones."""
+    split = random_plan(file, seed, context=CONTEXT, num_sequences=num_sequences)
+    engine = Engine.of(file, split, device="cpu", draft_block=draft_block)
+    step = passing(engine, split, max_rows=4)
     engine._sequences.decoder = dataclasses.replace(engine._live, native=step)
     return engine
 
@@ -83,6 +89,51 @@ def check_drafts(engine):
 def test_drafts_of_the_block_change_no_text(file, seed):
     with by_plan(file, seed) as engine:
         check_drafts(engine)
+
+
+def differing_rows(mixer, seed, experts=None):
+    """How many rows of random checks of several texts, in steps together, do not have the bits of
+    a row alone; the prompts are passes."""
+    sizes = make_sizes(num_layers=4, vocab_size=50, context_length=CONTEXT)
+    model = RECURRENT[mixer](sizes, kind="q8_0", experts=experts)
+    chance, prompts = random.Random(seed), [[n, *PROMPT, *range(20, 30)] for n in range(3)]
+    with (
+        by_plan(model, seed, draft_block=False) as single,
+        by_plan(model, seed, draft_block=False, num_sequences=len(prompts)) as engine,
+    ):
+        assert engine._live.native.has_equal_rows
+        texts, count = [engine.sequence() for _ in prompts], 0
+        for text, prompt in zip(texts, prompts, strict=True):
+            for mark in (7, 14):
+                text.mark(mark)
+            text.extend(prompt, "none")
+        for _ in range(8):
+            parts = []
+            for text in chance.sample(texts, chance.randint(1, len(texts))):
+                tokens = [chance.randrange(50) for _ in range(chance.randint(1, 7))]
+                parts.append(Part(sequence=text, tokens=tokens, wanted="all"))
+            for part, got_RV in zip(parts, engine.run(parts), strict=True):
+                text, start = part.sequence, part.sequence.length - len(part.tokens)
+                text.rollback(start + chance.randint(1, len(part.tokens)))
+                with single.sequence() as alone:
+                    alone.extend(prompts[text.number], "none")
+                    for token in text.ids[alone.length :]:
+                        at, (want_V,) = alone.length - start, alone.extend([token])
+                        count += at >= 0 and not torch.equal(got_RV[at], want_V)
+    return count
+
+
+@pytest.mark.parametrize("experts", [None, FEW], ids=["dense", "experts"])
+@pytest.mark.parametrize("mixer", RECURRENT)
+def test_rows_of_divided_checks_have_the_bits_of_rows_alone(mixer, experts):
+    assert not any(differing_rows(mixer, seed, experts) for seed in range(4))
+
+
+@pytest.mark.parametrize("mixer", RECURRENT)
+def test_the_comparison_finds_a_check_without_its_first_state(mixer, monkeypatch):
+    """Rows of a prompt, which were a pass, are then repeated in steps."""
+    monkeypatch.setattr(StateSlots, "restoring", lambda *given: nullcontext())
+    assert any(differing_rows(mixer, seed) for seed in range(4))
 
 
 @pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux")
