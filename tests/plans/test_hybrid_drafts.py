@@ -3,7 +3,6 @@ check are divided among steps. A draft block gets the model's hidden states of p
 
 import dataclasses
 import random
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -92,11 +91,12 @@ def test_drafts_of_the_block_change_no_text(file, seed):
 
 
 def differing_rows(mixer, seed, experts=None):
-    """How many rows of random checks of several texts, in steps together, do not have the bits of
-    a row alone; the prompts are passes."""
+    """How many rows of random checks of one text or two, in steps together, do not have the
+    bits of a row alone; the prompts are passes."""
     sizes = make_sizes(num_layers=4, vocab_size=50, context_length=CONTEXT)
     model = RECURRENT[mixer](sizes, kind="q8_0", experts=experts)
-    chance, prompts = random.Random(seed), [[n, *PROMPT, *range(20, 30)] for n in range(3)]
+    chance = random.Random(seed)
+    prompts = [[n, *PROMPT, *range(20, 30)] for n in range(1 + seed // 2)]
     with (
         by_plan(model, seed, draft_block=False) as single,
         by_plan(model, seed, draft_block=False, num_sequences=len(prompts)) as engine,
@@ -104,7 +104,7 @@ def differing_rows(mixer, seed, experts=None):
         assert engine._live.native.has_equal_rows
         texts, count = [engine.sequence() for _ in prompts], 0
         for text, prompt in zip(texts, prompts, strict=True):
-            for mark in (7, 14):
+            for mark in (14, 7)[seed % 2 :]:  # lasting states
                 text.mark(mark)
             text.extend(prompt, "none")
         for _ in range(8):
@@ -131,9 +131,10 @@ def test_rows_of_divided_checks_have_the_bits_of_rows_alone(mixer, experts):
 
 @pytest.mark.parametrize("mixer", RECURRENT)
 def test_the_comparison_finds_a_check_without_its_first_state(mixer, monkeypatch):
-    """Rows of a prompt, which were a pass, are then repeated in steps."""
-    monkeypatch.setattr(StateSlots, "restoring", lambda *given: nullcontext())
-    assert any(differing_rows(mixer, seed) for seed in range(4))
+    """With two lasting states, and with one: rows of a prompt, which were a pass, are then repeated
+    in steps."""
+    monkeypatch.setattr(StateSlots, "_hold_later", lambda *given: None)
+    assert all(differing_rows(mixer, seed) for seed in range(2))
 
 
 @pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux")
