@@ -255,16 +255,16 @@ def test_stdout_that_takes_only_ascii(tmp_path):
 
 
 def test_unsupported_block_types_are_inspected_with_the_reason(tmp_path, capsys):
-    """A tq2_0 block of 256 values has 66 bytes."""
+    """A q8_k block of 256 values has 292 bytes; no file has it."""
     model = make_model(sizes=make_sizes(num_layers=1, width=256, num_neurons=32))
-    data = np.zeros((32, 66), np.uint8)
-    tq2_0 = TensorEntry(shape=(32, 256), kind="tq2_0", read_rows=lambda a, b: data[a:b])
+    data = np.zeros((32, 292), np.uint8)
+    q8_k = TensorEntry(shape=(32, 256), kind="q8_k", read_rows=lambda a, b: data[a:b])
     keys = {**model._own_keys(), **model.extra_keys}
-    write_gguf(tmp_path / "m", "llama", keys, {**model.tensors, "blk.0.ffn_up.weight": tq2_0})
+    write_gguf(tmp_path / "m", "llama", keys, {**model.tensors, "blk.0.ffn_up.weight": q8_k})
     found = inspected(tmp_path / "m", capsys)
-    assert "blk.0.ffn_up.weight is in tq2_0, which cannot be computed with" in found["refusal"]
-    assert found["refusal"].endswith("which converts it to a larger type")
-    assert found["by_type"]["tq2_0"] == {"num_tensors": 1, "num_bytes": 32 * 66}
+    assert "blk.0.ffn_up.weight is in q8_k, which cannot be computed with" in found["refusal"]
+    assert found["refusal"].endswith("cannot be converted; use a file of another type")
+    assert found["by_type"]["q8_k"] == {"num_tensors": 1, "num_bytes": 32 * 292}
     assert str(tmp_path) not in found["refusal"]
 
 

@@ -21,7 +21,7 @@ from hotsplit.families.family import Architecture
 from hotsplit.families.key_reader import QUALITY, VERSION, KeyReader, prefixed
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.declared import Count, NotNaN, Share, read_declared
-from hotsplit.files.gguf_file import TensorEntry, Value, can_unpack, in_memory, is_equal, write_gguf
+from hotsplit.files.gguf_file import TensorEntry, Value, in_memory, is_equal, write_gguf
 from hotsplit.files.typed import shown
 from hotsplit.model.blocks import Predict, PredictorKind
 from hotsplit.model.draft_block import OWN
@@ -162,14 +162,9 @@ class ModelFile:
                     f" wanted {list(shape)} of one of {', '.join((*FILE_NAMES, *IN_MEMORY))}{again}"
                 )
             if entry.in_file.kind not in (*FILE_NAMES, *IN_MEMORY):
-                advice = (
-                    "; first run hotsplit convert FILE -o model.gguf, which converts it to a larger"
-                    " type"
-                    if can_unpack(entry.kind)
-                    else " and cannot be converted; use a file of another type"
-                )
                 raise HotsplitError(
-                    f"{self.path}: {name} is in {entry.kind}, which cannot be computed with{advice}"
+                    f"{self.path}: {name} is in {entry.kind}, which cannot be computed with and"
+                    " cannot be converted; use a file of another type"
                 )
         for name in sorted(divisor_shapes(self.spec)):
             factors = self.tensors[name].read()
