@@ -266,7 +266,7 @@ def test_no_drafter_changes_a_text(bench_of, paths, monkeypatch, kind):
         return drafting(engine, options, model if kind == "draft" else None, 3)
 
     differ, drafted, accepted = life(bench, *texts_of(bench, 3, 12), new_drafting, 3)
-    assert not differ and drafted > 20 and (accepted or kind == "mtp")
+    assert not differ and drafted > 8 and (accepted or kind == "mtp")
 
 
 def test_shared_steps_that_fail_change_no_text(bench_of, monkeypatch):
