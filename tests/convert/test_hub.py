@@ -355,7 +355,7 @@ def test_a_plan_of_a_checkpoint_reads_its_descriptions_and_headers(
 def test_a_plan_of_a_packed_checkpoint_is_that_of_its_folder(
     files, tmp_path, monkeypatch, capsys, name
 ):
-    """Of the hub's files only the headers are there: scales and groups read as zeros."""
+    """The hub serves only the headers of files, so scales and groups read as zeros."""
     monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "kept"))
     sizes = {"num_hidden_layers": 2, "intermediate_size": 192}
     dense = random_llama(tmp_path / "silu", hidden_act="silu", **sizes)

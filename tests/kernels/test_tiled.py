@@ -160,7 +160,7 @@ def test_parts_of_a_matrix_are_whole_tiles(preferred):
 
 @pytest.mark.parametrize("kind", IN_MEMORY)
 def test_a_prompt_has_the_bits_of_its_steps(level, restore_library, tmp_path, kind):
-    """Of a file's types that are packed, with any number of threads. Passes of more than 32 tokens
+    """The file types that are packed, with any number of threads. Passes of more than 32 tokens
     attend in another order of sums."""
     shape = make_sizes(width=256, num_neurons=256, context_length=256)
     make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
