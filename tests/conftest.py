@@ -24,6 +24,7 @@ from models import byte_level_keys, make_model, make_sizes
 import hotsplit.cli
 from hotsplit.commands.exit_codes import UNEXPECTED
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.weights import resident
 
 # Without a GPU, Triton kernels run in Triton's own interpreter, which must be selected before
 # Triton is imported.
@@ -151,6 +152,13 @@ def restore_library():
     library.set_threads(threads)
     torch.set_num_threads(torchs)
     library.set_level(level)
+
+
+@pytest.fixture
+def devices_types(monkeypatch):
+    """Weights have the types that a device reads, where the CPU stands for one; otherwise it may
+    read types with grids as files have them, if it measures that as faster."""
+    monkeypatch.setattr(resident, "is_read_in_file", lambda *_: False)
 
 
 @pytest.fixture(params=library.usable_levels())

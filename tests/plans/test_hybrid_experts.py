@@ -77,6 +77,7 @@ def test_random_plans_of_experts_by_neurons(mode):
     assert_plans_agree(model, (1, 2, 5), BOUNDS["q8_0"], mode)
 
 
+@pytest.mark.usefixtures("devices_types")
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k", "iq3_xxs", "nvfp4"])
 def test_random_plans_of_types_in_blocks(kind):
     is_super = kind != "q8_0"

@@ -83,6 +83,7 @@ def test_streamed_neurons_give_the_results_of_the_cpu(tmp_path, number, pattern,
             assert rel_error(logits(step, IDS), logits_ref(model, IDS)) < BOUND
 
 
+@pytest.mark.usefixtures("devices_types")
 @pytest.mark.parametrize("kind", [*KINDS, "iq2_xs", "nvfp4"])
 @pytest.mark.parametrize("is_resident", [False, True])
 def test_every_type(tmp_path, kind, is_resident):
@@ -99,6 +100,7 @@ def test_every_type(tmp_path, kind, is_resident):
             assert rel_error(logits(step, IDS), want) < bound
 
 
+@pytest.mark.usefixtures("devices_types")
 @pytest.mark.parametrize("kind", [*KINDS, "iq3_s", "q2_0"])
 def test_pieces_of_tiles_and_groups_are_whole(tmp_path, kind):
     """Two layers, one of which is divided, whose cold neurons have the forms of the CPU alone."""
