@@ -1,6 +1,6 @@
 """Fixtures that more than one test file uses, and checks of every test: no command that it runs
-ends with the exit code of an unexpected error, and pytest's process connects, and sends
-datagrams, to this machine only."""
+ends with the exit code of an unexpected error, the message of every HotsplitError is one line, and
+pytest's process connects, and sends datagrams, to this machine only."""
 
 import dataclasses
 import functools
@@ -23,6 +23,7 @@ from models import byte_level_keys, make_model, make_sizes
 
 import hotsplit.cli
 from hotsplit.commands.exit_codes import UNEXPECTED
+from hotsplit.errors import HotsplitError
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights import resident
 
@@ -65,6 +66,7 @@ socket.socket.sendmsg = here_only(socket.socket.sendmsg, 3)
 
 unexpected: list[str] = []  # commands of the running test
 started: list[subprocess.Popen] = []
+several_lines: list[str] = []  # messages of errors of the running test
 
 
 def noted(main):
@@ -87,6 +89,13 @@ class NotedProcess(subprocess.Popen):
         super().__init__(*args, **kwargs)
 
 
+def in_one_line(self, *arguments):
+    Exception.__init__(self, *arguments)
+    if "\n" in str(self):
+        several_lines.append(str(self))
+
+
+HotsplitError.__init__ = in_one_line  # type: ignore[method-assign]
 hotsplit.cli.main = noted(hotsplit.cli.main)
 subprocess.Popen = NotedProcess  # type: ignore[misc]  # subprocess.run's too
 
@@ -129,7 +138,9 @@ def may_end_unexpectedly():
 
 @pytest.fixture(autouse=True)
 def no_unexpected_end(request):
+    several_lines.clear()
     yield
+    assert not several_lines, f"an error of several lines: {several_lines}"
     if "may_end_unexpectedly" not in request.fixturenames:
         assert not (found := unexpected_ends()), f"exit code {UNEXPECTED}: {found}"
 

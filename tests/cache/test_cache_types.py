@@ -194,9 +194,8 @@ NARROW = "needs heads whose width is a multiple of 32, this model's have 16"
 )
 def test_unsupported_cache_types_are_refused(tmp_path, options, words):
     make_model(sizes=make_sizes(), kind="f16").save(tmp_path / "m.gguf")
-    with pytest.raises(HotsplitError, match=words) as error:
+    with pytest.raises(HotsplitError, match=words):
         Engine.load(tmp_path / "m.gguf", **options)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "eval"])

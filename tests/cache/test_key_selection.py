@@ -337,9 +337,8 @@ KINDLESS = [(5, "kv_offload is 5, wanted a string")]
 
 @pytest.mark.parametrize(("text", "words"), [*rows_of(IMPOSSIBLE), *KINDLESS])
 def test_impossible_sizes_are_refused(path, text, words):
-    with pytest.raises(HotsplitError, match=words) as refusal:
+    with pytest.raises(HotsplitError, match=words):
         load(path, text)
-    assert "\n" not in str(refusal.value)
 
 
 def test_no_context_and_a_full_one(path):

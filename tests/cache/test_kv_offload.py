@@ -210,9 +210,8 @@ def test_another_rule_than_the_plans_is_refused(tmp_path):
         ({"kv_offload": "on"}, r"asked for, but the plan is for block=16,.*; leave it out"),
         ({"cache_type_k": "q8_0"}, "a cache in q8_0 asked for, but a plan budgets it in f32"),
     ):
-        with pytest.raises(HotsplitError, match=words) as refused:
+        with pytest.raises(HotsplitError, match=words):
             Engine.load(model.path, split=path, **ON_THE_CPU, **options)
-        assert "\n" not in str(refused.value)
     planned(tmp_path, model, "random", context_length=CONTEXT)
     with pytest.raises(HotsplitError, match="run hotsplit solve with --kv-offload"):
         Engine.load(model.path, split=path, kv_offload="on", **ON_THE_CPU)

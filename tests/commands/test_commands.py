@@ -64,14 +64,18 @@ def test_hotsplit_debug_prints_the_traceback(monkeypatch, capsys, may_end_unexpe
     assert shown.splitlines()[-1].startswith("hotsplit inspect: unexpected ValueError: odd")
 
 
-def test_a_test_fails_if_its_command_ends_unexpectedly(pytester_like):
+def test_a_test_fails_if_its_command_ends_unexpectedly_or_an_error_has_two_lines(pytester_like):
     result = pytester_like(
+        "from hotsplit.errors import HotsplitError\n"
         "def test_it(monkeypatch):\n"
         "    from hotsplit.cli import main\n"
         "    monkeypatch.setattr('hotsplit.commands.exit_codes._run', lambda *a, **k: 1 / 0)\n"
         "    main(['inspect', 'x'])\n"
+        "def test_lines():\n"
+        "    HotsplitError('two\\nlines')\n"
     )
     assert result.returncode != 0 and b"exit code 70: [\"main(['inspect', 'x'])\"]" in result.stdout
+    assert rb"an error of several lines: ['two\nlines']" in result.stdout
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def refuse(source: Path, folder: Path, *words: str, **options) -> None:
     with pytest.raises(HotsplitError) as caught:
         convert(ConvertConfig(source=source, output=folder / "out.gguf", **options))
     message = str(caught.value)
-    assert "\n" not in message and len(message) < 600, message  # a path, all families
+    assert len(message) < 600, message  # a path, all families
     assert all(word in message for word in words), message
     assert sorted(folder.rglob("*")) == before
 

@@ -78,9 +78,8 @@ KEYS = {
 @pytest.mark.parametrize("words", KEYS)
 def test_keys_that_would_be_computed_wrongly_are_refused(stock, tmp_path, words):
     path = changed(stock(), tmp_path / "in.gguf", KEYS[words], {})
-    with pytest.raises(HotsplitError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words):
         convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
-    assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["in.gguf"]
 
 

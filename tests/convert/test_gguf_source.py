@@ -520,9 +520,9 @@ def test_verification_refuses_wrong_values(silu, tmp_path, monkeypatch, outtype,
     right = module.tensor_entries
     monkeypatch.setattr(module, "tensor_entries", lambda *args: WRONG[wrong](right(*args)))
     config = ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype)
-    with pytest.raises(HotsplitError, match="does not read back as it was") as caught:
+    with pytest.raises(HotsplitError, match="does not read back as it was"):
         convert(config, verify=check)
-    assert not list(tmp_path.iterdir()) and "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):

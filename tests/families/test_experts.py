@@ -540,9 +540,8 @@ def test_keys_that_do_not_fit_are_refused(tmp_path, words):
         f"qwen3moe.{name}": value if isinstance(value, bool) else np.float32(value)
         for name, value in WRONG_KEYS[words].items()
     }
-    with pytest.raises(HotsplitError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words):
         ModelFile.of(tmp_path / "m.gguf", keys | changed, tensors)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_router_of_the_wrong_shape_is_refused(tmp_path):
@@ -600,6 +599,5 @@ def test_what_mixtures_cannot_do_is_refused(tmp_path):
             mixture(layout="stock", activation="relu"), mode="exact"
         ),
     }.items():
-        with pytest.raises(HotsplitError, match=words) as caught:
+        with pytest.raises(HotsplitError, match=words):
             refused()
-        assert "\n" not in str(caught.value)

@@ -912,9 +912,8 @@ def test_a_graph_that_would_be_computed_wrongly_is_refused(checkpoints, tmp_path
     case, change = REFUSED[words]
     folder = Path(shutil.copytree(checkpoints(case), tmp_path / "hf"))
     edit_config(folder, lambda c: c.update(change))
-    with pytest.raises(HotsplitError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words):
         converted(folder, tmp_path / "m.gguf")
-    assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
@@ -935,9 +934,8 @@ def test_experts_that_contradict_each_other_are_refused(checkpoints, tmp_path, w
         words = r"'model.layers.1.mlp.gate.weight' is \[6, \d+\], wanted \[7, \d+\]"
     (folder / "model.safetensors").unlink()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(HotsplitError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words):
         converted(folder, tmp_path / "m.gguf")
-    assert "\n" not in str(caught.value)
 
 
 def test_old_falcon_keys_and_short_names(checkpoints, tmp_path):

@@ -189,9 +189,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_not_computed_is_refused_with_its_key(words):
-    with pytest.raises(HotsplitError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words):
         read_blueprint(Path("config.json"), CONFIG | REFUSED[words], 1 << 20)
-    assert "\n" not in str(caught.value)
 
 
 def test_plan_assumes_as_many_neurons_as_normally_distributed_gates_leave(path, capsys):

@@ -135,13 +135,12 @@ def test_published_configs_and_the_text_of_a_model_for_images(tmp_path):
 
 def test_layers_without_one_to_share_with_are_refused(model):
     keys, tensors = read_model_gguf(model.path)
-    with pytest.raises(HotsplitError, match="the last 2 of 3 layers read the keys and") as caught:
+    with pytest.raises(HotsplitError, match="the last 2 of 3 layers read the keys and"):
         shared = {"gemma4.attention.shared_kv_layers": np.uint32(2)}
         ModelFile.of(model.path, keys | shared, tensors)
     for name, words in (("rope.freq_base_swa", "is -1"), ("attention.key_length_swa", "is -1")):
         with pytest.raises(HotsplitError, match=f"gemma4.{name}'? {words}"):
             ModelFile.of(model.path, keys | {f"gemma4.{name}": np.int32(-1)}, tensors)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +280,5 @@ def test_indices_of_layers_may_have_zeros_before_them():
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_not_computed_is_refused_with_its_key(words):
     config = CASES["gemma4"].to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
-    with pytest.raises(HotsplitError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words):
         read_blueprint(Path("config.json"), config | REFUSED[words], 331)
-    assert "\n" not in str(caught.value)

@@ -179,9 +179,8 @@ REFUSED = {
 def test_other_graphs_are_refused(tmp_path, words):
     folder = checkpoint(tmp_path / "hf", {})
     edit_config(folder, lambda config: config.update(REFUSED[words]))
-    with pytest.raises(HotsplitError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words):
         convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
-    assert "\n" not in str(caught.value)
 
 
 def test_windows_that_llama_cpp_does_not_have_are_refused_in_its_layout(tmp_path):

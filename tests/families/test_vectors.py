@@ -104,11 +104,8 @@ def test_a_vector_has_the_values_of_its_type(source, tmp_path, case):
         own = {name: stored(tensors[name], kind) for name in vectors}
         path = written(tmp_path / "m.gguf", keys, tensors | own)
         if kind in NUMBERS:
-            with pytest.raises(
-                HotsplitError, match=f"is in {kind}, which .*another type$"
-            ) as error:
+            with pytest.raises(HotsplitError, match=f"is in {kind}, which .*another type$"):
                 ModelFile.load(path)
-            assert "\n" not in str(error.value)
             continue
         read = ModelFile.load(path).tensors
         for name, entry in own.items():
@@ -188,6 +185,5 @@ def test_a_vector_of_another_length_is_refused(source, tmp_path, kind, shape):
     wrong = stored(wrong, kind) if wrong.read().size else replace(wrong, kind=kind)
     name = "blk.1.attn_norm.weight"
     path = written(tmp_path / "m.gguf", keys, tensors | {name: wrong})
-    with pytest.raises(HotsplitError, match=rf"{name} is .*wanted \[64\]") as error:
+    with pytest.raises(HotsplitError, match=rf"{name} is .*wanted \[64\]"):
         ModelFile.load(path)
-    assert "\n" not in str(error.value)

@@ -336,9 +336,8 @@ def test_a_profile_of_another_model_or_shape_is_refused(tmp_path, make, form):
         num_neurons = changed["active_count_LF"].shape[1]
         changed["gate_histogram_LB"] = wrong.gate_histogram_LB * num_neurons // NEURONS
         type(wrong)(**changed).save(tmp_path / "p.safetensors")
-        with pytest.raises(HotsplitError, match="made for model|not among the 9 of") as error:
+        with pytest.raises(HotsplitError, match="made for model|not among the 9 of"):
             export(plan(tmp_path, form, "m-4.gguf"))
-        assert "\n" not in str(error.value)
     assert not (tmp_path / "m-4.gguf").exists()
 
 

@@ -131,7 +131,7 @@ def test_damaged_old_files_are_refused(tmp_path, message):
     path.write_bytes(BROKEN[message])
     with pytest.raises(HotsplitError, match=message) as caught:
         Importances.load(path)
-    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 ONES, ONE = np.ones((2, 4), np.float32), np.ones((2, 1), np.float32)

@@ -216,9 +216,8 @@ def test_a_scale_that_is_missing_or_wrong_is_refused(tmp_path, scale, words):
     if scale is not None:
         tensors["blk.0.ffn_up.scale"] = scale
     path = file_of(tmp_path / "a.gguf", tensors)
-    with pytest.raises(HotsplitError, match=words) as refused:
+    with pytest.raises(HotsplitError, match=words):
         open_gguf(path, "model")
-    assert "\n" not in str(refused.value)
 
 
 def test_no_scale_anywhere_is_a_scale_of_one(tmp_path):

@@ -390,9 +390,8 @@ def test_drafted_tokens_are_distributed_as_drawn_ones():
 
 
 def refuses(engine: Engine, match: str) -> None:
-    with pytest.raises(HotsplitError, match=match) as caught:
+    with pytest.raises(HotsplitError, match=match):
         check_rows(engine._live)
-    assert "\n" not in str(caught.value)
 
 
 def test_speculation_is_refused_where_rows_may_differ_from_single_steps(tmp_path):
@@ -526,11 +525,10 @@ def test_a_draft_model_of_another_vocabulary_is_refused_or_left_out(tmp_path, ca
         options = SpeculationOptions(type="draft")
         with Engine.load(path, mode="dense") as engine:
             with (
-                pytest.raises(HotsplitError, match=match) as caught,
+                pytest.raises(HotsplitError, match=match),
                 speculating(engine, options, tmp_path / "draft.gguf"),
             ):
                 pass
-            assert "\n" not in str(caught.value)
             caplog.clear()
             options = SpeculationOptions(type="auto")
             with speculating(engine, options, tmp_path / "draft.gguf") as drafts:

@@ -195,11 +195,8 @@ def test_plans_that_name_no_experts_of_the_model_are_refused(tmp_path):
     right = made_plan(model, [[30, 2], [1, 5]], [1, 1])
     right.check_against(model, tmp_path / "s.gguf")
     wrong = dataclasses.replace(right, hot=(right.hot[0], np.array([1, 12], np.int32)))
-    with pytest.raises(
-        HotsplitError, match="names layers, neurons or experts missing in"
-    ) as caught:
+    with pytest.raises(HotsplitError, match="names layers, neurons or experts missing in"):
         wrong.check_against(model, tmp_path / "s.gguf")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("plan", PLANS)

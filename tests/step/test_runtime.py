@@ -270,9 +270,8 @@ def test_wrong_options_of_load_are_refused(tmp_path, options, message):
 )
 def test_wrong_tokens_are_refused(tmp_path, ids, message):
     model = saved(tmp_path)
-    with Engine.load(model.path) as engine, pytest.raises(HotsplitError, match=message) as error:
+    with Engine.load(model.path) as engine, pytest.raises(HotsplitError, match=message):
         engine.logits(ids)
-    assert "\n" not in str(error.value)
 
 
 def test_a_plan_of_another_model_is_refused(tmp_path):

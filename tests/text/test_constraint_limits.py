@@ -145,7 +145,7 @@ SCHEMA_REFUSALS = [
 def refused(make, text, message):
     with pytest.raises(HotsplitError, match=message) as raised:
         make(text, tiny_codec())
-    assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+    assert len(str(raised.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -298,9 +298,8 @@ def test_an_explosive_constraint_is_refused_at_once_or_followed(make, text, mess
     if message is None:
         assert make(text, tiny_codec()).mask_V(4096).any()
     else:
-        with pytest.raises(HotsplitError, match=message) as refusal:
+        with pytest.raises(HotsplitError, match=message):
             make(text, tiny_codec())
-        assert "\n" not in str(refusal.value)
     assert time.monotonic() - began < 90  # on a free machine two seconds
     assert takes(other, "abb") and takes(regex_constraint("c", tiny_codec()), "c")
 

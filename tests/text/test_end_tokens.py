@@ -173,9 +173,8 @@ WRONG_LIST = ([np.int32(3), np.int32(-1)], [np.int32(SIZE)], ["x"], "x", [np.int
     ],
 )
 def test_an_id_that_is_no_token_is_refused(name, wrong):
-    with pytest.raises(HotsplitError, match=f"{name} is .* wanted a token") as refusal:
+    with pytest.raises(HotsplitError, match=f"{name} is .* wanted a token"):
         TextCodec.of(model_of(True, **{name: wrong}))
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.fixture(scope="module")
