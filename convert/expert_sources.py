@@ -86,7 +86,10 @@ def _add(
     count, num_rows = wanted[place.names[0]][:2]
     packed = checkpoint.tensors[source].packed
     are_rows = packed is not None and packed.are_rows
-    are_columns = form == "columns" and place.expert is None and not are_rows
+    are_columns = form != "rows" and place.expert is None and not are_rows
+    if form == "rows or transposed":  # as in transformers, square matrices are not transposed
+        rows = (count, num_rows * len(place.names), *wanted[place.names[0]][2:])
+        are_columns = are_columns and checkpoint.tensors[source].shape != rows
     _check_shape(checkpoint, source, place, wanted, are_columns=are_columns)
     for part, name in enumerate(place.names):
         begin, end, step = part * num_rows, (part + 1) * num_rows, 1

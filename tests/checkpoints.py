@@ -6,7 +6,16 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 TINY = {
     "num_hidden_layers": 3,
@@ -61,11 +70,27 @@ def random_llama(
     return folder
 
 
+def auto_class(
+    config: PretrainedConfig,
+) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """The class of transformers that makes a model of a text, or of one beside images."""
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+
+
+def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """What `architectures` says of a checkpoint with this config."""
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return (MODEL_FOR_CAUSAL_LM_MAPPING if is_text else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)[
+        type(config)
+    ]
+
+
 def random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Path:
     """Saves a model of any family with random weights, norms and biases too; returns the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
             is_vector = weight.ndim == 1 and name.endswith(("weight", "scale"))
             is_norm = is_vector or name.endswith("norm.weight")

@@ -436,7 +436,7 @@ DbrxForCausalLM => {} => this mixture of experts is not supported
 SomeForCausalLM => {"num_experts": 8} => experts are not supported
 MambaForCausalLM => {} => recurrent layers
 BertModel => {} => an encoder
-Qwen2VLForConditionalGeneration => {} => models for images
+Idefics3ForConditionalGeneration => {} => models for images
 UnheardOf => {} => is unknown
 """
 
@@ -450,7 +450,7 @@ def test_the_refusal_of_a_checkpoint_says_why(name, changes, why):
     assert ("; llama.cpp may run a GGUF of it; supp" in line) == (name in OF_LLAMACPP)
 
 
-OF_LLAMACPP = ("DbrxForCausalLM", "MambaForCausalLM", "Qwen2VLForConditionalGeneration")
+OF_LLAMACPP = ("DbrxForCausalLM", "MambaForCausalLM")
 
 
 THEIRS = ("deepseek2", "granitehybrid", "ernie4_5-moe", "rwkv7")

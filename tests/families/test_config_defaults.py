@@ -5,14 +5,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from checkpoints import class_of
 from test_families import CASES
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    GraniteMoeHybridConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    PretrainedConfig,
-)
+from transformers import GraniteMoeHybridConfig, Lfm2Config, Lfm2MoeConfig, PretrainedConfig
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families import config_reader
@@ -27,7 +22,8 @@ def config_of(case: str) -> dict:
     """A config with all keys that transformers has but those about each layer, so that each can be
     left out."""
     config = CASES[case]
-    values = config.to_dict() | {"architectures": [first_of(config)]}
+    values = config.to_dict() | {"architectures": [class_of(config).__name__]}
+    values = values.pop("text_config", {}) | values  # as Qwen2-VL's
     values["max_position_embeddings"] = 10_000  # longer than any window
     by_layer = ("layer_types", "per_layer_config")
     # Without them, its layers are recurrent, or share keys with none before them.
@@ -39,9 +35,8 @@ def config_of(case: str) -> dict:
     return {key: value for key, value in values.items() if key not in by_layer}
 
 
-def first_of(config: PretrainedConfig) -> str:
-    """What `architectures` says of a checkpoint with this config."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+def class_of_text(config: PretrainedConfig) -> type[PretrainedConfig]:
+    return type(config.get_text_config())
 
 
 def facts(values: dict) -> object:
@@ -92,7 +87,7 @@ def keys_read(values: dict, monkeypatch) -> set[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_missing_key_has_the_default_of_transformers(case, monkeypatch):
-    values, fields = config_of(case), type(CASES[case]).__dataclass_fields__
+    values, fields = config_of(case), class_of_text(CASES[case]).__dataclass_fields__
     keys = keys_read(values, monkeypatch)
     assert len(keys) > 12 and facts(values) != "refused"
     for key in keys & values.keys() & fields.keys():
@@ -103,7 +98,7 @@ def test_a_missing_key_has_the_default_of_transformers(case, monkeypatch):
 
 
 def test_the_table_of_defaults_equals_that_of_transformers():
-    classes = {first_of(config): type(config) for config in CASES.values()}
+    classes = {class_of(config).__name__: class_of_text(config) for config in CASES.values()}
     for name, kind in classes.items():
         for key, value in FAMILIES[name].defaults.items():
             field = kind.__dataclass_fields__.get(key)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from checkpoints import edit_config, random_model, save_tokenizer
+from checkpoints import auto_class, edit_config, random_model, save_tokenizer
 from gguf import MODEL_ARCH, GGMLQuantizationType
 from gguf.quants import dequantize
 from reference import rel_error
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Mistral3ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral3ForConditionalGeneration
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
@@ -160,6 +160,14 @@ def by_attention(full: dict, sliding_theta: float = 5e3) -> dict:
     return {"full_attention": full, "sliding_attention": plain}
 
 
+# Models for images beside text models of width 64.
+IMAGES = {"depth": 1, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+IMAGES_2 = IMAGES | {"embed_dim": 16, "hidden_size": 64}
+IMAGES_2_5 = IMAGES | {"hidden_size": 16, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
+IMAGES_3 = IMAGES | {"hidden_size": 16, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+IMAGES_3 |= {"num_position_embeddings": 16}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+
 CASES = {
     "llama": hf.LlamaConfig(**GATED | ODD, hidden_act="relu"),
     "llama-mqa-tied": hf.LlamaConfig(**GATED | MQA | TIED, hidden_act="silu"),
@@ -193,6 +201,24 @@ CASES = {
     ),
     "qwen3": hf.Qwen3Config(**GATED | ODD, head_dim=32),
     "qwen3-biases-tied": hf.Qwen3Config(**GATED | TIED, head_dim=16, attention_bias=True),
+    "qwen2vl": hf.Qwen2VLConfig(
+        text_config=GATED | ODD | {"rope_parameters": SECTIONS}, vision_config=IMAGES_2
+    ),
+    "qwen25vl-tied": hf.Qwen2_5_VLConfig(
+        text_config=GATED | MQA | {"rope_parameters": YARN | SECTIONS | {"rope_type": "yarn"}},
+        vision_config=IMAGES_2_5,
+        tie_word_embeddings=True,
+    ),
+    "qwen3vl": hf.Qwen3VLConfig(
+        text_config=GATED
+        | ODD
+        | {"head_dim": 32, "rope_parameters": SECTIONS | {"mrope_section": [6, 5, 5]}},
+        vision_config=IMAGES_3,
+    ),
+    "qwen3vlmoe": hf.Qwen3VLMoeConfig(
+        text_config=MOE | ODD | {"head_dim": 16, "rope_parameters": SECTIONS},
+        vision_config=IMAGES_3,
+    ),
     "opt": hf.OPTConfig(**OPT | ODD),
     "opt-norm-after": hf.OPTConfig(**OPT, do_layer_norm_before=False),
     "opt-untied-plain": hf.OPTConfig(
@@ -456,9 +482,10 @@ def checkpoints(tmp_path_factory):
 
 
 def transformers_logits(folder: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(
+    model = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+    )
+    model.eval()
     with torch.no_grad():
         return model(torch.tensor([IDS])).logits[0]
 
@@ -521,7 +548,8 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 
 
 _STOCK = """
-    llama-mqa-tied mistral qwen2 qwen3 phi3 falcon-11b gemma3-stock gemma4 gemma4-stock gemma4moe
+    llama-mqa-tied mistral qwen2 qwen3 qwen2vl qwen3vl qwen3vlmoe
+    phi3 falcon-11b gemma3-stock gemma4 gemma4-stock gemma4moe
     smollm3 ministral3 nemotron arcee starcoder2-stock command-r cohere2 gemma2-stock olmo2
     olmo3-stock exaone4-stock ernie glm4 glm granite mixtral olmoe qwen2moe qwen3moe granitemoe
     glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
@@ -936,6 +964,20 @@ def test_experts_that_contradict_each_other_are_refused(checkpoints, tmp_path, w
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(HotsplitError, match=words):
         converted(folder, tmp_path / "m.gguf")
+
+
+def test_experts_of_qwen_3_vl_are_transposed_as_published(checkpoints, tmp_path):
+    folder = Path(shutil.copytree(checkpoints("qwen3vlmoe"), tmp_path / "hf"))
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if ".experts." in name]:
+        weights[name] = weights[name].transpose(1, 2).contiguous()
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    equals_transformers_with_its_weights(folder, tmp_path / "m.gguf", "f32")
+    want = converted(checkpoints("qwen3vlmoe"), tmp_path / "n.gguf", outtype="f32")
+    tensors, others = (ModelFile.load(p).tensors for p in (tmp_path / "m.gguf", want))
+    for name, entry in others.items():
+        assert np.array_equal(tensors[name].read(), entry.read()), name
 
 
 def test_old_falcon_keys_and_short_names(checkpoints, tmp_path):

@@ -12,8 +12,9 @@ from hotsplit.files.gguf_file import Value
 from hotsplit.model.spec import ModelSpec
 
 NameOf = Callable[[str], str | None]
-# Matrices of all experts: with rows of gates before those of ups, or with columns of them in turn.
-ExpertForm = Literal["rows", "columns"]
+# Matrices of all experts: with rows of gates before those of ups; the same or its transpose, which
+# the shape says; or with columns of gates and ups in turn.
+ExpertForm = Literal["rows", "rows or transposed", "columns"]
 # Rotary frequencies stored by old versions of transformers; readers compute them from the config.
 IGNORED = ("rotary_emb.inv_freq",)
 

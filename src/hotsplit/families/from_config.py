@@ -51,7 +51,7 @@ def read_blueprint(
     notes = _type_notes(path, config.get("model_type"), family, str(name))
     is_beside = bool(family.text_key)
     if is_beside:
-        own = config.get(family.text_key)
+        own = config.get(family.text_key, config)  # Qwen2-VL's had one config for both
         if not isinstance(own, dict):
             raise HotsplitError(
                 f"{path}: {family.text_key} is {shown(own)}, wanted the text model's config"

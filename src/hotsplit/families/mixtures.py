@@ -44,13 +44,17 @@ def keys_of_qwen2(read: ConfigReader) -> dict[str, Value]:
     has_window_L = [i % 2 == 0 and i < last for i in range(read.count("num_hidden_layers"))]
     windows = windows_of_config(read, is_used=is_used, has_window_L=has_window_L)
     shared = read.count("shared_expert_intermediate_size")
-    return _qwen_keys(read, shared=shared) | window_keys(windows)
+    experts = qwen_keys(read, renormalises=read.flag("norm_topk_prob"), shared=shared)
+    return experts | window_keys(windows)
 
 
-def _qwen_keys(read: ConfigReader, shared: int = 0) -> dict[str, Value]:
-    return expert_keys(
-        read, renormalises=read.flag("norm_topk_prob"), shared=shared, num_dense=dense_layers(read)
-    )
+def keys_of_qwen3(read: ConfigReader) -> dict[str, Value]:
+    windows = in_all_layers(read, is_used=read.flag("use_sliding_window"))
+    return qwen_keys(read, renormalises=read.flag("norm_topk_prob")) | window_keys(windows)
+
+
+def qwen_keys(read: ConfigReader, *, renormalises: bool, shared: int = 0) -> dict[str, Value]:
+    return expert_keys(read, renormalises=renormalises, shared=shared, num_dense=dense_layers(read))
 
 
 def with_dense(spec: ModelSpec, read: ConfigReader) -> Sources:
@@ -90,6 +94,18 @@ def _not_in_olmoe(spec: ModelSpec) -> str | None:
 
 _DEFAULTS = {"tie_word_embeddings": False, "attention_bias": False, "norm_topk_prob": False}
 _QWEN = _DEFAULTS | {"use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1}
+QWEN3_MOE = Family(
+    classes=("Qwen3MoeForCausalLM",),
+    title="Qwen 3 MoE",
+    graph="qwen3moe",
+    model_types=("qwen3_moe",),
+    read_keys=COUNTS,
+    defaults=_QWEN | {"num_experts_per_tok": 8, "num_experts": 128, "num_key_value_heads": 4},
+    flags={"attention_bias": ATTN_BIASES},
+    derived=derived,
+    keys=keys_of_qwen3,
+    sources=with_dense,
+)
 FAMILIES = (
     Family(
         classes=("MixtralForCausalLM",),
@@ -142,21 +158,7 @@ FAMILIES = (
         keys=keys_of_qwen2,
         sources=with_dense,
     ),
-    Family(
-        classes=("Qwen3MoeForCausalLM",),
-        title="Qwen 3 MoE",
-        graph="qwen3moe",
-        model_types=("qwen3_moe",),
-        read_keys=COUNTS,
-        defaults=_QWEN | {"num_experts_per_tok": 8, "num_experts": 128, "num_key_value_heads": 4},
-        flags={"attention_bias": ATTN_BIASES},
-        derived=derived,
-        keys=lambda read: (
-            _qwen_keys(read)
-            | window_keys(in_all_layers(read, is_used=read.flag("use_sliding_window")))
-        ),
-        sources=with_dense,
-    ),
+    QWEN3_MOE,
 )
 GRAPHS = (
     Architecture(

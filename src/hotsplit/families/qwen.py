@@ -25,24 +25,23 @@ DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-FAMILIES = (
-    Family(  # and sparse ones such as SparseQwen2 with `drelu`
-        classes=("Qwen2ForCausalLM",),
-        title="Qwen 2",
-        graph="qwen2",
-        defaults=DEFAULTS,
-        tensors=lambda read: dict.fromkeys(QKV_BIASES, ()),
-        keys=keys,
-    ),
-    Family(
-        classes=("Qwen3ForCausalLM",),
-        title="Qwen 3",
-        graph="qwen3",
-        defaults=DEFAULTS | {"head_dim": 128, "attention_bias": False},
-        flags={"attention_bias": ATTN_BIASES},
-        keys=keys,
-    ),
+QWEN2 = Family(  # and sparse ones such as SparseQwen2 with `drelu`
+    classes=("Qwen2ForCausalLM",),
+    title="Qwen 2",
+    graph="qwen2",
+    defaults=DEFAULTS,
+    tensors=lambda read: dict.fromkeys(QKV_BIASES, ()),
+    keys=keys,
 )
+QWEN3 = Family(
+    classes=("Qwen3ForCausalLM",),
+    title="Qwen 3",
+    graph="qwen3",
+    defaults=DEFAULTS | {"head_dim": 128, "attention_bias": False},
+    flags={"attention_bias": ATTN_BIASES},
+    keys=keys,
+)
+FAMILIES = (QWEN2, QWEN3)
 GRAPHS = tuple(
     Architecture(
         name=name,

@@ -257,6 +257,7 @@ def _keys(**own: Value) -> dict[str, Value]:
 
 CONFIG_KINDS = {
     "default": ConfigKind(words="ordinary rotary embeddings (default)", read=lambda p: ({}, {})),
+    "mrope": ConfigKind(words="by time and place in an image (mrope)", read=lambda p: ({}, {})),
     "linear": ConfigKind(words="positions divided by a factor (linear)", read=_linear),
     "llama3": ConfigKind(words="Llama 3's (llama3)", read=_llama3),
     "yarn": ConfigKind(words="YaRN (yarn)", read=_yarn),
