@@ -14,11 +14,13 @@ from hotsplit.artifacts.data_sheets import load_machine
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate as calibrating
+from hotsplit.measure.calibrate import cpu_bandwidth, cpu_costs
 from hotsplit.measure.calibrate import gpu as calibrate_gpu
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, busy_words, calibrate, report
 from hotsplit.measure.calibrate.cpu_bandwidth import thread_counts
 from hotsplit.measure.calibrate.cpu_costs import _row_probes, _tenths
 from hotsplit.measure.calibrate.step_costs import Shape
+from hotsplit.measure.timing import interleave
 from hotsplit.measure.timing.interleave import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds, take_turns
 from hotsplit.model.weight_types import NAMES
 from hotsplit.runtime.kernels.cpu import library
@@ -30,10 +32,16 @@ RTX = Path("rtx-4060-8gb")  # by its data sheet
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """(machine, messages, reported timings)."""
+    """(machine, messages, reported timings), measured on little memory in the fewest rounds."""
     lines, timings = [], []
     path = tmp_path_factory.mktemp("calibrate") / "m.json"
-    machine = calibrate(CalibrateConfig(output=path, gpu_from=RTX), lines.append, timings.append)
+    config = CalibrateConfig(output=path, gpu_from=RTX)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_bandwidth, "MAX_BUFFER_BYTES", 32 << 20)
+        patch.setattr(cpu_bandwidth, "CPU_LIMIT_S", 0.0)
+        patch.setattr(calibrating, "COSTS_LIMIT_S", 0.0)
+        patch.setattr(cpu_costs, "STEPS", 4)
+        machine = calibrate(config, lines.append, timings.append)
     assert Machine.load(path) == machine
     return machine, lines, timings
 
@@ -273,10 +281,13 @@ def test_a_rehearsal_of_the_gpu_measurements_without_one(monkeypatch):
     small = Shape(num_layers=4, hidden_size=64, num_neurons=128, vocab_size=100, head_dim=32)
     monkeypatch.setattr(calibrate_gpu.step_costs, "NARROW", small)
     monkeypatch.setattr(calibrate_gpu.step_costs, "SMALLER", replace(small, hidden_size=128))
+    monkeypatch.setattr(calibrate_gpu.step_costs, "STEPS", 1)
+    monkeypatch.setattr(calibrate_gpu, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(interleave, "MAX_ROUNDS", 2)
     timings: list[float] = []
     with fake_cuda():
         gpu = calibrate_gpu.measure_gpu(0, 0.1, make_machine().costs, 1 << 30, timings.append)
     assert gpu.source == "measured"
     assert len(gpu.figures) == 10
-    assert all(figure.rounds >= MIN_ROUNDS for figure in gpu.figures.values())
-    assert len(timings) >= (5 + 2 * 6) * (MIN_ROUNDS + 1)
+    assert all(figure.rounds >= 2 for figure in gpu.figures.values())
+    assert len(timings) == (5 + 2 * 6 + 1) * (2 + 1) - 3
