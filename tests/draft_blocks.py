@@ -5,10 +5,11 @@ import json
 import torch
 from checkpoints import random_model
 from safetensors.torch import load_file, save_file
-from test_families import DELTA, EQUAL, GATED, GLM, MOE, ODD, SHARED, TIED
+from test_families import DELTA, EQUAL, GATED, GLM, HUNYUAN3, MOE, ODD, SHARED, TIED
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    HYV3Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -20,6 +21,7 @@ from transformers.modeling_layers import MtpModel
 FOUR = DELTA | {"num_hidden_layers": 4}
 CASES = {
     "glm4moe": Glm4MoeConfig(**GLM | ODD, head_dim=32, first_k_dense_replace=1, use_qk_norm=True),
+    "hunyuan3": HYV3Config(**HUNYUAN3 | ODD, head_dim=24),
     "qwen35": Qwen3_5TextConfig(**GATED | ODD | FOUR | TIED, linear_conv_kernel_dim=3),
     "qwen35moe": Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED),
     "qwen3next": Qwen3NextConfig(**MOE | ODD | FOUR | SHARED, mlp_only_layers=[0]),
@@ -71,6 +73,8 @@ def logits_of_transformers(folder, ids):
     own = r"^mtp.*" if "qwen" in config["model_type"] else rf"layers\.{len(model.model.layers)}.*"
     model._keys_to_ignore_on_load_unexpected = [own]
     model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    if config.get("mlp_layer_types"):
+        model.config.mtp_mlp_layer_types = ["sparse"]
     if config.get("mlp_only_layers"):
         model.config.mlp_only_layers = []
     block = MtpModel.from_pretrained(model).eval()

@@ -317,11 +317,25 @@ def _load(folder: Path) -> torch.nn.Module:
     )
 
 
+# Parts of published names, and of transformers'; in this order.
+_RENAMED = (
+    (".block_sparse_moe.", ".mlp."),
+    (".router.layer.", ".router."),
+    (".router.gate.", ".gate."),
+    (".shared_mlp.", ".shared_experts."),
+    (".moe_statics.", "."),
+    (".expert_bias", ".e_score_correction_bias"),
+    (".gate.e_score_correction_bias", ".e_score_correction_bias"),
+)
+
+
 def _renamed(name: str) -> str:
     """A name as transformers 5 has it (conversion_mapping.py), for all models alike."""
     # Of a text model beside one for images:
     name = name.removeprefix("language_model.").replace(".language_model.", ".")
-    return name.replace(".block_sparse_moe.", ".mlp.").replace(".router.layer.", ".router.")
+    for published, own in _RENAMED:
+        name = name.replace(published, own)
+    return name
 
 
 def _put_back_expert(state: dict[str, Tensor], item: Restored, expert: int) -> None:

@@ -1,6 +1,7 @@
 """The draft blocks of Qwen3-Next, Qwen 3.5, GLM-4.5 and the like: logits against transformers and
 float64, and what files keep of them."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -146,6 +147,22 @@ def test_a_head_and_an_embedding_of_the_blocks_own_are_used(checkpoints, tmp_pat
     converted(changed, tmp_path / "kept.gguf", outtype="q8_0", layout="stock")
     assert not copies.keys() & ModelFile.load(tmp_path / "again.gguf").tensors.keys()
     assert copies.keys() <= ModelFile.load(tmp_path / "kept.gguf").tensors.keys()
+
+
+def test_the_output_norm_of_hunyuan_3s_block_has_a_name_of_its_own(checkpoints, tmp_path):
+    """final_layernorm in tencent/Hy3."""
+    folder = shutil.copytree(checkpoints("hunyuan3"), tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.3.final_layernorm.weight"] = weights.pop(
+        "model.layers.3.shared_head.norm.weight"
+    )
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for source, name in ((folder, "m.gguf"), (checkpoints("hunyuan3"), "n.gguf")):
+        converted(source, tmp_path / name)
+    got, want = (ModelFile.load(tmp_path / name).tensors for name in ("m.gguf", "n.gguf"))
+    assert got.keys() == want.keys()
+    for name, entry in want.items():
+        assert np.array_equal(got[name].read(), entry.read()), name
 
 
 def test_blocks_that_do_not_run_are_left_out_or_refused(checkpoints, tmp_path):

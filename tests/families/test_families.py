@@ -72,6 +72,10 @@ OSS = GATED | {
 }
 GLM = MOE | {"n_routed_experts": 7, "routed_scaling_factor": 1.8}
 del GLM["num_experts"]
+EXAONE = MOE | {"num_shared_experts": 2, "head_dim": 24, "sliding_window": 5}
+HUNYUAN3 = MOE | {"num_shared_experts": 1, "router_scaling_factor": 1.8}
+MINIMAX = MOE | {"intermediate_size": 37, "num_hidden_layers": 2, "head_dim": 24}
+del MINIMAX["moe_intermediate_size"]
 # Key heads that are shared by three value heads each, and values wider than keys.
 DELTA = {
     "num_hidden_layers": 5,
@@ -406,6 +410,28 @@ CASES = {
         head_dim=16,
         rope_parameters=WHOLE_HEADS,
     ),
+    "minimaxmoe": hf.MiniMaxM2Config(**MINIMAX | ODD, rotary_dim=16),
+    "dotsmoe": hf.Dots1Config(
+        **GLM | ODD | {"num_key_value_heads": 4, "n_shared_experts": 2, "head_dim": 24},
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+    ),
+    "dotsmoe-window": hf.Dots1Config(
+        **GLM | {"n_shared_experts": 1, "n_routed_experts": 12, "n_group": 4, "topk_group": 2},
+        sliding_window=5,
+        max_window_layers=1,
+        attention_bias=True,
+    ),
+    "hunyuan3moe": hf.HYV3Config(**HUNYUAN3 | ODD, head_dim=24),
+    "exaonemoe": hf.ExaoneMoeConfig(
+        **EXAONE | ODD | {"num_hidden_layers": 5}, n_group=1, rope_parameters=LLAMA3
+    ),
+    "exaonemoe-plain": hf.ExaoneMoeConfig(
+        **EXAONE | layers("sf"), mlp_layer_types=["sparse", "sparse"], norm_topk_prob=False
+    ),
+    "solarmoe": hf.SolarOpenConfig(
+        **GLM | ODD, head_dim=24, rope_parameters=YARN | {"rope_theta": 1e4}
+    ),
     "gpt-oss": hf.GptOssConfig(
         **OSS | ODD,
         rope_parameters=YARN
@@ -553,6 +579,7 @@ _STOCK = """
     smollm3 ministral3 nemotron arcee starcoder2-stock command-r cohere2 gemma2-stock olmo2
     olmo3-stock exaone4-stock ernie glm4 glm granite mixtral olmoe qwen2moe qwen3moe granitemoe
     glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
+    minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe
 """
 STOCK = _STOCK.split()
 

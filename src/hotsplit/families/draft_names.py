@@ -19,6 +19,7 @@ _NAMES = {
     "enorm": OF_EMBEDDING,
     "hnorm": OF_HIDDEN,
     "shared_head.norm": OUTPUT_NORM,
+    "final_layernorm": OUTPUT_NORM,  # Hunyuan 3
     "embed_tokens": "nextn.embed_tokens",
     "shared_head.head": "nextn.shared_head_head",
 }

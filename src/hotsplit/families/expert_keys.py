@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import NameOf, gguf_names
+from hotsplit.families.blueprint import NameOf, gguf_names, suffixed
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import Value
@@ -22,7 +22,7 @@ MAX_EXPERTS = 4096
 # llama.cpp's numbers (llama_expert_gating_func_type).
 GATINGS: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}
 # Names of the number of experts in configs, in the order in which they are looked for.
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 KEYS = (
     "expert_count",
     "expert_used_count",
@@ -88,8 +88,8 @@ def expert_keys(
     expert and of the experts of a token. shared: neurons of the shared experts, 0 without any.
     groups: their number, and how many a token uses."""
     key = next((name for name in COUNTS if name in read.said), None)
-    key = key or next(name for name in COUNTS if name in read.values)
-    count = read.values[key]
+    key = key or next((name for name in COUNTS if name in read.values), COUNTS[0])
+    count = read.values.get(key)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_EXPERTS:
         raise HotsplitError(
             f"{read.path}: {key} is {shown(count)}, wanted a number of experts from 1 to"
@@ -113,6 +113,12 @@ def expert_keys(
     return keys
 
 
+# A bias for the choice alone, under the names that configs' families have for it.
+with_choice_bias = suffixed(
+    {".e_score_correction_bias": ".e_score_correction.bias", ".expert_bias": ".expert_bias.bias"}
+)
+
+
 def dense_layers(read: ConfigReader) -> int:
     """The number of layers without experts, which are the first, by `mlp_only_layers` and
     `decoder_sparse_step` (transformers, modeling_qwen2_moe.py)."""
@@ -121,11 +127,30 @@ def dense_layers(read: ConfigReader) -> int:
     if not isinstance(only, list):
         raise HotsplitError(f"{read.path}: mlp_only_layers is {shown(only)}, wanted a list")
     are_dense = [layer in only or (layer + 1) % step != 0 for layer in range(num_layers)]
-    count = are_dense.index(False) if False in are_dense else num_layers
+    return leading_dense(read, are_dense, "mlp_only_layers, decoder_sparse_step")
+
+
+def dense_layers_of_types(read: ConfigReader, default: int) -> int:
+    """The same by `mlp_layer_types`; `default`: without that key."""
+    types, num_layers = read.values.get("mlp_layer_types"), read.count("num_hidden_layers")
+    if types is None:
+        return min(default, num_layers)
+    known = {"dense", "sparse"}
+    if not isinstance(types, list) or len(types) != num_layers or not known.issuperset(types):
+        raise HotsplitError(
+            f"{read.path}: mlp_layer_types is {shown(types)}, wanted {num_layers} of dense or"
+            " sparse; this checkpoint is not supported"
+        )
+    return leading_dense(read, [each == "dense" for each in types], "mlp_layer_types")
+
+
+def leading_dense(read: ConfigReader, are_dense: list[bool], keys: str) -> int:
+    """The number of layers without experts, if they are the first; `keys` say so."""
+    count = are_dense.index(False) if False in are_dense else len(are_dense)
     if any(are_dense[count:]):
         raise HotsplitError(
-            f"{read.path}: layers without experts (mlp_only_layers, decoder_sparse_step) are"
-            " supported only before all others; this checkpoint is not supported"
+            f"{read.path}: layers without experts ({keys}) are supported only before all others;"
+            " this checkpoint is not supported"
         )
     return count
 

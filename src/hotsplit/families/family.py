@@ -46,7 +46,8 @@ class Architecture:
     `stock_activations` and `stock_options`: what llama.cpp's graph of this name computes and loads;
     () if it has none; `not_in_stock` says what else of a spec it would compute otherwise.
     `apart` takes apart what files of llama.cpp's converter have in one tensor, and `joined` makes
-    one of what its graph wants in one. `fuses_attention`: its queries, keys and values are one
+    one of what its graph wants in one. `runs_draft_block`: where its files have one, it is used.
+    `fuses_attention`: its queries, keys and values are one
     matrix; what others have in one is taken apart before `of_keys`. `usual_keys`: a file's keys as
     those of the spec's own architecture, if that is another."""
 
@@ -55,6 +56,7 @@ class Architecture:
     known_keys: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     fuses_attention: bool = False
+    runs_draft_block: bool = True
     stock_activations: tuple[Activation, ...] = ("silu",)
     stock_options: tuple[str, ...] = ()
     not_in_stock: Callable[[ModelSpec], str | None] = lambda spec: None

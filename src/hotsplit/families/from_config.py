@@ -114,7 +114,8 @@ def _blueprint(
         for name, shape in optional.items()
         for layer in range(num_layers)
     }
-    can_draft = DRAFT_LAYERS in ARCHITECTURES[graph].known_keys
+    own_graph = ARCHITECTURES[graph]
+    can_draft = DRAFT_LAYERS in own_graph.known_keys and own_graph.runs_draft_block
     if can_draft and has_draft_block(sources, num_layers):
         given[f"blk.{num_layers}.{JOIN}.weight"] = _NONE
         keys |= {"block_count": np.uint32(num_layers + 1), DRAFT_LAYERS: np.uint32(1)}

@@ -3,9 +3,15 @@ after some layers without experts, with a rotary embedding of a part of each hea
 
 from functools import partial
 
-from hotsplit.families.blueprint import Sources, suffixed
+from hotsplit.families.blueprint import Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys
+from hotsplit.families.expert_keys import (
+    COUNTS,
+    KEYS,
+    expert_keys,
+    experts_of_keys,
+    with_choice_bias,
+)
 from hotsplit.families.family import QKV_BIASES, Architecture, Family
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.llama import without_windows
@@ -28,8 +34,13 @@ def derived(read: ConfigReader) -> dict[str, object]:
 
 
 def keys(read: ConfigReader) -> dict[str, Value]:
+    return without_windows(read) | router_keys(read)
+
+
+def router_keys(read: ConfigReader) -> dict[str, Value]:
+    """The keys of DeepSeek-V3's router."""
     length = read.count("moe_intermediate_size")
-    return without_windows(read) | expert_keys(
+    return expert_keys(
         read,
         gating="sigmoid",
         renormalises=read.flag("norm_topk_prob"),
@@ -43,9 +54,7 @@ def keys(read: ConfigReader) -> dict[str, Value]:
 def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
     """A layer beyond the last is left out unless it is a draft block."""
     return Sources(
-        renamed=suffixed(
-            {".mlp.gate.e_score_correction_bias": ".mlp.gate.e_score_correction.bias"}
-        ),
+        renamed=with_choice_bias,
         ignored_prefixes=() if spec.draft else (f"model.layers.{spec.num_layers}.",),
     )
 

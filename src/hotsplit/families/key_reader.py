@@ -197,7 +197,8 @@ class KeyReader:
     def has_draft_block(self) -> bool:
         """True if the file has the tensors of one such layer, which then are the draft block."""
         block = self.count("block_count") - 1
-        return self.num_skipped == 1 and f"blk.{block}.{JOIN}.weight" in self.tensors
+        can_run = self.num_skipped == 1 and self.graph.runs_draft_block
+        return can_run and f"blk.{block}.{JOIN}.weight" in self.tensors
 
     def own_keys(self, spec: ModelSpec) -> dict[str, Value]:
         """The keys of the architecture, without its prefix and without layers that are skipped."""

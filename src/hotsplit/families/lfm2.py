@@ -9,9 +9,15 @@ from functools import partial
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import NameOf, Sources, suffixed
+from hotsplit.families.blueprint import NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys
+from hotsplit.families.expert_keys import (
+    COUNTS,
+    KEYS,
+    expert_keys,
+    experts_of_keys,
+    with_choice_bias,
+)
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
@@ -72,11 +78,9 @@ def keys_of_mixture(read: ConfigReader) -> dict[str, Value]:
 
 
 def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
-    with_bias = suffixed({".expert_bias": ".expert_bias.bias"})
-
     def renamed(name_of: NameOf) -> NameOf:
         own = {"model.embedding_norm.weight": NORM, "lm_head.weight": "output.weight"}
-        name = with_bias(name_of)
+        name = with_choice_bias(name_of)
         return lambda source: own.get(source) or name(source)
 
     return Sources(renamed=renamed)
