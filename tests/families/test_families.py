@@ -397,6 +397,23 @@ CASES = {
         sliding_window=4,
     ),
     "qwen3moe": hf.Qwen3MoeConfig(**MOE | ODD, head_dim=32, norm_topk_prob=True),
+    # As North-Mini, and as Command A+.
+    "cohere2moe": hf.Cohere2MoeConfig(
+        **MOE | ODD | {"num_hidden_layers": 6, "head_dim": 24, "intermediate_size": 37},
+        sliding_window=5,
+        expert_selection_fn="sigmoid",
+        norm_topk_prob=False,
+        first_k_dense_replace=1,
+        prefix_dense_intermediate_size=96,
+        rms_norm_eps=1e-3,
+        logit_scale=0.3,
+    ),
+    "cohere2moe-average": hf.Cohere2MoeConfig(
+        **MOE | MQA | UNTIED | layers("sfs") | {"head_dim": 16, "intermediate_size": 32},
+        sliding_window=3,
+        num_shared_experts=2,
+        layer_norm_eps=1e-3,
+    ),
     "granitemoe": hf.GraniteMoeConfig(**GRANITE | ODD),
     "granitemoe-shared": hf.GraniteMoeSharedConfig(
         **GRANITE | TIED | MQA, shared_intermediate_size=45, attention_bias=True
@@ -578,6 +595,7 @@ _STOCK = """
     phi3 falcon-11b gemma3-stock gemma4 gemma4-stock gemma4moe
     smollm3 ministral3 nemotron arcee starcoder2-stock command-r cohere2 gemma2-stock olmo2
     olmo3-stock exaone4-stock ernie glm4 glm granite mixtral olmoe qwen2moe qwen3moe granitemoe
+    cohere2moe cohere2moe-average
     glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
     minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe
 """
@@ -957,6 +975,17 @@ REFUSED = {
     "no tensor for 'blk.0.post_attention_norm.weight'": ("glm", of_class("Glm4")),
     "of type 'longrope'": ("olmo3", rope({"full_attention": {"rope_type": "longrope"}})),
     "sliding_window is 5, but no layer has it": ("exaone4", layers("ff")),
+    "expert_selection_fn is 'tanh'": ("cohere2moe", {"expert_selection_fn": "tanh"}),
+    "expert_selection_fn is null": ("cohere2moe", {"expert_selection_fn": None}),
+    "combination_strategy is 'sum', wanted 'average'": (
+        "cohere2moe",
+        {"shared_expert_combination_strategy": "sum"},
+    ),
+    "no key of a GGUF says that layers without experts do not": (
+        "cohere2moe",
+        {"prefix_dense_sliding_window_pattern": 2},
+    ),
+    "wanted dense for the first of 6 layers": ("cohere2moe", {"mlp_layer_types": ["sparse"] * 5}),
     "logits_scaling is 0": ("granite", {"logits_scaling": 0.0}),
     "embedding_multiplier is 2.0": ("granite", of_class("Llama", embedding_multiplier=2.0)),
 }

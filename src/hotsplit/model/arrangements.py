@@ -18,6 +18,14 @@ class Mixture:
     shared: Neurons | None = None
 
 
+def _feed_forward(neurons: Neurons | Mixture) -> tuple[tuple[Block, ...], tuple[str, ...]]:
+    """The blocks of a feed-forward, and the values that they add to the hidden state."""
+    if isinstance(neurons, Neurons):
+        return (neurons,), (neurons.writes,)
+    each = (neurons.experts,) if neurons.shared is None else (neurons.experts, neurons.shared)
+    return (neurons.route, *each), tuple(block.writes for block in each)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
     """Makes a layer's blocks in one of the orders that models have, with norms of one kind."""
@@ -47,22 +55,16 @@ class Arrangement:
     ) -> LayerSpec:
         """Norms before the mixer and feed-forward (Llama). `second`: the name of the latter.
         `factor`: of both outputs, in the residual sums (Granite)."""
-        first: tuple[Block, ...] = ()
-        blocks: tuple[Block, ...] = (neurons,) if isinstance(neurons, Neurons) else ()
-        if isinstance(neurons, Mixture):
-            is_early = neurons.route.reads == "x"  # of the layer's input
-            first = (neurons.route,) if is_early else ()
-            shared = () if neurons.shared is None else (neurons.shared,)
-            blocks = (*(() if is_early else (neurons.route,)), neurons.experts, *shared)
-        outputs = tuple(block.writes for block in blocks if isinstance(block, Neurons))
+        blocks, outputs = _feed_forward(neurons)
+        is_early = isinstance(neurons, Mixture) and neurons.route.reads == "x"  # the layer's input
         return LayerSpec(
             blocks=(
-                *first,
+                *blocks[:is_early],
                 self.make_norm("attn_norm", "x", "attn_in"),
                 mixer,
                 Add(terms=("x", "attn_out"), factor=factor),
                 self.make_norm(second, "x", "ffn_in"),
-                *blocks,
+                *blocks[is_early:],
                 Add(terms=("x", *outputs), factor=factor),
             )
         )
@@ -93,9 +95,18 @@ class Arrangement:
             )
         )
 
-    def parallel(self, attention: Attention, neurons: Neurons, *, num_norms: int) -> LayerSpec:
-        """Attention and feed-forward read one hidden state, through a norm or two (Falcon)."""
+    def parallel(
+        self,
+        attention: Attention,
+        neurons: Neurons | Mixture,
+        *,
+        num_norms: int,
+        factor: float = 1.0,
+    ) -> LayerSpec:
+        """Attention and feed-forward read one hidden state, through a norm or two (Falcon).
+        `factor`: of the outputs of the latter (the average of Cohere 2's mixtures)."""
         has_two = num_norms == 2
+        blocks, outputs = _feed_forward(neurons)
         second = (self.make_norm("attn_norm_2", "x", "attn_in"),) if has_two else ()
         return LayerSpec(
             blocks=(
@@ -103,8 +114,8 @@ class Arrangement:
                 *second,
                 attention if has_two else replace(attention, reads="ffn_in"),
                 Add(terms=("x", "attn_out")),
-                neurons,
-                Add(terms=("x", "ffn_out")),
+                *blocks,
+                Add(terms=("x", *outputs), factor=factor),
             )
         )
 
