@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+from importlib.util import find_spec
 
 # torch's threads otherwise spin on cores that other tests want: tests of the bundled model take
 # five times as much processor time. torch reads this when it is imported, here and in the processes
@@ -31,6 +32,8 @@ from hotsplit.runtime.weights import resident
 # Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if find_spec("triton"):
+    import interpreter_loops  # noqa: F401
 
 # What commands keep for later is, in tests, in a folder that is deleted after them.
 _cache = tempfile.TemporaryDirectory(prefix="hotsplit-tests-")

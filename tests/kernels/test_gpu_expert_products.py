@@ -17,7 +17,6 @@ from test_gpu_products import F16, is_right, powers, tokens
 from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE, Pairs
 
 triton = pytest.importorskip("triton")
-import interpreter_loops  # noqa: E402, F401
 
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels  # noqa: E402
 

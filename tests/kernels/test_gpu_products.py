@@ -26,7 +26,6 @@ from hotsplit.runtime.ops.device import TileLauncher, tile_dtype
 from hotsplit.runtime.weights.matrix import Linear
 
 triton = pytest.importorskip("triton")
-import interpreter_loops  # noqa: E402, F401
 
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
 

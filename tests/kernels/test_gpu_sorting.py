@@ -7,7 +7,6 @@ import torch
 from gpu_matrices import device
 
 pytest.importorskip("triton")
-import interpreter_loops  # noqa: E402, F401
 
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels  # noqa: E402
 

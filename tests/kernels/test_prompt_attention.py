@@ -14,7 +14,6 @@ from ptx.kernels import PtxKernels
 from hotsplit.model.attention import HeadVector
 
 pytest.importorskip("triton")
-import interpreter_loops  # noqa: E402, F401
 
 from hotsplit.runtime.kernels.gpu import prompt_attention  # noqa: E402
 from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402

@@ -195,7 +195,6 @@ def test_norms_are_rounded_as_products_take_them(family, kind, bound):
 def test_triton_kernels_give_the_references_logits():
     """In Triton's interpreter, with the weights in main memory: launches take what passes give."""
     pytest.importorskip("triton")
-    import interpreter_loops  # noqa: F401
 
     shape = make_sizes(num_layers=1, width=32, num_neurons=24, vocab_size=20, context_length=64)
     model, rows = make_model(sizes=shape, kind="q4_0", predictor_rank=8), rows_of([3, 17, 4], 0)
