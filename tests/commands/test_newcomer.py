@@ -453,7 +453,7 @@ def test_the_refusal_of_a_checkpoint_says_why(name, changes, why):
 OF_LLAMACPP = ("DbrxForCausalLM", "MambaForCausalLM")
 
 
-THEIRS = ("deepseek2", "granitehybrid", "ernie4_5-moe", "rwkv7")
+THEIRS = ("deepseek2", "granitehybrid", "bailingmoe", "rwkv7")
 
 
 @pytest.mark.parametrize(

@@ -468,7 +468,7 @@ Falcon3-7B-Instruct-Q4_K_M          llama          falcon3           28,3072,230
 starcoder2-7b-Q4_K_M                starcoder2     starcoder         32,4608,18432,36,4,128,49152
 SmolLM2-1.7B-Instruct-Q4_K_M        llama          smollm            24,2048,8192,32,32,64,49152
 SmolLM3-3B-Q4_K_M                   smollm3        smaug-bpe         36,2048,11008,16,4,128,128256
-ERNIE-4.5-21B-A3B-PT-Q4_K_M         ernie4_5-moe   llama             1,2560,12288,20,4,128,103424
+ERNIE-4.5-21B-A3B-PT-Q4_K_M         ernie4_5-moe   llama             28,2560,12288,20,4,128,103424
 LFM2-1.2B-Q4_K_M                    lfm2           lfm2              16,2048,8192,32,8,64,65536
 LFM2-8B-A1B-Q4_K_M                  lfm2moe        lfm2              24,2048,7168,32,8,64,65536
 bge-m3-Q8_0                         bert           llama             1,1024,4096,16,16,64,250002
@@ -507,6 +507,7 @@ _MARKS = {
     "LFM2-1.2B-Q4_K_M": "tied head_norms conv",
     "LFM2-8B-A1B-Q4_K_M": "tied head_norms conv choice_bias",
     "Qwen2.5-32B-Instruct-IQ2_XXS": "bias",
+    "ERNIE-4.5-21B-A3B-PT-Q4_K_M": "tied choice_bias",
 }
 _EXPERTS = {
     "Qwen3-30B-A3B-Q4_K_M": (128, 8, 768, 0, 0),
@@ -516,6 +517,7 @@ _EXPERTS = {
     "gpt-oss-20b-MXFP4": (32, 4, 2880, 0, 0),
     "GLM-4.5-Air-Q4_K_M": (128, 8, 1408, 1408, 1),
     "LFM2-8B-A1B-Q4_K_M": (32, 4, 1792, 0, 2),
+    "ERNIE-4.5-21B-A3B-PT-Q4_K_M": (64, 6, 1536, 3072, 1),
 }
 _LFM2 = {
     "context_length": 128000,
@@ -524,6 +526,13 @@ _LFM2 = {
     "shortconv.l_cache": 3,
 }
 _KEYS: dict[str, dict[str, object]] = {
+    "ERNIE-4.5-21B-A3B-PT-Q4_K_M": {
+        "expert_shared_count": 2,
+        "expert_shared_feed_forward_length": 3072,
+        "interleave_moe_layer_step": 1,
+        "context_length": 131072,
+        "rope.freq_base": 5e5,
+    },
     "LFM2-1.2B-Q4_K_M": _LFM2
     | {"attention.head_count_kv": [8 * (n in (2, 5, 8, 10, 12, 14)) for n in range(16)]},
     "LFM2-8B-A1B-Q4_K_M": _LFM2
@@ -612,7 +621,6 @@ _KEYS: dict[str, dict[str, object]] = {
 _WORDS = {
     "DeepSeek-V3-Q4_K_M": "MLA",
     "granite-4.0-h-small-Q4_K_M": "recurrent",
-    "ERNIE-4.5-21B-A3B-PT-Q4_K_M": "mixture of experts is not supported",
     "bge-m3-Q8_0": "an encoder",
     "mmproj-gemma-3-12b-it-f16": "images",
     "llama-3.1-8b-lora-F16": "an adapter",

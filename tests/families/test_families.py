@@ -76,6 +76,8 @@ EXAONE = MOE | {"num_shared_experts": 2, "head_dim": 24, "sliding_window": 5}
 HUNYUAN3 = MOE | {"num_shared_experts": 1, "router_scaling_factor": 1.8}
 MINIMAX = MOE | {"intermediate_size": 37, "num_hidden_layers": 2, "head_dim": 24}
 del MINIMAX["moe_intermediate_size"]
+# As llama.cpp's converter wants it: shared experts of intermediate_size / num_key_value_heads.
+ERNIE = {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 37, "intermediate_size": 148}
 # Key heads that are shared by three value heads each, and values wider than keys.
 DELTA = {
     "num_hidden_layers": 5,
@@ -314,6 +316,35 @@ CASES = {
         head_dim=16,
         use_bias=True,
         rope_parameters=linear(2.0),
+    ),
+    "erniemoe": hf.Ernie4_5_MoeConfig(**GATED | ODD | ERNIE, head_dim=24),
+    "erniemoe-plain": hf.Ernie4_5_MoeConfig(
+        **GATED | UNTIED | ERNIE, moe_num_shared_experts=0, moe_layer_start_index=0
+    ),
+    "seed-oss": hf.SeedOssConfig(**GATED | ODD, head_dim=24),
+    "seed-oss-biases": hf.SeedOssConfig(
+        **GATED | MQA | {"num_hidden_layers": 2},
+        attention_bias=False,
+        attention_out_bias=True,
+        rope_parameters=linear(2.0),
+    ),
+    "gemma": hf.GemmaConfig(**GATED | ODD, head_dim=24, hidden_act="gelu"),
+    "gemma-biases": hf.GemmaConfig(
+        **GATED | MQA | UNTIED, head_dim=16, attention_bias=True, hidden_act="silu"
+    ),
+    "stablelm": hf.StableLmConfig(**GATED | ODD, use_qkv_bias=True),
+    "stablelm-parallel": hf.StableLmConfig(
+        **GATED | MQA | TIED, use_parallel_residual=True, rope_parameters=HALF
+    ),
+    "gpt-neox": hf.GPTNeoXConfig(**SIZES | ODD, intermediate_size=160, initializer_range=0.1),
+    "gpt-neox-sequential": hf.GPTNeoXConfig(
+        **SIZES | TIED,
+        intermediate_size=160,
+        initializer_range=0.1,
+        use_parallel_residual=False,
+        attention_bias=False,
+        hidden_act="relu",
+        rope_parameters=HALF,
     ),
     "glm4": hf.Glm4Config(**GATED | ODD, head_dim=24),
     "glm4-plain-tied": hf.Glm4Config(
@@ -597,7 +628,8 @@ _STOCK = """
     olmo3-stock exaone4-stock ernie glm4 glm granite mixtral olmoe qwen2moe qwen3moe granitemoe
     cohere2moe cohere2moe-average
     glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
-    minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe
+    minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe erniemoe seed-oss gemma stablelm
+    stablelm-parallel gpt-neox
 """
 STOCK = _STOCK.split()
 

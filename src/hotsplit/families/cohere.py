@@ -68,7 +68,7 @@ def of_keys(read: KeyReader, *, has_windows: bool) -> ModelSpec:
         read,
         pairing="adjacent",
         norm=NORM,
-        arrange=partial(Arrangement.parallel, num_norms=1),
+        arrange=Arrangement.parallel,
         windows=windows,
         rotates_L=[window is not None for window in windows],
         has_head_norms=has_norms,
@@ -163,7 +163,7 @@ def _averaged(
     arrangement: Arrangement, attention: Attention, neurons: Neurons | Mixture
 ) -> LayerSpec:
     is_average = isinstance(neurons, Mixture) and neurons.shared is not None
-    return arrangement.parallel(attention, neurons, num_norms=1, factor=0.5 if is_average else 1.0)
+    return arrangement.parallel(attention, neurons, factor=0.5 if is_average else 1.0)
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:

@@ -252,6 +252,14 @@ def other_in_stock(spec: ModelSpec, *, renormalises: bool) -> str | None:
     return None
 
 
+def plain_weights_in_stock(spec: ModelSpec) -> str | None:
+    """What llama.cpp's graph that reads no keys of the weights of experts computes otherwise."""
+    route = spec.layers[-1].route
+    if route is None or (route.renormalises and route.scale == 1.0):
+        return None
+    return "divides the weights of experts by their sum and does not scale them, unlike this model"
+
+
 # ---- where a checkpoint has experts --------------------------------------------------------------
 
 # Names of an expert's matrices, or of all experts' together, and ours.

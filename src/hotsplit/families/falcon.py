@@ -63,7 +63,8 @@ def arrangement_with(options: Collection[str]) -> Callable[..., LayerSpec]:
     """The arrangement of a layer with these norms besides its first."""
     if NEXT_NORM[0] in options:
         return Arrangement.pre_norm
-    return partial(Arrangement.parallel, num_norms=1 + (OWN_NORM[0] in options))
+    own = ("attn_norm_2",) if OWN_NORM[0] in options else ()
+    return partial(Arrangement.parallel, norms=("attn_norm", *own))
 
 
 def qkv_order(attention: Attention) -> np.ndarray:

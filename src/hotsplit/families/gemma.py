@@ -1,7 +1,7 @@
-"""Gemma 2 (arXiv 2408.00118): windows in every second layer, norms before and after each block,
-embeddings scaled by sqrt(D), soft caps of scores and logits. Gemma 3 (arXiv 2503.19786): windows in
-five of six layers, with a rotary base of their own, and norms of heads instead of caps of
-scores."""
+"""Gemma (arXiv 2403.08295): norms by 1 + weight, and embeddings scaled by sqrt(D). Gemma 2 (arXiv
+2408.00118): windows in every second layer, norms before and after each block, soft caps of scores
+and logits. Gemma 3 (arXiv 2503.19786): windows in five of six layers, with a rotary base of their
+own, and norms of heads instead of caps of scores."""
 
 import math
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from hotsplit.families.blueprint import ADD_ONE, Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.family import ATTN_BIASES, Architecture, Family
+from hotsplit.families.family import ATTN_BIASES, GATED, Architecture, Family
 from hotsplit.families.key_reader import KeyReader
+from hotsplit.families.llama import without_windows
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope, local_theta_key
 from hotsplit.families.soft_caps import LOGIT_CAP, SCORE_CAP, cap_key, cap_of_keys
@@ -107,6 +108,26 @@ GEMMA2_DEFAULTS = {
 ONE_MORE = Sources(changes={"norm.weight": ADD_ONE})
 FAMILIES = (
     Family(
+        classes=("GemmaForCausalLM",),
+        title="Gemma",
+        graph="gemma",
+        names=gguf.MODEL_ARCH.LLAMA,  # the map of Gemma lacks a head that is not the embedding
+        defaults={
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "attention_bias": False,
+            "hidden_act": "gelu_pytorch_tanh",
+            "rms_norm_eps": 1e-6,
+        },
+        plain={"use_bidirectional_attention": False},
+        flags={"attention_bias": ATTN_BIASES},
+        # The published configs say gelu and mean its tanh form, as transformers knows.
+        activations={**GATED, "gelu": "gelu_tanh"},
+        keys=without_windows,
+        sources=lambda spec, read: ONE_MORE,
+    ),
+    Family(
         classes=("Gemma2ForCausalLM",),
         title="Gemma 2",
         graph="gemma2",
@@ -142,14 +163,26 @@ COMMON_KEYS = (
     LOGIT_CAP,
 )
 KNOWN_KEYS = {"gemma2": (*COMMON_KEYS, SCORE_CAP), "gemma3": (*COMMON_KEYS, "rope.freq_base_swa")}
-GRAPHS = tuple(
-    Architecture(
-        name=name,
-        of_keys=of_keys,
-        known_keys=known_keys,
-        options=ATTN_BIASES,
-        stock_activations=("gelu_tanh",),
-        not_in_stock=not_in_stock,
-    )
-    for name, known_keys in KNOWN_KEYS.items()
+
+
+def of_first(read: KeyReader) -> ModelSpec:
+    return decoder(read, embedding_scale=math.sqrt(read.count("embedding_length")))
+
+
+FIRST = Architecture(
+    name="gemma", of_keys=of_first, options=ATTN_BIASES, stock_activations=("gelu_tanh",)
+)
+GRAPHS = (
+    FIRST,
+    *(
+        Architecture(
+            name=name,
+            of_keys=of_keys,
+            known_keys=known_keys,
+            options=ATTN_BIASES,
+            stock_activations=("gelu_tanh",),
+            not_in_stock=not_in_stock,
+        )
+        for name, known_keys in KNOWN_KEYS.items()
+    ),
 )

@@ -16,6 +16,7 @@ from hotsplit.families.expert_keys import (
     KEYS,
     expert_keys,
     experts_of_keys,
+    plain_weights_in_stock,
     with_choice_bias,
 )
 from hotsplit.families.family import Architecture, Family, Tensors
@@ -112,16 +113,12 @@ def of_keys(read: KeyReader, *, has_experts: bool) -> ModelSpec:
 
 def _not_in_stock(spec: ModelSpec) -> str | None:
     """llama.cpp's graph reads neither of the router's keys."""
+    if (other := plain_weights_in_stock(spec)) is not None:
+        return other
     route = spec.layers[-1].route
-    if route is None:
-        return None
-    if not route.renormalises or route.scale != 1.0:
-        return (
-            "divides the weights of experts by their sum and does not scale them, unlike this model"
-        )
-    return (
-        None if route.has_choice_bias else "has a bias for the choice of experts, this model none"
-    )
+    if route is not None and not route.has_choice_bias:
+        return "has a bias for the choice of experts, this model none"
+    return None
 
 
 def _under(mine: str, other: str, spec: ModelSpec, tensors: Tensors) -> Tensors:

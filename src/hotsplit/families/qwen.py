@@ -1,13 +1,16 @@
-"""Qwen2, with biases on queries, keys and values, and Qwen3, with norms on queries and keys."""
+"""Qwen2, with biases on queries, keys and values, and Qwen3, with norms on queries and keys.
+Seed-OSS is a Qwen2 whose second norm has another name."""
 
+from collections.abc import Mapping
 from functools import partial
 
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import ATTN_BIASES, QKV_BIASES, Architecture, Family
-from hotsplit.families.llama import OPTIONS
+from hotsplit.families.llama import OPTIONS, without_windows
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.windows import KEYS, no_windows_in_stock, window_keys, windows_of_config
 from hotsplit.files.gguf_file import Value
+from hotsplit.model.arrangements import Arrangement
 
 
 def keys(read: ConfigReader) -> dict[str, Value]:
@@ -41,15 +44,43 @@ QWEN3 = Family(
     flags={"attention_bias": ATTN_BIASES},
     keys=keys,
 )
-FAMILIES = (QWEN2, QWEN3)
+SEED = Family(
+    classes=("SeedOssForCausalLM",),
+    title="Seed-OSS",
+    graph="seed_oss",
+    defaults={
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+    },
+    plain={"mlp_bias": False},
+    flags={"attention_bias": QKV_BIASES, "attention_out_bias": ATTN_BIASES[3:]},
+    keys=without_windows,
+)
+FAMILIES = (QWEN2, QWEN3, SEED)
+# By llama.cpp's name: the second norm, and the biases that its graph loads.
+_OWN: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "qwen2": ("ffn_norm", QKV_BIASES),
+    "qwen3": ("ffn_norm", ()),
+    "seed_oss": ("post_attention_norm", QKV_BIASES),
+}
 GRAPHS = tuple(
     Architecture(
         name=name,
-        of_keys=partial(decoder, has_head_norms=name == "qwen3"),
+        of_keys=partial(
+            decoder,
+            arrange=partial(Arrangement.pre_norm, second=second),
+            has_head_norms=name == "qwen3",
+        ),
         known_keys=KEYS,
         not_in_stock=no_windows_in_stock,
         options=OPTIONS,
         stock_options=stock_options,
     )
-    for name, stock_options in (("qwen2", QKV_BIASES), ("qwen3", ()))
+    for name, (second, stock_options) in _OWN.items()
 )

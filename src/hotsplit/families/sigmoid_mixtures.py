@@ -15,6 +15,7 @@ from hotsplit.families.expert_keys import (
     dense_layers_of_types,
     expert_keys,
     experts_of_keys,
+    plain_weights_in_stock,
     with_choice_bias,
 )
 from hotsplit.families.family import ATTN_BIASES, QKV_BIASES, Architecture, Family, Tensors
@@ -160,12 +161,6 @@ def not_in_exaone(spec: ModelSpec) -> str | None:
     return None
 
 
-def not_in_minimax(spec: ModelSpec) -> str | None:
-    route = spec.layers[-1].route
-    assert route is not None
-    return None if route.renormalises and route.scale == 1.0 else "does not scale experts"
-
-
 _DEFAULTS: Mapping[str, object] = {
     "tie_word_embeddings": False,
     "attention_bias": False,
@@ -300,7 +295,7 @@ FAMILIES = (
 )
 GRAPHS = (
     Architecture(
-        name="minimax-m2", of_keys=of_minimax, known_keys=KEYS, not_in_stock=not_in_minimax
+        name="minimax-m2", of_keys=of_minimax, known_keys=KEYS, not_in_stock=plain_weights_in_stock
     ),
     Architecture(
         name="dots1",

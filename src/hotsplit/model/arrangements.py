@@ -100,19 +100,19 @@ class Arrangement:
         attention: Attention,
         neurons: Neurons | Mixture,
         *,
-        num_norms: int,
+        norms: tuple[str, ...] = ("attn_norm",),
         factor: float = 1.0,
     ) -> LayerSpec:
-        """Attention and feed-forward read one hidden state, through a norm or two (Falcon).
-        `factor`: of the outputs of the latter (the average of Cohere 2's mixtures)."""
-        has_two = num_norms == 2
+        """Attention and feed-forward read one hidden state, through a norm or two, that of the
+        feed-forward first (Falcon). `factor`: of the outputs of the latter (the average of Cohere
+        2's mixtures)."""
+        own = tuple(self.make_norm(name, "x", "attn_in") for name in norms[1:])
         blocks, outputs = _feed_forward(neurons)
-        second = (self.make_norm("attn_norm_2", "x", "attn_in"),) if has_two else ()
         return LayerSpec(
             blocks=(
-                self.make_norm("attn_norm", "x", "ffn_in"),
-                *second,
-                attention if has_two else replace(attention, reads="ffn_in"),
+                self.make_norm(norms[0], "x", "ffn_in"),
+                *own,
+                attention if own else replace(attention, reads="ffn_in"),
                 Add(terms=("x", "attn_out")),
                 *blocks,
                 Add(terms=("x", *outputs), factor=factor),

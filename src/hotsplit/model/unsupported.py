@@ -36,9 +36,9 @@ vl vision llava forconditionalgeneration audio clip:\
 gemma: this Gemma's graph is not supported
 bloom mpt baichuan13: attention biased by distance (ALiBi) is not computed; {_SMALL}
 gpt2 gptneo gpt_neo gptj codegen starcoderfor gptbigcode:\
- the layers of GPT-2, GPT-J and GPT-NeoX are not supported; {_SMALL}
-phi2 phiforcausallm stablelm:\
- rotary embeddings of a part of each head with layer norms are not supported; {_SMALL}
+ the layers of GPT-2, GPT-J and GPT-Neo are not supported, those of GPT-NeoX are; {_SMALL}
+phi2 phiforcausallm phimoe: an output head with a bias is not supported; {_SMALL}
+stablelm: the layers of this StableLM are not supported, those of StableLmForCausalLM are
 internlm baichuan:\
  queries, keys and values fused in one matrix by groups are not supported; {_CONVERTED}
 minicpm: a scale of the residual sums by depth is not supported; {_CONVERTED}
