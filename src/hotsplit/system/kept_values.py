@@ -4,8 +4,13 @@ what a value holds for to the value.
 Only speed depends on them: a file that cannot be read counts as empty, and what cannot be written
 is measured again by the next process."""
 
+import fcntl
 import json
 import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hotsplit.errors import HotsplitError
@@ -14,6 +19,7 @@ from hotsplit.system.cache_place import cache_folder
 
 log = logging.getLogger(__name__)
 MOST_FILE_BYTES = 1 << 20
+MOST_WAIT_S = 5.0  # for a process that adds a value, which takes milliseconds
 _MOST_VALUES = 256  # in a file; the oldest go first
 
 
@@ -30,14 +36,39 @@ def kept_values(name: str) -> dict[str, object]:
 
 
 def keep_value(name: str, key: str, value: object) -> None:
-    """Adds a value to a file, if the cache folder can be written."""
-    others = {k: v for k, v in kept_values(name).items() if k != key}
-    content = dict([*others.items(), (key, value)][-_MOST_VALUES:])
+    """Adds a value to a file, if the cache folder can be written. Values that other processes add
+    at the same time are kept, too."""
     try:
-        with partial_file(cache_folder() / name) as partial:
-            partial.write_text(json.dumps(content, indent=1) + "\n")
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone_in(folder):
+            others = {k: v for k, v in kept_values(name).items() if k != key}
+            content = dict([*others.items(), (key, value)][-_MOST_VALUES:])
+            with partial_file(folder / name) as partial:
+                partial.write_text(json.dumps(content, indent=1) + "\n")
     except (OSError, HotsplitError) as error:
         log.debug(f"{error}: each process measures {name} again")
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Waits until no other process adds a value. Raises BlockingIOError after MOST_WAIT_S. Where
+    the file system has no locks, one of two values may be lost, and is measured again."""
+    descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + MOST_WAIT_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def processor() -> str:
