@@ -4,7 +4,7 @@ Each decision is announced in one line with its reason. Everything that follows 
 memories is decided before any stage runs; whether predictors pay off is decided after a first look
 at how many neurons fire (`worth`). The user's options take precedence."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import RunSource
-from hotsplit.runtime.resolved_options import cache_types_of, device_of
+from hotsplit.runtime.resolved_options import as_read, cache_types_of, device_of
 from hotsplit.runtime.resolved_options import context_of as longest_text
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.system.sizes import format_bytes
@@ -84,7 +84,7 @@ def choose(source: RunSource, wishes: Wishes, room: Room) -> Choice:
     """Chooses how to run a model. Raises HotsplitError if it cannot be run as wished."""
     given, why_cpu = room, _only_on_the_cpu(source.any_model, wishes)
     if why_cpu is not None:  # then type and layout are those for a CPU
-        room = Room(main=room.main)
+        room = replace(room, gpus=())
     outtype, type_line = choose_type(source, wishes, room)
     layout = choose_layout(source, outtype, wishes, room)
     own = source.as_it_is(outtype, layout)
@@ -96,9 +96,10 @@ def choose(source: RunSource, wishes: Wishes, room: Room) -> Choice:
     if room.gpus:  # the smallest budget must exceed the temporaries of a pass
         smallest = min(room.gpus)
         least = workspace_bytes(model, context, "dense", gpu_budget_bytes=smallest)
-        room = room if smallest > least else Room(main=room.main)
+        room = room if smallest > least else replace(room, gpus=())
     first = sum(room.gpus[:1])
-    size = run_bytes(model, context, first, texts)
+    read = as_read_here(model, wishes, room)
+    size = run_bytes(read, context, first, texts)
     # A mixture is on a GPU by a plan alone.
     fits = asked.kv_offload is None and size <= first and not model.spec.has_experts
     budgets = () if fits or not room.gpus else room.gpus
@@ -118,7 +119,7 @@ def choose(source: RunSource, wishes: Wishes, room: Room) -> Choice:
     scaling = for_context(scaled, context).spec.rope_scaling
     rotary = [] if scaling.kind == "none" else [f"rotary embeddings: {scaling.words}"]
     advice = _fits_lines(model, wishes, size, first)
-    types = type_bytes(model.tensors)
+    types = type_bytes(read.tensors, is_known=room.is_here)
     words = type_words(types, source.types if own is None else ()) if source.types else None
     type_lines = [type_line, *([f"types: {words}"] if words else [])]
     lines = (*type_lines, *notes, mode_line, *given.lines, where, *advice, *rotary)
@@ -149,13 +150,34 @@ def run_bytes(
 ) -> int:
     """Bytes on one device (a GPU if it has a budget): weights, keys and values, temporaries; on the
     CPU with the draft block."""
+    return sum(_items(model, context_length, gpu_budget_bytes, num_sequences).values())
+
+
+def left_bytes(model: ModelFile, context_length: int, num_sequences: int = 1) -> int:
+    """Those on the CPU, run as it is, while weights stay in the mapped file."""
+    beside = part_bytes.bytes_beside(_items(model, context_length, 0, num_sequences))
+    return part_bytes.packed_bytes(model.tensors) + beside
+
+
+def _items(
+    model: ModelFile, context_length: int, gpu_budget_bytes: int, num_sequences: int
+) -> part_bytes.Items:
     workspace = workspace_bytes(model, context_length, "dense", num_sequences, gpu_budget_bytes)
     items = part_bytes.bytes_on_one_side(model, context_length, workspace, num_sequences)
     if model.layout == "stock":  # run as it is
         layers = range(model.spec.num_layers)
         items["neurons"] = sum(part_bytes.stored_neuron_bytes(model, layer) for layer in layers)
     draft = {} if gpu_budget_bytes else part_bytes.draft_bytes(model, context_length, num_sequences)
-    return sum(items.values()) + sum(draft.values())
+    return {item: size + draft.get(item, 0) for item, size in items.items()}
+
+
+def as_read_here(model: ModelFile, wishes: Wishes, room: Room) -> ModelFile:
+    """The model with the types that memory will hold, for sizes: as measured on this machine's CPU
+    if it runs there alone, else with table types (kernels.grids)."""
+    if room.gpus or not room.is_here:
+        return model
+    mode = wishes.engine.mode or mode_meant(model)
+    return as_read(model, torch.device("cpu"), mode)
 
 
 # ---- the layout ---------------------------------------------------------------------------------
@@ -206,7 +228,8 @@ def choose_type(source: RunSource, wishes: Wishes, room: Room) -> tuple[Outtype 
             if kind not in sizes:
                 model = own if kind is None and own is not None else source.draft(kind)
                 context, texts = context_of(model, wishes), wishes.engine.num_sequences
-                sizes[kind] = run_bytes(model, context, num_sequences=texts)
+                read = as_read_here(model, wishes, room)
+                sizes[kind] = run_bytes(read, context, num_sequences=texts)
             if sizes[kind] <= limit:
                 return kind, _type_line(source, kind, _fits(sizes[kind], limit, place))
     least = min(sizes, key=lambda kind: sizes[kind])
@@ -220,19 +243,20 @@ def _fits(size: int, limit: int, place: str) -> str:
     return f"{format_bytes(size)} with its context, out of {format_bytes(limit)} of {place}"
 
 
-def _too_large(size: int, room: Room, packed: int = 0) -> str:
-    """Without a GPU the rest stays in the mapped file, but for `packed` bytes, without memory for
+def _too_large(size: int, room: Room, left: int = 0) -> str:
+    """Without a GPU the rest stays in the mapped file, but for `left` bytes, without memory for
     which the model is refused."""
     line = f"{format_bytes(size)} are more than the {format_bytes(room.main + sum(room.gpus))}"
     if room.gpus:
         return f"{line} of both memories that a model should take"
-    if packed > room.main:
-        return f"{line} of memory, and {format_bytes(packed)} cannot be read from the disk"
+    if left > room.main:
+        return f"{line} of memory, and {format_bytes(left)} cannot be read from the disk"
     return f"{line} of memory: weights will be read from the disk, token by token, slowly"
 
 
 def _own_type_line(model: ModelFile, wishes: Wishes, room: Room) -> str:
-    size = run_bytes(model, context_of(model, wishes), num_sequences=wishes.engine.num_sequences)
+    context, texts = context_of(model, wishes), wishes.engine.num_sequences
+    size = run_bytes(as_read_here(model, wishes, room), context, num_sequences=texts)
     memory = room.main + sum(room.gpus)
     line = f"type {model.own_type}: the file's own"
     if size <= memory:
@@ -241,7 +265,7 @@ def _own_type_line(model: ModelFile, wishes: Wishes, room: Room) -> str:
     smallest = BY_NAME[BY_QUALITY[-1]]
     is_smaller = smallest.bytes_per_value < own.bytes_per_value
     advice = f", or --outtype {smallest.name}," if is_smaller else ""
-    too_large = _too_large(size, room, part_bytes.packed_bytes(model))
+    too_large = _too_large(size, room, left_bytes(model, context, texts))
     return f"{line}; its {too_large}; a smaller file{advice} reads less"
 
 

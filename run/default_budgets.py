@@ -1,7 +1,7 @@
 """The memory of this machine that a model may take."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,11 +17,13 @@ STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that most runs
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Bytes of memory available to a model; `lines` say which budgets were lowered."""
+    """Bytes of memory available to a model; `lines` say which budgets were lowered. `is_here`: of
+    this machine."""
 
     main: int
     gpus: tuple[int, ...] = ()
     lines: tuple[str, ...] = ()
+    is_here: bool = True
 
 
 def room_here(vram: tuple[int, ...] | None, device: str | None) -> Room:
@@ -40,8 +42,9 @@ def room_of(machine: Machine, vram: tuple[int, ...] | None, device: str | None) 
     """The same on a machine that was measured or is described elsewhere."""
     main = int(MAIN_SHARE * machine.memory_bytes)
     if (device or "cuda").startswith("cpu") or not machine.gpus:
-        return Room(main=main)
-    return _room(main, vram, [gpu.free_bytes for gpu in machine.gpus])
+        return Room(main=main, is_here=False)
+    found = _room(main, vram, [gpu.free_bytes for gpu in machine.gpus])
+    return replace(found, is_here=False)
 
 
 def _room(main: int, vram: tuple[int, ...] | None, free: Sequence[int]) -> Room:

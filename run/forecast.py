@@ -22,7 +22,7 @@ from hotsplit.costs.part_bytes import Items
 from hotsplit.errors import DoesNotFitError, HotsplitError
 from hotsplit.model.modes import Mode
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.run.choice import Choice
+from hotsplit.run.choice import Choice, as_read_here
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import RunSource, look_at
 from hotsplit.run.stages import RunJob
@@ -116,6 +116,10 @@ def forecast(
     uses_gpu = bool(room.gpus) and choice.device != "cpu"
     budgets = choice.budgets or (room.gpus[:1] if uses_gpu else (0,))
     inputs = _inputs(job, machine, where, budgets, host_budget)
+    if not any(budgets):
+        read = as_read_here(inputs.model, job.wishes, replace(room, gpus=()))
+        given = inputs.pass_context, inputs.mode, inputs.num_sequences
+        inputs = replace(inputs, model=read, workspace=workspace_bytes(read, *given))
     found = _placed(job.source, inputs, choice, uses_gpu=uses_gpu)
     plan, pipeline = found.answer.plan, found.pipeline
     split, problem = split_of(found, solve_s=0.0), pipeline.model

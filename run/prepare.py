@@ -146,12 +146,11 @@ def job_of(
     cache: RunCache,
     *,
     room: Room | None = None,
-    is_here: bool = True,
     says_again: bool = False,
 ) -> RunJob:
     """Decides everything that can be decided before any stage runs, and says why, if that was not
-    said of this source before or `says_again`. `room`: the memory to use, of another machine unless
-    `is_here`. Raises HotsplitError for a source that cannot be run with these options."""
+    said of this source before or `says_again`. `room`: the memory to use. Raises HotsplitError for
+    a source that cannot be run with these options."""
     here = room_here(wishes.vram, wishes.engine.device) if room is None else room
     choice = choose(source, wishes, here)
     # Else too few tokens to train predictors would be noticed only after the conversion.
@@ -171,7 +170,7 @@ def job_of(
         cache=cache,
         rates=Rates.load(cache.folder, digest(machine_key())),
     )
-    return decided(job) if is_here else job
+    return decided(job) if here.is_here else job
 
 
 def estimate_of(job: RunJob) -> WorkEstimate:

@@ -201,7 +201,9 @@ class LoadedModel:
         )
         layers = range(self.model.spec.num_layers)
         reads_all_L = [self.model.spec.computes_all(layer, self.mode) for layer in layers]
-        if runs_by_output(self.model, self.placement, reads_all=any(reads_all_L)):
+        reads_all = any(reads_all_L)
+        self.is_by_output = runs_by_output(self.model, self.placement, reads_all=reads_all)
+        if self.is_by_output:
             model = as_read(self.model, self.device, self.mode)
             self.bytes_by_role["cpu"]["neurons"] = sum(
                 stored_neuron_bytes(model, layer)
@@ -246,7 +248,11 @@ class LoadedModel:
         set_for_this_processor()
         model, plan = self.model, self.plan
         self.residence = residence_of(
-            model, self.config.is_resident, self.bytes_by_role, self.device
+            replace(model, runs_as_it_is=self.is_by_output),
+            self.config.is_resident,
+            self.bytes_by_role,
+            self.device,
+            has_draft=self.has_draft,
         )
         if self.setup is not None and not (self.residence and self.residence.holds_experts):
             self.warn("the neuron cache is off: it needs the plan's weights in main memory")

@@ -15,9 +15,12 @@ from hotsplit.costs.part_bytes import (
     DEFAULT_CONTEXT,
     ITEMS,
     Items,
+    bytes_beside,
     draft_bytes,
+    is_expert,
     packed_bytes,
     plan_bytes,
+    transposed_bytes,
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
@@ -28,6 +31,7 @@ from hotsplit.runtime.kernels.grids import is_read_in_file
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
+from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes
 
 # The share of free memory that the CPU's side (weights, cache and workspace) may take. The rest is
@@ -38,37 +42,51 @@ log = logging.getLogger(__name__)
 
 
 def residence_of(
-    model: ModelFile, is_resident: bool | None, bytes_by_role: dict[str, Items], gpu: torch.device
+    model: ModelFile,
+    is_resident: bool | None,
+    bytes_by_role: dict[str, Items],
+    gpu: torch.device,
+    *,
+    has_draft: bool = False,
 ) -> Residence | None:
     """The memory for weights on the CPU; None if they stay in the file. Raises HotsplitError if
-    there is too little memory for tensors that cannot, since they are packed."""
+    memory is too small for what cannot: keys and values, workspace, packed and transposed
+    tensors."""
     if is_resident is False:
         return None
     on_cpu = [items for role, items in bytes_by_role.items() if role == "cpu" or gpu.type == "cpu"]
     wanted, free = sum(sum(items.values()) for items in on_cpu), free_memory_bytes()
-    beside = sum(sum(items.values()) - items["neurons"] for items in on_cpu)
-    is_tight = is_resident is None and wanted > FREE_SHARE * free
-    packed = min(packed_bytes(model), wanted)
-    if is_tight and packed > FREE_SHARE * free:
-        kinds = {e.in_file.kind for e in model.tensors.values() if e.packed_from}
-        raise HotsplitError(
-            f"{model.path}: tensors in {', '.join(sorted(kinds))} are packed in memory, where they"
-            f" take {packed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; close programs,"
-            " or use a file of K-quants, which can be read from the disk"
-        )
-    if is_tight and model.spec.has_experts and beside + packed <= FREE_SHARE * free:
+    room = int(FREE_SHARE * free)
+    if is_resident or wanted <= room:
+        return Residence(only_cpu_reads=gpu.type == "cpu")
+    beside, neurons = sum(map(bytes_beside, on_cpu)), sum(items["neurons"] for items in on_cpu)
+    of_draft = f"blk.{model.spec.num_layers}."
+    tensors = {n: e for n, e in model.tensors.items() if has_draft or not n.startswith(of_draft)}
+    experts = {n: e for n, e in tensors.items() if is_expert(n.split(".", 2)[-1])}
+    left, experts_left = packed_bytes(tensors) + transposed_bytes(model), packed_bytes(experts)
+    if gpu.type != "cpu":  # has a part of them
+        left, experts_left = min(left, wanted - beside), min(experts_left, neurons)
+    if experts and wanted - neurons + experts_left <= room:
         log.warning(
-            f"{model.path}: the experts stay in the file ({(wanted - beside) / 2**30:.1f} GiB),"
-            f" where reading them is slower: {free / 2**30:.1f} GiB are free"
+            f"{model.path}: the experts stay in the file ({format_bytes(neurons - experts_left)}),"
+            f" where reading them is slower: {format_bytes(free)} are free"
         )
         return Residence(holds_experts=False, only_cpu_reads=gpu.type == "cpu")
-    if is_tight:
-        log.warning(
-            f"{model.path}: the CPU needs {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are"
-            " free: the weights stay in the file, where reading them is slower"
+    if beside + left > room:
+        kinds = sorted({entry.in_file.kind for entry in tensors.values() if entry.packed_from})
+        packed = f"{format_bytes(left)} of tensors in {', '.join(kinds)}, packed in memory, and "
+        raise HotsplitError(
+            f"{model.path}: {packed * bool(kinds)}{format_bytes(beside)} of keys, values and"
+            f" workspace cannot stay in the file, and {format_bytes(free)} are free; close"
+            " programs, give a smaller --context"
+            + ", or use a file of K-quants, which can be read from the disk"
+            * bool(kinds)
         )
-        return None
-    return Residence(only_cpu_reads=gpu.type == "cpu")
+    log.warning(
+        f"{model.path}: the CPU needs {format_bytes(wanted)}, and {format_bytes(free)} are free:"
+        " the weights stay in the file, where reading them is slower"
+    )
+    return None
 
 
 def mode_of(
@@ -182,21 +200,25 @@ def bytes_by_role_of(
             for item, size in draft_bytes(model, *given, has_head=not plan.head_on_gpu).items():
                 cpu_bytes[item] += size
         return {"gpu": {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, "cpu": cpu_bytes}
-    num_layers = model.spec.num_layers
+    num_layers, read = model.spec.num_layers, as_read(model, device, mode)
     (gpu_bytes,), cpu_bytes = plan_bytes(
-        as_read(model, device, mode),
+        read,
         context_length=context_length,
         num_hot=[0] * num_layers,
         dense_on_gpu=[cpu_ffn] * num_layers,
         head_on_gpu=cpu_ffn,
         workspace=workspace_bytes(
-            model, context_length, mode, num_sequences, ANY_BUDGET if device.type == "cuda" else 0
+            as_read(model, device, "dense"),
+            context_length,
+            mode,
+            num_sequences,
+            ANY_BUDGET if device.type == "cuda" else 0,
         ),
         num_sequences=num_sequences,
         cache_types=cache_types,
     )
     if has_draft:
-        for item, size in draft_bytes(model, context_length, num_sequences, cache_types).items():
+        for item, size in draft_bytes(read, context_length, num_sequences, cache_types).items():
             cpu_bytes[item] += size
     if cpu_ffn:
         return {"gpu": gpu_bytes, "cpu": cpu_bytes}
@@ -205,11 +227,13 @@ def bytes_by_role_of(
 
 def as_read(model: ModelFile, device: torch.device, mode: Mode) -> ModelFile:
     """The model with the types that the CPU reads, for sizes: types with grids where those are
-    faster than table types, if it multiplies all matrices whole."""
+    faster than table types, if it multiplies all matrices whole; of an embedding that is not the
+    head, too, it reads rows."""
     if device.type != "cpu" or mode != "dense":
         return model
+    whole = model.tensors.keys() - (set() if model.is_tied else {"token_embd.weight"})
     tensors = {
-        name: entry.in_file if is_read_in_file(entry) else entry
+        name: entry.in_file if name in whole and is_read_in_file(entry) else entry
         for name, entry in model.tensors.items()
     }
     return replace(model, tensors=tensors)

@@ -19,6 +19,7 @@ from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.modes import Mode
 from hotsplit.model.operations import TOKEN
 from hotsplit.model.spec import ModelSpec
+from hotsplit.model.weight_types import TABLES
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.device.device_memory import (
     ALIGNMENT,
@@ -55,7 +56,9 @@ def hollow_builder(model: ModelFile, mode: Mode, *, is_divided: bool) -> Builder
         dtype = {"f32": np.float32, "f16": np.float16}.get(entry.kind, np.uint8)
         values = memory[: entry.num_bytes].view(dtype)
         values = values.reshape(*entry.shape[:-1], -1) if len(entry.shape) > 1 else values
-        return replace(entry, read_rows=lambda start, stop: values, packed_from=None)
+        # A file's types with grids have kernels of tiles alone.
+        kind = f"{entry.kind}_tiled" if entry.kind in TABLES else entry.kind
+        return replace(entry, kind=kind, read_rows=lambda start, stop: values, packed_from=None)
 
     placement = Placement.on_one_device(len(layers), CPU)
     hot = tuple(np.arange(not index, dtype=np.int32) for index in range(len(layers)))

@@ -1,6 +1,7 @@
 """Tests of resident weights: interleaved copies with the values of the file, and their memory."""
 
 import errno
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -18,12 +19,14 @@ from hotsplit.costs.part_bytes import bytes_on_one_side, packed_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime import resolved_options
 from hotsplit.runtime.device import huge_pages
+from hotsplit.runtime.kernels import grids
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.weights import resident
 from hotsplit.runtime.weights.matrix import matrix_of
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.system import control_groups, system_memory
 from hotsplit.system.log_lines import lines_on_stderr
+from hotsplit.system.sizes import format_bytes
 
 CPU = torch.device("cpu")
 
@@ -138,33 +141,50 @@ def test_zeros_in_huge_pages_are_zeros(dtype, rows):
     assert not is_large or found.data_ptr() % huge_pages.HUGE_PAGE_BYTES == 0
 
 
+def least_free(num_bytes):
+    """The least free memory in which the CPU's side may take so many bytes."""
+    return math.ceil(num_bytes / resolved_options.FREE_SHARE)
+
+
 @lines_on_stderr()
 def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys):
-    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: 1 << 20)
+    """If there is memory for what is not in the file: keys, values and workspace."""
     with Engine.load(model, mode="exact") as engine:
-        assert all(m.stride_bytes == m.row_bytes for ms in neurons(engine) for m in ms)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "the weights stay in the file" in said
+        items = engine.bytes_by_role["cpu"]
+    beside = items["kv_cache"] + items["workspace"]
+    for free in (least_free(beside), least_free(sum(items.values())) - 2):
+        monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda free=free: free)
+        with Engine.load(model, mode="exact") as engine:
+            assert all(m.stride_bytes == m.row_bytes for ms in neurons(engine) for m in ms)
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "the weights stay in the file" in said
+    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: least_free(beside) - 2)
+    said = f"{format_bytes(beside)} of keys, values and workspace cannot stay in the file, and .*"
+    with pytest.raises(HotsplitError, match=f"{said} a smaller --context$") as raised:
+        Engine.load(model, mode="exact")
+    assert str(model) in str(raised.value)
     with Engine.load(model, mode="exact", is_resident=True) as engine:
         assert any(m.stride_bytes > m.row_bytes for ms in neurons(engine) for m in ms)
 
 
 @pytest.mark.parametrize("kind", ["iq3_xxs", "iq1_m"])
 def test_packed_tensors_cannot_stay_in_the_file(tmp_path, monkeypatch, kind):
-    """They are packed whether weights are copied or not, and refused where they do not fit."""
+    """They are packed whether weights are copied or not, and refused where they do not fit beside
+    keys, values and workspace."""
     path = tmp_path / "m.gguf"
     make_model(sizes=make_sizes(width=256, num_neurons=256), kind=kind, path=path).save(path)
-    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: 1 << 16)
-    with pytest.raises(HotsplitError, match=f"tensors in {kind} are packed in memory") as raised:
+    monkeypatch.setattr(grids, "are_faster", lambda name: False)
+    with Engine.load(path, mode="dense", is_resident=True) as engine:
+        want, items = engine.logits(IDS), engine.bytes_by_role["cpu"]
+    packed = packed_bytes(ModelFile.load(path).tensors)
+    least = least_free(packed + items["kv_cache"] + items["workspace"])
+    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: least - 2)
+    with pytest.raises(HotsplitError, match=f"tensors in {kind}, packed in memory") as raised:
         Engine.load(path, mode="dense")
     assert str(path) in str(raised.value)
-    needed = ModelFile.load(path)
-    packed = sum(entry.num_bytes for entry in needed.tensors.values() if entry.packed_from)
-    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: 2 * packed)
+    monkeypatch.setattr(resolved_options, "free_memory_bytes", lambda: least)
     with Engine.load(path, mode="dense") as tight:
-        found = tight.logits(IDS)
-    with Engine.load(path, mode="dense", is_resident=True) as engine:
-        assert torch.equal(engine.logits(IDS), found)
+        assert torch.equal(tight.logits(IDS), want)
 
 
 def test_sizes_are_known_without_reading(tmp_path):
@@ -177,7 +197,7 @@ def test_sizes_are_known_without_reading(tmp_path):
         unread[name] = replace(entry, read_rows=None, packed_from=source)
     model = replace(model, tensors=unread)
     assert workspace_bytes(model, 32, "dense") > 0
-    assert sum(bytes_on_one_side(model, 32, 0).values()) > packed_bytes(model) > 0
+    assert sum(bytes_on_one_side(model, 32, 0).values()) > packed_bytes(model.tensors) > 0
 
 
 # ---- pinned memory, with a fake CUDA ----------------------------------------------------------

@@ -24,7 +24,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import header_reach
 from hotsplit.inspection.inspect_file import inspect_file
 from hotsplit.run import default_budgets
-from hotsplit.run.choice import Wishes, choose, choose_type, run_bytes
+from hotsplit.run.choice import Wishes, choose, choose_type, context_of, left_bytes, run_bytes
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import look_at
 from hotsplit.solver import assumed
@@ -202,7 +202,8 @@ def test_a_file_in_types_that_are_packed_in_memory_runs_as_it_is(tmp_path, monke
     assert outtype is None and line.startswith(f"type {kind}: the file's own (")
     model = source.as_it_is(None, "stock")
     assert model is not None and any(entry.packed_from for entry in model.tensors.values())
-    packed = packed_bytes(model)
+    packed = left_bytes(model, context_of(model, Wishes()))
+    assert packed_bytes(model.tensors) < packed
     _, line = choose_type(source, Wishes(), Room(main=packed - 1))
     assert f"memory, and {format_bytes(packed)} cannot be read from the disk; a smaller" in line
     _, line = choose_type(source, Wishes(), Room(main=packed))
@@ -415,8 +416,10 @@ def test_a_model_that_fits_the_card_or_nearly_is_llamacpps(tmp_path, size_bytes,
 def test_only_a_smaller_type_is_advised(tmp_path, monkeypatch, name, advised):
     path = published(tmp_path, monkeypatch, name, num_layers=2)
     source = look_at(path, None, tmp_path / "none.gguf")
+    left = left_bytes(source.stock, context_of(source.stock, Wishes()))
     for room, end in (
-        (Room(main=1 << 20), "token by token, slowly"),
+        (Room(main=left), "token by token, slowly"),
+        (Room(main=left - 1), f"and {format_bytes(left)} cannot be read from the disk"),
         (Room(main=1, gpus=(9,)), "take"),
     ):
         _, line = choose_type(source, Wishes(), room)

@@ -1,15 +1,35 @@
 """The runtime's real allocations, against a plan's itemised bytes."""
 
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from allocations import allocations, peak_bytes
+from checkpoints import random_llama
+from grid_blocks import grid_rows
 from models import make_machine, make_model, make_profile, make_sizes
+from test_gguf_source import with_matrices
 
 from hotsplit.artifacts.split_file import Split
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import DoesNotFitError
+from hotsplit.files.gguf_file import row_bytes
+from hotsplit.files.table_blocks import grid_codes
+from hotsplit.options.engine_config import EngineConfig
+from hotsplit.run.choice import Wishes, choose
+from hotsplit.run.default_budgets import Room
+from hotsplit.run.forecast import forecast
+from hotsplit.run.source import look_at
 from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels import grids
+from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.system.sizes import format_bytes
 
 CONTEXT = 256
 
@@ -110,3 +130,67 @@ def test_all_allocations_are_within_two_percent_of_the_plan(planned):
     planned_total -= workspace  # one device plays both roles, with one workspace
     assert total == pytest.approx(planned_total, rel=0.02)
     assert max(peak, logits) <= workspace
+
+
+@pytest.fixture(scope="module")
+def mixed_types(tmp_path_factory):
+    """A stock file whose embedding and head are in q6_k, and whose layers in iq3_xxs."""
+    folder = tmp_path_factory.mktemp("mixed_types")
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    source = random_llama(folder / "hf", hidden_act="silu", **shape)
+    plain, path = folder / "f32.gguf", folder / "m.gguf"
+    convert(ConvertConfig(source=source, output=plain, outtype="f32", layout="stock"))
+
+    def rows_of(name, entry):
+        if name.startswith("blk."):
+            return "iq3_xxs", grid_rows("iq3_xxs", *entry.shape, scale=entry.shape[1] ** -0.5)
+        width = row_bytes(entry.shape[1], "q6_k")
+        return "q6_k", np.zeros((entry.shape[0], width), np.uint8)
+
+    with_matrices(plain, path, rows_of)
+    return path
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_what_run_and_plan_say_is_within_one_percent(mixed_types, monkeypatch, is_native):
+    """Of everything that is allocated: with the file's blocks of a type with a grid, and with its
+    table type's."""
+    if is_native and not library.reads_grids():
+        pytest.skip("the processor has no VBMI or no GFNI")
+    library.set_grid("iq3_xxs", grid_codes("iq3_xxs"))
+    monkeypatch.setattr(grids, "are_faster", lambda kind: is_native)
+    engines: list[Engine] = []
+
+    def load():
+        engines.append(Engine.load(mixed_types, device="cpu"))
+        gc.collect()
+
+    Engine.load(mixed_types, device="cpu").close()  # what a process keeps of its first load
+    gc.collect()
+    loaded = allocated(load)
+    (engine,) = engines
+    said = sum(engine.bytes_by_role["cpu"].values())
+    peak = peak_bytes(lambda: engine._prefill(torch.arange(engine.context_length) % 100))
+    weights = [engine._live.weights.head.weight, engine._live.weights.embedding]
+    for layer in engine.layers:
+        dense, blocks = of_layer(layer)
+        weights += dense + [matrix for _, matrices in blocks for matrix in matrices]
+    assert {m.kind for m in weights[2:]} == {
+        "iq3_xxs_tiled" if is_native else "iq3_xxs_table_tiled"
+    }
+    total = loaded + peak + spanned_bytes(weights)
+    assert total == pytest.approx(said, rel=0.01)
+    engine.close()
+
+    source, room = (
+        look_at(mixed_types, None, mixed_types.with_name("none.gguf")),
+        Room(main=1 << 40),
+    )
+    wishes = Wishes(engine=EngineConfig(device="cpu"))
+    choice = choose(source, wishes, room)
+    assert f"({format_bytes(said)} with its context" in choice.lines[0]
+    job = SimpleNamespace(source=source, choice=choice, wishes=wishes)
+    found = forecast(job, make_machine(), Path("m"), room, None)
+    assert sum(found.cpu_bytes.values()) == said
+    with pytest.raises(DoesNotFitError, match=f"it takes {format_bytes(said)}"):
+        forecast(job, make_machine(), Path("m"), room, said - 1)

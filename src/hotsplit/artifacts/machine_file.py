@@ -15,8 +15,10 @@ from annotated_types import Ge, Le, MinLen
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.declared import Count, CountFrom1, Line, Rule, read_declared
+from hotsplit.files.gguf_types import block_sizes
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import other_version, shown
+from hotsplit.model.weight_types import TABLES
 
 FORMAT = "hotsplit.machine"
 VERSION = 1
@@ -161,7 +163,11 @@ class Machine:
     def cpu_rate(self, kind: str, *, density: float = 1.0) -> float:
         """Bytes per second if a share `density` of the rows of a matrix of this type is read.
         Between all rows and CHOSEN_SHARE of them, the seconds per byte are linear in the logarithm
-        of the share; below that they are constant. Raises HotsplitError for other types."""
+        of the share; below that they are constant. A file's type with a grid takes as long as its
+        table type, at most (kernels.grids). Raises HotsplitError for other types."""
+        if kind in TABLES:
+            share = block_sizes(kind)[1] / block_sizes(TABLES[kind])[1]
+            return share * self.cpu_rate(TABLES[kind], density=density)
         costs = self.costs
         for rates in (costs.all_rows_gb_per_s, costs.chosen_rows_gb_per_s):
             if kind not in rates:
@@ -175,10 +181,11 @@ class Machine:
     def pass_seconds(self, kind: str) -> tuple[float, float] | None:
         """Seconds per byte of a matrix of this type for a prompt's product: whatever its tokens,
         and for each of them. None if the file has no such rate."""
-        if kind not in self.costs.pass_rows_gb_per_s:
+        rated = TABLES.get(kind, kind)
+        if rated not in self.costs.pass_rows_gb_per_s:
             return None
-        read_s = 1 / self.cpu_rate(kind)
-        pass_s = 1e-9 / self.costs.pass_rows_gb_per_s[kind].median
+        read_s, table_s = 1 / self.cpu_rate(kind), 1 / self.cpu_rate(rated)
+        pass_s = read_s / table_s * 1e-9 / self.costs.pass_rows_gb_per_s[rated].median
         return read_s, max(0.0, pass_s - read_s) / PASS_TOKENS
 
     @property

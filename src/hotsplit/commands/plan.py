@@ -160,7 +160,7 @@ def _priced(
     device = wishes.engine.device
     room = room_here(wishes.vram, device) if other is None else room_of(other, wishes.vram, device)
     room = room if host_budget is None else replace(room, main=host_budget)
-    job = job_of(read, wishes, cache, room=room, is_here=other is None, says_again=True)
+    job = job_of(read, wishes, cache, room=room, says_again=True)
     check_tokenizer(read, job.choice.model)
     figures, where = _this_machine(job) if other is None or machine is None else (other, machine)
     found = forecast(job, figures, where, room, host_budget)

@@ -2,7 +2,7 @@
 
 Letters: L layers, D model width, F neurons, T tokens of a prefill chunk, C context length."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ ITEMS = (
     "neuron_cache",
     "workspace",
 )
+BESIDE_WEIGHTS = ("kv_cache", "neuron_cache", "workspace")  # which no file has
 Items = dict[str, int]
 
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
@@ -188,9 +189,22 @@ def down_kind(model: ModelFile, layer: int) -> str:
     return kind if model.runs_as_it_is or kind in FLOAT_NAMES else "f16"
 
 
-def packed_bytes(model: ModelFile) -> int:
-    """Bytes of the tensors that are packed in memory, and cannot stay in the mapped file."""
-    return sum(entry.num_bytes for entry in model.tensors.values() if entry.packed_from)
+def packed_bytes(tensors: Mapping[str, TensorEntry]) -> int:
+    """Bytes of those tensors that are packed in memory, and cannot stay in the mapped file."""
+    return sum(entry.num_bytes for entry in tensors.values() if entry.packed_from)
+
+
+def transposed_bytes(model: ModelFile) -> int:
+    """Bytes of the down projections that are transposed at load, which cannot stay there either."""
+    if model.layout == "sparse" or model.runs_as_it_is or model.spec.has_experts:
+        return 0
+    layers = enumerate(model.spec.layers)
+    return sum(x.neurons.number * layer_bytes(model, index).down_row for index, x in layers)
+
+
+def bytes_beside(items: Items) -> int:
+    """Bytes of the items that are not weights."""
+    return sum(items.get(item, 0) for item in BESIDE_WEIGHTS)
 
 
 def kv_bytes(

@@ -11,27 +11,27 @@ from hotsplit.system.sizes import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class TypeBytes:
-    """Matrices of one type in a file, and the type that they have in memory. A type with a grid may
-    keep the file's blocks, which is measured at load: its `memory_bytes` are an upper bound."""
+    """Matrices of one type in a file, and the type that they have in memory. With `is_bound`, a
+    type with a grid may keep the file's blocks, which is measured on the machine that loads it."""
 
     kind: str
     memory_kind: str
     num_matrices: int
     file_bytes: int
     memory_bytes: int
+    is_bound: bool  # memory_bytes are an upper bound
 
     @property
     def is_packed(self) -> bool:
         """True if memory holds them in another form."""
         return self.memory_kind != self.kind
 
-    @property
-    def has_grid(self) -> bool:
-        return self.memory_kind in TABLE_NAMES
 
-
-def type_bytes(tensors: Mapping[str, TensorEntry]) -> tuple[TypeBytes, ...]:
-    """By types, the largest in the file first. Vectors and routers are left out."""
+def type_bytes(
+    tensors: Mapping[str, TensorEntry], *, is_known: bool = False
+) -> tuple[TypeBytes, ...]:
+    """By types, the largest in the file first. Vectors and routers are left out. `is_known`: of
+    types with grids it is known which keep the file's blocks."""
     groups: dict[tuple[str, str], list[TensorEntry]] = {}
     for name, entry in tensors.items():
         if not is_vector(name, entry.shape) and not is_router(name):
@@ -43,6 +43,7 @@ def type_bytes(tensors: Mapping[str, TensorEntry]) -> tuple[TypeBytes, ...]:
             num_matrices=len(group),
             file_bytes=sum(entry.in_file.num_bytes for entry in group),
             memory_bytes=sum(entry.num_bytes for entry in group),
+            is_bound=not is_known and memory_kind in TABLE_NAMES,
         )
         for (kind, memory_kind), group in groups.items()
     )
@@ -69,7 +70,7 @@ def type_words(types: Sequence[TypeBytes], made_from: Sequence[TypeBytes] = ()) 
 
 def _in_memory(types: Sequence[TypeBytes]) -> str:
     size = format_bytes(sum(each.memory_bytes for each in types))
-    return f"at most {size}" if any(each.has_grid for each in types) else size
+    return f"at most {size}" if any(each.is_bound for each in types) else size
 
 
 def _names(types: Sequence[TypeBytes]) -> str:
