@@ -231,8 +231,8 @@ def _kind_of(
     if unsorted is not None and types.keeps_packed and types.override(target) is None:
         raise HotsplitError(
             f"{unsorted.label} is quantised in act-order: neighbouring columns have different"
-            " scales, which no type here holds; give an outtype, such as q8_0 or q4_k_m, into which"
-            " its values are rounded"
+            " scales, which no type holds, and no layer here reads its inputs in another order;"
+            " give an outtype: f32 keeps its values, q8_0 or q4_k_m round them"
         )
     is_kept = kind in FLOAT_NAMES or (kind is not None and not is_transposed)
     written = types.kind(target, shape, packed=kind if is_kept else None)

@@ -48,6 +48,15 @@ ACTIVATIONS = re.compile(
     r".*(\.(input_scale|input_scale_ub|input_global_scale|input_zero_point|[kvq]_scale|kv_scale"
     r"|output_scale|qscale_act|weight_shape)|[._]activation_scale)"
 )
+# The tensors that have the codes of a matrix, by the last word of one that belongs to them.
+CODES = {
+    "scales": ("qweight", "weight"),
+    "biases": ("weight",),
+    **dict.fromkeys(("qzeros", "g_idx"), ("qweight",)),
+    **dict.fromkeys(("weight_scale", "weight_zero_point"), ("weight", "weight_packed")),
+    **dict.fromkeys(("weight_scale_inv", "weight_scale_2", "qscale_weight"), ("weight",)),
+    "weight_global_scale": ("weight_packed",),
+}
 UNHELD = re.compile(r".*\.(pre_quant_scale|lora_[ab]\.weight|bitmask)")
 # Where a word's columns are in it, lowest bits first (AutoAWQ's order 0 2 4 6 1 3 5 7, inverted).
 AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -89,6 +98,15 @@ def logical(
         for name, tensor in stored.items()
         if name not in found.used and ACTIVATIONS.fullmatch(name) is None
     }
+    for name, tensor in plain.items():
+        stem, _, last = name.rpartition(".")
+        codes = [f"{stem}.{each}" for each in CODES.get(last, ())]
+        if codes and not stored.keys() & {*codes}:
+            raise HotsplitError(
+                f"{tensor.file}: tensor {name!r} is a part of packed weights, but there is no"
+                f" tensor {' or '.join(map(repr, codes))} with their codes; download the"
+                " checkpoint again"
+            )
     return _without_packing(config), plain | found.tensors
 
 
@@ -190,9 +208,10 @@ class _Reader:
     def _number(self, values: Config, key: str, least: int, most: int) -> int:
         value = values.get(key)
         if not isinstance(value, int) or not least <= value <= most:
+            wanted = f"{least}" if least == most else f"{least} to {most}"
             raise HotsplitError(
-                f"{self.path}: {key} of packed weights is {shown(value)}, wanted {least} to {most};"
-                " download it again"
+                f"{self.path}: {key} of packed weights is {shown(value)}, wanted {wanted}; download"
+                " it again"
             )
         return value
 
@@ -509,7 +528,8 @@ class _Reader:
         *first, num_rows, width = self._part(name, ("F8_E4M3", "I8"), 2, 3)
         shape = self._part(scales, (*FLOATS, *EXPONENTS), 0, 1, 2, 3)
         own = self._weights_of(name.removesuffix(".weight"))
-        size = own.get("weight_block_size") or own.get("block_structure") or (128, 128)
+        stated = own.get("weight_block_size") or own.get("block_structure")
+        size = stated or (128, 128)
         if not isinstance(size, list | tuple) or [*map(type, size)] != [int, int] or min(size) < 1:
             raise HotsplitError(
                 f"{self.path}: the size of blocks is {shown(size)}, wanted two numbers; download it"
@@ -518,9 +538,12 @@ class _Reader:
         are_of_experts = bool(first) and shape[: len(first)] == (*first,)
         of_one = shape[len(first) :] if are_of_experts else shape
         tall, wide, where = 1, width, " with a scale a row"
-        if of_one == (-(-num_rows // size[0]), -(-width // size[1])):
+        of_blocks = -(-num_rows // size[0]), -(-width // size[1])
+        if of_one == of_blocks:
             (tall, wide), where = size, f" in blocks of {size[0]} x {size[1]}"
         elif math.prod(of_one) == 1:
+            if stated is not None:  # a damaged one
+                self._check(scales, (*FLOATS, *EXPONENTS), name, (*first, *of_blocks))
             tall, where = num_rows, " with one scale"
         elif of_one[:1] == (num_rows,) and len(of_one) == 2 and width % of_one[1] == 0:
             wide = width // of_one[1]

@@ -16,7 +16,6 @@ from hotsplit.files.gguf_file import TensorEntry, in_memory, release
 from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import Neurons
 from hotsplit.model.tensors import OUTPUT_GATE, in_layout
-from hotsplit.model.weight_types import TABLES
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS
 from hotsplit.runtime.kernels.stored import unpack
@@ -231,14 +230,16 @@ def _in_file(entry: TensorEntry) -> ExpertMatrices:
 
 def _flat(entry: TensorEntry) -> TensorEntry:
     """The matrices of all experts as one, with the rows of one expert after those of another."""
-    if entry.packed_from is not None and entry.packed_from.kind in TABLES:
+    if entry.packed_from is not None:
         return in_memory(_flat(entry.packed_from))
     raw = entry.read()
     rows = raw.reshape(-1, raw.shape[-1])
     if not raw.flags.c_contiguous:  # one of two matrices in a tensor: the rows are a copy
         release(entry)
-    shape = len(rows), entry.shape[-1]
-    return TensorEntry(shape=shape, kind=entry.kind, read_rows=lambda a, b: rows[a:b])
+    shape, scale = (len(rows), entry.shape[-1]), entry.scale
+    if scale is not None and len(scale) > 1:  # of each expert
+        scale = np.repeat(scale, len(rows) // len(scale))
+    return TensorEntry(shape=shape, kind=entry.kind, read_rows=lambda a, b: rows[a:b], scale=scale)
 
 
 def check_routers(model: ModelFile, layers: Sequence[Layer]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.costs.part_bytes import tile_rows
-from hotsplit.files.gguf_file import TensorEntry, release
+from hotsplit.files.gguf_file import TensorEntry, chosen_rows, release
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import StoredMatrix, rows_together, unpack
 
@@ -87,10 +87,10 @@ def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None 
     """A matrix of a model file, or some of its rows, on a device.
 
     On the CPU and without `rows`, it is a view of the mapped file, unless the entry is packed."""
-    raw = entry.read()
+    source = entry if rows is None else chosen_rows(entry, rows)
+    raw = source.read()
     if entry.packed_from is not None:
         release(entry)
-    raw = raw if rows is None else raw[rows]
     if 1 in raw.shape:  # numpy leaves the stride of a single row or column open
         raw = raw.copy(order="C")
     data = torch.from_numpy(raw)

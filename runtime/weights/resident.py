@@ -142,7 +142,11 @@ def _copy(
     """Copies the rows (at `index_A`, or all) into some columns of `whole`, and zeros instead of the
     last `num_silent` of them; drops the mapped pages."""
     prefetch(entry)
-    source = matrix_of(entry, _CPU)
+    if index_A is None or entry.packed_from is None:
+        source = matrix_of(entry, _CPU)
+    else:  # only these rows are packed
+        source = matrix_of(entry, _CPU, index_A.numpy())
+        index_A = torch.arange(len(index_A), dtype=torch.int32)
     data = source.data
     if num_silent:
         assert index_A is not None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.files.gguf_file import TensorEntry, prefetch, release
+from hotsplit.files.gguf_file import TensorEntry, chosen_rows, prefetch, release
 from hotsplit.runtime.device.device_memory import DeviceMemory, segment
 from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, write_planar
@@ -94,16 +94,19 @@ class Uploader:
         self._staging = self._piece = None
 
     def _fill(self, target: Tensor, entry: TensorEntry, rows: np.ndarray | None) -> None:
-        raw = entry.read()
         prefetch(entry)
-        source = raw.reshape(raw.shape[0], -1).view(np.uint8)
-        row_bytes = target.shape[1]
+        source, row_bytes = entry, target.shape[1]
+        if rows is not None and entry.packed_from is not None:  # only these are packed
+            source, rows = chosen_rows(entry, rows), None
+        whole = None if rows is None else _as_bytes(source.read())
         staging = self._buffers(row_bytes)
         step = max(1, staging.num_bytes // row_bytes)
         for start in range(0, len(target), step):
             stop = min(start + step, len(target))
-            chosen = slice(start, stop) if rows is None else rows[start:stop]
-            self._send(staging, target[start:stop], source, chosen, entry.kind)
+            piece, index_A = whole, None if rows is None else rows[start:stop]
+            if piece is None:
+                piece = _as_bytes(source.read_rows(start, stop))
+            self._send(staging, target[start:stop], piece, index_A, entry.kind)
             self.on_bytes((stop - start) * row_bytes)
         release(entry)
 
@@ -112,15 +115,17 @@ class Uploader:
         staging: Staging,
         target: Tensor,
         source: np.ndarray,
-        chosen: slice | np.ndarray,
+        index_A: np.ndarray | None,
         kind: str,
     ) -> None:
+        """Uploads rows, uint8 [A, row bytes], of `source`, at `index_A` if it has others, too."""
+
         def fill(buffer: Tensor) -> None:
             out = buffer.numpy().reshape(-1, source.shape[1])
-            if isinstance(chosen, slice):
-                np.copyto(out, source[chosen])
+            if index_A is None:
+                np.copyto(out, source)
             else:
-                np.take(source, chosen, axis=0, out=out, mode="clip")  # "raise" makes a copy
+                np.take(source, index_A, axis=0, out=out, mode="clip")  # "raise" makes a copy
 
         if kind not in PLANAR_KIND:
             staging.send(target.view(-1), fill)
@@ -142,6 +147,10 @@ class Uploader:
             size = max(self.piece_bytes, row_bytes)
             self._staging = Staging(size, copy_stream(device), is_pinned=device.type == "cuda")
         return self._staging
+
+
+def _as_bytes(rows: np.ndarray) -> np.ndarray:
+    return rows.reshape(len(rows), -1).view(np.uint8)
 
 
 def _matrix(target: Tensor, entry: TensorEntry) -> Matrix:

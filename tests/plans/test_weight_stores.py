@@ -10,6 +10,9 @@ from small_blocks import STORED_KINDS
 from test_runtime import make_split
 
 from hotsplit import Engine
+from hotsplit.files import gguf_file
+from hotsplit.files.gguf_file import TensorEntry, in_memory, values_of
+from hotsplit.files.gguf_types import block_sizes
 from hotsplit.model.modes import MODES
 from hotsplit.runtime.device.device_memory import DeviceMemory
 from hotsplit.runtime.kernels.cpu import library
@@ -78,6 +81,31 @@ def test_every_store_has_the_rows_of_the_file(model, stores, kind, groups, num_w
     num_bytes = sum(matrix.num_bytes for matrix in found)
     item = {"mapped": {}, "resident": {"all": num_bytes}, "device": {"neurons": num_bytes}}
     assert taken() == item[kind]
+
+
+@pytest.mark.parametrize("store", KINDS)
+@pytest.mark.parametrize("kind", ["iq2_xxs", "tq1_0", "q2_0_128", "nvfp4"])
+@pytest.mark.parametrize("rows", [ROWS, np.array([4, 5, 6, 7])])
+def test_of_a_packed_matrix_only_the_rows_asked_for_are_packed(
+    monkeypatch, stores, store, kind, rows
+):
+    """Of nvfp4 with a scale of each row, as experts have it."""
+    block, size = block_sizes(kind)
+    data = np.zeros((32, 512 // block * size), np.uint8)
+    data[:] = np.random.default_rng(0).integers(0, 60, data.shape)
+    scale = np.arange(1, 33, dtype=np.float32) if kind == "nvfp4" else None
+    read = lambda start, stop: data[start:stop]  # noqa: E731
+    entry = in_memory(TensorEntry(shape=(32, 512), kind=kind, read_rows=read, scale=scale))
+    want, packed = values_of(entry.read()[rows], entry.kind), []
+    for name in ("packed_rows", "scaled_rows"):
+        real = getattr(gguf_file, name)
+        monkeypatch.setattr(
+            gguf_file,
+            name,
+            lambda raw, *more, real=real: packed.append(len(raw)) or real(raw, *more),
+        )
+    (matrix,) = stores[store][0].neurons([[entry]], rows)
+    assert np.array_equal(values(matrix).numpy(), want) and sum(packed) == len(rows)
 
 
 def test_biases_are_kept_only_for_gpus_to_copy():

@@ -108,7 +108,10 @@ def is_equal(a: TensorEntry, b: TensorEntry) -> bool:
 
 
 def chosen_rows(entry: TensorEntry, rows: np.ndarray) -> TensorEntry:
-    """A matrix of some rows of another, in this order; a view of it if they follow one another."""
+    """A matrix of some rows of another, in this order; a view of it if they follow one another. Of
+    a packed one these rows alone are packed."""
+    if entry.packed_from is not None:
+        return in_memory(chosen_rows(entry.packed_from, rows))
     first, is_run = int(rows[0]), bool((np.diff(rows) == 1).all())
 
     def read_rows(start: int, stop: int) -> np.ndarray:
@@ -116,9 +119,8 @@ def chosen_rows(entry: TensorEntry, rows: np.ndarray) -> TensorEntry:
             return entry.read_rows(first + start, first + stop)
         return entry.read()[rows[start:stop]]
 
-    packed_from = entry.packed_from and chosen_rows(entry.packed_from, rows)
-    shape = len(rows), *entry.shape[1:]
-    return replace(entry, shape=shape, read_rows=read_rows, packed_from=packed_from)
+    scale = entry.scale if entry.scale is None or len(entry.scale) == 1 else entry.scale[rows]
+    return replace(entry, shape=(len(rows), *entry.shape[1:]), read_rows=read_rows, scale=scale)
 
 
 def row_range(entry: TensorEntry, begin: int, end: int) -> TensorEntry:
