@@ -191,7 +191,7 @@ def norm(x, w, block: Norm):
     if block.kind != "rms":
         x = x - x.mean(axis=-1, keepdims=True)
     x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + block.epsilon)
-    x = x * w(f"{block.name}.{block.part}") * block.factor
+    x = x * (w(f"{block.name}.{block.part}") if block.part else 1.0) * block.factor
     return x + w(f"{block.name}.bias") if block.kind == "layer" else x
 
 
@@ -214,7 +214,9 @@ def _attention(x, block: Attention, w, factors, see):
 def heads_ref(each, block: Attention, w, factors=1.0):
     """The outputs of the heads [T, H * W] for queries (and gates), keys and values."""
     counts = [block.num_heads, *[block.num_kv_heads] * block.num_kv_projections]
+    counts += [block.num_heads] if block.gate_width else []
     q, k, *rest = (y.reshape(len(y), n, -1) for y, n in zip(each, counts, strict=True))
+    own_gate = rest.pop() if block.gate_width else None
     v = rest[0] if rest else k
     if block.norms_values:
         v = norm(v, lambda name: 1.0, block.head_norm)
@@ -228,7 +230,8 @@ def heads_ref(each, block: Attention, w, factors=1.0):
         steps = np.arange(len(q)) // block.growth_length
         q = q * (1 + block.growth * np.log(1 + steps))[:, None, None]
     out = attend_ref(q, k, v, block, w("attn_sinks.weight") if block.head_sinks else None)
-    out = out / (1 + np.exp(-gate)) if block.is_gated else out
+    gate = gate if block.is_gated else own_gate
+    out = out if gate is None else out / (1 + np.exp(-gate))
     return out.reshape(len(q), -1)
 
 

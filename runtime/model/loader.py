@@ -252,7 +252,10 @@ class Builder:
     def norm(
         self, norm: NormSpec, name: str, device: torch.device, item: str = "attention"
     ) -> Norm:
-        weight_D = self.own_vector(f"{name}.{norm.part}", device, item)
+        if norm.part:
+            weight_D = self.own_vector(f"{name}.{norm.part}", device, item)
+        else:
+            weight_D = torch.ones(norm.size, device=device)
         bias_D = self.vector(f"{name}.bias", device, item) if norm.kind == "layer" else None
         if norm.kind == "layer_without_bias":
             place = norm.size, device
@@ -337,8 +340,8 @@ class Builder:
     def attention_inputs(
         self, index: int, block: AttentionSpec, device: torch.device
     ) -> tuple[Linear, ...]:
-        """The matrices of query, key and value, or the model's fused one; one for all if they are
-        of one kind, have biases all or none, and are copied anyway, to a GPU."""
+        """The matrices of query, key, value and gate, or the model's fused one; one for all if they
+        are of one kind, have biases all or none, and are copied anyway, to a GPU."""
         is_fused, names = block.is_fused, tuple(block.projections)
         entries = [self.model.tensors[f"blk.{index}.{name}.weight"] for name in names]
         store, joined = self.stores.on(device), None

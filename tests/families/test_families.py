@@ -172,6 +172,8 @@ IMAGES_2 = IMAGES | {"embed_dim": 16, "hidden_size": 64}
 IMAGES_2_5 = IMAGES | {"hidden_size": 16, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
 IMAGES_3 = IMAGES | {"hidden_size": 16, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
 IMAGES_3 |= {"num_position_embeddings": 16}
+IMAGES_MUSE = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+IMAGES_MUSE |= {"num_attention_heads": 2}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 
 CASES = {
@@ -399,6 +401,18 @@ CASES = {
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
     ),
+    "muse-glimmer": hf.MuseGlimmerConfig(
+        text_config=GATED | ODD | {"num_hidden_layers": 6, "head_dim": 24, "sliding_window": 5},
+        vision_config=IMAGES_MUSE,
+    ),
+    "muse-glimmer-others": hf.MuseGlimmerConfig(
+        text_config=GATED
+        | MQA
+        | {"num_hidden_layers": 2, "layer_rope_theta": [1.0, 0], "qk_scale_factor": 1.7}
+        | {"head_dim": 16, "sliding_window": 3, "attention_bias": True, "output_multiplier": 0.7}
+        | {"final_logit_softcapping": 2.5},
+        vision_config=IMAGES_MUSE,
+    ),
     "smollm3": hf.SmolLM3Config(**GATED | ODD | {"num_hidden_layers": 5}),
     "smollm3-biases-untied": hf.SmolLM3Config(
         **GATED | UNTIED | BIASES | {"num_hidden_layers": 4},
@@ -623,7 +637,7 @@ def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
 
 _STOCK = """
     llama-mqa-tied mistral qwen2 qwen3 qwen2vl qwen3vl qwen3vlmoe
-    phi3 falcon-11b gemma3-stock gemma4 gemma4-stock gemma4moe
+    phi3 falcon-11b gemma3-stock gemma4 gemma4-stock gemma4moe muse-glimmer
     smollm3 ministral3 nemotron arcee starcoder2-stock command-r cohere2 gemma2-stock olmo2
     olmo3-stock exaone4-stock ernie glm4 glm granite mixtral olmoe qwen2moe qwen3moe granitemoe
     cohere2moe cohere2moe-average
@@ -1018,6 +1032,11 @@ REFUSED = {
         {"prefix_dense_sliding_window_pattern": 2},
     ),
     "wanted dense for the first of 6 layers": ("cohere2moe", {"mlp_layer_types": ["sparse"] * 5}),
+    "wanted 0 for the layers without a window": (
+        "muse-glimmer",
+        {"layer_rope_theta": [1e4, 1e4, 0, 1e4, 1e4, 0]},
+    ),
+    "post_norm_eps is 1e-06, wanted 1e-08": ("muse-glimmer", {"post_norm_eps": 1e-6}),
     "logits_scaling is 0": ("granite", {"logits_scaling": 0.0}),
     "embedding_multiplier is 2.0": ("granite", of_class("Llama", embedding_multiplier=2.0)),
 }
@@ -1027,7 +1046,7 @@ REFUSED = {
 def test_a_graph_that_would_be_computed_wrongly_is_refused(checkpoints, tmp_path, words):
     case, change = REFUSED[words]
     folder = Path(shutil.copytree(checkpoints(case), tmp_path / "hf"))
-    edit_config(folder, lambda c: c.update(change))
+    edit_config(folder, lambda c: c.get("text_config", c).update(change))
     with pytest.raises(HotsplitError, match=words):
         converted(folder, tmp_path / "m.gguf")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]

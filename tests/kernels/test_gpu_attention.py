@@ -359,6 +359,38 @@ def test_a_sink_takes_a_share_of_no_value(kernels, position, sink, options):
     assert torch.equal(plain, with_sink) == (sink < -99)
 
 
+@pytest.mark.parametrize("gate_width", [1, 32])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_gates_of_a_matrix_of_their_own(kernels, shape, gate_width, heads=4, num_kv=2, context=70):
+    """Behind queries, keys and values: a gate for each value of a head's output, or for all. What
+    comes before attention leaves them as they are."""
+    rows, width = shape[0] if shape else 1, 32
+    qkv = vector(rows * (8 * width + heads * gate_width)).view(*shape, -1)
+    keys, values = vector(context * 128, 2).view(2, context, num_kv, width)
+    at = torch.tensor([69, 40][:rows], device=device())
+    found = []
+    for which, own, more in (
+        (kernels, qkv, {"gate_width": gate_width}),
+        (REFERENCE, qkv[..., : 8 * width].contiguous(), {}),
+    ):
+        spec = heads_of(heads, num_kv, width, scale=0.3, **more)
+        scratch = torch.full((rows * ranges.attend_scratch(context, heads, width),), NAN)
+        out = torch.full((*shape, heads, width), NAN, device=device())
+        which.attend(own, keys, values, at, spec, scratch.to(device()), out)
+        found.append(out.view(rows, heads, width))
+    gate = qkv[..., 8 * width :].double().reshape(rows, heads, gate_width).sigmoid()
+    assert_close(found[0], found[1].double() * gate, 1e-5)
+    cache = torch.zeros(2, context, num_kv, width, device=device())
+    spec, plain = heads_of(heads, num_kv, width, gate_width=gate_width), heads_of(heads, num_kv)
+    before = qkv.view(rows, -1)[0]
+    (got, got_cache), (want, want_cache) = rotated(kernels, before, cache, [7], spec)
+    assert_close(got, want, 64 * EPS)
+    _, (same, same_cache) = rotated(kernels, before[: 8 * width], cache, [7], plain)
+    assert torch.equal(want[: 8 * width], same) and torch.equal(want_cache, same_cache)
+    assert_close(got_cache, want_cache, 64 * EPS)
+    assert torch.equal(got[8 * width :], before[8 * width :])
+
+
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_gates_of_the_heads_output(kernels, shape, heads=4, num_kv=2, width=32, context=70):
     """The outputs of attention to the queries alone, times the sigmoid of what is behind each."""

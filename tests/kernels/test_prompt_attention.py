@@ -4,6 +4,7 @@ is one, and compiled and executed as PTX.
 Letters: T tokens, H heads, K key-value heads, W head width, C positions, S sequences, N blocks."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ class Case:
     window: int | None = None
     cap: float | None = None
     has_sinks: bool = False
-    has_gates: bool = False
+    gates: Mapping[str, int] = dataclasses.field(default_factory=dict)
     is_paged: bool = False
     by: float = 1.0
     garbage: float = NAN
@@ -67,20 +68,23 @@ class Case:
             table = torch.tensor([[0, 0, 0, 0], [2, 4, 1, 3]], dtype=torch.int32, device=device())
             sequence = torch.ones(len(query_THW), dtype=torch.int32, device=device())
         vectors = {"head_sinks": self.values(self.heads[0], seed=4) * 2} if self.has_sinks else {}
-        size = 2 * (self.heads[0] + self.heads[1]) * self.width
-        gated = self.values(self.tokens, size, seed=5)[rows][number_T] if self.has_gates else None
+        spec = heads_of(
+            *self.heads,
+            self.width,
+            window=self.window,
+            score_cap=self.cap,
+            head_sinks=HeadVector("sinks") if vectors else None,
+            **self.gates,
+        )
+        size, gated = spec.qkv_size + spec.gate_size, None
+        if self.gates:
+            gated = self.values(self.tokens, size, seed=5)[rows][number_T]
         kernels.attend_tokens(
             query_THW,
             self.cache(2),
             self.cache(3),
             position_T,
-            heads_of(
-                *self.heads,
-                self.width,
-                window=self.window,
-                score_cap=self.cap,
-                head_sinks=HeadVector("sinks") if vectors else None,
-            ),
+            spec,
             out,
             sequence,
             table,
@@ -118,7 +122,9 @@ CASES = [
     Case(dtype=torch.float32, has_sinks=True, width=80),
     Case(width=136, is_paged=True, cap=2.0),
     Case(width=320, heads=(1, 1)),
-    Case(has_gates=True, heads=(6, 2), tokens=33, is_paged=True),
+    Case(gates={"is_gated": True}, heads=(6, 2), tokens=33, is_paged=True),
+    Case(gates={"gate_width": 32}, heads=(6, 2), tokens=33),
+    Case(gates={"gate_width": 1}, heads=(3, 1), width=40, tokens=33),
 ]
 
 
@@ -145,7 +151,8 @@ def test_the_bound_rejects_other_windows_and_no_sinks():
         {"window": 33},
         {"window": None},
         {"has_sinks": False},
-        {"has_gates": True},
+        {"gates": {"is_gated": True}},
+        {"gates": {"gate_width": 32}},
         {"cap": 5.0},
     ):
         assert not is_right(dataclasses.replace(case, **other).run(REFERENCE), case)

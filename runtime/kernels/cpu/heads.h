@@ -15,7 +15,7 @@
 
 struct HsAttention {
     HsNorm query_norm, key_norm;
-    HsMatrix input[3], output;  // absent if a GPU projects (OP_ATTEND)
+    HsMatrix input[4], output;  // absent if a GPU projects (OP_ATTEND)
     uint8_t *key, *value;       // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
     // Only with a selection, see key_selection.h; B: key blocks in a block of the cache.
     uint8_t *summary, *code;  // [num_blocks, K, B, bytes], [num_blocks, K, B * block, W / 4 padded]
@@ -30,6 +30,9 @@ struct HsAttention {
     int64_t window;  // a token attends to this many of the latest positions; 0: to all
     // Queries at position p are multiplied by 1 + growth * log(1 + floor(p / growth_length)) (Llama 4).
     int64_t growth_length;  // 0: they are not
+    // Gates of each head behind all that is projected otherwise, by whose sigmoids its output is multiplied:
+    // head_dim, one for each value; 1, for all of them; or 0.
+    int64_t gate_width;
     float growth;
     int32_t norms_all_heads;  // query_norm and key_norm are over all heads together, else over each
     int32_t norms_by_head;    // query_norm and key_norm have weights for each head, [H, W] and [K, W]
@@ -39,27 +42,31 @@ struct HsAttention {
 };
 
 inline int64_t heads_size(const HsAttention& l) { return l.num_heads * l.head_dim; }
-inline int64_t gates_size(const HsAttention& l) { return l.is_gated ? heads_size(l) : 0; }
+inline bool has_gates(const HsAttention& l) { return l.is_gated || l.gate_width; }
+inline int64_t gates_size(const HsAttention& l) { return has_gates(l) ? heads_size(l) : 0; }
 // Heads of keys that a layer writes to its cache, and as many of values.
 inline int64_t own_heads(const HsAttention& l) { return l.num_kv_projections ? l.num_kv_heads : 0; }
+inline int64_t query_rows(const HsAttention& l) { return heads_size(l) * (l.is_gated ? 2 : 1); }
+// What is projected for a row.
 inline int64_t qkv_size(const HsAttention& l) {
-    return heads_size(l) + gates_size(l) + l.num_kv_projections * l.num_kv_heads * l.head_dim;
+    return query_rows(l) + l.num_kv_projections * l.num_kv_heads * l.head_dim + l.num_heads * l.gate_width;
 }
 inline int64_t raw_keys_size(const HsAttention& l) {
     return l.num_kv_projections == 1 ? l.num_kv_heads * l.head_dim : 0;
 }
 
-// Matrices that project: one, for all, or one each for queries, keys and values as far as they are projected.
+// Matrices that project: one, for all, or one each for queries, keys, values and gates as far as they are projected.
 inline int64_t num_inputs(const HsAttention& l) {
     int64_t count = 0;
-    while (count < 3 && l.input[count].data) ++count;
+    while (count < 4 && l.input[count].data) ++count;
     return count;
 }
 
 // True if the numbers and norms of the heads fit together.
 inline bool heads_fit(const HsAttention& l) {
     if (l.num_kv_projections < 0 || l.num_kv_projections > 2 || l.growth_length < 0) return false;
-    if (num_inputs(l) > 1 && num_inputs(l) != 1 + l.num_kv_projections) return false;
+    if (l.gate_width && (l.is_gated || (l.gate_width != 1 && l.gate_width != l.head_dim))) return false;
+    if (num_inputs(l) > 1 && num_inputs(l) != 1 + l.num_kv_projections + (l.gate_width > 0)) return false;
     if (!l.query_norm.weight) return !l.norms_values;
     return !l.num_kv_projections || l.key_norm.weight;
 }
@@ -81,6 +88,16 @@ inline void take_gates(const HsAttention& l, float* values, float* gates) {
         std::copy_n(values + 2 * h * W, h ? W : 0, values + h * W);
     }
     std::copy_n(values + 2 * H * W, l.num_kv_projections * l.num_kv_heads * W, values + H * W);
+}
+
+// Copies the gates of a row to `gates` [H, W], a head's only one to each of its values.
+inline void copy_gates(const HsAttention& l, const float* values, float* gates) {
+    const float* own = values + qkv_size(l) - l.num_heads * l.gate_width;
+    for (int64_t h = 0; h < l.num_heads; ++h, gates += l.head_dim)
+        if (l.gate_width == 1)
+            std::fill_n(gates, l.head_dim, own[h]);
+        else
+            std::copy_n(own + h * l.head_dim, l.head_dim, gates);
 }
 
 // Norms the queries and keys of a row in place.
@@ -127,12 +144,13 @@ inline void grow_queries(const HsAttention& l, int64_t position, float* values) 
     for (float* x = values; x < values + heads_size(l); ++x) *x *= factor;
 }
 
-// Prepares the projections of a row in place: with gates (2 H + 2 K) W values, else (H + 2 K) W; if values are keys,
-// (H + K) W; if they are another layer's, H W. Queries are then at `values`, keys after them, and values at what it
+// Prepares the projections of a row in place: with gates behind queries (2 H + 2 K) W values, else (H + 2 K) W; if
+// values are keys, (H + K) W; if they are another layer's, H W; behind these are other gates. Queries are then at `values`, keys after them, and values at what it
 // returns: null, if they are another layer's.
 inline float* prepare_heads(const HsAttention& l, const RowOfHeads& row, float* values) {
     const int64_t W = l.head_dim, H = l.num_heads, K = own_heads(l);
     if (l.is_gated) take_gates(l, values, row.gates);
+    if (l.gate_width) copy_gates(l, values, row.gates);
     float* own = values + (H + K) * W;
     if (l.num_kv_projections == 1) own = std::copy_n(values + H * W, K * W, row.raw_keys) - K * W;
     norm_heads(l, values);

@@ -374,7 +374,7 @@ class Step {
             if (own) w.attention.append(l, t, values + heads_size(l), own);
         });
         if (own_heads(l)) w.attention.summarise(l);
-        w.attention.run(l, qkv, num_values, l.is_gated ? w.gates : nullptr, heads);
+        w.attention.run(l, qkv, num_values, has_gates(l) ? w.gates : nullptr, heads);
         heads.changed();
         clock.ended(TIMED_ATTEND);
     }
@@ -506,8 +506,9 @@ bool fits(const HsAttention& l, const HsStep& s) {
     if (l.rotary >= s.num_rotaries) return false;
     const int64_t rotated = l.rotary < 0 ? 0 : s.rotary[l.rotary].head_width;
     if (rotated > l.head_dim) return false;
-    const int64_t q = heads_size(l) + gates_size(l), kv = l.num_kv_heads * l.head_dim;
-    const int64_t outputs[] = {num_inputs(l) == 1 ? qkv_size(l) : q, kv, kv};
+    const int64_t kv = l.num_kv_heads * l.head_dim;
+    int64_t outputs[] = {num_inputs(l) == 1 ? qkv_size(l) : query_rows(l), kv, kv, kv};
+    if (l.gate_width) outputs[1 + l.num_kv_projections] = l.num_heads * l.gate_width;
     for (int m = 0; m < num_inputs(l); ++m)
         if (!fits(l.input[m], outputs[m], s.width)) return false;
     if (l.input[0].data && !fits(l.output, s.width, heads_size(l))) return false;

@@ -14,6 +14,7 @@ from torch import Tensor
 from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu.cache import TILE, Cache
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
+from hotsplit.runtime.kernels.gpu.heads import gate_place, gated, gates_of
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
@@ -62,7 +63,9 @@ def attend(
             score_KGC = torch.cat([score_KGC, sink_KG1], dim=-1)
         share_KGC = score_KGC.softmax(dim=-1)[..., : key_KWC.shape[-1]]
         heads_HW = (share_KGC @ values.transpose(0, 1)).flatten(0, 1)
-        out_HW.copy_((heads_HW * head_HW[1::2].sigmoid() if gates else heads_HW).view_as(out_HW))
+        if (gate_H1 := gates_of(qkv, spec)) is not None:
+            heads_HW = heads_HW * gate_H1.double().sigmoid()
+        out_HW.copy_(heads_HW.view_as(out_HW))
 
     def launch() -> None:
         cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
@@ -107,8 +110,7 @@ def attend(
             peaks,
             weights,
             position_1,
-            qkv if spec.is_gated else None,
-            qkv.shape[-1],
+            gate_place(qkv, spec),
             out_HW,
             scores,
             spec.window,
@@ -240,7 +242,6 @@ def _attend_join(
     weights,
     position,
     gate,
-    gate_stride,
     out,
     scores,
     window,
@@ -254,19 +255,17 @@ def _attend_join(
     OVERLAPS: tl.constexpr,
 ):
     """One program per head and row: combines the parts, from the one where the row's window begins
-    to the one with the row's position, under a common maximum score. `gate` are the queries, behind
-    each of which is the gate of its head's output."""
+    to the one with the row's position, under a common maximum score. `gate`: a `GatePlace`."""
     admit_next(OVERLAPS)
     await_last(OVERLAPS)
     head = tl.program_id(0)
     part_S = tl.arange(0, PARTS_BLOCK)
-    first = 0
+    first, row = 0, 0
     if NUM_ROWS > 1:
-        first = tl.program_id(1) * NUM_PARTS
+        row = tl.program_id(1)
+        first = row * NUM_PARTS
         position += tl.program_id(1)
         out += tl.program_id(1) * num_heads * WIDTH
-        if gate is not None:
-            gate += tl.program_id(1) * gate_stride
     last = tl.load(position)
     is_live_S = part_S <= last // SPLIT
     if window is not None:
@@ -284,6 +283,5 @@ def _attend_join(
     weight = finished_weight(tl.sum(weight_S * share_S, axis=0), peak, scores, head)
     sum_W = sum_W / weight
     if gate is not None:
-        gate_W = tl.load(gate + (2 * head + 1) * WIDTH + column_W, mask=in_head_W, other=0.0)
-        sum_W = sum_W / (1.0 + tl.exp(-gate_W))
+        sum_W = gated(sum_W, gate, row, head, column_W, in_head_W)
     tl.store(out + head * WIDTH + column_W, sum_W, mask=in_head_W)

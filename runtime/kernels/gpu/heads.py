@@ -9,6 +9,7 @@ Letters: T rows of a step, H heads, K key-value heads, W head width, C positions
 sequences, N blocks of a sequence."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,14 +46,18 @@ def rotate_append(
     frequencies, rotate; both optional. `qkv` is f32 [(H + 2 K) W]: q is updated in place, k and v
     are written to the cache, f32 or f16, at `position_1` (int64 on the device) of `sequence_1`
     (int32). If `spec` is gated, W gates of its output are behind each head of q, [(2 H + 2 K) W];
-    if values are keys, it is [(H + K) W]. A prompt's pass has any number T of rows. `query_THW`,
-    if given, takes q times the scale of scores, and `qkv` stays."""
+    if values are keys, it is [(H + K) W]; gates of a matrix of their own are behind all that. A
+    prompt's pass has any number T of rows. `query_THW`, if given, takes q times the scale of
+    scores, and `qkv` stays."""
 
     def reference() -> None:
         num_kv, width = key_CKW.shape[-2:]
         of_heads, norm = spec.num_heads * (1 + spec.is_gated), spec.head_norm
         query, *own = (
-            qkv.double().unflatten(0, (-1, width)).split([of_heads, *spec.projected[1:]], dim=0)
+            qkv[: width * sum((of_heads, *spec.projected[1:]))]
+            .double()
+            .unflatten(0, (-1, width))
+            .split([of_heads, *spec.projected[1:]], dim=0)
         )
         query, keys, values = query[:: 1 + spec.is_gated], own[:1], own[-1:]
         if norm and spec.norms_values:
@@ -120,6 +125,42 @@ def rotate_append(
         )
 
     return reference, launch
+
+
+class GatePlace(NamedTuple):
+    """Where the gate of a value of a head's output is in the projections of a row."""
+
+    first: Tensor
+    row_stride: int
+    head_stride: int
+    stride: int  # 0: a head has one
+
+
+def gate_place(qkv: Tensor, spec: Attention) -> GatePlace | None:
+    """The place of the gates in `qkv`, one row or [T, Q]; None if there are none."""
+    width, row = spec.head_dim, qkv.shape[-1]
+    if spec.is_gated:
+        return GatePlace(qkv.flatten()[width:], row, 2 * width, 1)
+    if spec.gate_width:
+        own = qkv.flatten()[spec.qkv_size :]
+        return GatePlace(own, row, spec.gate_width, int(spec.gate_width > 1))
+    return None
+
+
+def gates_of(qkv: Tensor, spec: Attention) -> Tensor | None:
+    """The gates of rows [..., H, W], or [..., H, 1] of whole heads; None if there are none."""
+    if spec.is_gated:
+        return qkv[..., : 2 * spec.query_size].unflatten(-1, (-1, 2, spec.head_dim))[..., 1, :]
+    if spec.gate_width:
+        return qkv[..., spec.qkv_size :].unflatten(-1, (-1, spec.gate_width))
+    return None
+
+
+@triton.jit
+def gated(values, gate, row, head, column, mask):
+    """Values of heads' outputs times the sigmoids of their gates, at a `GatePlace`."""
+    own = gate.first + row * gate.row_stride + head * gate.head_stride + column * gate.stride
+    return values / (1.0 + tl.exp(-tl.load(own, mask=mask, other=0.0)))
 
 
 def _turned_ref(x_HW: Tensor, angle_W2: Tensor, rotary: Rotary) -> Tensor:

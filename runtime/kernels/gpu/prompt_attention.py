@@ -16,6 +16,7 @@ from torch import Tensor
 from hotsplit.model.spec import Attention
 from hotsplit.runtime.kernels.gpu.cache import Cache
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
+from hotsplit.runtime.kernels.gpu.heads import gate_place, gated, gates_of
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import ceil_div, has_tensor_cores, power_of_2
 from hotsplit.runtime.kernels.gpu.reference import positions_of, soft_capped
@@ -73,11 +74,9 @@ def attend_tokens(
             score_KGTC = torch.cat([score_KGTC, sink_KGT1], dim=-1)
         share_KGTC = score_KGTC.softmax(dim=-1)[..., : len(keys)]
         heads_THW = torch.einsum("kgtc,ckw->tkgw", share_KGTC, values).flatten(1, 2)
-        if gated_TQ is not None:
-            pairs = gated_TQ[:, : 2 * heads_THW[0].numel()].unflatten(
-                1, (-1, 2, query_THW.shape[-1])
-            )
-            heads_THW = heads_THW * pairs[:, :, 1].double().sigmoid()
+        gate_THW = None if gated_TQ is None else gates_of(gated_TQ, spec)
+        if gate_THW is not None:
+            heads_THW = heads_THW * gate_THW.double().sigmoid()
         out_THW.copy_(heads_THW)
 
     def launch() -> None:
@@ -93,8 +92,7 @@ def attend_tokens(
             cache.arguments,
             position_T,
             out_THW,
-            gated_TQ,
-            0 if gated_TQ is None else gated_TQ.stride(0),
+            None if gated_TQ is None else gate_place(gated_TQ, spec),
             scores_of(spec, vectors),
             spec.window,
             num_tokens,
@@ -119,7 +117,6 @@ def _attend_tokens(
     position,
     out,
     gate,
-    gate_stride,
     scores,
     window,
     num_tokens,
@@ -183,10 +180,9 @@ def _attend_tokens(
         peak_T = new_T
     weight_T = finished_weight(weight_T, peak_T, scores, head)
     result_TW = sum_TW / weight_T[:, None]
-    if gate is not None:  # behind each query
-        gate += token_T.to(tl.int64)[:, None] * gate_stride + (2 * head + 1) * WIDTH
-        gate_TW = tl.load(gate + column_W[None, :], mask=is_live_TW, other=0.0)
-        result_TW = result_TW / (1.0 + tl.exp(-gate_TW))
+    if gate is not None:
+        row_T1 = token_T.to(tl.int64)[:, None]
+        result_TW = gated(result_TW, gate, row_T1, head, column_W[None, :], is_live_TW)
     tl.store(out + place_TW, result_TW.to(out.dtype.element_ty), mask=is_live_TW)
 
 

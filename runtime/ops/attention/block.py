@@ -15,8 +15,8 @@ from hotsplit.runtime.weights.matrix import Linear
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """A loaded block of attention: its spec has all numbers. `inputs`: the matrices of query, key
-    and value, or one matrix for several."""
+    """A loaded block of attention: its spec has all numbers. `inputs`: the matrices of query, key,
+    value and gate, or one matrix for several."""
 
     spec: AttentionSpec
     inputs: tuple[Linear, ...]

@@ -40,7 +40,7 @@ def launch_attend(
     paging, vectors = (sequence_T, table_SN), attention.vectors
     appended = qkv, *weights, position_T, keys, values, spec
     on.run(on.kernels.rotate_append, *appended, *paging, query)
-    seen, gated_TQ = (keys, values, position_T, spec), qkv if spec.is_gated else None
+    seen, gated_TQ = (keys, values, position_T, spec), qkv if spec.gate_size else None
     if query is None:
         on.run(on.kernels.attend, qkv, *seen, scratch, heads, *paging, vectors=vectors)
         return heads

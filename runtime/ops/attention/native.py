@@ -23,7 +23,7 @@ class ScoresStruct(Structure):
 class AttentionStruct(Structure):
     _fields_ = [
         *members(NormStruct, "query_norm key_norm"),
-        ("input", MatrixStruct * 3),
+        ("input", MatrixStruct * 4),
         ("output", MatrixStruct),
         *members(c_void_p, "key value summary code summary_unit code_factor"),
         ("scores", ScoresStruct),
@@ -73,7 +73,7 @@ def attention_struct(
         },
     )
     if projects:
-        struct.input = (MatrixStruct * 3)(*map(structs.linear, attention.inputs))
+        struct.input = (MatrixStruct * 4)(*map(structs.linear, attention.inputs))
         struct.output = structs.linear(attention.output)
     return struct
 

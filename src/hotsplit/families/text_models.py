@@ -10,6 +10,8 @@ _BESIDE = (
     "vision_tower.",
     "multi_modal_projector.",
     "visual.",
+    "vision_adapter.",
+    "vision_projection.",
     "embed_vision.",
     "audio_tower.",
     "embed_audio.",

@@ -35,15 +35,8 @@ class Arrangement:
     epsilon: float
 
     def make_norm(self, name: str, reads: str, writes: str, **own: Any) -> Norm:
-        return Norm(
-            name=name,
-            kind=self.norm,
-            size=self.hidden_size,
-            epsilon=self.epsilon,
-            reads=reads,
-            writes=writes,
-            **own,
-        )
+        numbers = {"kind": self.norm, "size": self.hidden_size, "epsilon": self.epsilon}
+        return Norm(name=name, reads=reads, writes=writes, **{**numbers, **own})
 
     def pre_norm(
         self,
@@ -124,13 +117,16 @@ class Arrangement:
         attention: Attention,
         neurons: Neurons | Mixture,
         *,
+        epsilon: float | None = None,
         scale: str = "",
         own: PositionWise | None = None,
     ) -> LayerSpec:
-        """Norms before and after attention and feed-forward, all before the sums (Gemma). `scale`:
-        the name of a factor of the layer's result (Gemma 4). `own`: an operation whose output is
-        added at the layer's end, through a norm (the E-models of Gemma 4)."""
+        """Norms before and after attention and feed-forward, all before the sums (Gemma).
+        `epsilon`: of those after, if it is another (Muse-Glimmer). `scale`: the name of a factor of
+        the layer's result (Gemma 4). `own`: an operation whose output is added at the layer's end,
+        through a norm (the E-models of Gemma 4)."""
         blocks, written = self._normed(neurons)
+        after = self if epsilon is None else replace(self, epsilon=epsilon)
         last: tuple[Block, ...] = (Add(terms=("x", "ffn_out"), scale=scale),)
         if own is not None:
             (added,) = own.outputs
@@ -144,10 +140,10 @@ class Arrangement:
             blocks=(
                 self.make_norm("attn_norm", "x", "attn_in"),
                 attention,
-                self.make_norm("post_attention_norm", "attn_out", "attn_out"),
+                after.make_norm("post_attention_norm", "attn_out", "attn_out"),
                 Add(terms=("x", "attn_out")),
                 *blocks,
-                self.make_norm("post_ffw_norm", written, "ffn_out"),
+                after.make_norm("post_ffw_norm", written, "ffn_out"),
                 *last,
             )
         )

@@ -47,7 +47,9 @@ class Heads:
     together with `norms_all_heads` (OLMoE), and has weights for each head with `norms_by_head`
     (Command R+). `norms_values`: each head of values has an RMS norm without weights, with the
     epsilon of `head_norm` (Gemma 4). `is_gated`: attn_q has a gate after each head's query, whose
-    sigmoid multiplies the head's output (Qwen3-Next)."""
+    sigmoid multiplies the head's output (Qwen3-Next). `gate_width`: attn_gate projects so many such
+    gates for each head, one for each of its values (Muse-Glimmer) or one for all of them (Step
+    3.5); 0: there is no such matrix."""
 
     num_heads: int
     num_kv_heads: int
@@ -55,6 +57,7 @@ class Heads:
     num_kv_projections: int = 2
     window: int | None = None
     growth_length: int | None = None
+    gate_width: int = 0
     growth: float | None = None
     norms_all_heads: bool = False
     norms_by_head: bool = False
@@ -79,6 +82,7 @@ class Attention(Heads, Scores):
 
     def __post_init__(self) -> None:
         assert (self.source is None) == (self.num_kv_projections > 0), self
+        assert self.gate_width in ((0,) if self.is_gated else (0, 1, self.head_dim)), self
 
     @property
     def vectors(self) -> dict[str, HeadVector]:
@@ -122,15 +126,18 @@ class Attention(Heads, Scores):
 
     @property
     def gate_size(self) -> int:
-        return self.query_size if self.is_gated else 0
+        """Gates of a token: behind each query, or behind all that is projected otherwise."""
+        return self.query_size if self.is_gated else self.num_heads * self.gate_width
 
     @property
     def projections(self) -> dict[str, int]:
         """Rows of each input projection, by name."""
+        own = {"attn_gate": self.gate_size} if self.gate_width else {}
         if self.is_fused:
-            return {"attn_qkv": self.qkv_size}
-        rows = {"attn_q": self.query_size + self.gate_size}
-        return rows | dict.fromkeys(("attn_k", "attn_v")[: self.num_kv_projections], self.key_size)
+            return {"attn_qkv": self.qkv_size, **own}
+        rows = {"attn_q": self.query_size + (self.gate_size if self.is_gated else 0)}
+        rows |= dict.fromkeys(("attn_k", "attn_v")[: self.num_kv_projections], self.key_size)
+        return rows | own
 
     @property
     def normed(self) -> dict[str, tuple[int, ...]]:

@@ -26,7 +26,7 @@ class Kept:
 class Norm:
     """A layer norm (Ba et al. 2016) or an RMS norm (Zhang and Sennrich 2019), over `size` values.
     `name`: of its tensors within the layer, or in the model for the output norm; that of its
-    weights ends with `part`, and `factor` multiplies them."""
+    weights ends with `part`, and `factor` multiplies them; without a `part`, they are 1."""
 
     name: str
     kind: NormKind

@@ -130,7 +130,7 @@ def transposed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _norm(norm: Norm) -> Shapes:
-    shapes: Shapes = {f"{norm.name}.{norm.part}": (norm.size,)}
+    shapes: Shapes = {f"{norm.name}.{norm.part}": (norm.size,)} if norm.part else {}
     return shapes | ({f"{norm.name}.bias": (norm.size,)} if norm.kind == "layer" else {})
 
 
