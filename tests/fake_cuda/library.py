@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 FOLDER = Path(__file__).parent
 BUILD = FOLDER.parent.parent / "build" / "fake-cuda"
@@ -199,7 +200,7 @@ _next = iter(range(1, 1 << 62))
 @_RUN
 def _run(number: int) -> int:
     try:
-        with torch.inference_mode():
+        with _disable_current_modes(), torch.inference_mode():  # its tensors are the CPU's
             _kernels[number]()
     except BaseException as error:  # noqa: BLE001  # passed on by the call that waits for the kernel
         _raised.append(error)

@@ -39,7 +39,7 @@ pytestmark = [
 ]
 TOKENS = [3, 41, 7, 7]
 CONV = "short convolutions"
-MIB, CONTEXT = 1 << 20, 1600
+MIB, CONTEXT = 1 << 20, 1024
 SHARED = {"num_shared": 32, "has_shared_gate": True}
 
 
@@ -229,12 +229,12 @@ def long_mixture(**options):
 
 @pytest.mark.parametrize(
     ("num_tokens", "rates", "is_resident"),
-    [(40, RATES, True), (60, None, False), (1500, None, True)],
+    [(40, RATES, True), (60, None, False), (1000, None, True)],
 )
 def test_prompts_on_a_device(monkeypatch, num_tokens, rates, is_resident):
-    """Within the plan's memory, as the CPU computes them: 1,500 tokens in several passes, others
+    """Within the plan's memory, as the CPU computes them: 1,000 tokens in two passes, others
     with an expert in each of the two buffers, which are used again and again."""
-    if num_tokens < 1500:
+    if num_tokens < 1000:
         monkeypatch.setattr(gpu_setup, "MOST_PIECE_BYTES", 1)
     model = long_mixture(kind="q8_0")
     split = made_plan(model, HOT, [1, 1], context_length=CONTEXT)
