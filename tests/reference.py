@@ -154,6 +154,8 @@ def logits_ref(
     if spec.output_norm is not None:
         x = norm(x, lambda name: weights(model, name), spec.output_norm)
     logits_TV = (x * spec.logit_scale) @ weights(model, model.head_name).T
+    if spec.has_head_bias:
+        logits_TV = logits_TV + weights(model, "output.bias")
     return capped(logits_TV, spec.logit_cap)
 
 
@@ -221,11 +223,13 @@ def heads_ref(each, block: Attention, w, factors=1.0):
     if block.norms_values:
         v = norm(v, lambda name: 1.0, block.head_norm)
     q, gate = q[..., : block.head_dim], q[..., block.head_dim :]
-    if block.head_norm is not None:
+    if block.head_norm is not None and not block.norms_rotated:
         q, k = (_head_norm(y, block, w, name) for y, name in ((q, "attn_q"), (k, "attn_k")))
     if block.rotary is not None:
         own = factors if block.rotary.has_factors else 1.0
         q, k = (rotated(y, block.rotary, block.num_rotated, own) for y in (q, k))
+    if block.head_norm is not None and block.norms_rotated:
+        q, k = (_head_norm(y, block, w, name) for y, name in ((q, "attn_q"), (k, "attn_k")))
     if block.growth_length:
         steps = np.arange(len(q)) // block.growth_length
         q = q * (1 + block.growth * np.log(1 + steps))[:, None, None]

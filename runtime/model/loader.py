@@ -20,6 +20,7 @@ from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.spec import Norm as NormSpec
 from hotsplit.model.spec import Rotary as RotarySpec
+from hotsplit.model.tensors import HEAD_BIAS
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -147,7 +148,7 @@ class Builder:
             positions=matrix_of(model.tensors[learned], CPU) if learned in model.tensors else None,
             layers=layers,
             output_norm=self.output_norm(head_device, "head"),
-            head=Linear(weight=head),
+            head=Linear(weight=head, bias_N=self.vector(HEAD_BIAS, head_device, "head")),
             head_device=head_device,
             first=load_all(self, self.spec.first, None, CPU),
             last=load_all(self, self.spec.last, None, CPU),

@@ -110,6 +110,7 @@ WHOLE = LONGROPE | {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 9.0, 11.0],
 }
 del WHOLE["partial_rotary_factor"]
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -338,6 +339,8 @@ CASES = {
     "stablelm-parallel": hf.StableLmConfig(
         **GATED | MQA | TIED, use_parallel_residual=True, rope_parameters=HALF
     ),
+    "phi2": hf.PhiConfig(**GATED | ODD | {"num_key_value_heads": 4, "intermediate_size": 256}),
+    "phi2-grouped": hf.PhiConfig(**GATED, hidden_act="relu", rope_parameters=WHOLE_HEADS),
     "gpt-neox": hf.GPTNeoXConfig(**SIZES | ODD, intermediate_size=160, initializer_range=0.1),
     "gpt-neox-sequential": hf.GPTNeoXConfig(
         **SIZES | TIED,
@@ -483,6 +486,22 @@ CASES = {
         sliding_window=5,
         max_window_layers=1,
         attention_bias=True,
+    ),
+    "hunyuan": hf.HunYuanDenseV1Config(**GATED | ODD, head_dim=16, rope_parameters=ALPHA),
+    "hunyuan-plain": hf.HunYuanDenseV1Config(
+        **GATED | MQA | TIED | {"num_hidden_layers": 2},
+        head_dim=24,
+        attention_bias=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    ),
+    "hunyuanmoe": hf.HunYuanMoEV1Config(
+        **GATED | ODD | {"intermediate_size": 37, "num_experts": 7}, moe_topk=3, head_dim=16
+    ),
+    "hunyuanmoe-lists": hf.HunYuanMoEV1Config(
+        **GATED | TIED | {"intermediate_size": 32, "num_experts": 5},
+        moe_topk=[2, 2, 2],
+        head_dim=24,
+        rope_parameters=ALPHA,
     ),
     "hunyuan3moe": hf.HYV3Config(**HUNYUAN3 | ODD, head_dim=24),
     "exaonemoe": hf.ExaoneMoeConfig(
@@ -643,7 +662,7 @@ _STOCK = """
     cohere2moe cohere2moe-average
     glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
     minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe erniemoe seed-oss gemma stablelm
-    stablelm-parallel gpt-neox
+    stablelm-parallel gpt-neox phi2 hunyuan hunyuanmoe
 """
 STOCK = _STOCK.split()
 
@@ -848,6 +867,99 @@ def test_bamboo_is_a_mistral_with_relu_on_both_projections(tmp_path):
     edit_config(folder, lambda c: c.update(hidden_act="silu"))
     with pytest.raises(HotsplitError, match="hidden_act 'silu' is unknown"):
         converted(folder, tmp_path / "n.gguf")
+
+
+def as_internlm2(folder: Path) -> None:
+    """A Llama as InternLM 2 has it: for each head of keys its queries, the keys and the values are
+    one matrix."""
+    weights, own = load_file(folder / "model.safetensors"), {}
+    names = {
+        "embed_tokens": "tok_embeddings",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "lm_head": "output",
+    }
+    for name, values in weights.items():
+        stem, _, which = name.partition(".self_attn.")
+        if which == "q_proj.weight":
+            parts = [values, *(weights[f"{stem}.self_attn.{x}_proj.weight"] for x in "kv")]
+            grouped = [part.unflatten(0, (2, -1)) for part in parts]
+            own[f"{stem}.attention.wqkv.weight"] = torch.cat(grouped, 1).flatten(0, 1)
+        elif which not in ("k_proj.weight", "v_proj.weight"):
+            for theirs, new in names.items():
+                name = name.replace(theirs, new)
+            own[name] = values.clone()
+    save_file(own, folder / "model.safetensors", {"format": "pt"})
+
+
+def as_ling2(folder: Path) -> None:
+    """A GLM-4.5 as Ling 2 has it: queries, keys and values are one matrix, one after the other."""
+    weights, own = load_file(folder / "model.safetensors"), {}
+    names = {
+        "model.embed_tokens": "model.word_embeddings",
+        "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm",
+        "gate.e_score_correction_bias": "gate.expert_bias",
+    }
+    for name, values in weights.items():
+        stem, _, which = name.partition(".self_attn.")
+        if which == "q_proj.weight":
+            parts = [values, *(weights[f"{stem}.self_attn.{x}_proj.weight"] for x in "kv")]
+            own[f"{stem}.attention.query_key_value.weight"] = torch.cat(parts)
+        elif which not in ("k_proj.weight", "v_proj.weight"):
+            for theirs, new in names.items():
+                name = name.replace(theirs, new)
+            own[name] = values.clone()
+    save_file(own, folder / "model.safetensors", {"format": "pt"})
+
+
+# By class: a family of the same graph, the form of its checkpoint, and what the config says.
+OF_OTHERS = {
+    "InternLM2": (
+        hf.LlamaConfig(**GATED | ODD),
+        as_internlm2,
+        {"bias": False, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    ),
+    "BailingMoeV2": (
+        hf.Glm4MoeConfig(
+            **GLM | ODD | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2},
+            use_qk_norm=True,
+            first_k_dense_replace=1,
+        ),
+        as_ling2,
+        {
+            "num_experts": 12,
+            "num_shared_experts": 1,
+            "moe_shared_expert_intermediate_size": 37,
+            "score_function": "sigmoid",
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_families_that_transformers_lacks_are_others_of_it(tmp_path, name):
+    config, renamed, changes = OF_OTHERS[name]
+    folder = random_model(tmp_path / "hf", config)
+    save_tokenizer(folder, 320)
+    want = transformers_logits(folder)
+    renamed(folder)
+    edit_config(
+        folder,
+        lambda c: c.update(of_class(name), model_type=name, n_routed_experts=None, **changes),
+    )
+    for layout in ("sparse", "stock"):
+        path = converted(folder, tmp_path / f"{layout}.gguf", outtype="f32", layout=layout)
+        with Engine.load(path, mode="dense") as engine:
+            assert rel_error(engine.logits(IDS), want) < 1e-5
+            assert rel_error(decoded(engine, IDS), want[-1]) < 1e-5
 
 
 @pytest.mark.parametrize(

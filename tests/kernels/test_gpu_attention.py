@@ -187,6 +187,25 @@ def test_values_with_a_norm(kernels, num_rows, num_kv_projections, width=40):
 
 
 @pytest.mark.parametrize("is_adjacent", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_norms_after_the_rotation(kernels, num_rows, is_adjacent, width=40):
+    """Hunyuan's. A rotation keeps the length of a head, so that its weights alone see the order."""
+    qkv, cache = vector(num_rows * 4 * width), torch.zeros(2, 9, 1, width, device=device())
+    qkv = qkv if num_rows == 1 else qkv.view(num_rows, -1)
+    spec, at = heads_of(2, 1, width, is_adjacent=is_adjacent), [5, 6, 7][:num_rows]
+    after = replace(spec, norms_rotated=True)
+    for norms, is_same in (
+        ((vector(width, 2), vector(width, 3)), False),
+        (2 * (torch.ones(width, device=device()),), True),
+    ):
+        (got, got_cache), (want, want_cache) = rotated(kernels, qkv, cache, at, after, norms=norms)
+        assert_close(got, want, 64 * EPS)
+        assert_close(got_cache, want_cache, 64 * EPS)
+        _, (before, _) = rotated(kernels, qkv, cache, at, spec, norms=norms)
+        assert ((before - want).abs().max() < 64 * EPS) == is_same
+
+
+@pytest.mark.parametrize("is_adjacent", [False, True])
 def test_heads_that_rotate_in_part_before_gates(kernels, is_adjacent, width=40, part=12):
     """Qwen3-Next's: a quarter of each head rotates, and behind each query is the gate of its head,
     which stays as it is. The part by itself is a rotation of narrower heads."""

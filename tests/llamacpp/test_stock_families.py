@@ -34,8 +34,8 @@ from hotsplit.families.gemma3n import SPARSE_LAYERS, STOCK_CUTOFF
 # 5e-6). Rounding moves some values to the next entry of GELU's table, which is 5e-4 away: then
 # logits are up to 3e-4 apart, and 4e-7 if no value moves.
 LESS_EXACT = """
-falcon-11b gemma gpt-neox gemma2-stock gemma3-stock gemma4 gemma4-stock gemma4moe qwen3nextmoe-stock qwen35-stock
-qwen35moe starcoder2-stock
+falcon-11b gemma gpt-neox gemma2-stock gemma3-stock gemma4 gemma4-stock gemma4moe
+qwen3nextmoe-stock qwen35-stock qwen35moe starcoder2-stock
 """
 BOUNDS = dict.fromkeys(LESS_EXACT.split(), 5e-4)
 

@@ -39,6 +39,7 @@ struct HsAttention {
     int32_t norms_values;     // each head of values has an RMS norm without weights
     // attn_q has for each head its query, then as many gates: the head's output is multiplied by their sigmoids
     int32_t is_gated;
+    int32_t norms_rotated;  // query_norm and key_norm come after the rotation
 };
 
 inline int64_t heads_size(const HsAttention& l) { return l.num_heads * l.head_dim; }
@@ -153,9 +154,10 @@ inline float* prepare_heads(const HsAttention& l, const RowOfHeads& row, float* 
     if (l.gate_width) copy_gates(l, values, row.gates);
     float* own = values + (H + K) * W;
     if (l.num_kv_projections == 1) own = std::copy_n(values + H * W, K * W, row.raw_keys) - K * W;
-    norm_heads(l, values);
+    if (!l.norms_rotated) norm_heads(l, values);
     if (l.norms_values) norm_values(l, own);
     if (row.rotary) rotate_heads(l, row, values);
+    if (l.norms_rotated) norm_heads(l, values);
     if (l.growth_length) grow_queries(l, row.position, values);
     for (int64_t h = 0; row.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
     for (int64_t k = 0; row.is_value_rotated && k < K; ++k) turn_by_hadamard(own + k * W, W);

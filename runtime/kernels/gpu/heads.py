@@ -62,13 +62,17 @@ def rotate_append(
         query, keys, values = query[:: 1 + spec.is_gated], own[:1], own[-1:]
         if norm and spec.norms_values:
             values = [rms_norm(v, torch.ones(width, device=v.device), norm.epsilon) for v in values]
-        if norm and query_weight_W is not None:
-            query = rms_norm(_centred(query, norm), query_weight_W, norm.epsilon)
-        if norm and key_weight_W is not None:
-            keys = [rms_norm(_centred(key, norm), key_weight_W, norm.epsilon) for key in keys]
-        if spec.rotary and frequency_W2 is not None:
-            angle_W2 = position_1 * frequency_W2.double()
-            query, *keys = (_turned_ref(heads, angle_W2, spec.rotary) for heads in (query, *keys))
+        is_turned = spec.rotary is not None and frequency_W2 is not None
+        for prepares in ("turn", "norm") if spec.norms_rotated else ("norm", "turn"):
+            if prepares == "norm" and norm and query_weight_W is not None:
+                query = rms_norm(_centred(query, norm), query_weight_W, norm.epsilon)
+            if prepares == "norm" and norm and key_weight_W is not None:
+                keys = [rms_norm(_centred(key, norm), key_weight_W, norm.epsilon) for key in keys]
+            if prepares == "turn" and is_turned:
+                angle_W2 = position_1 * frequency_W2.double()
+                query, *keys = (
+                    _turned_ref(heads, angle_W2, spec.rotary) for heads in (query, *keys)
+                )
         if spec.growth and spec.growth_length:
             steps = int(position_1) // spec.growth_length
             query = query * (1.0 + spec.growth * math.log(1 + steps))
@@ -109,6 +113,7 @@ def rotate_append(
             QUERY_STRIDE=width * (1 + spec.is_gated),
             ROW_STRIDE=size,
             NORMS_VALUES=spec.norms_values,
+            NORMS_ROTATED=spec.norms_rotated,
             VALUES_ARE_KEYS=spec.num_kv_projections == 1,
             ROTATED=width if frequency_W2 is None else 2 * len(frequency_W2),
             HALF=power_of_2(width // 2),
@@ -196,6 +201,7 @@ def _rotate_append(
     QUERY_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     NORMS_VALUES: tl.constexpr,
+    NORMS_ROTATED: tl.constexpr,
     VALUES_ARE_KEYS: tl.constexpr,
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
@@ -263,6 +269,8 @@ def _rotate_append(
         tl.store(target + first_at, first.to(value.dtype.element_ty), mask=is_kept)
         tl.store(target + second_at, second.to(value.dtype.element_ty), mask=is_kept)
     else:
+        if NORMS_ROTATED and frequency is not None:
+            first, second = _turn(first, second, frequency, pair, at, ROTATED, MAGNITUDE)
         if head < NUM_HEADS:
             if query_weight is not None:
                 weight = query_weight + head * NORM_STRIDE
@@ -275,7 +283,7 @@ def _rotate_append(
                 first, second = _head_norm(
                     first, second, weight, first_at, second_at, in_head, epsilon, WIDTH, CENTRES
                 )
-        if frequency is not None:
+        if frequency is not None and not NORMS_ROTATED:
             first, second = _turn(first, second, frequency, pair, at, ROTATED, MAGNITUDE)
         if head < NUM_HEADS:
             if GROWTH_LENGTH:

@@ -14,6 +14,7 @@ from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.files.gguf_types import block_sizes
 from hotsplit.model.operations import PositionWise
 from hotsplit.model.spec import ModelSpec
+from hotsplit.model.tensors import HEAD_BIAS
 from hotsplit.model.weight_types import FLOAT_NAMES
 from hotsplit.options.cache_types import CacheTypes
 
@@ -246,8 +247,9 @@ def cache_bytes(
 
 
 def head_bytes(model: ModelFile) -> int:
-    """Bytes of the output norm and of the output matrix (the embedding's if tied)."""
-    found = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("output_norm."))
+    """Bytes of the output norm and of the output matrix (the embedding's if tied) and its bias."""
+    small = ("output_norm.", HEAD_BIAS)
+    found = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith(small))
     return found + model.tensors[model.head_name].num_bytes
 
 

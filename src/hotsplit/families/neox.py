@@ -1,6 +1,6 @@
-"""GPT-NeoX (arXiv 2204.06745) and StableLM (arXiv 2402.17834): layer norms with biases and rotary
-embeddings of a part of each head; attention and feed-forward run in parallel, each after a norm
-(GPT-NeoX) or both after one (StableLM 2 12B), or one after the other."""
+"""GPT-NeoX (arXiv 2204.06745), StableLM (arXiv 2402.17834) and Phi-2 (arXiv 2309.05463): norms
+with biases and rotary embeddings of a part of each head; attention and feed-forward run in
+parallel, each after a norm (GPT-NeoX) or both after one (Phi-2), or one after the other."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,15 +8,24 @@ from functools import partial
 from hotsplit.families.blueprint import IGNORED, Rows, Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.falcon import NEXT_NORM, qkv_order
-from hotsplit.families.family import QKV_BIASES, UNGATED, UNGATED_BIASES, Architecture, Family
+from hotsplit.families.family import (
+    ATTN_BIASES,
+    QKV_BIASES,
+    UNGATED,
+    UNGATED_BIASES,
+    Architecture,
+    Family,
+)
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.spec import ModelSpec
+from hotsplit.model.tensors import HEAD_BIAS
 
 PARALLEL = "use_parallel_residual"
+ALL_BIASES = (*ATTN_BIASES, *UNGATED_BIASES)
 FUSED_BIASES = ("attn_qkv.bias", "attn_output.bias")
 
 
@@ -50,6 +59,17 @@ def of_stablelm(read: KeyReader) -> ModelSpec:
         norm="layer",
         is_partly_rotated=True,
         arrange=Arrangement.pre_norm if has_second else Arrangement.parallel,
+    )
+
+
+def of_phi(read: KeyReader) -> ModelSpec:
+    return decoder(
+        read,
+        norm="layer",
+        is_partly_rotated=True,
+        arrange=Arrangement.parallel,
+        is_gated=False,
+        has_head_bias=HEAD_BIAS in read.tensors,
     )
 
 
@@ -103,6 +123,18 @@ FAMILIES = (
         rope=Rope(kinds=("default", "linear"), share=0.25),
         tensors=lambda read: {} if read.flag(PARALLEL) else dict.fromkeys(NEXT_NORM, ()),
     ),
+    Family(
+        classes=("PhiForCausalLM",),
+        title="Phi-2",
+        graph="phi2",
+        model_types=("phi",),
+        defaults={**_DEFAULTS, "hidden_act": "gelu_new", "qk_layernorm": False},
+        fields=FIELDS,
+        plain={"qk_layernorm": False},
+        activations=UNGATED,
+        rope=Rope(kinds=("default", "linear"), share=0.5),
+        tensors=lambda read: dict.fromkeys((*ALL_BIASES, HEAD_BIAS), ()),
+    ),
 )
 GRAPHS = (
     Architecture(
@@ -121,5 +153,12 @@ GRAPHS = (
         of_keys=of_stablelm,
         options=(*QKV_BIASES, *NEXT_NORM),
         stock_options=(*QKV_BIASES, *NEXT_NORM),
+    ),
+    Architecture(
+        name="phi2",
+        of_keys=of_phi,
+        options=ALL_BIASES,
+        stock_activations=("gelu_tanh",),
+        stock_options=ALL_BIASES,
     ),
 )

@@ -165,6 +165,16 @@ def _linear(p: Parameters) -> Scaled:
     return _keys(type="linear", factor=np.float32(p.own.positive("factor"))), {}
 
 
+def _dynamic(p: Parameters) -> Scaled:
+    """NTK-aware: by a fixed `alpha` the theta is larger (Hunyuan; transformers,
+    modeling_hunyuan_v1_dense.py); a factor alone counts beyond the context."""
+    if not p.own.values.get("alpha"):
+        p.own.positive("factor")
+        return {}, {}
+    exponent = p.num_pairs / (p.num_pairs - 1)
+    return {THETA: np.float32(p.theta * p.own.positive("alpha") ** exponent)}, {}
+
+
 def _llama3(p: Parameters) -> Scaled:
     """The divisors are `factor` for long waves, 1 for short ones; between them the reciprocal is
     interpolated (transformers, modeling_rope_utils.py; llama.cpp stores these divisors as
@@ -259,6 +269,7 @@ CONFIG_KINDS = {
     "default": ConfigKind(words="ordinary rotary embeddings (default)", read=lambda p: ({}, {})),
     "mrope": ConfigKind(words="by time and place in an image (mrope)", read=lambda p: ({}, {})),
     "linear": ConfigKind(words="positions divided by a factor (linear)", read=_linear),
+    "dynamic": ConfigKind(words="a larger theta beyond the context (dynamic)", read=_dynamic),
     "llama3": ConfigKind(words="Llama 3's (llama3)", read=_llama3),
     "yarn": ConfigKind(words="YaRN (yarn)", read=_yarn),
     "longrope": ConfigKind(  # as Phi-3's configs have spelt it

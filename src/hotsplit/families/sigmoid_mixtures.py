@@ -1,5 +1,6 @@
 """Mixtures of experts with DeepSeek-V3's router (arXiv 2412.19437), or with its sigmoids, beside
-attention as in Qwen 3 or OLMoE: dots.llm1, Hunyuan 3, EXAONE MoE, Solar Open, MiniMax M2."""
+attention as in Qwen 3 or OLMoE: dots.llm1, Hunyuan 3, EXAONE MoE, Solar Open, MiniMax M2, Ling and
+Ring 2."""
 
 from collections.abc import Mapping
 
@@ -27,6 +28,7 @@ from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import KEYS as WINDOW_KEYS
 from hotsplit.families.windows import (
     no_windows_in_stock,
+    other_head_size,
     window_keys,
     windows_of_config,
     windows_of_keys,
@@ -88,6 +90,29 @@ def derived_of_minimax(read: ConfigReader) -> Mapping[str, object]:
     if "rotary_dim" not in read.values:
         return {}
     return {"partial_rotary_factor": read.count("rotary_dim") / read.count("head_dim")}
+
+
+def derived_of_bailing(read: ConfigReader) -> dict[str, object]:
+    """The names of GLM-4.5's configs."""
+    length = read.values.get("moe_intermediate_size")
+    read.refuse("num_shared_experts", 1)
+    read.refuse("moe_shared_expert_intermediate_size", length)
+    found: dict[str, object] = {"n_shared_experts": 1}
+    return found | derived(read.with_values(found))
+
+
+def of_bailing(read: KeyReader) -> ModelSpec:
+    return decoder(
+        read,
+        is_partly_rotated=True,
+        experts=experts_of_keys(read, gating="sigmoid", renormalises=False, has_shared=True),
+        has_head_norms=True,
+        attention={"is_fused": True},
+    )
+
+
+def bailing_sources(spec: ModelSpec, read: ConfigReader) -> Sources:
+    return Sources(renamed=with_choice_bias, ignored_prefixes=(f"model.layers.{spec.num_layers}.",))
 
 
 def of_keys(read: KeyReader) -> ModelSpec:
@@ -293,6 +318,30 @@ FAMILIES = (
         sources=sources,
     ),
 )
+BAILING = Family(
+    classes=("BailingMoeV2ForCausalLM",),
+    title="Ling and Ring 2",
+    graph="bailingmoe2",
+    model_types=(),
+    read_keys=COUNTS,
+    defaults={"tie_word_embeddings": False, "hidden_act": "silu", "norm_topk_prob": True},
+    plain={
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "use_qk_norm": True,
+        "use_rmsnorm": True,
+        "norm_head": False,
+        "use_sliding_window": False,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    rope=Rope(kinds=("default", "linear", "yarn"), share=0.5),
+    derived=derived_of_bailing,
+    keys=keys,
+    tensors=lambda read: {CHOICE_BIAS: ()},
+    sources=bailing_sources,
+)
+FAMILIES = (*FAMILIES, BAILING)
 GRAPHS = (
     Architecture(
         name="minimax-m2", of_keys=of_minimax, known_keys=KEYS, not_in_stock=plain_weights_in_stock
@@ -321,5 +370,13 @@ GRAPHS = (
         # The layer is dense, and which of its kind it is stands nowhere.
         runs_draft_block=False,
         not_in_stock=not_in_exaone,
+    ),
+    Architecture(
+        name="bailingmoe2",
+        of_keys=of_bailing,
+        fuses_attention=True,
+        known_keys=(*KEYS, DRAFT_LAYERS),
+        runs_draft_block=False,  # it has a norm more, which no graph at hand computes
+        not_in_stock=other_head_size,
     ),
 )

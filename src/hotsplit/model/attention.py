@@ -49,7 +49,8 @@ class Heads:
     epsilon of `head_norm` (Gemma 4). `is_gated`: attn_q has a gate after each head's query, whose
     sigmoid multiplies the head's output (Qwen3-Next). `gate_width`: attn_gate projects so many such
     gates for each head, one for each of its values (Muse-Glimmer) or one for all of them (Step
-    3.5); 0: there is no such matrix."""
+    3.5); 0: there is no such matrix. `norms_rotated`: the norms of each head of queries and keys
+    come after they rotate (Hunyuan), by default before."""
 
     num_heads: int
     num_kv_heads: int
@@ -63,14 +64,15 @@ class Heads:
     norms_by_head: bool = False
     norms_values: bool = False
     is_gated: bool = False
+    norms_rotated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Heads, Scores):
-    """Causal grouped-query attention. `head_norm`: the norm of each head of queries and keys,
-    before they rotate. `biases`: names of the projections that have one. `source`: the layer before
-    it whose keys and values it reads, as that layer has stored them, and has none of its own (Gemma
-    3n, the E-models of Gemma 4)."""
+    """Causal grouped-query attention. `head_norm`: the norm of each head of queries and keys.
+    `biases`: names of the projections that have one. `source`: the layer before it whose keys and
+    values it reads, as that layer has stored them, and has none of its own (Gemma 3n, the E-models
+    of Gemma 4)."""
 
     rotary: Rotary | None
     head_norm: Norm | None = None
@@ -83,6 +85,7 @@ class Attention(Heads, Scores):
     def __post_init__(self) -> None:
         assert (self.source is None) == (self.num_kv_projections > 0), self
         assert self.gate_width in ((0,) if self.is_gated else (0, 1, self.head_dim)), self
+        assert not (self.norms_rotated and self.norms_all_heads), self
 
     @property
     def vectors(self) -> dict[str, HeadVector]:

@@ -126,9 +126,10 @@ class ModelSpec:
     `embedding_scale` multiplies the embedding, and `logit_scale` what the output norm gives; with a
     `logit_cap` c, a logit l counts as c tanh(l / c) (Gemma 2); `has_positions`: learned positions
     are added to the embedding; `first` and `last`: operations between the embedding and the layers,
-    and between these and the output norm, on the host, which then embeds. `pooling`: how a text's
-    vector comes of its hidden states; None: the model does not say. `draft`: its draft block, if it
-    has one (model/draft_block.py)."""
+    and between these and the output norm, on the host, which then embeds;
+    `has_head_bias`: a bias is added to the logits (Phi-2). `pooling`: how a text's vector comes of
+    its hidden states; None: the model does not say. `draft`: its draft block, if it has one
+    (model/draft_block.py)."""
 
     architecture: str
     hidden_size: int
@@ -140,6 +141,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     has_positions: bool = False
+    has_head_bias: bool = False
     first: tuple[PositionWise, ...] = ()
     last: tuple[PositionWise, ...] = ()
     pooling: Pooling | None = None

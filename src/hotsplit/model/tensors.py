@@ -49,11 +49,16 @@ def optional_layer_shapes(layer: LayerSpec) -> Shapes:
     return shapes
 
 
+HEAD_BIAS = "output.bias"
+
+
 def outer_shapes(spec: ModelSpec) -> Shapes:
     """The shapes of the tensors outside the layers that a model must have."""
     shapes: Shapes = {"token_embd.weight": (spec.vocab_size, spec.hidden_size)}
     if spec.has_positions:
         shapes["position_embd.weight"] = (spec.context_length, spec.hidden_size)
+    if spec.has_head_bias:
+        shapes[HEAD_BIAS] = (spec.vocab_size,)
     for block in (*spec.first, *spec.last):
         shapes |= block.shapes(spec.hidden_size)
     return shapes if spec.output_norm is None else shapes | _norm(spec.output_norm)

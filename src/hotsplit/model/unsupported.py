@@ -37,8 +37,10 @@ gemma: this Gemma's graph is not supported
 bloom mpt baichuan13: attention biased by distance (ALiBi) is not computed; {_SMALL}
 gpt2 gptneo gpt_neo gptj codegen starcoderfor gptbigcode:\
  the layers of GPT-2, GPT-J and GPT-Neo are not supported, those of GPT-NeoX are; {_SMALL}
-phi2 phiforcausallm phimoe: an output head with a bias is not supported; {_SMALL}
+phimoe: experts chosen one after the other, each weighed against its rivals (SparseMixer),\
+ are not supported; {_MIXTURES}
 stablelm: the layers of this StableLM are not supported, those of StableLmForCausalLM are
+internlm3: transformers has no graph of it; a GGUF of llama.cpp's converter, a llama, runs
 internlm baichuan:\
  queries, keys and values fused in one matrix by groups are not supported; {_CONVERTED}
 minicpm: a scale of the residual sums by depth is not supported; {_CONVERTED}
