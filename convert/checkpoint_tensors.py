@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -308,7 +309,7 @@ def _sources(
                 f"{tensor.file}: no rule for tensor {source!r} in a {plan.spec.architecture} of"
                 f" {plan.spec.num_layers} layers; is this another architecture?"
             )
-        if tensor.shape not in (shapes[place], *_of_one_row(shapes[place])):
+        if tensor.shape not in (shapes[place], *_of_one_row(place, shapes[place])):
             raise HotsplitError(
                 f"{tensor.file}: tensor {source!r} is {list(tensor.shape)}, wanted"
                 f" {list(shapes[place])} by config.json; the two belong to different models"
@@ -332,7 +333,10 @@ def _sources(
     return sources
 
 
-def _of_one_row(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The shape of the matrix of one row in which a checkpoint may have a vector, and that of a
-    convolution of channels by themselves, whose taps are a matrix."""
-    return ((1, *shape),) if len(shape) == 1 else ((shape[0], 1, *shape[1:]),)
+def _of_one_row(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The shape of the matrix of one row in which a checkpoint may have a vector; that of a
+    convolution of channels by themselves, whose taps are a matrix; that of vectors in one."""
+    if len(shape) == 1:
+        return ((1, *shape),)
+    flat = ((prod(shape),),) if tensors.is_vector(name, shape) else ()
+    return ((shape[0], 1, *shape[1:]), *flat)

@@ -72,6 +72,8 @@ class ExpertUnits:
     def cpu_s_per_byte_L(self, machine: Machine) -> np.ndarray:
         seconds = [
             sum(size / machine.cpu_rate(kind) for kind, size in units.items()) / sum(units.values())
+            if units
+            else 0.0
             for units in self._bytes_L
         ]
         return np.array(seconds)

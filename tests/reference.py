@@ -16,6 +16,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import type_of
 from hotsplit.model.delta_net import CONV, DECAY, DECAY_BIAS, DELTA_NORM, DeltaNet
 from hotsplit.model.draft_block import JOIN, OF_EMBEDDING, OF_HIDDEN
+from hotsplit.model.mamba2 import Mamba2
 from hotsplit.model.operations import PositionWise, Recurrent
 from hotsplit.model.rope import Rotary
 from hotsplit.model.short_conv import CONV as TAPS
@@ -124,7 +125,7 @@ def logits_ref(
                 if isinstance(block, Attention):
                     result = _attention(value[block.reads], block, w, factors, see)
                 else:
-                    mix = _delta if isinstance(block, DeltaNet) else _short_conv
+                    mix = _MIXERS[type(block)]
                     result = mix(value[block.reads], block, w, see)
                 see("attn_out", result)
             elif own is not None and isinstance(block, PositionWise):
@@ -306,6 +307,36 @@ def _short_conv(x, block: ShortConv, w, see):
     out = c * sum(inputs[j : j + len(x)] * taps[:, j] for j in range(block.num_taps))
     see("attn_heads", out)
     return out @ w(f"{OUTPUT}.weight").T
+
+
+def _mamba2(x, block: Mamba2, w, see):
+    """The recurrence of model/mamba2.py, token by token."""
+    H, G, N, size = block.num_heads, block.num_groups, block.state_size, block.query_size
+    z, u, steps = np.split(x @ w("ssm_in.weight").T, [size, size + block.num_channels], axis=1)
+    inputs, taps = np.pad(u, ((block.num_taps - 1, 0), (0, 0))), w("ssm_conv1d.weight")
+    mixed = sum(inputs[j : j + len(x)] * taps[:, j] for j in range(block.num_taps))
+    mixed = mixed + w("ssm_conv1d.bias")
+    mixed = mixed / (1 + np.exp(-mixed))
+    x_THP, b, c = np.split(mixed, [size, size + G * N], axis=1)
+    x_THP = x_THP.reshape(len(x), H, -1)
+    b, c = (y.reshape(len(x), G, N)[:, np.arange(H) // (H // G)] for y in (b, c))
+    steps = np.logaddexp(0, steps + w("ssm_dt.bias"))
+    decay, skip = np.exp(w("ssm_a").reshape(-1) * steps), w("ssm_d").reshape(-1, 1)
+    state, out = np.zeros(block.state_shapes[0]), np.zeros(x_THP.shape)
+    for t in range(len(x)):
+        update = b[t][:, :, None] * (steps[t][:, None] * x_THP[t])[:, None]
+        state = state * decay[t][:, None, None] + update
+        out[t] = np.einsum("hnp,hn->hp", state, c[t]) + skip * x_THP[t]
+    out = out.reshape(z.shape) * z / (1 + np.exp(-z))
+    if block.epsilon is not None:
+        groups = out.reshape(len(x), G, -1)
+        root = np.sqrt((groups**2).mean(-1, keepdims=True) + block.epsilon)
+        out = (groups / root * w("ssm_norm.weight")).reshape(out.shape)
+    see("attn_heads", out)
+    return out @ w("ssm_out.weight").T
+
+
+_MIXERS = {DeltaNet: _delta, ShortConv: _short_conv, Mamba2: _mamba2}
 
 
 def rotated(y, rotary: Rotary, count: int, factors=1.0):

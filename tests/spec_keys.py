@@ -10,9 +10,10 @@ from hotsplit.families.expert_keys import GATINGS
 from hotsplit.families.key_reader import NORM_EPSILON
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.delta_net import DeltaNet
+from hotsplit.model.mamba2 import Mamba2
 from hotsplit.model.rope import RopeScaling
 from hotsplit.model.short_conv import ShortConv
-from hotsplit.model.spec import Attention, ModelSpec
+from hotsplit.model.spec import ModelSpec
 
 
 def spec_keys(spec: ModelSpec) -> dict[str, Value]:
@@ -37,7 +38,7 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         rotated = _each(a.num_rotated for a in attentions if a.rotary is not None)
         keys |= {"rope.dimension_count": rotated, "rope.freq_base": np.float32(spec.rotary.theta)}
         keys |= _scaling_keys(spec.rotary.scaling)
-    keys |= _expert_keys(spec) | _delta_keys(spec) | _conv_keys(spec)
+    keys |= _expert_keys(spec) | _delta_keys(spec) | _conv_keys(spec) | _mamba_keys(spec)
     windows = [a.window for a in attentions]
     if any(windows):
         keys["attention.sliding_window"] = np.uint32(next(filter(None, windows)))
@@ -66,7 +67,7 @@ def _expert_keys(spec: ModelSpec) -> dict[str, Value]:
 
 
 def _delta_keys(spec: ModelSpec) -> dict[str, Value]:
-    mixers = (layer.mixer for layer in spec.layers)
+    mixers = (layer.recurrent for layer in spec.layers)
     delta = next((block for block in mixers if isinstance(block, DeltaNet)), None)
     if delta is None:
         return {}
@@ -81,15 +82,34 @@ def _delta_keys(spec: ModelSpec) -> dict[str, Value]:
 
 
 def _conv_keys(spec: ModelSpec) -> dict[str, Value]:
-    mixers = [layer.mixer for layer in spec.layers]
+    mixers = (layer.recurrent for layer in spec.layers)
     conv = next((block for block in mixers if isinstance(block, ShortConv)), None)
     if conv is None:
         return {}
-    heads = [block.num_kv_heads if isinstance(block, Attention) else 0 for block in mixers]
     return {
-        "attention.head_count_kv": cast(Value, heads),
+        "attention.head_count_kv": _key_heads(spec),
         "shortconv.l_cache": np.uint32(conv.num_taps),
     }
+
+
+def _mamba_keys(spec: ModelSpec) -> dict[str, Value]:
+    mixers = (layer.recurrent for layer in spec.layers)
+    mamba = next((block for block in mixers if isinstance(block, Mamba2)), None)
+    if mamba is None:
+        return {}
+    return {
+        "attention.head_count_kv": _key_heads(spec),
+        "ssm.conv_kernel": np.uint32(mamba.num_taps),
+        "ssm.state_size": np.uint32(mamba.state_size),
+        "ssm.group_count": np.uint32(mamba.num_groups),
+        "ssm.time_step_rank": np.uint32(mamba.num_heads),
+        "ssm.inner_size": np.uint32(mamba.query_size),
+    }
+
+
+def _key_heads(spec: ModelSpec) -> Value:
+    heads = [layer.attention.num_kv_heads if layer.attention else 0 for layer in spec.layers]
+    return cast(Value, heads)
 
 
 def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:

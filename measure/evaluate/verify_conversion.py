@@ -302,6 +302,8 @@ def _load(folder: Path) -> torch.nn.Module:
     packing = getattr(config, "quantization_config", None)
     if isinstance(packing, dict):  # so that the weights can be put back
         config.quantization_config = packing | {"dequantize": True}
+    if hasattr(config, "time_step_min"):  # Nemotron-H clamps the steps of prompts alone
+        config.time_step_min = 1e-30
     is_text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return (
         (AutoModelForCausalLM if is_text else AutoModelForImageTextToText)
@@ -333,6 +335,7 @@ def _renamed(name: str) -> str:
     """A name as transformers 5 has it (conversion_mapping.py), for all models alike."""
     # Of a text model beside one for images:
     name = name.removeprefix("language_model.").replace(".language_model.", ".")
+    name = f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
     for published, own in _RENAMED:
         name = name.replace(published, own)
     return name

@@ -24,7 +24,7 @@ class Layer:
     spec: LayerSpec  # without a predictor that is not run
     device: torch.device  # of attention's matrices, norms, predictor, and cache unless offloaded
     norms: dict[str, Norm]  # those of the spec, by name
-    mixer: Attention | RecurrentOp
+    attending: Attention | None  # in a layer that attends
     ffn: FeedForward
     router: Router | None = None  # with one, the layer has experts
     shared: SharedNeurons | None = None
@@ -34,12 +34,12 @@ class Layer:
     @property
     def attention(self) -> Attention:
         """The attention of a layer that has it."""
-        assert isinstance(self.mixer, Attention), self.spec.mixer
-        return self.mixer
+        assert self.attending is not None, self.spec.mixers
+        return self.attending
 
     @property
     def recurrent(self) -> RecurrentOp | None:
-        return self.mixer if isinstance(self.mixer, RecurrentOp) else None
+        return next((each for each in self.own.values() if isinstance(each, RecurrentOp)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from hotsplit.runtime.model.neuron_loader import NeuronLoader
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.attention.block import Attention
 from hotsplit.runtime.ops.attention.rotary import Rotary
-from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp, load_all
+from hotsplit.runtime.ops.loaded_op import load_all
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.predict import Predictor
@@ -196,7 +196,7 @@ class Builder:
             spec=spec,
             device=device,
             norms=self.norms(index, device),
-            mixer=self.mixer(index, device, own),
+            attending=spec.attention and self.attention(index, spec.attention, device),
             ffn=FeedForward(
                 layer=index,
                 num_neurons=self.model.spec.layers[index].neurons.number,
@@ -286,16 +286,6 @@ class Builder:
                 factors = vector_of(self.model.tensors[block.rotary.factors], device)
             self.rotaries[key] = Rotary.of(block.rotary, block.num_rotated, factors, device)
         return self.rotaries[key]
-
-    def mixer(
-        self, index: int, device: torch.device, own: Mapping[str, LoadedOp]
-    ) -> Attention | RecurrentOp:
-        block = self.spec.layers[index].mixer
-        if isinstance(block, AttentionSpec):
-            return self.attention(index, block, device)
-        found = own[block.kind]
-        assert isinstance(found, RecurrentOp), found
-        return found
 
     def state(self, block: Recurrent, device: torch.device) -> LayerState:
         """The slots of a layer's states."""

@@ -49,6 +49,8 @@ class NeuronLoader:
         except a cold block whose matrices stay in the file or whose layer has slots: it refers to
         the whole matrices."""
         every = np.arange(self.model.spec.layers[index].neurons.number)
+        if not len(every):
+            return ()
         if runs_by_output(self.model, self.placement, reads_all=self._reads_all(index)):
             stock = self.model.tensors[f"blk.{index}.ffn_down.weight"]
             return (self._block(index, stock, "hot", every, "all", is_by_output=True),)

@@ -183,12 +183,13 @@ def _seen_layer(
 ) -> SeenLayer:
     """`placed`: the operations of the layer, and the native ones of each."""
     begin, end = placed[0][1][0], placed[-1][1][1]
+    recurrent = layer.spec.recurrent and layer.spec.recurrent.kind
     values: dict[str, tuple[int, Sequence[str]]] = {}
     values |= {"ffn_norm": (end, [ffn_in(index)]), "layer_out": (end, ["x"])}
     route = None
     for op, (first, last) in placed:
         read, written = name_of(op.reads[0]) if op.reads else "", name_of(op.writes[0])
-        if op.part == "attention":
+        if op.kind == "attention" or op.kind == recurrent:
             values |= {"attn_norm": (first, [read]), "attn_out": (last, [written])}
         elif op.kind == "neurons":
             before = values.get("ffn_out", (0, ()))[1]
@@ -199,7 +200,7 @@ def _seen_layer(
     if layer.router is not None:
         num_neurons *= layer.router.spec.num_used
     widths = {
-        "attn_heads": layer.spec.mixer.query_size,
+        "attn_heads": layer.spec.query_size,
         "ffn_gate": num_neurons,
         "ffn_hidden": num_neurons,
     }

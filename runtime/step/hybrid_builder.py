@@ -349,7 +349,7 @@ class _Builder:
             layer = divided.layer
             if placement.dense_on_gpu[divided.index]:
                 linears = [each for own in layer.own.values() for each in own.linears]
-                if layer.recurrent is None:
+                if layer.attending is not None:
                     linears += [*layer.attention.inputs, layer.attention.output]
                 kinds |= {linear.weight.kind for linear in linears}
                 predictor = layer.ffn.predictor

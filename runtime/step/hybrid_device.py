@@ -157,8 +157,10 @@ def _outer(spec: ModelSpec) -> frozenset[str]:
 def _rows(layer: LayerSpec, hidden_size: int, outer: frozenset[str]) -> Mapping[str, int]:
     blocks = layer.blocks
     neurons = [block for block in blocks if isinstance(block, Neurons)]
-    core = {layer.mixer.writes, *(n for each in neurons for n in (each.reads, each.writes))}
-    begin, end = blocks.index(neurons[0]), max(_last_read(blocks, name) for name in core)
+    core = {n for each in neurons for n in (each.reads, each.writes)}
+    core |= {mixer.writes for mixer in layer.mixers}
+    begin = blocks.index(neurons[0]) if neurons else len(blocks)
+    end = max(_last_read(blocks, name) for name in core)
     before, after = list[str](), list[str]()
     for block in layer.position_wise:
         at, sizes = blocks.index(block), block.values(hidden_size)

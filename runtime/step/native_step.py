@@ -347,7 +347,7 @@ def build(weights: Weights, traffic: Traffic, shared: Sequence[str] = ()) -> Nat
 def types_of(layers: Sequence[Layer]) -> CacheTypes:
     """The types of the cache, which layers with attention share; if there are none, of a cache that
     is not used."""
-    found = {layer.attention.cache.types for layer in layers if layer.recurrent is None}
+    found = {layer.attending.cache.types for layer in layers if layer.attending is not None}
     (types,) = found or {CacheTypes.of("f32")}
     return types
 
@@ -405,7 +405,7 @@ class StepBuilder(Structs):
         """A step with these layers, all or some of the model's, without embedding, head, operations
         and workspace."""
         types = types_of(weights.layers)
-        attending = [layer.attention for layer in weights.layers if layer.recurrent is None]
+        attending = [x.attending for x in weights.layers if x.attending is not None]
         for table in [a.cache.table for a in attending] or [BlockTable(1, _MOST_POSITIONS)]:
             self.tables.index(table)
         step = StepStruct(
@@ -441,15 +441,15 @@ class StepBuilder(Structs):
             norm=self.array(NormStruct, norms),
             num_norms=len(norms),
             attention=AttentionStruct()
-            if layer.recurrent
-            else attention_struct(self, layer.attention, self.rotaries, self.tables, projects=True),
+            if layer.attending is None
+            else attention_struct(self, layer.attending, self.rotaries, self.tables, projects=True),
             predictor=predictor_struct(self, ffn.predictor),
             route=route_struct(self, layer.router),
             feed_forward=feed_forward_struct(
                 self, ffn.gate, layer.spec.neurons.of_expert, ffn.blocks if has_neurons else ()
             ),
         )
-        struct.feed_forward.down_bias = self.vector(ffn.down_bias_D, layer.mixer.output.num_outputs)
+        struct.feed_forward.down_bias = self.vector(ffn.down_bias_D, max(sizes.values()))
         if layer.shared is not None:
             own, gate = layer.shared, layer.shared.gate
             struct.shared = feed_forward_struct(self, own.rule, own.block.num_units, (own.block,))

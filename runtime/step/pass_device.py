@@ -203,8 +203,10 @@ class PassKernels(TileLauncher, DeviceKernels):
         """The types in which tiles take the first value of an operation; None: others read it."""
         layer = divided.layer
         inputs: Sequence[Linear]
-        if op.part == "attention":
-            inputs = layer.mixer.inputs
+        recurrent = layer.recurrent
+        is_recurrent = recurrent is not None and op.kind == recurrent.block.kind
+        if op.kind == "attention" or is_recurrent:
+            inputs = recurrent.inputs if recurrent and is_recurrent else layer.attention.inputs
             if not all(map(self.is_tiled, inputs)):
                 return {None}
         elif op.kind == "neurons" and isinstance(divided.hot, NeuronBlock) and len(op.reads) == 1:

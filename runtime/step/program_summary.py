@@ -97,7 +97,7 @@ def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
     sizes, spec = layer_bytes(model, index), model.spec.layers[index]
     own = {
         name.partition(".")[0]: block.part()
-        for block in spec.position_wise
+        for block in spec.operations
         for name in block.shapes(model.spec.hidden_size)
     }
     parts = _PARTS | own

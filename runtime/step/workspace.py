@@ -45,7 +45,8 @@ def hollow_builder(model: ModelFile, mode: Mode, *, is_divided: bool) -> Builder
     layers, tensors = model.spec.layers, dict(model.tensors)
     for index, layer in enumerate(layers):
         is_whole = model.spec.computes_all(index, mode) or model.spec.has_experts
-        if model.layout == "stock" and (is_divided or not is_whole):  # is transposed
+        is_transposed = model.layout == "stock" and (is_divided or not is_whole)
+        if is_transposed and layer.neurons.number:
             kind, name = down_kind(model, index), f"blk.{index}.ffn_down"
             shape = layer.neurons.number, model.spec.hidden_size
             old = tensors.pop(f"{name}.weight")
@@ -139,7 +140,7 @@ def seen_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:
     the CPU."""
     spec, rows = model.spec.in_mode(mode), min(SHORT_CHUNK, context_length)
     outputs = 4 * spec.x_size + 12 * spec.hidden_size + 2 * sum(spec.value_sizes.values())
-    heads = max(layer.mixer.query_size for layer in spec.layers)
+    heads = max(layer.query_size for layer in spec.layers)
     neurons = 0
     for layer in spec.layers:
         route, own = layer.route, layer.neurons

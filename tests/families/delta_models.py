@@ -1,5 +1,5 @@
 """Small random models of which most layers have a state: gated delta nets, as in Qwen3-Next, 3.5
-and 3.6, or short convolutions, as in LFM2."""
+and 3.6, short convolutions, as in LFM2, or Mamba-2, as in Granite 4."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +17,7 @@ from hotsplit.families.plain_decoder import decoder_spec
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.delta_net import DECAY, DeltaNet
+from hotsplit.model.mamba2 import Mamba2
 from hotsplit.model.operations import Recurrent
 from hotsplit.model.rope import Rotary
 from hotsplit.model.short_conv import ShortConv
@@ -25,6 +26,7 @@ from hotsplit.model.tensors import is_router
 
 PERIOD = 4  # the last of so many layers attends
 TINY = DeltaNet(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=8, epsilon=1e-6)
+SMALL = Mamba2(num_heads=6, head_dim=8, num_groups=2, state_size=12, epsilon=1e-6)
 FEW = Experts(
     route=Route(num_experts=6, num_used=2), num_neurons=32, num_shared=32, has_shared_gate=True
 )
@@ -78,13 +80,7 @@ def delta_model(
     **more,
 ) -> ModelFile:
     """A random model in memory; `more`: as for make_model. Its states fade over tens of tokens."""
-    model = make_model(spec=spec_of(sizes, delta, experts=experts, period=period), **more)
-    decays = {
-        name: array_entry(-0.1 * np.abs(entry.read()), "f32")
-        for name, entry in model.tensors.items()
-        if name.endswith(DECAY)
-    }
-    return replace(model, tensors=model.tensors | decays)
+    return faded(make_model(spec=spec_of(sizes, delta, experts=experts, period=period), **more))
 
 
 def conv_spec(
@@ -114,7 +110,43 @@ def conv_model(
     return make_model(spec=spec, **more)
 
 
-RECURRENT = {"delta nets": delta_model, "short convolutions": conv_model}
+def mamba_model(
+    sizes: Sizes,
+    *,
+    mamba: Mamba2 = SMALL,
+    experts: Experts | None = None,
+    period: int = PERIOD,
+    **more,
+) -> ModelFile:
+    """A random Granite 4 in memory, or with experts its mixture, whose states fade over tens of
+    tokens; `more`: as for make_model."""
+    if experts is not None:
+        experts = replace(experts, has_shared_gate=False)
+    spec = decoder_spec(
+        sizes,
+        Rotary(theta=10000.0, pairing="adjacent"),
+        "silu",
+        architecture="granitehybrid",
+        mixers=[
+            None if (layer + 1) % period == 0 else replace(mamba, epsilon=sizes.epsilon)
+            for layer in range(sizes.num_layers)
+        ],
+        experts=experts,
+    )
+    return faded(make_model(spec=spec, **more))
+
+
+def faded(model: ModelFile) -> ModelFile:
+    """The model with decays that are below zero and small."""
+    decays = {
+        name: array_entry(-0.1 * np.abs(entry.read()), "f32")
+        for name, entry in model.tensors.items()
+        if name.endswith(DECAY)
+    }
+    return replace(model, tensors=model.tensors | decays)
+
+
+RECURRENT = {"delta nets": delta_model, "short convolutions": conv_model, "Mamba-2": mamba_model}
 
 
 def without_weights(spec: ModelSpec, kind: str = "q4_k") -> ModelFile:

@@ -90,6 +90,25 @@ DELTA = {
 }
 # As llama.cpp has them.
 EQUAL = DELTA | {"num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+# Heads of 16 values, groups of one and of several heads, chunks shorter than a text.
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 20,
+    "mamba_chunk_size": 8,
+    "shared_intermediate_size": 96,
+}
+NEMOTRON_H = {
+    "head_dim": 24,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 12,
+    "n_groups": 3,
+    "ssm_state_size": 20,
+    "chunk_size": 8,
+    "time_step_min": 1e-30,
+}
+NEMOTRON_3 = MOE | NEMOTRON_H | MQA | {"n_routed_experts": 6}
+del NEMOTRON_3["num_experts"]
 SHARED = {"shared_expert_intermediate_size": 43}
 LFM2 = {
     "num_hidden_layers": 5,
@@ -159,6 +178,12 @@ def layers(kinds: str) -> dict:
     """The layers' attention: full, sliding windows, or linear."""
     names = {"f": "full_attention", "s": "sliding_attention", "l": "linear_attention"}
     return {"num_hidden_layers": len(kinds), "layer_types": [names[kind] for kind in kinds]}
+
+
+def blocks(pattern: str) -> list[str]:
+    """The only block of each layer of a Nemotron-H."""
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    return [names[letter] for letter in pattern]
 
 
 def by_attention(full: dict, sliding_theta: float = 5e3) -> dict:
@@ -372,6 +397,25 @@ CASES = {
         position_embedding_type="rope",
         mamba_n_heads=4,
     ),
+    "granite4-hybrid": hf.GraniteMoeHybridConfig(
+        **GATED | ODD | FACTORS | layers("lflll") | MAMBA, num_local_experts=0
+    ),
+    "granite4moe-hybrid": hf.GraniteMoeHybridConfig(
+        **GRANITE | MAMBA | TIED | MQA | layers("llf") | {"mamba_n_groups": 2},
+        position_embedding_type="rope",
+        mamba_d_conv=3,
+    ),
+    # Steps are clamped in transformers' prompts alone.
+    "nemotron-h": hf.NemotronHConfig(
+        **GATED | ODD | NEMOTRON_H, layers_block_type=blocks("MM-*-M-")
+    ),
+    "nemotron-3moe": hf.NemotronHConfig(
+        **NEMOTRON_3 | {"n_group": 3, "topk_group": 2},
+        layers_block_type=blocks("MEM*EME"),
+        moe_shared_expert_intermediate_size=45,
+        routed_scaling_factor=2.5,
+    ),
+    "bamba": hf.BambaConfig(**GATED | ODD | MAMBA | {"mamba_n_groups": 4}, attn_layer_indices=[1]),
     # Uneven heads; full layers whose values are their keys, and their first pairs rotate; inputs of
     # layers.
     "gemma4": hf.Gemma4TextConfig(
@@ -658,8 +702,8 @@ _STOCK = """
     llama-mqa-tied mistral qwen2 qwen3 qwen2vl qwen3vl qwen3vlmoe
     phi3 falcon-11b gemma3-stock gemma4 gemma4-stock gemma4moe muse-glimmer
     smollm3 ministral3 nemotron arcee starcoder2-stock command-r cohere2 gemma2-stock olmo2
-    olmo3-stock exaone4-stock ernie glm4 glm granite mixtral olmoe qwen2moe qwen3moe granitemoe
-    cohere2moe cohere2moe-average
+    olmo3-stock exaone4-stock ernie glm4 glm granite granite4-hybrid granite4moe-hybrid bamba
+    nemotron-h mixtral olmoe qwen2moe qwen3moe granitemoe cohere2moe cohere2moe-average
     glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
     minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe erniemoe seed-oss gemma stablelm
     stablelm-parallel gpt-neox phi2 hunyuan hunyuanmoe

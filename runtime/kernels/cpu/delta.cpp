@@ -1,8 +1,6 @@
 // Gated delta nets; model/delta_net.py has the formula. A job is a head of one sequence, through all of the
 // sequence's rows in the pass; kernels().delta_head has the arithmetic.
-#include <vector>
-
-#include "operation.h"
+#include "state_spans.h"
 
 // A gated delta net; model/delta_net.py has the formula. Letters: G key heads, V value heads, N and M values of a
 // key and of a value head, J taps, C = 2 G N + V M channels.
@@ -44,48 +42,26 @@ struct DeltaRoom {
 // From the rows' projections to their heads' outputs.
 void run_delta(const HsDelta& l, const DeltaRoom& room, const OperationCall& call) {
     const int64_t T = call.num_rows, V = l.num_value_heads, N = l.key_width, M = l.value_width;
-    const int64_t of_state = V * N * M, of_inputs = (l.num_taps - 1) * delta_channels(l),
-                  of_kept = delta_channels(l) + 2 * V;
+    const int64_t of_state = V * N * M, of_kept = delta_channels(l) + 2 * V;
     const float* x = room.projected;
-    const Operand& out = room.heads;
     const HsRow* row = call.row;
     std::array<int64_t, MAX_ROWS + 1> begin;
     const int64_t num_runs = call.runs(begin);
-    // Runs one head of rows t0 .. t1-1, the first of which begin with what is in slot `reads`, and with the rows to be
-    // repeated after it.
+    // Runs one head of rows t0 .. t1-1.
     auto run_head = [&](int64_t h, int64_t t0, int64_t t1) {
-        static thread_local std::vector<float> scratch;
-        if (scratch.size() < static_cast<size_t>(delta_scratch(N, M) + 16))
-            scratch.resize(delta_scratch(N, M) + 16);
         DeltaHead head = {};
         const int64_t of_key = V / l.num_key_heads;  // value heads
         head.value_head = h, head.key_head = l.is_grouped ? h / of_key : h % l.num_key_heads;
         head.stores_key = l.is_grouped ? h % of_key == 0 : h < l.num_key_heads;
         head.G = l.num_key_heads, head.V = V, head.N = N, head.M = M;
-        head.J = l.num_taps, head.x_stride = delta_inputs(l), head.y_stride = out.size;
+        head.J = l.num_taps, head.C = delta_channels(l), head.R = of_kept;
         head.conv = l.conv, head.decay = l.decay, head.step_bias = l.step_bias;
         head.norm = l.norm.weight, head.epsilon = l.norm.epsilon;
-        head.scratch = scratch.data() + (16 - reinterpret_cast<uintptr_t>(scratch.data()) / 4 % 16);
-        const HsRow& first = row[t0];
-        if (first.reads >= 0) head.inputs = l.inputs + first.reads * of_inputs;
-        if (first.reads >= 0) head.state = l.state + first.reads * of_state + h * N * M;
-        head.num_again = first.num_again, head.again = l.kept + first.again * of_kept;
-        head.x = x + t0 * head.x_stride, head.y = out.row(t0) + h * M;
-        // The slot that stores the state after a row.
-        auto slot_after = [&](int64_t t) {
-            if (t + 1 == head.num_again && first.begins >= 0) return first.begins;
-            return t < head.num_again ? -1 : row[t0 + t - head.num_again].writes;
-        };
-        const int64_t end = head.num_again + t1 - t0;
-        for (; head.begin < end; head.begin += head.T) {  // up to a row after which the state is kept
-            head.T = 1;
-            while (head.begin + head.T < end && slot_after(head.begin + head.T - 1) < 0) ++head.T;
-            const int32_t write = slot_after(head.begin + head.T - 1);
-            head.next_inputs = write < 0 ? nullptr : l.inputs + write * of_inputs;
-            head.next_state = write < 0 ? nullptr : l.state + write * of_state + h * N * M;
-            kernels().delta_head(head);
-            head.state = head.next_state;
-        }
+        head.scratch = thread_scratch(delta_scratch(N, M));
+        head.x = x, head.x_stride = delta_inputs(l);
+        head.y = room.heads.row(0) + h * M, head.y_stride = room.heads.size;
+        for_state_spans(head, {l.state, l.inputs, l.kept, of_state}, h * N * M, row, t0, t1,
+                        kernels().delta_head);
     };
     const int64_t bytes = (num_runs + T) * of_state * static_cast<int64_t>(sizeof(float));
     split(bytes, num_runs * V, 1, 8, [&](int64_t i0, int64_t i1) {

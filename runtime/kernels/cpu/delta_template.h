@@ -236,20 +236,19 @@ inline void run_columns(const DeltaHead& d, const DeltaChunk& c, float* blocks, 
 }
 
 // The inputs of the convolution for row t, which may be before row 0; null: before the text.
-inline const float* delta_inputs(const DeltaHead& d, int64_t t) {
+inline const float* inputs_of(const HeadRows& d, int64_t t) {
     if (t >= 0) return d.row(t);
-    return d.inputs ? d.inputs + (d.J - 1 + t) * d.channels() : nullptr;
+    return d.inputs ? d.inputs + (d.J - 1 + t) * d.C : nullptr;
 }
 
-// y[i] = silu(the sum over j of conv[j] * inputs of row t - J + 1 + j), in channels from `first` on, for i < n,
-// rounded up to whole vectors if `is_padded`.
-inline void convolve(const DeltaHead& d, int64_t t, int64_t first, int64_t n, bool is_padded,
-                     float* y) {
+// y[i] = silu(bias[i] + the sum over j of conv[j] * inputs of row t - J + 1 + j), in channels from `first` on, for
+// i < n, rounded up to whole vectors if `is_padded`.
+inline void convolve(const HeadRows& d, int64_t t, int64_t first, int64_t n, bool is_padded, float* y) {
     for (int64_t i = 0; i < n; i += LANES) {
-        Floats sum = zero();
+        Floats sum = d.conv_bias ? load_some_floats(d.conv_bias + first + i, n - i) : zero();
         for (int64_t j = 0; j < d.J; ++j) {
-            const float* inputs = delta_inputs(d, t - d.J + 1 + j);
-            const float* factor = d.conv + j * d.channels() + first + i;
+            const float* inputs = inputs_of(d, t - d.J + 1 + j);
+            const float* factor = d.conv + j * d.C + first + i;
             if (inputs)
                 sum = multiply_add(load_some_floats(inputs + first + i, n - i),
                                    load_some_floats(factor, n - i), sum);
@@ -258,28 +257,23 @@ inline void convolve(const DeltaHead& d, int64_t t, int64_t first, int64_t n, bo
     }
 }
 
+// Stores the inputs of the last J - 1 rows of the text in channels first .. first + n - 1.
+inline void keep_inputs(const HeadRows& d, int64_t first, int64_t n) {
+    for (int64_t j = 0; d.next_inputs && j < d.J - 1; ++j) {
+        const float* inputs = inputs_of(d, d.begin + d.T - d.J + 1 + j);
+        float* to = d.next_inputs + j * d.C + first;
+        if (inputs)
+            __builtin_memcpy(to, inputs + first, n * sizeof(float));
+        else
+            __builtin_memset(to, 0, n * sizeof(float));
+    }
+}
+
 // x = factor * x / sqrt(the sum of its squares + 1e-6)
 inline void norm_to(float factor, int64_t n, float* x) {
     const float squares = sum_of(n, [=](int64_t i) { return x[i] * x[i]; });
     factor *= 1.0f / __builtin_sqrtf(squares + 1e-6f);
     for (int64_t i = 0; i < n; ++i) x[i] *= factor;
-}
-
-// Stores the inputs of the last J - 1 rows of the text that this head is to store.
-inline void keep_inputs(const DeltaHead& d) {
-    const int64_t g = d.key_head, values = 2 * d.G * d.N + d.value_head * d.M;
-    for (int64_t j = 0; d.next_inputs && j < d.J - 1; ++j) {
-        const float* inputs = delta_inputs(d, d.begin + d.T - d.J + 1 + j);
-        float* to = d.next_inputs + j * d.channels();
-        auto keep = [=](int64_t first, int64_t n) {
-            if (inputs)
-                __builtin_memcpy(to + first, inputs + first, n * sizeof(float));
-            else
-                __builtin_memset(to + first, 0, n * sizeof(float));
-        };
-        keep(values, d.M);
-        if (d.stores_key) keep(g * d.N, d.N), keep((d.G + g) * d.N, d.N);
-    }
 }
 
 // y = the RMS norm of y [M], times silu(z)
@@ -320,9 +314,10 @@ void delta_head(const DeltaHead& d) {
         run_columns(d, {q, k, v, decay, beta, both, rows, d.N, d.M, y, y_stride}, blocks, t0 == d.begin,
                     t0 + rows == end);
         for (int64_t r = 0; r < rows && !is_again; ++r)
-            norm_and_gate(d, d.row(t0 + r) + d.channels() + h * d.M, y + r * y_stride);
+            norm_and_gate(d, d.row(t0 + r) + d.C + h * d.M, y + r * y_stride);
     }
-    keep_inputs(d);
+    keep_inputs(d, 2 * d.G * d.N + h * d.M, d.M);
+    if (d.stores_key) keep_inputs(d, g * d.N, d.N), keep_inputs(d, (d.G + g) * d.N, d.N);
 #if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
     _mm_sfence();  // after SlotStore
 #endif

@@ -337,44 +337,61 @@ struct SelectScores {
     float* score;
 };
 
-// A value head of a gated delta net, over T consecutive rows of a sequence (delta_template.h). Rows are numbered from
-// the `num_again` ones on that the sequence begins with: rows of an earlier pass, which change the state again but have
-// no outputs. Letters: G key heads, V value heads, N and M values of a key and of a value head, J taps, C channels:
-// q [G, N], k [G, N], v [V, M].
-struct DeltaHead {
-    int64_t value_head, key_head;
-    bool stores_key;  // the key head's inputs too; one value head of a key head does
-    int64_t G, V, N, M, J;
+// T consecutive rows of a sequence that a head with a state reads, and the convolution of their inputs
+// (delta_template.h). Rows are numbered from the `num_again` ones on that the sequence begins with: rows of an earlier
+// pass, which change the state again but have no outputs. Letters: J taps, C channels, R values of a row that has been
+// kept: the inputs of the convolution, and after these the numbers of heads that the state depends on.
+struct HeadRows {
+    int64_t J, C, R;
     int64_t begin, T;  // rows begin .. begin+T-1
     int64_t num_again;
-    // Rows 0 .. num_again-1: C inputs of the convolution, beta [V] and alpha [V] before their functions.
-    const float* again;  // [num_again, C + 2 V]
-    // Row num_again + t begins at x + t * x_stride: C inputs of the convolution, z [V, M], beta and alpha.
-    const float* x;
+    const float* again;      // [num_again, R]
+    const float* x;          // row num_again + t begins at x + t * x_stride, with C inputs of the convolution
     int64_t x_stride;
-    const float *conv, *decay, *step_bias;  // [J, C], oldest first; [V], which is -exp(A); [V]
-    const float* norm;                      // [M], of the output
-    float epsilon;
+    const float *conv, *conv_bias;  // [J, C], oldest first; [C] or null
     const float *inputs,
-        *state;  // before row 0, [J - 1, C], and before row `begin`, [N, M]; or null: zeros
+        *state;  // before row 0, [J - 1, C], and before row `begin`, the head's; or null: zeros
     float *next_inputs, *next_state;  // both after the last row; other memory; or null
-    float* y;                         // [M] of row num_again + t begins at y + t * y_stride
+    float* y;                         // the head's output of row num_again + t begins at y + t * y_stride
     int64_t y_stride;
-    float* scratch;  // delta_scratch(N, M), 64-aligned
+    float* scratch;  // 64-aligned
 
-    int64_t channels() const { return 2 * G * N + V * M; }
     bool is_again(int64_t t) const { return t < num_again; }
-    // The inputs of row t's recurrence, and beta [V] and alpha [V] among them.
     const float* row(int64_t t) const {
-        return is_again(t) ? again + t * (channels() + 2 * V) : x + (t - num_again) * x_stride;
+        return is_again(t) ? again + t * R : x + (t - num_again) * x_stride;
     }
-    const float* gates(int64_t t) const { return row(t) + channels() + (is_again(t) ? 0 : V * M); }
+};
+
+// A value head of a gated delta net. Letters: G key heads, V value heads, N and M values of a key and of a value head.
+// The channels are q [G, N], k [G, N], v [V, M]; the others kept, beta [V] and alpha [V], are before their functions.
+struct DeltaHead : HeadRows {
+    int64_t value_head, key_head;
+    bool stores_key;  // the key head's inputs too; one value head of a key head does
+    int64_t G, V, N, M;
+    const float *decay, *step_bias;  // [V], which is -exp(A); [V]
+    const float* norm;               // [M], of the output
+    float epsilon;
+
+    // beta and alpha; in rows that are not kept, z [V, M] is before them.
+    const float* gates(int64_t t) const { return row(t) + C + (is_again(t) ? 0 : V * M); }
+};
+
+// A head of Mamba-2. Letters: H heads, G groups, P values of a head, N of a state. The channels are x [H, P],
+// b [G, N], c [G, N]; the steps [H] kept after them are before their function.
+struct Mamba2Head : HeadRows {
+    int64_t head, group;
+    bool stores_group;  // the group's inputs too; one head of a group does
+    int64_t H, G, N, P;
+    const float *decay, *step_bias, *skip;  // [H]: below zero; added to steps; the factor of x in the output
 };
 constexpr int64_t DELTA_ROWS = 16;  // rows taken at a time
 constexpr int64_t MAX_TAPS = 16;
 inline int64_t padded_delta(int64_t M) { return (M + 15) / 16 * 16; }
 inline int64_t delta_scratch(int64_t N, int64_t M) {
     return DELTA_ROWS * (2 * N + padded_delta(M)) + (N + 1) * padded_delta(M);
+}
+inline int64_t mamba2_scratch(int64_t N, int64_t P) {
+    return DELTA_ROWS * (2 * N + 2 * padded_delta(P)) + N * padded_delta(P);
 }
 
 struct Kernels {
@@ -412,6 +429,8 @@ struct Kernels {
     void (*gate_by)(float* y, const float* gate, int64_t n);
     // Writes y, next_inputs and next_state; reads C, and reads and writes M * N, values of state once.
     void (*delta_head)(const DeltaHead& head);
+    // The same; reads and writes N * P values of state once.
+    void (*mamba2_head)(const Mamba2Head& head);
     // y[i] = x[i], rounded as by to_f16()
     void (*store_f16)(const float* x, int64_t n, uint16_t* y);
     void (*dot_bytes)(const SelectDots& dots);

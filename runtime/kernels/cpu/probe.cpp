@@ -266,7 +266,7 @@ bool deltas_alike() {
             for (int which = 0; which < 2; ++which) {
                 DeltaHead head = {};
                 head.stores_key = true, head.G = head.V = 1, head.N = N, head.M = M, head.J = J,
-                head.T = T;
+                head.T = T, head.C = 2 * N + M, head.R = head.C + 2;
                 head.x = from, head.x_stride = D, head.conv = from + 1, head.step_bias = from + 2;
                 head.decay = from + 3, head.norm = from + 4, head.epsilon = 1e-6f,
                 head.scratch = aligned;
@@ -282,6 +282,34 @@ bool deltas_alike() {
                 if (!are_close(y[0] + t * D, y[1] + t * D, M)) return false;
             if (!are_close(after[0], after[1], (J - 1) * (2 * N + M)) ||
                 !are_close(after[0] + J * 128, after[1] + J * 128, N * M))
+                return false;
+        }
+    return true;
+}
+
+// A head of Mamba-2, likewise.
+bool scans_alike() {
+    constexpr int64_t N = 12, J = 3;
+    float scratch[mamba2_scratch(N, 48) + 16], after[2][J * 128 + N * 48];
+    float* aligned = scratch + (16 - reinterpret_cast<uintptr_t>(scratch) / 4 % 16);
+    const float* from = x + D;  // of small values
+    for (int64_t P : {int64_t{48}, int64_t{37}})
+        for (int64_t T : {1, 3, 6}) {
+            for (int which = 0; which < 2; ++which) {
+                Mamba2Head head = {};
+                head.stores_group = true, head.H = head.G = 1, head.N = N, head.P = P, head.J = J;
+                head.T = T, head.C = P + 2 * N, head.R = head.C + 1;
+                head.x = from + P, head.x_stride = D, head.conv = from + 1, head.conv_bias = from + 2;
+                head.step_bias = from + 3, head.skip = from + 4, head.decay = from + 6;  // below 0
+                head.inputs = from + 5, head.state = from + 7, head.scratch = aligned;
+                head.next_inputs = after[which], head.next_state = after[which] + J * 128;
+                head.y = y[which], head.y_stride = D;
+                both[which]->mamba2_head(head);
+            }
+            for (int64_t t = 0; t < T; ++t)
+                if (!are_close(y[0] + t * D, y[1] + t * D, P)) return false;
+            if (!are_close(after[0], after[1], (J - 1) * (2 * N + P)) ||
+                !are_close(after[0] + J * 128, after[1] + J * 128, N * P))
                 return false;
         }
     return true;
@@ -362,7 +390,7 @@ bool agree() {
     for (int32_t kind : {KIND_F32, KIND_F16, KIND_BF16})
         if (!adds_in_order(kind)) return false;
     return attend_alike() && choose_alike() && dots_alike() && selection_alike() &&
-           rows_of_floats_alike() && deltas_alike() && vectors_alike();
+           rows_of_floats_alike() && deltas_alike() && scans_alike() && vectors_alike();
 }
 
 // Whether the kernels agree, in a child process.

@@ -359,6 +359,7 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
 #include "exponentials.h"
 #include "attend_template.h"
 #include "delta_template.h"
+#include "mamba2_template.h"
 #include "key_scores_template.h"
 #include "sums_template.h"
 #ifdef HAS_BF16_PAIRS
@@ -503,7 +504,7 @@ constexpr Kernels all_kernels() {
     all.choose = choose, all.smooth = smooth, all.soft_cap = soft_cap;
     all.above = above, all.keep_only = keep_only, all.add_to = add_to, all.sum_parts = sum_parts;
     all.rms_norm = rms_norm, all.layer_norm = layer_norm, all.rotate = rotate;
-    all.gate_by = gate_by, all.delta_head = delta_head;
+    all.gate_by = gate_by, all.delta_head = delta_head, all.mamba2_head = mamba2_head;
     all.store_f16 = store_f16, all.dot_bytes = dot_bytes, all.dot_codes = dot_codes;
     all.scale_dots = scale_dots, all.share_mass = share_mass, all.choose_largest = choose_largest;
     return all;

@@ -309,7 +309,7 @@ def value_at_tap(
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """log(1 + e^x). The series of 2 atanh(e / (2 + e)) keeps small results precise, where an
     approximate logarithm is off by 2e-7: a decay close to 1 is applied thousands of times."""
     small = tl.exp(-tl.abs(x))
@@ -378,7 +378,7 @@ def _convolve(
         else:
             strength = tl.load(projected + GATES + value_head)
             step = tl.load(projected + GATES + VALUE_HEADS + value_head)
-            step = _softplus(step + tl.load(step_bias + value_head))
+            step = softplus(step + tl.load(step_bias + value_head))
             gates = mixed + CHANNELS + value_head
             tl.store(gates, 1.0 / (1.0 + tl.exp(-strength)))
             tl.store(gates + VALUE_HEADS, tl.exp(tl.load(rate + value_head) * step))

@@ -31,6 +31,7 @@ from hotsplit.runtime.kernels.gpu import (
     delta,
     experts,
     heads,
+    mamba2,
     neurons,
     norm,
     planes,
@@ -66,6 +67,8 @@ class Kernels(KernelVersion):
     expert_gate_up, expert_down = experts.expert_gate_up, experts.expert_down
     convolve, delta_rule, gate_norm = delta.convolve, delta.delta_rule, delta.gate_norm
     convolve_gated = short_conv.convolve_gated
+    convolve_channels, scan_states = mamba2.convolve_channels, mamba2.scan_states
+    gate_groups = mamba2.gate_groups
     multiply, multiply_down = products.multiply, products.multiply_down
     round_tokens, hidden_tokens = tokens.round_tokens, tokens.hidden_tokens
     predict_planes, correct_planes = planes.predict_planes, planes.correct_planes

@@ -309,6 +309,7 @@ class ModelFile:
         kinds = [
             self.entry(index, f"{layer.neurons.up_name}.weight").in_file.kind
             for index, layer in enumerate(self.spec.layers)
+            if layer.neurons.number
         ]
         return max(kinds, key=kinds.count)
 

@@ -21,7 +21,7 @@ def text_words(model: ModelFile) -> str | None:
     if model.spec.has_states:
         states = format_bytes(sum(state_bytes(model, layer) for layer in layers))
         with_states = sum(model.spec.layers[layer].recurrent is not None for layer in layers)
-        layers = [layer for layer in layers if model.spec.layers[layer].recurrent is None]
+        layers = [layer for layer in layers if model.spec.layers[layer].attention is not None]
         parts.append(f"{states} of states in {with_states} layers, whatever its length")
     if layers:
         parts.append(f"{token} of keys and values a token in {len(layers)}")
@@ -90,7 +90,7 @@ def context_words(
 def _storing(model: ModelFile) -> list[int]:
     """The layers that keep something of a text: keys and values, or a state."""
     with_state = (i for i, layer in enumerate(model.spec.layers) if layer.recurrent is not None)
-    return sorted((*model.spec.storing, *with_state))
+    return sorted({*model.spec.storing, *with_state})
 
 
 def _windows(model: ModelFile) -> Iterator[tuple[int, int]]:

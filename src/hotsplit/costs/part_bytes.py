@@ -3,7 +3,7 @@
 Letters: L layers, D model width, F neurons, T tokens of a prefill chunk, C context length."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -60,9 +60,9 @@ class LayerBytes:
 
     attention: int
     predictor: int
-    gate_row: int
-    up_row: int
-    down_row: int
+    gate_row: int = 0
+    up_row: int = 0
+    down_row: int = 0
     head_norms: int = 0
 
     @property
@@ -105,6 +105,13 @@ def is_predictor(name: str) -> bool:
 def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
     """The exact bytes of a layer, from the tensor table of its model file."""
     entries, neurons = model.layer_tensors[layer], model.spec.layers[layer].neurons
+    dense = LayerBytes(
+        attention=sum(e.num_bytes for n, e in entries.items() if is_dense(n)),
+        head_norms=sum(e.num_bytes for n, e in entries.items() if n.startswith(_HEAD_NORMS)),
+        predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
+    )
+    if not neurons.number:
+        return dense
 
     def row(name: str) -> int:
         bias = FLOAT_BYTES if f"{name}.bias" in entries else 0
@@ -112,10 +119,8 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
 
     # A neuron's part of the down projection need not be whole blocks if the file runs as it is.
     block, size = block_sizes(down_kind(model, layer))
-    return LayerBytes(
-        attention=sum(e.num_bytes for n, e in entries.items() if is_dense(n)),
-        head_norms=sum(e.num_bytes for n, e in entries.items() if n.startswith(_HEAD_NORMS)),
-        predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
+    return replace(
+        dense,
         gate_row=row(neurons.gate_name),
         up_row=row(neurons.up_name) if neurons.is_gated else 0,
         down_row=-(-model.spec.hidden_size * size // block),
@@ -142,6 +147,8 @@ def layer_units(model: ModelFile, layer: int, number: int) -> dict[str, float]:
     """Bytes of an expert of a layer by type, or of one of `number` equal parts of neurons."""
     entries, neurons = model.layer_tensors[layer], model.spec.layers[layer].neurons
     found: dict[str, float] = {}
+    if not neurons.number:
+        return found
     if neurons.num_experts > 1:
         for name, entry in entries.items():
             if is_expert(name):
@@ -225,12 +232,13 @@ def kv_read(
     """Bytes of a layer's keys, values and tables that a token reads when half of the context is
     filled; of a recurrent state, those that it reads and those that it writes."""
     types, attention = types or CacheTypes.of(model.kv_kind), model.spec.layers[layer].attention
+    states = 2 * state_bytes(model, layer)
     if attention is None:
-        return 2 * state_bytes(model, layer)
+        return states
     positions = context_length / 2
     if attention.window is not None:
         positions = min(positions, attention.window)
-    return attention.num_kv_heads * types.read_bytes(positions, attention.head_dim)
+    return states + attention.num_kv_heads * types.read_bytes(positions, attention.head_dim)
 
 
 def cache_bytes(

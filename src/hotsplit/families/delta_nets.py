@@ -102,7 +102,7 @@ def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
 
 
 def _net_of(spec: ModelSpec) -> DeltaNet | None:
-    mixers = (layer.mixer for layer in spec.layers)
+    mixers = (layer.recurrent for layer in spec.layers)
     return next((block for block in mixers if isinstance(block, DeltaNet)), None)
 
 
@@ -161,7 +161,7 @@ def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
     """The tensors, with the rows of `ssm_in`, which llama.cpp's converter wrote for Qwen3-Next
     before 2026, as two matrices. One of another height stays, and is refused as unknown."""
     found = dict(tensors)
-    for layer, delta in enumerate(layer.mixer for layer in spec.layers):
+    for layer, delta in enumerate(layer.recurrent for layer in spec.layers):
         if not isinstance(delta, DeltaNet) or not delta.is_grouped:
             continue
         for name, rows in _joined_rows(delta).items():

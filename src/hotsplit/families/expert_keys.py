@@ -48,6 +48,7 @@ class Experts:
     num_shared: int = 0
     has_shared_gate: bool = False
     num_dense: int = 0
+    is_gated: bool = True
 
     def mixture(self, activation: Activation, options: Collection[str] = ()) -> Mixture:
         """`options`: names of optional tensors, of which the biases are used."""
@@ -55,6 +56,7 @@ class Experts:
         experts = Neurons(
             number=count * self.num_neurons,
             activation=activation,
+            is_gated=self.is_gated,
             suffix="_exps",
             num_experts=count,
         )
@@ -65,6 +67,7 @@ class Experts:
             shared = Neurons(
                 number=self.num_shared,
                 activation=activation,
+                is_gated=self.is_gated,
                 suffix="_shexp",
                 has_output_gate=self.has_shared_gate,
                 writes="shared_out",
@@ -268,10 +271,13 @@ _MATRICES = {
     **dict.fromkeys(("up_proj", "w3", "up"), "ffn_up"),
     **dict.fromkeys(("down_proj", "w2", "down"), "ffn_down"),
 }
-_LAYER = r"model\.(?:language_model\.)?layers\.(\d+)\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?"
+_LAYER = (
+    r"(?:model|backbone)\.(?:language_model\.)?layers\.(\d+)\."
+    r"(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?"
+)
 _ONE = re.compile(_LAYER + r"experts\.(\d+)\.(\w+)\.weight")
 _ALL = re.compile(
-    _LAYER + r"(?:experts\.(gate_up|down)_proj(_bias)?|(input|output)_linear\.weight)"
+    _LAYER + r"(?:experts\.(gate_up|up|down)_proj(_bias)?|(input|output)_linear\.weight)"
 )
 
 
@@ -292,7 +298,9 @@ def expert_place(source: str) -> ExpertPlace | None:
         name = f"blk.{one[1]}.{_MATRICES[one[3]]}_exps.weight"
         return ExpertPlace(names=(name,), expert=int(one[2]))
     if (every := _ALL.fullmatch(source)) is not None:
-        stems = ("ffn_down",) if every[2] == "down" or every[4] == "output" else _JOINED
+        alone = {"down": "ffn_down", "up": "ffn_up", "output": "ffn_down"}
+        stem = alone.get(every[2] or every[4])
+        stems = _JOINED if stem is None else (stem,)
         part = "bias" if every[3] == "_bias" else "weight"
         return ExpertPlace(names=tuple(f"blk.{every[1]}.{stem}_exps.{part}" for stem in stems))
     return None

@@ -30,7 +30,7 @@ def rotary_rows(spec: ModelSpec) -> dict[str, Rows]:
     attention, rows = spec.attentions[0], {}
     for name, heads in (("attn_q", attention.num_heads), ("attn_k", attention.num_kv_heads)):
         count = heads * attention.head_dim
-        order = adjacent_pairs(count, heads)
+        order = adjacent_pairs(count, heads, attention.num_rotated or None)
         for part in (".weight", ".bias"):
             rows[name + part] = Rows(source=name + part, order=order, num_rows=count)
     return rows

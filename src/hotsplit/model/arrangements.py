@@ -62,6 +62,16 @@ class Arrangement:
             )
         )
 
+    def single(self, block: Mixer | Neurons | Mixture) -> LayerSpec:
+        """One block, after a norm (Nemotron-H)."""
+        reads, blocks, outputs = "ffn_in", tuple[Block, ...](), tuple[str, ...]()
+        if isinstance(block, Mixer):
+            reads, blocks, outputs = block.reads, (block,), (block.writes,)
+        else:
+            blocks, outputs = _feed_forward(block)
+        norm = self.make_norm("attn_norm", "x", reads)
+        return LayerSpec(blocks=(norm, *blocks, Add(terms=("x", *outputs))))
+
     def post_norm(self, attention: Attention, neurons: Neurons) -> LayerSpec:
         """Norms after each residual sum (OPT 350M)."""
         return LayerSpec(

@@ -80,6 +80,8 @@ class Neurons:
     @property
     def matrices(self) -> tuple[str, ...]:
         """The matrices with a row for each neuron, without the down projection."""
+        if not self.number:
+            return ()
         names = ("ffn_gate", "ffn_up") if self.is_gated else ("ffn_up",)
         return tuple(f"{name}{self.suffix}" for name in names)
 
@@ -92,7 +94,7 @@ class Neurons:
     @property
     def silences(self) -> bool:
         """True if the activation makes neurons silent, so that skipping them loses nothing."""
-        return self.activation not in SMOOTH or self.cutoff is not None
+        return self.number > 0 and (self.activation not in SMOOTH or self.cutoff is not None)
 
     @property
     def most_share(self) -> float:
@@ -113,3 +115,7 @@ class Neurons:
     def of_expert(self) -> int:
         """Neurons of an expert; of the whole layer if it has none."""
         return self.number // self.num_experts
+
+
+# Of a layer without a feed-forward block.
+NO_NEURONS = Neurons(number=0, activation="relu", is_gated=False)

@@ -80,10 +80,6 @@ class Recurrent(BlockOp):
     reads: str
     writes: str
 
-    @classmethod
-    def part(cls) -> str:
-        return "attention"
-
     @property
     def inputs(self) -> tuple[str, ...]:
         return (self.reads,)

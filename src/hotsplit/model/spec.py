@@ -20,7 +20,7 @@ from typing import Any, Literal
 from hotsplit.model.attention import Attention
 from hotsplit.model.blocks import Add, Norm, Predict
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
-from hotsplit.model.neurons import Activation, Neurons
+from hotsplit.model.neurons import NO_NEURONS, Activation, Neurons
 from hotsplit.model.operations import TOKEN, BlockOp, PositionWise, Recurrent
 from hotsplit.model.rope import NO_SCALING, RopeScaling, Rotary
 from hotsplit.model.route import Route
@@ -52,24 +52,30 @@ class LayerSpec:
     blocks: tuple[Block, ...]
 
     @cached_property
-    def mixer(self) -> Mixer:
-        """The block that reads other tokens."""
-        (found,) = (block for block in self.blocks if isinstance(block, Mixer))
-        return found
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The blocks that read other tokens: attention, a recurrent one, both (Falcon-H1) or none
+        (Nemotron-H)."""
+        return tuple(block for block in self.blocks if isinstance(block, Mixer))
 
-    @property
+    @cached_property
     def attention(self) -> Attention | None:
-        return self.mixer if isinstance(self.mixer, Attention) else None
+        return next((block for block in self.mixers if isinstance(block, Attention)), None)
 
-    @property
+    @cached_property
     def recurrent(self) -> Recurrent | None:
-        return self.mixer if isinstance(self.mixer, Recurrent) else None
+        return next((block for block in self.mixers if isinstance(block, Recurrent)), None)
 
     @cached_property
     def neurons(self) -> Neurons:
-        """The neurons of the layer, without shared experts."""
-        (found,) = (b for b in self.blocks if isinstance(b, Neurons) and b.suffix != "_shexp")
-        return found
+        """The neurons of the layer, without shared experts; NO_NEURONS if it has none."""
+        found = [b for b in self.blocks if isinstance(b, Neurons) and b.suffix != "_shexp"]
+        return found[0] if found else NO_NEURONS
+
+    @property
+    def query_size(self) -> int:
+        """Values of a token that the last product of the layer's mixer reads, of the last one if it
+        has two; 0 without any."""
+        return self.mixers[-1].query_size if self.mixers else 0
 
     @cached_property
     def shared(self) -> Neurons | None:
@@ -172,8 +178,8 @@ class ModelSpec:
 
     @cached_property
     def activation(self) -> Activation:
-        """The activation that all layers share."""
-        (activation,) = {layer.neurons.activation for layer in self.layers}
+        """The activation that all layers with neurons share."""
+        (activation,) = {x.neurons.activation for x in self.layers if x.neurons.number}
         return activation
 
     @cached_property
@@ -191,16 +197,16 @@ class ModelSpec:
     def together(self, *, keys_on_host: bool = False) -> tuple[Together, ...]:
         """The groups of layers, two at least, that a plan must not divide: they read what one of
         them keeps. `keys_on_host`: main memory has the keys and values of all layers."""
-        groups: dict[str, list[int]] = {}
+        groups, names = dict[str, list[int]](), dict[str, str]()
         for index, layer in enumerate(self.layers):
-            kept = layer.mixer.kept(index)
-            if not (keys_on_host and layer.attention):
-                groups.setdefault(kept.name, []).append(index)
+            for mixer in layer.mixers:
+                if not (keys_on_host and isinstance(mixer, Attention)):
+                    kept = mixer.kept(index)
+                    names.setdefault(kept.name, kept.what)
+                    groups.setdefault(kept.name, []).append(index)
         return tuple(
-            Together(
-                layers=tuple(layers), reason=f"share {self.layers[layers[0]].mixer.kept(0).what}"
-            )
-            for layers in groups.values()
+            Together(layers=tuple(layers), reason=f"share {names[name]}")
+            for name, layers in groups.items()
             if len(layers) > 1
         )
 

@@ -10,12 +10,17 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
     """(name, value) of a model's numbers; those that differ between layers with semicolons."""
     layers, attentions = spec.layers, spec.attentions
     windows = [a.window for a in attentions if a.window is not None]
+    num_with = sum(layer.neurons.number > 0 for layer in layers)
     is_whole = len(spec.storing) == spec.num_layers
     stored = "" if is_whole else f"of {len(spec.storing)} of {spec.num_layers} layers"
     rows = [
         ("layers", str(spec.num_layers)),
         ("hidden size", f"{spec.hidden_size:,}"),
-        ("neurons a layer", _each(f"{layer.neurons.number:,}" for layer in layers)),
+        (
+            "neurons a layer",
+            _each(f"{x.neurons.number:,}" for x in layers if x.neurons.number)
+            + (f", in {num_with:,} of {len(layers):,}" if num_with < len(layers) else ""),
+        ),
         (
             "experts",
             _each(

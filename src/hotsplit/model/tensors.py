@@ -16,6 +16,7 @@ from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, N
 
 Layout = Literal["sparse", "stock"]
 CONVOLUTIONS = ("conv1d.weight", ".conv.weight")  # the ends of their names
+OF_HEADS = ("ssm_a", "ssm_d")  # of states, with a second dimension of 1 in some files
 OUTPUT_GATE = "ffn_gate_inp_shexp.weight"
 
 
@@ -117,7 +118,7 @@ def is_vector(name: str, shape: tuple[int, ...]) -> bool:
     """True for what is kept in f32: all that is no matrix, or several vectors, such as the biases
     of experts [E, N] and the norms of heads [H, W]."""
     return len(shape) == 1 or name.endswith(
-        (".bias", "_norm.weight", "_coef.weight", *CONVOLUTIONS)
+        (".bias", "_norm.weight", "_coef.weight", *CONVOLUTIONS, *OF_HEADS)
     )
 
 

@@ -15,7 +15,7 @@ _MIXTURES = "Qwen 3's and 3.6's mixtures and gpt-oss run"
 _SMALL = "a Qwen 3 or SmolLM of its size runs"
 _CONVERTED = "a copy that was converted to Llama's layout runs"
 _DRAFTS = "without -md, drafts come from the text or from the model's own draft block"
-_RECURRENT = "recurrent layers (Mamba, RWKV and the like) are not supported"
+_RECURRENT = "recurrent layers of this kind (Mamba, RWKV and the like) are not supported"
 _BY_NAME = f"""
 gemma4-assistant gemma4assistant gemma4_assistant gemma4unifiedassistant gemma4_unified_assistant:\
  Gemma 4's assistant, a draft model that reads the main model's keys and values, is not supported;\
@@ -27,8 +27,8 @@ dflash glimmerassistant glimmer_assistant: a DFlash draft model, which guesses a
 deepseek kimi minicpm3: attention over latent keys and values (MLA) is not supported; {_MIXTURES}
 llama4: attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}
 dbrx grok arctic minimax jetmoe: this mixture of experts is not supported; {_MIXTURES}
-mamba rwkv jamba recurrentgemma plamo2 bamba nemotron_h nemotronh granitemoehybrid granitehybrid:\
- {_RECURRENT}; Qwen 3.5's delta nets are
+mamba rwkv jamba recurrentgemma plamo2 falcon_h1 falconh1 falcon-h1:\
+ {_RECURRENT}; delta nets (Qwen 3.5) and Mamba-2 (Granite 4, Nemotron 3) are
 t5 bart marian whisper pegasus: encoder-decoder models are not supported
 bert electra nomic: an encoder, which generates no text
 vl vision llava forconditionalgeneration audio clip:\
@@ -87,6 +87,8 @@ _BY_KEY = {
     "final_logit_softcapping": _CAPPED,
     "rope.scaling.yarn_log_multiplier": "DeepSeek's form of YaRN is not supported",
     "ssm.state_size": _RECURRENT,
+    "moe_latent_size": "experts that read a vector narrower than the hidden state are not"
+    " supported; llama.cpp runs them",
 }
 # general.type of a GGUF that is no model -> what it is.
 _TYPES = {
