@@ -26,7 +26,7 @@ from hotsplit.model.tensors import is_router
 
 PERIOD = 4  # the last of so many layers attends
 TINY = DeltaNet(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=8, epsilon=1e-6)
-SMALL = Mamba2(num_heads=6, head_dim=8, num_groups=2, state_size=12, epsilon=1e-6)
+SMALL = Mamba2(num_heads=6, head_dim=16, num_groups=2, state_size=12, epsilon=1e-6)
 FEW = Experts(
     route=Route(num_experts=6, num_used=2), num_neurons=32, num_shared=32, has_shared_gate=True
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import cast
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from tokenizers import pre_tokenizers
@@ -201,9 +202,8 @@ def _dealt_out(header: Header) -> Iterator[Tensor]:
 
 
 def _is_small(name: str) -> bool:
-    return name.startswith(
-        ("ffn_gate_inp", "ssm_conv1d", "ssm_alpha", "ssm_beta", "shortconv.conv")
-    )
+    own = ("ffn_gate_inp", "ssm_conv1d", "ssm_alpha", "ssm_beta", "ssm_norm", "shortconv.conv")
+    return name.startswith(own) or name in ("ssm_a", "ssm_d")
 
 
 def _whole(kind: str, shape: Sequence[int]) -> str:
@@ -219,7 +219,17 @@ def _layer(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         if "norm_bias" in marks:
             yield f"{norm}.bias", (width,)
     heads = header.keys.get("attention.head_count_kv")
-    if "delta" in marks and layer % 4 < 3:
+    if "single" in marks:  # the norm and one block
+        neurons = header.keys["feed_forward_length"]
+        assert isinstance(heads, list) and isinstance(neurons, list)
+        if neurons[layer]:
+            yield from _feed_forward(header, layer)
+        else:
+            yield from _attention(header, layer) if heads[layer] else _mamba2(header)
+        return
+    if "mamba" in marks and isinstance(heads, list) and not heads[layer]:
+        yield from _mamba2(header)
+    elif "delta" in marks and layer % 4 < 3:
         yield from _delta(header)
     elif "conv" in marks and isinstance(heads, list) and not heads[layer]:
         yield "shortconv.in_proj.weight", (3 * width, width)
@@ -241,7 +251,7 @@ def _norms(marks: Sequence[str]) -> list[str]:
         return ["post_attention_norm", "post_ffw_norm"]
     if "norms_around" in marks:
         return ["attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"]
-    if "parallel" in marks:
+    if "parallel" in marks or "single" in marks:
         return ["attn_norm"]
     return ["attn_norm", "post_attention_norm" if "second" in marks else "ffn_norm"]
 
@@ -298,13 +308,41 @@ def _delta(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "ssm_out.weight", (width, values)
 
 
+def _mamba2(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
+    heads, inner, groups, state = (
+        cast(int, header.keys[f"ssm.{key}"])
+        for key in ("time_step_rank", "inner_size", "group_count", "state_size")
+    )
+    width, channels = header.sizes[1], inner + 2 * groups * state
+    yield "ssm_in.weight", (inner + channels + heads, width)
+    yield "ssm_conv1d.weight", (channels, 4)
+    yield "ssm_conv1d.bias", (channels,)
+    yield "ssm_dt.bias", (heads,)
+    yield "ssm_a", (heads, 1)
+    yield "ssm_d", (heads, 1)
+    yield "ssm_norm.weight", (groups, inner // groups)
+    yield "ssm_out.weight", (width, inner)
+
+
+def _mamba(heads: int, width: int, *, groups: int, state: int) -> dict[str, object]:
+    """The keys of Mamba-2 with so many heads."""
+    return {
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": state,
+        "ssm.group_count": groups,
+        "ssm.inner_size": heads * width,
+        "ssm.time_step_rank": heads,
+    }
+
+
 def _feed_forward(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     _, width, neurons, *_ = header.sizes
     number, _, each, shared, lead = header.experts
     marks = header.marks.split()
     if number and layer >= lead:
         yield "ffn_gate_inp.weight", (number, width)
-        yield "ffn_gate_exps.weight", (number, each, width)
+        if "no_gate" not in marks:
+            yield "ffn_gate_exps.weight", (number, each, width)
         yield "ffn_up_exps.weight", (number, each, width)
         yield "ffn_down_exps.weight", (number, width, each)
         if "choice_bias" in marks:
@@ -315,7 +353,8 @@ def _feed_forward(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, 
             yield "ffn_up_exps.bias", (number, each)
             yield "ffn_down_exps.bias", (number, width)
         if shared:
-            yield "ffn_gate_shexp.weight", (shared, width)
+            if "no_gate" not in marks:
+                yield "ffn_gate_shexp.weight", (shared, width)
             yield "ffn_up_shexp.weight", (shared, width)
             yield "ffn_down_shexp.weight", (width, shared)
             if "delta" in marks:
@@ -463,7 +502,9 @@ DeepSeek-R1-Distill-Llama-8B-Q8_0   llama          llama-bpe         32,4096,143
 DeepSeek-V3-Q4_K_M                  deepseek2      deepseek-v3       1,7168,18432,128,1,192,129280
 c4ai-command-r-v01-Q4_K_M           command-r      command-r         40,8192,22528,64,64,128,256000
 OLMo-2-1124-7B-Instruct-Q4_K_M      olmo2          dbrx              32,4096,11008,32,32,128,100352
-granite-4.0-h-small-Q4_K_M          granitehybrid  dbrx              1,4096,1536,32,8,128,100352
+granite-4.0-h-small-Q4_K_M          granitehybrid  dbrx              40,4096,768,32,8,128,100352
+Nemotron-3-Nano-30B-A3B-Q4_K_M      nemotron_h_moe tekken            52,2688,1856,32,2,128,131072
+jamba-v0.1-Q4_K_M                   jamba          llama             1,4096,14336,32,8,128,65536
 Falcon3-7B-Instruct-Q4_K_M          llama          falcon3           28,3072,23040,12,4,256,131072
 starcoder2-7b-Q4_K_M                starcoder2     starcoder         32,4608,18432,36,4,128,49152
 SmolLM2-1.7B-Instruct-Q4_K_M        llama          smollm            24,2048,8192,32,32,64,49152
@@ -502,6 +543,8 @@ _MARKS = {
     "c4ai-command-r-v01-Q4_K_M": "tied parallel",
     "OLMo-2-1124-7B-Instruct-Q4_K_M": "norms_after wide_norms",
     "starcoder2-7b-Q4_K_M": "biases no_gate norm_bias",
+    "granite-4.0-h-small-Q4_K_M": "tied mamba",
+    "Nemotron-3-Nano-30B-A3B-Q4_K_M": "mamba single no_gate choice_bias",
     "SmolLM2-1.7B-Instruct-Q4_K_M": "tied",
     "SmolLM3-3B-Q4_K_M": "tied",
     "LFM2-1.2B-Q4_K_M": "tied head_norms conv",
@@ -517,6 +560,8 @@ _EXPERTS = {
     "gpt-oss-20b-MXFP4": (32, 4, 2880, 0, 0),
     "GLM-4.5-Air-Q4_K_M": (128, 8, 1408, 1408, 1),
     "LFM2-8B-A1B-Q4_K_M": (32, 4, 1792, 0, 2),
+    "granite-4.0-h-small-Q4_K_M": (72, 10, 768, 1536, 0),
+    "Nemotron-3-Nano-30B-A3B-Q4_K_M": (128, 6, 1856, 3712, 0),
     "ERNIE-4.5-21B-A3B-PT-Q4_K_M": (64, 6, 1536, 3072, 1),
 }
 _LFM2 = {
@@ -525,7 +570,31 @@ _LFM2 = {
     "vocab_size": 65536,
     "shortconv.l_cache": 3,
 }
+_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _KEYS: dict[str, dict[str, object]] = {
+    "granite-4.0-h-small-Q4_K_M": _mamba(128, 64, groups=1, state=128)
+    | {
+        "attention.head_count_kv": [8 * (n % 10 == 5) for n in range(40)],
+        "expert_shared_feed_forward_length": 1536,
+        "attention.scale": 0.0078125,
+        "embedding_scale": 12.0,
+        "residual_scale": 0.22,
+        "logit_scale": 16.0,
+        "rope.scaling.finetuned": False,
+    },
+    "Nemotron-3-Nano-30B-A3B-Q4_K_M": _mamba(64, 64, groups=8, state=128)
+    | {
+        "attention.head_count_kv": [2 * (letter == "*") for letter in _NANO],
+        "feed_forward_length": [1856 * (letter == "E") for letter in _NANO],
+        "attention.layer_norm_epsilon": 1e-5,
+        "expert_feed_forward_length": 1856,
+        "expert_shared_feed_forward_length": 3712,
+        "expert_shared_count": 1,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+        "expert_group_count": 1,
+        "context_length": 1048576,
+    },
     "ERNIE-4.5-21B-A3B-PT-Q4_K_M": {
         "expert_shared_count": 2,
         "expert_shared_feed_forward_length": 3072,
@@ -620,7 +689,7 @@ _KEYS: dict[str, dict[str, object]] = {
 # What `plan` says, or, without a semicolon before it, why it refuses.
 _WORDS = {
     "DeepSeek-V3-Q4_K_M": "MLA",
-    "granite-4.0-h-small-Q4_K_M": "recurrent",
+    "jamba-v0.1-Q4_K_M": "recurrent",
     "bge-m3-Q8_0": "an encoder",
     "mmproj-gemma-3-12b-it-f16": "images",
     "llama-3.1-8b-lora-F16": "an adapter",

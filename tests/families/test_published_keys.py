@@ -10,6 +10,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.mamba2 import Mamba2
 from hotsplit.model.spec import ModelSpec
 
 WHERE = Path("theirs.gguf")
@@ -156,9 +157,28 @@ def test_queries_of_devstral_2_do_not_grow():
     assert spec.rotary.scaling.magnitude == pytest.approx(1.0 + 0.1 * np.log(64.0))
 
 
-def test_a_granite_4_with_recurrent_layers_is_refused_by_its_layers():
+def test_a_granite_4_with_recurrent_layers_says_them_as_transformers_4():
     """ibm-granite/granite-4.0-h-micro."""
-    types = ["mamba"] * 5 + ["attention"]
-    config = {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": types}
-    with pytest.raises(HotsplitError, match="'mamba'.*recurrent layers"):
-        read_blueprint(Path("config.json"), config | {"num_local_experts": 0}, 99)
+    config = {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba"] * 5 + ["attention"],
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "mamba_d_head": "auto",
+        "mamba_d_state": 8,
+        "mamba_n_heads": 4,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 6,
+        "num_local_experts": 0,
+        "position_embedding_type": "nope",
+        "rms_norm_eps": 2.0**-20,
+        "shared_intermediate_size": 48,
+        "vocab_size": 99,
+    }
+    spec = read_blueprint(Path("config.json"), config, 200).spec
+    assert (spec.architecture, spec.rotary) == ("granitehybrid", None)
+    mixers = [layer.recurrent for layer in spec.layers]
+    mamba = Mamba2(num_heads=4, head_dim=16, num_groups=1, state_size=8, epsilon=2.0**-20)
+    assert mixers == [mamba] * 5 + [None]

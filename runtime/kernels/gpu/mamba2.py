@@ -1,8 +1,8 @@
 """Mamba-2 (Dao and Gu, arXiv 2405.21060) on a GPU, for the rows of a step and the tokens of a
-prompt alike: the convolution with steps and decays, the recurrence, and the gates with the norm of groups.
-Runs and slots are as those of delta nets (delta.py); the recurrence walks over all rows of a run
-with the state in registers, a column's sum in one warp, so that a token has the same bits in every
-pass.
+prompt alike: the convolution with steps and decays, the recurrence, and the gates with the norm of
+groups. Runs and slots are as those of delta nets (delta.py); the recurrence walks over all rows of
+a run with the state in registers, a column's sum in one warp, so that a token has the same bits in
+every pass.
 
 Letters: T rows, R runs of rows, S slots, W values of a row's projections, C channels, J taps, X
 inputs of the recurrence, H heads, P head width, G groups, N state width, I values of all heads."""
