@@ -196,7 +196,9 @@ class Builder:
             spec=spec,
             device=device,
             norms=self.norms(index, device),
-            attending=spec.attention and self.attention(index, spec.attention, device),
+            attending=None
+            if spec.attention is None
+            else self.attention(index, spec.attention, device),
             ffn=FeedForward(
                 layer=index,
                 num_neurons=self.model.spec.layers[index].neurons.number,

@@ -345,14 +345,14 @@ struct HeadRows {
     int64_t J, C, R;
     int64_t begin, T;  // rows begin .. begin+T-1
     int64_t num_again;
-    const float* again;      // [num_again, R]
-    const float* x;          // row num_again + t begins at x + t * x_stride, with C inputs of the convolution
+    const float* again;  // [num_again, R]
+    const float* x;  // row num_again + t begins at x + t * x_stride, with C inputs of the convolution
     int64_t x_stride;
     const float *conv, *conv_bias;  // [J, C], oldest first; [C] or null
     const float *inputs,
         *state;  // before row 0, [J - 1, C], and before row `begin`, the head's; or null: zeros
     float *next_inputs, *next_state;  // both after the last row; other memory; or null
-    float* y;                         // the head's output of row num_again + t begins at y + t * y_stride
+    float* y;  // the head's output of row num_again + t begins at y + t * y_stride
     int64_t y_stride;
     float* scratch;  // 64-aligned
 
@@ -382,7 +382,8 @@ struct Mamba2Head : HeadRows {
     int64_t head, group;
     bool stores_group;  // the group's inputs too; one head of a group does
     int64_t H, G, N, P;
-    const float *decay, *step_bias, *skip;  // [H]: below zero; added to steps; the factor of x in the output
+    const float *decay, *step_bias,
+        *skip;  // [H]: below zero; added to steps; the factor of x in the output
 };
 constexpr int64_t DELTA_ROWS = 16;  // rows taken at a time
 constexpr int64_t MAX_TAPS = 16;

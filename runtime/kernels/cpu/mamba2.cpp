@@ -4,9 +4,9 @@
 
 // Letters: H heads, P values of a head, G groups, N values of a state, J taps, C = H P + 2 G N channels.
 struct HsMamba2 {
-    HsMatrix input, output;  // [H P + C + H, D] z, inputs of the convolution, steps; [D, H P]
-    HsNorm norm;             // [H P], of the values of each group; without weights: none
-    const float *conv, *conv_bias;          // [J, C], oldest first; [C]
+    HsMatrix input, output;         // [H P + C + H, D] z, inputs of the convolution, steps; [D, H P]
+    HsNorm norm;                    // [H P], of the values of each group; without weights: none
+    const float *conv, *conv_bias;  // [J, C], oldest first; [C]
     const float *decay, *step_bias, *skip;  // [H]
     float* state;                           // [num_slots, H, N, P]
     float* inputs;                          // [num_slots, J - 1, C], of the last tokens, oldest first

@@ -15,10 +15,10 @@ constexpr int MAMBA2_ROWS = 2;
 
 // Rows of a head, at most DELTA_ROWS, after the convolution.
 struct Mamba2Chunk {
-    const float *b, *c;          // [rows, N]
-    const float* x;              // [rows, padded_delta(P)]
-    float* y;                    // the same, written
-    const float *step, *decay;   // [rows]
+    const float *b, *c;         // [rows, N]
+    const float* x;             // [rows, padded_delta(P)]
+    float* y;                   // the same, written
+    const float *step, *decay;  // [rows]
     int64_t rows, N, P;
 
     int64_t width() const { return padded_delta(P); }
@@ -61,9 +61,8 @@ inline void scan_columns(const Mamba2Head& d, const Mamba2Chunk& k, float* block
             const int64_t m = v * LANES, stride = d.state ? k.P : 0;
             scan_rows<count, 1>(k, 0, m, d.state ? d.state + m : nothing, stride,
                                 [&](int64_t n, int v, Floats now) {
-                                    if (d.next_state)
-                                        slot.store(d.next_state + n * k.P + m + v * LANES, now);
-                                });
+                if (d.next_state) slot.store(d.next_state + n * k.P + m + v * LANES, now);
+            });
         });
         return;
     }
@@ -112,9 +111,8 @@ void mamba2_head(const Mamba2Head& d) {
         scan_columns(d, {b, c, x, y, step, decay, rows, d.N, d.P}, blocks, t0 == d.begin,
                      t0 + rows == end);
         for (int64_t r = d.is_again(t0) ? d.num_again - t0 : 0; r < rows; ++r)
-            skip_and_gate(y + r * width, x + r * width, d.skip[h],
-                          d.row(t0 + r) - d.H * d.P + h * d.P, d.P,
-                          d.y + (t0 + r - d.num_again) * d.y_stride);
+            skip_and_gate(y + r * width, x + r * width, d.skip[h], d.row(t0 + r) - d.H * d.P + h * d.P,
+                          d.P, d.y + (t0 + r - d.num_again) * d.y_stride);
     }
     keep_inputs(d, h * d.P, d.P);
     if (d.stores_group) keep_inputs(d, of_b, d.N), keep_inputs(d, of_c, d.N);
