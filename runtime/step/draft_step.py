@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.costs.pass_length import MOST_WAITING
+from hotsplit.costs.pass_length import MOST_WAITING, PAST_STATES
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.model.layers import Weights
@@ -32,12 +32,28 @@ from hotsplit.runtime.step.native_step import RowStruct, row_struct
 class _Text:
     """The block's side of a text: it has keys and values for the first `num_entries` positions, and
     the tokens of the `waiting` ones after those, whose hidden states before the output norm begin
-    `hidden_TD`. `is_whole`: the model's steps have shown the text from its beginning."""
+    `hidden_TD`. `is_whole`: the model's steps have shown the text from its beginning.
+
+    The last key was made from the token `following` it. `past` are tokens and hidden states of the
+    last positions with keys, which are made again if other tokens follow."""
 
     hidden_TD: np.ndarray
     num_entries: int = 0
     waiting: list[int] = field(default_factory=list)
     is_whole: bool = True
+    following: int | None = None
+    past: list[tuple[int, np.ndarray]] = field(default_factory=list)
+
+    def rewind(self, length: int, token: int | None) -> None:
+        """Drops keys after the first `length` tokens, and the last one of these if it was made from
+        another token than this one, which follows them. Does nothing where too little is known."""
+        back = self.num_entries - length + (self.num_entries > length or token != self.following)
+        if back > 0 and length > 0 and back <= len(self.past):
+            self.waiting, (state, *_) = [self.past[-back][0]], [self.past[-back][1]]
+            self.hidden_TD[0] = state
+            self.following = self.past[-back][0]
+            self.num_entries -= back
+            del self.past[-back:]
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,7 @@ class DraftStep:
         seen = 0
         for run in runs_of(computed):
             text, start = self._texts[run[0].sequence], run[0].position
+            text.rewind(start, run[0].token)
             end = text.num_entries + len(text.waiting)
             if not text.num_entries <= start <= end:
                 is_whole = start == 0 or (text.is_whole and start < end)
@@ -102,11 +119,13 @@ class DraftStep:
         own = self._texts[source]
         other = self._texts[target] = self._new_text(own.num_entries, is_whole=own.is_whole)
         other.waiting += own.waiting
+        other.following, other.past = own.following, [*own.past]
         other.hidden_TD[: len(own.waiting)] = own.hidden_TD[: len(own.waiting)]
 
     def read_state(self, sequence: int, ids: Sequence[int]) -> DraftState | None:
         """What is known of a text's tokens `ids`; None if not all of them were seen."""
         text, length = self._texts[sequence], len(ids)
+        text.rewind(length, None)  # another token may follow
         del text.waiting[max(0, length - text.num_entries) :]
         if not text.is_whole or text.num_entries + len(text.waiting) < length:
             return None
@@ -138,6 +157,7 @@ class DraftStep:
         text, those of the model's steps that are left of it; None for a text whose beginning the
         block has not seen, and if they were asked for before."""
         text = self._texts[sequence]
+        text.rewind(length, token)
         del text.waiting[max(0, length - text.num_entries) :]
         if not text.is_whole or not text.waiting:
             return None
@@ -171,6 +191,11 @@ class DraftStep:
         for first in range(0, len(following), most):
             tokens = following[first : first + most]
             hidden_TD = text.hidden_TD[: len(tokens)]
+            kept = slice(max(0, len(tokens) - PAST_STATES), len(tokens))
+            states = hidden_TD[kept].copy()
+            text.past += zip(text.waiting[kept], states, strict=True)
+            del text.past[:-PAST_STATES]
+            text.following = tokens[-1]
             mean_T1 = np.square(hidden_TD).mean(axis=1, keepdims=True)
             hidden_TD = hidden_TD / np.sqrt(mean_T1 + self._epsilon) * self._weight_D
             logits_RV = self._run(sequence, text.num_entries, tokens, hidden_TD, wanted)

@@ -28,6 +28,7 @@ from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.generate.generation import Generation, together
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.step import draft_step
 from hotsplit.runtime.step.draft_step import DraftStep
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -113,7 +114,9 @@ def first_guesses(engine, **faults):
                 text.extend(ids[: length - 1])
                 again[length] = block.first(text.number, length - 1, ids[length - 1])
     assert len(kept) > 8
-    return [torch.equal(kept[length], again[length]) for length in kept]
+    return [
+        guess is not None and torch.equal(guess, again[length]) for length, guess in kept.items()
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,6 +141,45 @@ def test_the_comparison_finds_entries_of_drafts_and_states_of_other_rows(paths):
     with Engine.load(paths("glm4moe"), draft_block=True, context_length=80) as engine:
         assert not all(first_guesses(engine, _catch_up=keeping))
         assert not all(first_guesses(engine, _run=shifted))
+
+
+def without_rewinding(monkeypatch):
+    monkeypatch.setattr(draft_step._Text, "rewind", lambda self, length, token: None)
+
+
+@pytest.mark.parametrize("rewinds", [True, False])
+def test_no_key_stays_that_was_made_from_a_rejected_draft(paths, monkeypatch, rewinds):
+    """Also if keys are computed at once, when it is not known yet what is rejected."""
+    monkeypatch.setattr(draft_step, "MOST_WAITING", 1)
+    if not rewinds:
+        without_rewinding(monkeypatch)
+    with Engine.load(paths("glm4moe"), draft_block=True, context_length=80) as engine:
+        assert all(first_guesses(engine)) == rewinds
+
+
+@pytest.mark.parametrize("rewinds", [True, False])
+@pytest.mark.parametrize("back", [0, 1, 5])
+def test_no_key_stays_that_was_made_from_a_token_of_before(paths, monkeypatch, rewinds, back):
+    """A text that is continued otherwise, perhaps after some of its tokens are removed."""
+    if not rewinds:
+        without_rewinding(monkeypatch)
+    begun, other = PROMPT * 2, [7, 8, 2]
+    with (
+        Engine.load(paths("glm4moe"), draft_block=True, context_length=80) as engine,
+        forcing(engine, ANY),
+    ):
+        block = engine._live.draft
+
+        def guess(*parts):
+            with engine.sequence() as text:
+                for ids in parts:
+                    text.rollback(text.length - (back if text.length else 0))
+                    text.extend(ids)
+                    logits_V = block.first(text.number, text.length, 1)
+            return logits_V
+
+        want, got = guess([*begun[: len(begun) - back], *other]), guess(begun, other)
+        assert torch.equal(got, want) == rewinds
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.cache_layout import kv_positions
-from hotsplit.costs.pass_length import MOST_WAITING, PREFILL_CHUNK
+from hotsplit.costs.pass_length import MOST_WAITING, PAST_STATES, PREFILL_CHUNK
 from hotsplit.costs.state_bytes import kept_bytes, slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.files.gguf_types import block_sizes
@@ -323,7 +323,7 @@ def draft_bytes(
         "head": 0 if head is own and has_head else head.num_bytes,
         "neurons": number * unit_bytes,
         "workspace": num_sequences
-        * (MOST_WAITING + PREFILL_CHUNK)
+        * (MOST_WAITING + PREFILL_CHUNK + PAST_STATES)
         * FLOAT_BYTES
         * model.spec.hidden_size,
     }

@@ -9,4 +9,7 @@ SHORT_CHUNK = 128
 # Tokens of a text that wait for their keys and values in a draft block, which they get when drafts
 # are wanted, or together.
 MOST_WAITING = 128
+# Tokens before those whose hidden states a draft block keeps, to make their keys again: as many as
+# a check can reject, and the end of a turn.
+PAST_STATES = 64
 LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
