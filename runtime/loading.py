@@ -14,7 +14,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile, for_context, with_rope_scaling
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import text_words
-from hotsplit.costs.part_bytes import is_expert, placed_units, stored_neuron_bytes
+from hotsplit.costs.part_bytes import placed_units, stored_neuron_bytes
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode
@@ -28,7 +28,7 @@ from hotsplit.runtime.device_check import (
     within_time,
 )
 from hotsplit.runtime.gpu_setup import memories_of, pass_setup, step_takes, uploading
-from hotsplit.runtime.kernels.gpu.launch import INEXACT_ROWS, ROWS
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
 from hotsplit.runtime.kernels.threads import use_default_threads
 from hotsplit.runtime.model.expert_loader import check_routers
@@ -48,6 +48,7 @@ from hotsplit.runtime.resolved_options import (
     device_of,
     gpus_of,
     mode_of,
+    no_drafts_on_gpu,
     placement_of,
     residence_of,
     sequences_of,
@@ -228,21 +229,13 @@ class LoadedModel:
     def _choose_draft(self) -> None:
         """The draft block is loaded on the CPU, beside a GPU where drafts can be checked."""
         self.has_draft = self.config.draft_block and self.model.draft is not None
-        if self.has_draft and self.is_on_gpu and (why := self._no_drafts_on_gpu()):
+        if not self.has_draft or not self.is_on_gpu:
+            return
+        is_alone = self.setup is not None or self.placement.is_cache_on_host
+        why = no_drafts_on_gpu(self.model, has_plan=self.plan is not None, one_token=is_alone)
+        if why:
             self.has_draft = False
             self.notice(f"the draft block is not loaded, since {why}")
-
-    def _no_drafts_on_gpu(self) -> str:
-        """Why no draft can be checked on this plan's GPUs; "" if some can."""
-        if self.plan is None:
-            return "without a plan, a GPU has the whole model, and main memory none of it"
-        if self.placement.is_cache_on_host or self.setup is not None:
-            return "a step takes one token with a neuron cache, or with keys in main memory"
-        tensors = self.model.tensors.items()
-        dense = {e.kind for n, e in tensors if not is_expert(n) and n != "token_embd.weight"}
-        if kinds := sorted(dense.intersection(INEXACT_ROWS)):
-            return f"a GPU rounds rows of {', '.join(kinds)} differently when it computes several"
-        return ""
 
     def _take_memory(self) -> None:
         set_for_this_processor()

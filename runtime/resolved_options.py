@@ -27,6 +27,7 @@ from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import KeySelection
+from hotsplit.runtime.kernels.gpu.launch import INEXACT_ROWS
 from hotsplit.runtime.kernels.grids import is_read_in_file
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
@@ -174,6 +175,24 @@ def placement_of(
         placement = Placement.without_neurons(num_layers, gpus[0])
         return replace(placement, is_cache_on_host=config.kv_offload is not None)
     return Placement.on_one_device(num_layers, gpus[0])
+
+
+def no_drafts_on_gpu(model: ModelFile, *, has_plan: bool, one_token: bool) -> str:
+    """Why no draft of the model's block, which the CPU computes, can be checked beside a GPU; "" if
+    some can. `one_token`: with a neuron cache, or keys in main memory."""
+    if not has_plan:
+        return "without a plan, a GPU has the whole model, and main memory none of it"
+    if one_token:
+        return "a step takes one token with a neuron cache, or with keys in main memory"
+    tensors = model.tensors.items()
+    dense = {
+        e.kind
+        for n, e in tensors
+        if not is_expert(n.split(".", 2)[-1]) and n != "token_embd.weight"
+    }
+    if kinds := sorted(dense.intersection(INEXACT_ROWS)):
+        return f"a GPU rounds rows of {', '.join(kinds)} differently when it computes several"
+    return ""
 
 
 def bytes_by_role_of(

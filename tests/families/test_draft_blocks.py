@@ -96,7 +96,7 @@ def test_a_gguf_keeps_the_block_in_another_type_and_says_what_it_takes(checkpoin
     own = {n: e.num_bytes for n, e in model.tensors.items() if n.startswith("blk.4.")}
     items = draft_bytes(model, 64, num_sequences=2)
     assert items.pop("kv_cache") == 2 * 64 * 2 * 2 * 24 * 2
-    assert items.pop("workspace") == 2 * (128 + 512) * 4 * model.spec.hidden_size
+    assert items.pop("workspace") == 2 * (128 + 512 + 64) * 4 * model.spec.hidden_size
     assert sum(items.values()) == sum(own.values())
     facts = dict(summarise_gguf(tmp_path / "q4.gguf").facts)
     assert facts["note"] == note and "of keys and values a token" in facts["draft block takes"]

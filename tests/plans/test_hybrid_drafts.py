@@ -23,7 +23,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.part_bytes import draft_bytes
-from hotsplit.runtime import loading
+from hotsplit.runtime import resolved_options
 from hotsplit.runtime.cache.state_slots import StateSlots
 from hotsplit.runtime.drafting import drafting
 from hotsplit.runtime.step.sequences import Part
@@ -145,7 +145,7 @@ def test_a_plan_on_a_device_has_the_block_beside_it(file, monkeypatch, caplog):
         assert engine.has_draft_block
         check_drafts(engine)
         more = engine.bytes_by_role["cpu"]
-    monkeypatch.setattr(loading, "INEXACT_ROWS", ("q8_0",))
+    monkeypatch.setattr(resolved_options, "INEXACT_ROWS", ("q8_0",))
     with (
         caplog.at_level("INFO"),
         checked_cuda(),

@@ -7,26 +7,31 @@ import shlex
 from collections import Counter
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from models import byte_level_keys, make_model, make_sizes, save_solver_files
 from published_headers import HEADERS, Header, keys_of, tensors_of, write, write_parts
+from test_experts import mixture
 from test_solver_experts import tiny
 
 from hotsplit.artifacts.data_sheets import CARDS, HOSTS, SOURCE, load_machine, machine_of
 from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.cli import main
+from hotsplit.commands.plan import _draft_place
 from hotsplit.commands.run_command import run as run_command
 from hotsplit.costs.part_bytes import packed_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import header_reach
 from hotsplit.inspection.inspect_file import inspect_file
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.run import default_budgets
 from hotsplit.run.choice import Wishes, choose, choose_type, context_of, left_bytes, run_bytes
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import look_at
+from hotsplit.runtime.resolved_options import no_drafts_on_gpu
 from hotsplit.solver import assumed
 from hotsplit.solver.assumed import drawn_experts, zipf_shares
 from hotsplit.solver.draft_prediction import DraftGain
@@ -189,6 +194,31 @@ def test_a_line_says_what_a_draft_block_is_expected_to_gain(tmp_path, capsys, mo
         (line,) = (n for n in capsys.readouterr().err.splitlines() if "draft block" in n)
         assumed = "80% and 60% of its guesses by place are assumed right"
         assert line.split() == f"with its draft block 10.0 tokens/s ({says}; {assumed})".split()
+
+
+@pytest.mark.parametrize(
+    "kind, gpu_bytes, plan, options, says",
+    [
+        ("q8_0", (), (), {}, "in main memory beside$"),
+        ("q8_0", (1,), (), {}, "is not loaded, since without a plan, a GPU has the whole model"),
+        ("q8_0", (1,), (1,), {}, "in main memory beside: the CPU computes it, the GPU checks"),
+        ("q8_0", (1,), (1,), {"kv_offload": "on"}, "is not loaded, since a step takes one token"),
+        ("q4_k", (1,), (1,), {}, "is not loaded, since a GPU rounds rows of q4_k differently"),
+    ],
+)
+def test_plan_says_where_the_draft_block_is(kind, gpu_bytes, plan, options, says):
+    model = make_model(kind=kind, sizes=make_sizes(width=256, num_neurons=256))
+    wishes = Wishes(engine=EngineConfig(**options))
+    job = SimpleNamespace(choice=SimpleNamespace(model=model, budgets=plan), wishes=wishes)
+    assert re.search(says, _draft_place(job, SimpleNamespace(budgets=gpu_bytes)))
+
+
+def test_experts_of_k_quants_are_computed_row_by_row():
+    sizes = {"width": 256, "num_neurons": 256, "layout": "stock"}
+    model = mixture(kind="q8_0", **sizes)
+    experts = {n: e for n, e in mixture(kind="q4_k", **sizes).tensors.items() if "_exps" in n}
+    model = dataclasses.replace(model, tensors=model.tensors | experts)
+    assert not no_drafts_on_gpu(model, has_plan=True, one_token=False)
 
 
 @pytest.mark.parametrize(

@@ -247,8 +247,7 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
         speeds.append((name, seconds, f"the experts of {count} {of} on the CPU"))
     draft = []
     if words := draft_words(job.choice.model):
-        where = "in main memory beside" if not found.budgets else "in main memory, if it is used"
-        draft = [f"the draft block: {words}, {where}"]
+        draft = [f"the draft block: {words}, {_draft_place(job, found)}"]
     whole = sum(found.cpu_bytes[item] for item in ("attention", "neurons", "head")) == 0
     fits = f"everything would fit into {format_bytes(found.fits_from_bytes)} of GPU memory"
     return [
@@ -259,6 +258,22 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
         *common.speed_lines(speeds),
         *([] if not found.budgets or whole else [f"{found.placed}; {fits}"]),
     ]
+
+
+def _draft_place(job: "RunJob", found: "Forecast") -> str:
+    from hotsplit.runtime.resolved_options import no_drafts_on_gpu
+
+    if not found.budgets:
+        return "in main memory beside"
+    choice, options = job.choice, job.wishes.engine
+    why = no_drafts_on_gpu(
+        choice.model,
+        has_plan=bool(choice.budgets),
+        one_token=options.kv_offload is not None or options.neuron_cache is not None,
+    )
+    if why:
+        return f"is not loaded, since {why}"
+    return "in main memory beside: the CPU computes it, the GPU checks its guesses"
 
 
 def _machine_words(machine: "Machine", found: "Forecast") -> str:
