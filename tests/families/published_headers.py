@@ -168,6 +168,8 @@ def tensors_of(header: Header) -> Iterator[Tensor]:
         yield "output_norm.bias", (width,), "f32"
     if "tied" not in header.marks:
         yield "output.weight", (words, width), output
+    if "head_bias" in header.marks:
+        yield "output.bias", (words,), "f32"
     if "factors" in header.marks:
         rotated = 512 if "gemma4" in header.marks else header.sizes[5]
         yield "rope_freqs.weight", (rotated // 2,), "f32"
@@ -262,8 +264,10 @@ def _attention(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...
     if is_wide:
         head_dim, key_heads = 512, 1 if "keys_as_values" in marks else key_heads
     queries, keys = heads * head_dim, key_heads * head_dim
-    if "fused" in marks:
+    if "fused" in marks or "fused_qkv" in marks:
         yield "attn_qkv.weight", (queries + 2 * keys, width)
+        if "biases" in marks:
+            yield "attn_qkv.bias", (queries + 2 * keys,)
     else:
         gated = 2 if "delta" in marks else 1
         yield "attn_q.weight", (gated * queries, width)
@@ -346,7 +350,7 @@ def _feed_forward(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, 
         yield "ffn_up_exps.weight", (number, each, width)
         yield "ffn_down_exps.weight", (number, width, each)
         if "choice_bias" in marks:
-            yield "exp_probs_b.bias", (number,)
+            yield "exp_probs_b" if header.architecture == "hy_v3" else "exp_probs_b.bias", (number,)
         if "expert_biases" in marks:
             yield "ffn_gate_inp.bias", (number,)
             yield "ffn_gate_exps.bias", (number, each)
@@ -518,6 +522,20 @@ llama-3.1-8b-lora-F16               llama          llama             1,4096,1433
 Llama-3.1-8B-TQ1_0                  llama          llama-bpe         32,4096,14336,32,8,128,128256
 Qwen2.5-32B-Instruct-IQ2_XXS        qwen2          qwen2             64,5120,27648,40,8,128,152064
 Qwen3.8-27B-UD-Q2_K_XL              qwen35         qwen35            64,5120,17408,24,4,256,248320
+MiniMax-M2-Q4_K_M                   minimax-m2     minimax-m2        62,3072,1536,48,8,128,200064
+Seed-OSS-36B-Instruct-Q4_K_M        seed_oss       seed-coder        64,5120,27648,80,8,128,155136
+Hunyuan-7B-Instruct-Q4_K_M          hunyuan-dense  hunyuan-dense     32,4096,14336,32,8,128,128167
+Hunyuan-A13B-Instruct-Q4_K_M        hunyuan-moe    hunyuan           32,4096,3072,32,8,128,128167
+Hy3-Q4_K_M                          hy_v3          hunyuan           80,4096,13312,64,8,128,120832
+dots.llm1.inst-Q4_K_M               dots1          qwen2             62,4096,10944,32,32,128,152064
+Solar-Open-100B-Q4_K_M              glm4moe        solar-open        48,4096,10240,64,8,128,196608
+Ling-mini-2.0-Q4_K_M                bailingmoe2    bailingmoe2       20,2048,5120,16,4,128,157184
+granite-4.0-micro-Q4_K_M            granite        dbrx              40,2560,8192,40,8,64,100352
+gemma-2b-it-Q4_K_M                  gemma          llama             18,2048,16384,8,1,256,256000
+stablelm-2-zephyr-1_6b-Q4_K_M       stablelm       stablelm2         24,2048,5632,32,32,64,100352
+pythia-1.4b-Q8_0                    gptneox        olmo              24,2048,8192,16,16,128,50304
+phi-2-Q4_K_M                        phi2           phi-2             32,2560,10240,32,32,80,51200
+internlm2_5-7b-chat-Q4_K_M          internlm2      llama             32,4096,14336,32,8,128,92544
 """
 _MARKS = {
     "Llama-3.1-8B-Instruct-Q4_K_M": "factors",
@@ -551,6 +569,19 @@ _MARKS = {
     "LFM2-8B-A1B-Q4_K_M": "tied head_norms conv choice_bias",
     "Qwen2.5-32B-Instruct-IQ2_XXS": "bias",
     "ERNIE-4.5-21B-A3B-PT-Q4_K_M": "tied choice_bias",
+    "MiniMax-M2-Q4_K_M": "wide_norms choice_bias",
+    "Seed-OSS-36B-Instruct-Q4_K_M": "bias second",
+    "Hunyuan-7B-Instruct-Q4_K_M": "tied head_norms long",
+    "Hunyuan-A13B-Instruct-Q4_K_M": "tied head_norms",
+    "Hy3-Q4_K_M": "head_norms choice_bias",
+    "dots.llm1.inst-Q4_K_M": "head_norms choice_bias",
+    "Solar-Open-100B-Q4_K_M": "second choice_bias",
+    "Ling-mini-2.0-Q4_K_M": "fused_qkv head_norms choice_bias",
+    "granite-4.0-micro-Q4_K_M": "tied",
+    "gemma-2b-it-Q4_K_M": "tied long",
+    "stablelm-2-zephyr-1_6b-Q4_K_M": "bias norm_bias",
+    "pythia-1.4b-Q8_0": "fused_qkv biases no_gate norm_bias",
+    "phi-2-Q4_K_M": "biases no_gate norm_bias parallel head_bias",
 }
 _EXPERTS = {
     "Qwen3-30B-A3B-Q4_K_M": (128, 8, 768, 0, 0),
@@ -563,6 +594,12 @@ _EXPERTS = {
     "granite-4.0-h-small-Q4_K_M": (72, 10, 768, 1536, 0),
     "Nemotron-3-Nano-30B-A3B-Q4_K_M": (128, 6, 1856, 3712, 0),
     "ERNIE-4.5-21B-A3B-PT-Q4_K_M": (64, 6, 1536, 3072, 1),
+    "MiniMax-M2-Q4_K_M": (256, 8, 1536, 0, 0),
+    "Hunyuan-A13B-Instruct-Q4_K_M": (64, 8, 3072, 3072, 0),
+    "Hy3-Q4_K_M": (192, 8, 1536, 1536, 1),
+    "dots.llm1.inst-Q4_K_M": (128, 6, 1408, 2816, 1),
+    "Solar-Open-100B-Q4_K_M": (128, 8, 1280, 1280, 0),
+    "Ling-mini-2.0-Q4_K_M": (256, 8, 512, 512, 1),
 }
 _LFM2 = {
     "context_length": 128000,
@@ -571,6 +608,19 @@ _LFM2 = {
     "shortconv.l_cache": 3,
 }
 _NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+_LAYER_NORMS: dict[str, object] = {
+    "attention.layer_norm_epsilon": 1e-5,
+    "attention.layer_norm_rms_epsilon": None,
+    "rope.freq_base": None,
+}
+_HUNYUAN: dict[str, object] = {
+    "context_length": 262144,
+    "rope.freq_base": 11158840.0,
+    "rope.scaling.type": "none",
+    "rope.scaling.factor": 1.0,
+    "rope.scaling.original_context_length": 262144,
+}
+_SIGMOID: dict[str, object] = {"expert_gating_func": 2, "expert_weights_norm": True}
 _KEYS: dict[str, dict[str, object]] = {
     "granite-4.0-h-small-Q4_K_M": _mamba(128, 64, groups=1, state=128)
     | {
@@ -595,6 +645,72 @@ _KEYS: dict[str, dict[str, object]] = {
         "expert_group_count": 1,
         "context_length": 1048576,
     },
+    "MiniMax-M2-Q4_K_M": {
+        "context_length": 196608,
+        "rope.freq_base": 5e6,
+        "rope.dimension_count": 64,
+        "expert_feed_forward_length": 1536,
+        "expert_gating_func": 2,
+    },
+    "Seed-OSS-36B-Instruct-Q4_K_M": {"context_length": 524288, "rope.freq_base": 1e7},
+    "Hunyuan-7B-Instruct-Q4_K_M": _HUNYUAN,
+    "Hunyuan-A13B-Instruct-Q4_K_M": _HUNYUAN
+    | {
+        "expert_feed_forward_length": 3072,
+        "expert_shared_feed_forward_length": 3072,
+        "expert_shared_count": 1,
+    },
+    "Hy3-Q4_K_M": _SIGMOID
+    | {
+        "context_length": 131072,
+        "rope.freq_base": 11158840.0,
+        "expert_shared_feed_forward_length": 1536,
+        "expert_weights_scale": 2.826,
+        "leading_dense_block_count": None,  # llama.cpp's converter writes none
+    },
+    "dots.llm1.inst-Q4_K_M": _SIGMOID | {"expert_shared_count": 2, "expert_weights_scale": 2.5},
+    "Solar-Open-100B-Q4_K_M": _SIGMOID
+    | {"context_length": 131072, "expert_shared_count": 1, "expert_weights_scale": 1.0},
+    "Ling-mini-2.0-Q4_K_M": _SIGMOID
+    | {
+        "rope.freq_base": 6e5,
+        "rope.dimension_count": 64,
+        "vocab_size": 157184,
+        "expert_shared_feed_forward_length": 512,
+        "expert_shared_count": 1,
+        "expert_weights_scale": 2.5,
+        "expert_group_count": 8,
+        "expert_group_used_count": 4,
+    },
+    "granite-4.0-micro-Q4_K_M": {
+        "context_length": 131072,
+        "rope.freq_base": 1e7,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "embedding_scale": 12.0,
+        "residual_scale": 0.22,
+        "attention.scale": 0.015625,
+        "logit_scale": 10.0,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 128,
+        "ssm.group_count": 1,
+        "ssm.inner_size": 5120,
+        "ssm.time_step_rank": 64,
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "expert_shared_feed_forward_length": 8192,
+        "rope.scaling.finetuned": True,
+    },
+    "gemma-2b-it-Q4_K_M": {"context_length": 8192, **_NO_ROPE},
+    "stablelm-2-zephyr-1_6b-Q4_K_M": _LAYER_NORMS
+    | {"context_length": 4096, "rope.dimension_count": 16, "use_parallel_residual": False},
+    "pythia-1.4b-Q8_0": _LAYER_NORMS
+    | {
+        "context_length": 2048,
+        "rope.dimension_count": 32,
+        "attention.head_count_kv": None,
+        "use_parallel_residual": True,
+    },
+    "phi-2-Q4_K_M": _LAYER_NORMS | {"context_length": 2048, "rope.dimension_count": 32},
     "ERNIE-4.5-21B-A3B-PT-Q4_K_M": {
         "expert_shared_count": 2,
         "expert_shared_feed_forward_length": 3072,
