@@ -116,6 +116,7 @@ def restored(
         importance = types.importance(target, entry.shape)
         values = restore(entry, want, what, None if importance is None else importance[0])
         values = order.change.undo(values)
+        values = values if order.factor_N is None else values / order.factor_N[:, None]
         if order.columns is not None:
             values = values[:, np.argsort(order.columns)]
         values = values.T if is_transposed else values
@@ -155,6 +156,12 @@ class _Order:
     rows: np.ndarray | None
     columns: np.ndarray | None
     change: ValueChange
+    factor_N: np.ndarray | None = None  # of the checkpoint's rows
+
+    @property
+    def is_plain(self) -> bool:
+        """True if its values are those of the checkpoint."""
+        return self.change is SAME and self.factor_N is None
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """All rows, with values as in the checkpoint."""
@@ -163,16 +170,22 @@ class _Order:
         return shaped if self.columns is None else shaped[:, torch.from_numpy(self.columns)]
 
     def shaped(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.reshape(-1) if self.width is None else tensor.reshape(-1, self.width)
+        shaped = tensor.reshape(-1) if self.width is None else tensor.reshape(-1, self.width)
+        if self.factor_N is None:
+            return shaped
+        return shaped.to(torch.float32) * torch.from_numpy(self.factor_N)[:, None]
 
 
 def _order_of(plan: Blueprint, name: str, shape: tuple[int, ...]) -> _Order:
     rows, inner = _rows(plan, name), name.split(".", 2)[2] if name.startswith("blk.") else name
+    factor_N = plan.factors.get(inner)
+    assert rows is None or factor_N is None, name
     return _Order(
         width=None if len(shape) == 1 else shape[-1],
         rows=rows.order if rows else None,
         columns=plan.columns.get(inner),
         change=_by_end(plan.changes, name) or SAME,
+        factor_N=factor_N.astype(np.float32) if factor_N is not None else None,
     )
 
 
@@ -188,7 +201,7 @@ def _read_rows(
 ) -> np.ndarray:
     """The encoded bytes of some rows of a tensor, which does not stay in memory."""
     is_packed = checkpoint.tensors[source].packed is not None
-    if is_packed and order.width is not None and order.change is SAME and not is_transposed:
+    if is_packed and order.width is not None and order.is_plain and not is_transposed:
         chosen = slice(start, stop) if order.rows is None else order.rows[start:stop]
         return checkpoint.packed_rows(
             source, kind, chosen, columns=order.columns, importance=importance_M

@@ -175,13 +175,13 @@ def _add_layer(
         dense_gpu = float(problem.dense_gpu_s_L[index]) * second
         dense_seconds = dense_seconds + (dense_gpu - dense_cpu) * side.dense
         cpu_side = cpu_side - _weighted(touched_F * cpu_unit, side.hot_F)
-        cpu_side = cpu_side + problem.hand_over_s * second * side.split
+        cpu_side = cpu_side + float(problem.hand_over_s_L[index]) * second * side.split
     lp += layer.seconds >= dense_seconds + cpu_side, f"cpu_side_{index}"
     for side in layer.sides:
         problem, name = pipeline.problems[side.gpu], f"{index}_{side.gpu}"
         hot_unit = float(problem.hot_s_per_byte_L[index]) * second
         gpu_side = _weighted(touched_F * hot_unit, side.hot_F)
-        gpu_side = gpu_side + problem.kernels_s * second * side.has_hot
+        gpu_side = gpu_side + float(problem.kernels_s_L[index]) * second * side.has_hot
         lp += layer.seconds >= dense_seconds + gpu_side, f"gpu_side_{name}"
         for neuron, hot in enumerate(side.hot_F):
             lp += hot <= side.has_hot, f"hot_is_seen_{index}_{neuron}_{side.gpu}"

@@ -240,7 +240,7 @@ def first_prices(problem: Problem) -> np.ndarray:
     cpu_s = float(problem.cpu_s_per_byte_L.max())
     most_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     most_s += problem.num_layers * (problem.hand_over_s + problem.cpu_run_s) + problem.use_s
-    top = max(10 * cpu_s, most_s / problem.neuron_bytes_L.min())
+    top = max(10 * cpu_s, most_s / problem.neuron_bytes_L[problem.has_neurons_L].min())
     rising = np.geomspace(LEAST_SHARE * cpu_s, top, FIRST_PRICES)
     falling = -rising[::-1] if problem.need_bytes > 0 else rising[:0]
     return np.concatenate([falling, [0.0], rising])
@@ -331,7 +331,7 @@ def _priced_counts(
     for layer in np.argsort(-num_hot_L, kind="stable"):
         floor = max(min(found_L[layer], fewer_L[layer]), problem.min_hot_L[layer])
         spare = int(num_hot_L[layer] - floor)
-        fewer = max(0, min(spare, surplus // int(problem.neuron_bytes_L[layer])))
+        fewer = max(0, min(spare, surplus // max(1, int(problem.neuron_bytes_L[layer]))))
         num_hot_L[layer] -= fewer
         surplus -= fewer * int(problem.neuron_bytes_L[layer])
     return num_hot_L if least <= num_hot_L @ problem.neuron_bytes_L <= room else None

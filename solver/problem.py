@@ -116,6 +116,20 @@ class Problem:
         return self.touched_LF.shape[1]
 
     @property
+    def has_neurons_L(self) -> np.ndarray:
+        """Whether there is anything to place in a layer, which may be attention alone."""
+        return self.neuron_bytes_L > 0
+
+    @cached_property
+    def kernels_s_L(self) -> np.ndarray:
+        """Of a layer's hot neurons; 0 in layers without neurons."""
+        return self.kernels_s * self.has_neurons_L
+
+    @cached_property
+    def hand_over_s_L(self) -> np.ndarray:
+        return self.hand_over_s * self.has_neurons_L
+
+    @property
     def room_bytes(self) -> int:
         """Bytes left for weights and KV cache; negative if the workspace exceeds the budget."""
         return self.budget_bytes - self.workspace_bytes
@@ -136,11 +150,12 @@ class Problem:
         n, as derived in `lagrangian`; infinite for all other n. f64 [L, F + 1]."""
         prefix_LN, gpu_s_L1 = self.prefix_LN, self.hot_s_per_byte_L[:, None]
         total_L1, cpu_s_L1 = self.touched_L[:, None], self.cpu_s_per_byte_L[:, None]
-        all_cold_L1 = total_L1 * cpu_s_L1 + self.hand_over_s
-        balanced_L1 = (all_cold_L1 - self.kernels_s) / (gpu_s_L1 + cpu_s_L1)
+        kernels_s_L1, hand_over_s_L1 = self.kernels_s_L[:, None], self.hand_over_s_L[:, None]
+        all_cold_L1 = total_L1 * cpu_s_L1 + hand_over_s_L1
+        balanced_L1 = (all_cold_L1 - kernels_s_L1) / (gpu_s_L1 + cpu_s_L1)
         touched_LN = np.clip(balanced_L1, total_L1 - prefix_LN[:, ::-1], prefix_LN)
-        hot_LN = touched_LN * gpu_s_L1 + self.kernels_s
-        cold_LN = (total_L1 - touched_LN) * cpu_s_L1 + self.hand_over_s
+        hot_LN = touched_LN * gpu_s_L1 + kernels_s_L1
+        cold_LN = (total_L1 - touched_LN) * cpu_s_L1 + hand_over_s_L1
         seconds_LN = np.maximum(hot_LN, cold_LN)
         seconds_LN[np.arange(self.num_neurons + 1) < self.min_hot_L[:, None]] = np.inf
         seconds_LN[:, [0, -1]] = np.inf
@@ -229,7 +244,7 @@ class Problem:
     @property
     def minimum_bytes(self) -> int:
         """The smallest budget that puts anything on the GPU."""
-        neurons = self.neuron_bytes_L * self.min_hot_L
+        neurons = (self.neuron_bytes_L * self.min_hot_L)[self.has_neurons_L]
         blocks = [int(self.dense_bytes_L.min()), int(neurons.min())] if self.num_layers else []
         return self.workspace_bytes + min(blocks + [self.head_bytes] * (self.head_bytes > 0))
 
@@ -275,8 +290,8 @@ def ffn_seconds(
     has_hot_L, has_cold_L = num_hot_L > 0, num_hot_L < problem.num_neurons
     is_split_L = np.where(dense_L, has_cold_L, has_hot_L)
     cold_touched_L = np.where(has_cold_L, problem.touched_L - hot_touched_L, 0.0)
-    gpu_L = hot_touched_L * problem.hot_s_per_byte_L + problem.kernels_s * has_hot_L
-    cpu_L = cold_touched_L * problem.cpu_s_per_byte_L + problem.hand_over_s * is_split_L
+    gpu_L = hot_touched_L * problem.hot_s_per_byte_L + problem.kernels_s_L * has_hot_L
+    cpu_L = cold_touched_L * problem.cpu_s_per_byte_L + problem.hand_over_s_L * is_split_L
     return np.maximum(gpu_L, cpu_L)
 
 

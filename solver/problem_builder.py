@@ -129,6 +129,14 @@ def _neurons(inputs: "Inputs") -> _Placeable:
     touched_LF, cpu_s, sizes_L, read_L, order_LF = [], [], [], [], []
     for layer, spec in enumerate(model.spec.layers):
         order_FM, sizes = units.order(layer), part_bytes.layer_bytes(model, layer)
+        least_s = 1e-9 / machine.best_cpu_bandwidth_gb_per_s  # where nothing is touched
+        if not order_FM.size:
+            touched_LF.append(np.zeros(len(order_FM)))
+            order_LF.append(np.arange(len(order_FM)))
+            cpu_s.append(least_s)
+            sizes_L.append(0)
+            read_L.append((1.0, 1.0))
+            continue
         frequency_FM = all_LF[layer][order_FM]
         if computes_all(inputs.mode):
             frequency_FM = np.ones_like(frequency_FM)
@@ -150,7 +158,6 @@ def _neurons(inputs: "Inputs") -> _Placeable:
         touched, read = touched_F.sum(), touched_F.sum()
         if spec.neurons.needs_all_gates:  # a GPU reads all ups
             read += sizes.up_row * order_FM.size * (1 - fired)
-        least_s = 1e-9 / machine.best_cpu_bandwidth_gb_per_s  # where nothing is touched
         cpu_s.append(seconds / touched if touched > 0 else least_s)
         sizes_L.append(sizes.neuron * order_FM.shape[1])
         read_L.append((read / (sizes.neuron * order_FM.size), read / touched if touched else 1.0))

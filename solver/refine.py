@@ -126,8 +126,9 @@ def _divided(problem: Problem, layer: int, count: int) -> tuple[np.ndarray, floa
 def _seconds(problem: Problem, layer: int, touched: np.ndarray) -> np.ndarray:
     """M_l of a divided layer whose hot neurons touch these bytes."""
     cold = problem.touched_L[layer] - touched
-    hot_s = touched * problem.hot_s_per_byte_L[layer] + problem.kernels_s
-    return np.maximum(hot_s, cold * problem.cpu_s_per_byte_L[layer] + problem.hand_over_s)
+    hot_s = touched * problem.hot_s_per_byte_L[layer] + problem.kernels_s_L[layer]
+    cold_s = cold * problem.cpu_s_per_byte_L[layer] + problem.hand_over_s_L[layer]
+    return np.maximum(hot_s, cold_s)
 
 
 def _is_enough(problem: Problem, layer: int, count: int, touched: float) -> bool:
@@ -139,8 +140,10 @@ def _swap(problem: Problem, layer: int, is_hot_F: np.ndarray) -> None:
     """Swaps a hot and a cold neuron in `is_hot_F`, the pair that saves most, while one saves."""
     touched_F, count = problem.touched_LF[layer], int(is_hot_F.sum())
     cpu_s, gpu_s = problem.cpu_s_per_byte_L[layer], problem.hot_s_per_byte_L[layer]
-    all_cold_s = problem.touched_L[layer] * cpu_s + problem.hand_over_s
-    target = (all_cold_s - problem.kernels_s) / (gpu_s + cpu_s)  # both sides take equally long
+    all_cold_s = problem.touched_L[layer] * cpu_s + problem.hand_over_s_L[layer]
+    target = (all_cold_s - problem.kernels_s_L[layer]) / (
+        gpu_s + cpu_s
+    )  # both sides take equally long
     for _ in range(MAX_SWAPS):
         touched = float(touched_F[is_hot_F].sum())
         if _is_enough(problem, layer, count, touched):

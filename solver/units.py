@@ -118,7 +118,7 @@ class NeuronUnits:
         return gcd(*self.model.spec.num_neurons_L)
 
     def order(self, layer: int) -> np.ndarray:
-        """The ids of a layer's neurons by unit, int32 [F, M]."""
+        """The ids of a layer's neurons by unit, int32 [F, M]; M is 0 in a layer without any."""
         count_M = self.profile.active_count_LF[layer, : self.model.spec.num_neurons_L[layer]]
         order_M = np.argsort(-count_M, kind="stable").astype(np.int32)
         return order_M.reshape(self.number, -1)
@@ -129,4 +129,4 @@ class NeuronUnits:
 
     def is_hot(self, layer: int, ids: np.ndarray) -> np.ndarray:
         """The units of a layer that a plan has on a GPU, by rank; bool [F]."""
-        return np.isin(self.order(layer)[:, 0], ids)
+        return np.isin(self.order(layer)[:, :1], ids).any(axis=1)

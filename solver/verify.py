@@ -128,6 +128,9 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
             total += _dense_seconds(split, model, machine, layer, home[layer])
             total += _experts_seconds(split, model, profile, machine, layer, home[layer])
             continue
+        if not model.spec.layers[layer].neurons.number:
+            total += _dense_seconds(split, model, machine, layer, home[layer])
+            continue
         touched_F, cpu_s_F = _neurons(split, model, profile, machine, layer)
         is_hot_F = np.zeros(len(touched_F), bool)
         is_hot_F[ids] = True

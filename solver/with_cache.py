@@ -106,8 +106,8 @@ def advice_line(
     # Do the cold neurons of a divided layer take longer than the hot ones?
     problem = pipeline.model
     hot_L = (problem.touched_LF * placement.hot_LF).sum(axis=1)
-    gpu_L = hot_L * problem.hot_s_per_byte_L + problem.kernels_s
-    cpu_L = (problem.touched_L - hot_L) * problem.cpu_s_per_byte_L + problem.hand_over_s
+    gpu_L = hot_L * problem.hot_s_per_byte_L + problem.kernels_s_L
+    cpu_L = (problem.touched_L - hot_L) * problem.cpu_s_per_byte_L + problem.hand_over_s_L
     if not (is_cached_L & (cpu_L > gpu_L)).any():
         return None
     return (

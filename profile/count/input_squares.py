@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.importance_file import Importance, Importances
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.model.spec import Attention
 from hotsplit.model.tensors import in_layout, is_vector, transposed_shape
 from hotsplit.profile.corpus.corpus import WINDOW, Windows
 from hotsplit.profile.count.run import Tensors
@@ -125,6 +126,9 @@ def _inputs(model: ModelFile) -> dict[str, Input]:
         if layer == model.spec.num_layers:  # the draft block, which no text runs
             continue
         seen_as = SEEN_AS.get(found[2]) or _seen_as(model, layer, found[2])
+        mixers = model.spec.layers[layer].mixers
+        if found[2] == "attn_output" and not isinstance(mixers[-1], Attention):
+            continue  # the heads of the mixer beside it are seen
         if seen_as is None:
             continue
         inputs[stock] = Input(

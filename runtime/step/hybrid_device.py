@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.model.operations import padded
-from hotsplit.model.spec import Block, LayerSpec, ModelSpec, Neurons, read_by, written_by
+from hotsplit.model.spec import ATTN_OUT, Block, LayerSpec, ModelSpec, Neurons, read_by, written_by
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts, expert_parts
 from hotsplit.runtime.model.layers import Layer
@@ -144,7 +144,7 @@ def own_sizes(spec: ModelSpec) -> dict[str, int]:
     """f32 values of a token, of each value that has a buffer of its own."""
     apart = set(_outer(spec))
     for layer, rows in zip(spec.layers, output_rows(spec), strict=True):
-        apart |= {name for block in layer.position_wise for name in block.outputs} - rows.keys()
+        apart |= {name for block in layer.operations for name in block.outputs} - rows.keys()
     return {name: size for name, size in spec.value_sizes.items() if name in apart - {"x"}}
 
 
@@ -162,12 +162,12 @@ def _rows(layer: LayerSpec, hidden_size: int, outer: frozenset[str]) -> Mapping[
     begin = blocks.index(neurons[0]) if neurons else len(blocks)
     end = max(_last_read(blocks, name) for name in core)
     before, after = list[str](), list[str]()
-    for block in layer.position_wise:
+    for block in layer.operations:
         at, sizes = blocks.index(block), block.values(hidden_size)
         for name in block.outputs:
             is_used = any(name in (*read_by(b), *written_by(b)) for b in blocks[:at])
             is_alone = name not in ("x", *outer) and not is_used
-            if not is_alone or sizes[name] != hidden_size or name in block.inputs:
+            if not is_alone or sizes[name] != hidden_size or name in (ATTN_OUT, *block.inputs):
                 continue
             if max(at, _last_read(blocks, name)) < begin:
                 before.append(name)

@@ -98,6 +98,25 @@ MAMBA = {
     "mamba_chunk_size": 8,
     "shared_intermediate_size": 96,
 }
+# Heads whose values are not twice as many as those of a token.
+FALCON_H1 = {
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 40,
+    "mamba_n_heads": 5,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 20,
+    "mamba_chunk_size": 8,
+    "lm_head_multiplier": 0.1,
+    "embedding_multiplier": 5.6,
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.7,
+    "mlp_multipliers": [0.8, 0.3],
+    "ssm_multipliers": [0.35, 0.25, 0.17, 0.5, 0.35],
+}
 NEMOTRON_H = {
     "head_dim": 24,
     "mamba_num_heads": 6,
@@ -415,6 +434,12 @@ CASES = {
         moe_shared_expert_intermediate_size=45,
         routed_scaling_factor=2.5,
     ),
+    "falcon-h1": hf.FalconH1Config(**GATED | ODD | FALCON_H1, mamba_rms_norm=False),
+    "falcon-h1-norm": hf.FalconH1Config(
+        **GATED | MQA | FALCON_H1 | {"mamba_n_groups": 5},
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+    ),
     "bamba": hf.BambaConfig(**GATED | ODD | MAMBA | {"mamba_n_groups": 4}, attn_layer_indices=[1]),
     # Uneven heads; full layers whose values are their keys, and their first pairs rotate; inputs of
     # layers.
@@ -703,7 +728,7 @@ _STOCK = """
     phi3 falcon-11b gemma3-stock gemma4 gemma4-stock gemma4moe muse-glimmer
     smollm3 ministral3 nemotron arcee starcoder2-stock command-r cohere2 gemma2-stock olmo2
     olmo3-stock exaone4-stock ernie glm4 glm granite granite4-hybrid granite4moe-hybrid bamba
-    nemotron-h mixtral olmoe qwen2moe qwen3moe granitemoe cohere2moe cohere2moe-average
+    nemotron-h falcon-h1 falcon-h1-norm mixtral olmoe qwen2moe qwen3moe granitemoe cohere2moe cohere2moe-average
     glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
     minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe erniemoe seed-oss gemma stablelm
     stablelm-parallel gpt-neox phi2 hunyuan hunyuanmoe

@@ -474,8 +474,9 @@ def check_arenas(model, split, weights, context=96):
     linears = [
         linear
         for layer in weights.layers
-        for own in (layer.mixer, *layer.own.values())
-        for linear in ((*own.inputs, own.output) if own is layer.mixer else own.linears)
+        for own in (layer.attending, *layer.own.values())
+        if own is not None
+        for linear in ((*own.inputs, own.output) if own is layer.attending else own.linears)
     ]
     widest = max(linear.weight.width for linear in linears)
     for number, card in enumerate(cards):

@@ -32,6 +32,10 @@ ADD_ONE = ValueChange(lambda x: x + 1.0, lambda x: x - 1.0)
 NEGATED_EXP = ValueChange(lambda x: -np.exp(x), lambda x: np.log(-x))
 
 
+def scaled(factor: float) -> ValueChange:
+    return ValueChange(lambda x: x * np.float32(factor), lambda x: x / np.float32(factor))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Reorders the rows of a tensor: row r of the model file is row `order[r]` of the checkpoint's
@@ -51,7 +55,8 @@ class Sources:
     full name. columns: the same for the columns of a matrix: column c of the model file is the
     checkpoint's column `columns[name][c]`. constants: tensors whose names end so are not in the
     checkpoint and have this value everywhere. changes: of the values of tensors whose names end so;
-    the first that matches counts. ignored: suffixes of the names of tensors that are left out;
+    the first that matches counts. factors: of the rows of matrices, by name within a layer, which a
+    model file has multiplied by them. ignored: suffixes of the names of tensors that are left out;
     ignored_prefixes: beginnings of such names, which are noted."""
 
     renamed: Callable[[NameOf], NameOf] = field(default=lambda name_of: name_of, compare=False)
@@ -59,6 +64,7 @@ class Sources:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
     changes: Mapping[str, ValueChange] = field(default_factory=dict)
+    factors: Mapping[str, np.ndarray] = field(default_factory=dict)
     ignored: tuple[str, ...] = IGNORED
     ignored_prefixes: tuple[str, ...] = ()
     expert_form: ExpertForm = "rows"

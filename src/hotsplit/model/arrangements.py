@@ -40,22 +40,24 @@ class Arrangement:
 
     def pre_norm(
         self,
-        mixer: Mixer,
+        mixer: Mixer | tuple[Mixer, ...],
         neurons: Neurons | Mixture,
         *,
         second: str = "ffn_norm",
         factor: float = 1.0,
     ) -> LayerSpec:
-        """Norms before the mixer and feed-forward (Llama). `second`: the name of the latter.
+        """Norms before the mixer, or several side by side, and feed-forward (Llama). `second`: the
+        name of the latter.
         `factor`: of both outputs, in the residual sums (Granite)."""
+        mixers = mixer if isinstance(mixer, tuple) else (mixer,)
         blocks, outputs = _feed_forward(neurons)
         is_early = isinstance(neurons, Mixture) and neurons.route.reads == "x"  # the layer's input
         return LayerSpec(
             blocks=(
                 *blocks[:is_early],
                 self.make_norm("attn_norm", "x", "attn_in"),
-                mixer,
-                Add(terms=("x", "attn_out"), factor=factor),
+                *mixers,
+                Add(terms=("x", *(each.writes for each in mixers)), factor=factor),
                 self.make_norm(second, "x", "ffn_in"),
                 *blocks[is_early:],
                 Add(terms=("x", *outputs), factor=factor),

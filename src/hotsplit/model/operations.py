@@ -58,6 +58,10 @@ class BlockOp(ABC):
         """f32 values of a token that a GPU needs beside."""
         return 0
 
+    def values(self, hidden_size: int) -> Mapping[str, int]:
+        """f32 values of a token, for each value that it writes."""
+        return dict.fromkeys(self.outputs, hidden_size)
+
     @property
     def facts(self) -> Mapping[str, str]:
         """What `inspect` says of it."""
@@ -66,10 +70,6 @@ class BlockOp(ABC):
 
 class PositionWise(BlockOp):
     """An operation on values of one token."""
-
-    def values(self, hidden_size: int) -> Mapping[str, int]:
-        """f32 values of a token, for each value that it writes."""
-        return dict.fromkeys(self.outputs, hidden_size)
 
 
 class Recurrent(BlockOp):

@@ -31,6 +31,7 @@ from hotsplit.model.together import Together
 Pooling = Literal["mean", "cls", "last"]
 
 
+ATTN_OUT = "attn_out"
 Mixer = Attention | Recurrent
 Block = Norm | Attention | Predict | Route | Neurons | Add | BlockOp
 
@@ -237,12 +238,14 @@ class ModelSpec:
 
     @cached_property
     def value_sizes(self) -> Mapping[str, int]:
-        """f32 values of a token that position-wise operations write, or begin with."""
-        of_layers = (block for layer in self.layers for block in layer.position_wise)
+        """f32 values of a token that operations write, or begin with, but for the output of a mixer
+        in attention's place."""
+        of_layers = (block for layer in self.layers for block in layer.operations)
         found = {} if self.embedded == "x" else {self.embedded: self.hidden_size}
         for block in (*self.first, *of_layers, *self.last):
             for name, size in block.values(self.hidden_size).items():
                 found[name] = max(size, found.get(name, 0))
+        found.pop(ATTN_OUT, None)
         return found
 
     @cached_property
