@@ -170,6 +170,7 @@ def launch_the_rest() -> None:
             given = (query, keys, keys, at, spec, query.clone(), table[0], table)
             kernels.attend_tokens(*given, vectors=of_heads)
     launch_delta()
+    launch_mamba2()
     routed = torch.empty(16)
     kernels.choose_experts(x[:128], None, Route(num_experts=128, num_used=8), routed)
     groups = Route(
@@ -213,6 +214,20 @@ def launch_delta(key_heads: int = 16, value_heads: int = 32, width: int = 128) -
     kernels.gate_norm(out, projected, out[0], 1e-6)
     rows, of_lfm2 = torch.empty(1, 3 * WIDTH), torch.empty(4, 2, WIDTH)
     kernels.convolve_gated(rows, torch.empty(WIDTH, 3), of_lfm2, *slots, rows[:, :WIDTH].clone())
+
+
+def launch_mamba2(heads: int = 64, width: int = 64, groups: int = 8, state: int = 128) -> None:
+    """The kernels of Mamba-2 of Nemotron 3 Nano."""
+    kernels, channels = triton_kernels(), heads * width + 2 * groups * state
+    projected, of_heads = torch.empty(heads * width + channels + heads), torch.empty(heads)
+    taps, conv = torch.empty(channels, 4), torch.empty(4, 3, channels)
+    slots = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    mixed, out = torch.empty(channels + 2 * heads), torch.empty(heads, width)
+    given = projected, taps, taps[:, 0].clone(), of_heads, of_heads, conv
+    kernels.convolve_channels(*given, *slots, mixed)
+    states = torch.empty(4, heads, state, width)
+    kernels.scan_states(mixed, of_heads, states, *slots, out, groups)
+    kernels.gate_groups(out.flatten(), projected, out.flatten(), 1e-5, groups)
 
 
 def facts(name: str, kernel) -> dict[str, str | int]:

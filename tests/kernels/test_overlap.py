@@ -8,6 +8,7 @@ import pytest
 import test_gpu_attention as attention
 import test_gpu_delta as delta
 import test_gpu_kernels as rows
+import test_gpu_mamba2 as mamba2
 import test_gpu_neurons as neurons
 import test_gpu_planes as planes
 import test_gpu_short_conv as short
@@ -45,6 +46,9 @@ FORMS = {
     "convolve": ("_convolve", False, lambda k: delta.ONE.run(k)),
     "delta": ("_delta_rule", True, lambda k: delta.ONE.run(k)),
     "short convolution": ("_convolve_gated", False, lambda k: short.run(k, short.WIDE, [1])),
+    "channels": ("_convolve_channels", False, lambda k: mamba2.ODD.run(k, [1])),
+    "scan": ("_scan_states", True, lambda k: mamba2.ODD.run(k, [1], 0)),
+    "gate groups": ("_gate_groups", False, lambda k: mamba2.ODD.run(k, [1])),
     "gate norm": ("_gate_norm", False, lambda k: delta.ONE.run(k)),
     "down": ("_down", True, lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, False)),
     "predict planes": (

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from delta_models import RECURRENT, TINY, with_recurrent
+from delta_models import RECURRENT, SMALL, TINY, with_recurrent
 from hybrid_plans import random_plan, stepped
 from models import changed, make_model, make_sizes, mixture_spec
 from passes import logits, passing
@@ -41,6 +41,7 @@ PLANS = {
 MIXERS = {
     "delta nets": lambda width: TINY,
     "short convolutions": lambda width: ShortConv(size=width, num_taps=3),
+    "Mamba-2": lambda width: SMALL,
 }
 
 

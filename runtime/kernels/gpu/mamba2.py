@@ -283,8 +283,8 @@ def _scan_states(
     size = HEADS * STATE * WIDTH
     is_read_NP = is_live_NP & (count > 0) & (source >= 0)
     state_NP = tl.load(state + source * size + place_NP, mask=is_read_NP, other=0.0)
-    own_skip = tl.load(skip + head)
     await_last(OVERLAPS)
+    own_skip = tl.load(skip + head)
     mixed += first * MIXED
     out += (first * HEADS + head) * WIDTH
     x = mixed + head * WIDTH

@@ -27,7 +27,7 @@ dflash glimmerassistant glimmer_assistant: a DFlash draft model, which guesses a
 deepseek kimi minicpm3: attention over latent keys and values (MLA) is not supported; {_MIXTURES}
 llama4: attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}
 dbrx grok arctic minimax jetmoe: this mixture of experts is not supported; {_MIXTURES}
-mamba rwkv jamba recurrentgemma plamo2 falcon_h1 falconh1 falcon-h1:\
+mamba rwkv jamba recurrentgemma plamo2:\
  {_RECURRENT}; delta nets (Qwen 3.5) and Mamba-2 (Granite 4, Nemotron 3) are
 t5 bart marian whisper pegasus: encoder-decoder models are not supported
 bert electra nomic: an encoder, which generates no text
