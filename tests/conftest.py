@@ -139,6 +139,13 @@ def may_end_unexpectedly():
     unexpected_ends()
 
 
+@pytest.fixture
+def has_names_of_several_lines():
+    """Allows messages that name a file with newlines in its name, which commands escape."""
+    yield
+    several_lines.clear()
+
+
 @pytest.fixture(autouse=True)
 def no_unexpected_end(request):
     several_lines.clear()

@@ -217,7 +217,9 @@ def two_profiles(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name, shown", ODD_NAMES.items())
-def test_control_characters_of_a_name_are_escaped(tmp_path, capsys, name, shown):
+def test_control_characters_of_a_name_are_escaped(
+    tmp_path, capsys, name, shown, has_names_of_several_lines
+):
     assert main(["inspect", name]) == 1
     assert capsys.readouterr().err.startswith(f"hotsplit: {shown}: no such file")
     words = ["profile", "--force", "--merge", *two_profiles(tmp_path), "-o", str(tmp_path / name)]
