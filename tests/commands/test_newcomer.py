@@ -434,6 +434,8 @@ def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys)
 REFUSED = """
 DbrxForCausalLM => {} => this mixture of experts is not supported
 SomeForCausalLM => {"num_experts": 8} => experts are not supported
+Step3p7ForCausalLM => {} => other numbers of heads in layers with windows
+MiMoV2FlashForCausalLM => {} => values of another width than keys
 MambaForCausalLM => {} => recurrent layers
 BertModel => {} => an encoder
 Idefics3ForConditionalGeneration => {} => models for images
@@ -450,7 +452,8 @@ def test_the_refusal_of_a_checkpoint_says_why(name, changes, why):
     assert ("; llama.cpp may run a GGUF of it; supp" in line) == (name in OF_LLAMACPP)
 
 
-OF_LLAMACPP = ("DbrxForCausalLM", "MambaForCausalLM")
+OF_LLAMACPP = ("DbrxForCausalLM", "MambaForCausalLM", "Step3p7ForCausalLM")
+OF_LLAMACPP += ("MiMoV2FlashForCausalLM",)
 
 
 THEIRS = ("deepseek2", "granitehybrid", "bailingmoe", "rwkv7")

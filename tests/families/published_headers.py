@@ -97,6 +97,9 @@ def keys_of(header: Header) -> dict[str, object]:
     }
     if head_dim * heads != width or "long" in header.marks:
         own |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if "every_fourth_full" in header.marks:  # from the end, or, with layers without experts, 0
+        full = 0 if lead else 3
+        own["attention.sliding_window_pattern"] = [n % 4 != full for n in range(num_layers)]
     if "gemma4" in header.marks:
         is_wide_L = [_is_wide(header, layer) for layer in range(num_layers)]
         own |= {
@@ -281,6 +284,8 @@ def _attention(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...
     yield "attn_output.weight", (width, queries)
     if "biases" in marks:
         yield "attn_output.bias", (width,)
+    if "own_gates" in marks:
+        yield "attn_gate.weight", (queries, width)
     if "head_norms" in marks:
         yield "attn_q_norm.weight", (head_dim,)
         yield "attn_k_norm.weight", (head_dim,)
@@ -478,6 +483,12 @@ _GEMMA4 = {
     "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, 1, 1, 1],
     "tokenizer.ggml.merges": ["a b"],
 }
+_QWEN3_VL = {
+    "context_length": 262144,
+    "rope.freq_base": 5e6,
+    "rope.dimension_sections": [24, 20, 20, 0],
+    "n_deepstack_layers": 3,
+}
 _NO_ROPE = {"rope.freq_base": None, "rope.dimension_count": None}
 # Name, architecture, pre-tokenizer, sizes.
 _TABLE = """
@@ -488,6 +499,11 @@ Qwen2.5-32B-Instruct-Q4_K_M         qwen2          qwen2             64,5120,276
 Qwen3-8B-Q4_K_M                     qwen3          qwen2             36,4096,12288,32,8,128,151936
 Qwen3-30B-A3B-Q4_K_M                qwen3moe       qwen2             48,2048,6144,32,4,128,151936
 Qwen3-235B-A22B-Q4_K_M              qwen3moe       qwen2             94,4096,12288,64,4,128,151936
+Qwen2.5-VL-7B-Instruct-Q4_K_M       qwen2vl        qwen2             28,3584,18944,28,4,128,152064
+Qwen3-VL-8B-Instruct-Q4_K_M         qwen3vl        qwen2             36,4096,12288,32,8,128,151936
+Qwen3-VL-30B-A3B-Instruct-Q4_K_M    qwen3vlmoe     qwen2             48,2048,6144,32,4,128,151936
+Muse-Glimmer-30B-Q4_K_M             muse-glimmer   llama-bpe         52,6656,19968,32,2,128,202048
+North-Mini-Code-Q4_K_M              cohere2moe     command-r         49,2048,3072,32,4,128,262144
 Qwen3.6-35B-A3B-Q4_K_M              qwen35moe      qwen35            40,2048,5632,16,2,256,248320
 Mistral-Nemo-Instruct-2407-Q4_K_M   llama          tekken            40,5120,14336,32,8,128,131072
 Mistral-Small-24B-IQ3_XXS           llama          tekken            40,5120,32768,32,8,128,131072
@@ -545,6 +561,11 @@ _MARKS = {
     "Qwen3-8B-Q4_K_M": "head_norms long",
     "Qwen3-30B-A3B-Q4_K_M": "head_norms",
     "Qwen3-235B-A22B-Q4_K_M": "head_norms",
+    "Qwen2.5-VL-7B-Instruct-Q4_K_M": "bias",
+    "Qwen3-VL-8B-Instruct-Q4_K_M": "head_norms long",
+    "Qwen3-VL-30B-A3B-Instruct-Q4_K_M": "head_norms",
+    "Muse-Glimmer-30B-Q4_K_M": "norms_around head_norms own_gates every_fourth_full",
+    "North-Mini-Code-Q4_K_M": "tied parallel every_fourth_full",
     "Qwen3.6-35B-A3B-Q4_K_M": "head_norms delta second",
     "Qwen3.8-27B-UD-Q2_K_XL": "head_norms delta second",
     "gemma-2-9b-it-Q4_K_M": "tied norms_around",
@@ -586,6 +607,8 @@ _MARKS = {
 _EXPERTS = {
     "Qwen3-30B-A3B-Q4_K_M": (128, 8, 768, 0, 0),
     "Qwen3-235B-A22B-Q4_K_M": (128, 8, 1536, 0, 0),
+    "Qwen3-VL-30B-A3B-Instruct-Q4_K_M": (128, 8, 768, 0, 0),
+    "North-Mini-Code-Q4_K_M": (128, 8, 768, 0, 1),
     "Qwen3.6-35B-A3B-Q4_K_M": (256, 8, 512, 512, 0),
     "Mixtral-8x7B-Instruct-v0.1-Q4_K_M": (8, 2, 14336, 0, 0),
     "gpt-oss-20b-MXFP4": (32, 4, 2880, 0, 0),
@@ -730,6 +753,29 @@ _KEYS: dict[str, dict[str, object]] = {
     "Qwen3.6-35B-A3B-Q4_K_M": _DELTA
     | {"feed_forward_length": None, "expert_shared_feed_forward_length": 512},
     "Qwen3.8-27B-UD-Q2_K_XL": _DELTA | {"ssm.inner_size": 6144, "ssm.time_step_rank": 48},
+    "Qwen2.5-VL-7B-Instruct-Q4_K_M": {
+        "context_length": 128000,
+        "rope.dimension_sections": [16, 24, 24, 0],
+    },
+    "Qwen3-VL-8B-Instruct-Q4_K_M": _QWEN3_VL,
+    "Qwen3-VL-30B-A3B-Instruct-Q4_K_M": _QWEN3_VL,
+    "Muse-Glimmer-30B-Q4_K_M": {
+        "context_length": 131072,
+        "attention.sliding_window": 2048,
+        "logit_scale": 0.19611613513818404,
+        "final_logit_softcapping": 20.0,
+        "rope.freq_base": 5e5,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    },
+    "North-Mini-Code-Q4_K_M": {
+        "attention.sliding_window": 4096,
+        "logit_scale": 0.0625,
+        "expert_gating_func": 2,
+        "expert_weights_norm": False,
+        "expert_feed_forward_length": 768,
+        "rope.scaling.type": "none",
+        "vocab_size": 262144,
+    },
     "Mistral-Nemo-Instruct-2407-Q4_K_M": {"context_length": 1024000},
     "gemma-2-9b-it-Q4_K_M": {
         "attn_logit_softcapping": 50.0,

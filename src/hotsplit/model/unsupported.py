@@ -29,6 +29,9 @@ llama4: attention in chunks, and queries that are scaled by it, are not supporte
 dbrx grok arctic minimax jetmoe: this mixture of experts is not supported; {_MIXTURES}
 mamba rwkv jamba recurrentgemma plamo2:\
  {_RECURRENT}; delta nets (Qwen 3.5) and Mamba-2 (Granite 4, Nemotron 3) are
+step35 step3p step3.: other numbers of heads in layers with windows, and limits of gates behind\
+ their activation, are not supported; {_MIXTURES}
+mimov mimo2: values of another width than keys are not supported; {_MIXTURES}
 t5 bart marian whisper pegasus: encoder-decoder models are not supported
 bert electra nomic: an encoder, which generates no text
 vl vision llava forconditionalgeneration audio clip:\
@@ -111,9 +114,10 @@ def elsewhere(architecture: str) -> str:
 
 def elsewhere_as_gguf(name: object) -> str:
     """The same of a checkpoint's architecture, whose name is compared without its version."""
-    plain = re.sub("[^a-z]", "", _CHECKPOINT.sub("", name.lower() if isinstance(name, str) else ""))
+    checkpoint = _CHECKPOINT.sub("", name.lower() if isinstance(name, str) else "")
+    plain = re.sub(r"\dp\d|[^a-z]", "", checkpoint)
     names = {re.sub("[^a-z]", "", each) for each in _of_llamacpp()}
-    is_there = plain in names or plain.removesuffix("v") in names
+    is_there = plain in names or re.sub("v(flash)?$", "", plain) in names
     return "; llama.cpp may run a GGUF of it" if is_there else ""
 
 
