@@ -25,6 +25,7 @@ from models import byte_level_keys, make_model, make_sizes
 import hotsplit.cli
 from hotsplit.commands.exit_codes import UNEXPECTED
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.kernels import threads
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights import resident
 
@@ -165,14 +166,18 @@ def codec_model(tmp_path):
     return path
 
 
-@pytest.fixture
-def restore_library():
-    """Restores the level and the numbers of threads, torch's too."""
-    threads, level, torchs = library.num_threads(), library.level(), torch.get_num_threads()
+@pytest.fixture(autouse=True)
+def level_and_threads_as_before():
+    """What a test or a command in it leaves is no other test's: more threads than processors take
+    ten times as much time."""
+    before = library.num_threads(), torch.get_num_threads(), library.level()
+    named = threads._named
     yield
-    library.set_threads(threads)
-    torch.set_num_threads(torchs)
-    library.set_level(level)
+    if before != (library.num_threads(), torch.get_num_threads(), library.level()):
+        library.set_threads(before[0])
+        torch.set_num_threads(before[1])
+        library.set_level(before[2])
+    threads._named = named
 
 
 @pytest.fixture
@@ -185,10 +190,8 @@ def devices_types(monkeypatch):
 @pytest.fixture(params=library.usable_levels())
 def level(request):
     """Runs the test at each level that this machine can run."""
-    before = library.level()
     library.set_level(request.param)
-    yield request.param
-    library.set_level(before)
+    return request.param
 
 
 @pytest.fixture(scope="session")

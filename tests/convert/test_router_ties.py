@@ -67,20 +67,13 @@ def with_twins(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def at_level():
-    before = library.level()
-    yield library.set_level
-    library.set_level(before)
-
-
 @pytest.mark.parametrize(
     "case", ["qwen3moe", "glm4moe-groups", "gpt-oss", "granitemoe", "gemma4moe"]
 )
-def test_a_file_whose_routers_have_ties_is_kept(tmp_path, at_level, case):
+def test_a_file_whose_routers_have_ties_is_kept(tmp_path, case):
     folder = mixture(tmp_path / "hf", case, has_twins=True)
     for level in {library.usable_levels()[0], "generic"}:
-        at_level(level)
+        library.set_level(level)
         found = verification(folder, tmp_path / "m.gguf", "q8_0")
         assert found.relative_error is not None and found.relative_error < BOUND / MARGIN, level
         assert "where the choice is a tie within rounding (" in found.line
@@ -100,11 +93,11 @@ def test_so_is_a_file_that_is_made_from_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("has_twins", [False, True], ids=["plain", "with ties"])
 @pytest.mark.parametrize("case", MIXTURES)
-def test_no_mixture_is_refused_at_any_level(tmp_path, at_level, case, has_twins):
+def test_no_mixture_is_refused_at_any_level(tmp_path, case, has_twins):
     for seed in range(4):
         folder = mixture(tmp_path / f"hf{seed}", case, has_twins=has_twins, seed=seed)
         for level in library.usable_levels():
-            at_level(level)
+            library.set_level(level)
             outtype = ("f16", "bf16", "q8_0", "f32")[seed]
             found = verification(folder, tmp_path / "m.gguf", outtype)
             assert found.relative_error is not None and found.relative_error < BOUND / 4, level

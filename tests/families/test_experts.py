@@ -216,7 +216,7 @@ def test_experts_equal_the_reference(name, layout, mode):
 
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
 @pytest.mark.parametrize("kind", BOUNDS)
-def test_all_types(restore_library, kind, layout, mode):
+def test_all_types(kind, layout, mode):
     """A step of one row, steps of several, and any number of threads give the same bits."""
     block = max(64, block_sizes(kind)[0])
     num_neurons = 96 if layout == "sparse" or block_sizes(kind)[0] <= 32 else block
@@ -240,7 +240,7 @@ def test_all_types(restore_library, kind, layout, mode):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("layout, mode", LAYOUTS)
-def test_all_levels(restore_library, level, layout, mode):
+def test_all_levels(level, layout, mode):
     library.set_level(level)
     for kind in ("f32", "q8_0", "bf16"):
         model = mixture(kind=kind, layout=layout, num_neurons=160, activation="relu")

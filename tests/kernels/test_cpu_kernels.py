@@ -226,9 +226,7 @@ def test_dot_rows(level, kind, D):
 @pytest.mark.parametrize(
     "kind, is_extreme", [*((k, False) for k in BLOCKS), *((k, True) for k in BLOCK_BYTES)]
 )
-def test_products_have_the_same_bits_at_every_level_and_with_any_vectors(
-    restore_library, kind, is_extreme
-):
+def test_products_have_the_same_bits_at_every_level_and_with_any_vectors(kind, is_extreme):
     """Extreme: all quants and all values of x have the largest magnitude. Then the sum of a q5_k
     part's 32 products may exceed the 24 bits of an f32."""
     F, D, T = 45, 768, 132
@@ -641,7 +639,7 @@ os._exit(0)
     assert done.returncode == 0 and done.stdout == "the same\n", done.stderr
 
 
-def test_callers_in_several_threads_do_not_mix_their_results(restore_library):
+def test_callers_in_several_threads_do_not_mix_their_results():
     library.set_threads(3)
     W = matrix("f32", 64, 2048)
     x_ND = torch.randn(4, 2048, generator=torch.Generator().manual_seed(3))

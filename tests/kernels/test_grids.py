@@ -45,7 +45,7 @@ def as_in_a_new_process(monkeypatch, tmp_path):
 
 
 @pytest.fixture(params=[n for n in library.usable_levels() if n in ("amx", *VNNI)] or ["none"])
-def level_with_grids(request, restore_library):
+def level_with_grids(request):
     if not library.reads_grids():
         pytest.skip("the processor has no VBMI or no GFNI")
     library.set_level(request.param)
@@ -98,7 +98,7 @@ def test_products_have_the_bits_of_the_table_type(level_with_grids, kind, width)
 
 @needs_grids
 @pytest.mark.parametrize("kind", TABLES)
-def test_threads_do_not_change_the_bits(restore_library, kind):
+def test_threads_do_not_change_the_bits(kind):
     data = tiles(grid_rows(kind, 1040, 256, 0.01), kind)
     for count in (1, 3):
         x_TD = torch.randn(count, 256)
@@ -130,7 +130,7 @@ def test_every_entry_and_every_bit_of_a_row_counts(kind):
 
 
 @needs_grids
-def test_other_levels_have_no_such_kernels(restore_library):
+def test_other_levels_have_no_such_kernels():
     data = tiles(grid_rows("iq3_xxs", 16, 256, 0.01), "iq3_xxs")
     library.set_level("generic")
     assert not library.reads_grids() and not grids.are_faster("iq3_xxs")

@@ -74,7 +74,7 @@ def test_sums_with_unusual_coefficients_are_bit_identical(level, kind, bad):
 
 
 @pytest.mark.parametrize("kind", GROUPED_KIND)
-def test_threads_do_not_change_the_bits(restore_library, kind):
+def test_threads_do_not_change_the_bits(kind):
     groups, c_A = grouped(file_rows(kind, 1024, 1056), kind), torch.randn(1024)
     assert_same_with_any_threads(lambda: library.accumulate_rows(groups, GROUPED_KIND[kind], c_A))
 

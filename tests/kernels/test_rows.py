@@ -54,7 +54,7 @@ def model_of(tmp_path, kind: str, activation: str = "relu", **options):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_at_once_equal_single_steps(tmp_path, restore_library, kind, mode, level):
+def test_rows_at_once_equal_single_steps(tmp_path, kind, mode, level):
     library.set_level(level)
     model = model_of(tmp_path, kind, "fatrelu")
     with Engine.load(model.path, mode=mode, is_resident=kind != "q6_k") as engine:
@@ -75,7 +75,7 @@ def test_rows_at_once_equal_single_steps(tmp_path, restore_library, kind, mode, 
     ],
 )
 def test_rows_at_once_equal_single_steps_in_windows_of_many_neurons(
-    tmp_path, restore_library, kind, width, num_neurons, level
+    tmp_path, kind, width, num_neurons, level
 ):
     """Some 15 % of the neurons fire, so sums of several rows list them, window by window: chunks
     of 2,600 neurons are one window of three groups, those of 4,200 have four groups and a second

@@ -84,7 +84,7 @@ def test_a_fault_of_the_pool_is_noticed(driver, tmp_path, fault):
     assert done.returncode == 1 and "computed" in done.stdout, done
 
 
-def test_a_step_has_the_same_bits_with_any_number_of_threads(tmp_path, restore_library):
+def test_a_step_has_the_same_bits_with_any_number_of_threads(tmp_path):
     """Most of them outnumber the processors. Then the same on one processor."""
     sizes = make_sizes(width=256, num_neurons=1056, num_heads=8, vocab_size=500)
     model = make_model(sizes=sizes, kind="q8_0")

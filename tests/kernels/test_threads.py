@@ -58,9 +58,7 @@ def test_affinity_is_honoured():
 
 
 @pytest.mark.parametrize("groups", TWO_PROCESSORS.values(), ids=TWO_PROCESSORS)
-def test_a_quota_of_two_processors_counts_everywhere(
-    many_cores, monkeypatch, groups, restore_library
-):
+def test_a_quota_of_two_processors_counts_everywhere(many_cores, monkeypatch, groups):
     write_groups(many_cores, *groups)
     assert use_threads(None) == torch.get_num_threads() == library.num_threads() == 2
     assert pipeline.num_threads() == 2
@@ -165,9 +163,7 @@ def test_a_processor_has_one_name(tmp_path, monkeypatch, content, name):
     assert processor_name() == name
 
 
-def test_a_core_is_left_to_the_gpu_unless_the_user_names_a_number(
-    many_cores, monkeypatch, restore_library
-):
+def test_a_core_is_left_to_the_gpu_unless_the_user_names_a_number(many_cores, monkeypatch):
     in_use = [16]
     monkeypatch.setattr(threads, "_named", None)
     monkeypatch.setattr(library, "num_threads", lambda: in_use[-1])
@@ -190,7 +186,7 @@ def test_a_core_is_left_to_the_gpu_unless_the_user_names_a_number(
 
 
 def test_costs_beside_a_gpu_are_measured_with_the_threads_of_the_runtime(
-    many_cores, monkeypatch, tmp_path, restore_library
+    many_cores, monkeypatch, tmp_path
 ):
     machine, seen = make_machine(), []
 

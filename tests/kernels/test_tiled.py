@@ -111,7 +111,7 @@ def test_products_with_many_vectors_have_the_bits_of_single_ones(level, kind):
 
 
 @pytest.mark.parametrize("kind", TILED_KIND)
-def test_threads_do_not_change_the_bits(restore_library, kind):
+def test_threads_do_not_change_the_bits(kind):
     tiles = tiled(rows_of(kind, 1040, 256), kind)
     x_D = torch.randn(256)
     assert_same_with_any_threads(lambda: library.dot_rows(tiles, TILED_KIND[kind], x_D))
@@ -159,7 +159,7 @@ def test_parts_of_a_matrix_are_whole_tiles(preferred):
 
 
 @pytest.mark.parametrize("kind", IN_MEMORY)
-def test_a_prompt_has_the_bits_of_its_steps(level, restore_library, tmp_path, kind):
+def test_a_prompt_has_the_bits_of_its_steps(level, tmp_path, kind):
     """The file types that are packed, with any number of threads. Passes of more than 32 tokens
     attend in another order of sums."""
     shape = make_sizes(width=256, num_neurons=256, context_length=256)

@@ -10,8 +10,6 @@ from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
 from hotsplit.measure.bench.bench_config import BenchConfig
 
-pytestmark = pytest.mark.usefixtures("restore_library")
-
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / "build/llamacpp-venv/bin/python"
 MODEL = ROOT / "build/smollm2/q8_0.gguf"

@@ -2,17 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 from models import byte_level_keys, decided_predictors, make_model, make_sizes
 from test_runtime import make_split
-
-
-@pytest.fixture
-def threads_put_back(restore_library):
-    """Restores the number of threads, torch's too."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

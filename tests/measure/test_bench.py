@@ -38,7 +38,6 @@ from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.native_step import PARTS, timed_parts
 
 pytest_plugins = ("bench_fixtures",)
-pytestmark = pytest.mark.usefixtures("threads_put_back")
 
 
 def sample_of(engine: Engine, test: BenchTest) -> Sample:

@@ -17,7 +17,6 @@ from hotsplit.measure.bench.rival import located, program_of
 from hotsplit.system import processors
 
 pytest_plugins = ("bench_fixtures",)
-pytestmark = pytest.mark.usefixtures("threads_put_back")
 
 # ---- llama.cpp ----------------------------------------------------------------------------------
 

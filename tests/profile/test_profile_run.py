@@ -27,6 +27,7 @@ from hotsplit.profile.collect import profile
 from hotsplit.profile.count import run as run_module
 from hotsplit.profile.count.merge import MergeConfig, merge
 from hotsplit.profile.profile_config import ProfileConfig
+from hotsplit.runtime.kernels.cpu import library
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -162,25 +163,13 @@ def test_the_resume_file_of_another_run_is_refused(files, monkeypatch, change, w
     assert same_profile(files / "whole", files / "cut")
 
 
-@pytest.fixture
-def another_level():
-    """Switches the kernels to a level other than the current one, for one test."""
-    from hotsplit.runtime.kernels.cpu import library
-
-    before = library.level()
-    others = [name for name in library.usable_levels() if name != before]
-    if not others:
-        pytest.skip("this processor has one level")
-    library.set_level(others[0])
-    yield others[0]
-    library.set_level(before)
-
-
-def test_a_run_resumes_only_with_the_arithmetic_that_it_began_with(files, monkeypatch, request):
+@pytest.mark.skipif(len(library.usable_levels()) == 1, reason="this processor has one level")
+def test_a_run_resumes_only_with_the_arithmetic_that_it_began_with(files, monkeypatch):
     stopped_at(monkeypatch, 5)
     with pytest.raises(Interrupted):
         profile(config(files, "cut"))
-    level = request.getfixturevalue("another_level")
+    level = next(name for name in library.usable_levels() if name != library.level())
+    library.set_level(level)
     with pytest.raises(HotsplitError, match=f'begun with arithmetic .*, this run has "{level},'):
         profile(config(files, "cut"))
     profile(config(files, "cut", force=True))
@@ -189,15 +178,10 @@ def test_a_run_resumes_only_with_the_arithmetic_that_it_began_with(files, monkey
 
 def test_counts_do_not_depend_on_the_number_of_threads(files):
     """If they did, a run could only be resumed with the same number of threads."""
-    from hotsplit.runtime.kernels.cpu import library
-
-    before = torch.get_num_threads(), library.num_threads()
     for name, threads in (("one", 1), ("three", 3)):
         torch.set_num_threads(threads)
         library.set_threads(threads)
         profile(config(files, name))
-    torch.set_num_threads(before[0])
-    library.set_threads(before[1])
     assert same_profile(files / "one", files / "three")
 
 

@@ -140,7 +140,7 @@ def test_the_cpu_alone_is_tried_only_if_main_memory_holds_the_model(solved):
         check_whole_host(replace(inputs, host_budget=whole - 1))
 
 
-def test_another_number_of_threads_is_another_machine(restore_library, monkeypatch):
+def test_another_number_of_threads_is_another_machine(monkeypatch):
     monkeypatch.setattr(threads, "_named", None)
     keys = []
     for count in (1, 3, 1, None):

@@ -40,7 +40,7 @@ def with_taps(num_taps):
 @pytest.mark.parametrize(
     "make, numbers", [*((with_heads, n) for n in HEADS), *((with_taps, n) for n in (1, 2, 5))]
 )
-def test_passes_of_any_length_have_equal_bits(make, numbers, level, restore_library):
+def test_passes_of_any_length_have_equal_bits(make, numbers, level):
     ids = [*IDS, *IDS, *IDS, *IDS][:257]
     with Engine.of(make(numbers), mode="dense") as engine:
         want = engine.logits(ids)
