@@ -437,6 +437,8 @@ SomeForCausalLM => {"num_experts": 8} => experts are not supported
 Step3p7ForCausalLM => {} => other numbers of heads in layers with windows
 MiMoV2FlashForCausalLM => {} => values of another width than keys
 MambaForCausalLM => {} => recurrent layers
+ApertusForCausalLM => {} => an activation with learned numbers
+PhimoeForCausalLM => {} => experts chosen one after the other
 BertModel => {} => an encoder
 Idefics3ForConditionalGeneration => {} => models for images
 UnheardOf => {} => is unknown
@@ -453,7 +455,7 @@ def test_the_refusal_of_a_checkpoint_says_why(name, changes, why):
 
 
 OF_LLAMACPP = ("DbrxForCausalLM", "MambaForCausalLM", "Step3p7ForCausalLM")
-OF_LLAMACPP += ("MiMoV2FlashForCausalLM",)
+OF_LLAMACPP += ("MiMoV2FlashForCausalLM", "ApertusForCausalLM", "PhimoeForCausalLM")
 
 
 THEIRS = ("deepseek2", "granitehybrid", "bailingmoe", "rwkv7")

@@ -775,6 +775,9 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("qwen2moe-plain", "computes SiLU, this model is relu"),
         ("qwen3moe-first-dense", "has experts in every layer"),
         ("qwen35", "has values of 12 in delta nets, as wide as keys, this model of 20"),
+        ("dotsmoe-window", "has 4 heads of keys, this model 2"),
+        ("seed-oss-biases", "has no attn_output.bias"),
+        ("gpt-neox-sequential", "computes GELU, this model is relu"),
         ("lfm2moe-plain", "divides the weights of experts by their sum and does not scale them"),
     ],
 )
@@ -1218,6 +1221,20 @@ REFUSED = {
         {"layer_rope_theta": [1e4, 1e4, 0, 1e4, 1e4, 0]},
     ),
     "post_norm_eps is 1e-06, wanted 1e-08": ("muse-glimmer", {"post_norm_eps": 1e-6}),
+    "moe_layer_interval is 2, wanted 1: layers without": ("erniemoe", {"moe_layer_interval": 2}),
+    "moe_layer_end_index is 1, wanted -1 or 2": ("erniemoe", {"moe_layer_end_index": 1}),
+    r"moe_topk is \[2, 3, 2\], wanted one number": ("hunyuanmoe-lists", {"moe_topk": [2, 3, 2]}),
+    "num_shared_expert is 2, wanted 1": ("hunyuanmoe", {"num_shared_expert": [2, 2, 2]}),
+    "mlp_layer_types.* are supported only before all others": (
+        "hunyuan3moe",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "mlp_layer_types is .*, wanted 5 of dense or sparse": (
+        "exaonemoe",
+        {"mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "qk_layernorm is True": ("stablelm", {"qk_layernorm": True}),
+    "rope_parameters.alpha is -1": ("hunyuan", rope(ALPHA, alpha=-1.0)),
     "logits_scaling is 0": ("granite", {"logits_scaling": 0.0}),
     "embedding_multiplier is 2.0": ("granite", of_class("Llama", embedding_multiplier=2.0)),
 }

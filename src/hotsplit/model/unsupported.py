@@ -40,6 +40,7 @@ gemma: this Gemma's graph is not supported
 bloom mpt baichuan13: attention biased by distance (ALiBi) is not computed; {_SMALL}
 gpt2 gptneo gpt_neo gptj codegen starcoderfor gptbigcode:\
  the layers of GPT-2, GPT-J and GPT-Neo are not supported, those of GPT-NeoX are; {_SMALL}
+apertus: an activation with learned numbers of each layer (xIELU) is not supported; {_SMALL}
 phimoe: experts chosen one after the other, each weighed against its rivals (SparseMixer),\
  are not supported; {_MIXTURES}
 stablelm: the layers of this StableLM are not supported, those of StableLmForCausalLM are
