@@ -728,8 +728,8 @@ _STOCK = """
     phi3 falcon-11b gemma3-stock gemma4 gemma4-stock gemma4moe muse-glimmer
     smollm3 ministral3 nemotron arcee starcoder2-stock command-r cohere2 gemma2-stock olmo2
     olmo3-stock exaone4-stock ernie glm4 glm granite granite4-hybrid granite4moe-hybrid bamba
-    nemotron-h falcon-h1 falcon-h1-norm mixtral olmoe qwen2moe qwen3moe granitemoe cohere2moe cohere2moe-average
-    glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
+    nemotron-h falcon-h1 falcon-h1-norm mixtral olmoe qwen2moe qwen3moe granitemoe cohere2moe
+    cohere2moe-average glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
     minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe erniemoe seed-oss gemma stablelm
     stablelm-parallel gpt-neox phi2 hunyuan hunyuanmoe
 """
