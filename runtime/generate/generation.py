@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from torch import Tensor
 
@@ -12,11 +13,10 @@ from hotsplit.runtime.generate.answer_mask import Mask
 from hotsplit.runtime.generate.drafters import ALONE, Beside
 from hotsplit.runtime.generate.sampler_chain import SamplerChain
 from hotsplit.runtime.generate.speculation import Speculation
-from hotsplit.runtime.generate.stops import StopFilter
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
-from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.codec import TextCodec, overlap
 
 NOT_STOPPED = "not started"
 # Tokens at the end of a prompt without which a recurrent state is kept. The next turn of a
@@ -70,6 +70,40 @@ class Run:
     @property
     def decode_per_s(self) -> float:
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+
+class StopFilter:
+    """Passes on text up to the first stop string, regardless of token boundaries; holds
+    back a possible start of one. Hidden text, that of special tokens, is a part of stop strings
+    only."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self._is_shown: list[bool] = []  # for each character held
+
+    def push(self, text: str, hidden: str = "") -> tuple[str, bool]:
+        """(text that cannot belong to a stop string, whether one was found); `hidden` follows
+        `text`."""
+        self._held += text + hidden
+        self._is_shown += [True] * len(text) + [False] * len(hidden)
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            text = self._take(min(found))
+            self._held, self._is_shown = "", []
+            return text, True
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
+        return self._take(len(self._held) - keep), False
+
+    def flush(self) -> str:
+        """Returns the held-back text, at the end of the text."""
+        return self._take(len(self._held))
+
+    def _take(self, count: int) -> str:
+        """Removes the first `count` characters, and returns those that are shown."""
+        text = "".join(compress(self._held[:count], self._is_shown))
+        self._held, self._is_shown = self._held[count:], self._is_shown[count:]
+        return text
 
 
 class Generation:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation_options import SamplingOptions
-from hotsplit.runtime.generate import adaptive_samplers, samplers
+from hotsplit.runtime.generate import samplers
 from hotsplit.runtime.generate.candidates import (
     Candidates,
     all_ids,
@@ -62,9 +62,7 @@ class SamplerChain:
         self._random = random.Random(None if options.seed is None else options.seed % (1 << 64))
         self._coin = self._random.random()
         self._mu = 2 * options.mirostat_ent
-        self._drawn = adaptive_samplers.DrawnMean.start(
-            options.adaptive_target, options.adaptive_decay
-        )
+        self._drawn = samplers.DrawnMean.start(options.adaptive_target, options.adaptive_decay)
 
     def sample(self, logits_V: Tensor, history: Sequence[int], mask_V: Tensor | None = None) -> int:
         """Draws and accepts a token; returns its id. Raises HotsplitError as `distribution`
@@ -161,11 +159,11 @@ class SamplerChain:
                 spread = 0.0 if o.mirostat else o.dynatemp_range
                 return samplers.dynamic_temperature(c, o.temperature, spread, o.dynatemp_exponent)
             case "adaptive_p":
-                return adaptive_samplers.adaptive_p(c, o.adaptive_target, self._drawn)
+                return samplers.adaptive_p(c, o.adaptive_target, self._drawn)
             case "mirostat_1":
-                return adaptive_samplers.mirostat_1(c, self._mu, self.vocab_size)
+                return samplers.mirostat_1(c, self._mu, self.vocab_size)
             case "mirostat_2":
-                return adaptive_samplers.mirostat_2(c, self._mu)
+                return samplers.mirostat_2(c, self._mu)
         raise AssertionError(name)
 
     def _array(self, logits_V: Tensor) -> np.ndarray:

@@ -20,10 +20,10 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import Neurons
 from hotsplit.options.generation_options import ENDLESS, GenerationOptions, SamplingOptions
 from hotsplit.runtime.generate.constraints import Constraint
+from hotsplit.runtime.generate.generation import StopFilter
 from hotsplit.runtime.generate.ngrams import NgramDrafter
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.generate.speculation import Speculation
-from hotsplit.runtime.generate.stops import StopFilter
 
 DRAWN = SamplingOptions(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=5)
 

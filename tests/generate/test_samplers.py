@@ -10,8 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hotsplit.runtime.generate import adaptive_samplers, samplers
 from hotsplit.runtime.generate import dry as dry_module
+from hotsplit.runtime.generate import samplers
 from hotsplit.runtime.generate.candidates import Candidates, largest
 from hotsplit.runtime.generate.dry import dry, tokens_since_breaker
 
@@ -232,8 +232,8 @@ PAIRS = {
     "dynamic": (samplers.dynamic_temperature, dynamic_ref),
     "penalties": (ours_penalties, penalties_ref),
     "dry": (ours_dry, dry_ref),
-    "mirostat_1": (adaptive_samplers.mirostat_1, mirostat_1_ref),
-    "mirostat_2": (adaptive_samplers.mirostat_2, mirostat_2_ref),
+    "mirostat_1": (samplers.mirostat_1, mirostat_1_ref),
+    "mirostat_2": (samplers.mirostat_2, mirostat_2_ref),
 }
 
 

@@ -40,10 +40,9 @@ from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.text import worker
 from hotsplit.runtime.text.built_in_templates import BUILT_IN
-from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
+from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of, in_turns
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.text.template_process import TemplateProcess
-from hotsplit.runtime.text.turns import in_turns
 
 pytest_plugins = ("text_fixtures",)
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

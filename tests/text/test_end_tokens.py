@@ -22,7 +22,6 @@ from hotsplit.convert.vocabulary import vocabulary_keys
 from hotsplit.errors import HotsplitError
 from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.runtime.text import codec as codec_module
-from hotsplit.runtime.text import end_tokens
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.tokens.end_texts import CODE_TEXTS, END_TEXTS
 
@@ -139,7 +138,7 @@ def test_a_chat_stops_at_a_turn_that_the_file_does_not_name(tmp_path, kind):
 )
 def test_a_number_that_no_token_has_is_noted_and_ignored(kind, above, own, caplog):
     """Files state such a number for a token that they do not use."""
-    end_tokens._note_unused.cache_clear()
+    codec_module._note_unused.cache_clear()
     caplog.set_level("INFO", "hotsplit")
     for _ in range(2):
         codec = TextCodec.of(model_of(own, **{key(kind): above}))

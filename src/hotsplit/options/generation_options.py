@@ -1,8 +1,7 @@
 """Options of generation: when a text ends, how tokens are drawn, and drafts.
 
 Imports neither torch nor numpy, because the command line reads its defaults here. The samplers are
-in samplers.py, dry.py and adaptive_samplers.py; their settings have llama.cpp's names and
-defaults."""
+in samplers.py and dry.py; their settings have llama.cpp's names and defaults."""
 
 import math
 import sys
