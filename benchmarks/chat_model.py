@@ -33,7 +33,7 @@ from decode import bytes_a_token
 from machine import add_to_result, result_of
 
 from hotsplit import Engine
-from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth
+from hotsplit.measure.bench.runner import Bandwidth, cpu_bandwidth
 from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.runtime.kernels.cpu import library
 

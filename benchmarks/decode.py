@@ -31,7 +31,7 @@ from random_checkpoint import TINYLLAMA
 
 from hotsplit import Engine
 from hotsplit.convert.convert import ConvertConfig, convert
-from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth
+from hotsplit.measure.bench.runner import Bandwidth, cpu_bandwidth
 from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library

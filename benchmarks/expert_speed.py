@@ -34,7 +34,7 @@ from machine import add_to_result, result_of
 from random_model import LAYOUTS, SHAPES, make_mixture, route_of
 
 from hotsplit import Engine
-from hotsplit.measure.bench.bandwidth import cpu_bandwidth
+from hotsplit.measure.bench.runner import cpu_bandwidth
 from hotsplit.measure.timing.interleave import take_turns
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.native_step import PARTS, NativeStep, timed_parts

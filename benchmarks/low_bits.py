@@ -48,7 +48,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.files.gguf_file import open_gguf
-from hotsplit.measure.bench.bandwidth import cpu_bandwidth
+from hotsplit.measure.bench.runner import cpu_bandwidth
 from hotsplit.measure.timing.interleave import in_turn
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.run.stages import DEFAULT_TEXT

@@ -1,6 +1,6 @@
 """Makes a page about a model on a machine, from the files of the other stages.
 
-The sections are in `sections`, `quality_section` and `machine_section`, the HTML in `page`."""
+The sections are in `sections` and `quality_section`, the HTML in `page`."""
 
 from importlib.metadata import version
 
@@ -13,13 +13,13 @@ from hotsplit.model.modes import Mode
 from hotsplit.model.spec_facts import spec_facts
 from hotsplit.profile.report import report_path
 from hotsplit.report.artifacts import Artifacts, load_artifacts
-from hotsplit.report.machine_section import machine_section
 from hotsplit.report.page import Names, Page, Table, Tile, render
 from hotsplit.report.quality_section import cost_of, costs_nothing, quality_section
 from hotsplit.report.report_config import MAX_BYTES, ReportConfig, ReportSummary
 from hotsplit.report.sections import (
     bytes_section,
     firing_section,
+    machine_section,
     placement_section,
     predictor_section,
     rate,

@@ -30,10 +30,9 @@ from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.device.streams import Stream
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.prefill.cold_experts import ColdExperts
 from hotsplit.runtime.prefill.cold_spans import ColdBlock
 from hotsplit.runtime.prefill.cold_stream import ColdStream
-from hotsplit.runtime.prefill.expert_stream import ExpertStream
+from hotsplit.runtime.prefill.expert_stream import ColdExperts, ExpertStream
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.pass_device import PASS_ROWS, PassSetup
 from hotsplit.runtime.step.workspace import (

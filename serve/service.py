@@ -5,14 +5,23 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from heapq import heappop, heappush
+from itertools import count
 from typing import Literal, TypeVar
 
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from starlette.requests import ClientDisconnect, Request
 
 from hotsplit.serve.api_error import ApiError, busy, too_large, unavailable
 from hotsplit.serve.exchange import Exchange, Gone, drop_body, error_of
-from hotsplit.serve.lane import Lane
-from hotsplit.serve.metrics import Metrics
 from hotsplit.serve.request_body import parsed
 from hotsplit.serve.request_log import RequestLine
 from hotsplit.serve.scheduler import QueueFull, Scheduler
@@ -22,9 +31,12 @@ from hotsplit.serve.text_requests import Grammar, TextRequest
 from hotsplit.serve.texts import Arrival, DeadlinePassed, EmbeddingJob, Report, TextJob
 
 log = logging.getLogger("hotsplit.serve")
-Result = TypeVar("Result")
 NUM_PREPARING = 8  # threads that tokenise, and wait for the process of templates
 MAX_RETRY_S = 60
+NUM_AT_ONCE = 2  # their processes have a low priority, but the engine's threads share the cores
+NAMESPACE = "hotsplit"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+Result = TypeVar("Result")
 
 
 class Service:
@@ -163,3 +175,126 @@ class Service:
     def close(self) -> None:
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
+
+
+class Lane:
+    """The lane of requests with a grammar: compiling one may take two seconds of processor time,
+    which requests without one do not wait for. Runs up to NUM_AT_ONCE tasks at a time, in threads;
+    of those that wait, the smallest first. Created and used on the event loop."""
+
+    def __init__(self, queue: int) -> None:
+        """`queue`: tasks that may wait."""
+        self._queue, self._num_free = queue, NUM_AT_ONCE
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # by size, then order
+        self._order = count()
+        self._threads = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="grammar")
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not turn.done() for _, _, turn in self._waiting)
+
+    async def run(self, work: Callable[[], Result], size: int) -> Result:
+        """Runs `work` in its turn. Raises QueueFull. If this is cancelled, work that has begun goes
+        on and keeps its place until it ends."""
+        await self._turn(size)
+        loop = asyncio.get_running_loop()
+
+        def leave(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits
+                loop.call_soon_threadsafe(self._leave)
+
+        task = self._threads.submit(work)
+        task.add_done_callback(leave)
+        try:
+            return await asyncio.wrap_future(task)
+        finally:
+            del task  # an error refers to this frame: in a cycle, it would keep a grammar's process
+
+    async def _turn(self, size: int) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        if self.num_waiting >= self._queue:
+            raise QueueFull
+        turn = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (size, next(self._order), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # its turn has just come
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        while self._waiting:
+            *_, turn = heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Metrics:
+    """Prometheus metrics of a server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        # Those that have a label; labels for all paths that clients send could fill the memory.
+        self.paths = frozenset[str]()
+        disable_created_metrics()  # they would add a series with each metric's creation time
+        self.registry = CollectorRegistry()
+        self._requests = self._counter("requests", "Requests that ended.", "path", "status")
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._cached = self._counter("cached_tokens", "Tokens of prompts that were in the cache.")
+        self._generated = self._counter(
+            "generated_tokens", "Tokens of answers, end tokens included."
+        )
+        self._drafted = self._counter("drafted_tokens", "Tokens that were guessed and checked.")
+        self._accepted = self._counter("accepted_tokens", "Guesses that were right.")
+        self._texts = self._counter("texts", "Texts that ended, by reason.", "reason")
+        self._rows = self._counter("step_rows", "Tokens computed in the engine's steps.")
+        self._first = self._histogram("time_to_first_token", "From arrival to first token.")
+        self._token = self._histogram("time_per_token", "A text's mean per token after the first.")
+        self._step = self._histogram("step", "Duration of a step of the engine.")
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(name, what, labels, namespace=NAMESPACE, registry=self.registry)
+
+    def _histogram(self, name: str, what: str) -> Histogram:
+        return Histogram(
+            name,
+            what,
+            namespace=NAMESPACE,
+            unit="seconds",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+    def gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
+        """Adds a gauge whose value is computed whenever it is read."""
+        found = Gauge(name, what, namespace=NAMESPACE, registry=self.registry)
+        found.set_function(value)
+
+    def request(self, line: RequestLine) -> None:
+        path = line.path if line.path in self.paths else "other"
+        self._requests.labels(path, str(line.status)).inc()
+
+    def step(self, seconds: float, rows: int) -> None:
+        self._step.observe(seconds)
+        self._rows.inc(rows)
+
+    def text(self, report: Report) -> None:
+        self._prompt.inc(report.prompt_tokens)
+        self._cached.inc(report.cached_tokens)
+        self._generated.inc(report.generated_tokens)
+        self._drafted.inc(report.drafted_tokens)
+        self._accepted.inc(report.accepted_tokens)
+        self._texts.labels(report.stopped_by).inc()
+        self._first.observe(report.queued_s + report.prompt_s)
+        if report.generated_tokens > 1:
+            self._token.observe(report.generated_s / (report.generated_tokens - 1))
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,4 +1,9 @@
-"""Runs a test on our engine, through the code path that generates text, but without sampling."""
+"""Runs a test on our engine, through the code path that generates text, but without sampling, and
+measures memory bandwidth: on the CPU with the runtime's matrix-vector product and threads, on a GPU
+with torch's sum. The buffer has at most 1 GiB and exceeds most caches unless free memory is short.
+
+The bandwidth is measured again in every round, so that whatever slows the model in a round also
+slows the probe."""
 
 import random
 import time
@@ -8,20 +13,29 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import array_entry
 from hotsplit.files.json_file import read_text
-from hotsplit.measure.bench.bandwidth import Bandwidth
 from hotsplit.measure.bench.bench_config import BenchConfig, BenchTest
 from hotsplit.measure.bench.parts import CountedSteps
 from hotsplit.measure.bench.rival import Rival
-from hotsplit.measure.timing.interleave import in_turn
+from hotsplit.measure.calibrate.cpu_bandwidth import buffer_bytes
+from hotsplit.measure.calibrate.gpu import READ_BYTES, event_seconds
+from hotsplit.measure.timing.interleave import in_turn, seconds_of
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
 from hotsplit.runtime.step.native_step import NativeStep, timed_parts
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
+from hotsplit.runtime.weights.resident import Residence
 
 WARM_UP = 4  # tokens generated in a warm-up
 FIRST_ID = 3  # lower ids are special tokens in Llama's vocabulary
+ROW_VALUES, TRIES = 4096, 3  # of a measured bandwidth; the fastest try counts
+
+Bandwidth = Callable[[], float]  # measures bytes per second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,3 +179,29 @@ class BenchRounds:
             elif self.rival is not None:
                 measured.theirs.append(self.rival.run(test, ids))
         self.on_test(1)
+
+
+def cpu_bandwidth() -> Bandwidth:
+    """A probe that times an f32 matrix-vector product over memory allocated like weights."""
+    num_rows = max(1, buffer_bytes() // (4 * ROW_VALUES))
+    ones = array_entry(np.ones((num_rows, ROW_VALUES), np.float32), "f32")
+    matrix = Residence().matrix(ones)
+    x_D = torch.ones(ROW_VALUES)
+
+    def measure() -> float:
+        best = min(seconds_of(lambda: matrix.dot(x_D)) for _ in range(TRIES))
+        return matrix.num_bytes / best
+
+    return measure
+
+
+def gpu_bandwidth(device: torch.device) -> Bandwidth:
+    """A probe that times torch's sum over a buffer, with two CUDA events."""
+    free, _ = torch.cuda.mem_get_info(device)
+    values = torch.ones(min(READ_BYTES, free // 4) // 4, device=device)
+
+    def measure() -> float:
+        with torch.cuda.device(device):
+            return values.nbytes / min(event_seconds(values.sum) for _ in range(TRIES))
+
+    return measure

@@ -6,6 +6,7 @@ processes, and loads them again."""
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -20,8 +21,30 @@ from hotsplit.files.atomic import remove_stale
 from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.profile.count.resume import Position, Settings, load_position, save_position
 from hotsplit.runtime.engine import Engine
-from hotsplit.system.save_schedule import SaveSchedule
 from hotsplit.system.signals import NUMBERS, put_back
+
+SAVE_SHARE = 0.05  # largest share of the time spent saving: larger states are saved less often
+
+
+class SaveSchedule:
+    """Saves are due every `seconds`, or less often if one takes long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._saved_at, self._took_s = seconds, time.monotonic(), 0.0
+
+    @property
+    def is_due(self) -> bool:
+        since = time.monotonic() - self._saved_at
+        return since > max(self._seconds, self._took_s / SAVE_SHARE)
+
+    @contextmanager
+    def save(self) -> Iterator[None]:
+        """Times a save."""
+        began = time.monotonic()
+        yield
+        self._saved_at = time.monotonic()
+        self._took_s = self._saved_at - began
+
 
 _SAVE, _STOP = 1, 2
 

@@ -30,11 +30,11 @@ from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.cli import main
 from hotsplit.commands.all_commands import cli
-from hotsplit.commands.help.examples import EXAMPLES
+from hotsplit.commands.help.groups import EXAMPLES
 from hotsplit.commands.options import llamacpp_flags, llamacpp_table
 from hotsplit.commands.options.llamacpp_flags import translate
 from hotsplit.commands.options.llamacpp_table import TABLE
-from hotsplit.commands.options.outtype import OUTTYPE
+from hotsplit.commands.options.preparation import OUTTYPE
 from hotsplit.commands.terminal.prompt_sources import note_unread, prompts_of
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig

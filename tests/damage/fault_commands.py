@@ -129,11 +129,10 @@ def prepare() -> None:
     import hotsplit.report.make_report
     import hotsplit.report.plots
     import hotsplit.runtime.generate.prompt_cache
-    import hotsplit.system.save_schedule
     from hotsplit.profile.profile_config import ProfileConfig
 
     ProfileConfig.__init__.__kwdefaults__["save_every_s"] = 0.01
-    hotsplit.system.save_schedule.SAVE_SHARE = 10.0
+    hotsplit.profile.count.run.SAVE_SHARE = 10.0
     machine: Any = make_machine()
     calibrate.measure_cpu = lambda *given: (
         machine.cpu_bandwidth_gb_per_s,

@@ -24,4 +24,4 @@ def bench_files(tmp_path_factory):
 @pytest.fixture
 def small_buffer(monkeypatch):
     """Measures bandwidth over very little memory, which takes no time."""
-    monkeypatch.setattr("hotsplit.measure.bench.bandwidth.buffer_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("hotsplit.measure.bench.runner.buffer_bytes", lambda: 1 << 20)

@@ -22,8 +22,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.options.prompt_rates import PromptRates
 from hotsplit.runtime.kernels.gpu.expert_pairs import Choices, most_tiles
-from hotsplit.runtime.prefill.cold_experts import ColdExperts
-from hotsplit.runtime.prefill.expert_stream import streamed
+from hotsplit.runtime.prefill.expert_stream import ColdExperts, streamed
 from hotsplit.runtime.weights.neuron_block import by_role
 
 CPU = torch.device("cpu")

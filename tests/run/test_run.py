@@ -384,7 +384,7 @@ def test_a_run_continues_after_interrupts_in_five_places_and_with_other_budgets(
 
 
 def test_a_profile_continues_where_it_stopped(monkeypatch, capsys, relu, text, cache):
-    monkeypatch.setattr("hotsplit.system.save_schedule.SAVE_SHARE", 1e9)  # saved after every window
+    monkeypatch.setattr("hotsplit.profile.count.run.SAVE_SHARE", 1e9)  # saved after every window
     asked = (relu, "--corpus", text, "--no-verify", "--mode", "predicted", "--tokens", 1408)
     profile = stages.profile
     saved = lambda config: dataclasses.replace(config, save_every_s=0.0)  # noqa: E731

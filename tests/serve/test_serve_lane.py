@@ -22,11 +22,11 @@ from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.chat_requests import ChatBody
 from hotsplit.serve.exchange import dumps, dumps_with
-from hotsplit.serve.lane import NUM_AT_ONCE as NUM_LANES
-from hotsplit.serve.lane import Lane
 from hotsplit.serve.request_body import MAX_MARKS, checked, marks_and_depth, parsed
 from hotsplit.serve.scheduler import QueueFull
 from hotsplit.serve.served_model import ServedModel
+from hotsplit.serve.service import NUM_AT_ONCE as NUM_LANES
+from hotsplit.serve.service import Lane
 from hotsplit.serve.side_api import NUM_AT_ONCE, token_list
 
 pytest_plugins = ("serve_fixtures",)

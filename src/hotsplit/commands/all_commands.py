@@ -17,8 +17,12 @@ from hotsplit.commands.evaluate import evaluate
 from hotsplit.commands.help.command import completion, help_command
 from hotsplit.commands.options import command_options as common
 from hotsplit.commands.options.engine_options import kv_offload_option, rope_options
-from hotsplit.commands.options.outtype import OUTTYPE
-from hotsplit.commands.options.preparation import activation_option, tokenizer_option, vram_option
+from hotsplit.commands.options.preparation import (
+    OUTTYPE,
+    activation_option,
+    tokenizer_option,
+    vram_option,
+)
 from hotsplit.commands.plan import plan
 from hotsplit.commands.profile_command import profile
 from hotsplit.commands.report_command import report

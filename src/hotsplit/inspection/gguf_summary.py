@@ -23,8 +23,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
 from hotsplit.files.gguf_parts import num_bytes_of
 from hotsplit.inspection import file_summary
-from hotsplit.inspection.artifact_summaries import ImportancesSummary
-from hotsplit.inspection.split_summary import SplitSummary
+from hotsplit.inspection.artifact_summaries import ImportancesSummary, SplitSummary
 from hotsplit.model.spec_facts import spec_facts
 from hotsplit.model.tensors import draft_shapes
 from hotsplit.system.sizes import format_bytes

@@ -16,8 +16,7 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.help.examples import examples_of
-from hotsplit.commands.help.groups import write_options
+from hotsplit.commands.help.groups import examples_of, write_options
 from hotsplit.commands.options.kept_files import with_copy
 from hotsplit.commands.options.llamacpp_flags import translate
 from hotsplit.errors import HotsplitError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotsplit.commands.options.command_options import joined, option_table, say, take_engine_options
-from hotsplit.commands.options.outtype import OUTTYPE
+from hotsplit.convert.options import OUTTYPES
 from hotsplit.errors import HotsplitError
 from hotsplit.files.steady import suspended
 from hotsplit.options.engine_config import EngineConfig
@@ -21,6 +21,36 @@ from hotsplit.options.engine_config import EngineConfig
 if TYPE_CHECKING:
     from hotsplit.run.prepare import Ready
     from hotsplit.run.stages import RunJob
+
+_SAME = {
+    "fp32": "f32",
+    "float32": "f32",
+    "fp16": "f16",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "q8": "q8_0",
+}
+# Types that are read from other files and never written.
+_READ_ONLY = ("iq", "tq")
+
+
+class OuttypeChoice(click.Choice):
+    """A type (f32, ..., q6_k) or mixture (q4_k_m, ...) in any case and spelling."""
+
+    def __init__(self) -> None:
+        super().__init__(OUTTYPES, case_sensitive=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        name = str(value).lower()
+        if name not in self.choices and name.startswith(_READ_ONLY):
+            self.fail(
+                f"{name} cannot be written, wanted one of {', '.join(self.choices)}", param, ctx
+            )
+        return super().convert(_SAME.get(name, name), param, ctx)
+
+
+OUTTYPE = OuttypeChoice()
+
 
 ASKED_FROM_S = 600.0  # longer work must be confirmed at a terminal
 DEFAULT_TEXT = "profiling on the text in the package (Python's documentation, two old books);"
