@@ -256,12 +256,19 @@ def test_tests_that_ended_are_not_repeated(tmp_path):
 
 
 @pytest.fixture
+def unhurried(monkeypatch):
+    """A section may take any time; on a busy machine, one that took too long would end pytest."""
+    monkeypatch.setattr(gpu_sections.Sections, "seconds_left", 1e6)
+    monkeypatch.setattr(gpu_sections.Sections, "_give_up", lambda *_: None)
+
+
+@pytest.fixture
 def small(monkeypatch):
     for module in (exchange_forms, round_trips):
         monkeypatch.setattr(module, "LAYERS", 3)
 
 
-def test_the_handover_benchmark_runs_on_a_thread(tmp_path, monkeypatch, capsys, small):
+def test_the_handover_benchmark_runs_on_a_thread(tmp_path, monkeypatch, capsys, small, unhurried):
     path = tmp_path / "r.json"
     monkeypatch.setattr(sys, "argv", ["x", "--fake", "--output", str(path)])
     assert gpu_handover.main() == 0
@@ -287,7 +294,7 @@ def test_a_hand_over_whose_flag_never_comes_is_reported(monkeypatch, small):
     assert buffers.done[:: exchange_forms.LINE].tolist() == [1] * 3
 
 
-def test_prompts_are_timed_by_type(tmp_path, monkeypatch, capsys):
+def test_prompts_are_timed_by_type(tmp_path, monkeypatch, capsys, unhurried):
     monkeypatch.setattr(gpu_prompts, "KINDS", ("q4_k",))
     path = tmp_path / "r.json"
     monkeypatch.setattr(sys, "argv", ["x", "--smoke", "--output", str(path)])

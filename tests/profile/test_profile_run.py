@@ -119,9 +119,9 @@ def test_a_killed_run_resumes(files):
         "from hotsplit.profile.count import run\n"
         "from hotsplit.profile.collect import profile\n"
         "from hotsplit.profile.profile_config import ProfileConfig\n"
-        "original = run.ResumableRun._pause\n"
-        "run.ResumableRun._pause = lambda self, **rest: (time.sleep(0.01), original(self,"
-        " **rest))\nf = Path(sys.argv[1])\n"
+        "original, f = run.ResumableRun._pause, Path(sys.argv[1])\n"
+        "run.ResumableRun._pause = lambda self, **rest: (original(self, **rest), time.sleep("
+        "600 if (f / 'cut.resume').exists() else 0.01))[0]\n"
         "profile(ProfileConfig(model=f / 'codec.gguf', corpora=(f / 't.txt',),"
         " output=f / 'cut', max_tokens=6000, save_every_s=0.05))\n"
     )

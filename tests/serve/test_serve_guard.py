@@ -369,7 +369,7 @@ def test_connections_with_slow_heads_are_closed(listening):
     assert closed_after(listening, [HEAD]) == b""
     assert closed_after(listening, [HEAD, *[b"A: b\r\n"] * 30]) == b""
     assert closed_after(listening, []) == b""
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert b"loading" in closed_after(listening, [HEAD + b"Connection: close\r\n\r\n"])
 
 

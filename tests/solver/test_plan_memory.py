@@ -179,7 +179,7 @@ pytestmark = [
 ]
 MIB = 1 << 20
 # `HOTSPLIT_PLANS=300 pytest tests/solver/test_plan_memory.py` tries so many.
-NUM_PLANS = int(os.environ.get("HOTSPLIT_PLANS", "24"))
+NUM_PLANS = int(os.environ.get("HOTSPLIT_PLANS", "12"))
 
 
 @pytest.fixture(autouse=True)
