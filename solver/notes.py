@@ -49,7 +49,8 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
         notes.append(
             "how many neurons the predictors name is unknown: the plan assumes as many as fire"
         )
-    silent = np.flatnonzero(~inputs.profile.active_count_LF.any(axis=1)).tolist()
+    fires_L = inputs.profile.active_count_LF.any(axis=1)
+    silent = np.flatnonzero(~fires_L & inputs.profile.has_neurons_L).tolist()
     if silent:
         some = ", ".join(map(str, silent[:4])) + (", ..." if len(silent) > 4 else "")
         notes.append(f"no neuron of {len(silent)} layers ({some}) fired in the profile")

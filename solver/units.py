@@ -129,4 +129,5 @@ class NeuronUnits:
 
     def is_hot(self, layer: int, ids: np.ndarray) -> np.ndarray:
         """The units of a layer that a plan has on a GPU, by rank; bool [F]."""
-        return np.isin(self.order(layer)[:, :1], ids).any(axis=1)
+        is_hot_F: np.ndarray = np.isin(self.order(layer)[:, :1], ids).any(axis=1)
+        return is_hot_F

@@ -276,7 +276,7 @@ class ShareCounter:
 
     def mean_share(self, name: str) -> Estimate:
         """Mean over layers and tokens; the half-width is None if too little was observed."""
-        layers = sorted(self.counts[name])
+        layers = [layer for layer in sorted(self.counts[name]) if self.num_neurons_L[layer]]
         if not layers:
             return Estimate(mean=0.0, half_width=None)
         share_T = torch.stack(
@@ -294,7 +294,7 @@ class ShareCounter:
 
     def _share_L(self, name: str) -> tuple[float, ...]:
         return tuple(
-            self.per_token(name, layer).mean().item() / self.num_neurons_L[layer]
+            self.per_token(name, layer).mean().item() / max(1, self.num_neurons_L[layer])
             for layer in sorted(self.counts[name])
         )
 

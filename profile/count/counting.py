@@ -129,6 +129,8 @@ class Counter(Tensors):
 
     def _add(self, layer: int, gate_TF: Tensor, count_F: Tensor) -> None:
         """Adds gates of a layer to the histogram, and to `count_F` how often they fire."""
+        if not gate_TF.numel():  # of a layer without neurons
+            return
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
         histogram_B = self.tensors["gate_histogram_LB"][layer]
         if gate_TF.device.type == "cpu":

@@ -65,7 +65,7 @@ def merge(config: MergeConfig) -> MergeReport:
         output=config.output,
         model_id=result.model_id,
         num_tokens=result.num_tokens,
-        density_L=tuple(result.density_L.tolist()),
+        density_L=tuple(result.density_L[result.has_neurons_L].tolist()),
         corpora=result.corpora,
         notes=tuple(notes),
     )

@@ -166,7 +166,7 @@ class NativeLayers:
         if layer.router is not None:
             found["ffn_experts"] = self._routed(layer)[:, : layer.router.spec.num_used].long()
         for name in own.widths.keys() & wanted:
-            found[name] = self.seen[name][: T * own.widths[name]].view(T, -1)
+            found[name] = self.seen[name][: T * own.widths[name]].view(T, own.widths[name])
         for name in wanted:
             if name in found:
                 observers.show(name, index, found[name])
@@ -185,7 +185,8 @@ def _seen_layer(
     begin, end = placed[0][1][0], placed[-1][1][1]
     recurrent = layer.spec.recurrent and layer.spec.recurrent.kind
     values: dict[str, tuple[int, Sequence[str]]] = {}
-    values |= {"ffn_norm": (end, [ffn_in(index)]), "layer_out": (end, ["x"])}
+    values |= {"ffn_norm": (end, [ffn_in(index)])} if layer.spec.neurons.number else {}
+    values |= {"layer_out": (end, ["x"])}
     route = None
     for op, (first, last) in placed:
         read, written = name_of(op.reads[0]) if op.reads else "", name_of(op.writes[0])

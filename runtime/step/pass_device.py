@@ -177,7 +177,9 @@ class PassSetup:
 def _part_of(layer: Layer, is_streamed: bool) -> LayerPart:
     blocks, shared = layer.ffn.blocks, layer.shared
     hot, _ = by_role(blocks)
-    is_by_output = blocks[0].is_by_output or bool(shared and shared.block.is_by_output)
+    is_by_output = any(block.is_by_output for block in blocks) or bool(
+        shared and shared.block.is_by_output
+    )
     return LayerPart(layer.spec, 0 if hot is None else hot.num_units, is_streamed, is_by_output)
 
 

@@ -71,8 +71,13 @@ class Profile(ProfileHeader):
 
     @property
     def density_L(self) -> np.ndarray:
-        """Mean share of a layer's neurons that fire for a token, f64 in 0..1."""
-        return self.frequency_LF.sum(axis=1) / self.own_neurons_L
+        """Mean share of a layer's neurons that fire for a token, f64 in 0..1; 0 without any."""
+        return self.frequency_LF.sum(axis=1) / np.maximum(1, self.own_neurons_L)
+
+    @property
+    def has_neurons_L(self) -> np.ndarray:
+        """Whether a layer has any, bool."""
+        return self.own_neurons_L > 0
 
     def hottest_fifth_L(self) -> np.ndarray:
         """Share of a layer's firings that come from the hottest fifth of its neurons, f64."""
@@ -162,7 +167,7 @@ class Profile(ProfileHeader):
                 f"counts from {counts.min()} to {counts.max()} for {self.num_tokens} tokens"
             )
         number_L, most = self.own_neurons_L, counts.shape[1]
-        if len(number_L) != len(counts) or number_L.min() < 1 or number_L.max() > most:
+        if len(number_L) != len(counts) or number_L.min() < 0 or number_L.max() > most:
             raise HotsplitError(
                 f"layers have {shown(self.num_neurons_L)} neurons, counts are {counts.shape}"
             )

@@ -31,7 +31,8 @@ class ProfileSummary(Summary):
             "corpora": profile.corpora,
             "num_layers": num_layers,
             "num_neurons": num_neurons,  # of the layer with most
-            "density": float(profile.density_L.mean()),  # share that fires for a token
+            # The share that fires for a token.
+            "density": float(profile.density_L[profile.has_neurons_L].mean()),
             "density_L": profile.density_L.tolist(),
             "hottest_fifth_L": profile.hottest_fifth_L().tolist(),
             "never_fired_L": profile.never_fired_L().tolist(),
