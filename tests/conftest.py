@@ -33,8 +33,8 @@ from hotsplit.runtime.weights import resident
 # Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-if find_spec("triton"):
-    import interpreter_loops  # noqa: F401
+    if find_spec("triton"):
+        import interpreter_loops  # noqa: F401
 
 # What commands keep for later is, in tests, in a folder that is deleted after them.
 _cache = tempfile.TemporaryDirectory(prefix="hotsplit-tests-")
