@@ -31,6 +31,7 @@ from small_blocks import CODED, edge_rows
 
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels.gpu import launch
+from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.planar import planar
 from hotsplit.runtime.kernels.stored import rows_together, unpack
 from hotsplit.runtime.weights.matrix import Matrix
@@ -273,3 +274,25 @@ def test_edge_blocks_are_unpacked_to_the_bit(kernels, kind):
         got = torch.full_like(want, torch.nan, device=device())
         kernels.unpack(matrix, got)
         assert torch.equal(got.cpu().view(torch.int32), want.view(torch.int32))
+
+
+# ---- the interpreter -----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the device instead")
+@pytest.mark.parametrize("value, overflows", [(2**31 - 2, False), (2**31 - 1, True)])
+def test_an_integer_that_overflows_is_found(value, overflows):
+    """See interpreter_loops.py."""
+    from triton.runtime.errors import InterpreterError
+
+    @triton.jit
+    def add_one(x):
+        tl.store(x, tl.load(x) + tl.full((), 1, tl.int32))
+
+    x = torch.tensor([value], dtype=torch.int32)
+    if overflows:
+        with pytest.raises(InterpreterError, match="int32 overflows: add"):
+            add_one[(1,)](x)
+    else:
+        add_one[(1,)](x)
+        assert x.item() == 2**31 - 1
