@@ -16,6 +16,7 @@ from hotsplit.convert.expert_sources import (
     ExpertSource,
     expert_entry,
     find_experts,
+    find_heads,
     of_expert,
     source_names,
 )
@@ -39,6 +40,7 @@ def tensor_entries(
     not fit."""
     wanted = _wanted(plan, checkpoint)
     experts = find_experts(checkpoint, wanted, plan.expert_form)
+    experts |= find_heads(checkpoint, plan, wanted)
     sources = _sources(checkpoint, plan, wanted, experts)
     entries = {}
     for name, shape in wanted.items():
@@ -47,7 +49,8 @@ def tensor_entries(
         target_shape = tensors.transposed_shape(shape) if is_transposed else shape
         if name in experts:
             names = [each.name for each in experts[name]]
-            turned = is_transposed or experts[name][0].are_columns
+            first = experts[name][0]
+            turned = is_transposed or first.are_columns or first.is_turned
             kind = _kind_of(checkpoint, types, target, target_shape, names, None, turned)
             entry = expert_entry(
                 checkpoint,
@@ -97,6 +100,7 @@ def restored(
     block = f"blk.{plan.spec.num_layers}."
     wanted = _wanted(plan, checkpoint)
     experts = find_experts(checkpoint, wanted, plan.expert_form)
+    experts |= find_heads(checkpoint, plan, wanted)
     for name, each in experts.items():
         for made in _restored_experts(checkpoint, types, written, name, each):
             if not name.startswith(block):
@@ -139,6 +143,11 @@ def _restored_experts(
         what = f"{checkpoint.folder}: tensor {source.name!r}"
         importance_M = None if importance_EM is None else importance_EM[expert]
         values = restore(of_expert(written.tensors[target], expert), want, what, importance_M)
+        if source.of_head:
+            rows = np.arange(source.begin, source.end)
+            values = values.T if source.is_turned else values
+            yield Restored(source=source.name, rows=rows, values=values)
+            continue
         yield Restored(
             source=source.name,
             rows=None,

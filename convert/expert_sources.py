@@ -1,5 +1,5 @@
-"""The experts of a checkpoint: the matrices of all experts of a layer are one tensor of a model
-file, encoded one expert at a time.
+"""The experts of a checkpoint, or matrices of heads: those of all experts of a layer are one tensor
+of a model file, encoded one expert at a time, and so are those of heads.
 
 Letters: E experts, N rows, M values of a row."""
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.encode import encode
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import ExpertForm
+from hotsplit.families.blueprint import Blueprint, ExpertForm
 from hotsplit.families.expert_keys import ExpertPlace, expert_place
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.model.tensors import Shapes
@@ -21,7 +21,8 @@ from hotsplit.model.tensors import Shapes
 @dataclass(frozen=True, kw_only=True)
 class ExpertSource:
     """One expert's matrix in a checkpoint: a tensor, or of one with all experts' matrices, some
-    rows of one of them; or its bias. `are_columns`: the matrices are [M, N]."""
+    rows of one of them; or its bias. `are_columns`: the matrices are [M, N]. `of_head`: it is a
+    head's, some rows of a matrix of all heads, or their columns if it `is_turned`."""
 
     name: str
     expert: int | None  # None: the tensor is one expert's
@@ -29,6 +30,8 @@ class ExpertSource:
     end: int | None
     step: int = 1
     are_columns: bool = False
+    of_head: bool = False
+    is_turned: bool = False
 
     @property
     def rows(self) -> slice:
@@ -40,12 +43,13 @@ class ExpertSource:
         if packed is not None and self.are_columns:
             return packed.values(expert=self.expert)[0].T[self.rows]
         if packed is not None:
-            return packed.values(self.rows, self.expert)[0]
+            found: Tensor = packed.values(self.rows, self.expert)[0]
+            return found.T if self.is_turned else found
         whole = checkpoint.read(self.name)
         if self.are_columns and whole.dim() == 3:
             whole = whole.transpose(1, 2)
         of_expert = whole if self.expert is None else whole[self.expert]
-        return of_expert[self.rows]
+        return of_expert[self.rows].T if self.is_turned else of_expert[self.rows]
 
 
 Found = dict[str, dict[int, ExpertSource]]  # by the name in a model file, then by expert
@@ -73,6 +77,42 @@ def find_experts(
             )
         experts[name] = [by_number[expert] for expert in range(count)]
     return experts
+
+
+def find_heads(
+    checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes
+) -> dict[str, list[ExpertSource]]:
+    """The source of each head's matrix, by the name of their tensor in a model file. Raises
+    HotsplitError for one of another shape or missing."""
+    by_place = {plan.name_of(source): source for source in checkpoint.tensors} if plan.heads else {}
+    found: dict[str, list[ExpertSource]] = {}
+    for name, shape in wanted.items():
+        prefix, inner = name[: -len(name.split(".", 2)[-1])], name.split(".", 2)[-1]
+        if (own := plan.heads.get(inner)) is None:
+            continue
+        source, place = by_place.get(prefix + own.source), f"{prefix}{own.source}"
+        if source is None:
+            raise HotsplitError(
+                f"{checkpoint.folder}: no tensor for {place!r}; download the checkpoint again"
+            )
+        tensor, rows = checkpoint.tensors[source], (shape[0] * own.total, own.width)
+        if tensor.shape != rows:
+            raise HotsplitError(
+                f"{tensor.file}: tensor {source!r} is {list(tensor.shape)}, wanted {list(rows)} by"
+                " config.json; the two belong to different models"
+            )
+        found[name] = [
+            ExpertSource(
+                name=source,
+                expert=None,
+                begin=head * own.total + own.begin,
+                end=head * own.total + own.end,
+                of_head=True,
+                is_turned=own.is_turned,
+            )
+            for head in range(shape[0])
+        ]
+    return found
 
 
 def _add(
@@ -148,7 +188,7 @@ def expert_entry(
         source = sources[expert]
         importance = None if importance_EM is None else importance_EM[expert]
         is_packed = checkpoint.tensors[source.name].packed is not None
-        if is_packed and not is_transposed and not source.are_columns:
+        if is_packed and not (is_transposed or source.are_columns or source.is_turned):
             return checkpoint.packed_rows(
                 source.name, kind, source.rows, expert=source.expert, importance=importance
             )

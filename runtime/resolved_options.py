@@ -354,9 +354,16 @@ def cache_types_of(
             if selection is not None
             else f"a cache in {types} asked for, which runs only on the CPU so far; use device cpu"
         )
-    for kind in (types.key, types.value):
-        for attention in model.spec.attentions:
+    for attention in model.spec.attentions:
+        for kind in (types.key, types.value):
             kind.check(attention.head_dim)
+        if attention.value_width is not None:
+            types.key.check(attention.value_width)
+            if types.key != types.value:
+                raise HotsplitError(
+                    f"keys in {types.key.name} and values in {types.value.name} asked for, but this"
+                    " model's values are a part of its keys (latent attention); give one type"
+                )
     if selection is not None:
         selection.check_windows(model.path, model.spec)
     return types

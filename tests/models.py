@@ -27,11 +27,13 @@ from hotsplit.families.decoder_sizes import Sizes
 from hotsplit.families.expert_keys import Experts
 from hotsplit.families.family import Architecture
 from hotsplit.families.from_config import read_blueprint
+from hotsplit.families.latent_keys import attention_of
 from hotsplit.families.plain_decoder import decoder, decoder_spec
 from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, in_memory, type_of
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.blocks import PredictorKind
+from hotsplit.model.latent import Latent
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.model.rope import NO_SCALING, Pairing, RopeScaling
 from hotsplit.model.spec import (
@@ -169,6 +171,21 @@ def mixture_spec(
     rotary = Rotary(theta=10000.0, pairing="halves")
     return decoder_spec(
         sizes, rotary, activation, architecture="qwen3moe", has_head_norms=True, experts=experts
+    )
+
+
+def latent_spec(
+    sizes: Sizes, latent: Latent, *, experts: Experts | None = None, **attention: Any
+) -> ModelSpec:
+    """A DeepSeek; of the sizes of heads only their number counts. `attention`: further fields."""
+    own = replace(sizes, num_kv_heads=1, head_dim=latent.width)
+    return decoder_spec(
+        own,
+        Rotary(theta=10000.0, pairing="adjacent", num_values=latent.num_rotated),
+        "silu",
+        architecture="deepseek2",
+        attention=attention_of(latent, NO_SCALING) | attention,
+        experts=experts,
     )
 
 

@@ -16,6 +16,16 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import type_of
 from hotsplit.model.delta_net import CONV, DECAY, DECAY_BIAS, DELTA_NORM, DeltaNet
 from hotsplit.model.draft_block import JOIN, OF_EMBEDDING, OF_HIDDEN
+from hotsplit.model.latent import (
+    KEY_A,
+    KEY_A_NORM,
+    KEY_B,
+    QUERY,
+    QUERY_A,
+    QUERY_A_NORM,
+    QUERY_B,
+    VALUE_B,
+)
 from hotsplit.model.mamba2 import Mamba2
 from hotsplit.model.operations import PositionWise, Recurrent
 from hotsplit.model.rope import Rotary
@@ -204,6 +214,8 @@ def _linear(x, w, name: str, biases):
 
 
 def _attention(x, block: Attention, w, factors, see):
+    if block.latent is not None:
+        return _latent_attention(x, block, w, factors, see)
     counts = [block.num_heads, *[block.num_kv_heads] * block.num_kv_projections]
     assert block.source is None, block
     each = [_linear(x, w, name, block.biases) for name in block.projections]
@@ -212,6 +224,34 @@ def _attention(x, block: Attention, w, factors, see):
     heads = heads_ref(each, block, w, factors)
     see("attn_heads", heads)
     return _linear(heads, w, "attn_output", block.biases)
+
+
+def _latent_attention(x, block: Attention, w, factors, see):
+    """Expanded: each head has keys and values of its own, made from the latents."""
+    own, heads = block.latent, block.num_heads
+    norms = own.norms()
+    q = x @ w(f"{QUERY if own.query_rank is None else QUERY_A}.weight").T
+    if own.query_rank is not None:
+        q = norm(q, w, norms[QUERY_A_NORM]) @ w(f"{QUERY_B}.weight").T
+    q = q.reshape(len(x), heads, -1)
+    c, shared = np.split(x @ w(f"{KEY_A}.weight").T, [own.size], axis=1)
+    c = norm(c, w, norms[KEY_A_NORM])
+    plain = np.einsum("hcn,tc->thn", w(f"{KEY_B}.weight"), c)
+    v = np.einsum("hvc,tc->thv", w(f"{VALUE_B}.weight"), c)
+    shared = np.broadcast_to(shared[:, None], (len(x), heads, own.num_rotated))
+    turned = [
+        rotated(y, block.rotary, own.num_rotated, factors if block.rotary.has_factors else 1.0)
+        for y in (q[..., own.num_plain :], shared)
+    ]
+    q = np.concatenate([q[..., : own.num_plain], turned[0]], axis=-1)
+    k = np.concatenate([plain, turned[1]], axis=-1)
+    if block.growth_length:
+        steps = np.arange(len(q)) // block.growth_length
+        q = q * (1 + block.growth * np.log(1 + steps))[:, None, None]
+    out = attend_ref(q, k, v, replace(block, num_kv_heads=heads))
+    out = out.reshape(len(x), -1)
+    see("attn_heads", out)
+    return out @ w("attn_output.weight").T
 
 
 def heads_ref(each, block: Attention, w, factors=1.0):
@@ -382,7 +422,8 @@ def route_ref(
     }[spec.gating]
     choice_E = score_E + choice_bias_E
     size = spec.num_experts // spec.num_groups
-    best_G = [np.sort(choice_E[g * size :][:size])[-2:].sum() for g in range(spec.num_groups)]
+    best = 1 if spec.groups_by_largest else 2
+    best_G = [np.sort(choice_E[g * size :][:size])[-best:].sum() for g in range(spec.num_groups)]
     groups = sorted(range(spec.num_groups), key=lambda g: (-best_G[g], g))[: spec.num_used_groups]
     allowed = [e for e in range(spec.num_experts) if e // size in groups]
     chosen = sorted(allowed, key=lambda e: (-choice_E[e], e))[: spec.num_used]

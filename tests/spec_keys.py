@@ -8,6 +8,7 @@ import numpy as np
 
 from hotsplit.families.expert_keys import GATINGS
 from hotsplit.families.key_reader import NORM_EPSILON
+from hotsplit.families.latent_keys import EPSILON_KEY
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.delta_net import DeltaNet
 from hotsplit.model.mamba2 import Mamba2
@@ -30,7 +31,7 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         "attention.head_count": _each(a.num_heads for a in attentions),
         "attention.head_count_kv": _each(a.num_kv_heads for a in attentions),
         "attention.key_length": _each(a.head_dim for a in attentions),
-        "attention.value_length": _each(a.head_dim for a in attentions),
+        "attention.value_length": _each(a.value_width or a.head_dim for a in attentions),
         NORM_EPSILON[norm.kind]: np.float32(norm.epsilon),
         "vocab_size": np.uint32(spec.vocab_size),
     }
@@ -39,6 +40,7 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         keys |= {"rope.dimension_count": rotated, "rope.freq_base": np.float32(spec.rotary.theta)}
         keys |= _scaling_keys(spec.rotary.scaling)
     keys |= _expert_keys(spec) | _delta_keys(spec) | _conv_keys(spec) | _mamba_keys(spec)
+    keys |= _latent_keys(spec)
     windows = [a.window for a in attentions]
     if any(windows):
         keys["attention.sliding_window"] = np.uint32(next(filter(None, windows)))
@@ -110,6 +112,21 @@ def _mamba_keys(spec: ModelSpec) -> dict[str, Value]:
 def _key_heads(spec: ModelSpec) -> Value:
     heads = [layer.attention.num_kv_heads if layer.attention else 0 for layer in spec.layers]
     return cast(Value, heads)
+
+
+def _latent_keys(spec: ModelSpec) -> dict[str, Value]:
+    own = next((a.latent for a in spec.attentions if a.latent is not None), None)
+    if own is None:
+        return {}
+    keys: dict[str, Value] = {
+        "attention.kv_lora_rank": np.uint32(own.size),
+        "attention.key_length_mla": np.uint32(own.of_query),
+        "attention.value_length_mla": np.uint32(own.value_size),
+        EPSILON_KEY: np.float32(own.epsilon),
+    }
+    if own.query_rank is not None:
+        keys["attention.q_lora_rank"] = np.uint32(own.query_rank)
+    return keys
 
 
 def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:

@@ -36,19 +36,28 @@ class LayerCache:
 
     @classmethod
     def of(
-        cls, table: BlockTable, num_kv_heads: int, width: int, types: CacheTypes, zeros: Zeros
+        cls,
+        table: BlockTable,
+        num_kv_heads: int,
+        width: int,
+        types: CacheTypes,
+        zeros: Zeros,
+        *,
+        stores_values: bool = True,
     ) -> "LayerCache":
-        def empty(kind: CacheType) -> Tensor:
-            shape = (table.num_blocks, num_kv_heads, table.block_length, kept_width(kind, width))
-            return zeros(shape, dtype_of(kind))
+        """Values that are a part of the keys are not stored, as rows of no width."""
+
+        def empty(kind: CacheType, own: int) -> Tensor:
+            shape = (table.num_blocks, num_kv_heads, table.block_length, own)
+            return zeros(shape, dtype_of(kind)) if own else torch.empty(shape, dtype=dtype_of(kind))
 
         tables = None
         if types.selection is not None:
             is_rotated = types.key.is_rotated
             tables = KeyTables.of(types.selection, table, num_kv_heads, width, is_rotated, zeros)
         return cls(
-            key_BKPX=empty(types.key),
-            value_BKPX=empty(types.value),
+            key_BKPX=empty(types.key, kept_width(types.key, width)),
+            value_BKPX=empty(types.value, kept_width(types.value, width) * stores_values),
             table=table,
             types=types,
             tables=tables,

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import TensorEntry, joined_rows
 from hotsplit.model.attention import KEY_NORM, QUERY_NORM
+from hotsplit.model.latent import KEY_A_NORM, KEY_B, QUERY_A_NORM, QUERY_B, VALUE_B
 from hotsplit.model.modes import Mode, computes_all
 from hotsplit.model.operations import Recurrent
 from hotsplit.model.spec import Attention as AttentionSpec
@@ -26,11 +28,12 @@ from hotsplit.runtime.cache.block_table import BlockTable, block_tables
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.kernels.gate import Gate
+from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.model.expert_loader import ExpertLoader
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.neuron_loader import NeuronLoader
 from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.ops.attention.block import Attention
+from hotsplit.runtime.ops.attention.block import Attention, LatentMatrices
 from hotsplit.runtime.ops.attention.rotary import Rotary
 from hotsplit.runtime.ops.loaded_op import load_all
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
@@ -313,7 +316,37 @@ class Builder:
             },
             cache=self.cache(index, block),
             rotary=self.rotary(block, attends_on),
+            latent=self.latent(index, block, device),
         )
+
+    def latent(
+        self, index: int, block: AttentionSpec, device: torch.device
+    ) -> LatentMatrices | None:
+        """Raises HotsplitError unless the layer is on the CPU."""
+        if block.latent is None:
+            return None
+        if {device.type, self.placement.cache_device(index).type} != {"cpu"}:
+            raise HotsplitError(
+                f"{self.model.path}: latent attention (MLA) runs only on the CPU so far; use"
+                " --device cpu"
+            )
+        own, prefix = block.latent, f"blk.{index}."
+        norms = {name: self.norm(norm, prefix + name, device) for name, norm in own.norms().items()}
+        has_rank = own.query_rank is not None
+        return LatentMatrices(
+            query=self.linear(prefix + QUERY_B, device) if has_rank else None,
+            key=self.of_heads(prefix + KEY_B, device),
+            value=self.of_heads(prefix + VALUE_B, device),
+            query_norm=norms.get(QUERY_A_NORM),
+            key_norm=norms[KEY_A_NORM],
+        )
+
+    def of_heads(self, name: str, device: torch.device) -> Linear:
+        """A matrix of each head, [H, N, M], as one with the rows of all heads. Where a tile would
+        have rows of two heads, it stays as it is in the file."""
+        entry = self.model.tensors[f"{name}.weight"]
+        rows, is_whole = joined_rows(entry), entry.shape[1] % TILE_ROWS == 0
+        return Linear(weight=self.matrix(rows, device) if is_whole else matrix_of(rows, device))
 
     @cached_property
     def caches(self) -> dict[str, LayerCache]:
@@ -326,8 +359,14 @@ class Builder:
         if name not in self.caches:
             types = self.cache_types or CacheTypes.of(self.model.kv_kind)
             zeros = self.stores.on(self.placement.cache_device(index)).cache
-            heads = block.num_kv_heads, block.head_dim
-            self.caches[name] = LayerCache.of(self.tables[block.window], *heads, types, zeros)
+            self.caches[name] = LayerCache.of(
+                self.tables[block.window],
+                block.num_kv_heads,
+                block.head_dim,
+                types,
+                zeros,
+                stores_values=block.stores_values,
+            )
         return self.caches[name]
 
     def attention_inputs(

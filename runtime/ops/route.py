@@ -57,7 +57,7 @@ class RouteStruct(Structure):
         *members(c_int64, "num_used num_groups num_used_groups"),
         *members(c_int32, "gating renormalises"),
         ("scale", c_float),
-        ("unused", c_int32),
+        ("groups_by_largest", c_int32),
     ]
 
 
@@ -75,4 +75,5 @@ def route_struct(structs: Structs, router: Router | None) -> RouteStruct:
         gating=GATINGS.index(spec.gating),
         renormalises=spec.renormalises,
         scale=spec.scale,
+        groups_by_largest=spec.groups_by_largest,
     )

@@ -177,8 +177,10 @@ def tensors_of(header: Header) -> Iterator[Tensor]:
         rotated = 512 if "gemma4" in header.marks else header.sizes[5]
         yield "rope_freqs.weight", (rotated // 2,), "f32"
     if "longrope" in header.marks:
-        yield "rope_factors_long.weight", (header.sizes[5] // 2,), "f32"
-        yield "rope_factors_short.weight", (header.sizes[5] // 2,), "f32"
+        rotated = header.keys.get("rope.dimension_count", header.sizes[5])
+        assert isinstance(rotated, int), rotated
+        yield "rope_factors_long.weight", (rotated // 2,), "f32"
+        yield "rope_factors_short.weight", (rotated // 2,), "f32"
     if "inputs" in header.marks:
         yield "per_layer_token_embd.weight", (words, num_layers * INPUTS), output
         yield "per_layer_model_proj.weight", (num_layers * INPUTS, width), "bf16"
@@ -263,6 +265,9 @@ def _norms(marks: Sequence[str]) -> list[str]:
 
 def _attention(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     _, width, _, heads, key_heads, head_dim, _ = header.sizes
+    if "latent" in header.marks:
+        yield from _latent(header)
+        return
     marks, is_wide = header.marks.split(), _is_wide(header, layer)
     if is_wide:
         head_dim, key_heads = 512, 1 if "keys_as_values" in marks else key_heads
@@ -294,6 +299,36 @@ def _attention(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...
         yield "attn_k_norm.weight", (keys,)
     if "sinks" in marks:
         yield "attn_sinks.weight", (heads,)
+
+
+def _latent(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Latent attention; older files have the second matrices of keys and values as one."""
+    width, heads = header.sizes[1], header.sizes[3]
+
+    def number(name: str, default: int = 0) -> int:
+        found = header.keys.get(name, default)
+        assert isinstance(found, int), found
+        return found
+
+    rank, rotated = number("attention.q_lora_rank"), number("rope.dimension_count")
+    size = number("attention.kv_lora_rank")
+    is_old = "attention.key_length_mla" not in header.keys
+    query = number("attention.key_length_mla", header.sizes[5])
+    value, plain = number("attention.value_length_mla", width // heads), query - rotated
+    if rank:
+        yield "attn_q_a.weight", (rank, width)
+        yield "attn_q_a_norm.weight", (rank,)
+        yield "attn_q_b.weight", (heads * query, rank)
+    else:
+        yield "attn_q.weight", (heads * query, width)
+    yield "attn_kv_a_mqa.weight", (size + rotated, width)
+    yield "attn_kv_a_norm.weight", (size,)
+    if is_old:
+        yield "attn_kv_b.weight", (heads * (plain + value), size)
+    else:
+        yield "attn_k_b.weight", (heads, size, plain)
+        yield "attn_v_b.weight", (heads, value, size)
+    yield "attn_output.weight", (width, heads * value)
 
 
 def _is_wide(header: Header, layer: int) -> bool:
@@ -519,7 +554,12 @@ gpt-oss-20b-MXFP4                   gpt-oss        gpt-4o            24,2880,288
 GLM-4.5-Air-Q4_K_M                  glm4moe        glm4              46,4096,10944,96,8,128,151552
 DeepSeek-R1-Distill-Qwen-7B-Q4_K_M  qwen2          deepseek-r1-qwen  28,3584,18944,28,4,128,152064
 DeepSeek-R1-Distill-Llama-8B-Q8_0   llama          llama-bpe         32,4096,14336,32,8,128,128256
-DeepSeek-V3-Q4_K_M                  deepseek2      deepseek-v3       1,7168,18432,128,1,192,129280
+DeepSeek-V3-Q4_K_M                  deepseek2      deepseek-v3       61,7168,18432,128,1,576,129280
+DeepSeek-V2-Lite-Chat-Q4_K_M        deepseek2      deepseek-llm      27,2048,10944,16,1,576,102400
+Kimi-K2-Instruct-Q4_K_M             deepseek2      kimi-k2           61,7168,18432,64,1,576,163840
+GLM-4.7-Flash-Q4_K_M                deepseek2      glm4              47,2048,10240,20,1,576,154880
+Mistral-Small-4-119B-Q4_K_M         mistral4       tekken            36,4096,12288,32,1,320,131072
+MiniCPM3-4B-Q4_K_M                  minicpm3       llama             62,2560,6400,40,40,96,73448
 c4ai-command-r-v01-Q4_K_M           command-r      command-r         40,8192,22528,64,64,128,256000
 OLMo-2-1124-7B-Instruct-Q4_K_M      olmo2          dbrx              32,4096,11008,32,32,128,100352
 granite-4.0-h-small-Q4_K_M          granitehybrid  dbrx              40,4096,768,32,8,128,100352
@@ -579,6 +619,12 @@ _MARKS = {
     "GLM-4.5-Air-Q4_K_M": "bias second choice_bias",
     "DeepSeek-R1-Distill-Qwen-7B-Q4_K_M": "bias",
     "DeepSeek-R1-Distill-Llama-8B-Q8_0": "factors",
+    "DeepSeek-V3-Q4_K_M": "latent choice_bias",
+    "DeepSeek-V2-Lite-Chat-Q4_K_M": "latent",
+    "Kimi-K2-Instruct-Q4_K_M": "latent choice_bias",
+    "GLM-4.7-Flash-Q4_K_M": "latent choice_bias",
+    "Mistral-Small-4-119B-Q4_K_M": "latent",
+    "MiniCPM3-4B-Q4_K_M": "latent longrope tied",
     "c4ai-command-r-v01-Q4_K_M": "tied parallel",
     "OLMo-2-1124-7B-Instruct-Q4_K_M": "norms_after wide_norms",
     "starcoder2-7b-Q4_K_M": "biases no_gate norm_bias",
@@ -613,6 +659,11 @@ _EXPERTS = {
     "Mixtral-8x7B-Instruct-v0.1-Q4_K_M": (8, 2, 14336, 0, 0),
     "gpt-oss-20b-MXFP4": (32, 4, 2880, 0, 0),
     "GLM-4.5-Air-Q4_K_M": (128, 8, 1408, 1408, 1),
+    "DeepSeek-V3-Q4_K_M": (256, 8, 2048, 2048, 3),
+    "DeepSeek-V2-Lite-Chat-Q4_K_M": (64, 6, 1408, 2816, 1),
+    "Kimi-K2-Instruct-Q4_K_M": (384, 8, 2048, 2048, 1),
+    "GLM-4.7-Flash-Q4_K_M": (64, 4, 1536, 1536, 1),
+    "Mistral-Small-4-119B-Q4_K_M": (128, 4, 2048, 2048, 0),
     "LFM2-8B-A1B-Q4_K_M": (32, 4, 1792, 0, 2),
     "granite-4.0-h-small-Q4_K_M": (72, 10, 768, 1536, 0),
     "Nemotron-3-Nano-30B-A3B-Q4_K_M": (128, 6, 1856, 3712, 0),
@@ -644,6 +695,25 @@ _HUNYUAN: dict[str, object] = {
     "rope.scaling.original_context_length": 262144,
 }
 _SIGMOID: dict[str, object] = {"expert_gating_func": 2, "expert_weights_norm": True}
+_LATENT = {
+    "attention.kv_lora_rank": 512,
+    "attention.key_length": 576,
+    "attention.value_length": 512,
+    "attention.key_length_mla": 192,
+    "attention.value_length_mla": 128,
+    "rope.dimension_count": 64,
+    "expert_shared_count": 1,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+}
+_YARN_OF_V3 = {
+    "rope.freq_base": 1e4,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 40.0,
+    "rope.scaling.original_context_length": 4096,
+    "rope.scaling.yarn_log_multiplier": 0.1,
+    "context_length": 163840,
+}
 _KEYS: dict[str, dict[str, object]] = {
     "granite-4.0-h-small-Q4_K_M": _mamba(128, 64, groups=1, state=128)
     | {
@@ -740,6 +810,69 @@ _KEYS: dict[str, dict[str, object]] = {
         "interleave_moe_layer_step": 1,
         "context_length": 131072,
         "rope.freq_base": 5e5,
+    },
+    "DeepSeek-V3-Q4_K_M": _LATENT
+    | _YARN_OF_V3
+    | {
+        "attention.q_lora_rank": 1536,
+        "expert_weights_scale": 2.5,
+        "expert_group_count": 8,
+        "expert_group_used_count": 4,
+    },
+    "DeepSeek-V2-Lite-Chat-Q4_K_M": _LATENT
+    | _YARN_OF_V3
+    | {
+        "rope.scaling.yarn_log_multiplier": 0.0707,
+        "expert_shared_count": 2,
+        "expert_weights_norm": None,
+        "expert_gating_func": None,
+        "expert_weights_scale": 1.0,
+        "vocab_size": 102400,
+    },
+    "Kimi-K2-Instruct-Q4_K_M": _LATENT
+    | _YARN_OF_V3
+    | {
+        "attention.q_lora_rank": 1536,
+        "expert_weights_scale": 2.827,
+        "expert_group_count": 1,
+        "expert_group_used_count": 1,
+        "rope.freq_base": 5e4,
+        "rope.scaling.factor": 32.0,
+        "context_length": 131072,
+    },
+    "GLM-4.7-Flash-Q4_K_M": _LATENT
+    | {
+        "attention.q_lora_rank": 768,
+        "attention.key_length_mla": 256,
+        "attention.value_length_mla": 256,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "expert_weights_scale": 1.8,
+        "context_length": 202752,
+    },
+    "Mistral-Small-4-119B-Q4_K_M": _LATENT
+    | {
+        "attention.q_lora_rank": 1024,
+        "attention.kv_lora_rank": 256,
+        "attention.key_length": 320,
+        "attention.value_length": 256,
+        "attention.key_length_mla": 128,
+        "expert_gating_func": 1,
+        "rope.freq_base": 1e4,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 128.0,
+        "rope.scaling.original_context_length": 8192,
+        "rope.scaling.yarn_log_multiplier": 0.1,
+        "attention.temperature_scale": 0.1,
+        "attention.temperature_length": 8192,
+        "context_length": 1048576,
+    },
+    "MiniCPM3-4B-Q4_K_M": {
+        "attention.q_lora_rank": 768,
+        "attention.kv_lora_rank": 256,
+        "attention.value_length": None,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": 32,
+        "rope.freq_base": None,
     },
     "LFM2-1.2B-Q4_K_M": _LFM2
     | {"attention.head_count_kv": [8 * (n in (2, 5, 8, 10, 12, 14)) for n in range(16)]},
@@ -850,7 +983,6 @@ _KEYS: dict[str, dict[str, object]] = {
 }
 # What `plan` says, or, without a semicolon before it, why it refuses.
 _WORDS = {
-    "DeepSeek-V3-Q4_K_M": "MLA",
     "jamba-v0.1-Q4_K_M": "recurrent",
     "bge-m3-Q8_0": "an encoder",
     "mmproj-gemma-3-12b-it-f16": "images",

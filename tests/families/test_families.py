@@ -129,6 +129,25 @@ NEMOTRON_H = {
 NEMOTRON_3 = MOE | NEMOTRON_H | MQA | {"n_routed_experts": 6}
 del NEMOTRON_3["num_experts"]
 SHARED = {"shared_expert_intermediate_size": 43}
+# No width is a multiple of anything; the layers after the first have experts.
+LATENT = SIZES | {
+    "intermediate_size": 160,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.1,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+DEEPSEEK = LATENT | {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+}
+GROUPED = {"n_group": 4, "topk_group": 2}
 LFM2 = {
     "num_hidden_layers": 5,
     "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
@@ -168,6 +187,10 @@ GROWING = YARN | {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+# With and without YaRN's scale of scores, as of cosines and sines.
+MSCALE = YARN | {"rope_theta": 1e4, "original_max_position_embeddings": 8}
+MSCALE |= {"mscale": 0.707, "mscale_all_dim": 0.707}
+UNEQUAL = MSCALE | {"mscale": 1.2}
 GEMMA4 = {"sliding_window": 5, "hidden_size_per_layer_input": 0}
 OWN_INPUTS = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": ODD["vocab_size"]}
 # Three planes; numbers of neurons, windows and cutoffs that differ; tokens without embeddings of
@@ -630,6 +653,45 @@ CASES = {
         routed_scaling_factor=1.7,
         conv_L_cache=4,
     ),
+    "deepseek2moe": hf.DeepseekV2Config(
+        **DEEPSEEK | GROUPED | {"n_shared_experts": 2},
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+        rope_parameters=UNEQUAL,
+    ),
+    # As V2-Lite is.
+    "deepseek2moe-lite": hf.DeepseekV2Config(
+        **DEEPSEEK | ODD | {"q_lora_rank": None}, rope_parameters=MSCALE
+    ),
+    "deepseek3moe": hf.DeepseekV3Config(**DEEPSEEK | GROUPED | ODD, rope_parameters=MSCALE),
+    "deepseek3moe-other-epsilon": hf.DeepseekV3Config(
+        **DEEPSEEK | {"n_shared_experts": 2, "first_k_dense_replace": 0},
+        n_group=1,
+        topk_group=1,
+        rms_norm_eps=1e-3,
+        rope_interleave=False,
+        norm_topk_prob=False,
+    ),
+    "glm47moe": hf.Glm4MoeLiteConfig(**DEEPSEEK | {"v_head_dim": 16, "rms_norm_eps": 1e-6}),
+    "mistral4moe": hf.Mistral4Config(
+        **DEEPSEEK | {"first_k_dense_replace": 0},
+        rope_parameters=GROWING | {"partial_rotary_factor": 0.4},
+    ),
+    "minicpm3": hf.MiniCPM3Config(
+        **LATENT | {"v_head_dim": None},
+        dim_model_base=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 1.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.5, 2.0, 3.0, 5.0],
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "minicpm3-plain": hf.MiniCPM3Config(
+        **LATENT | UNTIED, scale_depth=None, scale_emb=3, dim_model_base=None
+    ),
     "qwen3moe-first-dense": hf.Qwen3MoeConfig(
         **MOE | TIED,
         head_dim=16,
@@ -731,7 +793,8 @@ _STOCK = """
     nemotron-h falcon-h1 falcon-h1-norm mixtral olmoe qwen2moe qwen3moe granitemoe cohere2moe
     cohere2moe-average glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
     minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe erniemoe seed-oss gemma stablelm
-    stablelm-parallel gpt-neox phi2 hunyuan hunyuanmoe
+    stablelm-parallel gpt-neox phi2 hunyuan hunyuanmoe deepseek2moe-lite deepseek3moe glm47moe
+    mistral4moe
 """
 STOCK = _STOCK.split()
 
@@ -778,6 +841,11 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("dotsmoe-window", "has 4 heads of keys, this model 2"),
         ("seed-oss-biases", "has no attn_output.bias"),
         ("gpt-neox-sequential", "computes GELU, this model is relu"),
+        (
+            "deepseek2moe",
+            "groups of experts by their two largest scores, this model by the largest",
+        ),
+        ("minicpm3", "has keys and values of all heads in one matrix"),
         ("lfm2moe-plain", "divides the weights of experts by their sum and does not scale them"),
     ],
 )
@@ -1235,6 +1303,10 @@ REFUSED = {
     ),
     "qk_layernorm is True": ("stablelm", {"qk_layernorm": True}),
     "rope_parameters.alpha is -1": ("hunyuan", rope(ALPHA, alpha=-1.0)),
+    "topk_method is 'noaux_tc'": ("deepseek2moe", {"topk_method": "noaux_tc"}),
+    "num_key_value_heads is 2, wanted 4": ("deepseek3moe", {"num_key_value_heads": 2}),
+    r"kv_b_proj.weight' is \[88, 20\], wanted \[92, 20\]": ("deepseek3moe", {"v_head_dim": 11}),
+    "q_lora_rank is 28, wanted none: attention over latent": ("deepseek3moe", of_class("Glm4Moe")),
     "logits_scaling is 0": ("granite", {"logits_scaling": 0.0}),
     "embedding_multiplier is 2.0": ("granite", of_class("Llama", embedding_multiplier=2.0)),
 }

@@ -40,7 +40,7 @@ from hotsplit.system.sizes import format_bytes, parse_bytes, size_words
 CARD = "rtx-4060-8gb"
 SPEED = re.compile(r"  this plan +([\d,]+\.\d) tokens/s")
 # With each kind of layer that they have, or as many as a key lists.
-FEW_LAYERS = {"qwen35": 4, "qwen35moe": 4, "gemma4": 12, "lfm2": 16, "lfm2moe": 24}
+FEW_LAYERS = {"deepseek2": 4, "qwen35": 4, "qwen35moe": 4, "gemma4": 12, "lfm2": 16, "lfm2moe": 24}
 
 
 @pytest.fixture(autouse=True)
@@ -380,7 +380,7 @@ def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
 @pytest.mark.parametrize(
     "name, more, words",
     [
-        ("DeepSeek-V3", (), "MLA"),
+        ("granite-4.0-h", (), "recurrent"),
         ("Qwen3-8B", ("-c", "10000000"), "the model has up to"),
         ("Qwen3-8B", ("--activation", "foo"), "activation 'foo'"),
     ],

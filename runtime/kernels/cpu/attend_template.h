@@ -3,7 +3,7 @@
 //
 // Each rows_<level>.cpp defines store_sums(a, b, c, d, y): y[0..3] = sum(a), sum(b), sum(c), sum(d).
 
-// Rows unpacked at a time: at most 16 * MAX_HEAD_WIDTH floats, which fit into L1.
+// Rows unpacked at a time: at most 16 * MAX_HEAD_WIDTH floats, which fit into L1 or, of the widest, nearly.
 constexpr int64_t TILE = 16;
 
 template <class Format>
@@ -75,7 +75,7 @@ inline void mix_tile(const float* tile, const float* weight, int64_t stride, int
 // Calls body(position, tile) for every tile of the rows in `runs` that a query attends to.
 template <class Format, class Body>
 inline void each_tile(const AttendPart& a, const uint8_t* const* runs, const int64_t* place,
-                      int64_t stride, const Body& body) {
+                      int64_t stride, int64_t W, const Body& body) {
     alignas(64) float tile[TILE * MAX_HEAD_WIDTH];
     for (int64_t start = 0; start < a.n; start += a.run) {
         const int64_t length = a.n - start < a.run ? a.n - start : a.run;
@@ -83,9 +83,9 @@ inline void each_tile(const AttendPart& a, const uint8_t* const* runs, const int
         for (int64_t c = 0; c < length; c += TILE) {
             if (start + c + TILE <= a.first) continue;
             if (place)
-                unpack_tile<Format>(first, place + c, stride, length - c, a.W, tile);
+                unpack_tile<Format>(first, place + c, stride, length - c, W, tile);
             else
-                unpack_tile<Format>(first + c * stride, nullptr, stride, length - c, a.W, tile);
+                unpack_tile<Format>(first + c * stride, nullptr, stride, length - c, W, tile);
             body(start + c, tile);
         }
     }
@@ -115,7 +115,7 @@ inline void prefetch_values(const AttendPart& a, int64_t c) {
 template <class Format>
 void weigh_keys(const AttendPart& a) {
     const int64_t padded = padded_head(a.W), room = padded_part(a.n);
-    each_tile<Format>(a, a.key, a.key_place, a.key_bytes, [&](int64_t c, const float* tile) {
+    each_tile<Format>(a, a.key, a.key_place, a.key_bytes, a.W, [&](int64_t c, const float* tile) {
         if (a.value_place) prefetch_values(a, c);
         in_steps<4, 3, 2, 1>(0, a.num_queries, [&](auto count, int64_t q) {
             score_tile<count>(tile, a.query + q * padded, padded, a.scores.scale,
@@ -133,9 +133,9 @@ void weigh_keys(const AttendPart& a) {
 
 template <class Format>
 void mix_values(const AttendPart& a) {
-    const int64_t padded = padded_head(a.W), room = padded_part(a.n);
+    const int64_t W = a.value_width, padded = padded_head(W), room = padded_part(a.n);
     for (int64_t i = 0; i < a.num_queries * padded; ++i) a.out[i] = 0.0f;
-    each_tile<Format>(a, a.value, a.value_place, a.value_bytes, [&](int64_t c, const float* tile) {
+    each_tile<Format>(a, a.value, a.value_place, a.value_bytes, W, [&](int64_t c, const float* tile) {
         in_steps<4, 3, 2, 1>(0, a.num_queries, [&](auto count, int64_t q) {
             mix_tile<count>(tile, a.score + q * room + c, room, padded, a.out + q * padded);
         });

@@ -34,11 +34,12 @@ class Attention {
             if (!layer->attention.num_heads) continue;
             use(layer->attention);
             const int64_t own = parts_of_row(layer->attention) * H;
-            const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(own * padded * sizeof(float));
+            const int64_t fitting =
+                PARTS_BYTES / static_cast<int64_t>(own * padded_value * sizeof(float));
             rows_at_once = std::min(rows_at_once, std::max<int64_t>(1, fitting));
             most_parts = std::max(most_parts, own);
             most_queries = std::max(most_queries, H * padded);
-            most_sums = std::max(most_sums, own * padded);
+            most_sums = std::max(most_sums, own * padded_value);
             most_heads = std::max(most_heads, K);
         }
         query = arena.take<float>(rows_at_once * most_queries);
@@ -51,7 +52,12 @@ class Attention {
     // Sets the layer of the following calls.
     void use(const HsAttention& l) {
         W = l.head_dim, H = l.num_heads, K = l.num_kv_heads, G = H / K, padded = padded_head(W);
-        key_bytes = cache_row_bytes(s.key_kind, W), value_bytes = cache_row_bytes(s.value_kind, W);
+        V = value_size(l), padded_value = padded_head(V), together = turned_together(l);
+        are_in_keys = l.value_width, value_kind = are_in_keys ? s.key_kind : s.value_kind;
+        is_value_rotated = are_in_keys ? s.is_key_rotated : s.is_value_rotated;
+        key_bytes = cache_row_bytes(s.key_kind, W);
+        value_bytes = are_in_keys ? key_bytes : cache_row_bytes(value_kind, V);
+        values = are_in_keys ? l.key + cache_row_bytes(s.key_kind, W - V) : l.value;
         chunk_rows = std::max<int64_t>(1, SHARING_QUERIES / G);
         window = l.window ? std::min(l.window, s.context_length) : s.context_length;
         table = s.table + l.table;
@@ -78,7 +84,7 @@ class Attention {
     int64_t position(int64_t t) const { return places[t].position; }
     int64_t number(int64_t t) const { return places[t].row; }  // index of computed row t in the step
 
-    // Stores key and value [K, W] of row t in all their places.
+    // Stores key and value [K, W] of row t in all their places; no value, if values are in the keys.
     void append(const HsAttention& l, int64_t t, const float* key, const float* value) {
         append(l, places[t], key, value);
         for (int64_t i = 0; i < num_copies; ++i)
@@ -105,7 +111,7 @@ class Attention {
         });
     }
 
-    // Attends with the heads of qkv [T, stride]; writes `out` [T, H * W], multiplied by the sigmoids of `gates` of
+    // Attends with the heads of qkv [T, stride]; writes `out` [T, H * V], multiplied by the sigmoids of `gates` of
     // the same shape, if any.
     void run(const HsAttention& l, const float* qkv, int64_t stride, const float* gates, Operand& out) {
         gate = gates;
@@ -153,7 +159,7 @@ class Attention {
         for (int64_t k = 0; k < K; ++k) {
             const int64_t at = first + k * table->block_length;
             store_cache_row(s.key_kind, key + k * W, W, l.key + at * key_bytes);
-            store_cache_row(s.value_kind, value + k * W, W, l.value + at * value_bytes);
+            if (value) store_cache_row(value_kind, value + k * W, W, l.value + at * value_bytes);
         }
     }
 
@@ -198,7 +204,8 @@ class Attention {
                 attend(l, chunk[c], i / own, i % own, t0);
             }
         });
-        split((t1 - t0) * H * parts * padded * 4, (t1 - t0) * H, 1, 4, [&](int64_t i0, int64_t i1) {
+        split((t1 - t0) * H * parts * padded_value * 4, (t1 - t0) * H, 1, 4,
+              [&](int64_t i0, int64_t i1) {
             int64_t c = 0;
             for (int64_t i = i0; i < i1; ++i) {
                 while (chunk[c].begin + chunk[c].count <= t0 + i / H) ++c;
@@ -242,7 +249,7 @@ class Attention {
             l.window ? std::max<int64_t>(0, begin_of(places[c.begin].position) - begin) : 0;
         for (int64_t i = seen / run; !c.is_selected && i * run < n; ++i) {
             const int64_t from = place_of(places[c.begin].sequence, begin + i * run) + kv_head * length;
-            key[i] = l.key + from * key_bytes, value[i] = l.value + from * value_bytes;
+            key[i] = l.key + from * key_bytes, value[i] = values + from * value_bytes;
         }
         for (int64_t q = 0; q < queries; ++q)
             count[q] = static_cast<int32_t>(
@@ -258,12 +265,12 @@ class Attention {
         if (score.size() < static_cast<size_t>(queries * PART)) score.resize(queries * PART);
         a.key = key.data(), a.value = value.data(), a.run = run;
         a.key_bytes = key_bytes, a.value_bytes = value_bytes;
-        a.n = n, a.W = W, a.num_queries = queries, a.count = count.data();
+        a.n = n, a.W = W, a.value_width = V, a.num_queries = queries, a.count = count.data();
         a.query = query + ((c.begin - t0) * H + kv_head * queries) * padded;
         a.scores = l.scores, a.score = score.data();
-        a.top = top + at, a.total = total + at, a.out = mixed + at * padded;
+        a.top = top + at, a.total = total + at, a.out = mixed + at * padded_value;
         kernels().weigh_keys[s.key_kind](a);
-        kernels().mix_values[s.value_kind](a);
+        kernels().mix_values[value_kind](a);
     }
 
     // Finds the keys and values at n positions: sets `key` and `value`, and returns the offset of
@@ -276,7 +283,7 @@ class Attention {
         const bool is_run =
             position[n - 1] - position[0] == n - 1 && position[0] / length == position[n - 1] / length;
         const int64_t first = is_run ? at(0) : 0;
-        key = l.key + first * key_bytes, value = l.value + first * value_bytes;
+        key = l.key + first * key_bytes, value = values + first * value_bytes;
         if (is_run) return nullptr;
         static thread_local std::array<int64_t, PART> place;
         for (int64_t i = 0; i < n; ++i) {
@@ -298,22 +305,25 @@ class Attention {
         auto at = [&](int64_t part) { return sums_at(c, head / G, part, t0) + within; };
         float largest = top[at(begin)], sum = 0.0f;
         for (int64_t p = begin + 1; p < end; ++p) largest = std::max(largest, top[at(p)]);
-        float* out = heads.row(t) + head * W;
-        std::fill_n(out, W, 0.0f);
+        float* out = heads.row(t) + head * V;
+        std::fill_n(out, V, 0.0f);
         for (int64_t p = begin; p < end; ++p) {
             const float share = std::exp(top[at(p)] - largest);
             sum += share * total[at(p)];
-            for (int64_t i = 0; i < W; ++i) out[i] += share * mixed[at(p) * padded + i];
+            for (int64_t i = 0; i < V; ++i) out[i] += share * mixed[at(p) * padded_value + i];
         }
-        finish_sums(scores, head, largest, out, W, sum);
-        for (int64_t i = 0; i < W; ++i) out[i] /= sum;
-        if (s.is_value_rotated) turn_by_hadamard(out, W);
-        if (gate) kernels().gate_by(out, gate + (t * H + head) * W, W);
+        finish_sums(scores, head, largest, out, V, sum);
+        for (int64_t i = 0; i < V; ++i) out[i] /= sum;
+        if (is_value_rotated) turn_by_hadamard(out, V, together);
+        if (gate) kernels().gate_by(out, gate + (t * H + head) * V, V);
     }
 
     const HsStep& s;
-    int64_t W = 0, H = 0, K = 0, G = 0, padded = 0, key_bytes = 0, value_bytes = 0, chunk_rows = 0;
-    int64_t window = 0;
+    int64_t W = 0, V = 0, H = 0, K = 0, G = 0, padded = 0, padded_value = 0, together = 0;
+    int64_t key_bytes = 0, value_bytes = 0, chunk_rows = 0, window = 0;
+    bool are_in_keys = false, is_value_rotated = false;
+    int32_t value_kind = 0;
+    const uint8_t* values = nullptr;
     const HsTable* table = nullptr;
     HsScores scores = {};
     const float* gate = nullptr;

@@ -2,7 +2,7 @@
 // first five kinds. stored_rows.py is the bit-identical reference in torch.
 //
 // A rotated cache stores H x for x, where H is the orthonormal Hadamard matrix over the largest
-// power of two that divides W. Dot products of rotated keys and queries are unchanged, and weighted
+// power of two that divides W (and the place of values that are a part of keys). Dot products of rotated keys and queries are unchanged, and weighted
 // sums of values are rotated back by the same product (H H = 1). Rotation spreads outliers, which
 // would otherwise determine the scale of their block (QuaRot, Ashkboos et al. 2024).
 #pragma once
@@ -105,9 +105,8 @@ inline void store_cache_row(int32_t kind, const float* x, int64_t W, uint8_t* to
     }
 }
 
-// x [W] = H x in place: a fast Walsh-Hadamard transform per block.
-inline void turn_by_hadamard(float* x, int64_t W) {
-    const int64_t block = W & -W;
+// x [W] = H x in place: a fast Walsh-Hadamard transform per block, a power of two that divides W.
+inline void turn_by_hadamard(float* x, int64_t W, int64_t block) {
     const float scale = 1.0f / std::sqrt(static_cast<float>(block));
     for (int64_t half = 1; half < block; half *= 2)
         for (int64_t i = 0; i < W; i += 2 * half)

@@ -292,16 +292,16 @@ using Quantise = void(const Input& x, int64_t D);
 // Queries that share a key-value head, over n positions of the cache; each attends to the first
 // `count`.
 struct AttendPart {
-    const uint8_t *const *key, *const *value;  // runs of rows of W values each
+    const uint8_t *const *key, *const *value;  // runs of rows
     int64_t run;                               // rows of a run, a multiple of 16 if there are several
     int64_t key_bytes, value_bytes;            // of a row
-    int64_t n, W, num_queries;
+    int64_t n, W, value_width, num_queries;    // values of a key and of a value
     const int32_t* count;  // [num_queries] the number of rows that a query attends to, 0 .. n
     const float* query;    // [num_queries, padded_head(W)], zeros after W
     HsScores scores;
     float* score;        // [num_queries, padded_part(n)], scratch
     float *top, *total;  // [num_queries] the largest score; the sum of exp(score - top)
-    float* out;          // [num_queries, padded_head(W)] the sum of exp(score - top) * value
+    float* out;          // [num_queries, padded_head(value_width)] the sum of exp(score - top) * value
     // [n] the row of each position in the only run, in any order; null: rows are in order.
     const int64_t *key_place = nullptr, *value_place = nullptr;
     // With a window: [num_queries] the first row that a query attends to, 0 .. its count, and the
@@ -312,7 +312,7 @@ struct AttendPart {
 // weigh_keys writes `score`, `top` and `total`, then mix_values sums the values into `out`. There
 // are two functions because keys and values may be of different kinds.
 using Attend = void(const AttendPart& part);
-constexpr int64_t MAX_HEAD_WIDTH = 512;
+constexpr int64_t MAX_HEAD_WIDTH = 576;  // a latent of 512 and 64 that rotate (DeepSeek)
 inline int64_t padded_head(int64_t W) { return (W + 31) / 32 * 32; }
 inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 

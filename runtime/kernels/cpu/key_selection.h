@@ -167,7 +167,7 @@ class Selector {
     // Rotates r [W] in place, unless the cache stores rotated keys, and stores its code; returns
     // the factor.
     float store_code(float* r, uint8_t* to) const {
-        if (!s.is_key_rotated) turn_by_hadamard(r, W);
+        if (!s.is_key_rotated) turn_by_hadamard(r, W, W & -W);
         float squares = 0.0f, along = 0.0f;
         for (int64_t i = 0; i < W; ++i) squares += r[i] * r[i];
         const float step = CODE_STEP * std::sqrt(squares / static_cast<float>(W));
@@ -320,7 +320,7 @@ class Selector {
         room.dot.resize(G * B), room.score.resize(G * m), room.turned.resize(W);
         for (int64_t g = 0; g < G; ++g) {
             std::copy_n(query + g * stride, W, room.turned.data());
-            if (!s.is_key_rotated) turn_by_hadamard(room.turned.data(), W);
+            if (!s.is_key_rotated) turn_by_hadamard(room.turned.data(), W, W & -W);
             int8_t* own = room.query.data() + g * Wp;
             const float unit = store_query(room.turned.data(), 1, false, own);
             // A code c is stored as bits = c + 2, so c + 1/2 = (2 bits - 3) / 2.

@@ -143,9 +143,9 @@ bool attend_alike() {
             for (float& own : score) own = NAN;
             const uint8_t* run[] = {weight};
             const int32_t count[G] = {ROWS, ROWS - 1};
-            const AttendPart part = {
-                run,   run, ROWS,  2 * D,   2 * D, ROWS, width, G, count, query, {scale[kind], 0.0f},
-                score, top, total, y[which]};
+            const AttendPart part = {run,   run,   ROWS,  2 * D,   2 * D, ROWS,
+                                     width, width, G,     count,   query, {scale[kind], 0.0f},
+                                     score, top,   total, y[which]};
             both[which]->weigh_keys[kind](part);
             both[which]->mix_values[kind](part);
             for (int64_t g = 0; g < G; ++g) y[which][G * PADDED + g] = top[g] + total[g];

@@ -67,7 +67,8 @@ class Chooser {
         return best;
     }
 
-    // Takes the experts of all groups but those whose two largest sum to most out of the choice.
+    // Takes the experts of all groups but those whose two largest sum to most, or with the largest one, out of the
+    // choice.
     void keep_groups() const {
         const int64_t size = E / r.num_groups;
         float best[MAX_GROUPS];
@@ -80,7 +81,7 @@ class Chooser {
                 else if (*c > second)
                     second = *c;
             }
-            best[g] = first + second;
+            best[g] = r.groups_by_largest ? first : first + second;
         }
         for (int64_t i = 0; i < r.num_used_groups; ++i)
             is_used[take_largest(best, r.num_groups)] = true;

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "latent.h"
 #include "operation.h"
 #include "step_clock.h"
 
@@ -140,7 +141,8 @@ struct Work {
           neurons(arena, step.width, step.num_neurons, step.max_rows, by_output_forms(step),
                   needs_all_gates(step)),
           experts(arena, ExpertSizes(step), step.width, step.max_rows, neurons),
-          attention(step, arena) {
+          attention(step, arena),
+          latent(step, arena) {
         const int64_t D = step.width, R = step.max_rows;
         const uint32_t forms = forms_of(step);
         const UsedValues used(step);
@@ -169,6 +171,7 @@ struct Work {
     Neurons neurons;
     Experts experts;
     Attention attention;
+    LatentProjections latent;
     int64_t num_pairs;               // of the widest head
     float *qkv, *cos, *sin, *named;  // cos, sin: [num_rotaries, max_rows, num_pairs]
     float* gates;                    // [max_rows, H W]
@@ -355,11 +358,16 @@ class Step {
     void attention(const HsAttention& l, Operand& input, float* out) {
         turn(l);
         clock.ended(TIMED_OTHER);
-        project(l.input, num_inputs(l), input, w.qkv, qkv_size(l));
+        if (l.latent)
+            w.latent.project(l, input, T, w.qkv);
+        else
+            multiply(l.input, num_inputs(l), input, T, w.qkv, qkv_size(l));
         clock.ended(TIMED_INPUTS);
         attend(l, w.qkv, w.heads_out);
-        if (s.seen_heads) std::copy_n(w.heads_out.f32, T * w.heads_out.size, s.seen_heads);
-        project(&l.output, 1, w.heads_out, out, D);
+        Operand& heads = l.latent ? w.latent.outputs(l, w.heads_out, T) : w.heads_out;
+        if (s.seen_heads) std::copy_n(heads.f32, T * heads.size, s.seen_heads);
+        multiply(&l.output, 1, heads, T, out, D);
+        s.attention_bytes += bytes_of_projections(l);
         clock.ended(TIMED_OUTPUT);
     }
 
@@ -371,7 +379,7 @@ class Step {
         rows(4 * num_values, [&](int64_t t) {
             float* values = qkv + t * num_values;
             const float* own = prepare_heads(l, row_of_heads(l, t), values);
-            if (own) w.attention.append(l, t, values + heads_size(l), own);
+            if (own_heads(l)) w.attention.append(l, t, values + queries_size(l), own);
         });
         if (own_heads(l)) w.attention.summarise(l);
         w.attention.run(l, qkv, num_values, has_gates(l) ? w.gates : nullptr, heads);
@@ -391,10 +399,14 @@ class Step {
                 w.raw_keys + t * raw_keys_size(l)};
     }
 
-    // Multiplies x by attention's matrices, y [T, stride].
-    void project(const HsMatrix* matrix, int count, Operand& x, float* y, int64_t stride) {
-        multiply(matrix, count, x, T, y, stride);
-        for (int m = 0; m < count; ++m) s.attention_bytes += matrix[m].num_rows * row_bytes(matrix[m]);
+    // Bytes of attention's matrices.
+    static int64_t bytes_of_projections(const HsAttention& l) {
+        int64_t found = l.output.num_rows * row_bytes(l.output);
+        for (const HsMatrix& m : l.input) found += m.data ? m.num_rows * row_bytes(m) : 0;
+        if (!l.latent) return found;
+        for (const HsMatrix& m : {l.latent->query, l.latent->key, l.latent->value})
+            found += m.data ? m.num_rows * row_bytes(m) : 0;
+        return found;
     }
 
     // Runs a block of a layer's neurons. The first one prepares the layer's bits.
@@ -503,16 +515,18 @@ bool fits(const HsAttention& l, const HsStep& s) {
     if (!heads_fit(l)) return false;
     for (int32_t kind : {s.key_kind, s.value_kind})
         if (l.head_dim % block_values(kind)) return false;
+    if (value_size(l) % block_values(s.key_kind)) return false;
     if (l.rotary >= s.num_rotaries) return false;
     const int64_t rotated = l.rotary < 0 ? 0 : s.rotary[l.rotary].head_width;
     if (rotated > l.head_dim) return false;
+    if (l.latent) return latent_fits(l, s.width) && l.key;
     const int64_t kv = l.num_kv_heads * l.head_dim;
     int64_t outputs[] = {num_inputs(l) == 1 ? qkv_size(l) : query_rows(l), kv, kv, kv};
     if (l.gate_width) outputs[1 + l.num_kv_projections] = l.num_heads * l.gate_width;
     for (int m = 0; m < num_inputs(l); ++m)
         if (!fits(l.input[m], outputs[m], s.width)) return false;
     if (l.input[0].data && !fits(l.output, s.width, heads_size(l))) return false;
-    return l.key && l.value;
+    return l.key && (l.value || l.value_width);
 }
 
 bool fits(const HsPredictor& p, int64_t num_neurons, const HsStep& s) {

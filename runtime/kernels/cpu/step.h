@@ -84,7 +84,7 @@ struct HsRoute {
     int64_t num_used, num_groups, num_used_groups;
     int32_t gating, renormalises;
     float scale;
-    int32_t unused;
+    int32_t groups_by_largest;  // a group counts by its largest score, not by its two largest
 };
 
 // The experts of a layer. `first` is the first one; the matrices of each other one follow those of the

@@ -35,7 +35,8 @@ def choose_experts(
         choice_TE = choice_TE.nan_to_num(nan=-torch.inf, posinf=torch.inf)
         if spec.num_groups > 1:
             choice_TGE = choice_TE.unflatten(1, (spec.num_groups, -1))
-            sum_TG = choice_TGE.topk(2, dim=2).values.sum(dim=2)
+            num_best = 1 if spec.groups_by_largest else 2
+            sum_TG = choice_TGE.topk(num_best, dim=2).values.sum(dim=2)
             is_used_TG = torch.zeros_like(sum_TG, dtype=torch.bool)
             is_used_TG.scatter_(1, _largest(sum_TG, spec.num_used_groups), True)
             choice_TE = choice_TGE.masked_fill(~is_used_TG[:, :, None], -torch.inf).flatten(1)
@@ -72,6 +73,7 @@ def choose_experts(
             NUM_GROUPS=spec.num_groups,
             NUM_USED_GROUPS=spec.num_used_groups,
             GROUPS_BLOCK=power_of_2(spec.num_groups),
+            BY_LARGEST=spec.groups_by_largest,
             GATING=spec.gating,
             RENORMALISES=spec.renormalises,
             num_warps=max(1, min(NUM_WARPS, block // 32)),
@@ -101,16 +103,19 @@ def _in_groups(
     NUM_GROUPS: tl.constexpr,
     NUM_USED_GROUPS: tl.constexpr,
     GROUPS_BLOCK: tl.constexpr,
+    BY_LARGEST: tl.constexpr,
 ):
-    """Mask of the experts of the groups whose two largest values sum to most."""
+    """Mask of the experts of the groups whose two largest values sum to most, or with the largest
+    one."""
     own_E = column_E // (NUM_EXPERTS // NUM_GROUPS)
     group_G = tl.arange(0, GROUPS_BLOCK)
     sum_G = tl.full([GROUPS_BLOCK], float("-inf"), tl.float32)
     for group in range(NUM_GROUPS):
         value_E = tl.where(own_E == group, choice_E, float("-inf"))
-        first = _first_largest(value_E, column_E, BLOCK)
-        others_E = tl.where(column_E == first, float("-inf"), value_E)
-        total = tl.max(value_E, axis=0) + tl.max(others_E, axis=0)
+        total = tl.max(value_E, axis=0)
+        if not BY_LARGEST:
+            first = _first_largest(value_E, column_E, BLOCK)
+            total += tl.max(tl.where(column_E == first, float("-inf"), value_E), axis=0)
         sum_G = tl.where(group_G == group, total, sum_G)
     is_used_E = column_E < 0
     for _ in range(NUM_USED_GROUPS):
@@ -135,6 +140,7 @@ def _choose_experts(
     NUM_GROUPS: tl.constexpr,
     NUM_USED_GROUPS: tl.constexpr,
     GROUPS_BLOCK: tl.constexpr,
+    BY_LARGEST: tl.constexpr,
     GATING: tl.constexpr,
     RENORMALISES: tl.constexpr,
 ):
@@ -154,7 +160,14 @@ def _choose_experts(
     choice_E = tl.where(in_row_E & (choice_E == choice_E), choice_E, float("-inf"))
     if NUM_GROUPS > 1:
         is_used_E = _in_groups(
-            choice_E, column_E, NUM_EXPERTS, BLOCK, NUM_GROUPS, NUM_USED_GROUPS, GROUPS_BLOCK
+            choice_E,
+            column_E,
+            NUM_EXPERTS,
+            BLOCK,
+            NUM_GROUPS,
+            NUM_USED_GROUPS,
+            GROUPS_BLOCK,
+            BY_LARGEST,
         )
         choice_E = tl.where(is_used_E, choice_E, float("-inf"))
     place_K = tl.arange(0, USED_BLOCK)

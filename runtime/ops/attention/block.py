@@ -14,9 +14,21 @@ from hotsplit.runtime.weights.matrix import Linear
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentMatrices:
+    """The second matrices of latent attention, those of all heads one after another, and its
+    norms."""
+
+    query: Linear | None
+    key: Linear  # [H C, N]
+    value: Linear  # [H V, C]
+    query_norm: Norm | None
+    key_norm: Norm
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attention:
     """A loaded block of attention: its spec has all numbers. `inputs`: the matrices of query, key,
-    value and gate, or one matrix for several."""
+    value and gate, or one matrix for several; or the first ones of latent attention."""
 
     spec: AttentionSpec
     inputs: tuple[Linear, ...]
@@ -26,6 +38,7 @@ class Attention:
     vectors: Vectors  # those of the spec's `vectors`, by its names
     cache: LayerCache
     rotary: Rotary | None  # on the cache's device; layers with equal ones share the object
+    latent: LatentMatrices | None = None
 
     @property
     def widths(self) -> tuple[int, int]:

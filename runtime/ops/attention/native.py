@@ -6,9 +6,10 @@ from ctypes import Array, Structure, c_float, c_int32, c_int64, c_void_p
 import torch
 
 from hotsplit.model.attention import KEY_NORM, QUERY_NORM, Heads, Scores
+from hotsplit.model.attention import Attention as Spec
 from hotsplit.options.key_selection import SUMMARIES, KeySelection
 from hotsplit.runtime.cache.block_table import BlockTable
-from hotsplit.runtime.ops.attention.block import Attention
+from hotsplit.runtime.ops.attention.block import Attention, LatentMatrices
 from hotsplit.runtime.ops.attention.rotary import Rotaries
 from hotsplit.runtime.ops.norm import NormStruct, norm_struct
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs, fields_of, members
@@ -20,12 +21,19 @@ class ScoresStruct(Structure):
     _fields_ = [*fields_of(Scores)]
 
 
+class LatentStruct(Structure):
+    _fields_ = [
+        *members(MatrixStruct, "query key value"),
+        *members(NormStruct, "query_norm key_norm"),
+    ]
+
+
 class AttentionStruct(Structure):
     _fields_ = [
         *members(NormStruct, "query_norm key_norm"),
         ("input", MatrixStruct * 4),
         ("output", MatrixStruct),
-        *members(c_void_p, "key value summary code summary_unit code_factor"),
+        *members(c_void_p, "latent key value summary code summary_unit code_factor"),
         ("scores", ScoresStruct),
         *members(c_int32, "rotary table"),
         *fields_of(Heads),
@@ -75,7 +83,21 @@ def attention_struct(
     if projects:
         struct.input = (MatrixStruct * 4)(*map(structs.linear, attention.inputs))
         struct.output = structs.linear(attention.output)
+        if attention.latent is not None:
+            struct.latent = structs.address(_latent_struct(structs, spec, attention.latent))
     return struct
+
+
+def _latent_struct(structs: Structs, spec: Spec, own: LatentMatrices) -> LatentStruct:
+    assert spec.latent is not None
+    rank, size = spec.latent.query_rank, spec.latent.size
+    return LatentStruct(
+        query=MatrixStruct() if own.query is None else structs.linear(own.query),
+        key=structs.linear(own.key),
+        value=structs.linear(own.value),
+        query_norm=norm_struct(structs, own.query_norm, *([] if rank is None else [rank])),
+        key_norm=norm_struct(structs, own.key_norm, size),
+    )
 
 
 class Tables:

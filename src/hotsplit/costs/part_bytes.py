@@ -223,7 +223,9 @@ def kv_bytes(
     types, attention = types or CacheTypes.of(model.kv_kind), model.spec.layers[layer].attention
     if attention is None or layer not in model.spec.storing:
         return 0
-    return attention.num_kv_heads * types.head_bytes(num_positions, attention.head_dim)
+    return attention.num_kv_heads * types.head_bytes(
+        num_positions, attention.head_dim, stores_values=attention.stores_values
+    )
 
 
 def kv_read(
@@ -238,7 +240,9 @@ def kv_read(
     positions = context_length / 2
     if attention.window is not None:
         positions = min(positions, attention.window)
-    return states + attention.num_kv_heads * types.read_bytes(positions, attention.head_dim)
+    return states + attention.num_kv_heads * types.read_bytes(
+        positions, attention.head_dim, stores_values=attention.stores_values
+    )
 
 
 def cache_bytes(

@@ -47,13 +47,28 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadRows:
+    """The matrices of the heads of a tensor [H, N, M]: of each `total` rows of the checkpoint's
+    tensor that `name_of` calls `source`, of `width` columns, rows `begin` .. `end` - 1, or their
+    columns if it `is_turned`."""
+
+    source: str
+    begin: int
+    end: int
+    total: int
+    width: int
+    is_turned: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sources:
     """Where a checkpoint's tensors are not those of a model file.
 
     renamed: llama.cpp's map of names, as it is for this family. rows: an entry for each tensor
     whose rows are reordered, by its name within a layer or, for tensors outside the layers, by its
     full name. columns: the same for the columns of a matrix: column c of the model file is the
-    checkpoint's column `columns[name][c]`. constants: tensors whose names end so are not in the
+    checkpoint's column `columns[name][c]`. heads: an entry for each tensor with a matrix of each
+    head, by its name within a layer. constants: tensors whose names end so are not in the
     checkpoint and have this value everywhere. changes: of the values of tensors whose names end so;
     the first that matches counts. factors: of the rows of matrices, by name within a layer, which a
     model file has multiplied by them. ignored: suffixes of the names of tensors that are left out;
@@ -62,6 +77,7 @@ class Sources:
     renamed: Callable[[NameOf], NameOf] = field(default=lambda name_of: name_of, compare=False)
     rows: Mapping[str, Rows] = field(default_factory=dict)
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    heads: Mapping[str, HeadRows] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
     changes: Mapping[str, ValueChange] = field(default_factory=dict)
     factors: Mapping[str, np.ndarray] = field(default_factory=dict)

@@ -227,7 +227,8 @@ def _yarn(p: Parameters) -> Scaled:
 def _longrope(p: Parameters) -> Scaled:
     """Longrope, of a model that was trained on texts of `original_max_position_embeddings` tokens
     first; its magnitude is as in transformers (modeling_rope_utils.py)."""
-    length = p.whole.count("original_max_position_embeddings")
+    key = "original_max_position_embeddings"
+    length = (p.own if p.own.values.get(key) else p.whole).count(key)
     factor = p.own.positive("factor", p.context_length / length)
     magnitude = 1.0
     if factor > 1.0:

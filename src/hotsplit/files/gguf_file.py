@@ -134,6 +134,22 @@ def row_range(entry: TensorEntry, begin: int, end: int) -> TensorEntry:
     return replace(entry, shape=shape, read_rows=read_rows, packed_from=packed_from)
 
 
+def joined_rows(entry: TensorEntry) -> TensorEntry:
+    """Matrices of one tensor, [H, N, M], as one with the rows of all, [H N, M]."""
+    count, num_rows, width = entry.shape
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        first, last = start // num_rows, -(-stop // num_rows)
+        raw = entry.read_rows(first, last)
+        begin = first * num_rows
+        found: np.ndarray = raw.reshape(-1, raw.shape[-1])[start - begin : stop - begin]
+        return found
+
+    packed_from = entry.packed_from and joined_rows(entry.packed_from)
+    shape = (count * num_rows, width)
+    return replace(entry, shape=shape, read_rows=read_rows, packed_from=packed_from)
+
+
 def stacked(entries: Sequence[TensorEntry]) -> TensorEntry:
     """Matrices of one type and shape as one, numbered by its first dimension: a view if they lie at
     equal distances in a mapped file, otherwise copied when it is read."""

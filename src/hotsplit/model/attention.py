@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, fields
 
 from hotsplit.model.blocks import Kept, Norm
+from hotsplit.model.latent import Latent
 from hotsplit.model.rope import Rotary
 
 QUERY_NORM, KEY_NORM = "attn_q_norm", "attn_k_norm"
@@ -40,7 +41,9 @@ class Heads:
     """What becomes of queries, keys and values between their projection and the cache: HsAttention
     and its functions (kernels/cpu/heads.h), kernels/gpu/heads.py. `num_kv_projections`: 2, of keys
     and of values; 1, of keys, which are the values as they are before their norm and rotation
-    (Gemma 4); or 0, if keys and values are an earlier layer's. `window`: how many of the latest
+    (Gemma 4); or 0, if keys and values are an earlier layer's. `value_width`: values are so many of
+    the last values of the keys as the cache has them, and are not stored beside (latent attention).
+    `window`: how many of the latest
     tokens a token attends to, itself included; None for all. Queries at position p are multiplied
     by 1 + growth * log(1 + floor(p / growth_length)) after they rotate (Llama 4's temperature;
     transformers, modeling_ministral3.py), if these are given. The norm of each head is of all heads
@@ -56,6 +59,7 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     num_kv_projections: int = 2
+    value_width: int | None = None
     window: int | None = None
     growth_length: int | None = None
     gate_width: int = 0
@@ -72,11 +76,13 @@ class Attention(Heads, Scores):
     """Causal grouped-query attention. `head_norm`: the norm of each head of queries and keys.
     `biases`: names of the projections that have one. `source`: the layer before it whose keys and
     values it reads, as that layer has stored them, and has none of its own (Gemma 3n, the E-models
-    of Gemma 4)."""
+    of Gemma 4). `latent`: how queries and the only key are made, and outputs of what the heads sum
+    (DeepSeek)."""
 
     rotary: Rotary | None
     head_norm: Norm | None = None
     source: int | None = None
+    latent: Latent | None = None
     is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
     biases: frozenset[str] = frozenset()
     reads: str = "attn_in"
@@ -92,6 +98,11 @@ class Attention(Heads, Scores):
         """Its vectors, by the field that says of each that it has one."""
         each = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in each.items() if isinstance(value, HeadVector)}
+
+    @property
+    def stores_values(self) -> bool:
+        """False if its values are a part of its keys."""
+        return self.value_width is None
 
     @property
     def score_scale(self) -> float:
@@ -111,8 +122,14 @@ class Attention(Heads, Scores):
         return self.num_kv_heads * self.head_dim
 
     @property
+    def output_size(self) -> int:
+        """Values of a token that the output projection reads."""
+        width = self.head_dim if self.latent is None else self.latent.value_size
+        return self.num_heads * width
+
+    @property
     def qkv_size(self) -> int:
-        """Outputs of the input projections for a token, without gates."""
+        """Queries, keys and values of a token as far as they are projected, without gates."""
         return self.query_size + self.num_kv_projections * self.key_size
 
     @property
@@ -134,7 +151,9 @@ class Attention(Heads, Scores):
 
     @property
     def projections(self) -> dict[str, int]:
-        """Rows of each input projection, by name."""
+        """Rows of each matrix that multiplies the input, by name."""
+        if self.latent is not None:
+            return self.latent.inputs(self.num_heads)
         own = {"attn_gate": self.gate_size} if self.gate_width else {}
         if self.is_fused:
             return {"attn_qkv": self.qkv_size, **own}

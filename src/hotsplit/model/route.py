@@ -18,7 +18,7 @@ class Route:
         score_E = gating(W_ED x_D + bias_E), or the logits themselves if "softmax_of_chosen"
         chosen  = the `num_used` experts with the largest score_E + choice_bias_E; of equal ones the
                   first. With groups, only of the `num_used_groups` groups whose two largest sum to
-                  most.
+                  most, or with `groups_by_largest` whose largest is
         weight  = the scores of the chosen ("softmax_of_chosen": their softmax), divided by their
                   sum if `renormalises`, times `scale`, times the expert's own scale
 
@@ -36,6 +36,7 @@ class Route:
     has_own_scales: bool = False
     num_groups: int = 1
     num_used_groups: int = 1
+    groups_by_largest: bool = False  # DeepSeek-V2, arXiv 2405.04434
     reads: str = "ffn_in"
     writes: str = "routed"
 

@@ -76,7 +76,8 @@ class LayerSpec:
     def query_size(self) -> int:
         """Values of a token that the last product of the layer's mixer reads, of the last one if it
         has two; 0 without any."""
-        return self.mixers[-1].query_size if self.mixers else 0
+        last = self.mixers[-1] if self.mixers else None
+        return last.output_size if isinstance(last, Attention) else last.query_size if last else 0
 
     @cached_property
     def shared(self) -> Neurons | None:
@@ -215,6 +216,11 @@ class ModelSpec:
     def attentions(self) -> tuple[Attention, ...]:
         """The attention blocks, of the layers that have one."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def has_latents(self) -> bool:
+        """True if some layers attend to latents (model/latent.py)."""
+        return any(attention.latent is not None for attention in self.attentions)
 
     @property
     def has_states(self) -> bool:

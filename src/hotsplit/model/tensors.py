@@ -143,7 +143,9 @@ def _norm(norm: Norm) -> Shapes:
 def _attention(block: Attention, hidden_size: int) -> Shapes:
     rows = block.projections
     shapes: Shapes = {f"{name}.weight": (count, hidden_size) for name, count in rows.items()}
-    shapes["attn_output.weight"] = (hidden_size, block.query_size)
+    shapes["attn_output.weight"] = (hidden_size, block.output_size)
+    if block.latent is not None:
+        shapes |= block.latent.shapes(block.num_heads)
     shapes |= {f"{name}.weight": shape for name, shape in block.normed.items()}
     shapes |= {vector.name: (block.num_heads,) for vector in block.vectors.values()}
     sizes = {"attn_output": hidden_size, **rows}

@@ -15,6 +15,7 @@ _MIXTURES = "Qwen 3's and 3.6's mixtures and gpt-oss run"
 _SMALL = "a Qwen 3 or SmolLM of its size runs"
 _CONVERTED = "a copy that was converted to Llama's layout runs"
 _DRAFTS = "without -md, drafts come from the text or from the model's own draft block"
+_LATENTS = "DeepSeek V2 and V3, Kimi K2 and GLM 4.7 Flash run"
 _RECURRENT = "recurrent layers of this kind (Mamba, RWKV and the like) are not supported"
 _BY_NAME = f"""
 gemma4-assistant gemma4assistant gemma4_assistant gemma4unifiedassistant gemma4_unified_assistant:\
@@ -24,7 +25,11 @@ eagle: an EAGLE draft model, which reads hidden states of the main model's layer
  is not supported; {_DRAFTS}
 dflash glimmerassistant glimmer_assistant: a DFlash draft model, which guesses a block of tokens\
  from hidden states of the main model's layers, is not supported; {_DRAFTS}
-deepseek kimi minicpm3: attention over latent keys and values (MLA) is not supported; {_MIXTURES}
+deepseek32 deepseekv32 glm-dsa glm_dsa glmmoedsa glm5: attention to keys that an indexer chooses\
+ (DSA) is not supported; {_LATENTS}
+deepseek4 deepseekv4: attention to compressed keys is not supported; {_LATENTS}
+kimi-linear kimi_linear kimilinear: recurrent layers (KDA) are not supported; {_LATENTS}
+deepseek kimi: this model of DeepSeek's or Moonshot's is not supported; {_LATENTS}
 llama4: attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}
 dbrx grok arctic minimax jetmoe: this mixture of experts is not supported; {_MIXTURES}
 mamba rwkv jamba recurrentgemma plamo2:\

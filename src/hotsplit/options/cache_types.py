@@ -68,18 +68,18 @@ class CacheTypes:
         """The types by name. Raises HotsplitError for an unknown one."""
         return cls(key=CacheType(key), value=CacheType(key if value is None else value))
 
-    def row_bytes(self, width: int) -> int:
-        """Bytes of key and value of one head at one position."""
-        return self.key.row_bytes(width) + self.value.row_bytes(width)
+    def row_bytes(self, width: int, *, stores_values: bool = True) -> int:
+        """Bytes of one head at one position, of its key and of a value of its own."""
+        return self.key.row_bytes(width) + (self.value.row_bytes(width) if stores_values else 0)
 
-    def head_bytes(self, num_positions: int, width: int) -> int:
+    def head_bytes(self, num_positions: int, width: int, *, stores_values: bool = True) -> int:
         """Bytes of one head of a layer, tables included."""
         tables = self.selection.table_bytes(num_positions, width) if self.selection else 0
-        return num_positions * self.row_bytes(width) + tables
+        return num_positions * self.row_bytes(width, stores_values=stores_values) + tables
 
-    def read_bytes(self, num_positions: float, width: int) -> float:
+    def read_bytes(self, num_positions: float, width: int, *, stores_values: bool = True) -> float:
         """Bytes of one head that a token reads after `num_positions` others."""
-        rule, row = self.selection, self.row_bytes(width)
+        rule, row = self.selection, self.row_bytes(width, stores_values=stores_values)
         selected = 0 if rule is None else rule.sinks + rule.top + rule.window
         if rule is None or num_positions < rule.full or num_positions <= selected:
             return num_positions * row
