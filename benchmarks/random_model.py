@@ -31,11 +31,12 @@ from hotsplit.families import gemma3n
 from hotsplit.families.blueprint import Blueprint
 from hotsplit.families.from_config import read_blueprint
 from hotsplit.families.smallthinker import STOCK_WINDOW
-from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.files.gguf_file import TensorEntry, array_entry, is_whole_blocks
 from hotsplit.files.gguf_types import block_sizes
 from hotsplit.model.delta_net import CONV, DECAY
 from hotsplit.model.route import Route
 from hotsplit.model.tensors import Layout, is_down, is_router, is_vector
+from hotsplit.model.weight_types import SMALLER_BLOCKS
 
 PIECE = 1536  # rows of random values, encoded once and repeated
 COMMON = 1.0  # of all embeddings, relative to their random part
@@ -93,6 +94,25 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_attention_heads": 64,
         "rms_norm_eps": 1e-5,
         "num_local_experts": 32,
+    },
+    "glm-4.7-flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "num_hidden_layers": 6,
+        "hidden_size": 2048,
+        "intermediate_size": 10_240,
+        "moe_intermediate_size": 1536,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1e6,
     },
     "smallthinker-4b": {
         "architectures": ["SmallThinkerForCausalLM"],
@@ -252,7 +272,10 @@ def _entry(
         values -= NormalDist().inv_cdf(SILENT[activation]) / (width * MEAN) * common_D
     if name == "token_embd.weight":
         values = values * width**0.5 + COMMON * common_D
-    return _encoded(values, type_of(name), name, dims)
+    kind = type_of(name)
+    if not is_whole_blocks(width, kind):  # as llama.cpp's quantiser does
+        kind = SMALLER_BLOCKS[kind]
+    return _encoded(values, kind, name, dims)
 
 
 def _encoded(values: np.ndarray, kind: str, name: str, dims: tuple[int, ...]) -> TensorEntry:

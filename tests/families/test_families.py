@@ -793,8 +793,7 @@ _STOCK = """
     nemotron-h falcon-h1 falcon-h1-norm mixtral olmoe qwen2moe qwen3moe granitemoe cohere2moe
     cohere2moe-average glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
     minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe erniemoe seed-oss gemma stablelm
-    stablelm-parallel gpt-neox phi2 hunyuan hunyuanmoe deepseek2moe-lite deepseek3moe glm47moe
-    mistral4moe
+    stablelm-parallel gpt-neox phi2 hunyuan hunyuanmoe deepseek3moe glm47moe mistral4moe
 """
 STOCK = _STOCK.split()
 
@@ -845,6 +844,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
             "deepseek2moe",
             "groups of experts by their two largest scores, this model by the largest",
         ),
+        ("deepseek2moe-lite", "has latents of queries, too, but in models of 26 or 27 layers"),
         ("minicpm3", "has keys and values of all heads in one matrix"),
         ("lfm2moe-plain", "divides the weights of experts by their sum and does not scale them"),
     ],

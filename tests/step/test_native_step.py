@@ -216,7 +216,7 @@ def test_scores_all_of_minus_infinity_give_nan(tmp_path, level, position):
 
 
 def test_heads_that_are_too_wide_are_refused(tmp_path):
-    shape = make_sizes(num_heads=1, num_kv_heads=1, head_width=544)
+    shape = make_sizes(num_heads=1, num_kv_heads=1, head_width=608)
     model = saved(tmp_path, sizes=shape)
     with pytest.raises(HotsplitError, match="gguf: the C.. library rejects the model's sizes"):
         Engine.load(model.path, mode="exact")

@@ -42,7 +42,9 @@ MINICPM_FACTORS = ("scale_emb", "scale_depth")
 GROWTH_LENGTH_KEY = "attention.temperature_length"
 # Neither biases nor shares of heads are in checkpoints.
 PLAIN = {"attention_bias": False}
-# llama.cpp takes files without a gating function for softmax, but these (src/models/deepseek2.cpp).
+# What llama.cpp knows models by (src/models/deepseek2.cpp): those without latents of queries, such
+# as DeepSeek V2 Lite, and those whose experts sigmoids choose without a key that says so.
+LITE_LAYERS = (26, 27)
 GLM_LAYERS, GLM_VOCAB = (47, 48), 154880
 # The constants of llama.cpp's graph (src/models/minicpm3.cpp).
 MINICPM_SCALES, MINICPM_BASE = (12.0, 1.4), 256
@@ -52,13 +54,13 @@ def mixture_keys(
     read: ConfigReader, gating: Gating, num_dense: int, *, renormalises: bool, has_groups: bool
 ) -> dict[str, Value]:
     length = read.count("moe_intermediate_size")
-    shared = read.values.get("n_shared_experts") or 0
+    shared = read.whole("n_shared_experts")
     return expert_keys(
         read,
         gating=gating,
         renormalises=renormalises,
         scale=read.positive("routed_scaling_factor"),
-        shared=length * read.count("n_shared_experts") if shared else 0,
+        shared=length * shared,
         num_dense=num_dense,
         groups=(read.count("n_group", 1), read.count("topk_group", 1)) if has_groups else (1, 1),
     )
@@ -197,6 +199,9 @@ def of_minicpm_keys(read: KeyReader) -> ModelSpec:
 
 
 def not_in_stock(spec: ModelSpec) -> str | None:
+    latent = spec.attentions[0].latent
+    if latent is not None and latent.query_rank is None and spec.num_layers not in LITE_LAYERS:
+        return "has latents of queries, too, but in models of 26 or 27 layers"
     route = spec.layers[-1].route
     if route is not None and route.groups_by_largest and route.num_groups > 1:
         return "takes groups of experts by their two largest scores, this model by the largest"
@@ -237,6 +242,7 @@ V3 = replace(
         "rms_norm_eps": 1e-6,
         "n_group": 8,
         "topk_group": 4,
+        "num_key_value_heads": 128,
     },
     keys=keys_of_v3,
     tensors=lambda read: {CHOICE_BIAS: ()},
@@ -255,7 +261,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "n_group": 1,
             "topk_group": 1,
-            "n_shared_experts": 1,
+            "num_key_value_heads": 20,
         },
         keys=keys_of_glm,
     ),
@@ -272,6 +278,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-6,
             "n_group": 1,
             "topk_group": 1,
+            "num_key_value_heads": 32,
         },
         rope=Rope(kinds=("default", "yarn"), share=0.5),
         derived=derived_of_mistral,
@@ -288,6 +295,7 @@ FAMILIES = (
         defaults={
             **COMMON,
             "tie_word_embeddings": True,
+            "num_key_value_heads": 40,
             "mlp_bias": False,
             "rms_norm_eps": 1e-5,
             "scale_emb": 12,
