@@ -65,7 +65,8 @@ inline int64_t own_heads(const HsAttention& l) { return l.num_kv_projections ? l
 inline int64_t query_rows(const HsAttention& l) { return queries_size(l) * (l.is_gated ? 2 : 1); }
 // What is projected for a row.
 inline int64_t qkv_size(const HsAttention& l) {
-    return query_rows(l) + l.num_kv_projections * l.num_kv_heads * l.head_dim + l.num_heads * l.gate_width;
+    return query_rows(l) + l.num_kv_projections * l.num_kv_heads * l.head_dim +
+           l.num_heads * l.gate_width;
 }
 inline int64_t raw_keys_size(const HsAttention& l) {
     return l.num_kv_projections == 1 && !l.value_width ? l.num_kv_heads * l.head_dim : 0;
@@ -84,7 +85,8 @@ inline bool heads_fit(const HsAttention& l) {
     if (l.gate_width && (l.is_gated || (l.gate_width != 1 && l.gate_width != l.head_dim))) return false;
     if (l.value_width < 0 || l.value_width > l.head_dim || (l.latent && !l.value_width)) return false;
     if (l.value_width && (l.num_kv_projections != 1 || has_gates(l) || l.norms_values)) return false;
-    if (num_inputs(l) > 1 && num_inputs(l) != 1 + l.num_kv_projections + (l.gate_width > 0)) return false;
+    if (num_inputs(l) > 1 && num_inputs(l) != 1 + l.num_kv_projections + (l.gate_width > 0))
+        return false;
     if (!l.query_norm.weight) return !l.norms_values;
     return !l.num_kv_projections || l.key_norm.weight;
 }
