@@ -5,10 +5,11 @@ import json
 import torch
 from checkpoints import random_model
 from safetensors.torch import load_file, save_file
-from test_families import DELTA, EQUAL, GATED, GLM, HUNYUAN3, MOE, ODD, SHARED, TIED
+from test_families import DEEPSEEK, DELTA, EQUAL, GATED, GLM, HUNYUAN3, MOE, ODD, SHARED, TIED
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     HYV3Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -22,6 +23,7 @@ FOUR = DELTA | {"num_hidden_layers": 4}
 CASES = {
     "glm4moe": Glm4MoeConfig(**GLM | ODD, head_dim=32, first_k_dense_replace=1, use_qk_norm=True),
     "hunyuan3": HYV3Config(**HUNYUAN3 | ODD, head_dim=24),
+    "glm47moe": Glm4MoeLiteConfig(**DEEPSEEK | {"rms_norm_eps": 1e-6}),
     "qwen35": Qwen3_5TextConfig(**GATED | ODD | FOUR | TIED, linear_conv_kernel_dim=3),
     "qwen35moe": Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED),
     "qwen3next": Qwen3NextConfig(**MOE | ODD | FOUR | SHARED, mlp_only_layers=[0]),
@@ -41,7 +43,7 @@ def random_with_block(folder, config, *, seed=0):
     weights, layers = load_file(folder / "model.safetensors"), config.num_hidden_layers
     is_mtp, size = "qwen" in config.model_type, config.hidden_size
     attends = max(
-        i for i in range(layers) if f"model.layers.{i}.self_attn.q_proj.weight" in weights
+        i for i in range(layers) if f"model.layers.{i}.self_attn.o_proj.weight" in weights
     )
     prefix, target = f"model.layers.{attends}.", f"model.layers.{layers}."
     target = "mtp.layers.0." if is_mtp else target

@@ -6,12 +6,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from gguf.quants import dequantize, quantize
 from models import latent_spec, make_model, make_sizes
 from reference import Bounds, logits_ref, rel_error
 
 from hotsplit import Engine
 from hotsplit.costs.part_bytes import kv_bytes, kv_read
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import TensorEntry, type_of, write_gguf
 from hotsplit.model.latent import Latent
 from hotsplit.options.cache_types import NAMES, CacheTypes
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
@@ -137,3 +139,32 @@ def test_the_comparison_rejects_wrong_matrices(tmp_path, wrong):
             whole.copy_(whole.clone()[[1, 0, 2, 3, 4]])
         assert rel_error(engine.logits(IDS[:20]), want_TV) > 0.01
         assert np.isfinite(want_TV).all()
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_older_files_have_keys_and_values_in_one_matrix(tmp_path, kind):
+    """The rows of each head's keys and values in turn, as llama.cpp's converter wrote them; those
+    of keys become f16 unless they are f32."""
+    model = saved(tmp_path, OF_BLOCKS, 5, kind)
+    tensors = dict(model.tensors)
+    for layer in range(model.spec.num_layers):
+        own = f"blk.{layer}.attn_"
+        keys, values = (
+            dequantize(entry.read(), type_of(entry.kind)).reshape(entry.shape)
+            for entry in (tensors.pop(f"{own}{name}_b.weight") for name in "kv")
+        )
+        rows = np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, OF_BLOCKS.size)
+        stored = quantize(np.ascontiguousarray(rows, np.float32), type_of(kind))
+        tensors[f"{own}kv_b.weight"] = TensorEntry(
+            shape=rows.shape, kind=kind, read_rows=lambda a, b, stored=stored: stored[a:b]
+        )
+    named = {k: v for k, v in model._own_keys().items() if not k.endswith("_mla")}
+    lengths = {"key_length": 64, "value_length": 32, "head_count_kv": 5}
+    named |= {f"deepseek2.attention.{k}": np.uint32(v) for k, v in lengths.items()}
+    write_gguf(tmp_path / "old.gguf", "deepseek2", named | model.extra_keys, tensors)
+    ids = IDS[:20]
+    with load(model.path, "f32") as new, load(tmp_path / "old.gguf", "f32") as old:
+        assert old.model.spec == new.model.spec
+        kinds = {old.model.tensors[f"blk.0.attn_{name}_b.weight"].kind for name in "kv"}
+        assert kinds == {kind, "f32" if kind == "f32" else "f16"}
+        assert rel_error(old.logits(ids), new.logits(ids)) < (1e-5 if kind == "f32" else 0.02)

@@ -36,6 +36,9 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
             "heads",
             _each(
                 f"{a.num_heads} of {a.head_dim}, {a.num_kv_heads} for keys and values"
+                if a.latent is None
+                else f"{a.num_heads} of {a.latent.of_query}, one row of {a.head_dim} values a token"
+                " for their keys and values"
                 for a in attentions
             ),
         ),
