@@ -253,7 +253,7 @@ FAMILIES = (
     replace(
         V3,
         classes=("Glm4MoeLiteForCausalLM",),
-        title="GLM-4.7",
+        title="GLM-4.7-Flash",
         model_types=("glm4_moe_lite",),
         defaults=COMMON
         | {
