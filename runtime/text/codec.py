@@ -14,8 +14,8 @@ from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY, ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.options.kinds import check_kind, kinds_checked
-from hotsplit.tokens.end_texts import CODE_TEXTS, END_TEXTS
 from hotsplit.tokens.ggml_tokenizer import ggml_tokenizer
+from hotsplit.tokens.tokenizer_kinds import CODE_TEXTS, END_TEXTS
 from hotsplit.tokens.tokenizer_text import read_tokenizer, refused
 
 log = logging.getLogger(__name__)

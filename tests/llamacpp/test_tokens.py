@@ -27,7 +27,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS
-from hotsplit.tokens.end_texts import END_TEXTS
+from hotsplit.tokens.tokenizer_kinds import END_TEXTS
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = mixed_lines()

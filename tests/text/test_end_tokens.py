@@ -23,7 +23,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.options.generation_options import SamplingOptions
 from hotsplit.runtime.text import codec as codec_module
 from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.tokens.end_texts import CODE_TEXTS, END_TEXTS
+from hotsplit.tokens.tokenizer_kinds import CODE_TEXTS, END_TEXTS
 
 SIZE = 400
 ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end|>")  # of model_of

@@ -30,9 +30,9 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.tokens.byte_level import ByteLevelKind, kind_of
-from hotsplit.tokens.end_texts import CONTROL_TEXTS
 from hotsplit.tokens.tokenizer_kinds import (
     BYTE_LEVEL,
+    CONTROL_TEXTS,
     GIVE,
     SENTENCEPIECE_KINDS,
     SentencePieceKind,
