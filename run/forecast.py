@@ -119,7 +119,8 @@ def forecast(
     if not any(budgets):
         read = as_read_here(inputs.model, job.wishes, replace(room, gpus=()))
         given = inputs.pass_context, inputs.mode, inputs.num_sequences
-        inputs = replace(inputs, model=read, workspace=workspace_bytes(read, *given))
+        size = workspace_bytes(replace(read, runs_as_it_is=False), *given)
+        inputs = replace(inputs, model=read, workspace=size)
     found = _placed(job.source, inputs, choice, uses_gpu=uses_gpu)
     plan, pipeline = found.answer.plan, found.pipeline
     split, problem = split_of(found, solve_s=0.0), pipeline.model
