@@ -1,4 +1,4 @@
-"""Which of a file's types with grids (weight_types.TABLES) are multiplied as files have them.
+"""Which of a file's types with grids (weight_types.GRID_NAMES) are multiplied as files have them.
 
 A table type takes up to 2.2 times the bytes and is unpacked faster. Products of both are the same
 bits, so the first engine that reads a type measures both, on processors with kernels for tiles of
@@ -17,7 +17,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.files.gguf_types import block_sizes
 from hotsplit.files.table_blocks import grid_codes
-from hotsplit.model.weight_types import BY_NAME, TABLES
+from hotsplit.model.weight_types import BY_NAME, GRID_NAMES, TABLES
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.tiled import TILE_ROWS
@@ -35,7 +35,7 @@ _lock = Lock()
 
 def are_faster(kind: str) -> bool:
     """Whether tiles of a type are multiplied as files have them; their grid is set then."""
-    if kind not in TABLES or not library.reads_grids():
+    if kind not in GRID_NAMES or not library.reads_grids():
         return False
     software = f"{__version__}, {library.level()}, {library.num_threads()} threads"
     with _lock:

@@ -20,7 +20,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, in_memory, type_of
 from hotsplit.files.table_blocks import grid_codes, pack_table_blocks
-from hotsplit.model.weight_types import TABLES
+from hotsplit.model.weight_types import GRID_NAMES, TABLES
 from hotsplit.runtime.kernels import grids
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights.resident import Residence
@@ -38,7 +38,7 @@ def as_in_a_new_process(monkeypatch, tmp_path):
     monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
     grids._is_faster.cache_clear()
     if library.reads_grids():
-        for kind in TABLES:
+        for kind in GRID_NAMES:
             library.set_grid(kind, grid_codes(kind))
     yield
     grids._is_faster.cache_clear()
@@ -67,7 +67,7 @@ def unpacked(data, kind, num_rows, width, index_A=None):
 
 
 @needs_grids
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", GRID_NAMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_tiles_unpack_to_the_values_of_gguf(kind, width):
     scales = [0.0, -0.0, 2.0**-24, -(2.0**-15), 65504.0, *np.linspace(-0.01, 0.01, 43)]
@@ -79,7 +79,7 @@ def test_tiles_unpack_to_the_values_of_gguf(kind, width):
     assert np.array_equal(unpacked(data, kind, 48, width, chosen), want[chosen])
 
 
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", GRID_NAMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_products_have_the_bits_of_the_table_type(level_with_grids, kind, width):
     rows, table = grid_rows(kind, 80, width, 0.01), TABLES[kind]
@@ -97,7 +97,7 @@ def test_products_have_the_bits_of_the_table_type(level_with_grids, kind, width)
 
 
 @needs_grids
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", GRID_NAMES)
 def test_threads_do_not_change_the_bits(kind):
     data = tiles(grid_rows(kind, 1040, 256, 0.01), kind)
     for count in (1, 3):
@@ -108,14 +108,13 @@ def test_threads_do_not_change_the_bits(kind):
 
 
 @needs_grids
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", GRID_NAMES)
 def test_every_entry_and_every_bit_of_a_row_counts(kind):
     """A wrong code of the last entry is noticed, and so is any changed bit of a block."""
     rows, codes = grid_rows(kind, 16, 512, 0.01), grid_codes(kind)
     want = unpacked(tiles(rows, kind), kind, 16, 512)
-    used = rows.copy().reshape(32, -1)  # every index is the last; the scales of iq1_m stay
-    used[:, 2:48] = 0xFF
-    used[:, 48:] |= 0x00 if kind == "iq1_m" else 0xFF
+    used = rows.copy().reshape(32, -1)  # every index is the last
+    used[:, 2:] = 0xFF
     used = used.reshape(16, -1)
     before = unpacked(tiles(used, kind), kind, 16, 512)
     wrong = codes.copy()
@@ -171,21 +170,21 @@ def test_the_faster_is_chosen_and_the_smaller_if_they_are_alike(monkeypatch, own
 @needs_grids
 def test_a_choice_is_measured_once_a_machine_and_type(monkeypatch, tmp_path):
     found = []
-    monkeypatch.setattr(grids, "measured", lambda kind: found.append(kind) or kind == "iq1_s")
+    monkeypatch.setattr(grids, "measured", lambda kind: found.append(kind) or kind == "iq2_xs")
 
     def again(kind):
         grids._is_faster.cache_clear()
         return grids.are_faster(kind)
 
-    assert again("iq1_s") and again("iq1_s") and not again("iq3_s") and not again("iq3_s")
-    assert found == ["iq1_s", "iq3_s"] and not again("q8_0")
+    assert again("iq2_xs") and again("iq2_xs") and not again("iq3_s") and not again("iq3_s")
+    assert found == ["iq2_xs", "iq3_s"] and not again("q8_0") and not again("iq2_s")
     monkeypatch.setattr(grids, "processor", lambda: "another")
-    assert again("iq1_s") and len(found) == 3
+    assert again("iq2_xs") and len(found) == 3
     path = tmp_path / "cache" / GRIDS_FILE
     assert len(json.loads(path.read_text())) == 3
     for damaged in ("", "[]", "3", path.read_text().replace("true", "1")):
         path.write_text(damaged)
-        assert again("iq1_s") and path.read_text() != damaged
+        assert again("iq2_xs") and path.read_text() != damaged
     assert len(found) == 7
 
 
@@ -195,7 +194,7 @@ def test_without_memory_nothing_is_measured(monkeypatch, tmp_path):
         raise HotsplitError("no memory")
 
     monkeypatch.setattr(grids, "measured", measured)
-    assert grids.are_faster("iq2_s") and not (tmp_path / "cache").exists()
+    assert grids.are_faster("iq2_xxs") and not (tmp_path / "cache").exists()
 
 
 @needs_grids
@@ -210,7 +209,7 @@ def entry_of(kind, num_rows):
 
 
 @needs_grids
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", GRID_NAMES)
 def test_matrices_that_are_multiplied_whole_take_the_bytes_of_the_file(monkeypatch, kind):
     monkeypatch.setattr(grids, "are_faster", lambda name: name == kind)
     entry, x_D = entry_of(kind, 48), torch.randn(256)
@@ -230,7 +229,7 @@ def test_matrices_that_are_multiplied_whole_take_the_bytes_of_the_file(monkeypat
 
 
 @needs_grids
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", GRID_NAMES)
 def test_a_model_has_the_same_bits_in_both(monkeypatch, tmp_path, kind):
     shape = {"hidden_size": 256, "intermediate_size": 512}
     source, plain = random_llama(tmp_path / "hf", hidden_act="silu", **shape), tmp_path / "f32.gguf"

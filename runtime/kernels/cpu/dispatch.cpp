@@ -264,8 +264,6 @@ void pack_grouped(const uint8_t* row, int64_t n, int64_t quant_bytes, int64_t r,
 
 const Kernels& kernels() { return current->kernels; }
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 EXPORT int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                            int64_t D, const float* x, int64_t T, const int32_t* index, int64_t A,
                            float* y) {

@@ -1,5 +1,6 @@
-// Products of tiles of llama.cpp's IQ1, IQ2 and IQ3 types as files have them (dequantize_row_iq* in its ggml-quants.c),
-// with AVX-512 VBMI and GFNI. Included by rows_grids.cpp, after rows_template.h.
+// Products of tiles of llama.cpp's types of 256 and 512 entries, IQ2_XXS, IQ2_XS, IQ3_XXS and IQ3_S, as files have them
+// (dequantize_row_iq* in its ggml-quants.c), with AVX-512 VBMI and GFNI. With more entries,
+// products took longer than those of the table types. Included by rows_grids.cpp, after rows_template.h.
 //
 // Four or eight values are an entry of a grid, a sign each, and a scale of 16 or 32 values, an odd number. Tiles
 // (k_tiles.h) have four bytes of each of sixteen rows side by side, so a vector has four indices of each row. A grid is
@@ -77,27 +78,12 @@ constexpr uint64_t with_parity(BitPlaces places) {
     return matrix;
 }
 
-// Looks up bytes in a table of 2^INDEX_BITS. The indices have seven bits in `index` and the others in the masks `upper`. The bits
-// of `also` are added.
+// Looks up bytes in a table of 2^INDEX_BITS. The indices have seven bits in `index` and the others in the masks `upper`.
+// The bits of `also` are added.
 template <int INDEX_BITS>
 __attribute__((always_inline)) inline Bits codes(const uint8_t* table, Bits index,
-                                                 const __mmask64* upper, Bits also) {
-    constexpr int NUM = 1 << (INDEX_BITS - 7);  // permutations
-    Bits of[NUM];
-#pragma GCC unroll 16
-    for (int i = 0; i < NUM; ++i) {
-        const uint8_t* at = table + 128 * i;
-        of[i] = _mm512_permutex2var_epi8(load_64_bytes(at), index, load_64_bytes(at + 64));
-    }
-    int level = 0;
-#pragma GCC unroll 4
-    for (int left = NUM; left > 2; left /= 2, ++level)
-#pragma GCC unroll 8
-        for (int i = 0; i < left / 2; ++i)
-            of[i] = _mm512_mask_blend_epi8(upper[level], of[2 * i], of[2 * i + 1]);
-    return _mm512_or_si512(_mm512_mask_blend_epi8(upper[level], of[0], of[1]), also);
-}
-// The same for 256 entries, whose two halves and `also` are joined by one instruction.
+                                                 const __mmask64* upper, Bits also);
+// The two halves of 256 entries and `also` are joined by one instruction.
 template <>
 __attribute__((always_inline)) inline Bits codes<8>(const uint8_t* table, Bits index,
                                                     const __mmask64* upper, Bits also) {
@@ -108,6 +94,19 @@ __attribute__((always_inline)) inline Bits codes<8>(const uint8_t* table, Bits i
                                                index, load_64_bytes(at + 64));
     }
     return _mm512_ternarylogic_epi32(of[0], of[1], also, 0xfe);
+}
+template <>
+__attribute__((always_inline)) inline Bits codes<9>(const uint8_t* table, Bits index,
+                                                    const __mmask64* upper, Bits also) {
+    Bits of[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const uint8_t* at = table + 128 * i;
+        of[i] = _mm512_permutex2var_epi8(load_64_bytes(at), index, load_64_bytes(at + 64));
+    }
+    const Bits low = _mm512_mask_blend_epi8(upper[0], of[0], of[1]),
+               high = _mm512_mask_blend_epi8(upper[0], of[2], of[3]);
+    return _mm512_or_si512(_mm512_mask_blend_epi8(upper[1], low, high), also);
 }
 
 // Values of a code's lowest bits and a sign above them, plus 128: of a byte's bits FIRST .. FIRST + BITS - 1 and the bit SIGN.
@@ -270,72 +269,5 @@ struct IQ2_XS : EightsFormat<KIND_IQ2_XS, IQ2_VALUES, 9> {
     }
     static Ints number(const uint8_t* tile, const SuperPlace& place, int p, int range) {
         return odd_of_nibble(tile, place, p, range);
-    }
-};
-
-struct IQ2_S : EightsFormat<KIND_IQ2_S, IQ2_VALUES, 10> {
-    __attribute__((always_inline)) static void entries(const uint8_t* tile, const SuperPlace& place,
-                                                       int p, Ints* bytes) {
-        const Bits index = of_quants(tile, place, p),
-                   above = byte_of_four(of_bits(tile, place, 8 + p / 4), p % 4);
-        const __mmask64 upper[3] = {_mm512_movepi8_mask(index),
-                                    _mm512_test_epi8_mask(above, _mm512_set1_epi32(0x40100401)),
-                                    _mm512_test_epi8_mask(above, _mm512_set1_epi32(0x80200802))};
-        four(index, upper, of_bits(tile, place, p), bytes);
-    }
-    static Ints number(const uint8_t* tile, const SuperPlace& place, int p, int range) {
-        return odd_of_nibble(tile, place, p, range);
-    }
-};
-
-// The signs of an entry of IQ1 types are those of what is added to its values, all eight the same.
-template <int32_t NUMBER>
-struct IQ1Format : EightsFormat<NUMBER, IQ1_VALUES, 11> {
-  protected:
-    // `above`: the three upper bits of the index; `signs`: the sign in bit SIGN.
-    template <int SIGN>
-    __attribute__((always_inline)) static void of_part(Bits index, Bits above, Bits signs,
-                                                       Ints* bytes) {
-        auto has = [&](char bit) { return _mm512_test_epi8_mask(above, _mm512_set1_epi8(bit)); };
-        const __mmask64 upper[4] = {_mm512_movepi8_mask(index), has(1), has(2), has(4)};
-        constexpr int S = SIGN;
-        IQ1Format::four(index, upper, affine<moving({S, S, S, S, S, S, S, S})>(signs), bytes);
-    }
-};
-
-struct IQ1_S : IQ1Format<KIND_IQ1_S> {
-    // The number of 16 bits of part p in the upper half of each 32.
-    static Bits word(const uint8_t* tile, const SuperPlace& place, int p) {
-        return _mm512_sll_epi32(of_bits(tile, place, p / 2), _mm_cvtsi32_si128(p % 2 ? 0 : 16));
-    }
-    __attribute__((always_inline)) static void entries(const uint8_t* tile, const SuperPlace& place,
-                                                       int p, Ints* bytes) {
-        const Bits own = word(tile, place, p);
-        of_part<7>(of_quants(tile, place, p), bits_from<16, 3>(own), byte_of_four(own, 3), bytes);
-    }
-    static Ints number(const uint8_t* tile, const SuperPlace& place, int p, int) {
-        return ((ints(word(tile, place, p)) >> 27) & 14) | 1;
-    }
-};
-
-struct IQ1_M : IQ1Format<KIND_IQ1_M> {
-    __attribute__((always_inline)) static void entries(const uint8_t* tile, const SuperPlace& place,
-                                                       int p, Ints* bytes) {
-        const Bits own =
-                       _mm512_sll_epi32(of_bits(tile, place, p / 2), _mm_cvtsi32_si128(p % 2 ? 0 : 16)),
-                   above = bits_from<16, 4>(own);
-        of_part<3>(of_quants(tile, place, p), above, above, bytes);
-    }
-    static Ints word(const uint8_t* tile, const SuperPlace& place, int i) {
-        return ints(_mm512_cvtepu16_epi32(load_words(tile + place.halves + 2 * TILE_ROWS * i)));
-    }
-    static Ints number(const uint8_t* tile, const SuperPlace& place, int p, int range) {
-        return (word(tile, place, p / 2) >> (p % 2 * 6 + 3 * range) & 7) * 2 + 1;
-    }
-    // Four bits of d are at the top of each of four numbers.
-    static Floats d(const uint8_t* tile, const SuperPlace& place) {
-        Ints all = {};
-        for (int i = 0; i < 4; ++i) all |= word(tile, place, i) >> 12 << 4 * i;
-        return mul(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits(all))), broadcast(UNIT));
     }
 };

@@ -1,11 +1,11 @@
 // The layout of a tile of TILE_ROWS rows of K-quants. Included inside the anonymous namespace of
 // each source that needs it.
 //
-// A tile has, for each block of 256 values: the numbers of 16 bits (d, an f16, of every row; where there are
-// minima m of every row; in iq4_xs those with the bits of scales, in iq1_m those with its scales); then the bytes of scales, byte 0 of every row, byte 1 of every row, and so on; then
-// the bits above the quants and the quants, both with four bytes of every row at a time. Blocks
-// with only d are in pairs that begin with both blocks' d, so that all else is in whole cache lines; a
-// last single block ends with its d.
+// A tile has, for each block of 256 values: the numbers of 16 bits (d, an f16, of every row; where there are minima m of
+// every row; in iq4_xs those with the bits of scales); then the bytes of scales, byte 0 of every row, byte 1 of every
+// row, and so on; then the bits above the quants and the quants, both with four bytes of every row at a time. Blocks with
+// only d are in pairs that begin with both blocks' d, so that all else is in whole cache lines; a last single block ends
+// with its d.
 
 // Parts of a block: where they begin, and their number of bytes (of 16-bit numbers, `halves`).
 struct SuperShape {
@@ -29,16 +29,10 @@ constexpr SuperShape super_shape(int32_t kind) {
             return {84, 2, 80, 16, 0, 0, 16, 64, 16};
         case KIND_TQ2_0:
             return {66, 1, 64, 0, 0, 0, 0, 64, 0};
-        case KIND_IQ1_S:
-            return {50, 1, 0, 0, 0, 16, 34, 32, 2};
-        case KIND_IQ1_M:
-            return {56, 4, 48, 0, 0, 16, 32, 32, 0};
         case KIND_IQ2_XXS:
             return {66, 1, 0, 0, 0, 0, 0, 64, 2};
         case KIND_IQ2_XS:
             return {74, 1, 0, 8, 66, 0, 0, 64, 2};
-        case KIND_IQ2_S:
-            return {82, 1, 0, 8, 74, 40, 34, 32, 2};
         case KIND_IQ3_XXS:
             return {98, 1, 0, 0, 0, 32, 66, 64, 2};
         case KIND_IQ3_S:

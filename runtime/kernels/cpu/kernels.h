@@ -57,7 +57,7 @@ enum Form : int32_t {
 //   K-quants, IQ4_XS, TQ2_0, table types   k_formats.h
 //   MXFP4 .. Q5_1, Q2_0, Q1_0, NVFP4_SCALED  coded_blocks.h
 // Rows of NVFP4_SCALED begin with a factor: row_factors.h.
-//   IQ1_S .. IQ3_S (not the table types)   grid_formats.h
+//   IQ2_XXS, IQ2_XS, IQ3_XXS, IQ3_S   grid_formats.h
 // clang-format off
 #define FOR_ALL_KINDS(KIND) \
     KIND(F32, IN_FILE, F32, 1, 4, 0, NO_FORM) \
@@ -111,18 +111,12 @@ enum Form : int32_t {
     KIND(BF16_GROUPED, GROUPED, BF16, 32, 64, 0, NO_FORM) \
     KIND(Q8_0_GROUPED, GROUPED, Q8_0, 32, 34, 2, FORM_BYTES) \
     KIND(Q4_0_GROUPED, GROUPED, Q4_0, 32, 18, 2, FORM_NIBBLES) \
-    KIND(IQ1_S, IN_FILE, IQ1_S, 256, 50, 0, NO_FORM) \
-    KIND(IQ1_M, IN_FILE, IQ1_M, 256, 56, 0, NO_FORM) \
     KIND(IQ2_XXS, IN_FILE, IQ2_XXS, 256, 66, 0, NO_FORM) \
     KIND(IQ2_XS, IN_FILE, IQ2_XS, 256, 74, 0, NO_FORM) \
-    KIND(IQ2_S, IN_FILE, IQ2_S, 256, 82, 0, NO_FORM) \
     KIND(IQ3_XXS, IN_FILE, IQ3_XXS, 256, 98, 0, NO_FORM) \
     KIND(IQ3_S, IN_FILE, IQ3_S, 256, 110, 0, NO_FORM) \
-    KIND(IQ1_S_TILED, TILED, IQ1_S, 256, 50, 0, FORM_GRIDS) \
-    KIND(IQ1_M_TILED, TILED, IQ1_M, 256, 56, 0, FORM_GRIDS) \
     KIND(IQ2_XXS_TILED, TILED, IQ2_XXS, 256, 66, 0, FORM_GRIDS) \
     KIND(IQ2_XS_TILED, TILED, IQ2_XS, 256, 74, 0, FORM_GRIDS) \
-    KIND(IQ2_S_TILED, TILED, IQ2_S, 256, 82, 0, FORM_GRIDS) \
     KIND(IQ3_XXS_TILED, TILED, IQ3_XXS, 256, 98, 0, FORM_GRIDS) \
     KIND(IQ3_S_TILED, TILED, IQ3_S, 256, 110, 0, FORM_GRIDS)
 // clang-format on
@@ -450,6 +444,9 @@ extern const Kernels kernels_amx;
 // rows_grids.cpp: adds those of tiles of types with grids; as hs_set_grid.
 void add_grids(Kernels& to);
 int32_t set_grid_of(int32_t kind, const uint8_t* codes, int64_t num_entries);
+
+// The beginning of the definition of a function that Python calls.
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Functions that library.py calls; step.h and row_copies.h declare the others.
 extern "C" {

@@ -28,7 +28,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.model.weight_types import TABLES, TYPES, Form
+from hotsplit.model.weight_types import GRID_NAMES, TYPES, Form
 from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, LEVELS, open_library
 from hotsplit.runtime.kernels.grouped import is_grouped
 from hotsplit.runtime.kernels.stored import FLOATS, ROWS_TOGETHER, rows_together
@@ -62,7 +62,7 @@ def _layouts() -> dict[str, _Layout]:
             code = each.code_in(form)
             layouts[each.kind_in(form)] = _Layout(code, torch.uint8, size, unit, each.row_head)
     for suffix in ("", "_tiled"):
-        for name in TABLES:
+        for name in GRID_NAMES:
             values, size = GGML_QUANT_SIZES[GGMLQuantizationType[name.upper()]]
             layouts[f"{name}{suffix}"] = _Layout(len(layouts), torch.uint8, size, values)
     return layouts
@@ -115,8 +115,8 @@ def reads_grids() -> bool:
 
 
 def set_grid(kind: str, codes: np.ndarray) -> None:
-    """Sets the grid of a type of TABLES, before its tiles are multiplied. codes: uint8 [entries, 4
-    or 8], of values without signs."""
+    """Sets the grid of a type of GRID_NAMES, before its tiles are multiplied. codes: uint8
+    [entries, 4 or 8], of values without signs."""
     assert codes.dtype == np.uint8 and codes.flags.c_contiguous, (kind, codes.dtype)
     status = _lib.hs_set_grid(kind_code(kind), codes.ctypes.data, len(codes))
     assert status == _OK, (kind, codes.shape)

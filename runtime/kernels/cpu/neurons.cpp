@@ -31,8 +31,6 @@ bool fits(const HsNeurons& n) {
 
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 EXPORT int64_t hs_neurons_bytes(const HsNeurons* neurons) {
     return fits(*neurons) ? Room(*neurons, nullptr).arena.used() : -1;
 }

@@ -22,7 +22,7 @@ const Operation* registered_operation(int32_t number) {
     return static_cast<size_t>(number) < all.size() ? all[number] : nullptr;
 }
 
-extern "C" __attribute__((visibility("default"))) int32_t hs_operation_kind(const char* kind) {
+EXPORT int32_t hs_operation_kind(const char* kind) {
     for (size_t i = 0; i < registered().size(); ++i)
         if (!std::strcmp(registered()[i]->kind, kind)) return NUM_OP_KINDS + static_cast<int32_t>(i);
     return -1;

@@ -2,7 +2,9 @@
 
 #include <cstring>
 
-extern "C" __attribute__((visibility("default"))) void hs_copy_rows(void* data) {
+#include "kernels.h"
+
+EXPORT void hs_copy_rows(void* data) {
     const HsCopies& copies = *static_cast<const HsCopies*>(data);
     for (int64_t i = 0; i < copies.count; ++i) {
         const HsCopy& one = copies.copy[i];

@@ -3,8 +3,7 @@
 #define LEVEL_GRIDS
 #include "rows_avx512.cpp"
 
-#define FOR_ALL_GRIDS(GRID) \
-    GRID(IQ1_S) GRID(IQ1_M) GRID(IQ2_XXS) GRID(IQ2_XS) GRID(IQ2_S) GRID(IQ3_XXS) GRID(IQ3_S)
+#define FOR_ALL_GRIDS(GRID) GRID(IQ2_XXS) GRID(IQ2_XS) GRID(IQ3_XXS) GRID(IQ3_S)
 
 void add_grids(Kernels& to) {
 #define ADD(NAME) set_grid_tiles<NAME>(to, KIND_##NAME##_TILED);

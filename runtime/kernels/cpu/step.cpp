@@ -697,8 +697,6 @@ bool fits(const HsStep& s) {
 
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 EXPORT int64_t hs_step_bytes(const HsStep* step) {
     if (!fits(*step)) return -1;
     const Work work(*step, nullptr);

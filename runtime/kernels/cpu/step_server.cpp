@@ -3,6 +3,7 @@
 #include <chrono>
 #include <thread>
 
+#include "kernels.h"
 #include "thread_pool.h"
 
 namespace {
@@ -43,10 +44,8 @@ int wait_for(const uint32_t* flag, const HsServing& serving) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int64_t hs_serve(const HsHandover* handover,
-                                                                   int64_t count,
-                                                                   const HsServing* serving,
-                                                                   int32_t* status) {
+EXPORT int64_t hs_serve(const HsHandover* handover, int64_t count, const HsServing* serving,
+                        int32_t* status) {
     int64_t served = 0;
     for (; served < count; ++served) {
         const HsHandover& next = handover[served];

@@ -51,6 +51,8 @@ TABLES: dict[str, TableTypeName] = {
     "iq3_xxs": "iq3_xxs_table",
     "iq3_s": "iq3_s_table",
 }
+# Those that a CPU may multiply as files have them (cpu/grid_formats.h).
+GRID_NAMES = ("iq2_xxs", "iq2_xs", "iq3_xxs", "iq3_s")
 # The type in memory of each of a file's types without kernels, with the same values:
 # - tq1_0 has the powers of three of tq2_0's codes.
 # - q2_0_128 are PrismML's groups of 128 values, which have the number of q2_0 in a file.
