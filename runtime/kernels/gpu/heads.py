@@ -62,13 +62,12 @@ def rotate_append(
         query, keys, values = query[:: 1 + spec.is_gated], own[:1], own[-1:]
         if norm and spec.norms_values:
             values = [rms_norm(v, torch.ones(width, device=v.device), norm.epsilon) for v in values]
-        is_turned = spec.rotary is not None and frequency_W2 is not None
         for prepares in ("turn", "norm") if spec.norms_rotated else ("norm", "turn"):
             if prepares == "norm" and norm and query_weight_W is not None:
                 query = rms_norm(_centred(query, norm), query_weight_W, norm.epsilon)
             if prepares == "norm" and norm and key_weight_W is not None:
                 keys = [rms_norm(_centred(key, norm), key_weight_W, norm.epsilon) for key in keys]
-            if prepares == "turn" and is_turned:
+            if prepares == "turn" and spec.rotary and frequency_W2 is not None:
                 angle_W2 = position_1 * frequency_W2.double()
                 query, *keys = (
                     _turned_ref(heads, angle_W2, spec.rotary) for heads in (query, *keys)

@@ -195,6 +195,29 @@ _DEFAULTS: Mapping[str, object] = {
     "norm_topk_prob": True,
     "hidden_act": "silu",
 }
+BAILING = Family(
+    classes=("BailingMoeV2ForCausalLM",),
+    title="Ling and Ring 2",
+    graph="bailingmoe2",
+    model_types=(),
+    read_keys=COUNTS,
+    defaults={"tie_word_embeddings": False, "hidden_act": "silu", "norm_topk_prob": True},
+    plain={
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "use_qk_norm": True,
+        "use_rmsnorm": True,
+        "norm_head": False,
+        "use_sliding_window": False,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    rope=Rope(kinds=("default", "linear", "yarn"), share=0.5),
+    derived=derived_of_bailing,
+    keys=keys,
+    tensors=lambda read: {CHOICE_BIAS: ()},
+    sources=bailing_sources,
+)
 FAMILIES = (
     Family(
         classes=("MiniMaxM2ForCausalLM",),
@@ -317,31 +340,8 @@ FAMILIES = (
         tensors=lambda read: {CHOICE_BIAS: ()},
         sources=sources,
     ),
+    BAILING,
 )
-BAILING = Family(
-    classes=("BailingMoeV2ForCausalLM",),
-    title="Ling and Ring 2",
-    graph="bailingmoe2",
-    model_types=(),
-    read_keys=COUNTS,
-    defaults={"tie_word_embeddings": False, "hidden_act": "silu", "norm_topk_prob": True},
-    plain={
-        "use_bias": False,
-        "use_qkv_bias": False,
-        "use_qk_norm": True,
-        "use_rmsnorm": True,
-        "norm_head": False,
-        "use_sliding_window": False,
-        "score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-    },
-    rope=Rope(kinds=("default", "linear", "yarn"), share=0.5),
-    derived=derived_of_bailing,
-    keys=keys,
-    tensors=lambda read: {CHOICE_BIAS: ()},
-    sources=bailing_sources,
-)
-FAMILIES = (*FAMILIES, BAILING)
 GRAPHS = (
     Architecture(
         name="minimax-m2", of_keys=of_minimax, known_keys=KEYS, not_in_stock=plain_weights_in_stock
