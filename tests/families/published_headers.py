@@ -117,7 +117,9 @@ def keys_of(header: Header) -> dict[str, object]:
     given = {
         key
         if key.startswith(("general.", "tokenizer.", "split.", "quantize.", "adapter.", "clip."))
-        else f"{header.architecture}.{key}": value
+        else f"{header.architecture}.{key}": value[:num_layers]
+        if isinstance(value, list) and not key.startswith("tokenizer.")
+        else value
         for key, value in header.keys.items()
     }
     first = {
@@ -164,13 +166,14 @@ def tensors_of(header: Header) -> Iterator[Tensor]:
         yield "blk.0.attn_q.weight.lora_a", (16, width), main
         yield "blk.0.attn_q.weight.lora_b", (width, 16), main
         return
-    yield "token_embd.weight", (words, width), output if "tied" in header.marks else main
+    kind = output if "tied" in header.marks else main
+    yield "token_embd.weight", (words, width), _whole(kind, (width,))
     norm = "token_embd_norm" if "conv" in header.marks else "output_norm"
     yield f"{norm}.weight", (width,), "f32"
     if "norm_bias" in header.marks:
         yield "output_norm.bias", (width,), "f32"
     if "tied" not in header.marks:
-        yield "output.weight", (words, width), output
+        yield "output.weight", (words, width), _whole(output, (width,))
     if "head_bias" in header.marks:
         yield "output.bias", (words,), "f32"
     if "factors" in header.marks:
@@ -222,7 +225,7 @@ def _whole(kind: str, shape: Sequence[int]) -> str:
 def _layer(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     width, marks = header.sizes[1], header.marks.split()
     for norm in _norms(marks):
-        yield f"{norm}.weight", (width,)
+        yield "ffn_norm" if "both" in marks and norm == "ffn_norm" else f"{norm}.weight", (width,)
         if "norm_bias" in marks:
             yield f"{norm}.bias", (width,)
     heads = header.keys.get("attention.head_count_kv")
@@ -244,6 +247,8 @@ def _layer(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "shortconv.out_proj.weight", (width, width)
     else:
         yield from _attention(header, layer)
+    if "both" in marks:
+        yield from _mamba2(header)
     yield from _feed_forward(header, layer)
     if "inputs" in marks:
         yield "inp_gate.weight", (INPUTS, width)
@@ -364,7 +369,8 @@ def _mamba2(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "ssm_dt.bias", (heads,)
     yield "ssm_a", (heads, 1)
     yield "ssm_d", (heads, 1)
-    yield "ssm_norm.weight", (groups, inner // groups)
+    if "both" not in header.marks:
+        yield "ssm_norm.weight", (groups, inner // groups)
     yield "ssm_out.weight", (width, inner)
 
 
@@ -564,6 +570,7 @@ c4ai-command-r-v01-Q4_K_M           command-r      command-r         40,8192,225
 OLMo-2-1124-7B-Instruct-Q4_K_M      olmo2          dbrx              32,4096,11008,32,32,128,100352
 granite-4.0-h-small-Q4_K_M          granitehybrid  dbrx              40,4096,768,32,8,128,100352
 Nemotron-3-Nano-30B-A3B-Q4_K_M      nemotron_h_moe tekken            52,2688,1856,32,2,128,131072
+Falcon-H1-7B-Instruct-Q4_K_M        falcon-h1      falcon3           44,3072,12288,12,2,128,130048
 jamba-v0.1-Q4_K_M                   jamba          llama             1,4096,14336,32,8,128,65536
 Falcon3-7B-Instruct-Q4_K_M          llama          falcon3           28,3072,23040,12,4,256,131072
 starcoder2-7b-Q4_K_M                starcoder2     starcoder         32,4608,18432,36,4,128,49152
@@ -630,6 +637,7 @@ _MARKS = {
     "starcoder2-7b-Q4_K_M": "biases no_gate norm_bias",
     "granite-4.0-h-small-Q4_K_M": "tied mamba",
     "Nemotron-3-Nano-30B-A3B-Q4_K_M": "mamba single no_gate choice_bias",
+    "Falcon-H1-7B-Instruct-Q4_K_M": "both",
     "SmolLM2-1.7B-Instruct-Q4_K_M": "tied",
     "SmolLM3-3B-Q4_K_M": "tied",
     "LFM2-1.2B-Q4_K_M": "tied head_norms conv",
@@ -725,11 +733,13 @@ _KEYS: dict[str, dict[str, object]] = {
         "logit_scale": 16.0,
         "rope.scaling.finetuned": False,
     },
+    "Falcon-H1-7B-Instruct-Q4_K_M": _mamba(24, 128, groups=1, state=256),
     "Nemotron-3-Nano-30B-A3B-Q4_K_M": _mamba(64, 64, groups=8, state=128)
     | {
         "attention.head_count_kv": [2 * (letter == "*") for letter in _NANO],
         "feed_forward_length": [1856 * (letter == "E") for letter in _NANO],
         "attention.layer_norm_epsilon": 1e-5,
+        "rope.dimension_count": 84,  # of what does not rotate, without the width of heads
         "expert_feed_forward_length": 1856,
         "expert_shared_feed_forward_length": 3712,
         "expert_shared_count": 1,

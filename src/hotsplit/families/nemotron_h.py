@@ -104,9 +104,12 @@ def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
 def of_keys(read: KeyReader) -> ModelSpec:
     name, layer_norm = read.graph.name, f"{read.graph.name}.{NORM_EPSILON['layer']}"
     has_experts = name == "nemotron_h_moe"
-    if layer_norm in read.keys:  # that of its norms, which are none; and of its draft block's
-        epsilon = {f"{name}.{NORM_EPSILON['rms']}": read.keys[layer_norm]}
-        read = KeyReader(read.path, {**epsilon, **read.keys}, read.tensors)
+    own = dict(read.keys)
+    # Nothing rotates, but llama.cpp's converter writes how many values would, without head_dim.
+    own.pop(f"{name}.rope.dimension_count", None)
+    if layer_norm in own:  # that of its norms, in files that lack the other
+        own.setdefault(f"{name}.{NORM_EPSILON['rms']}", own[layer_norm])
+    read = KeyReader(read.path, own, read.tensors)
     read, has_keys_L = read.with_one(KEY_HEADS)
     read, has_neurons_L = read.with_one(NEURONS)
     sizes = read.sizes()

@@ -88,4 +88,5 @@ class Mamba2(Recurrent):
     @property
     def facts(self) -> Mapping[str, str]:
         states = f"{self.num_heads} states of {self.state_size} x {self.head_dim}"
-        return {"Mamba-2": f"{states}, {self.num_groups} groups"}
+        groups = f"{self.num_groups} group{'s' if self.num_groups > 1 else ''}"
+        return {"Mamba-2": f"{states}, {groups}"}
