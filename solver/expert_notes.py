@@ -48,7 +48,7 @@ def placed_line(
     """What is on the GPUs; `by`: what the choices of experts are those of."""
     placement, spec = plan.placement, inputs.model.spec
     routed, number = problem.replayed, problem.num_neurons
-    dense = [n for n in range(spec.num_layers) if n not in routed]
+    dense = [n for n, x in enumerate(spec.layers) if n not in routed and x.neurons.number]
     num_hot_L = placement.num_hot_L[routed]
     count, all_experts = int(num_hot_L.sum()), number * len(routed)
     num_blocks, num_dense = int(placement.dense_L.sum()), int(placement.hot_LF[dense].any(1).sum())
