@@ -129,5 +129,6 @@ class NeuronUnits:
 
     def is_hot(self, layer: int, ids: np.ndarray) -> np.ndarray:
         """The units of a layer that a plan has on a GPU, by rank; bool [F]."""
-        is_hot_F: np.ndarray = np.isin(self.order(layer)[:, :1], ids).any(axis=1)
+        is_hot_FU = np.isin(self.order(layer)[:, :1], ids)  # U: 1, or 0 in a layer without neurons
+        is_hot_F: np.ndarray = np.logical_or.reduce(is_hot_FU, axis=1)
         return is_hot_F

@@ -21,7 +21,7 @@ OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 THETA_2, THETA_3 = 1e6, 500_000.0
 _OF_SECOND = replace(
     QWEN2,
-    defaults=QWEN2.defaults | {"num_key_value_heads": 8, "max_window_layers": 80},
+    defaults={**QWEN2.defaults, "num_key_value_heads": 8, "max_window_layers": 80},
     rope=Rope(kinds=(*Rope().kinds, "mrope"), theta=THETA_2),
 )
 # Without the keys of windows, which these do not have.
