@@ -7,12 +7,17 @@ from functools import partial
 
 import numpy as np
 
-from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import Sources, suffixed
+from hotsplit.families.blueprint import Sources
 from hotsplit.families.config_reader import ConfigReader
-from hotsplit.families.expert_keys import COUNTS, expert_keys, experts_of_keys
+from hotsplit.families.expert_keys import (
+    COUNTS,
+    dense_layers_of_types,
+    experts_of_keys,
+    with_choice_bias,
+)
 from hotsplit.families.expert_keys import KEYS as EXPERT_KEYS
 from hotsplit.families.family import Architecture, Family
+from hotsplit.families.glm import router_keys
 from hotsplit.families.granite import FACTOR_KEYS
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.families.latent_keys import (
@@ -32,7 +37,6 @@ from hotsplit.families.mistral import GROWTH_KEY
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.files.gguf_file import Value
-from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.route import CHOICE_BIAS, Gating
 from hotsplit.model.spec import ModelSpec
@@ -50,52 +54,22 @@ GLM_LAYERS, GLM_VOCAB = (47, 48), 154880
 MINICPM_SCALES, MINICPM_BASE = (12.0, 1.4), 256
 
 
-def mixture_keys(
-    read: ConfigReader, gating: Gating, num_dense: int, *, renormalises: bool, has_groups: bool
-) -> dict[str, Value]:
-    length = read.count("moe_intermediate_size")
-    shared = read.whole("n_shared_experts")
-    return expert_keys(
-        read,
-        gating=gating,
-        renormalises=renormalises,
-        scale=read.positive("routed_scaling_factor"),
-        shared=length * shared,
-        num_dense=num_dense,
-        groups=(read.count("n_group", 1), read.count("topk_group", 1)) if has_groups else (1, 1),
-    )
-
-
 def keys_of_v2(read: ConfigReader) -> dict[str, Value]:
     """transformers never renormalises, whatever `norm_topk_prob` says."""
     read.refuse("topk_method", "greedy", "group_limited_greedy")
     read.refuse("norm_topk_prob", False, why="transformers ignores it")
     has_groups = read.values.get("topk_method") == "group_limited_greedy"
-    num_dense = read.whole("first_k_dense_replace")
-    own = mixture_keys(read, "softmax", num_dense, renormalises=False, has_groups=has_groups)
-    return without_windows(read) | latent_keys(read) | own
+    groups = {} if has_groups else {"n_group": 1, "topk_group": 1}
+    return keys_with(read.with_values(groups), gating="softmax")
 
 
-def keys_of_v3(read: ConfigReader) -> dict[str, Value]:
-    renormalises, num_dense = read.flag("norm_topk_prob"), read.whole("first_k_dense_replace")
-    own = mixture_keys(read, "sigmoid", num_dense, renormalises=renormalises, has_groups=True)
-    return without_windows(read) | latent_keys(read) | own
+def keys_with(read: ConfigReader, gating: Gating = "sigmoid") -> dict[str, Value]:
+    """The keys of DeepSeek-V3's router, with another function perhaps."""
+    return without_windows(read) | latent_keys(read) | router_keys(read, gating)
 
 
-def keys_of_glm(read: ConfigReader) -> dict[str, Value]:
-    num_layers, types = read.count("num_hidden_layers"), read.values.get("mlp_layer_types")
-    # The published config has transformers' default of another family's key.
-    default = ["dense"] + ["sparse"] * (num_layers - 1)
-    types = default if types is None else types
-    num_dense = types.count("dense") if isinstance(types, list) else 0
-    if types != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
-        raise HotsplitError(
-            f"{read.path}: mlp_layer_types is {shown(types)}, wanted 'dense' for the first layers"
-            f" and 'sparse' for the others of {num_layers}; this checkpoint is not supported"
-        )
-    renormalises = read.flag("norm_topk_prob")
-    own = mixture_keys(read, "sigmoid", num_dense, renormalises=renormalises, has_groups=True)
-    return without_windows(read) | latent_keys(read) | own
+def derived_of_glm(read: ConfigReader) -> dict[str, object]:
+    return {**derived(read), "first_k_dense_replace": dense_layers_of_types(read, 1)}
 
 
 def derived_of_mistral(read: ConfigReader) -> dict[str, object]:
@@ -107,15 +81,13 @@ def derived_of_mistral(read: ConfigReader) -> dict[str, object]:
 
 
 def keys_of_mistral(read: ConfigReader) -> dict[str, Value]:
-    rope, num_dense = read.rope(), read.whole("first_k_dense_replace")
-    renormalises, growth = read.flag("norm_topk_prob"), dict[str, Value]()
+    rope, growth = read.rope(), dict[str, Value]()
     if rope.values.get("llama_4_scaling_beta"):
         growth = {
             GROWTH_KEY: np.float32(rope.positive("llama_4_scaling_beta")),
             GROWTH_LENGTH_KEY: np.uint32(rope.count("original_max_position_embeddings")),
         }
-    own = mixture_keys(read, "softmax", num_dense, renormalises=renormalises, has_groups=True)
-    return without_windows(read) | latent_keys(read) | own | growth
+    return keys_with(read, "softmax") | growth
 
 
 def derived_of_minicpm(read: ConfigReader) -> dict[str, object]:
@@ -140,9 +112,7 @@ def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
     is_adjacent = read.values.get("rope_interleave") is not False
     return replace(
         latent_sources(spec, is_adjacent=is_adjacent),
-        renamed=suffixed(
-            {".mlp.gate.e_score_correction_bias": ".mlp.gate.e_score_correction.bias"}
-        ),
+        renamed=with_choice_bias,
         ignored_prefixes=() if spec.draft else (f"model.layers.{spec.num_layers}.",),
     )
 
@@ -244,7 +214,7 @@ V3 = replace(
         "topk_group": 4,
         "num_key_value_heads": 128,
     },
-    keys=keys_of_v3,
+    keys=keys_with,
     tensors=lambda read: {CHOICE_BIAS: ()},
 )
 FAMILIES = (
@@ -263,7 +233,7 @@ FAMILIES = (
             "topk_group": 1,
             "num_key_value_heads": 20,
         },
-        keys=keys_of_glm,
+        derived=derived_of_glm,
     ),
     replace(
         V3,

@@ -19,7 +19,7 @@ from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.files.gguf_file import Value
 from hotsplit.model.arrangements import Arrangement
-from hotsplit.model.route import CHOICE_BIAS
+from hotsplit.model.route import CHOICE_BIAS, Gating
 from hotsplit.model.spec import ModelSpec
 
 # The norm before the neurons, as llama.cpp names it.
@@ -37,12 +37,12 @@ def keys(read: ConfigReader) -> dict[str, Value]:
     return without_windows(read) | router_keys(read)
 
 
-def router_keys(read: ConfigReader) -> dict[str, Value]:
+def router_keys(read: ConfigReader, gating: Gating = "sigmoid") -> dict[str, Value]:
     """The keys of DeepSeek-V3's router."""
     length = read.count("moe_intermediate_size")
     return expert_keys(
         read,
-        gating="sigmoid",
+        gating=gating,
         renormalises=read.flag("norm_topk_prob"),
         scale=read.positive("routed_scaling_factor"),
         shared=length * read.count("n_shared_experts"),
