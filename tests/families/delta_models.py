@@ -15,13 +15,13 @@ from hotsplit.families.expert_keys import Experts
 from hotsplit.families.glm import SECOND_NORM
 from hotsplit.families.plain_decoder import decoder_spec
 from hotsplit.files.gguf_file import TensorEntry, array_entry
-from hotsplit.model.arrangements import Arrangement
+from hotsplit.model.arrangements import Arrangement, Mixture
 from hotsplit.model.delta_net import DECAY, DeltaNet
 from hotsplit.model.mamba2 import Mamba2
 from hotsplit.model.operations import Recurrent
 from hotsplit.model.rope import Rotary
 from hotsplit.model.short_conv import ShortConv
-from hotsplit.model.spec import Attention, ModelSpec, Route
+from hotsplit.model.spec import Attention, LayerSpec, ModelSpec, Neurons, Route
 from hotsplit.model.tensors import is_router
 
 PERIOD = 4  # the last of so many layers attends
@@ -133,6 +133,31 @@ def mamba_model(
         ],
         experts=experts,
     )
+    return faded(make_model(spec=spec, **more))
+
+
+def single_model(sizes: Sizes, *, experts: Experts | None = None, **more) -> ModelFile:
+    """A random Nemotron-H in memory, or with experts a Nemotron 3: layers of one block each."""
+    neurons: Neurons | Mixture = sizes.neurons("relu2", is_gated=False)
+    if experts is not None:
+        neurons = replace(experts, is_gated=False, has_shared_gate=False).mixture("relu2")
+    mamba = replace(SMALL, epsilon=sizes.epsilon)
+    order = mamba, neurons, sizes.attention(None), mamba, neurons
+    arrangement, count = sizes.arrangement(), sizes.num_layers
+    layers = [arrangement.single(order[layer % len(order)]) for layer in range(count)]
+    name = "nemotron_h" if experts is None else "nemotron_h_moe"
+    return faded(make_model(spec=sizes.model(name, layers), **more))
+
+
+def both_model(sizes: Sizes, **more) -> ModelFile:
+    """A random Falcon-H1 in memory: attention and Mamba-2 side by side."""
+    mamba = replace(SMALL, epsilon=None, writes="ssm_out")
+
+    def arrange(arrangement: Arrangement, attention: Attention, neurons: Neurons) -> LayerSpec:
+        return arrangement.pre_norm((attention, mamba), neurons)
+
+    rotary = Rotary(theta=10000.0, pairing="halves")
+    spec = decoder_spec(sizes, rotary, "silu", architecture="falcon-h1", arrange=arrange)
     return faded(make_model(spec=spec, **more))
 
 

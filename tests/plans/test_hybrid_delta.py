@@ -4,15 +4,16 @@ the bits of a row alone, and what fails or is tried changes no state."""
 
 import dataclasses
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from delta_models import RECURRENT, SMALL, TINY, with_recurrent
+from delta_models import FEW, RECURRENT, SMALL, TINY, both_model, single_model, with_recurrent
 from hybrid_plans import random_plan, stepped
 from models import changed, make_model, make_sizes, mixture_spec
 from passes import logits, passing
-from reference import rel_error
+from reference import logits_ref, rel_error
 from test_experts import IDS
 from test_hybrid_experts import made_plan, with_hybrid
 from test_hybrid_rows import StepsAlone, schedule
@@ -129,6 +130,27 @@ def test_a_long_prompt_has_one_state(dense, mixer):
         want, step = engine.logits(ids), passing(engine, split)
         assert step.most_tokens == (256 if all(dense) else 128)
         assert rel_error(logits(step, ids), want) < 1e-4
+
+
+OTHER_BLOCKS = {
+    "one block a layer": single_model,
+    "one block a layer, experts": partial(single_model, experts=FEW),
+    "two mixers side by side": both_model,
+}
+
+
+@pytest.mark.parametrize("blocks", OTHER_BLOCKS)
+def test_layers_without_a_mixer_or_neurons_or_with_two_mixers(blocks):
+    """On the CPU and in plans, as steps and as passes."""
+    sizes = make_sizes(num_layers=10, num_neurons=64, context_length=96)
+    model, ids = OTHER_BLOCKS[blocks](sizes), IDS[:12]
+    want = logits_ref(model, ids)
+    for seed in range(3):
+        split = random_plan(model, seed, context=96)
+        with loaded(model, split) as engine:
+            assert rel_error(engine.logits(ids), want) < 1e-5
+            assert rel_error(steps(hybrid(engine, split), ids), want) < 1e-5
+            assert rel_error(logits(passing(engine, split), ids), want) < 1e-5
 
 
 def test_a_step_that_fails_changes_no_state():
