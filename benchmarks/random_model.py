@@ -1,10 +1,12 @@
-"""Makes random models in the shapes of known ones: mixtures of experts and Minitron 4B with fewer
-layers, Gemma 3n E2B with all of them, and TinyLlama.
+"""Makes random models in the shapes of known ones: mixtures of experts (of Nemotron 3 Nano 13
+layers, six of them with experts) and Minitron 4B with fewer layers, Gemma 3n E2B with all of them,
+and TinyLlama.
 
 Weights are random, a few rows of them repeated. In mixtures, the router's choices are skewed as by
 Zipf's law: every embedding has the same component, of mean 0, by which the logit of the expert with
 rank r is lower by log r. What decides whether a ReLU neuron fires has a part against that
-component, so that 60 % of those of experts are silent, and 90 % of Minitron's, which are squared.
+component, so that 60 % of those of experts are silent, 70 % of those of Nemotron 3's, and 90 % of
+Minitron's; the latter two are squared.
 Vocabularies have 32,000 tokens, because a head of the full size would count several times as much
 beside a quarter of the layers.
 
@@ -46,6 +48,7 @@ ROOT_MEAN_SQUARE = {"iq1_s": 7.2, "iq1_m": 7.2, "iq3_xxs": 142.0, "iq3_s": 141.0
 ROOT_MEAN_SQUARE |= dict.fromkeys(("iq2_xxs", "iq2_xs", "iq2_s"), 55.0)
 ROOT_MEAN_SQUARE |= {"q1_0": 1.0, "q2_0": 1.2, "tq1_0": 0.8, "tq2_0": 0.8, "nvfp4": 2.9}
 SILENT = {"relu": 0.6, "relu2": 0.9}  # of the neurons
+SILENT_OF_EXPERTS = {"relu": 0.6, "relu2": 0.7}
 
 
 # Of all shapes, but for the context, where another is there; vocabularies as above.
@@ -59,6 +62,7 @@ LAYOUTS: dict[str, Layout] = {
     "smallthinker-4b": "sparse",
     "gemma3n-e2b": "sparse",
     "minitron-4b": "sparse",
+    "nemotron-3-nano": "sparse",
 }
 # The configs, in the names of transformers.
 SHAPES: dict[str, dict[str, object]] = {
@@ -140,6 +144,19 @@ SHAPES: dict[str, dict[str, object]] = {
         "rope_theta": 1e6,
         "vocab_size_per_layer_input": 32_000,
         "sliding_window_pattern": 5,
+    },
+    "nemotron-3-nano": {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "MEMEM*EMEMEME",
+        "num_hidden_layers": 13,
+        "hidden_size": 2688,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "num_key_value_heads": 2,
+        "mamba_num_heads": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "routed_scaling_factor": 2.5,
     },
     "minitron-4b": {
         "architectures": ["NemotronForCausalLM"],
@@ -267,9 +284,10 @@ def _entry(
     # Outputs are small, so that the common part lasts.
     is_output = is_down(name) or "attn_output" in name or "ssm_out" in name
     values *= 0.1 / width**0.5 if is_output else width**-0.5
-    decides = "ffn_gate_exps" if route else "ffn_up"
-    if activation in SILENT and decides in name:
-        values -= NormalDist().inv_cdf(SILENT[activation]) / (width * MEAN) * common_D
+    silent = SILENT_OF_EXPERTS if route else SILENT
+    decides = ("ffn_up_" if activation == "relu2" else "ffn_gate_exps") if route else "ffn_up"
+    if activation in silent and decides in name:
+        values -= NormalDist().inv_cdf(silent[activation]) / (width * MEAN) * common_D
     if name == "token_embd.weight":
         values = values * width**0.5 + COMMON * common_D
     kind = type_of(name)
