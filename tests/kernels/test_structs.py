@@ -50,7 +50,8 @@ Layout = list[tuple[str | None, int, int]]
 def of_operations() -> str:
     """The structs of weights of operations that are in files of their own."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(KERNELS.glob("*.cpp"))]
-    own = [text for text in texts if '#include "operation.h"' in text]
+    bases = ('#include "operation.h"', '#include "state_spans.h"')
+    own = [text for text in texts if any(base in text for base in bases)]
     return "\n".join(found[0] for text in own for found in STRUCT.finditer(text))
 
 
