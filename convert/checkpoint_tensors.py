@@ -165,7 +165,7 @@ class _Order:
     rows: np.ndarray | None
     columns: np.ndarray | None
     change: ValueChange
-    factor_N: np.ndarray | None = None  # of the checkpoint's rows
+    factor_N: np.ndarray | None = None  # of the rows, or one of all
 
     @property
     def is_plain(self) -> bool:

@@ -51,9 +51,10 @@ def facts(values: dict) -> object:
     factors = {name: each.tolist() for name, each in plan.rope_factors.items()}
     columns = {name: order.tolist() for name, order in plan.columns.items()}
     kept = dataclasses.replace(
-        plan, rows={}, columns={}, rope_factors={}, name_of=str, is_tied=is_tied
+        plan, rows={}, columns={}, rope_factors={}, factors={}, name_of=str, is_tied=is_tied
     )
-    return kept, rows, columns, factors
+    of_rows = {name: each.tolist() for name, each in plan.factors.items()}
+    return kept, rows, columns, factors, of_rows
 
 
 class Recorder(dict):

@@ -32,10 +32,6 @@ ADD_ONE = ValueChange(lambda x: x + 1.0, lambda x: x - 1.0)
 NEGATED_EXP = ValueChange(lambda x: -np.exp(x), lambda x: np.log(-x))
 
 
-def scaled(factor: float) -> ValueChange:
-    return ValueChange(lambda x: x * np.float32(factor), lambda x: x / np.float32(factor))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Reorders the rows of a tensor: row r of the model file is row `order[r]` of the checkpoint's
@@ -70,8 +66,9 @@ class Sources:
     checkpoint's column `columns[name][c]`. heads: an entry for each tensor with a matrix of each
     head, by its name within a layer. constants: tensors whose names end so are not in the
     checkpoint and have this value everywhere. changes: of the values of tensors whose names end so;
-    the first that matches counts. factors: of the rows of matrices, by name within a layer, which a
-    model file has multiplied by them. ignored: suffixes of the names of tensors that are left out;
+    the first that matches counts. factors: of the rows of matrices, or one of all rows, by which a
+    model file has them multiplied, by name as `rows`. ignored: suffixes of the names of tensors
+    that are left out;
     ignored_prefixes: beginnings of such names, which are noted."""
 
     renamed: Callable[[NameOf], NameOf] = field(default=lambda name_of: name_of, compare=False)

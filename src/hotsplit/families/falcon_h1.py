@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from hotsplit.errors import HotsplitError
-from hotsplit.families.blueprint import NameOf, Sources, ValueChange, scaled
+from hotsplit.families.blueprint import NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.family import Architecture, Family, Tensors
 from hotsplit.families.key_reader import KeyReader
@@ -38,12 +38,13 @@ def _multipliers(read: ConfigReader, key: str, count: int) -> list[float]:
     return found
 
 
-def changes(read: ConfigReader) -> dict[str, ValueChange]:
+def factors(read: ConfigReader) -> dict[str, np.ndarray]:
     """The factors of whole matrices."""
     embedding, head, attn_in, attn_out, key, _, ssm_out = (read.positive(n) for n in _NUMBERS)
     gate, down = _multipliers(read, "mlp_multipliers", 2)
-    factors = {
+    found = {
         "token_embd.weight": embedding,
+        "output.weight": head,
         "attn_q.weight": attn_in,
         "attn_k.weight": attn_in * key,
         "attn_v.weight": attn_in,
@@ -51,9 +52,8 @@ def changes(read: ConfigReader) -> dict[str, ValueChange]:
         f"{OUTPUT}.weight": ssm_out,
         "ffn_gate.weight": gate,
         "ffn_down.weight": down,
-        "output.weight": head,  # after those whose names end so, too
     }
-    return {**CHANGES, **{name: scaled(factor) for name, factor in factors.items()}}
+    return {name: np.array([factor]) for name, factor in found.items()}
 
 
 def _renamed(name_of: NameOf) -> NameOf:
@@ -71,12 +71,9 @@ def sources(spec: ModelSpec, read: ConfigReader) -> Sources:
     assert isinstance(mamba, Mamba2)
     groups = mamba.num_groups * mamba.state_size
     sizes = (mamba.query_size, mamba.query_size, groups, groups, mamba.num_heads)
-    factors = np.repeat(_multipliers(read, "ssm_multipliers", 5), sizes)
-    return Sources(
-        renamed=_renamed,
-        changes=changes(read),
-        factors={f"{INPUT}.weight": factors * read.positive("ssm_in_multiplier")},
-    )
+    parts_N = np.repeat(_multipliers(read, "ssm_multipliers", 5), sizes)
+    own = {f"{INPUT}.weight": parts_N * read.positive("ssm_in_multiplier")}
+    return Sources(renamed=_renamed, changes=CHANGES, factors=factors(read) | own)
 
 
 def derived(read: ConfigReader) -> dict[str, object]:
@@ -139,8 +136,6 @@ FAMILIES = (
             "mamba_d_ssm": 1024,
             "mamba_rms_norm": False,
             "mamba_norm_before_gate": True,
-            "mlp_multipliers": [1.0, 1.0],
-            "ssm_multipliers": [1.0] * 5,
             **dict.fromkeys(_NUMBERS, 1.0),
         },
         plain={
