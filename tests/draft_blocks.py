@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from test_families import DEEPSEEK, DELTA, EQUAL, GATED, GLM, HUNYUAN3, MOE, ODD, SHARED, TIED
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2MoeConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     HYV3Config,
@@ -21,6 +22,15 @@ from transformers.modeling_layers import MtpModel
 # In the last layer all attend: transformers makes the block's norms of the kind that is there.
 FOUR = DELTA | {"num_hidden_layers": 4}
 CASES = {
+    "cohere2moe": Cohere2MoeConfig(
+        **MOE | ODD | {"num_hidden_layers": 4, "intermediate_size": 37},
+        sliding_window=128,  # transformers' block rotates with a window alone: see below
+        expert_selection_fn="sigmoid",
+        first_k_dense_replace=1,
+        prefix_dense_intermediate_size=96,
+        rms_norm_eps=1e-3,
+        logit_scale=0.3,
+    ),
     "glm4moe": Glm4MoeConfig(**GLM | ODD, head_dim=32, first_k_dense_replace=1, use_qk_norm=True),
     "hunyuan3": HYV3Config(**HUNYUAN3 | ODD, head_dim=24),
     "glm47moe": Glm4MoeLiteConfig(**DEEPSEEK | {"rms_norm_eps": 1e-6}),
@@ -74,7 +84,9 @@ def logits_of_transformers(folder, ids):
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
     own = r"^mtp.*" if "qwen" in config["model_type"] else rf"layers\.{len(model.model.layers)}.*"
     model._keys_to_ignore_on_load_unexpected = [own]
-    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    kind = "sliding" if "cohere" in config["model_type"] else "full"
+    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, [f"{kind}_attention"]
+    scale = config.get("logit_scale", 1.0)
     if config.get("mlp_layer_types"):
         model.config.mtp_mlp_layer_types = ["sparse"]
     if config.get("mlp_only_layers"):
@@ -88,6 +100,6 @@ def logits_of_transformers(folder, ids):
         return block.forward_layer(0, hidden, at, cache, input_ids=torch.tensor([ids]))
 
     hidden = run(hidden[:, :-1], ids[1:], 1)
-    logits_TV = block._project_to_logits(hidden)[0]
+    logits_TV = block._project_to_logits(hidden)[0] * scale
     hidden = run(hidden[:, -1:], [int(logits_TV[-1].argmax())], len(ids))
-    return logits_TV, block._project_to_logits(hidden)[0, 0]
+    return logits_TV, block._project_to_logits(hidden)[0, 0] * scale

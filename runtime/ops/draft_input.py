@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from ctypes import Structure
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,8 @@ def load(
             load.norm(block.norm, in_layer(layer, name), device)
             for name in (OF_EMBEDDING, OF_HIDDEN)
         )
+        epsilon = of_hidden.epsilon * block.times**2  # the norm of h from that of times * h
+        of_hidden = replace(of_hidden, epsilon=epsilon)
         join = load.linear(in_layer(layer, JOIN), device)
         yield DraftInputOp(
             block=block, join=join, norm_of_embedding=of_embedding, norm_of_hidden=of_hidden

@@ -458,7 +458,7 @@ OF_LLAMACPP = ("DbrxForCausalLM", "MambaForCausalLM", "Step3p7ForCausalLM")
 OF_LLAMACPP += ("MiMoV2FlashForCausalLM", "ApertusForCausalLM", "PhimoeForCausalLM")
 
 
-THEIRS = ("deepseek2", "granitehybrid", "bailingmoe", "rwkv7")
+THEIRS = ("step35", "mimo2", "bailingmoe", "rwkv7")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.expert_keys import COUNTS, expert_keys, experts_of_keys
 from hotsplit.families.expert_keys import KEYS as EXPERT_KEYS
 from hotsplit.families.family import ATTN_BIASES, QKV_BIASES, Architecture, Family
-from hotsplit.families.key_reader import KeyReader
+from hotsplit.families.key_reader import DRAFT_LAYERS, KeyReader
 from hotsplit.families.plain_decoder import decoder
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.families.windows import (
@@ -244,7 +244,7 @@ GRAPHS = (
     Architecture(
         name="cohere2moe",
         of_keys=mixture_of_keys,
-        known_keys=("logit_scale", *KEYS, *EXPERT_KEYS),
+        known_keys=("logit_scale", *KEYS, *EXPERT_KEYS, DRAFT_LAYERS),
         options=ATTN_BIASES,
         stock_options=QKV_BIASES,
     ),

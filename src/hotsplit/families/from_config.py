@@ -122,8 +122,9 @@ def _blueprint(
     if can_draft and has_draft_block(sources, num_layers):
         given[f"blk.{num_layers}.{JOIN}.weight"] = _NONE
         keys |= {"block_count": np.uint32(num_layers + 1), DRAFT_LAYERS: np.uint32(1)}
-        if isinstance(recurrent_L := keys.get("attention.recurrent_layers"), list):
-            keys["attention.recurrent_layers"] = [*recurrent_L, False]
+        for key in ("attention.recurrent_layers", "attention.sliding_window_pattern"):
+            if isinstance(has_L := keys.get(key), list):
+                keys[key] = [*has_L, False]
     named = {"general.architecture": graph, **prefixed(graph, keys | {ACTIVATION: activation})}
     spec, _ = KeyReader(read.path, named, given).model(has_all=False)
     own = family.sources(spec, read)

@@ -350,7 +350,8 @@ class KeyReader:
         key = f"{self.graph.name}.{list_key}"
         found = self.keys.get(key)
         if isinstance(found, list):
-            found = found[: -self.num_skipped] if self.num_skipped else found
+            if len(found) == num_layers + self.num_skipped:  # llama.cpp may say less of the others
+                found = found[:num_layers]
             if len(found) != num_layers or not all(isinstance(value, bool) for value in found):
                 raise HotsplitError(
                     f"{self.path}: key {key!r} is {shown(found)}, wanted {num_layers} of true or"

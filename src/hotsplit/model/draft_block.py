@@ -29,13 +29,15 @@ EMBEDDED, HIDDEN = "embedded", "hidden"  # the values that it joins
 
 @dataclass(frozen=True, kw_only=True)
 class DraftInput(PositionWise):
-    """x_D = W [norm(e_D) ; norm(h_D)], of the token's embedding and a hidden state."""
+    """x_D = W [norm(e_D) ; norm(h_D)], of the token's embedding and a hidden state. A loaded model
+    has `times` h_D, because its output norm multiplies the logits, too."""
 
     kind: ClassVar[str] = "draft input"
     room: ClassVar[str] = "draft_input"
     inputs: ClassVar[tuple[str, ...]] = (EMBEDDED, HIDDEN)
     outputs: ClassVar[tuple[str, ...]] = ("x",)
     norm: Norm  # of either, but for the name
+    times: float = 1.0
 
     def shapes(self, hidden_size: int) -> Shapes:
         norms = {f"{name}.weight": (hidden_size,) for name in (OF_EMBEDDING, OF_HIDDEN)}
@@ -46,14 +48,16 @@ class DraftInput(PositionWise):
 
 
 def with_draft_block(spec: ModelSpec) -> ModelSpec:
-    """The model with a draft block, whose layer is like the last one that attends."""
+    """The model with a draft block, whose layer is like the last one that attends, but attends to
+    all tokens and rotates (src/models/cohere2moe.cpp of llama.cpp)."""
     layer = next(layer for layer in reversed(spec.layers) if layer.attention is not None)
+    layer = layer.with_attention(window=None, rotary=spec.rotary)
     norm = spec.output_norm
-    assert norm is not None and norm.kind == "rms" and not spec.first and not spec.last
+    assert norm is not None and norm.kind != "layer" and not spec.first and not spec.last
     block = replace(
         spec,
         layers=(layer,),
-        first=(DraftInput(norm=norm),),
+        first=(DraftInput(norm=norm, times=spec.logit_scale),),
         output_norm=replace(norm, name=OUTPUT_NORM),
     )
     return replace(spec, draft=block)
