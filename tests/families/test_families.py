@@ -1009,6 +1009,33 @@ def test_bamboo_is_a_mistral_with_relu_on_both_projections(tmp_path):
         converted(folder, tmp_path / "n.gguf")
 
 
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_internlm_3_is_a_llama_with_other_names_of_biases(tmp_path, has_biases):
+    """By a config as published: what transformers saves has Llama's class and names."""
+    own = {"attention_bias": has_biases, "mlp_bias": has_biases, "head_dim": 24}
+    folder = random_model(tmp_path / "hf", hf.InternLM3Config(**GATED | ODD | own))
+    save_tokenizer(folder, 320)
+    published = {"qkv_bias": has_biases, "bias": has_biases, "rope_theta": 1e4}
+    published |= {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}
+
+    def publish(config: dict) -> None:
+        for key in ("attention_bias", "mlp_bias", "rope_parameters"):
+            del config[key]
+        config.update(of_class("InternLM3", **published))
+
+    edit_config(folder, publish)
+    want = transformers_logits(folder)
+    equals_transformers_with_its_weights(folder, tmp_path / "m.gguf", "f32")
+    converted(folder, tmp_path / "stock.gguf", outtype="f32", layout="stock")
+    for name in ("m", "stock"):
+        with Engine.load(tmp_path / f"{name}.gguf", mode="dense") as engine:
+            assert rel_error(engine.logits(IDS), want) < 1e-5
+            assert rel_error(decoded(engine, IDS), want[-1]) < 1e-5
+    edit_config(folder, lambda c: c.update(qkv_bias=not has_biases))
+    with pytest.raises(HotsplitError, match=f"qkv_bias is {not has_biases}, wanted {has_biases}"):
+        converted(folder, tmp_path / "n.gguf")
+
+
 def as_internlm2(folder: Path) -> None:
     """A Llama as InternLM 2 has it: for each head of keys its queries, the keys and the values are
     one matrix."""

@@ -49,7 +49,6 @@ apertus: an activation with learned numbers of each layer (xIELU) is not support
 phimoe: experts chosen one after the other, each weighed against its rivals (SparseMixer),\
  are not supported; {_MIXTURES}
 stablelm: the layers of this StableLM are not supported, those of StableLmForCausalLM are
-internlm3: transformers has no graph of it; a GGUF of llama.cpp's converter, a llama, runs
 internlm baichuan:\
  queries, keys and values fused in one matrix by groups are not supported; {_CONVERTED}
 minicpm: a scale of the residual sums by depth is not supported; {_CONVERTED}
