@@ -1349,6 +1349,18 @@ REFUSED = {
         {"mamba_d_ssm": 48},
     ),
     "mamba_conv_bias is False": ("granite4-hybrid", {"mamba_conv_bias": False}),
+    "hidden_act is 'gelu', wanted 'silu': Mamba-2": ("granite4-hybrid", {"hidden_act": "gelu"}),
+    "hidden_act is 'relu', wanted 'silu': Mamba-2": ("bamba", {"hidden_act": "relu"}),
+    "hidden_act is 'gelu_new', wanted 'silu': M": ("falcon-h1", {"hidden_act": "gelu_new"}),
+    r"time_step_limit is \[0.01, 0.1\]": ("granite4-hybrid", {"time_step_limit": [0.01, 0.1]}),
+    r"time_step_limit is \[0, 0.1\]": ("bamba", {"time_step_limit": [0, 0.1]}),
+    r"time_step_limit is \[0.01, inf\]": ("falcon-h1", {"time_step_limit": [0.01, math.inf]}),
+    r"time_step_limit is \[0.01, 1\]": ("nemotron-h", {"time_step_limit": [0.01, 1]}),
+    "no layer attends": ("bamba", {"attn_layer_indices": []}),
+    "rope_interleave is False": ("deepseek2moe", {"rope_interleave": False}),
+    "scoring_func is 'softmax'": ("deepseek3moe", {"scoring_func": "softmax"}),
+    "scoring_func is 'sigmoid'": ("deepseek2moe", {"scoring_func": "sigmoid"}),
+    "moe_layer_freq is 2": ("deepseek3moe", {"moe_layer_freq": 2}),
     "embedding_multiplier is 2.0": ("granite", of_class("Llama", embedding_multiplier=2.0)),
 }
 

@@ -55,9 +55,11 @@ MINICPM_SCALES, MINICPM_BASE = (12.0, 1.4), 256
 
 
 def keys_of_v2(read: ConfigReader) -> dict[str, Value]:
-    """transformers never renormalises, whatever `norm_topk_prob` says."""
+    """transformers never renormalises, whatever `norm_topk_prob` says, and pairs are neighbours
+    whatever `rope_interleave` does."""
     read.refuse("topk_method", "greedy", "group_limited_greedy")
     read.refuse("norm_topk_prob", False, why="transformers ignores it")
+    read.refuse("rope_interleave", True, why="transformers ignores it")
     has_groups = read.values.get("topk_method") == "group_limited_greedy"
     groups = {} if has_groups else {"n_group": 1, "topk_group": 1}
     return keys_with(read.with_values(groups), gating="softmax")
@@ -185,7 +187,7 @@ V2 = Family(
     graph="deepseek2",
     model_types=("deepseek_v2",),
     read_keys=(*COUNTS, *RANKS),
-    plain=PLAIN | {"mlp_bias": False},
+    plain=PLAIN | {"mlp_bias": False, "scoring_func": "softmax", "moe_layer_freq": 1},
     defaults=COMMON
     | {
         "mlp_bias": False,
@@ -204,7 +206,7 @@ V3 = replace(
     classes=("DeepseekV3ForCausalLM",),
     title="DeepSeek V3",
     model_types=("deepseek_v3", "kimi_k2"),
-    plain=PLAIN,
+    plain=PLAIN | {"scoring_func": "sigmoid", "moe_layer_freq": 1},
     defaults=COMMON
     | {
         "norm_topk_prob": True,
@@ -241,6 +243,7 @@ FAMILIES = (
         title="Mistral Small 4",
         graph="mistral4",
         model_types=("mistral4",),
+        plain=PLAIN,
         defaults=COMMON
         | {
             "norm_topk_prob": True,

@@ -72,6 +72,11 @@ def recurrent_keys(
     read: ConfigReader, has_state_L: list[bool], *, is_rotated: bool
 ) -> dict[str, Value]:
     heads = read.count("num_key_value_heads", read.count("num_attention_heads"))
+    if all(has_state_L):
+        raise HotsplitError(
+            f"{read.path}: no layer attends (layer_types, attn_layer_indices), wanted one at least;"
+            " this checkpoint is not supported"
+        )
     states = {} if not any(has_state_L) else mamba2_keys(read)
     if states:
         states[KEY_HEADS] = [0 if has_state else heads for has_state in has_state_L]

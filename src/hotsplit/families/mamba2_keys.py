@@ -1,6 +1,8 @@
 """The numbers of Mamba-2, from a checkpoint's config or a GGUF's keys, and where a checkpoint has
 its tensors."""
 
+import math
+
 import numpy as np
 
 from hotsplit.errors import HotsplitError
@@ -8,9 +10,12 @@ from hotsplit.families.blueprint import NEGATED_EXP, SAME, ValueChange, suffixed
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.key_reader import KeyReader
 from hotsplit.files.gguf_file import Value
+from hotsplit.files.typed import shown
 from hotsplit.model.mamba2 import GROUP_NORM, Mamba2
 
 MOST_TAPS = 16
+# Of steps, as transformers' classes have them, and in the files of others and its own.
+NO_LIMITS = ((0, math.inf), [0, math.inf], [0, {"__float__": "Infinity"}])
 KEYS = (
     "ssm.conv_kernel",
     "ssm.state_size",
@@ -32,8 +37,12 @@ def mamba2_keys(
     groups: str = "mamba_n_groups",
     state: str = "mamba_d_state",
     taps: str = "mamba_d_conv",
+    activation: str = "hidden_act",
 ) -> dict[str, Value]:
-    """The keys that `mamba2_of_keys` reads, by the config's keys of its numbers."""
+    """The keys that `mamba2_of_keys` reads, by the config's keys of its numbers. The activation is
+    of what the convolution writes."""
+    read.refuse(activation, "silu", why="Mamba-2 has no other activation")
+    _check_steps(read)
     count, width = read.count(heads), read.count(head_dim)
     num_groups, size = read.count(groups), read.count(state)
     read.check_size({"the channels of Mamba-2": count * width + 2 * num_groups * size})
@@ -44,6 +53,16 @@ def mamba2_keys(
         "ssm.inner_size": np.uint32(count * width),
         "ssm.time_step_rank": np.uint32(count),
     }
+
+
+def _check_steps(read: ConfigReader) -> None:
+    """Raises HotsplitError for limits of the steps."""
+    limits = read.values.get("time_step_limit")
+    if limits not in (None, *NO_LIMITS):
+        raise HotsplitError(
+            f"{read.path}: time_step_limit is {shown(limits)}, wanted 0 and infinity: no key of a"
+            " GGUF limits the steps of Mamba-2; this checkpoint is not supported"
+        )
 
 
 def mamba2_of_keys(read: KeyReader, *, epsilon: float | None) -> Mamba2:

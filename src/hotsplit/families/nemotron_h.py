@@ -70,6 +70,7 @@ def keys(read: ConfigReader) -> dict[str, Value]:
             groups="n_groups",
             state="ssm_state_size",
             taps="conv_kernel",
+            activation="mamba_hidden_act",
         ),
     }
     if "moe" not in types:
@@ -186,7 +187,6 @@ FAMILIES = (
             "use_bias": False,
             "mamba_proj_bias": False,
             "use_conv_bias": True,
-            "mamba_hidden_act": "silu",
             "sliding_window": None,
         },
         activations=UNGATED,
