@@ -290,7 +290,7 @@ def choose_predictors(
     if wishes.engine.mode in ("dense", "exact"):
         return False, f"mode {wishes.engine.mode}: asked for"
     if model.spec.has_experts:
-        what = f"all neurons of the experts that a token's router chooses ({model.activation})"
+        what = f"all neurons of the experts that its router chooses ({model.activation})"
         if can_silence(model) and not has_plan:
             what = f"neurons that fire ({model.activation}), of the experts that a router chooses"
         mode = "dense" if has_plan else mode_meant(model)

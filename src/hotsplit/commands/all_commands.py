@@ -173,7 +173,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @common.option_table(
     """
 --profile | file | Made by hotsplit profile. Needless where every neuron is computed: for SiLU and
-    GELU models, and with --mode dense.
+    GELU models, and with --mode dense. Of a mixture of experts always needed.
 --machine | file! | Made by hotsplit calibrate; or a card by its data sheet, beside a typical
     processor, e.g. rtx-4060-8gb.
 -o --output | plan! | The plan (split file) to write; with --sweep the curve (JSON).
