@@ -228,7 +228,7 @@ def _longrope(p: Parameters) -> Scaled:
     """Longrope, of a model that was trained on texts of `original_max_position_embeddings` tokens
     first; its magnitude is as in transformers (modeling_rope_utils.py)."""
     key = "original_max_position_embeddings"
-    length = (p.own if p.own.values.get(key) else p.whole).count(key)
+    length = (p.whole if p.whole.values.get(key) else p.own).count(key)  # as in transformers
     factor = p.own.positive("factor", p.context_length / length)
     magnitude = 1.0
     if factor > 1.0:
