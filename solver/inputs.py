@@ -10,7 +10,7 @@ from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile, with_rope_scaling
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.cache_bytes import CacheSize
-from hotsplit.costs.default_mode import mode_meant
+from hotsplit.costs.default_mode import mode_meant, sparse_modes
 from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, cache_bytes, embedding_bytes, layer_bytes
 from hotsplit.costs.state_bytes import kept_bytes, slots_bytes
 from hotsplit.errors import HotsplitError
@@ -168,7 +168,8 @@ def load_inputs(config: SolveConfig, workspace: Workspace) -> Inputs:
     if selection is not None:
         selection.check_windows(config.model, model.spec)
     if model.spec.has_experts:
-        asked = {f"--mode {mode}": mode not in (None, "dense"), "--kv-offload": bool(selection)}
+        runs = (None, "dense", *sparse_modes(model))
+        asked = {f"--mode {mode}": mode not in runs, "--kv-offload": bool(selection)}
         for option, is_asked in asked.items():
             if is_asked:
                 model.refuse_chosen(f"plans with {option} are", "leave it out")

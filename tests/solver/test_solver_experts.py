@@ -31,6 +31,7 @@ from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
 from hotsplit.runtime.neuron_cache.setup import first_residents
 from hotsplit.solver import replay
 from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.prediction import inputs_for
 from hotsplit.solver.problem import SolvedPlacement, is_feasible, placement_seconds
 from hotsplit.solver.solve import SolveConfig, prompt_rates, solve
 from hotsplit.solver.verify import plan_seconds, verify
@@ -63,7 +64,7 @@ def profile_of(model, id_LTK) -> Profile:
     )
 
 
-def tiny(seed: int, num_dense: int = 0):
+def tiny(seed: int, num_dense: int = 0, activation="silu"):
     """Inputs with one or two layers of a few experts, of which the CPU reads one in 0.5 to 80
     us."""
     random = np.random.default_rng(seed)
@@ -79,8 +80,10 @@ def tiny(seed: int, num_dense: int = 0):
         context_length=CONTEXT,
         num_neurons=4,
     )
-    spec = mixture_spec(sizes, route=route, num_neurons=3, num_dense=num_dense)
-    model = make_model(spec=spec, kind=["f32", "f16"][seed % 3 % 2])
+    numbers = {"num_neurons": 3, "num_dense": num_dense, "activation": activation}
+    model = make_model(
+        spec=mixture_spec(sizes, route=route, **numbers), kind=["f32", "f16"][seed % 3 % 2]
+    )
     cpu = 10 ** random.uniform(-2.3, -0.7)
     machine = make_machine(
         cpu_gb_per_s=cpu,
@@ -92,8 +95,9 @@ def tiny(seed: int, num_dense: int = 0):
     tokens, skew = int(random.integers(1, 30)), random.choice([0.0, 1.0, 3.0])
     id_LTK = random_choices(random, num_layers + num_dense, tokens, route, skew)
     id_LTK[:num_dense] = -1
-    every = [layer.neurons.num_experts for layer in spec.layers]
-    every[:num_dense] = [layer.neurons.number for layer in spec.layers[:num_dense]]
+    layers = model.spec.layers
+    every = [layer.neurons.num_experts for layer in layers]
+    every[:num_dense] = [layer.neurons.number for layer in layers[:num_dense]]
     whole = plan_bytes(
         model,
         context_length=CONTEXT,
@@ -288,6 +292,17 @@ def test_refused(options, line, tmp_path):
     given = {**solver_files(tmp_path), "output": tmp_path / "plan", "vram_budget_bytes": 1 << 20}
     with pytest.raises(HotsplitError, match=line):
         solve(SolveConfig(**given, **options), take_workspace)
+
+
+def test_a_plan_of_silent_experts_is_read_again_in_its_mode(tmp_path):
+    """As by --explain, by the trial of run, and by options for llama.cpp."""
+    inputs = tiny(1, activation="relu")
+    save(tmp_path, inputs.model, inputs.profile, inputs.machine)
+    given = {**solver_files(tmp_path), "output": tmp_path / "plan", "vram_budget_bytes": 1 << 20}
+    solve(SolveConfig(**given, mode="exact"), take_workspace)
+    split = Split.load(tmp_path / "plan")
+    again = inputs_for(split, SolveConfig(**given), take_workspace)
+    assert split.mode == again.mode == "exact"
 
 
 def test_plans_have_the_rates_of_prompts(tmp_path):
