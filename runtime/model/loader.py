@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, joined_rows
 from hotsplit.model.attention import KEY_NORM, QUERY_NORM
 from hotsplit.model.latent import KEY_A_NORM, KEY_B, QUERY_A_NORM, QUERY_B, VALUE_B
@@ -322,14 +321,8 @@ class Builder:
     def latent(
         self, index: int, block: AttentionSpec, device: torch.device
     ) -> LatentMatrices | None:
-        """Raises HotsplitError unless the layer is on the CPU."""
         if block.latent is None:
             return None
-        if {device.type, self.placement.cache_device(index).type} != {"cpu"}:
-            raise HotsplitError(
-                f"{self.model.path}: latent attention (MLA) runs only on the CPU so far; use"
-                " --device cpu"
-            )
         own, prefix = block.latent, f"blk.{index}."
         norms = {name: self.norm(norm, prefix + name, device) for name, norm in own.norms().items()}
         has_rank = own.query_rank is not None

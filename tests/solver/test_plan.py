@@ -381,7 +381,6 @@ def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
 @pytest.mark.parametrize(
     "name, more, words",
     [
-        ("granite-4.0-h", (), "recurrent"),
         ("Qwen3-8B", ("-c", "10000000"), "the model has up to"),
         ("Qwen3-8B", ("--activation", "foo"), "activation 'foo'"),
     ],

@@ -15,7 +15,7 @@ from hotsplit.families.draft_names import has_draft_block, with_draft_names
 from hotsplit.families.family import FIELDS, Family
 from hotsplit.families.key_reader import DRAFT_LAYERS, KeyReader, prefixed
 from hotsplit.families.rope_scalings import rope_keys
-from hotsplit.families.table import ARCHITECTURES, FAMILIES, titles
+from hotsplit.families.table import ARCHITECTURES, FAMILIES
 from hotsplit.families.text_models import text_model
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import shown
@@ -46,8 +46,8 @@ def read_blueprint(
     if family is None:
         why = why_not_run(name, config) or "is unknown"
         raise HotsplitError(
-            f"{path}: architecture {shown(name)}: {why}{elsewhere_as_gguf(name)}; supported:"
-            f" {titles()}"
+            f"{path}: architecture {shown(name)}: {why}{elsewhere_as_gguf(name)}; the README has"
+            f" the {len({family.title for family in FAMILIES.values()})} families that run"
         )
     notes = _type_notes(path, config.get("model_type"), family, str(name))
     is_beside = bool(family.text_key)

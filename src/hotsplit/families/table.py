@@ -1,11 +1,9 @@
 """The table of families. docs/adding-a-family.md says how to add one."""
 
-import re
 from importlib import import_module
 
 from hotsplit.families.family import Architecture, Family
 
-# In the order in which refusals list them.
 _NAMES = """
 llama arcee mistral qwen opt falcon phi nemotron starcoder cohere gemma gemma3n gemma4 smollm olmo
 exaone ernie mixtures qwen_vl granite nemotron_h falcon_h1 lfm2 glm glm_dense gpt_oss
@@ -19,12 +17,3 @@ FAMILIES: dict[str, Family] = {
 ARCHITECTURES: dict[str, Architecture] = {
     graph.name: graph for module in MODULES for graph in module.GRAPHS
 }
-
-
-def titles() -> str:
-    """The titles of all families, each name once before its versions."""
-    versions: dict[str, dict[str, None]] = {}
-    for family in FAMILIES.values():
-        name, *version = re.split(r"(?=\d)", family.title, maxsplit=1)
-        versions.setdefault(name, {}).update(dict.fromkeys(version))
-    return ", ".join(name + ", ".join(each) for name, each in versions.items())
