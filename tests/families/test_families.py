@@ -1343,6 +1343,10 @@ REFUSED = {
         "nemotron-h",
         {"layers_block_type": blocks("ME-*EM-")},
     ),
+    "wanted attention and neurons in one layer each": (
+        "nemotron-h",
+        {"layers_block_type": blocks("MM-MM-M-")},
+    ),
     "mamba_norm_before_gate is True": ("falcon-h1-norm", {"mamba_norm_before_gate": True}),
     "mamba_d_ssm is 48, wanted mamba_n_heads times mamba_d_head": (
         "falcon-h1",
@@ -1373,6 +1377,16 @@ def test_a_graph_that_would_be_computed_wrongly_is_refused(checkpoints, tmp_path
     with pytest.raises(HotsplitError, match=words):
         converted(folder, tmp_path / "m.gguf")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_file_whose_layers_all_attend_is_refused(checkpoints, tmp_path):
+    """A layer with keys has no neurons, whatever their number."""
+    model = ModelFile.load(converted(checkpoints("nemotron-h"), tmp_path / "m.gguf"))
+    name = "nemotron_h.attention.head_count_kv"
+    keys = {**model._own_keys(), **model.extra_keys, name: [np.uint32(2)] * model.spec.num_layers}
+    write_gguf(tmp_path / "all.gguf", "nemotron_h", keys, dict(model.tensors))
+    with pytest.raises(HotsplitError, match="no layer has neurons and no keys"):
+        ModelFile.load(tmp_path / "all.gguf")
 
 
 @pytest.mark.parametrize("wrong", ["twice", "router"])

@@ -45,6 +45,11 @@ def derived(read: ConfigReader) -> dict[str, object]:
             f" {', '.join(sorted(known))} for each layer, and not mlp beside moe; this checkpoint"
             " is not supported"
         )
+    if "full_attention" not in types or not {"mlp", "moe"} & set(types):
+        raise HotsplitError(
+            f"{read.path}: layers_block_type is {shown(types)}, wanted attention and neurons in one"
+            " layer each at least; this checkpoint is not supported"
+        )
     read.refuse(
         "moe_latent_size",
         why="experts that read a vector narrower than the hidden state are not supported;"
@@ -121,6 +126,11 @@ def of_keys(read: KeyReader) -> ModelSpec:
                 " layers, 0 or the same: this model is not supported"
             )
     assert has_keys_L is not None and has_neurons_L is not None
+    if all(has_keys_L[layer] or not has_neurons_L[layer] for layer in range(sizes.num_layers)):
+        raise HotsplitError(
+            f"{read.path}: no layer has neurons and no keys ({name}.{NEURONS}, {KEY_HEADS}), wanted"
+            " one at least: this model is not supported"
+        )
     mamba = mamba2_of_keys(read, epsilon=sizes.epsilon)
     attention, activation = sizes.attention(None), read.activation()
     feed_forward: Neurons | Mixture = sizes.neurons(activation, is_gated=False)
