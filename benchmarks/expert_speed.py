@@ -128,7 +128,7 @@ def _by_kind(engine: Engine, run: Callable[[], object], num_tokens: int) -> dict
     without products."""
     native = engine._live.native
     assert isinstance(native, NativeStep)
-    attends_L = torch.tensor([layer.delta is None for layer in engine.model.spec.layers])
+    attends_L = torch.tensor([layer.recurrent is None for layer in engine.model.spec.layers])
     with timed_parts(native) as counts_LP2:
         began = time.perf_counter()
         run()

@@ -122,7 +122,7 @@ class Problem:
 
     @cached_property
     def kernels_s_L(self) -> np.ndarray:
-        """Of a layer's hot neurons; 0 in layers without neurons."""
+        """Seconds of the kernels of a layer's hot neurons; 0 in layers without neurons."""
         return self.kernels_s * self.has_neurons_L
 
     @cached_property

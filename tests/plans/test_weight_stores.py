@@ -89,7 +89,7 @@ def test_every_store_has_the_rows_of_the_file(model, stores, kind, groups, num_w
 def test_of_a_packed_matrix_only_the_rows_asked_for_are_packed(
     monkeypatch, stores, store, kind, rows
 ):
-    """Of nvfp4 with a scale of each row, as experts have it."""
+    """The type nvfp4 has a scale in each row here, as in experts."""
     block, size = block_sizes(kind)
     data = np.zeros((32, 512 // block * size), np.uint8)
     data[:] = np.random.default_rng(0).integers(0, 60, data.shape)

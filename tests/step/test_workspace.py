@@ -153,8 +153,8 @@ def mixed_types(tmp_path_factory):
 
 @pytest.mark.parametrize("is_native", [True, False])
 def test_what_run_and_plan_say_is_within_one_percent(mixed_types, monkeypatch, is_native):
-    """Of everything that is allocated: with the file's blocks of a type with a grid, and with its
-    table type's."""
+    """All that is allocated is counted, for a type with a grid as files have it and as its table
+    type."""
     if is_native and not library.reads_grids():
         pytest.skip("the processor has no VBMI or no GFNI")
     library.set_grid("iq3_xxs", grid_codes("iq3_xxs"))

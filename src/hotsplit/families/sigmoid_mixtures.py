@@ -124,8 +124,8 @@ def of_keys(read: KeyReader) -> ModelSpec:
 
 
 def of_hunyuan(read: KeyReader) -> ModelSpec:
-    """llama.cpp's converter writes no number of layers without experts, and another name of the
-    bias."""
+    """llama.cpp's converter does not write how many layers have no experts, and names the bias
+    otherwise."""
     num_layers = read.count("block_count") - read.num_skipped
     names = (f"blk.{layer}.ffn_gate.weight" for layer in range(num_layers))
     own = {
