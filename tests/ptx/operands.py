@@ -7,6 +7,7 @@ if there are none, otherwise u8 [lanes] with a bit for each byte."""
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -65,6 +66,7 @@ class Registers:
         return np.dtype(bool if kind == "pred" else BITS[BYTES[kind]])
 
 
+@cache
 def immediate(text: str, kind: str) -> np.generic | None:
     """A constant in the given type, or None if the text is not a constant."""
     dtype = np.dtype(DTYPE[kind])

@@ -168,7 +168,7 @@ class _Body:
 
     def __init__(self, kernel: Kernel, files: dict[str, str]):
         self.kernel, self.files = kernel, files
-        self.scopes: list[dict[str, str]] = [{}]  # registers' unique names, per open brace
+        self.scopes: list[dict[str, str]] = [{}]  # new names of registers, per open brace
         self.block: list[Instruction] = []
         self.line = ""
         self.targets: set[str] = set()
@@ -226,14 +226,15 @@ class _Body:
                 unique = each
                 while unique in self.kernel.registers:
                     unique += "'"
-                self.scopes[-1][each] = unique
+                if unique != each:
+                    self.scopes[-1][each] = unique
                 self.kernel.registers[unique] = kind
 
     def _named(self, text: str) -> str:
         """The text with registers of inner scopes replaced by their unique names."""
-        renamed = {old: new for scope in self.scopes for old, new in scope.items() if old != new}
-        if not renamed:
+        if not any(self.scopes):
             return text
+        renamed = {old: new for scope in self.scopes for old, new in scope.items()}
         return re.sub(r"[\w$%]+", lambda found: renamed.get(found[0], found[0]), text)
 
     def _instruction(self, statement: str) -> None:

@@ -313,6 +313,10 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(served, engine, length,
     assert torch.allclose(got_T, want_T, atol=1e-5)
     for top, logprob_V in zip(found["top_logprobs"][1:length], logprob_TV, strict=True):
         assert max(top.values()) == pytest.approx(float(logprob_V.max()), abs=1e-5)
+    tops = zip(found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True)
+    greedy_T = (logprob_TV.argmax(-1) == torch.tensor(ids[1:])).tolist() + [True] * num_tokens
+    # As lm-eval's client sees whether a token is the most probable one.
+    assert [own == max(top.values()) for own, top in tops] == greedy_T
     assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
     assert text.startswith(engine.codec.tokenizer.decode(ids)[: len(text) // 2])
     assert answer["usage"]["completion_tokens"] == 2 * num_tokens
