@@ -187,9 +187,8 @@ test: build  ## what a change needs
 	$(PYTEST) --ignore tests/damage
 
 # Damaged files, faults, sanitizers, and llama.cpp where it is built (it takes ten minutes to build).
-test-all: test
-	$(PYTEST) tests/damage
-	$(PYTEST) -m slow tests/generate/test_equal_bytes.py
+test-all: build
+	$(PYTEST) -m 'not slow'
 	@if [ -e $(LLAMACPP)/ready ]; then $(MAKE) --no-print-directory test-llamacpp; \
 	else echo "not compared with llama.cpp, which is not built: make test-llamacpp builds it"; fi
 

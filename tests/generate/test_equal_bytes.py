@@ -232,7 +232,7 @@ def test_forced_acceptance_changes_no_text(bench_of, family, pattern):
     check(bench_of, family, pattern, seed=0, count=10)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_forced_acceptance_changes_none_of_many_texts(bench_of, family, pattern):

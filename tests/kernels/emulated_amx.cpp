@@ -138,8 +138,7 @@ int main(int argc, char** argv) {
         for (int64_t D : {32, 64, 96, 576, 640, 2048})
             for (int64_t N : {1, 15, 16, 17, 40, 48}) {
                 const int64_t values = block_values(kind);
-                if (!form_of(kind) || values < BLOCK || values > 128) continue;
-                if (row_head(kind) || is_grouped(kind)) continue;
+                if (!kernels_amx.dot_rows[kind]) continue;  // amx_products.cpp
                 if (D % values || (D == 640 && values < 128)) continue;
                 // Rows and vectors share tiles, so short rows are tried with every N and T. Blocks
                 // are multiplied one after another, so few of each suffice for long rows.

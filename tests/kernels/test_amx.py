@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 def program(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("amx")
     sources = {
-        "amx": (KERNELS / "rows_amx.cpp", [*VNNI, *EMULATED, *SANITIZE]),
+        "amx": (Path(__file__).with_name("amx_products.cpp"), [*VNNI, *EMULATED, *SANITIZE]),
         "generic": (KERNELS / "rows_generic.cpp", []),
         # Linked with the sanitizer's allocator; its own code need not be instrumented.
         "driver": (Path(__file__).with_name("emulated_amx.cpp"), VNNI),
