@@ -359,8 +359,6 @@ def _fits_lines(model: ModelFile, wishes: Wishes, size: int, budget: int) -> lis
 
 def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
     """Why no GPU can run this model as wished; None if one can."""
-    if model.spec.has_latents:
-        return "on the CPU: latent attention (MLA) runs only there so far"
     if not model.spec.has_experts:
         return None
     if wishes.engine.mode == "exact":

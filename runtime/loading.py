@@ -149,11 +149,6 @@ class LoadedModel:
         self.gpus = gpus_of(self.plan, device_of(self.config.device))
         self.device = self.gpus[0]
         self.is_on_gpu = self.device.type == "cuda"
-        if self.is_on_gpu and self.model.spec.has_latents:
-            raise HotsplitError(
-                f"{self.model.path}: latent attention (MLA) runs only on the CPU so far; use"
-                " --device cpu"
-            )
         if self.is_on_gpu:
             from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 

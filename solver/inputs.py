@@ -239,11 +239,6 @@ def inputs_from(
         raise HotsplitError(
             f"{path}: has no cost of a layer in mode {inputs.mode!r}; run hotsplit calibrate again"
         )
-    if inputs.model.spec.has_latents and any(inputs.budgets):
-        raise HotsplitError(
-            f"{inputs.paths[0]}: latent attention (MLA) runs only on the CPU so far; with"
-            " --vram-budget 0 a plan is for the CPU alone"
-        )
     if len(inputs.budgets) > max(1, num_gpus):
         raise HotsplitError(
             f"{path}: {num_gpus} GPU{'s' * (num_gpus != 1)} for {len(inputs.budgets)} budgets; give"

@@ -45,7 +45,7 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
         )
         gpu_s = gpu.kernels_seconds(kernels, num_bytes + read_kv * (not is_offloaded))
         if is_offloaded and own.attention:  # the CPU attends
-            values = own.attention.query_size + own.attention.qkv_size
+            values = own.attention.heads_size + own.attention.qkv_size
             copies_s = part_bytes.FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.median
             read_s = read_kv / (machine.costs.kv_gb_per_s.median * 1e9)
             gpu_s += gpu.hand_over_s.median + copies_s + read_s

@@ -47,17 +47,18 @@ class LayerCache:
     ) -> "LayerCache":
         """Values that are a part of the keys are not stored, as rows of no width."""
 
-        def empty(kind: CacheType, own: int) -> Tensor:
-            shape = (table.num_blocks, num_kv_heads, table.block_length, own)
-            return zeros(shape, dtype_of(kind)) if own else torch.empty(shape, dtype=dtype_of(kind))
+        def empty(kind: CacheType) -> Tensor:
+            own = kept_width(kind, width)
+            return zeros((table.num_blocks, num_kv_heads, table.block_length, own), dtype_of(kind))
 
         tables = None
         if types.selection is not None:
             is_rotated = types.key.is_rotated
             tables = KeyTables.of(types.selection, table, num_kv_heads, width, is_rotated, zeros)
+        keys = empty(types.key)
         return cls(
-            key_BKPX=empty(types.key, kept_width(types.key, width)),
-            value_BKPX=empty(types.value, kept_width(types.value, width) * stores_values),
+            key_BKPX=keys,
+            value_BKPX=empty(types.value) if stores_values else keys[..., :0],
             table=table,
             types=types,
             tables=tables,

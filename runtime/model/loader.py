@@ -335,11 +335,13 @@ class Builder:
         )
 
     def of_heads(self, name: str, device: torch.device) -> Linear:
-        """A matrix of each head, [H, N, M], as one with the rows of all heads. Where a tile would
-        have rows of two heads, it stays as it is in the file."""
+        """A matrix of each head, [H, N, M], as one with the rows of all heads. Where a tile of the
+        CPU's would have rows of two heads, it stays as it is in the file."""
         entry = self.model.tensors[f"{name}.weight"]
         rows, is_whole = joined_rows(entry), entry.shape[1] % TILE_ROWS == 0
-        return Linear(weight=self.matrix(rows, device) if is_whole else matrix_of(rows, device))
+        if device.type == "cpu" and not is_whole:
+            return Linear(weight=matrix_of(rows, device))
+        return Linear(weight=self.matrix(rows, device))
 
     @cached_property
     def caches(self) -> dict[str, LayerCache]:

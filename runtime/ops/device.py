@@ -91,11 +91,12 @@ class Launcher:
         *,
         has_relu: bool = False,
         cap: float | None = None,
+        num_heads: int = 1,
     ) -> None:
         """out = the matrix times x, plus its bias; `has_relu`: the ReLU of that; see
         kernels.gpu.rows.dot."""
-        weight, bias_N = linear.weight, linear.bias_N
-        self.run(self.kernels.dot, weight, bias_N, x_D, out_N, has_relu=has_relu, cap=cap)
+        given = linear.weight, linear.bias_N, x_D, out_N
+        self.run(self.kernels.dot, *given, has_relu=has_relu, cap=cap, num_heads=num_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +143,16 @@ class TileLauncher(Launcher):
         self.run(round_tokens, x_TD, added_TD, *weights, *target.tensors, sum_TD)
 
     def multiply(
-        self, linear: Linear, x: Rounded, out_TN: Tensor, pairs: Pairs | None = None
+        self,
+        linear: Linear,
+        x: Rounded,
+        out_TN: Tensor,
+        pairs: Pairs | None = None,
+        num_heads: int = 1,
     ) -> None:
         given, multiply = (linear.weight, linear.bias_N, *x.tensors, out_TN), self.kernels.multiply
         if pairs is None:
-            self.run(multiply, *given)
+            self.run(multiply, *given, num_heads=num_heads)
         else:
             tile_G3, row_2P, size = pairs.tile_G3, pairs.in_2P, pairs.tile_size
             self.run(multiply, *given, tile_G3=tile_G3, row_2P=row_2P, tile_size=size)
@@ -178,11 +184,13 @@ class TileLauncher(Launcher):
         *,
         has_relu: bool = False,
         cap: float | None = None,
+        num_heads: int = 1,
     ) -> None:
         if has_relu or cap is not None or not self.is_tiled(linear):
-            super().dot(linear, x_D, out_N, has_relu=has_relu, cap=cap)
+            super().dot(linear, x_D, out_N, has_relu=has_relu, cap=cap, num_heads=num_heads)
         else:
-            self.multiply(linear, self.rounded(x_D, linear.weight.kind), out_N)
+            rounded = self.rounded(x_D, linear.weight.kind)
+            self.multiply(linear, rounded, out_N, num_heads=num_heads)
 
     def is_tiled(self, linear: Linear) -> bool:
         return linear.weight.num_rows >= LEAST_TILE_ROWS

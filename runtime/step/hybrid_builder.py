@@ -350,7 +350,7 @@ class _Builder:
             if placement.dense_on_gpu[divided.index]:
                 linears = [each for own in layer.own.values() for each in own.linears]
                 if layer.attending is not None:
-                    linears += [*layer.attention.inputs, layer.attention.output]
+                    linears += layer.attention.linears
                 kinds |= {linear.weight.kind for linear in linears}
                 predictor = layer.ffn.predictor
                 if predictor is not None:

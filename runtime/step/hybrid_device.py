@@ -30,6 +30,7 @@ from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts, expert_parts
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.ops.attention.gpu import launch_attend
+from hotsplit.runtime.ops.attention.latent import launch_latent_values, launch_latents
 from hotsplit.runtime.ops.device import Launcher, Rounded
 from hotsplit.runtime.ops.embed import launch_embed
 from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp, Slots
@@ -228,10 +229,11 @@ class DeviceBuffers(StepBuffers):
             scratch = spec.most_query_size
         elif has_cache:
             length = tables[0].context_length
-            scratch = max(attend_scratch(length, a.num_heads, a.head_dim) for a in spec.attentions)
-        qkv, heads, rest = (
-            padded(max_rows * size) for size in (spec.most_qkv_size, spec.most_query_size, scratch)
-        )
+            scratch = max(attend_scratch(length, a.num_heads, a.value_dim) for a in spec.attentions)
+        low, queries, others = spec.most_latent_sizes
+        qkv = padded(max_rows * max(spec.most_qkv_size, others))
+        heads = padded(max_rows * max(spec.most_heads_size, low))
+        rest = padded(max_rows * max(scratch, queries))
         own = [block.scratch(width) for layer in spec.layers for block in layer.operations]
         room = max(qkv + heads + rest, max_rows * max(own, default=0))
         last_rows = [row for rows in output_rows(spec) for row in rows.values()]
@@ -349,10 +351,19 @@ class DeviceKernels(Launcher):
             own.launch(self, read, written, self.buffers.room)
 
     def inputs(self, layer: Layer, x_D: Tensor | Rounded) -> None:
-        self.project(layer.attention.inputs, x_D, self.attended(layer)[0])
+        """Writes queries, keys and values."""
+        attention, qkv = layer.attention, self.attended(layer)[0]
+        if attention.latent is None:
+            self.project(attention.inputs, x_D, qkv)
+        else:
+            launch_latents(self, attention, x_D, qkv, self.buffers.of_attention)
 
     def output(self, layer: Layer, heads: Tensor) -> None:
-        self.dot(layer.attention.output, heads, self.buffers.sum_PD[0])
+        """Writes attention's output from those of the heads to the first row of sum_PD."""
+        attention = layer.attention
+        if attention.latent is not None:
+            heads = launch_latent_values(self, attention, heads, self.buffers.of_attention[0])
+        self.dot(attention.output, heads, self.buffers.sum_PD[0])
 
     def predict(self, ffn: FeedForward, x_D: Tensor, copy_W: Tensor | None) -> None:
         """Writes the bits of the named neurons, and again to `copy_W` on the host."""

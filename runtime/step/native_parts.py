@@ -117,7 +117,7 @@ class HostBuffers(StepBuffers):
         sizes |= {
             "routed": 2 * spec.most_used,
             "qkv": attends * spec.most_qkv_size,
-            "heads": attends * spec.most_query_size,
+            "heads": attends * spec.most_heads_size,
         }
         values = {name: zeros((max_rows, size)) for name, size in sizes.items()}
         values["named"] = zeros((max_rows, -(-spec.most_named // 32)), torch.int32)

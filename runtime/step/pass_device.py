@@ -114,7 +114,8 @@ class PassRoom:
         num_pairs, real = num_rows * num_used, torch.float32
         own = [block for layer in spec.layers for block in layer.operations]
         columns = [shape[-1] for block in own for shape in block.shapes(spec.hidden_size).values()]
-        widest = max(spec.hidden_size, spec.most_query_size, *columns)
+        sizes = spec.most_heads_size, *spec.most_latent_sizes
+        widest = max(spec.hidden_size, *sizes, *columns)
         num_streamed = 3 * (num_pairs + most_tiles(num_pairs, num_experts)) if piece_bytes else 0
         buffers = DeviceBuffers.of(
             spec,

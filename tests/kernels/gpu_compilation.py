@@ -169,6 +169,7 @@ def launch_the_rest() -> None:
             at, of_heads = torch.arange(70), {"head_sinks": x[:8]}
             given = (query, keys, keys, at, spec, query.clone(), table[0], table)
             kernels.attend_tokens(*given, vectors=of_heads)
+    launch_latents()
     launch_delta()
     launch_mamba2()
     routed = torch.empty(16)
@@ -199,6 +200,29 @@ def launch_the_rest() -> None:
     kernels.scatter(staging, torch.empty(8, 4, dtype=torch.int64), row_bytes)
     named = torch.empty(NEURONS // 32, dtype=torch.int32)
     kernels.pack_open(x, torch.empty(NEURONS, dtype=torch.int32), named)
+
+
+def launch_latents(heads: int = 128, size: int = 512, plain: int = 128, rotated: int = 64) -> None:
+    """The kernels of latent attention of DeepSeek V3."""
+    kernels, width, at = triton_kernels(), size + rotated, torch.arange(70)
+    spec = heads_of(heads, 1, width, is_adjacent=True, num_kv_projections=1, value_width=size)
+    low, frequency = torch.empty(1536 + width), torch.empty(rotated // 2, dtype=torch.float64)
+    query, qkv = torch.empty(heads * (plain + rotated)), torch.empty((heads + 1) * width)
+    absorbing = matrix("q8_0_planar", heads * size, plain)
+    kernels.dot(absorbing, None, query, qkv[rotated:][: heads * width], num_heads=heads)
+    kernels.join_latents(query, low[1536:], low[:size], 1e-6, qkv)
+    x, power = torch.empty(70, len(query), dtype=torch.float16), torch.empty(70)
+    absorbed = torch.empty(70, len(qkv))[:, rotated:][:, : heads * width]
+    kernels.multiply(absorbing, None, x, power, absorbed, num_heads=heads)
+    for dtype in (torch.float16, torch.float32):
+        keys = torch.empty(4096, 1, width, dtype=dtype)
+        values = keys[..., rotated:]
+        kernels.rotate_append(qkv, frequency, None, None, at[:1], keys, values, spec)
+        scratch = torch.empty(attend_scratch(len(keys), heads, size))
+        kernels.attend(qkv, keys, values, at[:1], spec, scratch, torch.empty(heads, size))
+        queries = torch.empty(70, heads, width, dtype=dtype)
+        out = torch.empty(70, heads, size, dtype=dtype)
+        kernels.attend_tokens(queries, keys, values, at, spec, out)
 
 
 def launch_delta(key_heads: int = 16, value_heads: int = 32, width: int = 128) -> None:

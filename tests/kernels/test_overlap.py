@@ -8,6 +8,7 @@ import pytest
 import test_gpu_attention as attention
 import test_gpu_delta as delta
 import test_gpu_kernels as rows
+import test_gpu_latents as latents
 import test_gpu_mamba2 as mamba2
 import test_gpu_neurons as neurons
 import test_gpu_planes as planes
@@ -30,6 +31,7 @@ FORMS = {
         False,
         lambda k: attention.test_rotate_append(k, torch.float32, True, "none", 32, 0),
     ),
+    "latents": ("_join_latents", False, lambda k: latents.joined(k, latents.ODD, 2)),
     "attend": ("_attend_part", False, lambda k: attention.assert_attention(k, 63)),
     "join": ("_attend_join", False, lambda k: attention.assert_attention(k, 63)),
     "predict": ("_predict", True, lambda k: rows.test_bits_past_the_last_neuron_are_zero(k, 9)),

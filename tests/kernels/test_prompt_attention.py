@@ -31,6 +31,7 @@ class Case:
     start: int = 60
     heads: tuple[int, int] = (4, 2)
     width: int = 32
+    value_width: int | None = None  # of values that are the last ones of keys
     dtype: torch.dtype = torch.float16
     window: int | None = None
     cap: float | None = None
@@ -62,7 +63,11 @@ class Case:
         query = (query * self.by / self.width**0.5).to(self.dtype)
         number_T = torch.arange(len(query) + padding).clamp(max=len(query) - 1)
         query_THW, position_T = query[number_T], position_T[number_T].to(device())
-        out = torch.full_like(query_THW, NAN)
+        keys, values, latents = self.cache(2), self.cache(3), {}
+        if self.value_width is not None:
+            values = keys[..., -self.value_width :]
+            latents = {"value_width": self.value_width, "num_kv_projections": 1}
+        out = torch.full_like(query_THW[..., : self.value_width], NAN)
         table = sequence = None
         if self.is_paged:  # block n of the text is row table[1, n] of the cache
             table = torch.tensor([[0, 0, 0, 0], [2, 4, 1, 3]], dtype=torch.int32, device=device())
@@ -75,14 +80,15 @@ class Case:
             score_cap=self.cap,
             head_sinks=HeadVector("sinks") if vectors else None,
             **self.gates,
+            **latents,
         )
         size, gated = spec.qkv_size + spec.gate_size, None
         if self.gates:
             gated = self.values(self.tokens, size, seed=5)[rows][number_T]
         kernels.attend_tokens(
             query_THW,
-            self.cache(2),
-            self.cache(3),
+            keys,
+            values,
             position_T,
             spec,
             out,
@@ -125,6 +131,9 @@ CASES = [
     Case(gates={"is_gated": True}, heads=(6, 2), tokens=33, is_paged=True),
     Case(gates={"gate_width": 32}, heads=(6, 2), tokens=33),
     Case(gates={"gate_width": 1}, heads=(3, 1), width=40, tokens=33),
+    Case(width=96, value_width=64, heads=(5, 1), tokens=33, is_paged=True),
+    Case(width=26, value_width=20, heads=(3, 1), dtype=torch.float32),
+    Case(width=576, value_width=512, heads=(2, 1), tokens=33),
 ]
 
 
@@ -154,6 +163,7 @@ def test_the_bound_rejects_other_windows_and_no_sinks():
         {"gates": {"is_gated": True}},
         {"gates": {"gate_width": 32}},
         {"cap": 5.0},
+        {"value_width": 32, "heads": (4, 1)},
     ):
         assert not is_right(dataclasses.replace(case, **other).run(REFERENCE), case)
 
@@ -179,7 +189,8 @@ on_ptx = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the d
 
 @on_ptx
 @pytest.mark.parametrize(
-    "number, arch", [(5, ADA), (8, BLACKWELL), (11, ADA), (13, BLACKWELL), (-1, ADA)]
+    "number, arch",
+    [(5, ADA), (8, BLACKWELL), (11, ADA), (13, BLACKWELL), (-4, ADA), (-3, BLACKWELL), (-1, ADA)],
 )
 def test_ptx(number, arch):
     assert is_right(CASES[number].run(PtxKernels(arch).kernels), CASES[number])

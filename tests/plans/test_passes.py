@@ -11,7 +11,6 @@ from hybrid_plans import PLANS_AND_MODES, F, L, make, planned, random_plan
 from models import family_model, make_model, make_sizes
 from passes import passing
 from reference import logits_ref, rel_error
-from test_fake_step import checked_cuda
 from test_families import CASES, converted
 from test_hybrid_step import assert_as_undivided
 from test_runtime import make_split
@@ -19,7 +18,6 @@ from test_smallthinker import checkpoint
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.tensors import in_layout, is_neuron_major
 from hotsplit.runtime.device.cuda_runtime import DeviceLost
@@ -106,13 +104,7 @@ def as_stock(model: ModelFile) -> ModelFile:
     return replace(model, layout="stock", tensors=tensors)
 
 
-def has_latents(case):
-    return hasattr(CASES[case], "kv_lora_rank")
-
-
-@pytest.mark.parametrize(
-    "case", [*(name for name in CASES if not has_latents(name)), "smallthinker"]
-)
+@pytest.mark.parametrize("case", [*CASES, "smallthinker"])
 def test_every_graph_of_layers(tmp_path, case):
     """In passes and steps together, and in steps alone, whose bound is that of sums in f32. Other
     tests compare the undivided models with transformers."""
@@ -133,17 +125,6 @@ def test_every_graph_of_layers(tmp_path, case):
         for seed in range(2, 5):
             split = random_plan(stock, seed, context=context)
             assert_as_undivided(stock, split, "dense", context_length=context)
-
-
-@pytest.mark.parametrize("case", ["deepseek2moe", "minicpm3"])
-def test_latent_attention_on_a_gpu_is_refused(tmp_path, case):
-    folder = random_model(tmp_path / "hf", CASES[case])
-    save_tokenizer(folder, 320)
-    model = ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32"))
-    split = random_plan(model, 0, context=min(CONTEXT, model.spec.context_length))
-    with checked_cuda(num_devices=2), pytest.raises(HotsplitError) as caught:
-        Engine.of(model, split, mode="dense", device="cuda")
-    assert "latent attention (MLA) runs only on the CPU so far" in str(caught.value)
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])

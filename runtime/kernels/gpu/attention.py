@@ -2,11 +2,12 @@
 
 Each row has programs of its own, with the same instructions as in a step of one row. A row reads
 the keys and values of its sequence's earlier rows from the KV cache, where `rotate_append` has
-written them.
+written them. If values are the last ones of keys (MLA), a key is in two parts, each loaded once:
+its first values and those, 64 and 512 of DeepSeek's, which together are no power of two.
 
-Letters: T rows of a step, H heads, K key-value heads, W head width, C positions of the cache, B its
-blocks, P positions of a tile or block, G queries of a key-value head, S sequences (in
-`_attend_join`, parts), N blocks of a sequence."""
+Letters: T rows of a step, H heads, K key-value heads, W width of keys or values, C positions of the
+cache, B its blocks, P positions of a tile or block, G queries of a program, F first values of a
+key, S sequences (in `_attend_join`, parts), N blocks of a sequence."""
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ from hotsplit.runtime.kernels.gpu.cache import TILE, Cache
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.heads import gate_place, gated, gates_of
 from hotsplit.runtime.kernels.gpu.language import tl, triton
-from hotsplit.runtime.kernels.gpu.launch import overlap_options, power_of_2, step_rows
+from hotsplit.runtime.kernels.gpu.launch import ceil_div, overlap_options, power_of_2, step_rows
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
 from hotsplit.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
 from hotsplit.runtime.kernels.gpu.reference import positions_of, soft_capped
 from hotsplit.runtime.kernels.gpu.scores import finished, finished_peak, finished_weight, scores_of
 from hotsplit.runtime.kernels.stored import NO_VECTORS, Vectors
+
+# Sums of values of a program, in registers. More queries share keys among several programs.
+_MOST_SUMS = 4096
 
 
 @gpu_kernel(
@@ -48,7 +52,7 @@ def attend(
 
     def reference() -> None:
         count, gates = int(position_1) + 1, spec.is_gated
-        num_kv, width = key_CKW.shape[-2:]
+        num_kv, width = key_CKW.shape[-2:]  # of keys
         seen = [key_CKW, value_CKW]
         if table_SN is not None and sequence_1 is not None:
             seen = [positions_of(cache, table_SN[int(sequence_1)], count) for cache in seen]
@@ -70,19 +74,21 @@ def attend(
     def launch() -> None:
         cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
         num_rows, num_heads, num_kv = step_rows(qkv), spec.num_heads, spec.num_kv_heads
-        width, context = spec.head_dim, cache.context_length
+        width, context, first = spec.value_dim, cache.context_length, spec.head_dim - spec.value_dim
         assert qkv.is_contiguous() and out_HW.is_contiguous(), (qkv.stride(), out_HW.stride())
         num_parts, split = attend_parts(context), attend_split(context)
         least = num_rows * attend_scratch(context, num_heads, width)
         assert scratch.numel() >= least, scratch.shape
-        group, scores = num_heads // num_kv, scores_of(spec, vectors)
+        queries, scores = num_heads // num_kv, scores_of(spec, vectors)
         all_parts = num_rows * num_parts
         num_sums = all_parts * num_heads * width
         sums, peaks = scratch[:num_sums], scratch[num_sums:]
         weights = peaks[all_parts * num_heads :]
         block = max(16, power_of_2(width))
+        programs = ceil_div(queries, max(1, _MOST_SUMS // block))
+        group = ceil_div(queries, programs)
         rows = () if num_rows == 1 else (num_rows,)
-        _attend_part[(num_kv, num_parts, *rows)](
+        _attend_part[(num_kv * programs, num_parts, *rows)](
             qkv,
             cache.arguments,
             position_1,
@@ -93,9 +99,13 @@ def attend(
             spec.window,
             num_heads,
             WIDTH=width,
-            QUERY_STRIDE=width * (1 + spec.is_gated),
+            FIRST=first,
+            FIRST_BLOCK=max(16, power_of_2(first)) if first else 1,
+            QUERY_STRIDE=spec.head_dim * (1 + spec.is_gated),
             ROW_STRIDE=qkv.shape[-1],
             BLOCK=block,
+            QUERIES=queries,
+            PROGRAMS=programs,
             GROUP=group,
             GROUP_BLOCK=power_of_2(group),
             SPLIT=split,
@@ -122,7 +132,7 @@ def attend(
             NUM_ROWS=num_rows,
             NUM_PARTS=num_parts,
             **overlap_options(),
-            num_warps=4,
+            num_warps=max(4, block // 64),
         )
 
     return reference, launch
@@ -140,9 +150,13 @@ def _attend_part(
     window,
     num_heads,
     WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr,
     QUERY_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -151,12 +165,14 @@ def _attend_part(
     BLOCK_LENGTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per key-value head, part of the context and row. For each of the head's queries
-    it computes the maximum score, the sum of e^(score - maximum), and the sum of the values
-    weighted by e^(score - maximum). Tiles before the row's window are not read."""
+    """One program per GROUP of a key-value head's QUERIES, part of the context and row. For each of
+    its queries it computes the maximum score, the sum of e^(score - maximum), and the sum of the
+    values weighted by e^(score - maximum). Tiles before the row's window are not read. FIRST: how
+    many values of a key are none of its value."""
     admit_next(OVERLAPS)
     await_last(OVERLAPS)
-    kv_head = tl.program_id(0)
+    kv_head = tl.program_id(0) // PROGRAMS
+    own_query = tl.program_id(0) % PROGRAMS * GROUP  # the first
     part = tl.program_id(1)
     to = part
     if NUM_ROWS > 1:
@@ -177,6 +193,8 @@ def _attend_part(
         column_W = tl.arange(0, BLOCK)
         in_head_W = column_W < WIDTH
         group_G = tl.arange(0, GROUP_BLOCK)
+        is_query_G = (group_G < GROUP) & (own_query + group_G < QUERIES)
+        head_G = kv_head * QUERIES + own_query + group_G
         peak_G = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
         weight_G = tl.zeros([GROUP_BLOCK], tl.float32)
         sum_GW = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
@@ -197,18 +215,30 @@ def _attend_part(
                 row_P = (first % BLOCK_LENGTH + tl.arange(0, TILE)).to(tl.int64)[:, None]
                 own_key += block * cache.key_block_stride
                 own_value += block * cache.value_block_stride
-            own_key += row_P * cache.key_stride + column
+            own_key += row_P * cache.key_stride
             own_value += row_P * cache.value_stride + column
-            key_PW = tl.load(own_key, mask=is_live, other=0.0)
-            value_PW = tl.load(own_value, mask=is_live, other=0.0)
-            key_PW, value_PW = key_PW.to(tl.float32), value_PW.to(tl.float32)
+            key_PW = tl.load(own_key + (FIRST + column), mask=is_live, other=0.0).to(tl.float32)
+            if FIRST:
+                value_PW = key_PW
+                first_F = tl.arange(0, FIRST_BLOCK)
+                in_first_F = first_F < FIRST
+                is_live_PF = is_read_P[:, None] & in_first_F[None, :]
+                key_PF = tl.load(own_key + first_F[None, :], mask=is_live_PF, other=0.0)
+                key_PF = key_PF.to(tl.float32)
+            else:
+                value_PW = tl.load(own_value, mask=is_live, other=0.0).to(tl.float32)
             # One query at a time against the tile in registers: a product with all queries would
             # take GROUP times the registers, and tensor cores would round the queries.
             score_GP = tl.full([GROUP_BLOCK, TILE], float("-inf"), tl.float32)
             for number in tl.static_range(GROUP):
-                query = qkv + (kv_head * GROUP + number) * QUERY_STRIDE
-                query_W = tl.load(query + column_W, mask=in_head_W, other=0.0)
-                score_P = tl.sum(key_PW * query_W[None, :], axis=1) * scores.scale
+                query = qkv + (kv_head * QUERIES + own_query + number) * QUERY_STRIDE
+                is_query = own_query + number < QUERIES
+                query_W = tl.load(query + FIRST + column_W, mask=in_head_W & is_query, other=0.0)
+                score_P = tl.sum(key_PW * query_W[None, :], axis=1)
+                if FIRST:
+                    query_F = tl.load(query + first_F, mask=in_first_F & is_query, other=0.0)
+                    score_P += tl.sum(key_PF * query_F[None, :], axis=1)
+                score_P = score_P * scores.scale
                 score_P = finished(score_P, scores)
                 score_P = tl.where(is_read_P, score_P, float("-inf"))
                 score_GP = tl.where((group_G == number)[:, None], score_P[None, :], score_GP)
@@ -227,11 +257,10 @@ def _attend_part(
                 sum_GW += tl.where(is_it_G[:, None], added_W[None, :], 0.0)
             peak_G = new_G
             first += TILE
-        head_G = to * num_heads + kv_head * GROUP + group_G
-        is_query_G = group_G < GROUP
-        tl.store(peaks + head_G, peak_G, mask=is_query_G)
-        tl.store(weights + head_G, weight_G, mask=is_query_G)
-        target = sums + head_G[:, None] * WIDTH + column_W[None, :]
+        at_G = to * num_heads + head_G
+        tl.store(peaks + at_G, peak_G, mask=is_query_G)
+        tl.store(weights + at_G, weight_G, mask=is_query_G)
+        target = sums + at_G[:, None] * WIDTH + column_W[None, :]
         tl.store(target, sum_GW, mask=is_query_G[:, None] & in_head_W[None, :])
 
 

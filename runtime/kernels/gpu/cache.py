@@ -27,9 +27,10 @@ class Cache:
     spec: Attention
 
     def __post_init__(self) -> None:
-        heads, window = (self.spec.num_kv_heads, self.spec.head_dim), self.spec.window
-        for cache in (self.key, self.value):
-            assert cache.stride(-1) == 1 and cache.shape[-2:] == heads, (cache.shape, self.spec)
+        num_kv, window = self.spec.num_kv_heads, self.spec.window
+        for cache, width in ((self.key, self.spec.head_dim), (self.value, self.spec.value_dim)):
+            assert cache.stride(-1) == 1, cache.stride()
+            assert cache.shape[-2:] == (num_kv, width), (cache.shape, self.spec)
         assert window is None or window > 0, window
         is_paged = self.table_SN is not None
         assert self.key.dim() == self.value.dim() == 3 + is_paged, self.key.shape

@@ -46,9 +46,9 @@ def rotate_append(
     frequencies, rotate; both optional. `qkv` is f32 [(H + 2 K) W]: q is updated in place, k and v
     are written to the cache, f32 or f16, at `position_1` (int64 on the device) of `sequence_1`
     (int32). If `spec` is gated, W gates of its output are behind each head of q, [(2 H + 2 K) W];
-    if values are keys, it is [(H + K) W]; gates of a matrix of their own are behind all that. A
-    prompt's pass has any number T of rows. `query_THW`, if given, takes q times the scale of
-    scores, and `qkv` stays."""
+    if values are keys, it is [(H + K) W], and values that are a part of the keys as stored are not
+    written; gates of a matrix of their own are behind all that. A prompt's pass has any number T of
+    rows. `query_THW`, if given, takes q times the scale of scores, and `qkv` stays."""
 
     def reference() -> None:
         num_kv, width = key_CKW.shape[-2:]
@@ -59,7 +59,8 @@ def rotate_append(
             .unflatten(0, (-1, width))
             .split([of_heads, *spec.projected[1:]], dim=0)
         )
-        query, keys, values = query[:: 1 + spec.is_gated], own[:1], own[-1:]
+        query, keys = query[:: 1 + spec.is_gated], own[:1]
+        values = own[-1:] if spec.stores_values else []
         if norm and spec.norms_values:
             values = [rms_norm(v, torch.ones(width, device=v.device), norm.epsilon) for v in values]
         for prepares in ("turn", "norm") if spec.norms_rotated else ("norm", "turn"):
@@ -94,7 +95,9 @@ def rotate_append(
         assert qkv.shape[-1] == size, (qkv.shape, spec)
         assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
         assert query_THW is None or query_THW.is_contiguous(), query_THW.stride()
-        heads = num_heads + (2 * num_kv if spec.num_kv_projections else 0)
+        heads = num_heads
+        if spec.num_kv_projections:
+            heads += num_kv * (1 + spec.stores_values)
         grid = (heads,) if num_rows == 1 else (heads, num_rows)
         _rotate_append[grid](
             qkv,

@@ -31,6 +31,7 @@ from hotsplit.runtime.kernels.gpu import (
     delta,
     experts,
     heads,
+    latent,
     mamba2,
     neurons,
     norm,
@@ -59,7 +60,7 @@ class Kernels(KernelVersion):
 
     dot, embed, unpack = rows.dot, rows.embed, rows.unpack
     add_norm = norm.add_norm
-    rotate_append = heads.rotate_append
+    join_latents, rotate_append = latent.join_latents, heads.rotate_append
     attend, attend_tokens = attention.attend, prompt_attention.attend_tokens
     predict = predictor.predict
     gate_up, down = neurons.gate_up, neurons.down

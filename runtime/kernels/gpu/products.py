@@ -26,6 +26,7 @@ from hotsplit.runtime.kernels.gpu.expert_pairs import LARGE_TILE, SMALL_TILE
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Layout, ceil_div
+from hotsplit.runtime.kernels.gpu.reference import parts_of_heads, rows_of
 from hotsplit.runtime.kernels.gpu.tiles import tile_values
 from hotsplit.runtime.kernels.stored import StoredMatrix, rows_together
 from hotsplit.runtime.kernels.stored import unpack as unpacked
@@ -51,9 +52,11 @@ def multiply(
     row_2P: Tensor | None = None,
     factor_P: Tensor | None = None,
     tile_size: int = 0,
+    num_heads: int = 1,
 ) -> Versions:
     """out = power (x W^T) + bias, for any number of tokens T; weights are rounded to the type of
-    `x_TD`, f16 for a matrix in blocks. Rows of `x_TD` and `out_TN` may be strided.
+    `x_TD`, f16 for a matrix in blocks. Rows of `x_TD` and `out_TN` may be strided. `num_heads`: as
+    in rows.dot.
 
     With `tile_G3` and `row_2P`, int32: the matrix has the N rows of one expert after those of
     another, and pair p of a token and an expert multiplies row row_2P[0, p] of `x_TD` and writes
@@ -73,6 +76,12 @@ def multiply(
                 )
                 put(out_TN, right_T, y_TN, factor_P)
             return
+        if num_heads > 1:
+            x_THD, out_THN = parts_of_heads(matrix, x_TD, out_TN, num_heads)
+            weight_HND = rows_of(matrix).unflatten(0, (num_heads, -1))
+            y_THN = torch.einsum("thd,hnd->thn", x_THD.double(), weight_HND)
+            out_THN.copy_(y_THN if power_T is None else y_THN * power_T[:, None, None])
+            return
         y_TN = x_TD.double() @ unpacked(matrix.data, matrix.kind).double().T
         y_TN = y_TN if power_T is None else y_TN * power_T[:, None]
         out_TN.copy_(y_TN if bias_N is None else y_TN + bias_N)
@@ -81,13 +90,19 @@ def multiply(
         layout, together, num_rows = *_layout_of(matrix), out_TN.shape[1]
         num_tiles, tokens = _tiles_of(len(x_TD), tile_G3, row_2P, tile_size)
         assert x_TD.stride(1) == out_TN.stride(1) == 1, (x_TD.stride(), out_TN.stride())
-        _multiply[(num_tiles, ceil_div(num_rows, _ROWS))](
+        x, out = x_TD, out_TN
+        head_strides: tuple[int, int] | tuple[None, None] = (None, None)
+        if num_heads > 1:
+            assert bias_N is None and tile_G3 is None
+            x, out = parts_of_heads(matrix, x_TD, out_TN, num_heads)
+            num_rows, head_strides = matrix.num_rows // num_heads, (x.stride(1), out.stride(1))
+        _multiply[(num_tiles, ceil_div(num_rows, _ROWS), num_heads)](
             matrix.data,
             layout.stride,
             bias_N,
-            x_TD,
+            x,
             power_T,
-            out_TN,
+            out,
             tile_G3,
             row_2P,
             factor_P,
@@ -96,6 +111,7 @@ def multiply(
             len(x_TD),
             x_TD.stride(0),
             out_TN.stride(0),
+            *head_strides,
             **layout.constants(_ROWS, _STEP_UNITS * 2 // x_TD.element_size()),
             TOGETHER=together,
             TOKENS=tokens,
@@ -242,6 +258,8 @@ def _multiply(
     num_tokens,
     x_stride,
     out_stride,
+    head_x_stride,
+    head_out_stride,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
@@ -260,6 +278,10 @@ def _multiply(
         token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         live_T = token_T < num_tokens
         target_T = token_T
+        if head_x_stride is not None:
+            at_R += tl.program_id(2) * num_rows
+            x += tl.program_id(2) * head_x_stride
+            out += tl.program_id(2) * head_out_stride
     else:
         place, live_T, token_T, target_T = _pairs_of(tile, row, num_pairs, TOKENS)
         at_R = place * num_rows + row_R

@@ -7,8 +7,9 @@ a captured launch is right for every place in a text. Tiles of keys begin at mul
 size, and a tile that a token does not see changes none of its sums, so that a token's result
 depends neither on the length of its pass nor on the other tokens.
 
-Letters: T tokens, H heads, K key-value heads, W head width, C positions of the cache, B its blocks,
-P positions of a tile or block, S sequences, N blocks of a sequence."""
+Letters: T tokens, H heads, K key-value heads, W width of keys or values, C positions of the cache,
+B its blocks, P positions of a tile or block, F first values of a key (see attention.py), S
+sequences, N blocks of a sequence."""
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from hotsplit.runtime.kernels.stored import NO_VECTORS, Vectors
 # width, multiplied by tensor cores: the sums of wider heads would not fit into registers.
 _TILES = {128: (64, 32, 4, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 2)}
 # f32, and every type without tensor cores.
-_EXACT_TILE = (16, 16, 4, 1)
+_EXACT_TILE, _EXACT_WIDE_TILE = (16, 16, 4, 1), (16, 16, 8, 1)
 
 
 @gpu_kernel(
@@ -81,8 +82,10 @@ def attend_tokens(
 
     def launch() -> None:
         cache = Cache(key_CKW, value_CKW, sequence_1, table_SN, spec)
-        num_tokens, num_heads, width = len(query_THW), spec.num_heads, spec.head_dim
-        assert query_THW.shape[1:] == (num_heads, width), (query_THW.shape, spec)
+        num_tokens, num_heads, width = len(query_THW), spec.num_heads, spec.value_dim
+        first = spec.head_dim - width
+        assert query_THW.shape[1:] == (num_heads, spec.head_dim), (query_THW.shape, spec)
+        assert out_THW.shape[1:] == (num_heads, width), (out_THW.shape, spec)
         assert query_THW.is_contiguous() and out_THW.is_contiguous(), query_THW.stride()
         assert query_THW.dtype == key_CKW.dtype == value_CKW.dtype, (query_THW.dtype, key_CKW.dtype)
         block = max(16, power_of_2(width))
@@ -99,6 +102,8 @@ def attend_tokens(
             NUM_HEADS=num_heads,
             GROUP=num_heads // spec.num_kv_heads,
             WIDTH=width,
+            FIRST=first,
+            FIRST_BLOCK=max(16, power_of_2(first)) if first else 1,
             BLOCK=block,
             TOKENS=tokens,
             TILE=tile,
@@ -123,6 +128,8 @@ def _attend_tokens(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
@@ -142,9 +149,15 @@ def _attend_tokens(
         table = cache.table + tl.load(cache.sequence).to(tl.int64) * cache.table_stride
     column_W = tl.arange(0, BLOCK)
     in_head_W = column_W < WIDTH
-    place_TW = (token_T.to(tl.int64) * NUM_HEADS + head)[:, None] * WIDTH + column_W[None, :]
+    head_T1 = (token_T.to(tl.int64) * NUM_HEADS + head)[:, None]
     is_live_TW = live_T[:, None] & in_head_W[None, :]
-    query_TW = tl.load(query + place_TW, mask=is_live_TW, other=0.0)
+    query += head_T1 * (FIRST + WIDTH)
+    query_TW = tl.load(query + FIRST + column_W[None, :], mask=is_live_TW, other=0.0)
+    if FIRST:
+        first_F = tl.arange(0, FIRST_BLOCK)
+        in_first_F = first_F < FIRST
+        is_live_TF = live_T[:, None] & in_first_F[None, :]
+        query_TF = tl.load(query + first_F[None, :], mask=is_live_TF, other=0.0)
     key = cache.key + (head // GROUP).to(tl.int64) * cache.key_head_stride
     value = cache.value + (head // GROUP).to(tl.int64) * cache.value_head_stride
     peak_T = tl.full([TOKENS], float("-inf"), tl.float32)
@@ -159,11 +172,20 @@ def _attend_tokens(
             own_key += block * cache.key_block_stride
             own_value += block * cache.value_block_stride
         is_read_P = at_P < end
-        own_key += row_P[None, :] * cache.key_stride + column_W[:, None]
-        own_value += row_P[:, None] * cache.value_stride + column_W[None, :]
-        key_WP = tl.load(own_key, mask=is_read_P[None, :] & in_head_W[:, None], other=0.0)
-        value_PW = tl.load(own_value, mask=is_read_P[:, None] & in_head_W[None, :], other=0.0)
-        score_TP = tl.dot(query_TW, key_WP, input_precision="ieee")
+        if FIRST:
+            first_FP = own_key + row_P[None, :] * cache.key_stride + first_F[:, None]
+            is_live_FP = is_read_P[None, :] & in_first_F[:, None]
+            key_FP = tl.load(first_FP, mask=is_live_FP, other=0.0)
+            own_value = own_key + row_P[:, None] * cache.key_stride + FIRST + column_W[None, :]
+            value_PW = tl.load(own_value, mask=is_read_P[:, None] & in_head_W[None, :], other=0.0)
+            score_TP = tl.dot(query_TF, key_FP, input_precision="ieee")
+            score_TP = tl.dot(query_TW, value_PW.trans(), score_TP, input_precision="ieee")
+        else:
+            own_key += row_P[None, :] * cache.key_stride + column_W[:, None]
+            own_value += row_P[:, None] * cache.value_stride + column_W[None, :]
+            key_WP = tl.load(own_key, mask=is_read_P[None, :] & in_head_W[:, None], other=0.0)
+            value_PW = tl.load(own_value, mask=is_read_P[:, None] & in_head_W[None, :], other=0.0)
+            score_TP = tl.dot(query_TW, key_WP, input_precision="ieee")
         score_TP = finished(score_TP, scores)
         is_seen_TP = at_P[None, :] <= at_T[:, None]
         if window is not None:
@@ -183,11 +205,15 @@ def _attend_tokens(
     if gate is not None:
         row_T1 = token_T.to(tl.int64)[:, None]
         result_TW = gated(result_TW, gate, row_T1, head, column_W[None, :], is_live_TW)
-    tl.store(out + place_TW, result_TW.to(out.dtype.element_ty), mask=is_live_TW)
+    tl.store(
+        out + head_T1 * WIDTH + column_W[None, :],
+        result_TW.to(out.dtype.element_ty),
+        mask=is_live_TW,
+    )
 
 
 def _tile_of(query_THW: Tensor, block: int) -> tuple[int, int, int, int]:
     assert block <= max(_TILES), f"heads of {block} values, at most {max(_TILES)} are supported"
     if query_THW.dtype == torch.float32 or not has_tensor_cores(query_THW.device):
-        return _EXACT_TILE
+        return _EXACT_TILE if block <= 256 else _EXACT_WIDE_TILE
     return next(tile for width, tile in _TILES.items() if block <= width)

@@ -28,6 +28,15 @@ def product(matrix: StoredMatrix, bias_N: Tensor | None, x_D: Tensor) -> Tensor:
     return y_N if bias_N is None else y_N + bias_N
 
 
+def parts_of_heads(
+    matrix: StoredMatrix, x_TD: Tensor, out_TN: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor]:
+    """(what each head of a matrix with the rows of one after those of another multiplies
+    [..., H, D], what it writes [..., H, N]): the first values of its part of a row."""
+    x, out = (rows.unflatten(-1, (num_heads, -1)) for rows in (x_TD, out_TN))
+    return x[..., : matrix.width], out[..., : matrix.num_rows // num_heads]
+
+
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight
 

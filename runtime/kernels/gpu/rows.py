@@ -16,9 +16,10 @@ from hotsplit.runtime.kernels.gpu.launch import (
     ceil_div,
     overlap_options,
     rows_of_program,
+    step_rows,
 )
 from hotsplit.runtime.kernels.gpu.overlap import admit_next, await_last
-from hotsplit.runtime.kernels.gpu.reference import product, rows_of, soft_capped
+from hotsplit.runtime.kernels.gpu.reference import parts_of_heads, product, rows_of, soft_capped
 from hotsplit.runtime.kernels.gpu.tiles import unpack_tiles
 from hotsplit.runtime.kernels.stored import StoredMatrix, rows_together
 
@@ -36,26 +37,44 @@ def dot(
     *,
     has_relu: bool = False,
     cap: float | None = None,
+    num_heads: int = 1,
 ) -> Versions:
-    """out = W x + bias, then max(0, .) if `has_relu`, or cap * tanh(. / cap); NaN stays NaN."""
+    """out = W x + bias, then max(0, .) if `has_relu`, or cap * tanh(. / cap); NaN stays NaN.
+
+    With `num_heads`, W has the rows of one head after those of another, and each head multiplies
+    the first values of its part of x, and writes the first of its part of out; there is no bias,
+    and rows of x may be strided."""
 
     def reference() -> None:
+        if num_heads > 1:
+            x_HD, out_HN = parts_of_heads(matrix, x_D, out_N, num_heads)
+            weight_HND = rows_of(matrix).unflatten(0, (num_heads, -1))
+            out_HN.copy_((weight_HND @ x_HD.double()[..., None]).squeeze(-1))
+            return
         y_N = soft_capped(product(matrix, bias_N, x_D), cap)
         out_N.copy_(y_N.relu() if has_relu else y_N)
 
     def launch() -> None:
-        layout = Layout.of(matrix)
-        rows = rows_of_program(matrix.num_rows)
-        groups = Groups.of(x_D, layout.group)
-        assert x_D.is_contiguous() and out_N.dim() == x_D.dim(), (x_D.stride(), out_N.shape)
-        _dot[(ceil_div(matrix.num_rows, rows) * groups.count,)](
+        layout, own = Layout.of(matrix), matrix.num_rows // num_heads
+        rows, groups = rows_of_program(matrix.num_rows), Groups.of(x_D, layout.group)
+        x, out = x_D, out_N
+        strides: tuple[int, int, int] | tuple[None, None, None] = (None, None, None)
+        if num_heads > 1:
+            assert bias_N is None and cap is None and not has_relu
+            x, out = parts_of_heads(matrix, x_D, out_N, num_heads)
+            strides = x_D.stride(0), x.stride(-2), out.stride(-2)
+            groups = Groups(size=1, count=step_rows(x_D))
+        assert num_heads > 1 or x_D.is_contiguous(), x_D.stride()
+        assert out_N.dim() == x_D.dim(), (x_D.shape, out_N.shape)
+        _dot[(ceil_div(own, rows) * groups.count, num_heads)](
             matrix.data,
             layout.stride,
             bias_N,
-            x_D,
-            out_N,
-            matrix.num_rows,
+            x,
+            out,
+            own,
             None if x_D.dim() == 1 else out_N.stride(0),
+            *strides,
             cap,
             **layout.constants(rows),
             **groups.constants,
@@ -118,6 +137,9 @@ def _dot(
     out,
     num_rows,
     out_stride,
+    x_stride,
+    head_x_stride,
+    head_out_stride,
     cap,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -130,14 +152,20 @@ def _dot(
     NUM_GROUPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """The strides of `x` are given if there are heads, one for each program of the second axis."""
     admit_next(OVERLAPS)
     row_R = tl.program_id(0) // NUM_GROUPS * ROWS + tl.arange(0, ROWS)
     if NUM_GROUPS > 1:
         group = tl.program_id(0) % NUM_GROUPS
-        x += group * GROUP * WIDTH
+        x += group * GROUP * (WIDTH if x_stride is None else x_stride)
         out += group * GROUP * out_stride
     live_R = row_R < num_rows
-    row = rows_at(data, row_R, stride, ALIGN)
+    at_R = row_R
+    if x_stride is not None:
+        at_R += tl.program_id(1) * num_rows
+        x += tl.program_id(1) * head_x_stride
+        out += tl.program_id(1) * head_out_stride
+    row = rows_at(data, at_R, stride, ALIGN)
     results = dot_rows(row, live_R, x, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP, OVERLAPS)
     for t in tl.static_range(GROUP):
         y_R = results[t]

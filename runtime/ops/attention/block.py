@@ -41,7 +41,13 @@ class Attention:
     latent: LatentMatrices | None = None
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices that multiply a row as a whole."""
+        query = None if self.latent is None else self.latent.query
+        return (*self.inputs, *([] if query is None else [query]), self.output)
+
+    @property
     def widths(self) -> tuple[int, int]:
-        """Numbers of values per token: of the input projections together (queries, their gates,
-        keys and values), and of queries alone."""
-        return self.spec.qkv_size + self.spec.gate_size, self.spec.query_size
+        """Numbers of values per token: of queries, their gates, keys and values together, and of
+        the heads' outputs."""
+        return self.spec.qkv_size + self.spec.gate_size, self.spec.heads_size

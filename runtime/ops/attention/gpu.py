@@ -32,10 +32,13 @@ def launch_attend(
         launch_add_norm(on, of_heads, None, norm, of_heads, None)
     keys, values = attention.cache.for_kernels
     spec, weights, query = attention.spec, turned_by(attention), None
+    if spec.value_width is not None:
+        values = keys[..., -spec.value_width :]
     if is_pass:
-        shape = len(qkv), spec.num_heads, spec.head_dim
+        shapes = ((len(qkv), spec.num_heads, width) for width in (spec.head_dim, spec.value_dim))
         query, heads = (
-            room.flatten().view(keys.dtype)[: prod(shape)].view(shape) for room in (scratch, heads)
+            room.flatten().view(keys.dtype)[: prod(shape)].view(shape)
+            for shape, room in zip(shapes, (scratch, heads), strict=True)
         )
     paging, vectors = (sequence_T, table_SN), attention.vectors
     appended = qkv, *weights, position_T, keys, values, spec

@@ -25,6 +25,9 @@ from hotsplit.model.spec import (
 # Norm and rotate heads, append keys and values; attend to parts of the cache; combine the parts.
 ATTENTION_KERNELS = 3
 ALL_HEADS_KERNELS = 2  # the norm of all queries, and that of all keys
+# Products of each head with latents, before and after attention, and what joins them with the key.
+LATENT_KERNELS = 3
+QUERY_RANK_KERNELS = 2  # the norm and the product of queries with a rank
 # At most: gate and up rows with the activation, of neurons or of the chosen experts; down rows; the
 # sum of down's parts, which is left to the next norm if that is on the same GPU.
 HOT_KERNELS = 3
@@ -68,6 +71,9 @@ def _kernels(block: Block, *, has_cache: bool) -> int:
             return 1
         case Attention():
             products = len(block.projections) + 1
+            if block.latent is not None:
+                has_rank = block.latent.query_rank is not None
+                products += LATENT_KERNELS + QUERY_RANK_KERNELS * has_rank
             of_heads = ATTENTION_KERNELS + ALL_HEADS_KERNELS * block.norms_all_heads
             return products + (of_heads if has_cache else 0)
         case Predict():

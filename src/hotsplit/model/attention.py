@@ -105,6 +105,11 @@ class Attention(Heads, Scores):
         return self.value_width is None
 
     @property
+    def value_dim(self) -> int:
+        """Values of a head's output: of latents, before their product with `attn_v_b`."""
+        return self.head_dim if self.value_width is None else self.value_width
+
+    @property
     def score_scale(self) -> float:
         return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
@@ -116,6 +121,10 @@ class Attention(Heads, Scores):
     @property
     def query_size(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def heads_size(self) -> int:
+        return self.num_heads * self.value_dim
 
     @property
     def key_size(self) -> int:

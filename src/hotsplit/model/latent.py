@@ -53,6 +53,13 @@ class Latent:
             queries = {QUERY_A: self.query_rank}
         return queries | {KEY_A: self.width}
 
+    def sizes(self, num_heads: int) -> tuple[int, int, int]:
+        """Values of a token: of the hidden state's products, of queries before they are absorbed if
+        these are another product (or 0), and the most of a normed latent and of all outputs."""
+        queries = 0 if self.query_rank is None else num_heads * self.of_query
+        most = max(self.query_rank or 0, num_heads * self.value_size)
+        return sum(self.inputs(num_heads).values()), queries, most
+
     def norms(self) -> dict[str, Norm]:
         sizes = {KEY_A_NORM: self.size}
         if self.query_rank is not None:

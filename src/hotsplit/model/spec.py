@@ -218,11 +218,6 @@ class ModelSpec:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
-    def has_latents(self) -> bool:
-        """True if some layers attend to latents (model/latent.py)."""
-        return any(attention.latent is not None for attention in self.attentions)
-
-    @property
     def has_states(self) -> bool:
         """True if some layers have a recurrent state."""
         return any(layer.recurrent is not None for layer in self.layers)
@@ -292,14 +287,24 @@ class ModelSpec:
 
     @cached_property
     def most_query_size(self) -> int:
-        """Outputs of the heads of a token, H * W, in the widest layer that attends."""
+        """Values of the queries of a token, in the widest layer that attends."""
         return max((attention.query_size for attention in self.attentions), default=0)
 
     @cached_property
+    def most_heads_size(self) -> int:
+        """Outputs of the heads of a token, in the widest layer that attends."""
+        return max((attention.heads_size for attention in self.attentions), default=0)
+
+    @cached_property
     def most_qkv_size(self) -> int:
-        """Values of the input projections of a token, gates included, in the widest layer that
-        attends."""
-        return max((sum(a.projections.values()) for a in self.attentions), default=0)
+        """Queries, keys, values and gates of a token, in the widest layer that attends."""
+        return max((a.qkv_size + a.gate_size for a in self.attentions), default=0)
+
+    @cached_property
+    def most_latent_sizes(self) -> tuple[int, ...]:
+        """The most of each of Latent.sizes; 0 without latents."""
+        sizes = (a.latent.sizes(a.num_heads) for a in self.attentions if a.latent is not None)
+        return tuple(map(max, zip((0, 0, 0), *sizes, strict=True)))
 
     @property
     def rope_scaling(self) -> RopeScaling:
