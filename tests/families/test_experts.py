@@ -91,13 +91,18 @@ def mixture(
     tensors = {in_layout(n, layout): e for n, e in model.tensors.items()}
     if layout == "stock":
         tensors |= {n: transposed(e, kind) for n, e in tensors.items() if is_down(n)}
-    chance = np.random.default_rng(1)
+    return dataclasses.replace(model, layout=layout, tensors=tensors | clear_routers(model))
+
+
+def clear_routers(model: ModelFile) -> dict[str, TensorEntry]:
+    """Routers that choose clearly."""
+    chance, found = np.random.default_rng(1), {}
     for name, entry in model.tensors.items():
         if "ffn_gate_inp.w" in name:
-            tensors[name] = array_entry(4 * chance.standard_normal(entry.shape) / 8, "f32")
+            found[name] = array_entry(4 * chance.standard_normal(entry.shape) / 8, "f32")
         elif name.endswith(("exp_probs_b.bias", "ffn_gate_inp.bias")):
-            tensors[name] = array_entry(0.2 * chance.standard_normal(entry.shape), "f32")
-    return dataclasses.replace(model, layout=layout, tensors=tensors)
+            found[name] = array_entry(0.2 * chance.standard_normal(entry.shape), "f32")
+    return found
 
 
 def transposed(entry: TensorEntry, kind: str) -> TensorEntry:

@@ -12,20 +12,22 @@ from fake_cuda.graph import Graph
 from fake_cuda.ptx_kernels import StreamedPtx
 from fake_cuda.torch_cuda import fake_cuda
 from hybrid_plans import model_of, split_of, stepped
-from models import changed, make_model, make_sizes, mixture_spec
+from models import changed, latent_spec, make_model, make_sizes, mixture_spec
 from reference import rel_error
 from test_expert_prompts import HOT, RATES, noted
-from test_experts import IDS, ROUTES, mixture
+from test_experts import IDS, ROUTES, clear_routers, mixture
 from test_fake_step import checked_cuda, prompted
 from test_hybrid_delta import MIXERS, delta_mixture
 from test_hybrid_delta import PLANS as DELTA_PLANS
 from test_hybrid_experts import PLANS, made_plan, stock
+from test_latent import OF_BLOCKS
 from test_sandwich import FAMILY
 from test_sandwich import made as norms_of
 
 from hotsplit import Engine
 from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.families.expert_keys import Experts
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.attention import HeadVector
 from hotsplit.model.spec import Attention
@@ -53,6 +55,14 @@ def on_the_device(model, split, ids=TOKENS, **options):
         return stepped(engine, ids), prompted(engine, ids)
 
 
+def latent_mixture(kind: str = "f32"):
+    """Latent attention, with a rank of queries, and experts."""
+    sizes = make_sizes(num_layers=2, width=64, num_neurons=32, num_heads=5, context_length=96)
+    experts = Experts(route=ROUTES["groups"], num_neurons=32, num_shared=32)
+    model = make_model(spec=latent_spec(sizes, OF_BLOCKS, experts=experts), kind=kind)
+    return dataclasses.replace(model, tensors=model.tensors | clear_routers(model))
+
+
 def of_experts(layout: str, kind: str = "q8_0", **numbers):
     numbers = {"num_neurons": 32, **SHARED} | numbers
     return mixture(route=ROUTES["groups"], layout=layout, kind=kind, **numbers)
@@ -67,6 +77,8 @@ PLANNED = {
     ),
     **{f"delta nets: {name}": (delta_mixture, plan) for name, plan in DELTA_PLANS.items()},
     "short convolutions": (lambda: delta_mixture(mixer=CONV), DELTA_PLANS["some"]),
+    "latents": (latent_mixture, PLANS["some"]),
+    "latents beside the CPU's": (latent_mixture, PLANS["one layer on the CPU"]),
 }
 
 
@@ -92,6 +104,7 @@ def test_plans_on_a_device_give_the_cpus_logits(case, capsys):
 PRICED = {
     "neurons": (model_of, lambda model: split_of(model, "random"), 4, 4),
     "experts": (lambda: stock(**SHARED), lambda model: made_plan(model, *PLANS["some"]), 2, 2),
+    "latents": (latent_mixture, lambda model: made_plan(model, *PLANS["some"]), 2, 2),
     **{
         mixer: (
             lambda mixer=mixer: delta_mixture(mixer=mixer),
@@ -129,7 +142,7 @@ def test_kernels_are_those_that_plans_are_priced_with(case):
         + num_hot * (HOT_KERNELS - 1)
         + sum(
             dense_kernels(model, number, has_predictor=mode == "predicted")
-            - 3 * (layer.attention is not None)
+            - (layer.attention is not None and len(layer.attention.projections))
             for number, layer in layers
         )
     )
@@ -174,6 +187,7 @@ EXECUTED = {
         ([[1, 2], [5]], [1, 1]),
         {"_convolve_gated"},
     ),
+    "latents": (lambda: latent_mixture("q8_0"), PLANS["some"], {"_join_latents", "_attend_part"}),
 }
 
 
