@@ -4,6 +4,7 @@ guesses, and begins each text with what earlier ones have shown of it."""
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -17,6 +18,9 @@ from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 from hotsplit.runtime.generate.row_ratios import ratios_here
 from hotsplit.runtime.generate.speculation import Learnt, Speculation, check_rows, has_equal_steps
+from hotsplit.runtime.model.assistant_loader import load_assistant, why_not_beside
+from hotsplit.runtime.step.assistant_step import AssistantStep
+from hotsplit.runtime.step.draft_step import DraftStep
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.text.codec import TextCodec
 
@@ -93,8 +97,12 @@ def drafting(
     with ExitStack() as stack:
         if kind in ("auto", "draft") and model_draft is not None:
             file = ModelFile.load(model_draft)
-            if not (fault := _vocabulary_fault(engine, file)):
-                new_costly = stack.enter_context(_model_drafters(engine, file, num_texts))
+            if not (fault := _fault_beside(engine, file)):
+                new_costly = stack.enter_context(
+                    _assistant_drafters(engine, file)
+                    if file.graph.is_assistant
+                    else _model_drafters(engine, file, num_texts)
+                )
             elif kind == "draft":
                 raise HotsplitError(fault)
             else:  # llama-server goes on, too
@@ -109,24 +117,49 @@ def _block_drafters(engine: Engine) -> Iterator[Callable[[], CostlyDrafter]]:
     """Meanwhile the block follows all texts."""
     block = engine._live.draft
     assert block is not None
-    frequent = FrequentIds(engine.model.spec.vocab_size, block.limit_ids)
+    with _following(engine, block, "mtp", engine.model.spec.vocab_size) as new_drafter:
+        yield new_drafter
+
+
+@contextmanager
+def _assistant_drafters(engine: Engine, file: ModelFile) -> Iterator[Callable[[], CostlyDrafter]]:
+    """Meanwhile the assistant follows all texts, in place of the model's own block."""
+    decoder = engine._live
+    assistant = AssistantStep(load_assistant(file, decoder.weights), decoder.weights)
+    engine._sequences.decoder = replace(decoder, draft=assistant)
+    try:
+        with _following(engine, assistant, "draft", file.spec.vocab_size) as new_drafter:
+            yield new_drafter
+    finally:
+        engine._sequences.decoder = replace(decoder)
+
+
+@contextmanager
+def _following(
+    engine: Engine, block: DraftStep | AssistantStep, name: str, num_ids: int
+) -> Iterator[Callable[[], CostlyDrafter]]:
+    frequent = FrequentIds(num_ids, block.limit_ids)
     frequent.use_for(())
     with engine.sequence() as text:
         token_s = block.step_seconds(text.number)
     block.is_on = True
     try:
-        yield lambda: BlockDrafter(block, token_s, frequent)
+        yield lambda: BlockDrafter(block, token_s, frequent, name)
     finally:
         block.is_on = False
 
 
-def _vocabulary_fault(engine: Engine, file: ModelFile) -> str:
-    fault = vocabulary_fault(
-        engine.codec.tokenizer,
-        engine.model.spec.vocab_size,
-        TextCodec.of(file).tokenizer,
-        file.spec.vocab_size,
-    )
+def _fault_beside(engine: Engine, file: ModelFile) -> str:
+    """Why a draft model cannot guess for the engine's; "" if it can."""
+    if file.graph.is_assistant:
+        fault = why_not_beside(file, engine._live.weights)
+    else:
+        fault = vocabulary_fault(
+            engine.codec.tokenizer,
+            engine.model.spec.vocab_size,
+            TextCodec.of(file).tokenizer,
+            file.spec.vocab_size,
+        )
     return f"{file.path}: {fault}" if fault else ""
 
 

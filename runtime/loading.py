@@ -17,6 +17,7 @@ from hotsplit.costs.context_bytes import text_words
 from hotsplit.costs.part_bytes import placed_units, stored_neuron_bytes
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.errors import HotsplitError
+from hotsplit.model.assistant import has_assistants
 from hotsplit.model.modes import Mode
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.device_check import (
@@ -86,6 +87,7 @@ def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> "LoadedM
     """Loads a model for this configuration; loads it again, on the CPU, if a GPU fails.
 
     Raises HotsplitError if the C++ does not cover the model."""
+    model.refuse_alone()
     if model.num_skipped:
         log.info(f"{model.path}: {model.skipped_note}")
     if config.draft_block and (note := model.draft_note):
@@ -312,7 +314,8 @@ class LoadedModel:
         backend = self._backend()
         step: NativeStep | HybridStep
         if backend is None:
-            step = native_step.build(self.weights, self.traffic, ("x",) * self.has_draft)
+            is_read = self.has_draft or has_assistants(self.model.spec)
+            step = native_step.build(self.weights, self.traffic, ("x",) * is_read)
         else:
             given = self.weights, self.placement, self.traffic, backend, self.neuron_cache
             step = hybrid_builder.build(*given, self.max_rows, self.passes)

@@ -1,5 +1,5 @@
-"""Drafts by the model's own draft block (multi-token prediction), which guesses from the hidden
-states of the model's steps: the most probable token at each place."""
+"""Drafts by the model's own draft block (multi-token prediction) or an assistant, which guess from
+the hidden states of the model's steps: the most probable token at each place."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from hotsplit.runtime.generate.frequent_ids import FrequentIds
+from hotsplit.runtime.step.assistant_step import AssistantStep
 from hotsplit.runtime.step.draft_step import DraftStep
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
@@ -16,11 +17,17 @@ class BlockDrafter:
     """A drafter for texts of the engine that has this block, one after another: `follow` says which
     is next."""
 
-    name = "mtp"
     fault = ""
 
-    def __init__(self, block: DraftStep, token_s: float, frequent: FrequentIds) -> None:
+    def __init__(
+        self,
+        block: DraftStep | AssistantStep,
+        token_s: float,
+        frequent: FrequentIds,
+        name: str = "mtp",
+    ) -> None:
         """`token_s`: of a step of the block (DraftStep.step_seconds)."""
+        self.name = name
         self._block, self.token_s, self._frequent = block, token_s, frequent
         self._text: TextSequence | None = None
         self._logits_V: Tensor | None = None  # of the first guess

@@ -288,7 +288,8 @@ class Builder:
             factors = None
             if block.rotary.factors is not None:
                 factors = vector_of(self.model.tensors[block.rotary.factors], device)
-            self.rotaries[key] = Rotary.of(block.rotary, block.num_rotated, factors, device)
+            made = Rotary.of(block.rotary, block.num_rotated, factors, device)
+            self.rotaries[key] = replace(made, ahead=int(self.model.graph.is_assistant))
         return self.rotaries[key]
 
     def state(self, block: Recurrent, device: torch.device) -> LayerState:

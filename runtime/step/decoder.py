@@ -20,6 +20,7 @@ from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.ops.observers import NAMES, Observers
+from hotsplit.runtime.step.assistant_step import AssistantStep
 from hotsplit.runtime.step.batch import Row, is_decoded, prepared, runs_of
 from hotsplit.runtime.step.draft_step import DraftStep
 from hotsplit.runtime.step.hybrid_step import HybridStep
@@ -219,7 +220,7 @@ class Decoder:
     weights: Weights
     observers: Observers
     native: NativeStep | HybridStep
-    draft: DraftStep | None = None
+    draft: DraftStep | AssistantStep | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.native, HybridStep):

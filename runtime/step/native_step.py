@@ -272,7 +272,7 @@ class NativeStep:
     num_ids: int
     logits: LogitsMemory
     traffic: Traffic
-    shared: Mapping[str, Tensor]  # f32 [max_rows, D], values that others read or write
+    shared: Mapping[str, Tensor]  # f32 [max_rows, size], values that others read or write
     kept: tuple[Any, ...]  # keeps alive what the structs point to
 
     @property
@@ -324,11 +324,12 @@ def row_struct(row: Row) -> RowStruct:
 
 
 def build(weights: Weights, traffic: Traffic, shared: Sequence[str] = ()) -> NativeStep:
-    """The native step of this model, with memory of their own for `shared` values, which have the
-    hidden size. Raises NotNative for a model that the kernels do not cover."""
+    """The native step of this model, with memory of their own for `shared` values. Raises NotNative
+    for a model that the kernels do not cover."""
     builder = StepBuilder(weights.spec.value_sizes)
     step, placed = builder.without_workspace(weights)
-    values = {name: torch.zeros(step.max_rows, weights.spec.hidden_size) for name in shared}
+    sizes = {name: builder.values.own.get(name, weights.spec.hidden_size) for name in shared}
+    values = {name: torch.zeros(step.max_rows, size) for name, size in sizes.items()}
     for name, value in values.items():
         step.vector[builder.values.number(name)] = value.data_ptr()
     step.workspace = builder.workspace(library.step_bytes(step))

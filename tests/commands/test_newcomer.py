@@ -483,7 +483,6 @@ def test_the_refusal_of_a_gguf_says_why(tmp_path, key, why):
         ModelFile.of(tmp_path, keys | {"general.architecture": "llama"}, model.tensors)
     for name, reason in (
         ("glm-dsa", "attention to keys that an indexer chooses"),
-        ("gemma4-assistant", "Gemma 4's assistant, a draft model that reads the main model's keys"),
         ("eagle3", "an EAGLE draft model, which reads hidden states"),
         ("dflash", "a DFlash draft model, which guesses a block of tokens"),
     ):

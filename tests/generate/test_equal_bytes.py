@@ -2,14 +2,17 @@
 greedy and seeded, one to four texts at a time, with cancels, forks, rollbacks, grammars, stops,
 windows and recurrent states, whatever is guessed. Planted faults are found."""
 
+import copy
 import itertools
 import random
 from types import SimpleNamespace
 
 import pytest
-from checkpoints import save_tokenizer
+from assistants import random_assistant
+from checkpoints import random_model, save_tokenizer
 from draft_blocks import CASES, random_with_block
 from models import byte_level_keys, changed, family_spec, make_model, make_sizes
+from test_families import CASES as MAIN
 from test_serve_scheduler import SAMPLINGS, Bench
 from test_speculation import Eager
 
@@ -33,13 +36,15 @@ from hotsplit.serve.answers import timings_of
 from hotsplit.serve.texts import Said
 
 CONTEXT, LONG, WINDOW = 100, 300, 9
-FAMILIES = (*CASES, "windows")
+# gemma4: an E-model with an assistant, both with windows.
+RINGS = ("windows", "gemma4")
+FAMILIES = (*CASES, *RINGS)
 LONGEST = 6
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """Model files by family, all with a block but "windows"; made on first use."""
+    """Model files by family, all with a block but RINGS; made on first use."""
     made = {}
 
     def get(family):
@@ -48,6 +53,14 @@ def paths(tmp_path_factory):
             made[family] = folder / "m.gguf"
             if family == "windows":
                 with_windows().save(made[family])
+            elif family == "gemma4":
+                config = copy.deepcopy(MAIN["gemma4-stock"])
+                config.max_position_embeddings, config.sliding_window = LONG, WINDOW
+                source = random_model(folder / "hf", config)
+                save_tokenizer(source, config.vocab_size)
+                convert(ConvertConfig(source=source, output=made[family], outtype="q8_0"))
+                source, own = random_assistant(folder / "own", config), assistant_of(made[family])
+                convert(ConvertConfig(source=source, output=own, outtype="q8_0"))
             else:
                 source = random_with_block(folder / "hf", CASES[family])
                 save_tokenizer(source, CASES[family].vocab_size)
@@ -55,6 +68,10 @@ def paths(tmp_path_factory):
         return made[family]
 
     return get
+
+
+def assistant_of(path):
+    return path.with_name("assistant.gguf")
 
 
 def with_windows():
@@ -179,12 +196,13 @@ def life(bench, jobs, wants, new_drafting, seed):
     return differ, timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
 
 
-def knowing(pattern, seed, has_block=True):
-    """Drafts of the pattern, beside those of the block."""
+def knowing(pattern, seed, family="qwen35"):
+    """Drafts of the pattern, beside those of the block or the assistant."""
 
     def new_drafting(engine, texts):
-        kind = SpeculationOptions(type="mtp" if has_block else "ngram")
-        return _Known(drafting(engine, kind), texts, pattern, seed)
+        kind = SpeculationOptions(type={"windows": "ngram", "gemma4": "draft"}.get(family, "mtp"))
+        own = assistant_of(engine.model.path) if family == "gemma4" else None
+        return _Known(drafting(engine, kind, own), texts, pattern, seed)
 
     return new_drafting
 
@@ -211,13 +229,13 @@ def bench_of(paths, monkeypatch):
     benches = []
 
     def get(family, parallel):
-        context = LONG if family == "windows" else CONTEXT
+        context = LONG if family in RINGS else CONTEXT
         monkeypatch.setattr("test_serve_scheduler.CONTEXT", context)
         monkeypatch.setattr(cache_layout, "BLOCK_LENGTH", 32)  # shorter than what texts share
-        if family == "windows":  # rings of 4 blocks of 10
+        if family in RINGS:  # of 4 blocks of 10
             monkeypatch.setattr(cache_layout, "PREFILL_CHUNK", 64)
             monkeypatch.setattr(native_step, "MAX_ROWS", 64)
-        given = {} if family == "windows" else {"draft_block": True}
+        given = {} if family in RINGS else {"draft_block": True}
         benches.append(Bench(paths(family), parallel=parallel, kept=2, **given))
         return benches[-1]
 
@@ -226,8 +244,9 @@ def bench_of(paths, monkeypatch):
         bench.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    "pattern, family", [*itertools.product(PATTERNS, (*CASES, "windows")), ("any", "gemma4")]
+)
 def test_forced_acceptance_changes_no_text(bench_of, family, pattern):
     check(bench_of, family, pattern, seed=0, count=10)
 
@@ -242,9 +261,9 @@ def test_forced_acceptance_changes_none_of_many_texts(bench_of, family, pattern)
 def check(bench_of, family, pattern, *, seed, count):
     parallel = 1 + (seed + list(PATTERNS).index(pattern)) % 4
     bench = bench_of(family, parallel)
-    assert bench.engine._sequences.cache.has_rings == (family == "windows")
+    assert bench.engine._sequences.cache.has_rings == (family in RINGS)
     jobs, wants = texts_of(bench, seed, count)
-    forced = knowing(pattern, seed, family != "windows")
+    forced = knowing(pattern, seed, family)
     differ, drafted, accepted = life(bench, jobs, wants, forced, seed)
     assert not differ
     share = {"all": (0.8, 1.0), "none": (0.0, 0.0), "alternating": (0.1, 0.6), "any": (0.1, 0.9)}
@@ -252,21 +271,23 @@ def check(bench_of, family, pattern, *, seed, count):
     assert drafted > 5 * count and least <= accepted / drafted <= most
 
 
-@pytest.mark.parametrize("kind", ["auto", "mtp", "ngram", "ngram-mod", "draft"])
+@pytest.mark.parametrize("kind", ["auto", "mtp", "ngram", "ngram-mod", "draft", "assistant"])
 def test_no_drafter_changes_a_text(bench_of, paths, monkeypatch, kind):
     """The controllers decide, but for them every draft pays."""
     monkeypatch.setattr(speculation, "_MARGIN", -100)
     monkeypatch.setattr(Speculation, "_round_gain", lambda self, most: 1.1)
     monkeypatch.setattr(Account, "can_pay", lambda self, seconds: True)
-    family = "qwen35moe" if kind in ("auto", "mtp") else "windows"
-    bench = bench_of(family, 3)
-    options, model = SpeculationOptions(type=kind, least=1), paths(family)
+    families = {"auto": "qwen35moe", "mtp": "qwen35moe", "assistant": "gemma4"}
+    family = families.get(kind, "windows")
+    bench, own = bench_of(family, 3), paths(family)
+    models = {"draft": own, "assistant": assistant_of(own)}
+    options = SpeculationOptions(type="draft" if kind in models else kind, least=1)
 
     def new_drafting(engine, texts):
-        return drafting(engine, options, model if kind == "draft" else None, 3)
+        return drafting(engine, options, models.get(kind), 3)
 
     differ, drafted, accepted = life(bench, *texts_of(bench, 3, 12), new_drafting, 3)
-    assert not differ and drafted > 8 and (accepted or kind == "mtp")
+    assert not differ and drafted > 8 and (accepted or kind in ("mtp", "assistant"))
 
 
 def test_shared_steps_that_fail_change_no_text(bench_of, monkeypatch):

@@ -313,9 +313,10 @@ class Step {
         is_turned[l.rotary] = true;
         const HsRotary& rotary = s.rotary[l.rotary];
         rows(100 * rotary.head_width, [&](int64_t t) {
+            const auto position = static_cast<double>(w.attention.position(t) + rotary.ahead);
             const int64_t first = turn_at(l, t);
             for (int64_t i = 0; i < rotary.head_width / 2; ++i) {
-                const double angle = static_cast<double>(w.attention.position(t)) * rotary.frequency[i];
+                const double angle = position * rotary.frequency[i];
                 w.cos[first + i] = static_cast<float>(rotary.magnitude * std::cos(angle));
                 w.sin[first + i] = static_cast<float>(rotary.magnitude * std::sin(angle));
             }
@@ -502,7 +503,9 @@ class Step {
 
 bool attends(const HsLayer& l) { return l.attention.num_heads > 0; }
 
-bool fits(const HsRotary& r) { return r.frequency && r.head_width > 0 && r.head_width % 2 == 0; }
+bool fits(const HsRotary& r) {
+    return r.frequency && r.head_width > 0 && r.head_width % 2 == 0 && r.ahead >= 0;
+}
 
 bool fits(const HsAttention& l, const HsStep& s) {
     for (int64_t size : {l.num_heads, l.num_kv_heads, l.head_dim})

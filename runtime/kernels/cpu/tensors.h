@@ -23,7 +23,8 @@ struct HsRotary {
     const double* frequency;  // [W / 2]
     double magnitude;         // multiplies cos and sin: 1, or YaRN's
     int64_t head_width;
-    int32_t is_adjacent, unused;
+    int32_t is_adjacent;
+    int32_t ahead;  // queries rotate as if they were so many positions later
 };
 
 // The norm of x [n]; y may be x.

@@ -22,6 +22,7 @@ class Rotary:
     frequency_W: Tensor  # f64 [W / 2]
     is_adjacent: bool
     magnitude: float = 1.0  # factor of cos and sin; 1 except for YaRN and longrope
+    ahead: int = 0  # positions that are added to a row's
 
     @classmethod
     def of(
@@ -46,7 +47,7 @@ class RotaryStruct(Structure):
         ("frequency", c_void_p),
         ("magnitude", c_double),
         ("head_width", c_int64),
-        *members(c_int32, "is_adjacent unused"),
+        *members(c_int32, "is_adjacent ahead"),
     ]
 
 
@@ -71,6 +72,7 @@ class Rotaries:
                 magnitude=rotary.magnitude,
                 head_width=2 * len(rotary.frequency_W),
                 is_adjacent=rotary.is_adjacent,
+                ahead=rotary.ahead,
             )
             for rotary in self.each
         ]

@@ -239,6 +239,14 @@ class ModelFile:
             ]
         )
 
+    def refuse_alone(self) -> None:
+        """Raises HotsplitError for a draft model that reads a main model's keys and values."""
+        if self.graph.is_assistant:
+            raise HotsplitError(
+                f"{self.path}: is an assistant, a draft model that reads the keys and values of its"
+                f" main model; run that one with -md {self.path}"
+            )
+
     def refuse_chosen(self, what: str, instead: str) -> None:
         """Raises HotsplitError for a model that chooses a token's neurons itself, for which `what`
         is not supported: a mixture of experts, or one whose neurons depend on all gates of their

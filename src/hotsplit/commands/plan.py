@@ -88,6 +88,7 @@ def plan(
         if machine is None:
             _check_gpu(wishes)
         read, num_bytes = source_of(source, activation, tokenizer, Path(scratch))
+        read.any_model.refuse_alone()
         for number, other in enumerate(others, 1):
             try:
                 job, figures, found = _priced(

@@ -47,6 +47,7 @@ class Architecture:
     () if it has none; `not_in_stock` says what else of a spec it would compute otherwise.
     `apart` takes apart what files of llama.cpp's converter have in one tensor, and `joined` makes
     one of what its graph wants in one. `runs_draft_block`: where its files have one, it is used.
+    `is_assistant`: its files are draft models, which run beside a main model alone.
     `fuses_attention`: its queries, keys and values are one
     matrix; what others have in one is taken apart before `of_keys`. `usual_keys`: a file's keys as
     those of the spec's own architecture, if that is another."""
@@ -57,6 +58,7 @@ class Architecture:
     options: tuple[str, ...] = ()
     fuses_attention: bool = False
     runs_draft_block: bool = True
+    is_assistant: bool = False
     stock_activations: tuple[Activation, ...] = ("silu",)
     stock_options: tuple[str, ...] = ()
     not_in_stock: Callable[[ModelSpec], str | None] = lambda spec: None
@@ -85,6 +87,7 @@ class Family:
     rope: how the config states rotary embeddings.
     read_keys: of the keys that other families refuse (CONFIG_KEYS), those that this one reads.
     text_key: the key of the config of the text model, if the checkpoint has others beside it.
+    outer_keys: keys beside that one that are read as if they were the text model's.
     by_type: for a config that may be one of several families', these by its `model_type`.
 
     What is peculiar: `derived` gives values of the config that follow from others, `keys` further
@@ -105,6 +108,7 @@ class Family:
     rope: Rope | None = Rope()
     read_keys: tuple[str, ...] = ()
     text_key: str = ""
+    outer_keys: tuple[str, ...] = ("tie_word_embeddings",)
     by_type: Mapping[str, "Family"] = field(default_factory=dict)
     derived: Callable[["ConfigReader"], Mapping[str, object]] = lambda read: {}
     keys: Callable[["ConfigReader"], Mapping[str, Value]] = lambda read: {}

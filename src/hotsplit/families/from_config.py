@@ -57,8 +57,7 @@ def read_blueprint(
             raise HotsplitError(
                 f"{path}: {family.text_key} is {shown(own)}, wanted the text model's config"
             )
-        tied = "tie_word_embeddings"
-        config = own | ({tied: config[tied]} if tied in config else {})
+        config = own | {key: config[key] for key in family.outer_keys if key in config}
     if family.by_type:
         kind = str(config.get("model_type", next(iter(family.by_type))))
         ConfigReader(path, {"model_type": kind}).refuse("model_type", *family.by_type)

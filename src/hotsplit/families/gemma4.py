@@ -7,7 +7,7 @@ values of earlier ones."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +31,7 @@ from hotsplit.families.layer_inputs import INPUTS, input_keys, layer_inputs, ref
 from hotsplit.families.rope_scalings import THETA, Rope, local_theta_key
 from hotsplit.families.shared_keys import (
     SHARED,
+    Readers,
     reading,
     shared_keys,
     sources,
@@ -199,6 +200,13 @@ def _feed_forward(
 
 
 def of_keys(read: KeyReader) -> ModelSpec:
+    return spec_of(read, sources_of_keys)
+
+
+def spec_of(
+    read: KeyReader, sources_of: Callable[[KeyReader, Sequence[bool]], Readers]
+) -> ModelSpec:
+    """`sources_of`: the source of each layer's keys and values, by whether layers have windows."""
     num_layers, name, activation = read.count("block_count"), read.graph.name, read.activation()
     windows = windows_of_keys(read, num_layers, period=PERIOD, window=None)
     theta = np.float32(read.positive(f"{name}.{THETA}_swa", LOCAL_THETA))
@@ -206,7 +214,7 @@ def of_keys(read: KeyReader) -> ModelSpec:
     for key in _OF_WINDOWS:
         if f"{name}.{key}_swa" in read.keys:
             local[f"{name}.{key}"] = np.uint32(read.count(f"{key}_swa"))
-    source_L = sources_of_keys(read, [window is not None for window in windows])
+    source_L = sources_of(read, [window is not None for window in windows])
     experts = experts_of_keys(read) if read.whole("expert_count", 0) else None
     inputs, layers = read.whole(INPUTS, 0), []
     scale = SCALE if f"{SCALE}.weight" in read.options(num_layers) else ""

@@ -186,7 +186,8 @@ class KeyReader:
     def num_skipped(self) -> int:
         """The layers at the end that only predict tokens further ahead."""
         key = DRAFT_LAYERS
-        count = self.whole(key, 0) if key in self.graph.known_keys else 0
+        has_some = key in self.graph.known_keys and not self.graph.is_assistant
+        count = self.whole(key, 0) if has_some else 0
         if count >= self.count("block_count"):
             raise HotsplitError(
                 f"{self.path}: {self.graph.name}.{key} is {count}: no layer is left"

@@ -76,8 +76,8 @@ class Attention(Heads, Scores):
     """Causal grouped-query attention. `head_norm`: the norm of each head of queries and keys.
     `biases`: names of the projections that have one. `source`: the layer before it whose keys and
     values it reads, as that layer has stored them, and has none of its own (Gemma 3n, the E-models
-    of Gemma 4). `latent`: how queries and the only key are made, and outputs of what the heads sum
-    (DeepSeek)."""
+    of Gemma 4), or one of another model (model/assistant.py). `latent`: how queries and the only
+    key are made, and outputs of what the heads sum (DeepSeek)."""
 
     rotary: Rotary | None
     head_norm: Norm | None = None

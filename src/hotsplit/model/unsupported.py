@@ -18,8 +18,8 @@ _DRAFTS = "without -md, drafts come from the text or from the model's own draft 
 _LATENTS = "DeepSeek V2 and V3, Kimi K2 and GLM 4.7 Flash run"
 _RECURRENT = "recurrent layers of this kind (Mamba, RWKV and the like) are not supported"
 _BY_NAME = f"""
-gemma4-assistant gemma4assistant gemma4_assistant gemma4unifiedassistant gemma4_unified_assistant:\
- Gemma 4's assistant, a draft model that reads the main model's keys and values, is not supported;\
+gemma4unifiedassistant gemma4_unified_assistant:\
+ an assistant of a Gemma 4 for text, images and sound in one is not supported, as that is not;\
  {_DRAFTS}
 eagle: an EAGLE draft model, which reads hidden states of the main model's layers,\
  is not supported; {_DRAFTS}

@@ -24,8 +24,8 @@ speculation_options = option_table(
     a table of all texts so far, draft with a smaller model (-md). [default: auto, where the text
     stays the same: ngram, beside draft with -md, or mtp if the model has a block]
 --no-draft-block | no_draft_block: flag | Leave the model's draft block in the file.
--md --model-draft | model_draft: file SOURCE | A smaller model with the same vocabulary, which makes
-    the drafts: a file, a checkpoint folder or a name on the hub.
+-md --model-draft | model_draft: file SOURCE | A smaller model with the same vocabulary, or an
+    assistant of Gemma 4, which makes the drafts: a file, a checkpoint folder or a name on the hub.
 --draft-max --draft --draft-n | draft_max: int = {_DEFAULTS.most} | Maximum tokens per draft; fewer
     if that is faster; 0: none, as --speculate none.
 """,
