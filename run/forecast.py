@@ -3,8 +3,8 @@
 Prices are the solver's, of mode dense. Without a profile it is not known which neurons of a model
 can be silent (then all are computed, an upper bound on the time), nor which experts a mixture's
 tokens choose (then they are assumed to be chosen by Zipf's law; `solver.assumed`). Of layers that
-choose neurons by all gates it is known how many: they are priced in mode exact. Prompts are not
-priced."""
+choose neurons by all gates it is known how many: they are priced in mode exact. Prompts are priced
+on the CPU alone, by measured rates, and llama.cpp's on a card of a data sheet."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.data_sheets import FAST_HAND_OVER_S
+from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.artifacts.model_file import with_rope_scaling
 from hotsplit.convert.hub import named_on_hub
 from hotsplit.convert.hub_headers import headers_of
@@ -27,19 +28,21 @@ from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import RunSource, look_at
 from hotsplit.run.stages import RunJob
 from hotsplit.runtime.step.workspace import workspace_bytes
+from hotsplit.solver import llamacpp_speed
 from hotsplit.solver.assumed import EXPONENT, assumed_experts, by_activation, every_neuron
 from hotsplit.solver.draft_prediction import DraftGain, draft_gain
 from hotsplit.solver.expert_notes import placed_line
 from hotsplit.solver.inputs import Inputs, inputs_from
-from hotsplit.solver.layer_split import cpu_moe, layer_split
+from hotsplit.solver.layer_split import cpu_moe, layer_split, moe_division
 from hotsplit.solver.mode_choice import Found, find
-from hotsplit.solver.multi_gpu import cpu_only_plan, plan_seconds, with_one_home
+from hotsplit.solver.multi_gpu import PipelinePlacement, cpu_only_plan, plan_seconds, with_one_home
 from hotsplit.solver.optimise import Answer
-from hotsplit.solver.prediction import check_whole_host
+from hotsplit.solver.prediction import check_whole_host, prompt_seconds
 from hotsplit.solver.problem import on_one_device
 from hotsplit.solver.solve import split_of
 from hotsplit.system.sizes import format_bytes
 
+PROMPT = 512  # tokens, as llama-bench's
 ALIKE = 0.05  # by which weights here may exceed the file's before it is said
 
 
@@ -48,15 +51,20 @@ class Forecast:
     """`token_s`: seconds of a token in the middle of its context, as all but `first_s`, which are
     those at its beginning. `equal_s`: if all experts were chosen equally often, None without
     experts. `layer_split`, `cpu_moe`: llama.cpp's number of layers on the GPU, or with their
-    experts on the CPU, and its seconds; None without a GPU. `drafts`: by the model's own block,
-    which is not loaded beside a GPU."""
+    experts on the CPU, and its seconds; None without a GPU. `fast_s`: `token_s` if a hand-over to
+    the CPU takes FAST_HAND_OVER_S; None if that saves nothing. `prompt_s`, `rival_prompt_s`: of
+    PROMPT tokens by the plan, and by llama.cpp's faster way; None where not known. `drafts`: by the
+    model's own block, which is not loaded beside a GPU."""
 
     token_s: float
     first_s: float
+    fast_s: float | None
     equal_s: float | None
     cpu_only_s: float
     layer_split: tuple[int, float] | None
     cpu_moe: tuple[int, float] | None
+    prompt_s: float | None
+    rival_prompt_s: float | None
     drafts: DraftGain | None
     gap: float | None  # of a plan: what a better one could save at most; None for what needs none
     gpu_bytes: Items
@@ -131,10 +139,13 @@ def forecast(
     return Forecast(
         token_s=found.answer.objective_s,
         first_s=plan_seconds(replace(inputs, context_length=1).pipeline(), plan),
+        fast_s=_fast_seconds(inputs, plan) if uses_gpu else None,
         equal_s=equal_s,
         cpu_only_s=plan_seconds(pipeline, cpu_only_plan(pipeline)),
         layer_split=None if others is None else (others.num_layers, others.seconds),
         cpu_moe=cpu_moe(inputs) if uses_gpu else None,
+        prompt_s=None if uses_gpu else prompt_seconds(inputs, PROMPT),
+        rival_prompt_s=_rival_prompt(inputs) if uses_gpu else None,
         drafts=None if uses_gpu else draft_gain(inputs, found.answer.objective_s),
         gap=found.answer.gap if choice.budgets else None,
         gpu_bytes=split.gpu_bytes,
@@ -145,6 +156,29 @@ def forecast(
         placed=_placed_words(inputs, found),
         assumed=(*_assumed_words(inputs), *(_rival_words(job) if uses_gpu else ())),
     )
+
+
+def _fast_seconds(inputs: Inputs, plan: PipelinePlacement) -> float | None:
+    """The plan's seconds with hand-overs of FAST_HAND_OVER_S, if that is less."""
+    fast = Figure(best=FAST_HAND_OVER_S)
+    gpus = tuple(
+        replace(gpu, hand_over_s=fast, cpu_run_s=fast)
+        if gpu.hand_over_s.median > FAST_HAND_OVER_S
+        else gpu
+        for gpu in inputs.machine.gpus
+    )
+    seconds = plan_seconds(inputs.pipeline(), plan)
+    machine = replace(inputs.machine, gpus=gpus)
+    fast_s = plan_seconds(replace(inputs, machine=machine).pipeline(), plan)
+    return fast_s if fast_s < seconds else None
+
+
+def _rival_prompt(inputs: Inputs) -> float | None:
+    split, moe = layer_split(inputs), cpu_moe(inputs)
+    division = split.division(inputs.model.spec.num_layers)
+    if moe is not None and moe[1] < split.seconds:
+        division = moe_division(inputs, moe[0])
+    return llamacpp_speed.prompt_seconds(inputs, division, PROMPT)
 
 
 def _inputs(

@@ -1,28 +1,14 @@
 """Predicts the time of llama.cpp's layer split at the same budgets and, for a mixture of experts,
-of its --n-cpu-moe, from this machine's figures.
-
-Assumptions:
+of its --n-cpu-moe, by `llamacpp_speed`.
 
 - -ngl n puts the last n layers on the GPUs, each with its whole KV cache; with n = L + 1, the head
   too. The largest n that fits is taken. Several GPUs are filled one after the other, in order.
 - Every GPU in use has a compute buffer of the size of our workspace. Memory that the driver takes
   for itself is counted for neither program.
 - There is no sparsity and there are no predictors: a token reads every weight, of a mixture those
-of
-  as many experts as it chooses, and half of the KV cache, in the types of this file; on the CPU at
-  the measured rates of our products of whole
-  matrices, plus the fixed cost of a layer. The fixed cost of a token is added in any case.
-- Nothing overlaps. The kernels of a layer on a GPU take as long as ours that read as many bytes,
-but
-  a feed-forward part has DENSE_FFN_KERNELS of them, one more than ours.
+  of as many experts as it chooses, and half of the KV cache, in the types of this file.
 - --n-cpu-moe n puts all but the experts of the first n layers on the GPU; the smallest n that fits
-is
-  taken. Such a layer waits for the CPU, which costs a hand-over of ours.
-- Each GPU in use, and the run of layers on the CPU before the first, cost a token what they cost
-us.
-  If a GPU has the head, the logits are copied from it as well.
-
-The rates of llama.cpp's own kernels are not modelled.
+  is taken.
 
 Letters: L layers, F neurons, I = L + 1 items (the head is the last)."""
 
@@ -30,13 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.artifacts.machine_file import Gpu
-from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
-from hotsplit.costs.part_bytes import head_bytes, is_expert, is_predictor, kv_read, read_share
+from hotsplit.costs.part_bytes import head_bytes, is_expert, is_predictor
 from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.llamacpp_speed import Division, step_seconds, whole
 from hotsplit.solver.multi_gpu import PipelinePlacement
 from hotsplit.solver.problem import SolvedPlacement
-from hotsplit.solver.problem_builder import cpu_seconds, head_seconds, token_seconds
 from hotsplit.solver.units import ExpertUnits
 
 
@@ -49,6 +33,13 @@ class LayerSplit:
     num_layers: int
     has_head: bool
     homes: tuple[int, ...]
+
+    def division(self, num_layers: int) -> Division:
+        homes = self.homes[: self.num_layers]
+        return Division(
+            homes=(None,) * (num_layers - self.num_layers) + homes,
+            head=self.homes[-1] if self.has_head else None,
+        )
 
 
 def layer_split(inputs: Inputs) -> LayerSplit:
@@ -70,44 +61,34 @@ def layer_split(inputs: Inputs) -> LayerSplit:
 def cpu_moe(inputs: Inputs) -> tuple[int, float] | None:
     """The smallest n of --n-cpu-moe that fits the first GPU, and its seconds per token; None if the
     rest does not fit, and without experts."""
-    model, machine, gpu = inputs.model, inputs.machine, inputs.gpus[0]
-    num_layers, room = model.spec.num_layers, inputs.budgets[0] - inputs.workspace
+    model, num_layers = inputs.model, inputs.model.spec.num_layers
     if not model.spec.has_experts or not any(inputs.budgets):
         return None
-    room -= head_bytes(model)
+    room = inputs.budgets[0] - inputs.workspace - head_bytes(model)
     room -= sum(kept_bytes(inputs, layer) for layer in range(num_layers))
-    total = on_gpu_seconds(inputs)
-    for count in range(num_layers):
+    for count in range(num_layers + 1):
         if room >= 0:
-            return count, total
-        experts = [
-            (read_share(model, count, name), entry)
-            for name, entry in model.layer_tensors[count].items()
-            if is_expert(name)
-        ]
-        room += sum(entry.num_bytes for _, entry in experts)
-        total -= sum(s * e.num_bytes for s, e in experts) * 1e-9 / gpu.bandwidth_gb_per_s.median
-        total += sum(s * e.num_bytes / machine.cpu_rate(e.kind) for s, e in experts)
-        total += gpu.hand_over_s.median if experts else 0.0
-    return (num_layers, total) if room >= 0 else None
+            return count, moe_seconds(inputs, count)
+        if count < num_layers:
+            kept = kept_bytes(inputs, count) - kept_bytes(inputs, count, has_experts=False)
+            room += kept
+    return None
+
+
+def moe_seconds(inputs: Inputs, count: int) -> float:
+    """Seconds per token with all but the experts of the first `count` layers on the first GPU."""
+    return step_seconds(inputs, moe_division(inputs, count))
+
+
+def moe_division(inputs: Inputs, count: int) -> Division:
+    """All but the experts of the first `count` layers on the first GPU."""
+    layers = inputs.model.spec.layers[:count]
+    return whole(inputs, [n for n, layer in enumerate(layers) if layer.route is not None])
 
 
 def on_gpu_seconds(inputs: Inputs) -> float:
     """Seconds per token with everything on the first GPU."""
-    model, gpu = inputs.model, inputs.gpus[0]
-    total = token_seconds(model, inputs.machine) + head_seconds(model, gpu) + gpu.token_s.median
-    return total + sum(_layer_seconds(inputs, gpu, n) for n in range(model.spec.num_layers))
-
-
-def _layer_seconds(inputs: Inputs, gpu: Gpu, layer: int) -> float:
-    model = inputs.model
-    kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
-    read = sum(
-        read_share(model, layer, name) * entry.num_bytes
-        for name, entry in model.layer_tensors[layer].items()
-        if not is_predictor(name)
-    )
-    return gpu.kernels_seconds(kernels, kv_read(model, layer, inputs.context_length) + read)
+    return step_seconds(inputs, whole(inputs))
 
 
 def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
@@ -164,27 +145,9 @@ def _homes(inputs: Inputs, sizes: list[int]) -> list[int] | None:
 
 def split_seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> float:
     """Seconds of a token with the layers from `first` on, and perhaps the head, on these GPUs."""
-    model, machine = inputs.model, inputs.machine
-    total = token_seconds(model, machine) + sum(
-        cpu_seconds(
-            model,
-            machine,
-            layer,
-            kv_read(model, layer, inputs.context_length),
-            "dense",
-            lambda name: not is_predictor(name),
-        )
-        for layer in range(first)
-    )
-    for layer, home in zip(range(first, model.spec.num_layers), homes, strict=False):
-        total += _layer_seconds(inputs, inputs.gpus[home], layer)
-    if has_head:
-        total += head_seconds(model, inputs.gpus[homes[-1]])
-    else:
-        kind = model.tensors[model.head_name].kind
-        total += head_bytes(model) / machine.cpu_rate(kind)
-    total += sum(inputs.gpus[home].token_s.median for home in set(homes))
-    return total + (inputs.gpus[homes[0]].cpu_run_s.median if homes and first > 0 else 0.0)
+    num_there = inputs.model.spec.num_layers - first
+    there = (None,) * first + tuple(homes[:num_there])
+    return step_seconds(inputs, Division(homes=there, head=homes[-1] if has_head else None))
 
 
 def kept_bytes(inputs: Inputs, layer: int, *, has_experts: bool = True) -> int:

@@ -1,5 +1,5 @@
 """The options of llama.cpp that come closest to a plan: of all that they can express within the
-same budget, the fastest by this machine's figures and the assumptions of `layer_split`.
+same budget, the fastest by this machine's figures and `llamacpp_speed`.
 
     -ngl n             the output matrix, then the last n - 1 layers, whole
     --n-cpu-moe n      all but the experts of the first n layers
@@ -27,6 +27,7 @@ from hotsplit.costs.part_bytes import head_bytes, is_dense, is_expert, is_predic
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import cpu_moe, kept_bytes, on_gpu_seconds, split_seconds
+from hotsplit.solver.llamacpp_speed import HAND_OVER_S, cpu_rate, gpu_rate
 
 ALL = "999"  # -ngl: more layers than any model has
 STEPS = 8192
@@ -95,14 +96,14 @@ class _Matrix:
 
 
 def _matrices(inputs: Inputs, layer: int) -> list[_Matrix]:
-    model, gpu_s = inputs.model, 1e-9 / inputs.gpus[0].bandwidth_gb_per_s.median
+    model, gpu_s = inputs.model, 1 / gpu_rate(inputs.gpus[0])
     found: dict[str, _Matrix] = {}
     for name, entry in model.layer_tensors[layer].items():
         is_moved = is_expert(name) if model.spec.has_experts else not is_dense(name)
         if not is_moved or is_predictor(name):
             continue
         read = read_share(model, layer, name) * entry.num_bytes
-        saved_s = read / inputs.machine.cpu_rate(entry.kind) - read * gpu_s
+        saved_s = read / cpu_rate(inputs.machine, entry.kind) - read * gpu_s
         own = name if entry.part_of is None else entry.part_of.removeprefix(f"blk.{layer}.")
         base = own.split(".")[0].removesuffix("_t")
         old = found.get(base, _Matrix(base, 0, 0.0))
@@ -119,14 +120,13 @@ def _tensors(inputs: Inputs) -> Told | None:
     room += sum(m.num_bytes for matrices in of_layers for m in matrices)
     if room < 0:
         return None
-    hand_over_s = inputs.gpus[0].hand_over_s.median
-    there = _knapsack(of_layers, room, hand_over_s)
+    there = _knapsack(of_layers, room, HAND_OVER_S)
     cold = [
         [m for m in matrices if m.name not in names]
         for matrices, names in zip(of_layers, there, strict=True)
     ]
     seconds = on_gpu_seconds(inputs) + sum(
-        hand_over_s + sum(m.saved_s for m in matrices) for matrices in cold if matrices
+        HAND_OVER_S + sum(m.saved_s for m in matrices) for matrices in cold if matrices
     )
     of_names: dict[tuple[str, ...], list[int]] = {}
     for layer, matrices in enumerate(cold):

@@ -13,6 +13,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.trial_file import Winner
 from hotsplit.errors import DoesNotFitError
 from hotsplit.solver import multi_gpu
+from hotsplit.solver.draft_prediction import rows_seconds, shares
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Found, obvious_plans
 from hotsplit.solver.optimise import Answer
@@ -105,6 +106,17 @@ def parts_of(split: Split, inputs: Inputs) -> dict[str, float]:
 def cpu_alone_seconds(inputs: Inputs) -> float:
     pipeline = inputs.pipeline()
     return multi_gpu.plan_seconds(pipeline, multi_gpu.cpu_only_plan(pipeline))
+
+
+def prompt_seconds(inputs: Inputs, num_tokens: int) -> float | None:
+    """Seconds of a prompt that the CPU computes, without its attention; None if the machine's
+    figures have no rates of prompts."""
+    model, machine = inputs.model, inputs.machine
+    if not machine.costs.pass_rows_gb_per_s:
+        return None
+    layers_s = rows_seconds(model, machine, shares(inputs), num_tokens, head_share=0.0)
+    head = model.tensors[model.head_name]
+    return layers_s + head.num_bytes / machine.cpu_rate(head.kind)
 
 
 def check_whole_host(inputs: Inputs) -> None:

@@ -27,6 +27,7 @@ from hotsplit.model.tensors import in_layout
 from hotsplit.solver import llamacpp
 from hotsplit.solver.layer_split import cpu_moe, kept_bytes, layer_split, on_gpu_seconds
 from hotsplit.solver.llamacpp import ways
+from hotsplit.solver.llamacpp_speed import HAND_OVER_S
 from hotsplit.solver.solve import SolveConfig, solve
 
 ROUTE = Route(num_experts=8, num_used=2)
@@ -63,11 +64,10 @@ def fastest(inputs) -> float:
     layers = range(inputs.model.spec.num_layers)
     room -= sum(kept_bytes(inputs, n) for n in layers)
     best, base = np.inf, on_gpu_seconds(inputs)
-    hand_over_s = inputs.gpus[0].hand_over_s.median
     for bits in product([False, True], repeat=len(matrices)):
         cold = [found for found, is_cold in zip(matrices, bits, strict=True) if is_cold]
         if sum(each.num_bytes for _, each in cold) + room >= 0:
-            waits = hand_over_s * len({layer for layer, _ in cold})
+            waits = HAND_OVER_S * len({layer for layer, _ in cold})
             best = min(best, base + waits + sum(each.saved_s for _, each in cold))
     return best
 

@@ -12,13 +12,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from models import byte_level_keys, make_model, make_sizes, save_solver_files
+from models import byte_level_keys, make_inputs, make_model, make_sizes, save_solver_files
 from published_headers import HEADERS, Header, keys_of, tensors_of, write, write_parts
 from test_experts import mixture
 from test_solver_experts import tiny
 
-from hotsplit.artifacts.data_sheets import CARDS, HOSTS, SOURCE, load_machine, machine_of
-from hotsplit.artifacts.machine_file import Figure, Machine
+from hotsplit.artifacts.data_sheets import CARDS, SOURCE, load_machine, machine_of
+from hotsplit.artifacts.machine_file import PASS_TOKENS, Figure, Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_gguf import read_model_gguf
 from hotsplit.cli import main
 from hotsplit.commands.plan import _draft_place
 from hotsplit.commands.run_command import run as run_command
@@ -35,6 +37,9 @@ from hotsplit.runtime.resolved_options import no_drafts_on_gpu
 from hotsplit.solver import assumed
 from hotsplit.solver.assumed import drawn_experts, zipf_shares
 from hotsplit.solver.draft_prediction import DraftGain
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.layer_split import moe_division
+from hotsplit.solver.llamacpp_speed import Division, prompt_seconds, step_seconds, whole
 from hotsplit.system.sizes import format_bytes, parse_bytes, size_words
 
 CARD = "rtx-4060-8gb"
@@ -499,12 +504,14 @@ def test_a_model_that_is_faster_on_the_cpu_is_planned_there_as_solve_does(tmp_pa
 
 def test_all_machines_by_data_sheet_are_valid_and_named(tmp_path):
     for card in CARDS:
-        for host in HOSTS:
+        for host in ("ddr4-3200", "ddr5-5600x4"):
             machine = load_machine(Path(f"{card}+{host}"))
             machine.save(tmp_path / f"{card}+{host}")
             assert machine == machine_of(card, host) and machine.gpus[0].source == SOURCE
     assert load_machine(Path("RTX-4090-24GB")).gpus[0].memory_bytes == 24 << 30
-    for name in ("rtx-9999", f"{CARD}+ddr9"):
+    rates = [machine_of(CARD, f"ddr5-6000x{n}").best_cpu_bandwidth_gb_per_s for n in (1, 2, 4)]
+    assert rates == pytest.approx([0.87 * 48, 0.62 * 96, 0.3 * 96])
+    for name in ("rtx-9999", f"{CARD}+ddr9", f"{CARD}+ddr5-5600x3"):
         with pytest.raises(HotsplitError, match=f"no card by data sheet: known are .*{CARD}"):
             load_machine(Path(name))
     with pytest.raises(HotsplitError, match="no such file"):
@@ -522,6 +529,87 @@ def test_the_room_of_a_card_is_most_of_what_other_programs_leave():
     assert low.gpus == room.gpus and "only 7.52 GiB are free on the GPU" in low.lines[0]
     assert default_budgets.room_of(card, (0,), None).gpus == ()
     assert default_budgets.room_of(card, None, "cpu").gpus == ()
+
+
+def measured_on(tmp_path, name: str, card: str, host: str, depth: int) -> Inputs:
+    """A published model on a card beside a host, of which a token reads so many keys."""
+    header = next(each for each in HEADERS if each.name.startswith(name))
+    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
+    model = ModelFile.of(tmp_path / "h.gguf", *read_model_gguf(tmp_path / "h.gguf"))
+    return make_inputs(
+        model, assumed.every_neuron(model), machine_of(card, host), 1, context_length=2 * depth + 1
+    )
+
+
+@pytest.mark.parametrize(
+    "name, card, host, cold, measured",
+    [  # all but the experts of so many layers on the card; tokens a second, published
+        ("Qwen3.6-35B", "rtx-3060-12gb", "ddr5-5600", 40, 42.3),
+        ("gpt-oss-20b", "rtx-3060-12gb", "ddr4-3200", 2, 64.0),
+        ("Qwen3-30B", "rtx-2070-super-8gb", "ddr5-5600x1", 48, 27.67),
+        ("Qwen3-30B", "rtx-2070-super-8gb", "ddr5-5600x1", 32, 37.62),
+        ("Qwen3.6-35B", "rtx-5080-16gb", "ddr5-4800", 40, 51.0),
+        ("Qwen3.6-35B", "rtx-5080-16gb", "ddr5-4800", 24, 69.6),
+        ("Qwen3-8B", "rtx-2080-8gb", "ddr4-3200", 0, 69.34),
+        ("Llama-3.1-8B", "rtx-3080-10gb", "ddr4-3200", 0, 111.95),
+    ],
+)
+def test_llamacpp_is_as_fast_as_published(tmp_path, name, card, host, cold, measured):
+    """Of the rows of docs/plan.md, some of each kind."""
+    inputs = measured_on(tmp_path, name, card, host, 0)
+    assert 1 / step_seconds(inputs, moe_division(inputs, cold)) == pytest.approx(measured, rel=0.2)
+
+
+def test_llamacpps_prompts_are_as_fast_as_published(tmp_path):
+    """A card that computes what it holds, and one to which each layer is copied, once a batch."""
+    inputs = measured_on(tmp_path, "Qwen2.5-7B", "rtx-2070-super-8gb", "ddr5-5600x1", 0)
+    assert 512 / prompt_seconds(inputs, whole(inputs), 512) == pytest.approx(2046, rel=0.3)
+    on_cpu = Division(homes=(None,) * inputs.model.spec.num_layers)
+    layers = sum(entry.num_bytes for each in inputs.model.layer_tensors for entry in each.values())
+    copied = {
+        batch: prompt_seconds(inputs, on_cpu, 2048, batch=batch)
+        - prompt_seconds(inputs, whole(inputs), 2048)
+        for batch in (512, 2048)
+    }
+    assert copied[512] == pytest.approx(4 * copied[2048])
+    assert copied[2048] == pytest.approx(layers / (0.6 * 12e9), rel=0.01)
+    alone = prompt_seconds(dataclasses.replace(inputs, budgets=(0,)), on_cpu, 512)
+    assert alone > 3 * prompt_seconds(inputs, on_cpu, 512)
+    unknown = dataclasses.replace(inputs.gpus[0], name="another")
+    machine = dataclasses.replace(inputs.machine, gpus=(unknown,))
+    assert prompt_seconds(dataclasses.replace(inputs, machine=machine), on_cpu, 512) is None
+
+
+def test_a_plan_says_what_it_takes_with_faster_hand_overs(tmp_path, capsys, monkeypatch):
+    path = published(tmp_path, monkeypatch, "Qwen3-30B", num_layers=4)
+    plan = planned(capsys, path, "--vram", "1GiB")
+    assert 0 < plan["fast_s"] < plan["token_s"] and plan["rival_prompt_s"] > 0
+    assert plan["prompt_s"] is None
+    alone = planned(capsys, path, "--vram", "0")
+    assert alone["fast_s"] is alone["rival_prompt_s"] is None
+    fast = machine_of(CARD)
+    gpu = dataclasses.replace(
+        fast.gpus[0], hand_over_s=Figure(best=1e-6), cpu_run_s=Figure(best=1e-6)
+    )
+    dataclasses.replace(fast, gpus=(gpu,)).save(tmp_path / "fast.json")
+    words = ["plan", str(path), "--vram", "1GiB", "--machine", str(tmp_path / "fast.json")]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fast_s"] is None
+
+
+def test_the_cpus_prompts_are_priced_by_measured_rates(tmp_path, capsys):
+    model = silu_model(num_neurons=4096)
+    model.save(tmp_path / "m.gguf")
+    machine = machine_of(CARD)
+    rates = {"f16": Figure(best=4.0)}
+    costs = dataclasses.replace(machine.costs, pass_rows_gb_per_s=rates)
+    dataclasses.replace(machine, cpu_costs=costs).save(tmp_path / "c.json")
+    words = ["plan", str(tmp_path / "m.gguf"), "--vram", "0", "--json"]
+    assert main([*words, "--machine", str(tmp_path / "c.json")]) == 0
+    prompt_s = json.loads(capsys.readouterr().out)["prompt_s"]
+    layers = sum(e.num_bytes for each in model.layer_tensors for e in each.values())
+    assert prompt_s == pytest.approx(layers / 4e9 * 512 / PASS_TOKENS, rel=0.5)
+    assert planned(capsys, tmp_path / "m.gguf", "--vram", "0")["prompt_s"] is None
 
 
 # ---- assumed experts ----------------------------------------------------------------------------

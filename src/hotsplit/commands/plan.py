@@ -206,6 +206,7 @@ def _this_machine(job: "RunJob") -> tuple["Machine", Path]:
 def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
     """The forecast in words: what is where in MiB, and the speeds of this plan and others."""
     from hotsplit.costs.context_bytes import draft_words
+    from hotsplit.run.forecast import PROMPT
     from hotsplit.solver.explain import meanings_of
 
     meanings = meanings_of(has_experts=job.choice.model.spec.has_experts)
@@ -227,6 +228,8 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
     place = f"in the middle of {length}; {1 / found.first_s:,.1f} at the first"
     gap = "" if found.gap is None else f"; no plan is more than {max(found.gap, 1e-4):.2%} faster"
     speeds = [("this plan", found.token_s, place + gap)]
+    if found.fast_s is not None:
+        speeds.append(("with faster hand-overs", found.fast_s, _hand_over_words(machine)))
     if (drafts := found.drafts) is not None:
         *first, last = (f"{share:.0%}" for share in drafts.accepted)
         assumed = f"{', '.join(first)} and {last} of its guesses by place are assumed right"
@@ -246,6 +249,11 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
         count, seconds = found.cpu_moe
         name = f"llama.cpp's --n-cpu-moe {count}"
         speeds.append((name, seconds, f"the experts of {count} {of} on the CPU"))
+    whose = (("its prompts", found.prompt_s), ("llama.cpp's prompts", found.rival_prompt_s))
+    for name, prompt_s in whose:
+        if prompt_s is not None:
+            words = f"of {PROMPT} tokens: {prompt_s:.2g} s to the first word"
+            speeds.append((name, prompt_s / PROMPT, words))
     draft = []
     if words := draft_words(job.choice.model):
         draft = [f"the draft block: {words}, {_draft_place(job, found)}"]
@@ -259,6 +267,16 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
         *common.speed_lines(speeds),
         *([] if not found.budgets or whole else [f"{found.placed}; {fits}"]),
     ]
+
+
+def _hand_over_words(machine: "Machine") -> str:
+    from hotsplit.artifacts.data_sheets import FAST_HAND_OVER_S
+
+    assumed_s = machine.gpus[0].hand_over_s.median
+    return (
+        f"if the GPU and the CPU wait {1e6 * FAST_HAND_OVER_S:.0f} us for each other in a layer, as"
+        f" flags do, not {1e6 * assumed_s:.0f}"
+    )
 
 
 def _draft_place(job: "RunJob", found: "Forecast") -> str:
